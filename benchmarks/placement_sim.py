@@ -71,7 +71,7 @@ def play(
         for name, trace in traces.items():
             for tier, host_tokens in TIERS.items():
                 model = EngineModel(GPU_TOKENS, host_tokens, chunked=args.model == "chunked")
-                plan = Plan(model, ENGINES, resolve(policies.split(",")), seeds, load=load)
+                plan = Plan((model,), ENGINES, resolve(policies.split(",")), seeds, load=load)
                 began = time.monotonic()
                 outcomes = run_all(trace, plan.runs(trace), jobs=args.jobs)
                 merged = {(row["policy"], row["engines"]): row for row in over_seeds(rows(outcomes))}

@@ -35,6 +35,7 @@ from engine_adapter.errors import (
     NotSupported,
     PromptTableError,
 )
+from engine_adapter.events.sources import address_of_rank
 from engine_adapter.hold import AnswerReader, Forecast, Hold, RequestBody, Resumption, SelfPlaced
 from engine_adapter.http.client import HttpTransport
 from engine_adapter.http.control import base_url, route_of
@@ -143,6 +144,7 @@ __all__ = [
     "ViewCurrent",
     "ViewLost",
     "ViewResumed",
+    "address_of_rank",
     "base_url",
     "check_command",
     "check_kind",

@@ -15,6 +15,11 @@ from engine_adapter.errors import EngineSpecError
 class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of every kind's options, and the options of a kind that has none."""
 
+    @property
+    def rank(self) -> int | None:
+        """The data-parallel rank of its server that the engine is; None for the whole server."""
+        return None
+
 
 class Size(int):
     """A number of bytes above 0. The operator may write a unit: `4GiB`."""

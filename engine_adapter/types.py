@@ -137,6 +137,8 @@ class EngineInfo:
             would not serve them on the slot or with the salt that kvpin chooses.
         renders_embeds: its `render` takes requests with prompt embeddings, also without Capability.RENDER.
         any_model: it serves its model whatever name a request gives.
+        ranks: the data-parallel ranks of its server, each with its own cache, if a request may name one; ()
+            where that is not known.
         routes: its routes beside `/v1` that clients may use.
         card: its own fields of the model in `/v1/models`, e.g. `max_model_len` or `meta`.
         too_long: (tokens of a prompt, tokens of its context) → the fields that it adds to the error of a
@@ -165,6 +167,7 @@ class EngineInfo:
     served_as_chats: frozenset[str] = frozenset()
     renders_embeds: bool = False
     any_model: bool = False
+    ranks: tuple[int, ...] = ()
     routes: Mapping[str, NativeRoute] = field(default_factory=dict, repr=False, hash=False)
     card: Mapping[str, Any] = field(default_factory=dict, repr=False, hash=False)
     too_long: Callable[[int, int], Mapping[str, Any]] = field(default=_nothing_more, repr=False)

@@ -39,9 +39,11 @@ from proxy.api.admin import (
     admin_mount,
 )
 from proxy.api.auth import AdminGuard
+from proxy.api.changes import Changes
 from proxy.api.cors import Cors
 from proxy.api.elsewhere import Elsewhere
 from proxy.api.errors import handle, handle_http
+from proxy.api.keepers import Keepers
 from proxy.api.openai import DataPlane
 from proxy.api.ops import Ops
 from proxy.api.page import WebPage
@@ -105,7 +107,7 @@ class Proxy:
     def __init__(self, settings: Settings, transport: Transport, siblings: Siblings | None = None) -> None:
         """`siblings`: the other workers of this kvpin."""
         self.settings = settings
-        self.siblings = siblings
+        self.siblings, self.changes = siblings, Changes()
         self.transport = transport
         self.tasks = Supervisor()
         waits = settings.timeouts
@@ -136,6 +138,7 @@ class Proxy:
         self.engines = Engines(self.fleet, self.monitor, self.pins, self.operations, make_adapter)
         self.configured = ConfiguredEngines(self.fleet, self.monitor, self.engines, self.tasks, make_adapter)
         self.discovered = DiscoveredEngines(self.fleet, self.configured, self.engines, self.tasks)
+        self.monitor.split = self.discovered.split
         self.metrics = Metrics(
             self.fleet, self.discovered.sources, self.peers, tenants=settings.tenant_metrics
         )
@@ -348,6 +351,7 @@ def build_app(proxy: Proxy) -> Site:
         cors,
         proxy.metrics.refuse,
         Elsewhere(proxy.fleet, proxy.peers, proxy.transport) if proxy.peers is not None else None,
+        _keepers(proxy),
     )
     ops = Ops(proxy.fleet, proxy.metrics, proxy.draining, proxy.peers, has_page=settings.ui)
     page = WebPage().routes() if settings.ui else []
@@ -361,8 +365,16 @@ def build_app(proxy: Proxy) -> Site:
     rest.router.redirect_slashes = False  # such an answer leads to the host that the client named
     if proxy.siblings is None:
         return Site(data_plane, rest, proxy.draining)
-    together = Together(rest, proxy.siblings, shared=proxy.peers is not None)
+    together = Together(rest, proxy.siblings, proxy.changes, shared=proxy.peers is not None)
     return Site(data_plane, together, proxy.draining)
+
+
+def _keepers(proxy: Proxy) -> Keepers | None:
+    """The other kvpins of this machine that may keep responses; None if there can be none."""
+    peers, siblings = proxy.peers, proxy.siblings
+    if peers is not None and peers.http_socket is not None:
+        return Keepers(lambda: [each.socket for each in peers.neighbours()], proxy.transport)
+    return Keepers(lambda: siblings.sockets, proxy.transport) if siblings is not None else None
 
 
 def admin_api(proxy: Proxy) -> Mount:

@@ -45,9 +45,11 @@ from proxy.observe.banner import Banner
 from proxy.observe.logs import configure_logs
 from proxy.runtime import settle, steady
 from proxy.settings import Settings, SettingsError, needs_restart
+from proxy.workers.catch_up import catch_up
 from proxy.workers.fairness import Door, Tally, tallied
 from proxy.workers.orders import Orders
 from proxy.workers.supervisor import Workers
+from proxy.workers.watchdog import Watchdog
 
 log = structlog.get_logger(__name__)
 
@@ -72,9 +74,9 @@ def serve(load: Load) -> int:
 
     `load` reads the settings; SIGHUP calls it again. Raises SettingsError if its first call does.
     """
-    orders = Orders.take()
+    orders, watchdog = Orders.take(), Watchdog.take()
     if orders is not None:
-        return _work(load, orders)
+        return _work(load, orders, watchdog)
     settings = load()
     configure_logs(settings.logs)
     try:
@@ -90,16 +92,22 @@ def serve(load: Load) -> int:
         return 1
     _warn(settings, listeners)
     if settings.workers > 1:
-        return _until_done(Workers(settings, load, listeners, are_shared=bool(handed_on)).run())
-    return _until_done(_run(settings, listeners, load, are_shared=bool(handed_on)))
+        try:
+            workers = Workers(settings, load, listeners, watchdog=watchdog)
+        except SettingsError as error:
+            return _refuse(error)
+        return _until_done(workers.run())
+    return _until_done(_run(settings, listeners, load, are_shared=bool(handed_on), watchdog=watchdog))
 
 
-def _work(load: Load, orders: Orders) -> int:
+def _work(load: Load, orders: Orders, watchdog: Watchdog | None) -> int:
     """Runs one of several workers."""
     load = partial(orders.settings, load)
     settings = load()
     configure_logs(settings.logs, worker=orders.number)
-    return _until_done(_run(settings, orders.sockets(), load, are_shared=orders.waits, orders=orders))
+    return _until_done(
+        _run(settings, orders.sockets(), load, are_shared=True, orders=orders, watchdog=watchdog)
+    )
 
 
 def _until_done(work: Coroutine[Any, Any, int]) -> int:
@@ -119,9 +127,10 @@ async def _run(
     *,
     are_shared: bool = False,
     orders: Orders | None = None,
+    watchdog: Watchdog | None = None,
 ) -> int:
-    """`are_shared`: the sockets outlive this process, and another kvpin may serve them. `orders`: those of a
-    worker."""
+    """`are_shared`: the sockets are not this process's alone: another kvpin may serve them, now or later.
+    `orders`: those of a worker. `watchdog`: that of this process."""
     transport = HttpTransport(connect_timeout_s=settings.timeouts.connect_s)
     try:
         proxy = Proxy(settings, transport, Siblings(orders.siblings) if orders is not None else None)
@@ -132,9 +141,13 @@ async def _run(
     for number in _SIGNALS:
         asyncio.get_running_loop().add_signal_handler(number, server.on_signal, number)
     banner = _banner(proxy, settings, listeners)
+    if watchdog is not None:
+        proxy.tasks.keep("watchdog", watchdog.run)
     try:
         await server.listen_to_peers()  # before they are told of it
         proxy.start()
+        if proxy.siblings is not None and orders is not None and orders.follows:
+            await catch_up(proxy.siblings, orders)
         settle()
         if orders is None or (orders.number == 1 and not orders.follows):
             banner.print_addresses()

@@ -1,4 +1,4 @@
-"""Makes the pictures of docs/ui.md: each view of the page, with two embedded engines behind it.
+"""Makes the pictures of the page, with two embedded engines behind it, and of a report of `kvpin replay`.
 
 scripts/with-chromium .venv/bin/python scripts/make_screenshots.py [FOLDER]
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -30,6 +31,7 @@ DOCUMENTS = [
     for house, shelves in ((3, 36), (5, 28), (7, 20), (11, 12))
 ]
 ORDERS = "Orders of day {day}: " + " ".join(f"customer {n} wants {{day}}{n} boxes." for n in range(8))
+REPLAY = ("--engines", "4", "--gpu-tokens", "100k,200k,400k,800k", "--load", "0.9")
 TALK = (DOCUMENTS[0] + " Which shelf holds the most?", "And the least?")
 
 
@@ -82,6 +84,19 @@ async def pictures(browser: Browser, kvpin: Kvpin, folder: Path) -> None:
         await save(page, folder / f"why{name}.png")
 
 
+async def report(browser: Browser, folder: Path) -> None:
+    """What `kvpin replay --html` writes."""
+    page = await browser.new_page(viewport=DESKTOP, color_scheme="light")
+    with tempfile.TemporaryDirectory() as home:
+        path = Path(home) / "report.html"
+        trace = ROOT / "tests" / "data" / "traces" / "agents.jsonl.gz"
+        command = (sys.executable, "-m", "proxy.cli", "replay", str(trace), *REPLAY, "--html", str(path))
+        await asyncio.to_thread(subprocess.run, command, check=True, stdout=subprocess.DEVNULL)
+        await page.goto(path.as_uri())
+        await page.locator(".u-legend").last.wait_for()
+        await save(page, folder / "report-light.png")
+
+
 async def save(page: Page, path: Path) -> None:
     """A picture of what is seen first, with few colours: it stays small in the repository."""
     await page.evaluate("document.activeElement.blur(); scrollTo(0, 0)")
@@ -104,6 +119,7 @@ async def main() -> None:
                 browser = await playwright.chromium.launch(
                     executable_path=os.environ["CHROMIUM"], env=env, args=["--no-sandbox"]
                 )
+                await report(browser, folder)
                 await pictures(browser, kvpin, folder)
                 await browser.close()
         finally:

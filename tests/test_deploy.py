@@ -85,12 +85,16 @@ def test_the_image_has_no_finding_and_compose_starts_what_kvpin_understands():
     done = subprocess.run([hadolint, DEPLOY / "Dockerfile"], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "")
     services = yaml.safe_load((DEPLOY / "docker-compose.yml").read_text())["services"]
-    command = services["kvpin"]["command"]
+    kvpins = {name for name in services if name.startswith("kvpin-")}
+    (command,) = {tuple(services[name]["command"]) for name in kvpins}
     engines = [text.removeprefix("--engine=") for text in command if text.startswith("--engine=")]
-    settings = _load(None, {}, engines, [], [], [])
+    (exchange,) = [text.removeprefix("--exchange=") for text in command if text.startswith("--exchange=")]
+    settings = _load(None, {"exchange": {"url": exchange}}, engines, [], [], [])
+    directory = settings.exchange.url.get_secret_value().removeprefix("unix:")
+    assert all(f"run:{directory}" in services[name]["volumes"] for name in kvpins)
     hosts = {re.fullmatch(r"http://([a-z0-9-]+):8080", each.url)[1] for each in settings.engines}
     watching = {name for name, each in services.items() if each.get("profiles") == ["observe"]}
-    assert hosts == services.keys() - {"kvpin"} - watching
+    assert hosts == services.keys() - kvpins - watching
     for name in watching:
         for mount in services[name]["volumes"]:
             assert (DEPLOY / mount.partition(":")[0]).exists()

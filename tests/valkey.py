@@ -1,6 +1,7 @@
 """A real Valkey server, from a wheel."""
 
 import contextlib
+import signal
 import socket
 import subprocess
 import time
@@ -33,6 +34,10 @@ class Valkey:
                 return
             time.sleep(0.01)
         raise RuntimeError("valkey-server does not listen")
+
+    def pause(self) -> None:
+        """It hangs from now on."""
+        self._process.send_signal(signal.SIGSTOP)
 
     def kill(self) -> None:
         """Kills it."""

@@ -5,6 +5,9 @@ from __future__ import annotations
 import re
 from urllib.parse import urlsplit
 
+RANKS = "name it in the settings or in a source of engines, and kvpin uses each rank as an engine of its own"
+"""How a server with several data-parallel ranks is used fully."""
+
 _WILDCARDS = ("*", "0.0.0.0", "[::]")  # noqa: S104 - nothing is bound here
 _LOOPBACKS = ("localhost", "127.", "[::1]")
 _ADDRESS = re.compile(r"tcp://(?:[\w.-]+|\[[0-9A-Fa-f:.]+(?:%\w+)?\]):\d{1,5}|ipc://\S+", re.ASCII)
@@ -33,6 +36,12 @@ def reachable_endpoint(endpoint: str, engine_url: str) -> str | None:
     if not _ADDRESS.fullmatch(endpoint) or (is_local and not _is_loopback(host)):
         return None
     return endpoint
+
+
+def address_of_rank(address: str, rank: int) -> str:
+    """The address of a data-parallel rank, where `address` is that of rank 0: each has the next port."""
+    start, _, port = address.rpartition(":")
+    return f"{start}:{int(port) + rank}" if port.isdecimal() else address
 
 
 def _host(url: str) -> str:

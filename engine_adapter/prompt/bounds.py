@@ -2,20 +2,23 @@
 
 Where one call can make much of little, the length of its result is computed before the call. Where the result
 is at most some times its parts, as for `text + text`, it is looked at after. Long texts also count together:
-a template may double a text, but not many times. templates.py limits the whole text and its time.
+a template may double a text, but not many times. Loops and macros count their steps, and have a limit of CPU
+time. templates.py limits the whole text.
 """
 
 from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable, Iterable
-from functools import wraps
+import time
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial, wraps
+from itertools import chain, repeat
 from string import Formatter
 from typing import Any
 
 from jinja2 import pass_eval_context
-from jinja2.exceptions import SecurityError
+from jinja2.exceptions import SecurityError, TemplateRuntimeError
 from jinja2.filters import FILTERS
 from jinja2.nodes import EvalContext
 from jinja2.utils import generate_lorem_ipsum
@@ -25,6 +28,10 @@ MAX_LENGTH = 64 << 20
 MAX_LONG = 512 << 20
 # From this length on, a text is long.
 LONG = 64 << 10
+# The most CPU seconds that one rendering's loops and macros may take: many times those of the longest body.
+MAX_S = 20.0
+# Steps of all threads between two looks at the clock.
+_STEPS = 256
 # Texts that may be put together before their length is looked at.
 _FEW = 8
 # The longest list.
@@ -35,17 +42,43 @@ _ENDLESS = MAX_LENGTH + 1
 
 
 class _Made(threading.local):
-    """The characters of the long texts that a thread's rendering has made."""
+    """What a thread's rendering has made so far.
+
+    Attributes:
+        length: the characters of the long texts.
+        until: the thread's CPU seconds at which it takes too long; None before the first look at the clock.
+    """
 
     length = 0
+    until: float | None = None
 
 
 _made = _Made()
 
 
 def begin_rendering() -> None:
-    """No text was made yet."""
+    """Nothing was made yet."""
     _made.length = 0
+    _made.until = None
+
+
+def _look(_: None) -> Iterator[None]:
+    """Steps until the next look; an error where this thread's rendering takes too long."""
+    now = time.thread_time()
+    if _made.until is None:
+        _made.until = now + MAX_S
+    return _late() if now > _made.until else repeat(None, _STEPS)
+
+
+def _late() -> Iterator[None]:
+    """Raises TemplateRuntimeError. Raised by `_look`, it would end `step` for good."""
+    yield from ()
+    raise TemplateRuntimeError(f"a chat template must not loop for more than {MAX_S:g} s of CPU time")
+
+
+step: Callable[[], None] = partial(next, chain.from_iterable(map(_look, repeat(None))))
+"""Called when a loop or a macro begins once more, of whichever thread. It is made of C code: as a function it
+would take a fifth of a template's time."""
 
 
 def check_length(length: int) -> None:

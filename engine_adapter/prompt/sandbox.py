@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from jinja2 import nodes
-from jinja2.compiler import CodeGenerator, Frame, optimizeconst
+from jinja2.compiler import CodeGenerator, Frame, MacroRef, optimizeconst
 from jinja2.exceptions import SecurityError
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -24,6 +24,7 @@ from engine_adapter.prompt.bounds import (
     concat,
     joined,
     printf_length,
+    step,
 )
 
 # The longest text or list, and the most bits of a number, that `*` and `**` may make.
@@ -31,12 +32,14 @@ MAX_PRODUCT = 1 << 20
 _OF_DICTS = frozenset(dir(dict))
 # jinja2 replaces the two that could reach into objects; a name with an underscore is private.
 _OF_STRINGS = frozenset(name for name in dir(str) if not name.startswith("_")) - BOUNDED_METHODS
+# Written as the first statement of loops and macros.
+_STEP = nodes.ExprStmt(nodes.EnvironmentAttribute("step()"))
 # Values of one sum, or of one `~`, whose result is looked at only as a whole. Each look takes time.
 _TERMS = 4
 
 
 class _CheckedCode(CodeGenerator):
-    """jinja2's compiler, with a look at the results of `+` and `~`.
+    """jinja2's compiler, with a look at the results of `+` and `~`, and at each step of loops and macros.
 
     The look is written into the code, because a call would take a tenth of a template's time.
     """
@@ -60,6 +63,16 @@ class _CheckedCode(CodeGenerator):
             self._write_checked(lambda: self._write_call("str_join((", node.nodes, frame), is_text=True)
         else:
             self._write_call("environment.joined((", node.nodes, frame)
+
+    def visit_For(self, node: nodes.For, frame: Frame) -> None:  # noqa: N802 - likewise
+        """Writes `{% for … %}`."""
+        node.body.insert(0, _STEP)
+        super().visit_For(node, frame)
+
+    def macro_body(self, node: nodes.Macro | nodes.CallBlock, frame: Frame) -> tuple[Frame, MacroRef]:
+        """Writes the body of a macro, or of a block that calls one."""
+        node.body.insert(0, _STEP)
+        return super().macro_body(node, frame)
 
     def visit_Output(self, node: nodes.Output, frame: Frame) -> None:  # noqa: N802 - likewise
         """Writes `{{ … }}`. A piece of the whole text is looked at with the others, by templates.py."""
@@ -139,6 +152,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         checked: called with sums that are no short texts.
         joined: called with the many parts of a `~`.
         concat: called with the pieces of macros and of blocks that are set.
+        step: called at each step of loops and macros.
     """
 
     code_generator_class = _CheckedCode
@@ -146,6 +160,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
     checked = staticmethod(checked)
     joined = staticmethod(joined)
     concat = staticmethod(concat)
+    step = staticmethod(step)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:  # noqa: ANN401
         """`left * right`, `left ** right` or `left % right` in a template.

@@ -8,7 +8,6 @@ tokenizer is loaded; where they differ, transformers renders.
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime
 from functools import lru_cache
@@ -36,9 +35,8 @@ TEMPLATE_ERRORS = (
 )  # fmt: skip
 """The errors that rendering raises. A template is a program: it can fail on messages it does not expect."""
 
-# The longest text of a chat, and the most CPU seconds that it may take: many times those of the longest body.
+# The longest text of a chat: many times the longest body.
 MAX_CHARS = 256 << 20
-MAX_S = 20.0
 # The most spaces by which JSON may be indented for each level.
 MAX_INDENT = 64
 # Pieces of a text between two looks at its length.
@@ -119,19 +117,14 @@ def compiled(template: str) -> Template:
 
 
 def _bounded(pieces: Iterator[str]) -> str:
-    """The text of the pieces. Raises TemplateError if it becomes too long, or takes too much time."""
-    text = list(islice(pieces, _PIECES))
-    size = sum(map(len, text))
-    if len(text) == _PIECES or size > MAX_CHARS:
-        until = time.thread_time() + MAX_S
-        while more := list(islice(pieces, _PIECES)):
-            text += more
-            size += sum(map(len, more))
-            if size > MAX_CHARS or time.thread_time() > until:
-                break
-        if size > MAX_CHARS or time.thread_time() > until:
-            too_much = f"over {MAX_CHARS >> 20} Mi characters, or {MAX_S:g} s of CPU time"
-            raise TemplateError(f"it takes {too_much}")
+    """The text of the pieces. Raises TemplateError if it becomes too long."""
+    text: list[str] = []
+    size = 0
+    while more := list(islice(pieces, _PIECES)):
+        text += more
+        size += sum(map(len, more))
+        if size > MAX_CHARS:
+            raise TemplateError(f"it makes a text of over {MAX_CHARS >> 20} Mi characters")
     return "".join(text)
 
 

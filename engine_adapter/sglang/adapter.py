@@ -53,6 +53,7 @@ _INSTEAD = {
 _FLUSH_ALL_ONLY = "SGLang can only flush everything: flush the engine, without a prompt or a tenant"
 _BAD_REQUEST, _UNAUTHORIZED, _NOT_FOUND = 400, 401, 404
 _DP_RANK = b"x-data-parallel-rank"
+_RANKS_SINCE = (0, 5, 10)  # before, requests cannot name one
 
 
 class SglangAdapter(SelfPlaced, Undeclared):
@@ -233,6 +234,7 @@ class SglangAdapter(SelfPlaced, Undeclared):
             loras=info.loras,
             shares_prefill=True,
             served_as_chats=MESSAGES_ROUTES | RESPONSES_ROUTES,
+            ranks=tuple(range(info.dp_ranks)) if info.release >= _RANKS_SINCE else (),
             routes=ROUTES,
             card=info.card,
         )

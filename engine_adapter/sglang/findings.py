@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from engine_adapter.events.sources import reachable_endpoint
+from engine_adapter.events.sources import RANKS, reachable_endpoint
 from engine_adapter.sglang.options import SglangSpec
 from engine_adapter.sglang.server_info import (
     EVENTS_CARRY_LORA,
@@ -32,7 +32,7 @@ def why_events_do_not_fit(info: ServerInfo, spec: SglangSpec) -> Finding | None:
         ranks = info.dp_ranks
         return Finding(
             f"it has {ranks} data-parallel ranks and chooses one itself, so {_LEARNED}",
-            f"add it once for each rank, with dp_rank=0 to dp_rank={ranks - 1}",
+            f"{RANKS}, or add it {ranks} times, with dp_rank=0 to {ranks - 1}",
         )
     if info.pairs_tokens:
         return Finding(

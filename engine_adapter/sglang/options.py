@@ -28,5 +28,10 @@ class SglangOptions(EngineOptions, frozen=True):
         check_address("events", self.events)
         check_address("replay", self.replay)
 
+    @property
+    def rank(self) -> int | None:
+        """See EngineOptions."""
+        return self.dp_rank
+
 
 SglangSpec = EngineSpec[SglangOptions]

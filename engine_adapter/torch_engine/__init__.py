@@ -12,6 +12,7 @@ engine     engine.py the step loop, in its own thread · options.py sizes · req
 model      model.py loads it · loaded_model.py what it gives · model_check.py checks its answers
            make_model.py writes a random one
            attention.py attention over paged KV · runner.py one forward pass · storage.py where KV lies
+           memory.py what memory there is
 KV cache   kv_cache.py sequences and blocks · kv_tree.py the prefix tree over two tiers · kv_node.py its parts
            kv_kept.py retention · kv_leftovers.py blocks left partly filled
            kv_admin.py flush, offload, restore, pin · kv_journal.py events

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 _CANDIDATES = 1024
-"""Best tokens in which the end of `top_p` is looked for first. To sort a vocabulary takes 16 times as long."""
+"""Best tokens among which `top_p` is tried first. To sort a whole vocabulary takes 16 times as long."""
 
 
 class Filters(NamedTuple):
@@ -27,24 +27,27 @@ class Filters(NamedTuple):
 def draw(scores: Tensor, filters: Filters, numbers: Tensor) -> Tensor:
     """Token ids [rows] for `scores` [rows, vocabulary] and random `numbers` [rows], from 0 to below 1.
 
-    The token of a row depends on its own scores, filters and number alone. Each row needs a highest score that
-    is finite. Tokens with equal scores are kept or left out together.
+    The token of a row depends on its own scores, filters and number alone. The highest score of each row is
+    finite. Tokens with equal scores are kept or left out together.
     """
-    scaled = (scores - scores.max(-1, keepdim=True).values) / filters.temperature[:, None]
-    sums = scaled.exp().masked_fill_(scaled < _lowest(scaled, filters)[:, None], 0.0).cumsum(-1)
+    scaled = (scores - scores.max(-1, keepdim=True).values).div_(filters.temperature[:, None])
+    _filter(scaled, filters)
+    sums = scaled.exp_().cumsum_(-1)
     total = sums[:, -1]
     # The first sum above the target ends a token that may be drawn. No sum is above the total.
     target = torch.minimum(numbers.to(total.dtype) * total, total.nextafter(torch.zeros_like(total)))
     return torch.searchsorted(sums, target[:, None], right=True)[:, 0]
 
 
-def _lowest(scaled: Tensor, filters: Filters) -> Tensor:
-    """The lowest score that may be drawn, by row."""
-    lowest = filters.min_p.log()
+def _filter(scaled: Tensor, filters: Filters) -> None:
+    """Sets the scores of tokens that may not be drawn to minus infinity."""
     cut = ((filters.top_k > 0) | (filters.top_p < 1.0)).nonzero()[:, 0]
+    lowest = filters.min_p.log()
     if len(cut):
-        lowest[cut] = torch.maximum(lowest[cut], _last_of_best(scaled[cut], filters.rows(cut)))
-    return lowest
+        rows = scaled if len(cut) == len(scaled) else scaled[cut]
+        lowest[cut] = torch.maximum(lowest[cut], _last_of_best(rows, filters.rows(cut)))
+    if bool((lowest > -torch.inf).any()):
+        scaled.masked_fill_(scaled < lowest[:, None], -torch.inf)
 
 
 def _last_of_best(scaled: Tensor, filters: Filters) -> Tensor:
@@ -54,7 +57,7 @@ def _last_of_best(scaled: Tensor, filters: Filters) -> Tensor:
         width = max(width, _CANDIDATES)
     last, found = _last_among(scaled, filters, width)
     missed = (~found).nonzero()[:, 0]
-    if len(missed):
+    if len(missed) and width < scaled.shape[1]:
         last[missed], _ = _last_among(scaled[missed], filters.rows(missed), scaled.shape[1])
     return last
 
@@ -67,9 +70,11 @@ def _last_among(scaled: Tensor, filters: Filters, width: int) -> tuple[Tensor, T
     sums = chances.cumsum(-1)
     by_k = filters.top_k > 0
     most = torch.where(by_k, filters.top_k, width).clamp(max=width)
-    mass = torch.where(by_k, sums.gather(1, most[:, None] - 1)[:, 0], scaled.exp().sum(-1))
+    mass = sums.gather(1, most[:, None] - 1)[:, 0]
+    if not bool(by_k.all()):
+        mass = torch.where(by_k, mass, scaled.exp().sum(-1))
     share = torch.where(filters.top_p < 1.0, filters.top_p * mass, torch.inf)
     before = (sums - chances < share[:, None]).sum(-1)  # the token that crosses the limit stays
-    kept = torch.minimum(before, most).clamp(min=1)
-    found = by_k | (before < width) | torch.tensor(width == scaled.shape[1], device=scaled.device)
-    return values.gather(1, kept[:, None] - 1)[:, 0], found
+    found = by_k | (before < width)
+    last = torch.minimum(before, most).clamp(min=1)
+    return values.gather(1, last[:, None] - 1)[:, 0], found

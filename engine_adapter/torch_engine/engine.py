@@ -24,6 +24,7 @@ from engine_adapter.torch_engine.compute import Outcome, compute, is_fatal
 from engine_adapter.torch_engine.kv_cache import KvCache
 from engine_adapter.torch_engine.kv_tree import CopyFailed
 from engine_adapter.torch_engine.loaded_model import LoadedModel
+from engine_adapter.torch_engine.memory import available_bytes
 from engine_adapter.torch_engine.options import EngineOptions
 from engine_adapter.torch_engine.requests import (
     FinishReason,
@@ -82,9 +83,22 @@ class Engine:
         """Allocates the KV pool. Raises EngineSpecError when model and options do not fit together."""
         self.counters = Counters()
         self.block_bytes = model.block_bytes(options.tokens_per_block)
-        self.gpu_blocks = options.gpu_blocks(self.block_bytes)
+        self.gpu_blocks = options.gpu_blocks(
+            self.block_bytes,
+            context=model.max_model_len,
+            available=available_bytes() if model.device == "cpu" else None,
+        )
         self.host_blocks = options.host_blocks(self.block_bytes)
         self.max_model_len = min(model.max_model_len, self.gpu_blocks * options.tokens_per_block)
+        _log.info(
+            "KV cache: %d blocks of %d tokens, %.1f MiB; requests of up to %d tokens; "
+            "%d prompt tokens per step, half as many while others decode",
+            self.gpu_blocks,
+            options.tokens_per_block,
+            self.gpu_blocks * self.block_bytes / 2**20,
+            self.max_model_len,
+            options.prefill_chunk,
+        )
         self._model = model
         storage = _allocate(model, options, self.gpu_blocks, self.host_blocks)
         self._cache = KvCache(
@@ -398,7 +412,7 @@ def _allocate(model: LoadedModel, options: EngineOptions, gpu_blocks: int, host_
             device=torch.device(model.device),
             dtype=model.module.dtype,
         )
-    except (RuntimeError, MemoryError) as error:
+    except (RuntimeError, MemoryError, OSError, OverflowError) as error:
         raise EngineSpecError(
             f"cannot allocate {gpu_blocks} + {host_blocks} KV blocks of "
             f"{model.block_bytes(options.tokens_per_block)} bytes: {error}"

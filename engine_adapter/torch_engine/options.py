@@ -6,18 +6,21 @@ from dataclasses import dataclass
 
 from engine_adapter.errors import EngineSpecError
 
+DEFAULT_KV_BLOCKS = 1024
+MEMORY_SHARE = 0.25
+"""What the KV cache takes of the free memory. The rest is for other engines and for what runs beside them."""
+
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
     """Sizes and limits of one engine.
 
     Attributes:
-        kv_blocks: blocks of the GPU tier; None derives it from `kv_bytes`, or takes the default.
-        kv_bytes: bytes of the GPU tier, when `kv_blocks` is None.
+        kv_blocks, kv_bytes: size of the GPU tier, in blocks or in bytes; for neither, see `gpu_blocks`.
         tokens_per_block: a power of two.
         host_cache_bytes: bytes of the host tier, 0 for none.
         max_num_seqs: most requests running at once.
-        prefill_chunk: most prompt tokens computed in one step.
+        prefill_chunk: most prompt tokens computed in one step; half of it while other requests decode.
         pin_share: most of the GPU tier that pins may hold, 0 to 1; the rest is left to running requests.
         seed: draws the seeds of requests without one; None is random.
 
@@ -49,20 +52,32 @@ class EngineOptions:
         if self.host_cache_bytes < 0:
             raise EngineSpecError(f"host_cache_bytes is {self.host_cache_bytes}; 0 or more is needed")
 
-    def gpu_blocks(self, block_bytes: int) -> int:
-        """Blocks of the GPU tier; raises EngineSpecError when `kv_bytes` is less than one block."""
+    def gpu_blocks(self, block_bytes: int, *, context: int, available: int | None) -> int:
+        """Blocks of the GPU tier.
+
+        Without `kv_blocks` and `kv_bytes`: as many as `max_num_seqs` requests of `context` tokens need, in at
+        most `MEMORY_SHARE` of the `available` bytes. `DEFAULT_KV_BLOCKS` if those are unknown.
+
+        Raises:
+            EngineSpecError: there is no room for one block.
+        """
         if self.kv_blocks is not None:
             return self.kv_blocks
-        if self.kv_bytes is None:
+        if self.kv_bytes is not None:
+            return _blocks_in(self.kv_bytes, block_bytes, "kv_bytes is")
+        if available is None:
             return DEFAULT_KV_BLOCKS
-        blocks = self.kv_bytes // block_bytes
-        if blocks < 1:
-            raise EngineSpecError(f"kv_bytes is {self.kv_bytes}, less than one block of {block_bytes} bytes")
-        return blocks
+        needed = self.max_num_seqs * -(-context // self.tokens_per_block)
+        room = int(available * MEMORY_SHARE)
+        return min(needed, _blocks_in(room, block_bytes, f"{MEMORY_SHARE:.0%} of the free memory is"))
 
     def host_blocks(self, block_bytes: int) -> int:
         """Blocks of the host tier."""
         return self.host_cache_bytes // block_bytes
 
 
-DEFAULT_KV_BLOCKS = 1024
+def _blocks_in(room: int, block_bytes: int, what: str) -> int:
+    blocks = room // block_bytes
+    if blocks < 1:
+        raise EngineSpecError(f"{what} {room}, less than one block of {block_bytes} bytes")
+    return blocks

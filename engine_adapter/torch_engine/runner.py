@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -47,6 +48,25 @@ class Work:
     embeddings: Mapping[int, Tensor]
 
 
+class _Rows(NamedTuple):
+    """The rows of a step, a row for each token.
+
+    Attributes:
+        counts, ends, lengths, blocks: of each item: its rows, where they end, its tokens after the step, and
+            their blocks.
+        tables: [items, most blocks] block ids, padded with block 0.
+        positions, slots: of each row: its place in the sequence and in the KV.
+    """
+
+    counts: Ints
+    ends: Ints
+    lengths: Ints
+    blocks: Ints
+    tables: Ints
+    positions: Ints
+    slots: Ints
+
+
 class Runner:
     """Runs a model over paged KV. Writes only to reserved blocks."""
 
@@ -58,72 +78,78 @@ class Runner:
         self._storage = storage
         self._size = tokens_per_block
         self._scratch = Scratch(tokens_per_block)
+        self._memory: Ints = np.empty(0, dtype=np.int64)
         self._most_blocks = CALL_BYTES * len(model.layers) // model.block_bytes(tokens_per_block)
 
     @torch.inference_mode()
     def run(self, work: Sequence[Work]) -> Tensor:
         """Logits [tokens after which they are needed, vocabulary], in order. Neighbours in `work` with a
         single token each and similar lengths are attended in one call."""
-        tables = [self._table(item) for item in work]
-        positions = np.concatenate(
-            [np.arange(item.sequence.computed, item.sequence.computed + item.count) for item in work]
-        )
-        owners = np.repeat(np.arange(len(work)), [item.count for item in work])
-        slots = self._slots(tables, owners, positions)
-        ends = np.cumsum([item.count for item in work])
-        wanted = [row for end, item in zip(ends, work, strict=True) for row in range(end - item.logits, end)]
-        batch = self._batch(work, tables, slots, ends)
-        with attention_context(batch):
+        rows = self._rows(work)
+        needed = np.array([item.logits for item in work], dtype=np.int64)
+        wanted = np.arange(needed.sum()) + (rows.ends - needed.cumsum()).repeat(needed)
+        with attention_context(self._batch(rows)):
             output = self._module(
                 **self._inputs(work),
-                position_ids=self._to_device(positions)[None],
+                position_ids=self._to_device(rows.positions)[None],
                 use_cache=False,
-                logits_to_keep=self._to_device(np.array(wanted, dtype=np.int64)),
+                logits_to_keep=self._to_device(wanted),
             )
         logits: Tensor = output.logits[0]
         return logits
 
-    def _table(self, item: Work) -> Ints:
-        """Block ids of a sequence up to the last token of this step."""
-        used = -(-(item.sequence.computed + item.count) // self._size)
-        return np.array(item.sequence.blocks[:used], dtype=np.int64)
+    def _rows(self, work: Sequence[Work]) -> _Rows:
+        counts = np.array([item.count for item in work])
+        computed = np.array([item.sequence.computed for item in work])
+        ends, lengths = counts.cumsum(), computed + counts
+        blocks = -(-lengths // self._size)
+        tables = self._tables(len(work), int(blocks.max()))
+        for table, used, item in zip(tables, blocks.tolist(), work, strict=True):
+            table[:used] = item.sequence.blocks[:used]
+            table[used:] = 0
+        owners = np.repeat(np.arange(len(work)), counts)
+        positions = np.arange(len(owners)) + (lengths - ends)[owners]
+        slots = tables[owners, positions // self._size] * self._size + positions % self._size
+        return _Rows(counts, ends, lengths, blocks, tables, positions, slots)
 
-    def _slots(self, tables: list[Ints], owners: Ints, positions: Ints) -> Ints:
-        """Token slots of all rows."""
-        starts = np.cumsum([0, *(len(table) for table in tables[:-1])])
-        blocks = np.concatenate(tables)[starts[owners] + positions // self._size]
-        slots: Ints = blocks * self._size + positions % self._size
-        return slots
+    def _tables(self, items: int, width: int) -> Ints:
+        """Memory for block tables; all steps use the same."""
+        if self._memory.size < items * width:
+            self._memory = np.empty(2 * items * width, dtype=np.int64)
+        return self._memory[: items * width].reshape(items, width)
 
-    def _batch(self, work: Sequence[Work], tables: list[Ints], slots: Ints, ends: Ints) -> PagedBatch:
+    def _batch(self, rows: _Rows) -> PagedBatch:
         parts: list[Part] = []
-        for group in self._groups(work, tables):
-            begin, end = int(ends[group[0]]) - work[group[0]].count, int(ends[group[-1]])
-            lengths = [work[index].sequence.computed + work[index].count for index in group]
-            if len(group) == 1:
-                parts.append(Span(begin, end, self._place(tables[group[0]], lengths[0])))
+        for first, last in self._groups(rows):
+            begin, end = int(rows.ends[first] - rows.counts[first]), int(rows.ends[last])
+            lengths = rows.lengths[first : last + 1]
+            width = int(rows.blocks[first : last + 1].max())
+            if first == last:
+                parts.append(Span(begin, end, self._place(rows.tables[first, :width], int(lengths[0]))))
             else:
-                blocks = _padded([tables[index] for index in group])
-                parts.append(Decodes(begin, end, self._to_device(blocks), self._to_device(np.array(lengths))))
-        return PagedBatch(self._storage, self._to_device(slots), parts, self._scratch)
+                blocks = rows.tables[first : last + 1, :width].ravel()
+                parts.append(Decodes(begin, end, self._to_device(blocks), self._to_device(lengths)))
+        return PagedBatch(self._storage, self._to_device(rows.slots), parts, self._scratch)
 
-    def _groups(self, work: Sequence[Work], tables: list[Ints]) -> list[list[int]]:
-        """The items that attend together, as indices: see `PADDING_TOKENS` and `CALL_BYTES`."""
-        groups: list[list[int]] = []
+    def _groups(self, rows: _Rows) -> list[tuple[int, int]]:
+        """The items that attend together, as first and last index: see `PADDING_TOKENS` and `CALL_BYTES`."""
+        groups: list[tuple[int, int]] = []
         widest = used = 0  # blocks of the last group: of its longest sequence, of all
-        for index, item in enumerate(work):
-            blocks = len(tables[index])
-            wide = max(widest, blocks) * (len(groups[-1]) + 1) if groups else 0
+        single = rows.counts == 1
+        together = (single[1:] & single[:-1]).tolist()
+        for index, blocks in enumerate(rows.blocks.tolist()):
+            first = groups[-1][0] if groups else 0
+            wide = max(widest, blocks) * (index - first + 1)
             if (
                 groups
-                and item.count == work[groups[-1][-1]].count == 1
+                and together[index - 1]
                 and (wide - used - blocks) * self._size <= PADDING_TOKENS
                 and wide <= self._most_blocks
             ):
-                groups[-1].append(index)
+                groups[-1] = first, index
                 widest, used = max(widest, blocks), used + blocks
             else:
-                groups.append([index])
+                groups.append((index, index))
                 widest = used = blocks
         return groups
 
@@ -148,14 +174,6 @@ class Runner:
 
     def _to_device(self, values: Ints) -> Tensor:
         return torch.from_numpy(values).to(self._device)
-
-
-def _padded(tables: list[Ints]) -> Ints:
-    """The tables one after another, each padded to the longest with block 0."""
-    padded = np.zeros((len(tables), max(map(len, tables))), dtype=np.int64)
-    for row, table in zip(padded, tables, strict=True):
-        row[: len(table)] = table
-    return padded.ravel()
 
 
 def _tokens(item: Work) -> Ints:

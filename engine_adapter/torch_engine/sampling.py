@@ -1,8 +1,8 @@
 """Chooses the next tokens from logits: one pass over all rows of a step.
 
-The order: penalties, `logit_bias`, tokens that may not end the answer yet, the request's `Constraint`; then
-temperature, `top_k`, `top_p`, `min_p`. A random choice takes one number from the request's own generator, which
-depends on its seed and on how many tokens it has answered. So the other requests of a step cannot change it.
+The order: penalties, `logit_bias`, no end before `min_tokens`, the request's `Constraint`; then temperature,
+`top_k`, `top_p`, `min_p`. A random choice takes one number of the request's generator. It depends on the
+seed and on how many tokens the answer has, not on the other requests of the step.
 """
 
 from __future__ import annotations
@@ -124,7 +124,8 @@ def choose_all(logits: Tensor, samplers: Sequence[Sampler]) -> list[Choice | Exc
     if drawn:
         few = [samplers[row] for row in drawn]
         numbers = torch.tensor([each.random.random() for each in few], device=logits.device)
-        tokens[drawn] = draw(scores[drawn], _filters(few, logits.device), numbers)
+        rows = scores if len(few) == len(samplers) else scores[drawn]
+        tokens[drawn] = draw(rows, _filters(few, logits.device), numbers)
     choices = _choices(logits, tokens, samplers)
     return [errors.get(row) or _accepted(sampler, choices[row]) for row, sampler in enumerate(samplers)]
 

@@ -1,8 +1,9 @@
 """Chooses the tokens of the next step.
 
-A step runs one token of every decoding request and up to `prefill_chunk` prompt tokens. Requests start by
-lowest priority value, then in order of arrival. When blocks run out, the running request with the highest
-priority value (the youngest of them) gives its blocks back to the cache and waits again.
+A step runs one token of every decoding request and up to `prefill_chunk` prompt tokens. It runs half as many
+if requests decode, as these wait for it. Requests start by lowest priority value, then in order of arrival.
+When blocks run out, the running request with the highest priority value (the youngest of them) gives its
+blocks back to the cache and waits again.
 """
 
 from __future__ import annotations
@@ -157,7 +158,7 @@ class Scheduler:
         """
         self.planning = None
         items = [Item(active, 1, first=not active.scheduled) for active in self._reserve_decodes()]
-        budget = self._prefill_chunk
+        budget = max(1, self._prefill_chunk // 2) if items else self._prefill_chunk
         claimed: set[tuple[Node, bytes]] = set()
         for active in self._prompts():
             count = self._chunk(active, budget, claimed)

@@ -186,7 +186,9 @@ def engine(
     served_model_name: Annotated[str | None, typer.Option(help="Model name that clients send.")] = None,
     host: Annotated[str, typer.Option(help="Address to bind.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0 takes a free one.", min=0, max=65535)] = DEFAULT_PORT,
-    kv_blocks: Annotated[int | None, typer.Option(help="Blocks of the GPU tier.")] = None,
+    kv_blocks: Annotated[
+        int | None, typer.Option(help="Blocks of the GPU tier. Default: by the free memory.")
+    ] = None,
     kv_bytes: Annotated[
         int | None, typer.Option(help="Size of the GPU tier, e.g. 2GiB.", parser=_size)
     ] = None,
@@ -196,7 +198,9 @@ def engine(
         typer.Option(help="Size of the host tier, e.g. 1GiB. Default: no host tier.", parser=_size),
     ] = None,
     max_num_seqs: Annotated[int, typer.Option(help="Most requests running at once.")] = _SIZES.max_num_seqs,
-    prefill_chunk: Annotated[int, typer.Option(help="Most prompt tokens per step.")] = _SIZES.prefill_chunk,
+    prefill_chunk: Annotated[
+        int, typer.Option(help="Most prompt tokens per step; half of it while other requests decode.")
+    ] = _SIZES.prefill_chunk,
     pin_share: Annotated[
         float, typer.Option(help="Most of the GPU tier that pins may hold, 0 to 1.")
     ] = _SIZES.pin_share,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -53,9 +55,11 @@ class KvStorage:
         for heads, dim in dict.fromkeys(wanted):
             members = [index for index, other in enumerate(wanted) if other == (heads, dim)]
             values = tokens_per_block * heads * dim
-            gpu = torch.zeros(len(members), gpu_blocks, values, dtype=dtype, device=device)
-            host = torch.zeros(
-                host_blocks, len(members), values, dtype=dtype, pin_memory=device.type == "cuda"
+            gpu = _zeros(len(members), gpu_blocks, values, dtype=dtype, device=device)
+            host = (
+                _zeros(host_blocks, len(members), values, dtype=dtype, device=device)
+                if device.type == "cpu"
+                else torch.zeros(host_blocks, len(members), values, dtype=dtype, pin_memory=True)
             )
             staged = min(STAGED_BLOCKS, host_blocks)
             staging = torch.empty(staged, len(members), values, dtype=dtype, device=device)
@@ -98,6 +102,15 @@ class KvStorage:
         for start in range(0, len(host_slots), STAGED_BLOCKS):
             part = slice(start, start + STAGED_BLOCKS)
             yield torch.tensor(list(gpu_slots[part]), device=self._device), host_slots[part]
+
+
+def _zeros(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros. On a CPU, they take memory when they are written to; those of `torch.zeros` take it at once."""
+    size = math.prod(shape) * dtype.itemsize
+    if device.type != "cpu" or not size:
+        return torch.zeros(*shape, dtype=dtype, device=device)
+    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=dtype).view(shape)
 
 
 def _runs(slots: Sequence[int]) -> Iterator[tuple[slice, slice]]:

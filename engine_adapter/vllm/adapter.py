@@ -101,6 +101,7 @@ class VllmAdapter(SelfPlaced, Undeclared):
             shares_prefill=True,
             renders_embeds=metrics.block_size is not None and (facts.tokenizes or facts.renders),
             served_as_chats=MESSAGES_ROUTES if facts.renders else MESSAGES_ROUTES | RESPONSES_ROUTES,
+            ranks=metrics.ranks,
             routes=ROUTES,
             card=facts.card,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from engine_adapter.events.sources import RANKS
 from engine_adapter.types import Finding
 from engine_adapter.vllm.discovery import Facts, event_endpoints, is_several
 from engine_adapter.vllm.options import VllmSpec
@@ -64,8 +65,8 @@ def _event_findings(facts: Facts, spec: VllmSpec) -> tuple[Finding, ...]:
     if is_several(facts, spec):
         return (
             Finding(
-                f"it has {len(ranks)} data-parallel ranks, each with its own cache",
-                f"add it {len(ranks)} times, once for each rank, with dp_rank={ranks[0]} to {ranks[-1]}",
+                f"it has {len(ranks)} data-parallel ranks, each with its own cache, and chooses one itself",
+                f"{RANKS}, or add it {len(ranks)} times, with dp_rank={ranks[0]} to {ranks[-1]}",
             ),
         )
     endpoints = event_endpoints(facts, spec)

@@ -29,5 +29,10 @@ class VllmOptions(LmCacheOptions, frozen=True):
         check_address("events", self.events)
         check_address("replay", self.replay)
 
+    @property
+    def rank(self) -> int | None:
+        """See EngineOptions."""
+        return self.dp_rank
+
 
 VllmSpec = EngineSpec[VllmOptions]

@@ -12,6 +12,7 @@ responses.py /v1/responses/{id}, kept here   forms.py     the model that a form 
 page.py      /ui/: the page, files in static/
 listeners.py sockets, own or handed on       tls.py       TLS of the port
 peer_port.py for other kvpins of the machine elsewhere.py requests that another kvpin answers
-siblings.py  the other workers                 together.py  one worker answers for all
-merged_events.py  likewise, a stream
+passing.py   how they get there              keepers.py   responses that another kvpin keeps
+siblings.py  the other workers               together.py  one worker answers for all
+merged_events.py  likewise, a stream           changes.py  what one that is started later must know
 """

@@ -1,7 +1,6 @@
 """Requests for engines that only one kvpin may use, where another one does: they are passed on to that one.
 
-The whole request goes there as the client sent it, with its key, and the answer comes back as it is. What was
-passed on is never passed on again. While the engine changes hands, requests wait, but not for long.
+While the engine changes hands, requests wait, but not for long.
 """
 
 from __future__ import annotations
@@ -10,37 +9,19 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from time import monotonic
 
-from engine_adapter import EngineUnavailable, HeaderPairs, JsonBody, OutgoingRequest, Transport, Upload
+from engine_adapter import EngineUnavailable, Transport, Upload
 from proxy.api.exchange import Exchange
+from proxy.api.passing import pass_on
 from proxy.errors import NoEngine, NotFound
 from proxy.fleet.engine import EngineState
 from proxy.fleet.fleet import Fleet
 from proxy.peers.owners import ToldClaim
 from proxy.peers.peers import Peers
 from proxy.request.calls import Call, Reply
-from proxy.request.forward import tell_broken
 
 # The longest wait for an engine that changes hands. After a kvpin of the machine was killed, that takes 1 s.
 WAIT_S = 4.0
 _POLL_S = 0.05
-# Headers that end at each server, and those that the transport writes itself.
-_OF_ONE_HOP = frozenset(
-    {
-        b"connection",
-        b"content-length",
-        b"expect",
-        b"host",
-        b"keep-alive",
-        b"te",
-        b"trailer",
-        b"transfer-encoding",
-        b"upgrade",
-    }
-)
-# Headers of an answer that this kvpin writes itself.
-_OWN = frozenset({b"connection", b"date", b"keep-alive", b"trailer", b"transfer-encoding", b"upgrade"})
-_CORS = b"access-control-"
-_EVENTS = "text/event-stream"
 
 
 class Elsewhere:
@@ -96,40 +77,15 @@ class Elsewhere:
             to, is_late = self.way(model, exchange), monotonic() > deadline
             if to is None and (is_late or not self._is_changing_hands(model)):
                 return await here()
-            if to is not None:
+            if to is not None and to.socket is not None:
                 try:
-                    return await self.pass_on(to, call, exchange, reply)
+                    return await pass_on(self._transport, to.socket, call, exchange, reply)
                 except EngineUnavailable as error:
                     if is_late or error.dropped or isinstance(call.body, Upload):
                         raise NoEngine(
                             f"the kvpin {to.name}, which uses the engine, went away; try again shortly"
                         ) from error
             await asyncio.sleep(_POLL_S)
-
-    async def pass_on(self, to: ToldClaim, call: Call, exchange: Exchange, reply: Reply) -> None:
-        """Lets another kvpin answer a request.
-
-        Raises:
-            EngineUnavailable: it went away before its answer began.
-        """
-        try:
-            # Nothing here keeps the request: its body may be long.
-            async with await self._transport.send(_request(to, call, exchange)) as response:
-                if isinstance(call.body, JsonBody):
-                    call.body.forget()
-                is_stream = response.headers.get("content-type", "").startswith(_EVENTS)
-                await reply.start(response.status, _kept(response.headers.raw))
-                if call.socket is not None:
-                    await reply.write(b"")  # the client waits for the head before it sends
-                while chunk := await response.receive():
-                    await reply.write(chunk)
-        except EngineUnavailable as error:
-            if not reply.started:
-                raise
-            if is_stream and not reply.complete:
-                await tell_broken(reply, error)
-            return  # without an end, on purpose: clients take that for a whole answer
-        await reply.finish()
 
     @property
     def is_concerned(self) -> bool:
@@ -164,18 +120,3 @@ class Elsewhere:
 def _first_of(told: Sequence[ToldClaim]) -> ToldClaim:
     names = [each.name for each in told]
     return max(told, key=lambda each: (each.socket is not None, names.count(each.name)))
-
-
-def _request(to: ToldClaim, call: Call, exchange: Exchange) -> OutgoingRequest:
-    """The client's request, for the other kvpin."""
-    headers = [pair for pair in exchange.headers.raw if pair[0] not in _OF_ONE_HOP]
-    body = call.body.raw if isinstance(call.body, JsonBody) else None
-    chunks = call.body.chunks if isinstance(call.body, Upload) else None
-    if isinstance(call.body, Upload) and call.body.length is not None:
-        headers.append((b"content-length", b"%d" % call.body.length))
-    url = f"http://kvpin{exchange.target.decode('latin-1')}"
-    return OutgoingRequest(exchange.method, url, headers, chunks or body, socket=call.socket, unix=to.socket)
-
-
-def _kept(headers: HeaderPairs) -> HeaderPairs:
-    return [pair for pair in headers if pair[0] not in _OWN and not pair[0].startswith(_CORS)]

@@ -40,14 +40,16 @@ class MergedEvents:
 
     async def serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves the viewer until it leaves, or this worker stops."""
-        own = Events()
+        own, streams = Events(), False
         async with anyio.create_task_group() as group:
 
             async def send_own(message: Message) -> None:
+                nonlocal streams
                 if message["type"] == "http.response.start" and message["status"] == _OK:
+                    streams = True
                     for number in range(len(self._siblings)):
                         group.start_soon(self._weave_in, scope, number, send)
-                elif message["type"] == "http.response.body":
+                elif streams:
                     events = own.feed(message.get("body", b""))
                     message = {**message, "body": b"".join(map(self._with_others, events))}
                 async with self._lock:

@@ -24,9 +24,10 @@ from proxy.api.elsewhere import Elsewhere
 from proxy.api.errors import error_response
 from proxy.api.exchange import ClientLeft, Exchange
 from proxy.api.forms import new_spool, read_form
+from proxy.api.keepers import Keepers, is_asked
 from proxy.api.models import ALLOW_READS, answer_models, is_of_models, name_in
 from proxy.api.paths import check_native, checked_path
-from proxy.api.responses import KeptResponses, may_be_kept
+from proxy.api.responses import KeptResponses, may_be_kept, name_of
 from proxy.api.websockets import WebSocketClient, check_websocket, with_key
 from proxy.errors import (
     BodyTooLarge,
@@ -40,7 +41,7 @@ from proxy.request.error_table import ANSWERED, status_of
 from proxy.request.session import session_of
 from proxy.request.tenants import Tenants
 from proxy.several import serve
-from proxy.translate import ResponseStore
+from proxy.translate import ResponseStore, response_named
 
 log = structlog.get_logger(__name__)
 
@@ -67,6 +68,7 @@ class DataPlane:
         cors: the web pages that may use it from a browser; None for none.
         refused: called with the status of each request that is refused before the flow.
         elsewhere: passes requests on whose engines only another kvpin may use; None for a single kvpin.
+        keepers: passes requests on that name a response of another kvpin; None if there is no other.
     """
 
     flow: Flow
@@ -76,6 +78,7 @@ class DataPlane:
     cors: Cors | None = None
     refused: Callable[[int], None] = lambda _status: None
     elsewhere: Elsewhere | None = None
+    keepers: Keepers | None = None
 
     async def serve(self, exchange: Exchange) -> None:
         """Serves one request."""
@@ -120,7 +123,7 @@ class DataPlane:
         check_native(method, path, isolated=self.tenants.isolated)
         if is_of_models(path):
             return await self._serve_models(exchange, reply, path, own_id)
-        if may_be_kept(path) and (kept := await self.responses.answer(method, path, tenant)) is not None:
+        if may_be_kept(path) and (kept := await self._answer_kept(exchange, path, tenant)) is not None:
             return _send(kept, exchange)
         if _is_upload(path, headers):
             call = partial(self._call, exchange, path, tenant, own_id, client_id)
@@ -132,7 +135,30 @@ class DataPlane:
             reply,
         )
 
+    async def _answer_kept(self, exchange: Exchange, path: str, tenant: str | None) -> Response | None:
+        """The answer about a response that is kept here; to another kvpin, only whether it is."""
+        if is_asked(exchange):
+            return Response(status_code=204 if self._keeps(tenant, name_of(path)) else 404)
+        return await self.responses.answer(exchange.method, path, tenant)
+
     def _work(self, call: Call, exchange: Exchange, reply: Reply) -> Coroutine[Any, Any, None]:
+        """The work of a request: on an engine, or at the kvpin that keeps the response that it names."""
+        name = response_named(call)
+        if self.keepers is None or name is None or exchange.is_from_peer or self._keeps(call.tenant, name):
+            return self._at_engine(call, exchange, reply)
+        return self._at_keeper(self.keepers, name, call, exchange, reply)
+
+    def _keeps(self, tenant: str | None, name: str) -> bool:
+        """Whether a tenant's response is kept here, or by an engine that is known here."""
+        return self.responses.keeps(tenant, name) or self.flow.destinations.knows(tenant, name)
+
+    async def _at_keeper(
+        self, keepers: Keepers, name: str, call: Call, exchange: Exchange, reply: Reply
+    ) -> None:
+        if not await keepers.serve(name, call, exchange, reply):
+            await self._at_engine(call, exchange, reply)
+
+    def _at_engine(self, call: Call, exchange: Exchange, reply: Reply) -> Coroutine[Any, Any, None]:
         """The work of a request: on an engine, or at the kvpin that may use its engine."""
         if self.elsewhere is not None and self.elsewhere.is_concerned:
             here = partial(serve, self.flow, call, reply)

@@ -78,7 +78,7 @@ class Ops:
         elsewhere = {each.id: each.last_error for each in engines if each.state is EngineState.ELSEWHERE}
         more: dict[str, object] = {"elsewhere": elsewhere} if elsewhere else {}
         if self.peers is not None:
-            more["exchange"] = _exchange(self.peers)
+            more["exchange"] = _exchange(self.peers, stands_by=self.fleet.stands_by)
         return _health(ok=self._takes_requests, engines=states, **more)
 
     async def page(self, request: Request) -> Response:
@@ -89,11 +89,11 @@ class Ops:
         return Response(page, headers={"content-type": f"{kind}; charset=utf-8", "vary": "accept"})
 
 
-def _exchange(peers: Peers) -> str:
+def _exchange(peers: Peers, *, stands_by: bool) -> str:
     """What people see of the exchange. A kvpin that is alone still serves."""
     if not peers.is_connected:
         return "gone: this kvpin goes on alone"
-    return "ok" if peers.is_ready else "joining"
+    return "ok" if peers.is_ready or stands_by else "joining"
 
 
 def _health(*, ok: bool, **more: object) -> Response:

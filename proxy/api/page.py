@@ -37,6 +37,11 @@ _HEADERS = {
 }
 
 
+def text_of(name: str) -> str:
+    """One file of the page, as text."""
+    return (_FOLDER / name).read_text(encoding="utf-8")
+
+
 class WebPage:
     """The files of the page."""
 

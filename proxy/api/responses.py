@@ -26,11 +26,20 @@ def may_be_kept(path: str) -> bool:
     return path.startswith(_ROUTE)
 
 
+def name_of(path: str) -> str:
+    """The id of the response that a request for such a path is about."""
+    return unquote(path.partition("?")[0].removeprefix(_ROUTE).partition("/")[0])
+
+
 @dataclass(frozen=True, slots=True)
 class KeptResponses:
     """The routes of responses that kvpin keeps itself, because their engines got chats."""
 
     store: ResponseStore
+
+    def keeps(self, tenant: str | None, response_id: str) -> bool:
+        """Whether a tenant's response is kept."""
+        return self.store.of(tenant).get(response_id) is not None
 
     async def answer(self, method: str, target: str, tenant: str | None) -> Response | None:
         """The answer to a request for one of the tenant's responses; None if it names none of them.
@@ -42,8 +51,8 @@ class KeptResponses:
         path, _, query = target.partition("?")
         if path == f"{_ROUTE}compact":
             raise NotFound("conversations are not compacted here: send a shorter input")
-        name, _, part = path.removeprefix(_ROUTE).partition("/")
-        shelf, response_id = self.store.of(tenant), unquote(name)
+        part = path.removeprefix(_ROUTE).partition("/")[2]
+        shelf, response_id = self.store.of(tenant), name_of(path)
         stored = shelf.get(response_id)
         if stored is None:
             return None

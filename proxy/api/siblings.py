@@ -11,8 +11,10 @@ import httpx
 
 from engine_adapter import HeaderPairs
 
-# An operation may be waited for as long as a minute.
+# An operation may be waited for as long as a minute. What only shows something is shown without a worker that
+# hangs: `kvpin stats` itself waits 2 s for an engine, Prometheus 10 s for a page.
 _ASK_S = 70.0
+_SHOW_S = 5.0
 _CONNECT_S = 1.0
 _AGAIN_S = 1.0
 
@@ -32,10 +34,14 @@ class Answer:
 
 
 class Siblings:
-    """Asks them. One that does not run is passed over: it starts anew, or stops."""
+    """Asks them. One that does not run, or does not answer in time, is passed over.
+
+    Attributes:
+        sockets: what they listen on while they run.
+    """
 
     def __init__(self, sockets: Sequence[Path]) -> None:
-        """`sockets` are those that the others listen on while they run."""
+        self.sockets = [str(path) for path in sockets]
         timeout = httpx.Timeout(_ASK_S, connect=_CONNECT_S)
         self._clients = [
             httpx.AsyncClient(
@@ -45,11 +51,12 @@ class Siblings:
         ]
 
     async def ask(self, method: str, target: str, headers: HeaderPairs, body: bytes) -> list[Answer]:
-        """The answers of those that run. The request is not passed on any further."""
+        """The answers of those that answer in time. The request is not passed on any further."""
+        timeout = httpx.Timeout(_SHOW_S if method == "GET" else _ASK_S, connect=_CONNECT_S)
 
         async def of(client: httpx.AsyncClient) -> Answer | None:
             try:
-                answer = await client.request(method, target, headers=headers, content=body)
+                answer = await client.request(method, target, headers=headers, content=body, timeout=timeout)
             except httpx.TransportError:
                 return None
             return Answer(answer.status_code, answer.headers.raw, answer.content)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
 import httpx
@@ -125,8 +125,8 @@ async def _ask(client: httpx.AsyncClient, target: Target, prompt: str) -> Sample
             if answer.is_error:
                 await answer.aread()
                 return Sample(error=_error_of(answer))
-            async for line in answer.aiter_lines():
-                if not line.startswith("data:") or line.endswith("[DONE]"):
+            async for line in _lines(answer):
+                if not line.startswith(b"data:") or line.endswith(b"[DONE]"):
                     continue
                 now = time.perf_counter()
                 chunk = json.loads(line[5:])
@@ -146,6 +146,15 @@ async def _ask(client: httpx.AsyncClient, target: Target, prompt: str) -> Sample
         return Sample(error="its answer is not a stream of chat completion chunks")
     sample.latency_s = last - start
     return sample if sample.ttft_s else Sample(error="its answer has no text")
+
+
+async def _lines(answer: httpx.Response) -> AsyncIterator[bytes]:
+    """The lines of a stream. httpx also ends a line where a text has a line separator."""
+    rest = b""
+    async for data in answer.aiter_bytes():
+        *lines, rest = (rest + data).split(b"\n")
+        for line in lines:
+            yield line.removesuffix(b"\r")
 
 
 def _read_usage(usage: dict[str, object] | None, sample: Sample) -> None:

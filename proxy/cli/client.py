@@ -116,13 +116,15 @@ class AdminClient:
             AdminError: kvpin does not answer, refuses, or breaks off.
         """
         with self._stream("GET", path, timeout=EVENT_S, headers={}) as answer:
-            name = ""
-            for line in answer.iter_lines():
-                field, _, value = line.partition(": ")
-                if field == "event":
-                    name = value
-                elif field == "data":
-                    yield name, json.loads(value)
+            name, rest = "", b""
+            for data in answer.iter_bytes():
+                *lines, rest = (rest + data).split(b"\n")  # httpx ends lines within texts, too
+                for line in lines:
+                    field, _, value = line.partition(b": ")
+                    if field == b"event":
+                        name = value.decode()
+                    elif field == b"data":
+                        yield name, json.loads(value)
 
     @contextmanager
     def _stream(

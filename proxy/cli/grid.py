@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -15,6 +16,7 @@ from rich.text import Text
 _TEXT_WIDTH = 24
 # Width of output that is no terminal, such as a file.
 _FILE_WIDTH = 160
+_CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")
 
 
 def console() -> Console:
@@ -46,8 +48,9 @@ class Grid:
     rows: list[tuple[str | Text, ...]] = field(default_factory=list)
 
     def add(self, *cells: str | Text) -> None:
-        """Adds a row. Plain text is never read as markup."""
-        self.rows.append(cells)
+        """Adds a row. Plain text is never read as markup, nor as commands to the terminal: engines choose
+        names and errors."""
+        self.rows.append(tuple(_shown(cell) if isinstance(cell, str) else cell for cell in cells))
 
     def fitted(self, width: int) -> Table:
         """The table with the columns that fit."""
@@ -85,7 +88,7 @@ class Grid:
     def _table(self, hidden: Sequence[str]) -> Table:
         padding: PaddingDimensions = (0, self.gap, 0, 0)
         table = Table(box=None, pad_edge=False, header_style="bold", title_justify="left", padding=padding)
-        table.title = Text(self.title) if self.title is not None else None
+        table.title = Text(_shown(self.title)) if self.title is not None else None
         shown = [at for at, title in enumerate(self.columns) if title not in hidden]
         for at in shown:
             title = self.columns[at]
@@ -99,6 +102,11 @@ class Grid:
             cells = (row[at] for at in shown)
             table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in cells))
         return table
+
+
+def _shown(text: str) -> str:
+    """The text with a mark in place of each control character."""
+    return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 def _widest(cells: Iterable[str | Text]) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, NamedTuple, NoReturn
 
 import typer
 
@@ -26,6 +26,15 @@ _STDOUT = Path("-")
 _FILE_WIDTH = 140
 
 
+class _Outputs(NamedTuple):
+    """The files that were asked for."""
+
+    json: Path | None
+    csv: Path | None
+    plot: Path | None
+    html: Path | None
+
+
 def register(app: typer.Typer) -> None:
     """Adds the command."""
     app.command("replay", epilog=example("replay"))(replay)
@@ -37,7 +46,9 @@ def replay(
     engines: Annotated[
         str | None, typer.Option(metavar="N[,N…]", help="How many engines [4].", show_default=False)
     ] = None,
-    gpu_tokens: Annotated[str, typer.Option(help="KV on the GPU of each engine: tokens or bytes.")] = "500k",
+    gpu_tokens: Annotated[
+        str, typer.Option(metavar="N[,N…]", help="KV on the GPU of each engine: tokens or bytes.")
+    ] = "500k",
     host_tokens: Annotated[str, typer.Option(help="KV on its host tier: tokens or bytes; 0: none.")] = "0",
     bytes_per_token: Annotated[
         str | None, typer.Option(help="KV bytes of a token, if sizes are in bytes: 128KiB.")
@@ -83,6 +94,9 @@ def replay(
     ] = None,
     csv_path: Annotated[Path | None, typer.Option("--csv", help="Write every run as CSV; - prints.")] = None,
     plot_path: Annotated[Path | None, typer.Option("--plot", help="Draw a PNG.")] = None,
+    html_path: Annotated[
+        Path | None, typer.Option("--html", help="Write curves and table as one HTML file; - prints.")
+    ] = None,
 ) -> None:
     """Replay a trace on simulated engines: compare placement policies, or find how many engines it needs.
 
@@ -92,7 +106,7 @@ def replay(
     from proxy.replay.trace import TraceError, read_trace  # noqa: PLC0415 - likewise
 
     try:
-        engine = options.engine_model(
+        models = options.engine_models(
             gpu_tokens=gpu_tokens,
             host_tokens=host_tokens,
             bytes_per_token=bytes_per_token,
@@ -105,7 +119,7 @@ def replay(
             decode_stream_ms=decode_stream_ms,
         )
         plan = options.plan(
-            engine,
+            models,
             engines=engines,
             policies=policies,
             seeds=seeds,
@@ -114,10 +128,11 @@ def replay(
             target_p99=target_p99,
             max_engines=max_engines,
         )
-        _check_outputs(json_path, csv_path, plot_path)
+        outputs = _Outputs(json_path, csv_path, plot_path, html_path)
+        _check_outputs(outputs)
         read = read_trace(trace, limit=limit, model=model_name)
         needs, outcomes = _run_plan(plan, read, jobs or os.cpu_count() or 1)
-        _write_all(plan, read, needs, outcomes, json_path, csv_path, plot_path)
+        _write_all(plan, read, needs, outcomes, outputs)
     except (ValueError, TraceError) as error:
         _refuse(str(error))
 
@@ -149,9 +164,7 @@ def _write_all(
     trace: Trace,
     needs: Sequence[Need],
     outcomes: Sequence[Outcome],
-    json_path: Path | None,
-    csv_path: Path | None,
-    plot_path: Path | None,
+    outputs: _Outputs,
 ) -> None:
     """Writes the files that were asked for, and the table unless a file goes to the standard output."""
     from proxy.replay.doubts import doubts  # noqa: PLC0415 - see above
@@ -159,18 +172,24 @@ def _write_all(
     from proxy.replay.report import as_csv, as_json, rows  # noqa: PLC0415 - see above
 
     each, title, why_not = rows(outcomes), plan.title(trace), doubts(trace, outcomes)
-    if json_path is not None:
-        _write(json_path, as_json(plan.settings(trace), each, why_not, needs))
-    if csv_path is not None:
-        _write(csv_path, as_csv(each))
-    if plot_path is not None:
+    said = [*map(str, needs), *why_not, *notes(trace, outcomes)]
+    if outputs.json is not None:
+        _write(outputs.json, as_json(plan.settings(trace), each, why_not, needs))
+    if outputs.csv is not None:
+        _write(outputs.csv, as_csv(each))
+    if outputs.html is not None:
+        from proxy.api.page import text_of  # noqa: PLC0415 - see above
+        from proxy.replay.html_report import as_html  # noqa: PLC0415 - see above
+
+        _write(outputs.html, as_html(title, each, said, text_of))
+    if outputs.plot is not None:
         from proxy.replay.plot import draw  # noqa: PLC0415 - an extra
 
-        with _writing(plot_path):
-            draw(plot_path, each, title)
-    if _STDOUT not in (json_path, csv_path):
+        with _writing(outputs.plot):
+            draw(outputs.plot, each, title)
+    if _STDOUT not in outputs:
         with _writing(_STDOUT):
-            _show(title, each, [*map(str, needs), *why_not, *notes(trace, outcomes)])
+            _show(title, each, said)
 
 
 def _show(title: str, each: Sequence[Row], notes: Sequence[str]) -> None:
@@ -189,18 +208,18 @@ def _show(title: str, each: Sequence[Row], notes: Sequence[str]) -> None:
         console.print(note, soft_wrap=True)
 
 
-def _check_outputs(json_path: Path | None, csv_path: Path | None, plot_path: Path | None) -> None:
+def _check_outputs(outputs: _Outputs) -> None:
     """Checks the output files before the work.
 
     Raises:
         ValueError: one of them cannot be written.
     """
-    if plot_path == _STDOUT:
+    if outputs.plot == _STDOUT:
         raise ValueError("--plot -: a picture cannot be printed; name a file, such as runs.png")
-    for path in (json_path, csv_path, plot_path):
+    for path in outputs:
         if path is not None and path != _STDOUT:
             _try(path)
-    if plot_path is not None and find_spec("matplotlib") is None:
+    if outputs.plot is not None and find_spec("matplotlib") is None:
         raise ValueError("--plot needs matplotlib: pip install 'kvpin[replay]'")
 
 

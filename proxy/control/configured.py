@@ -137,7 +137,7 @@ class ConfiguredEngines:
         await self._engines.remove(engine_id)
         if process is not None:
             await process.stop()
-        log.info("engine has left: the settings no longer name it", engine=engine_id)
+        log.info("engine has left: nothing names it any more", engine=engine_id)
 
     def _is_connecting(self, engine_id: str) -> bool:
         engine = self._fleet.engines.get(engine_id)

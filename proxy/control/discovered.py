@@ -4,6 +4,7 @@ found          joins, as an engine of the settings does
 not ready      gets no new requests until its source says that it is ready
 gone           leaves after its requests
 source fails   its last engines stay; it is asked again after 1 to 30 s
+several ranks  each data-parallel rank of a server joins, and the engine that stood for all leaves
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ import structlog
 from engine_adapter import EngineSpecError
 from proxy.control.configured import ConfiguredEngines
 from proxy.control.engines import Engines
+from proxy.control.ranks import Ranks
 from proxy.discovery import Finder, Found, FoundEngine, Source, SourceError
 from proxy.errors import Conflict
+from proxy.fleet.engine import Engine
 from proxy.fleet.fleet import Fleet
 from proxy.settings import EngineChanges, EngineEntry, SettingsError
 from proxy.tasks import Supervisor
@@ -47,6 +50,8 @@ class DiscoveredEngines:
         self._tasks = tasks
         self._entries: tuple[EngineEntry, ...] = ()
         self._grace_s = 0.0
+        self._ranks = Ranks()
+        self._wanted: dict[str, EngineEntry] = {}
         self._drained: frozenset[str] = frozenset()
         self._waits = False  # an engine whose id is taken, by one that still leaves
 
@@ -91,6 +96,31 @@ class DiscoveredEngines:
         if self.sources:
             self._tasks.keep("find engines that wait", self._retry)
         return changes
+
+    def split(self, engine: Engine, ranks: tuple[int, ...]) -> bool:
+        """An engine has connected, and its server has these ranks. Whether it leaves, because others come in
+        its place."""
+        url, was_named = engine.adapter.spec.url, self._configured.entry(engine.id) is not None
+        if not was_named or not self._ranks.learn(url, ranks):
+            return False
+        try:
+            changes = self._settle()
+        except (Conflict, EngineSpecError) as error:
+            log.warning(
+                "the data-parallel ranks of a server cannot be used by themselves",
+                engine=engine.id,
+                error=str(error),
+            )
+            self._ranks.forget(url)
+            return False
+        if changes.added:
+            log.info(
+                "a server has other data-parallel ranks than were known: each is an engine",
+                ranks=list(ranks),
+                added=[entry.id for entry in changes.added],
+                removed=list(changes.removed),
+            )
+        return self._configured.entry(engine.id) is None
 
     async def _ask(self, source: Source) -> None:
         backoff_s = FIRST_BACKOFF_S
@@ -144,7 +174,7 @@ class DiscoveredEngines:
         wanted = {entry.id: entry for entry in self._entries}
         drained, waits = set[str](), False
         for engine_id, each in self._found():
-            known = self._configured.entry(engine_id)
+            known = self._wanted.get(engine_id)
             if engine_id in wanted:
                 continue  # the settings come first, then the sources in their order
             if known is None and engine_id in self._fleet.engines:
@@ -154,13 +184,16 @@ class DiscoveredEngines:
             elif known is not None:
                 wanted[engine_id] = known
                 drained.add(engine_id)
-        changes = self._configured.follow(wanted.values(), grace_s=self._grace_s)
-        for engine_id in drained - self._drained:
+        parts = {engine_id: self._ranks.split(entry) for engine_id, entry in wanted.items()}
+        engines = {each.id: each for several in parts.values() for each in several}
+        draining = frozenset(each.id for engine_id in drained for each in parts[engine_id])
+        changes = self._configured.follow(engines.values(), grace_s=self._grace_s)
+        for engine_id in draining - self._drained:
             self._engines.drain(engine_id, undo=False)
-        for engine_id in self._drained - drained:
-            if engine_id in wanted:
+        for engine_id in self._drained - draining:
+            if engine_id in engines:
                 self._engines.drain(engine_id, undo=True)
-        self._drained, self._waits = frozenset(drained), waits
+        self._wanted, self._drained, self._waits = wanted, draining, waits
         return changes
 
     def _found(self) -> Iterator[tuple[str, FoundEngine]]:

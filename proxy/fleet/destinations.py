@@ -9,7 +9,7 @@ from proxy.fleet.engine import Engine
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.pool import Pool
 from proxy.request.calls import Call
-from proxy.translate import RESPONSES_PATH, Home, Homes, response_named
+from proxy.translate import CONTINUING, RESPONSES_PATH, Home, Homes, response_named
 
 
 class Destination(Struct, frozen=True):
@@ -53,7 +53,7 @@ class Destinations:
             return Destination(*self._fleet.find(call.model))
         if home is not None:
             return self._at(home, call, name)
-        if call.route == RESPONSES_PATH:
+        if call.route in CONTINUING:
             pool, model = self._fleet.find(call.model)
             if self.isolated and RESPONSES_PATH not in pool.served_as_chats:
                 raise _no_response(call, name)
@@ -62,6 +62,10 @@ class Destinations:
         if self.isolated or len(keepers) != 1:
             raise _no_response(call, name)
         return Destination(keepers[0], None)
+
+    def knows(self, tenant: str | None, response_id: str) -> bool:
+        """Whether an engine has made that response for a tenant."""
+        return self._homes.find(tenant, response_id) is not None
 
     def note(self, tenant: str | None, response_id: str, engine_id: str) -> None:
         """An engine has made a response for a tenant."""
@@ -85,7 +89,7 @@ def _instance_of(engine: Engine | None) -> str | None:
 
 def _no_response(call: Call, name: str, why: str = "") -> NotFound:
     """The error for a response that cannot be reached, whether it never was or is another tenant's."""
-    if call.route == RESPONSES_PATH:
+    if call.route in CONTINUING:
         return NotFound(
             f"Previous response with id {name!r} not found{why}.",
             param="previous_response_id",

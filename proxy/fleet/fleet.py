@@ -163,6 +163,11 @@ class Fleet:
         self._has_started |= serves and EngineState.CONNECTING not in states
         return serves and self._has_started
 
+    @property
+    def stands_by(self) -> bool:
+        """Whether another kvpin uses all engines in place of this one."""
+        return {engine.state for engine in self.engines.values()} == {EngineState.ELSEWHERE}
+
     async def until_ready(self) -> None:
         """Waits until an engine becomes ready."""
         await self._an_engine_is_ready.wait()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from contextlib import suppress
 from time import monotonic
 from zlib import crc32
@@ -28,6 +29,8 @@ TAKEN_S = 1.0
 # If a check's time limit strikes this late, kvpin was held up: paused, or without a CPU.
 HELD_UP_S = 0.5
 
+Split = Callable[[Engine, tuple[int, ...]], bool]
+
 
 class Monitor:
     """Watches the engines of a fleet.
@@ -42,6 +45,10 @@ class Monitor:
         isolated: there are several tenants; an engine that cannot keep their KV apart is refused, unless its
             `share_kv` allows it.
         timeouts: how long the answers of an engine may take.
+
+    Attributes:
+        split: told of each engine that connects, with the data-parallel ranks of its server. Whether the
+            engine leaves, because its ranks come in its place.
     """
 
     def __init__(
@@ -66,6 +73,7 @@ class Monitor:
         self._timeouts = timeouts or Timeouts()
         self._tokenisation = Tokenisation(tasks, tables)
         self._findings: dict[str, tuple[Finding, ...]] = {}  # logged, by engine
+        self.split: Split = _as_it_is
 
     def isolate(self, *, isolated: bool) -> None:
         """There are several tenants from now on, or no longer: what engines may be used changes with that."""
@@ -110,6 +118,8 @@ class Monitor:
         async with asyncio.timeout(self._timeout_s):
             info = await engine.adapter.connect()
         _require_mine(engine)
+        if self.split(engine, info.ranks):
+            await asyncio.Event().wait()  # until it has left
         engine.owner = this_kvpin() if engine.adapter.one_owner else None
         pool = self._fleet.join(engine, info)
         await self._give_tables(engine)
@@ -252,6 +262,10 @@ def _require_mine(engine: Engine) -> None:
     """Raises EngineTaken if another kvpin uses the engine by now."""
     if not engine.mine.is_set():
         raise EngineTaken(engine.last_error or "", holder=engine.owner or "")
+
+
+def _as_it_is(_engine: Engine, _ranks: tuple[int, ...]) -> bool:
+    return False
 
 
 def _phase(engine_id: str) -> float:

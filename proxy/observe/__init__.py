@@ -1,6 +1,7 @@
 """Everything that people see of a running kvpin.
 
 banner.py  the text at start          logs.py      structured logs
+waiting.py the bar until engines are ready
 metrics.py Prometheus metrics         recorder.py  traffic recordings for `kvpin replay`
 families.py their lines on the page   loop_lag.py  how late the event loop is, and what blocked it
 reasons.py why a request was placed where it was    merging.py  metrics pages of several workers

@@ -8,6 +8,7 @@ from importlib.metadata import version
 
 from proxy.fleet.engine import Engine, EngineState
 from proxy.fleet.fleet import Fleet
+from proxy.observe.waiting import waiting_bar
 
 POLL_S = 0.1
 # All other states are named with their reason.
@@ -65,14 +66,16 @@ class Banner:
     async def print_when_ready(self) -> None:
         """Prints each engine that is down, at once; then, when the others are ready, what they serve."""
         named: set[str] = set()
-        while True:
-            for engine in self._fleet.engines.values():
-                if engine.state not in _USABLE and engine.id not in named:
-                    named.add(engine.id)
-                    _print(_why_not(engine))
-            if self._fleet.is_ready():
-                break
-            await asyncio.sleep(POLL_S)
+        with waiting_bar(self._fleet) as draw:
+            while True:
+                for engine in self._fleet.engines.values():
+                    if engine.state not in _USABLE and engine.id not in named:
+                        named.add(engine.id)
+                        _print(_why_not(engine))
+                if self._fleet.is_ready():
+                    break
+                draw()
+                await asyncio.sleep(POLL_S)
         for pool in self._fleet.pools.values():
             if pool.engines:
                 _print(f"ready: {pool.model} on {', '.join(pool.engines)}")

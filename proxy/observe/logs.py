@@ -37,7 +37,8 @@ def configure_logs(settings: LogSettings, stream: TextIO | None = None, *, worke
         stream: where lines are written, standard error by default.
         worker: this process's number, which is on every line; None where there is one process.
     """
-    stream = stream if stream is not None else sys.stderr
+    handler = logging.StreamHandler(stream) if stream is not None else _StandardError()
+    stream = handler.stream
     pretty = settings.format == "pretty" or (settings.format == "auto" and stream.isatty())
     level = logging.getLevelNamesMapping()[settings.level.upper()]
     shared: list[Processor] = [
@@ -55,7 +56,6 @@ def configure_logs(settings: LogSettings, stream: TextIO | None = None, *, worke
         logger_factory=structlog.stdlib.LoggerFactory(),
         cache_logger_on_first_use=False,
     )
-    handler = logging.StreamHandler(stream)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(foreign_pre_chain=shared, processors=_renderers(pretty, stream))
     )
@@ -64,6 +64,18 @@ def configure_logs(settings: LogSettings, stream: TextIO | None = None, *, worke
     root.setLevel(level)
     # It tells of each request; kvpin makes many of its own.
     logging.getLogger("httpx").setLevel(logging.WARNING)
+
+
+class _StandardError(logging.StreamHandler[TextIO]):
+    """Writes to what is standard error at that moment: a bar on the terminal takes its place for a while."""
+
+    @property
+    def stream(self) -> TextIO:
+        return sys.stderr
+
+    @stream.setter
+    def stream(self, stream: TextIO) -> None:
+        """Ignored: `logging` sets it once."""
 
 
 def hide_secrets(logger: WrappedLogger, method: str, event: EventDict) -> EventDict:  # noqa: ARG001 - structlog's

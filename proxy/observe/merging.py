@@ -21,7 +21,7 @@ def merge_pages(pages: Sequence[str], gauges: Mapping[str, Combine]) -> str:
     series: dict[str, dict[str, tuple[list[float], str]]] = {}
     for page in pages:
         family = ""
-        for line in page.splitlines():
+        for line in page.split("\n"):  # a label's value may hold other ends of lines
             if line.startswith("# HELP "):
                 family = line.split(" ", 3)[2]
             if line.startswith("#"):

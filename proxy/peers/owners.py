@@ -62,7 +62,10 @@ class Owners:
     def claim_of(self, engine: Engine) -> Claim | None:
         """This kvpin's claim to an engine."""
         own = self._claims.get(engine.adapter.spec.url)
-        return own.claim if own is not None else None
+        if own is None:
+            return None
+        own.is_locked_out = _is_locked_out(engine)  # since the last decision, too
+        return own.claim
 
     def decide(
         self,
@@ -88,13 +91,8 @@ class Owners:
             own = claimed[url] = self._claims.get(url) or OwnClaim(self._kvpin)
             told = others.get(engine.id, {})
             claims = {kvpin: each.claim for kvpin, each in told.items()}
-            own.decide(
-                now,
-                claims,
-                may_bid=is_heard or engine.adapter.has_lock,
-                is_alone=is_alone,
-                is_locked_out=engine.mine.is_set() and engine.state is EngineState.ELSEWHERE,
-            )
+            own.is_locked_out = _is_locked_out(engine)
+            own.decide(now, claims, may_bid=is_heard or engine.adapter.has_lock, is_alone=is_alone)
             if own.is_owner:
                 _take(engine)
             else:
@@ -110,6 +108,10 @@ class Owners:
             own = self._claims.get(engine.adapter.spec.url)
             if own is not None and not engine.adapter.has_lock:
                 own.doubt(now)
+
+
+def _is_locked_out(engine: Engine) -> bool:
+    return engine.mine.is_set() and engine.state is EngineState.ELSEWHERE
 
 
 def _take(engine: Engine) -> None:

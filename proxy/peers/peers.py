@@ -147,7 +147,7 @@ class _Peer:
 
     Attributes:
         follower: replays its requests.
-        name: for people.
+        name: for people; None before it told its name.
         engines: its engines.
         socket: where it serves HTTP to peers.
         here: its id of an engine → the id here, and whether both make the same block hashes.
@@ -156,12 +156,17 @@ class _Peer:
     """
 
     follower: Follower
-    name: str = "?"
+    name: str | None = None
     engines: list[ToldEngine] = field(default_factory=list)
     socket: str | None = None
     here: dict[str, tuple[str, bool]] = field(default_factory=dict)
     asked: float = float("-inf")
     trip: RoundTrip = field(default_factory=RoundTrip)
+
+    @property
+    def label(self) -> str:
+        """Its name, or the number that it drew."""
+        return self.name or f"{self.follower.owner:016x}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,7 +283,7 @@ class Peers:
         if self.http_socket is None:
             return []
         return [
-            Neighbour(owner, peer.name, peer.socket)
+            Neighbour(owner, peer.label, peer.socket)
             for owner, peer in self._peers.items()
             if peer.socket is not None
         ]
@@ -288,7 +293,7 @@ class Peers:
         now = monotonic()
         peers = [
             PeerStats(
-                name=peer.name,
+                name=peer.label,
                 engines=len(peer.here),
                 in_flight=peer.follower.in_flight,
                 in_step=peer.follower.in_step,
@@ -383,19 +388,20 @@ class Peers:
             self._introduce()
         self.counts.heard += len(batch.messages)
         for message in peer.follower.receive(now, batch):
-            self._hear(owner, peer, message)
-        if not peer.follower.in_step:
+            if owner in self._peers:  # nothing counts after it has left
+                self._hear(owner, peer, message)
+        if owner in self._peers and not peer.follower.in_step:
             self._ask(now, owner, peer)
 
     def _hear(self, owner: int, peer: _Peer, message: Message) -> None:
         match message:
             case State():
-                is_new = peer.name == "?"
+                is_new = peer.name is None
                 peer.name, peer.engines, peer.socket = message.name, message.engines, message.http_socket
                 self._match(peer)
                 self._decide_owners(monotonic())
                 if is_new:
-                    log.info("another kvpin is here", peer=peer.name, engines_shared=len(peer.here))
+                    log.info("another kvpin is here", peer=peer.label, engines_shared=len(peer.here))
             case Times():
                 self._time(peer, message)
             case Used():
@@ -405,7 +411,7 @@ class Peers:
                 self._somebody_asked.set()
             case Left():
                 self._drop(owner)
-                log.info("another kvpin has stopped", peer=peer.name)
+                log.info("another kvpin has stopped", peer=peer.label)
             case Learned() | Sessions() | Timed() | Told() if message.to == self._owner:
                 self._adopt(owner, message)
             case _:
@@ -442,11 +448,11 @@ class Peers:
             self.counts.behind += 1
             log.warning(
                 "another kvpin is behind: its requests count only when they are over",
-                peer=peer.name,
+                peer=peer.label,
                 round_trip_s=round(trip.seconds or 0, 2),
             )
         else:
-            log.info("another kvpin has caught up", peer=peer.name)
+            log.info("another kvpin has caught up", peer=peer.label)
 
     def _ask(self, now: float, owner: int, peer: _Peer) -> None:
         """Asks a kvpin for its requests, unless it was just asked."""
@@ -481,7 +487,7 @@ class Peers:
             if (mine := match(told, self._engines)) is not None:
                 peer.here[told.id] = mine.id, hash_alike(told, mine)
             if (problem := disagreement(told, self._engines)) is not None:
-                self._complain("kvpins disagree", peer=peer.name, problem=problem)
+                self._complain("kvpins disagree", peer=peer.label, problem=problem)
         peer.follower.place_late(monotonic())
 
     def _site_of(self, owner: int, engine_id: str) -> _Here | None:
@@ -500,7 +506,7 @@ class Peers:
             reached = peer.socket if self.http_socket is not None else None
             for told in peer.engines:
                 if told.claim is not None and told.id in peer.here:
-                    claim = ToldClaim(told.claim, peer.name, told.model, reached)
+                    claim = ToldClaim(told.claim, peer.label, told.model, reached)
                     others.setdefault(peer.here[told.id][0], {})[owner] = claim
         was_bidding = self._owners.is_bidding
         self._owners.decide(
@@ -526,7 +532,8 @@ class Peers:
         """Sends heartbeats, notices who is lost, and finds out when this kvpin may say that it is ready."""
         beat = monotonic()
         while True:
-            is_quiet = self._is_ready and not self._owners.is_bidding
+            joins = not (self._is_ready or self._fleet.stands_by)
+            is_quiet = not joins and not self._owners.is_bidding
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(HEARTBEAT_S if is_quiet else _JOIN_POLL_S):
                     await self._has_bid.wait()
@@ -537,7 +544,7 @@ class Peers:
                     peer.follower.heard = now
                 self._owners.doubt(now)
             self._decide_owners(now)
-            if now - beat >= HEARTBEAT_S or not self._is_ready:
+            if now - beat >= HEARTBEAT_S or joins:
                 beat = now
                 self._own.tell(self._own.heartbeat())
                 self._own.tell(self._times(now))
@@ -583,7 +590,7 @@ class Peers:
             self._drop(owner)
             self._missed.add(owner)
             self.counts.lost += 1
-            log.warning("another kvpin is lost: its requests count no more", peer=peer.name)
+            log.warning("another kvpin is lost: its requests count no more", peer=peer.label)
 
     def _drop(self, owner: int) -> None:
         """A peer is gone, and its requests with it."""
@@ -596,9 +603,9 @@ class Peers:
 
 
 def address_of(spec: EngineSpec) -> tuple[str, bool]:
-    """An engine's address as peers are told it, and whether only this machine can reach it."""
-    parts = urlsplit(spec.url)
+    """An engine's address as peers are told it, with its rank, and whether only this machine can reach it."""
+    parts, rank = urlsplit(spec.url), f" rank {spec.options.rank}" if spec.options.rank is not None else ""
     if parts.hostname not in _LOOPBACK:
-        return spec.url, False
+        return f"{spec.url}{rank}", False
     port = f":{parts.port}" if parts.port is not None else ""
-    return f"{socket.gethostname()} {parts.scheme}://127.0.0.1{port}{parts.path}", True
+    return f"{socket.gethostname()} {parts.scheme}://127.0.0.1{port}{parts.path}{rank}", True

@@ -98,6 +98,7 @@ class RedisExchange:
             finally:
                 self._is_connected = False
                 self._outbox.clear()
+                self._has_waiting.clear()
                 self._waiting_bytes = 0
             await asyncio.sleep(_RETRY_S)
 

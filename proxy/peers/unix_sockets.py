@@ -71,6 +71,7 @@ class UnixExchange:
         self._peers: dict[str, _Outgoing] = {}  # by the name of their socket
         self._incoming = set[_Incoming]()
         self._lost = set[str]()  # names of sockets whose connection ended since the last look
+        self._unreachable = set[str]()  # names of sockets that could not be connected to at the last look
         self._look_now = asyncio.Event()
         self._has_looked = False
 
@@ -122,8 +123,9 @@ class UnixExchange:
 
     async def _look(self, ears: Ears) -> None:
         """Connects to kvpins that are new. Removes the sockets of those that are gone, and tells of them."""
-        paths, lost = sorted(self._directory.glob(_SOCKETS)), self._lost
-        self._lost = set()
+        paths, lost = sorted(filter(Path.is_socket, self._directory.glob(_SOCKETS))), self._lost
+        unreachable = self._unreachable
+        self._lost, self._unreachable = set(), set()
         for name in lost - {path.name for path in paths}:
             ears.ended(_kvpin_of(name))
         for path in paths:
@@ -137,7 +139,9 @@ class UnixExchange:
                 path.with_suffix(_HTTP).unlink(missing_ok=True)
                 ears.ended(_kvpin_of(path.name))
             except OSError as error:
-                log.warning("another kvpin cannot be reached", socket=str(path), error=str(error))
+                self._unreachable.add(path.name)
+                if path.name not in unreachable:
+                    log.warning("another kvpin cannot be reached", socket=str(path), error=str(error))
             else:
                 ears.joined()
 

@@ -11,6 +11,7 @@ simple.py, peers.py, kvpin.py                      the policies
 oracle.py     the hits that are possible           capacity.py  how many engines keep a p99
 doubts.py     why a trace cannot tell policies apart
 report.py     tables, JSON, CSV                    plot.py      PNG
+curves.py     rows → lines of plots                html_report.py  one HTML file, from report.html
 units.py      sizes in text: 500k, 64GiB
 
 The policy `kvpin` is the proxy's own `core.placement.placer.Placer`.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from math import isfinite
 
 from proxy.replay.engine import EngineModel
@@ -19,7 +20,7 @@ class OptionError(ValueError):
     """An option that cannot be used; the message says which and why."""
 
 
-def engine_model(
+def engine_models(
     *,
     gpu_tokens: str,
     host_tokens: str = "0",
@@ -31,8 +32,8 @@ def engine_model(
     chunk_tokens: str = "2048",
     decode_step_ms: float = 15.0,
     decode_stream_ms: float = 0.3,
-) -> EngineModel:
-    """The simulated engine, from the flags of these names.
+) -> tuple[EngineModel, ...]:
+    """The simulated engine, in each size of `gpu_tokens`, from the flags of these names.
 
     Raises:
         OptionError: a flag cannot be used; the message says which and why.
@@ -51,8 +52,9 @@ def engine_model(
     def tokens(text: str) -> int:
         return parse_tokens(text, per_token)
 
-    return EngineModel(
-        gpu_tokens=_read("gpu-tokens", gpu_tokens, tokens, least=1),
+    sizes = dict.fromkeys(_read("gpu-tokens", part, tokens, least=1) for part in gpu_tokens.split(","))
+    smallest = EngineModel(
+        gpu_tokens=min(sizes),
         host_tokens=_read("host-tokens", host_tokens, tokens),
         prefill_tok_s=_read("prefill-rate", prefill_rate, parse_count, least=1),
         restore_tok_s=_read("restore-rate", restore_rate, parse_count, least=1),
@@ -62,10 +64,11 @@ def engine_model(
         step_s=decode_step_ms / 1000,
         stream_s=decode_stream_ms / 1000,
     )
+    return tuple(replace(smallest, gpu_tokens=size) for size in sizes)
 
 
 def plan(
-    model: EngineModel,
+    models: Sequence[EngineModel],
     *,
     engines: str | None = None,
     policies: str | None = None,
@@ -91,9 +94,11 @@ def plan(
         )
     if target_p99 is not None and load is not None:
         raise OptionError("--target-p99 and --load: a load grows with the engines; say --speedup instead")
+    if target_p99 is not None and len(models) > 1:
+        raise OptionError("--target-p99 and --gpu-tokens: the search is for engines of one size")
     target = Target(target_p99, max_engines) if target_p99 is not None else None
     return Plan(
-        model=model,
+        models=models,
         engines=_numbers("engines", engines or ENGINES, least=1) if target is None else (),
         policies=_policies(policies, target),
         seeds=_numbers("seeds", seeds),

@@ -22,10 +22,10 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Every policy, with every seed, on every number of engines.
+    """Every policy, with every seed, on every number of engines of every size.
 
     Attributes:
-        model: what each engine can do.
+        models: what each engine of a run can do; they differ in GPU tokens alone.
         engines: numbers of them.
         policies: names.
         seeds: 0 for arrivals as recorded.
@@ -35,7 +35,7 @@ class Plan:
         target: with it the number of engines is searched for; `engines` is empty.
     """
 
-    model: EngineModel
+    models: Sequence[EngineModel]
     engines: Sequence[int]
     policies: Sequence[str]
     seeds: Sequence[int] = (0,)
@@ -50,21 +50,23 @@ class Plan:
             ValueError: the trace cannot be scaled to the load.
         """
         return [
-            Run(policy, engines, self.model, self._speedup(trace, engines), seed)
+            Run(policy, engines, model, self._speedup(trace, model, engines), seed)
             for engines in self.engines
+            for model in self.models
             for seed in self.seeds
             for policy in self.policies
         ]
 
     def seeded(self, trace: Trace, policy: str, engines: int) -> list[Run]:
-        """One policy on a number of engines, with every seed."""
-        speedup = self._speedup(trace, engines)
-        return [Run(policy, engines, self.model, speedup, seed) for seed in self.seeds]
+        """One policy on a number of engines of the first size, with every seed."""
+        model = self.models[0]
+        speedup = self._speedup(trace, model, engines)
+        return [Run(policy, engines, model, speedup, seed) for seed in self.seeds]
 
-    def _speedup(self, trace: Trace, engines: int) -> float:
+    def _speedup(self, trace: Trace, model: EngineModel, engines: int) -> float:
         if self.load is None:
             return self.speedup
-        return speedup_for_load(trace, self.model, engines, self.load)
+        return speedup_for_load(trace, model, engines, self.load)
 
     def settings(self, trace: Trace) -> dict[str, Any]:
         """The settings, for JSON."""
@@ -74,25 +76,31 @@ class Plan:
             "prompt_tokens": trace.n_tokens,
             "tokens_per_block": trace.tokens_per_block,
             "load": self.load,
-            "model": asdict(self.model),
+            "models": [asdict(model) for model in self.models],
         }
 
     def title(self, trace: Trace) -> str:
         """The replay in one line."""
         pace = f"load {self.load:g}" if self.load is not None else f"{self.speedup:g}x as recorded"
-        kind = "chunked prefill with decode" if self.model.chunked else "prefill alone"
-        tiers = f"{self.model.gpu_tokens:,} tokens on the GPU"
-        if self.model.host_tokens:
-            tiers += f" and {self.model.host_tokens:,} in host memory"
+        model = self.models[0]
+        kind = "chunked prefill with decode" if model.chunked else "prefill alone"
+        tiers = " or ".join(f"{each.gpu_tokens:,}" for each in self.models) + " tokens on the GPU"
+        if model.host_tokens:
+            tiers += f" and {model.host_tokens:,} in host memory"
         return f"{trace.name}: {len(trace.requests):,} requests, {pace}; each engine {tiers}, {kind}"
 
 
 def notes(trace: Trace, outcomes: Sequence[Outcome]) -> list[str]:
     """Notes on what was left out or assumed, one sentence each."""
-    noted = []
-    too_long = outcomes[0].too_long
-    if too_long:
-        noted.append(f"{too_long:,} requests do not fit into an engine and were left out")
+    left_out = {outcome.run.model.gpu_tokens: outcome.too_long for outcome in outcomes}
+    noted = [
+        f"{too_long:,} requests do not fit into an engine and were left out"
+        if len(left_out) == 1
+        else f"{too_long:,} requests do not fit into an engine of {gpu_tokens:,} GPU tokens: its figures are "
+        "those of the others"
+        for gpu_tokens, too_long in left_out.items()
+        if too_long
+    ]
     if trace.failed:
         noted.append(f"{trace.failed:,} requests got an error and were left out")
     if trace.cut:

@@ -21,7 +21,7 @@ _SPREAD = ("hit_percent", "mean_ttft_s", "p99_ttft_s")
 Row = Mapping[str, Any]
 _PERCENT = 100
 # Columns of the table: key, heading, digits.
-_COLUMNS: tuple[tuple[str, str, int], ...] = (
+COLUMNS: tuple[tuple[str, str, int], ...] = (
     ("hit_percent", "hit %", 1),
     ("mean_ttft_s", "mean TTFT s", 3),
     ("p50_ttft_s", "p50", 3),
@@ -51,6 +51,7 @@ def _row(outcome: Outcome) -> dict[str, Any]:
     return {
         "policy": run.policy,
         "engines": run.engines,
+        "gpu_tokens": run.model.gpu_tokens,
         "seed": run.seed,
         "speedup": run.speedup,
         "requests": outcome.requests,
@@ -69,21 +70,25 @@ def _row(outcome: Outcome) -> dict[str, Any]:
 
 
 def over_seeds(each: Sequence[Row]) -> list[dict[str, Any]]:
-    """One row for each policy and number of engines: the mean of its runs, and in `spread`, by column, how
-    far a run is off the mean at most. Fewest engines first, then the lowest mean time."""
-    groups: dict[tuple[int, str], list[Row]] = {}
+    """One row for each policy, number of engines and size: the mean of its runs, and in `spread`, by column,
+    how far a run is off the mean at most. Fewest engines first, then the smallest, then the lowest mean
+    time."""
+    groups: dict[tuple[object, ...], list[Row]] = {}
     for row in each:
-        groups.setdefault((row["engines"], row["policy"]), []).append(row)
+        groups.setdefault((*on(row), row["policy"]), []).append(row)
     merged = [_merge(group) for group in groups.values()]
-    return sorted(
-        merged,
-        key=lambda row: (row["engines"], row["mean_ttft_s"] is None, row["mean_ttft_s"] or 0.0),
-    )
+    return sorted(merged, key=lambda row: (*on(row), row["mean_ttft_s"] is None, row["mean_ttft_s"] or 0.0))
+
+
+def on(row: Row) -> tuple[int, int]:
+    """What a run was on: the number of engines, and the GPU tokens of each."""
+    return row["engines"], row["gpu_tokens"]
 
 
 def _merge(group: Sequence[Row]) -> dict[str, Any]:
-    merged: dict[str, Any] = {"policy": group[0]["policy"], "engines": group[0]["engines"], "spread": {}}
-    for column, _, _ in _COLUMNS:
+    merged: dict[str, Any] = {key: group[0][key] for key in ("policy", "engines", "gpu_tokens")}
+    merged["spread"] = {}
+    for column, _, _ in COLUMNS:
         values = [row[column] for row in group]
         if None in values:
             merged[column] = None
@@ -94,7 +99,7 @@ def _merge(group: Sequence[Row]) -> dict[str, Any]:
 
 
 def table(each: Sequence[Row], width: int | None = None) -> Table:
-    """A table: one line for each policy and number of engines, the best times first.
+    """A table: one line for each policy, number of engines and size, the best times first.
 
     With `width`, columns of `_LESS` are left out until the table has at most that many characters; a line
     below names them.
@@ -113,26 +118,31 @@ def width_of(shown: Table) -> int:
 
 
 def _table(each: Sequence[Row], hidden: Sequence[str]) -> Table:
-    columns = [column for column in _COLUMNS if column[0] not in hidden]
+    columns = [column for column in COLUMNS if column[0] not in hidden]
     shown = Table(caption_justify="left", caption_style="dim")
     if hidden:
-        names = ", ".join(heading for key, heading, _ in _COLUMNS if key in hidden)
+        names = ", ".join(heading for key, heading, _ in COLUMNS if key in hidden)
         shown.caption = f"no room for: {names} (--csv - shows everything)"
+    sizes = {row["gpu_tokens"] for row in each}
     shown.add_column("engines", justify="right", no_wrap=True)
+    if len(sizes) > 1:
+        shown.add_column("GPU tokens", justify="right", no_wrap=True)
     shown.add_column("policy", no_wrap=True)
     for _, heading, _ in columns:
         shown.add_column(heading, justify="right", no_wrap=True)
     before = None
     for row in over_seeds(each):
-        if before is not None and row["engines"] != before:
+        if before is not None and on(row) != before:
             shown.add_section()
-        before = row["engines"]
-        cells = (_cell(row, column, digits) for column, _, digits in columns)
-        shown.add_row(str(row["engines"]), row["policy"], *cells)
+        before = on(row)
+        size = [f"{row['gpu_tokens']:,}"] if len(sizes) > 1 else []
+        cells = (cell(row, column, digits) for column, _, digits in columns)
+        shown.add_row(str(row["engines"]), *size, row["policy"], *cells)
     return shown
 
 
-def _cell(row: Row, column: str, digits: int) -> str:
+def cell(row: Row, column: str, digits: int) -> str:
+    """A figure of a merged row as text, with how far runs are apart where the column shows that."""
     value = row[column]
     if value is None:
         return "–"

@@ -81,7 +81,7 @@ def _keep_ids(have: Mapping[str, EngineEntry], want: list[EngineEntry]) -> list[
 
 
 def _is_counted(entry: EngineEntry) -> bool:
-    return re.fullmatch(re.escape(entry.kind) + r"-\d+", entry.id) is not None
+    return re.fullmatch(re.escape(entry.kind) + r"-\d+(-dp\d+)?", entry.id) is not None
 
 
 def _is_same(one: EngineEntry, other: EngineEntry) -> bool:

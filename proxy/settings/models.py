@@ -32,6 +32,7 @@ from engine_adapter import (
     EngineSpec,
     EngineSpecError,
     OptionError,
+    address_of_rank,
     check_command,
     make_options,
     managed_spec,
@@ -207,6 +208,21 @@ class EngineSettings(_EngineSettings):
     def spec(self) -> EngineSpec:
         """The description adapters are made from."""
         return self._spec(self.url)
+
+    @property
+    def may_have_ranks(self) -> bool:
+        """Whether its server's data-parallel ranks are engines of their own, if there are several."""
+        return "dp_rank" in option_names(self.kind) and (self.model_extra or {}).get("dp_rank") is None
+
+    def of_rank(self, rank: int) -> Self:
+        """A data-parallel rank of the server, as an engine of its own. Addresses of KV events are those of
+        the first rank."""
+        given = self.model_extra or {}
+        changes: dict[str, Any] = {"id": f"{self.id}-dp{rank}", "dp_rank": rank}
+        for name in ("events", "replay"):
+            if given.get(name):
+                changes[name] = address_of_rank(given[name], rank)
+        return self.model_copy(update=changes)
 
 
 class DiscoverySettings(_EngineSettings):

@@ -32,6 +32,8 @@ _OPERATIONS = {
 }
 _FORWARD = "forward"
 _OTHER_ROUTE = "/v1/*"
+# Characters of a path in a span: thousands of spans wait while no collector takes them.
+_MOST_PATH = 256
 
 
 def route_name(path: str) -> str:
@@ -42,7 +44,7 @@ def route_name(path: str) -> str:
 
 def of_exchange(method: str, path: str) -> Attributes:
     """The attributes of a client's request."""
-    return {"http.request.method": method, "url.path": path, "http.route": route_name(path)}
+    return {"http.request.method": method, "url.path": path[:_MOST_PATH], "http.route": route_name(path)}
 
 
 def engine_span_name(record: RequestRecord) -> str:

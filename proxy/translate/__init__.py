@@ -18,7 +18,7 @@ that all later steps, and dry runs, see a chat.
 from __future__ import annotations
 
 from proxy.translate.registry import translations
-from proxy.translate.response_homes import Home, Homes, Noting, response_named
+from proxy.translate.response_homes import CONTINUING, Home, Homes, Noting, response_named
 from proxy.translate.responses import RESPONSES_PATH
 from proxy.translate.responses_request import may_name_more
 from proxy.translate.responses_store import ResponseStore
@@ -27,6 +27,7 @@ from proxy.translate.translation import CHAT_PATH, Predicted, Translate, Transla
 
 __all__ = [
     "CHAT_PATH",
+    "CONTINUING",
     "RESPONSES_PATH",
     "Home",
     "Homes",

@@ -23,6 +23,8 @@ MAX_NAMES = 10_000
 """The most responses of a tenant whose engines are known."""
 _BELOW = f"{RESPONSES_PATH}/"
 # Paths below the route's own that name no response.
+CONTINUING = frozenset({RESPONSES_PATH, INPUT_TOKENS_PATH})
+"""Routes whose body may name a response to go on from."""
 _NO_NAMES = frozenset({INPUT_TOKENS_PATH, f"{_BELOW}compact"})
 
 
@@ -57,7 +59,7 @@ def response_named(call: Call) -> str | None:
     route = call.route
     if route.startswith(_BELOW) and route not in _NO_NAMES:
         return unquote(route.removeprefix(_BELOW).partition("/")[0]) or None
-    if route != RESPONSES_PATH or not isinstance(call.body, JsonBody):
+    if route not in CONTINUING or not isinstance(call.body, JsonBody):
         return None
     name = call.body.get("previous_response_id")
     return name if isinstance(name, str) and name else None

@@ -26,7 +26,6 @@ class Orders(msgspec.Struct, frozen=True):
         listeners: descriptors of the listening sockets.
         directory: the supervisor's own directory, for sockets and the file of engines.
         follows: it takes the place of a worker that ended.
-        waits: it takes connections only when it is ready, because they can wait, or others serve.
     """
 
     number: int
@@ -34,7 +33,6 @@ class Orders(msgspec.Struct, frozen=True):
     listeners: tuple[int, ...]
     directory: str
     follows: bool = False
-    waits: bool = False
 
     @classmethod
     def take(cls) -> Orders | None:

@@ -3,6 +3,7 @@
     SIGTERM, SIGINT  go to all workers, each of which stops as one kvpin does; then the engines stop
     SIGHUP           the engines follow the settings; then the workers read them again
     a worker ends    it is started again, after a wait that doubles up to `MAX_BACKOFF_S`
+    a worker hangs   it is killed, and so ends
 
 The supervisor serves no request. If it is killed, its workers stop in order.
 """
@@ -11,16 +12,13 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import signal
 import socket
 import sys
-import tempfile
 import time
 from asyncio.subprocess import Process
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 
 import structlog
 
@@ -29,9 +27,11 @@ from proxy.app import check_engines
 from proxy.process.managed import end_of
 from proxy.settings import Settings, SettingsError
 from proxy.tasks import Supervisor
+from proxy.workers.directory import OwnDirectory
 from proxy.workers.engines import SharedEngines
 from proxy.workers.fairness import Tally
 from proxy.workers.orders import Orders
+from proxy.workers.watchdog import SILENT_S, Pulse, Watchdog
 
 log = structlog.get_logger(__name__)
 
@@ -53,16 +53,21 @@ class Workers:
         load: Callable[[], Settings],
         listeners: list[socket.socket],
         *,
-        are_shared: bool = False,
+        watchdog: Watchdog | None = None,
     ) -> None:
-        """`load` reads the settings again. `are_shared`: the sockets outlive kvpin."""
-        self._are_shared = are_shared
+        """`load` reads the settings again. `watchdog`: that of this process.
+
+        Raises:
+            SettingsError: there is no place for the workers' sockets.
+        """
+        self._watchdog = watchdog
+        self._silent_s = watchdog.silent_s if watchdog is not None else SILENT_S
         self._settings, self._load, self._listeners = settings, load, listeners
-        self._directory = Path(tempfile.mkdtemp(prefix="kvpin-"))
+        self._directory = OwnDirectory()
         self._tasks = Supervisor()
-        self._tally = Tally(self._directory, settings.workers)
+        self._tally = Tally(self._directory.path, settings.workers)
         self._running: dict[int, Process] = {}
-        self._engines = SharedEngines(self._directory, self._tasks)
+        self._engines = SharedEngines(self._directory.path, self._tasks)
         self._status = 0
         self._stops = 0
         self._stopping = asyncio.Event()
@@ -73,6 +78,8 @@ class Workers:
         for each in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(each, self._stop, each)
         loop.add_signal_handler(signal.SIGHUP, self._reload)
+        if self._watchdog is not None:
+            self._tasks.keep("watchdog", self._watchdog.run)
         try:
             self._engines.follow(self._settings)
             async with asyncio.TaskGroup() as group:
@@ -81,7 +88,7 @@ class Workers:
         finally:
             await self._engines.aclose()
             await self._tasks.stop()
-            shutil.rmtree(self._directory, ignore_errors=True)
+            self._directory.remove()
         return self._status
 
     # --- workers ------------------------------------------------------------------------------------
@@ -91,7 +98,11 @@ class Workers:
         backoff_s, follows = BACKOFF_S, False
         while not self._stopping.is_set():
             begun = time.monotonic()
-            status = await self._run_once(number, follows=follows)
+            try:
+                status = await self._run_once(number, follows=follows)
+                error = end_of(status)
+            except OSError as not_started:  # e.g. no memory or no file descriptor is free: one may be later
+                status, error = None, f"it cannot be started: {not_started.strerror or not_started}"
             if self._stopping.is_set():
                 return
             if status == _BAD_SETTINGS and not follows:
@@ -101,10 +112,7 @@ class Workers:
             if time.monotonic() - begun >= STEADY_S:
                 backoff_s = BACKOFF_S
             log.warning(
-                "worker ended; it is started again",
-                worker=number,
-                error=end_of(status),
-                restart_in_s=backoff_s,
+                "worker ended; it is started again", worker=number, error=error, restart_in_s=backoff_s
             )
             with suppress(TimeoutError):
                 async with asyncio.timeout(backoff_s):
@@ -112,31 +120,45 @@ class Workers:
             backoff_s, follows = min(2 * backoff_s, MAX_BACKOFF_S), True
 
     async def _run_once(self, number: int, *, follows: bool) -> int:
-        """Runs a worker once; returns its exit status, −N for signal N."""
+        """Runs a worker once; returns its exit status, −N for signal N. Raises OSError if it cannot start."""
         descriptors = tuple(listener.fileno() for listener in self._listeners)
         orders = Orders(
             number=number,
             of=self._settings.workers,
             listeners=descriptors,
-            directory=str(self._directory),
+            directory=str(self._directory.path),
             follows=follows,
-            waits=follows or self._are_shared,
         )
+        pulse = Pulse(self._directory.path / f"worker-{number}.alive", self._silent_s)
         process = await asyncio.create_subprocess_exec(
             *ends_with_parent([sys.executable, "-m", "proxy.cli", *sys.argv[1:]]),
-            env={**os.environ, **orders.variable()},
+            env={**os.environ, **orders.variable(), **pulse.variables()},
             pass_fds=descriptors,
             start_new_session=True,  # Ctrl-C reaches the supervisor alone, which passes it on
         )
         self._running[number] = process
+        self._tasks.start(f"watch of worker {number}", self._watch(number, process, pulse))
         if self._stopping.is_set():  # kvpin was told during the start
             process.terminate()
         log.info("worker started", worker=number, pid=process.pid)
         try:
             return await process.wait()
         finally:
+            self._tasks.cancel(f"watch of worker {number}")
+            pulse.close()
             del self._running[number]
             self._tally.leave(number)
+
+    async def _watch(self, number: int, process: Process, pulse: Pulse) -> None:
+        """Kills a worker when it hangs."""
+        await pulse.until_silent()
+        log.error(
+            "worker hangs: it is killed, and the answers that it was giving are lost",
+            worker=number,
+            pid=process.pid,
+            silent_s=self._silent_s,
+        )
+        process.kill()
 
     def _tell(self, number: signal.Signals) -> None:
         for process in self._running.values():

@@ -73,6 +73,14 @@ async def test_it_asks_for_the_key_and_keeps_it_in_this_tab(page, kvpin):
     assert await page.evaluate("localStorage.length + document.cookie.length") == 0
 
 
+@pytest.mark.parametrize("error", ["the engine left", {"message": "the engine left"}])
+async def test_an_error_is_told_in_kvpins_words(opened, error):
+    answer = json.dumps({"error": error})
+    await opened.route("**/admin/v1/broken", lambda route: route.fulfill(status=502, body=answer))
+    told = "import('./api.js').then(({ admin }) => admin('broken')).catch((error) => error.message)"
+    assert await opened.evaluate(told) == "the engine left"
+
+
 async def test_a_request_is_seen_as_it_passes(opened, kvpin):
     answer = await ask(kvpin, DOCUMENT)
     row = opened.locator("tbody tr").filter(has_text=answer.headers["x-request-id"])

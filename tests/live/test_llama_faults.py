@@ -200,7 +200,7 @@ class Behind:
         return {saved["name"]: saved["uses"] for saved in self.kv["files"]["saved"]}
 
     def files(self) -> set[str]:
-        """The saved files, all whole by their sidecars; beside them lie only who owns the slots and their lock."""
+        """The saved files, all whole by their sidecars. Beside them lie who owns the slots, and a lock."""
         names = {path.name for path in self.directory.iterdir() if path.suffix not in (".owners", ".lock")}
         saved = {name for name in names if name.endswith(".bin")}
         assert {name.removesuffix(".bin") + ".json" for name in saved} == names - saved

@@ -28,7 +28,9 @@ _READS = ("GET", "HEAD")
 
 def admin_mount(endpoints: Iterable[Endpoint], guard: AdminGuard) -> Mount:
     """The admin API, to mount at the root."""
-    router = Router(routes(with_document(PREFIX, endpoints)), default=_not_found)
+    document = with_document(PREFIX, endpoints)
+    # A redirect would lead to the host that the client named.
+    router = Router(routes(document), redirect_slashes=False, default=_not_found)
     return Mount(PREFIX, app=_Guarded(router, guard))
 
 

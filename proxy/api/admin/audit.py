@@ -22,7 +22,7 @@ def audited(connection: HTTPConnection, send: Send, right: str) -> Send:
                 "admin action",
                 method=connection.scope["method"],
                 path=_path(connection),
-                status=message["status"],
+                status=int(message["status"]),
                 peer=connection.client.host if connection.client is not None else None,
                 by=right if message["status"] not in _REFUSED else None,
             )

@@ -20,6 +20,8 @@ Body = TypeVar("Body")
 
 # The longest request body: prompt tables are the largest.
 MAX_BODY_BYTES = 512 * 2**20
+# Digits of the longest number in a query: Python refuses thousands of them by a ValueError.
+_MOST_DIGITS = 12
 _FIELD = re.compile(r"field `(?P<name>[^`]+)`")
 _PATH = re.compile(r"at `\$\.?(?P<path>[^`]*)`")
 
@@ -119,7 +121,7 @@ def int_query(request: Request, name: str, default: int, most: int) -> int:
     text = request.query_params.get(name)
     if text is None:
         return default
-    if not (text.isascii() and text.isdigit()) or not 1 <= int(text[:12]) <= most:
+    if not (text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS) or not 1 <= int(text) <= most:
         raise BadRequest(f"{name} must be an integer from 1 to {most}", param=name)
     return int(text)
 

@@ -28,7 +28,8 @@ const ask = async (url, key, options = {}) => {
   } catch {
     // no JSON: an answer of a server in between
   }
-  const message = content?.error?.message || text.slice(0, 300) || `status ${answer.status}`;
+  const told = content?.error?.message ?? content?.error; // of an operation that failed, a string
+  const message = (typeof told === "string" && told) || text.slice(0, 300) || `status ${answer.status}`;
   throw new ApiError(answer.status, message, content);
 };
 

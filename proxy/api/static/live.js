@@ -24,11 +24,11 @@ export const onChange = (changed) => {
   listener = changed;
 };
 
-// However many events come, the page is drawn four times a second at most.
+// However many events come, the page is drawn four times a second at most, just before the browser paints.
 const changed = () => {
   timer ??= setTimeout(() => {
     timer = null;
-    listener();
+    requestAnimationFrame(() => listener());
   }, RENDER_MS);
 };
 

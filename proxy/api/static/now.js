@@ -3,11 +3,12 @@
 import { html, useEffect, useRef, useState } from "./vendor/htm-preact.js";
 import { EngineActions } from "./actions.js";
 import { live } from "./live.js";
-import { count, Paged, percent, seconds, Share, short, time, whyLink } from "./parts.js";
+import { count, Paged, percent, pure, seconds, Share, short, time, whyLink } from "./parts.js";
+import { axis, color, plotIn } from "./plots.js";
 
 const CARDS = 24;
 
-const Totals = ({ snapshot }) => {
+const Totals = pure(({ snapshot }) => {
   const { reuse } = snapshot;
   const last = live.points.at(-1);
   return html`<section aria-label="Reuse">
@@ -34,51 +35,36 @@ const Totals = ({ snapshot }) => {
       <${Chart} />
     </div>
   </section>`;
-};
-
-const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-const scheme = matchMedia("(prefers-color-scheme: dark)");
+});
 
 // Tokens a second over the last five minutes.
 const Chart = () => {
   const box = useRef();
   const plot = useRef();
   useEffect(() => {
-    const draw = () => {
-      plot.current?.destroy();
-      const axis = { size: 24, stroke: color("--quiet"), grid: { stroke: color("--line") }, ticks: { show: false } };
-      const series = ["prompt", "available", "delivered"].map((name) => ({
-        label: name,
-        stroke: color(`--${name}`),
-        fill: name === "delivered" ? color("--delivered-fill") : undefined,
-        width: 1.5,
-        points: { show: false },
-      }));
-      plot.current = new uPlot(
-        {
-          width: box.current.clientWidth,
-          height: 150,
-          legend: { show: false },
-          cursor: { show: false },
-          scales: { y: { range: (_, __, most) => [0, Math.max(most, 1)] } },
-          axes: [{ ...axis, space: 90, values: (_, values) => values.map(time) }, { ...axis, size: 48, values: (_, values) => values.map(short) }],
-          series: [{}, ...series],
-        },
-        columns(),
-        box.current,
-      );
-    };
-    draw();
-    const size = new ResizeObserver(() => plot.current.setSize({ width: box.current.clientWidth, height: 150 }));
-    size.observe(box.current);
-    scheme.addEventListener("change", draw);
-    return () => {
-      size.disconnect();
-      scheme.removeEventListener("change", draw);
-      plot.current.destroy();
-    };
+    const options = () => ({
+      legend: { show: false },
+      cursor: { show: false },
+      scales: { y: { range: (_, __, most) => [0, Math.max(most, 1)] } },
+      axes: [
+        { ...axis(), size: 24, space: 90, values: (_, values) => values.map(time) },
+        { ...axis(), size: 48, values: (_, values) => values.map(short) },
+      ],
+      series: [
+        {},
+        ...["prompt", "available", "delivered"].map((name) => ({
+          label: name,
+          stroke: color(`--${name}`),
+          fill: name === "delivered" ? color("--delivered-fill") : undefined,
+          width: 1.5,
+          points: { show: false },
+        })),
+      ],
+    });
+    plot.current = plotIn(box.current, 150, options, columns);
+    return () => plot.current.end();
   }, []);
-  useEffect(() => plot.current?.setData(columns()));
+  useEffect(() => plot.current?.update());
   return html`<figure class="card chart">
     <figcaption>
       tokens a second: <b class="key prompt">prompts</b> <b class="key available">available</b>
@@ -111,7 +97,7 @@ const Engine = ({ engine }) => html`<article class=${`card engine ${engine.state
   ${engine.model && html`<${EngineActions} engine=${engine.id} />`}
 </article>`;
 
-const Engines = ({ snapshot }) => {
+const Engines = pure(({ snapshot }) => {
   const engines = [...snapshot.engines].sort((a, b) => (a.state === "ready") - (b.state === "ready"));
   const ready = engines.filter((each) => each.state === "ready").length;
   const waiting = Object.entries(snapshot.waiting);
@@ -122,9 +108,9 @@ const Engines = ({ snapshot }) => {
       ${(shown) => html`<div class="engines">${shown.map((each) => html`<${Engine} key=${each.id} engine=${each} />`)}</div>`}
     <//>
   </section>`;
-};
+});
 
-const Row = ({ request }) => {
+const Row = pure(({ request }) => {
   const { predicted_tokens: predicted, reported_tokens: reported } = request;
   const isMissed = request.is_over && reported !== null && predicted !== null && reported !== predicted;
   return html`<tr class=${request.is_over ? "" : "running"}>
@@ -139,7 +125,7 @@ const Row = ({ request }) => {
     <td class="why spare">${request.why}</td>
     <td>${request.is_over && html`<a href=${whyLink(request.request_id)}>Why<span class="hidden"> ${request.request_id}</span></a>`}</td>
   </tr>`;
-};
+});
 
 const Requests = ({ snapshot }) => {
   const [frozen, freeze] = useState(null);
@@ -150,7 +136,7 @@ const Requests = ({ snapshot }) => {
       <button onClick=${() => freeze(frozen ? null : requests)} aria-pressed=${!!frozen}>${frozen ? "Go on" : "Pause"}</button>
     </h2>
     ${unshown > 0 && html`<p class="note">A sample: ${count(snapshot.unshown)} more in the last second</p>`}
-    <div class="scroll">
+    <div class="scroll long">
       <table>
         <thead><tr>
           <th>time</th><th>engine</th><th class="number">prompt</th><th class="number spare">available</th>

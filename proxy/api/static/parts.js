@@ -32,6 +32,13 @@ export const Share = ({ label, part, whole, tone, text }) => html`
     <span class="figure">${text ?? `${short(part)} · ${percent(part, whole)}`}</span>
   </div>`;
 
+// A component that is drawn again only if one of its properties is another one.
+export const pure = (draw) =>
+  function Pure(props) {
+    this.shouldComponentUpdate = (next) => Object.keys(next).some((name) => next[name] !== this.props[name]);
+    return draw(props);
+  };
+
 // One page of a long list, and the buttons that lead to the others.
 export const Paged = ({ items, size, children, name }) => {
   const [page, turn] = useState(0);

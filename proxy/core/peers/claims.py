@@ -31,15 +31,16 @@ class OwnClaim:
 
     Attributes:
         is_owner: this kvpin may use the engine.
+        is_locked_out: a kvpin that could not be heard holds the engine's lock.
     """
 
     def __init__(self, kvpin: int) -> None:
         """`kvpin` is the number that this kvpin drew."""
         self.is_owner = False
+        self.is_locked_out = False
         self._kvpin = kvpin
         self._epoch = 0  # of its own claim; without one, the greatest that was heard of
         self._since: float | None = None  # when it bid; None without a claim
-        self._is_locked_out = False
 
     @property
     def claim(self) -> Claim | None:
@@ -48,7 +49,7 @@ class OwnClaim:
 
     @property
     def _claim(self) -> Claim:
-        return Claim(self._epoch, self.is_owner and not self._is_locked_out)
+        return Claim(self._epoch, self.is_owner and not self.is_locked_out)
 
     @property
     def is_bidding(self) -> bool:
@@ -62,7 +63,6 @@ class OwnClaim:
         *,
         may_bid: bool,
         is_alone: bool = False,
-        is_locked_out: bool = False,
     ) -> None:
         """Bids, becomes the owner, or gives up.
 
@@ -71,9 +71,7 @@ class OwnClaim:
             others: the claims of the other kvpins that were heard lately, by the numbers that they drew.
             may_bid: others would hear the bid, or a lock keeps the engine from a second owner.
             is_alone: there is no other kvpin.
-            is_locked_out: a kvpin that cannot be heard holds the engine's lock.
         """
-        self._is_locked_out = is_locked_out
         if self._since is not None and any(
             _rank(claim, kvpin) > _rank(self._claim, self._kvpin) for kvpin, claim in others.items()
         ):

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 from proxy.core.peers.messages import ToldEngine
 
-_COUNTED = re.compile(r"[a-z][a-z0-9_-]*-\d+")
+_COUNTED = re.compile(r"[a-z][a-z0-9_-]*-\d+(-dp\d+)?")
 
 
 def match(told: ToldEngine, own: Iterable[ToldEngine]) -> ToldEngine | None:

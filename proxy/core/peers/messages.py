@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable
+from typing import Annotated
 
 import msgspec
 
@@ -24,6 +25,17 @@ from proxy.core.quotas import Use
 VERSION = b"\x02"
 _OWNER_BYTES = 8
 _HEAD = len(VERSION) + _OWNER_BYTES
+
+
+# What `packed` takes, and a digest of ids.
+_Number = Annotated[int, msgspec.Meta(ge=0)]
+# Bytes of a packed hash or digest.
+_HASH_BYTES = 8
+
+
+def _check_packed(data: bytes) -> None:
+    if len(data) % _HASH_BYTES:
+        raise ValueError("packed hashes must have 8 bytes each")
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -45,15 +57,19 @@ class Begun(_Message, tag=0, frozen=True):
         step: 0 while there is nothing of its answer, 1 after its first token, 2 when it is answered whole.
     """
 
-    id: int
+    id: _Number
     engine: str
     hashes: bytes | None
     n_tokens: int
     work: Work
     streams: bool
     known: bool
-    session: int | None
+    session: _Number | None
     step: int = 0
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for hashes that are not whole, which makes a frame no batch."""
+        _check_packed(self.hashes or b"")
 
 
 class Refined(_Message, tag=1, frozen=True):
@@ -95,7 +111,8 @@ class ToldEngine(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         id: the name that it has there.
-        address: its URL. One that only the kvpin's own machine can reach has that machine's name in front.
+        address: its URL. One that only the kvpin's own machine can reach has that machine's name in front. A
+            data-parallel rank has its number behind.
         is_local: that is the case.
         model: its pool; None while it is not connected.
         tokens_per_block: that of the pool.
@@ -135,6 +152,11 @@ class Learned(_Message, tag=8, frozen=True):
     engine: str
     stretches: list[bytes]
 
+    def __post_init__(self) -> None:
+        """See Begun."""
+        for stretch in self.stretches:
+            _check_packed(stretch)
+
 
 class Sessions(_Message, tag=9, frozen=True):
     """Digests of conversations whose last engine this is, for the kvpin `to`, packed; the last first."""
@@ -142,6 +164,10 @@ class Sessions(_Message, tag=9, frozen=True):
     to: int
     engine: str
     digests: bytes
+
+    def __post_init__(self) -> None:
+        """See Begun."""
+        _check_packed(self.digests)
 
 
 class Timed(_Message, tag=14, frozen=True):

@@ -1,6 +1,6 @@
 import pytest
 
-from engine_adapter.events.sources import check_address, reachable_endpoint
+from engine_adapter.events.sources import address_of_rank, check_address, reachable_endpoint
 
 
 @pytest.mark.parametrize(
@@ -42,3 +42,9 @@ def test_an_address_to_connect_to(address):
 def test_an_address_that_nothing_can_connect_to_is_refused(address):
     with pytest.raises(ValueError, match=r"events: .* is no address to connect to"):
         check_address("events", address)
+
+
+def test_each_rank_has_the_next_port():
+    assert address_of_rank("tcp://[fd00::7]:5557", 0) == "tcp://[fd00::7]:5557"
+    assert address_of_rank("tcp://gpu7:5557", 3) == "tcp://gpu7:5560"
+    assert address_of_rank("ipc:///tmp/events", 1) == "ipc:///tmp/events"

@@ -6,7 +6,7 @@ import pytest
 from jinja2 import TemplateError
 from jinja2.exceptions import SecurityError
 
-from engine_adapter.prompt import templates
+from engine_adapter.prompt import bounds, templates
 from engine_adapter.prompt.templates import TEMPLATE_ERRORS, choose_template, compiled, render_template
 
 ASKED = [{"role": "user", "content": "hello"}]
@@ -94,6 +94,11 @@ def test_a_template_cannot_leave_the_sandbox(template):
     assert text == ""
 
 
+# Each call makes its block twice.
+CALLS = "{% macro f() %}{{ caller() }}{{ caller() }}{% endmacro %}"
+CALLS += "{% call f() %}" * 40 + "{% endcall %}" * 40
+
+
 @pytest.mark.parametrize(
     "template",
     [
@@ -102,11 +107,15 @@ def test_a_template_cannot_leave_the_sandbox(template):
         "{{ [1] * 10**9 }}",
         "{{ 10 ** 10000000000 }}",
         "{% for a in range(100000) %}{% for b in range(100000) %}{{ 'x' }}{% endfor %}{% endfor %}",
+        "{% for a in range(100000) %}{% for b in range(100000) %}{% endfor %}{% endfor %}",
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+        CALLS,
+        "{% for a in [0] recursive %}{{ loop([0]) ~ loop([0]) if loop.depth < 60 }}{% endfor %}",
         "{% for a in range(99999) %}{% for b in range(9) %}{{ messages[0].content }}{% endfor %}{% endfor %}",
     ],
 )
 def test_a_template_fills_neither_time_nor_memory(template, monkeypatch):
-    monkeypatch.setattr(templates, "MAX_S", 0.2)
+    monkeypatch.setattr(bounds, "MAX_S", 0.2)
     monkeypatch.setattr(templates, "MAX_CHARS", 1 << 20)
     with pytest.raises(TemplateError):
         render_template(template, [{"role": "user", "content": "a" * 1000}])

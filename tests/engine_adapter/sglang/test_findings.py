@@ -38,7 +38,7 @@ def test_nothing_stands_in_the_way():
     [
         ({"radix_cache": False}, "reuses no prefixes", "without --disable-radix-cache"),
         ({"page_size": None}, "page size", ""),
-        ({"dp_ranks": 2}, "2 data-parallel ranks", "dp_rank=0 to dp_rank=1"),
+        ({"dp_ranks": 2}, "2 data-parallel ranks", "dp_rank=0 to 1"),
         ({"speculative": "EAGLE"}, "pairs of tokens", ""),
         ({"version": "0.5.17"}, "do not carry cache salts", "use 0.5.18 or later"),
         ({"version": "0.5.20", "lora": True}, "do not carry LoRA", "use 0.5.23 or later"),

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from engine_adapter.errors import EngineUnavailable
-from engine_adapter.torch_engine.engine import MAX_FAILED_STEPS
+from engine_adapter.torch_engine.engine import MAX_FAILED_STEPS, Engine
 from engine_adapter.torch_engine.kv_integrity import violations
 from engine_adapter.torch_engine.model import load_model
+from engine_adapter.torch_engine.options import EngineOptions
 from engine_adapter.torch_engine.requests import Finished, GenerationRequest, RequestRefused, SamplingParams
 from engine_adapter.types import BlocksStored, KvTarget, Tier
 from tests.engine_adapter.torch_engine.engine_world import (
@@ -469,6 +470,17 @@ def test_an_id_in_flight_is_refused(llama):
         world.engine.cancel("same")
         first.wait()
         world.ask(prompt_of(9), request_id="same").wait()
+
+
+def test_without_a_size_the_cache_is_sized_by_the_free_memory(llama, caplog, monkeypatch):
+    model, _ = llama
+    monkeypatch.setattr(
+        "engine_adapter.torch_engine.engine.available_bytes", lambda: 40 * model.block_bytes(4)
+    )
+    with caplog.at_level("INFO", "kvpin.engine"):
+        engine = Engine(model, EngineOptions(tokens_per_block=4), lambda _events: None)
+    assert (engine.gpu_blocks, engine.max_model_len) == (10, 40)
+    assert "KV cache: 10 blocks of 4 tokens, 0.0 MiB; requests of up to 40 tokens; 256 prompt" in caplog.text
 
 
 def test_pins_can_leave_a_request_without_room(llama):

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from engine_adapter.errors import EngineSpecError
-from engine_adapter.torch_engine.options import DEFAULT_KV_BLOCKS, EngineOptions
+from engine_adapter.torch_engine.options import DEFAULT_KV_BLOCKS, MEMORY_SHARE, EngineOptions
 
 
 @pytest.mark.parametrize(
@@ -25,10 +25,22 @@ def test_bad_values_are_named(values, named):
         EngineOptions(**values)
 
 
+def blocks(available=None, context=1000, **values):
+    return EngineOptions(**values).gpu_blocks(100, context=context, available=available)
+
+
 def test_sizes_in_blocks():
-    assert EngineOptions(kv_blocks=7).gpu_blocks(100) == 7
-    assert EngineOptions(kv_bytes=799).gpu_blocks(100) == 7
-    assert EngineOptions().gpu_blocks(100) == DEFAULT_KV_BLOCKS
+    assert blocks(kv_blocks=7, available=10**6) == 7
+    assert blocks(kv_bytes=799, available=10**6) == 7
     assert EngineOptions(host_cache_bytes=250).host_blocks(100) == 2
-    with pytest.raises(EngineSpecError, match="less than one block of 100 bytes"):
-        EngineOptions(kv_bytes=99).gpu_blocks(100)
+    with pytest.raises(EngineSpecError, match="kv_bytes is 99, less than one block of 100 bytes"):
+        blocks(kv_bytes=99)
+
+
+def test_without_a_size_the_cache_holds_what_requests_need_in_a_part_of_the_memory():
+    assert blocks(available=10**9) == 32 * 63
+    assert blocks(available=10**9, max_num_seqs=2, tokens_per_block=8) == 2 * 125
+    assert blocks(available=int(100 * 100 / MEMORY_SHARE)) == 100
+    assert blocks() == DEFAULT_KV_BLOCKS
+    with pytest.raises(EngineSpecError, match="25% of the free memory is 97, less than one block"):
+        blocks(available=388)

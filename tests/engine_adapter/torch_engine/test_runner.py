@@ -61,16 +61,21 @@ def test_logits_come_in_the_order_of_the_work_that_wants_them(runner):
     torch.testing.assert_close(together, torch.stack([alone[2], alone[0]]))
 
 
+def test_logits_after_several_tokens_of_an_item(runner):
+    whole = run(runner, (sequence(range(6), [0, 1]), 6, 6))
+    last = run(runner, (sequence(range(40, 44), [2]), 4, 0), (sequence(range(6), [4, 9]), 6, 3))
+    torch.testing.assert_close(last, whole[3:])
+
+
 def test_decodes_of_similar_lengths_are_attended_together(runner):
     long, short = sequence(range(32), list(range(8))), sequence([5], [9])
     third = sequence([6], [10])
     run(runner, (long, 31, False))
     work = [Work(item, 1, True, {}) for item in (short, third, long)]
-    tables = [runner._table(item) for item in work]
-    assert runner._groups(work, tables) == [[0, 1, 2]]
+    assert runner._groups(runner._rows(work)) == [(0, 2)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("engine_adapter.torch_engine.runner.PADDING_TOKENS", 4 * SIZE)
-        assert runner._groups(work, tables) == [[0, 1], [2]]
+        assert runner._groups(runner._rows(work)) == [(0, 1), (2, 2)]
     together = run(runner, (short, 1, True), (third, 1, True), (long, 1, True))
     long.computed = 31
     torch.testing.assert_close(together[2:], run(runner, (long, 1, True)))
@@ -79,7 +84,7 @@ def test_decodes_of_similar_lengths_are_attended_together(runner):
 def test_a_call_gathers_no_more_than_the_cpus_own_cache_holds(runner):
     work = [Work(sequence([index], [index]), 1, True, {}) for index in range(5)]
     runner._most_blocks = 2
-    assert runner._groups(work, [runner._table(item) for item in work]) == [[0, 1], [2, 3], [4]]
+    assert runner._groups(runner._rows(work)) == [(0, 1), (2, 3), (4, 4)]
 
 
 def test_runs_of_different_tables_in_one_chunk(runner):

@@ -51,6 +51,16 @@ def test_prompts_run_in_chunks_first_come_first_served_beside_decodes():
     assert desk.step() == [("b", 1, False), ("a", 1, False)]
 
 
+def test_prompts_run_in_halved_chunks_while_others_decode():
+    desk = Desk()
+    desk.add("a", tokens(3))
+    desk.step()
+    desk.add("b", tokens(10, 100))
+    assert desk.step() == [("a", 1, False), ("b", 4, True)]
+    desk.scheduler.remove(desk.scheduler.running[0])
+    assert desk.step() == [("b", 6, False)]
+
+
 def test_single_tokens_come_first_and_the_shortest_sequence_of_them():
     desk = Desk(prefill_chunk=20)
     desk.add("a", tokens(9))

@@ -34,7 +34,7 @@ async def discovered(spec_fields=None, **options):
         ({"enable_scale_out": False}, "--enable-scale-out"),
         ({"dev_mode": False}, "VLLM_SERVER_DEV_MODE=1"),
         ({"log_stats": False}, "without --disable-log-stats"),
-        ({"ranks": 2}, "add it 2 times, once for each rank, with dp_rank=0 to 1"),
+        ({"ranks": 2}, "each rank as an engine of its own, or add it 2 times, with dp_rank=0 to 1"),
         ({"knows_salts": False}, "upgrade vLLM"),
         ({"version": "0.19.1"}, "upgrade it to 0.24 or later"),
     ],

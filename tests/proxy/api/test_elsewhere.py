@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import socket
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -14,22 +13,18 @@ from websockets.asyncio.server import serve
 from engine_adapter import EngineUnavailable
 from engine_adapter.openai_compatible import ROUTES
 from proxy.api import elsewhere
-from proxy.api.http1 import Http1Protocol
 from proxy.core.peers import claims
 from proxy.fleet.engine import EngineState
+from proxy.peers.peers import _JOIN_POLL_S
 from proxy.peers.unix_sockets import UnixExchange
 from proxy.request.tenants import ApiKey, Tenants
-from tests.fakes import DONE, INFO, FakeAdapter, client_of, event, is_openai_error, proxy_over, serving
+from tests.fakes import DONE, INFO, FakeAdapter, client_of, event, is_openai_error, proxy_over
+from tests.proxy.peers.reachable import reachable
 from tests.proxy.peers.world import until
 
 COMPLETIONS = "/v1/completions"
 BODY = b'{"model": "m",  "prompt": "caf\xc3\xa9", "max_tokens": 1 }'
 KEY = {"authorization": "Bearer key"}
-
-
-class OfPeer(Http1Protocol):
-    is_of_peer = True
-    __slots__ = ()
 
 
 class Owned(FakeAdapter):
@@ -45,15 +40,6 @@ def bus(tmp_path, monkeypatch):
     monkeypatch.setattr(claims, "SETTLE_S", 0.2)
     monkeypatch.setattr(elsewhere, "WAIT_S", 0.5)
     return lambda owner: UnixExchange(tmp_path / "bus", owner)
-
-
-@contextlib.asynccontextmanager
-async def reachable(proxy):
-    """Serves a proxy to the other ones."""
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(str(proxy.peers.http_socket))
-        async with serving(proxy.site, listener, OfPeer):
-            yield
 
 
 @contextlib.asynccontextmanager
@@ -176,6 +162,17 @@ async def test_it_goes_to_the_owner_of_its_model_where_there_are_other_engines_t
         names = [each["id"] for each in (await client.get("/v1/models")).json()["data"]]
         assert set(names) == {"m", "n"}
     assert other.seen == []
+
+
+async def test_one_that_stands_by_has_joined_and_is_quiet(bus, engine):
+    async with two(bus, engine, is_reachable=False) as (owner, other), client_of(other) as client:
+        await until(lambda: owner.peers.is_ready)
+        answer = await client.get("/health/ready")
+        assert answer.status_code == 503
+        assert (answer.json()["engines"], answer.json()["exchange"]) == ({"slots": "elsewhere"}, "ok")
+        told = other.peers.counts.told
+        await asyncio.sleep(2 * _JOIN_POLL_S * 10)
+        assert other.peers.counts.told - told <= 4  # not with each look
 
 
 async def test_what_was_passed_on_is_not_passed_on_again(bus, engine):

@@ -5,7 +5,7 @@ import asyncio
 import httpx
 import msgspec
 from starlette.applications import Starlette
-from starlette.responses import StreamingResponse
+from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Route
 
 from proxy.api.merged_events import Events, MergedEvents
@@ -60,3 +60,16 @@ async def test_both_are_woven_into_one_stream(tmp_path):
                 break
     await siblings.aclose()
     assert b'"one"' in seen
+
+
+async def test_a_refusal_comes_whole(tmp_path):
+    siblings = Siblings([tmp_path / "2.http"])
+
+    async def app(scope, receive, send):
+        refusal = JSONResponse({"error": "a key is needed"}, 401)
+        await MergedEvents(refusal, siblings, shared=True).serve(scope, receive, send)
+
+    async with serving(app) as url, httpx.AsyncClient(timeout=30) as client:
+        answer = await client.get(f"{url}/events")
+        assert (answer.status_code, answer.json()) == (401, {"error": "a key is needed"})
+    await siblings.aclose()

@@ -2,12 +2,15 @@
 
 import asyncio
 import contextlib
+import socket
 
+import pytest
 import uvicorn
 from starlette.applications import Starlette
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
+from proxy.api import siblings as siblings_module
 from proxy.api.siblings import Siblings
 
 
@@ -42,3 +45,15 @@ async def test_those_that_run_answer_and_others_are_passed_over(tmp_path):
             b'["POST","a=1","text/plain","hi"]',
         )
         await siblings.aclose()
+
+
+async def test_what_is_shown_is_shown_without_one_that_hangs(tmp_path, monkeypatch):
+    monkeypatch.setattr(siblings_module, "_SHOW_S", 0.05)
+    siblings = Siblings([tmp_path / "1.http"])
+    with socket.socket(socket.AF_UNIX) as hung:  # takes connections and answers nothing
+        hung.bind(str(tmp_path / "1.http"))
+        hung.listen()
+        assert await siblings.ask("GET", "/metrics", [], b"") == []
+        with pytest.raises(TimeoutError):  # a change may take its time
+            await asyncio.wait_for(siblings.ask("POST", "/flush", [], b""), 0.5)
+    await siblings.aclose()

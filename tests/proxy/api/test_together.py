@@ -8,6 +8,7 @@ from starlette.applications import Starlette
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
+from proxy.api.changes import PATH, Changes, heard
 from proxy.api.siblings import Siblings
 from proxy.api.together import Together
 from tests.proxy.api.test_siblings import at_socket
@@ -38,6 +39,9 @@ class Worker:
                 {"id": f"op-{self.number}", "state": "done", "engines": [part]}, 202 if is_second else 200
             ),
             "/engines": JSONResponse({"id": f"vllm-{self.number}"}, 201),
+            "/pin": JSONResponse({"of": self.number}, 200 if is_second else 404),
+            "/offload": JSONResponse({"of": self.number}, 502 if is_second else 404),
+            "/prefixes": JSONResponse({"of": self.number}, 200 if is_second else 404),
             "/engines/x": Response(status_code=204 if is_second else 404),
         }
         refused = JSONResponse({"error": "no"}, 401)
@@ -49,7 +53,7 @@ async def two(tmp_path, **options):
     """A client of worker 1, and both workers."""
     own, other = Worker(1, **options), Worker(2)
     siblings = Siblings([tmp_path / "2.http"])
-    app = Together(own.app, siblings, shared=True)
+    app = Together(own.app, siblings, Changes(), shared=True)
     async with at_socket(other.app, tmp_path / "2.http"):
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
             yield client, own, other
@@ -61,9 +65,13 @@ async def test_reads_show_both_as_one(tmp_path):
         assert (await client.get("/metrics")).text.splitlines()[1] == "kvpin_x_total 3.0"
         listed = (await client.get(f"{ADMIN}/requests?limit=1")).json()
         assert [each["id"] for each in listed["requests"]] == [2]
+        repeated = (await client.get(f"{ADMIN}/requests?limit=x&limit=1")).json()  # the last one counts
+        assert repeated == listed
         assert (await client.get(f"{ADMIN}/requests/two")).json() == {"of": 2}
-        assert (await client.get("/health/ready")).json() == {"of": 1}
-        assert ("GET", "/health/ready", b"") not in other.asked
+        assert (await client.get(f"{ADMIN}/prefixes?under=2")).json() == {"of": 2}
+        for path in ("/health/ready", f"{ADMIN}/requests/one"):
+            assert (await client.get(path)).json() == {"of": 1}
+        assert not [path for _, path, _ in other.asked if path in ("/health/ready", "/requests/one")]
 
 
 async def test_changes_are_carried_out_by_both(tmp_path):
@@ -88,10 +96,42 @@ async def test_what_a_worker_was_asked_by_another_goes_no_further(tmp_path):
     async with two(tmp_path) as (_, own, other):
 
         async def from_peer(scope, receive, send):
-            await Together(own.app, Siblings([tmp_path / "2.http"]), shared=True)(
+            await Together(own.app, Siblings([tmp_path / "2.http"]), Changes(), shared=True)(
                 {**scope, "kvpin.from_peer": True}, receive, send
             )
 
         async with httpx.AsyncClient(transport=httpx.ASGITransport(from_peer), base_url="http://x") as peer:
             assert (await peer.get("/metrics")).text.splitlines()[1] == "kvpin_x_total 1.0"
         assert other.asked == []
+
+
+async def test_one_does_what_names_a_request_that_only_it_knows(tmp_path):
+    async with two(tmp_path) as (client, own, other):
+        assert (await client.post(f"{ADMIN}/pin", json={"request_id": "r"})).json() == {"of": 2}
+        assert (await client.post(f"{ADMIN}/offload", json={"request_id": "r"})).status_code == 502
+        assert [path for _, path, _ in other.asked] == ["/pin", "/offload"]
+        assert (await client.post(f"{ADMIN}/warm", json={"prompt": "x"})).json() == {"of": 1}
+        assert len(other.asked) == 2
+        assert len(own.asked) == 3
+
+
+async def test_it_tells_another_worker_and_nobody_else_what_became_of_engines(tmp_path):
+    own, is_peer = Worker(2), True  # it knows the engine x
+    app = Together(own.app, Siblings([]), Changes(), shared=True)
+
+    async def asked(scope, receive, send):
+        await app({**scope, "kvpin.from_peer": is_peer}, receive, send)
+
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(asked), base_url="http://x") as client:
+        await client.post(f"{ADMIN}/engines", json={"kind": "vllm"})
+        await client.post(f"{ADMIN}/engines/y/drain", json={})
+        await client.delete(f"{ADMIN}/engines/x")
+        await client.post(f"{ADMIN}/flush", json={})
+        told = heard((await client.get(PATH)).content)
+        assert [(each.method, each.target, each.body) for each in told] == [
+            ("POST", f"{ADMIN}/engines", b'{"kind":"vllm","id":"vllm-2"}'),
+            ("POST", f"{ADMIN}/engines/y/drain", b"{}"),
+            ("DELETE", f"{ADMIN}/engines/x", b""),
+        ]
+        is_peer = False
+        assert (await client.get(PATH)).json() == {"of": 2}

@@ -63,6 +63,13 @@ async def test_a_server_that_cannot_be_measured(answer, said):
     assert said in str(caught.value)
 
 
+async def test_a_text_may_hold_line_separators():
+    chunk = '{"choices": [{"delta": {"content": "a\u2028b\u0085c"}}]}'
+    with served(app(lambda: StreamingResponse([f"data: {chunk}\r\n\r\ndata: [DONE]\r\n\r\n"]))) as url:
+        samples, _ = await run(target(url), LOAD, "", lambda: None)
+    assert [sample.error for sample in samples] == ["", ""]
+
+
 async def test_models_that_cannot_be_read():
     with served(app(lambda: None)) as url:
         with pytest.raises(BenchError, match="lists no model: name one with --model"):

@@ -175,3 +175,9 @@ def test_an_interrupt_cancels_it(capsys):
 def test_an_address_of_something_else(capsys):
     with admin(lambda *_: (200, b"<html>")) as (url, _):
         assert "does not answer like a kvpin" in failure(capsys, lambda: AdminClient(url, None).get("/stats"))
+
+
+def test_the_data_of_an_event_may_hold_line_separators():
+    event = 'event: snapshot\ndata: {"model": "a\u2028b"}\n\n'.encode()
+    with admin(lambda *_: (200, event)) as (url, _):
+        assert list(AdminClient(url, None).events("/events")) == [("snapshot", {"model": "a\u2028b"})]

@@ -51,3 +51,11 @@ def test_numbers_stand_to_the_right_and_nothing_is_markup(capsys):
     grid.add("[e0]", "5")
     grid.add(Text("e1", "bold"), "1,000")
     assert printed(grid, capsys, 40) == ["[m]", "engine cached", "[e0]        5", "e1      1,000"]
+
+
+def test_a_name_is_no_command_to_the_terminal(capsys):
+    grid = Grid(("model",), title="\x1b[2Jm")
+    grid.add("\x1b]0;title\x07x\x9b2J\nsecond line")
+    out = "\n".join(printed(grid, capsys, 40))
+    assert not any(mark in out for mark in "\x1b\x07\x9b")
+    assert "\nsecond line" in out

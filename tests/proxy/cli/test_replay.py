@@ -55,18 +55,39 @@ def test_everything_that_can_be_said(kvpin, tmp_path):
         "5",
     ]
     words += ["--policies", "kvpin,chwbl", "--seeds", "0,1", "--limit", "100", "--jobs", "2"]
-    paths = {kind: tmp_path / f"out.{kind}" for kind in ("json", "csv", "plot")}
+    paths = {kind: tmp_path / f"out.{kind}" for kind in ("json", "csv", "plot", "html")}
     words += [word for kind, path in paths.items() for word in (f"--{kind}", str(path))]
     result = kvpin("replay", CONVERSATION, *words)
     assert result.exit_code == 0, result.output
     assert "the first block that not all requests share counts as one (chwbl)" in result.stdout
     document = json.loads(paths["json"].read_text())
-    assert document["settings"]["model"]["gpu_tokens"] == 163_840
+    assert document["settings"]["models"][0]["gpu_tokens"] == 163_840
     assert [(run["policy"], run["seed"], run["requests"]) for run in document["runs"]] == [
         *(("kvpin", 0, 100), ("chwbl", 0, 100), ("kvpin", 1, 100), ("chwbl", 1, 100))
     ]
     assert len(paths["csv"].read_text().splitlines()) == 5
     assert paths["plot"].read_bytes().startswith(b"\x89PNG")
+    assert '<p class="lead">conversation.jsonl.gz: 100 requests, 5x as recorded' in paths["html"].read_text()
+
+
+def test_engines_of_several_sizes(kvpin):
+    words = (
+        "--engines",
+        "2",
+        "--gpu-tokens",
+        "100k,300k",
+        "--policies",
+        "oracle",
+        "--limit",
+        "50",
+        "--csv",
+        "-",
+    )
+    lines = kvpin("replay", AGENTS, *words).stdout.splitlines()
+    assert [line.split(",")[:3] for line in lines[1:]] == [
+        ["oracle", "2", "100000"],
+        ["oracle", "2", "300000"],
+    ]
 
 
 def test_a_trace_too_short_to_compare_policies_says_so(kvpin):
@@ -86,11 +107,11 @@ def test_the_number_of_engines_that_keeps_a_p99(kvpin):
     assert "kvpin: 2 engines are not enough" in kvpin(*words, "--max-engines", "2").stdout
 
 
-@pytest.mark.parametrize("kind", ["json", "csv"])
+@pytest.mark.parametrize("kind", ["json", "csv", "html"])
 def test_the_standard_output_holds_nothing_else(kvpin, kind):
     result = kvpin("replay", AGENTS, "--limit", "20", "--policies", "kvpin", f"--{kind}", "-")
     assert result.exit_code == 0
-    assert result.stdout.startswith({"json": "{", "csv": "policy,"}[kind])
+    assert result.stdout.startswith({"json": "{", "csv": "policy,", "html": "<!doctype html>"}[kind])
     assert "│" not in result.stdout
 
 

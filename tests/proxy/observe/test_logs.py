@@ -1,6 +1,7 @@
 import io
 import json
 import logging
+import sys
 
 import pytest
 import structlog
@@ -32,6 +33,15 @@ def configured(stream=None, **settings):
 
 def lines(stream):
     return [json.loads(line) for line in stream.getvalue().splitlines()]
+
+
+def test_lines_go_to_what_is_standard_error_at_that_moment(monkeypatch):
+    """Where a bar stands on the terminal, it takes standard error's place."""
+    logs.configure_logs(LogSettings())
+    later = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", later)
+    structlog.get_logger("test").info("engine is ready")
+    assert lines(later)[0]["event"] == "engine is ready"
 
 
 def test_json_lines_off_a_terminal():

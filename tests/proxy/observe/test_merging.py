@@ -53,3 +53,8 @@ def test_every_gauge_says_how_it_is_merged():
     page = Metrics(Fleet()).render().decode()
     gauges = {line.split()[2] for line in page.splitlines() if line.endswith(" gauge")}
     assert gauges == set(of_workers(shared=True))
+
+
+def test_a_label_may_hold_a_line_separator():
+    one = "".join(gauge("kvpin_size", "Size", ("of",), [(("a\u2028b",), 5)]))
+    assert 'kvpin_size{of="a\u2028b"} 10.0' in merge_pages([one, one], {"kvpin_size": sum}).split("\n")

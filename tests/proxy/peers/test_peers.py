@@ -6,15 +6,20 @@ import contextlib
 import json
 from time import monotonic
 
+import msgspec
 import pytest
+from structlog.testing import capture_logs
 
 from proxy.core.peers import round_trip
-from proxy.core.peers.messages import Batch, Heartbeat, State, frame_of
+from proxy.core.peers.matching import match
+from proxy.core.peers.messages import Batch, Heartbeat, Left, State, ToldEngine, frame_of
 from proxy.core.placement.load import Sample, Work
 from proxy.core.quotas import TenantLimits
 from proxy.peers import peers as peers_module
+from proxy.peers.peers import address_of
 from proxy.peers.unix_sockets import UnixExchange
 from proxy.request.tenants import ApiKey, Tenants
+from proxy.settings import EngineSettings
 from tests.fakes import client_of, proxy_over
 from tests.kv_world import tokens
 from tests.proxy.peers.world import COMPLETIONS, Gated, Wire, ask, in_step, placer, until, world
@@ -326,11 +331,35 @@ async def test_engines_are_matched_by_address(unix):
             assert one.peers.stats().peers[0].engines == 1
 
 
+@pytest.mark.parametrize("url", ["http://gpu7:8000", "http://127.0.0.1:8000"])
+def test_ranks_of_one_server_are_engines_of_their_own(url):
+    specs = [EngineSettings(kind="vllm", id="v", url=url).of_rank(rank).spec() for rank in (0, 1)]
+    told = [ToldEngine(spec.id, *address_of(spec), "m", 16) for spec in specs]
+    assert [match(each, told) for each in told] == told
+
+
 async def test_one_of_another_version_is_ignored(wires):
     async with world(lambda _: Wire(wires)) as (_, (one, _two)):
         wires[0].ears.receive(b"\x63" + frame_of(7, Batch(1, [Heartbeat(0, 0)]))[1:])
         wires[0].ears.receive(frame_of(7, Batch(1, []))[:10])
         assert in_step(one)
+
+
+async def test_a_frame_with_broken_hashes_is_ignored(wires):
+    async with world(lambda _: Wire(wires)) as (_, (one, _two)):
+        told = msgspec.msgpack.encode([1, [[9, one.peers.owner, "a", b"123"]]])
+        wires[0].ears.receive(frame_of(7, Batch(1, []))[:9] + told)
+        assert in_step(one)
+
+
+async def test_one_may_say_twice_that_it_stops_and_has_a_name_though_it_told_none(wires):
+    async with world(lambda _: Wire(wires)) as (_, (one, _two)):
+        with capture_logs() as logs:
+            wires[0].ears.receive(frame_of(7, Batch(1, [Left(), State("x", []), Left()])))
+        assert in_step(one)
+        assert [(entry["event"], entry["peer"]) for entry in logs] == [
+            ("another kvpin has stopped", "0000000000000007")
+        ]
 
 
 async def test_nothing_of_a_prompt_or_a_name_goes_over_the_wire(wires):

@@ -115,3 +115,26 @@ async def test_without_a_server_nothing_is_kept_and_too_much_is_dropped(monkeypa
 def test_an_url_that_cannot_be_used():
     with pytest.raises(ValueError, match="must specify"):
         RedisExchange("http://x", "n")
+
+
+async def test_what_waited_when_the_server_died_is_dropped_and_what_comes_after_arrives(server, monkeypatch):
+    monkeypatch.setattr(redis_channel, "_RETRY_S", 0.05)
+    heard, one, two = [], RedisExchange(server.url, "n"), RedisExchange(server.url, "n")
+    async with asyncio.TaskGroup() as group:
+        tasks = [
+            group.create_task(one.run(Ears(lambda _: None, lambda: None))),
+            group.create_task(two.run(Ears(heard.append, lambda: None))),
+        ]
+        await until(lambda: one.is_connected and two.is_connected)
+        server.pause()
+        one.publish(b"asked")
+        await until(lambda: not one._outbox)  # the server is asked to take it, and does not answer
+        one.publish(b"waits")
+        server.kill()
+        await until(lambda: not one.is_connected and not two.is_connected)
+        server.start()
+        await until(lambda: one.is_connected and two.is_connected)
+        one.publish(b"after")
+        await until(lambda: b"after" in heard)
+        for task in tasks:
+            task.cancel()

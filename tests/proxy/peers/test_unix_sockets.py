@@ -5,6 +5,7 @@ import contextlib
 import socket
 
 import pytest
+from structlog.testing import capture_logs
 
 from proxy.peers import unix_sockets
 from proxy.peers.exchange import Ears
@@ -76,6 +77,27 @@ async def test_the_socket_of_one_that_was_killed_is_removed(tmp_path):
     async with Member(tmp_path / "bus", 1) as one:
         assert one.exchange.is_alone
         assert [path.name for path in (tmp_path / "bus").iterdir()] == [f"{1:016x}.sock"]
+
+
+async def test_what_is_no_socket_of_a_kvpin_stays_and_is_told_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(unix_sockets, "_LOOK_S", 0.01)
+    prepare(tmp_path / "bus")
+    file, folder, foreign = (tmp_path / "bus" / f"{number:016x}.sock" for number in (2, 3, 4))
+    file.write_text("mine")
+    folder.mkdir()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as datagrams, capture_logs() as logs:
+        datagrams.bind(str(foreign))
+        async with Member(tmp_path / "bus", 1) as one:
+            for _ in range(3):
+                one.exchange._has_looked = False
+                await until(lambda: one.exchange.is_connected)
+            assert one.exchange.is_alone
+    assert file.read_text() == "mine"
+    assert folder.is_dir()
+    assert foreign.is_socket()
+    assert [(entry["event"], entry["socket"]) for entry in logs] == [
+        ("another kvpin cannot be reached", str(foreign))
+    ]
 
 
 async def test_a_frame_too_long_ends_its_connection(tmp_path, monkeypatch):

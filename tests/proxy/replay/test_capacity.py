@@ -35,7 +35,7 @@ def test_it_finds_the_fewest_that_suffice(needed, most):
 @pytest.mark.parametrize("seeds", [(0,), (0, 1, 2)])
 def test_the_search_says_what_runs_say(seeds):
     trace = chats(40, 3, seed=1)
-    plan = Plan(model_of(1000), (), ("kvpin", "round-robin"), seeds, target=Target(25.0, 32))
+    plan = Plan((model_of(1000),), (), ("kvpin", "round-robin"), seeds, target=Target(25.0, 32))
     needs, outcomes = search(plan, plan.target, trace, lambda runs: run_all(trace, runs))
     for need in needs:
         p99s = [
@@ -49,7 +49,7 @@ def test_the_search_says_what_runs_say(seeds):
 
 def test_more_engines_do_not_help_one_long_prompt():
     trace = trace_of(ask(range(9)))
-    plan = Plan(model_of(), (), ("kvpin",), target=Target(0.5, 3))
+    plan = Plan((model_of(),), (), ("kvpin",), target=Target(0.5, 3))
     needs, _ = search(plan, plan.target, trace, lambda runs: run_all(trace, runs))
     assert [str(need) for need in needs] == [
         (

@@ -15,7 +15,7 @@ SHORT = (
 
 
 def found(trace, *policies, engines=(2,), speedup=1.0):
-    plan = Plan(model_of(1000), engines, policies, speedup=speedup)
+    plan = Plan((model_of(1000),), engines, policies, speedup=speedup)
     return doubts(trace, run_all(trace, plan.runs(trace)))
 
 

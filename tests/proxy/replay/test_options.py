@@ -3,17 +3,22 @@ from math import inf, nan
 import pytest
 
 from proxy.replay.engine import EngineModel
-from proxy.replay.options import OptionError, engine_model, plan
+from proxy.replay.options import OptionError, engine_models, plan
 from proxy.replay.plan import Target
 from proxy.replay.registry import POLICIES
 
 
 def test_what_is_not_said_is_what_the_model_says():
-    assert engine_model(gpu_tokens="500k") == EngineModel(500_000)
+    assert engine_models(gpu_tokens="500k") == (EngineModel(500_000),)
+
+
+def test_several_sizes():
+    models = engine_models(gpu_tokens="2M,500k,2M", host_tokens="9M")
+    assert models == (EngineModel(2_000_000, 9_000_000), EngineModel(500_000, 9_000_000))
 
 
 def test_all_of_an_engine():
-    assert engine_model(
+    assert engine_models(
         gpu_tokens="40GiB",
         host_tokens="2M",
         bytes_per_token="128KiB",
@@ -24,16 +29,18 @@ def test_all_of_an_engine():
         chunk_tokens="8192",
         decode_step_ms=20,
         decode_stream_ms=0.5,
-    ) == EngineModel(
-        327_680,
-        2_000_000,
-        8000,
-        90_000,
-        64_000,
-        chunked=True,
-        chunk_tokens=8192,
-        step_s=0.02,
-        stream_s=0.0005,
+    ) == (
+        EngineModel(
+            327_680,
+            2_000_000,
+            8000,
+            90_000,
+            64_000,
+            chunked=True,
+            chunk_tokens=8192,
+            step_s=0.02,
+            stream_s=0.0005,
+        ),
     )
 
 
@@ -54,22 +61,23 @@ def test_all_of_an_engine():
 )
 def test_engines_that_cannot_be(options, message):
     with pytest.raises(OptionError) as told:
-        engine_model(**{"gpu_tokens": "1k", **options})
+        engine_models(**{"gpu_tokens": "1k", **options})
     assert message in str(told.value)
 
 
 def test_a_plan():
-    model = EngineModel(1000)
-    made = plan(model, engines="4,8,4", policies="all", seeds="0,1", load=0.9)
-    assert (made.engines, made.seeds, made.load, made.speedup) == ((4, 8), (0, 1), 0.9, 1.0)
+    models = (EngineModel(1000), EngineModel(2000))
+    made = plan(models, engines="4,8,4", policies="all", seeds="0,1", load=0.9)
+    assert (made.models, made.engines, made.seeds) == (models, (4, 8), (0, 1))
+    assert (made.load, made.speedup) == (0.9, 1.0)
     assert made.policies == (*POLICIES, "oracle")
-    assert plan(model, speedup=2.0).speedup == 2.0
+    assert plan(models, speedup=2.0).speedup == 2.0
 
 
 def test_a_plan_that_searches():
-    made = plan(EngineModel(1000), target_p99=2.0, max_engines=9)
+    made = plan((EngineModel(1000),), target_p99=2.0, max_engines=9)
     assert (made.engines, made.policies, made.target) == ((), ("kvpin",), Target(2.0, 9))
-    assert plan(EngineModel(1000), target_p99=2.0, policies="all").policies == tuple(POLICIES)
+    assert plan((EngineModel(1000),), target_p99=2.0, policies="all").policies == tuple(POLICIES)
 
 
 @pytest.mark.parametrize(
@@ -91,5 +99,10 @@ def test_a_plan_that_searches():
 )
 def test_plans_that_cannot_be(options, message):
     with pytest.raises(OptionError) as told:
-        plan(EngineModel(1000), **options)
+        plan((EngineModel(1000),), **options)
     assert message in str(told.value)
+
+
+def test_a_search_is_for_one_size():
+    with pytest.raises(OptionError, match="engines of one size"):
+        plan((EngineModel(1000), EngineModel(2000)), target_p99=1.0)

@@ -53,6 +53,17 @@ def test_seeds_are_merged_and_the_quickest_come_first(each):
     assert merged[2]["spread"]["mean_ttft_s"] == pytest.approx(abs(one - other) / 2)
 
 
+def test_runs_of_several_sizes_stand_apart():
+    trace = trace_of(*(ask((n % 3, 10 + n), at=n / 10) for n in range(30)))
+    each = rows(run_all(trace, [Run("kvpin", 1, model_of(size)) for size in (50, 5)]))
+    small, large = over_seeds(each)
+    assert (small["gpu_tokens"], large["gpu_tokens"]) == (500, 5000)
+    assert small["hit_percent"] < large["hit_percent"]
+    shown = table(each)
+    sizes = [column for column in shown.columns if column.header == "GPU tokens"]
+    assert [list(column.cells) for column in sizes] == [["500", "5,000"]]
+
+
 def test_the_table_shows_them(each):
     console = Console(width=140, file=StringIO())
     console.print(table(each))

@@ -19,6 +19,10 @@ def test_a_route_names_no_single_thing(path, name):
     assert of_exchange("GET", path) == {"http.request.method": "GET", "url.path": path, "http.route": name}
 
 
+def test_a_long_path_is_cut():
+    assert len(of_exchange("GET", "/v1/" + "x" * 60_000)["url.path"]) == 256
+
+
 def test_a_span_is_named_after_what_is_asked_of_the_model():
     asked = record(lora="ada")
     asked.route = "/v1/completions"

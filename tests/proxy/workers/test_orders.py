@@ -11,7 +11,7 @@ from proxy.workers.orders import Orders, write_engines
 
 @pytest.fixture
 def orders(tmp_path):
-    return Orders(number=2, of=3, listeners=(5,), directory=str(tmp_path), follows=False, waits=False)
+    return Orders(number=2, of=3, listeners=(5,), directory=str(tmp_path), follows=False)
 
 
 def test_orders_travel_by_the_environment_and_are_taken_once(orders, monkeypatch):

@@ -5,6 +5,7 @@ import contextlib
 import json
 import os
 import re
+import resource
 import signal
 import socket
 import tempfile
@@ -16,7 +17,7 @@ import pytest
 
 from tests.fakes import DONE, FakeEngine, answer, event
 from tests.kv_world import tokens
-from tests.live.conftest import running_kvpin
+from tests.live.conftest import running_kvpin, starting_kvpin
 
 pytestmark = pytest.mark.live
 COMPLETION = {"model": "m", "prompt": tokens(400), "max_tokens": 1}
@@ -32,6 +33,9 @@ class Gated(FakeEngine):
         self.streams = 0
 
     async def serve(self, exchange):
+        if exchange.target.startswith("/v1/responses"):
+            await exchange.send({"id": "resp_1", "object": "response"})
+            return
         if not (exchange.body and exchange.json.get("stream")):
             await answer(exchange)
             return
@@ -140,6 +144,17 @@ async def check_that_both_answer_as_one(kvpin):
             assert (await client.delete(f"/admin/v1/engines/{added}")).status_code == 204
             assert (await clients[0].get("/admin/v1/stats")).json()["totals"]["engines"] == 2
         assert len(counted) == 2
+        await check_that_a_response_is_found(clients)
+
+
+async def check_that_a_response_is_found(clients):
+    """Both workers send requests for a response to the engine that made it."""
+    made = await clients[0].post("/v1/responses", json={"model": "m", "input": "hi"})
+    engines = [
+        (await clients[n % 2].get(f"/v1/responses/{made.json()['id']}")).headers["x-kvpin-engine"]
+        for n in range(10)
+    ]
+    assert set(engines) == {made.headers["x-kvpin-engine"]}
 
 
 def left_in(directory):
@@ -190,3 +205,81 @@ async def test_workers_serve_one_port_and_come_back_when_killed(tmp_path, monkey
             assert probe.connect_ex((address.hostname, address.port)) != 0
         assert not running() & {*old.values(), *pids(kvpin).values()}
         assert not left_in(temporary)
+
+
+async def test_who_comes_while_the_workers_start_waits(tmp_path):
+    async def serve(exchange):
+        await is_loaded.wait()
+        await answer(exchange)
+
+    async def ask(url):
+        async with httpx.AsyncClient(base_url=url, timeout=60, trust_env=False) as client:
+            return (await client.post("/v1/completions", json=COMPLETION)).status_code
+
+    is_loaded = asyncio.Event()
+    async with FakeEngine("a", serve) as engine, contextlib.AsyncExitStack() as stack:
+        named = f"--engine=openai-compatible={engine.url},id=a"
+        process = starting_kvpin(tmp_path / "log", "--workers", "2", "--log-format", "json", named)
+        kvpin = await asyncio.to_thread(process.__enter__)
+        stack.push_async_exit(lambda *error: asyncio.to_thread(process.__exit__, *error))
+        asked = [asyncio.create_task(ask(kvpin.url)) for _ in range(8)]
+        _, pending = await asyncio.wait(asked, timeout=0.5)
+        is_loaded.set()
+        assert len(pending) == 8
+        assert await asyncio.gather(*asked) == [200] * 8
+
+
+async def test_a_worker_that_cannot_be_started_is_started_later_and_knows_what_became_of_engines(tmp_path):
+    async with two_workers(tmp_path) as (kvpin, engines):
+        await until_all_serve(kvpin)
+        added = {"kind": "openai_compatible", "url": f"{engines[0].url}/", "id": "added"}
+        assert kvpin.admin("POST", "engines", json=added).status_code == 201
+        assert kvpin.admin("POST", "engines/b/drain").status_code == 200
+        old, limits = pids(kvpin), resource.prlimit(kvpin.process.pid, resource.RLIMIT_NOFILE)
+        resource.prlimit(kvpin.process.pid, resource.RLIMIT_NOFILE, (8, limits[1]))
+        os.kill(old[1], signal.SIGKILL)
+        ended = "worker ended; it is started again"
+        await until(lambda: len(logged(kvpin, ended)) > 1)
+        assert logged(kvpin, ended)[1]["error"] == "it cannot be started: Too many open files"
+        async with httpx.AsyncClient(base_url=kvpin.url, trust_env=False) as client:
+            assert (await client.get("/health/ready")).status_code == 200
+        resource.prlimit(kvpin.process.pid, resource.RLIMIT_NOFILE, limits)
+        await until(lambda: pids(kvpin)[1] != old[1])
+        await until_all_serve(kvpin)
+        # One that another worker can use is shown as ready.
+        shown = {"a": "ready", "b": "draining", "added": "ready"}
+        await until(lambda: {name: each["state"] for name, each in kvpin.engines().items()} == shown)
+        old = pids(kvpin)
+        os.kill(old[2], signal.SIGKILL)  # the first one alone knows it now
+        await until(lambda: pids(kvpin)[2] != old[2])
+        await until_all_serve(kvpin)
+        await until(lambda: {name: each["state"] for name, each in kvpin.engines().items()} == shown)
+
+
+async def test_a_worker_that_hangs_is_replaced_and_the_others_go_on(tmp_path, monkeypatch):
+    async with contextlib.AsyncExitStack() as stack:
+        temporary = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvpin-test-"))
+        monkeypatch.setenv("NOTIFY_SOCKET", f"{temporary}/none")  # as under systemd
+        monkeypatch.setenv("WATCHDOG_USEC", "8000000")
+        kvpin, engines = await stack.enter_async_context(two_workers(tmp_path))
+        await until_all_serve(kvpin)
+        streams = []
+        while {worker for _, worker in streams} != {1, 2}:
+            streams.append(await stream(stack, kvpin))
+        old = pids(kvpin)
+        os.kill(old[1], signal.SIGSTOP)
+        statuses = set()
+        while pids(kvpin)[1] == old[1]:
+            async with httpx.AsyncClient(base_url=kvpin.url, timeout=60, trust_env=False) as client:
+                statuses.add((await client.post("/v1/completions", json=COMPLETION)).status_code)
+        assert statuses == {200}
+        (hung,) = logged(kvpin, "worker hangs: it is killed, and the answers that it was giving are lost")
+        assert (hung["worker"], hung["pid"]) == (1, old[1])
+        (ended,) = logged(kvpin, "worker ended; it is started again")
+        assert (ended["worker"], ended["error"]) == (1, "ended by signal 9 (Killed)")
+        for engine in engines:
+            engine.gate.set()
+        for reader, worker in streams:
+            assert (DONE.strip() in await reader.read()) is (worker == 2)
+        await until_all_serve(kvpin)
+        assert pids(kvpin)[2] == old[2]

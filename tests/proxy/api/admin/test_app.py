@@ -27,7 +27,13 @@ async def test_without_a_key_it_answers_this_machine_alone(world):
 
 @pytest.mark.parametrize(
     ("method", "path", "status"),
-    [("GET", "/nowhere", 404), ("GET", "/flush", 405), ("DELETE", "/stats", 405), ("POST", "/stats", 405)],
+    [
+        ("GET", "/nowhere", 404),
+        ("GET", "/stats/", 404),
+        ("GET", "/flush", 405),
+        ("DELETE", "/stats", 405),
+        ("POST", "/stats", 405),
+    ],
 )
 async def test_routers_refusals_have_the_one_shape(client, method, path, status):
     answer = await client.request(method, path)

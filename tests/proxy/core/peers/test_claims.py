@@ -68,10 +68,11 @@ def test_of_two_owners_the_later_one_stays():
 
 def test_one_that_is_locked_out_leaves_the_engine_to_an_owner():
     own = owner_at()
-    own.decide(1.0, {}, may_bid=True, is_locked_out=True)
+    own.is_locked_out = True
+    own.decide(1.0, {}, may_bid=True)
     assert own.claim == BID
     assert own.is_owner  # it goes on trying
-    own.decide(2.0, {9: HELD}, may_bid=True, is_locked_out=True)
+    own.decide(2.0, {9: HELD}, may_bid=True)
     assert own.claim is None
 
 

@@ -21,6 +21,8 @@ def test_by_an_id_that_the_operator_gave():
 
 def test_a_counted_id_or_one_of_a_single_machine_says_nothing():
     assert match(replace(COUNTED, address="http://10.0.0.2:8000"), ALL) is None
+    rank = replace(COUNTED, id="vllm-0-dp1", address="http://two:8000 rank 1")
+    assert match(replace(rank, address="http://10.0.0.2:8000 rank 1"), [rank]) is None
     assert match(replace(LOCAL, address="elsewhere http://127.0.0.1:8000"), ALL) is None
     assert match(replace(OWN, address="elsewhere http://127.0.0.1:8000", is_local=True), ALL) is None
     assert match(replace(LOCAL, address="http://10.0.0.3:8000", is_local=False), ALL) is None

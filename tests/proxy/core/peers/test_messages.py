@@ -44,6 +44,27 @@ def test_what_is_no_batch():
         batch_of(frame_of(1, Batch(1, [BEGUN]))[:-1])
 
 
+@pytest.mark.parametrize(
+    ("name", "changed"),
+    [
+        ("hashes", b"1234567"),
+        ("id", -1),
+        ("session", -1),
+    ],
+)
+def test_a_request_that_is_none(name, changed):
+    begun = dict(zip(Begun.__struct_fields__, msgspec.structs.astuple(BEGUN), strict=True)) | {name: changed}
+    body = msgspec.msgpack.encode([1, [[0, *begun.values()]]])
+    with pytest.raises(msgspec.ValidationError):
+        batch_of(frame_of(1, Batch(1, []))[:9] + body)
+
+
+@pytest.mark.parametrize("told", [[8, 1, "a", [b"12345678", b"123"]], [9, 1, "a", b"123456789"]])
+def test_hashes_that_are_not_whole_are_no_batch(told):
+    with pytest.raises(msgspec.ValidationError):
+        batch_of(frame_of(1, Batch(1, []))[:9] + msgspec.msgpack.encode([1, [told]]))
+
+
 def test_hashes():
     assert unpacked(packed([1, 2**64 - 1])) == (1, 2**64 - 1)
     assert unpacked(b"") == ()

@@ -1,0 +1,48 @@
+"""The bar on a terminal while `kvpin serve` waits for its engines: how many are ready, and which are not."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from proxy.fleet.engine import EngineState
+from proxy.fleet.fleet import Fleet
+
+_NAMED = 3  # engines; more are counted
+_USABLE = (EngineState.READY, EngineState.DRAINING)
+
+
+@contextmanager
+def waiting_bar(fleet: Fleet) -> Iterator[Callable[[], None]]:
+    """Yields what draws the bar as it is now. Draws nothing unless both outputs are terminals: lines that are
+    written meanwhile, to either, appear above the bar."""
+    if not (sys.stdout.isatty() and sys.stderr.isatty()):
+        yield _nothing
+        return
+    from rich.console import Console  # noqa: PLC0415 - slow to import
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn  # noqa: PLC0415
+
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=Console(), transient=True, refresh_per_second=2) as progress:
+        ready, text = summary(fleet)
+        bar = progress.add_task(text, completed=ready, total=len(fleet.engines) or None)
+
+        def draw() -> None:
+            ready, text = summary(fleet)
+            progress.update(bar, completed=ready, total=len(fleet.engines) or None, description=text)
+
+        yield draw
+
+
+def summary(fleet: Fleet) -> tuple[int, str]:
+    """The number of engines that are ready, and the others with their states."""
+    others = [engine for engine in fleet.engines.values() if engine.state not in _USABLE]
+    named = [f"{engine.id} {engine.state.value}" for engine in others[:_NAMED]]
+    if len(others) > _NAMED:
+        named.append(f"{len(others) - _NAMED} more")
+    return len(fleet.engines) - len(others), ", ".join(["engines ready", *named])
+
+
+def _nothing() -> None:
+    """Draws nothing."""

@@ -1,0 +1,68 @@
+import json
+import re
+from base64 import b64encode
+from hashlib import sha256
+from html import unescape
+
+import pytest
+
+from proxy.api.page import text_of
+from proxy.replay.batch import run_all
+from proxy.replay.html_report import as_html
+from proxy.replay.report import rows
+from proxy.replay.simulator import Run
+from tests.proxy.replay.making import ask, model_of, trace_of
+
+HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(1)>\"'&"
+
+
+@pytest.fixture(scope="module")
+def each():
+    trace = trace_of(*(ask((n % 3, 10 + n), at=n / 10) for n in range(20)))
+    return rows(run_all(trace, [Run(name, n, model_of(5)) for n in (1, 2) for name in ("kvpin", "oracle")]))
+
+
+def scripts(page):
+    return re.findall(r"<script([^>]*)>(.*?)</script>", page, re.DOTALL)
+
+
+def test_it_holds_the_curves_and_a_line_for_each_run(each):
+    page = as_html("a title", each, ["a note"], text_of)
+    data = next(text for kind, text in scripts(page) if "json" in kind)
+    assert [plot["title"][:4] for plot in json.loads(data)] == ["toke", "mean", "p99 "]
+    table = page.partition("<tbody>")[2].partition("</tbody>")[0]
+    assert [re.findall(r"<td>(\S+)</td>", row) for row in table.split("<tr>")[1:]] == [
+        ["kvpin"],
+        ["oracle"],
+    ] * 2
+    assert '<p class="note">a note</p>' in page
+
+
+def test_it_runs_its_own_scripts_and_loads_nothing(each):
+    page = as_html("a title", each, [], text_of)
+    policy = unescape(re.search(r'content-security-policy" content="([^"]*)"', page)[1])
+    assert policy.startswith("default-src 'none'; ")
+    texts = [text for kind, text in scripts(page) if "json" not in kind]
+    texts += re.findall(r"<style>(.*?)</style>", page, re.DOTALL)
+    assert len(texts) == 3
+    for text in texts:
+        assert f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'" in policy
+    assert policy.count("sha256-") == 3
+    markup = re.sub(r"<script.*?</script>", "", page)
+    assert not re.search(r"<(?:link|img|iframe)|\s(?:src|href|style|on\w+)=", markup)
+
+
+def test_all_text_is_escaped(each):
+    hostile = [{**row, "policy": HOSTILE} for row in each]
+    page, usual = as_html(HOSTILE, hostile, [HOSTILE], text_of), as_html("t", each, [], text_of)
+    assert "<img" not in page
+    assert len(scripts(page)) == len(scripts(usual))
+    data = next(text for kind, text in scripts(page) if "json" in kind)
+    assert json.loads(data)[0]["lines"][0]["policy"] == HOSTILE
+    assert unescape(re.search(r"<title>(.*?)</title>", page)[1]) == HOSTILE
+
+
+def test_runs_on_the_same_engines_have_a_table_and_no_curves(each):
+    page = as_html("t", [row for row in each if row["engines"] == 1], [], text_of)
+    assert 'id="data">[]</script>' in page
+    assert page.count("<td>kvpin</td>") == 1

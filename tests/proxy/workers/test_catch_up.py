@@ -1,0 +1,46 @@
+"""A worker that comes later, over real sockets."""
+
+import pytest
+from starlette.applications import Starlette
+from starlette.responses import Response
+from starlette.routing import Route
+
+from proxy.api.changes import PATH, Change, Changes, Kind
+from proxy.api.siblings import Siblings
+from proxy.workers.catch_up import catch_up
+from proxy.workers.orders import Orders
+from tests.proxy.api.test_siblings import at_socket
+
+
+@pytest.fixture
+def orders(tmp_path):
+    return Orders(number=1, of=4, listeners=(), directory=str(tmp_path), follows=True)
+
+
+async def test_it_does_what_the_one_that_knows_most_tells(orders, tmp_path):
+    def telling(changes):
+        return Starlette(routes=[Route(PATH, lambda _: Response(changes.told()))])
+
+    async def carry_out(request):
+        done.append((request.method, request.url.path, await request.body()))
+        return Response(status_code=409 if len(done) == 1 else 204)
+
+    done, knows = [], Changes()
+    knows.note("a", Change(Kind.DRAIN, "POST", "/admin/v1/engines/a/drain", b"{}"))
+    knows.note("b", Change(Kind.REMOVE, "DELETE", "/admin/v1/engines/b", b""))
+    own = Starlette(routes=[Route("/{path:path}", carry_out, methods=["POST", "DELETE"])])
+    siblings = Siblings(orders.siblings)  # the fourth does not run
+    async with (
+        at_socket(own, tmp_path / "worker-1.http"),
+        at_socket(telling(Changes()), tmp_path / "worker-2.http"),
+        at_socket(telling(knows), tmp_path / "worker-3.http"),
+    ):
+        await catch_up(siblings, orders)
+        await siblings.aclose()
+    assert done == [("POST", "/admin/v1/engines/a/drain", b"{}"), ("DELETE", "/admin/v1/engines/b", b"")]
+
+
+async def test_alone_it_has_nothing_to_do(orders):
+    siblings = Siblings(orders.siblings)
+    await catch_up(siblings, orders)
+    await siblings.aclose()
