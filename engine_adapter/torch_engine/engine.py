@@ -317,7 +317,7 @@ class Engine:
         for item, outcome in zip(items, outcomes, strict=True):
             if isinstance(outcome, Exception):
                 if isinstance(outcome, RequestRefused):
-                    self._finish(item.active, "refused", str(outcome))
+                    self._finish(item.active, "refused", str(outcome), outcome.param)
                     continue
                 last = outcome
                 self._fail(item.active, outcome)
@@ -377,9 +377,11 @@ class Engine:
         message = f"the KV cache has no room for this request beside {pinned} pinned blocks"
         self._finish(active, "cancelled", message)
 
-    def _finish(self, active: Active, reason: FinishReason, message: str | None = None) -> None:
+    def _finish(
+        self, active: Active, reason: FinishReason, message: str | None = None, param: str | None = None
+    ) -> None:
         self._forget(active, reason)
-        self._deliver(active, [active.finished(reason, message)])
+        self._deliver(active, [active.finished(reason, message, param)])
 
     def _forget(self, active: Active, reason: FinishReason) -> None:
         self._scheduler.remove(active)

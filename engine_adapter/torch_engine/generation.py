@@ -112,7 +112,7 @@ class Generation:
         if last.reason == "error":
             raise RequestFailed(f"the engine failed on this request: {last.message}")
         if last.reason == "refused":
-            raise RequestRefused(last.message or "the request cannot be served", param="response_format")
+            raise RequestRefused(last.message or "it cannot be served", param=last.param or "prompt")
         if last.reason == "cancelled":
             raise EngineUnavailable(last.message or "the engine is shutting down")
 

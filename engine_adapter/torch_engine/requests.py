@@ -153,11 +153,13 @@ class PromptScores(msgspec.Struct, frozen=True, gc=False):
 
 
 class Finished(msgspec.Struct, frozen=True, gc=False):
-    """The last output of a request. `message` says what went wrong, if anything did."""
+    """The last output of a request. `message` says what went wrong, if anything did. `param` names the field
+    for which a request was refused."""
 
     request_id: str
     reason: FinishReason
     message: str | None = None
+    param: str | None = None
 
 
 Output = Scheduled | PromptScores | Token | Finished

@@ -91,9 +91,11 @@ class Active:
             return "stop"
         return "length" if self.generated >= self.limit else None
 
-    def finished(self, reason: FinishReason, message: str | None = None) -> Finished:
+    def finished(
+        self, reason: FinishReason, message: str | None = None, param: str | None = None
+    ) -> Finished:
         """Its last output."""
-        return Finished(self.request.request_id, reason, message)
+        return Finished(self.request.request_id, reason, message, param)
 
 
 @dataclass(frozen=True, slots=True)

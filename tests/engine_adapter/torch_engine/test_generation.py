@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from engine_adapter.errors import EngineUnavailable
+from engine_adapter.torch_engine.engine import MAX_FAILED_STEPS
 from engine_adapter.torch_engine.generation import Generation
 from engine_adapter.torch_engine.options import EngineOptions
 from engine_adapter.torch_engine.requests import Finished, GenerationRequest, RequestRefused, SamplingParams
@@ -121,3 +122,34 @@ async def test_one_refused_request_ends_all_of_them(served_engine):
             return
         await asyncio.sleep(0.01)
     pytest.fail("the other request goes on")
+
+
+class GivesUp:
+    """A `Constraint` that cannot go on after some tokens."""
+
+    def __init__(self, tokens):
+        self.left = tokens
+
+    def allow(self, words):
+        if not self.left:
+            raise RequestRefused("guided_regex cannot be followed", param="guided_regex")
+        return False
+
+    def accept(self, token):
+        self.left -= 1
+
+
+@pytest.mark.parametrize("tokens", [0, 2])
+async def test_a_request_that_is_given_up_is_the_clients_fault_and_the_engine_goes_on(served_engine, tokens):
+    engine = served_engine.service.engine
+    for index in range(MAX_FAILED_STEPS + 1):
+        constrained = replace(request(f"gives-up-{index}"), constraint=GivesUp(tokens))
+        async with Generation(engine, [constrained]) as generation:
+            await generation.scheduled()
+            with pytest.raises(RequestRefused) as caught:
+                await collected(generation)
+        assert caught.value.param == "guided_regex"
+    async with Generation(engine, [request("after")]) as generation:
+        await generation.scheduled()
+        assert len(await collected(generation)) == 6
+    assert engine.alive
