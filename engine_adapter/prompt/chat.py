@@ -13,6 +13,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -118,6 +119,13 @@ class ChatTokenizer:
         """The id that ends a text; None where the tokenizer names none."""
         token: int | None = self._tokenizer.eos_token_id
         return token
+
+    @cached_property
+    def special_tokens(self) -> frozenset[str]:
+        """The added tokens that `decode` may skip."""
+        return frozenset(
+            str(token) for token in self._tokenizer.added_tokens_decoder.values() if token.special
+        )
 
     def template(self, tools: object) -> str | None:
         """The chat template for these tools; None for a tokenizer without one."""

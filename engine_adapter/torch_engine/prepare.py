@@ -92,7 +92,9 @@ async def prepare(service: EngineService, request: PromptRequest) -> Prepared:
     echo = _echo(service, request, prompt, sampling)
     readers = [
         ChoiceReader(
-            Detokenizer(service.tokenizer, request.stops, skips_special=not _shows_special(use, format_)),
+            Detokenizer(
+                service.tokenizer, request.stops, skips_special=not _shows_special(service, use, format_)
+            ),
             end_tokens=_end_tokens(service, sampling),
             answered=answered,
             calls=None if use is None else use.reader(format_),
@@ -164,9 +166,11 @@ def _structure(request: PromptRequest, use: ToolUse | None) -> Structure | None:
     return structure
 
 
-def _shows_special(use: ToolUse | None, format_: CallFormat | None) -> bool:
-    """Whether a call's mark may be a special token, which text usually leaves out."""
-    return use is not None and use.structure is None and format_ is not None
+def _shows_special(service: EngineService, use: ToolUse | None, format_: CallFormat | None) -> bool:
+    """Whether calls begin with a special token, which text usually leaves out."""
+    if use is None or use.named is not None or use.listed or format_ is None:
+        return False
+    return format_.opens in service.tokenizer.special_tokens
 
 
 def _echo(

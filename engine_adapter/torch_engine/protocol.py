@@ -141,6 +141,7 @@ class CompletionRequest(_Generation, frozen=True, kw_only=True):
     logprobs: int | None = None
     echo: bool | None = None
     suffix: str | None = None
+    prompt_embeds: Any = None
 
 
 PromptRequest = ChatRequest | CompletionRequest
@@ -417,7 +418,14 @@ def _check_stops(stops: tuple[str, ...]) -> None:
 def _check_supported(request: PromptRequest) -> None:
     """Refuses fields that the engine would otherwise silently ignore."""
     if isinstance(request, CompletionRequest):
-        refused = [("suffix", bool(request.suffix), "suffix is not supported")]
+        refused = [
+            ("suffix", bool(request.suffix), "suffix is not supported"),
+            (
+                "prompt_embeds",
+                request.prompt_embeds is not None,
+                "prompt_embeds are taken as content parts of a chat alone",
+            ),
+        ]
     else:
         refused = [
             ("prompt_table", request.prompt_table is not None, "prompt_table needs /v1/completions"),

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import ClassVar
 
 import openai
 import pytest
+
+from engine_adapter.prompt.chat import ChatTokenizer
+from engine_adapter.torch_engine.prepare import _shows_special
+from engine_adapter.torch_engine.structure import ToolUse
+from engine_adapter.torch_engine.tool_calls import HERMES, MISTRAL
 
 PROMPT = "The ship came to the harbour, and "
 HELLO = [{"role": "user", "content": "hello"}]
@@ -141,6 +147,17 @@ class TestEcho:
         size = served_engine.service.model.vocab_size
         fields = {"prompt": [5, size], "extra_ids": [0, 7], "echo": True}
         assert (await client.post("/v1/completions", json=fields)).status_code == 400
+
+
+def test_special_tokens_are_shown_where_calls_begin_with_one(tokenizer_dir):
+    tokenizer = ChatTokenizer.load(str(tokenizer_dir))
+    tokenizer.transformers.add_tokens([MISTRAL.opens], special_tokens=True)
+    service = SimpleNamespace(tokenizer=tokenizer)
+    assert _shows_special(service, ToolUse(), MISTRAL)
+    assert not _shows_special(service, ToolUse(), HERMES)
+    assert not _shows_special(service, ToolUse(), None)
+    assert not _shows_special(service, ToolUse(listed=True), MISTRAL)
+    assert not _shows_special(service, None, MISTRAL)
 
 
 async def test_logprobs_of_a_chat_have_all_bytes(client):

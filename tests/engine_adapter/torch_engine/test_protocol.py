@@ -97,6 +97,7 @@ def test_bad_fields_are_named(make, fields, param):
         (lambda: completion(logprobs=21), "logprobs"),
         (lambda: completion(logprobs=True), "logprobs"),
         (lambda: completion(suffix="x"), "suffix"),
+        (lambda: completion(prompt_embeds="x"), "prompt_embeds"),
     ],
 )
 def test_bad_fields_of_one_route_are_named(request_of, param):
