@@ -237,3 +237,60 @@ async def test_a_request_waits_while_the_engine_changes_hands(bus, engine, monke
         first, second = [task.result() for task in asked]
         assert first.headers["x-kvpin-engine"] == "slots"
         assert [each["id"] for each in second.json()["data"]] == ["m"]
+
+
+def break_passed_on(proxy):
+    """The connections break on which requests were passed on."""
+    (origin,) = [each for each in proxy.transport._origins.values() if each._unix]
+    for connection in list(origin._open):
+        connection.fail(EngineUnavailable("the connection broke", dropped=True))
+
+
+@pytest.fixture
+def never(engine):
+    """The engine answers no request until the second of these is called; the first tells each that came."""
+    answer, reached = engine.script, asyncio.Queue()
+
+    async def hang(_exchange):
+        reached.put_nowait(None)
+        await asyncio.Event().wait()
+
+    engine.script = hang
+
+    def recover():
+        engine.script = answer
+
+    return reached, recover
+
+
+async def test_a_request_without_an_answer_goes_from_a_dead_owner_to_the_next(
+    bus, engine, never, monkeypatch
+):
+    monkeypatch.setattr(elsewhere, "WAIT_S", 20)
+    reached, recover = never
+    async with two(bus, engine) as (owner, other), client_of(other) as client:
+        slots = other.fleet.engines["slots"]
+        async with asyncio.TaskGroup() as group:
+            asked = group.create_task(client.post(COMPLETIONS, content=BODY))
+            await reached.get()
+            recover()
+            owner.peers.http_socket.unlink()
+            break_passed_on(other)
+            await owner.peers.aclose()
+            await until(slots.mine.is_set)
+            other.fleet.join(slots, INFO)
+            slots.state = EngineState.READY
+        assert asked.result().headers["x-kvpin-engine"] == "slots"
+        assert [record.engine for record in other.requests] == ["slots"]
+
+
+async def test_a_request_that_its_owner_dies_of_twice_fails(bus, engine, never, monkeypatch):
+    monkeypatch.setattr(elsewhere, "WAIT_S", 20)
+    reached, _ = never
+    async with two(bus, engine) as (_, other), client_of(other) as client, asyncio.TaskGroup() as group:
+        asked = group.create_task(client.post(COMPLETIONS, content=BODY))
+        for _ in range(2):
+            await reached.get()
+            break_passed_on(other)
+        assert is_openai_error(await asked, 503, "no_engine")
+    assert len(engine.seen) == 2
