@@ -82,7 +82,7 @@ class Elsewhere:
                 return await here()
             if to is not None and to.socket is not None:
                 try:
-                    return await pass_on(self._transport, to.socket, call, exchange, reply)
+                    await pass_on(self._transport, to.socket, call, exchange, reply)
                 except EngineUnavailable as error:
                     if error.dropped:  # it waits for the next owner from now on
                         deadline, dropped, is_late = monotonic() + WAIT_S, dropped + 1, False
@@ -90,6 +90,9 @@ class Elsewhere:
                         raise NoEngine(
                             f"the kvpin {to.name}, which uses the engine, went away; try again shortly"
                         ) from error
+                else:
+                    self._fleet.passed_on[to.name] += call.method == "POST"
+                    return None
             await asyncio.sleep(_POLL_S)
 
     @property

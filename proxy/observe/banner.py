@@ -69,7 +69,8 @@ class Banner:
         with waiting_bar(self._fleet) as draw:
             while True:
                 for engine in self._fleet.engines.values():
-                    if engine.state not in _USABLE and engine.id not in named:
+                    is_lost = engine.state not in _USABLE and not engine.is_served_there
+                    if is_lost and engine.id not in named:
                         named.add(engine.id)
                         _print(_why_not(engine))
                 if self._fleet.is_ready():
@@ -79,6 +80,9 @@ class Banner:
         for pool in self._fleet.pools.values():
             if pool.engines:
                 _print(f"ready: {pool.model} on {', '.join(pool.engines)}")
+        for engine in self._fleet.engines.values():
+            if engine.is_served_there:
+                _print(f"ready: {engine.id} through the kvpin {engine.owner}, which uses it")
         for model, named_by in self._fleet.lost_names().items():
             _print(f"not served: {model} ({named_by})")
         if self._fleet.pools:

@@ -13,6 +13,7 @@ from websockets.asyncio.server import serve
 from engine_adapter import EngineUnavailable
 from engine_adapter.openai_compatible import ROUTES
 from proxy.api import elsewhere
+from proxy.control.stats import stats
 from proxy.core.peers import claims
 from proxy.fleet.engine import EngineState
 from proxy.peers.peers import _JOIN_POLL_S
@@ -72,6 +73,12 @@ async def test_the_owner_answers_as_if_it_had_been_asked(bus, engine):
         assert (await client.get("/v1/models/m")).json()["id"] == "m"
         wrong = await client.post(COMPLETIONS, content=BODY, headers={"authorization": "Bearer no"})
         assert is_openai_error(wrong, 401)
+        assert (await client.get("/health/ready")).json()["elsewhere"]["slots"].startswith("used through the")
+        name = owner.peers._name
+        told = await stats(other.fleet, [], other.peers, reuse=True)
+        (unconnected,) = told.unconnected
+        assert (unconnected.last_error, unconnected.owner) == (None, name)
+        assert (told.totals.elsewhere, told.passed_on) == (1, {name: 1})
     assert owner.last.tenant == "t"
     assert list(other.requests) == []
     (seen,) = engine.seen
