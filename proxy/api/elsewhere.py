@@ -1,7 +1,7 @@
 """Requests for engines that only one kvpin may use, where another one does: they are passed on to that one.
 
-While the engine changes hands, requests wait, but not for long. So does a request whose owner died before a byte
-of its answer came: the next owner gets it.
+While the engine changes hands, requests wait, but not for long. So does a request whose owner died before a
+byte of its answer came: the next owner gets it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from proxy.peers.owners import ToldClaim
 from proxy.peers.peers import Peers
 from proxy.request.calls import Call, Reply
 
-# The longest wait for an engine that changes hands. That takes 0.1 to 2 s; several times that on a busy machine.
+# The longest wait for an engine that changes hands. That takes 0.1 to 2 s, and longer on a busy machine.
 WAIT_S = 15.0
 _POLL_S = 0.05
 # A request whose owners went away this often is probably the cause.

@@ -36,7 +36,9 @@ def show_list(answer: dict[str, Any]) -> None:
     """Prints one row per request, and where the records of others are."""
     show_requests(answer["requests"])
     for name, count in answer["passed_on"].items():
-        console().print(f"{count} requests were answered by the kvpin {name}, which has their records", markup=False)
+        console().print(
+            f"{count} requests were answered by the kvpin {name}, which has their records", markup=False
+        )
 
 
 def show_requests(requests: list[dict[str, Any]]) -> None:

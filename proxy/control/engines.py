@@ -23,10 +23,10 @@ class EngineAnswer(msgspec.Struct, kw_only=True):
     """One engine as kvpin sees it, without its key.
 
     `process` is null for an engine that kvpin does not run itself. `trust` is `precise` while its KV events
-    are healthy, and `why` says why. `served` counts requests of this kvpin, `in_flight` those of all. `owner` is
-    the kvpin that uses the engine, if only one may; if it is another one and takes this one's requests, there is no
-    `last_error`. Each of
-    `findings` names something that keeps kvpin from using the engine fully, and the remedy.
+    are healthy, and `why` says why. `served` counts requests of this kvpin, `in_flight` those of all. `owner`
+    is the kvpin that uses the engine, if only one may; if it is another one that answers this one's requests,
+    there is no `last_error`. Each of `findings` names something that keeps kvpin from using the engine fully,
+    and the remedy.
     """
 
     id: str

@@ -59,7 +59,7 @@ class PoolStats(msgspec.Struct, kw_only=True):
 
 
 class Totals(msgspec.Struct, kw_only=True):
-    """Sums over all engines. `elsewhere` counts those that another kvpin uses, which takes this one's requests."""
+    """Sums over all engines. `elsewhere` counts those that another kvpin uses for this one."""
 
     engines: int
     ready: int

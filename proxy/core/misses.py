@@ -230,7 +230,8 @@ _ALONE = {
     Miss.EVICTED: "its beginning was evicted before the engine computed the prompt",
 }
 _COMPUTED_ELSEWHERE = (
-    "the request that computed them is not known here: it came to another kvpin or worker, or is no longer kept"
+    "the request that computed them is not known here: "
+    "it came to another kvpin or worker, or was too long ago"
 )
 _BESIDE = {
     Miss.HIT: "these are all full blocks that it shares with request {other}",

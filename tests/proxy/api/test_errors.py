@@ -105,7 +105,7 @@ async def test_starlettes_handlers_give_the_same_shape():
     }
     request = Request(scope)
     assert (await handle(request, errors.Forbidden("m"))).headers["x-request-id"] == "r2"
-    for status, code in [(404, "not_found"), (405, None)]:
+    for status, code in [(404, "not_found"), (405, "method_not_allowed")]:
         response = await handle_http(request, HTTPException(status, headers={"allow": "POST"}))
         error = json.loads(response.body)["error"]
         assert (response.status_code, error["type"], error["code"]) == (status, "invalid_request_error", code)

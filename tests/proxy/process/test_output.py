@@ -69,4 +69,5 @@ async def test_what_an_engine_says_of_each_request_is_for_those_who_look_for_it(
     said = [f"{line}\n".encode() for line in (*INFORMATION, *OTHERS)]
     entries = await entries_of(*said, keep=9, is_ready=lambda: is_ready)
     levels = {entry["line"]: entry["log_level"] for entry in entries}
-    assert levels == dict.fromkeys(INFORMATION, "debug" if is_ready else "info") | dict.fromkeys(OTHERS, "info")
+    of_information = "debug" if is_ready else "info"
+    assert levels == dict.fromkeys(INFORMATION, of_information) | dict.fromkeys(OTHERS, "info")
