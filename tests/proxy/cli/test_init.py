@@ -42,7 +42,9 @@ def test_no_file_is_replaced_unasked(kvpin, embedded_engine, file):
     result = kvpin(*words)
     assert (result.exit_code, file.read_text()) == (1, "mine")
     assert "exists: name another file with --output, or give --force" in result.stderr
+    file.chmod(0o644)
     assert kvpin(*words, "--force").exit_code == 0
+    assert file.stat().st_mode & 0o777 == 0o600
     assert tomllib.loads(file.read_text())["engines"][0]["kind"] == "embedded"
     file.unlink()
     assert kvpin(*words).exit_code == 0
