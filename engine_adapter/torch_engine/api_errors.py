@@ -28,7 +28,10 @@ _HEADERS = {
 }
 
 
-_INVALID = {ChatError: "invalid_messages", PromptTableError: "invalid_embeddings"}
+_INVALID: dict[type[Exception], str] = {
+    ChatError: "invalid_messages",
+    PromptTableError: "invalid_embeddings",
+}
 
 
 class ApiError(Exception):
@@ -54,8 +57,7 @@ def as_api_error(error: Exception) -> ApiError | None:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, (RequestRefused, ChatError, PromptTableError)):
-        code = next((code for kind, code in _INVALID.items() if isinstance(error, kind)), None)
-        return ApiError(str(error), param=error.param, code=code)
+        return ApiError(str(error), param=error.param, code=_INVALID.get(type(error)))
     if isinstance(error, PinLimitReached):
         return ApiError(str(error), status=409, code="pin_limit_reached")
     if isinstance(error, RequestFailed):

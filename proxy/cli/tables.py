@@ -85,7 +85,8 @@ def show_stats(stats: dict[str, Any]) -> None:
     elsewhere = f" and {totals['elsewhere']} used through another kvpin" if totals["elsewhere"] else ""
     out.print(
         f"{totals['ready']} of {totals['engines']} engines ready{elsewhere}, "
-        f"{totals['in_flight']} requests in flight, {totals['served']} served; reuse is {'on' if stats['reuse'] else 'off'}"
+        f"{totals['in_flight']} requests in flight, {totals['served']} served; "
+        f"reuse is {'on' if stats['reuse'] else 'off'}"
     )
 
 

@@ -208,8 +208,8 @@ def _detail(miss: Miss, facts: Facts) -> str:
         said = _COMPUTED_ELSEWHERE if miss is Miss.HIT and not has_all else _ALONE[miss]
         return said.format(block=block, holder=facts.holder, held=facts.held_tokens)
     difference, common = compared.difference, compared.common_tokens
-    said = None if has_all else _BESIDE.get(miss)
-    return (said or _ALONE.get(miss) or _CHANGED).format(
+    beside = None if has_all else _BESIDE.get(miss)
+    return (beside or _ALONE.get(miss) or _CHANGED).format(
         block=block,
         holder=facts.holder,
         held=facts.held_tokens,

@@ -20,8 +20,8 @@ MOST = 10_000
 
 
 class RequestList(msgspec.Struct):
-    """Requests, newest first. `passed_on` counts those that other kvpins answered for this one, by their names:
-    these kvpins have the records."""
+    """Requests, newest first. `passed_on` counts those that other kvpins answered for this one, by their
+    names: these kvpins have the records."""
 
     requests: list[RequestSummary]
     passed_on: dict[str, int]
