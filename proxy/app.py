@@ -34,6 +34,7 @@ from proxy.api.admin import (
     EventRoutes,
     KvRoutes,
     PrefixRoutes,
+    ReplayRoutes,
     RequestRoutes,
     TableRoutes,
     admin_mount,
@@ -58,6 +59,7 @@ from proxy.control.kv import KvVerbs
 from proxy.control.operations import Operations
 from proxy.control.pinning import Pinning
 from proxy.control.prefixes import Prefixes
+from proxy.control.replays import Replays
 from proxy.control.tables import SharedTables
 from proxy.control.targets import Targets
 from proxy.control.warm import Warming
@@ -394,6 +396,7 @@ def admin_api(proxy: Proxy) -> Mount:
         *RequestRoutes(flow).endpoints(),
         *PrefixRoutes(Prefixes(fleet, flow.requests, pins)).endpoints(),
         *EventRoutes(proxy.live).endpoints(),
+        *ReplayRoutes(Replays()).endpoints(),
         *TableRoutes(SharedTables(fleet, proxy.tables, files)).endpoints(),
     )
     key = proxy.settings.admin_key

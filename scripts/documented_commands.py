@@ -105,7 +105,7 @@ def commands(text: str) -> list[str]:
         if lang in ("", "console"):
             found.update(dict.fromkeys(_of_block(block)))
     verbs = "|".join({name.partition(" ")[0] for name in EXAMPLES} | {"engine"})
-    inline = re.compile(rf"kvpin (?:{verbs})\b.*|(?:scripts|\.venv)/[\w/-]+(?: .*)?|docker \S.*")
+    inline = re.compile(rf"kvpin (?:{verbs})\b.*|scripts/[\w-]+(?: .*)?|\.venv/\S+ .*|docker \S.*")
     code = re.findall(r"`([^`\n]+)`", _FENCE.sub("", text))
     found.update(dict.fromkeys(filter(inline.fullmatch, code)))
     return list(found)

@@ -31,6 +31,7 @@ DOCUMENTS = [
     for house, shelves in ((3, 36), (5, 28), (7, 20), (11, 12))
 ]
 ORDERS = "Orders of day {day}: " + " ".join(f"customer {n} wants {{day}}{n} boxes." for n in range(8))
+TRACE = ROOT / "tests" / "data" / "traces" / "agents.jsonl.gz"
 REPLAY = ("--engines", "4", "--gpu-tokens", "100k,200k,400k,800k", "--load", "0.9")
 TALK = (DOCUMENTS[0] + " Which shelf holds the most?", "And the least?")
 
@@ -82,6 +83,19 @@ async def pictures(browser: Browser, kvpin: Kvpin, folder: Path) -> None:
         await turns.get_by_role("link", name="Why?").last.click()
         await page.locator(".costs").wait_for()
         await save(page, folder / f"why{name}.png")
+        await replay(page)
+        await save(page, folder / f"replay{name}.png")
+
+
+async def replay(page: Page) -> None:
+    """A recording on engines of four sizes."""
+    await page.get_by_role("link", name="Replay", exact=True).click()
+    await page.get_by_label("recording", exact=True).set_input_files(TRACE)
+    await page.get_by_label("engines", exact=True).fill("4")
+    await page.get_by_label("GPU tokens of each").fill("100k,200k,400k,800k")
+    await page.get_by_label("load").fill("0.9")
+    await page.get_by_role("button", name="Replay").click()
+    await page.locator(".u-legend").last.wait_for()
 
 
 async def report(browser: Browser, folder: Path) -> None:
@@ -89,8 +103,7 @@ async def report(browser: Browser, folder: Path) -> None:
     page = await browser.new_page(viewport=DESKTOP, color_scheme="light")
     with tempfile.TemporaryDirectory() as home:
         path = Path(home) / "report.html"
-        trace = ROOT / "tests" / "data" / "traces" / "agents.jsonl.gz"
-        command = (sys.executable, "-m", "proxy.cli", "replay", str(trace), *REPLAY, "--html", str(path))
+        command = (sys.executable, "-m", "proxy.cli", "replay", str(TRACE), *REPLAY, "--html", str(path))
         await asyncio.to_thread(subprocess.run, command, check=True, stdout=subprocess.DEVNULL)
         await page.goto(path.as_uri())
         await page.locator(".u-legend").last.wait_for()

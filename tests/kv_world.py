@@ -26,6 +26,7 @@ from proxy.api.admin import (
     EventRoutes,
     KvRoutes,
     PrefixRoutes,
+    ReplayRoutes,
     RequestRoutes,
     TableRoutes,
     admin_mount,
@@ -38,6 +39,7 @@ from proxy.control.kv import KvVerbs
 from proxy.control.operations import Operations
 from proxy.control.pinning import Pinning
 from proxy.control.prefixes import Prefixes
+from proxy.control.replays import Replays
 from proxy.control.tables import SharedTables
 from proxy.control.targets import Targets
 from proxy.control.warm import Warming
@@ -176,6 +178,7 @@ class KvWorld:
             *RequestRoutes(self.flow).endpoints(),
             *PrefixRoutes(self.prefixes).endpoints(),
             *EventRoutes(proxy.live).endpoints(),
+            *ReplayRoutes(Replays()).endpoints(),
             *TableRoutes(self.tables).endpoints(),
         )
 

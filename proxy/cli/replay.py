@@ -172,9 +172,10 @@ def _write_all(
     from proxy.replay.report import as_csv, as_json, rows  # noqa: PLC0415 - see above
 
     each, title, why_not = rows(outcomes), plan.title(trace), doubts(trace, outcomes)
-    said = [*map(str, needs), *why_not, *notes(trace, outcomes)]
+    noted = notes(trace, outcomes)
+    said = [*map(str, needs), *why_not, *noted]
     if outputs.json is not None:
-        _write(outputs.json, as_json(plan.settings(trace), each, why_not, needs))
+        _write(outputs.json, as_json(plan.settings(trace), each, why_not, needs, title=title, notes=noted))
     if outputs.csv is not None:
         _write(outputs.csv, as_csv(each))
     if outputs.html is not None:

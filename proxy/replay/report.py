@@ -151,11 +151,25 @@ def cell(row: Row, column: str, digits: int) -> str:
 
 
 def as_json(
-    settings: Mapping[str, Any], each: Sequence[Row], doubts: Sequence[str] = (), needs: Sequence[Need] = ()
+    settings: Mapping[str, Any],
+    each: Sequence[Row],
+    doubts: Sequence[str] = (),
+    needs: Sequence[Need] = (),
+    *,
+    title: str = "",
+    notes: Sequence[str] = (),
 ) -> str:
-    """The settings, why runs cannot be compared, the engines policies need, and an object for each run."""
+    """The replay in one line, its settings, why runs cannot be compared, what was left out, the engines that
+    policies need, and an object for each run."""
     needed = [need.as_data() for need in needs]
-    document = {"settings": settings, "doubts": doubts, "needs": needed, "runs": each}
+    document = {
+        "title": title,
+        "settings": settings,
+        "doubts": doubts,
+        "notes": notes,
+        "needs": needed,
+        "runs": each,
+    }
     encoded = msgspec.json.encode(document)
     return msgspec.json.format(encoded, indent=1).decode() + "\n"
 

@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import pytest
@@ -14,6 +15,7 @@ from playwright.async_api import Page, expect
 from tests.live.conftest import ENGINE, Kvpin, running_kvpin
 
 PATIENCE_MS = 60_000
+TRACE = Path(__file__).parents[1] / "data" / "traces" / "agents.jsonl.gz"
 NASTY = "<img src=x onerror=alert(1)> & <script>alert(2)</script>"
 DOCUMENT = " ".join(f"Row {number} holds {number * 7} stones." for number in range(40))
 expect.set_options(timeout=PATIENCE_MS)
@@ -92,6 +94,7 @@ async def test_a_request_is_seen_as_it_passes(opened, kvpin):
 async def test_a_chat_streams_and_each_turn_says_what_its_cache_did(opened):
     await opened.get_by_role("link", name="Try", exact=True).click()
     await opened.get_by_label("API key").fill("client-key")
+    await opened.wait_for_timeout(1500)  # events come meanwhile, and leave the field alone
     await opened.get_by_role("button", name="Use it").click()
     await expect(opened.get_by_label("model")).to_have_value("kvpin-tiny")
     await opened.evaluate(
@@ -193,6 +196,36 @@ async def test_the_map_goes_by_keyboard_and_zooms(opened, kvpin):
     await expect(boxes.nth(1)).to_have_attribute("aria-label", second)
     await opened.evaluate("location.hash = 'map/ab'")
     await expect(opened.get_by_role("alert")).to_contain_text("no prompt of the last requests")
+
+
+async def test_a_recording_is_replayed(opened, tmp_path):
+    await opened.get_by_role("link", name="Replay", exact=True).click()
+    file = opened.get_by_label("recording", exact=True)
+    await file.set_input_files(TRACE)
+    await opened.get_by_label("engines", exact=True).fill("1,2")
+    await opened.get_by_label("GPU tokens of each").fill("1k")
+    await opened.get_by_role("button", name="Replay").click()
+    await expect(opened.get_by_role("alert")).to_contain_text("give it more GPU tokens")
+    await opened.get_by_label("GPU tokens of each").fill("300k")
+    await opened.get_by_role("button", name="Replay").click()
+    await expect(opened.locator("figure canvas")).to_have_count(3)
+    await expect(opened.locator(".scroll tbody tr")).to_have_count(8)
+    await expect(opened.get_by_text("too short to compare policies: 200 requests")).to_be_visible()
+    await opened.get_by_role("link", name="Now", exact=True).click()
+    await opened.get_by_role("link", name="Replay", exact=True).click()
+    await expect(opened.locator("figure canvas")).to_have_count(3)  # it is still there
+    await opened.set_viewport_size({"width": 390, "height": 844})
+    assert await opened.evaluate("document.documentElement.scrollWidth") <= 390
+    await file.set_input_files(TRACE)
+    await opened.get_by_label("policies").fill("all")
+    await opened.get_by_role("button", name="Replay").click()
+    await opened.get_by_role("button", name="Stop").click()
+    await expect(opened.get_by_role("progressbar")).to_have_count(0)
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text(NASTY)
+    await file.set_input_files(bad)
+    await opened.get_by_role("button", name="Replay").click()
+    await expect(opened.get_by_role("alert")).to_contain_text("the recording")
 
 
 async def test_without_an_admin_key_only_kvpins_own_page_may_change_anything(page, origin, tmp_path):

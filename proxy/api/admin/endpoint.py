@@ -9,9 +9,11 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 import msgspec
+from anyio.abc import TaskGroup
 from pydantic import BaseModel
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.types import Receive
 
 from proxy.errors import BadRequest, BodyTooLarge
 
@@ -78,19 +80,28 @@ class Endpoint:
                 )
 
 
-async def read_bytes(request: Request) -> bytes:
-    """The request's body. Raises BodyTooLarge beyond MAX_BODY_BYTES, BadRequest when its client left."""
+async def read_bytes(request: Request, most: int | None = None) -> bytes:
+    """The request's body. Raises BodyTooLarge beyond `most` or MAX_BODY_BYTES, BadRequest when its client
+    left."""
+    most = most or MAX_BODY_BYTES
     chunks, size = [], 0
     try:
         async with aclosing(request.stream()) as stream:
             async for chunk in stream:
                 size += len(chunk)
-                if size > MAX_BODY_BYTES:
-                    raise BodyTooLarge(f"the body is longer than the limit of {MAX_BODY_BYTES} bytes")
+                if size > most:
+                    raise BodyTooLarge(f"the body is longer than the limit of {most} bytes")
                 chunks.append(chunk)
     except ClientDisconnect as error:
         raise BadRequest("the body ended early") from error
     return b"".join(chunks)
+
+
+async def until_left(receive: Receive, group: TaskGroup) -> None:
+    """Ends the group when the client has left."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    group.cancel_scope.cancel()
 
 
 async def read_body(request: Request, kind: type[Body]) -> Body:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import anyio
 import msgspec
-from anyio.abc import TaskGroup
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from proxy.api.admin.endpoint import Endpoint
+from proxy.api.admin.endpoint import Endpoint, until_left
 from proxy.observe.live import Live, Missed, RequestNow, Snapshot, Viewer
 
 _HEADERS = {
@@ -71,20 +70,13 @@ class _EventStream(Response):
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             async with anyio.create_task_group() as group:
-                group.start_soon(_until_left, receive, group)
+                group.start_soon(until_left, receive, group)
                 while events := await self._viewer.take():
                     await send(_body(events, more=True))
                 await send(_body(b"", more=False))
                 group.cancel_scope.cancel()
         finally:
             self._live.leave(self._viewer)
-
-
-async def _until_left(receive: Receive, group: TaskGroup) -> None:
-    """Ends the group when the client has left."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
-    group.cancel_scope.cancel()
 
 
 def _body(content: bytes, *, more: bool) -> Message:

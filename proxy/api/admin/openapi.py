@@ -125,10 +125,12 @@ def _route(endpoint: Endpoint, refs: dict[object, _Schema]) -> dict[str, Any]:
     ]
     if parameters:
         route["parameters"] = parameters
+    content: dict[str, Any] = {}
     if endpoint.body is not None:
-        content: dict[str, Any] = {"application/json": {"schema": refs[endpoint.body]}}
-        if endpoint.raw_body:
-            content["application/octet-stream"] = {"schema": {"type": "string", "format": "binary"}}
+        content["application/json"] = {"schema": refs[endpoint.body]}
+    if endpoint.raw_body:
+        content["application/octet-stream"] = {"schema": {"type": "string", "format": "binary"}}
+    if content:
         route["requestBody"] = {"content": content}
     return route
 

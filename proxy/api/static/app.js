@@ -5,10 +5,11 @@ import { adminKey } from "./api.js";
 import { live, onChange, start } from "./live.js";
 import { CacheMap } from "./map.js";
 import { Now } from "./now.js";
+import { Replay } from "./replay.js";
 import { Try } from "./try.js";
 import { Why } from "./why.js";
 
-const VIEWS = { now: "Now", map: "Map", why: "Why", try: "Try" };
+const VIEWS = { now: "Now", map: "Map", why: "Why", try: "Try", replay: "Replay" };
 const STATES = { open: "● live", connecting: "… connecting", lost: "▲ connection lost", key: "key needed", refused: "✕ refused" };
 
 const address = () => {
@@ -45,6 +46,7 @@ const App = () => {
     if (view === "try") return html`<${Try} />`;
     if (live.state === "key") return html`<${KeyForm} />`;
     if (live.state === "refused") return html`<p class="problem" role="alert">${live.message}</p>`;
+    if (view === "replay") return html`<${Replay} />`;
     if (view === "map") return html`<${CacheMap} under=${id} />`;
     return view === "why" ? html`<${Why} id=${id} />` : html`<${Now} />`;
   };

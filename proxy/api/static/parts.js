@@ -36,7 +36,7 @@ export const Share = ({ label, part, whole, tone, text }) => html`
 export const pure = (draw) =>
   function Pure(props) {
     this.shouldComponentUpdate = (next) => Object.keys(next).some((name) => next[name] !== this.props[name]);
-    return draw(props);
+    return html`<${draw} ...${props} />`; // beneath, so that its own state draws it, too
   };
 
 // One page of a long list, and the buttons that lead to the others.

@@ -3,7 +3,7 @@
 
 import { html, useEffect, useRef, useState } from "./vendor/htm-preact.js";
 import { ApiError, clientKey, data, eventsOf } from "./api.js";
-import { count, percent, seconds, whyLink } from "./parts.js";
+import { count, percent, pure, seconds, whyLink } from "./parts.js";
 
 const newSession = () => Array.from(crypto.getRandomValues(new Uint32Array(4)), (n) => n.toString(16)).join("");
 
@@ -68,7 +68,7 @@ const Turn = ({ turn }) => html`<article class=${`turn ${turn.role}`}>
   ${turn.role === "assistant" && turn.engine && html`<${Facts} turn=${turn} />`}
 </article>`;
 
-export const Try = () => {
+export const Try = pure(() => {
   const [, draw] = useState(0);
   const show = () => draw((n) => n + 1);
   const [models, setModels] = useState(null);
@@ -142,7 +142,7 @@ export const Try = () => {
     <h2>Try <small>ask twice, or go on: what the engine still holds is not computed again</small></h2>
     ${needsKey &&
     html`<form class="row" onSubmit=${useKey}>
-      <label>API key <input name="key" type="password" autocomplete="off" value=${clientKey.get()} /></label>
+      <label>API key <input name="key" type="password" autocomplete="off" defaultValue=${clientKey.get()} /></label>
       <button>Use it</button>
     </form>`}
     ${problem && html`<p class="problem" role="alert">${problem}</p>`}
@@ -168,4 +168,4 @@ export const Try = () => {
       </div>
     </form>
   </section>`;
-};
+});

@@ -86,8 +86,9 @@ def test_a_narrow_terminal_shows_fewer_columns_and_says_so(each, width, hidden):
 
 
 def test_json_and_csv_hold_every_run(each):
-    document = json.loads(as_json({"trace": "t"}, each))
-    assert document == {"settings": {"trace": "t"}, "doubts": [], "needs": [], "runs": each}
+    document = json.loads(as_json({"trace": "t"}, each, title="a title", notes=["a note"]))
+    told = {"title": "a title", "settings": {"trace": "t"}, "doubts": [], "notes": ["a note"], "needs": []}
+    assert document == {**told, "runs": each}
     read = list(csv.DictReader(StringIO(as_csv(each))))
     assert len(read) == len(each)
     assert read[1]["mean_ttft_s"] == ""

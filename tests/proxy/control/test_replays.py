@@ -1,0 +1,90 @@
+import asyncio
+import gzip
+import json
+import os
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from proxy.cli.main import app
+from proxy.control.replays import OPTIONS, Replays
+from proxy.errors import BadRequest
+
+TRACES = Path(__file__).parents[2] / "data" / "traces"
+
+
+@pytest.fixture(scope="module")
+def trace():
+    with gzip.open(TRACES / "agents.jsonl.gz") as file:
+        return b"".join(file.readlines()[:40])
+
+
+@pytest.fixture
+def children():
+    """The ids of this process's own processes."""
+    path = Path(f"/proc/{os.getpid()}/task")
+    return lambda: {pid for each in path.iterdir() for pid in (each / "children").read_text().split()}
+
+
+async def test_it_is_what_the_command_says(trace, tmp_path):
+    options = {"engines": "1,2", "policies": "kvpin,oracle", "gpu_tokens": "300k"}
+    answer = await Replays().play(trace, options)
+    path = tmp_path / "recording.jsonl"
+    path.write_bytes(trace)
+    words = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+    document = json.loads(CliRunner().invoke(app, ["replay", str(path), *words, "--json", "-"]).stdout)
+    assert answer.runs == document["runs"]
+    assert answer.notes == [*document["doubts"], *document["notes"]]
+    assert answer.title == document["title"].replace("recording.jsonl", "recording")
+    assert [each.x for each in answer.curves] == [[1, 2]] * 3
+
+
+@pytest.mark.parametrize(
+    ("body", "options", "message", "param"),
+    [
+        (b"{}\n", {}, "the recording, line 1: Object missing", None),
+        (b"", {}, "the recording: ", None),
+        (None, {"gpu_tokens": "much"}, "--gpu-tokens: 'much' is not an amount", "gpu_tokens"),
+        (None, {"policies": "--html=/tmp/x"}, "--policies: there is no policy '--html=/tmp/x'", "policies"),
+        (None, {"load": "fast"}, "Invalid value for '--load'", "load"),
+    ],
+)
+async def test_what_cannot_be_replayed_is_said(trace, body, options, message, param):
+    with pytest.raises(BadRequest) as told:
+        await Replays().play(trace if body is None else body, options)
+    assert message in told.value.message
+    assert told.value.param == param
+
+
+async def test_one_at_a_time_and_its_process_ends_with_the_call(trace, children):
+    replays, before = Replays(), children()
+    call = asyncio.ensure_future(replays.play(trace, {"policies": "all"}))
+    while children() == before:  # noqa: ASYNC110 - a process tells nobody that it began
+        await asyncio.sleep(0.01)
+    next_one = asyncio.ensure_future(replays.play(trace, {"policies": "oracle"}))
+    await asyncio.sleep(0)
+    assert len(children() - before) == 1
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    assert [run["policy"] for run in (await next_one).runs] == ["oracle"]
+    assert children() == before
+
+
+async def test_a_replay_that_takes_too_long_ends(trace, children):
+    before = children()
+    with pytest.raises(BadRequest, match=r"takes longer than 0\.01 s"):
+        await Replays(longest_s=0.01).play(trace, {})
+    assert children() == before
+
+
+async def test_a_process_that_dies_is_told(trace, monkeypatch):
+    monkeypatch.setattr("sys.executable", "/bin/false")
+    with pytest.raises(BadRequest, match="ended with status 1"):
+        await Replays().play(trace, {})
+
+
+def test_every_option_is_one_of_the_command():
+    shown = CliRunner().invoke(app, ["replay", "--help"]).stdout
+    assert [name for name in OPTIONS if f"--{name.replace('_', '-')} " not in shown] == []
