@@ -9,7 +9,7 @@ import msgspec
 
 from engine_adapter.errors import EngineRejected, EngineSpecError
 from engine_adapter.http.control import ControlClient
-from engine_adapter.types import EngineSpec
+from engine_adapter.types import EngineSpec, Finding
 
 _MODELS = "/v1/models"
 # By `owned_by` of the first model.
@@ -19,6 +19,8 @@ _BY_OWNER = {
     "tensorrt_llm": "tensorrt_llm",
     "llamacpp": "llama_server",
 }
+# By the same, where an operator named the kind: kvpin's own engine, or a kvpin in front of engines.
+_BY_NAME = {**_BY_OWNER, "kvpin": "embedded"}
 _Answer = dict[str, Any]
 # Tried first, because the embedded engine also has routes of vLLM, and a NIM those of the engine inside.
 _ROUTES: tuple[tuple[str, str, Callable[[_Answer], bool]], ...] = (
@@ -64,6 +66,17 @@ async def detect_inside(control: ControlClient) -> str | None:
     """
     models = _object_of(await control.fetch("GET", _MODELS))
     return _BY_OWNER.get(_owner(models)) or await _by_routes(control, _MORE_ROUTES)
+
+
+def wrong_kind(models: object, spec: EngineSpec[Any]) -> Finding | None:
+    """What is wrong if an answer of `/v1/models` tells another kind of engine than `spec` does."""
+    kind = _BY_NAME.get(_owner(_object(models)))
+    if kind is None or kind == spec.kind:
+        return None
+    return Finding(
+        f"it is no {spec.kind}: its models say that it is of the kind {kind}; kvpin does not know its cache",
+        f"name its kind: --engine {kind}={spec.url}; if that is a kvpin, name the engines behind it",
+    )
 
 
 async def _detect(control: ControlClient, spec: EngineSpec) -> str:

@@ -57,6 +57,7 @@ async def load_tokenizer(source: str) -> ChatTokenizer:
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.DEVNULL,  # retries and warnings of libraries; the reason comes as an answer
+        start_new_session=True,  # a signal to kvpin's whole group is for kvpin, which ends this process
     )  # fmt: skip
     try:
         answer, _ = await process.communicate()

@@ -18,10 +18,19 @@ _TYPES = {
     503: "service_unavailable_error",
 }
 
+# Codes of errors that have no code of their own.
+_CODES = {400: "invalid_value", 404: "not_found", 405: "method_not_allowed", 501: "not_supported"}
+
 _HEADERS = {
     413: {"connection": "close"},  # the body was not read to its end
     500: {"x-should-retry": "false"},  # this request failed, and would fail on another engine too
     503: {"retry-after": "1"},
+}
+
+
+_INVALID: dict[type[Exception], str] = {
+    ChatError: "invalid_messages",
+    PromptTableError: "invalid_embeddings",
 }
 
 
@@ -31,7 +40,7 @@ class ApiError(Exception):
     Attributes:
         status: HTTP status.
         param: the request field at fault, None where none is.
-        code: short name for programs, e.g. `context_length_exceeded`.
+        code: short name for programs, e.g. `context_length_exceeded`; None takes that of the status.
     """
 
     def __init__(
@@ -48,7 +57,7 @@ def as_api_error(error: Exception) -> ApiError | None:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, (RequestRefused, ChatError, PromptTableError)):
-        return ApiError(str(error), param=error.param)
+        return ApiError(str(error), param=error.param, code=_INVALID.get(type(error)))
     if isinstance(error, PinLimitReached):
         return ApiError(str(error), status=409, code="pin_limit_reached")
     if isinstance(error, RequestFailed):
@@ -65,7 +74,7 @@ def error_body(error: ApiError) -> dict[str, Any]:
             "message": str(error),
             "type": _TYPES.get(error.status, "invalid_request_error"),
             "param": error.param,
-            "code": error.code,
+            "code": error.code or _CODES.get(error.status),
         }
     }
 

@@ -9,10 +9,12 @@ from typing import Any
 
 import msgspec
 
+from engine_adapter.detect import wrong_kind
 from engine_adapter.errors import EngineRejected, EngineUnavailable
 from engine_adapter.events.sources import reachable_endpoint
 from engine_adapter.events.subscriber import EventEndpoints
 from engine_adapter.http.control import ControlClient, model_card
+from engine_adapter.types import Finding
 from engine_adapter.vllm.metrics import VllmMetrics, look
 from engine_adapter.vllm.options import VllmSpec
 from engine_adapter.vllm.ranks import rank_headers
@@ -65,6 +67,7 @@ class Facts:
         names_sources: it has the route that says this address.
         tokenizes, renders, resets: it has these routes.
         trials: the facts that only requests show.
+        wrong_kind: it says that it is no vLLM.
     """
 
     model: str
@@ -80,6 +83,7 @@ class Facts:
     renders: bool
     resets: bool
     trials: Trials
+    wrong_kind: Finding | None = None
 
 
 async def discover(control: ControlClient, spec: VllmSpec, known: Facts | None) -> Facts:
@@ -117,6 +121,7 @@ async def discover(control: ControlClient, spec: VllmSpec, known: Facts | None) 
         renders=renders,
         resets=resets,
         trials=await try_out(control, base.id, metrics, rank_headers(rank), tried),
+        wrong_kind=wrong_kind(models, spec),
     )
 
 

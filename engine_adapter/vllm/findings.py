@@ -38,6 +38,8 @@ _OLDEST = (0, 24)
 
 def findings_of(facts: Facts, spec: VllmSpec, *, replay_is_silent: bool = False) -> tuple[Finding, ...]:
     """All findings, the most important first. `replay_is_silent`: the replay socket did not answer."""
+    if facts.wrong_kind is not None:
+        return (facts.wrong_kind,)  # the others name flags that it has not
     found = [*_cache_findings(facts), *_event_findings(facts, spec)]
     if facts.metrics.lmcache and spec.options.lmcache is None:
         found.insert(0, _LMCACHE)

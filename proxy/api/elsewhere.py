@@ -1,6 +1,7 @@
 """Requests for engines that only one kvpin may use, where another one does: they are passed on to that one.
 
-While the engine changes hands, requests wait, but not for long.
+While the engine changes hands, requests wait, but not for long. So does a request whose owner died before a
+byte of its answer came: the next owner gets it.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ from proxy.peers.owners import ToldClaim
 from proxy.peers.peers import Peers
 from proxy.request.calls import Call, Reply
 
-# The longest wait for an engine that changes hands. After a kvpin of the machine was killed, that takes 1 s.
-WAIT_S = 4.0
+# The longest wait for an engine that changes hands. That takes 0.1 to 2 s, and longer on a busy machine.
+WAIT_S = 15.0
 _POLL_S = 0.05
+# A request whose owners went away this often is probably the cause.
+_MAX_DROPPED = 2
 
 
 class Elsewhere:
@@ -72,19 +75,24 @@ class Elsewhere:
         Raises:
             ProxyError, EngineError: the request failed before the answer began.
         """
-        deadline = monotonic() + WAIT_S
+        deadline, dropped = monotonic() + WAIT_S, 0
         while True:
             to, is_late = self.way(model, exchange), monotonic() > deadline
             if to is None and (is_late or not self._is_changing_hands(model)):
                 return await here()
             if to is not None and to.socket is not None:
                 try:
-                    return await pass_on(self._transport, to.socket, call, exchange, reply)
+                    await pass_on(self._transport, to.socket, call, exchange, reply)
                 except EngineUnavailable as error:
-                    if is_late or error.dropped or isinstance(call.body, Upload):
+                    if error.dropped:  # it waits for the next owner from now on
+                        deadline, dropped, is_late = monotonic() + WAIT_S, dropped + 1, False
+                    if is_late or dropped == _MAX_DROPPED or not _is_repeatable(call):
                         raise NoEngine(
                             f"the kvpin {to.name}, which uses the engine, went away; try again shortly"
                         ) from error
+                else:
+                    self._fleet.passed_on[to.name] += call.method == "POST"
+                    return None
             await asyncio.sleep(_POLL_S)
 
     @property
@@ -115,6 +123,11 @@ class Elsewhere:
             if name is not None and (serving := [each for each in told if each.model == name]):
                 return _first_of(serving)
         return None if own else _first_of(told)
+
+
+def _is_repeatable(call: Call) -> bool:
+    """Whether another kvpin can get the same request: what a client streams is gone once it is sent."""
+    return call.socket is None and not isinstance(call.body, Upload)
 
 
 def _first_of(told: Sequence[ToldClaim]) -> ToldClaim:

@@ -12,6 +12,7 @@ from proxy.request.dialects import OPENAI, Dialect
 from proxy.request.error_table import NO_MORE, TABLE, error_body, row_of, status_of
 
 NOT_FOUND = 404
+_CODES = {400: "invalid_value", NOT_FOUND: "not_found", 405: "method_not_allowed"}
 
 
 def error_response(error: Exception, request_id: str | None = None, dialect: Dialect = OPENAI) -> Response:
@@ -51,6 +52,6 @@ async def handle_http(request: Request, error: Exception) -> Response:
         message = f"there is no route {request.method} {request.url.path}"
         if not request.url.path.startswith("/admin"):
             message += f"; OpenAI's API is under /v1: set base_url to {request.base_url}v1"
-    code = "not_found" if status == NOT_FOUND else None
+    code = _CODES.get(status)
     body = error_body(message, kind="invalid_request_error", code=code)
     return Response(body, status, getattr(error, "headers", None), media_type="application/json")

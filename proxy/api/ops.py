@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from proxy.fleet.engine import EngineState
+from proxy.fleet.engine import Engine, EngineState
 from proxy.fleet.fleet import Fleet
 from proxy.observe.metrics import Metrics
 from proxy.peers.peers import Peers
@@ -75,7 +75,7 @@ class Ops:
         """
         engines = self.fleet.engines.values()
         states = {engine.id: engine.state for engine in engines}
-        elsewhere = {each.id: each.last_error for each in engines if each.state is EngineState.ELSEWHERE}
+        elsewhere = {each.id: _where(each) for each in engines if each.state is EngineState.ELSEWHERE}
         more: dict[str, object] = {"elsewhere": elsewhere} if elsewhere else {}
         if self.peers is not None:
             more["exchange"] = _exchange(self.peers, stands_by=self.fleet.stands_by)
@@ -87,6 +87,13 @@ class Ops:
         kind = f"{_OPENMETRICS}; version=1.0.0" if openmetrics else "text/plain; version=0.0.4"
         page = self.metrics.render(openmetrics=openmetrics)
         return Response(page, headers={"content-type": f"{kind}; charset=utf-8", "vary": "accept"})
+
+
+def _where(engine: Engine) -> str | None:
+    """Who uses an engine in place of this kvpin."""
+    if engine.is_served_there:
+        return f"used through the kvpin {engine.owner}, which answers its requests"
+    return engine.last_error
 
 
 def _exchange(peers: Peers, *, stands_by: bool) -> str:

@@ -138,7 +138,7 @@ def requests(
         _show(client.get(f"/requests/{request_id}"), as_json, "decisions.show_request")
         return
     answer = client.get("/requests", limit=limit)
-    _show(answer, as_json, "decisions.show_requests", "requests")
+    _show(answer, as_json, "decisions.show_list")
 
 
 @engines_app.callback(invoke_without_command=True)

@@ -32,6 +32,15 @@ def show_route(route: dict[str, Any]) -> None:
     _show_costs(out, route, route["candidates"], route["engine"], route["n_tokens"])
 
 
+def show_list(answer: dict[str, Any]) -> None:
+    """Prints one row per request, and where the records of others are."""
+    show_requests(answer["requests"])
+    for name, count in answer["passed_on"].items():
+        console().print(
+            f"{count} requests were answered by the kvpin {name}, which has their records", markup=False
+        )
+
+
 def show_requests(requests: list[dict[str, Any]]) -> None:
     """Prints one row per request."""
     table = Grid(

@@ -66,9 +66,7 @@ def show_stats(stats: dict[str, Any]) -> None:
             _show_slots(out, engine)
             if stats["exchange"] is not None and engine["owner"] is not None:
                 out.print(f"{engine['id']}: used only by this kvpin, {engine['owner']}", markup=False)
-    if stats["unconnected"]:
-        out.print("not connected:")
-        show_engines(stats["unconnected"])
+    _show_unconnected(out, stats)
     if stats["pins"]:
         table = Grid(("pin", "target", "engines", "blocks", "ends in"), text="engines")
         for pin in stats["pins"]:
@@ -84,10 +82,26 @@ def show_stats(stats: dict[str, Any]) -> None:
     if (exchange := stats["exchange"]) is not None:
         _show_exchange(exchange)
     totals = stats["totals"]
+    elsewhere = f" and {totals['elsewhere']} used through another kvpin" if totals["elsewhere"] else ""
     out.print(
-        f"{totals['ready']} of {totals['engines']} engines ready, {totals['in_flight']} requests in flight, "
-        f"{totals['served']} served; reuse is {'on' if stats['reuse'] else 'off'}"
+        f"{totals['ready']} of {totals['engines']} engines ready{elsewhere}, "
+        f"{totals['in_flight']} requests in flight, {totals['served']} served; "
+        f"reuse is {'on' if stats['reuse'] else 'off'}"
     )
+
+
+def _show_unconnected(out: Console, stats: dict[str, Any]) -> None:
+    """The engines that another kvpin uses for this one, and those that nobody can use here."""
+    lost = []
+    for engine in stats["unconnected"]:
+        if engine["state"] != "elsewhere" or engine["last_error"] is not None:
+            lost.append(engine)
+            continue
+        said = f"{engine['id']}: used through the kvpin {engine['owner']}, which answers its requests"
+        out.print(f"{said}: {stats['passed_on'].get(engine['owner'], 0)} so far", markup=False)
+    if lost:
+        out.print("not connected:")
+        show_engines(lost)
 
 
 def show_prompt_tables(prompt_tables: list[dict[str, Any]]) -> None:

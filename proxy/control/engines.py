@@ -23,8 +23,10 @@ class EngineAnswer(msgspec.Struct, kw_only=True):
     """One engine as kvpin sees it, without its key.
 
     `process` is null for an engine that kvpin does not run itself. `trust` is `precise` while its KV events
-    are healthy, and `why` says why. `owner` is the kvpin that uses the engine, if only one may. Each of
-    `findings` names something that keeps kvpin from using the engine fully, and the remedy.
+    are healthy, and `why` says why. `served` counts requests of this kvpin, `in_flight` those of all. `owner`
+    is the kvpin that uses the engine, if only one may; if it is another one that answers this one's requests,
+    there is no `last_error`. Each of `findings` names something that keeps kvpin from using the engine fully,
+    and the remedy.
     """
 
     id: str
@@ -145,7 +147,7 @@ def describe_engine(engine: Engine, pool: Pool | None) -> EngineAnswer:
         in_flight=load.in_flight,
         decoding=load.decoding,
         queue_s=load.queue_s,
-        served=engine.ledger.served,
+        served=engine.served,
         prefill_tok_s=rates.prefill_tok_s if rates is not None else None,
         last_error=engine.last_error,
         owner=engine.owner,

@@ -29,8 +29,9 @@ def merge_stats(answers: Sequence[Json], *, shared: bool) -> Json:
         {
             "engines": max,
             "ready": max,
+            "elsewhere": min,
             "in_flight": rule,
-            "served": rule,
+            "served": sum,
             "index_entries": max,
             "predictions_checked": sum,
             "predictions_exact": sum,
@@ -44,6 +45,7 @@ def merge_stats(answers: Sequence[Json], *, shared: bool) -> Json:
         "unconnected": [group[0] for group in unconnected if group[0]["id"] not in known],
         "pins": [group[0] for group in _by("pin_id", (pin for answer in answers for pin in answer["pins"]))],
         "totals": totals,
+        "passed_on": _sums([answer["passed_on"] for answer in answers]),
     }
 
 
@@ -60,7 +62,7 @@ def _merge_engine(engines: Sequence[Json], *, shared: bool) -> Json:
     """One engine: what the worker says that uses it, with the counts of all."""
     ranked = sorted(engines, key=lambda engine: _rank(_STATES, engine["state"]))
     rule = max if shared else sum
-    merged = _merged(ranked, {"in_flight": rule, "decoding": rule, "queue_s": rule, "served": rule})
+    merged = _merged(ranked, {"in_flight": rule, "decoding": rule, "queue_s": rule, "served": sum})
     if "audit" in merged:
         counts = ("checked", "exact", "predicted_tokens", "reported_tokens")
         merged["audit"] = _merged([each["audit"] for each in ranked], dict.fromkeys(counts, sum))
@@ -78,9 +80,10 @@ def merge_engines(answers: Sequence[Json], *, shared: bool) -> Json:
 
 
 def merge_requests(answers: Sequence[Json], limit: int) -> Json:
-    """`GET /requests`: the newest of all, newest first."""
+    """`GET /requests`: the newest of all, newest first. Those that one worker passed on to another are among
+    them."""
     requests = [request for answer in answers for request in answer["requests"]]
-    return {"requests": sorted(requests, key=lambda request: -request["started"])[:limit]}
+    return {"requests": sorted(requests, key=lambda request: -request["started"])[:limit], "passed_on": {}}
 
 
 def merge_operations(answers: Sequence[Json]) -> Json:

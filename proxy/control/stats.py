@@ -59,10 +59,11 @@ class PoolStats(msgspec.Struct, kw_only=True):
 
 
 class Totals(msgspec.Struct, kw_only=True):
-    """Sums over all engines."""
+    """Sums over all engines. `elsewhere` counts those that another kvpin uses for this one."""
 
     engines: int
     ready: int
+    elsewhere: int
     in_flight: int
     served: int
     index_entries: int
@@ -74,7 +75,7 @@ class Totals(msgspec.Struct, kw_only=True):
 
 class Stats(msgspec.Struct, kw_only=True):
     """Everything kvpin knows now. `reuse` is false when it only balances load, `exchange` is null for one
-    kvpin."""
+    kvpin. `passed_on` counts the requests that other kvpins answered for this one, by their names."""
 
     reuse: bool
     pools: list[PoolStats]
@@ -82,6 +83,7 @@ class Stats(msgspec.Struct, kw_only=True):
     pins: list[PinAnswer]
     totals: Totals
     exchange: ExchangeStats | None
+    passed_on: dict[str, int]
 
 
 async def stats(fleet: Fleet, pins: list[PinAnswer], peers: Peers | None = None, *, reuse: bool) -> Stats:
@@ -100,6 +102,7 @@ async def stats(fleet: Fleet, pins: list[PinAnswer], peers: Peers | None = None,
         pins=pins,
         totals=_totals(fleet),
         exchange=peers.stats() if peers is not None else None,
+        passed_on=dict(fleet.passed_on),
     )
 
 
@@ -143,8 +146,9 @@ def _totals(fleet: Fleet) -> Totals:
     return Totals(
         engines=len(engines),
         ready=sum(engine.state is EngineState.READY for engine in engines),
+        elsewhere=sum(engine.is_served_there for engine in engines),
         in_flight=sum(engine.ledger.in_flight for engine in engines),
-        served=sum(engine.ledger.served for engine in engines),
+        served=sum(engine.served for engine in engines),
         index_entries=sum(len(pool.index) for pool in fleet.pools.values()),
         predictions_checked=sum(audit.checked for audit in audits),
         predictions_exact=sum(audit.exact for audit in audits),

@@ -156,8 +156,10 @@ def miss_of(facts: Facts) -> Miss:
         return alone
     if compared is None and facts.held_tokens > reused:
         return Miss.ELSEWHERE
+    if compared is None and reused < facts.predicted_tokens:
+        return Miss.EVICTED
     if compared is None:
-        return Miss.EVICTED if reused < facts.predicted_tokens else Miss.FIRST
+        return Miss.HIT if reused else Miss.FIRST
     if not (compared.same_model and compared.same_lora):
         return Miss.LORA if compared.same_model else Miss.MODEL
     shared = facts.reusable(compared.common_tokens)
@@ -201,12 +203,13 @@ def _change(facts: Facts, compared: Compared) -> Miss:
 
 def _detail(miss: Miss, facts: Facts) -> str:
     compared, block = facts.compared, facts.tokens_per_block
+    has_all = _without_another(facts) is Miss.HIT
     if compared is None:
-        return _ALONE[miss].format(block=block, holder=facts.holder, held=facts.held_tokens)
+        said = _COMPUTED_ELSEWHERE if miss is Miss.HIT and not has_all else _ALONE[miss]
+        return said.format(block=block, holder=facts.holder, held=facts.held_tokens)
     difference, common = compared.difference, compared.common_tokens
-    has_all = miss is Miss.HIT and facts.reused_tokens >= facts.reusable(facts.n_tokens or 0)
-    said = None if has_all else _BESIDE.get(miss)
-    return (said or _ALONE.get(miss) or _CHANGED).format(
+    beside = None if has_all else _BESIDE.get(miss)
+    return (beside or _ALONE.get(miss) or _CHANGED).format(
         block=block,
         holder=facts.holder,
         held=facts.held_tokens,
@@ -226,6 +229,10 @@ _ALONE = {
     Miss.ELSEWHERE: "{holder} holds {held} tokens of it, but would have cost more",
     Miss.EVICTED: "its beginning was evicted before the engine computed the prompt",
 }
+_COMPUTED_ELSEWHERE = (
+    "the request that computed them is not known here: "
+    "it came to another kvpin or worker, or was too long ago"
+)
 _BESIDE = {
     Miss.HIT: "these are all full blocks that it shares with request {other}",
     Miss.MODEL: "request {other} ran on another model",

@@ -83,6 +83,7 @@ class Engine:
         check_now: wakes its monitor.
         leases: the requests on it.
         of_peers: requests that other kvpins have on it and that have no answer yet, by ticket.
+        from_peers: requests that other kvpins have placed on it so far.
         breaker: lets few requests through after several failed in a row; None after none did.
         mine: set while this kvpin may use it.
         owner: who uses it, where only one kvpin may; None while nobody is known to.
@@ -111,6 +112,7 @@ class Engine:
         self.check_now = asyncio.Event()
         self.leases: set[Lease] = set()
         self.of_peers: dict[int, PeerRequest] = {}
+        self.from_peers = 0
         self.breaker: Breaker | None = None
         self.mine = asyncio.Event()
         self.mine.set()
@@ -153,6 +155,11 @@ class Engine:
         return self.info.loras if self.info is not None else frozenset()
 
     @property
+    def served(self) -> int:
+        """Requests that this kvpin has placed on it so far."""
+        return self.ledger.served - self.from_peers
+
+    @property
     def removals(self) -> int:
         """Blocks that its events have removed from the view."""
         return self.view.counts.removed if self.view is not None else 0
@@ -167,6 +174,8 @@ class Engine:
         self.owner, self.is_served_there = owner, is_served_there
         if owner is None:
             self.last_error = "only one kvpin may use it, and it is not decided which one"
+        elif is_served_there:
+            self.last_error = None
         else:
             self.last_error = f"another kvpin uses it ({owner}), and only one may"
         if self.state is not EngineState.DRAINING:

@@ -7,6 +7,7 @@ when requests begin and end.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Mapping
 
 import structlog
@@ -32,6 +33,7 @@ class Fleet:
     Attributes:
         told: tells other kvpins of the requests of pools that are made from now on; None if there are none.
         claims_engines: an engine that only one kvpin may use waits until it is claimed.
+        passed_on: requests that other kvpins answered for this one so far, by the names of these kvpins.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class Fleet:
         self.pools: dict[str, Pool] = {}
         self.told: OwnRequests | None = None
         self.claims_engines = False
+        self.passed_on = Counter[str]()
         self._warned: set[str] = set()
         self._an_engine_is_ready = asyncio.Event()
         self._has_started = False

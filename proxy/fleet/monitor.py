@@ -228,7 +228,7 @@ class Monitor:
         """Drops a lost engine and all that was known of its KV."""
         owner = error.holder if isinstance(error, EngineTaken) else None
         if owner is not None:
-            if engine.last_error != str(error):
+            if engine.mine.is_set() and engine.last_error != str(error):
                 log.warning("engine is not used", engine=engine.id, reason=str(error))
         elif engine.state not in (EngineState.DOWN, EngineState.CONNECTING):
             log.warning("engine is lost", engine=engine.id, error=str(error) or "no answer in time")
@@ -261,7 +261,7 @@ class Monitor:
 def _require_mine(engine: Engine) -> None:
     """Raises EngineTaken if another kvpin uses the engine by now."""
     if not engine.mine.is_set():
-        raise EngineTaken(engine.last_error or "", holder=engine.owner or "")
+        raise EngineTaken(engine.last_error or "another kvpin uses it", holder=engine.owner or "")
 
 
 def _as_it_is(_engine: Engine, _ranks: tuple[int, ...]) -> bool:

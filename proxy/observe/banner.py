@@ -69,20 +69,26 @@ class Banner:
         with waiting_bar(self._fleet) as draw:
             while True:
                 for engine in self._fleet.engines.values():
-                    if engine.state not in _USABLE and engine.id not in named:
+                    if not _is_usable(engine) and engine.id not in named:
                         named.add(engine.id)
                         _print(_why_not(engine))
                 if self._fleet.is_ready():
                     break
                 draw()
                 await asyncio.sleep(POLL_S)
-        for pool in self._fleet.pools.values():
-            if pool.engines:
-                _print(f"ready: {pool.model} on {', '.join(pool.engines)}")
+        self._print_ready()
         for model, named_by in self._fleet.lost_names().items():
             _print(f"not served: {model} ({named_by})")
         if self._fleet.pools:
             self._print_request(next(iter(self._fleet.pools)))
+
+    def _print_ready(self) -> None:
+        for pool in self._fleet.pools.values():
+            if pool.engines:
+                _print(f"ready: {pool.model} on {', '.join(pool.engines)}")
+        for engine in self._fleet.engines.values():
+            if engine.is_served_there:
+                _print(f"ready: {engine.id} through the kvpin {engine.owner}, which uses it")
 
     def _print_request(self, model: str) -> None:
         """A request to copy. It names a variable, never a key: this output may end up in a log."""
@@ -93,6 +99,10 @@ class Banner:
             _print('    -H "authorization: Bearer $OPENAI_API_KEY" \\')
         _print("    -H 'content-type: application/json' \\")
         _print(f"    -d '{json.dumps(body)}'")
+
+
+def _is_usable(engine: Engine) -> bool:
+    return engine.state in _USABLE or engine.is_served_there
 
 
 def _why_not(engine: Engine) -> str:

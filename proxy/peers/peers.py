@@ -191,6 +191,7 @@ class _Here:
 
     def begun(self, placed: PlacedRequest) -> None:
         self.target.of_peers[placed.ticket] = PeerRequest(placed)
+        self.target.from_peers += 1
 
     def answered(self, placed: PlacedRequest) -> None:
         self._forget(placed, has_answer=True)

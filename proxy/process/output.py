@@ -6,6 +6,7 @@ import asyncio
 import os
 import re
 from collections import deque
+from collections.abc import Callable
 
 import structlog
 
@@ -14,19 +15,37 @@ log = structlog.get_logger(__name__)
 MAX_LINE_BYTES = 8192
 _CHUNK_BYTES = 65_536
 _LINE_END = re.compile(rb"[\r\n]+")  # progress bars end lines with \r
+# Lines that call themselves information: llama-server's, and those of Python's engines.
+_INFORMATION = re.compile(r"[\d.]+ [ID] |(?:\(.*?\) )?(?:INFO|DEBUG)\b")
 _COLOUR = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
-async def log_output(reading: int, last_lines: deque[str], *, engine: str) -> None:
+def _never() -> bool:
+    return False
+
+
+async def log_output(
+    reading: int, last_lines: deque[str], *, engine: str, is_ready: Callable[[], bool] = _never
+) -> None:
     """Logs each line that comes out of the pipe `reading`, with the engine's id, until the pipe ends.
 
-    Lines beyond 8 KiB are split.
+    Lines beyond 8 KiB are split. The level is info. While the engine is ready, lines that call themselves
+    information have the level debug: there are several for each request.
 
     Args:
         reading: a file descriptor; this function closes it.
         last_lines: gets each line; its `maxlen` bounds it.
         engine: the engine's id.
+        is_ready: whether the engine serves.
     """
+
+    def log_line(line: bytes) -> None:
+        text = _COLOUR.sub("", line.decode(errors="replace")).rstrip()
+        if text:
+            last_lines.append(text)
+            level = log.debug if is_ready() and _INFORMATION.match(text) else log.info
+            level("engine output", engine=engine, line=text)
+
     reader = asyncio.StreamReader()
     transport, _ = await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(reading, "rb", buffering=0)
@@ -36,17 +55,10 @@ async def log_output(reading: int, last_lines: deque[str], *, engine: str) -> No
         while chunk := await reader.read(_CHUNK_BYTES):
             *lines, pending = _LINE_END.split(pending + chunk)
             for line in lines:
-                _log_line(line, last_lines, engine)
+                log_line(line)
             while len(pending) > MAX_LINE_BYTES:
-                _log_line(pending[:MAX_LINE_BYTES], last_lines, engine)
+                log_line(pending[:MAX_LINE_BYTES])
                 pending = pending[MAX_LINE_BYTES:]
     finally:
         transport.close()
-        _log_line(pending, last_lines, engine)
-
-
-def _log_line(line: bytes, last_lines: deque[str], engine: str) -> None:
-    text = _COLOUR.sub("", line.decode(errors="replace")).rstrip()
-    if text:
-        last_lines.append(text)
-        log.info("engine output", engine=engine, line=text)
+        log_line(pending)

@@ -35,7 +35,7 @@ NO_MORE: Mapping[str, object] = MappingProxyType({})
 ANSWERED = (errors.ProxyError, EngineError, msgspec.DecodeError)
 # A subclass without a row of its own answers like its nearest base.
 TABLE: dict[type[Exception], Row] = {
-    errors.BadRequest: Row(400, "invalid_request_error"),
+    errors.BadRequest: Row(400, "invalid_request_error", "invalid_value"),
     errors.Unauthorized: Row(401, "authentication_error", "invalid_api_key"),
     errors.Forbidden: Row(403, "permission_error", "forbidden"),
     errors.NotFound: Row(404, "invalid_request_error", "not_found"),
@@ -49,7 +49,7 @@ TABLE: dict[type[Exception], Row] = {
     errors.NoEngine: Row(503, "server_error", "no_engine"),
     errors.EngineFailed: Row(502, "server_error", "engine_failed"),
     errors.ProxyError: Row(500, "server_error", "internal_error"),
-    msgspec.ValidationError: Row(400, "invalid_request_error"),
+    msgspec.ValidationError: Row(400, "invalid_request_error", "invalid_value"),
     msgspec.DecodeError: Row(400, "invalid_request_error", "invalid_json"),
     PromptTableError: Row(400, "invalid_request_error", "invalid_embeddings"),
     ChatError: Row(400, "invalid_request_error", "invalid_messages"),

@@ -70,6 +70,7 @@ class _Chat(Struct):
 
     choices: list[_Choice] = []
     usage: ChatUsage | None = None
+    model: str | None = None
     error: object = None
 
 
@@ -109,7 +110,7 @@ class _Message(Struct):
     id: str
     type: str
     role: str
-    model: str | None
+    model: str
     content: list[_Block]
     stop_reason: str | None
     stop_sequence: str | None
@@ -190,7 +191,7 @@ def message_of(
     Args:
         content: the chat's answer.
         ident: the message's id.
-        model: the model's name, as it was asked.
+        model: the model's name, as it was asked; None: the engine's answer names it.
         prewarms: no answer is wanted, only the prompt's usage.
         marks: the request marks what is to be cached; without a mark, Anthropic counts nothing as written.
         tokens_per_block: the engine keeps full blocks; None where it does not tell.
@@ -208,7 +209,8 @@ def message_of(
         blocks, usage.output_tokens = [], 0
     uses_tool = bool(choice.message.tool_calls)
     reason, sequence = _reason(choice.finish_reason, choice.stop_sequence, uses_tool=uses_tool)
-    return _fields(_Message(ident, "message", "assistant", model, blocks, reason, sequence, usage))
+    name = model or chat.model or ""
+    return _fields(_Message(ident, "message", "assistant", name, blocks, reason, sequence, usage))
 
 
 class MessageStream:
@@ -241,7 +243,7 @@ class MessageStream:
             return _error(read_error(payload).message)
         if self._garbled:
             return b""
-        events = [] if self._started else self._start(predicted)
+        events = [] if self._started else self._start(predicted, self._model or chunk.model or "")
         if chunk.usage is not None:
             self._usage = _usage(chunk.usage, predicted.tokens_per_block, marks=self._marks)
         for choice in chunk.choices[:1]:
@@ -262,12 +264,12 @@ class MessageStream:
         stop = _Stop(*_reason(self._finish, self._sequence, uses_tool=self._uses_tool))
         return b"".join(map(_sent, [*self._close(), _MessageDelta(stop, self._usage), _MessageStop()]))
 
-    def _start(self, predicted: Predicted) -> list[_Event]:
+    def _start(self, predicted: Predicted, model: str) -> list[_Event]:
         self._started = True
         cached = predicted.cached_tokens
         fresh = max((predicted.prompt_tokens or 0) - cached, 0)
         self._usage = Usage(fresh, cache_read_input_tokens=cached)
-        message = _Message(self._ident, "message", "assistant", self._model, [], None, None, self._usage)
+        message = _Message(self._ident, "message", "assistant", model, [], None, None, self._usage)
         return [_MessageStart(_fields(message)), _Ping()]
 
     def _said(self, delta: _Said) -> list[_Event]:

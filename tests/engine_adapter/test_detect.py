@@ -3,6 +3,7 @@
 import pytest
 
 from engine_adapter import EngineRejected, EngineSpec, EngineSpecError, EngineUnavailable, detect_kind
+from engine_adapter.detect import wrong_kind
 from tests.fake_engines.sglang import running_sglang
 from tests.fake_engines.tensorrt_llm import running_trtllm
 from tests.fake_engines.vllm import running_vllm
@@ -109,3 +110,11 @@ async def test_what_is_no_engine(engine):
 async def test_what_is_no_address():
     with pytest.raises(EngineSpecError, match="not an http"):
         await kind_of("localhost:8000")
+
+
+@pytest.mark.parametrize(("owner", "kind"), [("kvpin", "embedded"), ("sglang", "sglang")])
+def test_a_kind_that_is_not_the_named_one(owner, kind):
+    models = {"data": [{"id": "m", "owned_by": owner}]}
+    assert f"--engine {kind}=http://x;" in wrong_kind(models, EngineSpec("vllm", "http://x", "e")).remedy
+    assert wrong_kind(models, EngineSpec(kind, "http://x", "e")) is None
+    assert wrong_kind(MODELS, EngineSpec("vllm", "http://x", "e")) is None

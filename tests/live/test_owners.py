@@ -2,6 +2,7 @@
 
 import json
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import httpx
@@ -119,7 +120,11 @@ def test_with_an_exchange_one_owns_the_server_and_both_answer_as_one(server, sta
     leaving.close()
     until(lambda: running(first) == 0)
 
-    first.kill()
+    with ThreadPoolExecutor() as threads:
+        asked = threads.submit(completion, second, body | {"max_tokens": 1000})
+        until(lambda: running(first) == 1)
+        first.kill()
+        assert asked.result()["choices"][0]["text"].startswith(whole)
     until(lambda: engine_of(second)["state"] == "ready")
     text, cached = ask(second, story)
     assert text == said

@@ -20,9 +20,11 @@ MOST = 10_000
 
 
 class RequestList(msgspec.Struct):
-    """Requests, newest first."""
+    """Requests, newest first. `passed_on` counts those that other kvpins answered for this one, by their
+    names: these kvpins have the records."""
 
     requests: list[RequestSummary]
+    passed_on: dict[str, int]
 
 
 class RequestRoutes:
@@ -45,14 +47,17 @@ class RequestRoutes:
         for record in records:
             summaries.append(summarize(self._flow, record))
             await asyncio.sleep(0)  # each is compared with all others: requests get their turn in between
-        return answer(RequestList(summaries))
+        return answer(RequestList(summaries, dict(self._flow.fleet.passed_on)))
 
     async def get_request(self, request: Request) -> Response:
         """One request, explained."""
         request_id = request.path_params["request_id"]
         record = self._flow.requests.get(request_id, request.query_params.get("tenant"))
         if record is None:
-            raise NotFound(f"no recent request has the id {request_id!r}", param="request_id")
+            others = ", ".join(self._flow.fleet.passed_on)
+            passed_on = f"; requests were passed on to another kvpin, which has their records: {others}"
+            problem = f"no recent request has the id {request_id!r}{passed_on if others else ''}"
+            raise NotFound(problem, param="request_id")
         return answer(explain(self._flow, record))
 
     def endpoints(self) -> tuple[Endpoint, ...]:

@@ -98,6 +98,7 @@ async def test_it_ends_when_nobody_waits_any_more(tmp_path, monkeypatch):
     async with asyncio.timeout(20):
         while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
+    assert os.getpgid(int((tmp_path / "pid").read_text())) != os.getpgrp()  # a signal to the group is kvpin's
     loading.cancel()
     with pytest.raises(asyncio.CancelledError):
         await loading

@@ -11,10 +11,19 @@ from engine_adapter.torch_engine.api_errors import ApiError, as_api_error, error
 from engine_adapter.torch_engine.requests import PinLimitReached, RequestFailed, RequestRefused
 
 
-@pytest.mark.parametrize("kind", [ChatError, PromptTableError, RequestRefused])
-def test_what_the_client_did_is_a_400_with_its_field(kind):
+@pytest.mark.parametrize(
+    ("kind", "code"),
+    [
+        (ChatError, "invalid_messages"),
+        (PromptTableError, "invalid_embeddings"),
+        (RequestRefused, "invalid_value"),
+        (ApiError, "invalid_value"),
+    ],
+)
+def test_what_the_client_did_is_a_400_with_its_field_and_a_code(kind, code):
     error = as_api_error(kind("why", param="messages[2]"))
     assert (error.status, error.param, str(error)) == (400, "messages[2]", "why")
+    assert json.loads(error_response(error).body)["error"]["code"] == code
 
 
 def test_an_engine_that_is_gone_is_a_503():

@@ -19,7 +19,8 @@ def assert_error(response: httpx.Response, status: int, *, param=None, code=None
     error = response.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
     assert error["param"] == param
-    assert error["code"] == code
+    assert error["code"] == (code or error["code"])
+    assert error["code"]
     assert error["message"]
     return error["message"]
 

@@ -93,3 +93,14 @@ async def test_where_events_are():
     async with discovered(names_sources=False) as (facts, spec, _):
         named = engine_spec("vllm", spec.url, events="tcp://h:1", replay="tcp://h:2")
         assert event_endpoints(facts, named) == EventEndpoints("tcp://h:1", "tcp://h:2", "")
+
+
+async def test_an_engine_that_says_that_it_is_of_another_kind(embedded_engine):
+    spec = engine_spec("vllm", embedded_engine.url)
+    control = ControlClient(spec)
+    try:
+        (finding,) = findings_of(await discover(control, spec, None), spec)
+    finally:
+        await control.aclose()
+    assert "no vllm" in finding.problem
+    assert f"--engine embedded={embedded_engine.url};" in finding.remedy

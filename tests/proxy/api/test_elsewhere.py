@@ -13,6 +13,7 @@ from websockets.asyncio.server import serve
 from engine_adapter import EngineUnavailable
 from engine_adapter.openai_compatible import ROUTES
 from proxy.api import elsewhere
+from proxy.control.stats import stats
 from proxy.core.peers import claims
 from proxy.fleet.engine import EngineState
 from proxy.peers.peers import _JOIN_POLL_S
@@ -72,6 +73,12 @@ async def test_the_owner_answers_as_if_it_had_been_asked(bus, engine):
         assert (await client.get("/v1/models/m")).json()["id"] == "m"
         wrong = await client.post(COMPLETIONS, content=BODY, headers={"authorization": "Bearer no"})
         assert is_openai_error(wrong, 401)
+        assert (await client.get("/health/ready")).json()["elsewhere"]["slots"].startswith("used through the")
+        name = owner.peers._name
+        told = await stats(other.fleet, [], other.peers, reuse=True)
+        (unconnected,) = told.unconnected
+        assert (unconnected.last_error, unconnected.owner) == (None, name)
+        assert (told.totals.elsewhere, told.passed_on) == (1, {name: 1})
     assert owner.last.tenant == "t"
     assert list(other.requests) == []
     (seen,) = engine.seen
@@ -237,3 +244,60 @@ async def test_a_request_waits_while_the_engine_changes_hands(bus, engine, monke
         first, second = [task.result() for task in asked]
         assert first.headers["x-kvpin-engine"] == "slots"
         assert [each["id"] for each in second.json()["data"]] == ["m"]
+
+
+def break_passed_on(proxy):
+    """The connections break on which requests were passed on."""
+    (origin,) = [each for each in proxy.transport._origins.values() if each._unix]
+    for connection in list(origin._open):
+        connection.fail(EngineUnavailable("the connection broke", dropped=True))
+
+
+@pytest.fixture
+def never(engine):
+    """The engine answers no request until the second of these is called; the first tells each that came."""
+    answer, reached = engine.script, asyncio.Queue()
+
+    async def hang(_exchange):
+        reached.put_nowait(None)
+        await asyncio.Event().wait()
+
+    engine.script = hang
+
+    def recover():
+        engine.script = answer
+
+    return reached, recover
+
+
+async def test_a_request_without_an_answer_goes_from_a_dead_owner_to_the_next(
+    bus, engine, never, monkeypatch
+):
+    monkeypatch.setattr(elsewhere, "WAIT_S", 20)
+    reached, recover = never
+    async with two(bus, engine) as (owner, other), client_of(other) as client:
+        slots = other.fleet.engines["slots"]
+        async with asyncio.TaskGroup() as group:
+            asked = group.create_task(client.post(COMPLETIONS, content=BODY))
+            await reached.get()
+            recover()
+            owner.peers.http_socket.unlink()
+            break_passed_on(other)
+            await owner.peers.aclose()
+            await until(slots.mine.is_set)
+            other.fleet.join(slots, INFO)
+            slots.state = EngineState.READY
+        assert asked.result().headers["x-kvpin-engine"] == "slots"
+        assert [record.engine for record in other.requests] == ["slots"]
+
+
+async def test_a_request_that_its_owner_dies_of_twice_fails(bus, engine, never, monkeypatch):
+    monkeypatch.setattr(elsewhere, "WAIT_S", 20)
+    reached, _ = never
+    async with two(bus, engine) as (_, other), client_of(other) as client, asyncio.TaskGroup() as group:
+        asked = group.create_task(client.post(COMPLETIONS, content=BODY))
+        for _ in range(2):
+            await reached.get()
+            break_passed_on(other)
+        assert is_openai_error(await asked, 503, "no_engine")
+    assert len(engine.seen) == 2

@@ -22,7 +22,7 @@ from proxy.api.errors import error_response, handle, handle_http
 from proxy.request.error_table import TABLE
 
 CASES = [
-    (errors.BadRequest("m", param="p"), 400, "invalid_request_error", "p", None),
+    (errors.BadRequest("m", param="p"), 400, "invalid_request_error", "p", "invalid_value"),
     (errors.BadRequest("m", code="c"), 400, "invalid_request_error", None, "c"),
     (errors.Unauthorized("m"), 401, "authentication_error", None, "invalid_api_key"),
     (errors.Forbidden("m"), 403, "permission_error", None, "forbidden"),
@@ -46,7 +46,7 @@ CASES = [
     (EngineUnavailable("m"), 502, "server_error", None, "engine_unavailable"),
     (EngineRejected("m", status=429, param="p"), 429, "server_error", "p", "engine_rejected"),
     (EngineError("m"), 502, "server_error", None, "engine_error"),
-    (msgspec.ValidationError("m"), 400, "invalid_request_error", None, None),
+    (msgspec.ValidationError("m"), 400, "invalid_request_error", None, "invalid_value"),
     (msgspec.DecodeError("m"), 400, "invalid_request_error", None, "invalid_json"),
 ]  # fmt: skip
 
@@ -105,7 +105,7 @@ async def test_starlettes_handlers_give_the_same_shape():
     }
     request = Request(scope)
     assert (await handle(request, errors.Forbidden("m"))).headers["x-request-id"] == "r2"
-    for status, code in [(404, "not_found"), (405, None)]:
+    for status, code in [(404, "not_found"), (405, "method_not_allowed")]:
         response = await handle_http(request, HTTPException(status, headers={"allow": "POST"}))
         error = json.loads(response.body)["error"]
         assert (response.status_code, error["type"], error["code"]) == (status, "invalid_request_error", code)

@@ -128,3 +128,8 @@ def test_a_row_says_how_long_it_was_queued(capsys):
     output = capsys.readouterr().out
     assert "queued 3.2 s; input_changed" in output
     assert "queued 0.0 s; all engines are busy" in output
+
+
+def test_a_list_says_where_the_records_of_requests_are_that_were_passed_on(capsys):
+    decisions.show_list({"requests": [], "passed_on": {"vm:7": 3}})
+    assert "3 requests were answered by the kvpin vm:7, which has their records\n" in capsys.readouterr().out

@@ -47,7 +47,7 @@ def test_slots_and_files_are_shown_where_an_engine_has_them(capsys):
     }  # fmt: skip
     pool = {"model": "m", "index_entries": 1, "tokens_per_block": 16, "engines": [engine]}
     pool["tokenisation"] = {"detail": "tokenised [here]"}
-    totals = {"ready": 1, "engines": 1, "in_flight": 0, "served": 1}
+    totals = {"ready": 1, "elsewhere": 0, "engines": 1, "in_flight": 0, "served": 1}
     tables.show_stats(
         {"pools": [pool], "unconnected": [], "pins": [], "totals": totals, "reuse": True, "exchange": None}
     )
@@ -63,6 +63,25 @@ def test_slots_and_files_are_shown_where_an_engine_has_them(capsys):
         "[here]",
     ):
         assert text in output
+
+
+def test_an_engine_that_another_kvpin_uses_for_this_one_is_not_lost(capsys):
+    engine = {"id": "llama-0", "state": "elsewhere", "owner": "vm:7", "last_error": None}
+    lost = {
+        "id": "llama-1", "kind": "llama_server", "url": "http://b", "state": "down", "model": None,
+        "trust": "lost", "in_flight": 0, "served": 0, "last_error": "gone", "owner": None,
+    }  # fmt: skip
+    totals = {"ready": 0, "elsewhere": 1, "engines": 2, "in_flight": 0, "served": 0}
+    told = {"pools": [], "pins": [], "totals": totals, "reuse": True, "exchange": None}
+    tables.show_stats(told | {"unconnected": [engine], "passed_on": {"vm:7": 3}})
+    output = capsys.readouterr().out
+    assert "llama-0: used through the kvpin vm:7, which answers its requests: 3 so far\n" in output
+    assert "0 of 2 engines ready and 1 used through another kvpin" in output
+    assert "not connected" not in output
+    tables.show_stats(told | {"unconnected": [engine, lost], "passed_on": {}})
+    output = capsys.readouterr().out
+    assert "0 so far" in output
+    assert "gone" in output.partition("not connected:")[2]
 
 
 @pytest.mark.parametrize("terminal", [True, False])

@@ -184,7 +184,8 @@ async def test_a_prompt_that_is_known_in_part(world, pair):
     assert told(world, record)["explanation"] == (
         "only the part before the first image is known here: "
         "32 of its 40 tokens were predicted; a reused 500; "
-        "no recent request begins like it"
+        "the request that computed them is not known here: "
+        "it came to another kvpin or worker, or was too long ago"
     )
 
 

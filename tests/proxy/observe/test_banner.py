@@ -110,3 +110,11 @@ async def test_an_engine_that_kvpin_cannot_run_is_named_with_its_last_lines(caps
 def test_it_names_the_page_if_there_is_one(capsys, page):
     Banner(Fleet(), "127.0.0.1", 8000, reuse=True, page=page).print_addresses()
     assert ("page      http://127.0.0.1:8000/ui/\n" in capsys.readouterr().out) is page
+
+
+async def test_an_engine_that_another_kvpin_uses_for_this_one_is_ready(capsys):
+    fleet = Fleet()
+    engine = fleet.add(FakeAdapter("a"))
+    engine.give_to("vm:7", is_served_there=True)
+    await Banner(fleet, "127.0.0.1", 8000, reuse=True).print_when_ready()
+    assert capsys.readouterr().out == "ready: a through the kvpin vm:7, which uses it\n"

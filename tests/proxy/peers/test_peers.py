@@ -50,6 +50,7 @@ async def test_what_one_served_the_other_predicts(unix):
         await two.settled()
         for proxy in (one, two):
             assert sum(engine.ledger.served for engine in proxy.fleet.engines.values()) == 2
+            assert sum(engine.served for engine in proxy.fleet.engines.values()) == 1
 
 
 async def test_each_knows_where_the_other_serves_its_peers(unix):

@@ -7,19 +7,23 @@ from structlog.testing import capture_logs
 from proxy.process.output import MAX_LINE_BYTES, log_output
 
 
-async def logged(*writes, keep=3):
+async def entries_of(*writes, keep=3, **options):
     reading, writing = os.pipe()
     with open(writing, "wb", buffering=0) as pipe:  # noqa: ASYNC230, PTH123 - a pipe with room enough
         pipe.writelines(writes)
     last_lines = deque(maxlen=keep)
     with capture_logs() as entries:
-        await log_output(reading, last_lines, engine="e-0")
+        await log_output(reading, last_lines, engine="e-0", **options)
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(reading)
     assert all(entry["engine"] == "e-0" for entry in entries)
     lines = [entry["line"] for entry in entries]
     assert list(last_lines) == lines[-keep:]
-    return lines
+    return entries
+
+
+async def logged(*writes, **options):
+    return [entry["line"] for entry in await entries_of(*writes, **options)]
 
 
 async def test_each_line_is_logged_with_the_engine():
@@ -45,3 +49,25 @@ async def test_an_endless_line_is_cut():
 
 async def test_the_last_lines_are_kept():
     assert await logged(b"one\ntwo\nthree", keep=2) == ["one", "two", "three"]
+
+
+INFORMATION = (
+    "0.06.006.292 I slot launch_slot_: id  1 | task 0 | processing task",
+    "INFO 11-23 05:12:10 [loggers.py:248] Engine 000: running: 1 reqs",
+    "(APIServer pid=7) INFO:     127.0.0.1:80 - GET /health 200 OK",
+)
+OTHERS = (
+    "0.06.006.292 W slot update_slots: the context is full",
+    "0.06.006.292 E srv  send_error: no",
+    "WARNING 11-23 05:12:10 [scheduler.py:1] the queue is long",
+    "Traceback (most recent call last):",
+)
+
+
+@pytest.mark.parametrize("is_ready", [True, False])
+async def test_what_an_engine_says_of_each_request_is_for_those_who_look_for_it(is_ready):
+    said = [f"{line}\n".encode() for line in (*INFORMATION, *OTHERS)]
+    entries = await entries_of(*said, keep=9, is_ready=lambda: is_ready)
+    levels = {entry["line"]: entry["log_level"] for entry in entries}
+    of_information = "debug" if is_ready else "info"
+    assert levels == dict.fromkeys(INFORMATION, of_information) | dict.fromkeys(OTHERS, "info")

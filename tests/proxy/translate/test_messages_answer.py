@@ -52,6 +52,15 @@ class TestWhole:
         assert block.pop("id").startswith("toolu_")
         assert block == {"type": "tool_use", "name": "tide", "input": {}}
 
+    @pytest.mark.parametrize(("asked", "told"), [("alias", "alias"), (None, "m")])
+    def test_the_model_is_named_as_asked_or_by_the_engine(self, asked, told):
+        chat = {"model": "m", "choices": [{"message": {"content": "hi"}, "finish_reason": "stop"}]}
+        assert message_of(json.dumps(chat).encode(), "msg_1", asked, prewarms=False)["model"] == told
+        stream = MessageStream("msg_1", asked, prewarms=False)
+        sent = stream.event(json.dumps(chunk({"content": "hi"}, model="m")).encode(), Predicted())
+        first, *_ = events_of(sent)
+        assert first["message"]["model"] == told
+
     @pytest.mark.parametrize("content", [None, ""])
     def test_nothing(self, content):
         assert whole({"content": content})["content"] == []
