@@ -104,7 +104,7 @@ class EngineRoutes:
                 "POST",
                 "/engines",
                 self.post_engine,
-                "Adds an engine and starts watching it; 409 when its id is taken.",
+                "Adds an engine and starts watching it; 409 when its id or its address is taken.",
                 EngineAnswer,
                 body=EngineSettings,
                 statuses=(201,),

@@ -20,6 +20,9 @@ async def test_an_added_engine_is_looked_after(world):
         with pytest.raises(Conflict) as caught:
             world.engine_set.add(EngineSpec("openai_compatible", server.url, "new"))
         assert caught.value.param == "id"
+        with pytest.raises(Conflict, match="engine 'new' is already at ") as caught:
+            world.engine_set.add(EngineSpec("vllm", server.url.replace("127.0.0.1", "localhost"), "other"))
+        assert caught.value.param == "url"
         await world.engine_set.remove("new")
         assert world.fleet.engines == {}
 
