@@ -31,6 +31,7 @@ import uvloop
 
 from engine_adapter import EngineSpecError, HttpTransport
 from proxy.api.auth import is_loopback
+from proxy.api.changes import Change
 from proxy.api.crowd import Crowd, connection_limit
 from proxy.api.handshake import over_tls
 from proxy.api.http1 import Http1Protocol
@@ -46,7 +47,7 @@ from proxy.observe.banner import Banner
 from proxy.observe.logs import configure_logs
 from proxy.runtime import settle, steady
 from proxy.settings import Settings, SettingsError, needs_restart
-from proxy.workers.catch_up import catch_up
+from proxy.workers.catch_up import carry_out, catch_up
 from proxy.workers.fairness import Door, Tally, tallied
 from proxy.workers.orders import Orders
 from proxy.workers.supervisor import Workers
@@ -147,14 +148,17 @@ async def _run(
     try:
         await server.listen_to_peers()  # before they are told of it
         proxy.start()
+        late = list[Change]()
         if proxy.siblings is not None and orders is not None and orders.follows:
-            await catch_up(proxy.siblings, orders)
+            late = await catch_up(proxy.siblings, orders)
         settle()
         if orders is None or (orders.number == 1 and not orders.follows):
             banner.print_addresses()
             proxy.tasks.start("banner", banner.print_when_ready())
         if are_shared:
             await server.until_tried()
+        if orders is not None and late:
+            await carry_out(late, orders)
         await server.serve(sockets=listeners)
         await server.cut_short()
     except (EngineSpecError, SettingsError) as error:

@@ -13,6 +13,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -94,6 +95,11 @@ class ChatTokenizer:
         return cls(load_transformers(source), source=source)
 
     @property
+    def transformers(self) -> Any:  # noqa: ANN401 - transformers is untyped
+        """The tokenizer of transformers."""
+        return self._tokenizer
+
+    @property
     def encoder(self) -> str:
         """The name of the library that encodes."""
         return self._encoder.name
@@ -113,6 +119,21 @@ class ChatTokenizer:
         """The id that ends a text; None where the tokenizer names none."""
         token: int | None = self._tokenizer.eos_token_id
         return token
+
+    @cached_property
+    def special_tokens(self) -> frozenset[str]:
+        """The added tokens that `decode` may skip."""
+        return frozenset(
+            str(token) for token in self._tokenizer.added_tokens_decoder.values() if token.special
+        )
+
+    def template(self, tools: object) -> str | None:
+        """The chat template for these tools; None for a tokenizer without one."""
+        try:
+            template: str = self._tokenizer.get_chat_template(None, tools)
+        except ValueError:
+            return None
+        return template
 
     def encode(self, text: str, *, add_special_tokens: bool) -> TokenIds[int]:
         """Token ids of `text`, as transformers gives them."""

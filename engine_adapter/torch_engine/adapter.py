@@ -153,8 +153,9 @@ class EmbeddedAdapter(SelfPlaced, Undeclared):
         if changes or any(name in body for name in _KEEPING):
             # The owner is never the client's choice: it could use up the share of another owner.
             changes["keep_for"] = retention.owner if retention is not None else None
-        if body.get("stream") is not True:
-            return nullcontext(Hold(body.replace(**changes) if changes else body))
+        cached = 0 if _computes_all(path, body) else None
+        if body.get("stream") is not True or body.get("echo"):  # an echo would be sent twice
+            return nullcontext(Hold(body.replace(**changes) if changes else body, cached_tokens=cached))
         told = ToldTokens(body.hint("answer_token_ids"))
         changes["stream_token_ids"] = True
         return nullcontext(Hold(body.replace(**changes), answer=told, resume=told.resume))
@@ -254,6 +255,11 @@ class EmbeddedAdapter(SelfPlaced, Undeclared):
     def _reachable(self, endpoint: str) -> str:
         # The engine binds its event sockets to the host that serves HTTP, and HTTP was reached.
         return reachable_endpoint(endpoint, self.spec.url) or endpoint
+
+
+def _computes_all(path: str, body: JsonBody) -> bool:
+    """Whether the engine computes the whole prompt, whatever it holds: logprobs of a prompt need that."""
+    return path == "/v1/completions" and bool(body.get("echo")) and body.get("logprobs") is not None
 
 
 def _target_fields(target: KvTarget) -> dict[str, Any]:

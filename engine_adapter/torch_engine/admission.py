@@ -32,6 +32,8 @@ def check_request(request: GenerationRequest, model: LoadedModel, max_model_len:
         check_token_id(token, f"logit_bias[{token}]", model.vocab_size)
     _check_embeddings(request, model)
     fake = np.flatnonzero(tokens >= model.vocab_size)
+    if len(fake) and request.sampling.prompt_logprobs is not None:
+        raise RequestRefused("embeddings in a prompt have no logprobs", param="logprobs")
     for index in fake.tolist():
         _check_row(request, index, int(tokens[index]) - model.vocab_size)
 

@@ -1,4 +1,4 @@
-"""Writes answers in OpenAI's shapes: chats and completions, whole or streamed."""
+"""Writes answers in OpenAI's shapes: chats and completions, whole or streamed, of one choice or several."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from typing import Any, Protocol
 
 import msgspec
 
-from engine_adapter.prompt.chat import ChatTokenizer
 from engine_adapter.torch_engine.requests import Token
+from engine_adapter.torch_engine.token_bytes import TextOffsets, TokenBytes, shown
+from engine_adapter.torch_engine.tool_calls import CallPart
 
 _LOWEST_LOGPROB = -9999.0  # JSON has no infinity
 END_OF_STREAM = b"data: [DONE]\n\n"
@@ -21,15 +22,37 @@ _json = msgspec.json.Encoder().encode
 
 @dataclass(slots=True)
 class Piece:
-    """A part of an answer: text, and the tokens it came from."""
+    """A part of one choice.
+
+    Attributes:
+        text: new text, and `calls` new parts of tool calls.
+        tokens: the tokens they came from.
+        echoed: tokens of the prompt, before `tokens`.
+        finish_reason: set in the last piece.
+    """
 
     text: str = ""
     tokens: list[Token] = field(default_factory=list)
+    calls: list[CallPart] = field(default_factory=list)
+    echoed: list[Token] = field(default_factory=list)
+    finish_reason: str | None = None
+
+    def __bool__(self) -> bool:
+        """Whether there is anything in it."""
+        return bool(self.text or self.tokens or self.calls or self.echoed or self.finish_reason)
+
+    def add(self, more: Piece) -> None:
+        """Appends the piece that follows."""
+        self.text += more.text
+        self.tokens += more.tokens
+        self.calls += more.calls
+        self.echoed += more.echoed
+        self.finish_reason = more.finish_reason
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts of one request."""
+    """Token counts of one request: its prompt once, and the tokens of all choices."""
 
     prompt: int
     cached: int
@@ -46,7 +69,7 @@ class Usage:
 
 
 class Shape(Protocol):
-    """The shape of one kind of answer."""
+    """The shape of one choice of one kind of answer."""
 
     id_prefix: str
     whole: str
@@ -73,17 +96,23 @@ class ChatShape:
         {"delta": {"role": "assistant", "content": ""}, "logprobs": None}
     )
 
-    def __init__(self, tokenizer: ChatTokenizer) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, token_bytes: TokenBytes) -> None:
+        self._bytes = token_bytes
 
     def body(self, piece: Piece, logprobs: dict[str, Any] | None) -> dict[str, Any]:
         """See `Shape.body`."""
-        message = {"role": "assistant", "content": piece.text, "refusal": None}
+        message: dict[str, Any] = {"role": "assistant", "content": piece.text, "refusal": None}
+        if piece.calls:
+            message["content"] = piece.text or None
+            message["tool_calls"] = _whole_calls(piece.calls)
         return {"message": message, "logprobs": logprobs}
 
     def delta(self, piece: Piece, logprobs: dict[str, Any] | None) -> dict[str, Any]:
         """See `Shape.delta`."""
-        return {"delta": {"content": piece.text} if piece.text else {}, "logprobs": logprobs}
+        delta: dict[str, Any] = {"content": piece.text} if piece.text else {}
+        if piece.calls:
+            delta["tool_calls"] = [call.as_delta() for call in piece.calls]
+        return {"delta": delta, "logprobs": logprobs}
 
     def logprobs(self, tokens: Sequence[Token]) -> dict[str, Any]:
         """See `Shape.logprobs`."""
@@ -95,13 +124,8 @@ class ChatShape:
         return {"content": content, "refusal": None}
 
     def _entry(self, token_id: int, logprob: float | None) -> dict[str, Any]:
-        text = self._tokenizer.decode([token_id])
-        whole = "\ufffd" not in text  # otherwise part of a character: the text does not show its bytes
-        return {
-            "token": text,
-            "logprob": _finite(logprob),
-            "bytes": list(text.encode()) if whole else None,
-        }
+        content = self._bytes.of(token_id)
+        return {"token": shown(content), "logprob": _finite(logprob), "bytes": list(content)}
 
 
 class CompletionShape:
@@ -112,10 +136,10 @@ class CompletionShape:
     chunk = "text_completion"
     first: Mapping[str, Any] | None = None
 
-    def __init__(self, tokenizer: ChatTokenizer, answered: Sequence[int] = ()) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, token_bytes: TokenBytes, answered: Sequence[int] = ()) -> None:
+        self._bytes = token_bytes
         self._answered = answered
-        self._offset = 0
+        self._offsets = TextOffsets()
 
     def body(self, piece: Piece, logprobs: dict[str, Any] | None) -> dict[str, Any]:
         """See `Shape.body`."""
@@ -127,28 +151,30 @@ class CompletionShape:
 
     def logprobs(self, tokens: Sequence[Token]) -> dict[str, Any]:
         """See `Shape.logprobs`. Offsets continue from call to call."""
-        texts = [self._tokenizer.decode([token.token_id]) for token in tokens]
-        self._offset += sum(len(self._tokenizer.decode([token])) for token in self._answered)
-        self._answered, offsets = (), []
-        for text in texts:
-            offsets.append(self._offset)
-            self._offset += len(text)
+        for token_id in self._answered:
+            self._offsets.next(self._bytes.of(token_id))
+        self._answered = ()
+        contents = [self._bytes.of(token.token_id) for token in tokens]
         return {
-            "tokens": texts,
+            "tokens": [shown(content) for content in contents],
             "token_logprobs": [_finite(token.logprob) for token in tokens],
-            "top_logprobs": [
-                {self._tokenizer.decode([i]): _finite(logprob) for i, logprob in token.top_logprobs or ()}
-                for token in tokens
-            ],
-            "text_offset": offsets,
+            "top_logprobs": [self._best(token) for token in tokens],
+            "text_offset": [self._offsets.next(content) for content in contents],
         }
+
+    def _best(self, token: Token) -> dict[str, Any] | None:
+        """The best tokens and the chosen one; None for the first token of a prompt."""
+        if token.logprob is None:
+            return None
+        best = {shown(self._bytes.of(i)): _finite(logprob) for i, logprob in token.top_logprobs or ()}
+        return best | {shown(self._bytes.of(token.token_id)): _finite(token.logprob)}
 
 
 class AnswerWriter:
     """Writes one answer, whole or as server-sent events.
 
     Args:
-        shape: chat or completion.
+        shapes: chat or completion, one per choice.
         model: served name.
         with_logprobs: whether the answer carries logprobs.
         prompt_token_ids: returned with the answer; None when the client did not ask.
@@ -159,7 +185,7 @@ class AnswerWriter:
 
     def __init__(
         self,
-        shape: Shape,
+        shapes: Sequence[Shape],
         *,
         model: str,
         with_logprobs: bool,
@@ -168,7 +194,7 @@ class AnswerWriter:
         tells_tokens: bool = False,
         goes_on: bool = False,
     ) -> None:
-        self._shape = shape
+        self._shapes = shapes
         self._with_logprobs = with_logprobs
         self._prompt_token_ids = prompt_token_ids
         self._include_usage = include_usage
@@ -176,54 +202,67 @@ class AnswerWriter:
         self._goes_on = goes_on
         self._untold: list[Token] = []  # generated since the last event
         self._head = {
-            "id": shape.id_prefix + secrets.token_hex(12),
-            "object": shape.chunk,
+            "id": shapes[0].id_prefix + secrets.token_hex(12),
+            "object": shapes[0].chunk,
             "created": int(time.time()),
             "model": model,
         }
-        self._plain_ends: tuple[bytes, bytes] | None = None
+        self._plain_ends: dict[int, tuple[bytes, bytes]] = {}
 
-    def whole(self, piece: Piece, finish_reason: str, usage: Usage) -> bytes:
+    def whole(self, choices: Sequence[Piece], usage: Usage) -> bytes:
         """The answer as one JSON object."""
-        choice = {
-            "index": 0,
-            **self._shape.body(piece, self._logprobs(piece)),
-            "finish_reason": finish_reason,
+        answer = {
+            **self._head,
+            "object": self._shapes[0].whole,
+            "choices": [self._whole_choice(index, piece) for index, piece in enumerate(choices)],
+            "usage": usage.as_json(),
         }
-        answer = {**self._head, "object": self._shape.whole, "choices": [choice], "usage": usage.as_json()}
         if self._prompt_token_ids is not None:
-            choice["token_ids"] = [token.token_id for token in piece.tokens]
             answer["prompt_token_ids"] = self._prompt_token_ids
         return _json(answer)
 
     def opening(self) -> bytes:
-        """The first chunk of a stream: a chat's role, the prompt's token ids; empty when there is neither."""
-        if self._goes_on or (self._shape.first is None and self._prompt_token_ids is None):
+        """The first chunks of a stream: a chat's role, the prompt's token ids; empty if there is neither."""
+        if self._goes_on or (self._shapes[0].first is None and self._prompt_token_ids is None):
             return b""
-        fields = dict(self._shape.first or self._shape.delta(Piece(), None))
+        return b"".join(self._opening(index) for index in range(len(self._shapes)))
+
+    def piece(self, index: int, piece: Piece) -> bytes:
+        """A chunk of a choice; empty for a piece that shows the client nothing."""
+        if self._tells_tokens and piece.finish_reason is None:
+            self._untold += piece.tokens
+        if piece.finish_reason is not None:
+            return self._full_piece(index, piece)
+        if self._with_logprobs or self._prompt_token_ids is not None or piece.calls:
+            return self._told() + self._full_piece(index, piece) if piece else b""
+        if not piece.text:
+            return b""
+        before, after = self._plain_ends.get(index) or self._split_plain(index)
+        return self._told() + before + _json(piece.text) + after
+
+    def end(self, usage: Usage) -> bytes:
+        """The usage if asked for, and the end mark."""
+        end = _event({**self._head, "choices": [], "usage": usage.as_json()}) if self._include_usage else b""
+        return end + END_OF_STREAM
+
+    def _whole_choice(self, index: int, piece: Piece) -> dict[str, Any]:
+        choice = {
+            "index": index,
+            **self._shapes[index].body(piece, self._logprobs(index, piece)),
+            "finish_reason": piece.finish_reason,
+        }
+        if self._prompt_token_ids is not None:
+            choice["token_ids"] = [token.token_id for token in piece.tokens]
+        return choice
+
+    def _opening(self, index: int) -> bytes:
+        shape = self._shapes[index]
+        fields = dict(shape.first or shape.delta(Piece(), None))
         extra: dict[str, Any] = {}
         if self._prompt_token_ids is not None:
             fields["token_ids"] = []
             extra["prompt_token_ids"] = self._prompt_token_ids
-        return self._chunk(fields, None, extra)
-
-    def piece(self, piece: Piece) -> bytes:
-        """A chunk; empty for a piece that shows the client nothing."""
-        if self._tells_tokens:
-            self._untold += piece.tokens
-        if self._with_logprobs or self._prompt_token_ids is not None:
-            return self._told() + self._full_piece(piece, None) if piece.text or piece.tokens else b""
-        if not piece.text:
-            return b""
-        before, after = self._plain_ends or self._split_plain()
-        return self._told() + before + _json(piece.text) + after
-
-    def last(self, piece: Piece, finish_reason: str, usage: Usage) -> bytes:
-        """The last chunk, the usage if asked for, and the end mark."""
-        end = self._full_piece(piece, finish_reason)
-        if self._include_usage:
-            end += _event({**self._head, "choices": [], "usage": usage.as_json()})
-        return end + END_OF_STREAM
+        return self._chunk(index, fields, None, extra)
 
     def _told(self) -> bytes:
         """The comment before an event."""
@@ -232,31 +271,45 @@ class AnswerWriter:
         told, self._untold = self._untold, []
         return f": {' '.join(str(token.token_id) for token in told)}\n".encode()
 
-    def _full_piece(self, piece: Piece, finish_reason: str | None) -> bytes:
-        fields = self._shape.delta(piece, self._logprobs(piece))
+    def _full_piece(self, index: int, piece: Piece) -> bytes:
+        fields = self._shapes[index].delta(piece, self._logprobs(index, piece))
         if self._prompt_token_ids is not None:
             fields["token_ids"] = [token.token_id for token in piece.tokens]
-        return self._chunk(fields, finish_reason, {})
+        return self._chunk(index, fields, piece.finish_reason, {})
 
-    def _chunk(self, fields: dict[str, Any], finish_reason: str | None, extra: dict[str, Any]) -> bytes:
-        choice = {"index": 0, **fields, "finish_reason": finish_reason}
+    def _chunk(
+        self, index: int, fields: dict[str, Any], finish_reason: str | None, extra: dict[str, Any]
+    ) -> bytes:
+        choice = {"index": index, **fields, "finish_reason": finish_reason}
         usage = {"usage": None} if self._include_usage else {}
         return _event({**self._head, "choices": [choice], **usage, **extra})
 
-    def _split_plain(self) -> tuple[bytes, bytes]:
+    def _split_plain(self, index: int) -> tuple[bytes, bytes]:
         """The bytes before and after the text of a plain chunk. They are the same for every token."""
         marker = secrets.token_hex(16)
-        before, _, after = self._full_piece(Piece(marker), None).partition(_json(marker))
-        self._plain_ends = before, after
+        before, _, after = self._full_piece(index, Piece(marker)).partition(_json(marker))
+        self._plain_ends[index] = before, after
         return before, after
 
-    def _logprobs(self, piece: Piece) -> dict[str, Any] | None:
-        return self._shape.logprobs(piece.tokens) if self._with_logprobs and piece.tokens else None
+    def _logprobs(self, index: int, piece: Piece) -> dict[str, Any] | None:
+        tokens = piece.echoed + piece.tokens
+        return self._shapes[index].logprobs(tokens) if self._with_logprobs and tokens else None
 
 
 def error_event(body: dict[str, Any]) -> bytes:
     """An error inside a stream. Clients raise on it; a bare end would look like a whole answer."""
     return _event(body)
+
+
+def _whole_calls(parts: Sequence[CallPart]) -> list[dict[str, Any]]:
+    """The calls that were made in these parts."""
+    calls: list[dict[str, Any]] = []
+    for part in parts:
+        if part.call_id is not None:
+            function = {"name": part.name, "arguments": ""}
+            calls.append({"id": part.call_id, "type": "function", "function": function})
+        calls[part.index]["function"]["arguments"] += part.arguments
+    return calls
 
 
 def _event(content: object) -> bytes:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from engine_adapter.torch_engine.prompt_scores import keep_scores
 from engine_adapter.torch_engine.runner import Runner, Work
 from engine_adapter.torch_engine.sampling import Choice, choose_all
 from engine_adapter.torch_engine.scheduler import Item
@@ -49,10 +50,10 @@ def compute(runner: Runner, items: Sequence[Item]) -> list[Outcome]:
 
 def _run(runner: Runner, items: Sequence[Item]) -> list[Outcome]:
     work = [
-        Work(item.active.sequence, item.count, item.completes, item.active.request.embeddings)
-        for item in items
+        Work(item.active.sequence, item.count, item.logits, item.active.request.embeddings) for item in items
     ]
-    chosen = iter(choose_all(runner.run(work), [item.active.sampler for item in items if item.completes]))
+    logits = keep_scores(runner.run(work), items)
+    chosen = iter(choose_all(logits, [item.active.sampler for item in items if item.completes]))
     outcomes: list[Outcome] = [next(chosen) if item.completes else None for item in items]
     for outcome in outcomes:
         if isinstance(outcome, Exception) and is_fatal(outcome):

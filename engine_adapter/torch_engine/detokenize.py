@@ -21,10 +21,14 @@ class Detokenizer:
         stopped: a stop string was found. It and everything after it are left out.
     """
 
-    __slots__ = ("_held", "_ids", "_read", "_shown", "_stops", "_tokenizer", "_window", "stopped")
+    __slots__ = ("_held", "_ids", "_read", "_shown", "_skips", "_stops", "_tokenizer", "_window", "stopped")
 
-    def __init__(self, tokenizer: ChatTokenizer, stops: Sequence[str] = ()) -> None:
+    def __init__(
+        self, tokenizer: ChatTokenizer, stops: Sequence[str] = (), *, skips_special: bool = True
+    ) -> None:
+        """`skips_special`: special tokens have no text."""
         self._tokenizer = tokenizer
+        self._skips = skips_special
         self._stops = tuple(stops)
         self._ids: list[int] = []
         self._window = 0  # first id of the window
@@ -52,7 +56,7 @@ class Detokenizer:
         return held
 
     def _decode(self, start: int) -> str:
-        return self._tokenizer.decode(self._ids[start:], skip_special_tokens=True)
+        return self._tokenizer.decode(self._ids[start:], skip_special_tokens=self._skips)
 
     def _advance(self, text: str) -> str:
         """Moves the window to the tokens of the last piece; returns the new text."""

@@ -316,6 +316,9 @@ class Engine:
         last: Exception | None = None
         for item, outcome in zip(items, outcomes, strict=True):
             if isinstance(outcome, Exception):
+                if isinstance(outcome, RequestRefused):
+                    self._finish(item.active, "refused", str(outcome), outcome.param)
+                    continue
                 last = outcome
                 self._fail(item.active, outcome)
         if last is not None and all(isinstance(outcome, Exception) for outcome in outcomes):
@@ -344,15 +347,18 @@ class Engine:
                 continue
             active = item.active
             self._cache.advance(active.sequence, item.count)
+            made = active.take_scores()
             if outcome is None:
+                if made:
+                    outputs.append((active, made))
                 continue
-            tokens: list[Output] = [Token(active.request.request_id, *outcome)]
+            made.append(Token(active.request.request_id, *outcome))
             self.counters.generated_tokens += 1
             reason = active.accept(outcome)
             if reason is not None:
                 self._forget(active, reason)
-                tokens.append(active.finished(reason))
-            outputs.append((active, tokens))
+                made.append(active.finished(reason))
+            outputs.append((active, made))
         return outputs
 
     def _announce_scheduled(self, items: list[Item]) -> None:
@@ -371,9 +377,11 @@ class Engine:
         message = f"the KV cache has no room for this request beside {pinned} pinned blocks"
         self._finish(active, "cancelled", message)
 
-    def _finish(self, active: Active, reason: FinishReason, message: str | None = None) -> None:
+    def _finish(
+        self, active: Active, reason: FinishReason, message: str | None = None, param: str | None = None
+    ) -> None:
         self._forget(active, reason)
-        self._deliver(active, [active.finished(reason, message)])
+        self._deliver(active, [active.finished(reason, message, param)])
 
     def _forget(self, active: Active, reason: FinishReason) -> None:
         self._scheduler.remove(active)

@@ -1,8 +1,10 @@
-"""The bridge between the event loop and the engine thread, for one request."""
+"""The bridge between the event loop and the engine thread, for the choices of one answer."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
+from functools import partial
 from types import TracebackType
 from typing import Self
 
@@ -12,89 +14,118 @@ from engine_adapter.torch_engine.requests import (
     Finished,
     GenerationRequest,
     Output,
+    PromptScores,
     RequestFailed,
+    RequestRefused,
     Scheduled,
     Token,
 )
 
+Outputs = list[Token | PromptScores | Finished]
+
 
 class Generation:
-    """Submits a request on entry; cancels it on exit unless it is done.
+    """Submits one request per choice on entry; cancels those that are not done on exit.
 
-    Outputs wait here until they are read. The request's `max_tokens` bounds their number, and a client that
+    Choices of one prompt share its KV: the engine computes a block for the first of them, and the others
+    wait for it. Outputs wait here until they are read. `max_tokens` bounds their number, and a client that
     reads slowly delays nobody else.
 
     Attributes:
-        cached_tokens: prompt tokens that came from cache.
+        cached_tokens: prompt tokens that came from cache, for the first choice.
     """
 
-    def __init__(self, engine: Engine, request: GenerationRequest) -> None:
+    def __init__(self, engine: Engine, requests: Sequence[GenerationRequest]) -> None:
         self._engine = engine
-        self._request = request
+        self._requests = requests
         self._loop = asyncio.get_running_loop()
-        self._pending: list[Output] = []
+        self._pending: dict[int, list[Output]] = {}
         self._wake = asyncio.Event()
-        self._done = False
+        self._open: set[int] = set()
         self.cached_tokens = 0
 
     async def __aenter__(self) -> Self:
         """Raises RequestRefused or EngineUnavailable."""
-        self._engine.submit(self._request, self._from_engine)
+        try:
+            for index, request in enumerate(self._requests):
+                self._engine.submit(request, partial(self._from_engine, index))
+                self._open.add(index)
+        except Exception:
+            self._cancel_all()
+            raise
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if not self._done:
-            self._engine.cancel(self._request.request_id)
+        self._cancel_all()
+
+    def cancel(self, index: int) -> None:
+        """Ends one choice: nothing more of it is read."""
+        if index in self._open:
+            self._open.remove(index)
+            self._engine.cancel(self._requests[index].request_id)
+        self._pending.pop(index, None)
 
     async def scheduled(self) -> None:
-        """Returns when the prompt is about to run; `cached_tokens` is then known.
+        """Returns when the first choice is about to run; `cached_tokens` is then known.
 
         Raises:
-            RequestFailed: the engine failed on this request.
+            RequestFailed, RequestRefused: the engine failed on a request, or gave it up.
             EngineUnavailable: the engine stopped.
         """
-        await self._wait()
-        first = self._pending[0]
+        while 0 not in self._pending:
+            await self._wait()
+            for outputs in self._pending.values():
+                self._check(outputs)
+        first = self._pending[0][0]
         if isinstance(first, Scheduled):
             self.cached_tokens = first.cached_tokens
-            del self._pending[0]
-        else:
-            self._check(self._pending)
 
-    async def outputs(self) -> list[Token | Finished]:
-        """The outputs since the last call, at least one. Finished is the last of all.
+    async def outputs(self) -> dict[int, Outputs]:
+        """The outputs of each choice since the last call, of at least one. Finished is the last of a choice.
 
         Raises:
-            RequestFailed: the engine failed on this request.
+            RequestFailed, RequestRefused: the engine failed on a request, or gave it up.
             EngineUnavailable: the engine stopped.
         """
-        await self._wait()
-        outputs, self._pending = self._pending, []
-        self._wake.clear()
-        self._check(outputs)
-        return [output for output in outputs if not isinstance(output, Scheduled)]
+        while not self._pending:
+            await self._wait()
+        pending, self._pending = self._pending, {}
+        for index, outputs in pending.items():
+            self._check(outputs)
+            if isinstance(outputs[-1], Finished):
+                self._open.discard(index)
+        return {
+            index: [output for output in outputs if not isinstance(output, Scheduled)]
+            for index, outputs in pending.items()
+        }
 
     async def _wait(self) -> None:
-        while not self._pending:
-            self._wake.clear()
-            await self._wake.wait()
+        self._wake.clear()
+        await self._wake.wait()
 
     def _check(self, outputs: list[Output]) -> None:
         last = outputs[-1]
         if not isinstance(last, Finished):
             return
-        self._done = True
         if last.reason == "error":
             raise RequestFailed(f"the engine failed on this request: {last.message}")
+        if last.reason == "refused":
+            raise RequestRefused(last.message or "it cannot be served", param=last.param or "prompt")
         if last.reason == "cancelled":
             raise EngineUnavailable(last.message or "the engine is shutting down")
 
-    def _from_engine(self, outputs: list[Output]) -> None:
-        """Hands the outputs over; runs in the engine thread."""
-        self._loop.call_soon_threadsafe(self._arrive, outputs)
+    def _cancel_all(self) -> None:
+        for index in list(self._open):
+            self.cancel(index)
 
-    def _arrive(self, outputs: list[Output]) -> None:
-        self._pending.extend(outputs)
+    def _from_engine(self, index: int, outputs: list[Output]) -> None:
+        """Hands the outputs over; runs in the engine thread."""
+        self._loop.call_soon_threadsafe(self._arrive, index, outputs)
+
+    def _arrive(self, index: int, outputs: list[Output]) -> None:
+        if index not in self._open:
+            return
+        self._pending.setdefault(index, []).extend(outputs)
         self._wake.set()

@@ -28,9 +28,10 @@ class KvSequence:
         blocks: all reserved GPU slots, in order; the first `len(path)` belong to the tree.
         path: the full blocks of the tree that the sequence holds.
         retention: how long to retain these blocks after the end; None for no retention.
+        reuses: whether it begins with cached blocks. All sequences leave theirs to others.
     """
 
-    __slots__ = ("blocks", "computed", "extra_ids", "path", "retention", "root", "salt", "tokens")
+    __slots__ = ("blocks", "computed", "extra_ids", "path", "retention", "reuses", "root", "salt", "tokens")
 
     def __init__(
         self,
@@ -43,6 +44,7 @@ class KvSequence:
         self.extra_ids: array[int] | None = None if extra_ids is None else array("Q", extra_ids)
         self.salt = salt
         self.retention = retention
+        self.reuses = True
         self.root: Node | None = None
         self.path: list[Node] = []
         self.blocks: array[int] = array("i")
@@ -95,7 +97,7 @@ class KvCache:
         last token is never among them. Without room, returns False and changes nothing.
         """
         root = self.tree.hold_root(sequence.salt)
-        path = self.tree.walk(root, self._keys_after(sequence, 0))
+        path = self.tree.walk(root, self._keys_after(sequence, 0)) if sequence.reuses else []
         for node in path:
             self.tree.hold(node)
         sequence.root, sequence.path = root, path  # from here on, `end` undoes it if a copy fails
@@ -110,7 +112,8 @@ class KvCache:
         self.tree.touch(path)
         sequence.blocks = array("i", [node.slot for node in path]) + self.tree.gpu.take_many(fresh)
         sequence.computed = len(path) * self.tokens_per_block
-        self._copy_beginning(sequence)
+        if sequence.reuses:
+            self._copy_beginning(sequence)
         return True
 
     def _copy_beginning(self, sequence: KvSequence) -> None:
@@ -141,7 +144,7 @@ class KvCache:
         """
         size = self.tokens_per_block
         held = len(sequence.path)
-        if sequence.computed != held * size:
+        if sequence.computed != held * size or not sequence.reuses:
             return 0
         more = self.tree.walk(sequence.tip, self._keys_after(sequence, held))
         for index, node in enumerate(more, start=held):

@@ -1,7 +1,7 @@
 """Request bodies, checked field by field.
 
 Unknown fields are ignored, as they may be meant for another engine. Known fields that this engine cannot
-honour (n, echo, logit_bias …) are refused, unless their value asks for nothing.
+honour (best_of, suffix …) are refused, unless their value asks for nothing.
 """
 
 from __future__ import annotations
@@ -20,11 +20,18 @@ from engine_adapter.torch_engine.requests import SamplingParams
 from engine_adapter.types import KvTarget, Retention, TokenIds, extra_array
 
 MAX_TOP_LOGPROBS = 20
+MAX_CHOICES = 128
+"""As at OpenAI."""
 _MAX_STOPS = 4
 _DEFAULT_COMPLETION_TOKENS = 16
 _MAX_SLICE = 65_536
 _MAX_PRIORITY = 1000
 _INT64 = 2**63
+_MAX_BIAS = 100.0
+_STRUCTURE_FIELDS = (
+    "response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
+    "guided_json_object",
+)  # fmt: skip
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
@@ -56,6 +63,12 @@ class _Generation(msgspec.Struct, frozen=True, kw_only=True):
     best_of: int | None = None
     logit_bias: dict[str, float] | None = None
     response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    guided_json_object: Any = None
     cache_salt: str | None = None
     priority: int | None = None
     keep_priority: int | None = None
@@ -84,6 +97,11 @@ class _Generation(msgspec.Struct, frozen=True, kw_only=True):
         return "max_tokens"
 
     @property
+    def structure_fields(self) -> dict[str, Any]:
+        """The fields that `structure_of` reads."""
+        return {name: getattr(self, name) for name in _STRUCTURE_FIELDS}
+
+    @property
     def stops(self) -> tuple[str, ...]:
         """Stop strings."""
         if self.stop is None:
@@ -96,6 +114,8 @@ class ChatRequest(_Generation, frozen=True, kw_only=True):
 
     messages: Any
     tools: Any = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -121,6 +141,7 @@ class CompletionRequest(_Generation, frozen=True, kw_only=True):
     logprobs: int | None = None
     echo: bool | None = None
     suffix: str | None = None
+    prompt_embeds: Any = None
 
 
 PromptRequest = ChatRequest | CompletionRequest
@@ -214,7 +235,9 @@ def sampling_of(request: PromptRequest, *, default_max_tokens: int | None) -> Sa
     _check_supported(request)
     _check_stops(request.stops)
     max_name, max_tokens = _max_tokens(request, default_max_tokens)
-    _need(max_tokens is None or max_tokens >= 1, max_name, "is at least 1")
+    echoes = isinstance(request, CompletionRequest) and bool(request.echo)
+    least = 0 if echoes else 1
+    _need(max_tokens is None or max_tokens >= least, max_name, f"is at least {least}")
     min_tokens = request.min_tokens or 0
     _need(min_tokens >= 0, "min_tokens", "is not negative")
     _need(max_tokens is None or min_tokens <= max_tokens, "min_tokens", f"is at most {max_name}")
@@ -238,7 +261,21 @@ def sampling_of(request: PromptRequest, *, default_max_tokens: int | None) -> Sa
         ignore_eos=bool(request.ignore_eos),
         stop_token_ids=tuple(request.stop_token_ids or ()),
         logprobs=_logprobs(request),
+        prompt_logprobs=_logprobs(request) if echoes else None,
+        logit_bias=_bias(request),
     )
+
+
+def choices_of(request: PromptRequest) -> int:
+    """How many choices the request asks for; raises ApiError (400)."""
+    n = 1 if request.n is None else request.n
+    _need(1 <= n <= MAX_CHOICES, "n", f"is from 1 to {MAX_CHOICES}")
+    if request.best_of not in (None, 1, n):
+        raise ApiError("best_of above n is not supported", param="best_of")
+    for name in ("answer_token_ids", "stream_token_ids"):
+        if n > 1 and getattr(request, name):
+            raise ApiError(f"{name} needs n = 1", param=name)
+    return n
 
 
 def prompt_of(prompt: str | list[Any]) -> str | TokenIds[int]:
@@ -279,7 +316,7 @@ def answered_of(request: PromptRequest, sampling: SamplingParams) -> TokenIds[in
     answered = token_ids_of(request.answer_token_ids or [], "answer_token_ids")
     limit = sampling.max_tokens
     rule = f"has less than {request.limit_name} tokens"
-    _need(limit is None or len(answered) < limit, "answer_token_ids", rule)
+    _need(limit is None or not answered or len(answered) < limit, "answer_token_ids", rule)
     return answered
 
 
@@ -360,6 +397,17 @@ def _logprobs(request: PromptRequest) -> int | None:
     return top if request.logprobs else None
 
 
+def _bias(request: PromptRequest) -> tuple[tuple[int, float], ...]:
+    """The bias of each token; raises ApiError (400)."""
+    biases: dict[int, float] = {}
+    for token, bias in (request.logit_bias or {}).items():
+        if not (token.isascii() and token.isdigit() and len(token) < 10):  # noqa: PLR2004 - fits int32
+            raise ApiError(f"logit_bias: {token[:40]!r} is not a token id", param="logit_bias")
+        _need(-_MAX_BIAS <= bias <= _MAX_BIAS, "logit_bias", f"is from {-_MAX_BIAS:g} to {_MAX_BIAS:g}")
+        biases[int(token)] = bias
+    return tuple(biases.items())
+
+
 def _check_stops(stops: tuple[str, ...]) -> None:
     if len(stops) > _MAX_STOPS:
         raise ApiError(f"stop has {len(stops)} strings; at most {_MAX_STOPS} are taken", param="stop")
@@ -369,23 +417,17 @@ def _check_stops(stops: tuple[str, ...]) -> None:
 
 def _check_supported(request: PromptRequest) -> None:
     """Refuses fields that the engine would otherwise silently ignore."""
-    refused: list[tuple[str, bool, str]] = [
-        ("n", request.n not in (None, 1), "only n = 1 is supported"),
-        ("best_of", request.best_of not in (None, 1), "only best_of = 1 is supported"),
-        ("logit_bias", bool(request.logit_bias), "logit_bias is not supported"),
-        (
-            "response_format",
-            request.response_format is not None and request.response_format.get("type") != "text",
-            "only response_format of type text is supported",
-        ),
-    ]
     if isinstance(request, CompletionRequest):
-        refused += [
-            ("echo", bool(request.echo), "echo is not supported"),
+        refused = [
             ("suffix", bool(request.suffix), "suffix is not supported"),
+            (
+                "prompt_embeds",
+                request.prompt_embeds is not None,
+                "prompt_embeds are taken as content parts of a chat alone",
+            ),
         ]
     else:
-        refused += [
+        refused = [
             ("prompt_table", request.prompt_table is not None, "prompt_table needs /v1/completions"),
             ("extra_ids", request.extra_ids is not None, "extra_ids need /v1/completions"),
             (

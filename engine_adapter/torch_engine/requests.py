@@ -16,8 +16,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-FinishReason = Literal["stop", "length", "cancelled", "error"]
-"""`error`: the engine failed on this very request. `cancelled`: the client left, or the engine ended."""
+FinishReason = Literal["stop", "length", "cancelled", "error", "refused"]
+"""`error`: the engine failed on this very request. `refused`: the request asks for what cannot be done.
+`cancelled`: the client left, or the engine ended."""
 
 
 class RequestFailed(EngineError):
@@ -55,6 +56,7 @@ class SamplingParams:
         min_tokens: no end or stop token before this many tokens.
         ignore_eos: the model's end tokens do not stop; `stop_token_ids` still do.
         logprobs: None for none; n for those of the chosen token and the n best.
+        prompt_logprobs: the same for each token of the prompt. Its KV is then computed whole, not reused.
         logit_bias: (token id, number added to its score), each id once.
     """
 
@@ -71,6 +73,7 @@ class SamplingParams:
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     logit_bias: tuple[tuple[int, float], ...] = ()
 
 
@@ -80,7 +83,8 @@ class Constraint(Protocol):
     def allow(self, words: NDArray[np.int32]) -> bool:
         """Sets bit `i % 32` of `words[i // 32]` for each token `i` that may come next; all are 0 before.
 
-        False means that every token may come. An exception ends the request with an error.
+        False means that every token may come. An exception ends the request: RequestRefused as the client's
+        fault, any other as an error.
         """
 
     def accept(self, token: int) -> None:
@@ -137,15 +141,28 @@ class Token(msgspec.Struct, frozen=True, gc=False):
     top_logprobs: tuple[tuple[int, float], ...] | None = None
 
 
+class PromptScores(msgspec.Struct, frozen=True, gc=False):
+    """Logprobs of prompt tokens, in order, in as many parts as the prompt was computed in.
+
+    Attributes:
+        scores: logprob and best tokens as in `Token`, for each. The first token of a prompt has none.
+    """
+
+    request_id: str
+    scores: tuple[tuple[float, tuple[tuple[int, float], ...]], ...]
+
+
 class Finished(msgspec.Struct, frozen=True, gc=False):
-    """The last output of a request. `message` says what went wrong, if anything did."""
+    """The last output of a request. `message` says what went wrong, if anything did. `param` names the field
+    for which a request was refused."""
 
     request_id: str
     reason: FinishReason
     message: str | None = None
+    param: str | None = None
 
 
-Output = Scheduled | Token | Finished
+Output = Scheduled | PromptScores | Token | Finished
 
 OnOutput = Callable[[list[Output]], None]
 """Called in the engine thread with the outputs of one step for one request. Must not block."""

@@ -14,8 +14,18 @@ from dataclasses import dataclass
 
 from engine_adapter.torch_engine.kv_cache import KvCache, KvSequence
 from engine_adapter.torch_engine.kv_node import Node
-from engine_adapter.torch_engine.requests import Finished, FinishReason, GenerationRequest, OnOutput
+from engine_adapter.torch_engine.requests import (
+    Finished,
+    FinishReason,
+    GenerationRequest,
+    OnOutput,
+    Output,
+    PromptScores,
+)
 from engine_adapter.torch_engine.sampling import Choice, Sampler
+
+SCORED_TOKENS = 128
+"""Most tokens per step of a prompt whose logprobs are wanted: each has a row of the vocabulary's size."""
 
 
 class Active:
@@ -25,9 +35,14 @@ class Active:
         sequence: its tokens and blocks.
         ends: tokens that stop it. limit: most tokens to generate.
         scheduled: whether it has run before.
+        scored: so many prompt tokens have logprobs that were delivered, or can have none.
+        scores: logprobs of this step, to be delivered.
     """
 
-    __slots__ = ("ends", "generated", "limit", "on_output", "request", "sampler", "scheduled", "sequence")
+    __slots__ = (
+        "ends", "generated", "limit", "on_output", "request", "sampler", "scheduled", "scored", "scores",
+        "sequence",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -44,15 +59,29 @@ class Active:
         self.sequence = KvSequence(
             request.token_ids, request.extra_ids, request.cache_salt, request.retention
         )
+        self.sequence.reuses = request.sampling.prompt_logprobs is None
         self.ends = ends
         self.limit = limit
         self.generated = 0
         self.scheduled = False
+        self.scored = 1
+        self.scores: tuple[tuple[float, tuple[tuple[int, float], ...]], ...] = ()
 
     @property
     def uncomputed(self) -> int:
         """Tokens whose KV is not computed yet."""
         return len(self.sequence.tokens) - self.sequence.computed
+
+    @property
+    def wants_scores(self) -> bool:
+        """Whether logprobs of its prompt are still to be computed."""
+        return self.request.sampling.prompt_logprobs is not None and self.scored < len(self.request.token_ids)
+
+    def take_scores(self) -> list[Output]:
+        """The logprobs of this step, if it has any; they count as delivered."""
+        scores, self.scores = self.scores, ()
+        self.scored += len(scores)
+        return [PromptScores(self.request.request_id, scores)] if scores else []
 
     def accept(self, choice: Choice) -> FinishReason | None:
         """Adds a generated token; returns why the request ends, None if it goes on."""
@@ -62,9 +91,11 @@ class Active:
             return "stop"
         return "length" if self.generated >= self.limit else None
 
-    def finished(self, reason: FinishReason, message: str | None = None) -> Finished:
+    def finished(
+        self, reason: FinishReason, message: str | None = None, param: str | None = None
+    ) -> Finished:
         """Its last output."""
-        return Finished(self.request.request_id, reason, message)
+        return Finished(self.request.request_id, reason, message, param)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +110,11 @@ class Item:
     def completes(self) -> bool:
         """True when all its tokens are computed after this step, so that the next one can be chosen."""
         return self.count == self.active.uncomputed
+
+    @property
+    def logits(self) -> int:
+        """After how many of its last tokens logits are needed."""
+        return self.count if self.active.wants_scores else int(self.completes)
 
 
 class Scheduler:
@@ -178,6 +214,8 @@ class Scheduler:
         if block in claimed:
             return 0
         count = min(budget, active.uncomputed)
+        if active.wants_scores:
+            count = min(count, SCORED_TOKENS)
         if sequence.computed % self._cache.tokens_per_block + count >= self._cache.tokens_per_block:
             claimed.add(block)
         return count

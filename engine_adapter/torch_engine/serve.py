@@ -122,7 +122,7 @@ def check_words(words: Sequence[str]) -> None:
         raise EngineSpecError(error.format_message()) from error
     except typer.Exit as error:
         raise EngineSpecError("--help starts no engine") from error
-    EngineOptions(**{each.name: given[each.name] for each in fields(EngineOptions)})
+    EngineOptions(**{each.name: given[each.name] for each in fields(EngineOptions) if each.name in given})
 
 
 def _end_now() -> None:

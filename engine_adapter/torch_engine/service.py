@@ -17,12 +17,14 @@ from engine_adapter.prompt.extra_ids import Embeddings
 from engine_adapter.torch_engine.api_errors import ApiError
 from engine_adapter.torch_engine.engine import Engine
 from engine_adapter.torch_engine.event_publisher import EventPublisher
+from engine_adapter.torch_engine.grammar import Grammars
 from engine_adapter.torch_engine.kv_cache import KvCache
 from engine_adapter.torch_engine.loaded_model import LoadedModel
 from engine_adapter.torch_engine.model import load_model
 from engine_adapter.torch_engine.options import EngineOptions, ServiceOptions
 from engine_adapter.torch_engine.prompt_tables import PromptEmbeddings, PromptTables, embedding_tensor
 from engine_adapter.torch_engine.protocol import ChatRequest, PromptRequest, prompt_of
+from engine_adapter.torch_engine.token_bytes import TokenBytes
 from engine_adapter.types import TokenIds
 
 T = TypeVar("T")
@@ -62,6 +64,8 @@ class EngineService:
         self.options = options
         self.publisher = EventPublisher(host=host)
         self.engine = Engine(model, options, self.publisher.publish)
+        self.token_bytes = TokenBytes(tokenizer)
+        self.grammars = Grammars(tokenizer, vocab_size=model.vocab_size, ends=model.eos_token_ids)
         self.tables = PromptTables(vocab_size=model.vocab_size, hidden_size=model.hidden_size)
 
     @classmethod
@@ -73,12 +77,14 @@ class EngineService:
             options.model, device=options.device, dtype=options.dtype, served_name=options.served_name
         )
         service = cls(model, ChatTokenizer.load(model.tokenizer), options.engine, host=options.host)
+        service.grammars.load()
         service.engine.start()
         return service
 
     def close(self) -> None:
         """Ends the engine and its sockets. Blocks until the running step is done."""
         self.engine.stop()
+        self.grammars.close()
         self.publisher.close()
 
     async def call(self, fn: Callable[[KvCache], T]) -> T:

@@ -42,7 +42,7 @@ from engine_adapter.vllm.findings import findings_of
 from engine_adapter.vllm.flush import flush
 from engine_adapter.vllm.metrics import look
 from engine_adapter.vllm.options import VllmSpec
-from engine_adapter.vllm.ranks import sent_to_rank
+from engine_adapter.vllm.ranks import addressable, sent_to_rank
 from engine_adapter.vllm.requests import RequestShaper
 from engine_adapter.vllm.routes import ROUTES
 
@@ -101,7 +101,7 @@ class VllmAdapter(SelfPlaced, Undeclared):
             shares_prefill=True,
             renders_embeds=metrics.block_size is not None and (facts.tokenizes or facts.renders),
             served_as_chats=MESSAGES_ROUTES if facts.renders else MESSAGES_ROUTES | RESPONSES_ROUTES,
-            ranks=metrics.ranks,
+            ranks=addressable(metrics.ranks),
             routes=ROUTES,
             card=facts.card,
         )

@@ -17,3 +17,9 @@ def sent_to_rank(headers: Mapping[str, str], rank: int | None) -> Mapping[str, s
     if rank is None:
         return headers
     return {name: value for name, value in headers.items() if name.lower() != _HEADER} | rank_headers(rank)
+
+
+def addressable(ranks: tuple[int, ...]) -> tuple[int, ...]:
+    """The ranks of a server's metrics, if requests can name each; else none. A server with a part of all
+    ranks (`--data-parallel-hybrid-lb`) counts its own from 0 in the header, but not in its metrics."""
+    return ranks if ranks == tuple(range(len(ranks))) else ()

@@ -66,6 +66,8 @@ def init(
         return
     try:
         output.touch(mode=0o600)  # it may hold keys
+        if force and output.is_file():
+            output.chmod(0o600)
         output.write_text(text, encoding="utf-8")
     except OSError as error:
         fail(f"{str(output)!r} cannot be written: {error.strerror}")

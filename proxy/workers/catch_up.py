@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
-from proxy.api.changes import PATH, heard
+from http import HTTPStatus
+
+from proxy.api.changes import PATH, Change, heard
 from proxy.api.siblings import Siblings
 from proxy.workers.orders import Orders
 
 
-async def catch_up(siblings: Siblings, orders: Orders) -> None:
+async def catch_up(siblings: Siblings, orders: Orders) -> list[Change]:
     """Carries out the changes that the other workers know. Its own socket listens already, so that what is
-    changed from now on comes there."""
+    changed from now on comes there. Returns what can only be done later, see `carry_out`."""
     answers = await siblings.ask("GET", PATH, [], b"")
     told = [heard(answer.body) for answer in answers if answer.is_good]
-    own = Siblings([orders.http_socket])
-    for change in max(told, key=len, default=()):  # another one may have just been started, too
-        await own.ask(change.method, change.target, [(b"content-type", b"application/json")], change.body)
+    return await carry_out(max(told, key=len, default=[]), orders)  # another one may have just been started
+
+
+async def carry_out(changes: list[Change], orders: Orders) -> list[Change]:
+    """Carries out changes. Returns those of engines that are not there: they may still be found, or be ranks
+    of a server that has not connected."""
+    own, left = Siblings([orders.http_socket]), list[Change]()
+    for change in changes:
+        content = [(b"content-type", b"application/json")]
+        answers = await own.ask(change.method, change.target, content, change.body)
+        left += [change for answer in answers if answer.status == HTTPStatus.NOT_FOUND]
     await own.aclose()
+    return left

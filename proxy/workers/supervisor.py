@@ -18,7 +18,7 @@ import sys
 import time
 from asyncio.subprocess import Process
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 
 import structlog
 
@@ -129,25 +129,24 @@ class Workers:
             directory=str(self._directory.path),
             follows=follows,
         )
-        pulse = Pulse(self._directory.path / f"worker-{number}.alive", self._silent_s)
-        process = await asyncio.create_subprocess_exec(
-            *ends_with_parent([sys.executable, "-m", "proxy.cli", *sys.argv[1:]]),
-            env={**os.environ, **orders.variable(), **pulse.variables()},
-            pass_fds=descriptors,
-            start_new_session=True,  # Ctrl-C reaches the supervisor alone, which passes it on
-        )
-        self._running[number] = process
-        self._tasks.start(f"watch of worker {number}", self._watch(number, process, pulse))
-        if self._stopping.is_set():  # kvpin was told during the start
-            process.terminate()
-        log.info("worker started", worker=number, pid=process.pid)
-        try:
-            return await process.wait()
-        finally:
-            self._tasks.cancel(f"watch of worker {number}")
-            pulse.close()
-            del self._running[number]
-            self._tally.leave(number)
+        with closing(Pulse(self._directory.path / f"worker-{number}.alive", self._silent_s)) as pulse:
+            process = await asyncio.create_subprocess_exec(
+                *ends_with_parent([sys.executable, "-m", "proxy.cli", *sys.argv[1:]]),
+                env={**os.environ, **orders.variable(), **pulse.variables()},
+                pass_fds=descriptors,
+                start_new_session=True,  # Ctrl-C reaches the supervisor alone, which passes it on
+            )
+            self._running[number] = process
+            self._tasks.start(f"watch of worker {number}", self._watch(number, process, pulse))
+            if self._stopping.is_set():  # kvpin was told during the start
+                process.terminate()
+            log.info("worker started", worker=number, pid=process.pid)
+            try:
+                return await process.wait()
+            finally:
+                self._tasks.cancel(f"watch of worker {number}")
+                del self._running[number]
+                self._tally.leave(number)
 
     async def _watch(self, number: int, process: Process, pulse: Pulse) -> None:
         """Kills a worker when it hangs."""

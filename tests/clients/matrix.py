@@ -55,9 +55,7 @@ FEATURES = {
     "headers": Feature("response headers"),
     "tools": Feature("a tool call and its result", FAKE),
     "stream_tools": Feature("streamed tool calls", FAKE),
-    "schema": Feature(
-        "structured output", refused={"embedded": Refusal(400, "it cannot constrain its answers")}
-    ),
+    "schema": Feature("structured output"),
     "reasoning": Feature("reasoning content", FAKE),
     "embeddings": Feature("embeddings", refused={"embedded": Refusal(404, "it has no embeddings")}),
     "images": Feature("images", refused={"embedded": _NO_IMAGES, "llama-server": _NO_IMAGES}),

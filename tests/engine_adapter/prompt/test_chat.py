@@ -361,3 +361,8 @@ threads = [threading.Thread(target=load) for _ in range(8)]
 assert len(loaded) == 8
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_special_tokens_and_template(chat):
+    assert "<|im_end|>" in chat.special_tokens
+    assert "<|im_start|>" in chat.template(None)

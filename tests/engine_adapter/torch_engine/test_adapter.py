@@ -87,6 +87,27 @@ async def test_a_stream_tells_its_tokens_and_can_be_resumed():
     await adapter.aclose()
 
 
+@pytest.mark.parametrize(
+    ("fields", "cached"),
+    [({"echo": True, "logprobs": 0}, 0), ({"echo": True}, None), ({"logprobs": 1}, None)],
+)
+async def test_logprobs_of_a_prompt_reuse_nothing(fields, cached):
+    adapter = EmbeddedAdapter(EngineSpec(kind="embedded", url="http://h:1", id="e"))
+    body = JsonBody(json.dumps({"prompt": "x", **fields}).encode())
+    async with adapter.hold("/v1/completions", body, None) as hold:
+        assert hold.cached_tokens == cached
+    await adapter.aclose()
+
+
+async def test_an_echo_is_not_resumed():
+    adapter = EmbeddedAdapter(EngineSpec(kind="embedded", url="http://h:1", id="e"))
+    body = JsonBody(b'{"prompt":"x","stream":true,"echo":true}')
+    async with adapter.hold("/v1/completions", body, None) as hold:
+        assert hold.resume is None
+        assert "stream_token_ids" not in hold.body
+    await adapter.aclose()
+
+
 async def test_what_has_no_prompt_goes_on_as_it_is():
     adapter = EmbeddedAdapter(EngineSpec(kind="embedded", url="http://h:1", id="e"))
     body = JsonBody(b'{"keep_priority": 1}')

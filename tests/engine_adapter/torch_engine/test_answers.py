@@ -18,6 +18,8 @@ from engine_adapter.torch_engine.answers import (
     error_event,
 )
 from engine_adapter.torch_engine.requests import Token
+from engine_adapter.torch_engine.token_bytes import TokenBytes
+from engine_adapter.torch_engine.tool_calls import CallPart
 
 USAGE = Usage(prompt=10, cached=4, completion=2)
 TOKENS = [
@@ -31,9 +33,14 @@ def tokenizer(tokenizer_dir) -> ChatTokenizer:
     return ChatTokenizer.load(str(tokenizer_dir))
 
 
+@pytest.fixture(scope="module")
+def token_bytes(tokenizer) -> TokenBytes:
+    return TokenBytes(tokenizer)
+
+
 def writer(shape, *, logprobs=False, prompt_token_ids=None, usage=False) -> AnswerWriter:
     return AnswerWriter(
-        shape, model="m", with_logprobs=logprobs, prompt_token_ids=prompt_token_ids, include_usage=usage
+        [shape], model="m", with_logprobs=logprobs, prompt_token_ids=prompt_token_ids, include_usage=usage
     )
 
 
@@ -45,8 +52,10 @@ def events(data: bytes) -> list[object]:
     ]
 
 
-def test_a_whole_chat(tokenizer):
-    data = json.loads(writer(ChatShape(tokenizer)).whole(Piece("hi", TOKENS), "stop", USAGE))
+def test_a_whole_chat(token_bytes):
+    data = json.loads(
+        writer(ChatShape(token_bytes)).whole([Piece("hi", TOKENS, finish_reason="stop")], USAGE)
+    )
     answer = ChatCompletion.model_validate(data, strict=True)
     assert answer.choices[0].message.content == "hi"
     assert answer.choices[0].logprobs is None
@@ -59,24 +68,30 @@ def test_a_whole_chat(tokenizer):
     assert "token_ids" not in data["choices"][0]
 
 
-def test_a_whole_completion(tokenizer):
-    data = json.loads(writer(CompletionShape(tokenizer)).whole(Piece("hi", TOKENS), "length", USAGE))
+def test_a_whole_completion(token_bytes):
+    data = json.loads(
+        writer(CompletionShape(token_bytes)).whole([Piece("hi", TOKENS, finish_reason="length")], USAGE)
+    )
     answer = Completion.model_validate(data, strict=True)
     assert answer.choices[0].text == "hi"
     assert answer.choices[0].finish_reason == "length"
     assert answer.usage.prompt_tokens_details.cached_tokens == 4
 
 
-def test_token_ids_are_given_back_when_asked(tokenizer):
+def test_token_ids_are_given_back_when_asked(token_bytes):
     data = json.loads(
-        writer(ChatShape(tokenizer), prompt_token_ids=[1, 2]).whole(Piece("hi", TOKENS), "stop", USAGE)
+        writer(ChatShape(token_bytes), prompt_token_ids=[1, 2]).whole(
+            [Piece("hi", TOKENS, finish_reason="stop")], USAGE
+        )
     )
     assert data["prompt_token_ids"] == [1, 2]
     assert data["choices"][0]["token_ids"] == [70, 71]
 
 
-def test_chat_logprobs(tokenizer):
-    data = writer(ChatShape(tokenizer), logprobs=True).whole(Piece("hi", TOKENS), "stop", USAGE)
+def test_chat_logprobs(tokenizer, token_bytes):
+    data = writer(ChatShape(token_bytes), logprobs=True).whole(
+        [Piece("hi", TOKENS, finish_reason="stop")], USAGE
+    )
     content = ChatCompletion.model_validate_json(data).choices[0].logprobs.content
     assert [entry.logprob for entry in content] == [-0.5, -9999.0]
     assert content[0].token == tokenizer.decode([70])
@@ -84,26 +99,82 @@ def test_chat_logprobs(tokenizer):
     assert [best.logprob for best in content[0].top_logprobs] == [-0.5, -9999.0]
 
 
-def test_a_part_of_a_character_has_no_bytes(tokenizer):
-    part = tokenizer.encode("\U0001f9ff", add_special_tokens=False)[0]
-    logprobs = ChatShape(tokenizer).logprobs([Token("r", part, -1.0, ())])
-    assert logprobs["content"][0]["bytes"] is None
+def test_each_part_of_a_character_has_its_bytes(tokenizer, token_bytes):
+    parts = tokenizer.encode("a\U0001f9ff", add_special_tokens=False)
+    entries = ChatShape(token_bytes).logprobs([Token("r", part, -1.0, ()) for part in parts])["content"]
+    assert len(entries) > 2
+    assert bytes(byte for entry in entries for byte in entry["bytes"]) == "a\U0001f9ff".encode()
+    assert entries[1]["token"].startswith("\\xf0")
 
 
-def test_completion_logprobs_and_their_offsets(tokenizer):
-    shape = CompletionShape(tokenizer)
+def test_completion_logprobs_and_their_offsets(tokenizer, token_bytes):
+    shape = CompletionShape(token_bytes)
     first, second = shape.logprobs(TOKENS[:1]), shape.logprobs(TOKENS[1:])
     assert first["text_offset"] == [0]
     assert second["text_offset"] == [len(tokenizer.decode([70]))]
     assert second["token_logprobs"] == [-9999.0]
-    assert second["top_logprobs"] == [{tokenizer.decode([70]): -0.5, tokenizer.decode([72]): -2.0}]
+    texts = [tokenizer.decode([token]) for token in (70, 72, 71)]
+    assert second["top_logprobs"] == [dict(zip(texts, [-0.5, -2.0, -9999.0], strict=True))]
 
 
-def test_a_chat_stream(tokenizer):
-    out = writer(ChatShape(tokenizer), usage=True)
+def test_offsets_count_characters_not_tokens(tokenizer, token_bytes):
+    tokens = [Token("r", i, -1.0, ()) for i in tokenizer.encode("\U0001f9ff!", add_special_tokens=False)]
+    offsets = CompletionShape(token_bytes).logprobs(tokens)["text_offset"]
+    assert offsets == [0] * (len(tokens) - 1) + [1]
+
+
+def test_an_echoed_prompt_begins_without_a_logprob(token_bytes):
+    echoed = [Token("", 70), Token("", 71, -1.5, ((71, -1.5),))]
+    piece = Piece("prompt hi", TOKENS[:1], echoed=echoed, finish_reason="length")
+    data = json.loads(writer(CompletionShape(token_bytes), logprobs=True).whole([piece], USAGE))
+    logprobs = data["choices"][0]["logprobs"]
+    assert logprobs["token_logprobs"] == [None, -1.5, -0.5]
+    assert logprobs["top_logprobs"][0] is None
+
+
+def test_choices_have_their_index_and_each_an_opening(token_bytes):
+    shapes = [ChatShape(token_bytes), ChatShape(token_bytes)]
+    out = AnswerWriter(shapes, model="m", with_logprobs=False, prompt_token_ids=None, include_usage=False)
+    assert [event["choices"][0]["index"] for event in events(out.opening())] == [0, 1]
+    (part,) = events(out.piece(1, Piece("a")))
+    assert part["choices"][0]["index"] == 1
+    data = json.loads(out.whole([Piece("a", finish_reason="stop"), Piece("b", finish_reason="stop")], USAGE))
+    assert [(each["index"], each["message"]["content"]) for each in data["choices"]] == [(0, "a"), (1, "b")]
+
+
+CALLS = [
+    CallPart(0, '{"a"', "call_1", "f"),
+    CallPart(0, ":1}"),
+    CallPart(1, "{}", "call_2", "g"),
+]
+
+
+def test_tool_calls_whole_and_streamed(token_bytes):
+    out = writer(ChatShape(token_bytes))
+    data = out.whole([Piece("", TOKENS, CALLS, finish_reason="tool_calls")], USAGE)
+    message = ChatCompletion.model_validate_json(data, strict=True).choices[0].message
+    assert message.content is None
+    assert [(call.id, call.function.name, call.function.arguments) for call in message.tool_calls] == [
+        ("call_1", "f", '{"a":1}'),
+        ("call_2", "g", "{}"),
+    ]
+    (part,) = events(out.piece(0, Piece("", TOKENS, CALLS)))
+    ChatCompletionChunk.model_validate(part, strict=True)
+    first, second, _ = part["choices"][0]["delta"]["tool_calls"]
+    assert first == {
+        "index": 0,
+        "id": "call_1",
+        "type": "function",
+        "function": {"name": "f", "arguments": '{"a"'},
+    }
+    assert second == {"index": 0, "function": {"arguments": ":1}"}}
+
+
+def test_a_chat_stream(token_bytes):
+    out = writer(ChatShape(token_bytes), usage=True)
     (role,) = events(out.opening())
-    (part,) = events(out.piece(Piece('ge"sagt\u2028', TOKENS)))
-    last, usage, done = events(out.last(Piece("", []), "stop", USAGE))
+    (part,) = events(out.piece(0, Piece('ge"sagt\u2028', TOKENS)))
+    last, usage, done = events(out.piece(0, Piece("", finish_reason="stop")) + out.end(USAGE))
     for chunk in (role, part, last, usage):
         ChatCompletionChunk.model_validate(chunk, strict=True)
         assert chunk["id"] == role["id"]
@@ -116,11 +187,11 @@ def test_a_chat_stream(tokenizer):
     assert done == "data: [DONE]"
 
 
-def test_a_completion_stream(tokenizer):
-    out = writer(CompletionShape(tokenizer))
+def test_a_completion_stream(token_bytes):
+    out = writer(CompletionShape(token_bytes))
     assert out.opening() == b""
-    (part,) = events(out.piece(Piece("a", TOKENS)))
-    last, done = events(out.last(Piece("b", []), "length", USAGE))
+    (part,) = events(out.piece(0, Piece("a", TOKENS)))
+    last, done = events(out.piece(0, Piece("b", finish_reason="length")) + out.end(USAGE))
     Completion.model_validate(last, strict=True)
     assert "usage" not in part
     assert part["choices"][0] == {"index": 0, "text": "a", "logprobs": None, "finish_reason": None}
@@ -128,29 +199,29 @@ def test_a_completion_stream(tokenizer):
     assert done == "data: [DONE]"
 
 
-def test_each_plain_chunk_is_written_the_same_way(tokenizer):
-    out = writer(ChatShape(tokenizer))
-    first, second = out.piece(Piece("x", [])), out.piece(Piece("y", []))
+def test_each_plain_chunk_is_written_the_same_way(token_bytes):
+    out = writer(ChatShape(token_bytes))
+    first, second = out.piece(0, Piece("x", [])), out.piece(0, Piece("y", []))
     assert first.replace(b'"x"', b'"y"') == second
 
 
-def test_a_piece_that_shows_nothing_is_no_chunk(tokenizer):
-    assert writer(ChatShape(tokenizer)).piece(Piece("", TOKENS)) == b""
-    assert writer(ChatShape(tokenizer), logprobs=True).piece(Piece()) == b""
+def test_a_piece_that_shows_nothing_is_no_chunk(token_bytes):
+    assert writer(ChatShape(token_bytes)).piece(0, Piece("", TOKENS)) == b""
+    assert writer(ChatShape(token_bytes), logprobs=True).piece(0, Piece()) == b""
 
 
 @pytest.mark.parametrize("make", [ChatShape, CompletionShape])
-def test_token_ids_in_a_stream(tokenizer, make):
-    out = writer(make(tokenizer), prompt_token_ids=[1, 2])
+def test_token_ids_in_a_stream(token_bytes, make):
+    out = writer(make(token_bytes), prompt_token_ids=[1, 2])
     (opening,) = events(out.opening())
     assert opening["prompt_token_ids"] == [1, 2]
-    (held_back,) = events(out.piece(Piece("", TOKENS)))
+    (held_back,) = events(out.piece(0, Piece("", TOKENS)))
     assert held_back["choices"][0]["token_ids"] == [70, 71]
     assert "prompt_token_ids" not in held_back
 
 
-def test_logprobs_in_a_stream(tokenizer):
-    (part,) = events(writer(ChatShape(tokenizer), logprobs=True).piece(Piece("a", TOKENS[:1])))
+def test_logprobs_in_a_stream(token_bytes):
+    (part,) = events(writer(ChatShape(token_bytes), logprobs=True).piece(0, Piece("a", TOKENS[:1])))
     assert part["choices"][0]["logprobs"]["content"][0]["logprob"] == -0.5
 
 

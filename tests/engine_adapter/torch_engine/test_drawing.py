@@ -67,6 +67,20 @@ def test_tokens_with_equal_scores_stay_together():
         assert set(drawn(equal, **filters)) == {1, 2, 3}
 
 
+@pytest.mark.parametrize("more", [0, 1, 64])
+@pytest.mark.parametrize("filters", [{}, {"top_p": 0.7}, {"min_p": 0.2, "temperature": 0.5}])
+def test_the_best_alone_give_the_same_tokens_as_the_whole_vocabulary(more, filters, monkeypatch):
+    scores = torch.randn(500, generator=torch.Generator().manual_seed(1)).mul(4).round().div(2)  # with equals
+    monkeypatch.setattr("engine_adapter.torch_engine.drawing._MORE", more)
+    narrow = drawn(scores, top_k=20, **filters)
+    monkeypatch.setattr("engine_adapter.torch_engine.drawing._draw_of_best", nothing)
+    assert drawn(scores, top_k=20, **filters) == narrow
+
+
+def nothing(scores, filters, numbers):
+    return torch.full_like(filters.top_k, -1)
+
+
 def test_no_number_draws_a_token_that_is_left_out():
     scores = torch.full((300,), -torch.inf)
     scores[7] = scores[100] = 0.0
@@ -76,7 +90,7 @@ def test_no_number_draws_a_token_that_is_left_out():
 
 @pytest.mark.parametrize("width", [1, 4, 20])
 def test_the_end_of_top_p_is_found_wherever_it_lies(width, monkeypatch):
-    scores = torch.linspace(3, -3, 20)
+    scores = torch.linspace(3, -3, 40)
     monkeypatch.setattr("engine_adapter.torch_engine.drawing._CANDIDATES", width)
     chances = scores.softmax(-1)
     for top_p in (0.1, 0.5, 0.9, 0.999):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 import torch
 
 from engine_adapter.errors import EngineUnavailable
+from engine_adapter.torch_engine.engine import MAX_FAILED_STEPS
 from engine_adapter.torch_engine.generation import Generation
 from engine_adapter.torch_engine.options import EngineOptions, ServiceOptions
 from engine_adapter.torch_engine.requests import Finished, GenerationRequest, RequestRefused, SamplingParams
@@ -24,18 +26,18 @@ def request(name, length=20, sampling=GREEDY):
 async def collected(generation):
     outputs = []
     while not outputs or not isinstance(outputs[-1], Finished):
-        outputs += await generation.outputs()
+        outputs += (await generation.outputs())[0]
     return outputs
 
 
 async def test_scheduled_then_tokens_then_the_end(served_engine):
     engine = served_engine.service.engine
-    async with Generation(engine, request("in-order")) as generation:
+    async with Generation(engine, [request("in-order")]) as generation:
         await generation.scheduled()
         outputs = await collected(generation)
     assert generation.cached_tokens == 0
     assert [type(output).__name__ for output in outputs] == ["Token"] * 5 + ["Finished"]
-    async with Generation(engine, request("in-order")) as generation:
+    async with Generation(engine, [request("in-order")]) as generation:
         await generation.scheduled()
         assert generation.cached_tokens == 16
         assert [o.token_id for o in (await collected(generation))[:-1]] == [o.token_id for o in outputs[:-1]]
@@ -45,7 +47,7 @@ async def test_leaving_early_cancels(served_engine):
     engine = served_engine.service.engine
     before = engine.counters.finished.get("cancelled", 0)
     async with Generation(
-        engine, request("early", sampling=SamplingParams(max_tokens=3000, ignore_eos=True))
+        engine, [request("early", sampling=SamplingParams(max_tokens=3000, ignore_eos=True))]
     ) as g:
         await g.scheduled()
     for _ in range(1000):
@@ -58,7 +60,7 @@ async def test_leaving_early_cancels(served_engine):
 async def test_a_refused_request(served_engine):
     engine = served_engine.service.engine
     with pytest.raises(RequestRefused):
-        async with Generation(engine, request("long", engine.max_model_len + 1)):
+        async with Generation(engine, [request("long", engine.max_model_len + 1)]):
             pytest.fail("it was taken")
 
 
@@ -67,14 +69,87 @@ async def test_an_engine_that_stops_in_the_middle():
     service = EngineService.build(ServiceOptions(threads=1, engine=EngineOptions(kv_blocks=64)))
     try:
         async with Generation(
-            service.engine, request("stop", sampling=SamplingParams(max_tokens=900, ignore_eos=True))
+            service.engine, [request("stop", sampling=SamplingParams(max_tokens=900, ignore_eos=True))]
         ) as g:
             await g.scheduled()
             await asyncio.to_thread(service.close)
             with pytest.raises(EngineUnavailable, match="shutting down"):
                 await collected(g)
         with pytest.raises(EngineUnavailable):
-            async with Generation(service.engine, request("late")):
+            async with Generation(service.engine, [request("late")]):
                 pytest.fail("it was taken")
     finally:
         await asyncio.to_thread(service.close)
+
+
+async def test_choices_share_the_blocks_of_their_prompt(served_engine):
+    engine = served_engine.service.engine
+    requests = [replace(request("shared", 200), request_id=f"shared-{index}") for index in range(4)]
+    made = {index: [] for index in range(4)}
+    used = engine.call(lambda cache: cache.tree.gpu.free).result()
+    async with Generation(engine, requests) as generation:
+        await generation.scheduled()
+        while not all(outputs and isinstance(outputs[-1], Finished) for outputs in made.values()):
+            for index, outputs in (await generation.outputs()).items():
+                made[index] += outputs
+    tokens = [[output.token_id for output in outputs[:-1]] for outputs in made.values()]
+    assert len(tokens[0]) == 5
+    assert tokens == [tokens[0]] * 4
+    assert used - engine.call(lambda cache: cache.tree.gpu.free).result() <= 13  # the blocks of one
+
+
+async def test_a_choice_that_was_cancelled_says_nothing_more(served_engine):
+    engine = served_engine.service.engine
+    requests = [replace(request("one", 20), request_id=f"one-{index}") for index in range(2)]
+    async with Generation(engine, requests) as generation:
+        await generation.scheduled()
+        generation.cancel(1)
+        seen = {}
+        while not seen.get(0) or not isinstance(seen[0][-1], Finished):
+            seen |= await generation.outputs()
+    assert set(seen) == {0}
+
+
+async def test_one_refused_request_ends_all_of_them(served_engine):
+    engine = served_engine.service.engine
+    before = engine.counters.finished.get("cancelled", 0)
+    long = request("fine", sampling=SamplingParams(max_tokens=3000, ignore_eos=True))
+    with pytest.raises(RequestRefused):
+        async with Generation(engine, [long, request("long", engine.max_model_len + 1)]):
+            pytest.fail("it was taken")
+    for _ in range(1000):
+        if engine.counters.finished.get("cancelled", 0) > before:
+            return
+        await asyncio.sleep(0.01)
+    pytest.fail("the other request goes on")
+
+
+class GivesUp:
+    """A `Constraint` that cannot go on after some tokens."""
+
+    def __init__(self, tokens):
+        self.left = tokens
+
+    def allow(self, words):
+        if not self.left:
+            raise RequestRefused("guided_regex cannot be followed", param="guided_regex")
+        return False
+
+    def accept(self, token):
+        self.left -= 1
+
+
+@pytest.mark.parametrize("tokens", [0, 2])
+async def test_a_request_that_is_given_up_is_the_clients_fault_and_the_engine_goes_on(served_engine, tokens):
+    engine = served_engine.service.engine
+    for index in range(MAX_FAILED_STEPS + 1):
+        constrained = replace(request(f"gives-up-{index}"), constraint=GivesUp(tokens))
+        async with Generation(engine, [constrained]) as generation:
+            await generation.scheduled()
+            with pytest.raises(RequestRefused) as caught:
+                await collected(generation)
+        assert caught.value.param == "guided_regex"
+    async with Generation(engine, [request("after")]) as generation:
+        await generation.scheduled()
+        assert len(await collected(generation)) == 6
+    assert engine.alive

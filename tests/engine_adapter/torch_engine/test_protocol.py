@@ -11,6 +11,7 @@ from engine_adapter.torch_engine.protocol import (
     CompletionRequest,
     PinRequest,
     SliceRequest,
+    choices_of,
     parse,
     parse_tokenize,
     prompt_of,
@@ -66,11 +67,8 @@ def sampling(request):
         ({"stop": {"a": 1}}, "stop"),
         ({"stop": ["a", 5]}, "stop[1]"),
         ({"stop_token_ids": "1"}, "stop_token_ids"),
-        ({"n": 2}, "n"),
-        ({"best_of": 2}, "best_of"),
-        ({"logit_bias": {"5": 1}}, "logit_bias"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"response_format": {}}, "response_format"),
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"logit_bias": {"5": 101}}, "logit_bias"),
         ({"response_format": "text"}, "response_format"),
         ({"stream": "yes"}, "stream"),
         ({"stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
@@ -98,14 +96,48 @@ def test_bad_fields_are_named(make, fields, param):
         (lambda: chat(add_special_tokens=True), "add_special_tokens"),
         (lambda: completion(logprobs=21), "logprobs"),
         (lambda: completion(logprobs=True), "logprobs"),
-        (lambda: completion(echo=True), "echo"),
         (lambda: completion(suffix="x"), "suffix"),
+        (lambda: completion(prompt_embeds="x"), "prompt_embeds"),
     ],
 )
 def test_bad_fields_of_one_route_are_named(request_of, param):
     with pytest.raises(ApiError) as caught:
         sampling(request_of())
     assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"n": 0}, "n"),
+        ({"n": 129}, "n"),
+        ({"best_of": 2}, "best_of"),
+        ({"n": 2, "best_of": 3}, "best_of"),
+        ({"n": 2, "answer_token_ids": [5]}, "answer_token_ids"),
+        ({"n": 2, "stream_token_ids": True}, "stream_token_ids"),
+    ],
+)
+@pytest.mark.parametrize("make", [chat, completion])
+def test_bad_numbers_of_choices_are_named(make, fields, param):
+    with pytest.raises(ApiError) as caught:
+        choices_of(make(**fields))
+    assert caught.value.param == param
+
+
+def test_numbers_of_choices():
+    assert [choices_of(chat(**fields)) for fields in ({}, {"n": 3}, {"n": 3, "best_of": 3})] == [1, 3, 3]
+
+
+def test_an_echo_may_be_all_that_is_wanted():
+    asked = sampling(completion(echo=True, max_tokens=0, logprobs=2))
+    assert (asked.max_tokens, asked.prompt_logprobs) == (0, 2)
+    assert sampling(completion(logprobs=2)).prompt_logprobs is None
+    with pytest.raises(ApiError):
+        sampling(completion(max_tokens=0))
+
+
+def test_a_bias_is_read_by_token():
+    assert sampling(chat(logit_bias={"5": 1, "7": -100})).logit_bias == ((5, 1.0), (7, -100.0))
 
 
 @pytest.mark.parametrize("name", ["messages", "prompt"])

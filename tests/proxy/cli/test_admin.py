@@ -153,6 +153,7 @@ def test_token_ids_and_text(ask, kvpin, live_proxy):
 
 def test_tables_for_people(show):
     assert "kvpin-tiny" in show("engines")
+    assert show("engines", "list") == show("engines")
     assert "1 of 1 engines ready" in show("stats")
 
 

@@ -42,7 +42,9 @@ def test_no_file_is_replaced_unasked(kvpin, embedded_engine, file):
     result = kvpin(*words)
     assert (result.exit_code, file.read_text()) == (1, "mine")
     assert "exists: name another file with --output, or give --force" in result.stderr
+    file.chmod(0o644)
     assert kvpin(*words, "--force").exit_code == 0
+    assert file.stat().st_mode & 0o777 == 0o600
     assert tomllib.loads(file.read_text())["engines"][0]["kind"] == "embedded"
     file.unlink()
     assert kvpin(*words).exit_code == 0
@@ -68,3 +70,10 @@ def test_an_engine_that_cannot_be_asked(kvpin, file, engine, said):
     assert (result.exit_code, result.stdout, file.exists()) == (1, "", False)
     assert said in result.stderr
     assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.live
+def test_what_is_printed_names_a_file(kvpin, embedded_engine):
+    assert (
+        "kvpin config check --config kvpin.toml" in kvpin("init", embedded_engine.url, "--output", "-").stdout
+    )

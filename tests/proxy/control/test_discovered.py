@@ -204,3 +204,14 @@ async def test_a_source_that_fails_or_names_what_cannot_be_used_keeps_its_engine
         with pytest.raises(Exception, match="'mine' exists"):
             found.follow([static.model_copy(update={"id": "mine"})], [], grace_s=60)
         assert list(sources) == ["one"]
+
+
+async def test_an_engine_that_is_found_where_another_is_named_counts_once(tmp_path):
+    path = tmp_path / "engines.json"
+    async with FakeEngine("a") as a, FakeEngine("b") as b:
+        found = [{"kind": "openai_compatible", "url": each.url, "id": f"found-{each.id}"} for each in (a, b)]
+        path.write_text(json.dumps({"engines": found}))
+        named = {"kind": "openai_compatible", "url": a.url.replace("127.0.0.1", "localhost"), "id": "a"}
+        async with running(engines=[named], engines_file=path) as proxy:
+            await until(lambda: set(proxy.fleet.engines) == {"a", "found-b"}, 60)
+            assert len(proxy.discovered.sources[str(path)].found) == 2

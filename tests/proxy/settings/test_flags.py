@@ -49,6 +49,7 @@ def test_an_engine_with_all_its_options():
         ("llama-server=http://x:1,host_cache_bytes=lots", "host_cache_bytes: expected a number of bytes"),
         ("llama-server=http://x:1,host_cache_bytes=0", "host_cache_bytes: a size must be above 0"),
         ("vllm=http://x:1,host_cache_bytes=1", "unknown option 'host_cache_bytes'"),
+        ("http://x:1", "`kvpin doctor http://x:1` says which kind it is"),
         ("vllm=http://x:1,dp_rank=-1", "dp_rank: must be a whole number of at least 0"),
         ("vllm=http://x:1,headers=hush", "headers: write a header as 'Name: value'"),
         ("V LLM=http://x:1", "kind: "),

@@ -7,7 +7,7 @@ from proxy.tracing.complaints import EVERY_S, Complaints
 
 REFUSED = (
     "Transient error HTTPConnectionPool(host='127.0.0.1', port=4318): Max retries exceeded (Caused by "
-    'NewConnectionError("Failed to establish a new connection: [Errno 111] Connection refused")), retrying in %.2fs'
+    'NewConnectionError("Failed to connect: [Errno 111] Connection refused")), retrying in 1.02s'
 )
 
 

@@ -7,7 +7,7 @@ from starlette.routing import Route
 
 from proxy.api.changes import PATH, Change, Changes, Kind
 from proxy.api.siblings import Siblings
-from proxy.workers.catch_up import catch_up
+from proxy.workers.catch_up import carry_out, catch_up
 from proxy.workers.orders import Orders
 from tests.proxy.api.test_siblings import at_socket
 
@@ -35,9 +35,24 @@ async def test_it_does_what_the_one_that_knows_most_tells(orders, tmp_path):
         at_socket(telling(Changes()), tmp_path / "worker-2.http"),
         at_socket(telling(knows), tmp_path / "worker-3.http"),
     ):
-        await catch_up(siblings, orders)
+        assert await catch_up(siblings, orders) == []
         await siblings.aclose()
     assert done == [("POST", "/admin/v1/engines/a/drain", b"{}"), ("DELETE", "/admin/v1/engines/b", b"")]
+
+
+async def test_what_it_cannot_do_yet_is_done_later(orders, tmp_path):
+    async def carry_out_if_there(request):
+        return Response(status_code=204 if request.url.path in there else 404)
+
+    there = {"/admin/v1/engines/a/drain"}
+    own = Starlette(routes=[Route("/{path:path}", carry_out_if_there, methods=["POST"])])
+    of_one, of_rank = [
+        Change(Kind.DRAIN, "POST", f"/admin/v1/engines/{name}/drain", b"{}") for name in ("a", "b-dp1")
+    ]
+    async with at_socket(own, tmp_path / "worker-1.http"):
+        assert await carry_out([of_one, of_rank], orders) == [of_rank]
+        there.add(of_rank.target)
+        assert await carry_out([of_rank], orders) == []
 
 
 async def test_alone_it_has_nothing_to_do(orders):

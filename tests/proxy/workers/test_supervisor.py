@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
+from tests.fake_engines.vllm import running_vllm
 from tests.fakes import DONE, FakeEngine, answer, event
 from tests.kv_world import tokens
 from tests.live.conftest import running_kvpin, starting_kvpin
@@ -283,3 +284,25 @@ async def test_a_worker_that_hangs_is_replaced_and_the_others_go_on(tmp_path, mo
             assert (DONE.strip() in await reader.read()) is (worker == 2)
         await until_all_serve(kvpin)
         assert pids(kvpin)[2] == old[2]
+
+
+async def test_a_rank_that_drains_drains_at_a_worker_that_is_started_later(tmp_path):
+    def states():
+        return {name: each["state"] for name, each in kvpin.engines().items()}
+
+    async with contextlib.AsyncExitStack() as stack:
+        server = stack.enter_context(running_vllm(ranks=2))
+        named = f"--engine=vllm={server.url},id=v"
+        process = running_kvpin(
+            tmp_path / "log", "--workers", "2", "--log-format", "json", named, tokenised=False
+        )
+        kvpin = await asyncio.to_thread(process.__enter__)
+        stack.push_async_exit(lambda *error: asyncio.to_thread(process.__exit__, *error))
+        await until_all_serve(kvpin)
+        await until(lambda: states() == {"v-dp0": "ready", "v-dp1": "ready"})
+        assert kvpin.admin("POST", "engines/v-dp1/drain").status_code == 200
+        old = pids(kvpin)
+        os.kill(old[1], signal.SIGKILL)
+        await until(lambda: pids(kvpin)[1] != old[1])
+        await until_all_serve(kvpin)
+        await until(lambda: states() == {"v-dp0": "ready", "v-dp1": "draining"})

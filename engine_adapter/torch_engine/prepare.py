@@ -1,0 +1,217 @@
+"""Turns a request for an answer into requests to the engine, one per choice, and their readers and writer."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass, replace
+
+from engine_adapter.torch_engine.admission import check_token_id
+from engine_adapter.torch_engine.answers import AnswerWriter, ChatShape, CompletionShape, Shape
+from engine_adapter.torch_engine.api_errors import ApiError
+from engine_adapter.torch_engine.choices import ChoiceReader, Echo
+from engine_adapter.torch_engine.detokenize import Detokenizer
+from engine_adapter.torch_engine.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    PromptRequest,
+    answered_of,
+    choices_of,
+    prompt_of,
+    retention_of,
+    salt_of,
+    sampling_of,
+)
+from engine_adapter.torch_engine.requests import GenerationRequest, SamplingParams
+from engine_adapter.torch_engine.service import EngineService, Prompt
+from engine_adapter.torch_engine.structure import Structure, ToolUse, structure_of, tool_use_of
+from engine_adapter.torch_engine.tool_calls import CallFormat, format_of
+from engine_adapter.types import TokenIds, extra_array
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A checked request.
+
+    Attributes:
+        requests: to the engine; one per choice, as `readers`.
+        streams: whether the answer is a stream.
+        prompt_tokens, answered: tokens of the prompt, and of the answer's beginning.
+    """
+
+    requests: list[GenerationRequest]
+    readers: list[ChoiceReader]
+    writer: AnswerWriter
+    streams: bool
+    prompt_tokens: int
+    answered: int
+
+
+async def prepare(service: EngineService, request: PromptRequest) -> Prepared:
+    """Checks a request and renders its prompt, before the engine sees it.
+
+    Raises:
+        ApiError, ChatError, PromptTableError, RequestRefused: the client's fault.
+    """
+    default = service.model.default_max_tokens if isinstance(request, ChatRequest) else None
+    sampling = sampling_of(request, default_max_tokens=default)
+    n = choices_of(request)
+    salt, retention = salt_of(request.cache_salt), retention_of(request)
+    format_ = _call_format(service, request)
+    use = _tool_use(request, format_)
+    structure = _structure(request, use)
+    prompt = await service.prompt(request)
+    service.check_length(request, len(prompt.token_ids))
+    answered = answered_of(request, sampling)
+    for index, token in enumerate(answered):
+        check_token_id(token, f"answer_token_ids[{index}]", service.model.vocab_size)
+    grammar = None if structure is None else await service.grammars.compile(structure)
+    drops = sampling.max_tokens == 0
+    sampling = _within(service, sampling, prompt, answered)
+    extra_ids = prompt.embeddings.extra_ids
+    first = GenerationRequest(
+        request_id="",
+        token_ids=prompt.token_ids + answered,
+        sampling=sampling,
+        extra_ids=None if extra_ids is None else extra_ids + extra_array([0] * len(answered)),
+        embeddings=prompt.embeddings.tensors,
+        cache_salt=salt,
+        retention=retention,
+        priority=request.priority or 0,
+        answered=len(answered),
+    )
+    request_id = secrets.token_hex(12)
+    requests = [
+        replace(
+            first,
+            request_id=f"{request_id}-{index}",
+            sampling=_of_choice(sampling, index),
+            constraint=None if grammar is None else grammar.begin(answered),
+        )
+        for index in range(n)
+    ]
+    echo = _echo(service, request, prompt, sampling)
+    readers = [
+        ChoiceReader(
+            Detokenizer(
+                service.tokenizer, request.stops, skips_special=not _shows_special(service, use, format_)
+            ),
+            end_tokens=_end_tokens(service, sampling),
+            answered=answered,
+            calls=None if use is None else use.reader(format_),
+            echo=echo,
+            drops=drops,
+        )
+        for _ in range(n)
+    ]
+    return Prepared(
+        requests=requests,
+        readers=readers,
+        writer=_writer(service, request, sampling, prompt, answered, n),
+        streams=bool(request.stream),
+        prompt_tokens=len(prompt.token_ids),
+        answered=len(answered),
+    )
+
+
+def _within(
+    service: EngineService, sampling: SamplingParams, prompt: Prompt, answered: TokenIds[int]
+) -> SamplingParams:
+    """The limits of what is still to be generated. The engine generates one token at least."""
+    room = service.engine.max_model_len - len(prompt.token_ids)
+    most = room if sampling.max_tokens is None else min(sampling.max_tokens, room)
+    return replace(
+        sampling,
+        max_tokens=max(most - len(answered), 1),
+        min_tokens=max(sampling.min_tokens - len(answered), 0),
+    )
+
+
+def _of_choice(sampling: SamplingParams, index: int) -> SamplingParams:
+    """Choice i has the request's seed + i, as elsewhere. The first choice alone scores the prompt."""
+    if not index:
+        return sampling
+    seed = None if sampling.seed is None else sampling.seed + index
+    return replace(sampling, seed=seed, prompt_logprobs=None)
+
+
+def _call_format(service: EngineService, request: PromptRequest) -> CallFormat | None:
+    """The format of tool calls that the chat template shows the model."""
+    if not isinstance(request, ChatRequest) or not request.tools:
+        return None
+    template = service.tokenizer.template(request.tools)
+    return None if template is None else format_of(template)
+
+
+def _tool_use(request: PromptRequest, format_: CallFormat | None) -> ToolUse | None:
+    if not isinstance(request, ChatRequest):
+        return None
+    return tool_use_of(
+        request.tools, request.tool_choice, parallel=request.parallel_tool_calls, format_=format_
+    )
+
+
+def _structure(request: PromptRequest, use: ToolUse | None) -> Structure | None:
+    """The structure of the answer; raises ApiError (400) where other fields make it impossible."""
+    asked = structure_of(request.structure_fields)
+    of_tools = None if use is None else use.structure
+    if asked is not None and of_tools is not None:
+        if of_tools.kind != "tags":
+            raise ApiError(f"tool_choice and {asked.param} exclude each other", param="tool_choice")
+        of_tools = None
+    structure = asked or of_tools
+    if structure is not None:
+        for name in ("ignore_eos", "min_tokens"):
+            if getattr(request, name):
+                raise ApiError(f"{name} and {structure.param} exclude each other", param=name)
+    return structure
+
+
+def _shows_special(service: EngineService, use: ToolUse | None, format_: CallFormat | None) -> bool:
+    """Whether calls begin with a special token, which text usually leaves out."""
+    if use is None or use.named is not None or use.listed or format_ is None:
+        return False
+    return format_.opens in service.tokenizer.special_tokens
+
+
+def _echo(
+    service: EngineService, request: PromptRequest, prompt: Prompt, sampling: SamplingParams
+) -> Echo | None:
+    if not isinstance(request, CompletionRequest) or not request.echo:
+        return None
+    if request.answer_token_ids:
+        raise ApiError("echo and answer_token_ids exclude each other", param="echo")
+    if prompt.embeddings.extra_ids is not None:
+        raise ApiError("echo: embeddings in a prompt have no text", param="echo")
+    given = prompt_of(request.prompt)
+    text = given if isinstance(given, str) else service.tokenizer.decode(prompt.token_ids)
+    return Echo(text, prompt.token_ids, with_logprobs=sampling.prompt_logprobs is not None)
+
+
+def _end_tokens(service: EngineService, sampling: SamplingParams) -> frozenset[int]:
+    ends: frozenset[int] = frozenset() if sampling.ignore_eos else service.model.eos_token_ids
+    return ends.union(sampling.stop_token_ids)
+
+
+def _writer(
+    service: EngineService,
+    request: PromptRequest,
+    sampling: SamplingParams,
+    prompt: Prompt,
+    answered: TokenIds[int],
+    n: int,
+) -> AnswerWriter:
+    shapes: list[Shape] = [
+        ChatShape(service.token_bytes)
+        if isinstance(request, ChatRequest)
+        else CompletionShape(service.token_bytes, answered)
+        for _ in range(n)
+    ]
+    return AnswerWriter(
+        shapes,
+        model=service.model.name,
+        with_logprobs=sampling.logprobs is not None,
+        prompt_token_ids=prompt.token_ids.tolist() if request.return_token_ids else None,
+        include_usage=request.include_usage,
+        tells_tokens=bool(request.stream_token_ids),
+        goes_on=bool(answered),
+    )

@@ -1,0 +1,300 @@
+"""Reads tool calls out of an answer's text, as it arrives.
+
+A model writes calls in the format that its chat template shows it. `format_of` finds the format. A call is
+given out when it is complete. What looks like a call and is none stays text.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
+
+_BETWEEN = " \t\r\n,;[]"  # what stands between calls, and around a list of them
+_NAME_FIRST = re.compile(r"([\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*")
+_MOST_NAME = 256  # characters before the arguments, where the name stands there
+_OUTSIDE, _IN_STRING = re.compile(r'["{}\[\]]'), re.compile(r'["\\]')
+
+
+class CallPart(msgspec.Struct, frozen=True):
+    """A new part of a call. Its first part has its id and name."""
+
+    index: int
+    arguments: str
+    call_id: str | None = None
+    name: str | None = None
+
+    def as_delta(self) -> dict[str, Any]:
+        """OpenAI's entry of `delta.tool_calls`."""
+        function: dict[str, Any] = {"arguments": self.arguments}
+        if self.call_id is None:
+            return {"index": self.index, "function": function}
+        function = {"name": self.name, **function}
+        return {"index": self.index, "id": self.call_id, "type": "function", "function": function}
+
+
+class Found(NamedTuple):
+    """What new text turned out to be."""
+
+    text: str = ""
+    calls: tuple[CallPart, ...] = ()
+
+
+class CallReader(Protocol):
+    """Reads one choice.
+
+    Attributes:
+        ends_as: the finish reason of an answer that made calls and ended by itself; None while it made none.
+    """
+
+    ends_as: str | None
+
+    def push(self, text: str) -> Found:
+        """What is certain once `text` has arrived."""
+
+    def finish(self) -> Found:
+        """What was held back."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallFormat:
+    """How a family of models writes calls.
+
+    Attributes:
+        name: as people call it.
+        opens: the text before a call.
+        closes: the text after it; "" when calls go on to the end of the answer.
+        names_first: the function's name may stand before its arguments: `name[ARGS]{…}`.
+        bare: an answer that begins with `{` is a call, too.
+        short_ids: a call's id has nine characters, as its chat templates insist on that.
+    """
+
+    name: str
+    opens: str
+    closes: str = ""
+    names_first: bool = False
+    bare: bool = False
+    short_ids: bool = False
+
+
+HERMES = CallFormat("Hermes", "<tool_call>", "</tool_call>")
+MISTRAL = CallFormat("Mistral", "[TOOL_CALLS]", names_first=True, short_ids=True)
+LLAMA = CallFormat("Llama 3", "<|python_tag|>", bare=True)
+
+
+def format_of(template: str) -> CallFormat | None:
+    """The format that a chat template shows its model; None for one that is not known here."""
+    if "<tool_call>" in template:
+        # Qwen3-Coder and GLM use the same tags around XML.
+        return None if "<function=" in template or "<arg_key>" in template else HERMES
+    if "[TOOL_CALLS]" in template:
+        return MISTRAL
+    if "<|python_tag|>" in template or '{"name": function name, "parameters"' in template:
+        return LLAMA
+    return None
+
+
+class MarkedCalls:
+    """`CallReader` of a model that decides by itself between text and calls.
+
+    Args:
+        most: calls that are given out; None for all.
+    """
+
+    def __init__(self, format_: CallFormat, *, most: int | None = None) -> None:
+        self.ends_as: str | None = None
+        self._format = format_
+        self._most = most
+        self._made = 0
+        self._held = ""  # text that may be the beginning of a call, or is
+        self._inside = False  # `_held` begins after a call's mark
+        self._mark = ""  # the mark, until a call came after it
+        self._object = _JsonObject()
+        self._is_start = True
+
+    def push(self, text: str) -> Found:
+        """See `CallReader.push`."""
+        self._held += text
+        return self._read(is_end=False)
+
+    def finish(self) -> Found:
+        """See `CallReader.finish`."""
+        return self._read(is_end=True)
+
+    def _read(self, *, is_end: bool) -> Found:
+        texts: list[str] = []
+        calls: list[CallPart] = []
+        while self._body(texts, calls, is_end=is_end) if self._inside else self._plain(texts, is_end=is_end):
+            pass
+        return Found("".join(texts), tuple(calls))
+
+    def _plain(self, texts: list[str], *, is_end: bool) -> bool:
+        """Gives out the text before a call. Returns whether one begins."""
+        held, mark = self._held, self._format.opens
+        if self._is_start and self._format.bare and held.lstrip().startswith("{"):
+            self._enter("", held.lstrip())
+            return True
+        at = held.find(mark)
+        if at >= 0:
+            texts.append(held[:at].rstrip())
+            self._enter(held[len(held[:at].rstrip()) : at] + mark, held[at + len(mark) :])
+            return True
+        keep = 0 if is_end else _partial(held, mark)
+        sure = held[: len(held) - keep]
+        if not is_end or self._made:
+            sure = sure.rstrip()  # it may be the space before a call
+        texts.append(sure)
+        self._held = "" if is_end else held[len(sure) :]
+        self._is_start &= not sure
+        return False
+
+    def _enter(self, mark: str, rest: str) -> None:
+        self._inside, self._is_start = True, False
+        self._mark, self._held, self._object = mark, rest, _JsonObject()
+
+    def _body(self, texts: list[str], calls: list[CallPart], *, is_end: bool) -> bool:
+        """Reads the next call after a mark. Returns whether there is more to read."""
+        closes, stripped = self._format.closes, self._held.lstrip(_BETWEEN)
+        if closes and self._between_calls and stripped.startswith(closes):
+            self._inside, self._held = False, stripped[len(closes) :]
+            return True
+        end = self._object.end(self._held)
+        call = None if end is None else self._call(self._held[:end])
+        if call is not None:
+            if self._most is None or self._made < self._most:
+                calls.append(_first_part(self._made, call, short_id=self._format.short_ids))
+            self._made += 1
+            self.ends_as = "tool_calls"
+            self._enter("", self._held[end:])
+            return True
+        if end is None and not is_end and self._may_become_call(stripped):
+            return False
+        # It is no call: all of it is text, unless nothing or half of an end mark follows the last call.
+        if not (self._between_calls and closes.startswith(stripped)):
+            texts.append(self._mark + self._held)
+        self._inside, self._mark, self._held = False, "", ""
+        return False
+
+    @property
+    def _between_calls(self) -> bool:
+        return self._made > 0 and not self._mark
+
+    def _call(self, text: str) -> _Call | None:
+        """The call that ends where `text` does."""
+        begin = text.find("{")
+        before = text[:begin].replace(self._format.opens, "").strip(_BETWEEN)
+        try:
+            if not before:
+                return _decode_call(text[begin:])
+            named = _NAME_FIRST.fullmatch(text[:begin].rpartition(self._format.opens)[2].strip())
+            if named is None or not self._format.names_first:
+                return None
+            msgspec.json.decode(text[begin:])
+            return _Call(named[1], msgspec.Raw(text[begin:].encode()))
+        except (msgspec.DecodeError, UnicodeError, RecursionError):
+            return None
+
+    def _may_become_call(self, stripped: str) -> bool:
+        """Whether more text could make a call of what is held, which has no end yet."""
+        if not stripped or stripped.startswith("{"):
+            return True
+        if self._between_calls and self._format.closes.startswith(stripped):
+            return True
+        return self._format.names_first and len(stripped.partition("{")[0]) <= _MOST_NAME
+
+
+class NamedCall:
+    """`CallReader` of an answer that is nothing but the arguments of one function."""
+
+    def __init__(self, name: str) -> None:
+        self.ends_as: str | None = None
+        self._name: str | None = name
+
+    def push(self, text: str) -> Found:
+        """See `CallReader.push`."""
+        if not text:
+            return Found()
+        if self._name is None:
+            return Found(calls=(CallPart(0, text),))
+        first = CallPart(0, text, _call_id(), self._name)
+        self._name, self.ends_as = None, "stop"
+        return Found(calls=(first,))
+
+    def finish(self) -> Found:
+        """See `CallReader.finish`."""
+        return Found()
+
+
+class ListedCalls(MarkedCalls):
+    """`CallReader` of an answer that is a JSON list of calls."""
+
+    def __init__(self) -> None:
+        super().__init__(CallFormat("list", ""))
+        self._enter("", "")
+
+
+class _Call(msgspec.Struct):
+    name: str
+    arguments: msgspec.Raw = msgspec.Raw(b"")
+    parameters: msgspec.Raw = msgspec.Raw(b"{}")
+
+    @property
+    def text(self) -> str:
+        """The arguments, as the model wrote them."""
+        text = (bytes(self.arguments) or bytes(self.parameters)).decode()
+        if text.startswith('"'):  # JSON inside JSON
+            text = msgspec.json.decode(text, type=str)
+        return "{}" if text == "null" else text
+
+
+_decode_call = msgspec.json.Decoder(_Call).decode
+
+
+class _JsonObject:
+    """Finds the end of the first JSON object of a text that grows. Each character is read once."""
+
+    def __init__(self) -> None:
+        self._at = 0
+        self._depth = 0
+        self._is_string = False
+
+    def end(self, text: str) -> int | None:
+        """Where the object ends; None while it is not complete, or has not begun."""
+        if not self._depth:
+            self._at = text.find("{", self._at)
+            if self._at < 0:
+                self._at = len(text)
+                return None
+        while (mark := (_IN_STRING if self._is_string else _OUTSIDE).search(text, self._at)) is not None:
+            character = mark[0]
+            if character == "\\" and mark.end() == len(text):
+                self._at = mark.start()  # what it escapes is still to come
+                return None
+            self._at = mark.end() + (character == "\\")
+            if character == '"':
+                self._is_string = not self._is_string
+            elif character in "{[":
+                self._depth += 1
+            elif character in "}]":
+                self._depth -= 1
+                if not self._depth:
+                    return self._at
+        self._at = len(text)
+        return None
+
+
+def _first_part(index: int, call: _Call, *, short_id: bool) -> CallPart:
+    return CallPart(index, call.text, secrets.token_hex(5)[:9] if short_id else _call_id(), call.name)
+
+
+def _call_id() -> str:
+    return f"call_{secrets.token_hex(12)}"
+
+
+def _partial(text: str, mark: str) -> int:
+    """Length of the longest end of `text` that is a beginning of `mark`."""
+    longest = min(len(text), len(mark) - 1)
+    return next((length for length in range(longest, 0, -1) if text.endswith(mark[:length])), 0)

@@ -1,0 +1,200 @@
+"""Structures that llguidance keeps: what may come next, and what is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import sys
+from contextlib import suppress
+
+import numpy as np
+import pytest
+
+from engine_adapter.prompt.chat import ChatTokenizer
+from engine_adapter.torch_engine.api_errors import ApiError
+from engine_adapter.torch_engine.grammar import MAX_GRAMMARS, MAX_WAITING, Grammars
+from engine_adapter.torch_engine.requests import RequestRefused
+from engine_adapter.torch_engine.structure import Structure, structure_of, tool_use_of
+from engine_adapter.torch_engine.tool_calls import HERMES
+
+VOCAB, END = 4096, 2
+POINT = {
+    "type": "object",
+    "properties": {"x": {"type": "integer"}, "kind": {"enum": ["a", "b"]}},
+    "required": ["x", "kind"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tokenizer_dir) -> ChatTokenizer:
+    return ChatTokenizer.load(str(tokenizer_dir))
+
+
+@pytest.fixture
+def grammars(tokenizer):
+    grammars = Grammars(tokenizer, vocab_size=VOCAB, ends=frozenset({END}))
+    yield grammars
+    grammars.close()
+
+
+def allowed(state, vocab=VOCAB):
+    words = np.zeros(-(-vocab // 32), dtype="<i4")
+    assert state.allow(words)
+    return np.flatnonzero(np.unpackbits(words.view(np.uint8), count=vocab, bitorder="little")).tolist()
+
+
+def any_answer(grammar, tokenizer, seed=0, most=2000):
+    """A random answer; its end token is left out."""
+    chance = random.Random(seed)  # noqa: S311 - a test
+    state, ids = grammar.begin([]), []
+    while len(ids) < most:
+        token = chance.choice(allowed(state))
+        state.accept(token)
+        if token == END:
+            return tokenizer.decode(ids)
+        ids.append(token)
+    pytest.fail("no end")
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_any_answer_fits_the_schema(grammars, tokenizer, seed):
+    grammar = await grammars.compile(Structure("json", json.dumps(POINT), "response_format"))
+    made = json.loads(any_answer(grammar, tokenizer, seed))
+    assert set(made) == {"x", "kind"}
+    assert isinstance(made["x"], int)
+    assert made["kind"] in ("a", "b")
+
+
+@pytest.mark.parametrize(
+    ("fields", "answers"),
+    [
+        ({"guided_choice": ["yes", "no"]}, {"yes", "no"}),
+        ({"guided_regex": "(ab|c){2}"}, {"abab", "abc", "cab", "cc"}),
+        ({"guided_grammar": 'root ::= "a" | "b"'}, {"a", "b"}),
+        ({"guided_grammar": 'start: "a" | "b"'}, {"a", "b"}),
+    ],
+)
+async def test_other_structures(grammars, tokenizer, fields, answers):
+    grammar = await grammars.compile(structure_of(fields))
+    assert {any_answer(grammar, tokenizer, seed) for seed in range(20)} <= answers
+
+
+async def test_an_answer_goes_on_where_it_was(grammars, tokenizer):
+    grammar = await grammars.compile(structure_of({"guided_regex": "abc"}))
+    state = grammar.begin(tokenizer.encode("ab", add_special_tokens=False))
+    assert [tokenizer.decode([token]) for token in allowed(state)] == ["c"]
+    state.accept(tokenizer.encode("c", add_special_tokens=False)[0])
+    assert allowed(state) == [END]
+    state.accept(END)
+    state.accept(END)  # after the end, nothing is wrong
+    with pytest.raises(RequestRefused):
+        grammar.begin(tokenizer.encode("x", add_special_tokens=False))
+
+
+async def test_strict_tools_bind_calls_and_leave_text_free(grammars, tokenizer):
+    tool = {"type": "function", "function": {"name": "f", "strict": True, "parameters": POINT}}
+    use = tool_use_of([tool], "auto", parallel=None, format_=HERMES)
+    grammar = await grammars.compile(use.structure)
+
+    def after(text):
+        ids = allowed(grammar.begin(tokenizer.encode(text, add_special_tokens=False)))
+        return {tokenizer.decode([token]) for token in ids if token != END}, END in ids
+
+    texts, may_end = after("Hello")
+    assert may_end
+    assert len(texts) > 300
+    texts, may_end = after('Hello <tool_call>\n{"name": "f", "arguments": {"x": 1, "kind": "')
+    assert not may_end
+    assert texts <= {"a", "b", 'a"', 'b"', 'a",', 'b",'}
+
+
+async def test_marks_that_are_tokens_of_their_own(tokenizer_dir):
+    tokenizer = ChatTokenizer.load(str(tokenizer_dir))
+    tokenizer.transformers.add_tokens(["<tool_call>", "</tool_call>"])
+    opens = tokenizer.transformers.convert_tokens_to_ids("<tool_call>")
+    vocab = max(len(tokenizer.transformers), VOCAB)
+    grammars = Grammars(tokenizer, vocab_size=vocab, ends=frozenset({END}))
+    tool = {"type": "function", "function": {"name": "f", "strict": True, "parameters": POINT}}
+    use = tool_use_of([tool], "auto", parallel=None, format_=HERMES)
+    grammar = await grammars.compile(use.structure)
+    assert opens in allowed(grammar.begin([]), vocab)
+    assert END not in allowed(grammar.begin([opens]), vocab)
+    grammars.close()
+
+
+@pytest.mark.parametrize(
+    "structure",
+    [
+        Structure("json", '{"type": "string", "pattern": "("}', "p"),
+        Structure("json", "{", "p"),
+        Structure("json", "5", "p"),
+        Structure("json", '{"$ref": "http://127.0.0.1:9/other"}', "p"),
+        Structure("json", '{"if": {"type": "string"}}', "p"),
+        Structure("json", '{"type": "nothing"}', "p"),
+        Structure("regex", "(", "p"),
+        Structure("grammar", "start: start2", "p"),
+        Structure("json", '{"a":' * 5000 + "1" + "}" * 5000, "p"),
+    ],
+)
+async def test_a_structure_that_is_wrong_is_refused(grammars, structure):
+    with pytest.raises(ApiError) as caught:
+        await grammars.compile(structure)
+    assert (caught.value.status, caught.value.param) == (400, "p")
+    assert "\n" not in str(caught.value)
+
+
+HOSTILE = {
+    "allOf": {
+        "allOf": [
+            {"anyOf": [{"type": "object", "properties": {f"p{i}{j}": {"type": "integer"}}} for i in range(4)]}
+            for j in range(12)
+        ]
+    },
+    "ambiguous": {"type": "string", "pattern": "^(a|b|ab)*c{1,500}(a?){200}a{200}$"},
+    "nested repeats": {"type": "string", "pattern": "^((((a{1,50}){1,50}){1,50}){1,50}){1,50}$"},
+    "anyOf": {
+        "anyOf": [{"type": "object", "properties": {f"p{i}": {"type": "integer"}}} for i in range(900)]
+    },
+}
+
+
+@pytest.mark.parametrize("schema", HOSTILE.values(), ids=HOSTILE)
+async def test_a_hostile_structure_is_refused_or_served_but_never_hangs(grammars, tokenizer, schema):
+    with suppress(ApiError, RequestRefused, pytest.fail.Exception):  # the last: no end after 200 tokens
+        grammar = await grammars.compile(Structure("json", json.dumps(schema), "response_format"))
+        any_answer(grammar, tokenizer, most=200)
+    grammar = await grammars.compile(structure_of({"guided_regex": "ab"}))
+    assert any_answer(grammar, tokenizer) == "ab"
+
+
+async def test_equal_structures_are_compiled_once(grammars):
+    structures = [structure_of({"guided_regex": f"a{{{n}}}"}) for n in range(1, MAX_GRAMMARS + 2)]
+    first = await grammars.compile(structures[0])
+    assert await grammars.compile(structures[0]) is first
+    for structure in structures[1:]:
+        await grammars.compile(structure)
+    assert await grammars.compile(structures[0]) is not first  # forgotten: the least recently used
+
+
+async def test_few_structures_may_wait(grammars):
+    asked = [grammars.compile(structure_of({"guided_regex": f"b{{{n}}}"})) for n in range(MAX_WAITING + 1)]
+    *served, last = await asyncio.gather(*asked, return_exceptions=True)
+    assert not any(isinstance(each, Exception) for each in served)
+    assert last.status == 503
+
+
+async def test_without_llguidance_one_sentence_says_so(grammars, monkeypatch):
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    grammars.load()
+    with pytest.raises(ApiError, match="llguidance, which is not installed") as caught:
+        await grammars.compile(structure_of({"guided_regex": "a"}))
+    assert caught.value.status == 501
+
+
+async def test_a_model_without_an_end_is_refused(tokenizer):
+    grammars = Grammars(tokenizer, vocab_size=VOCAB, ends=frozenset())
+    with pytest.raises(ApiError, match="no end token"):
+        await grammars.compile(structure_of({"guided_regex": "a"}))
+    grammars.close()

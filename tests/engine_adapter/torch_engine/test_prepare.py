@@ -1,0 +1,284 @@
+"""What clients get for several choices, logprobs, an echo, a structure and tools: on a real engine."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import ClassVar
+
+import openai
+import pytest
+
+from engine_adapter.prompt.chat import ChatTokenizer
+from engine_adapter.torch_engine.prepare import _shows_special
+from engine_adapter.torch_engine.structure import ToolUse
+from engine_adapter.torch_engine.tool_calls import HERMES, MISTRAL
+
+PROMPT = "The ship came to the harbour, and "
+HELLO = [{"role": "user", "content": "hello"}]
+SCHEMA = {
+    "type": "object",
+    "properties": {"x": {"type": "integer", "maximum": 99}, "kind": {"enum": ["a", "b"]}},
+    "required": ["x", "kind"],
+    "additionalProperties": False,
+}
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": SCHEMA}}]
+CALL = '<tool_call>\n{"name": "f", "arguments": {"x": 7, "kind": "a"}}\n</tool_call>'
+
+
+async def ask(client, path="completions", **fields):
+    base = {"prompt": PROMPT} if path == "completions" else {"messages": HELLO}
+    answer = await client.post(f"/v1/{path}", json={**base, "max_tokens": 12, "temperature": 0, **fields})
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+async def chat(client, **fields):
+    return await ask(client, "chat/completions", **fields)
+
+
+async def events(client, path="completions", **fields):
+    base = {"prompt": PROMPT} if path == "completions" else {"messages": HELLO}
+    body = {**base, "max_tokens": 12, "temperature": 0, "stream": True, **fields}
+    answer = await client.post(f"/v1/{path}", json=body)
+    assert answer.status_code == 200, answer.text
+    lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: ")]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+class TestChoices:
+    @pytest.mark.parametrize("path", ["completions", "chat/completions"])
+    async def test_each_has_the_seed_after_the_one_before(self, client, path):
+        fields = {"temperature": 1.5, "seed": 5, "n": 3}
+        made = await ask(client, path, **fields)
+        alone = [await ask(client, path, **(fields | {"seed": 5 + index, "n": 1})) for index in range(3)]
+        shown = "text" if path == "completions" else "message"
+        assert [choice["index"] for choice in made["choices"]] == [0, 1, 2]
+        assert [choice[shown] for choice in made["choices"]] == [one["choices"][0][shown] for one in alone]
+        assert made["usage"]["prompt_tokens"] == alone[0]["usage"]["prompt_tokens"]
+        completion = sum(one["usage"]["completion_tokens"] for one in alone)
+        assert made["usage"]["completion_tokens"] == completion
+
+    async def test_a_stream_has_the_same_choices(self, client):
+        fields = {"temperature": 1.5, "seed": 5, "n": 3}
+        whole = await chat(client, **fields)
+        *chunks, last = await events(
+            client, "chat/completions", stream_options={"include_usage": True}, **fields
+        )
+        texts, reasons = ["", "", ""], [[], [], []]
+        for choice in (choice for chunk in chunks for choice in chunk["choices"]):
+            texts[choice["index"]] += choice["delta"].get("content") or ""
+            reasons[choice["index"]].append(choice["finish_reason"])
+        assert texts == [choice["message"]["content"] for choice in whole["choices"]]
+        assert all(each[-1] and not any(each[:-1]) for each in reasons)
+        assert len({chunk["id"] for chunk in chunks}) == 1
+        assert last["usage"]["total_tokens"] == whole["usage"]["total_tokens"]
+
+    async def test_the_prompt_is_computed_once(self, client, served_engine):
+        counters = served_engine.service.engine.counters
+        words = " ".join(f"word{n}" for n in range(300))
+        before = counters.steps
+        made = await ask(client, prompt=words, n=8, max_tokens=1, cache_salt="computed-once")
+        chunks = made["usage"]["prompt_tokens"] / 64  # the engine's prefill_chunk
+        assert counters.steps - before <= chunks + 4
+        assert made["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+
+    async def test_a_stop_string_ends_one_choice_alone(self, client):
+        fields = {"temperature": 1.5, "seed": 9, "n": 4, "max_tokens": 24}
+        texts = [choice["text"] for choice in (await ask(client, **fields))["choices"]]
+        stop = texts[2][6:9]
+        ended = await ask(client, stop=stop, **fields)
+        for text, choice in zip(texts, ended["choices"], strict=True):
+            assert choice["text"] == text.partition(stop)[0]
+            assert (choice["finish_reason"] == "stop") is (stop in text)
+
+    async def test_a_bias_decides(self, client):
+        made = await ask(client, logit_bias={"70": 100}, return_token_ids=True, max_tokens=3)
+        assert made["choices"][0]["token_ids"] == [70, 70, 70]
+
+
+class TestEcho:
+    async def test_with_logprobs_of_the_prompt(self, client):
+        made = await ask(client, echo=True, logprobs=2, max_tokens=3, return_token_ids=True)
+        choice, logprobs = made["choices"][0], made["choices"][0]["logprobs"]
+        assert choice["text"].startswith(PROMPT)
+        assert "".join(logprobs["tokens"]) == choice["text"]
+        assert len(choice["token_ids"]) == 3
+        assert made["usage"]["completion_tokens"] == 3
+        assert logprobs["token_logprobs"][0] is None
+        assert all(value <= 0 for value in logprobs["token_logprobs"][1:])
+        for text, offset in zip(logprobs["tokens"], logprobs["text_offset"], strict=True):
+            assert choice["text"][offset:].startswith(text)
+        assert all(len(best) in (2, 3) for best in logprobs["top_logprobs"][1:])
+
+    async def test_the_prompts_logprobs_are_those_of_generation(self, client):
+        made = await ask(client, logprobs=0, max_tokens=6, ignore_eos=True, return_token_ids=True)
+        tokens = made["prompt_token_ids"] + made["choices"][0]["token_ids"]
+        again = await ask(client, prompt=tokens, echo=True, logprobs=0, max_tokens=0)
+        echoed = again["choices"][0]["logprobs"]["token_logprobs"][-6:]
+        assert echoed == pytest.approx(made["choices"][0]["logprobs"]["token_logprobs"], abs=1e-3)
+
+    async def test_nothing_but_the_echo(self, client):
+        made = await ask(client, echo=True, max_tokens=0, prompt=[PROMPT])
+        assert made["choices"][0]["text"] == PROMPT
+        assert made["choices"][0]["finish_reason"] == "length"
+        assert made["usage"]["completion_tokens"] == 0
+
+    async def test_the_echo_alone_streamed(self, client):
+        choices = [chunk["choices"][0] for chunk in await events(client, echo=True, max_tokens=0)]
+        assert "".join(choice["text"] for choice in choices) == PROMPT
+        assert choices[-1]["finish_reason"] == "length"
+
+    async def test_of_several_choices_streamed(self, client):
+        fields = {"echo": True, "logprobs": 1, "n": 2, "temperature": 1.2, "seed": 3}
+        whole = await ask(client, **fields)
+        streamed: list[dict[str, list]] = [{"text": [], "tokens": []} for _ in range(2)]
+        for chunk in await events(client, **fields):
+            for choice in chunk["choices"]:
+                streamed[choice["index"]]["text"].append(choice["text"])
+                streamed[choice["index"]]["tokens"] += (choice["logprobs"] or {}).get("tokens", [])
+        for choice in whole["choices"]:
+            assert "".join(streamed[choice["index"]]["text"]) == choice["text"]
+            assert streamed[choice["index"]]["tokens"] == choice["logprobs"]["tokens"]
+            assert choice["text"].startswith(PROMPT)
+
+    async def test_embeddings_cannot_be_echoed(self, client, served_engine):
+        size = served_engine.service.model.vocab_size
+        fields = {"prompt": [5, size], "extra_ids": [0, 7], "echo": True}
+        assert (await client.post("/v1/completions", json=fields)).status_code == 400
+
+
+def test_special_tokens_are_shown_where_calls_begin_with_one(tokenizer_dir):
+    tokenizer = ChatTokenizer.load(str(tokenizer_dir))
+    tokenizer.transformers.add_tokens([MISTRAL.opens], special_tokens=True)
+    service = SimpleNamespace(tokenizer=tokenizer)
+    assert _shows_special(service, ToolUse(), MISTRAL)
+    assert not _shows_special(service, ToolUse(), HERMES)
+    assert not _shows_special(service, ToolUse(), None)
+    assert not _shows_special(service, ToolUse(listed=True), MISTRAL)
+    assert not _shows_special(service, None, MISTRAL)
+
+
+async def test_logprobs_of_a_chat_have_all_bytes(client):
+    made = await chat(client, temperature=2, seed=1, max_tokens=60, logprobs=True, top_logprobs=2)
+    choice = made["choices"][0]
+    entries = choice["logprobs"]["content"]
+    content = b"".join(bytes(entry["bytes"]) for entry in entries)
+    assert content.decode(errors="replace").startswith(choice["message"]["content"].rstrip("\ufffd"))
+    assert all(len(entry["top_logprobs"]) == 2 for entry in entries)
+
+
+class TestStructure:
+    FORMAT: ClassVar = {
+        "type": "json_schema",
+        "json_schema": {"name": "point", "schema": SCHEMA, "strict": True},
+    }
+
+    @pytest.mark.parametrize("temperature", [0, 1.5])
+    @pytest.mark.parametrize("path", ["completions", "chat/completions"])
+    async def test_an_answer_keeps_to_its_schema(self, client, path, temperature):
+        made = await ask(
+            client, path, response_format=self.FORMAT, max_tokens=300, n=2, temperature=temperature, seed=4
+        )
+        for choice in made["choices"]:
+            found = json.loads(choice["text"] if path == "completions" else choice["message"]["content"])
+            assert set(found) == {"x", "kind"}
+            assert choice["finish_reason"] == "stop"
+
+    async def test_beside_others_and_streamed(self, client):
+        chunks = await events(client, structured_outputs={"choice": ["yes", "no"]})
+        assert "".join(chunk["choices"][0]["text"] for chunk in chunks) in ("yes", "no")
+
+    async def test_the_answer_goes_on_within_it(self, client):
+        fields = {"guided_regex": "abcdefgh", "return_token_ids": True}
+        ids = (await ask(client, **fields))["choices"][0]["token_ids"]
+        rest = await ask(client, answer_token_ids=ids[:2], **fields)
+        assert rest["choices"][0]["token_ids"] == ids[2:]
+
+    async def test_one_that_becomes_too_complex_is_the_clients_fault(self, client, served_engine):
+        hostile = "^(a|b|ab)*c{1,500}(a?){200}a{200}$"
+        for _ in range(6):  # more often than an engine may fail
+            fields = {"prompt": PROMPT, "guided_json": {"type": "string", "pattern": hostile}}
+            answer = await client.post("/v1/completions", json={**fields, "max_tokens": 400})
+            assert answer.status_code in (200, 400)
+        assert served_engine.service.engine.alive
+        assert served_engine.service.engine.counters.finished.get("error", 0) == 0
+
+
+class TestTools:
+    NAMED: ClassVar = {"type": "function", "function": {"name": "f"}}
+
+    @pytest.mark.parametrize("choice", ["required", NAMED], ids=["required", "named"])
+    async def test_a_call_that_must_be_made(self, client, served_engine, choice):
+        fields = {"tools": TOOLS, "tool_choice": choice, "max_tokens": 600, "parallel_tool_calls": False}
+        made = (await chat(client, **fields))["choices"][0]
+        (call,) = made["message"]["tool_calls"]
+        assert made["message"]["content"] is None
+        assert made["finish_reason"] == ("tool_calls" if choice == "required" else "stop")
+        assert call["function"]["name"] == "f"
+        assert set(json.loads(call["function"]["arguments"])) == {"x", "kind"}
+        arguments, ids = "", []
+        for chunk in await events(client, "chat/completions", **fields):
+            for part in chunk["choices"][0]["delta"].get("tool_calls", ()):
+                arguments += part["function"]["arguments"]
+                ids += [part["id"]] if "id" in part else []
+        assert arguments == call["function"]["arguments"]
+        assert len(ids) == 1
+
+    @pytest.mark.parametrize(("choice", "is_read"), [("auto", True), (None, True), ("none", False)])
+    async def test_a_call_that_the_model_makes(self, client, choice, is_read):
+        fields = {"tools": TOOLS, "tool_choice": choice, "guided_choice": [CALL], "max_tokens": 100}
+        made = (await chat(client, **fields))["choices"][0]
+        if is_read:
+            assert made["message"]["tool_calls"][0]["function"] == {
+                "name": "f",
+                "arguments": '{"x": 7, "kind": "a"}',
+            }
+            assert made["finish_reason"] == "tool_calls"
+        else:
+            assert made["message"]["content"] == CALL
+        chunks = await events(client, "chat/completions", **fields)
+        assert any("tool_calls" in chunk["choices"][0]["delta"] for chunk in chunks) is is_read
+
+    async def test_without_tools_nothing_is_read(self, client):
+        made = await chat(client, guided_choice=[CALL], max_tokens=100)
+        assert made["choices"][0]["message"]["content"] == CALL
+
+    async def test_an_answer_goes_on_inside_a_call(self, client, served_engine):
+        fields = {
+            "tools": TOOLS,
+            "guided_choice": ["Hi " + CALL],
+            "max_tokens": 100,
+            "return_token_ids": True,
+        }
+        ids = (await chat(client, **fields))["choices"][0]["token_ids"]
+        tokenizer = served_engine.service.tokenizer
+        for cut in range(0, len(ids), 5):
+            rest = (await chat(client, answer_token_ids=ids[:cut], **fields))["choices"][0]
+            is_told = "}}" in tokenizer.decode(ids[:cut])
+            assert len(rest["message"].get("tool_calls", ())) == (not is_told)
+            assert rest["finish_reason"] == "tool_calls"
+
+    async def test_strict_tools_and_a_required_call_exclude_a_format(self, client):
+        fields = {"messages": HELLO, "tools": TOOLS, "tool_choice": "required", "guided_regex": "a"}
+        answer = await client.post("/v1/chat/completions", json=fields)
+        assert answer.json()["error"]["param"] == "tool_choice"
+
+    async def test_the_openai_client(self, served_engine):
+        async with openai.AsyncOpenAI(base_url=f"{served_engine.url}/v1", api_key="none") as client:
+            made = await client.chat.completions.create(
+                model="kvpin-tiny", messages=HELLO, tools=TOOLS, tool_choice="required", max_tokens=900
+            )
+            call = made.choices[0].message.tool_calls[0]
+            again = await client.chat.completions.create(
+                model="kvpin-tiny",
+                messages=[
+                    *HELLO,
+                    made.choices[0].message.model_dump(exclude_none=True),
+                    {"role": "tool", "tool_call_id": call.id, "content": "42"},
+                ],
+                tools=TOOLS,
+                max_tokens=4,
+            )
+            assert again.choices[0].finish_reason == "length"

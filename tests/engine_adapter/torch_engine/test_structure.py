@@ -1,0 +1,140 @@
+"""The structure that a request asks for, and what is refused."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from engine_adapter.torch_engine.api_errors import ApiError
+from engine_adapter.torch_engine.structure import MAX_BYTES, MAX_GRAMMAR_BYTES, structure_of, tool_use_of
+from engine_adapter.torch_engine.tool_calls import HERMES, MISTRAL, ListedCalls, MarkedCalls, NamedCall
+
+SCHEMA = {"type": "object", "properties": {"x": {"type": "integer"}}}
+DEFS = {"$defs": {"y": {"type": "string"}}, **SCHEMA}
+TOOLS = [
+    {"type": "function", "function": {"name": "f", "parameters": DEFS}},
+    {"type": "function", "function": {"name": "g"}},
+]
+STRICT = [{"type": "function", "function": {"name": "f", "strict": True, "parameters": SCHEMA}}, TOOLS[1]]
+NAMED = {"type": "function", "function": {"name": "f"}}
+
+
+def use(tools=TOOLS, choice=None, parallel=None, format_=HERMES):
+    return tool_use_of(tools, choice, parallel=parallel, format_=format_)
+
+
+@pytest.mark.parametrize("fields", [{}, {"response_format": {"type": "text"}}, {"guided_json": None}])
+def test_most_requests_ask_for_none(fields):
+    assert structure_of(fields) is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "text", "param"),
+    [
+        ({"response_format": {"type": "json_object"}}, "json", {"type": "object"}, "response_format"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}},
+            "json",
+            SCHEMA,
+            "response_format",
+        ),
+        ({"guided_json": SCHEMA}, "json", SCHEMA, "guided_json"),
+        ({"guided_json": json.dumps(SCHEMA)}, "json", SCHEMA, "guided_json"),
+        ({"guided_choice": ["a", "b"]}, "choice", ["a", "b"], "guided_choice"),
+        ({"structured_outputs": {"json": SCHEMA}}, "json", SCHEMA, "structured_outputs.json"),
+        (
+            {"structured_outputs": {"json_object": True}},
+            "json",
+            {"type": "object"},
+            "structured_outputs.json_object",
+        ),
+    ],
+)
+def test_structures_of_json(fields, kind, text, param):
+    found = structure_of(fields)
+    assert (found.kind, json.loads(found.text), found.param) == (kind, text, param)
+
+
+@pytest.mark.parametrize("kind", ["regex", "grammar"])
+def test_structures_of_text(kind):
+    for fields in ({f"guided_{kind}": "a"}, {"structured_outputs": {kind: "a"}}):
+        found = structure_of(fields)
+        assert (found.kind, found.text) == (kind, "a")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"response_format": {"type": "xml"}}, "response_format"),
+        ({"response_format": {}}, "response_format"),
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": "x"}}}, "response_format"),
+        ({"guided_regex": 5}, "guided_regex"),
+        ({"guided_choice": []}, "guided_choice"),
+        ({"guided_choice": ["a", 5]}, "guided_choice"),
+        ({"guided_json": 5}, "guided_json"),
+        ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs.regex"),
+        ({"guided_regex": "a" * (MAX_BYTES + 1)}, "guided_regex"),
+        ({"guided_grammar": "a" * (MAX_GRAMMAR_BYTES + 1)}, "guided_grammar"),
+    ],
+)
+def test_what_cannot_be_asked_for_is_named(fields, param):
+    with pytest.raises(ApiError) as caught:
+        structure_of(fields)
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize(("tools", "choice"), [(None, None), ([], "auto"), (TOOLS, "none"), (None, "none")])
+def test_no_use_of_tools(tools, choice):
+    assert use(tools, choice) is None
+
+
+@pytest.mark.parametrize("choice", [None, "auto"])
+def test_the_model_decides(choice):
+    found = use(choice=choice)
+    assert found.structure is None
+    assert isinstance(found.reader(HERMES), MarkedCalls)
+    assert found.reader(None) is None
+
+
+def test_strict_tools_are_kept_to_their_parameters_where_calls_have_both_marks():
+    tags = json.loads(use(STRICT).structure.text)
+    of_f, of_g = tags["schema"]["anyOf"]
+    assert (tags["begin"], tags["end"]) == ("<tool_call>", "</tool_call>")
+    assert of_f["properties"] == {"name": {"const": "f"}, "arguments": SCHEMA}
+    assert of_g["properties"]["arguments"] == {"type": "object"}
+    assert use(STRICT, format_=MISTRAL).structure is None
+
+
+def test_a_call_of_any_function_is_required():
+    found = use(choice="required")
+    schema = json.loads(found.structure.text)
+    assert [call["properties"]["name"]["const"] for call in schema["items"]["anyOf"]] == ["f", "g"]
+    assert schema["$defs"] == DEFS["$defs"]
+    assert "maxItems" not in schema
+    assert isinstance(found.reader(None), ListedCalls)
+    assert json.loads(use(choice="required", parallel=False).structure.text)["maxItems"] == 1
+
+
+def test_a_named_function():
+    found = use(choice=NAMED)
+    assert json.loads(found.structure.text) == DEFS
+    assert isinstance(found.reader(None), NamedCall)
+
+
+@pytest.mark.parametrize(
+    ("tools", "choice"),
+    [
+        (None, "required"),
+        (None, NAMED),
+        ([{"function": {}}], "required"),
+        (TOOLS, {"type": "function", "function": {"name": "h"}}),
+        (TOOLS, "sometimes"),
+        (TOOLS, {"type": "allowed_tools"}),
+    ],
+)
+def test_a_choice_that_cannot_be_kept(tools, choice):
+    with pytest.raises(ApiError) as caught:
+        use(tools, choice)
+    assert caught.value.param == "tool_choice"

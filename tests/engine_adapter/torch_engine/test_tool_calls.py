@@ -1,0 +1,143 @@
+"""Tool calls in text that arrives in pieces of any size."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine_adapter.torch_engine.tool_calls import (
+    HERMES,
+    LLAMA,
+    MISTRAL,
+    ListedCalls,
+    MarkedCalls,
+    NamedCall,
+    format_of,
+)
+
+
+def read(reader, text, step=1000):
+    """Text, calls and finish reason of an answer that arrives in pieces of `step` characters."""
+    found = [reader.push(text[at : at + step]) for at in range(0, len(text), step)]
+    found.append(reader.finish())
+    calls: list[list[str]] = []
+    for part in (part for each in found for part in each.calls):
+        if part.call_id is not None:
+            calls.append([part.name, ""])
+        calls[part.index][1] += part.arguments
+    return "".join(each.text for each in found), [tuple(call) for call in calls], reader.ends_as
+
+
+STEPS = [1, 2, 3, 7, 1000]
+CASES = [
+    (
+        HERMES,
+        (
+            'Let me see.\n<tool_call>\n{"name": "f", "arguments": {"x": "a}\\"b"}}\n</tool_call>\n'
+            '<tool_call>{"name":"g","arguments":{}}</tool_call>\n'
+        ),
+        "Let me see.",
+        [("f", '{"x": "a}\\"b"}'), ("g", "{}")],
+    ),
+    (HERMES, '<tool_call>{"name":"f"}</tool_call> Done.', " Done.", [("f", "{}")]),
+    (HERMES, '<tool_call>{"name":"f","arguments":"{\\"a\\":1}"}</tool_call>', "", [("f", '{"a":1}')]),
+    (HERMES, '<tool_call>{"name":"f","arguments":null}', "", [("f", "{}")]),
+    (MISTRAL, '[TOOL_CALLS][{"name": "f", "arguments": {"x": [1]}}]', "", [("f", '{"x": [1]}')]),
+    (
+        MISTRAL,
+        'hi [TOOL_CALLS]f[ARGS]{"x": 1}[TOOL_CALLS]g[CALL_ID]abc[ARGS]{}',
+        "hi",
+        [("f", '{"x": 1}'), ("g", "{}")],
+    ),
+    (MISTRAL, '[TOOL_CALLS]get-x{"a":1}', "", [("get-x", '{"a":1}')]),
+    (LLAMA, '\n{"name": "f", "parameters": {"x": 1}}', "", [("f", '{"x": 1}')]),
+    (
+        LLAMA,
+        '<|python_tag|>{"name": "f", "parameters": {}}; {"name": "g", "parameters": {}}',
+        "",
+        [("f", "{}"), ("g", "{}")],
+    ),
+]
+NO_CALLS = [
+    (HERMES, 'a < b <tool_calx> {"x"} \n'),
+    (HERMES, "<tool_call>nonsense</tool_call> more"),
+    (HERMES, '<tool_call>{"name": 5}</tool_call> more'),
+    (HERMES, '<tool_call>{"name":"f","argu'),
+    (HERMES, '<tool_call>{"name":"f"]}'),
+    (HERMES, "it ends with <tool_"),
+    (MISTRAL, "[TOOL_CALLS]this is no call"),
+    (MISTRAL, '[TOOL_CALLS]f{"a":}'),
+    (MISTRAL, "[TOOL_CALLS]" + "x" * 500),
+    (LLAMA, '{"temperature": 5}'),
+    (LLAMA, 'text {"name":"f"}'),
+]
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize(("format_", "text", "shown", "calls"), CASES)
+def test_calls_are_found_however_they_arrive(format_, text, shown, calls, step):
+    assert read(MarkedCalls(format_), text, step) == (shown, calls, "tool_calls")
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize(("format_", "text"), NO_CALLS)
+def test_what_is_no_call_stays_text(format_, text, step):
+    assert read(MarkedCalls(format_), text, step) == (text, [], None)
+
+
+@given(text=st.text(alphabet='<tol_ca>{}"\\ x:,[/', max_size=60), step=st.integers(1, 9))
+def test_text_without_calls_is_never_changed(text, step):
+    shown, calls, _ = read(MarkedCalls(HERMES), text, step)
+    assert shown == text
+    assert calls == []
+
+
+def test_ids_are_unique_and_short_where_templates_insist():
+    first, second = (MarkedCalls(MISTRAL).push('[TOOL_CALLS]f{"a":1}').calls[0] for _ in range(2))
+    assert first.call_id != second.call_id
+    assert len(first.call_id) == 9
+    assert first.call_id.isalnum()
+
+
+def test_text_is_given_out_at_once_where_no_call_can_begin():
+    reader = MarkedCalls(HERMES)
+    assert reader.push("hello").text == "hello"
+    assert reader.push(" <").text == ""  # it may be the beginning of a mark
+    assert reader.push("b").text == " <b"
+
+
+def test_at_most_one_call():
+    text = '<tool_call>{"name":"f"}</tool_call><tool_call>{"name":"g"}</tool_call>'
+    assert read(MarkedCalls(HERMES, most=1), text)[1] == [("f", "{}")]
+
+
+def test_a_named_call_streams_its_arguments():
+    reader = NamedCall("f")
+    assert reader.push("") == ("", ())
+    assert [part.arguments for part in reader.push('{"a"').calls] == ['{"a"']
+    assert reader.push(":1}").calls[0].call_id is None
+    assert reader.finish() == ("", ())
+    assert reader.ends_as == "stop"
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_a_list_of_calls(step):
+    text = '[{"name":"f","parameters":{"a":1}},\n {"name":"g","parameters":{}}]'
+    assert read(ListedCalls(), text, step) == ("", [("f", '{"a":1}'), ("g", "{}")], "tool_calls")
+
+
+@pytest.mark.parametrize(
+    ("template", "format_"),
+    [
+        ("{{ '<tool_call>' }}", HERMES),
+        ("<tool_call>\n<function=x>", None),
+        ("<tool_call>{name}<arg_key>", None),
+        ("[AVAILABLE_TOOLS] [TOOL_CALLS]", MISTRAL),
+        ("<|python_tag|>", LLAMA),
+        ('Respond in the format {"name": function name, "parameters": x}', LLAMA),
+        ("{{ messages }}", None),
+    ],
+)
+def test_the_format_is_found_in_the_chat_template(template, format_):
+    assert format_of(template) is format_
