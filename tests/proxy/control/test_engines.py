@@ -63,6 +63,14 @@ async def test_an_engine_kvpin_runs_is_not_removed(world, pair):
     assert describe_engine(world.engines["b"], world.pool).process is None
 
 
+async def test_why_its_process_does_not_run_is_its_last_error(world, pair, monkeypatch):
+    process = world.engines["a"].process = ManagedEngine(ManagedSettings(kind="embedded", id="a"))
+    world.engines["a"].last_error = "GET /kv/info: cannot connect"
+    assert describe_engine(world.engines["a"], world.pool).last_error == "GET /kv/info: cannot connect"
+    monkeypatch.setattr(process, "_error", "exit code 2")
+    assert describe_engine(world.engines["a"], world.pool).last_error == "exit code 2"
+
+
 async def test_draining_and_back(world, pair):
     engine = world.engine_set.drain("a", undo=False)
     assert engine.state is EngineState.DRAINING
