@@ -9,7 +9,7 @@ hold.py        forecasts, and holds on an engine body.py        a request's JSON
 registry.py    kind → adapter and options        options.py     settings of one kind
 detect.py      address → kind                    managed.py     how kvpin starts an engine of each kind
 routes.py      routes beside `/v1`, and WebSockets, as declared
-private_fields.py  what clients of several tenants may not send
+private_fields.py  what clients of several tenants may not send; plain_errors.py: errors in plain English
 
 openai_compatible.py, vllm/, sglang/, tensorrt_llm/, nim.py, llama_server/, torch_engine/  the adapters
 lmcache/       host and disk tier of vLLM        events/        KV events of engines
@@ -52,6 +52,7 @@ from engine_adapter.managed import (
     prepare_managed,
 )
 from engine_adapter.options import EngineOptions, OptionError
+from engine_adapter.plain_errors import plain_error
 from engine_adapter.private_fields import OWN_IDS, PRIVATE_FIELDS, PRIVATE_HEADERS
 from engine_adapter.prompt.prefixes import common_prefix
 from engine_adapter.registry import (
@@ -158,6 +159,7 @@ __all__ = [
     "managed_advice",
     "managed_command",
     "managed_spec",
+    "plain_error",
     "prepare_managed",
     "read_answer_usage",
     "read_error",

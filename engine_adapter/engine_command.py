@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 
 from engine_adapter.errors import EngineSpecError
+from engine_adapter.torch_engine.serve import app
 
 ENGINE_MODULE = "engine_adapter.torch_engine.serve"
 """The module that `python -m` runs to serve an engine; `--help` lists its options."""
@@ -20,8 +21,6 @@ def run_engine_cli(args: Sequence[str], *, prog_name: str = "kvpin engine") -> N
     """
     if find_spec("torch") is None:
         raise EngineSpecError("the embedded engine needs torch: pip install 'kvpin[engine]'")
-    from engine_adapter.torch_engine.serve import app  # noqa: PLC0415 - imports torch
-
     app(args=list(args), prog_name=prog_name)
 
 

@@ -20,6 +20,7 @@ from engine_adapter.llama_server import command as llama
 from engine_adapter.llama_server.options import LlamaServerOptions, LlamaServerSpec
 from engine_adapter.llama_server.save_dir import default_save_bytes, default_save_dir, make_save_dir
 from engine_adapter.options import Size
+from engine_adapter.torch_engine.serve import check_words
 from engine_adapter.types import EngineSpec
 
 
@@ -93,6 +94,7 @@ def _check_embedded(words: Sequence[str]) -> None:
     for word in words:
         if word.split("=")[0] in ("--port", "--host"):
             raise EngineSpecError(f"{word.split('=')[0]} is chosen by kvpin: leave it out")
+    check_words(words)
 
 
 # --- llama_server --------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import msgspec
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
 from engine_adapter.errors import EngineSpecError
+from engine_adapter.plain_errors import plain_error
 
 
 class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -56,7 +57,7 @@ def read_options(kind: str, options: type[_Options], values: Mapping[str, object
     try:
         return msgspec.convert(values, options, strict=False, dec_hook=_read)
     except msgspec.ValidationError as error:
-        message, _, path = str(error).partition(" - at `$.")
+        message, _, path = plain_error(str(error)).partition(" - at `$.")
         message = message[:1].lower() + message[1:]
         param = path.rstrip("`") or None
         raise OptionError(f"{param}: {message}" if param else message, param=param) from None

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import lru_cache
 from typing import Any, Generic, cast
+from urllib.parse import urlsplit
 
 import msgspec
 from typing_extensions import TypeVar
@@ -23,6 +24,10 @@ from engine_adapter.routes import NativeRoute
 
 TokenIds = array  # array('i'): one int32 per token
 ExtraIds = array  # array('Q'): one uint64 per token, 0 for text
+
+
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_USUAL_PORTS = {"http": 80, "https": 443}
 
 
 class Tier(StrEnum):
@@ -91,6 +96,33 @@ class EngineSpec(Generic[Options_co]):
     key: str | None = None
     share_kv: bool = False
     options: Options_co = cast("Options_co", EngineOptions())  # noqa: RUF009 - frozen
+
+    @property
+    def is_local(self) -> bool:
+        """Whether its address means this machine."""
+        return urlsplit(self.url).hostname in _LOOPBACK
+
+    @property
+    def server(self) -> str:
+        """Its URL in the one spelling by which servers are compared."""
+        parts = urlsplit(self.url)
+        host = "127.0.0.1" if self.is_local else parts.hostname or ""
+        usual = parts.port in (None, _USUAL_PORTS.get(parts.scheme))
+        place = (f"[{host}]" if ":" in host else host) + ("" if usual else f":{parts.port}")
+        path = parts.path.rstrip("/").removesuffix("/v1").rstrip("/")
+        return f"{parts.scheme}://{place}{path}"
+
+    @property
+    def address(self) -> str:
+        """Its server and, where it is one of several ranks there, its rank."""
+        return self.server if self.options.rank is None else f"{self.server} rank {self.options.rank}"
+
+    def is_same(self, other: EngineSpec[Any]) -> bool:
+        """Whether both describe one engine. A server has several if they differ in rank or, at a gateway,
+        in model or headers."""
+        named = ((self.options.rank, other.options.rank), (self.model, other.model))
+        differ = any(one != two and None not in (one, two) for one, two in named)
+        return self.server == other.server and self.headers == other.headers and not differ
 
 
 MESSAGES_ROUTES = frozenset({"/v1/messages", "/v1/messages/count_tokens"})

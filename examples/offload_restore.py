@@ -2,7 +2,7 @@
 
 The answer is the same as before, and its first token comes sooner than without cached KV.
 
-    python examples/offload_restore.py [--url http://127.0.0.1:8000] [--admin-key KEY]
+    python examples/offload_restore.py [--base-url http://127.0.0.1:8000/v1] [--admin-key KEY]
 """
 
 import argparse
@@ -10,24 +10,24 @@ import time
 
 import httpx
 from openai import OpenAI
-from shared import cached_tokens, first_model, one_line_errors
+from shared import admin_url, cached_tokens, first_model, one_line_errors
 
 
 def main() -> None:
     """Runs the demonstration."""
     parser = argparse.ArgumentParser(description="Offload and restore through kvpin.")
-    parser.add_argument("--url", default="http://127.0.0.1:8000")
+    parser.add_argument("--base-url", default="http://127.0.0.1:8000/v1")
     parser.add_argument("--api-key", default="unused")
     parser.add_argument("--admin-key")
     arguments = parser.parse_args()
 
-    client = OpenAI(base_url=f"{arguments.url}/v1", api_key=arguments.api_key)
+    client = OpenAI(base_url=arguments.base_url, api_key=arguments.api_key)
     model = first_model(client)
     report = f"Log {time.time_ns()}: " + " ".join(f"entry {n} was fine." for n in range(300))
     messages = [{"role": "user", "content": f"{report}\n\nWhat went wrong?"}]
 
     headers = {"authorization": f"Bearer {arguments.admin_key}"} if arguments.admin_key else {}
-    with httpx.Client(base_url=f"{arguments.url}/admin/v1", headers=headers, timeout=60) as admin:
+    with httpx.Client(base_url=admin_url(arguments.base_url), headers=headers, timeout=60) as admin:
         cold = ask(client, model, messages, "cold")
         target = {"model": model, "messages": messages}
         for verb in ("offload", "restore"):

@@ -3,7 +3,7 @@
 Registers two small tables with kvpin and asks with each of them. Only another request with the first table
 reuses the first table's prompt.
 
-    python examples/p_tuning.py [--url http://127.0.0.1:8000] [--vocab-size 4096] [--hidden 256]
+    python examples/p_tuning.py [--base-url http://127.0.0.1:8000/v1] [--vocab-size 4096] [--hidden 256]
 """
 
 import argparse
@@ -12,7 +12,7 @@ import httpx
 import numpy as np
 from openai import OpenAI
 from safetensors.numpy import save
-from shared import cached_tokens, first_model, one_line_errors
+from shared import admin_url, cached_tokens, first_model, one_line_errors
 
 ROWS = 32
 
@@ -26,7 +26,7 @@ def table(hidden: int, seed: int) -> bytes:
 def main() -> None:
     """Runs the demonstration."""
     parser = argparse.ArgumentParser(description="Prompt tuning through kvpin.")
-    parser.add_argument("--url", default="http://127.0.0.1:8000")
+    parser.add_argument("--base-url", default="http://127.0.0.1:8000/v1")
     parser.add_argument("--api-key", default="unused")
     parser.add_argument("--admin-key")
     parser.add_argument("--vocab-size", type=int, default=4096, help="of the model: fake ids start there")
@@ -34,7 +34,7 @@ def main() -> None:
     arguments = parser.parse_args()
 
     headers = {"authorization": f"Bearer {arguments.admin_key}"} if arguments.admin_key else {}
-    with httpx.Client(base_url=f"{arguments.url}/admin/v1", headers=headers, timeout=60) as admin:
+    with httpx.Client(base_url=admin_url(arguments.base_url), headers=headers, timeout=60) as admin:
         tables = []
         for seed in (1, 2):
             answer = admin.post(
@@ -46,7 +46,7 @@ def main() -> None:
             tables.append(answer.json())
             print(f"table {tables[-1]['table_id']}, extra id {tables[-1]['extra_id']}")
 
-    client = OpenAI(base_url=f"{arguments.url}/v1", api_key=arguments.api_key)
+    client = OpenAI(base_url=arguments.base_url, api_key=arguments.api_key)
     model = first_model(client)
     virtual = [arguments.vocab_size + row for row in range(ROWS)]
     text = list(range(100, 120))

@@ -1,4 +1,4 @@
-"""What the examples share: the model to ask, cached tokens of an answer, errors as one line."""
+"""What the examples share: the admin API, the model to ask, cached tokens, errors as one line."""
 
 import sys
 from collections.abc import Iterator
@@ -30,6 +30,11 @@ def message_of(response: httpx.Response) -> str:
         return response.json()["error"]["message"]
     except (ValueError, KeyError, TypeError):
         return response.text[:200]
+
+
+def admin_url(base_url: str) -> str:
+    """The address of the admin API beside that of clients."""
+    return f"{base_url.rstrip('/').removesuffix('/v1')}/admin/v1"
 
 
 def first_model(client: OpenAI) -> str:

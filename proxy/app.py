@@ -8,27 +8,18 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import secrets
-from collections.abc import Coroutine, Iterator, Mapping
+from collections.abc import Coroutine, Mapping
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
+from typing import Any
 
 import structlog
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.routing import Mount
 
-from engine_adapter import (
-    EngineSpecError,
-    Transport,
-    check_kind,
-    make_adapter,
-    prepare_managed,
-)
+from engine_adapter import Transport, make_adapter
 from proxy.api.admin import (
     EngineRoutes,
     EventRoutes,
@@ -52,6 +43,7 @@ from proxy.api.responses import KeptResponses
 from proxy.api.siblings import Siblings
 from proxy.api.site import Site
 from proxy.api.together import Together
+from proxy.checks import all_engines, check, make_exchange, telemetry_module
 from proxy.control.configured import ConfiguredEngines
 from proxy.control.discovered import DiscoveredEngines
 from proxy.control.engines import Engines
@@ -77,9 +69,7 @@ from proxy.observe.live import Live
 from proxy.observe.loop_lag import LoopLag
 from proxy.observe.metrics import Metrics
 from proxy.observe.recorder import Recorder
-from proxy.peers.exchange import Exchange
 from proxy.peers.peers import Peers
-from proxy.peers.unix_sockets import UnixExchange, prepare
 from proxy.prompt import MediaUuids, PromptTables
 from proxy.request.error_table import ANSWERED
 from proxy.request.forward import Forwarder
@@ -87,18 +77,12 @@ from proxy.request.records import RequestLog, RequestRecord
 from proxy.request.tenants import ApiKey, Tenants
 from proxy.settings import (
     EngineChanges,
-    EngineEntry,
-    ExchangeSettings,
-    ManagedSettings,
     Settings,
     SettingsError,
 )
 from proxy.state.keeper import StateKeeper
 from proxy.tasks import Supervisor
 from proxy.translate import ResponseStore, translations
-
-if TYPE_CHECKING:
-    from proxy.tracing.otlp import Telemetry
 
 log = structlog.get_logger(__name__)
 
@@ -144,7 +128,7 @@ class Proxy:
         self.metrics = Metrics(
             self.fleet, self.discovered.sources, self.peers, tenants=settings.tenant_metrics
         )
-        self.telemetry = _telemetry(self.metrics) if settings.otel else None
+        self.telemetry = telemetry_module()(self.metrics.render) if settings.otel else None
         self.draining = asyncio.Event()
         self.live = Live(self.fleet, self.metrics, self.tasks, self.draining, reuse=settings.reuse)
         self.recorder = (
@@ -209,7 +193,7 @@ class Proxy:
             raise SettingsError(
                 "api_keys is empty: anyone could use the engines; restart kvpin to run without keys"
             )
-        check_engines(settings)
+        check(settings)
         changes = self._follow(settings)
         self.settings = settings
         self.tenants.replace(_keys(settings), settings.tenant_limits)
@@ -261,20 +245,6 @@ async def _close_all(closing: Mapping[str, Coroutine[Any, Any, None]]) -> None:
             log.error("engine not closed cleanly while kvpin stops", engine=engine_id, exc_info=result)
 
 
-def managed_engines(settings: Settings) -> tuple[ManagedSettings, ...]:
-    """The engines that kvpin starts. If no engine is named: two embedded ones that share the cores."""
-    if settings.engines or settings.managed or settings.finds_engines:
-        return settings.managed
-    threads = max((os.cpu_count() or 2) // 2, 1)
-    command = ("--threads", str(threads), "--host-cache-bytes", "256MiB")
-    return tuple(ManagedSettings(kind="embedded", id=f"embedded-{n}", command=command) for n in range(2))
-
-
-def all_engines(settings: Settings) -> tuple[EngineEntry, ...]:
-    """The engines that run already and those that kvpin starts."""
-    return (*settings.engines, *managed_engines(settings))
-
-
 def _keys(settings: Settings) -> list[ApiKey]:
     return [ApiKey(entry.tenant_id, entry.digest) for entry in settings.api_keys]
 
@@ -283,59 +253,13 @@ def _peers(settings: Settings, fleet: Fleet, tenants: Tenants) -> Peers | None:
     """What acts as one with other kvpins. Raises SettingsError if the exchange cannot be used."""
     if settings.exchange is None:
         return None
-    if not settings.reuse:
-        raise SettingsError("exchange needs reuse: without reuse kvpin does not read prompts")
     owner = secrets.randbits(63)
-    return Peers(_exchange(settings.exchange, owner), owner, fleet, tenants)
-
-
-def _telemetry(metrics: Metrics) -> Telemetry:
-    try:
-        from proxy.tracing.otlp import Telemetry  # noqa: PLC0415 - it needs an extra
-    except ModuleNotFoundError as error:
-        raise SettingsError("otel needs packages: pip install 'kvpin[otel]'") from error
-    return Telemetry(metrics.render)
-
-
-def _exchange(settings: ExchangeSettings, owner: int) -> Exchange:
-    url = settings.url.get_secret_value()
-    try:
-        if urlsplit(url).scheme == "unix":
-            directory = Path(urlsplit(url).path)
-            prepare(directory)
-            return UnixExchange(directory, owner)
-        from proxy.peers.redis_channel import RedisExchange  # noqa: PLC0415 - it needs an extra
-
-        return RedisExchange(url, settings.namespace)
-    except ModuleNotFoundError as error:
-        raise SettingsError("exchange by Redis needs a package: pip install 'kvpin[redis]'") from error
-    except (OSError, ValueError) as error:
-        raise SettingsError(f"exchange cannot be used: {error}") from error
+    return Peers(make_exchange(settings.exchange, owner), owner, fleet, tenants)
 
 
 def _queue_limits(settings: Settings) -> QueueLimits:
     limits = settings.limits
     return QueueLimits(limits.queue_s, limits.queue_requests, int(limits.queue_bytes))
-
-
-def check_engines(settings: Settings) -> None:
-    """Raises EngineSpecError for the first engine that cannot run on this machine."""
-    for fault in engine_faults(settings):
-        raise EngineSpecError(fault)
-
-
-def engine_faults(settings: Settings) -> Iterator[str]:
-    """A sentence for each engine that cannot run on this machine."""
-    checks = [(engine.id, partial(check_kind, engine.kind)) for engine in all_engines(settings)]
-    checks += [
-        (started.id, partial(prepare_managed, started.spec(0), started.command))
-        for started in managed_engines(settings)
-    ]
-    for engine_id, check in checks:
-        try:
-            check()
-        except EngineSpecError as error:
-            yield f"engine {engine_id!r}: {error}"
 
 
 def build_app(proxy: Proxy) -> Site:

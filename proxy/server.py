@@ -40,7 +40,8 @@ from proxy.api.peer_port import PeerPort
 from proxy.api.siblings import Siblings
 from proxy.api.site import Site
 from proxy.api.tls import load_certificate, server_context
-from proxy.app import Proxy, build_app, check_engines
+from proxy.app import Proxy, build_app
+from proxy.checks import check
 from proxy.errors import Conflict
 from proxy.observe.banner import Banner
 from proxy.observe.logs import configure_logs
@@ -81,7 +82,7 @@ def serve(load: Load) -> int:
     settings = load()
     configure_logs(settings.logs)
     try:
-        check_engines(settings)
+        check(settings)
         handed_on = inherited()
         listeners = handed_on or listen_on(settings.hosts, settings.port)
     except (EngineSpecError, SettingsError) as error:
@@ -363,22 +364,16 @@ def _banner(proxy: Proxy, settings: Settings, listeners: list[socket.socket]) ->
         port,
         reuse=settings.reuse,
         keys=bool(settings.api_keys),
-        is_open=_is_open(settings, listeners),
         tls=settings.tls is not None,
         page=settings.ui,
     )
 
 
 def _warn(settings: Settings, listeners: list[socket.socket]) -> None:
-    if not settings.reuse:
-        log.warning(
-            "KV cache reuse is off: requests go to the least loaded engine; "
-            "set ENABLE_KV_CACHE_REUSE=1 to route by KV cache"
-        )
     if _is_open(settings, listeners):
         log.warning(
             "no API key is set and other machines can connect: anyone may use these engines; "
-            "set --api-key, or leave --host at 127.0.0.1",
+            "set --api-key or KVPIN_API_KEYS, or leave --host at 127.0.0.1",
             host=settings.host,
         )
 
@@ -394,6 +389,6 @@ def _is_local(listeners: list[socket.socket]) -> bool:
 
 
 def _refuse(reason: object) -> int:
-    """Says in one line why kvpin does not start; returns the exit status."""
-    sys.stderr.write(f"kvpin: {reason}\n")
+    """Says why kvpin does not start, each fault in a line; returns the exit status."""
+    sys.stderr.writelines(f"kvpin: {line}\n" for line in str(reason).splitlines())
     return 2

@@ -47,7 +47,7 @@ class Rule:
 
 RULES = (
     Rule("|".join(map(re.escape, EXAMPLES.values())), RUN, _EXAMPLES),
-    Rule("kvpin (" + "|".join(set(EXAMPLES) - {"serve"}) + ")", RUN, _EXAMPLES),
+    Rule("kvpin (" + "|".join(sorted(set(EXAMPLES) - {"serve"})) + ")", RUN, _EXAMPLES),
     Rule(r"kvpin replay (tests/data/|traffic\.jsonl --engines).*", RUN, _HERE + "test_replays_work"),
     Rule(r"kvpin engine( \[.*)?", READ, "tests/test_documentation.py::test_every_command_and_flag_exists"),
     Rule(r"([A-Z_]+=\S+ )*(kvpin|scripts/serve) ?.*", READ, _HERE + "test_kvpin_reads_it"),

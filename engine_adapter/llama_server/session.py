@@ -210,7 +210,6 @@ class Session:
 
     def _find(self, finding: str) -> None:
         self.findings.append(finding)
-        log.warning("%s: %s", self._spec.id, finding)
 
 
 def identity_of(facts: ServerFacts) -> str:

@@ -1,12 +1,14 @@
 """The embedded engine: a small, real serving engine on torch and transformers. Importing it loads no torch.
 
-serving    serve.py the process and its flags · server.py, kv_routes.py, completions.py the routes
+serving    serve.py the command · process.py its process
+           server.py, kv_routes.py, completions.py the routes
            protocol.py, bodies.py, structure.py request bodies · prepare.py what they ask of the engine
            choices.py, detokenize.py, tool_calls.py tokens to text and calls · grammar.py keeps to a structure
            answers.py, token_bytes.py, api_errors.py what clients get
            service.py an engine with its tokenizer and tables · generation.py its bridge to the event loop
            prompt_tables.py p-tuning · event_publisher.py KV events over ZMQ · metrics.py
-engine     engine.py the step loop, in its own thread · options.py sizes · requests.py what goes in and out
+engine     engine.py the step loop, in its own thread · options.py all options
+           requests.py what goes in and out
            admission.py what may run · scheduler.py what runs next · compute.py one step
            prompt_scores.py logprobs of prompts · sampling.py the next tokens · drawing.py random ones
 model      model.py loads it · loaded_model.py what it gives · model_check.py checks its answers

@@ -1,12 +1,14 @@
-"""The sizes and limits of an engine."""
+"""The options of an engine: its sizes and limits, its model, its server."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from engine_adapter.errors import EngineSpecError
 
 DEFAULT_KV_BLOCKS = 1024
+DEFAULT_PORT = 8100
+DEFAULT_MAX_BODY_BYTES = 64 * 2**20
 MEMORY_SHARE = 0.25
 """What the KV cache takes of the free memory. The rest is for other engines and for what runs beside them."""
 
@@ -74,6 +76,47 @@ class EngineOptions:
     def host_blocks(self, block_bytes: int) -> int:
         """Blocks of the host tier."""
         return self.host_cache_bytes // block_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceOptions:
+    """The options of one engine process: its model, device, event address and limits.
+
+    Attributes:
+        model: directory or hub id, None for the built-in random-weight model.
+        served_name: model name that clients send, None for the model's own.
+        device, dtype: as torch names them; None takes the checkpoint's type.
+        threads: CPU threads of torch, None for its default.
+        host: address to publish KV events on.
+        engine: sizes and limits.
+    """
+
+    model: str | None = None
+    served_name: str | None = None
+    device: str = "cpu"
+    dtype: str | None = None
+    threads: int | None = None
+    host: str = "127.0.0.1"
+    engine: EngineOptions = field(default_factory=EngineOptions)
+
+
+@dataclass(frozen=True, slots=True)
+class ServeOptions:
+    """The options of the server: what it serves, and where.
+
+    Attributes:
+        service: model and engine.
+        host: address to bind; loopback by default, as the routes have no key.
+        port: 0 takes a free one.
+        max_body_bytes: larger request bodies are refused.
+        exit_with_parent: end when standard input closes.
+    """
+
+    service: ServiceOptions = field(default_factory=ServiceOptions)
+    host: str = "127.0.0.1"
+    port: int = DEFAULT_PORT
+    max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
+    exit_with_parent: bool = False
 
 
 def _blocks_in(room: int, block_bytes: int, what: str) -> int:

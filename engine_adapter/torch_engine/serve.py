@@ -1,169 +1,31 @@
-"""`kvpin engine`: a process that serves one engine."""
+"""`kvpin engine`: its options. torch is imported only once they are right."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
-import signal
-import socket
 import sys
-import threading
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import fields
 from typing import Annotated
 
 import typer
-import uvicorn
 from pydantic import ByteSize, TypeAdapter, ValidationError
-from starlette.applications import Starlette
+from typer.exceptions import TyperException
+from typer.main import get_command
 
 from engine_adapter.errors import EngineSpecError, EngineUnavailable
-from engine_adapter.torch_engine.options import EngineOptions
-from engine_adapter.torch_engine.server import DEFAULT_MAX_BODY_BYTES, EngineHost, create_app
-from engine_adapter.torch_engine.service import EngineService, ServiceOptions
+from engine_adapter.torch_engine.options import (
+    DEFAULT_MAX_BODY_BYTES,
+    DEFAULT_PORT,
+    EngineOptions,
+    ServeOptions,
+    ServiceOptions,
+)
 
-DEFAULT_PORT = 8100
 _SIZES = EngineOptions()  # the defaults
-_GRACE_S = 20
-_BACKLOG = 2048
-_log = logging.getLogger("kvpin.engine")
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, help="Serve the embedded engine.")
-
-
-@dataclass(frozen=True, slots=True)
-class ServeOptions:
-    """The options of the server: what it serves, and where.
-
-    Attributes:
-        service: model and engine.
-        host: address to bind; loopback by default, as the routes have no key.
-        port: 0 takes a free one.
-        max_body_bytes: larger request bodies are refused.
-        exit_with_parent: end when standard input closes.
-    """
-
-    service: ServiceOptions = field(default_factory=ServiceOptions)
-    host: str = "127.0.0.1"
-    port: int = DEFAULT_PORT
-    max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
-    exit_with_parent: bool = False
-
-
-def serve_engine(options: ServeOptions) -> None:
-    """Serves until SIGTERM or SIGINT; running requests then have 20 s to finish.
-
-    The address answers at once. `/health` is 503 until the model is loaded.
-
-    Raises:
-        EngineSpecError: the address cannot be bound, or model and options cannot be served.
-        EngineUnavailable: the engine died, see `Engine.wait`.
-    """
-    listener = _listen(options.host, options.port)
-    process = _EngineProcess(options)
-    web = create_app(process.host, max_body_bytes=options.max_body_bytes)
-    web.router.lifespan_context = process.lifespan
-    config = uvicorn.Config(
-        web, log_config=None, access_log=False, lifespan="on", timeout_graceful_shutdown=_GRACE_S
-    )
-    server = uvicorn.Server(config)
-
-    def end() -> None:
-        server.should_exit = True
-
-    process.end = end
-    host, port = listener.getsockname()[:2]
-    _log.info("listening on http://%s:%s, loading", f"[{host}]" if ":" in host else host, port)
-    with _signals_end_quietly():
-        server.run(sockets=[listener])
-    if process.failure is not None:
-        raise process.failure
-
-
-class _EngineProcess:
-    """Loads the service while the server runs already; ends both together."""
-
-    def __init__(self, options: ServeOptions) -> None:
-        self.host = EngineHost()
-        self.failure: Exception | None = None
-        self.end: Callable[[], None] = _nothing
-        self._options = options
-
-    @asynccontextmanager
-    async def lifespan(self, _app: Starlette) -> AsyncIterator[None]:
-        """Starts loading; stops the engine at the end."""
-        # A daemon thread: a load may take minutes and must not delay the end.
-        threading.Thread(target=self._load, name="load-model", daemon=True).start()
-        if self._options.exit_with_parent:
-            threading.Thread(target=self._follow_parent, name="follow-parent", daemon=True).start()
-        yield
-        if self.host.service is not None:
-            await asyncio.to_thread(self.host.service.close)
-
-    def _load(self) -> None:
-        """Loads the service, then watches its engine."""
-        try:
-            service = EngineService.build(self._options.service)
-        except Exception as error:  # noqa: BLE001 - raised again by serve_engine, in the main thread
-            self.failure = error
-            self.end()
-            return
-        self.host.service = service
-        if service.model.is_default:
-            _log.warning(
-                "no --model given: serving %s, a small model with random weights; its answers mean nothing",
-                service.model.name,
-            )
-        _log.info("serving %s", service.model.name)
-        reason = service.engine.wait()
-        if reason is not None:
-            self.failure = EngineUnavailable(f"the engine died and must be started again: {reason}")
-            self._end_surely()
-
-    def _follow_parent(self) -> None:
-        """Ends the process when its standard input closes: the parent is gone."""
-        while os.read(0, 4096):
-            pass
-        self._end_surely()
-
-    def _end_surely(self) -> None:
-        """Ends the process; kills it if a clean end hangs, as nobody else may notice that."""
-        self.end()
-        threading.Event().wait(_GRACE_S + 5)
-        os._exit(1)
-
-
-@contextmanager
-def _signals_end_quietly() -> Iterator[None]:
-    """Ignores the signal that uvicorn raises again at its end: a wanted end is no crash."""
-    numbers = (signal.SIGTERM, signal.SIGINT)
-    before = [signal.signal(number, lambda *_: None) for number in numbers]
-    try:
-        yield
-    finally:
-        for number, handler in zip(numbers, before, strict=True):
-            signal.signal(number, handler)
-
-
-def _nothing() -> None:
-    """Stands for `end` until the server exists."""
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    """A listening socket. Its connections send small chunks without delay."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # inherited by connections
-        listener.bind((host, port))
-        listener.listen(_BACKLOG)
-    except OSError as error:
-        listener.close()
-        raise EngineSpecError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
-    return listener
 
 
 def _size(text: str) -> int:
@@ -190,13 +52,12 @@ def engine(
         int | None, typer.Option(help="Blocks of the GPU tier. Default: by the free memory.")
     ] = None,
     kv_bytes: Annotated[
-        int | None, typer.Option(help="Size of the GPU tier, e.g. 2GiB.", parser=_size)
+        int | None, typer.Option(metavar="SIZE", help="Size of the GPU tier, e.g. 2GiB.", parser=_size)
     ] = None,
     tokens_per_block: Annotated[int, typer.Option(help="A power of two.")] = _SIZES.tokens_per_block,
     host_cache_bytes: Annotated[
-        int | None,
-        typer.Option(help="Size of the host tier, e.g. 1GiB. Default: no host tier.", parser=_size),
-    ] = None,
+        int, typer.Option(metavar="SIZE", help="Size of the host tier, e.g. 1GiB.", parser=_size)
+    ] = _SIZES.host_cache_bytes,
     max_num_seqs: Annotated[int, typer.Option(help="Most requests running at once.")] = _SIZES.max_num_seqs,
     prefill_chunk: Annotated[
         int, typer.Option(help="Most prompt tokens per step; half of it while other requests decode.")
@@ -226,7 +87,7 @@ def engine(
             kv_blocks=kv_blocks,
             kv_bytes=kv_bytes,
             tokens_per_block=tokens_per_block,
-            host_cache_bytes=host_cache_bytes or 0,
+            host_cache_bytes=host_cache_bytes,
             max_num_seqs=max_num_seqs,
             prefill_chunk=prefill_chunk,
             pin_share=pin_share,
@@ -241,6 +102,8 @@ def engine(
             host=host,
             engine=sizes,
         )
+        from engine_adapter.torch_engine.process import serve_engine  # noqa: PLC0415 - imports torch
+
         serve_engine(ServeOptions(service, host, port, max_body_bytes, exit_with_parent))
     except EngineSpecError as error:
         typer.echo(f"kvpin engine: {error}", err=True)
@@ -249,6 +112,17 @@ def engine(
         typer.echo(f"kvpin engine: {error}", err=True)
         raise typer.Exit(1) from error
     _end_now()
+
+
+def check_words(words: Sequence[str]) -> None:
+    """Raises EngineSpecError for options that `kvpin engine` does not take."""
+    try:
+        given = get_command(app).make_context("kvpin engine", list(words)).params
+    except TyperException as error:
+        raise EngineSpecError(error.format_message()) from error
+    except typer.Exit as error:
+        raise EngineSpecError("--help starts no engine") from error
+    EngineOptions(**{each.name: given[each.name] for each in fields(EngineOptions) if each.name in given})
 
 
 def _end_now() -> None:

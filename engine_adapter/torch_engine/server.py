@@ -17,6 +17,7 @@ from engine_adapter.torch_engine.api_errors import ApiError, as_api_error, error
 from engine_adapter.torch_engine.completions import CompletionRoute
 from engine_adapter.torch_engine.kv_routes import body_of, kv_routes, kv_stats, service_of
 from engine_adapter.torch_engine.metrics import EngineMetrics
+from engine_adapter.torch_engine.options import DEFAULT_MAX_BODY_BYTES
 from engine_adapter.torch_engine.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -25,8 +26,6 @@ from engine_adapter.torch_engine.protocol import (
     parse_tokenize,
 )
 from engine_adapter.torch_engine.service import EngineService
-
-DEFAULT_MAX_BODY_BYTES = 64 << 20
 
 
 class EngineHost:

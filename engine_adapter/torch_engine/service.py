@@ -7,7 +7,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -21,7 +21,7 @@ from engine_adapter.torch_engine.grammar import Grammars
 from engine_adapter.torch_engine.kv_cache import KvCache
 from engine_adapter.torch_engine.loaded_model import LoadedModel
 from engine_adapter.torch_engine.model import load_model
-from engine_adapter.torch_engine.options import EngineOptions
+from engine_adapter.torch_engine.options import EngineOptions, ServiceOptions
 from engine_adapter.torch_engine.prompt_tables import PromptEmbeddings, PromptTables, embedding_tensor
 from engine_adapter.torch_engine.protocol import ChatRequest, PromptRequest, prompt_of
 from engine_adapter.torch_engine.token_bytes import TokenBytes
@@ -30,28 +30,6 @@ from engine_adapter.types import TokenIds
 T = TypeVar("T")
 
 _MAX_CHARS_PER_TOKEN = 256  # no tokenizer has longer tokens on average: a longer text cannot fit
-
-
-@dataclass(frozen=True, slots=True)
-class ServiceOptions:
-    """The options of one engine process: its model, device, event address and limits.
-
-    Attributes:
-        model: directory or hub id, None for the built-in random-weight model.
-        served_name: model name that clients send, None for the model's own.
-        device, dtype: as torch names them; None takes the checkpoint's type.
-        threads: CPU threads of torch, None for its default.
-        host: address to publish KV events on.
-        engine: sizes and limits.
-    """
-
-    model: str | None = None
-    served_name: str | None = None
-    device: str = "cpu"
-    dtype: str | None = None
-    threads: int | None = None
-    host: str = "127.0.0.1"
-    engine: EngineOptions = field(default_factory=EngineOptions)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from proxy.cli.client import (
     refuse_early_options,
 )
 from proxy.cli.examples import example
-from proxy.cli.targets import TargetOptions, with_target
+from proxy.cli.targets import PrefixOptions, RequestOptions, TargetOptions, with_target
 
 engines_app = typer.Typer(help="List, add, remove and drain engines.", rich_markup_mode=None)
 
@@ -80,27 +80,27 @@ def restore(
 
 def warm(
     *,
-    target: TargetOptions,
+    target: PrefixOptions,
     all_engines: Annotated[bool, typer.Option("--all-engines", help="On every engine of the model.")] = False,
     url: UrlOption = DEFAULT_URL,
     admin_key: AdminKeyOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Compute a prefix before it is needed."""
-    body = target.body(needs_prefix=True) | ({"engines": "all"} if all_engines else {})
+    body = target.body() | ({"engines": "all"} if all_engines else {})
     _run(AdminClient(url, admin_key), "warm", body, as_json)
 
 
 def pin(
     *,
-    target: TargetOptions,
+    target: PrefixOptions,
     ttl: Annotated[float, typer.Option(metavar="SECONDS", help="How long to protect it.")] = 3600.0,
     url: UrlOption = DEFAULT_URL,
     admin_key: AdminKeyOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Protect a prefix from eviction for some time."""
-    _run(AdminClient(url, admin_key), "pin", target.body(needs_prefix=True) | {"ttl_s": ttl}, as_json)
+    _run(AdminClient(url, admin_key), "pin", target.body() | {"ttl_s": ttl}, as_json)
 
 
 def unpin(
@@ -115,7 +115,7 @@ def unpin(
 
 def route(
     *,
-    target: TargetOptions,
+    target: RequestOptions,
     url: UrlOption = DEFAULT_URL,
     admin_key: AdminKeyOption = None,
     as_json: JsonOption = False,
@@ -151,7 +151,15 @@ def engines(
     """List engines; or add, remove, drain one."""
     refuse_early_options(context)
     if context.invoked_subcommand is None:
-        _show(AdminClient(url, admin_key).get("/engines"), as_json, "tables.show_engines", "engines")
+        engines_list(url, admin_key, as_json)
+
+
+@engines_app.command("list", epilog=example("engines list"))
+def engines_list(
+    url: UrlOption = DEFAULT_URL, admin_key: AdminKeyOption = None, as_json: JsonOption = False
+) -> None:
+    """List engines, as `kvpin engines` alone does."""
+    _show(AdminClient(url, admin_key).get("/engines"), as_json, "tables.show_engines", "engines")
 
 
 @engines_app.command("add", epilog=example("engines add"))

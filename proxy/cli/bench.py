@@ -43,7 +43,7 @@ def bench(
     urls: Annotated[
         list[str],
         typer.Argument(
-            metavar="URL…", help="Addresses of kvpins or engines, with /v1 or without; several are compared."
+            metavar="URL", help="Addresses of kvpins or engines, with /v1 or without; several are compared."
         ),
     ],
     *,

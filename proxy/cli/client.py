@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 DEFAULT_URL = "http://127.0.0.1:8000"
 POLL_S = 0.2
 TIMEOUT_S = 75.0
+_NO_KVPIN = "is no kvpin: name kvpin's address (--url or KVPIN_URL)"
 KEY_FILE = "KVPIN_ADMIN_KEY_FILE"
 # Seconds without an event. A snapshot comes every second.
 EVENT_S = 15.0
@@ -107,7 +108,7 @@ class AdminClient:
         try:
             return json.loads(content) if content else None
         except ValueError:
-            fail(f"{self.url} does not answer like a kvpin: name kvpin's address (--url or KVPIN_URL)")
+            fail(f"{self.url} {_NO_KVPIN}")
 
     def events(self, path: str) -> Iterator[tuple[str, Any]]:
         """The server-sent events of a GET: names and decoded data, until kvpin ends the stream.
@@ -125,6 +126,11 @@ class AdminClient:
                         name = value.decode()
                     elif field == b"data":
                         yield name, json.loads(value)
+
+    def _is_kvpin(self, client: httpx.Client, headers: dict[str, str]) -> bool:
+        """Whether there is what every kvpin has."""
+        with client.stream("GET", f"{base_of(self.url)}/admin/v1/engines", headers=headers) as answer:
+            return answer.status_code != HTTPStatus.NOT_FOUND
 
     @contextmanager
     def _stream(
@@ -149,7 +155,10 @@ class AdminClient:
                 if answer.is_error:
                     answer.read()
                     if not _tells_operation(answer):
-                        raise AdminError(_error_of(answer))
+                        is_there = answer.status_code != HTTPStatus.NOT_FOUND or self._is_kvpin(
+                            client, headers
+                        )
+                        raise AdminError(_error_of(answer) if is_there else f"{self.url} {_NO_KVPIN}")
                 yield answer
         except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
             raise AdminError(f"--url {self.url!r} is not an address: {error}") from error
@@ -223,7 +232,8 @@ def _error_of(answer: httpx.Response) -> str:
         return f"{answer.request.url}: {answer.status_code} {answer.reason_phrase}"
     if answer.status_code == HTTPStatus.UNAUTHORIZED:
         return f"the admin key is missing or wrong: use --admin-key, KVPIN_ADMIN_KEY or {KEY_FILE} (401)"
-    return f"{_with_flags(message, param)} ({answer.status_code})"
+    from_options = answer.request.method != "DELETE"  # its fields stand in the path: they are arguments
+    return f"{_with_flags(message, param) if from_options else message} ({answer.status_code})"
 
 
 def _with_flags(message: str, param: object) -> str:

@@ -49,6 +49,8 @@ def doctor(
 
     Exit status 0: no findings; 1: findings; 2: the engine cannot be examined.
     """
+    from rich.console import Console  # noqa: PLC0415 - slow to import
+
     from engine_adapter import EngineError  # noqa: PLC0415 - the other clients start quicker without
     from proxy.doctor.doctor import examine  # noqa: PLC0415 - likewise
     from proxy.observe.logs import configure_logs  # noqa: PLC0415 - likewise
@@ -60,7 +62,8 @@ def doctor(
     try:
         spec, more = engine_of(engine, {name: value for name, value in options.items() if value is not None})
         where = spec.url
-        examination = asyncio.run(examine(spec, options=more, probe=probe))
+        with Console(stderr=True).status(f"asking {where} …"):
+            examination = asyncio.run(examine(spec, options=more, probe=probe))
     except (SettingsError, EngineError) as error:
         message = str(error)
         typer.echo(f"kvpin: {message if where in message else f'{where}: {message}'}", err=True)
@@ -85,7 +88,7 @@ def engine_of(text: str, options: dict[str, str]) -> tuple[EngineSpec, dict[str,
     """
     from dataclasses import replace  # noqa: PLC0415 - see above
 
-    from proxy.settings import SettingsError, parse_engine_flag  # noqa: PLC0415 - see above
+    from proxy.settings import SettingsError, UndetectedSettings, parse_engine_flag  # noqa: PLC0415 - see above
 
     if "://" not in text:
         raise SettingsError(f"{text!r} is not an address: it needs http:// or https://")
@@ -93,7 +96,11 @@ def engine_of(text: str, options: dict[str, str]) -> tuple[EngineSpec, dict[str,
     named = "://" not in text.partition("=")[0]
     if named and kind is not None:
         raise SettingsError(f"leave out --kind: {text!r} names the kind")
-    settings = parse_engine_flag(text if named else f"{kind or _UNKNOWN}={text}", flag="", **options)
+    settings = (
+        parse_engine_flag(text if named else f"{kind}={text}", flag="", more=options)
+        if named or kind is not None
+        else parse_engine_flag(f"{_UNKNOWN}={text}", flag="", reads_as=UndetectedSettings, more=options)
+    )
     spec = settings.spec()
     spec = replace(spec, id=spec.id or "engine", kind=spec.kind if named else kind or "")
     return spec, dict(settings.model_extra or {})

@@ -14,6 +14,7 @@ EXAMPLES = {
     "route": "kvpin route --messages-file chat.json",
     "requests": "kvpin requests --limit 5",
     "engines": "kvpin engines",
+    "engines list": "kvpin engines list",
     "engines add": "kvpin engines add vllm=http://gpu-3:8000,id=third",
     "engines drain": "kvpin engines drain third",
     "engines remove": "kvpin engines remove third",

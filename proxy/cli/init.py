@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from proxy.doctor.doctor import Examination
 
 _STDOUT = Path("-")
+_FILE = Path("kvpin.toml")
 _HEAD = """\
 # Settings of kvpin, written by `kvpin init`. Every setting: docs/operations.md.
 #   kvpin config check --config {file}
@@ -48,20 +49,18 @@ def init(
     engines: Annotated[
         list[str],
         typer.Argument(
-            metavar="URL…",
+            metavar="URL",
             help="Addresses of engines; or KIND=URL[,name=value…], as serve's --engine takes it.",
         ),
     ],
     *,
-    output: Annotated[Path, typer.Option(metavar="FILE", help="Where to write it; - prints.")] = Path(
-        "kvpin.toml"
-    ),
+    output: Annotated[Path, typer.Option(metavar="FILE", help="Where to write it; - prints.")] = _FILE,
     force: Annotated[bool, typer.Option("--force", help="Replace the file, if there is one.")] = False,
 ) -> None:
     """Ask engines what they are, and write a commented settings file for `kvpin serve --config`."""
     if output != _STDOUT and output.exists() and not force:
         fail(f"{str(output)!r} exists: name another file with --output, or give --force")
-    text = settings_text(_examined(engines), str(output))
+    text = settings_text(_examined(engines), str(_FILE if output == _STDOUT else output))
     if output == _STDOUT:
         typer.echo(text, nl=False)
         return

@@ -193,7 +193,8 @@ def _run(load: Callable[[], Settings]) -> int:
     try:
         return run(load)
     except SettingsError as error:
-        typer.echo(f"kvpin: {error}", err=True)
+        for line in str(error).splitlines():
+            typer.echo(f"kvpin: {line}", err=True)
         return 2
 
 

@@ -32,7 +32,7 @@ def show_engines(engines: list[dict[str, Any]]) -> None:
             _state(engine["trust"]),
             str(engine["in_flight"]),
             str(engine["served"]),
-            engine["last_error"] or "",
+            " ".join((engine["last_error"] or "").split()),
         )
     table.print(console())
 

@@ -8,26 +8,26 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
 from proxy.cli.client import fail
 
 Verb = Callable[..., None]
-# Flags that name a prompt, and with the last one a prefix → their fields.
-_PROMPTS = {
+# Flags that name a prompt or a prefix → their fields.
+_PREFIXES = {
     "--messages-file": "messages_file",
     "--prompt": "prompt",
     "--prompt-file": "prompt_file",
     "--token-ids": "token_ids",
+    "--prompt-cache-key": "prompt_cache_key",
 }
-_PREFIXES = _PROMPTS | {"--prompt-cache-key": "prompt_cache_key"}
 
 
 @dataclass(frozen=True, slots=True)
-class TargetOptions:
-    """The options of every command with a target, in the order of its help."""
+class RequestOptions:
+    """The options of a command that takes a request, in the order of its help."""
 
     messages_file: Annotated[
         str | None,
@@ -40,16 +40,7 @@ class TargetOptions:
     token_ids: Annotated[
         str | None, typer.Option(metavar="1,2,3", help="Token ids; @FILE reads a JSON list.")
     ] = None
-    prompt_cache_key: Annotated[
-        str | None, typer.Option(metavar="KEY", help="The last prompt with this prompt_cache_key.")
-    ] = None
-    engine: Annotated[
-        str | None, typer.Option(metavar="ID", help="Everything on this engine; with a prefix, only there.")
-    ] = None
-    tenant: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Everything of this tenant; with a prefix, its owner.")
-    ] = None
-    everything: Annotated[bool, typer.Option("--all", help="Everything on all engines.")] = False
+    tenant: Annotated[str | None, typer.Option(metavar="NAME", help="The tenant whose request it is.")] = None
     model: Annotated[
         str | None, typer.Option(metavar="NAME", help="The model, where several are served.")
     ] = None
@@ -57,13 +48,11 @@ class TargetOptions:
         str | None, typer.Option(metavar="SALT", help="The cache_salt of the client's requests.")
     ] = None
 
-    def body(self, *, needs_prefix: bool = False) -> dict[str, Any]:
-        """The target as the admin API takes it; `needs_prefix` refuses every other kind of target."""
-        self._check(needs_prefix)
+    def body(self) -> dict[str, Any]:
+        """The target as the admin API takes it."""
+        self._check([flag for flag in self._prefixes() if self._given(_PREFIXES[flag]) is not None])
         named = ("prompt", "prompt_cache_key", "engine", "tenant", "model", "cache_salt")
-        body = {name: getattr(self, name) for name in named}
-        if self.everything:
-            body["all"] = True
+        body = {name: self._given(name) for name in named}
         if self.prompt_file is not None:
             body["prompt"] = _read(self.prompt_file)
         if self.token_ids is not None:
@@ -74,45 +63,83 @@ class TargetOptions:
 
     def request(self) -> dict[str, Any]:
         """The target as a data-plane request, for a dry run."""
-        for flag, value in (("--engine", self.engine), ("--prompt-cache-key", self.prompt_cache_key)):
-            if value is not None:
-                fail(f"route takes a prompt, not {flag}: use one of {', '.join(_PROMPTS)}")
-        body = self.body(needs_prefix=True)
+        body = self.body()
         if "token_ids" in body:
             body["prompt"] = body.pop("token_ids")
         return body
 
-    def _check(self, needs_prefix: bool) -> None:
-        """Exactly one target is named."""
-        prefixes = [flag for flag, name in _PREFIXES.items() if getattr(self, name) is not None]
-        given = prefixes + ["--all"] * self.everything
+    def _given(self, name: str) -> Any:  # noqa: ANN401 - of any option
+        """The value of an option; None for one that this command does not take."""
+        return getattr(self, name, None)
+
+    def _prefixes(self) -> list[str]:
+        """The flags that name a prompt or a prefix."""
+        return [flag for flag, name in _PREFIXES.items() if name in {each.name for each in fields(self)}]
+
+    def _check(self, given: list[str]) -> None:
+        """Exactly one prefix is named. `given`: the flags that name one."""
         if len(given) > 1:
             fail(f"{given[0]} and {given[1]} exclude each other: name one target")
-        if needs_prefix and not prefixes:
-            fail(f"this command needs a prefix: use one of {', '.join(_PREFIXES)}")
-        if not given and self.engine is None and self.tenant is None:
-            fail(f"name a target: use one of {', '.join(_PREFIXES)}, --engine, --tenant, --all")
-        if self.everything and (self.engine is not None or self.tenant is not None):
-            fail("--all means every engine and every tenant: leave out --engine and --tenant")
-        if self.prompt_cache_key is not None and self.cache_salt is not None:
+        if not given:
+            fail(f"this command needs a prefix: use one of {', '.join(self._prefixes())}")
+        if self._given("prompt_cache_key") is not None and self.cache_salt is not None:
             fail("leave out --cache-salt: --prompt-cache-key uses the salt of that request")
 
 
+@dataclass(frozen=True, slots=True)
+class PrefixOptions(RequestOptions):
+    """The options of a command that takes a prefix."""
+
+    prompt_cache_key: Annotated[
+        str | None, typer.Option(metavar="KEY", help="The last prompt with this prompt_cache_key.")
+    ] = None
+    engine: Annotated[str | None, typer.Option(metavar="ID", help="Only on this engine.")] = None
+    tenant: Annotated[str | None, typer.Option(metavar="NAME", help="The tenant whose prefix it is.")] = None
+
+
+@dataclass(frozen=True, slots=True)
+class TargetOptions(PrefixOptions):
+    """The options of a command that takes any target."""
+
+    engine: Annotated[
+        str | None, typer.Option(metavar="ID", help="Everything on this engine; with a prefix, only there.")
+    ] = None
+    tenant: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Everything of this tenant; with a prefix, its owner.")
+    ] = None
+    everything: Annotated[bool, typer.Option("--all", help="Everything on all engines.")] = False
+
+    def body(self) -> dict[str, Any]:
+        """The target as the admin API takes it."""
+        return super(TargetOptions, self).body() | ({"all": True} if self.everything else {})
+
+    def _check(self, given: list[str]) -> None:
+        """Exactly one target is named."""
+        given += ["--all"] * self.everything
+        if self.everything and (self.engine is not None or self.tenant is not None):
+            fail("--all means every engine and every tenant: leave out --engine and --tenant")
+        if not given and self.engine is None and self.tenant is None:
+            fail(f"name a target: use one of {', '.join(_PREFIXES)}, --engine, --tenant, --all")
+        if given:
+            super(TargetOptions, self)._check(given)
+
+
 def with_target(command: Callable[..., None]) -> Verb:
-    """Adds the target options to a command, which gets them as its argument `target`."""
-    names = [field.name for field in fields(TargetOptions)]
-    hints = inspect.get_annotations(TargetOptions, eval_str=True)
+    """Adds the options of its argument `target` to a command."""
     own = inspect.signature(command, eval_str=True)
+    kind: type[RequestOptions] = own.parameters["target"].annotation
+    names = [field.name for field in fields(kind)]
+    hints = get_type_hints(kind, include_extras=True)
 
     def run(**options: Any) -> None:  # noqa: ANN401 - typer passes what it parsed
-        target = TargetOptions(**{name: options.pop(name) for name in names})
+        target = kind(**{name: options.pop(name) for name in names})
         command(target=target, **options)
 
     shared = [
         inspect.Parameter(
             field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=hints[field.name]
         )
-        for field in fields(TargetOptions)
+        for field in fields(kind)
     ]
     rest = [parameter for name, parameter in own.parameters.items() if name != "target"]
     parameters = [*shared, *rest]

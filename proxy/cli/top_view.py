@@ -65,7 +65,9 @@ class TopView:
             Text(),
             self._engines(shown).fitted(options.max_width),
             Text(f"and {len(engines) - len(shown)} more engines" if len(engines) > len(shown) else "", "dim"),
-            self._table(requests).fitted(options.max_width) if requests else Text("no requests yet", "dim"),
+            self._table(requests).fitted(options.max_width)
+            if requests
+            else Text(_before(self._snapshot["requests"]), "dim"),
         )
 
     def _head(self, now: dict[str, Any]) -> Text:
@@ -133,6 +135,11 @@ class TopView:
                 request["why"] or "",
             )
         return table
+
+
+def _before(requests: int) -> str:
+    """What is said of requests that ended before the watch began."""
+    return f"{requests} requests so far: `kvpin requests` lists the last" if requests else "no requests yet"
 
 
 def _styled(state: str) -> Text:

@@ -10,13 +10,14 @@ several ranks  each data-parallel rank of a server joins, and the engine that st
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from functools import partial
 
 import structlog
 
-from engine_adapter import EngineSpecError
+from engine_adapter import EngineSpec, EngineSpecError
 from proxy.control.configured import ConfiguredEngines
 from proxy.control.engines import Engines
 from proxy.control.ranks import Ranks
@@ -24,7 +25,7 @@ from proxy.discovery import Finder, Found, FoundEngine, Source, SourceError
 from proxy.errors import Conflict
 from proxy.fleet.engine import Engine
 from proxy.fleet.fleet import Fleet
-from proxy.settings import EngineChanges, EngineEntry, SettingsError
+from proxy.settings import EngineChanges, EngineEntry, EngineSettings, SettingsError
 from proxy.tasks import Supervisor
 
 log = structlog.get_logger(__name__)
@@ -172,10 +173,10 @@ class DiscoveredEngines:
     def _settle(self) -> EngineChanges:
         """Lets engines join, leave and drain as the settings and all sources say."""
         wanted = {entry.id: entry for entry in self._entries}
-        drained, waits = set[str](), False
+        drained, waits, named = set[str](), False, _Named(self._entries)
         for engine_id, each in self._found():
             known = self._wanted.get(engine_id)
-            if engine_id in wanted:
+            if engine_id in wanted or named.has(each.entry):
                 continue  # the settings come first, then the sources in their order
             if known is None and engine_id in self._fleet.engines:
                 waits = True
@@ -200,3 +201,21 @@ class DiscoveredEngines:
         for source in self.sources.values():
             for each in source.found:
                 yield each.entry.id, each
+
+
+class _Named:
+    """The engines named so far, by server."""
+
+    def __init__(self, entries: Iterable[EngineEntry]) -> None:
+        self._at: dict[str, list[EngineSpec]] = defaultdict(list)
+        for entry in entries:
+            if isinstance(entry, EngineSettings):
+                self.has(entry)
+
+    def has(self, entry: EngineSettings) -> bool:
+        """Whether an engine was named before; it is now."""
+        spec = entry.spec()
+        others = self._at[spec.server]
+        is_known = any(spec.is_same(other) for other in others)
+        others.append(spec)
+        return is_known

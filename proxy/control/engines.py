@@ -73,11 +73,14 @@ class Engines:
         """Adds an engine and starts watching it.
 
         Raises:
-            Conflict: an engine of that id exists.
+            Conflict: an engine of that id or at that address exists.
             EngineSpecError: the description cannot be used.
         """
         if spec.id in self._fleet.engines:
             raise Conflict(f"an engine with id {spec.id!r} exists", param="id")
+        for engine in self._fleet.engines.values():
+            if engine.adapter.spec.is_same(spec):
+                raise Conflict(f"engine {engine.id!r} is already at {spec.server}", param="url")
         engine = self._fleet.add(self._make_adapter(spec))
         self._monitor.watch(engine)
         return engine
@@ -149,7 +152,7 @@ def describe_engine(engine: Engine, pool: Pool | None) -> EngineAnswer:
         queue_s=load.queue_s,
         served=engine.served,
         prefill_tok_s=rates.prefill_tok_s if rates is not None else None,
-        last_error=engine.last_error,
+        last_error=(engine.process.error if engine.process is not None else None) or engine.last_error,
         owner=engine.owner,
         findings=[str(finding) for finding in engine.adapter.findings()],
     )

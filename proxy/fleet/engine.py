@@ -56,6 +56,10 @@ class Process(Protocol):
     def error(self) -> str | None:
         """Why it does not run; None while nothing is wrong."""
 
+    @property
+    def given_up(self) -> bool:
+        """Whether it is not started again."""
+
     def describe(self) -> dict[str, str | int | None]:
         """State, pid, port, restarts, last exit code and error, for people."""
 

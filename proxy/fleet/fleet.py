@@ -230,7 +230,7 @@ class Fleet:
         elif len(self.pools) == 1:
             return next(iter(self.pools.values())), None
         if not self.pools:
-            raise NoEngine("no engine is connected yet; try again shortly")
+            raise NoEngine(self._why_none())
         self._require_all_known(model)
         if model not in self.aliases:
             takers = [pool for pool in self.pools.values() if model is not None and pool.any_model]
@@ -239,6 +239,13 @@ class Fleet:
             if self.default_model is not None and (found := self._named(self.default_model)) is not None:
                 return found
         raise self.not_served(model)
+
+    def _why_none(self) -> str:
+        """What a client is told while no engine has connected."""
+        processes = [engine.process for engine in self.engines.values()]
+        if processes and all(each is not None and each.given_up for each in processes):
+            return "no engine runs: kvpin has given up starting them, and `kvpin engines` says why"
+        return "no engine is connected yet; try again shortly"
 
     def not_served(self, model: str | None) -> NotFound:
         """The error of a request for a model that nothing serves."""

@@ -24,7 +24,6 @@ class Banner:
         port: its port.
         reuse: whether requests are routed by KV cache.
         keys: whether clients need a key.
-        is_open: whether other machines can use the engines without a key.
         tls: whether the port takes HTTPS.
         page: whether there is a page for browsers.
     """
@@ -37,14 +36,12 @@ class Banner:
         *,
         reuse: bool,
         keys: bool = False,
-        is_open: bool = False,
         tls: bool = False,
         page: bool = False,
     ) -> None:
         self._fleet = fleet
         self._reuse = reuse
         self._keys = keys
-        self._is_open = is_open
         self._page = page
         # A client cannot connect to a wildcard address.
         name = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)  # noqa: S104
@@ -52,15 +49,12 @@ class Banner:
 
     def print_addresses(self) -> None:
         """Prints the addresses; called as soon as kvpin listens."""
-        mode = "on" if self._reuse else "off (ENABLE_KV_CACHE_REUSE=1 turns it on)"
+        mode = "on" if self._reuse else "off: the least loaded engine is chosen (--reuse turns it on)"
         _print(f"kvpin {version('kvpin')}, KV cache reuse {mode}")
         _print(f"  base_url  {self._base}/v1")
         _print(f"  admin     {self._base}/admin/v1")
         if self._page:
             _print(f"  page      {self._base}/ui/")
-        if self._is_open:
-            _print("WARNING: other machines can use these engines, and no API key is set.")
-            _print("  Set --api-key (or KVPIN_API_KEYS), or listen on 127.0.0.1 only.")
         _print("waiting for engines …")
 
     async def print_when_ready(self) -> None:

@@ -16,7 +16,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic
-from urllib.parse import urlsplit
 
 import msgspec
 import structlog
@@ -67,7 +66,6 @@ JOIN_S = 2.0
 _JOIN_POLL_S = 0.05
 # A listing goes out in batches of about this many bytes of hashes.
 _PART_BYTES = 256 * 1024
-_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 class PeerStats(msgspec.Struct, kw_only=True):
@@ -605,8 +603,4 @@ class Peers:
 
 def address_of(spec: EngineSpec) -> tuple[str, bool]:
     """An engine's address as peers are told it, with its rank, and whether only this machine can reach it."""
-    parts, rank = urlsplit(spec.url), f" rank {spec.options.rank}" if spec.options.rank is not None else ""
-    if parts.hostname not in _LOOPBACK:
-        return f"{spec.url}{rank}", False
-    port = f":{parts.port}" if parts.port is not None else ""
-    return f"{socket.gethostname()} {parts.scheme}://127.0.0.1{port}{parts.path}{rank}", True
+    return (f"{socket.gethostname()} {spec.address}", True) if spec.is_local else (spec.address, False)

@@ -1,7 +1,7 @@
 """An engine that kvpin starts, watches and restarts: one process, with all its children.
 
     starting ──healthy──▶ ready ──exit, or no health for long──▶ backing_off ──▶ starting …
-    five starts in a row that never became healthy, and never one that did ──▶ failed
+    never healthy, and five starts in a row or exit status 2, as for a wrong option ──▶ failed
     stop() from anywhere: SIGTERM, a grace, SIGKILL ──▶ stopped
 
 This file looks after the process. The monitor and the adapter look after what the engine serves and holds.
@@ -41,6 +41,8 @@ log = structlog.get_logger(__name__)
 
 _DRAIN_S = 1.0
 _SHOWN_LINES = 5
+# The exit status of programs whose command line is wrong: another start would end alike.
+_USAGE = 2
 
 
 class ProcessState(StrEnum):
@@ -146,6 +148,11 @@ class ManagedEngine:
         """Whether it is in its first start: not healthy yet, nothing wrong yet."""
         return self._starts <= 1 and not self._stopping.is_set() and self._state in _NOT_YET
 
+    @property
+    def given_up(self) -> bool:
+        """Whether it is not started again."""
+        return self._state is ProcessState.FAILED
+
     def describe(self) -> dict[str, str | int | None]:
         """`status` as plain values."""
         return asdict(self.status)
@@ -187,7 +194,8 @@ class ManagedEngine:
 
     def _give_up(self) -> bool:
         """Whether to stop restarting: no start has ever made it healthy."""
-        if self._was_ready or self._starts < self._timing.attempts:
+        is_last = self._starts >= self._timing.attempts or self._last_exit_code == _USAGE
+        if self._was_ready or not is_last:
             return False
         self._state = ProcessState.FAILED
         log.error(

@@ -6,6 +6,8 @@ flags.py    the short forms of `--engine`, `--managed`, `--engines-from` and `--
 changes.py  what differs when the settings are read again
 sources.py  the addresses of `[[discovery]]`
 key_file.py the admin key in a file of its own
+together.py what settings must not be together
+sentences.py  validation errors in plain English
 
 A setting that every engine has is a field of `EngineSpec` and of `_EngineSettings` in models.py. A setting
 of one kind of engine is a field of that kind's options in engine_adapter. Flags, TOML and the admin API
@@ -34,6 +36,7 @@ from proxy.settings.models import (
     Settings,
     SettingsError,
     TlsSettings,
+    UndetectedSettings,
     key_digest,
 )
 from proxy.settings.sources import DnsSource, KubernetesSource, SrvSource
@@ -56,6 +59,7 @@ __all__ = [
     "SettingsError",
     "SrvSource",
     "TlsSettings",
+    "UndetectedSettings",
     "check_settings",
     "engine_changes",
     "is_command_line",

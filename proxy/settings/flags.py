@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 
 from pydantic import ValidationError
 
@@ -14,6 +15,7 @@ from proxy.settings.models import (
     SettingsError,
     option_names,
 )
+from proxy.settings.sentences import details_of, plain_message
 
 _COMMON = tuple(name for name in EngineSettings.model_fields if name not in ("kind", "url"))
 
@@ -28,20 +30,27 @@ def is_command_line(text: str) -> bool:
     return _COMMAND_LINE.match(text) is not None
 
 
-def parse_engine_flag(text: str, *, flag: str = "--engine", **more: str) -> EngineSettings:
+def parse_engine_flag(
+    text: str,
+    *,
+    flag: str = "--engine",
+    reads_as: type[EngineSettings] = EngineSettings,
+    more: Mapping[str, str] = MappingProxyType({}),
+) -> EngineSettings:
     """Reads `KIND=URL[,name=value…]`, e.g. `vllm=http://gpu1:8000,tokenizer=Qwen/Qwen3-8B`.
 
     Args:
         text: what the operator wrote.
         flag: the flag, for the error.
+        reads_as: what it becomes.
         more: options that other flags gave.
 
     Raises:
         SettingsError: what is wrong, without the options' values: one may be a key.
     """
-    values = split_engine_flag(text, flag=flag, **more)
+    values = split_engine_flag(text, flag=flag, more=more)
     try:
-        return EngineSettings.model_validate(values)
+        return reads_as.model_validate(values)
     except ValidationError as error:
         raise SettingsError(f"{_label(flag, values['kind'])}: {_first(error)}") from None
 
@@ -57,7 +66,9 @@ def parse_discovery_flag(text: str) -> DiscoverySettings:
         raise SettingsError(f"{_label(flag, values['kind'])}: {_first(error)}") from None
 
 
-def split_engine_flag(text: str, *, flag: str = "--engine", form: str = _FORM, **more: str) -> dict[str, str]:
+def split_engine_flag(
+    text: str, *, flag: str = "--engine", form: str = _FORM, more: Mapping[str, str] = MappingProxyType({})
+) -> dict[str, str]:
     """The names and values of `KIND=URL[,name=value…]`, with only the names checked; else as above.
 
     `form`: the way to write it, for the error.
@@ -65,7 +76,8 @@ def split_engine_flag(text: str, *, flag: str = "--engine", form: str = _FORM, *
     head, *options = text.split(",")
     kind, equals, url = head.partition("=")
     if not equals or not kind.strip() or not url.strip():
-        raise SettingsError(f"{flag} {head!r}: write {form}")
+        url_alone = f"; `kvpin doctor {head}` says which kind it is" if "://" in kind else ""
+        raise SettingsError(f"{flag} {head!r}: write {form}{url_alone}")
     label = _label(flag, kind.strip())
     if "://" not in url:
         raise SettingsError(f"{label}: the address needs a scheme: http://… or https://…")
@@ -123,6 +135,6 @@ def parse_alias_flags(texts: Iterable[str]) -> dict[str, str]:
 
 
 def _first(error: ValidationError) -> str:
-    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    first = details_of(error)[0]
     where = f"{first['loc'][0]}: " if first["loc"] else ""
-    return where + first["msg"].removeprefix("Value error, ")
+    return where + plain_message(first)

@@ -17,6 +17,7 @@ from pydantic_settings import SettingsError as SourceError
 
 from proxy.settings.key_file import key_in
 from proxy.settings.models import EngineSettings, EnginesFile, Settings, SettingsError, option_names
+from proxy.settings.sentences import details_of, plain_message
 
 PREFIX = "KVPIN_"
 DELIMITER = "__"
@@ -37,14 +38,14 @@ def load_settings(config: Path | None = None, **flags: Any) -> Settings:  # noqa
         flags: settings by name, nested ones as mappings; None means "not given".
 
     Raises:
-        SettingsError: the first fault: an unknown key, or a value that kvpin cannot use.
+        SettingsError: a line for each fault: an unknown key, or a value that kvpin cannot use.
     """
     settings, faults = check_settings(config, **flags)
     if settings is not None and settings.admin_key_file is not None and settings.admin_key is None:
         _make_key(settings.admin_key_file)
         settings, faults = check_settings(config, **flags)
     if settings is None or faults:
-        raise SettingsError(faults[0])
+        raise SettingsError("\n".join(faults))
     return settings
 
 
@@ -116,8 +117,8 @@ def _validated(
         if settings.admin_key_file is not None and settings.admin_key_file.exists():
             settings = LoadedSettings(**given, admin_key=_admin_key_in_its_file(settings))
     except ValidationError as error:
-        wrong = error.errors(include_url=False, include_context=False, include_input=False)
-        return None, list(dict.fromkeys(_sentence(each, given, from_file, config) for each in wrong))
+        wrong = (_sentence(each, given, from_file, config) for each in details_of(error))
+        return None, list(dict.fromkeys(line for each in wrong for line in each.splitlines()))
     except SourceError as error:
         return None, [f"{error}: the value must be JSON"]
     except SettingsError as error:
@@ -147,12 +148,12 @@ def read_engines(path: Path) -> tuple[EngineSettings, ...]:
     try:
         return EnginesFile.model_validate(values).engines
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        first = details_of(error)[0]
         if first["type"] == "missing" and first["loc"] == ("engines",):
             raise SettingsError(
                 f"{str(path)!r} has no engines: write engines = [] if there are none"
             ) from None
-        raise SettingsError(_sentence(first, {}, values, path)) from None
+        raise SettingsError(_sentence(first, {}, values, path).splitlines()[0]) from None
 
 
 def _read_file(config: Path, model: type[BaseModel]) -> tuple[dict[str, Any], list[str]]:
@@ -217,12 +218,13 @@ def _unknown_variables() -> Iterator[str]:
         if not variable.upper().startswith(PREFIX) or variable in _NOT_SETTINGS:
             continue
         model: type[BaseModel] | None = Settings
+        prefix = PREFIX
         for name in variable[len(PREFIX) :].lower().split(DELIMITER):
             if model is None or name not in model.model_fields:
                 known = list(model.model_fields) if model is not None else []
-                yield f"unknown environment variable {variable!r}: {_hint(name, known)}"
+                yield f"unknown environment variable {variable!r}: {_hint(name, known, prefix)}"
                 break
-            model = _part_model(model, name)
+            model, prefix = _part_model(model, name), f"{prefix}{name.upper()}{DELIMITER}"
 
 
 def _read_switches() -> dict[str, bool]:
@@ -241,9 +243,12 @@ def _read_switches() -> dict[str, bool]:
     return {"reuse": any(found.values())} if found else {}
 
 
-def _hint(name: str, known: list[str]) -> str:
+def _hint(name: str, known: list[str], variable: str = "") -> str:
+    """The nearest names, or all. `variable`: what stands before them where they are environment variables."""
     near = difflib.get_close_matches(name.lower(), known, n=2, cutoff=0.6)
     near = near or [candidate for candidate in known if name.lower() in candidate]
+    if variable:
+        near, known = ([f"{variable}{each.upper()}" for each in names] for names in (near, known))
     if near:
         return f"did you mean {' or '.join(repr(match) for match in near)}?"
     return f"known here: {', '.join(known)}" if known else "this setting has no parts"
@@ -254,7 +259,7 @@ def _sentence(
 ) -> str:
     """One sentence for a validation error, without the value: it may be secret."""
     location = error["loc"]
-    message = error["msg"].removeprefix("Value error, ")
+    message = plain_message(error)
     if not location:
         return message
     name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location)[1:]

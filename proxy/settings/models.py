@@ -20,6 +20,7 @@ from pydantic import (
     Field,
     SecretStr,
     StringConstraints,
+    field_validator,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
@@ -34,11 +35,13 @@ from engine_adapter import (
     OptionError,
     address_of_rank,
     check_command,
+    check_kind,
     make_options,
     managed_spec,
 )
 from proxy.core.quotas import TenantLimits
 from proxy.settings.sources import DnsSource, KubernetesSource, SrvSource, parse_source
+from proxy.settings.together import faults_between, faults_together, repeated
 
 _ORIGIN = re.compile(r"([a-z][a-z0-9+.-]*)://([a-z0-9._-]+|\[[0-9a-f:.]+\])(?::([0-9]{1,5}))?")
 _HOST = re.compile(r"[\w.:%-]+")
@@ -124,7 +127,7 @@ def _hosts(hosts: str) -> str:
     return hosts
 
 
-Kind = Annotated[str, AfterValidator(_kind), StringConstraints(pattern=r"^[a-z][a-z0-9_-]*$")]
+Kind = Annotated[str, AfterValidator(_kind)]
 EngineId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
 Tenant = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
 Url = Annotated[str, AfterValidator(_url)]
@@ -179,9 +182,18 @@ class _EngineSettings(BaseModel):
     key: str | None = None
     share_kv: bool = False
 
+    @field_validator("kind")
+    @classmethod
+    def _check_kind(cls, kind: str) -> str:
+        try:
+            check_kind(kind)
+        except EngineSpecError as error:
+            raise ValueError(str(error)) from error
+        return kind
+
     @model_validator(mode="after")
     def _check_options(self) -> Self:
-        if self.kind in ENGINE_KINDS:  # an unknown kind is refused later, with its engine's id
+        if self.kind in ENGINE_KINDS:  # see UndetectedSettings
             try:
                 make_options(self.kind, self.model_extra or {})
             except OptionError as error:
@@ -223,6 +235,15 @@ class EngineSettings(_EngineSettings):
             if given.get(name):
                 changes[name] = address_of_rank(given[name], rank)
         return self.model_copy(update=changes)
+
+
+class UndetectedSettings(EngineSettings):
+    """An engine whose kind is still to be detected. Its options are checked then."""
+
+    @field_validator("kind")
+    @classmethod
+    def _check_kind(cls, kind: str) -> str:
+        return kind
 
 
 class DiscoverySettings(_EngineSettings):
@@ -508,71 +529,33 @@ class Settings(BaseSettings):
         """The addresses to listen on."""
         return self.host.split(",")
 
+    @property
+    def admin_digest(self) -> bytes | None:
+        """SHA-256 of the admin key."""
+        return key_digest(self.admin_key.get_secret_value()) if self.admin_key else None
+
     @model_validator(mode="after")
     def _name_engines(self) -> Self:
         """Gives each engine without an id the first free `<kind>-<number>`."""
-        taken = _distinct(engine.id for engine in (*self.engines, *self.managed) if engine.id)
+        taken = {engine.id for engine in (*self.engines, *self.managed) if engine.id}
         # The model is frozen, but this is still its construction.
         object.__setattr__(self, "engines", tuple(_named(engine, taken) for engine in self.engines))
         object.__setattr__(self, "managed", tuple(_named(engine, taken) for engine in self.managed))
         return self
 
     @model_validator(mode="after")
-    def _check_discovery(self) -> Self:
-        sources = [entry.source for entry in self.discovery]
-        if len(set(sources)) != len(sources):
-            raise ValueError("discovery names the same source twice")
-        return self
-
-    @model_validator(mode="after")
-    def _check_keys(self) -> Self:
-        digests = [entry.digest for entry in self.api_keys]
-        if len(set(digests)) != len(digests):
-            raise ValueError("api_keys contains the same key twice")
-        if self.admin_key and key_digest(self.admin_key.get_secret_value()) in digests:
-            raise ValueError("admin_key must differ from every key in api_keys")
-        return self
-
-    @model_validator(mode="after")
-    def _check_limits(self) -> Self:
-        for entry in self.api_keys:
-            if entry.limits not in (TenantLimits(), self.tenant_limits.get(entry.tenant_id, TenantLimits())):
-                raise ValueError(
-                    f"the keys of tenant {entry.tenant_id!r} have different limits: name them with one key"
-                )
-        return self
-
-    @model_validator(mode="after")
-    def _check_aliases(self) -> Self:
-        for alias, model in self.model_aliases.items():
-            if model in self.model_aliases:
-                raise ValueError(
-                    f"model_aliases: {alias!r} stands for {model!r}, which is an alias too: name its model"
-                )
-        return self
-
-    @model_validator(mode="after")
-    def _check_recording(self) -> Self:
-        if self.record_traffic is None:
-            return self
-        if self.record_traffic.suffix == ".gz":
-            raise ValueError(
-                "record_traffic writes plain lines: name a file without .gz, and gzip it afterwards"
-            )
-        if self.workers > 1:
-            raise ValueError("record_traffic needs one worker: several would write to one file")
-        if not self.reuse:
-            raise ValueError("record_traffic needs reuse: without reuse kvpin does not read prompts")
-        return self
+    def _check_together(self) -> Self:
+        return _without(faults_together(self), self)
 
 
-def _distinct(ids: Iterable[str]) -> set[str]:
-    seen: set[str] = set()
-    for engine_id in ids:
-        if engine_id in seen:
-            raise ValueError(f"two engines have the id {engine_id!r}")
-        seen.add(engine_id)
-    return seen
+_Checked = TypeVar("_Checked")
+
+
+def _without(faults: Iterable[str], checked: _Checked) -> _Checked:
+    """What was checked; raises ValueError with one line for each fault, if there are some."""
+    if lines := "\n".join(faults):
+        raise ValueError(lines)
+    return checked
 
 
 _Engine = TypeVar("_Engine", EngineSettings, ManagedSettings)
@@ -611,9 +594,8 @@ class EnginesFile(BaseModel):
     @model_validator(mode="after")
     def _name_engines(self) -> Self:
         named = [_named_by_address(engine) for engine in self.engines]
-        _distinct(engine.id for engine in named)
         object.__setattr__(self, "engines", tuple(named))
-        return self
+        return _without((*repeated(engine.id for engine in named), *faults_between(named)), self)
 
 
 def _named_by_address(engine: EngineSettings) -> EngineSettings:

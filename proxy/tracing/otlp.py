@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from importlib.metadata import version
+from urllib.parse import urlsplit
 from uuid import uuid4
 
 from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
@@ -28,10 +29,12 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from proxy.api.openai import DataPlane
 from proxy.flow import Flow
 from proxy.settings import SettingsError
+from proxy.tracing.complaints import Complaints
 from proxy.tracing.points import read
 from proxy.tracing.traced import TracedDataPlane, TracedFlow, trace_id
 
 _NAME = "kvpin"
+_ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
 # Between two exports of metrics, in ms, as OpenTelemetry has it.
 _EVERY_MS = "60000"
 # Seconds that what is left may take when kvpin stops.
@@ -56,6 +59,7 @@ class Telemetry:
             SettingsError: OpenTelemetry's variables ask for something that kvpin cannot do.
         """
         resource = _resource()
+        Complaints.take()
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self.flow: Callable[..., Flow] = Flow
         self.data_plane: Callable[..., DataPlane] = DataPlane
@@ -67,6 +71,13 @@ class Telemetry:
         self._resource, self._page, self._since_ns = resource, page, time.time_ns()
         self._metrics = OTLPMetricExporter() if _sends("METRICS") else None
         self._every_s = _every_s()
+
+    @staticmethod
+    def check() -> None:
+        """Raises SettingsError if OpenTelemetry's variables ask for something that kvpin cannot do."""
+        _every_s()
+        for signal in ("TRACES", "METRICS"):
+            _sends(signal)
 
     async def run(self) -> None:
         """Sends metrics until cancelled."""
@@ -117,7 +128,23 @@ def _sends(signal: str) -> bool:
         raise SettingsError(
             f"kvpin sends OTLP as 'http/protobuf' only, and OpenTelemetry is to use {protocol!r}"
         )
+    for name in (f"OTEL_EXPORTER_OTLP_{signal}_ENDPOINT", _ENDPOINT):
+        _check_address(name)
     return True
+
+
+def _check_address(name: str) -> None:
+    """Raises SettingsError for a variable whose value is no address."""
+    given = os.environ.get(name)
+    if not given:
+        return
+    try:
+        parts = urlsplit(given)
+        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_address = False
+    if not is_address:
+        raise SettingsError(f"{name} is {given!r}: it must look like http://host:4318")
 
 
 def _every_s() -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from proxy.app import managed_engines
+from proxy.checks import managed_engines
 from proxy.process.managed import ManagedEngine
 from proxy.settings import EngineEntry, ManagedSettings, Settings, engine_changes
 from proxy.tasks import Supervisor

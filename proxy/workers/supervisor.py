@@ -23,7 +23,7 @@ from contextlib import closing, suppress
 import structlog
 
 from engine_adapter import EngineSpecError, ends_with_parent
-from proxy.app import check_engines
+from proxy.checks import check
 from proxy.process.managed import end_of
 from proxy.settings import Settings, SettingsError
 from proxy.tasks import Supervisor
@@ -180,7 +180,7 @@ class Workers:
         """Reads the settings again. If they cannot be used, nobody follows them."""
         try:
             settings = self._load()
-            check_engines(settings)
+            check(settings)
             self._engines.follow(settings)
         except (SettingsError, EngineSpecError) as error:
             log.error("settings not reloaded: the old ones stay", error=str(error))  # noqa: TRY400 - one sentence

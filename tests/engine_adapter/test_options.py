@@ -30,7 +30,7 @@ def test_text_stands_for_numbers_and_sizes():
     [
         ({"rom": 1}, "rom", "tiny engines have no option 'rom'; did you mean 'room'?"),
         ({"zzz": 1}, "zzz", "tiny engines have no option 'zzz'; known: room, count, first, second"),
-        ({"count": "x"}, "count", "count: expected `int`, got `str`"),
+        ({"count": "x"}, "count", "count: must be a whole number"),
         ({"room": "lots"}, "room", "room: expected a number of bytes, or one with a unit such as 4GiB"),
         ({"room": 0}, "room", "room: a size must be above 0"),
         ({"first": "a", "second": "b"}, None, "first and second are given: give one of them"),

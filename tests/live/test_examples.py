@@ -29,22 +29,16 @@ def run(name, *options):
 
 
 NAMES = sorted(path.name for path in EXAMPLES.glob("*.py") if path.name != "shared.py")
-# The options that name the server.
-AT = {
-    "p_tuning.py": "--url",
-    "offload_restore.py": "--url",
-}
 
 
 def test_every_example_is_run_here():
     source = Path(__file__).read_text()
-    assert [name for name in NAMES if f'"{name}"' not in source.partition("\n}\n")[2]] == []
+    assert [name for name in NAMES if f'run("{name}"' not in source] == []
 
 
 def failed(name, url):
     """What an example writes to standard error when it fails."""
-    at = AT.get(name, "--base-url")
-    command = [sys.executable, str(EXAMPLES / name), at, url if at == "--url" else f"{url}/v1"]
+    command = [sys.executable, str(EXAMPLES / name), "--base-url", f"{url}/v1"]
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1
     assert done.stderr.count("\n") == 1, done.stderr
@@ -93,12 +87,12 @@ def test_ttft_demo(kvpin):
 
 
 def test_p_tuning(kvpin):
-    shown = run("p_tuning.py", "--url", kvpin.url)
+    shown = run("p_tuning.py", "--base-url", f"{kvpin.url}/v1")
     assert re.findall(r"cached +(\d+) of", shown) == ["0", "0", "32"]
 
 
 def test_offload_restore(kvpin):
-    shown = run("offload_restore.py", "--url", kvpin.url)
+    shown = run("offload_restore.py", "--base-url", f"{kvpin.url}/v1")
     assert shown.endswith("same answer\n")
     moved = re.findall(r"(?:offload|restore) +embedded-\d: (\d+) blocks", shown)
     assert moved[0] == moved[1] != "0"

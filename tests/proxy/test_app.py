@@ -9,52 +9,18 @@ import pytest
 from safetensors.numpy import save
 from structlog.testing import capture_logs
 
-from engine_adapter import EngineSpecError, HttpTransport, JsonBody, engine_command
-from proxy.app import Proxy, build_app, check_engines, managed_engines
+from engine_adapter import HttpTransport, JsonBody
+from proxy.app import Proxy, build_app
 from proxy.control.tables import SharedTables
 from proxy.core.pins import Pin
 from proxy.errors import BodyTooLarge
 from proxy.prompt import Prompt
 from proxy.request.records import RequestRecord
-from proxy.settings import EngineSettings, ManagedSettings, Settings, SettingsError
-from scripts.make_gguf import gguf_path
+from proxy.settings import EngineSettings, Settings
 from tests.fakes import FakeAdapter, serving
 from tests.kv_world import safetensors_of
-from tests.llama import llama_server
 
 ELSEWHERE = EngineSettings(kind="vllm", url="http://127.0.0.1:1", id="v")
-
-
-def test_two_embedded_engines_when_none_is_named():
-    engines = managed_engines(Settings())
-    assert [(engine.kind, engine.id) for engine in engines] == [
-        ("embedded", "embedded-0"),
-        ("embedded", "embedded-1"),
-    ]
-
-
-def test_no_engine_is_added_to_those_that_are_named():
-    assert managed_engines(Settings(engines=(ELSEWHERE,))) == ()
-    mine = ManagedSettings(kind="embedded", id="mine")
-    assert managed_engines(Settings(managed=(mine,))) == (mine,)
-
-
-def test_a_kind_that_does_not_exist_is_named_with_those_that_do():
-    with pytest.raises(EngineSpecError, match="engine 'f': unknown engine kind 'foo': use one of embedded, "):
-        check_engines(Settings(engines=(EngineSettings(kind="foo", url="http://127.0.0.1:1", id="f"),)))
-
-
-def test_without_torch_only_embedded_engines_are_refused(monkeypatch):
-    monkeypatch.setattr(engine_command, "find_spec", lambda name: None)
-    check_engines(Settings(engines=(ELSEWHERE,)))
-    with pytest.raises(EngineSpecError, match=r"engine 'embedded-0': .*pip install 'kvpin\[engine\]'"):
-        check_engines(Settings())
-
-
-def test_what_a_llama_server_needs_is_there_before_it_starts(tmp_path):
-    words = (llama_server(), "-m", str(gguf_path("tiny")), "--slot-save-path", str(tmp_path / "kv"))
-    check_engines(Settings(managed=(ManagedSettings(kind="llama_server", command=words),)))
-    assert (tmp_path / "kv").is_dir()
 
 
 async def test_every_limit_reaches_what_it_limits():
@@ -181,16 +147,3 @@ async def test_a_blocked_loop_is_measured_and_at_debug_explained(level, explaine
     blocked = [line for line in logs if line["event"].startswith("the event loop was blocked")]
     assert bool(blocked) == bool(explained)
     assert all("test_app.py" in str(line["running"]) for line in blocked if line["blocked_s"] > 0.2)
-
-
-@pytest.mark.parametrize(
-    ("reuse", "mode", "said"),
-    [(False, 0o700, "exchange needs reuse"), (True, 0o755, "closed to others \\(chmod 700\\)")],
-)
-async def test_an_exchange_that_cannot_be_used_is_refused_at_start(tmp_path, reuse, mode, said):
-    (tmp_path / "bus").mkdir()
-    (tmp_path / "bus").chmod(mode)
-    transport = HttpTransport(connect_timeout_s=1)
-    with pytest.raises(SettingsError, match=said):
-        Proxy(Settings(reuse=reuse, exchange={"url": f"unix:{tmp_path / 'bus'}"}), transport)
-    await transport.aclose()

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 
-from engine_adapter import EngineSpec
+from engine_adapter import EngineSpec, EngineSpecError
 from proxy.api.admin.bodies import Drain
 from proxy.api.admin.endpoint import Endpoint, answer, read_body
 from proxy.control.engines import EngineAnswer, Engines, describe_engine
@@ -104,7 +104,7 @@ class EngineRoutes:
                 "POST",
                 "/engines",
                 self.post_engine,
-                "Adds an engine and starts watching it; 409 when its id is taken.",
+                "Adds an engine and starts watching it; 409 when its id or its address is taken.",
                 EngineAnswer,
                 body=EngineSettings,
                 statuses=(201,),
@@ -142,4 +142,6 @@ def _spec(body: dict[str, Any]) -> EngineSpec:
         if not first["loc"]:  # about several fields; the message names them
             raise BadRequest(message, param=first.get("ctx", {}).get("param")) from error
         name = str(first["loc"][0])
+        if name == "kind" and message.startswith("unknown engine kind"):
+            raise EngineSpecError(message) from error
         raise BadRequest(f"{name}: {message}", param=name) from error

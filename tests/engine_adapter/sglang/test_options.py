@@ -6,7 +6,7 @@ from engine_adapter.sglang.options import SglangOptions
 
 def test_a_rank_is_0_or_more():
     assert read_options("sglang", SglangOptions, {"dp_rank": "2"}) == SglangOptions(dp_rank=2)
-    with pytest.raises(OptionError, match="dp_rank: expected `int` >= 0"):
+    with pytest.raises(OptionError, match="dp_rank: must be a whole number of at least 0"):
         read_options("sglang", SglangOptions, {"dp_rank": "-1"})
 
 

@@ -9,9 +9,9 @@ import httpx
 import pytest
 import torch
 
-from engine_adapter.torch_engine.options import EngineOptions
+from engine_adapter.torch_engine.options import EngineOptions, ServiceOptions
 from engine_adapter.torch_engine.server import EngineHost, create_app
-from engine_adapter.torch_engine.service import EngineService, ServiceOptions
+from engine_adapter.torch_engine.service import EngineService
 from tests.engines import served
 
 MAX_BODY_BYTES = 4 << 20

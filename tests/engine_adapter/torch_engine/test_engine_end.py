@@ -9,9 +9,9 @@ import httpx
 import pytest
 import torch
 
-from engine_adapter.torch_engine.options import EngineOptions
+from engine_adapter.torch_engine.options import EngineOptions, ServiceOptions
 from engine_adapter.torch_engine.server import EngineHost, create_app
-from engine_adapter.torch_engine.service import EngineService, ServiceOptions
+from engine_adapter.torch_engine.service import EngineService
 from tests.engines import served
 
 BODY = {"prompt": [5, 6, 7], "max_tokens": 900, "ignore_eos": True}

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import signal
-import socket
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,10 +15,9 @@ import pytest
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from engine_adapter import EngineSpecError
 from engine_adapter.torch_engine.engine import MAX_FAILED_STEPS
 from engine_adapter.torch_engine.options import EngineOptions
-from engine_adapter.torch_engine.serve import ServeOptions, app, serve_engine
+from engine_adapter.torch_engine.serve import app
 from tests.engine_adapter.torch_engine import failing_engine as failing
 from tests.engines import running_engine
 
@@ -126,11 +126,11 @@ def test_options_that_cannot_be(flags, said):
     assert said in result.output
 
 
-def test_a_port_in_use_is_named():
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        with pytest.raises(EngineSpecError, match=str(port)):
-            serve_engine(ServeOptions(port=port))
+def test_options_are_checked_without_torch():
+    code = "import sys; from engine_adapter.torch_engine.serve import app, check_words; "
+    code += "check_words(['--kv-bytes', '2GiB']); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True)
+    assert done.stdout.splitlines()[-1] == "False"
 
 
 def test_a_model_that_is_not_there_ends_it_with_one_line():

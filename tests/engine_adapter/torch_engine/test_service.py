@@ -6,8 +6,9 @@ import pytest
 
 from engine_adapter.errors import EngineSpecError
 from engine_adapter.torch_engine.api_errors import ApiError
+from engine_adapter.torch_engine.options import ServiceOptions
 from engine_adapter.torch_engine.protocol import ChatRequest, CompletionRequest
-from engine_adapter.torch_engine.service import EngineService, ServiceOptions
+from engine_adapter.torch_engine.service import EngineService
 
 
 async def test_long_and_short_texts_are_tokenised_alike(served_engine):

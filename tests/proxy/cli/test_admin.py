@@ -153,6 +153,7 @@ def test_token_ids_and_text(ask, kvpin, live_proxy):
 
 def test_tables_for_people(show):
     assert "kvpin-tiny" in show("engines")
+    assert show("engines", "list") == show("engines")
     assert "1 of 1 engines ready" in show("stats")
 
 
@@ -183,8 +184,8 @@ def test_the_address_and_key_come_from_the_environment(kvpin, live_proxy):
     [
         (("flush",), "name a target: use one of --messages-file, "),
         (("flush", "--engine", "z"), "there is no engine 'z'"),
-        (("warm", "--all"), "this command needs a prefix"),
-        (("pin", "--prompt", "x", "--ttl", "0"), "--ttl: Expected"),
+        (("warm", "--engine", "z"), "this command needs a prefix"),
+        (("pin", "--prompt", "x", "--ttl", "0"), "--ttl: must be a number above 0"),
         (("unpin", "pin-x"), "there is no pin 'pin-x'"),
         (("requests", "req-x"), "no recent request has the id 'req-x'"),
     ],

@@ -93,8 +93,8 @@ def test_no_address(capsys, url):
             "too long (--messages-file) (404)",
         ),
         (
-            {"error": {"message": "Expected `float` > 0.0 - at `$.ttl_s`", "param": "ttl_s"}},
-            "kvpin: --ttl: Expected `float` > 0.0 (404)",
+            {"error": {"message": "must be a number above 0 - at `$.ttl_s`", "param": "ttl_s"}},
+            "kvpin: --ttl: must be a number above 0 (404)",
         ),
         (
             {"error": {"message": "token_ids is empty", "param": "token_ids"}},
@@ -108,8 +108,21 @@ def test_no_address(capsys, url):
     ],
 )
 def test_errors_are_one_line(capsys, body, said):
+    with admin(lambda _, path, __: (200, {}) if path.endswith("/engines") else (404, body)) as (url, _):
+        assert said in failure(capsys, lambda: AdminClient(url, None).post("/flush", {}))
+
+
+def test_what_is_no_kvpin_is_called_so(capsys):
+    body = {"error": {"message": "GET /admin/v1/stats is not served here"}}
     with admin(lambda *_: (404, body)) as (url, _):
-        assert said in failure(capsys, lambda: AdminClient(url, None).get("/stats"))
+        assert f"{url} is no kvpin: " in failure(capsys, lambda: AdminClient(url, None).get("/stats"))
+
+
+def test_a_field_in_the_path_is_no_option(capsys):
+    body = {"error": {"message": "there is no table 'x'", "param": "table_id"}}
+    with admin(lambda method, *_: (404 if method == "DELETE" else 200, body)) as (url, _):
+        said = failure(capsys, lambda: AdminClient(url, None).delete("/prompt_tables/x"))
+    assert said == "kvpin: there is no table 'x' (404)\n"
 
 
 def test_a_wrong_key_names_the_flag(capsys):
@@ -174,7 +187,7 @@ def test_an_interrupt_cancels_it(capsys):
 
 def test_an_address_of_something_else(capsys):
     with admin(lambda *_: (200, b"<html>")) as (url, _):
-        assert "does not answer like a kvpin" in failure(capsys, lambda: AdminClient(url, None).get("/stats"))
+        assert " is no kvpin: " in failure(capsys, lambda: AdminClient(url, None).get("/stats"))
 
 
 def test_the_data_of_an_event_may_hold_line_separators():

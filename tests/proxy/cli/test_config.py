@@ -14,7 +14,7 @@ def check(kvpin, tmp_path):
 
 
 def test_a_file_without_faults(check):
-    engines = '[[engines]]\nkind = "vllm"\nurl = "http://gpu-1:8000"\n' * 2
+    engines = "".join(f'[[engines]]\nkind = "vllm"\nurl = "http://gpu-{n}:8000"\n' for n in (1, 2))
     result = check(f'reuse = true\n{engines}[[api_keys]]\nkey = "k"\n')
     assert (result.exit_code, result.stderr) == (0, "")
     assert "kvpin.toml: no faults; engines: 2, engines to start: 0, sources of engines: 0" in result.stdout
@@ -36,7 +36,7 @@ def test_every_fault_in_a_sentence(check):
         "unknown setting 'prot' in",
         "unknown setting 'limits.body_bites'",
         "unknown setting 'engines[0].ur'",
-        "unknown environment variable 'KVPIN_RETRIE': did you mean 'retries'?",
+        "unknown environment variable 'KVPIN_RETRIE': did you mean 'KVPIN_RETRIES'?",
         "environment variable ENABLE_KV_CACHE_REUSE is 'maybe'",
         "setting 'port' (in",
         "setting 'retries' (in",
@@ -55,8 +55,8 @@ def test_what_this_machine_lacks(check, tmp_path):
     assert result.exit_code == 2
     lines = result.stderr.splitlines()
     assert "engine 'llama_server-0'" in lines[0]
-    assert "unknown setting 'engine'" in lines[1]
-    assert "tls.cert: '/no/cert.pem' cannot be read" in lines[2]
+    assert "tls.cert: '/no/cert.pem' cannot be read" in lines[1]
+    assert "unknown setting 'engine'" in lines[2]
 
 
 @pytest.mark.parametrize(
@@ -70,3 +70,29 @@ def test_a_file_that_cannot_be_read(kvpin, tmp_path, text, said):
     assert result.exit_code == 2
     assert said in result.stderr
     assert result.stderr.count("\n") == 1
+
+
+def test_what_serve_refuses(check, kvpin, tmp_path):
+    managed = '[[managed]]\nkind = "embedded"\ncommand = "--modle x"\n'
+    result = check(f'{managed}[[engines]]\nkind = "vlm"\nurl = "ftp://x"\n')
+    assert result.exit_code == 2
+    said = result.stderr.splitlines()
+    assert "unknown engine kind 'vlm': did you mean" in said[0]
+    assert "setting 'engines[0].url'" in said[1]
+    assert "no such option: --modle" in said[2]
+    served = kvpin("serve", "--config", str(tmp_path / "kvpin.toml"))
+    assert (served.exit_code, served.stderr) == (2, result.stderr)
+    result = check('[exchange]\nurl = "unix:/x"\n')
+    assert (result.exit_code, result.stderr) == (
+        2,
+        "kvpin: exchange needs reuse: without reuse kvpin does not read prompts\n",
+    )
+
+
+def test_one_engine_named_three_times(check):
+    urls = ("http://127.0.0.1:8401", "http://localhost:8401/v1", "http://127.0.0.1:8401/")
+    result = check("".join(f'[[engines]]\nkind = "embedded"\nurl = "{url}"\n' for url in urls))
+    assert result.stderr.splitlines() == [
+        f"kvpin: 'embedded-0' and 'embedded-{n}' are one engine, at http://127.0.0.1:8401: name it once"
+        for n in (1, 2)
+    ]

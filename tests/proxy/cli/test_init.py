@@ -14,7 +14,7 @@ def file(tmp_path):
 @pytest.mark.live
 def test_serve_takes_what_it_writes(kvpin, embedded_engine, file, monkeypatch, tokenizer_dir):
     with running_vllm(replay_endpoint=False) as vllm:
-        given = f"openai_compatible={embedded_engine.url},tokenizer={tokenizer_dir}"
+        given = f"openai_compatible={embedded_engine.url},tokenizer={tokenizer_dir},headers=x-to: 2"
         result = kvpin("init", embedded_engine.url, vllm.url, given, "--output", str(file))
     assert result.exit_code == 0, result.output
     assert result.stdout == f"wrote {file}; start with: kvpin serve --config {file}\n"
@@ -70,3 +70,10 @@ def test_an_engine_that_cannot_be_asked(kvpin, file, engine, said):
     assert (result.exit_code, result.stdout, file.exists()) == (1, "", False)
     assert said in result.stderr
     assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.live
+def test_what_is_printed_names_a_file(kvpin, embedded_engine):
+    assert (
+        "kvpin config check --config kvpin.toml" in kvpin("init", embedded_engine.url, "--output", "-").stdout
+    )

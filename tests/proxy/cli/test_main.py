@@ -2,6 +2,10 @@ import subprocess
 import sys
 from importlib.metadata import version
 
+import pytest
+
+from engine_adapter import run_engine_cli
+
 
 def test_version(kvpin):
     result = kvpin("--version")
@@ -28,3 +32,9 @@ def test_a_reader_that_has_seen_enough_is_no_error():
     output = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
     assert output.stdout.startswith("Usage:")
     assert "Traceback" not in output.stderr
+
+
+def test_sizes_have_a_unit_in_the_help_of_the_engine(capsys):
+    with pytest.raises(SystemExit):
+        run_engine_cli(["--help"])
+    assert "--kv-bytes SIZE " in capsys.readouterr().out

@@ -4,7 +4,7 @@ import json
 import pytest
 import typer
 
-from proxy.cli.targets import TargetOptions
+from proxy.cli.targets import PrefixOptions, RequestOptions, TargetOptions
 
 MESSAGES = [{"role": "user", "content": "zażółć"}]
 
@@ -53,22 +53,36 @@ def test_token_ids_from_a_file(file):
 
 
 def test_a_dry_run_takes_a_request():
-    assert TargetOptions(token_ids="1,2", tenant="t").request() == {"prompt": [1, 2], "tenant": "t"}
+    assert RequestOptions(token_ids="1,2", tenant="t").request() == {"prompt": [1, 2], "tenant": "t"}
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"engine": "e"}, "route takes a prompt, not --engine: use one of --messages-file, --prompt, "),
-        ({"prompt_cache_key": "k"}, "route takes a prompt, not --prompt-cache-key"),
-        ({"everything": True}, "this command needs a prefix"),
-        ({}, "this command needs a prefix"),
+        (
+            RequestOptions(),
+            "this command needs a prefix: use one of --messages-file, --prompt, ",
+        ),
+        (PrefixOptions(engine="e"), "--token-ids, --prompt-cache-key\n"),
     ],
 )
-def test_a_dry_run_needs_a_prompt(capsys, options, said):
+def test_a_prompt_or_a_prefix_must_be_named(capsys, options, said):
     with pytest.raises(typer.Exit):
-        TargetOptions(**options).request()
-    assert said in capsys.readouterr().err
+        options.body()
+    error = capsys.readouterr().err
+    assert said in error
+    assert ("--prompt-cache-key" in error) is isinstance(options, PrefixOptions)
+
+
+@pytest.mark.parametrize(
+    ("command", "lacks"),
+    [("route", ("--all", "--engine", "--prompt-cache-key")), ("warm", ("--all",)), ("pin", ("--all",))],
+)
+def test_a_command_lists_only_what_it_takes(kvpin, command, lacks):
+    words = kvpin(command, "--help").stdout.split()
+    assert "--token-ids" in words
+    assert not {*lacks} & {*words}
+    assert {*lacks} <= {*kvpin("flush", "--help").stdout.split()}
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,14 @@ def test_before_the_first_event():
     assert drawn(TopView("http://k")) == "waiting for http://k …\n"
 
 
+def test_requests_before_the_watch_are_counted():
+    view = TopView("http://k")
+    view.take("snapshot", snapshot(0, 0, [engine("e0")]))
+    assert "no requests yet" in drawn(view)
+    view.take("snapshot", snapshot(1, 100, [engine("e0")]))
+    assert "100 requests so far: `kvpin requests` lists the last" in drawn(view)
+
+
 def test_rates_are_those_of_the_last_seconds():
     view = TopView("http://k")
     for at in range(21):

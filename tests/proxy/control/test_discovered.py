@@ -181,8 +181,8 @@ async def test_a_source_that_fails_or_names_what_cannot_be_used_keeps_its_engine
         found, sources = proxy.discovered, proxy.discovered.sources
         static = EngineSettings(kind="openai_compatible", url=a.url, id="s")
         found.follow([static], [("one", one), ("other", other)], grace_s=60)
-        one.say(engine("a", a.url), engine("s", "http://127.0.0.1:1"))
-        other.say(engine("a", "http://127.0.0.1:1"), engine("b", a.url))
+        one.say(engine("a", a.url, headers={"x-to": "a"}), engine("s", "http://127.0.0.1:1"))
+        other.say(engine("a", "http://127.0.0.1:1"), engine("b", a.url, headers={"x-to": "b"}))
         await until(lambda: sources["one"].error is None and sources["other"].error is None)
         urls = {each.id: each.adapter.spec.url for each in proxy.fleet.engines.values()}
         assert urls == dict.fromkeys(("s", "a", "b"), a.url)  # who names it first is believed
@@ -204,3 +204,14 @@ async def test_a_source_that_fails_or_names_what_cannot_be_used_keeps_its_engine
         with pytest.raises(Exception, match="'mine' exists"):
             found.follow([static.model_copy(update={"id": "mine"})], [], grace_s=60)
         assert list(sources) == ["one"]
+
+
+async def test_an_engine_that_is_found_where_another_is_named_counts_once(tmp_path):
+    path = tmp_path / "engines.json"
+    async with FakeEngine("a") as a, FakeEngine("b") as b:
+        found = [{"kind": "openai_compatible", "url": each.url, "id": f"found-{each.id}"} for each in (a, b)]
+        path.write_text(json.dumps({"engines": found}))
+        named = {"kind": "openai_compatible", "url": a.url.replace("127.0.0.1", "localhost"), "id": "a"}
+        async with running(engines=[named], engines_file=path) as proxy:
+            await until(lambda: set(proxy.fleet.engines) == {"a", "found-b"}, 60)
+            assert len(proxy.discovered.sources[str(path)].found) == 2

@@ -20,6 +20,9 @@ async def test_an_added_engine_is_looked_after(world):
         with pytest.raises(Conflict) as caught:
             world.engine_set.add(EngineSpec("openai_compatible", server.url, "new"))
         assert caught.value.param == "id"
+        with pytest.raises(Conflict, match="engine 'new' is already at ") as caught:
+            world.engine_set.add(EngineSpec("vllm", server.url.replace("127.0.0.1", "localhost"), "other"))
+        assert caught.value.param == "url"
         await world.engine_set.remove("new")
         assert world.fleet.engines == {}
 
@@ -58,6 +61,14 @@ async def test_an_engine_kvpin_runs_is_not_removed(world, pair):
     shown = describe_engine(world.engines["a"], world.pool).process
     assert (shown["state"], shown["port"], shown["pid"]) == ("stopped", process.port, None)
     assert describe_engine(world.engines["b"], world.pool).process is None
+
+
+async def test_why_its_process_does_not_run_is_its_last_error(world, pair, monkeypatch):
+    process = world.engines["a"].process = ManagedEngine(ManagedSettings(kind="embedded", id="a"))
+    world.engines["a"].last_error = "GET /kv/info: cannot connect"
+    assert describe_engine(world.engines["a"], world.pool).last_error == "GET /kv/info: cannot connect"
+    monkeypatch.setattr(process, "_error", "exit code 2")
+    assert describe_engine(world.engines["a"], world.pool).last_error == "exit code 2"
 
 
 async def test_draining_and_back(world, pair):

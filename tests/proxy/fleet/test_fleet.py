@@ -284,3 +284,20 @@ class TestPools:
         assert fleet.is_ready()  # it joined later, or comes back
         one.state = two.state = EngineState.DRAINING
         assert not fleet.is_ready()
+
+
+class GivenUp:
+    """A process that kvpin no longer starts."""
+
+    starting, error, given_up = False, "exit code 2", True
+
+
+def test_where_every_engine_was_given_up_nobody_is_told_to_try_again(fleet):
+    with pytest.raises(NoEngine, match="try again shortly"):
+        fleet.find("m")
+    fleet.add(FakeAdapter("a")).process = GivenUp()
+    with pytest.raises(NoEngine, match="given up starting them, and `kvpin engines` says why"):
+        fleet.find("m")
+    fleet.add(FakeAdapter("b"))
+    with pytest.raises(NoEngine, match="try again shortly"):
+        fleet.find("m")

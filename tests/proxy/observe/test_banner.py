@@ -43,7 +43,7 @@ def test_it_names_addresses_that_can_be_connected_to(capsys, host, shown):
 
 def test_it_says_how_reuse_is_turned_on(capsys):
     Banner(Fleet(), "127.0.0.1", 8000, reuse=False).print_addresses()
-    assert "reuse off (ENABLE_KV_CACHE_REUSE=1 turns it on)" in capsys.readouterr().out
+    assert "reuse off: the least loaded engine is chosen (--reuse turns it on)" in capsys.readouterr().out
 
 
 async def test_once_engines_are_ready_there_is_a_request_to_copy(capsys):
@@ -72,15 +72,6 @@ async def test_the_request_names_a_variable_for_the_key(capsys):
     printed = capsys.readouterr().out
     assert "with one of your keys in OPENAI_API_KEY" in printed
     assert '-H "authorization: Bearer $OPENAI_API_KEY" \\\n' in printed
-
-
-def test_it_warns_of_engines_that_anyone_can_use(capsys):
-    Banner(Fleet(), "0.0.0.0", 8000, reuse=True, is_open=True).print_addresses()
-    assert (
-        "WARNING: other machines can use these engines, and no API key is set.\n" in capsys.readouterr().out
-    )
-    Banner(Fleet(), "127.0.0.1", 8000, reuse=True).print_addresses()
-    assert "WARNING" not in capsys.readouterr().out
 
 
 async def test_engines_that_are_down_are_named_before_the_others_are_ready(capsys):

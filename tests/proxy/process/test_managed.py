@@ -181,6 +181,15 @@ async def test_a_command_that_ends_at_once_is_given_up_and_says_why():
     assert engine.status.state is ProcessState.FAILED
 
 
+async def test_a_usage_error_is_final():
+    engine = engine_of(sys.executable, "-c", "import sys; print('no such option'); sys.exit(2)", "{port}")
+    with capture_logs() as entries:
+        await asyncio.wait_for(engine.run(), 30)
+    assert [entry["starts"] for entry in entries if "exit_code" in entry] == [1]
+    assert engine.given_up
+    assert engine.error == "exit code 2\nno such option"
+
+
 async def test_one_that_was_healthy_once_is_never_given_up(tmp_path):
     engine = server(tmp_path, timing=replace(QUICK, attempts=1))
     async with running(engine):

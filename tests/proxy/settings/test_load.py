@@ -111,10 +111,10 @@ def test_the_switch_wins_over_the_file_and_loses_to_ours(write, monkeypatch):
             {"ENABLE_KV_CACHE_REUSE": "1", "NIM_ENABLE_KV_CACHE_REUSE": "0"},
             "ENABLE_KV_CACHE_REUSE and NIM_ENABLE_KV_CACHE_REUSE contradict each other: set only one",
         ),
-        ({"KVPIN_PROT": "1"}, "unknown environment variable 'KVPIN_PROT': did you mean 'port'?"),
+        ({"KVPIN_PROT": "1"}, "unknown environment variable 'KVPIN_PROT': did you mean 'KVPIN_PORT'?"),
         (
             {"KVPIN_LIMITS__BODY": "1"},
-            "unknown environment variable 'KVPIN_LIMITS__BODY': did you mean 'body_bytes'?",
+            "unknown environment variable 'KVPIN_LIMITS__BODY': did you mean 'KVPIN_LIMITS__BODY_BYTES'?",
         ),
         (
             {"KVPIN_PORT__X": "1"},
@@ -122,15 +122,15 @@ def test_the_switch_wins_over_the_file_and_loses_to_ours(write, monkeypatch):
         ),
         (
             {"KVPIN_HEALTH__ZZZ": "1"},
-            "unknown environment variable 'KVPIN_HEALTH__ZZZ': known here: interval_s, timeout_s",
+            "unknown environment variable 'KVPIN_HEALTH__ZZZ': known here: KVPIN_HEALTH__INTERVAL_S, ",
         ),
         (
             {"KVPIN_PORT": "many"},
-            "setting 'port' (from environment variable KVPIN_PORT) cannot be used: input should be a",
+            "setting 'port' (from environment variable KVPIN_PORT) cannot be used: it must be a whole number",
         ),
         (
             {"KVPIN_RETRIES": "-1"},
-            "setting 'retries' (from environment variable KVPIN_RETRIES) cannot be used: input should",
+            "setting 'retries' (from environment variable KVPIN_RETRIES) cannot be used: it must be at ",
         ),
     ],
 )
@@ -160,7 +160,7 @@ def test_a_list_that_is_not_json_names_its_variable(monkeypatch):
             "[[engines]]\nkind = 'vllm'\nurl = 'http://x:1'\ntokeniser = 'x'",
             "unknown setting 'engines[0].tokeniser' in {file}: did you mean 'tokenizer'?",
         ),
-        ("[[engines]]\nkind = 'vllm'", "setting 'engines[0].url' (in {file}) cannot be used: field required"),
+        ("[[engines]]\nkind = 'vllm'", "setting 'engines[0].url' (in {file}) cannot be used: it is missing"),
         (
             "[[engines]]\nkind = 'vllm'\nurl = 'x:1'",
             "setting 'engines[0].url' (in {file}) cannot be used: an address must look like http://host:port",

@@ -27,10 +27,10 @@ def test_defaults_bind_to_this_machine_and_leave_reuse_off():
 def test_engines_without_id_are_numbered_by_kind_around_ids_taken():
     settings = Settings(
         engines=[
-            EngineSettings(kind="vllm", url=URL),
-            EngineSettings(kind="vllm", url=URL, id="vllm-1"),
-            EngineSettings(kind="vllm", url=URL),
-            EngineSettings(kind="tensorrt-llm", url=URL),
+            EngineSettings(kind="vllm", url="http://a:1"),
+            EngineSettings(kind="vllm", url="http://b:1", id="vllm-1"),
+            EngineSettings(kind="vllm", url="http://c:1"),
+            EngineSettings(kind="tensorrt-llm", url="http://d:1"),
         ],
         managed=[ManagedSettings(kind="embedded"), ManagedSettings(kind="embedded", id="main")],
     )
@@ -177,7 +177,7 @@ def test_limits_of_a_tenant_stand_with_one_of_its_keys():
     "url", ["unix:/run/kvpin", "unix:///run/kvpin", "redis://:secret@h:6379/1", "rediss://h"]
 )
 def test_an_exchange(url):
-    exchange = Settings(exchange={"url": url}).exchange
+    exchange = Settings(reuse=True, exchange={"url": url}).exchange
     assert exchange.url.get_secret_value() == url
     assert "secret" not in repr(exchange)
 

@@ -56,6 +56,8 @@ async def test_what_is_not_wanted_is_not_sent(traced, collector, engine, monkeyp
         ("OTEL_TRACES_EXPORTER", "zipkin", "'zipkin': kvpin knows 'otlp' and 'none'"),
         ("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc", "'http/protobuf' only"),
         ("OTEL_EXPORTER_OTLP_METRICS_PROTOCOL", "grpc", "'http/protobuf' only"),
+        ("OTEL_EXPORTER_OTLP_ENDPOINT", "foo", "must look like http://host:4318"),
+        ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "http://h:x", "must look like http://host:4318"),
         ("OTEL_METRIC_EXPORT_INTERVAL", "often", "must be a number of milliseconds"),
     ],
 )

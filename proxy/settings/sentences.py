@@ -1,0 +1,62 @@
+"""Validation errors in plain English."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+# The one pattern of the settings' texts is that of ids and tenants.
+_NAME = "it must have 1 to 64 letters, digits, dots, dashes or underscores, and begin with a letter or digit"
+_TABLE, _WHOLE, _NUMBER, _LIST = (
+    f"it must be {what}"
+    for what in ("a table of settings, not a single value", "a whole number", "a number", "a list")
+)
+# By the library's name of the error; in braces, what it tells of the limit.
+_PLAIN = {
+    "missing": "it is missing",
+    "model_type": _TABLE,
+    "model_attributes_type": _TABLE,
+    "dict_type": _TABLE,
+    "tuple_type": _LIST,
+    "list_type": _LIST,
+    "int_type": _WHOLE,
+    "int_parsing": _WHOLE,
+    "int_from_float": _WHOLE,
+    "float_type": _NUMBER,
+    "float_parsing": _NUMBER,
+    "finite_number": _NUMBER,
+    "bool_type": "it must be true or false",
+    "bool_parsing": "it must be true or false",
+    "string_type": "it must be text",
+    "path_type": "it must be a path",
+    "byte_size": "it must be a number of bytes, or one with a unit such as 4GiB",
+    "byte_size_unit": "it must be a number of bytes, or one with a unit such as 4GiB",
+    "literal_error": "it must be {expected}",
+    "greater_than": "it must be above {gt}",
+    "greater_than_equal": "it must be at least {ge}",
+    "less_than_equal": "it must be at most {le}",
+    "string_too_short": "it must not be empty",
+    "string_too_long": "it must have at most {max_length} characters",
+    "string_pattern_mismatch": _NAME,
+}
+
+
+def details_of(error: ValidationError) -> list[ErrorDetails]:
+    """What is wrong, without the values: these may be secret."""
+    return error.errors(include_url=False, include_input=False)
+
+
+def plain_message(error: ErrorDetails) -> str:
+    """What is wrong with one value."""
+    plain = _PLAIN.get(error["type"])
+    if plain is not None:
+        return plain.format_map(_shown(error.get("ctx", {}).items()))
+    return error["msg"].removeprefix("Value error, ")
+
+
+def _shown(limits: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Limits as people write them: 0 for 0.0."""
+    return {name: f"{limit:g}" if isinstance(limit, float) else limit for name, limit in limits}
