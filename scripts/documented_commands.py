@@ -65,7 +65,7 @@ RULES = (
     Rule(r"scripts/test-.*|scripts/with-chromium.*", NOT_RUN, "is a test run of its own, before a release"),
     Rule(r"scripts/(format|vendor-ui)", NOT_RUN, "changes files of the checkout"),
     Rule(
-        r"pip install .*|python3 -m venv .*",
+        r"(.venv/bin/)?pip( install .*)?|python3 -m venv .*",
         NOT_RUN,
         "installs; scripts/test-packaging installs wheel and sdist",
     ),

@@ -1,4 +1,7 @@
+import contextlib
 import os
+import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -70,12 +73,24 @@ def test_every_fault_is_told(tmp_path, monkeypatch):
         assert line.startswith(said), (line, said)
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_directory_that_may_not_be_written(tmp_path):
-    tmp_path.chmod(0o500)
-    assert faults(state_dir=tmp_path / "a" / "b") == [
-        f"state_dir: '{tmp_path}/a/b' cannot be used: '{tmp_path}' may not be written"
-    ]
+@contextlib.contextmanager
+def as_nobody():
+    """Root may write everywhere."""
+    user = os.geteuid()
+    if user == 0:
+        os.setresuid(65534, 65534, 0)
+    try:
+        yield
+    finally:
+        os.setresuid(user, user, user)
+
+
+def test_a_directory_that_may_not_be_written():
+    with tempfile.TemporaryDirectory(prefix="kvpin-test-") as directory:
+        os.chmod(directory, 0o555)  # noqa: S103, PTH101 - to be read by nobody, too
+        with as_nobody():
+            found = faults(state_dir=Path(directory, "a", "b"))
+    assert found == [f"state_dir: '{directory}/a/b' cannot be used: '{directory}' may not be written"]
 
 
 def test_nothing_is_made_where_nothing_is_wrong(tmp_path):
