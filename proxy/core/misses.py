@@ -159,7 +159,8 @@ def miss_of(facts: Facts) -> Miss:
     if compared is None and reused < facts.predicted_tokens:
         return Miss.EVICTED
     if compared is None:
-        return Miss.HIT if reused else Miss.FIRST
+        # Some request that is not known began like it, unless that is no more than a template's first words.
+        return Miss.HIT if 4 * reused > (facts.n_tokens or 0) else Miss.FIRST
     if not (compared.same_model and compared.same_lora):
         return Miss.LORA if compared.same_model else Miss.MODEL
     shared = facts.reusable(compared.common_tokens)

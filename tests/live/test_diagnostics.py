@@ -6,6 +6,7 @@ import base64
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -59,8 +60,12 @@ class Place:
         return self.shown(answer)
 
     def shown(self, answer: httpx.Response) -> dict[str, Any]:
-        request_id = answer.headers["x-request-id"]
-        return self.kvpin.admin("GET", f"requests/{request_id}").raise_for_status().json()
+        """It is kept once the answer is over, which may be after its last byte has come."""
+        path, until = f"requests/{answer.headers['x-request-id']}", time.monotonic() + 10
+        while (found := self.kvpin.admin("GET", path)).status_code == httpx.codes.NOT_FOUND:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        return found.raise_for_status().json()
 
 
 def flush(kvpin: Kvpin) -> None:

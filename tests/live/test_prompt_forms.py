@@ -48,7 +48,7 @@ def llama_kvpin(model, tmp_path_factory):
 
 # What the engines refuse themselves.
 BROKEN = {"arguments that are broken", "no arguments"}
-NOT_EMBEDDED = {"chat_template_kwargs of the renderer", "json_object", "json_schema"}
+NOT_EMBEDDED = {"chat_template_kwargs of the renderer"}
 
 
 def twice(kvpin, path, body):

@@ -797,7 +797,7 @@ class TestMedia:
             assert (await client.post(CHAT, content=body)).status_code == 200
             assert engine.seen[0].body == body.encode()
             refused = await client.post(CHAT, json=self.chat({**self.DOG, "uuid": "u"}))
-            assert is_openai_error(refused, 400, code=None, param="messages[1].content[0].uuid")
+            assert is_openai_error(refused, 400, code="invalid_value", param="messages[1].content[0].uuid")
             assert len(engine.seen) == 1
             assert "uuid" in proxy.last.error
             await proxy.settled()

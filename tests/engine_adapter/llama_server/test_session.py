@@ -56,14 +56,13 @@ async def test_servers_that_share_a_directory_are_tried_out_at_once(start_llama,
         assert all(Capability.OFFLOAD in each for each in able)
 
 
-async def test_a_server_that_saves_elsewhere_is_told_and_not_made_to(server, tmp_path, caplog):
+async def test_a_server_that_saves_elsewhere_is_told_and_not_made_to(server, tmp_path):
     async with slot_world(server.url, host_cache_dir=str(tmp_path)) as world:
         (finding,) = map(str, world.adapter.findings())
         assert "host_cache_dir" in finding
         assert f"--slot-save-path {tmp_path}" in finding
         for seed in range(4):
             await world.ask(prompt_of(seed))
-    assert finding in caplog.text
     (_probe,) = server.save_dir.iterdir()  # what told, and nothing else
 
 

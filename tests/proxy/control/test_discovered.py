@@ -192,13 +192,13 @@ async def test_a_source_that_fails_or_names_what_cannot_be_used_keeps_its_engine
         await until(lambda: "ca: " in (sources["one"].error or ""))
         assert set(proxy.fleet.engines) == {"s", "a", "b"}
         assert [each.entry.id for each in sources["one"].found] == ["a", "s"]
-        proxy.engines.add(EngineSpec("openai_compatible", a.url, "mine"))
+        proxy.engines.add(EngineSpec("openai_compatible", a.url, "mine", headers={"x-to": "mine"}))
         found.follow([static], [("one", one)], grace_s=60)  # the other is gone
         await until(lambda: set(proxy.fleet.engines) == {"s", "a", "mine"})
         again = Scripted()
         found.follow([static], [("one", again)], grace_s=60)  # its settings have changed
         assert set(proxy.fleet.engines) == {"s", "a", "mine"}
-        again.say(engine("mine", a.url))
+        again.say(engine("mine", a.url, headers={"x-to": "found"}))
         await until(lambda: set(proxy.fleet.engines) == {"s", "mine"})
         assert found._waits  # the admin API's engine is not touched
         with pytest.raises(Exception, match="'mine' exists"):

@@ -180,7 +180,7 @@ async def test_ranks_whose_ids_are_taken_stay_one_engine():
         server.fake.restart()
         async with kvpin_over("vllm", server.url) as (proxy, client):
             await until(lambda: proxy.fleet.engines["e"].state is EngineState.READY, 60)
-            added = proxy.engines.add(EngineSpec("vllm", server.url, "e-dp1"))
+            added = proxy.engines.add(EngineSpec("vllm", server.url, "e-dp1", headers={"x-to": "e-dp1"}))
             server.fake.options = replace(server.fake.options, ranks=2)
             server.fake.restart()
             for name in ("e", "e-dp1"):  # the admin API adds what it was told

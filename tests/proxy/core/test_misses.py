@@ -47,6 +47,7 @@ CASES = [
         Miss.HIT, "cache_hit", None, "came to another kvpin or worker",
         {"predicted_tokens": 32, "reused_tokens": 32},
     ),
+    Case(Miss.FIRST, NO_WORD, NO_WORD, "no recent request", {"n_tokens": 400, "reused_tokens": 16}),
     Case(Miss.EVICTED, NO_WORD, NO_WORD, "its beginning was evicted", {"predicted_tokens": 32}),
     Case(Miss.ELSEWHERE, NO_WORD, NO_WORD, "b holds 32 tokens", {"holder": "b", "held_tokens": 32}),
     Case(Miss.MODEL, "model_changed", "model_changed", "another", {"compared": other(same_model=False)}),

@@ -233,7 +233,8 @@ async def test_who_comes_while_the_workers_start_waits(tmp_path):
 async def test_a_worker_that_cannot_be_started_is_started_later_and_knows_what_became_of_engines(tmp_path):
     async with two_workers(tmp_path) as (kvpin, engines):
         await until_all_serve(kvpin)
-        added = {"kind": "openai_compatible", "url": f"{engines[0].url}/", "id": "added"}
+        added = {"kind": "openai_compatible", "url": engines[0].url, "id": "added"}
+        added["headers"] = {"x-to": "added"}  # else it would be the engine that is there
         assert kvpin.admin("POST", "engines", json=added).status_code == 201
         assert kvpin.admin("POST", "engines/b/drain").status_code == 200
         old, limits = pids(kvpin), resource.prlimit(kvpin.process.pid, resource.RLIMIT_NOFILE)
