@@ -179,7 +179,8 @@ async def test_two_kvpins_on_one_socket_follow_each_other_without_a_failed_reque
 async def test_new_settings_under_load(tmp_path, engine):
     config, log = tmp_path / "kvpin.toml", tmp_path / "log"
     first, other = (
-        f'[[engines]]\nkind = "openai_compatible"\nurl = "{engine}"\nid = "{name}"\nheaders = {{ x-to = "{name}" }}\n'
+        f'[[engines]]\nkind = "openai_compatible"\nurl = "{engine}"\n'
+        f'id = "{name}"\nheaders = {{ x-to = "{name}" }}\n'
         for name in ("one", "two")
     )
     old, new = '[[api_keys]]\nkey = "k"\ntenant = "t"\n', '[[api_keys]]\nkey = "new"\ntenant = "t"\n'
