@@ -181,3 +181,10 @@ async def test_one_that_stood_still_stays_the_owner_where_a_lock_kept_others_off
     await until(lambda: five.is_owner)
     five.peers._owners.doubt(asyncio.get_running_loop().time())
     assert not five.peers._owners.is_bidding
+
+
+async def test_one_that_is_locked_out_says_so_before_its_next_decision(kvpin):
+    five = kvpin(5, locks=True)
+    await until(lambda: five.is_owner)
+    five.engine.state = EngineState.ELSEWHERE
+    assert not five.peers._owners.claim_of(five.engine).is_held
