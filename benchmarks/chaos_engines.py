@@ -112,7 +112,7 @@ def mock_engine(number: int, dice: random.Random) -> Engine:
 def embedded_engine(number: int, dice: random.Random) -> Engine:
     """An embedded engine with its tiny model and a cache that is too small."""
     sizes = ("--threads", "1", "--kv-blocks", "192", "--host-cache-bytes", "4MiB")
-    command = [sys.executable, "-m", "engine_adapter.torch_engine.serve", *sizes]
+    command = [sys.executable, "-m", "engine_adapter.torch_engine", *sizes]
     name, port = f"embedded-{number}", free_port()
     return Engine(name, EMBEDDED, command, port, f"embedded={{url}},id={name}", Relay(port, dice))
 

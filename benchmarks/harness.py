@@ -73,7 +73,7 @@ def kvpin(
 def engine(*options: str, ready_s: float = 120) -> Iterator[str]:
     """Runs `kvpin engine` with these options; yields its address once it serves."""
     _need_torch()
-    command = [sys.executable, "-m", "engine_adapter.torch_engine.serve", *options]
+    command = [sys.executable, "-m", "engine_adapter.torch_engine", *options]
     with _running(command, dict(os.environ), "/health", ready_s, None) as url:
         yield url
 

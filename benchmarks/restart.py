@@ -153,7 +153,7 @@ async def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         port, process = harness.free_port(), None
         if options.engine is None:
-            program = [sys.executable, "-m", "engine_adapter.torch_engine.serve", "--port", str(port)]
+            program = [sys.executable, "-m", "engine_adapter.torch_engine", "--port", str(port)]
             process = subprocess.Popen(  # noqa: ASYNC220 - before the clients start
                 [*program, "--threads", "1"], stderr=subprocess.DEVNULL
             )

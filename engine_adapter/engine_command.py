@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from engine_adapter.errors import EngineSpecError
 from engine_adapter.torch_engine.serve import app
 
-ENGINE_MODULE = "engine_adapter.torch_engine.serve"
+ENGINE_MODULE = "engine_adapter.torch_engine"
 """The module that `python -m` runs to serve an engine; `--help` lists its options."""
 
 

@@ -200,7 +200,7 @@ def started(name: str, python: str) -> Iterator[World]:
     port, own = free_port(), free_port()
     url = f"http://127.0.0.1:{port}"
     if name == "embedded":
-        command = [python, "-m", "engine_adapter.torch_engine.serve", "--port", str(port), "--threads", "1"]
+        command = [python, "-m", "engine_adapter.torch_engine", "--port", str(port), "--threads", "1"]
         engine, model = f"embedded={url}", "kvpin-tiny"
     else:
         command = [os.environ["LLAMA_SERVER"], "-m", os.environ["GGUF"], "--port", str(port), "-np", "4"]

@@ -47,7 +47,7 @@ class RunningEngine:
 
 @contextmanager
 def running_engine(
-    log: Path, *flags: str, program: Sequence[str] = ("-m", "engine_adapter.torch_engine.serve")
+    log: Path, *flags: str, program: Sequence[str] = ("-m", "engine_adapter.torch_engine")
 ) -> Iterator[RunningEngine]:
     """Starts an engine with `flags` on a free port; yields it once it serves; ends it."""
     command = [sys.executable, *program, "--port", "0", "--threads", "1"]

@@ -34,6 +34,6 @@ def test_without_torch_it_says_what_to_install(monkeypatch):
 
 def test_a_process_of_its_own_ends_with_its_parent():
     assert embedded_command(["--kv-blocks", "64"], port=4711) == [
-        *(sys.executable, "-m", "engine_adapter.torch_engine.serve", "--exit-with-parent"),
+        *(sys.executable, "-m", "engine_adapter.torch_engine", "--exit-with-parent"),
         *("--port", "4711", "--kv-blocks", "64"),
     ]

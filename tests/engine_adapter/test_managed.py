@@ -26,7 +26,7 @@ def command(kind, *words, **fields):
 
 def test_each_kind_has_its_command_line():
     assert command("embedded", "--kv-blocks", "64") == [
-        *(sys.executable, "-m", "engine_adapter.torch_engine.serve", "--exit-with-parent"),
+        *(sys.executable, "-m", "engine_adapter.torch_engine", "--exit-with-parent"),
         *("--port", "4711", "--kv-blocks", "64"),
     ]
     assert command("vllm", "vllm", "serve", "--port={port}") == ["vllm", "serve", "--port=4711"]
