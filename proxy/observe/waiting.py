@@ -41,7 +41,7 @@ def summary(fleet: Fleet, *, has_joined: bool) -> tuple[int, str]:
     named = [f"{engine.id} {engine.state.value}" for engine in others[:_NAMED]]
     if len(others) > _NAMED:
         named.append(f"{len(others) - _NAMED} more")
-    if not has_joined:
+    if fleet.is_ready() and not has_joined:
         named.append("asking other kvpins what they know")
     return len(fleet.engines) - len(others), ", ".join(["engines ready", *named])
 
