@@ -67,10 +67,10 @@ CARD, INK, QUIET, LINE, BLUE, PURPLE, AMBER, GREY = (colour.light for colour in 
 
 def request() -> Figure:
     """The path of a request: client, kvpin, three engines with what they hold of its prompt."""
-    figure, axes = _canvas(292)
-    _box(axes, 16, 116, 104, 60, "client", "base_url → kvpin")
-    _box(axes, 196, 16, 300, 260)
-    _say(axes, 346, 38, "kvpin", size=_LARGE, weight="bold", ha="center")
+    figure, axes = _canvas(336)
+    _box(axes, 16, 138, 104, 60, "client", "base_url → kvpin")
+    _box(axes, 196, 16, 300, 304)
+    _say(axes, 346, 40, "kvpin", size=_LARGE, weight="bold", ha="center")
     steps = (
         "tokenise the prompt as the engine does",
         "look up who holds its blocks, and where",
@@ -78,33 +78,39 @@ def request() -> Figure:
         "forward where the sum is lowest",
         "follow KV events, check reports",
     )
-    for number, (y, step) in enumerate(zip((72, 108, 150, 196, 246), steps, strict=True), 1):
+    for number, (y, step) in enumerate(zip((84, 126, 174, 222, 284), steps, strict=True), 1):
         axes.text(
             216, y, str(number), color=CARD, size=_SMALL, weight="bold", ha="center", va="center_baseline",
             bbox={"boxstyle": "circle,pad=0.25", "facecolor": BLUE, "linewidth": 0},
         )  # fmt: skip
         _say(axes, 234, y, step, size=_SMALL)
-    _arrow(axes, (120, 134), (196, 134))
-    _arrow(axes, (196, 160), (120, 160))
-    _say(axes, 158, 124, "request", size=_SMALL, ha="center")
-    _say(axes, 158, 174, "stream", size=_SMALL, ha="center")
-    _say(axes, 16, 206, "its prompt, in blocks", QUIET, size=_SMALL)
-    _blocks(axes, 16, 216, [BLUE] * 6)
-    engines = (("engine 1", "0.3 s", 4, 1), ("engine 2", "0.6 s", 2, 0), ("engine 3", "0.9 s", 0, 0))
-    for at, (name, seconds, on_gpu, on_host) in enumerate(engines):
-        y, is_chosen = 16 + 90 * at, at == 0
-        _box(axes, 568, y, 176, 80, edge=BLUE if is_chosen else LINE)
+    _arrow(axes, (120, 156), (196, 156))
+    _arrow(axes, (196, 182), (120, 182))
+    _say(axes, 158, 146, "request", size=_SMALL, ha="center")
+    _say(axes, 158, 196, "stream", size=_SMALL, ha="center")
+    _say(axes, 16, 228, "its prompt, in blocks", QUIET, size=_SMALL)
+    _blocks(axes, 16, 238, [BLUE] * 6)
+    # Blocks of the prompt on the GPU, in host memory, on disk: each tier holds what follows.
+    engines = (
+        ("engine 1", "0.3 s", (4, 1, 0)),
+        ("engine 2", "0.6 s", (2, 0, 2)),
+        ("engine 3", "0.9 s", (0, 0, 0)),
+    )
+    for at, (name, seconds, held) in enumerate(engines):
+        y, is_chosen, first = 16 + 104 * at, at == 0, 0
+        _box(axes, 568, y, 176, 96, edge=BLUE if is_chosen else LINE)
         _say(axes, 580, y + 17, name, weight="bold")
         _say(axes, 732, y + 17, seconds, BLUE if is_chosen else QUIET, weight="bold", ha="right")
-        for row, (tier, held) in enumerate(
-            (("GPU", [BLUE] * on_gpu), ("host", [None] * on_gpu + [PURPLE] * on_host))
-        ):
-            _say(axes, 580, y + 42 + 21 * row, tier, QUIET, size=_SMALL)
-            _blocks(axes, 622, y + 35 + 21 * row, (held + [None] * 6)[:6])
-        axes.plot([532, 568], [y + 62, y + 62], "--", color=QUIET, linewidth=1.2)
-    _arrow(axes, (496, 44), (568, 44), BLUE, width=2.2)
-    axes.plot([532, 532], [78, 258], "--", color=QUIET, linewidth=1.2)
-    _arrow(axes, (532, 246), (496, 246), QUIET)
+        tiers = zip(("GPU", "host", "disk"), (BLUE, PURPLE, AMBER), held, strict=True)
+        for row, (tier, colour, blocks) in enumerate(tiers):
+            _say(axes, 580, y + 41 + 19 * row, tier, QUIET, size=_SMALL)
+            there = range(first, first + blocks)
+            _blocks(axes, 622, y + 34 + 19 * row, [colour if each in there else None for each in range(6)])
+            first += blocks
+        axes.plot([532, 568], [y + 66, y + 66], "--", color=QUIET, linewidth=1.2)
+    _arrow(axes, (496, 46), (568, 46), BLUE, width=2.2)
+    axes.plot([532, 532], [82, 290], "--", color=QUIET, linewidth=1.2)
+    _arrow(axes, (532, 284), (496, 284), QUIET)
     return figure
 
 
