@@ -366,6 +366,7 @@ def _banner(proxy: Proxy, settings: Settings, listeners: list[socket.socket]) ->
         keys=bool(settings.api_keys),
         tls=settings.tls is not None,
         page=settings.ui,
+        has_joined=lambda: proxy.peers is None or proxy.peers.is_ready,
     )
 
 

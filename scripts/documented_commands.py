@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,8 +34,8 @@ class Rule:
 
     Attributes:
         pattern: matches whole commands.
-        fate: RUN: a test runs it, on addresses and files of its own; READ: kvpin reads all its words, and a
-            `serve` makes its settings; NOT_RUN.
+        fate: RUN: a test runs it, on addresses and files of its own; READ: its program reads the words but
+            starts nothing, or what they name is there; NOT_RUN.
         by: the test or script, or why it is not run.
     """
 
@@ -62,31 +61,24 @@ RULES = (
         RUN,
         "tests/test_packaging.py::test_a_wheel_made_from_the_sdist_is_the_same",
     ),
-    Rule(r"scripts/test-.*|scripts/with-chromium.*", NOT_RUN, "is a test run of its own, before a release"),
-    Rule(r"scripts/(format|vendor-ui)", NOT_RUN, "changes files of the checkout"),
+    Rule(r"docker run \S.* kvpin serve .*", READ, _HERE + "test_kvpin_reads_it"),
+    Rule(r"scripts/(test-|with-|format|vendor-).*", READ, _HERE + "test_bash_reads_it"),
+    Rule(r"llama-server .*", READ, _HERE + "test_llama_server_reads_it"),
+    Rule(r"helm install .*", READ, _HERE + "test_helm_renders_it"),
     Rule(
-        r"(.venv/bin/)?pip( install .*)?|python3 -m venv .*",
+        r"(\S+=\S+ )*docker (build|compose) .*|cp deploy/.*|systemctl .*",
+        READ,
+        _HERE + "test_what_it_names_is_there",
+    ),
+    Rule(r"(.* )?\S*pip install .*(\.|\[\w+\]'?)", READ, _HERE + "test_what_it_names_is_there"),
+    Rule(r"(\S+=\S+ )*(vllm|lmcache) .*", NOT_RUN, "needs vLLM; scripts/test-vllm starts it on a tiny model"),
+    Rule(
+        r"(\S+=\S+ )*trtllm-serve .*|python -m sglang\.launch_server .*|docker run --gpus .*",
         NOT_RUN,
-        "installs; scripts/test-packaging installs wheel and sdist",
+        "needs a GPU",
     ),
-    Rule(r"docker build .*", NOT_RUN, "needs Docker; tests/test_deploy.py checks the Dockerfile"),
-    Rule(
-        r"(\S+=\S+ )*docker compose .*", NOT_RUN, "needs Docker; tests/test_deploy.py reads the compose file"
-    ),
-    Rule(r"docker run .*", NOT_RUN, "needs Docker, and a GPU where it starts a NIM"),
-    Rule(
-        r"helm install .*", NOT_RUN, "needs a cluster; tests/test_deploy.py renders and validates the chart"
-    ),
-    Rule(
-        r"cp deploy/systemd.*|systemctl .*",
-        NOT_RUN,
-        "changes the system; tests/test_deploy.py verifies the units",
-    ),
-    Rule(
-        r"(\S+=\S+ )*(llama-server|vllm|lmcache) .*", NOT_RUN, "tests start the same program on a tiny model"
-    ),
-    Rule(r"(\S+=\S+ )*trtllm-serve .*|python -m sglang\.launch_server .*", NOT_RUN, "needs a GPU"),
-    Rule(r"mkdir -p /dev/shm/kv", NOT_RUN, "changes the system"),
+    Rule(r"pip install torch .*", NOT_RUN, "installs gigabytes; scripts/install does the same"),
+    Rule(r"mkdir -p /dev/shm/kv", NOT_RUN, "makes a directory outside the checkout"),
     Rule(r"printf .* \| sha256sum", RUN, _HERE + "test_the_hash_of_a_key"),
     Rule(r"curl -N .*/admin/v1/events", RUN, _HERE + "test_curl_watches_events"),
 )
@@ -134,14 +126,15 @@ def rule_of(command: str) -> Rule | None:
 
 
 def main() -> None:
-    """Prints them, and how many have which fate."""
-    counts = Counter[str]()
+    """Prints them, how many have which fate, and at the end those that are not run, with the reason."""
+    by_fate: dict[str, list[str]] = {RUN: [], READ: [], NOT_RUN: [], "no rule": []}
     for page, command in shown():
         rule = rule_of(command)
         fate, by = (rule.fate, rule.by) if rule is not None else ("no rule", "")
-        counts[fate] += 1
-        print(f"{fate:8} {page}: {command}\n         {by}")
-    print(", ".join(f"{count} {fate}" for fate, count in counts.items()))
+        by_fate[fate].append(f"{fate:8} {page}: {command}\n         {by}")
+    for lines in by_fate.values():
+        print(*lines, sep="\n")
+    print(", ".join(f"{len(lines)} {fate}" for fate, lines in by_fate.items()))
 
 
 if __name__ == "__main__":

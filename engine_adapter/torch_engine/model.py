@@ -54,6 +54,7 @@ def load_model(
         name = path.resolve().name if path.is_dir() else source
     module.eval().requires_grad_(False).to(device)
     model = _describe(module, served_name or name, tokenizer, is_default=source is None)
+    _log.info("checking that %s answers over paged KV as it does without", model.name)
     try:
         check_model(model)
     except EngineSpecError as error:

@@ -47,7 +47,7 @@ def serve_engine(options: ServeOptions) -> None:
 
     process.end = end
     host, port = listener.getsockname()[:2]
-    _log.info("listening on http://%s:%s, loading", f"[{host}]" if ":" in host else host, port)
+    _log.info("listening on http://%s:%s, loading the model", f"[{host}]" if ":" in host else host, port)
     with _signals_end_quietly():
         server.run(sockets=[listener])
     if process.failure is not None:

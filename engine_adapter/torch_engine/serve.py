@@ -43,36 +43,51 @@ _read_size = TypeAdapter(ByteSize).validate_python
 def engine(
     *,
     model: Annotated[
-        str | None, typer.Option(help="Directory or hub id. Default: a tiny model with random weights.")
+        str | None,
+        typer.Option(
+            metavar="DIR_OR_ID", help="Directory or hub id. Default: a tiny model with random weights."
+        ),
     ] = None,
-    served_model_name: Annotated[str | None, typer.Option(help="Model name that clients send.")] = None,
-    host: Annotated[str, typer.Option(help="Address to bind.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="0 takes a free one.", min=0, max=65535)] = DEFAULT_PORT,
+    served_model_name: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Model name that clients send.")
+    ] = None,
+    host: Annotated[str, typer.Option(metavar="ADDRESS", help="Address to bind.")] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(metavar="PORT", help="0 takes a free one.", min=0, max=65535)
+    ] = DEFAULT_PORT,
     kv_blocks: Annotated[
-        int | None, typer.Option(help="Blocks of the GPU tier. Default: by the free memory.")
+        int | None, typer.Option(metavar="N", help="Blocks of the GPU tier. Default: by the free memory.")
     ] = None,
     kv_bytes: Annotated[
         int | None, typer.Option(metavar="SIZE", help="Size of the GPU tier, e.g. 2GiB.", parser=_size)
     ] = None,
-    tokens_per_block: Annotated[int, typer.Option(help="A power of two.")] = _SIZES.tokens_per_block,
+    tokens_per_block: Annotated[
+        int, typer.Option(metavar="N", help="A power of two.")
+    ] = _SIZES.tokens_per_block,
     host_cache_bytes: Annotated[
         int, typer.Option(metavar="SIZE", help="Size of the host tier, e.g. 1GiB.", parser=_size)
     ] = _SIZES.host_cache_bytes,
-    max_num_seqs: Annotated[int, typer.Option(help="Most requests running at once.")] = _SIZES.max_num_seqs,
+    max_num_seqs: Annotated[
+        int, typer.Option(metavar="N", help="Most requests running at once.")
+    ] = _SIZES.max_num_seqs,
     prefill_chunk: Annotated[
-        int, typer.Option(help="Most prompt tokens per step; half of it while other requests decode.")
+        int,
+        typer.Option(
+            metavar="N", help="Most prompt tokens per step; half of it while other requests decode."
+        ),
     ] = _SIZES.prefill_chunk,
     pin_share: Annotated[
-        float, typer.Option(help="Most of the GPU tier that pins may hold, 0 to 1.")
+        float, typer.Option(metavar="SHARE", help="Most of the GPU tier that pins may hold, 0 to 1.")
     ] = _SIZES.pin_share,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    device: Annotated[str, typer.Option(metavar="DEVICE", help="cpu or cuda.")] = "cpu",
     dtype: Annotated[
-        str | None, typer.Option(help="float32, bfloat16 or float16. Default: the model's own.")
+        str | None,
+        typer.Option(metavar="TYPE", help="float32, bfloat16 or float16. Default: the model's own."),
     ] = None,
-    threads: Annotated[int | None, typer.Option(help="CPU threads of torch.", min=1)] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of sampling, to repeat a run.")] = None,
+    threads: Annotated[int | None, typer.Option(metavar="N", help="CPU threads of torch.", min=1)] = None,
+    seed: Annotated[int | None, typer.Option(metavar="N", help="Seed of sampling, to repeat a run.")] = None,
     max_body_bytes: Annotated[
-        int, typer.Option(help="Largest request body in bytes.", min=1)
+        int, typer.Option(metavar="BYTES", help="Largest request body in bytes.", min=1)
     ] = DEFAULT_MAX_BODY_BYTES,
     exit_with_parent: Annotated[
         bool, typer.Option("--exit-with-parent", help="Exit when standard input closes.")
@@ -102,6 +117,7 @@ def engine(
             host=host,
             engine=sizes,
         )
+        logging.getLogger("kvpin.engine").info("importing torch")
         from engine_adapter.torch_engine.process import serve_engine  # noqa: PLC0415 - imports torch
 
         serve_engine(ServeOptions(service, host, port, max_body_bytes, exit_with_parent))

@@ -2,7 +2,8 @@
 
 main.py       the commands
 serve.py      kvpin serve, kvpin engine
-doctor.py     kvpin doctor                  replay.py  kvpin replay
+doctor.py     kvpin doctor
+replay.py     kvpin replay                  replay_options.py  its options
 init.py       kvpin init                    config.py  kvpin config
 top.py        kvpin top                     top_view.py  what it shows
 bench.py      kvpin bench
@@ -11,6 +12,7 @@ prompt_tables.py  kvpin tables              examples.py the example of each comm
 client.py     one call of the admin API, and its errors in terms of flags
 tables.py     answers as tables             decisions.py  placements and requests as tables
 grid.py       a table that fits the terminal
+help.py       how --help shows arguments
 """
 
 from proxy.cli.main import main

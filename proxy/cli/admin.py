@@ -18,9 +18,10 @@ from proxy.cli.client import (
     refuse_early_options,
 )
 from proxy.cli.examples import example
+from proxy.cli.help import App
 from proxy.cli.targets import PrefixOptions, RequestOptions, TargetOptions, with_target
 
-engines_app = typer.Typer(help="List, add, remove and drain engines.", rich_markup_mode=None)
+engines_app = App(help="List, add, remove and drain engines.", rich_markup_mode=None)
 
 
 def register(app: typer.Typer) -> None:
@@ -104,7 +105,7 @@ def pin(
 
 
 def unpin(
-    pin_id: Annotated[str, typer.Argument(help="As `kvpin pin` printed it.")],
+    pin_id: Annotated[str, typer.Argument(metavar="PIN", help="As `kvpin pin` printed it.")],
     url: UrlOption = DEFAULT_URL,
     admin_key: AdminKeyOption = None,
     as_json: JsonOption = False,
@@ -126,8 +127,8 @@ def route(
 
 
 def requests(
-    request_id: Annotated[str | None, typer.Argument(help="Explain this request.")] = None,
-    limit: Annotated[int, typer.Option(help="How many requests to list.")] = 20,
+    request_id: Annotated[str | None, typer.Argument(metavar="ID", help="Explain this request.")] = None,
+    limit: Annotated[int, typer.Option(metavar="N", help="How many requests to list.")] = 20,
     url: UrlOption = DEFAULT_URL,
     admin_key: AdminKeyOption = None,
     as_json: JsonOption = False,
@@ -181,7 +182,7 @@ def engines_add(
 
 @engines_app.command("remove", epilog=example("engines remove"))
 def engines_remove(
-    engine_id: Annotated[str, typer.Argument(help="As `kvpin engines` lists it.")],
+    engine_id: Annotated[str, typer.Argument(metavar="ENGINE", help="As `kvpin engines` lists it.")],
     url: UrlOption = DEFAULT_URL,
     admin_key: AdminKeyOption = None,
 ) -> None:
@@ -192,7 +193,7 @@ def engines_remove(
 
 @engines_app.command("drain", epilog=example("engines drain"))
 def engines_drain(
-    engine_id: Annotated[str, typer.Argument(help="As `kvpin engines` lists it.")],
+    engine_id: Annotated[str, typer.Argument(metavar="ENGINE", help="As `kvpin engines` lists it.")],
     undo: Annotated[bool, typer.Option("--undo", help="Let it take requests again.")] = False,
     url: UrlOption = DEFAULT_URL,
     admin_key: AdminKeyOption = None,

@@ -51,16 +51,22 @@ def bench(
     api_key: Annotated[
         str | None, typer.Option(envvar="OPENAI_API_KEY", metavar="KEY", help="The client's key.")
     ] = None,
-    num_prompts: Annotated[int, typer.Option(min=1, help="Requests.")] = 100,
-    num_prefixes: Annotated[int, typer.Option(min=1, help="Different prefixes among them.")] = 10,
-    prefix_len: Annotated[int, typer.Option(min=0, help="Words of a prefix.")] = 1000,
-    suffix_len: Annotated[int, typer.Option(min=1, help="Words of each request's own end.")] = 50,
-    output_len: Annotated[int, typer.Option(min=1, help="The most tokens of an answer.")] = 32,
-    max_concurrency: Annotated[int, typer.Option(min=1, help="The most requests at a time.")] = 8,
+    num_prompts: Annotated[int, typer.Option(metavar="N", min=1, help="Requests.")] = 100,
+    num_prefixes: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Different prefixes among them.")
+    ] = 10,
+    prefix_len: Annotated[int, typer.Option(metavar="N", min=0, help="Words of a prefix.")] = 1000,
+    suffix_len: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Words of each request's own end.")
+    ] = 50,
+    output_len: Annotated[int, typer.Option(metavar="N", min=1, help="The most tokens of an answer.")] = 32,
+    max_concurrency: Annotated[
+        int, typer.Option(metavar="N", min=1, help="The most requests at a time.")
+    ] = 8,
     request_rate: Annotated[
         float, typer.Option(metavar="PER_S", help="Requests a second, at random times; inf: all at once.")
     ] = float("inf"),
-    seed: Annotated[int, typer.Option(help="Of words, order and times.")] = 0,
+    seed: Annotated[int, typer.Option(metavar="N", help="Of words, order and times.")] = 0,
     as_json: JsonOption = False,
 ) -> None:
     """Measure streamed chats whose prompts share prefixes: TTFT, TPOT, ITL, E2EL, cached tokens.

@@ -71,8 +71,11 @@ class AdminClient:
 
     def upload(self, path: str, content: bytes, **query: str | int) -> Any:  # noqa: ANN401 - JSON
         """Sends a POST with bytes; returns the decoded answer."""
+        from rich.console import Console  # noqa: PLC0415 - slow to import
+
         headers = {"content-type": "application/octet-stream"}
-        return self._call("POST", path, content=content, headers=headers, params=query)
+        with Console(stderr=True).status(f"sending {len(content):,} bytes to {self.url} …"):
+            return self._call("POST", path, content=content, headers=headers, params=query)
 
     def delete(self, path: str) -> Any:  # noqa: ANN401 - JSON
         """Sends a DELETE; returns the decoded answer, None for an empty one."""

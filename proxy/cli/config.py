@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from proxy.cli.examples import example
+from proxy.cli.help import App
 
 if TYPE_CHECKING:
     from proxy.settings import Settings
 
 _FAULTS = 2
-config_app = typer.Typer(help="Check settings.", rich_markup_mode=None, no_args_is_help=True)
+config_app = App(help="Check settings.", rich_markup_mode=None, no_args_is_help=True)
 
 
 def register(app: typer.Typer) -> None:

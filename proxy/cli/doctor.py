@@ -32,7 +32,7 @@ def doctor(
         ),
     ],
     *,
-    kind: Annotated[str | None, typer.Option(help="Its framework [detected].")] = None,
+    kind: Annotated[str | None, typer.Option(metavar="KIND", help="Its framework [detected].")] = None,
     api_key: Annotated[
         str | None, typer.Option(metavar="KEY", help="The engine's key, if it needs one.")
     ] = None,

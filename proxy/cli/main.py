@@ -8,8 +8,9 @@ from typing import Annotated
 import typer
 
 from proxy.cli import admin, bench, config, doctor, init, prompt_tables, replay, serve, top
+from proxy.cli.help import App
 
-app = typer.Typer(
+app = App(
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,

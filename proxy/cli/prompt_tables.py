@@ -19,8 +19,9 @@ from proxy.cli.client import (
     refuse_early_options,
 )
 from proxy.cli.examples import example
+from proxy.cli.help import App
 
-tables_app = typer.Typer(help="List, show, register and delete prompt tables.", rich_markup_mode=None)
+tables_app = App(help="List, show, register and delete prompt tables.", rich_markup_mode=None)
 _PATH = "/prompt_tables"
 TableId = Annotated[str, typer.Argument(metavar="ID", help="As `kvpin tables` lists it.")]
 

@@ -6,14 +6,18 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
+from io import BufferedReader, RawIOBase
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple, cast
 
 import typer
 
+from proxy.cli import replay_options as given
 from proxy.cli.examples import example
 
 if TYPE_CHECKING:
+    from rich.progress import Progress
+
     from proxy.replay.capacity import Need
     from proxy.replay.plan import Plan
     from proxy.replay.report import Row
@@ -22,6 +26,7 @@ if TYPE_CHECKING:
 
 _UNUSABLE = 2
 _STDOUT = Path("-")
+_PIECE_BYTES = 1 << 20
 # Width of the table if the output is no terminal.
 _FILE_WIDTH = 140
 
@@ -41,71 +46,40 @@ def register(app: typer.Typer) -> None:
 
 
 def replay(
-    trace: Annotated[Path, typer.Argument(help="Mooncake jsonl or kvpin's recording, plain or .gz.")],
+    trace: given.TraceFile,
     *,
-    engines: Annotated[
-        str | None, typer.Option(metavar="N[,N…]", help="How many engines [4].", show_default=False)
-    ] = None,
-    gpu_tokens: Annotated[
-        str, typer.Option(metavar="N[,N…]", help="KV on the GPU of each engine: tokens or bytes.")
-    ] = "500k",
-    host_tokens: Annotated[str, typer.Option(help="KV on its host tier: tokens or bytes; 0: none.")] = "0",
-    bytes_per_token: Annotated[
-        str | None, typer.Option(help="KV bytes of a token, if sizes are in bytes: 128KiB.")
-    ] = None,
-    model: Annotated[str, typer.Option(help="fifo: prefill alone; chunked: with decode.")] = "fifo",
-    prefill_rate: Annotated[str, typer.Option(help="Prompt tokens an engine computes per second.")] = "20k",
-    restore_rate: Annotated[str, typer.Option(help="Tokens per second from its host tier.")] = "200k",
-    context_tokens: Annotated[
-        str, typer.Option(help="Context at which attention takes half the time; 0: prefill is linear.")
-    ] = "0",
-    chunk_tokens: Annotated[str, typer.Option(help="Tokens of a step with prefill.")] = "2048",
-    decode_step_ms: Annotated[float, typer.Option(min=0, help="Time of a decode step.")] = 15.0,
-    decode_stream_ms: Annotated[float, typer.Option(min=0, help="Time each stream adds to a step.")] = 0.3,
-    load: Annotated[
-        float | None,
-        typer.Option(help="Scale arrivals to this utilisation, if nothing were cached: 0.9."),
-    ] = None,
-    speedup: Annotated[
-        float | None, typer.Option(help="Arrivals this many times faster than recorded [1].")
-    ] = None,
-    target_p99: Annotated[
-        float | None,
-        typer.Option(
-            metavar="SECONDS", help="Find how many engines keep this p99 TTFT, in place of --engines."
-        ),
-    ] = None,
-    max_engines: Annotated[int, typer.Option(min=1, help="The most that --target-p99 tries.")] = 64,
-    policies: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME[,NAME…]",
-            help="all, ablations, or some: kvpin,sglang,oracle [all; with --target-p99 kvpin].",
-        ),
-    ] = None,
-    seeds: Annotated[str, typer.Option(metavar="N[,N…]", help="0: arrivals as recorded; others vary.")] = "0",
-    limit: Annotated[int | None, typer.Option(min=1, help="Read only this many lines.")] = None,
-    model_name: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Which model of a recording of several.")
-    ] = None,
-    jobs: Annotated[int | None, typer.Option(min=1, help="Processes [one a CPU].")] = None,
-    json_path: Annotated[
-        Path | None, typer.Option("--json", help="Write every run as JSON; - prints.")
-    ] = None,
-    csv_path: Annotated[Path | None, typer.Option("--csv", help="Write every run as CSV; - prints.")] = None,
-    plot_path: Annotated[Path | None, typer.Option("--plot", help="Draw a PNG.")] = None,
-    html_path: Annotated[
-        Path | None, typer.Option("--html", help="Write curves and table as one HTML file; - prints.")
-    ] = None,
+    engines: given.Engines = None,
+    gpu_tokens: given.GpuTokens = "500k",
+    host_tokens: given.HostTokens = "0",
+    bytes_per_token: given.BytesPerToken = None,
+    model: given.Model = "fifo",
+    prefill_rate: given.PrefillRate = "20k",
+    restore_rate: given.RestoreRate = "200k",
+    context_tokens: given.ContextTokens = "0",
+    chunk_tokens: given.ChunkTokens = "2048",
+    decode_step_ms: given.DecodeStepMs = 15.0,
+    decode_stream_ms: given.DecodeStreamMs = 0.3,
+    load: given.Load = None,
+    speedup: given.Speedup = None,
+    target_p99: given.TargetP99 = None,
+    max_engines: given.MaxEngines = 64,
+    policies: given.Policies = None,
+    seeds: given.Seeds = "0",
+    limit: given.Limit = None,
+    model_name: given.ModelName = None,
+    jobs: given.Jobs = None,
+    json_path: given.JsonFile = None,
+    csv_path: given.CsvFile = None,
+    plot_path: given.PlotFile = None,
+    html_path: given.HtmlFile = None,
 ) -> None:
     """Replay a trace on simulated engines: compare placement policies, or find how many engines it needs.
 
     Exit status 2: the trace or an option cannot be used.
     """
     from proxy.replay import options  # noqa: PLC0415 - the other commands start quicker without
-    from proxy.replay.trace import TraceError, read_trace  # noqa: PLC0415 - likewise
 
-    try:
+    with _refusals():
         models = options.engine_models(
             gpu_tokens=gpu_tokens,
             host_tokens=host_tokens,
@@ -130,11 +104,46 @@ def replay(
         )
         outputs = _Outputs(json_path, csv_path, plot_path, html_path)
         _check_outputs(outputs)
-        read = read_trace(trace, limit=limit, model=model_name)
+        read = _read(trace, limit, model_name)
         needs, outcomes = _run_plan(plan, read, jobs or os.cpu_count() or 1)
         _write_all(plan, read, needs, outcomes, outputs)
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """Ends the program with one sentence where the trace or an option cannot be used."""
+    from proxy.replay.trace import TraceError  # noqa: PLC0415 - see above
+
+    try:
+        yield
     except (ValueError, TraceError) as error:
-        _refuse(str(error))
+        typer.echo(f"kvpin: {error}", err=True)
+        raise typer.Exit(_UNUSABLE) from error
+
+
+def _read(path: Path, limit: int | None, model: str | None) -> Trace:
+    """Reads the trace, with a progress bar on a terminal; raises TraceError."""
+    from proxy.replay.trace import read_trace  # noqa: PLC0415 - see above
+
+    with _progress() as progress:
+
+        def opened(path: Path) -> BinaryIO:
+            raw = progress.open(path, "rb", buffering=0, description=f"reading {path.name}")
+            # In pieces: a step of the bar takes as long as a line.
+            return BufferedReader(cast("RawIOBase", raw), _PIECE_BYTES)
+
+        return read_trace(path, limit=limit, model=model, opened=opened)
+
+
+@contextmanager
+def _progress() -> Iterator[Progress]:
+    """Progress bars on standard error; none where that is no terminal."""
+    from rich.console import Console  # noqa: PLC0415 - see above
+    from rich.progress import Progress  # noqa: PLC0415 - see above
+
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        yield progress
 
 
 def _run_plan(plan: Plan, trace: Trace, jobs: int) -> tuple[Sequence[Need], Sequence[Outcome]]:
@@ -148,13 +157,9 @@ def _run_plan(plan: Plan, trace: Trace, jobs: int) -> tuple[Sequence[Need], Sequ
 
 def _run(trace: Trace, runs: Sequence[Run], jobs: int) -> list[Outcome]:
     """All runs, with a progress bar on a terminal."""
-    from rich.console import Console  # noqa: PLC0415 - see above
-    from rich.progress import Progress  # noqa: PLC0415 - see above
-
     from proxy.replay.batch import run_all  # noqa: PLC0415 - see above
 
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+    with _progress() as progress:
         task = progress.add_task(f"{len(runs)} runs", total=len(runs) * len(trace.requests))
         return run_all(trace, runs, jobs=jobs, progress=lambda done: progress.advance(task, done))
 
@@ -258,8 +263,3 @@ def _writing(path: Path) -> Iterator[None]:
     except OSError as error:
         name = "the standard output" if path == _STDOUT else str(path)
         raise ValueError(f"{name}: cannot be written: {error.strerror or error}") from error
-
-
-def _refuse(why: str) -> NoReturn:
-    typer.echo(f"kvpin: {why}", err=True)
-    raise typer.Exit(_UNUSABLE)

@@ -35,8 +35,8 @@ def serve(
         str | None,
         typer.Option(metavar="ADDRESS[,ADDRESS…]", help="Addresses to listen on [127.0.0.1]."),
     ] = None,
-    port: Annotated[int | None, typer.Option(help="Port, 0 for a free one [8000].")] = None,
-    config: Annotated[Path | None, typer.Option(help="Settings in a TOML file.")] = None,
+    port: Annotated[int | None, typer.Option(metavar="PORT", help="Port, 0 for a free one [8000].")] = None,
+    config: Annotated[Path | None, typer.Option(metavar="FILE", help="Settings in a TOML file.")] = None,
     engine: Annotated[
         list[str] | None,
         typer.Option(
@@ -111,8 +111,12 @@ def serve(
         Path | None,
         typer.Option(metavar="FILE", help="Record requests for `kvpin replay`, as hashes without text."),
     ] = None,
-    log_format: Annotated[str | None, typer.Option(help="auto, json or pretty [auto].")] = None,
-    log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error [info].")] = None,
+    log_format: Annotated[
+        str | None, typer.Option(metavar="FORMAT", help="auto, json or pretty [auto].")
+    ] = None,
+    log_level: Annotated[
+        str | None, typer.Option(metavar="LEVEL", help="debug, info, warning or error [info].")
+    ] = None,
 ) -> None:
     """Serve the proxy: OpenAI's API under /v1, the admin API under /admin/v1."""
     load = partial(

@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from engine_adapter import ends_with_parent
 from proxy.errors import BadRequest
 
 MAX_TRACE_BYTES = 32 * 2**20
@@ -74,19 +75,9 @@ class Replays:
 
     async def _play(self, path: Path, options: Mapping[str, str]) -> ReplayAnswer:
         flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
-        command = (
-            sys.executable,
-            "-P",
-            "-m",
-            "proxy.cli",
-            "replay",
-            str(path),
-            *flags,
-            "--jobs=1",
-            "--json=-",
-        )
+        command = [sys.executable, "-P", "-m", "proxy.cli", "replay", str(path), *flags]
         process = await asyncio.create_subprocess_exec(
-            *command,
+            *ends_with_parent([*command, "--jobs=1", "--json=-"]),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 from importlib.metadata import version
 
 from proxy.fleet.engine import Engine, EngineState
@@ -26,6 +27,7 @@ class Banner:
         keys: whether clients need a key.
         tls: whether the port takes HTTPS.
         page: whether there is a page for browsers.
+        has_joined: whether this kvpin knows what others know.
     """
 
     def __init__(
@@ -38,11 +40,13 @@ class Banner:
         keys: bool = False,
         tls: bool = False,
         page: bool = False,
+        has_joined: Callable[[], bool] = lambda: True,
     ) -> None:
         self._fleet = fleet
         self._reuse = reuse
         self._keys = keys
         self._page = page
+        self._has_joined = has_joined
         # A client cannot connect to a wildcard address.
         name = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)  # noqa: S104
         self._base = f"{'https' if tls else 'http'}://{name}:{port}"
@@ -60,13 +64,13 @@ class Banner:
     async def print_when_ready(self) -> None:
         """Prints each engine that is down, at once; then, when the others are ready, what they serve."""
         named: set[str] = set()
-        with waiting_bar(self._fleet) as draw:
+        with waiting_bar(self._fleet, self._has_joined) as draw:
             while True:
                 for engine in self._fleet.engines.values():
                     if not _is_usable(engine) and engine.id not in named:
                         named.add(engine.id)
                         _print(_why_not(engine))
-                if self._fleet.is_ready():
+                if self._fleet.is_ready() and self._has_joined():
                     break
                 draw()
                 await asyncio.sleep(POLL_S)

@@ -53,13 +53,11 @@ class RecordedLine(Line, kw_only=True):
     """A request of a recording, with fields that replay ignores.
 
     Attributes:
-        engine: the engine that answered, or was to answer.
         counted: `output_length` is the number of stream events, because the engine reported no tokens.
         cached_tokens: reused prompt tokens that the engine reported.
         ttft_ms: from placement to the first byte, for streams.
     """
 
-    engine: str | None = None
     counted: bool = False
     cached_tokens: int | None = None
     ttft_ms: float | None = None

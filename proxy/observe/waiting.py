@@ -1,4 +1,4 @@
-"""The bar on a terminal while `kvpin serve` waits for its engines: how many are ready, and which are not."""
+"""The bar on a terminal while `kvpin serve` waits: how many engines are ready, and for what it waits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _USABLE = (EngineState.READY, EngineState.DRAINING)
 
 
 @contextmanager
-def waiting_bar(fleet: Fleet) -> Iterator[Callable[[], None]]:
+def waiting_bar(fleet: Fleet, has_joined: Callable[[], bool]) -> Iterator[Callable[[], None]]:
     """Yields what draws the bar as it is now. Draws nothing unless both outputs are terminals: lines that are
     written meanwhile, to either, appear above the bar."""
     if not (sys.stdout.isatty() and sys.stderr.isatty()):
@@ -25,22 +25,24 @@ def waiting_bar(fleet: Fleet) -> Iterator[Callable[[], None]]:
 
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=Console(), transient=True, refresh_per_second=2) as progress:
-        ready, text = summary(fleet)
+        ready, text = summary(fleet, has_joined=has_joined())
         bar = progress.add_task(text, completed=ready, total=len(fleet.engines) or None)
 
         def draw() -> None:
-            ready, text = summary(fleet)
+            ready, text = summary(fleet, has_joined=has_joined())
             progress.update(bar, completed=ready, total=len(fleet.engines) or None, description=text)
 
         yield draw
 
 
-def summary(fleet: Fleet) -> tuple[int, str]:
-    """The number of engines that are ready, and the others with their states."""
+def summary(fleet: Fleet, *, has_joined: bool) -> tuple[int, str]:
+    """The number of engines that are ready; then the others with their states, and what else is awaited."""
     others = [engine for engine in fleet.engines.values() if engine.state not in _USABLE]
     named = [f"{engine.id} {engine.state.value}" for engine in others[:_NAMED]]
     if len(others) > _NAMED:
         named.append(f"{len(others) - _NAMED} more")
+    if fleet.is_ready() and not has_joined:
+        named.append("asking other kvpins what they know")
     return len(fleet.engines) - len(others), ", ".join(["engines ready", *named])
 
 

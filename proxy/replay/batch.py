@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from multiprocessing import get_context
+from multiprocessing.sharedctypes import Synchronized
 
 from proxy.replay.simulator import Outcome, Run, simulate
 from proxy.replay.trace import Trace
 
-_traces: list[Trace] = []  # a worker's own copy, so that each worker gets it once
+# Seconds between looks at what the processes have done.
+_LOOK_S = 0.2
+# What a process got when it started: the trace, and the number of requests that all of them have served.
+_given: list[tuple[Trace, Synchronized[int]]] = []
 
 
 def run_all(
@@ -24,22 +28,33 @@ def run_all(
     tell = progress or _nobody
     if jobs == 1 or len(runs) == 1:
         return [simulate(trace, run, tell) for run in runs]
-    # Not forked: forked processes would inherit the threads of a progress bar.
+    context = get_context("spawn")  # not forked: forked processes would inherit the threads of a progress bar
+    served, told = context.Value("q"), 0
     with ProcessPoolExecutor(
-        min(jobs, len(runs)), get_context("spawn"), initializer=_take, initargs=(trace,)
+        min(jobs, len(runs)), context, initializer=_take, initargs=(trace, served)
     ) as pool:
         futures = [pool.submit(_run, run) for run in runs]
-        for _ in as_completed(futures):
-            tell(len(trace.requests))
+        running = set(futures)
+        while running:
+            _, running = wait(running, _LOOK_S, FIRST_COMPLETED)
+            now = served.value
+            tell(now - told)
+            told = now
         return [future.result() for future in futures]
 
 
-def _take(trace: Trace) -> None:
-    _traces.append(trace)
+def _take(trace: Trace, served: Synchronized[int]) -> None:
+    _given.append((trace, served))
 
 
 def _run(run: Run) -> Outcome:
-    return simulate(_traces[0], run)
+    trace, served = _given[0]
+
+    def count(requests: int) -> None:
+        with served.get_lock():
+            served.value += requests
+
+    return simulate(trace, run, count)
 
 
 def _nobody(_requests: int) -> None:

@@ -12,7 +12,6 @@ from proxy.replay.registry import ORACLE, resolve
 from proxy.replay.units import AmountError, parse_amount, parse_count, parse_tokens
 
 MODELS = ("fifo", "chunked")
-ENGINES = "4"
 MAX_ENGINES = 64
 
 
@@ -99,7 +98,7 @@ def plan(
     target = Target(target_p99, max_engines) if target_p99 is not None else None
     return Plan(
         models=models,
-        engines=_numbers("engines", engines or ENGINES, least=1) if target is None else (),
+        engines=_numbers("engines", engines, least=1) if engines is not None else (),
         policies=_policies(policies, target),
         seeds=_numbers("seeds", seeds),
         load=load,

@@ -11,6 +11,9 @@ from proxy.replay.engine import EngineModel
 from proxy.replay.simulator import Outcome, Run
 from proxy.replay.trace import Trace
 
+# Where neither the options nor the trace say how many.
+ENGINES = 4
+
 
 @dataclass(frozen=True, slots=True)
 class Target:
@@ -26,13 +29,13 @@ class Plan:
 
     Attributes:
         models: what each engine of a run can do; they differ in GPU tokens alone.
-        engines: numbers of them.
+        engines: numbers of them; empty for as many as the trace names, or else `ENGINES`.
         policies: names.
         seeds: 0 for arrivals as recorded.
         load: share of the time that engines would be busy if nothing were cached; None for arrivals as
             recorded, or at `speedup`.
         speedup: how much faster than recorded requests arrive.
-        target: with it the number of engines is searched for; `engines` is empty.
+        target: with it the number of engines is searched for.
     """
 
     models: Sequence[EngineModel]
@@ -51,7 +54,7 @@ class Plan:
         """
         return [
             Run(policy, engines, model, self._speedup(trace, model, engines), seed)
-            for engines in self.engines
+            for engines in self.engines or (trace.engines or ENGINES,)
             for model in self.models
             for seed in self.seeds
             for policy in self.policies
@@ -81,13 +84,15 @@ class Plan:
 
     def title(self, trace: Trace) -> str:
         """The replay in one line."""
+        is_as_named = not self.engines and self.target is None and trace.engines
+        fleet = f" of {trace.engines} engines" if is_as_named else ""
         pace = f"load {self.load:g}" if self.load is not None else f"{self.speedup:g}x as recorded"
         model = self.models[0]
         kind = "chunked prefill with decode" if model.chunked else "prefill alone"
         tiers = " or ".join(f"{each.gpu_tokens:,}" for each in self.models) + " tokens on the GPU"
         if model.host_tokens:
             tiers += f" and {model.host_tokens:,} in host memory"
-        return f"{trace.name}: {len(trace.requests):,} requests, {pace}; each engine {tiers}, {kind}"
+        return f"{trace.name}: {len(trace.requests):,} requests{fleet}, {pace}; each engine {tiers}, {kind}"
 
 
 def notes(trace: Trace, outcomes: Sequence[Outcome]) -> list[str]:

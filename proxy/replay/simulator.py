@@ -119,6 +119,8 @@ def simulate(trace: Trace, run: Run, progress: Callable[[int], None] | None = No
     timed = [each for each in timed if run.model.fits(each[1])] if too_long else timed
     if run.policy == ORACLE:
         hits = oracle_hits([request for _, request in timed], run.engines, run.model)
+        if progress is not None:
+            progress(len(timed))
         return Outcome(run, len(served), too_long, prompt_tokens, hits, 0)
     fleet = Fleet(run.engines, run.model, trace.tokens_per_block, trace.common_blocks)
     simulation = _Simulation(fleet, make(run.policy, fleet, run.seed))

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import gzip
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, BinaryIO
 
 import msgspec
 
@@ -44,7 +44,7 @@ class Line(msgspec.Struct, omit_defaults=True):
             fills no block, may follow.
         session_id: the conversation it belongs to, if known.
         block_tokens: tokens of a block.
-        model: the model that served it, if known.
+        model, engine: the model and the engine that served it, if known.
         status: the HTTP status that the client got, if known.
     """
 
@@ -55,6 +55,7 @@ class Line(msgspec.Struct, omit_defaults=True):
     session_id: str | int | None = None
     block_tokens: Annotated[int, msgspec.Meta(ge=1)] = BLOCK_TOKENS
     model: str | None = None
+    engine: str | int | None = None
     status: int | None = None
 
     @property
@@ -96,6 +97,7 @@ class Trace:
         requests: at least one.
         tokens_per_block: the same for all of them.
         common_blocks: leading blocks that all of them share, as of one system prompt.
+        engines: engines that served them, as the file names them; 0 if it names none.
         rechained: the file's ids stood for a block alone; they were chained when it was read.
         failed: requests of the file that got an error; they are left out.
         cut: the last line of the file was incomplete; it is left out.
@@ -105,6 +107,7 @@ class Trace:
     requests: tuple[Request, ...]
     tokens_per_block: int
     common_blocks: int
+    engines: int = 0
     rechained: bool = False
     failed: int = 0
     cut: bool = False
@@ -120,13 +123,25 @@ class Trace:
         return any(request.session is not None for request in self.requests)
 
 
-def read_trace(path: Path, *, limit: int | None = None, model: str | None = None) -> Trace:
+def _opened(path: Path) -> BinaryIO:
+    return path.open("rb")
+
+
+def read_trace(
+    path: Path,
+    *,
+    limit: int | None = None,
+    model: str | None = None,
+    opened: Callable[[Path], BinaryIO] = _opened,
+) -> Trace:
     """Reads a trace, or its first `limit` lines; with `model`, only the requests of that model.
+
+    `opened` opens the file, compressed or not; it may raise OSError.
 
     Raises:
         TraceError: a line is wrong, or the model must be chosen; the message says which.
     """
-    read = list(_lines(path, limit))
+    read = list(_lines(path, limit, opened))
     whole = [line for line in read if line is not None]
     answered = [line for line in whole if not line.failed]
     lines = _of_one_model(path, answered, model)
@@ -153,8 +168,16 @@ def read_trace(path: Path, *, limit: int | None = None, model: str | None = None
         )
         for position, at in enumerate(order)
     )
-    failed, cut = len(whole) - len(answered), len(read) > len(whole)
-    return Trace(path.name, requests, size, _common(chains), rechained, failed, cut)
+    return Trace(
+        path.name,
+        requests,
+        tokens_per_block=size,
+        common_blocks=_common(chains),
+        engines=len({line.engine for line in lines} - {None}),
+        rechained=rechained,
+        failed=len(whole) - len(answered),
+        cut=len(read) > len(whole),
+    )
 
 
 def _of_one_model(path: Path, lines: list[Line], model: str | None) -> list[Line]:
@@ -170,12 +193,12 @@ def _of_one_model(path: Path, lines: list[Line], model: str | None) -> list[Line
     return lines if model is None else [line for line in lines if line.model == model]
 
 
-def _lines(path: Path, limit: int | None) -> Iterator[Line | None]:
+def _lines(path: Path, limit: int | None, opened: Callable[[Path], BinaryIO]) -> Iterator[Line | None]:
     """Yields the lines of a file; None in place of an incomplete last line."""
     decoder = msgspec.json.Decoder(Line)
     at = 0
     try:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+        with opened(path) as packed, gzip.open(packed) if path.suffix == ".gz" else packed as file:
             filled = ((number, text) for number, text in enumerate(file, 1) if not text.isspace())
             for at, text in islice(filled, limit):  # noqa: B007 - names the line in an error
                 yield _checked(decoder.decode(text)) if text.endswith(b"\n") else _last(decoder, text)

@@ -6,7 +6,7 @@ import { count, pure, seconds, Share } from "./parts.js";
 import { drawCurves } from "./plots.js";
 
 const FIELDS = [
-  ["engines", "engines", "1,2,4", "numbers of engines: 2,4,8"],
+  ["engines", "engines", "1,2,4", "numbers of engines: 2,4,8; empty: as many as the recording names"],
   ["gpu_tokens", "GPU tokens of each", "500k", "KV that each engine holds: 300k,1M"],
   ["prefill_rate", "prefill tokens a second", "20k", "prompt tokens that an engine computes a second"],
   ["policies", "policies", "kvpin,sticky,round-robin,oracle", "names, or all"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -35,6 +36,8 @@ def test_a_signal_ends_it_after_its_requests(log):
         info = client.get("/kv/info").json()
         assert (info["gpu_blocks"], info["tokens_per_block"], info["model"]) == (64, 8, "tiny")
         assert "random weights" in log.read_text()
+        steps = ("importing torch", "loading the model", "checking that tiny answers", "KV cache: 64 blocks")
+        assert re.search(".*".join(steps), log.read_text(), re.DOTALL)
         body = {"prompt": [5] * 9, "max_tokens": 60, "ignore_eos": True, "stream": True}
         with client.stream("POST", "/v1/completions", json=body) as response:
             lines = response.iter_lines()

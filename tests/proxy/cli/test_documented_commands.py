@@ -2,20 +2,27 @@
 
 import hashlib
 import json
+import os
 import re
 import shlex
 import shutil
 import subprocess
+import tomllib
 from contextlib import contextmanager, nullcontext
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import typer
+import yaml
+from helm_python import chart
 
 from proxy import server
 from proxy.cli.main import app
 from scripts.documented_commands import NOT_RUN, READ, ROOT, RULES, RUN, commands, rule_of, shown
+from tests.llama import llama_server
 
+EXTRAS = set(tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"])
 SHOWN = list(shown())
 UsageError = typer.BadParameter.__base__
 
@@ -92,6 +99,8 @@ def test_kvpin_reads_it(kvpin, page, command, monkeypatch):
     """`serve` makes its settings, or refuses them in the words that the page quotes. Of others, no option is
     unknown; in the midst of a sentence, some arguments may be left out."""
     words = shlex.split(command.replace("…", "").replace("$KEY", "KEY"))
+    if words[0] == "docker":
+        words = words[words.index("kvpin") :]
     while "=" in words[0]:
         monkeypatch.setenv(*words.pop(0).split("=", 1))
     if words[0] == "scripts/serve":
@@ -109,6 +118,58 @@ def test_kvpin_reads_it(kvpin, page, command, monkeypatch):
         left_out = allowing("Missing|requires an argument")
     with left_out:
         program.make_context("kvpin", names)
+
+
+@pytest.mark.parametrize(("page", "command"), of_rule("test_bash_reads_it"))
+def test_bash_reads_it(page, command):
+    named = [ROOT / word for word in command.split() if word.startswith("scripts/")]
+    assert [path for path in named if not path.exists()] == [], page
+    assert os.access(named[0], os.X_OK)
+    subprocess.run(["bash", "-n", named[0]], check=True)
+
+
+@pytest.mark.parametrize(("page", "command"), of_rule("test_llama_server_reads_it"))
+def test_llama_server_reads_it(page, command, tmp_path):
+    """With `--help`, it ends when it has read its words."""
+    words = shlex.split(command.replace("/dev/shm/kv", str(tmp_path)))  # noqa: S108 - as the page has it
+    words = [llama_server(), *words[1:], "--help"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert (done.returncode, "--slot-save-path PATH" in done.stdout) == (0, True), (page, done.stderr)
+
+
+@pytest.mark.parametrize(("page", "command"), of_rule("test_helm_renders_it"))
+def test_helm_renders_it(page, command):
+    """With the file of values that the page shows."""
+    name, path, *words = shlex.split(command)[2:]
+    given = dict(zip(words[::2], words[1::2], strict=True))
+    (text,) = re.findall(
+        rf"^# {given['--values']}\n(.*?)^```$", (ROOT / page).read_text("utf-8"), re.DOTALL | re.MULTILINE
+    )
+    key, _, value = given["--set"].partition("=")
+    above, _, leaf = key.partition(".")
+    values = yaml.safe_load(text) | {above: {leaf: value}}
+    with chart.Chart.load(str(ROOT / path)) as loaded:
+        rendered = "".join(loaded.render(values=values, name=name, namespace=given["--namespace"]).values())
+    assert value in rendered
+    assert values["settings"]["discovery"][0]["source"] in rendered
+
+
+@pytest.mark.parametrize(("page", "command"), of_rule("test_what_it_names_is_there"))
+def test_what_it_names_is_there(page, command):
+    """Files of the checkout, stages and variables of Docker's files, systemd's units, extras."""
+    words = shlex.split(command)
+    files = [ROOT / word for word in words if word.startswith("deploy/") or word == "constraints.txt"]
+    assert [path for path in files if not path.exists()] == [], page
+    texts = "".join(path.read_text("utf-8") for path in files if path.suffix != ".txt")
+    for flag, word in pairwise(words):
+        wanted = {"--target": f" AS {word}\n", "--profile": f"profiles: [{word}]"}.get(flag, "")
+        assert wanted in texts
+    for word in words:
+        name = re.match(r"([A-Z]+)=", word)
+        assert name is None or f"${{{name[1]}:" in texts
+        assert not re.fullmatch(r"kvpin\.\w+", word) or (ROOT / "deploy" / "systemd" / word).exists()
+        extras = re.fullmatch(r"(?:kvpin|\.)\[(.*)\]", word)
+        assert extras is None or set(extras[1].split(",")) <= EXTRAS
 
 
 @pytest.mark.usefixtures("home")

@@ -203,7 +203,7 @@ def test_a_reader_who_has_seen_enough_is_told_nothing():
 def test_a_recording_of_several_models_is_replayed_by_name(kvpin, tmp_path):
     lines = [
         {"timestamp": n, "input_length": 70, "output_length": 1, "hash_ids": [n], "block_tokens": 64}
-        | {"model": "ab"[n % 2], "status": 429 if n > 7 else 200}
+        | {"model": "ab"[n % 2], "engine": f"e{n % 4}", "status": 429 if n > 7 else 200}
         for n in range(10)
     ]
     path = tmp_path / "traffic.jsonl"
@@ -215,7 +215,7 @@ def test_a_recording_of_several_models_is_replayed_by_name(kvpin, tmp_path):
     )
     result = kvpin("replay", str(path), "--policies", "kvpin", "--model-name", "b")
     assert result.exit_code == 0, result.output
-    assert "traffic.jsonl: 4 requests" in result.stdout
+    assert "traffic.jsonl: 4 requests of 2 engines, " in result.stdout
     assert result.stdout.splitlines()[-2:] == [
         "2 requests got an error and were left out",
         "the last line of the trace is incomplete and was left out",

@@ -2,6 +2,9 @@ import asyncio
 import gzip
 import json
 import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,28 @@ from proxy.control.replays import OPTIONS, Replays
 from proxy.errors import BadRequest
 
 TRACES = Path(__file__).parents[2] / "data" / "traces"
+PLAYS = """
+import asyncio, sys
+from proxy.control.replays import Replays
+engines = ",".join(map(str, range(1, 100)))
+asyncio.run(Replays().play(sys.stdin.buffer.read(), {"engines": engines}))
+"""
+
+
+def until(look):
+    """What it sees, once it sees something."""
+    deadline = time.monotonic() + 30
+    while not (seen := look()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return seen
+
+
+def is_alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +102,22 @@ async def test_a_replay_that_takes_too_long_ends(trace, children):
     with pytest.raises(BadRequest, match=r"takes longer than 0\.01 s"):
         await Replays(longest_s=0.01).play(trace, {})
     assert children() == before
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a signal of Linux")
+def test_its_process_ends_with_a_kvpin_that_is_killed():
+    with (TRACES / "agents.jsonl.gz").open("rb") as packed, gzip.open(packed) as file:
+        lines = file.read()
+    kvpin = subprocess.Popen([sys.executable, "-c", PLAYS], stdin=subprocess.PIPE)
+    try:
+        kvpin.stdin.write(lines)
+        kvpin.stdin.close()
+        (child,) = until(lambda: Path(f"/proc/{kvpin.pid}/task/{kvpin.pid}/children").read_text().split())
+        until(lambda: b"\0replay\0" in Path(f"/proc/{child}/cmdline").read_bytes())
+    finally:
+        kvpin.kill()
+        kvpin.wait()
+    until(lambda: not is_alive(child))
 
 
 async def test_a_process_that_dies_is_told(trace, monkeypatch):

@@ -22,18 +22,20 @@ def fleet_of(*states):
 
 
 @pytest.mark.parametrize(
-    ("states", "said"),
+    ("states", "has_joined", "said"),
     [
-        ((), (0, "engines ready")),
-        ((EngineState.READY, EngineState.CONNECTING), (1, "engines ready, e1 connecting")),
+        ((), True, (0, "engines ready")),
+        ((EngineState.READY, EngineState.CONNECTING), True, (1, "engines ready, e1 connecting")),
         (
             (EngineState.DOWN, *[EngineState.CONNECTING] * 4),
+            True,
             (0, "engines ready, e0 down, e1 connecting, e2 connecting, 2 more"),
         ),
+        ((EngineState.READY,), False, (1, "engines ready, asking other kvpins what they know")),
     ],
 )
-def test_what_it_says(states, said):
-    assert summary(fleet_of(*states)) == said
+def test_what_it_says(states, has_joined, said):
+    assert summary(fleet_of(*states), has_joined=has_joined) == said
 
 
 def test_on_a_terminal_lines_appear_above_the_bar(monkeypatch):
@@ -43,7 +45,7 @@ def test_on_a_terminal_lines_appear_above_the_bar(monkeypatch):
     monkeypatch.setattr(sys, "stdout", out)
     monkeypatch.setattr(sys, "stderr", err)
     fleet = fleet_of(EngineState.READY, EngineState.CONNECTING)
-    with waiting_bar(fleet) as draw:
+    with waiting_bar(fleet, lambda: True) as draw:
         draw()
         print("a line of the text")  # noqa: T201
         print("a line of the log", file=sys.stderr)  # noqa: T201
@@ -60,6 +62,6 @@ def test_nothing_where_one_of_both_goes_elsewhere(monkeypatch, of):
     monkeypatch.setattr(sys, "stdout", out)
     monkeypatch.setattr(sys, "stderr", err)
     monkeypatch.setattr(sys, of, io.StringIO())
-    with waiting_bar(fleet_of(EngineState.CONNECTING)) as draw:
+    with waiting_bar(fleet_of(EngineState.CONNECTING), lambda: True) as draw:
         draw()
     assert out.getvalue() == err.getvalue() == ""

@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from proxy.replay.batch import run_all
-from proxy.replay.plan import Plan, notes
+from proxy.replay.plan import ENGINES, Plan, notes
 from proxy.replay.simulator import Run
 from tests.proxy.replay.making import ask, model_of, trace_of
 
@@ -20,6 +20,14 @@ def test_every_policy_with_every_seed_on_every_number_of_engines_of_every_size()
         for seed in (0, 5)
         for policy in ("kvpin", "sticky")
     ]
+
+
+@pytest.mark.parametrize(("named", "engines"), [(0, ENGINES), (3, 3)])
+def test_as_many_engines_as_the_trace_names(named, engines):
+    trace, plan = replace(TRACE, engines=named), Plan((model_of(),), (), ("kvpin",))
+    assert [run.engines for run in plan.runs(trace)] == [engines]
+    assert ("made: 2 requests of 3 engines, 1x" in plan.title(trace)) == bool(named)
+    assert "engines" not in Plan((model_of(),), (2,), ("kvpin",)).title(trace)
 
 
 def test_one_policy_with_every_seed():

@@ -1,4 +1,5 @@
 import gzip
+import io
 import json
 
 import pytest
@@ -36,6 +37,30 @@ def test_a_recording_of_kvpin(tmp_path):
     trace = read_trace(write(tmp_path / "t.jsonl", line))
     assert trace.requests[0].chain.hashes == (2**64 - 1,)
     assert (trace.tokens_per_block, trace.requests[0].session, trace.has_sessions) == (16, "3", True)
+
+
+def test_the_engines_that_a_recording_names(tmp_path):
+    served = [("a", 200), ("b", 200), ("a", 200), ("dead", 500), (None, 200)]
+    lines = [{**LINE, "engine": engine, "status": status, "model": "m"} for engine, status in served]
+    path = write(tmp_path / "t.jsonl", *lines, {**LINE, "engine": "c", "model": "other"})
+    assert read_trace(path, model="m").engines == 2
+    assert read_trace(write(tmp_path / "u.jsonl", LINE)).engines == 0
+
+
+@pytest.mark.parametrize("name", ["t.jsonl", "t.jsonl.gz"])
+def test_its_bytes_come_from_what_opens_it(tmp_path, name):
+    path = write(tmp_path / "plain", LINE)
+    content = path.read_bytes()
+    if name.endswith(".gz"):
+        content = gzip.compress(content)
+    opened = []
+
+    def open_it(path):
+        opened.append(path)
+        return io.BytesIO(content)
+
+    assert len(read_trace(tmp_path / name, opened=open_it).requests) == 1
+    assert opened == [tmp_path / name]
 
 
 def test_the_excerpts():

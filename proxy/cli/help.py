@@ -1,0 +1,47 @@
+"""How `--help` shows arguments: by the words that stand for them, as in `kvpin bench URL...`.
+
+Typer alone adds braces and Python's types: `{URL}...`, `URL <list[str]>`. Every option has a metavar of its
+own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import typer
+from typer.core import TyperArgument, TyperCommand
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+class Command(TyperCommand):
+    """A command with this help."""
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:  # noqa: ANN401 - typer does not export the type
+        """The words of the usage line."""
+        return [re.sub(r"^\{(.*)\}", r"\1", piece) for piece in super().collect_usage_pieces(ctx)]
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:  # noqa: ANN401 - likewise
+        """Writes arguments and options."""
+        sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
+        for each in self.get_params(ctx):
+            if (record := each.get_help_record(ctx)) is None:
+                continue
+            if isinstance(each, TyperArgument):
+                sections["Arguments"].append((each.display_name_raw, record[1]))
+            else:
+                sections["Options"].append(record)
+        for title, records in sections.items():
+            if records:
+                with formatter.section(title):
+                    formatter.write_dl(records)
+
+
+class App(typer.Typer):
+    """Commands with this help."""
+
+    def command(self, name: str | None = None, **settings: Any) -> Callable[[_Function], _Function]:  # noqa: ANN401
+        """Adds a command; takes what typer's takes."""
+        return super().command(name, cls=Command, **settings)
