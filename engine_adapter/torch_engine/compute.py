@@ -8,8 +8,9 @@ from collections.abc import Sequence
 import torch
 
 from engine_adapter.torch_engine.prompt_scores import keep_scores
+from engine_adapter.torch_engine.requests import RequestRefused
 from engine_adapter.torch_engine.runner import Runner, Work
-from engine_adapter.torch_engine.sampling import Choice, choose_all
+from engine_adapter.torch_engine.sampling import Choice, NoScores, choose_all
 from engine_adapter.torch_engine.scheduler import Item
 
 Outcome = Choice | Exception | None
@@ -54,8 +55,15 @@ def _run(runner: Runner, items: Sequence[Item]) -> list[Outcome]:
     ]
     logits = keep_scores(runner.run(work), items)
     chosen = iter(choose_all(logits, [item.active.sampler for item in items if item.completes]))
-    outcomes: list[Outcome] = [next(chosen) if item.completes else None for item in items]
+    outcomes: list[Outcome] = [_judged(next(chosen), item) if item.completes else None for item in items]
     for outcome in outcomes:
         if isinstance(outcome, Exception) and is_fatal(outcome):
             raise outcome
     return outcomes
+
+
+def _judged(outcome: Choice | Exception, item: Item) -> Choice | Exception:
+    """The outcome. Embeddings of a client's are the cause of scores that are no numbers."""
+    if isinstance(outcome, NoScores) and item.active.request.embeddings:
+        return RequestRefused("the prompt's embeddings lead to scores that are no numbers", param="prompt")
+    return outcome
