@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
+from torch import Tensor
 
 from engine_adapter.torch_engine.prompt_scores import keep_scores
 from engine_adapter.torch_engine.requests import RequestRefused
@@ -53,9 +55,13 @@ def _run(runner: Runner, items: Sequence[Item]) -> list[Outcome]:
     work = [
         Work(item.active.sequence, item.count, item.logits, item.active.request.embeddings) for item in items
     ]
-    logits = keep_scores(runner.run(work), items)
-    chosen = iter(choose_all(logits, [item.active.sampler for item in items if item.completes]))
+    wants_hidden = any(item.wants_hidden for item in items)
+    logits, hidden = runner.run_with_hidden(work) if wants_hidden else (runner.run(work), None)
+    samplers = [item.active.sampler for item in items if item.completes]
+    chosen = iter(choose_all(keep_scores(logits, items), samplers))
     outcomes: list[Outcome] = [_judged(next(chosen), item) if item.completes else None for item in items]
+    if hidden is not None:
+        outcomes = _with_hidden(outcomes, items, hidden)
     for outcome in outcomes:
         if isinstance(outcome, Exception) and is_fatal(outcome):
             raise outcome
@@ -67,3 +73,14 @@ def _judged(outcome: Choice | Exception, item: Item) -> Choice | Exception:
     if isinstance(outcome, NoScores) and item.active.request.embeddings:
         return RequestRefused("the prompt's embeddings lead to scores that are no numbers", param="prompt")
     return outcome
+
+
+def _with_hidden(outcomes: Sequence[Outcome], items: Sequence[Item], hidden: Tensor) -> list[Outcome]:
+    """Adds the hidden states that items want to their choices. `hidden` has the rows of the logits."""
+    rows = accumulate(item.logits for item in items)
+    return [
+        outcome._replace(hidden=hidden[row - 1].float().cpu().numpy().tobytes())
+        if item.wants_hidden and isinstance(outcome, Choice)
+        else outcome
+        for outcome, item, row in zip(outcomes, items, rows, strict=True)
+    ]

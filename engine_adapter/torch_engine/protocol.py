@@ -10,7 +10,7 @@ import contextlib
 import math
 import re
 from array import array
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -22,6 +22,8 @@ from engine_adapter.types import KvTarget, Retention, TokenIds, extra_array
 MAX_TOP_LOGPROBS = 20
 MAX_CHOICES = 128
 """As at OpenAI."""
+MAX_INPUTS = 2048
+"""Most texts of a request for embeddings; as at OpenAI."""
 _MAX_STOPS = 4
 _DEFAULT_COMPLETION_TOKENS = 16
 _MAX_SLICE = 65_536
@@ -157,6 +159,18 @@ class CompletionRequest(_Generation, frozen=True, kw_only=True):
 PromptRequest = ChatRequest | CompletionRequest
 
 
+class EmbeddingRequest(msgspec.Struct, frozen=True):
+    """`POST /v1/embeddings`."""
+
+    input: str | list[Any]
+    model: str | None = None
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = None
+    add_special_tokens: bool | None = None
+    cache_salt: str | None = None
+    priority: int | None = None
+
+
 class DetokenizeRequest(msgspec.Struct, frozen=True):
     """`POST /detokenize`."""
 
@@ -192,6 +206,7 @@ AnyRequest = TypeVar(
     ChatRequest,
     CompletionRequest,
     ChatRequest | CompletionRequest,
+    EmbeddingRequest,
     DetokenizeRequest,
     SliceRequest,
     PinRequest,
@@ -322,6 +337,21 @@ def prompt_of(prompt: str | list[Any] | None) -> str | TokenIds[int]:
     if isinstance(prompt[0], (str, list)):
         raise _several("prompt")
     return token_ids_of(prompt, "prompt")
+
+
+def inputs_of(request: EmbeddingRequest) -> dict[str, str | TokenIds[int]]:
+    """The texts and lists of token ids to embed, by the names of their fields; raises ApiError (400)."""
+    named: dict[str, Any] = {"input": request.input}
+    if isinstance(request.input, list) and request.input and isinstance(request.input[0], (str, list)):
+        named = {f"input[{index}]": each for index, each in enumerate(request.input)}
+    if len(named) > MAX_INPUTS:
+        raise ApiError(f"input has {len(named)} entries; at most {MAX_INPUTS} are taken", param="input")
+    for name, each in named.items():
+        if not isinstance(each, (str, list)):
+            raise ApiError(f"{name} is neither a text nor a list of token ids", param=name)
+        if not each:
+            raise ApiError(f"{name} is empty", param=name)
+    return {name: each if isinstance(each, str) else token_ids_of(each, name) for name, each in named.items()}
 
 
 def _several(param: str) -> ApiError:

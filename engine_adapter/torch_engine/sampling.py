@@ -30,11 +30,12 @@ class NoScores(ValueError):
 
 
 class Choice(NamedTuple):
-    """A token, with logprobs if asked for; see `Token`."""
+    """A token, with logprobs and hidden state if asked for; see `Token`."""
 
     token_id: int
     logprob: float | None = None
     top_logprobs: tuple[tuple[int, float], ...] | None = None
+    hidden: bytes | None = None
 
 
 class Sampler:

@@ -113,7 +113,7 @@ class EngineService:
             return await self._embedded_prompt(embeds)
         prompt = prompt_of(request.prompt)
         if isinstance(prompt, str):
-            self._check_chars(len(prompt), "prompt")
+            self.check_chars(len(prompt), "prompt")
             special = True if request.add_special_tokens is None else request.add_special_tokens
             token_ids = await self.tokenizer.off_loop(
                 len(prompt), lambda: self.tokenizer.encode(prompt, add_special_tokens=special)
@@ -129,7 +129,7 @@ class EngineService:
 
     async def _chat_prompt(self, request: ChatRequest) -> Prompt:
         size = _text_size(request.messages)
-        self._check_chars(size, "messages")
+        self.check_chars(size, "messages")
         chat = await self.tokenizer.off_loop(
             size,
             lambda: self.tokenizer.chat(
@@ -166,19 +166,26 @@ class EngineService:
 
     def check_length(self, request: PromptRequest, prompt_tokens: int) -> None:
         """Raises ApiError (400) if prompt and requested answer do not fit into the context."""
-        limit = self.engine.max_model_len
-        message = f"a prompt of {prompt_tokens} tokens exceeds the context of {limit}"
-        if prompt_tokens >= limit:
-            raise _too_long(message, request.prompt_name)
-        if prompt_tokens + (request.asked_tokens or 0) > limit:
+        self.check_fits(prompt_tokens, request.prompt_name)
+        limit, asked = self.engine.max_model_len, request.asked_tokens or 0
+        if prompt_tokens + asked > limit:
             name = request.limit_name
-            raise _too_long(f"{name} of {request.asked_tokens} after {message}", name)
+            raise _too_long(f"{name} of {asked} after {_beyond(prompt_tokens, limit)}", name)
 
-    def _check_chars(self, chars: int, param: str) -> None:
+    def check_fits(self, prompt_tokens: int, param: str) -> None:
+        """Raises ApiError (400) if the context has no room for the prompt and one token more."""
+        if prompt_tokens >= self.engine.max_model_len:
+            raise _too_long(_beyond(prompt_tokens, self.engine.max_model_len), param)
+
+    def check_chars(self, chars: int, param: str) -> None:
         """Refuses a text that is too long for any tokenizer, before any work."""
         limit = self.engine.max_model_len
         if chars > limit * _MAX_CHARS_PER_TOKEN:
             raise _too_long(f"{chars} characters exceed the context of {limit} tokens", param)
+
+
+def _beyond(prompt_tokens: int, limit: int) -> str:
+    return f"a prompt of {prompt_tokens} tokens exceeds the context of {limit}"
 
 
 def _too_long(message: str, param: str) -> ApiError:

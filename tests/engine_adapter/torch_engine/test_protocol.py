@@ -9,7 +9,7 @@ from engine_adapter.torch_engine.api_errors import ApiError
 from engine_adapter.torch_engine.protocol import (
     ChatRequest,
     CompletionRequest,
-    DetokenizeRequest,
+    EmbeddingRequest,
     PinRequest,
     SliceRequest,
     choices_of,
@@ -141,7 +141,7 @@ def test_a_bias_is_read_by_token():
     assert sampling(chat(logit_bias={"5": 1, "7": -100})).logit_bias == ((5, 1.0), (7, -100.0))
 
 
-@pytest.mark.parametrize(("kind", "name"), [(ChatRequest, "messages"), (DetokenizeRequest, "tokens")])
+@pytest.mark.parametrize(("kind", "name"), [(ChatRequest, "messages"), (EmbeddingRequest, "input")])
 def test_a_missing_field_is_named(kind, name):
     with pytest.raises(ApiError) as caught:
         parse(b"{}", kind)
