@@ -28,6 +28,8 @@ from engine_adapter.types import TokenIds
 
 MAX_TOKENS = 300_000
 """Most tokens of all texts of a request; as at OpenAI."""
+AT_ONCE = 64
+"""Texts of a request that the engine gets at a time, so that other requests have their turn between them."""
 # Numbers that are written as JSON in about 1 ms.
 _NUMBERS_PER_MS = 8192
 
@@ -50,7 +52,9 @@ class EmbeddingRoute:
         requests = await _requests(service, request)
 
         async def answer() -> None:
-            vectors = await _vectors(service, requests)
+            vectors: list[bytes] = []
+            for first in range(0, len(requests), AT_ONCE):
+                vectors += await _vectors(service, requests[first : first + AT_ONCE])
             tokens = sum(len(each.token_ids) for each in requests)
             ms = len(vectors) * hidden_size / _NUMBERS_PER_MS
             response = await off_loop(lambda: json_response(_body(service, request, vectors, tokens)), ms=ms)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from openai import AsyncOpenAI
 
-from engine_adapter.torch_engine.embeddings import MAX_TOKENS
+from engine_adapter.torch_engine.embeddings import AT_ONCE, MAX_TOKENS
 from engine_adapter.torch_engine.model import load_model
 from engine_adapter.torch_engine.protocol import MAX_INPUTS
 from tests.engine_adapter.torch_engine.engine_world import (
@@ -122,6 +122,19 @@ async def test_more_than_the_cache_holds_waits_for_room(client, served_engine):
     assert len(made["data"]) == 40
     engine = served_engine.service.engine
     assert made["usage"]["total_tokens"] > engine.gpu_blocks * served_engine.service.options.tokens_per_block
+
+
+async def test_more_texts_than_the_engine_gets_at_a_time(client, served_engine):
+    given = [[5 + number // 90, 5 + number % 90] for number in range(2 * AT_ONCE + 3)]
+    embedding = asyncio.create_task(vectors(client, given))
+    counters, most = served_engine.service.engine.counters, 0
+    while not embedding.done():
+        most = max(most, counters.running + counters.waiting)
+        await asyncio.sleep(0.001)
+    assert 0 < most <= AT_ONCE
+    alone = np.concatenate([await vectors(client, given[number]) for number in (0, AT_ONCE, 2 * AT_ONCE + 2)])
+    made = await embedding
+    np.testing.assert_allclose(made[[0, AT_ONCE, -1]], alone, atol=1e-4)
 
 
 async def test_when_the_client_leaves_the_rest_is_not_computed(client, served_engine):
