@@ -14,6 +14,7 @@ _decode_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _decode_items = msgspec.json.Decoder(list[msgspec.Raw]).decode
 # A list of numbers is not decoded to find out that it is one: it may be a prompt of many token ids.
 _NO_NUMBERS = re.compile(rb'\[\s*["[{]')
+_NOTHING = re.compile(rb'null|""|\[\s*\]')
 
 
 class UnreadableField(msgspec.ValidationError):
@@ -90,6 +91,11 @@ class JsonBody:
     def has_any(self, names: AbstractSet[str]) -> bool:
         """Whether any of these fields is present; null counts."""
         return not self._fields.keys().isdisjoint(names)
+
+    def gives(self, name: str) -> bool:
+        """Whether a field has a value other than null, "" and []; decodes nothing."""
+        raw = self._fields.get(name)
+        return raw is not None and _NOTHING.fullmatch(raw) is None
 
     def hint(self, name: str) -> Any:  # noqa: ANN401 - JSON
         """Like `get`, but None if the value cannot be decoded: for fields that the engine checks."""

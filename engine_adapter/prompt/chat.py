@@ -23,8 +23,9 @@ from engine_adapter.errors import ChatError, EngineSpecError
 from engine_adapter.off_loop import off_loop
 from engine_adapter.prompt.chat_messages import NormalMessages, normalize_messages
 from engine_adapter.prompt.content_format import content_format
+from engine_adapter.prompt.embeds import tokens_of
 from engine_adapter.prompt.encoders import Encoder, exact_encoder
-from engine_adapter.prompt.extra_ids import Embeddings, prompt_embeds_extra_id
+from engine_adapter.prompt.extra_ids import Embeddings
 from engine_adapter.prompt.gguf_tokenizer import load_gguf_tokenizer
 from engine_adapter.prompt.templates import TEMPLATE_ERRORS
 from engine_adapter.types import ExtraIds, TokenIds
@@ -50,7 +51,7 @@ _RESERVED_KWARGS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """A tokenised chat.
+    """A tokenised prompt.
 
     Attributes:
         token_ids: the prompt; an id at or above the vocabulary size is a row of embeddings.
@@ -61,6 +62,12 @@ class ChatPrompt:
     token_ids: TokenIds[int]
     extra_ids: ExtraIds[int] | None = None
     embeddings: Mapping[int, Embeddings] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def of_embeddings(cls, embeddings: Embeddings, vocab_size: int) -> ChatPrompt:
+        """A prompt that is nothing but these rows."""
+        token_ids, extra_ids = tokens_of(embeddings, vocab_size)
+        return cls(token_ids, extra_ids, {extra_ids[0]: embeddings})
 
 
 class ChatTokenizer:
@@ -225,14 +232,13 @@ class ChatTokenizer:
         for index, piece in enumerate(pieces):
             if index % 2 == 0:
                 ids = self.encode(piece, add_special_tokens=False) if piece else array("i")
-                identity = 0
+                extras = array("Q", bytes(8 * len(ids)))
             else:
                 rows = by_marker[piece].embeddings
-                ids = array("i", range(vocab_size, vocab_size + rows.rows))
-                identity = prompt_embeds_extra_id(rows)
-                embeddings[identity] = rows
+                ids, extras = tokens_of(rows, vocab_size)
+                embeddings[extras[0]] = rows
             token_ids.extend(ids)
-            extra_ids.extend(array("Q", [identity]) * len(ids))
+            extra_ids.extend(extras)
         return ChatPrompt(token_ids, extra_ids, embeddings)
 
 

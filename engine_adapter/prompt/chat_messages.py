@@ -6,8 +6,6 @@ parses tool-call arguments, and replaces each prompt embedding by a marker.
 
 from __future__ import annotations
 
-import base64
-import binascii
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,7 +13,8 @@ from typing import Any
 
 from engine_adapter.errors import ChatError
 from engine_adapter.prompt.content_format import ContentFormat
-from engine_adapter.prompt.extra_ids import Embeddings, parse_embeddings
+from engine_adapter.prompt.embeds import read_embeds
+from engine_adapter.prompt.extra_ids import Embeddings
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,18 +128,7 @@ class _Reader:
     def _embedding(self, data: object, name: str) -> str:
         if self._make_word is None or self._hidden_size is None:
             raise ChatError(f"{name}: prompt embeddings cannot be used here", param=name)
-        if not isinstance(data, str):
-            raise ChatError(f"{name} must be base64 text", param=name)
-        try:
-            raw = base64.b64decode(data, validate=True)
-        except (binascii.Error, ValueError) as error:
-            raise ChatError(f"{name} is not base64: {error}", param=name) from error
-        embeddings = parse_embeddings(raw, param=name)
-        if embeddings.hidden != self._hidden_size:
-            raise ChatError(
-                f"{name} has {embeddings.hidden} columns; the model's hidden size is {self._hidden_size}",
-                param=name,
-            )
+        embeddings = read_embeds(data, param=name, hidden_size=self._hidden_size)
         self.word = self.word or self._make_word()
         marker = f"{self.word}x{len(self.embeddings)}x"
         self.embeddings.append(EmbeddingSlot(marker, name, embeddings))

@@ -1,7 +1,7 @@
 """The embedded engine: a small, real serving engine on torch and transformers. Importing it loads no torch.
 
 serving    serve.py the command · process.py its process
-           server.py, kv_routes.py, completions.py the routes
+           server.py, kv_routes.py, completions.py, embeddings.py the routes
            protocol.py, bodies.py, structure.py request bodies · prepare.py what they ask of the engine
            choices.py, detokenize.py, tool_calls.py tokens to text and calls · grammar.py keeps to a structure
            answers.py, token_bytes.py, api_errors.py what clients get

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Coroutine
+from typing import Any
 
 from starlette.types import Message, Receive, Scope, Send
 
@@ -35,15 +37,20 @@ class CompletionRoute:
         metrics: EngineMetrics = app.state.metrics
         request = parse(await read_body(scope, receive, app.state.max_body_bytes), self._kind)
         answer = Answer(service, metrics, await prepare(service, request))
-        serving = asyncio.ensure_future(answer.serve(send))
-        leaving = asyncio.ensure_future(_client_leaves(receive))
-        try:
-            await asyncio.wait((serving, leaving), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            leaving.cancel()
-            if not serving.done():
-                serving.cancel()
-        await _settle(serving)
+        await while_client_stays(receive, answer.serve(send))
+
+
+async def while_client_stays(receive: Receive, answer: Coroutine[Any, Any, None]) -> None:
+    """Runs `answer` to its end, or until the client leaves. Raises what it raises."""
+    serving = asyncio.ensure_future(answer)
+    leaving = asyncio.ensure_future(_client_leaves(receive))
+    try:
+        await asyncio.wait((serving, leaving), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        leaving.cancel()
+        if not serving.done():
+            serving.cancel()
+    await _settle(serving)
 
 
 async def _client_leaves(receive: Receive) -> None:

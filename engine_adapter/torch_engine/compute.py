@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
+from torch import Tensor
 
 from engine_adapter.torch_engine.prompt_scores import keep_scores
+from engine_adapter.torch_engine.requests import RequestRefused
 from engine_adapter.torch_engine.runner import Runner, Work
-from engine_adapter.torch_engine.sampling import Choice, choose_all
+from engine_adapter.torch_engine.sampling import Choice, NoScores, choose_all
 from engine_adapter.torch_engine.scheduler import Item
 
 Outcome = Choice | Exception | None
@@ -52,10 +55,32 @@ def _run(runner: Runner, items: Sequence[Item]) -> list[Outcome]:
     work = [
         Work(item.active.sequence, item.count, item.logits, item.active.request.embeddings) for item in items
     ]
-    logits = keep_scores(runner.run(work), items)
-    chosen = iter(choose_all(logits, [item.active.sampler for item in items if item.completes]))
-    outcomes: list[Outcome] = [next(chosen) if item.completes else None for item in items]
+    wants_hidden = any(item.wants_hidden for item in items)
+    logits, hidden = runner.run_with_hidden(work) if wants_hidden else (runner.run(work), None)
+    samplers = [item.active.sampler for item in items if item.completes]
+    chosen = iter(choose_all(keep_scores(logits, items), samplers))
+    outcomes: list[Outcome] = [_judged(next(chosen), item) if item.completes else None for item in items]
+    if hidden is not None:
+        outcomes = _with_hidden(outcomes, items, hidden)
     for outcome in outcomes:
         if isinstance(outcome, Exception) and is_fatal(outcome):
             raise outcome
     return outcomes
+
+
+def _judged(outcome: Choice | Exception, item: Item) -> Choice | Exception:
+    """The outcome. Embeddings of a client's are the cause of scores that are no numbers."""
+    if isinstance(outcome, NoScores) and item.active.request.embeddings:
+        return RequestRefused("the prompt's embeddings lead to scores that are no numbers", param="prompt")
+    return outcome
+
+
+def _with_hidden(outcomes: Sequence[Outcome], items: Sequence[Item], hidden: Tensor) -> list[Outcome]:
+    """Adds the hidden states that items want to their choices. `hidden` has the rows of the logits."""
+    rows = accumulate(item.logits for item in items)
+    return [
+        outcome._replace(hidden=hidden[row - 1].float().cpu().numpy().tobytes())
+        if item.wants_hidden and isinstance(outcome, Choice)
+        else outcome
+        for outcome, item, row in zip(outcomes, items, rows, strict=True)
+    ]

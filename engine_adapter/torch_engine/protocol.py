@@ -10,7 +10,7 @@ import contextlib
 import math
 import re
 from array import array
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -22,6 +22,8 @@ from engine_adapter.types import KvTarget, Retention, TokenIds, extra_array
 MAX_TOP_LOGPROBS = 20
 MAX_CHOICES = 128
 """As at OpenAI."""
+MAX_INPUTS = 2048
+"""Most texts of a request for embeddings; as at OpenAI."""
 _MAX_STOPS = 4
 _DEFAULT_COMPLETION_TOKENS = 16
 _MAX_SLICE = 65_536
@@ -124,6 +126,11 @@ class ChatRequest(_Generation, frozen=True, kw_only=True):
     chat_template_kwargs: Any = None
 
     @property
+    def prompt_name(self) -> str:
+        """The field with the prompt."""
+        return "messages"
+
+    @property
     def asked_tokens(self) -> int | None:
         """See `_Generation.asked_tokens`. The newer field wins."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
@@ -137,14 +144,31 @@ class ChatRequest(_Generation, frozen=True, kw_only=True):
 class CompletionRequest(_Generation, frozen=True, kw_only=True):
     """`POST /v1/completions`, and `/tokenize` with a prompt."""
 
-    prompt: str | list[Any]
+    prompt: str | list[Any] | None = None
     logprobs: int | None = None
     echo: bool | None = None
     suffix: str | None = None
     prompt_embeds: Any = None
 
+    @property
+    def prompt_name(self) -> str:
+        """The field with the prompt."""
+        return "prompt_embeds" if self.prompt_embeds else "prompt"
+
 
 PromptRequest = ChatRequest | CompletionRequest
+
+
+class EmbeddingRequest(msgspec.Struct, frozen=True):
+    """`POST /v1/embeddings`."""
+
+    input: str | list[Any]
+    model: str | None = None
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = None
+    add_special_tokens: bool | None = None
+    cache_salt: str | None = None
+    priority: int | None = None
 
 
 class DetokenizeRequest(msgspec.Struct, frozen=True):
@@ -182,6 +206,7 @@ AnyRequest = TypeVar(
     ChatRequest,
     CompletionRequest,
     ChatRequest | CompletionRequest,
+    EmbeddingRequest,
     DetokenizeRequest,
     SliceRequest,
     PinRequest,
@@ -278,8 +303,31 @@ def choices_of(request: PromptRequest) -> int:
     return n
 
 
-def prompt_of(prompt: str | list[Any]) -> str | TokenIds[int]:
+def embeds_of(request: CompletionRequest) -> object:
+    """The one value in `prompt_embeds`, which is all of the prompt then; None for a prompt of tokens.
+
+    Raises:
+        ApiError: 400 beside another prompt. An empty `prompt` is none: some clients cannot leave it out.
+    """
+    given = request.prompt_embeds
+    if given is None or given == []:
+        return None
+    if isinstance(given, list):
+        if len(given) > 1:
+            raise _several("prompt_embeds")
+        given = given[0]
+    if request.prompt:
+        raise ApiError("prompt and prompt_embeds are two prompts; send one request for each", param="prompt")
+    for name in ("prompt_table", "extra_ids"):
+        if getattr(request, name) is not None:
+            raise ApiError(f"{name} and prompt_embeds exclude each other", param=name)
+    return given
+
+
+def prompt_of(prompt: str | list[Any] | None) -> str | TokenIds[int]:
     """The prompt of a completion: text or token ids; raises ApiError (400)."""
+    if prompt is None:
+        raise ApiError("prompt is missing", param="prompt")
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):
         prompt = prompt[0]
     if not prompt:
@@ -287,8 +335,27 @@ def prompt_of(prompt: str | list[Any]) -> str | TokenIds[int]:
     if isinstance(prompt, str):
         return prompt
     if isinstance(prompt[0], (str, list)):
-        raise ApiError("prompt holds several prompts; send one request for each", param="prompt")
+        raise _several("prompt")
     return token_ids_of(prompt, "prompt")
+
+
+def inputs_of(request: EmbeddingRequest) -> dict[str, str | TokenIds[int]]:
+    """The texts and lists of token ids to embed, by the names of their fields; raises ApiError (400)."""
+    named: dict[str, Any] = {"input": request.input}
+    if isinstance(request.input, list) and request.input and isinstance(request.input[0], (str, list)):
+        named = {f"input[{index}]": each for index, each in enumerate(request.input)}
+    if len(named) > MAX_INPUTS:
+        raise ApiError(f"input has {len(named)} entries; at most {MAX_INPUTS} are taken", param="input")
+    for name, each in named.items():
+        if not isinstance(each, (str, list)):
+            raise ApiError(f"{name} is neither a text nor a list of token ids", param=name)
+        if not each:
+            raise ApiError(f"{name} is empty", param=name)
+    return {name: each if isinstance(each, str) else token_ids_of(each, name) for name, each in named.items()}
+
+
+def _several(param: str) -> ApiError:
+    return ApiError(f"{param} holds several prompts; send one request for each", param=param)
 
 
 def token_ids_of(values: list[Any], param: str) -> TokenIds[int]:
@@ -418,14 +485,7 @@ def _check_stops(stops: tuple[str, ...]) -> None:
 def _check_supported(request: PromptRequest) -> None:
     """Refuses fields that the engine would otherwise silently ignore."""
     if isinstance(request, CompletionRequest):
-        refused = [
-            ("suffix", bool(request.suffix), "suffix is not supported"),
-            (
-                "prompt_embeds",
-                request.prompt_embeds is not None,
-                "prompt_embeds are taken as content parts of a chat alone",
-            ),
-        ]
+        refused = [("suffix", bool(request.suffix), "suffix is not supported")]
     else:
         refused = [
             ("prompt_table", request.prompt_table is not None, "prompt_table needs /v1/completions"),

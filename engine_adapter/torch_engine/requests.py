@@ -105,6 +105,7 @@ class GenerationRequest:
         priority: the waiting request with the lowest value runs next; equal ones run in order of arrival.
         answered: so many of the last tokens were generated before, for the same answer.
         constraint: has accepted the tokens that were generated before; None allows every token.
+        wants_hidden: its tokens come with the hidden states that they were chosen from.
     """
 
     request_id: str
@@ -117,6 +118,7 @@ class GenerationRequest:
     priority: int = 0
     answered: int = 0
     constraint: Constraint | None = None
+    wants_hidden: bool = False
 
 
 class Scheduled(msgspec.Struct, frozen=True, gc=False):
@@ -133,12 +135,14 @@ class Token(msgspec.Struct, frozen=True, gc=False):
     Attributes:
         logprob: natural log of its probability under the model alone, None unless asked for.
         top_logprobs: (token id, logprob), best first; None unless asked for.
+        hidden: the model's last hidden state before it, as bytes of float32; None unless asked for.
     """
 
     request_id: str
     token_id: int
     logprob: float | None = None
     top_logprobs: tuple[tuple[int, float], ...] | None = None
+    hidden: bytes | None = None
 
 
 class PromptScores(msgspec.Struct, frozen=True, gc=False):

@@ -23,6 +23,7 @@ from engine_adapter.torch_engine.attention import (
 )
 from engine_adapter.torch_engine.kv_cache import KvSequence
 from engine_adapter.torch_engine.loaded_model import LoadedModel
+from engine_adapter.torch_engine.requests import RequestRefused
 from engine_adapter.torch_engine.storage import KvStorage
 
 Ints = NDArray[np.int64]
@@ -97,6 +98,21 @@ class Runner:
             )
         logits: Tensor = output.logits[0]
         return logits
+
+    def run_with_hidden(self, work: Sequence[Work]) -> tuple[Tensor, Tensor]:
+        """The same, and the last hidden states [tokens, hidden] that the logits are made from.
+
+        Raises:
+            RequestRefused: the model's logits are not made by one layer.
+        """
+        seen: list[Tensor] = []
+        head = self._module.get_output_embeddings()
+        if head is not None:
+            with head.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0][0])):
+                logits = self.run(work)
+        if len(seen) != 1:
+            raise RequestRefused("this model gives no embeddings", param="model")
+        return logits, seen[0]
 
     def _rows(self, work: Sequence[Work]) -> _Rows:
         counts = np.array([item.count for item in work])

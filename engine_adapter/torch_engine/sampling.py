@@ -18,19 +18,24 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine_adapter.torch_engine.drawing import Filters, draw
-from engine_adapter.torch_engine.requests import Constraint, SamplingParams
+from engine_adapter.torch_engine.requests import Constraint, RequestRefused, SamplingParams
 
 _COLDEST = 1e-5
 """Below this temperature, sampling is greedy: dividing by less would only lose precision."""
 _SEEDS = 2**64
 
 
+class NoScores(ValueError):
+    """A model's scores are no numbers."""
+
+
 class Choice(NamedTuple):
-    """A token, with logprobs if asked for; see `Token`."""
+    """A token, with logprobs and hidden state if asked for; see `Token`."""
 
     token_id: int
     logprob: float | None = None
     top_logprobs: tuple[tuple[int, float], ...] | None = None
+    hidden: bytes | None = None
 
 
 class Sampler:
@@ -117,9 +122,7 @@ def choose_all(logits: Tensor, samplers: Sequence[Sampler]) -> list[Choice | Exc
     tokens = best.indices
     for row, highest in enumerate(best.values.tolist()):
         if not math.isfinite(highest):  # on CUDA, sampling from NaN breaks the device for every request
-            errors.setdefault(
-                row, ValueError(f"the model's highest score is {highest}: no token can be chosen")
-            )
+            errors.setdefault(row, _no_choice(highest, samplers[row], logits[row]))
     drawn = [row for row, each in enumerate(samplers) if not each.greedy and row not in errors]
     if drawn:
         few = [samplers[row] for row in drawn]
@@ -128,6 +131,13 @@ def choose_all(logits: Tensor, samplers: Sequence[Sampler]) -> list[Choice | Exc
         tokens[drawn] = draw(rows, _filters(few, logits.device), numbers)
     choices = _choices(logits, tokens, samplers)
     return [errors.get(row) or _accepted(sampler, choices[row]) for row, sampler in enumerate(samplers)]
+
+
+def _no_choice(highest: float, sampler: Sampler, logits: Tensor) -> Exception:
+    """Why no token can be chosen: the request forbids all that are left, or the model is at fault."""
+    if highest == -math.inf and len(sampler.forbidden) and math.isfinite(logits.max()):
+        return RequestRefused("min_tokens forbids the only tokens that may come next", param="min_tokens")
+    return NoScores(f"the model's highest score is {highest}: no token can be chosen")
 
 
 def _accepted(sampler: Sampler, choice: Choice) -> Choice | Exception:

@@ -112,6 +112,11 @@ class Item:
         return self.count == self.active.uncomputed
 
     @property
+    def wants_hidden(self) -> bool:
+        """Whether its next token comes with the hidden state that it is chosen from."""
+        return self.completes and self.active.request.wants_hidden
+
+    @property
     def logits(self) -> int:
         """After how many of its last tokens logits are needed."""
         return self.count if self.active.wants_scores else int(self.completes)

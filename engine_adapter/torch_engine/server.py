@@ -15,6 +15,7 @@ from engine_adapter.errors import EngineError
 from engine_adapter.torch_engine.admission import check_token_id
 from engine_adapter.torch_engine.api_errors import ApiError, as_api_error, error_response, json_response
 from engine_adapter.torch_engine.completions import CompletionRoute
+from engine_adapter.torch_engine.embeddings import EmbeddingRoute
 from engine_adapter.torch_engine.kv_routes import body_of, kv_routes, kv_stats, service_of
 from engine_adapter.torch_engine.metrics import EngineMetrics
 from engine_adapter.torch_engine.options import DEFAULT_MAX_BODY_BYTES
@@ -53,6 +54,7 @@ def create_app(host: EngineHost, *, max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
             Route("/v1/models/{model:path}", model),
             Route("/v1/chat/completions", CompletionRoute(ChatRequest), methods=["POST"]),
             Route("/v1/completions", CompletionRoute(CompletionRequest), methods=["POST"]),
+            Route("/v1/embeddings", EmbeddingRoute(), methods=["POST"]),
             Route("/tokenize", tokenize, methods=["POST"]),
             Route("/detokenize", detokenize, methods=["POST"]),
             *kv_routes(),

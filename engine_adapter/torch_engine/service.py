@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 
-from engine_adapter.prompt.chat import ChatTokenizer
-from engine_adapter.prompt.extra_ids import Embeddings
+from engine_adapter.off_loop import off_loop
+from engine_adapter.prompt.chat import ChatPrompt, ChatTokenizer
+from engine_adapter.prompt.embeds import read_embeds, reading_ms
 from engine_adapter.torch_engine.api_errors import ApiError
 from engine_adapter.torch_engine.engine import Engine
 from engine_adapter.torch_engine.event_publisher import EventPublisher
@@ -23,7 +24,7 @@ from engine_adapter.torch_engine.loaded_model import LoadedModel
 from engine_adapter.torch_engine.model import load_model
 from engine_adapter.torch_engine.options import EngineOptions, ServiceOptions
 from engine_adapter.torch_engine.prompt_tables import PromptEmbeddings, PromptTables, embedding_tensor
-from engine_adapter.torch_engine.protocol import ChatRequest, PromptRequest, prompt_of
+from engine_adapter.torch_engine.protocol import ChatRequest, PromptRequest, embeds_of, prompt_of
 from engine_adapter.torch_engine.token_bytes import TokenBytes
 from engine_adapter.types import TokenIds
 
@@ -107,9 +108,12 @@ class EngineService:
         self.check_model(request.model)
         if isinstance(request, ChatRequest):
             return await self._chat_prompt(request)
+        embeds = embeds_of(request)
+        if embeds is not None:
+            return await self._embedded_prompt(embeds)
         prompt = prompt_of(request.prompt)
         if isinstance(prompt, str):
-            self._check_chars(len(prompt), "prompt")
+            self.check_chars(len(prompt), "prompt")
             special = True if request.add_special_tokens is None else request.add_special_tokens
             token_ids = await self.tokenizer.off_loop(
                 len(prompt), lambda: self.tokenizer.encode(prompt, add_special_tokens=special)
@@ -125,7 +129,7 @@ class EngineService:
 
     async def _chat_prompt(self, request: ChatRequest) -> Prompt:
         size = _text_size(request.messages)
-        self._check_chars(size, "messages")
+        self.check_chars(size, "messages")
         chat = await self.tokenizer.off_loop(
             size,
             lambda: self.tokenizer.chat(
@@ -140,29 +144,48 @@ class EngineService:
         )
         if not chat.token_ids:
             raise ApiError("the chat template renders these messages to nothing", param="messages")
-        return Prompt(chat.token_ids, PromptEmbeddings(chat.extra_ids, self._tensors(chat.embeddings)))
+        return self._with_rows(chat, "messages")
 
-    def _tensors(self, embeddings: Mapping[int, Embeddings]) -> dict[int, torch.Tensor]:
-        return {
-            identity: embedding_tensor(rows, hidden_size=self.model.hidden_size, param="messages")
-            for identity, rows in embeddings.items()
+    async def _embedded_prompt(self, data: object) -> Prompt:
+        """A prompt of embeddings alone."""
+
+        def read() -> Prompt:
+            rows = read_embeds(data, param="prompt_embeds", hidden_size=self.model.hidden_size)
+            prompt = ChatPrompt.of_embeddings(rows, self.model.vocab_size)
+            return self._with_rows(prompt, "prompt_embeds")
+
+        return await off_loop(read, ms=reading_ms(data))
+
+    def _with_rows(self, prompt: ChatPrompt, param: str) -> Prompt:
+        """The prompt with its embeddings as tensors."""
+        tensors = {
+            identity: embedding_tensor(rows, hidden_size=self.model.hidden_size, param=param)
+            for identity, rows in prompt.embeddings.items()
         }
+        return Prompt(prompt.token_ids, PromptEmbeddings(prompt.extra_ids, tensors))
 
     def check_length(self, request: PromptRequest, prompt_tokens: int) -> None:
         """Raises ApiError (400) if prompt and requested answer do not fit into the context."""
-        limit = self.engine.max_model_len
-        message = f"a prompt of {prompt_tokens} tokens exceeds the context of {limit}"
-        if prompt_tokens >= limit:
-            raise _too_long(message, "messages" if isinstance(request, ChatRequest) else "prompt")
-        if prompt_tokens + (request.asked_tokens or 0) > limit:
+        self.check_fits(prompt_tokens, request.prompt_name)
+        limit, asked = self.engine.max_model_len, request.asked_tokens or 0
+        if prompt_tokens + asked > limit:
             name = request.limit_name
-            raise _too_long(f"{name} of {request.asked_tokens} after {message}", name)
+            raise _too_long(f"{name} of {asked} after {_beyond(prompt_tokens, limit)}", name)
 
-    def _check_chars(self, chars: int, param: str) -> None:
+    def check_fits(self, prompt_tokens: int, param: str) -> None:
+        """Raises ApiError (400) if the context has no room for the prompt and one token more."""
+        if prompt_tokens >= self.engine.max_model_len:
+            raise _too_long(_beyond(prompt_tokens, self.engine.max_model_len), param)
+
+    def check_chars(self, chars: int, param: str) -> None:
         """Refuses a text that is too long for any tokenizer, before any work."""
         limit = self.engine.max_model_len
         if chars > limit * _MAX_CHARS_PER_TOKEN:
             raise _too_long(f"{chars} characters exceed the context of {limit} tokens", param)
+
+
+def _beyond(prompt_tokens: int, limit: int) -> str:
+    return f"a prompt of {prompt_tokens} tokens exceeds the context of {limit}"
 
 
 def _too_long(message: str, param: str) -> ApiError:

@@ -94,6 +94,11 @@ class Pool:
         return all(info.runs_several for info in self._infos)
 
     @property
+    def takes_embeds(self) -> bool:
+        """Whether `prompt_embeds` of a completion are prompts to its engines, as far as is known."""
+        return any(info.renders_embeds or info.renders_alike for info in self._infos)
+
+    @property
     def splits_choices(self) -> bool:
         """Whether an engine needs each choice in a request of its own, to run it where kvpin places it."""
         return any(info.splits_choices for info in self._infos)

@@ -21,6 +21,7 @@ from engine_adapter import (
 )
 from engine_adapter.off_loop import JSON_BYTES_PER_MS, TOKEN_ID_BYTES_PER_MS, in_own_thread, off_loop
 from engine_adapter.prompt.chat import ChatPrompt, ChatTokenizer
+from engine_adapter.prompt.embeds import read_embeds, reading_ms
 from engine_adapter.prompt.tokenizer_process import load_tokenizer
 from engine_adapter.types import ExtraIds, TokenIds
 from proxy.errors import BadRequest
@@ -283,7 +284,7 @@ class PromptBuilder:
             case CompletionInput():
                 return await self._completion(source, path, body)
             case EmbeddedInput():
-                return await self._with_embeddings(path, body)
+                return await self._embedded(source.data, path, body)
             case MixedInput():
                 return self._made(await self._engines.ask(path, body), self._engines)
             case ChatInput() if source.is_text or self._strict:
@@ -292,6 +293,20 @@ class PromptBuilder:
                 return self._made(await self._engines.ask(path, body), self._engines)
             case _:
                 return await self._with_media(source, path, body, owner)
+
+    async def _embedded(self, data: object, path: str, body: JsonBody) -> _Tokens | None:
+        """A completion's embeddings. An engine that renders as kvpin does identifies them so, too."""
+        if not self._strict:
+            return await self._with_embeddings(path, body)
+        vocab_size, hidden_size = self.info.vocab_size, self.info.hidden_size
+        if data is None or vocab_size is None or hidden_size is None:
+            return None
+
+        def read() -> ChatPrompt:
+            rows = read_embeds(data, param=EmbeddedInput.param, hidden_size=hidden_size)
+            return ChatPrompt.of_embeddings(rows, vocab_size)
+
+        return _Tokens(await off_loop(read, ms=reading_ms(data)), "client", exact=True)
 
     async def _with_media(
         self, source: ChatInput | ResponseInput, path: str, body: JsonBody, owner: Owner

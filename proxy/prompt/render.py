@@ -103,9 +103,14 @@ class MixedInput:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddedInput:
-    """A completion's prompt of embeddings, which only the engine identifies."""
+    """A completion's prompt of embeddings.
+
+    Attributes:
+        data: them, undecoded; None where the request has several prompts.
+    """
 
     param: ClassVar[str] = "prompt_embeds"
+    data: object = field(default=None, repr=False)
 
 
 PromptInput = ChatInput | CompletionInput | ResponseInput | MixedInput | EmbeddedInput
@@ -147,8 +152,9 @@ def _completion(body: JsonBody) -> CompletionInput | EmbeddedInput | None:
     """See `read_prompt`."""
     if gives(body, _OF_THE_ENGINE_IN_COMPLETIONS) or _brings_token_ids(body):
         return None
-    if body.get("prompt_embeds") is not None:
-        return EmbeddedInput()
+    if (embeds := body.get("prompt_embeds")) not in (None, []):
+        several = bool(body.get("prompt")) or (isinstance(embeds, list) and len(embeds) > 1)
+        return EmbeddedInput(None if several else embeds[0] if isinstance(embeds, list) else embeds)
     prompt = _single_prompt(body.get("prompt"))
     if prompt is None:
         return None

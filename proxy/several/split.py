@@ -16,6 +16,7 @@ from proxy.errors import BadRequest
 from proxy.fleet.pool import Pool
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+_PROMPT, _EMBEDS = "prompt", "prompt_embeds"
 # As at OpenAI.
 MAX_CHOICES = 128
 MAX_PARTS = 65_536
@@ -23,6 +24,18 @@ MAX_PARTS = 65_536
 _CHOICES = frozenset({"n", "n_cmpl", "best_of"})
 
 _NUMBER = b"-0123456789"
+
+
+class OnePrompt(Struct, frozen=True):
+    """One of several prompts.
+
+    Attributes:
+        field: the request's field that holds it.
+        value: its item of that field, undecoded; None where the field is the prompt.
+    """
+
+    field: str
+    value: Raw | None = None
 
 
 class Part(Struct, frozen=True):
@@ -44,7 +57,7 @@ class Several(Struct, frozen=True):
 
     Attributes:
         body: the client's.
-        prompts: its prompts, undecoded; None for the one of its body, which stays as it is.
+        prompts: its prompts; None for the one of its body, which stays as it is.
         choices: choices that the client gets of each prompt.
         parts_per_prompt: single requests for each prompt; 1 where the engine makes the choices.
         shares_prompt: its choices share a prompt that an engine would compute for each of them.
@@ -53,7 +66,7 @@ class Several(Struct, frozen=True):
     """
 
     body: JsonBody
-    prompts: list[Raw] | None
+    prompts: list[OnePrompt] | None
     choices: int
     parts_per_prompt: int
     shares_prompt: bool = False
@@ -68,9 +81,10 @@ class Several(Struct, frozen=True):
     @property
     def part_bytes(self) -> int:
         """The size of the largest body of a part."""
-        if self.prompts is None:
+        prompts = self.prompts or []
+        sizes = [len(memoryview(prompt.value)) for prompt in prompts if prompt.value is not None]
+        if not sizes or len(sizes) < len(prompts):
             return len(self.body.raw)
-        sizes = [len(memoryview(prompt)) for prompt in self.prompts]
         return max(len(self.body.raw) - sum(sizes) + max(sizes), 1)
 
     def forget(self) -> None:
@@ -86,7 +100,9 @@ class Several(Struct, frozen=True):
             for choice in range(self.parts_per_prompt):
                 changes: dict[str, Any] = {}
                 if prompt is not None:
-                    changes["prompt"] = prompt
+                    changes |= {_EMBEDS if prompt.field == _PROMPT else _PROMPT: None}
+                    if prompt.value is not None:
+                        changes[prompt.field] = prompt.value
                 if self.parts_per_prompt > 1:
                     changes |= dict.fromkeys(_CHOICES)
                     if seed is not None:
@@ -120,7 +136,7 @@ def several_of(
     if prompts is None and not has_choices:
         return None
     pool = find_pool()
-    if prompts is not None and not reuse and pool.runs_several:
+    if (pool.runs_several and not reuse) or (body.gives(_EMBEDS) and not pool.takes_embeds):
         prompts = None
     choices = runs = 1
     if has_choices:
@@ -146,22 +162,30 @@ def several_of(
     )
 
 
-def _prompts(body: JsonBody) -> list[Raw] | None:
-    """The prompts of a list of texts, or of lists of token ids; None for a single prompt."""
-    items = body.items("prompt")
-    if items is None or len(items) == 1:
-        return None
+def _prompts(body: JsonBody) -> list[OnePrompt] | None:
+    """The prompts of a completion, embeddings first, as in vLLM; None for a single one."""
+    fields = [name for name in (_EMBEDS, _PROMPT) if body.gives(name)]
+    found = [prompt for name in fields for prompt in _prompts_in(body, name)]
+    return found if len(found) > 1 else None
+
+
+def _prompts_in(body: JsonBody, name: str) -> list[OnePrompt]:
+    """The prompts of a list of texts, of lists of token ids, or of embeddings; else the field itself."""
+    items = body.items(name) or []
     # More than anybody gets is refused, whatever they are.
     is_mixed = len(items) <= MAX_PARTS and len({memoryview(item)[0] for item in items}) > 1
-    return None if is_mixed else items
+    if is_mixed or len(items) <= 1:
+        return [OnePrompt(name)]
+    return [OnePrompt(name, item) for item in items]
 
 
-def _listed_prompts(body: JsonBody) -> list[Raw] | None:
+def _listed_prompts(body: JsonBody) -> list[OnePrompt] | None:
     """The prompts of a route that answers with a list; None for a single one. A list with a number in it is
     one prompt."""
-    items = body.items("prompt")
-    is_one = items is None or len(items) == 1 or any(memoryview(item)[0] in _NUMBER for item in items)
-    return None if is_one else items
+    items = body.items(_PROMPT)
+    if items is None or len(items) == 1 or any(memoryview(item)[0] in _NUMBER for item in items):
+        return None
+    return [OnePrompt(_PROMPT, item) for item in items]
 
 
 def _number(body: JsonBody, name: str, default: int) -> int:

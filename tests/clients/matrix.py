@@ -57,7 +57,7 @@ FEATURES = {
     "stream_tools": Feature("streamed tool calls", FAKE),
     "schema": Feature("structured output"),
     "reasoning": Feature("reasoning content", FAKE),
-    "embeddings": Feature("embeddings", refused={"embedded": Refusal(404, "it has no embeddings")}),
+    "embeddings": Feature("embeddings"),
     "images": Feature("images", refused={"embedded": _NO_IMAGES, "llama-server": _NO_IMAGES}),
     "count_tokens": Feature(
         "count of tokens", refused={"fake": Refusal(501, "neither it nor kvpin knows its tokenizer")}

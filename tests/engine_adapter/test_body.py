@@ -30,6 +30,19 @@ def test_fields_are_decoded_when_asked_for():
     assert "missing" not in body
 
 
+@pytest.mark.parametrize(
+    ("value", "gives"),
+    [
+        ("null", False), ('""', False), ("[]", False), ("[ \n]", False), ("0", True), ("false", True),
+        ('"nullable"', True), ('" "', True), ("[null]", True), ("[[]]", True), ("{}", True),
+    ],
+)  # fmt: skip
+def test_what_gives_a_value(value, gives):
+    body = JsonBody(b'{"a" :  ' + value.encode() + b" }")
+    assert body.gives("a") is gives
+    assert not body.gives("b")
+
+
 def test_replace_keeps_the_bytes_of_other_values():
     body = JsonBody(b'{"big": 12345678901234567890123, "f" : 1.50, "s":"\\u0041\\/", "l":[ 1 , 2 ]}')
     changed = body.replace(model="m")

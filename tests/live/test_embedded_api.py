@@ -101,6 +101,18 @@ def test_an_echo_with_logprobs_reuses_nothing_and_is_foreseen(client, kvpin):
     assert check_foreseen(kvpin, answer)["reported_tokens"] > 100
 
 
+def test_texts_are_embedded(client):
+    made = client.embeddings.create(model=MODEL, input=["a ship", "the harbour", "a ship"])
+    one, other, again = (each.embedding for each in made.data)
+    assert [each.index for each in made.data] == [0, 1, 2]
+    assert sum(value * value for value in one) == pytest.approx(1, abs=1e-5)
+    assert again == pytest.approx(one, abs=1e-5)
+    assert other != pytest.approx(one, abs=1e-2)
+    floats = client.embeddings.create(model=MODEL, input="a ship", encoding_format="float")
+    assert floats.data[0].embedding == pytest.approx(one, abs=1e-5)
+    assert made.usage.prompt_tokens == made.usage.total_tokens > floats.usage.total_tokens
+
+
 def test_choices_with_logprobs(client):
     _, made = chat(
         client, messages=messages("n"), n=3, logprobs=True, top_logprobs=1, seed=1, temperature=1.5,

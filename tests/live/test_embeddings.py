@@ -119,6 +119,47 @@ def test_embeddings_in_a_message(kvpin):
     assert again.json()["choices"] == first.json()["choices"]
 
 
+def embedded(*tensors):
+    return [base64.b64encode(each).decode() for each in tensors]
+
+
+def test_embeddings_as_a_completions_prompt(kvpin):
+    def ask(seed, salt=None):
+        given = embedded(tensor(seed, rows=50))[0]
+        return complete(kvpin, "", prompt_embeds=given, cache_salt=salt)
+
+    first, other, again = ask(31), ask(32), ask(31)
+    assert [cached(answer) for answer in (first, other, again)] == [0, 0, 48]
+    assert again.json()["choices"] == first.json()["choices"]
+    assert [cached(ask(31, "mine")) for _ in range(2)] == [0, 48]
+    part = {"type": "prompt_embeds", "data": embedded(tensor(31, rows=50))[0]}
+    chat = {"messages": [{"role": "user", "content": [part]}], "max_tokens": 1, "model": "kvpin-tiny"}
+    assert cached(httpx.post(f"{kvpin.base_url}/chat/completions", json=chat, timeout=60)) == 0
+
+
+def test_embeddings_beside_other_prompts(kvpin):
+    """Each is a prompt of its own, embeddings first, as in vLLM."""
+    texts = [
+        f"{name} of the harbour, where the ship lay for years and years. " * 4 for name in ("One", "Two")
+    ]
+    given = embedded(tensor(41), tensor(42))
+    joined = complete(kvpin, texts, prompt_embeds=given).raise_for_status().json()
+    alone = [complete(kvpin, None, prompt_embeds=each) for each in given]
+    alone += [complete(kvpin, each) for each in texts]
+    assert all(cached(each) > 0 for each in alone)
+    assert [choice["index"] for choice in joined["choices"]] == [0, 1, 2, 3]
+    choices = [each.json()["choices"][0]["text"] for each in alone]
+    assert [choice["text"] for choice in joined["choices"]] == choices
+
+
+@pytest.mark.parametrize("given", [pickle.dumps([1.0]), b"nonsense", tensor(1, hidden=17)])
+def test_embeddings_that_cannot_be_read(kvpin, given):
+    answer = complete(kvpin, None, prompt_embeds=embedded(given)[0])
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert (error["param"], error["code"]) == ("prompt_embeds", "invalid_embeddings")
+
+
 @pytest.mark.parametrize(
     ("ids", "fields", "param"),
     [

@@ -97,6 +97,27 @@ def test_nobody_hits_what_another_tenant_computed(kvpin, model, route, direction
     assert cached(other) > 100  # whose own it is by now
 
 
+def test_what_a_tenant_embeds_is_nobody_elses(kvpin):
+    text = f"Case {next(NUMBERS)}. {STORY}"
+
+    def embedded(tenant):
+        vector = post(kvpin, "embeddings", tenant, {"model": EMBEDDED, "input": text}).raise_for_status()
+        return vector.json()["data"][0]["embedding"]
+
+    def cached(tenant):
+        body = {"model": EMBEDDED, "prompt": text, "max_tokens": 1}
+        answer = post(kvpin, "completions", tenant, body).raise_for_status()
+        reused = cached_of_openai(answer.json()["usage"])
+        assert int(answer.headers["x-kvpin-predicted-tokens"]) == reused
+        return reused
+
+    vector = embedded("a")
+    assert cached("b") == 0
+    assert embedded("b") == pytest.approx(vector, abs=1e-5)
+    assert cached("c") == 0
+    assert cached("a") > 100  # what was embedded is reused like any prompt
+
+
 @pytest.mark.parametrize("model", [EMBEDDED, LLAMA])
 def test_the_response_of_another_tenant_is_as_one_that_never_was(kvpin, model):
     made = post(kvpin, "responses", "a", {"model": model, "input": "Hello.", "max_output_tokens": 16})

@@ -80,6 +80,18 @@ def test_completions(world, ask, tell):
     assert world.engine()["trust"] == "precise"
 
 
+def test_several_prompts_in_one_completion(world):
+    """Each is a request of its own, embeddings first, as vLLM itself orders them."""
+    one, two = encoded(embeddings(100, seed=11)), encoded(embeddings(100, seed=12))
+    alone = [{"prompt_embeds": one}, {"prompt_embeds": two}, {"prompt": STORY}]
+    texts = [world.post("completions", fields).json()["choices"][0]["text"] for fields in alone]
+    for beside in (STORY, [STORY]):
+        answer = world.post("completions", {"prompt_embeds": [one, two], "prompt": beside}).json()
+        assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2]
+        assert [choice["text"] for choice in answer["choices"]] == texts
+        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] >= 9 * BLOCK
+
+
 def test_chats(world, ask, tell):
     picture, sound = embeddings(40, seed=5), embeddings(33, seed=6)
     seen = [text(STORY), part(picture), text("What is it?"), part(sound), part(sound[:7])]

@@ -137,6 +137,12 @@ class Answer:
         return [output.token_id for output in self.outputs if isinstance(output, Token)]
 
     @property
+    def hidden(self):
+        """The hidden state before each token."""
+        tokens = [output for output in self.outputs if isinstance(output, Token)]
+        return torch.stack([torch.frombuffer(bytearray(each.hidden), dtype=torch.float32) for each in tokens])
+
+    @property
     def finished(self):
         assert isinstance(self.outputs[-1], Finished)
         return self.outputs[-1]
@@ -160,7 +166,16 @@ class Served:
         self._next = 0
 
     def ask(
-        self, prompt, count=8, *, extra_ids=None, embeddings=None, salt=None, request_id=None, **sampling
+        self,
+        prompt,
+        count=8,
+        *,
+        extra_ids=None,
+        embeddings=None,
+        salt=None,
+        request_id=None,
+        wants_hidden=False,
+        **sampling,
     ):
         self._next += 1
         answer = Answer()
@@ -172,6 +187,7 @@ class Served:
             extra_ids=None if extra_ids is None else array("Q", extra_ids),
             embeddings=embeddings or {},
             cache_salt=salt,
+            wants_hidden=wants_hidden,
         )
         self.engine.submit(request, answer)
         return answer

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
 import json
 import socket
 from typing import ClassVar
@@ -10,6 +12,8 @@ from typing import ClassVar
 import httpx
 import openai
 import pytest
+import torch
+from safetensors.torch import save
 
 PROMPT = list(range(10, 60))
 
@@ -279,3 +283,95 @@ class TestGoingOn:
     async def test_what_cannot_be(self, client, ids, param):
         response = await client.post("/v1/completions", json=body(answer_token_ids=ids))
         assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+
+
+class TestEmbeddings:
+    """A prompt of embeddings alone."""
+
+    IDS: ClassVar = [(7 * n) % 500 + 5 for n in range(40)]
+
+    @pytest.fixture
+    def rows(self, served_engine):
+        """The model's own embeddings of `IDS`."""
+        embed = served_engine.service.model.module.get_input_embeddings()
+        return embed(torch.tensor(self.IDS))
+
+    @staticmethod
+    def encoded(rows):
+        return base64.b64encode(save({"t": rows.contiguous()})).decode()
+
+    async def ask(self, client, rows, **fields):
+        return (await complete(client, prompt=None, prompt_embeds=self.encoded(rows), **fields)).json()
+
+    async def test_the_answer_is_that_to_the_tokens(self, client, rows):
+        of_ids = (await complete(client, prompt=self.IDS, return_token_ids=True)).json()
+        made = await self.ask(client, rows, return_token_ids=True)
+        assert made["choices"][0]["token_ids"] == of_ids["choices"][0]["token_ids"]
+        assert made["usage"]["prompt_tokens"] == len(self.IDS)
+        in_a_list = (await complete(client, prompt="", prompt_embeds=[self.encoded(rows)])).json()
+        assert in_a_list["choices"][0]["text"] == made["choices"][0]["text"]
+
+    async def test_only_the_same_tensor_under_the_same_salt_is_reused(self, client, rows):
+        other = rows.clone()
+        other[-1, -1] += 1
+        asked = [
+            (rows, "one", 0),
+            (rows, "one", 32),
+            (other, "one", 0),
+            (rows.double(), "one", 0),
+            (rows[:33], "one", 0),
+            (rows, "two", 0),
+            (rows, "one", 32),
+        ]
+        for given, salt, cached in asked:
+            usage = (await self.ask(client, given, cache_salt=f"embeds-{salt}"))["usage"]
+            assert usage["prompt_tokens_details"]["cached_tokens"] == cached
+
+    async def test_the_answer_goes_on_after_them(self, client, rows):
+        whole = (await self.ask(client, rows, return_token_ids=True))["choices"][0]["token_ids"]
+        rest = await self.ask(client, rows, return_token_ids=True, answer_token_ids=whole[:3])
+        assert rest["choices"][0]["token_ids"] == whole[3:]
+
+    async def test_their_tokens(self, client, served_engine, rows):
+        answer = await client.post("/tokenize", json={"prompt_embeds": self.encoded(rows)})
+        size = served_engine.service.model.vocab_size
+        assert answer.json()["tokens"] == list(range(size, size + len(self.IDS)))
+        assert len(set(answer.json()["extra_ids"])) == 1
+
+    @pytest.mark.parametrize(
+        ("fields", "param"),
+        [
+            ({}, "prompt"),
+            ({"prompt_embeds": []}, "prompt"),
+            ({"prompt_embeds": 5}, "prompt_embeds"),
+            ({"prompt_embeds": "no base64"}, "prompt_embeds"),
+            ({"prompt_embeds": "AAAA"}, "prompt_embeds"),
+            ({"prompt_embeds": torch.full((1, 256), torch.nan)}, "prompt_embeds"),
+            ({"prompt_embeds": torch.zeros(1, 255)}, "prompt_embeds"),
+            ({"prompt_embeds": torch.zeros(5000, 256, dtype=torch.float16)}, "prompt_embeds"),
+            ({"prompt_embeds": [torch.zeros(1, 256)] * 2}, "prompt_embeds"),
+            ({"prompt_embeds": torch.zeros(1, 256), "prompt": "x"}, "prompt"),
+            ({"prompt_embeds": torch.zeros(1, 256), "prompt_table": "x"}, "prompt_table"),
+            ({"prompt_embeds": torch.zeros(1, 256), "echo": True}, "echo"),
+        ],
+    )
+    async def test_what_cannot_be_used_is_named(self, client, fields, param):
+        def sent(value):
+            return self.encoded(value) if isinstance(value, torch.Tensor) else value
+
+        given = {
+            name: [*map(sent, value)] if isinstance(value, list) else sent(value)
+            for name, value in fields.items()
+        }
+        answer = await client.post("/v1/completions", json=body(prompt=None) | given)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+    async def test_a_file_of_torch_is_refused_and_the_format_named(self, client, rows):
+        file = io.BytesIO()
+        torch.save(rows, file)
+        given = base64.b64encode(file.getvalue()).decode()
+        answer = await client.post("/v1/completions", json=body(prompt=None, prompt_embeds=given))
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"]) == (400, "invalid_embeddings")
+        assert "pickle" in error["message"]
+        assert "safetensors" in error["message"]

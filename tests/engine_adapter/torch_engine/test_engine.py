@@ -309,7 +309,10 @@ def test_what_is_no_number_ends_its_own_request_and_never_reaches_another(llama)
                 for length, temperature in ((17, 0.0), (16, 1.0))
             ]
         for answer in broken:
-            assert "no token can be chosen" in answer.wait().finished.message
+            assert "embeddings lead to scores that are no numbers" in answer.wait().finished.message
+        for _ in range(MAX_FAILED_STEPS + 1):  # the client is at fault, not the engine
+            refused = world.ask([VOCAB], extra_ids=[5], embeddings=rows).wait()
+            assert (refused.finished.reason, refused.finished.param) == ("refused", "prompt")
         assert good.wait().tokens == reference.greedy(prompt_of(9), 8)
         world.operate("flush")
         with held_up(world):  # these two get the blocks of the broken ones

@@ -206,6 +206,41 @@ class TestStructure:
         assert served_engine.service.engine.counters.finished.get("error", 0) == 0
 
 
+STRICT = [{"type": "function", "function": {"name": "f", "strict": True, "parameters": SCHEMA}}]
+FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+KINDS = {"json": SCHEMA, "json_object": True, "regex": "(a)?", "choice": ["a"], "grammar": 'start: "a"?'}
+STRUCTURES = {
+    "json_schema": {"response_format": FORMAT},
+    "json_object": {"response_format": {"type": "json_object"}},
+    **{f"structured {kind}": {"structured_outputs": {kind: value}} for kind, value in KINDS.items()},
+    **{f"guided_{kind}": {f"guided_{kind}": value} for kind, value in KINDS.items()},
+    "required": {"tools": TOOLS, "tool_choice": "required"},
+    "named": {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "f"}}},
+    "strict": {"tools": STRICT},
+}
+
+
+class TestMinTokens:
+    """A structure says itself where the answer ends."""
+
+    @pytest.mark.parametrize("streams", [False, True])
+    @pytest.mark.parametrize("name", ["min_tokens", "ignore_eos"])
+    @pytest.mark.parametrize("structure", STRUCTURES.values(), ids=STRUCTURES)
+    async def test_excludes_structures(self, client, structure, name, streams):
+        fields = {"messages": HELLO, name: True if name == "ignore_eos" else 5, "stream": streams}
+        answer = await client.post("/v1/chat/completions", json={**fields, **structure})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)
+
+    async def test_with_end_tokens_alone_left_is_the_clients_fault(self, client, served_engine):
+        model = served_engine.service.model
+        others = sorted(set(range(model.vocab_size)) - model.eos_token_ids)
+        for _ in range(6):  # more often than an engine may fail
+            fields = {"prompt": PROMPT, "min_tokens": 1, "stop_token_ids": others}
+            answer = await client.post("/v1/completions", json=fields)
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, "min_tokens")
+        assert served_engine.service.engine.alive
+
+
 class TestTools:
     NAMED: ClassVar = {"type": "function", "function": {"name": "f"}}
 

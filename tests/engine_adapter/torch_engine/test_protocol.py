@@ -9,9 +9,11 @@ from engine_adapter.torch_engine.api_errors import ApiError
 from engine_adapter.torch_engine.protocol import (
     ChatRequest,
     CompletionRequest,
+    EmbeddingRequest,
     PinRequest,
     SliceRequest,
     choices_of,
+    embeds_of,
     parse,
     parse_tokenize,
     prompt_of,
@@ -97,7 +99,6 @@ def test_bad_fields_are_named(make, fields, param):
         (lambda: completion(logprobs=21), "logprobs"),
         (lambda: completion(logprobs=True), "logprobs"),
         (lambda: completion(suffix="x"), "suffix"),
-        (lambda: completion(prompt_embeds="x"), "prompt_embeds"),
     ],
 )
 def test_bad_fields_of_one_route_are_named(request_of, param):
@@ -140,9 +141,8 @@ def test_a_bias_is_read_by_token():
     assert sampling(chat(logit_bias={"5": 1, "7": -100})).logit_bias == ((5, 1.0), (7, -100.0))
 
 
-@pytest.mark.parametrize("name", ["messages", "prompt"])
-def test_a_missing_field_is_named(name):
-    kind = ChatRequest if name == "messages" else CompletionRequest
+@pytest.mark.parametrize(("kind", "name"), [(ChatRequest, "messages"), (EmbeddingRequest, "input")])
+def test_a_missing_field_is_named(kind, name):
     with pytest.raises(ApiError) as caught:
         parse(b"{}", kind)
     assert caught.value.param == name
@@ -192,6 +192,30 @@ def test_all_fields_reach_the_engine():
     assert completion(stop="a").stops == ("a",)
 
 
+@pytest.mark.parametrize("beside", [{"prompt": None}, {"prompt": ""}, {"prompt": []}])
+def test_embeddings_are_the_whole_prompt(beside):
+    for given in ("x", ["x"], 5):
+        assert embeds_of(completion(prompt_embeds=given, **beside)) == (5 if given == 5 else "x")
+    for none in (None, []):
+        assert embeds_of(completion(prompt_embeds=none)) is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt_embeds": ["x", "y"]}, "prompt_embeds"),
+        ({"prompt": "x"}, "prompt"),
+        ({"prompt": [5]}, "prompt"),
+        ({"prompt_table": "t"}, "prompt_table"),
+        ({"extra_ids": [0]}, "extra_ids"),
+    ],
+)
+def test_what_embeddings_exclude_is_named(fields, param):
+    with pytest.raises(ApiError) as caught:
+        embeds_of(completion(**{"prompt": None, "prompt_embeds": "x", **fields}))
+    assert caught.value.param == param
+
+
 def test_prompts():
     assert prompt_of("x") == prompt_of(["x"]) == "x"
     assert prompt_of([1, 2]) == prompt_of([[1, 2]]) == token_array([1, 2])
@@ -200,6 +224,7 @@ def test_prompts():
 @pytest.mark.parametrize(
     ("prompt", "param"),
     [
+        (None, "prompt"),
         ("", "prompt"),
         ([], "prompt"),
         ([""], "prompt"),

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 import torch
 
-from engine_adapter.torch_engine.requests import SamplingParams
+from engine_adapter.torch_engine.requests import RequestRefused, SamplingParams
 from engine_adapter.torch_engine.sampling import Sampler, choose_all
 
 LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0, -2.0, -30.0])
@@ -180,6 +180,21 @@ def test_scores_that_are_no_numbers_are_an_error_of_their_row():
     assert [str(error) for error in errors] == [
         f"the model's highest score is {score}: no token can be chosen" for score in ("nan", "inf")
     ]
+
+
+def test_a_request_that_forbids_all_that_is_left_is_at_fault_itself():
+    ends = {"ends": [4], "min_tokens": 1}
+    rows = [
+        sampler(temperature=0.0, constraint=Allows({4}), **ends),
+        sampler(ends=range(6), min_tokens=1),
+        sampler(**ends),
+    ]
+    logits = torch.stack([LOGITS, LOGITS, torch.full_like(LOGITS, -torch.inf)])
+    structured, unstructured, broken = choose_all(logits, rows)
+    for refused in (structured, unstructured):
+        assert isinstance(refused, RequestRefused)
+        assert refused.param == "min_tokens"
+    assert isinstance(broken, ValueError)
 
 
 def test_choosing_leaves_the_logits_as_they_are():

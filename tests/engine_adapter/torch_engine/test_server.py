@@ -39,7 +39,7 @@ async def test_models(client):
 
 
 async def test_unknown_routes_and_methods(client):
-    assert "not served" in assert_error(await client.get("/v1/embeddings"), 404)
+    assert "not served" in assert_error(await client.get("/v1/moderations"), 404)
     response = await client.get("/v1/completions")
     assert_error(response, 405)
     assert response.headers["allow"] == "POST"

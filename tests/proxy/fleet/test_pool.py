@@ -30,8 +30,12 @@ class TestTokenisers:
         able.info = replace(able.info, capabilities=frozenset({Capability.RENDER}))
         assert (fleet.pools["m"].tokenisers(), fleet.pools["m"].renderers()) == ([], [able.adapter])
         assert fleet.pools["m"].embedders() == []
+        assert not fleet.pools["m"].takes_embeds
         able.info = replace(able.info, renders_embeds=True)
         assert fleet.pools["m"].embedders() == [able.adapter]
+        assert fleet.pools["m"].takes_embeds
+        able.info = replace(able.info, renders_embeds=False, renders_alike=True)
+        assert fleet.pools["m"].takes_embeds
 
 
 class TestCandidates:

@@ -1,6 +1,7 @@
 import base64
 import threading
 from array import array
+from dataclasses import replace
 
 import msgspec
 import numpy as np
@@ -50,6 +51,28 @@ async def test_a_chat_with_embeddings(build, embedded):
     identity = prompt_embeds_extra_id(parse_embeddings(data, param="data"))
     assert prompt.token_ids[at : at + 3] == array("i", [VOCAB, VOCAB + 1, VOCAB + 2])
     assert [i for i, extra in enumerate(prompt.extra_ids) if extra == identity] == [at, at + 1, at + 2]
+
+
+async def test_a_completion_of_embeddings(build, embedded, engine):
+    data = save({"t": np.ones((3, HIDDEN), np.float32)})
+    text = base64.b64encode(data).decode()
+    prompt = await build(embedded, COMPLETIONS, prompt_embeds=text, prompt="", salt="s")
+    assert prompt.token_ids == array("i", [VOCAB, VOCAB + 1, VOCAB + 2])
+    assert prompt.extra_ids == array("Q", [prompt_embeds_extra_id(parse_embeddings(data, param="data"))] * 3)
+    assert (prompt.salt, prompt.source, prompt.exact, prompt.whole) == ("s", "client", True, True)
+    assert prompt == await build(embedded, COMPLETIONS, prompt_embeds=[text], salt="s")
+    assert await build(embedded, COMPLETIONS, prompt_embeds=[text, text]) is None
+    assert await build(embedded, COMPLETIONS, prompt_embeds=text, prompt="x") is None
+    assert engine.asked == []
+
+
+async def test_embeddings_need_no_tokenizer_but_the_models_sizes(build, embedded, tables):
+    text = base64.b64encode(save({"t": np.ones((3, HIDDEN), np.float32)})).decode()
+    without = PromptBuilder(embedded, tables=tables)
+    assert len((await build(None, COMPLETIONS, builder=without, prompt_embeds=text)).token_ids) == 3
+    for size in ("vocab_size", "hidden_size"):
+        info = replace(embedded, **{size: None})
+        assert await build(info, COMPLETIONS, prompt_embeds=text) is None
 
 
 async def test_text_and_token_ids(build, embedded, engine):
@@ -119,6 +142,8 @@ async def test_what_is_not_followed(build, embedded, fields):
         (COMPLETIONS, {"prompt": [VOCAB], "prompt_table": "two"}, BadRequest, "prompt_table"),
         (COMPLETIONS, {"prompt": "x", "extra_ids": [0]}, PromptTableError, "extra_ids"),
         (COMPLETIONS, {"prompt": [1, "x"]}, BadRequest, "prompt"),
+        (COMPLETIONS, {"prompt_embeds": 5}, PromptTableError, "prompt_embeds"),
+        (COMPLETIONS, {"prompt_embeds": "UEsDBA=="}, PromptTableError, "prompt_embeds"),
     ],
 )
 async def test_a_wrong_request_names_its_field(build, embedded, path, fields, error, param):

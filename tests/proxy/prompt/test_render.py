@@ -103,7 +103,12 @@ def test_prompts_and_adapters_told_in_an_engines_own_way_are_not_followed(field)
 
 
 def test_a_completion_of_embeddings():
-    assert read(COMPLETIONS, prompt_embeds="x") == EmbeddedInput()
+    for given in ("x", ["x"]):
+        for beside in ({}, {"prompt": None}, {"prompt": ""}, {"prompt": []}):
+            assert read(COMPLETIONS, prompt_embeds=given, **beside) == EmbeddedInput("x")
+    for several in ({"prompt_embeds": ["x", "y"]}, {"prompt_embeds": "x", "prompt": "y"}):
+        assert read(COMPLETIONS, **several) == EmbeddedInput(None)
+    assert read(COMPLETIONS, prompt="x", prompt_embeds=[]).prompt == "x"
     assert read(COMPLETIONS, prompt="x", prompt_embeds=None).prompt == "x"
     assert read(COMPLETIONS, prompt_embeds="x", lora_path="y") is None
     assert read(CHAT, messages=[], prompt_embeds="x") is None

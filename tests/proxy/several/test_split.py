@@ -1,6 +1,7 @@
 """Which requests are several, and the bodies of their parts."""
 
 import json
+from typing import ClassVar
 
 import pytest
 
@@ -108,6 +109,45 @@ def test_a_part_keeps_the_bytes_of_its_prompt():
         b'{"prompt":"a\\u0062"}',
         b'{"prompt":"\\u00e4"}',
     ]
+
+
+class TestEmbeddings:
+    """They are prompts, too, and come before the others."""
+
+    EMBEDS: ClassVar = {"renders_embeds": True}
+
+    @pytest.mark.parametrize("info", [EMBEDS, {"renders_alike": True, **NEVER}])
+    def test_each_is_a_part(self, info):
+        several = split(COMPLETIONS, {"prompt_embeds": ["x", "y"], "prompt": ["a", "b"], "seed": 1}, info)
+        assert bodies(several) == [
+            {"prompt_embeds": "x", "seed": 1},
+            {"prompt_embeds": "y", "seed": 1},
+            {"seed": 1, "prompt": "a"},
+            {"seed": 1, "prompt": "b"},
+        ]
+        assert indices(several) == [(0, 0), (1, 1), (2, 2), (3, 3)]
+
+    @pytest.mark.parametrize("prompt", ["a", [1, 2]])
+    def test_beside_one_prompt(self, prompt):
+        several = split(COMPLETIONS, {"prompt": prompt, "prompt_embeds": "x", "n": 2}, NEVER | self.EMBEDS)
+        assert bodies(several) == [{"prompt_embeds": "x"}] * 2 + [{"prompt": prompt}] * 2
+        assert indices(several) == [(0, 0), (0, 1), (1, 2), (1, 3)]
+        assert several.part_bytes == len(several.body.raw)
+
+    @pytest.mark.parametrize("beside", [{}, {"prompt": None}, {"prompt": ""}, {"prompt": []}])
+    def test_alone(self, beside):
+        for embeds in ("x", ["x"]):
+            assert split(COMPLETIONS, {"prompt_embeds": embeds, **beside}, NEVER | self.EMBEDS) is None
+        several = split(COMPLETIONS, {"prompt_embeds": ["x", "y"], **beside}, NEVER | self.EMBEDS)
+        assert bodies(several) == [{"prompt_embeds": "x"}, {"prompt_embeds": "y"}]
+
+    def test_an_engine_that_may_not_know_them_gets_all_of_them(self):
+        assert split(COMPLETIONS, {"prompt_embeds": "x", "prompt": ["a", "b"]}, {}) is None
+        assert split(COMPLETIONS, {"prompt_embeds": ["x", "y"]}, {}) is None
+        assert len(bodies(split(COMPLETIONS, {"prompt_embeds": [], "prompt": ["a", "b"]}, {}))) == 2
+
+    def test_without_reuse_an_engine_that_runs_several_gets_all_of_them(self):
+        assert split(COMPLETIONS, {"prompt_embeds": ["x", "y"]}, self.EMBEDS, reuse=False) is None
 
 
 BOTH = {"prompt": ["a", "b"], "n": 2, "best_of": 3, "seed": 5}
