@@ -100,7 +100,7 @@ class Proxy:
         self.fleet = Fleet(settings.model_aliases, settings.default_model, _queue_limits(settings))
         self.tables = PromptTables(max_bytes=settings.limits.prompt_table_bytes)
         self.tenants = Tenants(_keys(settings), settings.tenant_limits)
-        self.peers = _peers(settings, self.fleet, self.tenants)
+        self.peers = _peers(settings, self.fleet, self.tenants, transport)
         self.responses = ResponseStore(len(self.tenants.names))
         self.state = StateKeeper(settings.state_dir, self.tenants) if settings.state_dir is not None else None
         memories = self.state.memories if self.state is not None else None
@@ -249,12 +249,13 @@ def _keys(settings: Settings) -> list[ApiKey]:
     return [ApiKey(entry.tenant_id, entry.digest) for entry in settings.api_keys]
 
 
-def _peers(settings: Settings, fleet: Fleet, tenants: Tenants) -> Peers | None:
+def _peers(settings: Settings, fleet: Fleet, tenants: Tenants, transport: Transport) -> Peers | None:
     """What acts as one with other kvpins. Raises SettingsError if the exchange cannot be used."""
     if settings.exchange is None:
         return None
     owner = secrets.randbits(63)
-    return Peers(make_exchange(settings.exchange, owner), owner, fleet, tenants)
+    exchange = make_exchange(settings.exchange, owner)
+    return Peers(exchange, owner, fleet, tenants, transport.hang_up)
 
 
 def _queue_limits(settings: Settings) -> QueueLimits:

@@ -393,7 +393,8 @@ class FakeProxy:
         self.peers = None
         if self.exchange is not None:
             owner = secrets.randbits(63)
-            self.peers = Peers(self.exchange(owner), owner, self.fleet, self.tenants)
+            exchange = self.exchange(owner)
+            self.peers = Peers(exchange, owner, self.fleet, self.tenants, self.transport.hang_up)
             self.peers.start(self.tasks)
         self.metrics = Metrics(self.fleet, peers=self.peers)
         self.requests = RequestLog(100)

@@ -245,6 +245,8 @@ class Fleet:
         processes = [engine.process for engine in self.engines.values()]
         if processes and all(each is not None and each.given_up for each in processes):
             return "no engine runs: kvpin has given up starting them, and `kvpin engines` says why"
+        if self.stands_by:
+            return "only one kvpin may use the engine, and another one does: `kvpin engines` says which"
         return "no engine is connected yet; try again shortly"
 
     def not_served(self, model: str | None) -> NotFound:

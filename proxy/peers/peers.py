@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic
@@ -211,9 +211,17 @@ class Peers:
         counts: what was exchanged.
     """
 
-    def __init__(self, exchange: Exchange, owner: int, fleet: Fleet, tenants: Tenants) -> None:
-        """Tells of the pools that `fleet` makes from now on. `owner` is a number that no other kvpin has."""
-        self.counts = Counts()
+    def __init__(
+        self,
+        exchange: Exchange,
+        owner: int,
+        fleet: Fleet,
+        tenants: Tenants,
+        hang_up: Callable[[str, str], None] = lambda _socket, _reason: None,
+    ) -> None:
+        """Tells of the pools that `fleet` makes from now on. `owner` is a number that no other kvpin has.
+        `hang_up` drops the connections to the socket of a kvpin that is lost, for that reason."""
+        self.counts, self._hang_up = Counts(), hang_up
         self._exchange, self._owner, self._fleet, self._tenants = exchange, owner, fleet, tenants
         self._owners = Owners(owner, fleet)
         self._name = this_kvpin()
@@ -589,6 +597,8 @@ class Peers:
             self._drop(owner)
             self._missed.add(owner)
             self.counts.lost += 1
+            if peer.socket is not None:  # one that hangs would never answer what was passed on to it
+                self._hang_up(peer.socket, "the kvpin that was to answer was lost")
             log.warning("another kvpin is lost: its requests count no more", peer=peer.label)
 
     def _drop(self, owner: int) -> None:

@@ -16,6 +16,7 @@ from proxy.api import elsewhere
 from proxy.control.stats import stats
 from proxy.core.peers import claims
 from proxy.fleet.engine import EngineState
+from proxy.peers import peers
 from proxy.peers.peers import _JOIN_POLL_S
 from proxy.peers.unix_sockets import UnixExchange
 from proxy.request.tenants import ApiKey, Tenants
@@ -289,6 +290,69 @@ async def test_a_request_without_an_answer_goes_from_a_dead_owner_to_the_next(
             slots.state = EngineState.READY
         assert asked.result().headers["x-kvpin-engine"] == "slots"
         assert [record.engine for record in other.requests] == ["slots"]
+
+
+@pytest.fixture
+def silent(monkeypatch):
+    """Makes an owner say nothing more, while its connections stay open, as if its process were stopped."""
+    monkeypatch.setattr(peers, "HEARTBEAT_S", 0.1)
+    monkeypatch.setattr(peers, "LOST_S", 0.5)
+
+    def silence(owner):
+        owner.peers._is_over = True
+
+    return silence
+
+
+async def test_a_request_without_an_answer_goes_from_an_owner_that_hangs_to_the_next(
+    bus, engine, never, silent, monkeypatch
+):
+    monkeypatch.setattr(elsewhere, "WAIT_S", 20)
+    reached, recover = never
+    async with two(bus, engine) as (owner, other), client_of(other) as client:
+        slots = other.fleet.engines["slots"]
+        async with asyncio.TaskGroup() as group:
+            asked = group.create_task(client.post(COMPLETIONS, content=BODY))
+            await reached.get()
+            recover()
+            silent(owner)
+            await until(slots.mine.is_set)
+            other.fleet.join(slots, INFO)
+            slots.state = EngineState.READY
+        assert asked.result().headers["x-kvpin-engine"] == "slots"
+
+
+async def test_while_an_owner_that_hangs_keeps_the_lock_its_requests_are_a_503_and_its_streams_end(
+    bus, engine, silent
+):
+    reached = asyncio.Queue()
+
+    async def hang(exchange):
+        if exchange.json.get("stream"):
+            await exchange.start()
+            await exchange.chunk(event({"choices": []}))
+        reached.put_nowait(None)
+        await asyncio.Event().wait()
+
+    engine.script = hang
+    async with two(bus, engine) as (owner, other), client_of(other) as client:
+        slots = other.fleet.engines["slots"]
+        async with client.stream("POST", COMPLETIONS, json=STREAM) as answer:
+            await reached.get()
+            chunks = answer.aiter_bytes()
+            async with asyncio.TaskGroup() as group:
+                asked = group.create_task(client.post(COMPLETIONS, content=BODY))
+                await reached.get()
+                silent(owner)
+                await until(slots.mine.is_set)
+                slots.state = EngineState.ELSEWHERE  # as the monitor says where another process has the lock
+            rest = b""
+            with contextlib.suppress(httpx.RemoteProtocolError):
+                async for chunk in chunks:
+                    rest += chunk
+            assert b"the kvpin that was to answer was lost" in rest
+        assert is_openai_error(asked.result(), 503, "no_engine")
+        assert "another kvpin does" in asked.result().text
 
 
 async def test_a_request_that_its_owner_dies_of_twice_fails(bus, engine, never, monkeypatch):
