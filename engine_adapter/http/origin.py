@@ -9,7 +9,7 @@ import ssl
 
 import httpx
 
-from engine_adapter.errors import EngineUnavailable
+from engine_adapter.errors import EngineUnavailable, EngineUnhealthy
 from engine_adapter.http.connection import Connection
 from engine_adapter.http.transport import describe
 
@@ -164,7 +164,8 @@ class Origin:
             why = f"no answer within {self._connect_timeout_s:g} s"
         if isinstance(error, ssl.SSLCertVerificationError):
             why += "; name the authorities that signed its certificate: ca=FILE"
-        return EngineUnavailable(f"cannot connect to {self._unix or self.host.decode('ascii')}: {why}")
+        kind = EngineUnhealthy if isinstance(error, TimeoutError) else EngineUnavailable
+        return kind(f"cannot connect to {self._unix or self.host.decode('ascii')}: {why}")
 
 
 def _is_address(name: str) -> bool:
