@@ -64,6 +64,8 @@ _DRAIN_S = 5.0
 # not say so, and may just be sending its next request.
 _IDLE_S = 0.25
 _POLL_S = 0.02
+# Between two looks whether a worker has engines by now.
+_LOOK_S = 0.1
 # Seconds that engines get to become ready before requests are taken from a socket that was handed on.
 _FIRST_S = 10.0
 # Seconds that cancelled answers get to close their connections.
@@ -278,6 +280,13 @@ class _Server(uvicorn.Server):
         protocol: Callable[..., asyncio.Protocol] = self.config.http_protocol_class
         connect = partial(protocol, self.config, self.server_state, {})
         self._door = Door(sockets or (), self._tally, self._orders.number, connect, self._proxy.tasks)
+        self._proxy.tasks.start("join", self._join(self._tally, self._orders.number))
+
+    async def _join(self, tally: Tally, worker: int) -> None:
+        """Tells the other workers when this one has engines."""
+        while not self._has_joined:  # noqa: ASYNC110 - nothing tells it
+            await asyncio.sleep(_LOOK_S)
+        tally.be_ready(worker)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Replaces uvicorn's, which closes the port at once and cuts clients off between two requests."""
