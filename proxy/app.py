@@ -47,6 +47,7 @@ from proxy.checks import all_engines, check, make_exchange, telemetry_module
 from proxy.control.configured import ConfiguredEngines
 from proxy.control.discovered import DiscoveredEngines
 from proxy.control.engines import Engines
+from proxy.control.kept_prompts import PROMPTS_PATH, KeptPrompts
 from proxy.control.kv import KvVerbs
 from proxy.control.operations import Operations
 from proxy.control.pinning import Pinning
@@ -152,6 +153,11 @@ class Proxy:
             placed=self.live.placed,
             translations=translations(self.responses),
         )
+        self.prompts = KeptPrompts(self.fleet, self.flow.requests, self.pins, self._told_prompts)
+
+    async def _told_prompts(self) -> list[bytes]:
+        """What the other workers tell of their prompts."""
+        return await self.siblings.told(PROMPTS_PATH) if self.siblings is not None else []
 
     def observe(self, record: RequestRecord) -> None:
         """Counts and records a finished request."""
@@ -292,7 +298,9 @@ def build_app(proxy: Proxy) -> Site:
     rest.router.redirect_slashes = False  # such an answer leads to the host that the client named
     if proxy.siblings is None:
         return Site(data_plane, rest, proxy.draining)
-    together = Together(rest, proxy.siblings, proxy.changes, shared=proxy.peers is not None)
+    together = Together(
+        rest, proxy.siblings, proxy.changes, proxy.prompts.told, shared=proxy.peers is not None
+    )
     return Site(data_plane, together, proxy.draining)
 
 
@@ -319,7 +327,7 @@ def admin_api(proxy: Proxy) -> Mount:
         ).endpoints(),
         *KvRoutes(kv, warming, pinning, operations).endpoints(),
         *RequestRoutes(flow).endpoints(),
-        *PrefixRoutes(Prefixes(fleet, flow.requests, pins)).endpoints(),
+        *PrefixRoutes(Prefixes(fleet, proxy.prompts)).endpoints(),
         *EventRoutes(proxy.live).endpoints(),
         *ReplayRoutes(Replays()).endpoints(),
         *TableRoutes(SharedTables(fleet, proxy.tables, files)).endpoints(),
