@@ -101,7 +101,7 @@ class Proxy:
         self.fleet = Fleet(settings.model_aliases, settings.default_model, _queue_limits(settings))
         self.tables = PromptTables(max_bytes=settings.limits.prompt_table_bytes)
         self.tenants = Tenants(_keys(settings), settings.tenant_limits)
-        self.peers = _peers(settings, self.fleet, self.tenants, transport)
+        self.peers = self._peers()
         self.responses = ResponseStore(len(self.tenants.names))
         self.state = StateKeeper(settings.state_dir, self.tenants) if settings.state_dir is not None else None
         memories = self.state.memories if self.state is not None else None
@@ -154,6 +154,14 @@ class Proxy:
             translations=translations(self.responses),
         )
         self.prompts = KeptPrompts(self.fleet, self.flow.requests, self.pins, self._told_prompts)
+
+    def _peers(self) -> Peers | None:
+        """What acts as one with other kvpins. Raises SettingsError if the exchange cannot be used."""
+        if self.settings.exchange is None:
+            return None
+        owner = secrets.randbits(63)
+        exchange = make_exchange(self.settings.exchange, owner, self.siblings)
+        return Peers(exchange, owner, self.fleet, self.tenants, self.transport.hang_up)
 
     async def _told_prompts(self) -> list[bytes]:
         """What the other workers tell of their prompts."""
@@ -255,15 +263,6 @@ def _keys(settings: Settings) -> list[ApiKey]:
     return [ApiKey(entry.tenant_id, entry.digest) for entry in settings.api_keys]
 
 
-def _peers(settings: Settings, fleet: Fleet, tenants: Tenants, transport: Transport) -> Peers | None:
-    """What acts as one with other kvpins. Raises SettingsError if the exchange cannot be used."""
-    if settings.exchange is None:
-        return None
-    owner = secrets.randbits(63)
-    exchange = make_exchange(settings.exchange, owner)
-    return Peers(exchange, owner, fleet, tenants, transport.hang_up)
-
-
 def _queue_limits(settings: Settings) -> QueueLimits:
     limits = settings.limits
     return QueueLimits(limits.queue_s, limits.queue_requests, int(limits.queue_bytes))
@@ -308,7 +307,7 @@ def _keepers(proxy: Proxy) -> Keepers | None:
     """The other kvpins of this machine that may keep responses; None if there can be none."""
     peers, siblings = proxy.peers, proxy.siblings
     if peers is not None and peers.http_socket is not None:
-        return Keepers(lambda: [each.socket for each in peers.neighbours()], proxy.transport)
+        return Keepers(peers.sockets, proxy.transport)
     return Keepers(lambda: siblings.sockets, proxy.transport) if siblings is not None else None
 
 

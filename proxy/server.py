@@ -137,7 +137,8 @@ async def _run(
     `orders`: those of a worker. `watchdog`: that of this process."""
     transport = HttpTransport(connect_timeout_s=settings.timeouts.connect_s)
     try:
-        proxy = Proxy(settings, transport, Siblings(orders.siblings) if orders is not None else None)
+        siblings = Siblings(orders.siblings, orders.http_socket) if orders is not None else None
+        proxy = Proxy(settings, transport, siblings)
         server = _Server(proxy, load, _drain_s(settings, listeners), orders)
     except SettingsError as error:
         await transport.aclose()
@@ -195,8 +196,8 @@ class _Server(uvicorn.Server):
     async def listen_to_peers(self) -> None:
         """Serves other kvpins of this machine: other workers, and those of its exchange. Raises OSError."""
         peers = self._proxy.peers
-        paths = [peers.http_socket if peers is not None else None]
-        paths += [self._orders.http_socket] if self._orders is not None else []
+        paths = {peers.http_socket if peers is not None else None}
+        paths |= {self._orders.http_socket if self._orders is not None else None}
         protocol = type("PeerProtocol", (self._protocol,), {"__slots__": (), "is_of_peer": True})
         connect = partial(protocol, self.config, self.server_state, {})
         for path in paths:

@@ -416,16 +416,12 @@ class FakeProxy:
         cors = Cors(self.cors_origins) if self.cors_origins else None
         kept = KeptResponses(self.responses)
         elsewhere = Elsewhere(self.fleet, self.peers, self.transport) if self.peers is not None else None
-        keepers = Keepers(self.neighbours, self.transport) if self.peers is not None else None
+        keepers = Keepers(self.peers.sockets, self.transport) if self.peers is not None else None
         data_plane = DataPlane(
             self.flow, self.tenants, self.max_body_bytes, kept, cors, self.metrics.refuse, elsewhere, keepers
         )
         ops = Ops(self.fleet, self.metrics, peers=self.peers)
         self.site = Site(data_plane, Starlette(routes=ops.routes()))
-
-    def neighbours(self) -> list[str]:
-        """Where other proxies of its exchange serve HTTP to it."""
-        return [each.socket for each in self.peers.neighbours()]
 
     def add(self, fake: FakeEngine | FakeAdapter, **info) -> Engine:
         adapter = fake if isinstance(fake, FakeAdapter) else FakeAdapter(fake.id, fake.url)

@@ -170,9 +170,7 @@ class KvWorld:
         self.warming = Warming(self.flow, self.targets, self.operations)
         self.pinning = Pinning(self.fleet, self.targets, self.pins, self.operations, lambda: self.now)
         self.told = []  # what other workers tell of their prompts
-        self.prompts = KeptPrompts(
-            self.fleet, self.flow.requests, self.pins, self._tell, lambda: self.now
-        )
+        self.prompts = KeptPrompts(self.fleet, self.flow.requests, self.pins, self._tell, lambda: self.now)
         self.prefixes = Prefixes(self.fleet, self.prompts)
         self.kv = KvVerbs(self.targets, self.warming, self.pins, proxy.ingest, self.operations)
         self.engine_set = Engines(self.fleet, proxy.monitor, self.pins, self.operations, make_adapter)

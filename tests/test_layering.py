@@ -22,6 +22,7 @@ ELSEWHERE = {
     "proxy/cli/__main__.py": "one line: tests/live and benchmarks start kvpin by it",
     "proxy/discovery/found.py": "data and a Protocol: tests/proxy/discovery, tests/proxy/control",
     "proxy/peers/exchange.py": "a Protocol: tests of the two that are one",
+    "proxy/peers/stats.py": "classes of data: tests/proxy/peers, tests/test_observe.py",
     "proxy/errors.py": "classes of data: tests/proxy/api/test_errors.py",
     "proxy/translate/registry.py": "a table: tests/proxy/translate/test_messages.py",
     "proxy/translate/translation.py": "a Protocol: tests/proxy/translate/test_translated.py",

@@ -92,7 +92,7 @@ class Origin:
         raise self._unreachable(failure) from failure
 
     def hang_up(self, reason: str) -> None:
-        """Drops all connections, for good. Who waits for an answer gets EngineUnavailable with that reason."""
+        """Drops all connections, for good. Who waits for an answer gets EngineUnavailable with the reason."""
         self._hung_up = reason
         for connection in list(self._open):
             connection.fail(EngineUnavailable(reason, dropped=True))

@@ -57,8 +57,8 @@ class Elsewhere:
             raise NoEngine("the engine has just gone to another kvpin; try again shortly")
         if to.socket is None:
             raise NoEngine(
-                f"only the kvpin {to.name} may use the engine of this model, and this one cannot reach that "
-                "kvpin: send the request there"
+                "another kvpin uses the engine of this model, and requests cannot be passed on to it: "
+                f"send them to the kvpin on {to.machine}"
             )
         return to
 

@@ -38,10 +38,11 @@ class Siblings:
 
     Attributes:
         sockets: what they listen on while they run.
+        own: what this worker listens on.
     """
 
-    def __init__(self, sockets: Sequence[Path]) -> None:
-        self.sockets = [str(path) for path in sockets]
+    def __init__(self, sockets: Sequence[Path], own: Path | None = None) -> None:
+        self.sockets, self.own = [str(path) for path in sockets], own
         timeout = httpx.Timeout(_ASK_S, connect=_CONNECT_S)
         self._clients = [
             httpx.AsyncClient(

@@ -1,4 +1,4 @@
-"""The prompts of the last requests as block hashes: those that this kvpin keeps, and those of its other workers.
+"""The prompts of the last requests as block hashes: those that this worker keeps, and those of the others.
 
 They are hashed anew for each who asks, in slices, so that requests are served in between. No prompt text.
 """

@@ -68,7 +68,7 @@ class Tally:
         return self._counts[worker - 1] <= min(self._counts)
 
     def may_take(self, worker: int) -> bool:
-        """Whether a worker may take a connection that was left to others: it has engines, or none of them has."""
+        """Whether a worker may take what was left to others: it has engines, or none of them has."""
         return self._counts[worker - 1] < _UNREADY or min(self._counts) >= _UNREADY
 
 

@@ -75,7 +75,7 @@ async def test_the_owner_answers_as_if_it_had_been_asked(bus, engine):
         wrong = await client.post(COMPLETIONS, content=BODY, headers={"authorization": "Bearer no"})
         assert is_openai_error(wrong, 401)
         assert (await client.get("/health/ready")).json()["elsewhere"]["slots"].startswith("used through the")
-        name = owner.peers._name
+        name = owner.peers._voice.name
         told = await stats(other.fleet, [], other.peers, reuse=True)
         (unconnected,) = told.unconnected
         assert (unconnected.last_error, unconnected.owner) == (None, name)
@@ -193,14 +193,16 @@ async def test_what_was_passed_on_is_not_passed_on_again(bus, engine):
     assert engine.seen == []
 
 
-async def test_an_owner_that_cannot_be_reached_is_named(bus, engine):
+async def test_of_an_owner_that_cannot_be_reached_the_machine_is_named(bus, engine):
     async with two(bus, engine, is_reachable=False) as (owner, other), client_of(other) as client:
         answer = await client.post(COMPLETIONS, content=BODY)
         assert is_openai_error(answer, 503, "no_engine")
-        assert owner.peers._name in answer.text
+        machine, _, process = owner.peers._voice.name.rpartition(":")
+        assert f"send them to the kvpin on {machine}" in answer.text
+        assert process not in answer.text
         ready = await client.get("/health/ready")
         assert ready.status_code == 503
-        assert owner.peers._name in ready.json()["elsewhere"]["slots"]
+        assert owner.peers._voice.name in ready.json()["elsewhere"]["slots"]
 
 
 async def test_an_owner_that_goes_away_is_a_503_and_a_broken_stream_says_so(bus, engine, stream):
@@ -299,7 +301,7 @@ def silent(monkeypatch):
     monkeypatch.setattr(peers, "LOST_S", 0.5)
 
     def silence(owner):
-        owner.peers._is_over = True
+        owner.peers._voice._is_over = True
 
     return silence
 
@@ -352,7 +354,7 @@ async def test_while_an_owner_that_hangs_keeps_the_lock_its_requests_are_a_503_a
                     rest += chunk
             assert b"the kvpin that was to answer was lost" in rest
         assert is_openai_error(asked.result(), 503, "no_engine")
-        assert "another kvpin does" in asked.result().text
+        assert "another one does" in asked.result().text
 
 
 async def test_a_request_that_its_owner_dies_of_twice_fails(bus, engine, never, monkeypatch):
