@@ -285,8 +285,11 @@ class _Server(uvicorn.Server):
 
     async def _join(self, tally: Tally, worker: int) -> None:
         """Tells the other workers when this one has engines."""
-        while not self._has_joined:  # noqa: ASYNC110 - nothing tells it
-            await asyncio.sleep(_LOOK_S)
+        fleet = self._proxy.fleet
+        while not fleet.serves:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_LOOK_S):  # nothing tells of engines at another kvpin
+                    await fleet.until_ready()
         tally.be_ready(worker)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

@@ -101,6 +101,11 @@ class Exchange:
             await self.chunk(data)
         await self.end()
 
+    @property
+    def port(self) -> int:
+        """The port from which the request came."""
+        return self._connection.transport.get_extra_info("peername")[1]
+
     def die(self, *, abort=False):
         self.ended = True
         transport = self._connection.transport

@@ -22,8 +22,9 @@ async def test_what_one_served_the_other_predicts(unix):
         await one.settled()
         await two.settled()
         for proxy in (one, two):
-            assert sum(engine.ledger.served for engine in proxy.fleet.engines.values()) == 2
-            assert sum(engine.served for engine in proxy.fleet.engines.values()) == 1
+            engines = proxy.fleet.engines.values()
+            await until(lambda engines=engines: sum(engine.ledger.served for engine in engines) == 2)
+            assert sum(engine.served for engine in engines) == 1
 
 
 async def test_a_request_counts_at_the_other_while_it_runs(unix):

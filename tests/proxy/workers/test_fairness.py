@@ -43,7 +43,7 @@ def test_while_one_has_engines_it_is_not_the_turn_of_one_that_has_none(tmp_path)
     assert turns() == [(True, True), (False, True)]
     two.leave(2)
     two.be_ready(2)
-    assert turns() == [(True, True), (False, True)]
+    assert turns() == [(True, True), (False, False)]
 
 
 class Named(asyncio.Protocol):
