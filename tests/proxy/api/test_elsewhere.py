@@ -180,7 +180,7 @@ async def test_one_that_stands_by_has_joined_and_is_quiet(bus, engine):
         assert (answer.json()["engines"], answer.json()["exchange"]) == ({"slots": "elsewhere"}, "ok")
         told = other.peers.counts.told
         await asyncio.sleep(2 * _JOIN_POLL_S * 10)
-        assert other.peers.counts.told - told <= 4  # not with each look
+        assert other.peers.counts.told - told <= 8  # not with each look
 
 
 async def test_what_was_passed_on_is_not_passed_on_again(bus, engine):
@@ -298,9 +298,9 @@ async def test_a_request_without_an_answer_goes_from_a_dead_owner_to_the_next(
 def silent(monkeypatch):
     """Makes an owner say nothing more, while its connections stay open, as if its process were stopped."""
     monkeypatch.setattr(peers, "HEARTBEAT_S", 0.1)
-    monkeypatch.setattr(peers, "LOST_S", 0.5)
 
     def silence(owner):
+        monkeypatch.setattr(peers, "LOST_S", 0.5)  # not before: a busy machine is silent for longer
         owner.peers._voice._is_over = True
 
     return silence
