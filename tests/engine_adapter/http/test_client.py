@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 import pytest
 
@@ -74,12 +75,14 @@ async def test_closing_ends_idle_connections_and_running_answers(transport):
 async def test_after_hanging_up_on_a_socket_all_that_was_asked_there_fails_and_what_is_asked_later_does_not(
     transport, tmp_path
 ):
-    path, connected = tmp_path / "s", asyncio.Queue()
+    path, connected, closed = tmp_path / "s", asyncio.Queue(), asyncio.Queue()
 
     async def hang(reader, writer):
         connected.put_nowait(None)
-        await reader.read()
+        with contextlib.suppress(ConnectionError):
+            await reader.read()
         writer.close()
+        closed.put_nowait(None)
 
     def send():
         return asyncio.create_task(transport.send(OutgoingRequest("POST", "http://x/", unix=str(path))))
@@ -99,3 +102,6 @@ async def test_after_hanging_up_on_a_socket_all_that_was_asked_there_fails_and_w
             await connected.get()
         assert not later.done()
         later.cancel()
+        for _ in range(3):
+            await closed.get()
+        await asyncio.sleep(0)  # the event loop closes sockets in its next cycle
