@@ -32,6 +32,7 @@ from engine_adapter.errors import (
     EngineSpecError,
     EngineTaken,
     EngineUnavailable,
+    EngineUnhealthy,
     NotSupported,
     PromptTableError,
 )
@@ -114,6 +115,7 @@ __all__ = [
     "EngineSpecError",
     "EngineTaken",
     "EngineUnavailable",
+    "EngineUnhealthy",
     "EventPosition",
     "Finding",
     "Forecast",

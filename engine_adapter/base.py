@@ -58,8 +58,12 @@ class EngineAdapter(Protocol):
         """Another kvpin uses the engine from now on: forgets what it holds. `connect` begins anew."""
 
     async def load(self) -> EngineLoad:
-        """Running and waiting requests; also the health check. Raises EngineUnavailable if the engine is not
-        healthy or its process was replaced since `connect`, so that all its KV is gone."""
+        """Running and waiting requests; also the health check.
+
+        Raises:
+            EngineUnhealthy, EngineRejected: the engine is not healthy, but the process is the same.
+            EngineUnavailable: it is gone, or its process was replaced since `connect`: so is all its KV.
+        """
 
     def findings(self) -> tuple[Finding, ...]:
         """The findings that keep kvpin from using the engine fully, as of the last `connect`."""

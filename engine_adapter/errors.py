@@ -3,6 +3,7 @@
 EngineError
 ├── EngineSpecError      the operator's description of an engine is wrong (at start, or in POST engines)
 ├── EngineUnavailable    no connection, a timeout, or a dead process: try another engine
+│   ├── EngineUnhealthy  it answers, but not well, or not in time: it may soon be well again
 │   └── EngineTaken      another kvpin uses it, and only one may
 ├── EngineRejected       the engine answered with an error: status, message, field
 ├── NotSupported         the engine cannot do this; says what it can do instead
@@ -37,6 +38,11 @@ class EngineUnavailable(EngineError):
     def __init__(self, message: str, *, dropped: bool = False) -> None:
         super().__init__(message)
         self.dropped = dropped
+
+
+class EngineUnhealthy(EngineUnavailable):
+    """The engine answered that it is not healthy, answered nonsense, or did not answer in time. The same
+    process may soon be well again."""
 
 
 class EngineTaken(EngineUnavailable):

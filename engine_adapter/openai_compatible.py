@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Mapping
 
-from engine_adapter.errors import EngineRejected, EngineUnavailable
+from engine_adapter.errors import EngineRejected, EngineUnavailable, EngineUnhealthy
 from engine_adapter.hold import RequestBody, SelfPlaced
 from engine_adapter.http.control import (
     ControlClient,
@@ -92,7 +92,7 @@ class OpenAICompatibleAdapter(SelfPlaced, Undeclared):
             if error.status in (401, 403, 404, 405):
                 self._has_health = False
                 return False
-            raise EngineUnavailable(f"/health answered {error.status}: {error}") from error
+            raise EngineUnhealthy(f"/health answered {error.status}: {error}") from error
         return True
 
     async def _missing(self, routes: frozenset[str]) -> frozenset[str]:

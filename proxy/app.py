@@ -47,6 +47,7 @@ from proxy.checks import all_engines, check, make_exchange, telemetry_module
 from proxy.control.configured import ConfiguredEngines
 from proxy.control.discovered import DiscoveredEngines
 from proxy.control.engines import Engines
+from proxy.control.kept_prompts import PROMPTS_PATH, KeptPrompts
 from proxy.control.kv import KvVerbs
 from proxy.control.operations import Operations
 from proxy.control.pinning import Pinning
@@ -100,7 +101,7 @@ class Proxy:
         self.fleet = Fleet(settings.model_aliases, settings.default_model, _queue_limits(settings))
         self.tables = PromptTables(max_bytes=settings.limits.prompt_table_bytes)
         self.tenants = Tenants(_keys(settings), settings.tenant_limits)
-        self.peers = _peers(settings, self.fleet, self.tenants)
+        self.peers = self._peers()
         self.responses = ResponseStore(len(self.tenants.names))
         self.state = StateKeeper(settings.state_dir, self.tenants) if settings.state_dir is not None else None
         memories = self.state.memories if self.state is not None else None
@@ -152,6 +153,19 @@ class Proxy:
             placed=self.live.placed,
             translations=translations(self.responses),
         )
+        self.prompts = KeptPrompts(self.fleet, self.flow.requests, self.pins, self._told_prompts)
+
+    def _peers(self) -> Peers | None:
+        """What acts as one with other kvpins. Raises SettingsError if the exchange cannot be used."""
+        if self.settings.exchange is None:
+            return None
+        owner = secrets.randbits(63)
+        exchange = make_exchange(self.settings.exchange, owner, self.siblings)
+        return Peers(exchange, owner, self.fleet, self.tenants, self.transport.hang_up)
+
+    async def _told_prompts(self) -> list[bytes]:
+        """What the other workers tell of their prompts."""
+        return await self.siblings.told(PROMPTS_PATH) if self.siblings is not None else []
 
     def observe(self, record: RequestRecord) -> None:
         """Counts and records a finished request."""
@@ -249,14 +263,6 @@ def _keys(settings: Settings) -> list[ApiKey]:
     return [ApiKey(entry.tenant_id, entry.digest) for entry in settings.api_keys]
 
 
-def _peers(settings: Settings, fleet: Fleet, tenants: Tenants) -> Peers | None:
-    """What acts as one with other kvpins. Raises SettingsError if the exchange cannot be used."""
-    if settings.exchange is None:
-        return None
-    owner = secrets.randbits(63)
-    return Peers(make_exchange(settings.exchange, owner), owner, fleet, tenants)
-
-
 def _queue_limits(settings: Settings) -> QueueLimits:
     limits = settings.limits
     return QueueLimits(limits.queue_s, limits.queue_requests, int(limits.queue_bytes))
@@ -291,7 +297,9 @@ def build_app(proxy: Proxy) -> Site:
     rest.router.redirect_slashes = False  # such an answer leads to the host that the client named
     if proxy.siblings is None:
         return Site(data_plane, rest, proxy.draining)
-    together = Together(rest, proxy.siblings, proxy.changes, shared=proxy.peers is not None)
+    together = Together(
+        rest, proxy.siblings, proxy.changes, proxy.prompts.told, shared=proxy.peers is not None
+    )
     return Site(data_plane, together, proxy.draining)
 
 
@@ -299,7 +307,7 @@ def _keepers(proxy: Proxy) -> Keepers | None:
     """The other kvpins of this machine that may keep responses; None if there can be none."""
     peers, siblings = proxy.peers, proxy.siblings
     if peers is not None and peers.http_socket is not None:
-        return Keepers(lambda: [each.socket for each in peers.neighbours()], proxy.transport)
+        return Keepers(peers.sockets, proxy.transport)
     return Keepers(lambda: siblings.sockets, proxy.transport) if siblings is not None else None
 
 
@@ -318,7 +326,7 @@ def admin_api(proxy: Proxy) -> Mount:
         ).endpoints(),
         *KvRoutes(kv, warming, pinning, operations).endpoints(),
         *RequestRoutes(flow).endpoints(),
-        *PrefixRoutes(Prefixes(fleet, flow.requests, pins)).endpoints(),
+        *PrefixRoutes(Prefixes(fleet, proxy.prompts)).endpoints(),
         *EventRoutes(proxy.live).endpoints(),
         *ReplayRoutes(Replays()).endpoints(),
         *TableRoutes(SharedTables(fleet, proxy.tables, files)).endpoints(),

@@ -17,6 +17,7 @@ from proxy.peers.unix_sockets import UnixExchange, prepare
 from proxy.settings import EngineEntry, ExchangeSettings, ManagedSettings, Settings, SettingsError
 
 if TYPE_CHECKING:
+    from proxy.api.siblings import Siblings
     from proxy.tracing import otlp
 
 
@@ -50,8 +51,12 @@ def all_engines(settings: Settings) -> tuple[EngineEntry, ...]:
     return (*settings.engines, *managed_engines(settings))
 
 
-def make_exchange(settings: ExchangeSettings, owner: int) -> Exchange:
-    """The exchange of the kvpin `owner`. Raises SettingsError if it cannot be used."""
+def make_exchange(settings: ExchangeSettings, owner: int, siblings: Siblings | None = None) -> Exchange:
+    """The exchange of the kvpin `owner`. `siblings`: the other workers of this kvpin.
+
+    Raises:
+        SettingsError: it cannot be used.
+    """
     directory = _directory(settings)
     try:
         if directory is not None:
@@ -59,7 +64,10 @@ def make_exchange(settings: ExchangeSettings, owner: int) -> Exchange:
             return UnixExchange(directory, owner)
         from proxy.peers.redis_channel import RedisExchange  # noqa: PLC0415 - it needs an extra
 
-        return RedisExchange(settings.url.get_secret_value(), settings.namespace)
+        url, namespace = settings.url.get_secret_value(), settings.namespace
+        if siblings is None:
+            return RedisExchange(url, namespace)
+        return RedisExchange(url, namespace, siblings.own, siblings.sockets)
     except ModuleNotFoundError as error:
         raise SettingsError("exchange by Redis needs a package: pip install 'kvpin[redis]'") from error
     except (OSError, ValueError) as error:

@@ -101,6 +101,11 @@ class Exchange:
             await self.chunk(data)
         await self.end()
 
+    @property
+    def port(self) -> int:
+        """The port from which the request came."""
+        return self._connection.transport.get_extra_info("peername")[1]
+
     def die(self, *, abort=False):
         self.ended = True
         transport = self._connection.transport
@@ -393,7 +398,8 @@ class FakeProxy:
         self.peers = None
         if self.exchange is not None:
             owner = secrets.randbits(63)
-            self.peers = Peers(self.exchange(owner), owner, self.fleet, self.tenants)
+            exchange = self.exchange(owner)
+            self.peers = Peers(exchange, owner, self.fleet, self.tenants, self.transport.hang_up)
             self.peers.start(self.tasks)
         self.metrics = Metrics(self.fleet, peers=self.peers)
         self.requests = RequestLog(100)
@@ -415,16 +421,12 @@ class FakeProxy:
         cors = Cors(self.cors_origins) if self.cors_origins else None
         kept = KeptResponses(self.responses)
         elsewhere = Elsewhere(self.fleet, self.peers, self.transport) if self.peers is not None else None
-        keepers = Keepers(self.neighbours, self.transport) if self.peers is not None else None
+        keepers = Keepers(self.peers.sockets, self.transport) if self.peers is not None else None
         data_plane = DataPlane(
             self.flow, self.tenants, self.max_body_bytes, kept, cors, self.metrics.refuse, elsewhere, keepers
         )
         ops = Ops(self.fleet, self.metrics, peers=self.peers)
         self.site = Site(data_plane, Starlette(routes=ops.routes()))
-
-    def neighbours(self) -> list[str]:
-        """Where other proxies of its exchange serve HTTP to it."""
-        return [each.socket for each in self.peers.neighbours()]
 
     def add(self, fake: FakeEngine | FakeAdapter, **info) -> Engine:
         adapter = fake if isinstance(fake, FakeAdapter) else FakeAdapter(fake.id, fake.url)

@@ -35,6 +35,7 @@ from proxy.api.auth import AdminGuard
 from proxy.api.errors import handle_http
 from proxy.app import Proxy
 from proxy.control.engines import Engines
+from proxy.control.kept_prompts import KeptPrompts
 from proxy.control.kv import KvVerbs
 from proxy.control.operations import Operations
 from proxy.control.pinning import Pinning
@@ -168,7 +169,9 @@ class KvWorld:
         self.targets = Targets(self.fleet, self.tenants, self.flow.requests, has_views=self.reuse)
         self.warming = Warming(self.flow, self.targets, self.operations)
         self.pinning = Pinning(self.fleet, self.targets, self.pins, self.operations, lambda: self.now)
-        self.prefixes = Prefixes(self.fleet, self.flow.requests, self.pins, lambda: self.now)
+        self.told = []  # what other workers tell of their prompts
+        self.prompts = KeptPrompts(self.fleet, self.flow.requests, self.pins, self._tell, lambda: self.now)
+        self.prefixes = Prefixes(self.fleet, self.prompts)
         self.kv = KvVerbs(self.targets, self.warming, self.pins, proxy.ingest, self.operations)
         self.engine_set = Engines(self.fleet, proxy.monitor, self.pins, self.operations, make_adapter)
         self.tables = SharedTables(self.fleet, proxy.tables)
@@ -181,6 +184,9 @@ class KvWorld:
             *ReplayRoutes(Replays()).endpoints(),
             *TableRoutes(self.tables).endpoints(),
         )
+
+    async def _tell(self) -> list[bytes]:
+        return self.told
 
     def add(self, fake: KvFake) -> Engine:
         """A connected, ready engine; its pool tokenises with the test tokenizer."""

@@ -46,6 +46,11 @@ class HttpTransport:
         connection = await origin.connect()
         return await connection.ask(request, head)
 
+    def hang_up(self, unix: str, reason: str) -> None:
+        """See `Transport.hang_up`."""
+        for key in [each for each in self._origins if each[2] == unix]:
+            self._origins.pop(key).hang_up(reason)
+
     async def aclose(self) -> None:
         """See `Transport.aclose`."""
         for origin in self._origins.values():

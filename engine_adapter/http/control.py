@@ -15,7 +15,7 @@ import httpx
 import msgspec
 
 from engine_adapter.body import JsonBody
-from engine_adapter.errors import EngineRejected, EngineSpecError, EngineUnavailable
+from engine_adapter.errors import EngineRejected, EngineSpecError, EngineUnavailable, EngineUnhealthy
 from engine_adapter.hold import RequestBody
 from engine_adapter.http.client import HttpTransport
 from engine_adapter.http.error_bodies import read_error
@@ -152,7 +152,7 @@ class ControlClient:
         try:
             return msgspec.json.decode(raw)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise EngineUnavailable(f"{method} {path}: the answer is not JSON") from error
+            raise EngineUnhealthy(f"{method} {path}: the answer is not JSON") from error
 
     async def fetch(
         self,
@@ -175,9 +175,9 @@ class ControlClient:
                 OutgoingRequest(method, url, pairs, content, self._engine.tls), answer_s
             )
         except EngineUnavailable as error:
-            raise EngineUnavailable(f"{method} {path}: {error}", dropped=error.dropped) from error
+            raise type(error)(f"{method} {path}: {error}", dropped=error.dropped) from error
         except TimeoutError as error:
-            raise EngineUnavailable(f"{method} {path}: no answer within {answer_s:g} s") from error
+            raise EngineUnhealthy(f"{method} {path}: no answer within {answer_s:g} s") from error
         if not 200 <= status < 300:  # noqa: PLR2004 - HTTP
             raise _rejection(status, raw)
         return raw
@@ -286,9 +286,9 @@ def _check_headers(spec: EngineSpec) -> None:
             )
 
 
-def _rejection(status: int, content: bytes) -> EngineRejected | EngineUnavailable:
+def _rejection(status: int, content: bytes) -> EngineRejected | EngineUnhealthy:
     """The exception for an error answer."""
     error = read_error(content)
     if status in (502, 503, 504):
-        return EngineUnavailable(f"the engine answered {status}: {error.message}")
+        return EngineUnhealthy(f"the engine answered {status}: {error.message}")
     return EngineRejected(error.message, status=status, param=error.param)

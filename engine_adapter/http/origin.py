@@ -9,7 +9,7 @@ import ssl
 
 import httpx
 
-from engine_adapter.errors import EngineUnavailable
+from engine_adapter.errors import EngineUnavailable, EngineUnhealthy
 from engine_adapter.http.connection import Connection
 from engine_adapter.http.transport import describe
 
@@ -45,6 +45,7 @@ class Origin:
         self._idle: dict[Connection, float] = {}  # since when; the last in is the first out
         self._sweep: asyncio.TimerHandle | None = None
         self._all_closed: asyncio.Event | None = None  # while the client closes
+        self._hung_up: str | None = None  # why nothing is asked here any more
 
     def take(self) -> Connection | None:
         """The idle connection used last; None if there is none.
@@ -78,6 +79,9 @@ class Origin:
             except OSError as error:  # TimeoutError and TLS errors are some
                 failure = error
             else:
+                if self._hung_up is not None:
+                    connection.close()
+                    raise EngineUnavailable(self._hung_up)
                 self._reached = address
                 # Not in `connection_made`: a caller that is cancelled right after it leaves a connection that
                 # uvloop closes without `connection_lost`.
@@ -86,6 +90,12 @@ class Origin:
                 return connection
         self._addresses_until = 0.0
         raise self._unreachable(failure) from failure
+
+    def hang_up(self, reason: str) -> None:
+        """Drops all connections, for good. Who waits for an answer gets EngineUnavailable with the reason."""
+        self._hung_up = reason
+        for connection in list(self._open):
+            connection.fail(EngineUnavailable(reason, dropped=True))
 
     async def aclose(self) -> None:
         """Closes all connections."""
@@ -154,7 +164,8 @@ class Origin:
             why = f"no answer within {self._connect_timeout_s:g} s"
         if isinstance(error, ssl.SSLCertVerificationError):
             why += "; name the authorities that signed its certificate: ca=FILE"
-        return EngineUnavailable(f"cannot connect to {self._unix or self.host.decode('ascii')}: {why}")
+        kind = EngineUnhealthy if isinstance(error, TimeoutError) else EngineUnavailable
+        return kind(f"cannot connect to {self._unix or self.host.decode('ascii')}: {why}")
 
 
 def _is_address(name: str) -> bool:

@@ -12,7 +12,7 @@ from functools import lru_cache
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from engine_adapter.errors import EngineUnavailable
+from engine_adapter.errors import EngineUnhealthy
 
 # Series whose labels are kept parsed, of all engines together. Engines of one model share theirs.
 _SERIES = 4096
@@ -52,13 +52,13 @@ def read_samples(page: bytes, names: Collection[str]) -> Samples:
     """The samples of `page` with one of these names.
 
     Raises:
-        EngineUnavailable: the page is not in Prometheus text format.
+        EngineUnhealthy: the page is not in Prometheus text format.
     """
     try:
         text = f"\n{page.decode()}"
         return Samples([_sample(name, line) for name in names for line in _group(text, name)])
     except ValueError as error:
-        raise EngineUnavailable(f"/metrics cannot be read: {error}") from error
+        raise EngineUnhealthy(f"/metrics cannot be read: {error}") from error
 
 
 def _group(page: str, name: str) -> Iterator[str]:

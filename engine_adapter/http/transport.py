@@ -82,6 +82,10 @@ class Transport(Protocol):
                 is, here or while the answer is read.
         """
 
+    def hang_up(self, unix: str, reason: str) -> None:
+        """Drops the connections to a Unix socket. Who waits for an answer from there gets EngineUnavailable
+        with that reason."""
+
     async def aclose(self) -> None:
         """Closes all connections."""
 

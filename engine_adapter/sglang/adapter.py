@@ -13,7 +13,7 @@ from typing import Any
 from msgspec import structs
 
 from engine_adapter.body import JsonBody
-from engine_adapter.errors import EngineRejected, EngineUnavailable, NotSupported
+from engine_adapter.errors import EngineRejected, EngineUnavailable, EngineUnhealthy, NotSupported
 from engine_adapter.events.keys import read_sglang_keys
 from engine_adapter.events.sources import reachable_endpoint
 from engine_adapter.events.subscriber import EventEndpoints, KvEventSubscriber
@@ -185,7 +185,7 @@ class SglangAdapter(SelfPlaced, Undeclared):
             await self._control.fetch("GET", "/ready")
         except EngineRejected as error:
             if error.status != _NOT_FOUND:
-                raise EngineUnavailable(f"/ready answered {error.status}: {error}") from error
+                raise EngineUnhealthy(f"/ready answered {error.status}: {error}") from error
             self._tells_ready = False
 
     async def _server_info(self) -> object:

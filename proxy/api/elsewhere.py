@@ -57,8 +57,8 @@ class Elsewhere:
             raise NoEngine("the engine has just gone to another kvpin; try again shortly")
         if to.socket is None:
             raise NoEngine(
-                f"only the kvpin {to.name} may use the engine of this model, and this one cannot reach that "
-                "kvpin: send the request there"
+                "another kvpin uses the engine of this model, and requests cannot be passed on to it: "
+                f"send them to the kvpin on {to.machine}"
             )
         return to
 
@@ -78,7 +78,8 @@ class Elsewhere:
         deadline, dropped = monotonic() + WAIT_S, 0
         while True:
             to, is_late = self.way(model, exchange), monotonic() > deadline
-            if to is None and (is_late or not self._is_changing_hands(model)):
+            waits = not is_late and (dropped or self._is_changing_hands) and not self._is_served_here(model)
+            if to is None and not waits:
                 return await here()
             if to is not None and to.socket is not None:
                 try:
@@ -88,7 +89,7 @@ class Elsewhere:
                         deadline, dropped, is_late = monotonic() + WAIT_S, dropped + 1, False
                     if is_late or dropped == _MAX_DROPPED or not _is_repeatable(call):
                         raise NoEngine(
-                            f"the kvpin {to.name}, which uses the engine, went away; try again shortly"
+                            "the kvpin that uses the engine of this model went away; try again shortly"
                         ) from error
                 else:
                     self._fleet.passed_on[to.name] += call.method == "POST"
@@ -100,13 +101,13 @@ class Elsewhere:
         """Whether there are engines that only one kvpin may use."""
         return self._peers.claims_engines
 
-    def _is_changing_hands(self, model: str | None) -> bool:
-        """Whether an engine that may serve the model is not yet this kvpin's or another one's."""
-        coming = (
+    @property
+    def _is_changing_hands(self) -> bool:
+        """Whether an engine is not yet this kvpin's or another one's."""
+        return any(
             engine.adapter.one_owner and engine.state is EngineState.CONNECTING
             for engine in self._fleet.engines.values()
         )
-        return any(coming) and not self._is_served_here(model)
 
     def _is_served_here(self, model: str | None) -> bool:
         try:

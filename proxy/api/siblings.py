@@ -38,10 +38,11 @@ class Siblings:
 
     Attributes:
         sockets: what they listen on while they run.
+        own: what this worker listens on.
     """
 
-    def __init__(self, sockets: Sequence[Path]) -> None:
-        self.sockets = [str(path) for path in sockets]
+    def __init__(self, sockets: Sequence[Path], own: Path | None = None) -> None:
+        self.sockets, self.own = [str(path) for path in sockets], own
         timeout = httpx.Timeout(_ASK_S, connect=_CONNECT_S)
         self._clients = [
             httpx.AsyncClient(
@@ -63,6 +64,10 @@ class Siblings:
 
         answers = await asyncio.gather(*map(of, self._clients))
         return [answer for answer in answers if answer is not None]
+
+    async def told(self, path: str) -> list[bytes]:
+        """What the others tell at a path that only workers may ask."""
+        return [answer.body for answer in await self.ask("GET", path, [], b"") if answer.is_good]
 
     def __len__(self) -> int:
         return len(self._clients)

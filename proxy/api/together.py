@@ -7,7 +7,7 @@ themselves alone, and merges the answers. Changes are carried out by all, and th
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
@@ -22,6 +22,7 @@ from proxy.api.auth import FROM_PEER
 from proxy.api.changes import PATH, Change, Changes, Kind
 from proxy.api.merged_events import MergedEvents
 from proxy.api.siblings import Answer, Siblings
+from proxy.control.kept_prompts import PROMPTS_PATH
 from proxy.control.merging import (
     merge_engines,
     merge_operation,
@@ -33,7 +34,7 @@ from proxy.observe.merging import merge_pages
 from proxy.observe.metrics import of_workers
 
 _ADMIN = "/admin/v1"
-_EVENTS, _CHANGES = ("GET", f"{_ADMIN}/events"), ("GET", PATH)
+_EVENTS, _CHANGES, _PROMPTS = ("GET", f"{_ADMIN}/events"), ("GET", PATH), ("GET", PROMPTS_PATH)
 _DEFAULT_LIMIT = 50
 # Headers that the others need to understand the request.
 _PASSED_ON = (b"accept", b"content-type", b"x-request-id")
@@ -73,9 +74,19 @@ class _Request:
 class Together:
     """An ASGI application around one that answers for this worker alone."""
 
-    def __init__(self, app: ASGIApp, siblings: Siblings, changes: Changes, *, shared: bool) -> None:
-        """`shared`: the workers know each other's requests. Adds to `changes`."""
-        self._app, self._siblings, self._changes, self._shared = app, siblings, changes, shared
+    def __init__(
+        self,
+        app: ASGIApp,
+        siblings: Siblings,
+        changes: Changes,
+        prompts: Callable[[], Awaitable[bytes]],
+        *,
+        shared: bool,
+    ) -> None:
+        """Adds to `changes`. `prompts` gives what the others are told of this worker's prompts. `shared`: the
+        workers know each other's requests."""
+        self._app, self._siblings, self._shared = app, siblings, shared
+        self._changes, self._prompts = changes, prompts
         self._rules = [(re.compile(rule.path), rule) for rule in _rules(shared=shared)]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -84,8 +95,9 @@ class Together:
         if asked == _EVENTS and not from_peer:
             await MergedEvents(self._app, self._siblings, shared=self._shared).serve(scope, receive, send)
             return
-        if asked == _CHANGES and from_peer:
-            await _send(_answer(HTTPStatus.OK, [], self._changes.told()), send)
+        if asked in (_CHANGES, _PROMPTS) and from_peer:
+            told = self._changes.told() if asked == _CHANGES else await self._prompts()
+            await _send(_answer(HTTPStatus.OK, [], told), send)
             return
         rule = self._rule(scope)
         if rule is None or (from_peer and rule.change is None):
@@ -184,7 +196,6 @@ def _rules(*, shared: bool) -> tuple[_Rule, ...]:
         _Rule("POST", f"{_ADMIN}/engines/[^/]+/drain", change=Kind.DRAIN),
         _Rule("GET", f"{_ADMIN}/requests", _requests),
         _Rule("GET", f"{_ADMIN}/requests/[^/]+", once=True),
-        _Rule("GET", f"{_ADMIN}/prefixes", once=True),
         _Rule("POST", f"{_ADMIN}/(pin|warm|offload|restore)", once=True),
         _Rule("POST", f"{_ADMIN}/flush", _json(merge_operation)),
         _Rule("POST", f"{_ADMIN}/unpin", once=True),

@@ -82,12 +82,17 @@ def show_stats(stats: dict[str, Any]) -> None:
     if (exchange := stats["exchange"]) is not None:
         _show_exchange(exchange)
     totals = stats["totals"]
-    elsewhere = f" and {totals['elsewhere']} used through another kvpin" if totals["elsewhere"] else ""
     out.print(
-        f"{totals['ready']} of {totals['engines']} engines ready{elsewhere}, "
+        f"{ready_engines(totals['ready'], totals['engines'], totals['elsewhere'])}, "
         f"{totals['in_flight']} requests in flight, {totals['served']} served; "
         f"reuse is {'on' if stats['reuse'] else 'off'}"
     )
+
+
+def ready_engines(ready: int, of: int, elsewhere: int) -> str:
+    """How many engines are ready, and how many more another kvpin uses for this one."""
+    more = f" and {elsewhere} used through another kvpin" if elsewhere else ""
+    return f"{ready} of {of} engines ready{more}"
 
 
 def _show_unconnected(out: Console, stats: dict[str, Any]) -> None:

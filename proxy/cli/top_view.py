@@ -11,6 +11,7 @@ from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.text import Text
 
 from proxy.cli.grid import Grid
+from proxy.cli.tables import ready_engines
 
 # Seconds that rates are taken over.
 WINDOW_S = 10.0
@@ -71,10 +72,12 @@ class TopView:
         )
 
     def _head(self, now: dict[str, Any]) -> Text:
-        ready = sum(engine["state"] == "ready" for engine in now["engines"])
+        engines = now["engines"]
+        ready = sum(engine["state"] == "ready" for engine in engines)
+        elsewhere = sum(each["state"] == "elsewhere" and each["problem"] is None for each in engines)
         first = self._recent[0]
         seconds = now["at"] - first["at"]
-        parts = [self.url, f"{ready} of {len(now['engines'])} engines ready"]
+        parts = [self.url, ready_engines(ready, len(engines), elsewhere)]
         if seconds:
             parts.append(f"{(now['requests'] - first['requests']) / seconds:.1f} requests/s")
         parts.append(f"{sum(now['waiting'].values())} waiting")

@@ -7,8 +7,8 @@ engines.py     add, remove, drain                      tables.py    prompt table
 configured.py  the engines of the settings             discovered.py and those found elsewhere
 stats.py       what everything holds                   merging.py   answers of several workers as one
 routing.py     where would this go?                    explain.py   why did the cache miss?
-prefixes.py    the prefix tree of the last prompts    ranks.py     engines of one server
-replays.py     recorded traffic on simulated engines
+prefixes.py    the prefix tree of the last prompts    kept_prompts.py  those of all workers
+replays.py     recorded traffic on simulated engines  ranks.py     engines of one server
 
 Each class takes the few collaborators it uses. The structs named `…Answer` are what the admin API answers.
 """

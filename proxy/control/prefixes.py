@@ -1,14 +1,12 @@
 """The prefix tree of the last requests' prompts, and which engines hold which part of it. No prompt text.
 
-It is made anew for each who asks, in slices, so that requests are served in between. Most of the time goes
-into hashing the prompts.
+It is made anew for each who asks, in slices, so that requests are served in between.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import count
@@ -16,21 +14,20 @@ from itertools import count
 import msgspec
 
 from engine_adapter.types import Tier
-from proxy.core.index.blocks import BlockHash, chain
+from proxy.control.kept_prompts import KeptPrompt, KeptPrompts
+from proxy.core.index.blocks import BlockHash
 from proxy.core.index.prefix_index import Match
 from proxy.core.index.tree import Node, PrefixTree
-from proxy.core.pins import Pin, PinBook
+from proxy.core.peers.messages import unpacked
 from proxy.errors import BadRequest, NotFound
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.pool import Pool
-from proxy.prompt import Prompt
-from proxy.request.records import RequestLog, RequestRecord
 
 # Engines that are named for each prefix; `engines` counts the others, too.
 HOLDERS = 8
 MAX_DEPTH, MAX_PREFIXES = 64, 500
-# Blocks that are hashed in a row: 0.3 ms.
-_SLICE_BLOCKS = 1024
+# Nodes that are looked at in a row.
+_SLICE_NODES = 1024
 
 
 class Holder(msgspec.Struct):
@@ -95,25 +92,17 @@ class PrefixesAnswer(msgspec.Struct, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class _Owner:
-    """A request, and the pool that its prompt was for."""
+    """A prompt, and the pool that it was for."""
 
-    record: RequestRecord
-    prompt: Prompt
+    prompt: KeptPrompt
     pool: Pool
 
 
 class Prefixes:
     """Tells what engines hold of the last prompts."""
 
-    def __init__(
-        self,
-        fleet: Fleet,
-        requests: RequestLog,
-        pins: PinBook,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """`clock` gives monotonic seconds."""
-        self._fleet, self._requests, self._pins, self._clock = fleet, requests, pins, clock
+    def __init__(self, fleet: Fleet, prompts: KeptPrompts) -> None:
+        self._fleet, self._prompts = fleet, prompts
 
     async def look(self, under: str | None, depth: int, most: int) -> PrefixesAnswer:
         """The widest prefixes.
@@ -127,10 +116,11 @@ class Prefixes:
             NotFound: no prompt that kvpin keeps goes through `under`.
             BadRequest: `under` is no id of a prefix.
         """
-        tree, requests = await self._grow()
+        kept = await self._prompts.all()
+        tree, requests = await self._grow(kept.prompts)
         top = None if under is None else await _find(tree, _block_of(under))
         tops = [*tree.roots.values()] if top is None else [top]
-        pinned = await self._pinned(tree)
+        pinned = await _pinned(tree, kept.pins)
         path = [self._answer(node, pinned) for node in top.path()] if top is not None else []
         shown, unshown = await self._widest(tops, pinned, depth, most)
         return PrefixesAnswer(
@@ -141,31 +131,15 @@ class Prefixes:
             unshown=unshown,
         )
 
-    async def _grow(self) -> tuple[PrefixTree[_Owner], int]:
-        """The tree of all prompts that are kept, and how many these are."""
+    async def _grow(self, prompts: Iterable[KeptPrompt]) -> tuple[PrefixTree[_Owner], int]:
+        """The tree of all prompts whose pools are here, and how many these are."""
         tree, requests = PrefixTree[_Owner](), 0
-        for record in list(self._requests):
-            prompt, model = record.prompt, record.served_as
-            pool = self._fleet.pools.get(model) if model is not None else None
-            if prompt is not None and pool is not None:
-                tree.add(await _hashes(pool, prompt), _Owner(record, prompt, pool))
+        for prompt in prompts:
+            if (pool := self._fleet.pools.get(prompt.model)) is not None:
+                tree.add(unpacked(prompt.hashes), _Owner(prompt, pool))
                 requests += 1
             await asyncio.sleep(0)
         return tree, requests
-
-    async def _pinned(self, tree: PrefixTree[_Owner]) -> dict[Node[_Owner], list[str]]:
-        """The ids of the pins on each node."""
-        ends: dict[BlockHash, list[Pin]] = {}
-        for pin in self._pins.active(self._clock()):
-            if pin.last_block is not None:
-                ends.setdefault(pin.last_block, []).append(pin)
-        pinned: dict[Node[_Owner], list[str]] = {}
-        for node in tree if ends else ():
-            for block in ends.keys() & node.own:
-                for each in node.path():
-                    pinned.setdefault(each, []).extend(pin.pin_id for pin in ends[block])
-            await asyncio.sleep(0)
-        return pinned
 
     async def _widest(
         self, tops: Iterable[Node[_Owner]], pinned: dict[Node[_Owner], list[str]], depth: int, most: int
@@ -193,20 +167,20 @@ class Prefixes:
 
     def _answer(self, node: Node[_Owner], pinned: dict[Node[_Owner], list[str]]) -> PrefixAnswer:
         """A node without its children."""
-        record, pool, block = node.newest.record, node.newest.pool, node.newest.pool.tokens_per_block
+        prompt, pool, block = node.newest.prompt, node.newest.pool, node.newest.pool.tokens_per_block
         matches = pool.index.match(node.own)
         held = sorted(matches.items(), key=lambda item: (-item[1].blocks, item[0]))
         return PrefixAnswer(
             id=f"{node.last:016x}",
-            request_id=record.request_id,
+            request_id=prompt.request_id,
             model=pool.model,
-            lora=node.newest.prompt.lora,
-            tenant=record.tenant,
+            lora=prompt.lora,
+            tenant=prompt.tenant,
             start=node.start * block,
             end=node.end * block,
             below=node.blocks * block,
             requests=node.chains,
-            last_used=record.started,
+            last_used=prompt.started,
             engines=len(matches),
             holders=[Holder(engine, _by_tier(match, block)) for engine, match in held[:HOLDERS]],
             pins=pinned.get(node, []),
@@ -226,16 +200,20 @@ def _by_tier(match: Match, block: int) -> dict[str, int]:
     return {tier: blocks * block for tier, blocks in by_tier.items() if blocks}
 
 
-async def _hashes(pool: Pool, prompt: Prompt) -> Sequence[BlockHash]:
-    """The blocks of a prompt."""
-    root, block = pool.root_of(prompt.salt, prompt.lora), pool.tokens_per_block
-    known: tuple[BlockHash, ...] = ()
-    step = _SLICE_BLOCKS * block
-    for end in range(step, len(prompt.token_ids) + step, step):
-        extra_ids = prompt.extra_ids and prompt.extra_ids[:end]
-        known = chain(root, prompt.token_ids[:end], extra_ids, block, known).hashes
+async def _pinned(
+    tree: PrefixTree[_Owner], pins: Sequence[tuple[str, BlockHash]]
+) -> dict[Node[_Owner], list[str]]:
+    """The ids of the pins on each node."""
+    ends: dict[BlockHash, list[str]] = {}
+    for pin_id, last in pins:
+        ends.setdefault(last, []).append(pin_id)
+    pinned: dict[Node[_Owner], list[str]] = {}
+    for node in tree if ends else ():
+        for block in ends.keys() & node.own:
+            for each in node.path():
+                pinned.setdefault(each, []).extend(ends[block])
         await asyncio.sleep(0)
-    return known
+    return pinned
 
 
 def _block_of(under: str) -> BlockHash:
@@ -252,6 +230,6 @@ async def _find(tree: PrefixTree[_Owner], last: BlockHash) -> Node[_Owner]:
     for looked, node in enumerate(tree):
         if node.last == last:
             return node
-        if looked % _SLICE_BLOCKS == 0:
+        if looked % _SLICE_NODES == 0:
             await asyncio.sleep(0)
     raise NotFound("no prompt of the last requests goes on under this prefix", param="under")

@@ -162,9 +162,14 @@ class Fleet:
         """Whether an engine is ready, here or at another kvpin, and all engines of the start were tried. One
         that joins later is not waited for."""
         states = {engine.state for engine in self.engines.values()}
-        serves = EngineState.READY in states or any(each.is_served_there for each in self.engines.values())
-        self._has_started |= serves and EngineState.CONNECTING not in states
-        return serves and self._has_started
+        self._has_started |= self.serves and EngineState.CONNECTING not in states
+        return self.serves and self._has_started
+
+    @property
+    def serves(self) -> bool:
+        """Whether an engine is ready, here or at another kvpin."""
+        engines = self.engines.values()
+        return any(each.state is EngineState.READY or each.is_served_there for each in engines)
 
     @property
     def stands_by(self) -> bool:
@@ -245,6 +250,8 @@ class Fleet:
         processes = [engine.process for engine in self.engines.values()]
         if processes and all(each is not None and each.given_up for each in processes):
             return "no engine runs: kvpin has given up starting them, and `kvpin engines` says why"
+        if self.stands_by:
+            return "only one kvpin may use the engine, and another one does: `kvpin engines` says which"
         return "no engine is connected yet; try again shortly"
 
     def not_served(self, model: str | None) -> NotFound:

@@ -10,7 +10,15 @@ from zlib import crc32
 
 import structlog
 
-from engine_adapter import Capability, EngineError, EngineTaken, EngineUnavailable, Finding
+from engine_adapter import (
+    Capability,
+    EngineError,
+    EngineRejected,
+    EngineTaken,
+    EngineUnavailable,
+    EngineUnhealthy,
+    Finding,
+)
 from proxy.fleet.engine import Engine, EngineState, this_kvpin
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.ingest import Ingest
@@ -24,6 +32,10 @@ log = structlog.get_logger(__name__)
 # Between attempts to connect. Short at first: a restarted engine answers at once.
 FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 2.0
+# An engine is lost when that many health checks in a row have failed. One is enough where it shows that the
+# process is gone: a connection that is refused or breaks, or another process.
+FAILURES = 3
+_FAILED = (EngineUnhealthy, EngineRejected, TimeoutError)
 # Between looks at an engine that another kvpin uses.
 TAKEN_S = 1.0
 # If a check's time limit strikes this late, kvpin was held up: paused, or without a CPU.
@@ -136,17 +148,28 @@ class Monitor:
             log.info("engine is ready", engine=engine.id, model=pool.model, version=info.version)
 
     async def _until_lost(self, engine: Engine) -> None:
-        """Checks a connected engine until a check fails or the process is another one."""
-        pause_s = self._interval_s * _phase(engine.id)
+        """Checks a connected engine until it is gone, or `FAILURES` checks in a row have failed."""
+        pause_s, failures = self._interval_s * _phase(engine.id), 0
         while True:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(pause_s):
-                    await engine.check_now.wait()
-            pause_s = self._interval_s
+            if failures:
+                await asyncio.sleep(self._interval_s)  # requests that fail do not hasten it
+            else:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(pause_s):
+                        await engine.check_now.wait()
+                pause_s = self._interval_s
             # Cleared before the check: a request that fails during the check asks for another one.
             engine.check_now.clear()
             _require_mine(engine)
-            await self._check_in_time(engine)
+            try:
+                await self._check_in_time(engine)
+            except _FAILED as error:
+                failures += 1
+                if failures == FAILURES:
+                    raise
+                _doubt(engine, error)
+            else:
+                failures = 0
             _require_mine(engine)
             for lease in engine.leases:
                 lease.end_if_late(monotonic(), self._timeouts)
@@ -167,15 +190,13 @@ class Monitor:
                     raise
 
     async def _check(self, engine: Engine) -> None:
-        """One health check; a suspect engine, or one that changed, is asked what it is and can do."""
-        if engine.state is not EngineState.SUSPECT:
-            load = await engine.adapter.load()
-            if load.counted:
-                engine.ledger.reported(monotonic(), load.running + load.waiting)
-                engine.ledger.backlog.reported(load.waiting)
-            if not load.outdated:
-                return
-        await self._recheck(engine)
+        """One health check; a suspect engine, or one that changed, is also asked what it is and can do."""
+        load = await engine.adapter.load()
+        if load.counted:
+            engine.ledger.reported(monotonic(), load.running + load.waiting)
+            engine.ledger.backlog.reported(load.waiting)
+        if load.outdated or engine.state is EngineState.SUSPECT:
+            await self._recheck(engine)
 
     async def _recheck(self, engine: Engine) -> None:
         """Asks the engine again what it is and can do. Raises EngineUnavailable if it is another process."""
@@ -256,6 +277,14 @@ class Monitor:
         if engine.can(Capability.PROMPT_TABLES):
             for table in self._tables.list():
                 await engine.adapter.put_prompt_table(table)
+
+
+def _doubt(engine: Engine, error: Exception) -> None:
+    """A health check of an engine failed. Until one succeeds, other engines are preferred."""
+    engine.last_error = str(error) or "no answer in time"
+    if engine.state is EngineState.READY:
+        engine.state = EngineState.SUSPECT
+        log.warning("a health check failed: checking again", engine=engine.id, error=engine.last_error)
 
 
 def _require_mine(engine: Engine) -> None:

@@ -4,9 +4,12 @@ They share what the engines' events do not tell: requests in flight, what engine
 conversations, rates, and what tenants have used. Nothing is decided together: each kvpin places its requests
 by what it knows, and all know nearly the same. `proxy/core/peers/` says what is told.
 
-peers.py          one kvpin among several: tells, listens, notices who is lost
-contents.py       what a newcomer is told of engines without events and of conversations
+peers.py          one kvpin among several: listens, notices who is lost
+voice.py          what it tells the others      engines.py  its engines, as it tells of them
+peer.py           another one, as it sees it    site.py     an engine on which that one's requests run
+joining.py        when a newcomer is ready      contents.py what it is told of conversations and engines
 owners.py         claims engines that only one kvpin may use
+stats.py          what people see of it
 exchange.py       the seam: how frames reach the others
 unix_sockets.py   between the kvpins of one machine
 redis_channel.py  between those of several, through Redis or Valkey

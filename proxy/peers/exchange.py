@@ -28,11 +28,14 @@ class Exchange(Protocol):
 
     Attributes:
         dropped: frames that were not sent because too much was waiting.
-        http_socket: where this kvpin serves HTTP to the others; None if they cannot reach its sockets.
+        http_socket: where this kvpin serves HTTP to the others; None if none can reach its sockets.
     """
 
     dropped: int
     http_socket: Path | None
+
+    def reaches(self, socket: str) -> bool:
+        """Whether the path at which another kvpin says that it serves HTTP is on this machine, and is its."""
 
     @property
     def is_connected(self) -> bool:

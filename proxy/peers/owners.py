@@ -33,6 +33,11 @@ class ToldClaim:
     model: str | None
     socket: str | None
 
+    @property
+    def machine(self) -> str:
+        """The machine that it runs on, see `this_kvpin`."""
+        return self.name.rpartition(":")[0]
+
 
 class Owners:
     """This kvpin's claims, and whose the other engines are.

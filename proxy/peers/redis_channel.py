@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +38,16 @@ class RedisExchange:
 
     Attributes:
         dropped: frames that were not sent because too much was waiting.
-        http_socket: None, as kvpins of other machines cannot reach one.
+        http_socket: where a worker serves HTTP to the other workers; None for a kvpin without workers.
     """
 
-    def __init__(self, url: str, namespace: str) -> None:
-        """Kvpins of one `namespace` hear each other. Raises ValueError if the URL cannot be used."""
+    def __init__(
+        self, url: str, namespace: str, http_socket: Path | None = None, siblings: Collection[str] = ()
+    ) -> None:
+        """Kvpins of one `namespace` hear each other. `siblings`: where the other workers serve HTTP. Raises
+        ValueError if the URL cannot be used."""
         self.dropped = 0
-        self.http_socket: Path | None = None
+        self.http_socket, self._siblings = http_socket, siblings
         self._url, self._channel = url, f"kvpin:{namespace}"
         parse_url(url)
         self._outbox = deque[bytes]()
@@ -71,6 +75,10 @@ class RedisExchange:
     def is_alone(self) -> bool:
         """Whether nobody else listens to the channel."""
         return self._is_connected and self._is_alone
+
+    def reaches(self, socket: str) -> bool:
+        """Whether it is that of another worker. Kvpins of other machines say where they serve, too."""
+        return socket in self._siblings
 
     def publish(self, frame: bytes) -> None:
         """Sends a frame soon. It is dropped while the server is gone, and where too much is waiting."""

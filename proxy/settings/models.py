@@ -393,7 +393,7 @@ class HealthSettings(_Part):
 
     Attributes:
         interval_s: time between health checks.
-        timeout_s: time after which a check has failed.
+        timeout_s: time after which a check has failed. Three in a row lose an engine.
     """
 
     interval_s: Seconds = 1.0

@@ -12,8 +12,7 @@ from proxy.workers.orders import Orders
 async def catch_up(siblings: Siblings, orders: Orders) -> list[Change]:
     """Carries out the changes that the other workers know. Its own socket listens already, so that what is
     changed from now on comes there. Returns what can only be done later, see `carry_out`."""
-    answers = await siblings.ask("GET", PATH, [], b"")
-    told = [heard(answer.body) for answer in answers if answer.is_good]
+    told = map(heard, await siblings.told(PATH))
     return await carry_out(max(told, key=len, default=[]), orders)  # another one may have just been started
 
 

@@ -2,7 +2,8 @@
 
 The kernel wakes all workers for a connection, and the one that runs already takes it: of workers with little
 to do, one gets nearly everything. So each tells the others how many connections it has, and one that has more
-than another leaves a new one to that other for up to `HOLD_S`.
+than another leaves a new one to that other for up to `HOLD_S`. One that has no engine yet leaves it to one
+that has.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ log = structlog.get_logger(__name__)
 HOLD_S = 0.01
 # After an error, e.g. no more files.
 _RETRY_S = 0.5
+# What a worker counts for: while it has no engine, besides its connections; and when it takes none.
+_UNREADY = 2**30
 _GONE = 2**31
 _FILE = "connections"
 _BYTES = 8
@@ -41,11 +44,19 @@ class Tally:
             self._memory = mmap.mmap(file.fileno(), size)
         self._counts = memoryview(self._memory).cast("q")
         self._left = set[int]()
+        self._ready = set[int]()
 
     def put(self, worker: int, connections: int) -> None:
         """Tells how many connections a worker has; workers count from 1."""
         if worker not in self._left:
-            self._counts[worker - 1] = connections
+            self._counts[worker - 1] = connections + (0 if worker in self._ready else _UNREADY)
+
+    def be_ready(self, worker: int) -> None:
+        """A worker has engines from now on."""
+        if worker not in self._ready:
+            self._ready.add(worker)
+            if worker not in self._left:
+                self._counts[worker - 1] -= _UNREADY
 
     def leave(self, worker: int) -> None:
         """A worker takes no more connections."""
@@ -53,8 +64,12 @@ class Tally:
         self._counts[worker - 1] = _GONE
 
     def is_due(self, worker: int) -> bool:
-        """Whether no other worker that takes connections has fewer."""
+        """Whether no other worker that takes connections has fewer, or only others without engines."""
         return self._counts[worker - 1] <= min(self._counts)
+
+    def may_take(self, worker: int) -> bool:
+        """Whether a worker may take what was left to others: it has engines, or none of them has."""
+        return self._counts[worker - 1] < _UNREADY or min(self._counts) >= _UNREADY
 
 
 class Door:
@@ -108,7 +123,7 @@ class Door:
         self._loop.add_reader(listener, self._knock, listener)
         poll = select.poll()
         poll.register(listener, select.POLLIN)
-        if poll.poll(0):
+        if poll.poll(0) and self._tally.may_take(self._worker):
             self._accept(listener)  # nobody else did
 
     def _accept(self, listener: socket.socket) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,14 @@ from typing import Any
 import msgspec
 
 from engine_adapter import EngineSpec
-from proxy.settings import WORKER_VARIABLE, EngineSettings, ExchangeSettings, Settings, read_engines
+from proxy.settings import (
+    WORKER_VARIABLE,
+    EngineSettings,
+    ExchangeSettings,
+    Settings,
+    SettingsError,
+    read_engines,
+)
 
 _ENGINES = "engines.json"
 
@@ -36,9 +44,23 @@ class Orders(msgspec.Struct, frozen=True):
 
     @classmethod
     def take(cls) -> Orders | None:
-        """This process's orders; None if it is no worker. What it starts does not inherit them."""
+        """This process's orders; None if it is no worker. What it starts does not inherit them.
+
+        Raises:
+            SettingsError: the variable is there, but no supervisor of this process set it.
+        """
         text = os.environ.pop(WORKER_VARIABLE, None)
-        return msgspec.json.decode(text, type=cls) if text is not None else None
+        if text is None:
+            return None
+        try:
+            orders = msgspec.json.decode(text, type=cls)
+            if Path(orders.directory).is_dir() and all(map(_is_socket, orders.listeners)):
+                return orders
+        except (msgspec.DecodeError, ValueError, OSError):
+            pass
+        raise SettingsError(
+            f"{WORKER_VARIABLE} is set, but this process is no worker of `kvpin serve --workers`: unset it"
+        )
 
     def variable(self) -> dict[str, str]:
         """The environment variable that says so."""
@@ -87,6 +109,11 @@ def _described(spec: EngineSpec[Any]) -> dict[str, Any]:
     fields = {name: getattr(spec, name) for name in EngineSettings.model_fields}
     given = {**fields, **msgspec.structs.asdict(spec.options)}
     return {name: value for name, value in given.items() if value is not None}
+
+
+def _is_socket(descriptor: int) -> bool:
+    """Raises OSError if nothing is open there."""
+    return stat.S_ISSOCK(os.fstat(descriptor).st_mode)
 
 
 def _http_socket(directory: str, number: int) -> Path:

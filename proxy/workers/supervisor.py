@@ -66,6 +66,8 @@ class Workers:
         self._directory = OwnDirectory()
         self._tasks = Supervisor()
         self._tally = Tally(self._directory.path, settings.workers)
+        for number in range(1, settings.workers + 1):
+            self._tally.leave(number)  # until it has started
         self._running: dict[int, Process] = {}
         self._engines = SharedEngines(self._directory.path, self._tasks)
         self._status = 0

@@ -1,6 +1,7 @@
 """Several `kvpin serve` in front of one llama-server, which takes only one."""
 
 import json
+import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -133,6 +134,29 @@ def test_with_an_exchange_one_owns_the_server_and_both_answer_as_one(server, sta
     assert ask(third, story) == (text, cached)
     assert all("damaged" not in each.log.read_text() for each in (first, second, third))
     assert llama.process.poll() is None
+
+
+def test_a_request_at_an_owner_that_hangs_is_a_503_and_the_server_is_free_once_it_is_killed(
+    server, start, tmp_path
+):
+    _, flag = server
+    exchange = f"--exchange=unix:{tmp_path / 'bus'}"
+    first = start(running_kvpin, "first", flag, exchange)
+    second = start(starting_kvpin, "second", flag, exchange)
+    wait_until_ready(second)
+    body = {"model": MODEL, "prompt": "Tell me a story. ", "max_tokens": 2000, "ignore_eos": True}
+    url = f"{second.base_url}/completions"
+    with ThreadPoolExecutor() as threads:
+        asked = threads.submit(httpx.post, url, json=body, timeout=WAIT_S, trust_env=False)
+        until(lambda: running(first) == 1)
+        first.process.send_signal(signal.SIGSTOP)
+        answer = asked.result()
+    assert answer.status_code == 503
+    assert "another one does" in answer.json()["error"]["message"]
+    assert engine_of(second)["state"] == "elsewhere"
+    first.kill()
+    until(lambda: engine_of(second)["state"] == "ready")
+    assert completion(second, body | {"max_tokens": 4})["choices"][0]["text"]
 
 
 def completion(kvpin, body):

@@ -222,6 +222,23 @@ async def test_new_settings_under_load(tmp_path, engine):
     assert '"exception"' not in log.read_text()
 
 
+async def test_a_client_that_pauses_between_two_requests_is_not_cut_off(tmp_path, engine):
+    log = tmp_path / "log"
+    with listen("127.0.0.1", 0) as listener:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        process = start(listener, log, "--engine", f"openai_compatible={engine}")
+        with killed_at_the_end([process]):
+            await until(lambda: "engine is ready" in log.read_text())
+            async with httpx.AsyncClient(base_url=url, trust_env=False) as client:
+                assert (await client.get("/health/live")).status_code == 200
+                process.send_signal(signal.SIGTERM)
+                await until(lambda: "waiting for running answers" in log.read_text())
+                await asyncio.sleep(0.6)
+                answer = await client.get("/health/live")  # the port is closed: on the same connection
+                assert (answer.status_code, answer.headers["connection"]) == (200, "close")
+            await ended(process, log)
+
+
 async def test_until_requests_stop_coming_kvpin_says_that_it_is_not_ready(tmp_path, engine):
     config, log = tmp_path / "kvpin.toml", tmp_path / "log"
     config.write_text("drain_s = 60\n")

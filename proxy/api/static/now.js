@@ -100,9 +100,11 @@ const Engine = ({ engine }) => html`<article class=${`card engine ${engine.state
 const Engines = pure(({ snapshot }) => {
   const engines = [...snapshot.engines].sort((a, b) => (a.state === "ready") - (b.state === "ready"));
   const ready = engines.filter((each) => each.state === "ready").length;
+  const elsewhere = engines.filter((each) => each.state === "elsewhere" && each.problem === null).length;
+  const more = elsewhere ? ` and ${elsewhere} used through another kvpin` : "";
   const waiting = Object.entries(snapshot.waiting);
   return html`<section aria-label="Engines">
-    <h2>Engines <small>${ready} of ${engines.length} ready</small></h2>
+    <h2>Engines <small>${ready} of ${engines.length} ready${more}</small></h2>
     ${waiting.map(([model, n]) => html`<p class="problem">${count(n)} requests for ${model} wait: all its engines are busy</p>`)}
     <${Paged} items=${engines} size=${CARDS} name="engines">
       ${(shown) => html`<div class="engines">${shown.map((each) => html`<${Engine} key=${each.id} engine=${each} />`)}</div>`}

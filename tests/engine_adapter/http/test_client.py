@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 import pytest
 
@@ -69,3 +70,38 @@ async def test_closing_ends_idle_connections_and_running_answers(transport):
         assert await response.receive() == b"some"
         await transport.aclose()
         await asyncio.wait_for(wires[0].is_left.wait(), 5)
+
+
+async def test_after_hanging_up_on_a_socket_all_that_was_asked_there_fails_and_what_is_asked_later_does_not(
+    transport, tmp_path
+):
+    path, connected, closed = tmp_path / "s", asyncio.Queue(), asyncio.Queue()
+
+    async def hang(reader, writer):
+        connected.put_nowait(None)
+        with contextlib.suppress(ConnectionError):
+            await reader.read()
+        writer.close()
+        closed.put_nowait(None)
+
+    def send():
+        return asyncio.create_task(transport.send(OutgoingRequest("POST", "http://x/", unix=str(path))))
+
+    async with await asyncio.start_unix_server(hang, path), asyncio.timeout(5):
+        asked = send()
+        await connected.get()
+        connecting = send()
+        await asyncio.sleep(0)
+        transport.hang_up(str(path), "it is lost")
+        for each, dropped in ((asked, True), (connecting, False)):
+            with pytest.raises(EngineUnavailable, match="it is lost") as caught:
+                await each
+            assert caught.value.dropped is dropped
+        later = send()
+        for _ in range(2):
+            await connected.get()
+        assert not later.done()
+        later.cancel()
+        for _ in range(3):
+            await closed.get()
+        await asyncio.sleep(0)  # the event loop closes sockets in its next cycle

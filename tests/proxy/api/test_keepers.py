@@ -28,7 +28,7 @@ async def several(tmp_path, engine, served_as_chats=RESPONSES_ROUTES, tenants=TE
             options = {"tenants": tenants, "exchange": lambda owner: UnixExchange(tmp_path / "bus", owner)}
             proxies.append(await stack.enter_async_context(proxy_over(adapter, **options)))
             await stack.enter_async_context(reachable(proxies[-1]))
-        await until(lambda: all(len(each.neighbours()) == N - 1 for each in proxies))
+        await until(lambda: all(len(each.peers.sockets()) == N - 1 for each in proxies))
         clients = [await stack.enter_async_context(client_of(each)) for each in proxies]
         yield proxies, clients
 

@@ -11,6 +11,7 @@ from starlette.routing import Route
 from proxy.api.changes import PATH, Changes, heard
 from proxy.api.siblings import Siblings
 from proxy.api.together import Together
+from proxy.control.kept_prompts import PROMPTS_PATH
 from tests.proxy.api.test_siblings import at_socket
 
 ADMIN = "/admin/v1"
@@ -41,11 +42,14 @@ class Worker:
             "/engines": JSONResponse({"id": f"vllm-{self.number}"}, 201),
             "/pin": JSONResponse({"of": self.number}, 200 if is_second else 404),
             "/offload": JSONResponse({"of": self.number}, 502 if is_second else 404),
-            "/prefixes": JSONResponse({"of": self.number}, 200 if is_second else 404),
             "/engines/x": Response(status_code=204 if is_second else 404),
         }
         refused = JSONResponse({"error": "no"}, 401)
         return refused if self.refuses else found.get(path, JSONResponse({"of": self.number}))
+
+
+async def nothing():
+    return b""
 
 
 @contextlib.asynccontextmanager
@@ -53,7 +57,7 @@ async def two(tmp_path, **options):
     """A client of worker 1, and both workers."""
     own, other = Worker(1, **options), Worker(2)
     siblings = Siblings([tmp_path / "2.http"])
-    app = Together(own.app, siblings, Changes(), shared=True)
+    app = Together(own.app, siblings, Changes(), nothing, shared=True)
     async with at_socket(other.app, tmp_path / "2.http"):
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
             yield client, own, other
@@ -68,7 +72,6 @@ async def test_reads_show_both_as_one(tmp_path):
         repeated = (await client.get(f"{ADMIN}/requests?limit=x&limit=1")).json()  # the last one counts
         assert repeated == listed
         assert (await client.get(f"{ADMIN}/requests/two")).json() == {"of": 2}
-        assert (await client.get(f"{ADMIN}/prefixes?under=2")).json() == {"of": 2}
         for path in ("/health/ready", f"{ADMIN}/requests/one"):
             assert (await client.get(path)).json() == {"of": 1}
         assert not [path for _, path, _ in other.asked if path in ("/health/ready", "/requests/one")]
@@ -96,7 +99,7 @@ async def test_what_a_worker_was_asked_by_another_goes_no_further(tmp_path):
     async with two(tmp_path) as (_, own, other):
 
         async def from_peer(scope, receive, send):
-            await Together(own.app, Siblings([tmp_path / "2.http"]), Changes(), shared=True)(
+            await Together(own.app, Siblings([tmp_path / "2.http"]), Changes(), nothing, shared=True)(
                 {**scope, "kvpin.from_peer": True}, receive, send
             )
 
@@ -115,9 +118,12 @@ async def test_one_does_what_names_a_request_that_only_it_knows(tmp_path):
         assert len(own.asked) == 3
 
 
-async def test_it_tells_another_worker_and_nobody_else_what_became_of_engines(tmp_path):
+async def test_it_tells_another_worker_and_nobody_else_of_changes_and_prompts(tmp_path):
+    async def prompts():
+        return b"prompts"
+
     own, is_peer = Worker(2), True  # it knows the engine x
-    app = Together(own.app, Siblings([]), Changes(), shared=True)
+    app = Together(own.app, Siblings([]), Changes(), prompts, shared=True)
 
     async def asked(scope, receive, send):
         await app({**scope, "kvpin.from_peer": is_peer}, receive, send)
@@ -133,5 +139,7 @@ async def test_it_tells_another_worker_and_nobody_else_what_became_of_engines(tm
             ("POST", f"{ADMIN}/engines/y/drain", b"{}"),
             ("DELETE", f"{ADMIN}/engines/x", b""),
         ]
+        assert (await client.get(PROMPTS_PATH)).content == b"prompts"
         is_peer = False
-        assert (await client.get(PATH)).json() == {"of": 2}
+        for path in (PATH, PROMPTS_PATH):
+            assert (await client.get(path)).json() == {"of": 2}

@@ -108,6 +108,14 @@ def test_wrong_settings_are_one_line_and_status_2(kvpin, served, words):
     assert not served
 
 
+def test_a_foreign_variable_of_workers_is_one_line_and_status_2(kvpin, monkeypatch):
+    monkeypatch.setenv("KVPIN_WORKER", "7")
+    result = kvpin("serve")
+    assert result.exit_code == 2
+    assert result.stderr.startswith("kvpin: KVPIN_WORKER is set, but")
+    assert result.stderr.count("\n") == 1
+
+
 def test_no_traceback_from_the_program():
     command = [sys.executable, "-m", "proxy.cli", "serve", "--engine", "teapot"]
     output = subprocess.run(command, capture_output=True, text=True, check=False)

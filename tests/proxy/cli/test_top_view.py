@@ -14,7 +14,8 @@ REUSE = {
 def engine(name, **fields):
     return {
         "id": name, "model": "m", "state": "ready", "trust": "precise", "queue_s": 0.25, "in_flight": 3,
-        "held_tokens": {"gpu": 800, "host": 16}, "capacity_tokens": {"gpu": 1600}, "reuse": REUSE, **fields,
+        "held_tokens": {"gpu": 800, "host": 16}, "capacity_tokens": {"gpu": 1600}, "reuse": REUSE,
+        "problem": None, **fields,
     }  # fmt: skip
 
 
@@ -65,6 +66,13 @@ def test_rates_are_those_of_the_last_seconds():
     assert "800 50%" in text
     view.take("snapshot", snapshot(22, 0, []))  # kvpin was restarted
     assert "0 of 0 engines ready · 2 waiting" in drawn(view)
+
+
+def test_engines_that_another_kvpin_uses_for_this_one_are_told_from_those_that_it_keeps():
+    view = TopView("http://k")
+    engines = [engine("e0", state="elsewhere"), engine("e1", state="elsewhere", problem="another uses it")]
+    view.take("snapshot", snapshot(0, 0, engines))
+    assert "0 of 2 engines ready and 1 used through another kvpin" in drawn(view)
 
 
 def test_a_request_keeps_its_reason_and_its_place():

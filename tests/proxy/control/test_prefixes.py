@@ -4,7 +4,6 @@ from array import array
 import pytest
 
 from engine_adapter import Tier
-from proxy.control import prefixes
 from proxy.control.target import Target
 from proxy.errors import BadRequest, NotFound
 from proxy.prompt import Prompt
@@ -77,11 +76,22 @@ async def test_a_pin_is_shown_on_all_that_it_protects(world, pair):
     assert (await look(world)).prefixes[0].pins == []
 
 
-async def test_a_long_prompt_is_hashed_in_parts(world, pair, monkeypatch):
-    monkeypatch.setattr(prefixes, "_SLICE_BLOCKS", 1)
-    record = world.record("r1", [*FIRST, 1])
-    (only,) = (await look(world)).prefixes
-    assert only.id == f"{world.pool.chain(record.prompt).hashes[-1]:016x}"
+async def test_the_prompts_and_pins_of_other_workers_are_in_the_tree(world, pair):
+    world.served(pair[0], FIRST)
+    world.record("r1", FIRST)
+    operation = await world.pinning.pin(Target(request_id="r1", tokens=64), 60)
+    assert await operation.wait(5)
+    world.told = [await world.prompts.told()]  # as a worker would that has the same
+    world.now += 60
+    world.record("r2", SECOND)
+    found = await look(world)
+    assert (found.requests, found.tokens) == (3, 80)
+    (system,) = found.prefixes
+    assert (system.requests, system.request_id, system.end) == (3, "r2", 32)
+    assert [(each.request_id, each.requests) for each in system.children] == [("r1", 2), ("r2", 1)]
+    assert system.pins == [operation.result["pin_id"]]
+    below = await look(world, under=system.children[1].id)
+    assert [each.request_id for each in below.prefixes] == ["r2"]
 
 
 async def test_requests_are_served_while_it_looks(world, pair):

@@ -12,6 +12,7 @@ from engine_adapter import (
     EngineRejected,
     EngineTaken,
     EngineUnavailable,
+    EngineUnhealthy,
     Finding,
     JsonBody,
     PromptTable,
@@ -167,6 +168,42 @@ async def test_one_that_fails_a_check_leaves_with_all_that_was_known_and_comes_b
     await world.state(engine, EngineState.READY)
     assert world.fleet.pools["m"] is pool
     assert engine.last_error is None
+
+
+PASSING = [EngineUnhealthy("503"), EngineRejected("broken", status=500), TimeoutError()]
+
+
+@pytest.mark.parametrize("error", PASSING, ids=repr)
+async def test_failed_checks_are_repeated_before_the_engine_is_lost(world, error):
+    engine, adapter = world.add()
+    await world.state(engine, EngineState.READY)
+    pool = world.fleet.pools["m"]
+    pool.learn(engine, (1, 2))
+    with structlog.testing.capture_logs() as logs, pool.lease(pool.place(pool.candidates(None), None), None):
+        for _ in range(2):
+            adapter.failures = [error] * 2
+            await world.state(engine, EngineState.SUSPECT)
+            await world.state(engine, EngineState.READY)
+        assert not any(lease.is_lost for lease in engine.leases)
+        assert pool.index.held("a", Tier.GPU) == 2
+        assert [log["event"] for log in logs] == ["a health check failed: checking again"] * 2
+        adapter.failures = [error] * 3
+        await world.state(engine, EngineState.DOWN)
+        assert all(lease.is_lost for lease in engine.leases)
+    assert len(pool.index) == 0
+
+
+async def test_requests_that_fail_meanwhile_do_not_hasten_the_loss():
+    world = World(interval_s=0.2)
+    engine, adapter = world.add()
+    await world.state(engine, EngineState.READY)
+    adapter.failures = [EngineUnhealthy("503")] * 2
+    begun, checks = time.monotonic(), adapter.checks
+    while adapter.checks < checks + 3:
+        engine.suspect(EngineUnavailable("reset"))
+        await asyncio.sleep(0.01)
+    assert time.monotonic() - begun >= 0.4
+    await world.tasks.stop()
 
 
 class AnswersDuringAPause(FakeAdapter):

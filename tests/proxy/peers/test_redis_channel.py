@@ -1,6 +1,7 @@
 """A real Valkey server, which is killed and comes back."""
 
 import asyncio
+from pathlib import Path
 
 import pytest
 from structlog.testing import capture_logs
@@ -138,3 +139,12 @@ async def test_what_waited_when_the_server_died_is_dropped_and_what_comes_after_
         await until(lambda: b"after" in heard)
         for task in tasks:
             task.cancel()
+
+
+def test_of_all_kvpins_only_the_other_workers_are_reached():
+    sockets = ["/run/kvpin-x/worker-2.http"]
+    worker = RedisExchange("redis://h", "n", Path("/run/kvpin-x/worker-1.http"), sockets)
+    assert worker.http_socket.name == "worker-1.http"
+    assert worker.reaches(sockets[0])
+    assert not worker.reaches("/run/kvpin-y/worker-2.http")
+    assert not RedisExchange("redis://h", "n").reaches(sockets[0])

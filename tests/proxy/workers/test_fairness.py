@@ -25,6 +25,27 @@ def test_it_is_the_turn_of_those_with_the_fewest_connections(tmp_path):
     assert one.is_due(1)
 
 
+def test_while_one_has_engines_it_is_not_the_turn_of_one_that_has_none(tmp_path):
+    one, two = Tally(tmp_path, 2), Tally(tmp_path, 2)
+
+    def turns():
+        return [(each.is_due(number), each.may_take(number)) for number, each in ((1, one), (2, two))]
+
+    one.put(1, 0)
+    two.put(2, 5)
+    assert turns() == [(True, True), (False, True)]
+    two.be_ready(2)
+    assert turns() == [(False, False), (True, True)]
+    two.put(2, 100)
+    assert turns() == [(False, False), (True, True)]
+    one.be_ready(1)
+    one.be_ready(1)
+    assert turns() == [(True, True), (False, True)]
+    two.leave(2)
+    two.be_ready(2)
+    assert turns() == [(True, True), (False, False)]
+
+
 class Named(asyncio.Protocol):
     """Says whose connection it is."""
 
@@ -40,15 +61,14 @@ class Named(asyncio.Protocol):
 
 @pytest.fixture
 async def port(tmp_path):
-    """A port with two workers; gives its address and the doors."""
-    tasks, doors = Supervisor(), []
+    """A port with two workers; gives its address, the doors and the tallies."""
+    tasks, doors, tallies = Supervisor(), [], [Tally(tmp_path, 2) for _ in range(2)]
     with listen("127.0.0.1", 0) as listener:
-        for worker in (1, 2):
-            tally = Tally(tmp_path, 2)
+        for worker, tally in enumerate(tallies, 1):
             protocol = tallied(Named, tally, worker)
             own = socket.socket(fileno=os.dup(listener.fileno()))
             doors.append(Door([own], tally, worker, lambda p=protocol, n=worker: p(n), tasks))
-        yield listener.getsockname(), doors
+        yield listener.getsockname(), doors, tallies
     for door in doors:
         door.close()
     await tasks.stop()
@@ -68,7 +88,7 @@ async def connect(stack, address):
 
 
 async def test_each_gets_half_of_the_connections_that_stay(port):
-    address, _ = port
+    address, *_ = port
     async with contextlib.AsyncExitStack() as stack:
         opened = [await connect(stack, address) for _ in range(10)]
         assert [name for name, _ in opened].count(b"1") == 5
@@ -81,10 +101,19 @@ async def test_each_gets_half_of_the_connections_that_stay(port):
 
 
 async def test_one_that_leaves_or_hangs_gets_none_and_none_is_lost(port):
-    address, (one, two) = port
+    address, (one, two), _ = port
     one._loop.remove_reader(one._listeners[0])  # it hangs
     async with contextlib.AsyncExitStack() as stack:
         assert {(await connect(stack, address))[0] for _ in range(3)} == {b"2"}
         two.close()
         one._loop.add_reader(one._listeners[0], one._knock, one._listeners[0])
         assert {(await connect(stack, address))[0] for _ in range(3)} == {b"1"}
+
+
+async def test_one_without_engines_gets_none_while_another_has_some(port):
+    address, _, (one, two) = port
+    async with contextlib.AsyncExitStack() as stack:
+        two.be_ready(2)
+        assert {(await connect(stack, address))[0] for _ in range(6)} == {b"2"}
+        one.be_ready(1)
+        assert {(await connect(stack, address))[0] for _ in range(6)} == {b"1"}

@@ -1,17 +1,19 @@
 """What a worker is told, and the settings that it makes of it."""
 
 import os
+import socket
 
 import pytest
 
 from engine_adapter import EngineSpec
-from proxy.settings import ManagedSettings, Settings
+from proxy.settings import WORKER_VARIABLE, ManagedSettings, Settings, SettingsError
 from proxy.workers.orders import Orders, write_engines
 
 
 @pytest.fixture
 def orders(tmp_path):
-    return Orders(number=2, of=3, listeners=(5,), directory=str(tmp_path), follows=False)
+    with socket.socket() as listener:
+        yield Orders(number=2, of=3, listeners=(listener.fileno(),), directory=str(tmp_path), follows=False)
 
 
 def test_orders_travel_by_the_environment_and_are_taken_once(orders, monkeypatch):
@@ -20,6 +22,27 @@ def test_orders_travel_by_the_environment_and_are_taken_once(orders, monkeypatch
     assert Orders.take() == orders
     assert Orders.take() is None
     assert not any(name.startswith("KVPIN_W") for name in os.environ)
+
+
+WRONG = [
+    "",
+    "1",
+    "{",
+    '{"number": 1}',
+    "\udcff",
+    ('"number":2', '"number":"x"'),
+    ('"listeners":[', '"listeners":[99999,'),
+    ('"directory":"', '"directory":"/nowhere'),
+    ('"directory":"', '"directory":"\\u0000'),
+]
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=repr)
+def test_a_variable_that_no_supervisor_set_is_one_sentence(orders, wrong, monkeypatch):
+    value = wrong if isinstance(wrong, str) else orders.variable()[WORKER_VARIABLE].replace(*wrong)
+    monkeypatch.setenv(WORKER_VARIABLE, value)
+    with pytest.raises(SettingsError, match="KVPIN_WORKER is set, but this process is no worker"):
+        Orders.take()
 
 
 def test_a_worker_finds_the_others(orders):

@@ -90,10 +90,13 @@ def running():
     return {int(each.name) for each in Path("/proc").iterdir() if each.name.isdecimal()}
 
 
-def holder(kvpin, port):
-    """The worker that accepted a connection from that port; None if it waits in the queue."""
+LOCAL, REMOTE = 1, 2
+
+
+def holder(kvpin, port, end=REMOTE):
+    """The worker with a connection that has that port at one end; None if no worker has it."""
     rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-    inodes = {row[9] for row in rows if row[2].endswith(f":{port:04X}")}
+    inodes = {row[9] for row in rows if row[end].endswith(f":{port:04X}")}
     for worker, pid in pids(kvpin).items():
         with contextlib.suppress(FileNotFoundError):
             links = [str(each.readlink()) for each in Path(f"/proc/{pid}/fd").iterdir()]
@@ -228,6 +231,32 @@ async def test_who_comes_while_the_workers_start_waits(tmp_path):
         is_loaded.set()
         assert len(pending) == 8
         assert await asyncio.gather(*asked) == [200] * 8
+
+
+async def test_while_one_worker_has_engines_it_takes_the_connections(tmp_path):
+    async def serve(exchange):
+        if is_up.is_set() and holder(kvpin, exchange.port, LOCAL) == 1:
+            await answer(exchange)
+        else:
+            await exchange.send({"error": "loading"}, status=503)
+
+    async def ask():
+        async with httpx.AsyncClient(base_url=kvpin.url, timeout=60, trust_env=False) as client:
+            return (await client.post("/v1/completions", json=COMPLETION)).status_code
+
+    is_up = asyncio.Event()
+    async with FakeEngine("a", serve) as engine, contextlib.AsyncExitStack() as stack:
+        named = f"--engine=openai-compatible={engine.url},id=a"
+        process = starting_kvpin(tmp_path / "log", "--workers", "2", "--log-format", "json", named)
+        kvpin = await asyncio.to_thread(process.__enter__)
+        stack.push_async_exit(lambda *error: asyncio.to_thread(process.__exit__, *error))
+        await until_all_serve(kvpin)  # though they have no engine after 10 s
+        assert {await ask() for _ in range(4)} == {503}
+        is_up.set()
+        async with asyncio.timeout(30):
+            while await ask() != 200:
+                pass
+        assert {await ask() for _ in range(20)} == {200}
 
 
 async def test_a_worker_that_cannot_be_started_is_started_later_and_knows_what_became_of_engines(tmp_path):

@@ -1,0 +1,142 @@
+"""What this kvpin tells the others: what becomes of its requests, its engines, what its tenants have used.
+
+    own requests ──→ Telling ──→ OwnRequests ──batches, 1 ms──→ exchange ──→ the others
+
+Who asks is told of all requests in flight, and a newcomer also what engines hold.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+
+from proxy.core.peers.claims import Claim
+from proxy.core.peers.messages import Batch, Left, Message, State, Times, ToldEngine, Used, frame_of
+from proxy.core.peers.telling import OwnRequests
+from proxy.fleet.engine import Engine, this_kvpin
+from proxy.fleet.fleet import Fleet
+from proxy.peers.contents import contents
+from proxy.peers.engines import described
+from proxy.peers.exchange import Exchange
+from proxy.peers.stats import Counts
+from proxy.request.tenants import Tenants
+
+# How long messages are collected for one batch.
+BATCH_S = 0.001
+# A listing goes out in batches of about this many bytes of hashes.
+_PART_BYTES = 256 * 1024
+
+
+class Voice:
+    """See the module.
+
+    Attributes:
+        engines: as they were told last.
+        name: this kvpin, for people.
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        owner: int,
+        fleet: Fleet,
+        tenants: Tenants,
+        claim_of: Callable[[Engine], Claim | None],
+        counts: Counts,
+    ) -> None:
+        """Tells of the pools that `fleet` makes from now on. Counts what it tells in `counts`."""
+        self.engines = list[ToldEngine]()
+        self.name = this_kvpin()
+        self._exchange, self._owner, self._fleet, self._tenants = exchange, owner, fleet, tenants
+        self._claim_of, self._counts = claim_of, counts
+        self._own = fleet.told = OwnRequests(self._flush_soon)
+        self._number = 0
+        self._flush_at: asyncio.TimerHandle | None = None
+        self._asked: dict[int, bool] = {}  # who waits for a listing → with contents
+        self._somebody_asked = asyncio.Event()
+        self._is_over = False
+
+    def say(self, messages: Sequence[Message]) -> None:
+        """Sends messages at once."""
+        if self._is_over:
+            return
+        self._number += 1
+        self._counts.told += len(messages)
+        self._exchange.publish(frame_of(self._owner, Batch(self._number, list(messages))))
+
+    def flush(self) -> None:
+        """Sends what is to be told."""
+        if self._flush_at is not None:
+            self._flush_at.cancel()
+            self._flush_at = None
+        messages = self._own.take()
+        messages += [Used(tenant, use) for tenant, use in self._tenants.take_used()]
+        if messages:
+            self.say(messages)
+
+    def introduce(self) -> None:
+        """Says who this is, to those who do not know it."""
+        self.engines = described(self._fleet, self._claim_of)
+        self._own.tell(self._state())
+        self._own.tell(self._own.heartbeat())
+        self.flush()
+
+    def follow_engines(self) -> bool:
+        """Tells of engines that came, left, or have connected. Returns whether any did."""
+        engines = described(self._fleet, self._claim_of)
+        if engines == self.engines:
+            return False
+        self.engines = engines
+        self._own.tell(self._state())
+        return True
+
+    def beat(self, times: Times) -> None:
+        """Gives a sign of life."""
+        self._own.tell(self._own.heartbeat())
+        self._own.tell(times)
+        self.flush()
+
+    def leave(self) -> None:
+        """Says that all requests here are over. Nothing follows."""
+        self._own.tell(Left())
+        self.flush()
+        self._is_over = True
+
+    def is_asked(self, by: int, *, with_contents: bool) -> None:
+        """Another kvpin asks for a listing, and what engines hold."""
+        self._asked[by] = self._asked.get(by, False) or with_contents
+        self._somebody_asked.set()
+
+    async def answer(self) -> None:
+        """Tells those who ask, for ever. What takes longer is told between requests."""
+        while True:
+            await self._somebody_asked.wait()
+            self._somebody_asked.clear()
+            asked, self._asked = self._asked, {}
+            for to in (owner for owner, with_contents in asked.items() if with_contents):
+                for message in contents(self._fleet, to):
+                    self.say([message])
+                    await asyncio.sleep(0)
+            self.flush()
+            uses = self._tenants.take_used(anew=True)
+            self.say([self._state(), *(Used(tenant, use) for tenant, use in uses)])
+            for part in self._listing():
+                self.say(part)
+
+    def _flush_soon(self) -> None:
+        if self._flush_at is None:
+            self._flush_at = asyncio.get_running_loop().call_later(BATCH_S, self.flush)
+
+    def _state(self) -> State:
+        path = self._exchange.http_socket
+        return State(self.name, self.engines, str(path) if path is not None else None)
+
+    def _listing(self) -> Iterator[list[Message]]:
+        part, size = list[Message](), 0
+        for message in self._own.listing():
+            part.append(message)
+            size += len(getattr(message, "hashes", None) or b"")
+            if size > _PART_BYTES:
+                yield part
+                part, size = [], 0
+        yield part
