@@ -15,6 +15,7 @@ from engine_adapter import (
     EngineSpecError,
     EngineTaken,
     EngineUnavailable,
+    EngineUnhealthy,
     NotSupported,
     PromptTableError,
 )
@@ -56,6 +57,7 @@ TABLE: dict[type[Exception], Row] = {
     EngineSpecError: Row(400, "invalid_request_error", "invalid_engine"),
     NotSupported: Row(501, "not_supported_error", "not_supported"),
     EngineTaken: Row(503, "server_error", "engine_taken"),
+    EngineUnhealthy: Row(502, "server_error", "engine_unavailable"),
     EngineUnavailable: Row(502, "server_error", "engine_unavailable"),
     EngineRejected: Row(502, "server_error", "engine_rejected"),  # the engine's own status rules
     EngineError: Row(502, "server_error", "engine_error"),

@@ -12,6 +12,7 @@ import pytest
 from tests.live.conftest import running_kvpin, starting_kvpin, wait_until_ready
 from tests.live.llama_world import MODEL
 from tests.llama import memory_dir, running_llama_server
+from tests.valkey import Valkey
 
 pytestmark = pytest.mark.live
 
@@ -157,6 +158,22 @@ def test_a_request_at_an_owner_that_hangs_is_a_503_and_the_server_is_free_once_i
     first.kill()
     until(lambda: engine_of(second)["state"] == "ready")
     assert completion(second, body | {"max_tokens": 4})["choices"][0]["text"]
+
+
+def test_workers_that_share_redis_pass_requests_on_to_the_one_that_owns_the_server(server, start):
+    _, flag = server
+    valkey = Valkey()
+    try:
+        kvpin = start(running_kvpin, "workers", flag, "--workers=2", f"--exchange={valkey.url}")
+        body = {"model": MODEL, "prompt": "Tell me a story. ", "max_tokens": 4}
+
+        def passed_on():
+            completion(kvpin, body)  # each on a connection of its own
+            return sum(kvpin.admin("GET", "stats").json()["passed_on"].values())
+
+        until(passed_on)
+    finally:
+        valkey.kill()
 
 
 def completion(kvpin, body):

@@ -14,6 +14,7 @@ from engine_adapter import (
     EngineSpecError,
     EngineTaken,
     EngineUnavailable,
+    EngineUnhealthy,
     NotSupported,
     PromptTableError,
 )
@@ -43,6 +44,7 @@ CASES = [
     (EngineSpecError("m"), 400, "invalid_request_error", None, "invalid_engine"),
     (NotSupported("pin", engine="e", instead="x"), 501, "not_supported_error", None, "not_supported"),
     (EngineTaken("m", holder="h"), 503, "server_error", None, "engine_taken"),
+    (EngineUnhealthy("m"), 502, "server_error", None, "engine_unavailable"),
     (EngineUnavailable("m"), 502, "server_error", None, "engine_unavailable"),
     (EngineRejected("m", status=429, param="p"), 429, "server_error", "p", "engine_rejected"),
     (EngineError("m"), 502, "server_error", None, "engine_error"),
