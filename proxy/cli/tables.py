@@ -10,13 +10,15 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 from rich.text import Text
 
-from proxy.cli.grid import Grid, console
-
-_STATE_STYLES = {"ready": "green", "done": "green", "precise": "green", "failed": "red", "down": "red"}
+from proxy.cli.grid import Grid, console, of_state
 
 
-def show_engines(engines: list[dict[str, Any]]) -> None:
-    """One row per engine."""
+def show_engines(answer: dict[str, Any]) -> None:
+    """Prints one row per engine."""
+    _show_engines(answer["engines"])
+
+
+def _show_engines(engines: list[dict[str, Any]]) -> None:
     table = Grid(
         ("engine", "kind", "address", "state", "model", "view", "in flight", "served", "last error"),
         text="last error",
@@ -27,9 +29,9 @@ def show_engines(engines: list[dict[str, Any]]) -> None:
             engine["id"],
             engine["kind"],
             engine["url"],
-            _state(engine["state"]),
+            of_state(engine["state"]),
             engine["model"] or "",
-            _state(engine["trust"]),
+            of_state(engine["trust"]),
             str(engine["in_flight"]),
             str(engine["served"]),
             " ".join((engine["last_error"] or "").split()),
@@ -51,8 +53,8 @@ def show_stats(stats: dict[str, Any]) -> None:
             audit, blocks = engine["audit"], engine["blocks"]
             table.add(
                 engine["id"],
-                _state(engine["state"]),
-                _state(engine["trust"], f" ({engine['why']})"),
+                of_state(engine["state"]),
+                of_state(engine["trust"], f" ({engine['why']})"),
                 *(str(blocks[tier]) for tier in ("gpu", "host", "disk")),
                 str(engine["in_flight"]),
                 str(engine["served"]),
@@ -101,22 +103,22 @@ def _show_unconnected(out: Console, stats: dict[str, Any]) -> None:
         out.print(f"{said}: {stats['passed_on'].get(engine['owner'], 0)} so far", markup=False)
     if lost:
         out.print("not connected:")
-        show_engines(lost)
+        _show_engines(lost)
 
 
-def show_prompt_tables(prompt_tables: list[dict[str, Any]]) -> None:
-    """One row per prompt table."""
+def show_prompt_tables(answer: dict[str, Any]) -> None:
+    """Prints one row per prompt table."""
     columns = ("table", "rows", "hidden", "bytes", "extra id")
     table = Grid(columns, less=("extra id",), numbers=("rows", "hidden", "bytes"))
-    for each in prompt_tables:
+    for each in answer["prompt_tables"]:
         counts = (str(each[name]) for name in ("rows", "hidden", "bytes", "extra_id"))
         table.add(each["table_id"], *counts)
     table.print(console())
 
 
 def show_prompt_table(prompt_table: dict[str, Any]) -> None:
-    """One prompt table, and how a request names it."""
-    show_prompt_tables([prompt_table])
+    """Prints one prompt table, and how a request names it."""
+    show_prompt_tables({"prompt_tables": [prompt_table]})
     out, last = console(), prompt_table["rows"] - 1
     out.print(
         f'\nA request to /v1/completions names it with "prompt_table": "{prompt_table["table_id"]}". In its '
@@ -187,7 +189,7 @@ def show_operation(operation: dict[str, Any]) -> None:
         table.add(
             part["engine"],
             part["verb"],
-            _state(part["state"]),
+            of_state(part["state"]),
             f"{part['done']} of {part['total']}",
             str(part["bytes"]),
             left,
@@ -253,7 +255,3 @@ def progress_bar(verb: str) -> Iterator[Any]:
                 progress.update(bars[name], completed=part["done"], total=part["total"] or None)
 
         yield show
-
-
-def _state(state: str, more: str = "") -> Text:
-    return Text(state, _STATE_STYLES.get(state, "")).append(more, "default")
