@@ -29,8 +29,8 @@ from proxy.control.merging import (
     merge_requests,
     merge_stats,
 )
+from proxy.observe.gauges import of_workers
 from proxy.observe.merging import merge_pages
-from proxy.observe.metrics import of_workers
 
 _ADMIN = "/admin/v1"
 _EVENTS, _CHANGES = ("GET", f"{_ADMIN}/events"), ("GET", PATH)
