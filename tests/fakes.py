@@ -30,7 +30,6 @@ from proxy.fleet.destinations import Destinations
 from proxy.fleet.engine import Engine, EngineState
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.ingest import Ingest
-from proxy.fleet.line import QueueLimits
 from proxy.flow import Flow
 from proxy.observe.metrics import Metrics
 from proxy.peers.exchange import Exchange as PeerExchange
@@ -39,6 +38,7 @@ from proxy.prompt import MediaUuids, PromptBuilder, PromptTables
 from proxy.request.forward import Forwarder
 from proxy.request.records import RequestLog
 from proxy.request.tenants import Tenants
+from proxy.settings import LimitSettings
 from proxy.tasks import Supervisor
 from proxy.translate import ResponseStore, Translate, translations
 
@@ -383,7 +383,7 @@ class FakeProxy:
     aliases: dict[str, str] = field(default_factory=dict)
     default_model: str | None = None
     cors_origins: tuple[str, ...] = ()
-    queue: QueueLimits | None = None
+    queue: LimitSettings | None = None
     exchange: Callable[[int], PeerExchange] | None = None  # owner → what it tells other proxies through
     url: str = ""
 

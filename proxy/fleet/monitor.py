@@ -14,9 +14,9 @@ from engine_adapter import Capability, EngineError, EngineTaken, EngineUnavailab
 from proxy.fleet.engine import Engine, EngineState, this_kvpin
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.ingest import Ingest
-from proxy.fleet.lease import Timeouts
 from proxy.fleet.tokenisation import Tokenisation
 from proxy.prompt import PromptTables
+from proxy.settings import TimeoutSettings
 from proxy.tasks import Supervisor
 
 log = structlog.get_logger(__name__)
@@ -61,7 +61,7 @@ class Monitor:
         interval_s: float,
         timeout_s: float,
         isolated: bool = False,
-        timeouts: Timeouts | None = None,
+        timeouts: TimeoutSettings | None = None,
     ) -> None:
         self._fleet = fleet
         self._tasks = tasks
@@ -70,7 +70,7 @@ class Monitor:
         self._interval_s = interval_s
         self._timeout_s = timeout_s
         self._isolated = isolated
-        self._timeouts = timeouts or Timeouts()
+        self._timeouts = timeouts or TimeoutSettings()
         self._tokenisation = Tokenisation(tasks, tables)
         self._findings: dict[str, tuple[Finding, ...]] = {}  # logged, by engine
         self.split: Split = _as_it_is
