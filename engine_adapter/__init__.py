@@ -21,7 +21,7 @@ off_loop.py    threads for long computations
 from __future__ import annotations
 
 from engine_adapter.base import EngineAdapter
-from engine_adapter.body import JsonBody
+from engine_adapter.body import UNREADABLE, JsonBody
 from engine_adapter.detect import detect_kind
 from engine_adapter.end_with_parent import ends_with_parent
 from engine_adapter.engine_command import run_engine_cli
@@ -97,6 +97,7 @@ __all__ = [
     "PRIVATE_FIELDS",
     "PRIVATE_HEADERS",
     "UNREAD",
+    "UNREADABLE",
     "AnswerReader",
     "BelowGpu",
     "BlocksRemoved",

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from engine_adapter import read_error
+from engine_adapter import UNREADABLE, read_error
 from proxy.errors import EngineFailed
 from proxy.request.dialects import ANTHROPIC
 from proxy.translate.translation import Predicted
@@ -310,7 +310,7 @@ class MessageStream:
 def _read(content: bytes) -> _Chat:
     try:
         return _decode(content)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise EngineFailed("the engine's answer is not that of a chat") from error
 
 

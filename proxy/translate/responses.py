@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 from msgspec import UNSET
 
-from engine_adapter import JsonBody
+from engine_adapter import UNREADABLE, JsonBody
 from proxy.errors import EngineFailed
 from proxy.translate.responses_answer import Chunk, Delta, Error, Event, Output, decode_chunk, usage_of
 from proxy.translate.responses_request import param_of, read_request
@@ -29,7 +29,6 @@ RESPONSES_PATH = "/v1/responses"
 INPUT_TOKENS_PATH = "/v1/responses/input_tokens"
 _INCOMPLETE = {"length": "max_output_tokens", "content_filter": "content_filter"}
 _BROKEN_OFF = "the engine broke off its answer"
-_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 def response_translations(
@@ -137,7 +136,7 @@ class ResponseTranslation:
     def _read(self, payload: bytes) -> Chunk:
         try:
             return decode_chunk(payload)
-        except _UNREADABLE as error:
+        except UNREADABLE as error:
             raise EngineFailed(f"the engine's answer is no chat: {error}") from error
 
     def _take(self, chunk: Chunk) -> Iterable[Event]:
