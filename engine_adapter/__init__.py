@@ -42,7 +42,7 @@ from engine_adapter.http.control import base_url, route_of
 from engine_adapter.http.error_bodies import read_error
 from engine_adapter.http.headers import HeaderPairs, Headers
 from engine_adapter.http.transport import IncomingResponse, OutgoingRequest, Transport
-from engine_adapter.http.usage import UNREAD, is_json, read_answer_usage, read_streamed_usage
+from engine_adapter.http.usage import UNREAD, Usage, is_json, read_answer_usage, read_streamed_usage
 from engine_adapter.managed import (
     check_command,
     health_path,
@@ -143,6 +143,7 @@ __all__ = [
     "Tier",
     "Transport",
     "Upload",
+    "Usage",
     "ViewCurrent",
     "ViewLost",
     "ViewResumed",
