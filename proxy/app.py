@@ -69,6 +69,7 @@ from proxy.observe.metrics import Metrics
 from proxy.observe.recorder import Recorder
 from proxy.peers.peers import Peers
 from proxy.prompt import MediaUuids, PromptTables
+from proxy.ready import Preparation
 from proxy.request.error_table import ANSWERED
 from proxy.request.forward import Forwarder
 from proxy.request.records import RequestLog, RequestRecord
@@ -137,17 +138,21 @@ class Proxy:
         make_flow = Flow if self.telemetry is None else self.telemetry.flow
         self.flow = make_flow(
             fleet=self.fleet,
-            destinations=self.destinations,
+            preparation=Preparation(
+                self.destinations,
+                self.tenants,
+                MediaUuids(trusted=settings.trust_media_uuids),
+                translations(self.responses),
+                reuse=settings.reuse,
+            ),
             forwarder=Forwarder(transport),
             ingest=self.ingest,
             tenants=self.tenants,
-            media=MediaUuids(trusted=settings.trust_media_uuids),
             requests=RequestLog(settings.limits.request_records),
             retries=settings.retries,
             total_s=settings.timeouts.total_s,
             observe=self.observe,
             placed=self.live.placed,
-            translations=translations(self.responses),
         )
 
     def observe(self, record: RequestRecord) -> None:
