@@ -142,7 +142,8 @@ async def _run(
         return _refuse(error)
     for number in _SIGNALS:
         asyncio.get_running_loop().add_signal_handler(number, server.on_signal, number)
-    banner = _banner(proxy, settings, listeners)
+    host, port = listeners[0].getsockname()[:2]
+    banner = Banner(proxy.fleet, host, port, settings)
     if watchdog is not None:
         proxy.tasks.keep("watchdog", watchdog.run)
     try:
@@ -356,31 +357,14 @@ def _protocol(proxy: Proxy) -> type[Http1Protocol]:
     return Protocol
 
 
-def _banner(proxy: Proxy, settings: Settings, listeners: list[socket.socket]) -> Banner:
-    host, port = listeners[0].getsockname()[:2]
-    return Banner(
-        proxy.fleet,
-        host,
-        port,
-        reuse=settings.reuse,
-        keys=bool(settings.api_keys),
-        tls=settings.tls is not None,
-        page=settings.ui,
-    )
-
-
 def _warn(settings: Settings, listeners: list[socket.socket]) -> None:
-    if _is_open(settings, listeners):
+    """Warns if other machines can use the engines without a key."""
+    if not settings.api_keys and not _is_local(listeners):
         log.warning(
             "no API key is set and other machines can connect: anyone may use these engines; "
             "set --api-key or KVPIN_API_KEYS, or leave --host at 127.0.0.1",
             host=settings.host,
         )
-
-
-def _is_open(settings: Settings, listeners: list[socket.socket]) -> bool:
-    """Whether other machines can use the engines without a key."""
-    return not settings.api_keys and not _is_local(listeners)
 
 
 def _is_local(listeners: list[socket.socket]) -> bool:
