@@ -252,7 +252,7 @@ def _keys(settings: Settings) -> list[ApiKey]:
 
 
 def _peers(settings: Settings, fleet: Fleet, tenants: Tenants) -> Peers | None:
-    """What acts as one with other kvpins. Raises SettingsError if the exchange cannot be used."""
+    """The other kvpins; None without an exchange. Raises SettingsError if the exchange cannot be used."""
     if settings.exchange is None:
         return None
     owner = secrets.randbits(63)

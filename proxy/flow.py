@@ -372,7 +372,7 @@ class Flow:
         )
 
     def _audit(self, engine: Engine, ready: Ready, lease: Lease, record: RequestRecord) -> None:
-        """Holds a firm prediction against what the engine reported."""
+        """Compares a firm prediction with the engine's report."""
         placement, reported = lease.placement, record.reported_tokens
         is_known = ready.prompt is not None and placement.firm and record.tokens_agree is not False
         if self.ingest is not None and is_known and reported is not None:

@@ -213,7 +213,7 @@ class _Server(uvicorn.Server):
         yield
 
     def on_signal(self, number: int) -> None:
-        """Does what the module says of each signal."""
+        """Handles a signal as the module's docstring says."""
         if number == signal.SIGHUP:
             self.reload()
         elif number == signal.SIGINT and self.force_exit:
@@ -271,7 +271,7 @@ class _Server(uvicorn.Server):
                     await asyncio.sleep(_POLL_S)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Adds to uvicorn's that workers share the port's connections."""
+        """Accepts connections; of several workers, each takes its share of them."""
         if self._orders is None or self._tally is None:
             await super().startup(sockets)
             return

@@ -34,7 +34,7 @@ class Grid:
         columns: their titles.
         text: the column of free text: folded where the rest leaves too little room.
         less: columns that are left out, in this order, until the others fit.
-        numbers: columns that stand to the right.
+        numbers: columns that are aligned to the right.
         gap: spaces between columns.
         title: a line above.
         rows: the cells, as `add` takes them.

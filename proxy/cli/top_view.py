@@ -1,4 +1,4 @@
-"""What `kvpin top` shows: the last snapshot and the last requests, drawn to fit the terminal."""
+"""The screen of `kvpin top`: the last snapshot and the last requests, drawn to fit the terminal."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ class TopView:
 
 
 def _before(requests: int) -> str:
-    """What is said of requests that ended before the watch began."""
+    """A line about the requests that ended before the watch began."""
     return f"{requests} requests so far: `kvpin requests` lists the last" if requests else "no requests yet"
 
 

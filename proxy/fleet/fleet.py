@@ -241,7 +241,7 @@ class Fleet:
         raise self.not_served(model)
 
     def _why_none(self) -> str:
-        """What a client is told while no engine has connected."""
+        """The error's text while no engine has connected."""
         processes = [engine.process for engine in self.engines.values()]
         if processes and all(each is not None and each.given_up for each in processes):
             return "no engine runs: kvpin has given up starting them, and `kvpin engines` says why"

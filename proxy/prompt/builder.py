@@ -46,7 +46,8 @@ Source = Literal["local", "engine", "client"]
 Load = Callable[[str], Awaitable[ChatTokenizer]]
 # Two texts that share no leading token.
 _ANY_TEXT = ("0", "x")
-# So many different ones make prompts of their kind unknown: one may be a date that changed meanwhile.
+# After this many prompts with other ids, all of their kind are unknown. One may hold a date that changed
+# meanwhile.
 _REFUTED = 2
 
 

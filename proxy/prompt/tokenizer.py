@@ -89,7 +89,7 @@ class LocalTokenizer:
 
 
 def _of_template(source: ChatInput) -> dict[str, Any]:
-    """What the chat template gets."""
+    """The arguments of a chat template."""
     return {
         "messages": source.messages,
         "tools": source.tools,

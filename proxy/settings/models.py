@@ -144,7 +144,7 @@ def _exchange(value: SecretStr) -> SecretStr:
 
 
 class ExchangeSettings(_Part):
-    """What several kvpins in front of the same engines share their requests through.
+    """The exchange through which kvpins in front of the same engines share their requests.
 
     Attributes:
         url: `unix:/directory` for those of one machine, `redis://…` or `rediss://…` for any.
