@@ -73,7 +73,7 @@ class Monitor:
         self._timeouts = timeouts or TimeoutSettings()
         self._tokenisation = Tokenisation(tasks, tables)
         self._findings: dict[str, tuple[Finding, ...]] = {}  # logged, by engine
-        self.split: Split = _as_it_is
+        self.split: Split = lambda _engine, _ranks: False
 
     def isolate(self, *, isolated: bool) -> None:
         """There are several tenants from now on, or no longer: what engines may be used changes with that."""
@@ -262,10 +262,6 @@ def _require_mine(engine: Engine) -> None:
     """Raises EngineTaken if another kvpin uses the engine by now."""
     if not engine.mine.is_set():
         raise EngineTaken(engine.last_error or "another kvpin uses it", holder=engine.owner or "")
-
-
-def _as_it_is(_engine: Engine, _ranks: tuple[int, ...]) -> bool:
-    return False
 
 
 def _phase(engine_id: str) -> float:

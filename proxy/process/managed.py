@@ -255,7 +255,9 @@ class ManagedEngine:
     async def _attend(self, process: Process, output: FileIO) -> None:
         """Logs the process's output and checks its health until it ends."""
         async with asyncio.TaskGroup() as tasks:
-            logging = log_output(output, self._last_lines, engine=self.id, is_ready=self._is_ready)
+            logging = log_output(
+                output, self._last_lines, engine=self.id, is_ready=lambda: self._state is ProcessState.READY
+            )
             reader = tasks.create_task(logging)
             health = tasks.create_task(self._watch_health(process))
             await process.wait()
@@ -267,9 +269,6 @@ class ManagedEngine:
             reader.cancel()
         if not self._stopping.is_set():
             self._error = "\n".join((end_of(process.returncode), *self._last_lines))
-
-    def _is_ready(self) -> bool:
-        return self._state is ProcessState.READY
 
     async def _watch_health(self, process: Process) -> None:
         """Marks the engine ready; ends the process if the engine later stays unhealthy."""
