@@ -17,7 +17,8 @@ from typing import Any
 import msgspec
 
 from engine_adapter import UNREADABLE, HeaderPairs, JsonBody, read_streamed_usage
-from proxy.core.misses import Diagnosis, anthropic_diagnostics, openai_diagnostics
+from proxy.core.diagnostics import anthropic_diagnostics, openai_diagnostics
+from proxy.core.misses import Diagnosis
 from proxy.request.calls import Client, Through
 from proxy.request.events import WholeEvents
 
