@@ -11,6 +11,7 @@ options.py    options that commands share, declared once
 prompt_tables.py  kvpin tables              examples.py the example of each command's help
 client.py     one call of the admin API, and its errors in terms of flags
 tables.py     answers as tables             decisions.py  placements and requests as tables
+examination.py  what kvpin doctor shows
 grid.py       a table that fits the terminal
 """
 
