@@ -18,7 +18,7 @@ def waiting_bar(fleet: Fleet, has_joined: Callable[[], bool]) -> Iterator[Callab
     """Yields what draws the bar as it is now. Draws nothing unless both outputs are terminals: lines that are
     written meanwhile, to either, appear above the bar."""
     if not (sys.stdout.isatty() and sys.stderr.isatty()):
-        yield _nothing
+        yield lambda: None
         return
     from rich.console import Console  # noqa: PLC0415 - slow to import
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn  # noqa: PLC0415
@@ -44,7 +44,3 @@ def summary(fleet: Fleet, *, has_joined: bool) -> tuple[int, str]:
     if fleet.is_ready() and not has_joined:
         named.append("asking other kvpins what they know")
     return len(fleet.engines) - len(others), ", ".join(["engines ready", *named])
-
-
-def _nothing() -> None:
-    """Draws nothing."""
