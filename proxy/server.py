@@ -61,8 +61,8 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 # A load balancer needs about that long to notice that kvpin is not ready, where one may be in front.
 _DRAIN_S = 5.0
 # A connection without a request for that long is closed when kvpin stops. Its client got an answer that does
-# not say so, and may just be sending its next request. Measured: of 200 clients on a busy machine that pause for
-# 0 to 0.6 s, up to 17 were cut off after 0.25 s, and none after 2 s.
+# not say so, and may just be sending its next request. Measured on a busy machine, 200 clients that pause for
+# 0 to 0.6 s: up to 17 were cut off after 0.25 s, and none after 2 s.
 _IDLE_S = 2.0
 _HURRIED_IDLE_S = 0.25
 _POLL_S = 0.02
