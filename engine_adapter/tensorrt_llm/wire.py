@@ -9,6 +9,8 @@ from __future__ import annotations
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from engine_adapter.events.fields import MalformedEvents
+
 BlockName = int | str
 
 
@@ -105,10 +107,6 @@ Event = Created | Stored | Removed | Updated
 
 class _Kind(msgspec.Struct, frozen=True):
     type: str
-
-
-class MalformedEvents(ValueError):
-    """The JSON is not what the server sends; the text says what is wrong."""
 
 
 _decode_list = msgspec.json.Decoder(list[msgspec.Raw]).decode
