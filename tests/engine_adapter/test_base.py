@@ -4,7 +4,16 @@ from array import array
 
 import pytest
 
-from engine_adapter import Capability, EngineAdapter, JsonBody, KvTarget, KvVerb, NotSupported, PromptTable
+from engine_adapter import (
+    Capability,
+    EngineAdapter,
+    EngineSpec,
+    JsonBody,
+    KvTarget,
+    KvVerb,
+    NotSupported,
+    PromptTable,
+)
 
 BODY = JsonBody(b"{}")
 TARGET = KvTarget(array("i", [1]))
@@ -12,8 +21,7 @@ TABLE = PromptTable("t", 1, 1, 1, b"")
 
 
 class Bare(EngineAdapter):
-    def not_supported(self, capability):
-        return NotSupported(capability.value, engine="x", instead="nothing")
+    spec = EngineSpec("openai_compatible", "http://h:1", "x")
 
 
 @pytest.mark.parametrize(
@@ -32,9 +40,10 @@ class Bare(EngineAdapter):
     ],
 )
 async def test_what_is_not_declared_is_refused(call, capability):
-    with pytest.raises(NotSupported, match="nothing") as caught:
+    with pytest.raises(NotSupported, match=f"engine 'x' has no '{capability.value}': ") as caught:
         await call(Bare())
     assert caught.value.capability == capability.value
+    assert caught.value.instead
 
 
 async def test_requests_go_as_they_are_and_nothing_is_foreseen():
@@ -51,3 +60,4 @@ async def test_what_is_only_asked_has_an_empty_answer():
     assert await bare.stats() == {}
     assert bare.event_position() is None
     assert await bare.lookup(TARGET) is None
+    await bare.leave()  # forgets nothing

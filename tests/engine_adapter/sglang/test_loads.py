@@ -94,7 +94,7 @@ async def test_a_server_of_old(server, loads):
 
 async def test_another_server(server, loads):
     server.told["/v1/loads"] = {"loads": [{"rank": 0}]}
-    with pytest.raises(EngineUnavailable, match="/v1/loads.*not as expected"):
+    with pytest.raises(EngineUnavailable, match=r"/v1/loads.*not as expected"):
         await loads().read()
     server.told.clear()
     with pytest.raises(EngineRejected):
