@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 from weakref import WeakValueDictionary
@@ -36,7 +37,7 @@ from engine_adapter.llama_server.saved_entry import (
     salt_digest,
     value,
 )
-from engine_adapter.llama_server.saved_files import Stamp
+from engine_adapter.llama_server.saved_files import Content, Stamp
 from engine_adapter.llama_server.state_file import Reason, StateFileError, writing
 from engine_adapter.types import Tier
 
@@ -221,38 +222,23 @@ class SavedPrefixes:
         if saved_files.key_of(name) != key or name in self._entries:
             raise ValueError(f"{name!r} is no new name of key {key!r}")
         kept_until = self._clock() + keep_s if keep_s > 0 else 0.0
-        work = self._add(name, key, salt, tokens_expected, bytes_expected, kept_until, owner)
-        return await asyncio.shield(self._tasks.start(work))
+        inspect = partial(saved_files.inspect, self.place.host / name, tokens_expected, bytes_expected)
+        made = partial(Saved, name, key, salt, tier=Tier.HOST, kept_until=kept_until, kept_for=owner)
+        return await asyncio.shield(self._tasks.start(self._add(name, inspect, made)))
 
-    async def _add(
-        self,
-        name: str,
-        key: str,
-        salt: str | None,
-        tokens_expected: int | None,
-        bytes_expected: int | None,
-        kept_until: float,
-        owner: str | None,
-    ) -> Saved:
-        path = self.place.host / name
+    async def _add(self, name: str, inspect: Callable[[], Content], made: Callable[..., Saved]) -> Saved:
         try:
-            content = await asyncio.to_thread(saved_files.inspect, path, tokens_expected, bytes_expected)
+            content = await asyncio.to_thread(inspect)
             now = self._clock()
-            saved = Saved(
-                name,
-                key,
-                salt,
-                content.tokens,
-                content.stamp[1],
-                Tier.HOST,
-                content.checksum,
-                now,
-                now,
-                kept_until=kept_until,
-                kept_for=owner,
+            saved = made(
+                tokens=content.tokens,
+                size=content.stamp[1],
+                checksum=content.checksum,
+                created=now,
+                last_used=now,
                 seen=content.stamp,
             )
-            await asyncio.to_thread(saved_files.write_sidecar, path, saved.sidecar())
+            await asyncio.to_thread(saved_files.write_sidecar, self.place.host / name, saved.sidecar())
             work = self._take_in(saved)
         except StateFileError:
             self._counts["refused"] += 1
