@@ -245,18 +245,18 @@ class _Read:
 
     @property
     def text(self) -> str:
-        """What a stream has said."""
+        """The text of the stream."""
         choices = [chunk["choices"][0] for chunk in self.chunks if chunk.get("choices")]
         return "".join(choice["delta"].get("content") or "" for choice in choices)
 
     @property
     def error(self) -> str:
-        """That of its error event."""
+        """The message of its error event, "" without one."""
         return next((chunk["error"]["message"] for chunk in self.chunks if "error" in chunk), "")
 
     @property
     def flaw(self) -> str:
-        """What is wrong with the form of a stream that is complete."""
+        """The fault in the form of a complete stream, "" if there is none."""
         ends = sum(
             bool(chunk["choices"][0].get("finish_reason")) for chunk in self.chunks if chunk["choices"]
         )
@@ -323,7 +323,7 @@ def _judge(answer: Answer, read: _Read, right: Right) -> None:
 
 
 def _text_of(whole: bytes) -> tuple[str, str]:
-    """What is wrong with an answer that is no stream, and its text."""
+    """The fault in an answer without a stream, and its text."""
     try:
         return "", msgspec.json.decode(whole)["choices"][0]["message"]["content"]
     except (msgspec.DecodeError, UnicodeDecodeError, LookupError, TypeError):

@@ -83,7 +83,7 @@ class Caching(FakeEngine):
 
 
 def _adapter(engine: FakeEngine) -> FakeAdapter:
-    """What a kvpin knows of an engine: that it has room for everything."""
+    """An engine with room for everything, as a kvpin sees it."""
     return FakeAdapter(engine.id, engine.url, info=replace(INFO, gpu_blocks=100_000))
 
 

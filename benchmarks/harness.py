@@ -89,7 +89,7 @@ def llama_server(
 
 
 def llama_command(model: Path, *flags: str, slots: int, ctx: int, save_dir: Path | None = None) -> list[str]:
-    """What starts a llama-server, but for its port."""
+    """The command line of a llama-server, without its port."""
     binary = subprocess.run(
         [ROOT / "scripts" / "llama-server"], check=True, capture_output=True, text=True
     ).stdout.strip()

@@ -114,7 +114,7 @@ class Question:
 
 @cache
 def tokenizer() -> ChatTokenizer:
-    """That of the default model."""
+    """The tokenizer of the default model."""
     return ChatTokenizer.load(str(MODEL_DIR))
 
 

@@ -4,11 +4,10 @@
 `prompt/`, `types.py`, `off_loop.py`.
 
 base.py        the contract of every adapter     types.py       the data both sides share
-errors.py      its errors                        undeclared.py  methods that an engine lacks
+errors.py      its errors                        detect.py      address → kind
 hold.py        forecasts, and holds on an engine body.py        a request's JSON body; upload.py: other bodies
 registry.py    kind → adapter and options        options.py     settings of one kind
-detect.py      address → kind                    managed.py     how kvpin starts an engine of each kind
-routes.py      routes beside `/v1`, and WebSockets, as declared
+managed.py     how kvpin starts an engine        routes.py      routes beside `/v1`, and WebSockets
 private_fields.py  what clients of several tenants may not send; plain_errors.py: errors in plain English
 
 openai_compatible.py, vllm/, sglang/, tensorrt_llm/, nim.py, llama_server/, torch_engine/  the adapters
@@ -37,11 +36,11 @@ from engine_adapter.errors import (
     PromptTableError,
 )
 from engine_adapter.events.sources import address_of_rank
-from engine_adapter.hold import AnswerReader, Forecast, Hold, RequestBody, Resumption, SelfPlaced
+from engine_adapter.hold import AnswerReader, Forecast, Hold, RequestBody, Resumption
 from engine_adapter.http.client import HttpTransport
-from engine_adapter.http.control import base_url, route_of
 from engine_adapter.http.error_bodies import read_error
 from engine_adapter.http.headers import HeaderPairs, Headers
+from engine_adapter.http.prepare import base_url, route_of
 from engine_adapter.http.transport import IncomingResponse, OutgoingRequest, Transport
 from engine_adapter.http.usage import UNREAD, Usage, is_json, read_answer_usage, read_streamed_usage
 from engine_adapter.managed import (
@@ -141,7 +140,6 @@ __all__ = [
     "RequestBody",
     "Resumption",
     "Retention",
-    "SelfPlaced",
     "Tier",
     "Transport",
     "Upload",

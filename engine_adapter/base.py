@@ -1,10 +1,15 @@
-"""The contract of every engine adapter. `tests/contract` tests each adapter against it."""
+"""The contract of every engine adapter. `tests/contract` tests each adapter against it.
+
+An adapter inherits it, and writes only the methods of the capabilities that it declares. The others refuse,
+and say what to do instead.
+"""
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping
-from contextlib import AbstractAsyncContextManager
-from typing import Any, Protocol
+from contextlib import AbstractAsyncContextManager, nullcontext
+from types import MappingProxyType
+from typing import Any, ClassVar, Protocol
 
 from engine_adapter.body import JsonBody
 from engine_adapter.errors import NotSupported
@@ -28,26 +33,41 @@ from engine_adapter.types import (
     TokenIds,
 )
 
+_ANY_ENGINE: Mapping[Capability, str] = MappingProxyType(
+    {
+        Capability.KV_EVENTS: "kvpin learns what it holds from its answers",
+        Capability.CACHED_TOKENS: "the usage in its answers may tell",
+        Capability.TOKENIZE: "kvpin tokenises prompts with the engine's tokenizer setting",
+        Capability.RENDER: "prompts with images are forwarded but not followed",
+        Capability.CACHE_SALT: "serve tenants that must not share KV from engines of their own",
+        Capability.EXTRA_IDS: "this engine can only warm text prompts",
+        Capability.PROMPT_TABLES: "serve the model with the embedded engine to use prompt tables",
+        Capability.FLUSH: "restart the engine, or let eviction take the KV",
+        Capability.OFFLOAD: "its own eviction decides what stays",
+        Capability.RESTORE: 'warm computes a prefix again by a one-token prefill; "fallback": "warm" does so',
+        Capability.PIN: "warm the prefix again when it is needed",
+    }
+)
+
 
 class EngineAdapter(Protocol):
     """One engine of any framework.
 
     Every method that talks to the engine raises EngineUnavailable if it is not reachable and EngineRejected
     if it answers an error. A method whose capability is not in `EngineInfo.capabilities` raises NotSupported.
+
+    Attributes:
+        spec: the engine as the operator described it.
+        one_owner: only one kvpin at a time may use the engine: the adapter manages its cache, and a second
+            kvpin would change that unseen.
+        has_lock: `connect` finds out by itself that another kvpin uses the engine [`one_owner`].
+        instead: advice for missing capabilities, where this kind has other advice than any engine.
     """
 
-    @property
-    def spec(self) -> EngineSpec:
-        """The engine as the operator described it."""
-
-    @property
-    def one_owner(self) -> bool:
-        """Whether only one kvpin at a time may use the engine: the adapter manages its cache, and a second
-        kvpin would change that unseen."""
-
-    @property
-    def has_lock(self) -> bool:
-        """Whether `connect` finds out by itself that another kvpin uses the engine [`one_owner`]."""
+    spec: EngineSpec[Any]
+    one_owner: ClassVar[bool] = False
+    has_lock: bool = False
+    instead: ClassVar[Mapping[Capability, str]] = MappingProxyType({})
 
     async def connect(self) -> EngineInfo:
         """Asks the engine what it is; called again after each outage. It does not affect other requests. The
@@ -56,6 +76,7 @@ class EngineAdapter(Protocol):
 
     async def leave(self) -> None:
         """Another kvpin uses the engine from now on: forgets what it holds. `connect` begins anew."""
+        return  # several kvpins may use it
 
     async def load(self) -> EngineLoad:
         """Running and waiting requests; also the health check.
@@ -67,13 +88,18 @@ class EngineAdapter(Protocol):
 
     def findings(self) -> tuple[Finding, ...]:
         """The findings that keep kvpin from using the engine fully, as of the last `connect`."""
+        return ()
 
-    def forecast(self, prompt: KvTarget) -> Forecast | None:
+    def forecast(self, prompt: KvTarget) -> Forecast | None:  # noqa: ARG002 - of adapters that can tell
         """The cost of the prompt now, if the adapter manages the engine's cache itself; None if the index and
         the learned rates give it. No I/O, no side effects."""
+        return None
 
     def hold(
-        self, path: str, body: RequestBody, prompt: KvTarget | None
+        self,
+        path: str,  # noqa: ARG002 - likewise
+        body: RequestBody,
+        prompt: KvTarget | None,  # noqa: ARG002 - likewise
     ) -> AbstractAsyncContextManager[Hold]:
         """Makes room for a request before it is sent, and holds it until the answer is over.
 
@@ -82,6 +108,7 @@ class EngineAdapter(Protocol):
             body: its body.
             prompt: its tokens, and how long to keep its KV; None if unknown.
         """
+        return nullcontext(Hold(body))
 
     def prepare(
         self, method: str, path: str, headers: Mapping[str, str], body: RequestBody
@@ -90,23 +117,28 @@ class EngineAdapter(Protocol):
         without hop-by-hop ones. A JSON body keeps its bytes unless a field was changed with
         `JsonBody.replace`. An upload is streamed unread. None is a request without a body."""
 
-    def cached_tokens(self, headers: Mapping[str, str]) -> int | None:
+    def cached_tokens(self, headers: Mapping[str, str]) -> int | None:  # noqa: ARG002 - likewise
         """Reused prompt tokens, if the engine reports them in response headers; else None."""
+        return None
 
     def not_supported(self, capability: Capability) -> NotSupported:
         """The error for a missing capability; it says what to do instead."""
+        advice = self.instead.get(capability, _ANY_ENGINE[capability])
+        return NotSupported(capability.value, engine=self.spec.id, instead=advice)
 
-    async def tokenize(self, path: str, body: JsonBody) -> TokenIds[int]:
+    async def tokenize(self, path: str, body: JsonBody) -> TokenIds[int]:  # noqa: ARG002 - likewise
         """Token ids of a request, exactly as the engine would serve it [Capability.TOKENIZE]. `path` is the
         request's own. `/v1/chat/completions` and `/v1/completions` always work; a route that the engine
         cannot tokenise raises EngineRejected."""
+        raise self.not_supported(Capability.TOKENIZE)
 
-    async def render(self, path: str, body: JsonBody) -> RenderedPrompt:
+    async def render(self, path: str, body: JsonBody) -> RenderedPrompt:  # noqa: ARG002 - likewise
         """Token ids of a request with images, and where each image lies [Capability.RENDER]; or of one with
         prompt embeddings, and what identifies them [`EngineInfo.renders_embeds`]. Raises EngineRejected for a
         request that the engine would refuse, or whose prompt is not known."""
+        raise self.not_supported(Capability.RENDER)
 
-    def events(self, since: EventPosition | None = None) -> AsyncGenerator[KvEvent, None]:
+    def events(self, since: EventPosition | None = None) -> AsyncGenerator[KvEvent, None]:  # noqa: ARG002
         """Yields what the engine stores and removes, while the caller iterates [Capability.KV_EVENTS].
 
         First comes ViewLost, then what the engine already holds (as far as known), then ViewCurrent, then
@@ -116,33 +148,42 @@ class EngineAdapter(Protocol):
         `since` is where an earlier reader stopped. If the engine proves that nothing is missing since then,
         ViewResumed replaces the first ViewLost, and only what came later follows.
         """
+        raise self.not_supported(Capability.KV_EVENTS)
 
     def event_position(self) -> EventPosition | None:
         """The place after all events that `events` yielded and its caller took; None if nobody could go on
         there."""
+        return None
 
-    async def lookup(self, prompt: KvTarget) -> BelowGpu | None:
+    async def lookup(self, prompt: KvTarget) -> BelowGpu | None:  # noqa: ARG002 - likewise
         """The part of a prompt that the tiers below the GPU hold now, for engines with
         `EngineInfo.tokens_per_chunk`. None if the tiers do not answer in time. Never raises."""
+        return None
 
-    def operate(self, verb: KvVerb, target: KvTarget) -> AsyncGenerator[KvProgress, None]:
+    def operate(self, verb: KvVerb, target: KvTarget) -> AsyncGenerator[KvProgress, None]:  # noqa: ARG002
         """Flushes, offloads or restores. Yields progress; the last item is the result. Works in slices, so
         that running requests keep their blocks and their speed."""
+        raise self.not_supported(Capability(verb.value))
 
-    async def pin(self, target: KvTarget, ttl_s: float) -> Pinned:
+    async def pin(self, target: KvTarget, ttl_s: float) -> Pinned:  # noqa: ARG002 - likewise
         """Protects a prefix from eviction for `ttl_s` seconds [Capability.PIN]."""
+        raise self.not_supported(Capability.PIN)
 
-    async def unpin(self, pin_id: str) -> bool:
+    async def unpin(self, pin_id: str) -> bool:  # noqa: ARG002 - likewise
         """Ends a pin; False if there is none with that id [Capability.PIN]."""
+        raise self.not_supported(Capability.PIN)
 
-    async def put_prompt_table(self, table: PromptTable) -> None:
+    async def put_prompt_table(self, table: PromptTable) -> None:  # noqa: ARG002 - likewise
         """Registers a p-tuning table [Capability.PROMPT_TABLES]; registering it twice is fine."""
+        raise self.not_supported(Capability.PROMPT_TABLES)
 
-    async def delete_prompt_table(self, table_id: str) -> None:
+    async def delete_prompt_table(self, table_id: str) -> None:  # noqa: ARG002 - likewise
         """Removes a table [Capability.PROMPT_TABLES]; an unknown id is fine."""
+        raise self.not_supported(Capability.PROMPT_TABLES)
 
     async def stats(self) -> dict[str, Any]:
         """The engine's own KV statistics, for people: blocks per tier, pins, hits; {} if unknown."""
+        return {}
 
     async def aclose(self) -> None:
         """Closes connections; the engine keeps running."""

@@ -70,7 +70,7 @@ async def detect_inside(control: ControlClient) -> str | None:
 
 
 def wrong_kind(models: object, spec: EngineSpec[Any]) -> Finding | None:
-    """What is wrong if an answer of `/v1/models` tells another kind of engine than `spec` does."""
+    """A finding if an answer of `/v1/models` comes from another kind of engine than `spec` says."""
     kind = _BY_NAME.get(_owner(_object(models)))
     if kind is None or kind == spec.kind:
         return None

@@ -1,19 +1,19 @@
 """Forecasts of a request's cost on an engine, and holds on the engine while it runs.
 
-Most engines manage their cache themselves, so their adapters are `SelfPlaced`: no forecast, an empty hold.
-For an engine that divides its cache into slots, the adapter does it. `forecast` says what the request would
-cost now. `hold` gives it a slot, restores its KV there, and reads from the answer what it leaves behind.
+Most engines manage their cache themselves: their adapters have no forecast, and their holds only change the
+request. For an engine that divides its cache into slots, the adapter does it. `forecast` says what the
+request would cost now. `hold` gives it a slot, restores its KV there, and reads from the answer what it
+leaves behind.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from engine_adapter.body import JsonBody
-from engine_adapter.types import KvTarget, TokenIds
+from engine_adapter.types import TokenIds
 from engine_adapter.upload import Upload
 
 RequestBody = JsonBody | Upload | None
@@ -51,7 +51,7 @@ class AnswerReader(Protocol):
         assembles: the engine streams although the client wants one JSON answer, which `finish` returns.
     """
 
-    assembles: bool
+    assembles: bool = False
 
     def feed(self, chunk: bytes) -> bytes:
         """Takes the next bytes of the answer: chunks of a stream, or a whole JSON answer. Returns the bytes
@@ -63,12 +63,15 @@ class AnswerReader(Protocol):
         Raises:
             EngineUnavailable: the stream broke off or contains an error.
         """
+        return b""
 
     def cached_tokens(self) -> int | None:
         """Reused prompt tokens, if the engine reported them; call it after `finish`."""
+        return None
 
     def prompt_tokens(self) -> TokenIds[int] | None:
         """The prompt as the engine tokenised it, if it was asked to report it; call it after `finish`."""
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,20 +106,3 @@ class Hold:
     answer: AnswerReader | None = None
     note: str = ""
     resume: Callable[[], Resumption] | None = None
-
-
-class SelfPlaced:
-    """Base of adapters whose engines manage their cache themselves."""
-
-    def forecast(self, prompt: KvTarget) -> Forecast | None:  # noqa: ARG002 - part of the contract
-        """See `EngineAdapter.forecast`."""
-        return None
-
-    def hold(
-        self,
-        path: str,  # noqa: ARG002 - likewise
-        body: RequestBody,
-        prompt: KvTarget | None,  # noqa: ARG002 - likewise
-    ) -> AbstractAsyncContextManager[Hold]:
-        """See `EngineAdapter.hold`."""
-        return nullcontext(Hold(body))

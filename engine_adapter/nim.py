@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from http import HTTPStatus
 from typing import Any, cast
 
 from engine_adapter.base import EngineAdapter
@@ -107,7 +108,7 @@ class NimAdapter:
         try:
             await self._control.fetch("GET", READY)
         except EngineRejected as error:
-            if error.status != 404:  # noqa: PLR2004 - HTTP
+            if error.status != HTTPStatus.NOT_FOUND:
                 raise
 
     async def _version(self) -> str | None:

@@ -3,18 +3,11 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping
 
 from engine_adapter.errors import EngineRejected, EngineUnavailable, EngineUnhealthy
-from engine_adapter.hold import RequestBody, SelfPlaced
-from engine_adapter.http.control import (
-    ControlClient,
-    max_model_len,
-    model_card,
-    model_name,
-    prepare_request,
-)
-from engine_adapter.http.transport import OutgoingRequest
+from engine_adapter.http.adapter import HttpAdapter
+from engine_adapter.http.control import NO_SUCH_ROUTE
+from engine_adapter.http.models import read_models
 from engine_adapter.routes import READ, REALTIME, RESPONSES_SOCKET
 from engine_adapter.types import (
     MESSAGES_ROUTES,
@@ -24,16 +17,13 @@ from engine_adapter.types import (
     EngineLoad,
     EngineSpec,
 )
-from engine_adapter.undeclared import Undeclared
 
 _CAPABILITIES: frozenset[Capability] = frozenset()
 ROUTES = {REALTIME: READ, RESPONSES_SOCKET: READ}
 """WebSockets that it may take. One that does not says so."""
-# Statuses that servers answer on a route that they do not have.
-_NO_SUCH_ROUTE = (404, 405, 501)
 
 
-class OpenAICompatibleAdapter(SelfPlaced, Undeclared):
+class OpenAICompatibleAdapter(HttpAdapter):
     """`EngineAdapter` over `/v1/models`, `/health` where there is one, and the OpenAI routes.
 
     Such an engine does not identify its process, so every connection counts as the same process. Reported
@@ -42,24 +32,23 @@ class OpenAICompatibleAdapter(SelfPlaced, Undeclared):
 
     def __init__(self, spec: EngineSpec) -> None:
         """Raises EngineSpecError for an invalid address."""
-        self.spec = spec
-        self._control = ControlClient(spec)
+        super().__init__(spec)
         self._instance = uuid.uuid4().hex
         self._has_health = True
 
     async def connect(self) -> EngineInfo:
         """See `EngineAdapter.connect`."""
         await self._check_health()
-        models = await self._control.get("/v1/models")
+        model = read_models(await self._control.get("/v1/models"), self.spec.model)
         return EngineInfo(
-            model=self.spec.model or model_name(models),
+            model=self.spec.model or model.name,
             instance=self._instance,
             capabilities=_CAPABILITIES,
-            max_model_len=max_model_len(models),
+            max_model_len=model.max_model_len,
             tokenizer=self.spec.tokenizer,
             served_as_chats=MESSAGES_ROUTES | await self._missing(RESPONSES_ROUTES),
             routes=ROUTES,
-            card=model_card(models),
+            card=model.card,
         )
 
     async def load(self) -> EngineLoad:
@@ -67,16 +56,6 @@ class OpenAICompatibleAdapter(SelfPlaced, Undeclared):
         if not await self._check_health():
             await self._control.get("/v1/models")
         return EngineLoad(running=0, waiting=0, counted=False)
-
-    def prepare(
-        self, method: str, path: str, headers: Mapping[str, str], body: RequestBody
-    ) -> OutgoingRequest:
-        """See `EngineAdapter.prepare`."""
-        return prepare_request(self.spec, method, path, headers, body)
-
-    async def aclose(self) -> None:
-        """See `EngineAdapter.aclose`."""
-        await self._control.aclose()
 
     async def _check_health(self) -> bool:
         """True when `/health` answers 2xx, False where there is no such route.
@@ -96,16 +75,13 @@ class OpenAICompatibleAdapter(SelfPlaced, Undeclared):
         return True
 
     async def _missing(self, routes: frozenset[str]) -> frozenset[str]:
-        """Those of the routes that the engine has not. It is asked with an empty body, which runs nothing."""
+        """The routes that the engine lacks. It is asked with an empty body, which runs nothing."""
         return frozenset([route for route in routes if await self._lacks(route)])
 
     async def _lacks(self, route: str) -> bool:
         try:
-            await self._control.fetch("POST", route, b"{}")
-        except EngineRejected as error:
-            return error.status in _NO_SUCH_ROUTE
+            return await self._control.status("POST", route, json={}) in NO_SUCH_ROUTE
         except EngineUnavailable as error:
             if not error.dropped:
                 raise
             return True  # it breaks such requests off; an engine that died fails its next health check
-        return False

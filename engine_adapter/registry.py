@@ -11,6 +11,7 @@ import msgspec
 
 from engine_adapter.base import EngineAdapter
 from engine_adapter.errors import EngineSpecError
+from engine_adapter.events.options import EventOptions
 from engine_adapter.llama_server.adapter import LlamaServerAdapter
 from engine_adapter.llama_server.options import LlamaServerOptions
 from engine_adapter.llama_server.routes import ROUTES as LLAMA_SERVER_ROUTES
@@ -20,7 +21,6 @@ from engine_adapter.openai_compatible import OpenAICompatibleAdapter
 from engine_adapter.options import EngineOptions, read_options
 from engine_adapter.routes import NativeRoute
 from engine_adapter.sglang.adapter import SglangAdapter
-from engine_adapter.sglang.options import SglangOptions
 from engine_adapter.sglang.routes import ROUTES as SGLANG_ROUTES
 from engine_adapter.tensorrt_llm.adapter import TensorRTLLMAdapter
 from engine_adapter.tensorrt_llm.routes import ROUTES as TENSORRT_LLM_ROUTES
@@ -52,7 +52,7 @@ _KINDS = {
     "openai_compatible": EngineKind(OpenAICompatibleAdapter, routes=OPENAI_SOCKETS),
     "llama_server": EngineKind(LlamaServerAdapter, LlamaServerOptions, LLAMA_SERVER_ROUTES),
     "vllm": EngineKind(make_vllm, VllmOptions, VLLM_ROUTES),
-    "sglang": EngineKind(SglangAdapter, SglangOptions, SGLANG_ROUTES),
+    "sglang": EngineKind(SglangAdapter, EventOptions, SGLANG_ROUTES),
     "tensorrt_llm": EngineKind(TensorRTLLMAdapter, routes=TENSORRT_LLM_ROUTES),
     "nim": EngineKind(lambda spec: make_nim(spec, _as_kind), NimOptions),
 }

@@ -401,6 +401,11 @@ class KvTarget(msgspec.Struct, frozen=True):
     exact: bool = False
     retention: Retention | None = None
 
+    @property
+    def is_everything(self) -> bool:
+        """Whether it means all that the engine holds."""
+        return self.token_ids is None and self.cache_salt is None and self.lora is None
+
 
 @dataclass(frozen=True, slots=True)
 class BelowGpu:

@@ -25,12 +25,13 @@ from typing import Any
 
 import requests
 import schemathesis
-from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import given, seed
 from hypothesis import strategies as st
 from hypothesis.errors import Unsatisfiable
 from schemathesis import Case, GenerationMode
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+from scripts.schema_cases import free_port, limited
 from tests.fuzz import MORE_PATHS, STREAMS, bodies
 
 START_S, HANG_S, QUIET_S = 180.0, 90.0, 0.02
@@ -42,7 +43,7 @@ class World:
     """A kvpin with an embedded engine, and what was seen of it."""
 
     def __init__(self, python: str, log: Path) -> None:
-        self.port, self.log = _free_port(), log
+        self.port, self.log = free_port(), log
         self.counts, self.faults = Counter[str](), list[str]()
         engine = "embedded: --kv-blocks 256 --threads 1"
         serve = [python, "-m", "proxy.cli", "serve", "--reuse", "--port", str(self.port)]
@@ -143,17 +144,7 @@ def _batch(strategy: st.SearchStrategy[Any], send: Callable[[Any], None], first:
             send(made)
 
     if time.monotonic() < until:
-        seed(first)(_limited(BATCH)(given(strategy)(one)))()
-
-
-def _limited(number: int) -> settings:
-    return settings(
-        max_examples=number,
-        phases=[Phase.generate],
-        deadline=None,
-        database=None,
-        suppress_health_check=list(HealthCheck),
-    )
+        seed(first)(limited(BATCH)(given(strategy)(one)))()
 
 
 def _body(world: World, path: str, body: bytes) -> None:
@@ -222,18 +213,13 @@ def _admin(world: World, number: int, first: int, until: float) -> None:
 
     for operation in operations:
         for mode in (GenerationMode.POSITIVE, GenerationMode.NEGATIVE):
-            each = max(number // (2 * len(operations)), 1)
+            each = number // (2 * len(operations))
             if time.monotonic() > until:
                 return
             try:
-                seed(first)(_limited(each)(given(operation.as_strategy(generation_mode=mode))(send)))()
+                seed(first)(limited(each)(given(operation.as_strategy(generation_mode=mode))(send)))()
             except Unsatisfiable:  # an operation without parameters cannot be broken
                 continue
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 if __name__ == "__main__":

@@ -149,18 +149,22 @@ def attempt(operation: APIOperation, world: World, cases: int, faults: list[str]
             faults.append(f"{world.name}: {outcome}: {case.as_curl_command()[:2000]}")
 
     for mode in (GenerationMode.POSITIVE, GenerationMode.NEGATIVE):
-        limited = settings(
-            max_examples=max(cases // 2, 1),
-            phases=[Phase.generate],
-            deadline=None,
-            database=None,
-            suppress_health_check=list(HealthCheck),
-        )
         try:
-            seed(0)(limited(given(operation.as_strategy(generation_mode=mode))(send)))()
+            seed(0)(limited(cases // 2)(given(operation.as_strategy(generation_mode=mode))(send)))()
         except Unsatisfiable:  # e.g. an operation without parameters cannot be broken
             continue
     return counts
+
+
+def limited(number: int) -> settings:
+    """Settings of hypothesis for that many examples."""
+    return settings(
+        max_examples=max(number, 1),
+        phases=[Phase.generate],
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
 
 
 def steer(case: Case, model: str, number: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 import threading
@@ -12,12 +11,12 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import httpx
 import pytest
 import uvicorn
 from starlette.types import ASGIApp
 
 from engine_adapter import EngineSpec, make_options
+from tests.processes import address_in, answers, wait_until
 
 START_S = 120.0
 STOP_S = 30.0
@@ -59,7 +58,10 @@ def running_engine(
             stderr=subprocess.STDOUT,
         )
     try:
-        yield RunningEngine(_wait_until_it_serves(process, log), process, log)
+        pattern = r"listening on (http://\S+?),"
+        url = wait_until(lambda: address_in(log, pattern), process, log, START_S)
+        wait_until(lambda: answers(f"{url}/health"), process, log, START_S)
+        yield RunningEngine(url, process, log)
     finally:
         process.terminate()
         try:
@@ -69,25 +71,6 @@ def running_engine(
             process.wait(STOP_S)
         if process.stdin is not None:
             process.stdin.close()
-
-
-def _wait_until_it_serves(process: subprocess.Popen[bytes], log: Path) -> str:
-    deadline = time.monotonic() + START_S
-    while time.monotonic() < deadline:
-        if process.poll() is not None:
-            pytest.fail(f"the engine ended with {process.returncode}:\n{log.read_text()}")
-        address = re.search(r"listening on (http://\S+?),", log.read_text())
-        if address is not None and _is_healthy(address[1]):
-            return address[1]
-        time.sleep(0.05)
-    pytest.fail(f"the engine did not start:\n{log.read_text()}")
-
-
-def _is_healthy(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/health", trust_env=False).status_code == httpx.codes.OK
-    except httpx.TransportError:
-        return False
 
 
 @contextmanager

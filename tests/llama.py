@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import functools
 import os
-import re
 import shutil
 import subprocess
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import httpx
 import pytest
 
 from scripts.make_gguf import gguf_path
+from tests.processes import address_in, answers, wait_until
 
 ROOT = Path(__file__).parents[1]
 START_S = 120.0
@@ -124,30 +122,11 @@ def running_llama_server(
         )
     server = RunningLlama("", process, model, save_dir, log)
     try:
-        server.url = _wait_until_it_serves(process, log)
+        server.url = wait_until(lambda: address_in(log, r"listening on (http://\S+)"), process, log, START_S)
+        wait_until(lambda: answers(f"{server.url}/health"), process, log, START_S)
         yield server
     finally:
         server.stop()
-
-
-def _wait_until_it_serves(process: subprocess.Popen[bytes], log: Path) -> str:
-    deadline = time.monotonic() + START_S
-    while time.monotonic() < deadline:
-        text = log.read_text(errors="replace")
-        if process.poll() is not None:
-            pytest.fail(f"llama-server ended with {process.returncode}:\n{text}", pytrace=False)
-        address = re.search(r"listening on (http://\S+)", text)
-        if address is not None and _is_healthy(address[1]):
-            return address[1]
-        time.sleep(0.02)
-    pytest.fail(f"llama-server did not start:\n{log.read_text(errors='replace')}", pytrace=False)
-
-
-def _is_healthy(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/health", trust_env=False).status_code == httpx.codes.OK
-    except httpx.TransportError:
-        return False
 
 
 @contextmanager

@@ -10,8 +10,8 @@ import pytest
 ROOT = Path(__file__).parent.parent
 # Source files without a test file of their own, and where they are tested.
 ELSEWHERE = {
-    "engine_adapter/base.py": "a Protocol: tests/contract",
     "engine_adapter/errors.py": "classes of data: tests/proxy/api/test_errors.py",
+    "engine_adapter/hold.py": "classes of data and a Protocol: tests of every adapter",
     **{
         f"engine_adapter/{kind}/routes.py": "a table: tests/engine_adapter/test_routes.py"
         for kind in ("llama_server", "sglang", "tensorrt_llm", "torch_engine", "vllm")

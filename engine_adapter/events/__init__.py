@@ -5,4 +5,5 @@ zmq_inbox.py   receives off the event loop           sources.py  where an engine
 fields.py      msgpack → fields, in one pass
 wire.py        fields → events, and back             groups.py   engines with several KV cache groups
 keys.py        the keys beside a block's tokens, typed: LoRA, image, salt, embeddings
+options.py     settings of engines that publish over ZMQ
 """

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 RANKS = "name it in the settings or in a source of engines, and kvpin uses each rank as an engine of its own"
 """How a server with several data-parallel ranks is used fully."""
 
-_WILDCARDS = ("*", "0.0.0.0", "[::]")  # noqa: S104 - nothing is bound here
+WILDCARDS = ("*", "0.0.0.0", "[::]")  # noqa: S104 - nothing is bound here
 _LOOPBACKS = ("localhost", "127.", "[::1]")
 _ADDRESS = re.compile(r"tcp://(?:[\w.-]+|\[[0-9A-Fa-f:.]+(?:%\w+)?\]):\d{1,5}|ipc://\S+", re.ASCII)
 
@@ -30,7 +30,7 @@ def reachable_endpoint(endpoint: str, engine_url: str) -> str | None:
     host = _host(engine_url)
     scheme, _, address = endpoint.partition("://")
     bound, _, port = address.rpartition(":")
-    if scheme == "tcp" and bound in _WILDCARDS:
+    if scheme == "tcp" and bound in WILDCARDS:
         endpoint, bound = f"tcp://{host}:{port}", host
     is_local = scheme == "ipc" or _is_loopback(bound)
     if not _ADDRESS.fullmatch(endpoint) or (is_local and not _is_loopback(host)):

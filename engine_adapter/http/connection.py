@@ -29,7 +29,7 @@ _SWITCHED = 101
 
 
 class Owner(Protocol):
-    """Who keeps connections between requests."""
+    """Keeps connections between requests."""
 
     def give_back(self, connection: Connection) -> None:
         """The answer is complete: the connection can take another request."""
@@ -45,7 +45,7 @@ class HttpResponse:
         is_complete: the whole answer has arrived.
         failure: why the rest of the answer will never come.
         keeps_connection: the engine keeps the connection open.
-        overran: bytes came after the end of the answer, so nobody knows what the next ones belong to.
+        overran: bytes came after the end of the answer, so the connection cannot be used again.
     """
 
     __slots__ = (
@@ -133,7 +133,7 @@ class HttpResponse:
         return len(self._parts)
 
     def forget(self, first: int) -> None:
-        """Drops waiting pieces from that one on: nobody knows where in them the nonsense began."""
+        """Drops the waiting pieces from index `first` on: they may hold what could not be parsed."""
         del self._parts[first:]
 
     def wake(self) -> None:
@@ -142,7 +142,7 @@ class HttpResponse:
             self._waiter.set_result(None)
 
     def detach(self) -> None:
-        """The connection is no longer this answer's."""
+        """The answer has no connection any more."""
         self._connection = None
 
     async def _more(self) -> None:

@@ -1,121 +1,35 @@
-"""The shared parts of adapters: turning a client's request into the engine's, control calls, and errors."""
+"""kvpin's own calls of an engine's routes, apart from the data plane."""
 
 from __future__ import annotations
 
 import asyncio
-import re
-import ssl
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from functools import lru_cache
-from typing import Any
-from urllib.parse import quote, unquote
+from http import HTTPStatus
+from typing import Any, TypeVar
+from urllib.parse import quote
 
-import httpx
 import msgspec
 
-from engine_adapter.body import UNREADABLE, JsonBody
-from engine_adapter.errors import EngineRejected, EngineSpecError, EngineUnavailable, EngineUnhealthy
-from engine_adapter.hold import RequestBody
+from engine_adapter.body import UNREADABLE
+from engine_adapter.errors import EngineRejected, EngineUnavailable, EngineUnhealthy
 from engine_adapter.http.client import HttpTransport
 from engine_adapter.http.error_bodies import read_error
-from engine_adapter.http.headers import HeaderPairs, Headers
-from engine_adapter.http.tls import tls_context
+from engine_adapter.http.headers import Headers
+from engine_adapter.http.prepare import parts_of
 from engine_adapter.http.transport import OutgoingRequest
 from engine_adapter.types import EngineSpec
 
 ANSWER_S = 60.0
+NO_SUCH_ROUTE = (HTTPStatus.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED, HTTPStatus.NOT_IMPLEMENTED)
+"""Statuses by which servers answer on a route that they lack."""
 # The longest answer: the token ids of the longest prompt fit in it several times.
 MAX_ANSWER_BYTES = 64 << 20
 _CONNECT_S = 5.0
-# Engines whose address and headers are remembered in the form that requests need.
-_MAX_ENGINES = 4096
 # Characters that a path may contain besides letters and digits. The path is percent-encoded already, or a
 # plain name.
 _UNQUOTED = "/?&=%:@!$'()*+,;-._~"
-# Hop-by-hop headers (RFC 9110 7.6.1), and those of the next connection. No compression: kvpin reads the
-# usage.
-_ENDS_HERE = frozenset(
-    {
-        "accept-encoding",
-        "connection",
-        "content-length",
-        "expect",
-        "host",
-        "keep-alive",
-        "proxy-authenticate",
-        "proxy-authorization",
-        "proxy-connection",
-        "te",
-        "trailer",
-        "transfer-encoding",
-        "upgrade",
-    }
-)
-_KEYS = frozenset({"authorization", "x-api-key"})
-# Fields of a model's card that kvpin sets itself, or that differ each time. A `root` may be a path.
-_NOT_THE_ENGINES = frozenset({"id", "object", "created", "owned_by", "root", "parent", "permission"})
-_OWN_PREFIX = b"x-kvpin-"
-# Values of the header `connection` that nearly every client sends.
-_NAMES_NO_HEADER = (b"keep-alive", b"close")
-_HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
-_HEADER_VALUE = re.compile(r"[\x21-\x7e](?:[\t\x20-\x7e]*[\x21-\x7e])?")
-
-
-@lru_cache(_MAX_ENGINES)
-def base_url(spec: EngineSpec) -> str:
-    """The engine's address without `/v1` and without a slash at its end.
-
-    Raises:
-        EngineSpecError: it is not an http or https address.
-    """
-    try:
-        url = httpx.URL(spec.url)
-    except httpx.InvalidURL as error:
-        raise EngineSpecError(f"engine {spec.id!r}: {spec.url!r} is not an address: {error}") from error
-    if url.scheme not in ("http", "https") or not url.host:
-        raise EngineSpecError(f"engine {spec.id!r}: {spec.url!r} is not an http:// or https:// address")
-    if url.userinfo:
-        raise EngineSpecError(
-            f"engine {spec.id!r}: its address has a name or password: use api_key or headers"
-        )
-    if url.query or url.fragment:
-        raise EngineSpecError(f"engine {spec.id!r}: {spec.url!r} has a query or a fragment")
-    return spec.url.rstrip("/").removesuffix("/v1").rstrip("/")
-
-
-def route_of(path: str) -> str:
-    """The route of a path as a server reads it: without query, decoded, single slashes. A route spelt in
-    another way must get the same treatment, above all its salt."""
-    route = unquote(path.partition("?")[0])
-    while "//" in route:
-        route = route.replace("//", "/")
-    return route
-
-
-def prepare_request(
-    spec: EngineSpec,
-    method: str,
-    path: str,
-    headers: Mapping[str, str],
-    body: RequestBody,
-) -> OutgoingRequest:
-    """The client's request with the engine's address and credentials; see `EngineAdapter.prepare`."""
-    engine = _engine_of(spec)
-    pairs = Headers.pairs_of(headers)
-    ends_here = engine.ends_here
-    for name, value in pairs:
-        if name == b"connection" and value not in _NAMES_NO_HEADER:
-            ends_here |= {each.strip().lower() for each in value.split(b",")}
-    kept = [pair for pair in pairs if pair[0] not in ends_here and not pair[0].startswith(_OWN_PREFIX)]
-    kept += engine.headers
-    if isinstance(body, JsonBody):
-        return OutgoingRequest(method, engine.url + path, kept, body.raw, engine.tls)
-    if body is None:
-        return OutgoingRequest(method, engine.url + path, kept, None, engine.tls)
-    if body.length is not None:
-        kept.append((b"content-length", b"%d" % body.length))
-    return OutgoingRequest(method, engine.url + path, kept, body.chunks, engine.tls)
+_ANY_JSON: Any = Any
+_Answer = TypeVar("_Answer")
 
 
 class ControlClient:
@@ -126,8 +40,7 @@ class ControlClient:
 
     def __init__(self, spec: EngineSpec) -> None:
         """Raises EngineSpecError for an address, a header or a TLS file that cannot be used."""
-        _check_headers(spec)
-        self._engine = _engine_of(spec)
+        self._engine = parts_of(spec)
         self._transport = HttpTransport(connect_timeout_s=_CONNECT_S)
         self._closed = False
 
@@ -143,16 +56,51 @@ class ControlClient:
         json: object = None,
         content: bytes | None = None,
         headers: Mapping[str, str] | None = None,
-        answer_s: float = ANSWER_S,
     ) -> Any:  # noqa: ANN401 - JSON
         """Sends JSON or raw bytes; returns the JSON of the answer. See `fetch`."""
+        return await self.read(_ANY_JSON, method, path, json=json, content=content, headers=headers)
+
+    async def read(
+        self,
+        kind: type[_Answer],
+        method: str,
+        path: str,
+        *,
+        json: object = None,
+        content: bytes | None = None,
+        headers: Mapping[str, str] | None = None,
+        answer_s: float = ANSWER_S,
+    ) -> _Answer:
+        """Sends JSON or raw bytes; returns the JSON of the answer as `kind`. See `fetch`.
+
+        Raises EngineUnavailable for an answer of another form, too.
+        """
         if content is None and json is not None:
             content = msgspec.json.encode(json)
         raw = await self.fetch(method, path, content, headers, answer_s=answer_s)
         try:
-            return msgspec.json.decode(raw)
+            return msgspec.json.decode(raw, type=kind)
+        except msgspec.ValidationError as error:
+            raise EngineUnavailable(f"{method} {path}: the answer is not as expected: {error}") from error
         except UNREADABLE as error:
             raise EngineUnhealthy(f"{method} {path}: the answer is not JSON") from error
+
+    async def read_optional(self, kind: type[_Answer], path: str) -> _Answer | None:
+        """The JSON at `path` as `kind`; None if the engine has no such route."""
+        try:
+            return await self.read(kind, "GET", path)
+        except EngineRejected as error:
+            if error.status in NO_SUCH_ROUTE:
+                return None
+            raise
+
+    async def status(self, method: str, path: str, *, json: object = None) -> int:
+        """The HTTP status of the answer, 200 for every success: shows whether a route exists."""
+        try:
+            await self.fetch(method, path, None if json is None else msgspec.json.encode(json))
+        except EngineRejected as error:
+            return error.status
+        return HTTPStatus.OK
 
     async def fetch(
         self,
@@ -199,94 +147,7 @@ class ControlClient:
         return response.status, b"".join(parts)
 
 
-def model_name(models: object) -> str:
-    """The first model of a `/v1/models` answer.
-
-    Raises:
-        EngineUnavailable: it lists none.
-    """
-    match models:
-        case {"data": [{"id": str(name)}, *_]}:
-            return name
-        case _:
-            raise EngineUnavailable("/v1/models names no model")
-
-
-def model_card(models: object, name: str | None = None) -> dict[str, Any]:
-    """The fields of a model in a `/v1/models` answer, without those that kvpin sets itself; {} if none.
-
-    Without a name: those of the first model.
-    """
-    match models:
-        case {"data": [*cards]}:
-            found = [card for card in cards if isinstance(card, dict) and name in (None, card.get("id"))]
-        case _:
-            found = []
-    return {field: value for field, value in (found or [{}])[0].items() if field not in _NOT_THE_ENGINES}
-
-
-def max_model_len(models: object) -> int | None:
-    """The context length of the first model of a `/v1/models` answer, if it says so."""
-    match models:
-        case {"data": [{"max_model_len": int(length)}, *_]}:
-            return length
-        case _:
-            return None
-
-
-@dataclass(frozen=True, slots=True)
-class _Engine:
-    """The part that all requests to an engine have in common.
-
-    Attributes:
-        url: the engine's address without `/v1`.
-        headers: the headers that kvpin and the operator add.
-        ends_here: names of the client's headers that are not passed on.
-        tls: the TLS context for the engine.
-    """
-
-    url: str
-    headers: HeaderPairs = field(repr=False)
-    ends_here: frozenset[bytes]
-    tls: ssl.SSLContext | None
-
-
-@lru_cache(_MAX_ENGINES)
-def _engine_of(spec: EngineSpec) -> _Engine:
-    url = base_url(spec)
-    own = _own_headers(spec)
-    # The operator's key for the engine replaces every client's key.
-    replaced = own.keys() | (_KEYS if spec.api_key else frozenset())
-    return _Engine(
-        url,
-        Headers.of([("accept-encoding", "identity"), *own.items()]).raw,
-        frozenset(name.encode() for name in _ENDS_HERE | replaced),
-        tls_context(spec),
-    )
-
-
-def _own_headers(spec: EngineSpec) -> dict[str, str]:
-    """The headers that the operator adds to every request to the engine; names in lower case."""
-    headers = {name.lower(): value for name, value in spec.headers.items()}
-    return headers | ({"authorization": f"Bearer {spec.api_key}"} if spec.api_key else {})
-
-
-def _check_headers(spec: EngineSpec) -> None:
-    """Raises EngineSpecError, which does not repeat a value: it may be secret."""
-    if spec.api_key and not _HEADER_VALUE.fullmatch(spec.api_key):
-        raise EngineSpecError(f"engine {spec.id!r}: api_key is not printable ASCII, or has space at an end")
-    for name, value in spec.headers.items():
-        if not _HEADER_NAME.fullmatch(name):
-            raise EngineSpecError(f"engine {spec.id!r}: headers: {name!r} is not a header name")
-        if name.lower() in _ENDS_HERE:
-            raise EngineSpecError(f"engine {spec.id!r}: headers: kvpin sets {name!r} itself: leave it out")
-        if not _HEADER_VALUE.fullmatch(value):
-            raise EngineSpecError(
-                f"engine {spec.id!r}: headers: {name!r} has a value that is not printable ASCII"
-            )
-
-
-def _rejection(status: int, content: bytes) -> EngineRejected | EngineUnhealthy:
+def _rejection(status: int, content: bytes) -> EngineRejected | EngineUnavailable:
     """The exception for an error answer."""
     error = read_error(content)
     if status in (502, 503, 504):

@@ -79,10 +79,8 @@ def hold_openai(
     return Hold(body.replace(**fields) if fields else body, answer=answer, note=note)
 
 
-class OpenAIAnswer:
+class OpenAIAnswer(AnswerReader):
     """`AnswerReader` of chats and completions."""
-
-    assembles = False
 
     def __init__(self, *, streams: bool, hides_usage: bool, reads_tokens: bool, hides_tokens: bool) -> None:
         """`streams`: the client asked for a stream."""

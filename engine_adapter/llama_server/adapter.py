@@ -6,7 +6,6 @@ hold    → a slot for the request (keeper.py) → body with id_slot → what th
 
 from __future__ import annotations
 
-import logging
 from array import array
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, nullcontext
@@ -17,14 +16,16 @@ from typing import Any
 from msgspec import structs
 
 from engine_adapter.body import JsonBody
-from engine_adapter.errors import EngineSpecError, EngineUnavailable, NotSupported
+from engine_adapter.errors import EngineUnavailable
 from engine_adapter.hold import AnswerReader, Forecast, Hold, RequestBody
-from engine_adapter.http.control import ControlClient, prepare_request
+from engine_adapter.http.adapter import HttpAdapter
 from engine_adapter.http.transport import OutgoingRequest
 from engine_adapter.llama_server.answer_reader import SlotAnswer
 from engine_adapter.llama_server.assemble import streaming_body
 from engine_adapter.llama_server.discovery import discover, read_pulse
-from engine_adapter.llama_server.keeper import SlotKeeper, SlotLease
+from engine_adapter.llama_server.findings import findings_of
+from engine_adapter.llama_server.keeper import SlotKeeper
+from engine_adapter.llama_server.lease import SlotLease
 from engine_adapter.llama_server.mirror_events import TOKENS_PER_BLOCK, MirrorEvents
 from engine_adapter.llama_server.native import NativeAnswer, SlotsAnswer, with_token_ids
 from engine_adapter.llama_server.options import LlamaServerSpec
@@ -57,9 +58,6 @@ from engine_adapter.types import (
     Pinned,
     TokenIds,
 )
-from engine_adapter.undeclared import Undeclared
-
-log = logging.getLogger("kvpin.llama_server")
 
 DEFAULT_CACHE_BYTES = 4 * 2**30
 _COMPLETIONS = "/v1/completions"
@@ -79,8 +77,6 @@ _INSTEAD = {
     Capability.KV_EVENTS: "kvpin cannot follow its slots and learns from its answers what it holds",
     Capability.CACHE_SALT: "start it with --cache-ram 0: its own prompt cache serves every tenant",
     Capability.PIN: "start it with --slots and without -kvu to let kvpin lease its slots",
-    Capability.EXTRA_IDS: "this engine can only warm text prompts",
-    Capability.PROMPT_TABLES: "serve the model with the embedded engine to use prompt tables",
     Capability.FLUSH: "start it with --slot-save-path DIR: erasing a slot needs it",
     Capability.OFFLOAD: "start it with --slot-save-path DIR and set host_cache_dir to DIR",
     Capability.RESTORE: "start it with --slot-save-path DIR and set host_cache_dir to DIR; "
@@ -88,17 +84,19 @@ _INSTEAD = {
 }  # fmt: skip
 
 
-class LlamaServerAdapter(Undeclared):
+class LlamaServerAdapter(HttpAdapter):
     """`EngineAdapter` of llama.cpp's llama-server."""
 
+    spec: LlamaServerSpec
+    instead = _INSTEAD
     one_owner = True
 
     def __init__(self, spec: LlamaServerSpec) -> None:
         """Raises EngineSpecError for an invalid address, or directories that contradict each other."""
-        self.spec = spec
-        self._control = ControlClient(spec)
+        super().__init__(spec)
         self._mirror = MirrorEvents()
-        self._registry = SavedPrefixes.shared(_place(spec)) if spec.options.host_cache_dir else None
+        place = _place(spec)
+        self._registry = SavedPrefixes.shared(place) if place is not None else None
         self._unsubscribe = self._registry.subscribe(self._on_saved) if self._registry else None
         self._lock = ServerLock(self._registry.place.host if self._registry else None, spec.url)
         self._session: Session | None = None
@@ -177,14 +175,6 @@ class LlamaServerAdapter(Undeclared):
         """See `EngineAdapter.tokenize`."""
         return await tokenize(self._control, path, body)
 
-    def not_supported(self, capability: Capability) -> NotSupported:
-        """See `EngineAdapter.not_supported`."""
-        return NotSupported(
-            capability.value,
-            engine=self.spec.id,
-            instead=_INSTEAD.get(capability, "llama-server has nothing like it"),
-        )
-
     # --- requests -------------------------------------------------------------------------------------
 
     def forecast(self, prompt: KvTarget) -> Forecast | None:
@@ -214,7 +204,7 @@ class LlamaServerAdapter(Undeclared):
         self, method: str, path: str, headers: Mapping[str, str], body: RequestBody
     ) -> OutgoingRequest:
         """See `EngineAdapter.prepare`."""
-        request = prepare_request(self.spec, method, path, headers, body)
+        request = super().prepare(method, path, headers, body)
         if _CONVERSATION in headers:
             kept = [pair for pair in request.headers if pair[0] != _CONVERSATION.encode()]
             request = structs.replace(request, headers=kept)
@@ -254,7 +244,7 @@ class LlamaServerAdapter(Undeclared):
         if session is None:
             return ()
         seen = session.keeper.contents.findings if session.keeper is not None else []
-        return (*session.facts.findings, *(Finding(text) for text in (*session.findings, *seen)))
+        return (*findings_of(session.facts), *(Finding(text) for text in (*session.findings, *seen)))
 
     async def stats(self) -> dict[str, Any]:
         """See `EngineAdapter.stats`."""
@@ -281,7 +271,7 @@ class LlamaServerAdapter(Undeclared):
         self._lock.free()
         if self._unsubscribe is not None:
             self._unsubscribe()
-        await self._control.aclose()
+        await super().aclose()
 
     # --- inside ---------------------------------------------------------------------------------------
 
@@ -380,15 +370,16 @@ def _shows_text(path: str, template: str, body: JsonBody) -> bool:
     return path == _COMPLETIONS or not ("think" in template or any(body.get(name) for name in _PARSED))
 
 
-def _place(spec: LlamaServerSpec) -> SavedPlace:
-    """The directories of the server's saved prefixes, and their caps."""
-    if spec.options.host_cache_dir is None:
-        raise EngineSpecError(f"engine {spec.id!r} has no host_cache_dir")
-    disk = Path(spec.options.disk_cache_dir).expanduser() if spec.options.disk_cache_dir else None
+def _place(spec: LlamaServerSpec) -> SavedPlace | None:
+    """The directories of the server's saved prefixes, and their caps; None if nothing is saved."""
+    options = spec.options
+    if not options.host_cache_dir:
+        return None
+    disk = Path(options.disk_cache_dir).expanduser() if options.disk_cache_dir else None
     return SavedPlace(
-        host=Path(spec.options.host_cache_dir).expanduser(),
+        host=Path(options.host_cache_dir).expanduser(),
         # Plain numbers: msgspec cannot encode a Size, and the statistics show the caps as JSON.
-        host_bytes=int(spec.options.host_cache_bytes or DEFAULT_CACHE_BYTES),
+        host_bytes=int(options.host_cache_bytes or DEFAULT_CACHE_BYTES),
         disk=disk,
-        disk_bytes=int(spec.options.disk_cache_bytes or DEFAULT_CACHE_BYTES) if disk else 0,
+        disk_bytes=int(options.disk_cache_bytes or DEFAULT_CACHE_BYTES) if disk else 0,
     )

@@ -17,7 +17,6 @@ from typing import Any
 import msgspec
 
 from engine_adapter.body import UNREADABLE
-from engine_adapter.errors import EngineUnavailable
 from engine_adapter.http.control import ControlClient
 from engine_adapter.http.error_bodies import read_error
 from engine_adapter.types import TokenIds
@@ -92,7 +91,7 @@ class Answer:
         error: the message of an error that ended the stream.
         usage: token counts.
         timings: token counts and times.
-        token_ids: the leading sampled tokens that the server told; None if it tells none.
+        token_ids: the leading sampled tokens, if the server reports token ids; else None.
     """
 
     pieces: list[str] = field(default_factory=list)
@@ -208,7 +207,7 @@ async def known_tokens(control: ControlClient, answer: Answer) -> TokenIds[int]:
     which may drop white space.
 
     Raises:
-        EngineUnavailable: the server cannot be reached, or tells no pieces.
+        EngineUnavailable: the server cannot be reached, or does not return pieces.
         EngineRejected: it refuses the text.
     """
     known: TokenIds[int] = array("i")
@@ -234,10 +233,7 @@ class _Tokenised(msgspec.Struct):
 async def _tokenise(control: ControlClient, text: str) -> list[tuple[int, bytes]]:
     """Ids and bytes of the tokens of a text."""
     request = {"content": text, "add_special": False, "parse_special": True, "with_pieces": True}
-    try:
-        answered = msgspec.convert(await control.call("POST", "/tokenize", json=request), _Tokenised)
-    except msgspec.ValidationError as error:
-        raise EngineUnavailable(f"POST /tokenize: the answer has no tokens with pieces: {error}") from error
+    answered = await control.read(_Tokenised, "POST", "/tokenize", json=request)
     # Bytes that are no text come as a list of numbers.
     return [
         (token.id, token.piece.encode() if isinstance(token.piece, str) else bytes(token.piece))

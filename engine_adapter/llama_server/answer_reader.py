@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from engine_adapter.errors import EngineRejected, EngineUnavailable
+from engine_adapter.hold import AnswerReader
 from engine_adapter.llama_server.answer import read_answer
-from engine_adapter.llama_server.assemble import StreamError, assemble
-from engine_adapter.llama_server.keeper import SlotLease
-from engine_adapter.types import TokenIds
+from engine_adapter.llama_server.assemble import assemble
+from engine_adapter.llama_server.lease import SlotLease
 
 # Longer answers are passed on unread: the server is asked what they left in the slot.
 MAX_BYTES = 64 * 2**20
-_SERVER_ERROR = 500
 
 
-class SlotAnswer:
+class SlotAnswer(AnswerReader):
     """`AnswerReader` of a request on a leased slot."""
 
     def __init__(self, path: str, lease: SlotLease, *, assembles: bool) -> None:
@@ -37,19 +35,8 @@ class SlotAnswer:
         self._chunks.clear()
         if self._size <= MAX_BYTES:
             self._lease.answer = read_answer(raw)
-        if not self.assembles:
-            return b""
-        try:
-            return assemble(self._path, raw)
-        except StreamError as error:
-            if error.status < _SERVER_ERROR:
-                raise EngineRejected(str(error), status=error.status) from error
-            raise EngineUnavailable(str(error)) from error
+        return assemble(self._path, raw) if self.assembles else b""
 
     def cached_tokens(self) -> int | None:
         """See `AnswerReader.cached_tokens`."""
         return self._lease.answer.cached_tokens if self._lease.answer is not None else None
-
-    def prompt_tokens(self) -> TokenIds[int] | None:
-        """None: the slot mirror has the prompt's tokens already."""
-        return None

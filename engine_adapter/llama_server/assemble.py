@@ -15,27 +15,14 @@ from typing import Any, TypeVar
 import msgspec
 
 from engine_adapter.body import UNREADABLE, JsonBody
-from engine_adapter.errors import EngineError
+from engine_adapter.errors import EngineError, EngineRejected, EngineUnavailable
 from engine_adapter.http.error_bodies import read_error
 from engine_adapter.llama_server.answer import DONE, stream_payloads
 
 _CHAT, _COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-_BAD_GATEWAY, _SERVER_ERROR = 502, 500
-_ERROR_STATUS = range(400, 600)
+_CLIENTS_FAULT = range(400, 500)
 _FIELDS = msgspec.json.Decoder(dict[str, Any])
 _T = TypeVar("_T")
-
-
-class StreamError(EngineError):
-    """A stream that ended in an error, or too early.
-
-    Attributes:
-        status: the HTTP status for the client.
-    """
-
-    def __init__(self, message: str, status: int) -> None:
-        super().__init__(message)
-        self.status = status
 
 
 def streaming_body(path: str, body: JsonBody) -> JsonBody | None:
@@ -55,18 +42,19 @@ def assemble(path: str, raw: bytes) -> bytes:
     """The JSON answer of a route that `streaming_body` gave a body for.
 
     Raises:
-        StreamError: the stream has an error, ended too early, or is no stream.
+        EngineRejected: the stream has an error that is the client's fault.
+        EngineUnavailable: it has another error, ended too early, or is no stream.
     """
     return _ASSEMBLERS[path](raw)
 
 
 def assemble_chat(raw: bytes) -> bytes:
-    """`chat.completion` from `chat.completion.chunk`s; raises StreamError."""
+    """`chat.completion` from `chat.completion.chunk`s. Raises as `assemble`."""
     return _assemble(raw, "chat.completion", _chat_choice)
 
 
 def assemble_completion(raw: bytes) -> bytes:
-    """`text_completion` from its chunks; raises StreamError."""
+    """`text_completion` from its chunks. Raises as `assemble`."""
     return _assemble(raw, "text_completion", _completion_choice)
 
 
@@ -184,7 +172,7 @@ def _assemble(raw: bytes, kind: str, render: Callable[[int, _Choice], dict[str, 
 
 
 def _chunks(raw: bytes) -> Iterator[tuple[_Chunk, bytes]]:
-    """The chunks of a stream; raises StreamError for an error event, and if the stream ends too early."""
+    """The chunks of a stream; raises for an error event, and if the stream ends too early."""
     for payload in stream_payloads(raw):
         if payload == DONE:
             return
@@ -199,15 +187,15 @@ def _decode(payload: bytes, decoder: msgspec.json.Decoder[_T]) -> _T:
     try:
         return decoder.decode(payload)
     except UNREADABLE as error:
-        reason = f"llama-server sent an unreadable chunk: {error}"
-        raise StreamError(reason, _BAD_GATEWAY) from error
+        raise EngineUnavailable(f"llama-server sent an unreadable chunk: {error}") from error
 
 
-def _failed(payload: bytes, error: object) -> StreamError:
-    code = error.get("code") if isinstance(error, dict) else None
-    status = code if isinstance(code, int) and code in _ERROR_STATUS else _SERVER_ERROR
-    return StreamError(read_error(payload).message, status)
+def _failed(payload: bytes, error: object) -> EngineError:
+    code, message = error.get("code") if isinstance(error, dict) else None, read_error(payload).message
+    if isinstance(code, int) and code in _CLIENTS_FAULT:
+        return EngineRejected(message, status=code)
+    return EngineUnavailable(message)
 
 
-def _broken_off() -> StreamError:
-    return StreamError("llama-server ended its answer too early", _BAD_GATEWAY)
+def _broken_off() -> EngineUnavailable:
+    return EngineUnavailable("llama-server ended its answer too early")

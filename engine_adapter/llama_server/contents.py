@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine_adapter.errors import EngineError, EngineRejected
+from engine_adapter.llama_server import saved_files
 from engine_adapter.llama_server.discovery import ServerFacts
 from engine_adapter.llama_server.mirror_events import MirrorEvents
 from engine_adapter.llama_server.rates import RateBook
@@ -175,7 +176,7 @@ class Contents:
         registry, salt, length = self._saved, slot.salt, slot.length
         if registry is None or salt == UNKNOWN_OWNER or not length:
             return False
-        name, entry = registry.new_name(self._facts.key), None
+        name, entry = saved_files.new_name(self._facts.key), None
         try:
             # A server that finds no room may leave half a file and report success, so make room first.
             await registry.make_room(round(length * self.rates.view.bytes_per_token))

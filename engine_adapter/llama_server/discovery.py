@@ -1,31 +1,28 @@
-"""Facts about a llama-server, read from its own routes, and the flags that it lacks.
+"""Facts about a llama-server, read from its own routes.
 
-`discover` only reads, except that it uses one slot if the model's file is out of reach. `probe` tries out
-what no route tells. It costs one slot its content, so the caller chooses the moment.
+`discover` only reads, except that it uses one slot if the model's file is out of reach. What no route tells,
+`probe.py` tries out.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import msgspec
 import xxhash
 
-from engine_adapter.errors import EngineRejected, EngineSpecError, EngineUnavailable
-from engine_adapter.http.control import ControlClient, model_card, model_name
+from engine_adapter.errors import EngineRejected, EngineSpecError
+from engine_adapter.http.control import ControlClient
+from engine_adapter.http.models import read_models
 from engine_adapter.llama_server.fingerprint import file_digest, model_parts, remote_digest
-from engine_adapter.types import EngineSpec, Finding
+from engine_adapter.types import EngineSpec
 
-_NOT_FOUND, _NOT_IMPLEMENTED = 404, 501
 _METADATA = 64 << 20  # bytes of a GGUF that are no tensors, at the most: vocabulary and padding
-_PROBE_TOKENS = 48
-_STATE_WORDS = 7  # of an empty slot's file, before its caches: magic, version, 4 of tokens and their count
-_CACHES = (1, 2)  # of a model with plain attention, and of one that has sliding windows too
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +35,10 @@ class ServerFacts:
         slots: number of slots.
         slot_ctx: context of each, in tokens.
         train_ctx: context the model was trained with, None if unknown.
-        model_path: path of the model on the server.
-        local_model: the same file, if kvpin can read it.
+        local_model: the file of the model, if kvpin can read it.
         vocab_size: number of token ids, None if unknown.
         build: the server's version, free text.
         chat_template: the model's, "" without one.
-        modalities: inputs it takes besides text, e.g. `vision`.
         instance: a word that is new in each process, None on servers without one. Sleep keeps it.
         is_sleeping: it was asleep, so the KV of all its slots is gone.
         has_slots: `GET /slots` is allowed.
@@ -58,12 +53,10 @@ class ServerFacts:
     slots: int
     slot_ctx: int
     train_ctx: int | None
-    model_path: str
     local_model: Path | None
     vocab_size: int | None
     build: str
     chat_template: str = field(repr=False)
-    modalities: frozenset[str]
     instance: str | None
     is_sleeping: bool
     has_slots: bool
@@ -90,14 +83,8 @@ class ServerFacts:
             return self.slots > 1 and self.slot_ctx == self.train_ctx
         return self.is_unified
 
-    @property
-    def findings(self) -> tuple[Finding, ...]:
-        """The findings that keep kvpin from using it fully, and the flags that help."""
-        return tuple(_findings(self))
 
-
-@dataclass(frozen=True, slots=True)
-class SlotState:
+class SlotState(msgspec.Struct, frozen=True):
     """One slot as `GET /slots` shows it.
 
     Attributes:
@@ -111,8 +98,8 @@ class SlotState:
     id: int
     n_ctx: int
     is_processing: bool
-    id_task: int | None
-    n_tokens: int | None
+    id_task: int | None = None
+    n_tokens: int | None = msgspec.field(name="n_prompt_tokens", default=None)
 
 
 class _Settings(msgspec.Struct, frozen=True):
@@ -128,20 +115,9 @@ class _Props(msgspec.Struct, frozen=True):
     model_alias: str = ""
     chat_template: str = ""
     build_info: str = ""
-    modalities: dict[str, bool] = {}
     media_marker: str | None = None
     is_sleeping: bool = False
     endpoint_slots: bool = False
-
-
-class _Slot(msgspec.Struct, frozen=True):
-    """An entry of `GET /slots`."""
-
-    id: int
-    n_ctx: int
-    is_processing: bool
-    id_task: int | None = None
-    n_prompt_tokens: int | None = None
 
 
 async def discover(control: ControlClient, spec: EngineSpec) -> ServerFacts:
@@ -153,22 +129,19 @@ async def discover(control: ControlClient, spec: EngineSpec) -> ServerFacts:
         EngineUnavailable: it does not answer, or is still loading its model.
     """
     props = await _props(control, spec)
-    models = await control.get("/v1/models")
-    name, card = model_name(models), model_card(models)
-    meta = card.get("meta") or {}
+    model = read_models(await control.get("/v1/models"))
+    meta = model.card.get("meta") or {}
     local = await asyncio.to_thread(_local_model, props.model_path, meta.get("size"))
     return ServerFacts(
-        model=props.model_alias or name,
-        card=card,
+        model=props.model_alias or model.name,
+        card=model.card,
         slots=props.total_slots,
         slot_ctx=props.default_generation_settings.n_ctx,
         train_ctx=meta.get("n_ctx_train"),
-        model_path=props.model_path,
         local_model=local,
         vocab_size=meta.get("n_vocab"),
         build=props.build_info,
         chat_template=props.chat_template,
-        modalities=frozenset(name for name, takes in props.modalities.items() if takes),
         instance=props.media_marker,
         is_sleeping=props.is_sleeping,
         has_slots=props.endpoint_slots,
@@ -178,16 +151,10 @@ async def discover(control: ControlClient, spec: EngineSpec) -> ServerFacts:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Pulse:
+class Pulse(msgspec.Struct, frozen=True):
     """Which process answers, and whether it sleeps. Asking is always possible."""
 
-    instance: str | None
-    is_sleeping: bool
-
-
-class _Pulse(msgspec.Struct, frozen=True):
-    media_marker: str | None = None
+    instance: str | None = msgspec.field(name="media_marker", default=None)
     is_sleeping: bool = False
 
 
@@ -197,11 +164,7 @@ async def read_pulse(control: ControlClient) -> Pulse:
     Raises:
         EngineUnavailable: no answer, or an unexpected one.
     """
-    try:
-        props = msgspec.convert(await control.get("/props"), _Pulse)
-    except msgspec.ValidationError as error:
-        raise EngineUnavailable(f"GET /props: {error}") from error
-    return Pulse(props.media_marker, props.is_sleeping)
+    return await control.read(Pulse, "GET", "/props")
 
 
 async def read_slots(control: ControlClient) -> list[SlotState]:
@@ -211,15 +174,7 @@ async def read_slots(control: ControlClient) -> list[SlotState]:
         EngineRejected: the server runs with `--no-slots`.
         EngineUnavailable: no answer, or an unexpected one.
     """
-    answer = await control.get("/slots")
-    try:
-        slots = msgspec.convert(answer, list[_Slot])
-    except msgspec.ValidationError as error:
-        raise EngineUnavailable(f"GET /slots: {error}") from error
-    return [
-        SlotState(slot.id, slot.n_ctx, slot.is_processing, slot.id_task, slot.n_prompt_tokens)
-        for slot in sorted(slots, key=lambda slot: slot.id)
-    ]
+    return sorted(await control.read(list[SlotState], "GET", "/slots"), key=lambda slot: slot.id)
 
 
 def spare_slot(slots: Sequence[SlotState]) -> int:
@@ -227,71 +182,12 @@ def spare_slot(slots: Sequence[SlotState]) -> int:
     return min(slots, key=lambda slot: (slot.is_processing, slot.n_tokens or 0, slot.id)).id
 
 
-def probe_file() -> str:
-    """A new name for the small file that a probe leaves behind; servers may share a directory."""
-    return f"kvpin-probe-{uuid4().hex}.bin"
-
-
-async def probe(control: ControlClient, facts: ServerFacts, slot_id: int, *, file: str) -> ServerFacts:
-    """Completes `facts` by trying. Slot `slot_id` must be idle; its content is lost.
-
-    Leaves `file`, about 50 bytes, in the server's save directory. Takes a few milliseconds on an idle server,
-    plus the prefill of about 150 tokens.
-    """
-    ram_cache = await probe_ram_cache(control, slot_id)
-    is_unified, can_save = facts.is_unified, facts.can_save
-    if can_save and is_unified is None:
-        try:
-            is_unified = await probe_unified(control, slot_id, facts.slots, file=file)
-        except EngineRejected:
-            can_save = False  # the directory is gone or full; the server can still be used
-    if facts.can_save:
-        await control.call("POST", f"/slots/{slot_id}?action=erase", json={})
-    return replace(facts, ram_cache=ram_cache, is_unified=is_unified, can_save=can_save)
-
-
-async def probe_ram_cache(control: ControlClient, slot_id: int) -> bool:
-    """Whether `--cache-ram` is on: a prompt comes back after another one has replaced it in its slot.
-
-    The content of slot `slot_id` is lost.
-    """
-    first, second = list(range(10, 10 + _PROBE_TOKENS)), list(range(110, 110 + _PROBE_TOKENS))
-    for prompt in (first, second):
-        await _prefill(control, prompt, slot_id)
-    return await _prefill(control, [*first, second[0]], slot_id) > 0
-
-
-async def probe_unified(control: ControlClient, slot_id: int, slots: int, *, file: str) -> bool | None:
-    """Whether all slots share one KV pool, by the size of an empty slot's file; None if that does not tell.
-
-    The file counts the cells of each stream, and a unified pool is one stream. The content of slot `slot_id`
-    is lost, and `file` is left in the server's save directory.
-    """
-    await control.call("POST", f"/slots/{slot_id}?action=erase", json={})
-    saved = await control.call("POST", f"/slots/{slot_id}?action=save", json={"filename": file})
-    words, rest = divmod(saved["n_written"], 4)
-    counted = words - _STATE_WORDS
-    if not rest and counted in [caches * (1 + slots) for caches in _CACHES]:
-        return False
-    return True if not rest and counted in [caches * (1 + 1) for caches in _CACHES] else None
-
-
-async def _prefill(control: ControlClient, prompt: list[int], slot_id: int) -> int:
-    """Computes a prompt on a slot; returns the number of reused tokens."""
-    request = {"prompt": prompt, "n_predict": 0, "cache_prompt": True, "id_slot": slot_id}
-    match await control.call("POST", "/completion", json=request):
-        case {"timings": {"cache_n": int(reused)}}:
-            return reused
-        case _:
-            raise EngineUnavailable("POST /completion: the answer has no 'timings.cache_n'")
-
-
 async def _props(control: ControlClient, spec: EngineSpec) -> _Props:
     try:
         answer = await control.get("/props")
         props = msgspec.convert(answer, _Props)
     except EngineRejected as error:
-        if error.status == _NOT_FOUND:
+        if error.status == HTTPStatus.NOT_FOUND:
             raise EngineSpecError(
                 f"engine {spec.id!r}: {spec.url!r} is no llama-server: it has no /props"
             ) from error
@@ -307,11 +203,8 @@ async def _props(control: ControlClient, spec: EngineSpec) -> _Props:
 
 async def _can_save(control: ControlClient) -> bool:
     """Whether slots can be saved. The file name is invalid; a server without saves does not check names."""
-    try:
-        await control.call("POST", "/slots/0?action=save", json={"filename": "/"})
-    except EngineRejected as error:
-        return error.status not in (_NOT_FOUND, _NOT_IMPLEMENTED)
-    return True
+    status = await control.status("POST", "/slots/0?action=save", json={"filename": "/"})
+    return status not in (HTTPStatus.NOT_FOUND, HTTPStatus.NOT_IMPLEMENTED)
 
 
 def _local_model(path: str, size: object) -> Path | None:
@@ -345,47 +238,4 @@ async def _fingerprint(
 
 async def _adapters(control: ControlClient) -> list[Any]:
     """The loaded LoRA adapters: they change the KV of the model."""
-    try:
-        answer = await control.get("/lora-adapters")
-    except EngineRejected as error:
-        if error.status in (_NOT_FOUND, _NOT_IMPLEMENTED):
-            return []
-        raise
-    return answer if isinstance(answer, list) else [answer]
-
-
-def _findings(facts: ServerFacts) -> Sequence[Finding]:
-    found = []
-    if facts.ram_cache:
-        found.append(
-            Finding(
-                "its RAM cache is on: it changes slots unseen by kvpin, and can corrupt an answer",
-                "start the server with --cache-ram 0",
-            )
-        )
-    if facts.looks_unified:
-        verb = "share" if facts.is_unified else "seem to share"
-        found.append(
-            Finding(
-                f"its slots {verb} one KV pool (-kvu, or no -np): a prompt can evict those of other slots",
-                f"start the server with -no-kvu -np {facts.slots} -c {facts.slots}*CTX, where CTX is the "
-                "context of one slot",
-            )
-        )
-    if not facts.can_save:
-        found.append(
-            Finding(
-                "no prefix can be saved or restored",
-                "start the server with --slot-save-path DIR, a directory that exists, best in memory",
-            )
-        )
-    if not facts.has_slots:
-        found.append(Finding("kvpin cannot watch its slots", "start the server with --slots"))
-    if facts.is_sleeping:
-        found.append(
-            Finding(
-                "it sleeps when idle and loses all KV",
-                "start the server without --sleep-idle-seconds, or with -1",
-            )
-        )
-    return found
+    return await control.read_optional(list[Any], "/lora-adapters") or []

@@ -13,18 +13,20 @@ import logging
 import time
 from array import array
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
-from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
-from engine_adapter.errors import EngineError, EngineRejected, EngineUnavailable
+from engine_adapter.errors import EngineError, EngineUnavailable
 from engine_adapter.hold import Forecast
 from engine_adapter.http.control import ControlClient
 from engine_adapter.llama_server.answer import Answer, known_tokens, slot_content
 from engine_adapter.llama_server.contents import Contents
 from engine_adapter.llama_server.discovery import SlotState, read_slots
+from engine_adapter.llama_server.lease import SlotLease
+from engine_adapter.llama_server.own_tasks import OwnTasks
 from engine_adapter.llama_server.plan import plan
 from engine_adapter.llama_server.saved import Saved
+from engine_adapter.llama_server.settle import end_copies, until_all_arrived, when_idle
 from engine_adapter.llama_server.slot_owners import UNKNOWN_OWNER
 from engine_adapter.llama_server.slots import Operation, Slot
 from engine_adapter.llama_server.turns import Ask, SlotPlan, Turns, first_operation
@@ -35,53 +37,9 @@ log = logging.getLogger("kvpin.llama_server")
 
 # Cost of a prefill to each running stream of another slot, which shares its steps.
 INTERFERENCE_S = 0.002
-# Pauses between looks at a slot whose client left: the server notices that only after an idle second.
-SETTLE_POLL_S = (0.02, 0.15, 1.2)
-# Time from the last byte of a request to its place in the server's queue.
-ARRIVAL_S = 0.02
 
 _Result = TypeVar("_Result")
 _Work = Callable[[Slot], Coroutine[Any, Any, _Result]]
-
-
-@dataclass(slots=True)
-class SlotLease:
-    """A request's hold on a slot.
-
-    Attributes:
-        slot: the slot's id.
-        ask: the prompt that the request brought.
-        cached_tokens: prompt tokens the server will report as reused.
-        firm: False if the server may report more.
-        may_reuse: whether the request may use KV that lies in the slot.
-        restored: the slot's KV came from a file just before.
-        before: known tokens the slot held, if the request may use them.
-        length_before: tokens the slot held, known or not.
-        started: when the request could be sent.
-        answer: what the answer said; None until it has ended, or if it never did.
-        has_begun: the first bytes of the answer have come.
-        shows_text: the answer's text is all that was sampled: nothing is held back, parsed or trimmed.
-    """
-
-    slot: int
-    ask: Ask
-    cached_tokens: int
-    firm: bool
-    may_reuse: bool
-    restored: bool
-    before: TokenIds[int] = field(repr=False)
-    length_before: int
-    started: float
-    answer: Answer | None = None
-    has_begun: bool = False
-    shows_text: bool = True
-
-    @property
-    def leaves_own(self) -> bool:
-        """Whether all KV in the slot is now its own client's, although the prompt's tokens are not known."""
-        answer, ask = self.answer, self.ask
-        is_done = answer is not None and answer.is_complete and answer.error is None
-        return is_done and not ask.tokens and ask.salt != UNKNOWN_OWNER
 
 
 class SlotKeeper:
@@ -111,7 +69,7 @@ class SlotKeeper:
         self._table = contents.table
         self._clock = clock
         self._turns = Turns(self._table, self._plan, clock)
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks = OwnTasks(f"{engine}: work on its slots", EngineError)
         self._used: set[int] = set()  # slots that ran a request of ours
         self._closed = False
 
@@ -151,11 +109,11 @@ class SlotKeeper:
             yield lease
         except BaseException:
             # The slot may stay busy for a while; the caller does not wait for it.
-            self._spawn(self._finish(lease))
+            self._tasks.start(self._finish(lease))
             raise
         if lease.answer is not None and not self._closed:
             self._next(self._table[lease.slot], Operation.SETTLE)
-        await asyncio.wait([self._spawn(self._finish(lease))])
+        await asyncio.wait([self._tasks.start(self._finish(lease))])
 
     @asynccontextmanager
     async def alone(self) -> AsyncIterator[None]:
@@ -170,7 +128,7 @@ class SlotKeeper:
                 self.contents.owners.changes(slot.id, UNKNOWN_OWNER)
             yield
         finally:
-            self._spawn(self._after_alone(tasks))
+            self._tasks.start(self._after_alone(tasks))
 
     @property
     def streams(self) -> int:
@@ -200,7 +158,7 @@ class SlotKeeper:
         """
         self._check_open()
         self._table.begin(slot_id, operation, self._clock())
-        return await _outcome(self._spawn(self._taken(slot_id, work)))
+        return await _outcome(self._tasks.start(self._taken(slot_id, work)))
 
     async def bring(self, entry: Saved) -> bool:
         """Restores a saved prefix ahead of its request, into an empty slot or the one idle for longest.
@@ -268,17 +226,13 @@ class SlotKeeper:
 
     async def settled(self) -> None:
         """Waits until all of the keeper's own tasks are over."""
-        while self._tasks:
-            await asyncio.wait(tuple(self._tasks))
+        await self._tasks.settled()
 
     async def aclose(self) -> None:
         """Ends all work. Requests that wait for a slot get EngineUnavailable."""
         self._closed = True
         self._turns.fail(EngineUnavailable("the engine was lost before it could start"))
-        tasks = tuple(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._tasks.cancel()
 
     # --- inside -----------------------------------------------------------------------------------
 
@@ -302,7 +256,7 @@ class SlotKeeper:
         """Carries out a plan. If the request leaves meanwhile, the slot is released afterwards."""
         if first_operation(chosen) is Operation.REQUEST:
             return self._leased(self._table[chosen.slot], ask, restored=False)
-        task = self._spawn(self._prepare(chosen, ask))
+        task = self._tasks.start(self._prepare(chosen, ask))
         try:
             return await _outcome(task)
         except asyncio.CancelledError:
@@ -384,7 +338,7 @@ class SlotKeeper:
             if sampled is None:
                 sampled = await known_tokens(self._control, answer) if lease.shows_text else array("i")
             return slot_content(prompt, answer, sampled)
-        await self._until_all_arrived()
+        await until_all_arrived(self._control)
         count = await self._count_when_idle(lease.slot)
         # The request was cut short. The slot holds part of the prompt and maybe of an answer. Or the request
         # never started and the slot has its old content: if the count does not tell, only the common prefix
@@ -396,24 +350,10 @@ class SlotKeeper:
 
     async def _count_when_idle(self, slot_id: int) -> int:
         """Waits until the server no longer works on a slot; returns its tokens."""
-        pauses = iter(SETTLE_POLL_S)
-        while True:
-            state = (await read_slots(self._control))[slot_id]
-            if state.n_tokens is not None:
-                self._used.add(slot_id)
-            if not state.is_processing:
-                return state.n_tokens or 0
-            await asyncio.sleep(next(pauses, SETTLE_POLL_S[-1]))
-
-    async def _until_all_arrived(self) -> None:
-        """Waits until every request sent so far runs or is gone.
-
-        A request whose client left may still wait behind a long step and then start. The server answers
-        `/slots` during the step and does not show the request.
-        """
-        await asyncio.sleep(ARRIVAL_S)
-        with suppress(EngineRejected):  # a server without this route
-            await self._control.get("/lora-adapters")  # changes nothing, and waits in the same queue
+        count = (await when_idle(self._control, slot_id)).n_tokens
+        if count is not None:
+            self._used.add(slot_id)
+        return count or 0
 
     def _learn(self, lease: SlotLease, answer: Answer) -> None:
         rates, cached, total = self.contents.rates, answer.cached_tokens, answer.prompt_tokens
@@ -427,12 +367,12 @@ class SlotKeeper:
 
     def _watch_foreign(self, slot: Slot) -> None:
         self._table.begin(slot.id, Operation.FOREIGN, self._clock())
-        self._spawn(self._until_foreign_ends(slot))
+        self._tasks.start(self._until_foreign_ends(slot))
 
     async def _until_foreign_ends(self, slot: Slot) -> None:
         try:
             await self._count_when_idle(slot.id)
-            await self._end_copies(slot.id)
+            await end_copies(self._control, slot.id)
             self.contents.mark_unknown(slot, await self._count_when_idle(slot.id))
         except EngineError as error:
             log.warning("%s: slot %d: %s", self._engine, slot.id, error)
@@ -444,13 +384,13 @@ class SlotKeeper:
         if self._closed:
             return
         try:
-            await self._until_all_arrived()
+            await until_all_arrived(self._control)
             for slot in self._table:
                 await self._count_when_idle(slot.id)
             states = await read_slots(self._control)
             touched = [state.id for state in states if tasks.get(state.id, self) != state.id_task]
             if touched:
-                await self._end_copies(touched[0])
+                await end_copies(self._control, touched[0])
             for state in await read_slots(self._control):
                 if state.id in touched:
                     self.contents.mark_unknown(self._table[state.id], state.n_tokens or 0)
@@ -462,16 +402,6 @@ class SlotKeeper:
                 self.contents.owners.holds(slot.id, slot.salt)
             self._turns.release_all()
             self._note_work()
-
-    async def _end_copies(self, slot_id: int) -> None:
-        """Computes one token on a slot without useful KV.
-
-        A request for several answers copies KV between slots. If it ends without a further step, the copies
-        stay pending. The next step of any slot then makes them, even over KV that was restored meanwhile, and
-        answers are wrong (observed on llama.cpp 0c1e570). Erasing the slot does not help, a step does.
-        """
-        body = {"prompt": [0], "n_predict": 0, "id_slot": slot_id, "cache_prompt": False}
-        await self._control.call("POST", "/completion", json=body)
 
     async def _taken(self, slot_id: int, work: _Work[_Result]) -> _Result:
         slot = self._table[slot_id]
@@ -494,18 +424,6 @@ class SlotKeeper:
     def _check_open(self) -> None:
         if self._closed:
             raise EngineUnavailable("the engine was lost before it could start")
-
-    def _spawn(self, work: Coroutine[Any, Any, _Result]) -> asyncio.Task[_Result]:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._note_done)
-        return task
-
-    def _note_done(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.discard(task)
-        error = None if task.cancelled() else task.exception()
-        if error is not None and not isinstance(error, EngineError):  # its caller may have left
-            log.error("%s: work on its slots failed", self._engine, exc_info=error)
 
 
 async def _outcome(task: asyncio.Task[_Result]) -> _Result:

@@ -13,9 +13,9 @@ import msgspec
 
 from engine_adapter.body import UNREADABLE, JsonBody
 from engine_adapter.errors import EngineUnavailable
+from engine_adapter.hold import AnswerReader
 from engine_adapter.llama_server.answer import Answer
-from engine_adapter.llama_server.keeper import SlotLease
-from engine_adapter.types import TokenIds
+from engine_adapter.llama_server.lease import SlotLease
 
 # The fields of `GET /slots` that show the last request on a slot.
 _OF_A_REQUEST = ("prompt", "generated", "params")
@@ -32,10 +32,8 @@ def with_token_ids(body: JsonBody) -> JsonBody | None:
     return body.replace(return_tokens=True)
 
 
-class NativeAnswer:
+class NativeAnswer(AnswerReader):
     """`AnswerReader` of a completion that the server answers with one JSON object."""
-
-    assembles = False
 
     def __init__(self, lease: SlotLease, *, hides_tokens: bool) -> None:
         """`hides_tokens`: the client did not ask for token ids."""
@@ -49,24 +47,14 @@ class NativeAnswer:
         answer.read(chunk)
         return _without_token_ids(chunk) if self._hides_tokens else chunk
 
-    def finish(self) -> bytes:
-        """See `AnswerReader.finish`."""
-        return b""
-
     def cached_tokens(self) -> int | None:
         """See `AnswerReader.cached_tokens`."""
         return self._lease.answer.cached_tokens if self._lease.answer is not None else None
 
-    def prompt_tokens(self) -> TokenIds[int] | None:
-        """None: the slot mirror has the prompt's tokens already."""
-        return None
 
-
-class SlotsAnswer:
+class SlotsAnswer(AnswerReader):
     """`AnswerReader` of `GET /slots`. Removes prompts, answers and parameters: the last request on a slot may
     be anybody's, or kvpin's own."""
-
-    assembles = False
 
     def feed(self, chunk: bytes) -> bytes:
         """See `AnswerReader.feed`.
@@ -82,18 +70,6 @@ class SlotsAnswer:
             for name in _OF_A_REQUEST:
                 slot.pop(name, None)
         return msgspec.json.encode(slots)
-
-    def finish(self) -> bytes:
-        """See `AnswerReader.finish`."""
-        return b""
-
-    def cached_tokens(self) -> int | None:
-        """See `AnswerReader.cached_tokens`."""
-        return None
-
-    def prompt_tokens(self) -> TokenIds[int] | None:
-        """See `AnswerReader.prompt_tokens`."""
-        return None
 
 
 def _without_token_ids(content: bytes) -> bytes:

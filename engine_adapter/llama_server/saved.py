@@ -16,15 +16,17 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 from weakref import WeakValueDictionary
 
 from engine_adapter.errors import EngineSpecError
 from engine_adapter.llama_server import saved_files
+from engine_adapter.llama_server.own_tasks import OwnTasks
 from engine_adapter.llama_server.saved_entry import (
     Listener,
     Saved,
@@ -35,7 +37,7 @@ from engine_adapter.llama_server.saved_entry import (
     salt_digest,
     value,
 )
-from engine_adapter.llama_server.saved_files import Stamp
+from engine_adapter.llama_server.saved_files import Content, Stamp
 from engine_adapter.llama_server.state_file import Reason, StateFileError, writing
 from engine_adapter.types import Tier
 
@@ -44,7 +46,6 @@ __all__ = ["Saved", "SavedEvent", "SavedPlace", "SavedPrefixes", "salt_digest"]
 RETRY_S = 60.0  # pause after a saved prefix could not be read, before the next try
 
 _log = logging.getLogger("kvpin.llama_server")
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +87,7 @@ class SavedPrefixes:
         self._entries: dict[str, Saved] = {}
         self._listeners: list[Listener] = []
         self._counts: Counter[str] = Counter(evicted=0, demoted=0, promoted=0, refused=0)
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks = OwnTasks(f"work on the saved prefixes in {place.host}", StateFileError)
         self._rebuilding: asyncio.Task[None] | None = None
 
     @classmethod
@@ -119,15 +120,6 @@ class SavedPrefixes:
         """The saved prefixes of one key that may be restored now. One that could not be read pauses."""
         now = self._clock()
         return (saved for saved in self.entries(key) if saved.retry_at <= now)
-
-    @staticmethod
-    def new_name(key: str) -> str:
-        """The file name for the next save.
-
-        Raises:
-            ValueError: the key is not 1 to 128 ASCII letters and digits.
-        """
-        return saved_files.new_name(key)
 
     def stats(self) -> dict[str, Any]:
         """Entries, bytes and cap of each tier, the counts so far, and each entry without its content."""
@@ -172,7 +164,7 @@ class SavedPrefixes:
             StateFileError: a directory cannot be used; the next call tries again.
         """
         if self._rebuilding is None:
-            self._rebuilding = self._spawn(self._rebuild())
+            self._rebuilding = self._tasks.start(self._rebuild())
         task = self._rebuilding
         try:
             await asyncio.shield(task)
@@ -215,7 +207,7 @@ class SavedPrefixes:
         An entry that is pinned or in use stays.
 
         Args:
-            name: from `new_name(key)`.
+            name: from `saved_files.new_name(key)`.
             key: fingerprint of model and stream layout.
             salt: digest of the content's cache salt.
             tokens_expected: the server's `n_saved`.
@@ -230,38 +222,23 @@ class SavedPrefixes:
         if saved_files.key_of(name) != key or name in self._entries:
             raise ValueError(f"{name!r} is no new name of key {key!r}")
         kept_until = self._clock() + keep_s if keep_s > 0 else 0.0
-        work = self._add(name, key, salt, tokens_expected, bytes_expected, kept_until, owner)
-        return await asyncio.shield(self._spawn(work))
+        inspect = partial(saved_files.inspect, self.place.host / name, tokens_expected, bytes_expected)
+        made = partial(Saved, name, key, salt, tier=Tier.HOST, kept_until=kept_until, kept_for=owner)
+        return await asyncio.shield(self._tasks.start(self._add(name, inspect, made)))
 
-    async def _add(
-        self,
-        name: str,
-        key: str,
-        salt: str | None,
-        tokens_expected: int | None,
-        bytes_expected: int | None,
-        kept_until: float,
-        owner: str | None,
-    ) -> Saved:
-        path = self.place.host / name
+    async def _add(self, name: str, inspect: Callable[[], Content], made: Callable[..., Saved]) -> Saved:
         try:
-            content = await asyncio.to_thread(saved_files.inspect, path, tokens_expected, bytes_expected)
+            content = await asyncio.to_thread(inspect)
             now = self._clock()
-            saved = Saved(
-                name,
-                key,
-                salt,
-                content.tokens,
-                content.stamp[1],
-                Tier.HOST,
-                content.checksum,
-                now,
-                now,
-                kept_until=kept_until,
-                kept_for=owner,
+            saved = made(
+                tokens=content.tokens,
+                size=content.stamp[1],
+                checksum=content.checksum,
+                created=now,
+                last_used=now,
                 seen=content.stamp,
             )
-            await asyncio.to_thread(saved_files.write_sidecar, path, saved.sidecar())
+            await asyncio.to_thread(saved_files.write_sidecar, self.place.host / name, saved.sidecar())
             work = self._take_in(saved)
         except StateFileError:
             self._counts["refused"] += 1
@@ -313,7 +290,7 @@ class SavedPrefixes:
         """
         await saved.idle()
         self._check_registered(saved)
-        saved.work = self._spawn(self._ready(saved))
+        saved.work = self._tasks.start(self._ready(saved))
         try:
             await asyncio.shield(saved.work)
         except StateFileError as error:
@@ -340,7 +317,7 @@ class SavedPrefixes:
         finally:
             saved.holds -= 1
             if not self._is_registered(saved):
-                await asyncio.shield(self._spawn(self._erase(saved)))
+                await asyncio.shield(self._tasks.start(self._erase(saved)))
 
     async def _ready(self, saved: Saved) -> None:
         if saved.tier is Tier.DISK:
@@ -377,7 +354,7 @@ class SavedPrefixes:
 
     def _drop(self, saved: Saved) -> Work:
         self._forget(saved)
-        return self._spawn(self._erase(saved))
+        return self._tasks.start(self._erase(saved))
 
     async def _erase(self, saved: Saved) -> None:
         """Deletes the files of a forgotten entry. While it has holders, the last of them does it."""
@@ -410,7 +387,7 @@ class SavedPrefixes:
                 work += self._evict([saved])
             else:
                 saved.tier = Tier.DISK
-                saved.work = self._spawn(self._demote(saved, self._evict(worse)))
+                saved.work = self._tasks.start(self._demote(saved, self._evict(worse)))
                 work.append(saved.work)
         return work
 
@@ -485,19 +462,6 @@ class SavedPrefixes:
     def _check_registered(self, saved: Saved) -> None:
         if not self._is_registered(saved):
             raise StateFileError(self.place.host / saved.name, Reason.MISSING, "it was dropped")
-
-    def _spawn(self, work: Coroutine[Any, Any, _T]) -> asyncio.Task[_T]:
-        """A task that goes on if its caller is cancelled."""
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._finish)
-        return task
-
-    def _finish(self, task: Work) -> None:
-        self._tasks.discard(task)
-        error = None if task.cancelled() else task.exception()
-        if error is not None and not isinstance(error, StateFileError):  # its caller may have left
-            _log.error("work on the saved prefixes in %s failed", self.place.host, exc_info=error)
 
 
 def _rank(saved: Saved, now: float) -> tuple[bool, float]:

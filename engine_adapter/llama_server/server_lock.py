@@ -27,7 +27,7 @@ _LOCALHOST = re.compile(r"(?<=://)(localhost|\[::1\])(?=[:/]|$)")
 
 
 class _Holder(msgspec.Struct, frozen=True):
-    """Who holds a lock: a process, its machine, and the Unix time since which it does."""
+    """The holder of a lock: its process, its machine, and the Unix time when it took the lock."""
 
     pid: int
     host: str
@@ -109,7 +109,7 @@ class ServerLock:
 
 
 def _read(file: FileIO) -> str:
-    """Who holds the lock, for people."""
+    """The holder of the lock, for people."""
     try:
         return str(msgspec.json.decode(file.read(), type=_Holder))
     except (OSError, msgspec.MsgspecError):

@@ -7,7 +7,6 @@ from typing import TypeVar
 
 import msgspec
 
-from engine_adapter.errors import EngineUnavailable
 from engine_adapter.http.control import ControlClient
 
 # Tens of gigabytes to a slow disk take minutes. A server that dies meanwhile is noticed by its health.
@@ -75,12 +74,5 @@ class SlotIo:
         return (await self._act(slot_id, "erase", _Erased, {})).n_erased
 
     async def _act(self, slot_id: int, action: str, kind: type[_Answer], fields: dict[str, str]) -> _Answer:
-        answer = await self._control.call(
-            "POST", f"/slots/{slot_id}?action={action}", json=fields, answer_s=MOVE_S
-        )
-        try:
-            return msgspec.convert(answer, kind)
-        except msgspec.ValidationError as error:
-            raise EngineUnavailable(
-                f"the answer to {action} on slot {slot_id} is not as expected: {error}"
-            ) from error
+        path = f"/slots/{slot_id}?action={action}"
+        return await self._control.read(kind, "POST", path, json=fields, answer_s=MOVE_S)

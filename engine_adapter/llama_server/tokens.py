@@ -6,21 +6,19 @@ A chat costs two calls (`/apply-template`, `/tokenize`), a text one call, ready 
 from __future__ import annotations
 
 from array import array
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
 from engine_adapter.body import JsonBody
-from engine_adapter.errors import EngineRejected, EngineUnavailable
+from engine_adapter.errors import EngineRejected
 from engine_adapter.http.control import ControlClient
 from engine_adapter.llama_server.routes import NATIVE_COMPLETIONS
 from engine_adapter.types import TokenIds
 
 _CHAT = "/v1/chat/completions"
 _COMPLETIONS = NATIVE_COMPLETIONS | {"/v1/completions"}
-_BAD_REQUEST = 400
 _INT32_MAX = 2**31 - 1
-_Answer = TypeVar("_Answer")
 
 
 class _Prompt(msgspec.Struct, frozen=True):
@@ -62,13 +60,13 @@ async def tokenize(control: ControlClient, path: str, body: JsonBody) -> TokenId
 
 
 async def _chat(control: ControlClient, body: JsonBody) -> TokenIds[int]:
-    rendered = _read(await control.call("POST", "/apply-template", content=body.raw), _Prompt)
+    rendered = await control.read(_Prompt, "POST", "/apply-template", content=body.raw)
     return await _tokens(control, rendered.prompt)
 
 
 async def _tokens(control: ControlClient, text: str, *, add_special: bool = True) -> TokenIds[int]:
     request = {"content": text, "add_special": add_special, "parse_special": True}
-    return array("i", _read(await control.call("POST", "/tokenize", json=request), _Tokens).tokens)
+    return array("i", (await control.read(_Tokens, "POST", "/tokenize", json=request)).tokens)
 
 
 def _check_all_text(messages: object) -> None:
@@ -99,11 +97,4 @@ def _is_token_id(value: object) -> bool:
 
 
 def _rejected(message: str, param: str) -> EngineRejected:
-    return EngineRejected(message, status=_BAD_REQUEST, param=param)
-
-
-def _read(answer: object, kind: type[_Answer]) -> _Answer:
-    try:
-        return msgspec.convert(answer, kind)
-    except msgspec.ValidationError as error:
-        raise EngineUnavailable(f"the server's answer is not as expected: {error}") from error
+    return EngineRejected(message, status=400, param=param)

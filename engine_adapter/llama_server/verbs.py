@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import asyncio
 import time
+from array import array
 from collections.abc import AsyncGenerator, Callable, Iterable
 from dataclasses import dataclass
 from typing import TypeVar
 from uuid import uuid4
 
+import msgspec
+
 from engine_adapter.llama_server.keeper import SlotKeeper
 from engine_adapter.llama_server.mirror_events import TOKENS_PER_BLOCK
-from engine_adapter.llama_server.pin_record import PinRecord, RecordedPin
 from engine_adapter.llama_server.saved import Saved, salt_digest
+from engine_adapter.llama_server.server_record import ServerRecord
 from engine_adapter.llama_server.slots import Operation, Slot
 from engine_adapter.prompt.prefixes import common_prefix
 from engine_adapter.types import KvProgress, KvTarget, KvVerb, Pinned, TokenIds
@@ -24,6 +27,15 @@ _Held = TypeVar("_Held", Slot, Saved)
 # Operations that kvpin itself runs on a slot. They are over soon.
 _OWN_WORK = (Operation.SETTLE, Operation.SAVE, Operation.RESTORE, Operation.ERASE)
 _POLL_S = 0.01
+
+
+class RecordedPin(msgspec.Struct, frozen=True):
+    """A pin on disk: its id, its tokens as int32, the digest of their cache salt, its end in Unix time."""
+
+    pin_id: str
+    tokens: bytes
+    salt: str | None
+    until: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +64,7 @@ class _Tally:
 class SlotVerbs:
     """KV operations on the slots and files of one server."""
 
-    def __init__(self, keeper: SlotKeeper, record: PinRecord) -> None:
+    def __init__(self, keeper: SlotKeeper, record: ServerRecord[list[RecordedPin]]) -> None:
         """`record`: where pins are written to."""
         self._keeper = keeper
         self._record = record
@@ -81,8 +93,8 @@ class SlotVerbs:
     def recall(self) -> None:
         """Starts the recorded pins again, as far as slots and files are known to hold their prefixes."""
         ahead_s = time.time() - self._keeper.now()
-        for pin in self._record.read():
-            self._hold(pin.pin_id, pin.token_ids, pin.salt, pin.until - ahead_s)
+        for pin in self._record.read() or ():
+            self._hold(pin.pin_id, array("i", pin.tokens), pin.salt, pin.until - ahead_s)
 
     def _hold(self, pin_id: str, token_ids: TokenIds[int], salt: str | None, until: float) -> int:
         """Protects the slot and the file that hold most of a prefix. Returns how many tokens."""
@@ -278,6 +290,6 @@ def _shared(tokens: TokenIds[int], salt: str | None, target: KvTarget) -> int:
 
 
 def _fullest(held: list[_Held], shared: Callable[[_Held], int]) -> list[_Held]:
-    """Those that share most with the target, if it is at least a full block."""
+    """The slots or files that share the most tokens with the target, if that is at least one full block."""
     most = max(map(shared, held), default=0)
     return [each for each in held if most >= TOKENS_PER_BLOCK and shared(each) == most]

@@ -8,16 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
-
-import msgspec
+from typing import Any
 
 from engine_adapter.errors import EngineUnavailable
 from engine_adapter.http.control import ControlClient
 from engine_adapter.lmcache import wire
 from engine_adapter.lmcache.options import LmCacheSpec
 
-_Answer = TypeVar("_Answer")
 _PAGE = 5000
 
 
@@ -39,11 +36,11 @@ class Node:
 
     async def status(self) -> wire.Status:
         """The server's status: its content, and the connected engines."""
-        return _read(await self._control.get("/status"), wire.Status)
+        return await self._control.read(wire.Status, "GET", "/status")
 
     async def config(self) -> wire.Config:
         """Its configuration."""
-        return _read(await self._control.get("/config"), wire.Config)
+        return await self._control.read(wire.Config, "GET", "/config")
 
     async def check(self) -> None:
         """Raises if it is not healthy."""
@@ -52,16 +49,16 @@ class Node:
     async def prefetch(self, scope: Scope, token_ids: Sequence[int], salt: str) -> wire.Prefetch:
         """Starts to load a prompt's chunks from L2 to L1."""
         body = _prompt(scope, token_ids, salt)
-        return _read(await self._control.call("POST", "/cache/prefetches", json=body), wire.Prefetch)
+        return await self._control.read(wire.Prefetch, "POST", "/cache/prefetches", json=body)
 
     async def prefetched(self, request_id: str) -> wire.Prefetch:
         """Progress of a prefetch. The node reports its end only once."""
-        return _read(await self._control.get(f"/cache/prefetches/{request_id}"), wire.Prefetch)
+        return await self._control.read(wire.Prefetch, "GET", f"/cache/prefetches/{request_id}")
 
     async def delete(self, keys: Sequence[wire.Key], tier: str) -> wire.Deleted:
         """Drops objects from `l1` or from `all` tiers, except those that a request uses."""
         body = {"keys": keys, "tier": tier, "force": False}
-        deleted = _read(await self._control.call("DELETE", "/cache/objects", json=body), wire.Deleted)
+        deleted = await self._control.read(wire.Deleted, "DELETE", "/cache/objects", json=body)
         if not deleted.ok:
             raise EngineUnavailable(f"LMCache could not delete: {deleted.error}")
         return deleted
@@ -85,31 +82,31 @@ class Coordinator:
 
     async def instances(self) -> frozenset[str]:
         """The nodes it knows."""
-        answer = _read(await self._control.get("/instances"), wire.Instances)
+        answer = await self._control.read(wire.Instances, "GET", "/instances")
         return frozenset(each.instance_id for each in answer.instances)
 
     async def stats(self) -> wire.DirectoryStats:
         """The amount of KV on each tier."""
-        return _read(await self._control.get("/directory/stats"), wire.DirectoryStats)
+        return await self._control.read(wire.DirectoryStats, "GET", "/directory/stats")
 
     async def lookup(self, scope: Scope, token_ids: Sequence[int], salt: str) -> wire.Lookup:
         """The places of a prompt's whole chunks."""
         body = _prompt(scope, token_ids, salt)
-        return _read(await self._control.call("POST", "/directory/lookup", json=body), wire.Lookup)
+        return await self._control.read(wire.Lookup, "POST", "/directory/lookup", json=body)
 
     async def keys(self) -> list[wire.KeyPlacements]:
         """All objects of every model and node."""
         found: list[wire.KeyPlacements] = []
         while True:
             path = f"/directory/keys?offset={len(found)}&limit={_PAGE}"
-            page = _read(await self._control.get(path), wire.Listing)
+            page = await self._control.read(wire.Listing, "GET", path)
             found += page.keys
             if not page.keys or len(found) >= page.total:
                 return found
 
     async def pins(self) -> int:
         """Pinned objects, of all clients."""
-        return _read(await self._control.get("/cache/pins?limit=1"), wire.Pins).total
+        return (await self._control.read(wire.Pins, "GET", "/cache/pins?limit=1")).total
 
     async def pin(self, scope: Scope, token_ids: Sequence[int], salt: str) -> int:
         """Pins the whole chunks of a prompt on L2; returns the number of objects."""
@@ -125,7 +122,7 @@ class Coordinator:
 
     async def _pins(self, method: str, scope: Scope, token_ids: Sequence[int], salt: str) -> int:
         body = _prompt(scope, token_ids, salt)
-        return _read(await self._control.call(method, "/cache/pins", json=body), wire.PinAnswer).affected
+        return (await self._control.read(wire.PinAnswer, method, "/cache/pins", json=body)).affected
 
 
 def _prompt(scope: Scope, token_ids: Sequence[int], salt: str) -> dict[str, Any]:
@@ -135,10 +132,3 @@ def _prompt(scope: Scope, token_ids: Sequence[int], salt: str) -> dict[str, Any]
         "token_ids": list(token_ids),
         "cache_salt": salt,
     }
-
-
-def _read(answer: object, kind: type[_Answer]) -> _Answer:
-    try:
-        return msgspec.convert(answer, kind)
-    except msgspec.ValidationError as error:
-        raise EngineUnavailable(f"it does not answer as LMCache does: {error}") from error

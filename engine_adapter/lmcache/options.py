@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from engine_adapter.options import EngineOptions
+from engine_adapter.events.options import EventOptions
 from engine_adapter.types import EngineSpec
 
 
-class LmCacheOptions(EngineOptions, frozen=True):
-    """Options of engines that may have an LMCache below them.
+class LmCacheOptions(EventOptions, frozen=True):
+    """Options of engines with KV events that may have an LMCache below them.
 
     Attributes:
         lmcache: HTTP address of the LMCache server beside the engine.
@@ -18,6 +18,7 @@ class LmCacheOptions(EngineOptions, frozen=True):
     lmcache_coordinator: str | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name in ("lmcache", "lmcache_coordinator"):
             address = getattr(self, name)
             if address is not None and not address.startswith(("http://", "https://")):

@@ -8,24 +8,24 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
 from dataclasses import replace
+from http import HTTPStatus
 from typing import Any
-
-from msgspec import structs
 
 from engine_adapter.body import JsonBody
 from engine_adapter.errors import EngineRejected, EngineUnavailable, EngineUnhealthy, NotSupported
 from engine_adapter.events.keys import read_sglang_keys
-from engine_adapter.events.sources import reachable_endpoint
-from engine_adapter.events.subscriber import EventEndpoints, KvEventSubscriber
-from engine_adapter.hold import Hold, RequestBody, SelfPlaced
-from engine_adapter.http.control import ControlClient, prepare_request, route_of
+from engine_adapter.events.options import EventSpec
+from engine_adapter.events.subscriber import KvEventSubscriber
+from engine_adapter.hold import Hold, RequestBody
+from engine_adapter.http.adapter import HttpAdapter
+from engine_adapter.http.models import read_models
+from engine_adapter.http.prepare import route_of
 from engine_adapter.http.transport import OutgoingRequest
-from engine_adapter.sglang.findings import find, why_events_do_not_fit
+from engine_adapter.sglang.findings import event_endpoints, find
 from engine_adapter.sglang.loads import Loads
-from engine_adapter.sglang.options import SglangSpec
 from engine_adapter.sglang.requests import hold_request, kept_apart, tells_cached_tokens
 from engine_adapter.sglang.routes import ROUTES
-from engine_adapter.sglang.server_info import ServerInfo, read_loras, read_server_info
+from engine_adapter.sglang.server_info import ServerInfo, read_server_info
 from engine_adapter.sglang.tokens import tokenize, tokenizes_chats, uses_jinja
 from engine_adapter.types import (
     MESSAGES_ROUTES,
@@ -41,7 +41,6 @@ from engine_adapter.types import (
     KvVerb,
     TokenIds,
 )
-from engine_adapter.undeclared import Undeclared
 
 _INSTEAD = {
     Capability.KV_EVENTS: "kvpin learns what it holds from its answers; start it with --kv-events-config",
@@ -51,20 +50,18 @@ _INSTEAD = {
     Capability.RESTORE: 'SGLang loads from its host tier by itself; "fallback": "warm" computes again',
 }
 _FLUSH_ALL_ONLY = "SGLang can only flush everything: flush the engine, without a prompt or a tenant"
-_BAD_REQUEST, _UNAUTHORIZED, _NOT_FOUND = 400, 401, 404
-_DP_RANK = b"x-data-parallel-rank"
 _RANKS_SINCE = (0, 5, 10)  # before, requests cannot name one
 
 
-class SglangAdapter(SelfPlaced, Undeclared):
+class SglangAdapter(HttpAdapter):
     """`EngineAdapter` of SGLang, or with `dp_rank` of one data-parallel rank of it."""
 
+    spec: EventSpec
     instead = _INSTEAD
 
-    def __init__(self, spec: SglangSpec) -> None:
+    def __init__(self, spec: EventSpec) -> None:
         """Raises EngineSpecError for an invalid address."""
-        self.spec = spec
-        self._control = ControlClient(spec)
+        super().__init__(spec)
         self._loads = Loads(self._control, spec.options.dp_rank)
         self._info: ServerInfo | None = None
         self._subscriber: KvEventSubscriber | None = None
@@ -83,8 +80,8 @@ class SglangAdapter(SelfPlaced, Undeclared):
         info = self._info
         if info is None or not info.lora:
             return load
-        loras = read_loras(await self._control.get("/v1/models"))
-        return replace(load, outdated=loras != info.loras)
+        model = read_models(await self._control.get("/v1/models"))
+        return replace(load, outdated=model.loras != info.loras)
 
     def findings(self) -> tuple[Finding, ...]:
         """See `EngineAdapter.findings`."""
@@ -104,12 +101,7 @@ class SglangAdapter(SelfPlaced, Undeclared):
         """See `EngineAdapter.prepare`. Namespaces and LoRA adapters are kept apart, also without reuse."""
         if isinstance(body, JsonBody) and self._info is not None:
             body = kept_apart(self._info, route_of(path), body)
-        request = prepare_request(self.spec, method, path, headers, body)
-        if self.spec.options.dp_rank is None:
-            return request
-        # Every route reads this header, and it overrides the body's rank.
-        kept = [(name, value) for name, value in request.headers if name != _DP_RANK]
-        return structs.replace(request, headers=[*kept, (_DP_RANK, b"%d" % self.spec.options.dp_rank)])
+        return super().prepare(method, path, headers, body)
 
     async def tokenize(self, path: str, body: JsonBody) -> TokenIds[int]:
         """See `EngineAdapter.tokenize`."""
@@ -118,9 +110,10 @@ class SglangAdapter(SelfPlaced, Undeclared):
     async def events(self, since: EventPosition | None = None) -> AsyncGenerator[KvEvent, None]:
         """See `EngineAdapter.events`."""
         info = self._info or await self._look()
-        if why_events_do_not_fit(info, self.spec) is not None:
+        endpoints = event_endpoints(info, self.spec)
+        if endpoints is None:
             raise self.not_supported(Capability.KV_EVENTS)
-        self._subscriber = KvEventSubscriber(self._endpoints(info), read_keys=read_sglang_keys, since=since)
+        self._subscriber = KvEventSubscriber(endpoints, read_keys=read_sglang_keys, since=since)
         async with aclosing(self._subscriber.events()) as events:
             async for event in events:
                 yield event
@@ -134,12 +127,12 @@ class SglangAdapter(SelfPlaced, Undeclared):
         backend keeps outside the server stays. SGLang does not report how many blocks it dropped."""
         if verb is not KvVerb.FLUSH:
             raise self.not_supported(Capability(verb.value))
-        if target.token_ids is not None or target.cache_salt is not None:
+        if not target.is_everything:
             raise NotSupported(verb.value, engine=self.spec.id, instead=_FLUSH_ALL_ONLY)
         try:
             await self._control.fetch("POST", "/flush_cache")
         except EngineRejected as error:
-            if error.status != _BAD_REQUEST:
+            if error.status != HTTPStatus.BAD_REQUEST:
                 raise
             load = await self._loads.read()
             yield KvProgress(0, 0, left={"busy": max(load.running + load.waiting, 1)})
@@ -156,10 +149,6 @@ class SglangAdapter(SelfPlaced, Undeclared):
             "gpu_usage": load.gpu_usage,
             "cache_hit_rate": self._loads.cache_hit_rate,
         }
-
-    async def aclose(self) -> None:
-        """See `EngineAdapter.aclose`."""
-        await self._control.aclose()
 
     async def _look(self) -> ServerInfo:
         """Reads what the server reports, and the findings."""
@@ -184,7 +173,7 @@ class SglangAdapter(SelfPlaced, Undeclared):
         try:
             await self._control.fetch("GET", "/ready")
         except EngineRejected as error:
-            if error.status != _NOT_FOUND:
+            if error.status != HTTPStatus.NOT_FOUND:
                 raise EngineUnhealthy(f"/ready answered {error.status}: {error}") from error
             self._tells_ready = False
 
@@ -192,39 +181,26 @@ class SglangAdapter(SelfPlaced, Undeclared):
         try:
             answer: object = await self._control.get("/server_info")
         except EngineRejected as error:
-            if error.status == _NOT_FOUND:
+            if error.status == HTTPStatus.NOT_FOUND:
                 return await self._control.get("/get_server_info")
-            if error.status == _UNAUTHORIZED:
+            if error.status == HTTPStatus.UNAUTHORIZED:
                 raise EngineUnavailable("it needs its --api-key: give it to kvpin as api_key") from error
             raise
         return answer
 
-    def _endpoints(self, info: ServerInfo) -> EventEndpoints:
-        """Addresses of the rank's events, as this machine reaches them."""
-        events, replay, topic = self.spec.options.events, self.spec.options.replay, ""
-        if info.publisher is not None and events is None:
-            own, own_replay = info.publisher.endpoints(self.spec.options.dp_rank or 0)
-            events, topic = reachable_endpoint(own, self.spec.url), info.publisher.topic
-            replay = replay or (own_replay and reachable_endpoint(own_replay, self.spec.url))
-        if events is None:
-            raise self.not_supported(Capability.KV_EVENTS)
-        return EventEndpoints(events, replay, topic)
-
     def _describe(self, info: ServerInfo) -> EngineInfo:
-        capabilities = {Capability.CACHE_SALT}
-        for capability, has in (
-            (Capability.KV_EVENTS, why_events_do_not_fit(info, self.spec) is None),
-            (Capability.CACHED_TOKENS, tells_cached_tokens(info)),
-            (Capability.TOKENIZE, self._tokenizes),
-            (Capability.FLUSH, not info.lacks_admin_key),
-        ):
-            if has:
-                capabilities.add(capability)
+        has = {
+            Capability.CACHE_SALT: True,
+            Capability.KV_EVENTS: event_endpoints(info, self.spec) is not None,
+            Capability.CACHED_TOKENS: tells_cached_tokens(info),
+            Capability.TOKENIZE: self._tokenizes,
+            Capability.FLUSH: not info.lacks_admin_key,
+        }
         blocks = info.capacity_tokens // info.page_size if info.capacity_tokens and info.page_size else None
         return EngineInfo(
             model=info.model,
             instance=info.instance,
-            capabilities=frozenset(capabilities),
+            capabilities=frozenset(capability for capability, there in has.items() if there),
             tokens_per_block=info.page_size,
             max_model_len=info.max_model_len,
             tokenizer=self.spec.tokenizer or info.tokenizer,

@@ -12,8 +12,8 @@ import re
 import msgspec
 
 from engine_adapter.body import UNREADABLE
+from engine_adapter.hold import AnswerReader
 from engine_adapter.http.openai_answer import OpenAIAnswer, pass_marked
-from engine_adapter.types import TokenIds
 
 _DETAILS = "cached_tokens_details"
 # The mark of an event that is read.
@@ -101,10 +101,8 @@ class DetailsAnswer(OpenAIAnswer):
         return True
 
 
-class GenerateAnswer:
+class GenerateAnswer(AnswerReader):
     """`AnswerReader` of `/generate`: every answer and event tells the cached tokens. Changes nothing."""
-
-    assembles = False
 
     def __init__(self) -> None:
         self._cached: int | None = None
@@ -119,14 +117,6 @@ class GenerateAnswer:
             self._held = searched[-_LONGEST_MARK:]
         return chunk
 
-    def finish(self) -> bytes:
-        """See `AnswerReader.finish`."""
-        return b""
-
     def cached_tokens(self) -> int | None:
         """See `AnswerReader.cached_tokens`. Of several prompts, those of the first."""
         return self._cached
-
-    def prompt_tokens(self) -> TokenIds[int] | None:
-        """See `AnswerReader.prompt_tokens`."""
-        return None

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from engine_adapter.events.sources import RANKS, reachable_endpoint
-from engine_adapter.sglang.options import SglangSpec
-from engine_adapter.sglang.server_info import (
-    EVENTS_CARRY_LORA,
-    EVENTS_CARRY_SALTS,
-    EventPublisher,
-    ServerInfo,
-)
+from engine_adapter.events.options import EventSpec
+from engine_adapter.events.sources import RANKS
+from engine_adapter.events.subscriber import EventEndpoints
+from engine_adapter.sglang.server_info import EVENTS_CARRY_LORA, EVENTS_CARRY_SALTS, ServerInfo
 from engine_adapter.types import Finding
 
 _EVENTS_FLAG = (
@@ -22,27 +18,17 @@ _EVENTS_FLAG = (
 _LEARNED = "kvpin learns what it holds from its answers"
 
 
-def why_events_do_not_fit(info: ServerInfo, spec: SglangSpec) -> Finding | None:
+def event_endpoints(info: ServerInfo, spec: EventSpec) -> EventEndpoints | None:
+    """Where this machine reads the server's KV events; None if it cannot follow them."""
+    return None if _why_not_followed(info, spec) is not None else _endpoints(info, spec)
+
+
+def why_events_do_not_fit(info: ServerInfo, spec: EventSpec) -> Finding | None:
     """Why the server's KV events cannot be followed; None where they can."""
-    if not info.radix_cache:
-        return Finding("it reuses no prefixes", "start it without --disable-radix-cache")
-    if info.page_size is None:
-        return Finding(f"it does not report its page size, so {_LEARNED}")
-    if info.dp_ranks > 1 and spec.options.dp_rank is None:
-        ranks = info.dp_ranks
-        return Finding(
-            f"it has {ranks} data-parallel ranks and chooses one itself, so {_LEARNED}",
-            f"{RANKS}, or add it {ranks} times, with dp_rank=0 to {ranks - 1}",
-        )
-    if info.pairs_tokens:
-        return Finding(
-            f"with --speculative-algorithm {info.speculative} its events hold pairs of tokens, "
-            f"which kvpin cannot follow, so {_LEARNED}",
-        )
-    return _why_events_mislead(info) or _why_no_endpoint(info, spec)
+    return _why_not_followed(info, spec) or _why_no_endpoint(info, spec)
 
 
-def find(info: ServerInfo, spec: SglangSpec, *, jinja: bool, tokenizes: bool) -> tuple[Finding, ...]:
+def find(info: ServerInfo, spec: EventSpec, *, jinja: bool, tokenizes: bool) -> tuple[Finding, ...]:
     """All findings.
 
     Args:
@@ -54,11 +40,11 @@ def find(info: ServerInfo, spec: SglangSpec, *, jinja: bool, tokenizes: bool) ->
     return tuple(_findings(info, spec, jinja=jinja, tokenizes=tokenizes))
 
 
-def _findings(info: ServerInfo, spec: SglangSpec, *, jinja: bool, tokenizes: bool) -> Iterator[Finding]:
-    events = why_events_do_not_fit(info, spec)
-    if events is not None:
-        yield events
-    elif _has_no_replay(info, spec):
+def _findings(info: ServerInfo, spec: EventSpec, *, jinja: bool, tokenizes: bool) -> Iterator[Finding]:
+    no_events, endpoints = why_events_do_not_fit(info, spec), _endpoints(info, spec)
+    if no_events is not None:
+        yield no_events
+    elif endpoints is not None and endpoints.replay is None:
         yield Finding(
             "without a replay socket, kvpin does not know what it held before, and one lost event means "
             "starting over",
@@ -94,6 +80,26 @@ def _findings(info: ServerInfo, spec: SglangSpec, *, jinja: bool, tokenizes: boo
         )
 
 
+def _why_not_followed(info: ServerInfo, spec: EventSpec) -> Finding | None:
+    """Why its KV events, wherever they are, do not show what it holds."""
+    if not info.radix_cache:
+        return Finding("it reuses no prefixes", "start it without --disable-radix-cache")
+    if info.page_size is None:
+        return Finding(f"it does not report its page size, so {_LEARNED}")
+    if info.dp_ranks > 1 and spec.options.dp_rank is None:
+        ranks = info.dp_ranks
+        return Finding(
+            f"it has {ranks} data-parallel ranks and chooses one itself, so {_LEARNED}",
+            f"{RANKS}, or add it {ranks} times, with dp_rank=0 to {ranks - 1}",
+        )
+    if info.pairs_tokens:
+        return Finding(
+            f"with --speculative-algorithm {info.speculative} its events hold pairs of tokens, "
+            f"which kvpin cannot follow, so {_LEARNED}",
+        )
+    return _why_events_mislead(info)
+
+
 def _why_events_mislead(info: ServerInfo) -> Finding | None:
     if not info.events_carry_salts:
         return Finding(
@@ -108,13 +114,11 @@ def _why_events_mislead(info: ServerInfo) -> Finding | None:
     return None
 
 
-def _why_no_endpoint(info: ServerInfo, spec: SglangSpec) -> Finding | None:
-    if spec.options.events is not None:
+def _why_no_endpoint(info: ServerInfo, spec: EventSpec) -> Finding | None:
+    if _endpoints(info, spec) is not None:
         return None
     if info.publisher is None:
         return Finding(f"it publishes no KV events, so {_LEARNED}", f"start it with {_EVENTS_FLAG}")
-    if info.publisher.binds and _reachable(info.publisher, spec) is not None:
-        return None
     return Finding(
         f"its KV events at tcp://{info.publisher.host}:{info.publisher.port} cannot be reached from "
         f"here, so {_LEARNED}",
@@ -122,13 +126,12 @@ def _why_no_endpoint(info: ServerInfo, spec: SglangSpec) -> Finding | None:
     )
 
 
-def _reachable(publisher: EventPublisher, spec: SglangSpec) -> str | None:
-    return reachable_endpoint(publisher.endpoints(spec.options.dp_rank or 0)[0], spec.url)
-
-
-def _has_no_replay(info: ServerInfo, spec: SglangSpec) -> bool:
-    has_own = info.publisher is not None and info.publisher.replay_port is not None
-    return spec.options.replay is None and not (has_own and spec.options.events is None)
+def _endpoints(info: ServerInfo, spec: EventSpec) -> EventEndpoints | None:
+    publisher = info.publisher
+    if publisher is None or not publisher.binds:
+        return spec.options.endpoints(spec.url, None, None)
+    events, replay = publisher.endpoints(spec.options.dp_rank or 0)
+    return spec.options.endpoints(spec.url, events, replay, publisher.topic)
 
 
 def _release(numbers: tuple[int, ...]) -> str:

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
-
 import msgspec
 
-from engine_adapter.errors import EngineRejected, EngineUnavailable
+from engine_adapter.errors import EngineUnavailable
 from engine_adapter.http.control import ControlClient
 from engine_adapter.types import EngineLoad
-
-_NOT_FOUND = 404
-_Answer = TypeVar("_Answer")
 
 
 class _Rank(msgspec.Struct, frozen=True):
@@ -55,9 +50,8 @@ class Loads:
         """Raises EngineUnavailable if the rank is missing or its process was replaced."""
         ranks = [rank for rank in await self._ranks() if self._dp_rank in (None, rank.dp_rank)]
         if not ranks:
-            raise EngineUnavailable(
-                "it tells no load" if self._dp_rank is None else f"it has no dp_rank {self._dp_rank}"
-            )
+            has_no_rank = f"it has no dp_rank {self._dp_rank}"
+            raise EngineUnavailable("it does not report its load" if self._dp_rank is None else has_no_rank)
         prefilled = sum(rank.total_prefill_uncached_tokens for rank in ranks)
         if prefilled < self._prefilled:
             self._prefilled = 0
@@ -76,18 +70,9 @@ class Loads:
 
     async def _ranks(self) -> list[_Rank]:
         if not self._is_old:
-            try:
-                return _read(await self._control.get("/v1/loads?include=core"), _Loads).loads
-            except EngineRejected as error:
-                if error.status != _NOT_FOUND:
-                    raise
-                self._is_old = True
-        old = _read(await self._control.get("/get_load"), list[_OldRank])
+            found = await self._control.read_optional(_Loads, "/v1/loads?include=core")
+            if found is not None:
+                return found.loads
+            self._is_old = True
+        old = await self._control.read(list[_OldRank], "GET", "/get_load")
         return [_Rank(r.dp_rank, r.num_reqs - r.num_waiting_reqs, r.num_waiting_reqs) for r in old]
-
-
-def _read(answer: object, kind: type[_Answer]) -> _Answer:
-    try:
-        return msgspec.convert(answer, kind)
-    except msgspec.ValidationError as error:
-        raise EngineUnavailable(f"it does not report its load as SGLang does: {error}") from error

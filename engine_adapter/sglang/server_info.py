@@ -6,12 +6,13 @@ import hashlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
 from engine_adapter.errors import EngineUnavailable
-from engine_adapter.http.control import model_card
+from engine_adapter.events.sources import WILDCARDS
+from engine_adapter.http.models import read_models
 
 # First version whose events carry the cache salt.
 EVENTS_CARRY_SALTS = (0, 5, 18)
@@ -19,8 +20,6 @@ EVENTS_CARRY_SALTS = (0, 5, 18)
 EVENTS_MAY_CARRY_LORA, EVENTS_CARRY_LORA = (0, 5, 22), (0, 5, 23)
 # With these, an event's tokens are pairs of neighbours, and a hit also needs the next token.
 _PAIRED = ("EAGLE", "NEXTN", "FROZEN_KV_MTP")
-_Answer = TypeVar("_Answer")
-_WILDCARDS = ("*", "0.0.0.0", "[::]")  # noqa: S104 - nothing is bound here
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,35 +160,25 @@ class _Raw(msgspec.Struct, frozen=True):
     admin_api_key: str | None = None
 
 
-class _Card(msgspec.Struct, frozen=True):
-    id: str
-    parent: str | None = None
-    max_model_len: int | None = None
-
-
-class _Cards(msgspec.Struct, frozen=True):
-    data: list[_Card]
-
-
 def read_server_info(answer: object, models: object, *, api_key: str | None = None) -> ServerInfo:
     """Reads `/server_info` and `/v1/models`; `api_key` is the key kvpin has.
 
     Raises:
         EngineUnavailable: the answers are not an SGLang server's.
     """
-    raw, cards = _read(answer, _Raw), _read(models, _Cards).data
-    base = next((card for card in cards if card.parent is None), None)
-    if base is None:
-        raise EngineUnavailable("/v1/models names no model")
+    try:
+        raw = msgspec.convert(answer, _Raw)
+    except msgspec.ValidationError as error:
+        raise EngineUnavailable(f"it does not answer as SGLang does: {error}") from error
+    model = read_models(models)
     publisher, config = raw.kv_events, _events_config(raw.kv_events_config)
-    loras = read_loras(models)
     return ServerInfo(
         version=raw.version,
         instance=_identity(raw),
-        model=base.id,
-        card=model_card(models, base.id),
-        loras=loras,
-        max_model_len=base.max_model_len,
+        model=model.name,
+        card=model.card,
+        loras=model.loras,
+        max_model_len=model.max_model_len,
         tokenizer=raw.tokenizer_path,
         page_size=_page_size(raw),
         capacity_tokens=raw.max_total_num_tokens,
@@ -200,24 +189,12 @@ def read_server_info(answer: object, models: object, *, api_key: str | None = No
         radix_cache=not raw.disable_radix_cache,
         hicache=raw.enable_hierarchical_cache,
         host_ratio=_host_ratio(raw),
-        lora=bool(raw.enable_lora or loras),
+        lora=bool(raw.enable_lora or model.loras),
         speculative=raw.speculative_algorithm,
         completion_template=raw.completion_template is not None,
         disaggregation=raw.disaggregation_mode,
         lacks_admin_key=raw.admin_api_key not in (None, api_key),
     )
-
-
-def read_loras(models: object) -> frozenset[str]:
-    """The LoRA adapters in a `/v1/models` answer; raises EngineUnavailable if it is not SGLang's."""
-    return frozenset(card.id for card in _read(models, _Cards).data if card.parent is not None)
-
-
-def _read(answer: object, kind: type[_Answer]) -> _Answer:
-    try:
-        return msgspec.convert(answer, kind)
-    except msgspec.ValidationError as error:
-        raise EngineUnavailable(f"it does not answer as SGLang does: {error}") from error
 
 
 def _identity(raw: _Raw) -> str:
@@ -238,7 +215,7 @@ def _host_ratio(raw: _Raw) -> float:
 
 def _publisher(raw: _Publisher, config: _EventsConfig) -> EventPublisher:
     host = raw.endpoint_host
-    binds = config.bind if config.bind is not None else host in _WILDCARDS
+    binds = config.bind if config.bind is not None else host in WILDCARDS
     return EventPublisher(host, raw.endpoint_port_base, raw.replay_endpoint_port_base, raw.topic, binds)
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from array import array
+from http import HTTPStatus
 
 import msgspec
 
 from engine_adapter.body import JsonBody
-from engine_adapter.errors import EngineRejected, EngineUnavailable
+from engine_adapter.errors import EngineRejected
 from engine_adapter.http.control import ControlClient
 from engine_adapter.sglang.requests import CHAT, COMPLETIONS
 from engine_adapter.sglang.routes import GENERATE
@@ -19,7 +20,6 @@ _NOT_OF_CHATS = ("add_generation_prompt", "add_special_tokens", "prompt")
 _CHAT = {"messages": [{"role": "user", "content": "."}]}
 # First version whose /tokenize reads add_generation_prompt; it refuses it without a Jinja template.
 _REFUSES_SINCE = (0, 5, 23)
-_BAD_REQUEST, _NOT_FOUND = 400, 404
 
 
 class _Tokens(msgspec.Struct, frozen=True):
@@ -32,11 +32,11 @@ async def tokenize(control: ControlClient, path: str, body: JsonBody) -> TokenId
         asked = body.replace(**dict.fromkeys(_NOT_OF_CHATS))
         return array("i", await _ask(control, asked.raw))
     if path not in (COMPLETIONS, GENERATE):
-        raise EngineRejected(f"SGLang cannot tokenise {path}", status=_NOT_FOUND)
+        raise EngineRejected(f"SGLang cannot tokenise {path}", status=404)
     prompt = body.get("text" if path == GENERATE else "prompt")
     if isinstance(prompt, list):
         if len(prompt) != 1 or not isinstance(prompt[0], str):
-            raise EngineRejected("it is not one text", status=_BAD_REQUEST, param="prompt")
+            raise EngineRejected("it is not one text", status=400, param="prompt")
         prompt = prompt[0]
     return array("i", await _ask(control, msgspec.json.encode({"prompt": prompt})))
 
@@ -53,16 +53,8 @@ async def uses_jinja(control: ControlClient, info: ServerInfo) -> bool:
 
 
 async def _takes(control: ControlClient, body: object) -> bool:
-    try:
-        await control.call("POST", "/tokenize", json=body)
-    except EngineRejected:
-        return False
-    return True
+    return await control.status("POST", "/tokenize", json=body) == HTTPStatus.OK
 
 
 async def _ask(control: ControlClient, raw: bytes) -> list[int]:
-    answer = await control.call("POST", "/tokenize", content=raw)
-    try:
-        return msgspec.convert(answer, _Tokens).tokens
-    except msgspec.ValidationError as error:
-        raise EngineUnavailable(f"/tokenize does not answer as SGLang's does: {error}") from error
+    return (await control.read(_Tokens, "POST", "/tokenize", content=raw)).tokens

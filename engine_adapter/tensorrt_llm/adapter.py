@@ -16,10 +16,11 @@ from typing import Any
 import msgspec
 
 from engine_adapter.body import JsonBody
-from engine_adapter.errors import EngineRejected, EngineUnavailable, NotSupported
-from engine_adapter.hold import Hold, RequestBody, SelfPlaced
-from engine_adapter.http.control import ControlClient, prepare_request, route_of
+from engine_adapter.errors import EngineRejected, NotSupported
+from engine_adapter.hold import Hold, RequestBody
+from engine_adapter.http.adapter import HttpAdapter
 from engine_adapter.http.openai_answer import hold_openai
+from engine_adapter.http.prepare import route_of
 from engine_adapter.http.transport import OutgoingRequest
 from engine_adapter.tensorrt_llm.discovery import (
     BLOCK_SIZE_UNKNOWN,
@@ -49,7 +50,6 @@ from engine_adapter.types import (
     KvVerb,
     TokenIds,
 )
-from engine_adapter.undeclared import Undeclared
 
 # The figures are for people, and reading them may take them away from another reader.
 STATS_EVERY_S = 15.0
@@ -84,15 +84,18 @@ class _Rendered(msgspec.Struct, frozen=True):
     tokens_trusted: bool = True
 
 
-class TensorRTLLMAdapter(SelfPlaced, Undeclared):
+_RENDERED: Any = _Rendered | list[_Rendered]
+"""One object for a chat, one per prompt for a completion."""
+
+
+class TensorRTLLMAdapter(HttpAdapter):
     """`EngineAdapter` of trtllm-serve."""
 
     instead = _INSTEAD
 
     def __init__(self, spec: EngineSpec) -> None:
         """Raises EngineSpecError for an invalid address."""
-        self.spec = spec
-        self._control = ControlClient(spec)
+        super().__init__(spec)
         self._instance = uuid.uuid4().hex
         self._server: Discovered | None = None
         self._measured: int | None = None
@@ -186,7 +189,7 @@ class TensorRTLLMAdapter(SelfPlaced, Undeclared):
         """See `EngineAdapter.prepare`. Also without reuse, no salted prompt runs unsalted."""
         if isinstance(body, JsonBody):
             self._fields.check_salt(route_of(path), body)
-        return prepare_request(self.spec, method, path, headers, body)
+        return super().prepare(method, path, headers, body)
 
     async def tokenize(self, path: str, body: JsonBody) -> TokenIds[int]:
         """See `EngineAdapter.tokenize`. Raises EngineRejected for a prompt the server is not sure of."""
@@ -196,7 +199,11 @@ class TensorRTLLMAdapter(SelfPlaced, Undeclared):
         # Tokens do not depend on the salt, and the render route of completions refuses it.
         left_out = dict.fromkeys((SALT, *self._fields.droppable(path, body)))
         sent = body.replace(**left_out, **self._named(path, body))
-        return _rendered(await self._control.call("POST", f"{path}/render", content=sent.raw))
+        answer = await self._control.read(_RENDERED, "POST", f"{path}/render", content=sent.raw)
+        prompts: list[_Rendered] = answer if isinstance(answer, list) else [answer]
+        if len(prompts) != 1 or not prompts[0].tokens_trusted:
+            raise EngineRejected("the engine cannot tokenise this request", status=422)
+        return array("i", prompts[0].token_ids)
 
     # --- KV -------------------------------------------------------------------------------------------
 
@@ -210,14 +217,10 @@ class TensorRTLLMAdapter(SelfPlaced, Undeclared):
     async def operate(self, verb: KvVerb, target: KvTarget) -> AsyncGenerator[KvProgress, None]:
         """See `EngineAdapter.operate`. A flush is of everything the server holds."""
         server = await self._able(Capability(verb.value))
-        if target.token_ids is not None or target.cache_salt is not None or target.lora is not None:
+        if not target.is_everything:
             raise NotSupported(verb.value, engine=self.spec.id, instead=_FLUSHES_ALL)
         blocks = await self._poller.reset(lambda: self._control.fetch("POST", server.reset_path or ""))
         yield KvProgress(blocks, blocks)
-
-    async def aclose(self) -> None:
-        """See `EngineAdapter.aclose`."""
-        await self._control.aclose()
 
     # --- inside ---------------------------------------------------------------------------------------
 
@@ -269,19 +272,3 @@ class TensorRTLLMAdapter(SelfPlaced, Undeclared):
         if self._server is None:
             return EventReader(DEFAULT_TOKENS_PER_BLOCK, exact=False)
         return EventReader(self._tokens_per_block, exact=self._server.whole_blocks_only)
-
-
-def _rendered(answer: object) -> TokenIds[int]:
-    """Token ids in a render route's answer: one object for a chat, one per prompt for a completion.
-
-    Raises:
-        EngineRejected: several prompts, or ids that may differ from those it would run.
-        EngineUnavailable: the answer has another form.
-    """
-    try:
-        prompts = msgspec.convert(answer if isinstance(answer, list) else [answer], list[_Rendered])
-    except msgspec.ValidationError as error:
-        raise EngineUnavailable(f"its render route does not answer as TensorRT-LLM does: {error}") from error
-    if len(prompts) != 1 or not prompts[0].tokens_trusted:
-        raise EngineRejected("the engine cannot tokenise this request", status=422)
-    return array("i", prompts[0].token_ids)

@@ -10,10 +10,12 @@ import re
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from typing import Any
 
 from engine_adapter.errors import EngineRejected, EngineUnavailable
-from engine_adapter.http.control import ControlClient, max_model_len, model_card, model_name
+from engine_adapter.http.control import ControlClient
+from engine_adapter.http.models import read_models
 from engine_adapter.tensorrt_llm.fields import CHAT, COMPLETIONS, SALT, RequestFields
 from engine_adapter.tensorrt_llm.poller import CONFIG
 from engine_adapter.tensorrt_llm.stats import Stats, read_iterations, read_prometheus
@@ -95,7 +97,7 @@ async def discover(control: ControlClient) -> Discovered:
         EngineRejected: it refuses a route that every server of this kind has.
     """
     await control.fetch("GET", "/health")
-    models = await control.get("/v1/models")
+    model = read_models(await control.get("/v1/models"))
     version = await _optional(control, "/version")
     server = await _optional(control, "/server_info")
     routes = await _Routes.of(control)
@@ -112,16 +114,15 @@ async def discover(control: ControlClient) -> Discovered:
     reset_path = await routes.reset()
     if reset_path is not None:
         capabilities.add(Capability.FLUSH)
-    name = model_name(models)
     return Discovered(
-        model=name,
-        card=model_card(models),
+        model=model.name,
+        card=model.card,
         version=str(version.get("version", "")),
         tokens_per_block=reported or DEFAULT_TOKENS_PER_BLOCK,
         whole_blocks_only=stats.partial_reuse is False,
-        max_model_len=stats.max_model_len or max_model_len(models),
+        max_model_len=stats.max_model_len or model.max_model_len,
         gpu_blocks=stats.gpu_blocks,
-        tokenizer=stats.model or (name if "/" in name else None),
+        tokenizer=stats.model or (model.name if "/" in model.name else None),
         capabilities=frozenset(capabilities),
         reset_path=reset_path,
         fields=fields,
@@ -192,11 +193,7 @@ class _Routes:
         """Whether the route exists. Raises EngineUnavailable."""
         if self._paths:
             return "post" in (self._paths.get(path) or ())
-        try:
-            await self._control.fetch("GET", path)
-        except EngineRejected as error:
-            return error.status == 405  # noqa: PLR2004 - HTTP
-        return True
+        return await self._control.status("GET", path) in (HTTPStatus.OK, HTTPStatus.METHOD_NOT_ALLOWED)
 
     async def reset(self) -> str | None:
         """The route that resets the cache, if it has one. Raises EngineUnavailable."""

@@ -20,6 +20,7 @@ from itertools import groupby, takewhile
 import msgspec
 from msgspec import UNSET
 
+from engine_adapter.events.fields import MalformedEvents
 from engine_adapter.tensorrt_llm.stored import TIERS, name_of, runs_of, tier_of
 from engine_adapter.tensorrt_llm.wire import (
     Block,
@@ -27,7 +28,6 @@ from engine_adapter.tensorrt_llm.wire import (
     Created,
     Event,
     Frame,
-    MalformedEvents,
     Removed,
     Stored,
     Updated,

@@ -16,8 +16,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from engine_adapter.errors import EngineUnavailable
+from engine_adapter.events.fields import MalformedEvents
 from engine_adapter.tensorrt_llm.events import EventReader
-from engine_adapter.tensorrt_llm.wire import MalformedEvents
 from engine_adapter.types import CacheCleared, Finding, KvEvent, TokenIds, ViewLost
 
 BUSY_S = 0.05

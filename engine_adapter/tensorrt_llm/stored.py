@@ -6,9 +6,10 @@ from array import array
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
+from engine_adapter.events.fields import MalformedEvents
 from engine_adapter.prompt.extra_ids import UINT64_MAX
 from engine_adapter.prompt.media import mark_media
-from engine_adapter.tensorrt_llm.wire import Block, BlockName, MalformedEvents, Stored
+from engine_adapter.tensorrt_llm.wire import Block, BlockName, Stored
 from engine_adapter.types import BlocksStored, ExtraIds, MediaSpan, Tier, TokenIds
 
 TIERS = (Tier.GPU, Tier.HOST, Tier.DISK)  # by cache level

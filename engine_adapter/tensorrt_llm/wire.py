@@ -10,6 +10,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from engine_adapter.body import UNREADABLE
+from engine_adapter.events.fields import MalformedEvents
 
 BlockName = int | str
 
@@ -107,10 +108,6 @@ Event = Created | Stored | Removed | Updated
 
 class _Kind(msgspec.Struct, frozen=True):
     type: str
-
-
-class MalformedEvents(ValueError):
-    """The JSON is not what the server sends; the text says what is wrong."""
 
 
 _decode_list = msgspec.json.Decoder(list[msgspec.Raw]).decode

@@ -5,20 +5,19 @@ from __future__ import annotations
 from array import array
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
-from typing import Any, TypeVar
+from typing import Any
 from urllib.parse import quote
 
 import msgspec
 
 from engine_adapter.body import JsonBody
-from engine_adapter.errors import EngineRejected, EngineUnavailable, NotSupported
+from engine_adapter.errors import EngineRejected, EngineUnavailable
 from engine_adapter.events.fields import MalformedEvents
 from engine_adapter.events.sources import reachable_endpoint
 from engine_adapter.events.subscriber import EventEndpoints, KvEventSubscriber
 from engine_adapter.events.wire import Snapshot, decode_snapshot
-from engine_adapter.hold import Hold, RequestBody, SelfPlaced
-from engine_adapter.http.control import ControlClient, prepare_request
-from engine_adapter.http.transport import OutgoingRequest
+from engine_adapter.hold import Hold, RequestBody
+from engine_adapter.http.adapter import HttpAdapter
 from engine_adapter.torch_engine.routes import ROUTES
 from engine_adapter.torch_engine.told_tokens import ToldTokens
 from engine_adapter.types import (
@@ -37,13 +36,16 @@ from engine_adapter.types import (
     PromptTable,
     TokenIds,
 )
-from engine_adapter.undeclared import Undeclared
-
-Answer = TypeVar("Answer")
 
 _PROMPT_ROUTES = frozenset({"/v1/chat/completions", "/v1/completions"})
 _CAPABILITIES = frozenset(Capability) - {Capability.RENDER}
 _WITHOUT_HOST_TIER = _CAPABILITIES - {Capability.OFFLOAD, Capability.RESTORE}
+_NO_HOST_TIER = "start it with --host-cache-bytes to give it a host tier"
+_INSTEAD = {
+    Capability.RENDER: "this engine takes text and embeddings only",
+    Capability.OFFLOAD: _NO_HOST_TIER,
+    Capability.RESTORE: _NO_HOST_TIER,
+}
 _KEEPING = ("keep_priority", "keep_s", "keep_for")
 CACHED_TOKENS_HEADER = "x-kv-cached-tokens"
 """Response header: how many prompt tokens came from cache."""
@@ -87,6 +89,12 @@ class _Tokens(msgspec.Struct, frozen=True):
     tokens: list[int]
 
 
+class _Unpinned(msgspec.Struct, frozen=True):
+    """`POST /kv/unpin`."""
+
+    unpinned: bool
+
+
 class _Load(msgspec.Struct, frozen=True):
     """`GET /kv/load`."""
 
@@ -95,19 +103,20 @@ class _Load(msgspec.Struct, frozen=True):
     waiting: int
 
 
-class EmbeddedAdapter(SelfPlaced, Undeclared):
+class EmbeddedAdapter(HttpAdapter):
     """`EngineAdapter` of `kvpin engine`."""
+
+    instead = _INSTEAD
 
     def __init__(self, spec: EngineSpec) -> None:
         """Raises EngineSpecError for an invalid address."""
-        self.spec = spec
-        self._control = ControlClient(spec)
+        super().__init__(spec)
         self._capabilities: frozenset[Capability] | None = None
         self._instance: str | None = None
 
     async def connect(self) -> EngineInfo:
         """See `EngineAdapter.connect`."""
-        info = _read(await self._control.get("/kv/info"), _Info)
+        info = await self._control.read(_Info, "GET", "/kv/info")
         self._instance = info.instance
         self._capabilities = _CAPABILITIES if info.host_blocks else _WITHOUT_HOST_TIER
         return EngineInfo(
@@ -132,7 +141,7 @@ class EmbeddedAdapter(SelfPlaced, Undeclared):
 
     async def load(self) -> EngineLoad:
         """See `EngineAdapter.load`."""
-        load = _read(await self._control.get("/kv/load"), _Load)
+        load = await self._control.read(_Load, "GET", "/kv/load")
         if self._instance not in (None, load.instance):
             raise EngineUnavailable("the engine was restarted")
         return EngineLoad(running=load.running, waiting=load.waiting)
@@ -160,38 +169,20 @@ class EmbeddedAdapter(SelfPlaced, Undeclared):
         changes["stream_token_ids"] = True
         return nullcontext(Hold(body.replace(**changes), answer=told, resume=told.resume))
 
-    def prepare(
-        self, method: str, path: str, headers: Mapping[str, str], body: RequestBody
-    ) -> OutgoingRequest:
-        """See `EngineAdapter.prepare`."""
-        return prepare_request(self.spec, method, path, headers, body)
-
     def cached_tokens(self, headers: Mapping[str, str]) -> int | None:
         """See `EngineAdapter.cached_tokens`."""
         text = headers.get(CACHED_TOKENS_HEADER, "")
         return int(text) if text.isascii() and text.isdigit() else None
 
-    def not_supported(self, capability: Capability) -> NotSupported:
-        """See `EngineAdapter.not_supported`."""
-        has_no_images = capability is Capability.RENDER
-        return NotSupported(
-            capability.value,
-            engine=self.spec.id,
-            instead="this engine takes text and embeddings only"
-            if has_no_images
-            else "start it with --host-cache-bytes to give it a host tier",
-        )
-
     async def tokenize(self, path: str, body: JsonBody) -> TokenIds[int]:
         """See `EngineAdapter.tokenize`."""
         if path not in _PROMPT_ROUTES:
             raise EngineRejected(f"{path} is not served here", status=404)
-        answer = await self._control.call("POST", "/tokenize", content=body.raw)
-        return array("i", _read(answer, _Tokens).tokens)
+        return array("i", (await self._control.read(_Tokens, "POST", "/tokenize", content=body.raw)).tokens)
 
     async def events(self, since: EventPosition | None = None) -> AsyncGenerator[KvEvent, None]:  # noqa: ARG002
         """See `EngineAdapter.events`."""
-        sources = _read(await self._control.get("/kv_event_sources"), dict[str, _Source])
+        sources = await self._control.read(dict[str, _Source], "GET", "/kv_event_sources")
         source = next(iter(sources.values()), None)
         if source is None:
             raise EngineUnavailable("the engine names no event source")
@@ -212,7 +203,7 @@ class EmbeddedAdapter(SelfPlaced, Undeclared):
         body = _target_fields(target)
         done = moved_bytes = 0
         while True:
-            part = _read(await self._control.call("POST", f"/kv/{verb.value}", json=body), _Slice)
+            part = await self._control.read(_Slice, "POST", f"/kv/{verb.value}", json=body)
             done += part.moved
             moved_bytes += part.bytes
             yield KvProgress(done, done + part.remaining, moved_bytes, part.left)
@@ -222,12 +213,12 @@ class EmbeddedAdapter(SelfPlaced, Undeclared):
     async def pin(self, target: KvTarget, ttl_s: float) -> Pinned:
         """See `EngineAdapter.pin`."""
         body = _target_fields(target) | {"ttl_s": ttl_s}
-        return _read(await self._control.call("POST", "/kv/pin", json=body), Pinned)
+        return await self._control.read(Pinned, "POST", "/kv/pin", json=body)
 
     async def unpin(self, pin_id: str) -> bool:
         """See `EngineAdapter.unpin`."""
-        answer = await self._control.call("POST", "/kv/unpin", json={"pin_id": pin_id})
-        return _read(answer, dict[str, bool])["unpinned"]
+        answer = await self._control.read(_Unpinned, "POST", "/kv/unpin", json={"pin_id": pin_id})
+        return answer.unpinned
 
     async def put_prompt_table(self, table: PromptTable) -> None:
         """See `EngineAdapter.put_prompt_table`. Raises EngineRejected (409) when the id is taken."""
@@ -240,11 +231,7 @@ class EmbeddedAdapter(SelfPlaced, Undeclared):
 
     async def stats(self) -> dict[str, Any]:
         """See `EngineAdapter.stats`."""
-        return _read(await self._control.get("/kv/stats"), dict[str, Any])
-
-    async def aclose(self) -> None:
-        """See `EngineAdapter.aclose`."""
-        await self._control.aclose()
+        return await self._control.read(dict[str, Any], "GET", "/kv/stats")
 
     async def _snapshot(self) -> Snapshot:
         try:
@@ -276,11 +263,3 @@ def _target_fields(target: KvTarget) -> dict[str, Any]:
 
 def _table_path(table_id: str) -> str:
     return f"/kv/prompt_tables/{quote(table_id, safe='')}"
-
-
-def _read(answer: object, kind: type[Answer]) -> Answer:
-    """A JSON answer as `kind`. Raises EngineUnavailable for an answer of another shape."""
-    try:
-        return msgspec.convert(answer, kind)
-    except msgspec.ValidationError as error:
-        raise EngineUnavailable(f"the engine does not answer as kvpin's engine does: {error}") from error

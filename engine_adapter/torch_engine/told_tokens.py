@@ -13,8 +13,7 @@ import re
 from array import array
 
 from engine_adapter.errors import EngineUnavailable
-from engine_adapter.hold import Resumption
-from engine_adapter.types import TokenIds
+from engine_adapter.hold import AnswerReader, Resumption
 
 _END = b"\n\n"
 # In the error event of an engine that ends.
@@ -24,10 +23,8 @@ _TOLD = re.compile(rb"^: ([\d ]+)\n", re.MULTILINE)
 _ODD = re.compile(rb"^:", re.MULTILINE)
 
 
-class ToldTokens:
+class ToldTokens(AnswerReader):
     """`AnswerReader` of a stream."""
-
-    assembles = False
 
     def __init__(self, answered: object = None) -> None:
         """`answered`: the tokens with which the request begins its answer, if it does."""
@@ -64,14 +61,6 @@ class ToldTokens:
     def finish(self) -> bytes:
         """See `AnswerReader.finish`."""
         return bytes(self._held)
-
-    def cached_tokens(self) -> int | None:
-        """None: a header tells them."""
-        return None
-
-    def prompt_tokens(self) -> TokenIds[int] | None:
-        """See `AnswerReader.prompt_tokens`."""
-        return None
 
     def resume(self) -> Resumption:
         """See `Hold.resume`."""

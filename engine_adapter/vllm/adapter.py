@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator
 from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
 from dataclasses import asdict
-from http import HTTPStatus
 from typing import Any
 
 from msgspec import structs
@@ -15,9 +14,8 @@ from engine_adapter.body import JsonBody
 from engine_adapter.errors import EngineRejected, EngineUnavailable, NotSupported
 from engine_adapter.events.keys import read_vllm_keys
 from engine_adapter.events.subscriber import KvEventSubscriber
-from engine_adapter.hold import Hold, RequestBody, SelfPlaced
-from engine_adapter.http.control import ControlClient, prepare_request
-from engine_adapter.http.transport import OutgoingRequest
+from engine_adapter.hold import Hold, RequestBody
+from engine_adapter.http.adapter import HttpAdapter
 from engine_adapter.types import (
     MESSAGES_ROUTES,
     RESPONSES_ROUTES,
@@ -33,7 +31,6 @@ from engine_adapter.types import (
     RenderedPrompt,
     TokenIds,
 )
-from engine_adapter.undeclared import Undeclared
 from engine_adapter.vllm import embeddings, prompts
 from engine_adapter.vllm.copies import Copies
 from engine_adapter.vllm.discovery import Facts, discover, event_endpoints
@@ -42,7 +39,7 @@ from engine_adapter.vllm.findings import findings_of
 from engine_adapter.vllm.flush import flush
 from engine_adapter.vllm.metrics import look
 from engine_adapter.vllm.options import VllmSpec
-from engine_adapter.vllm.ranks import addressable, sent_to_rank
+from engine_adapter.vllm.ranks import addressable
 from engine_adapter.vllm.requests import RequestShaper
 from engine_adapter.vllm.routes import ROUTES
 
@@ -60,16 +57,16 @@ _INSTEAD = {
 _FLUSHES_ALL = "vLLM can only flush everything: flush the whole engine, or leave unused KV to eviction"
 
 
-class VllmAdapter(SelfPlaced, Undeclared):
+class VllmAdapter(HttpAdapter):
     """`EngineAdapter` of vLLM."""
 
+    spec: VllmSpec
     instead = _INSTEAD
 
     def __init__(self, spec: VllmSpec) -> None:
         """Raises EngineSpecError for an invalid address."""
-        self.spec = spec
+        super().__init__(spec)
         self._rank = spec.options.dp_rank
-        self._control = ControlClient(spec)
         self._facts: Facts | None = None
         self._instance = ""
         self._queries = 0
@@ -89,21 +86,21 @@ class VllmAdapter(SelfPlaced, Undeclared):
         self._facts, self._queries = facts, metrics.queries
         self._shaper = RequestShaper(asks_usage=facts.trials.reports_cached is not False)
         return EngineInfo(
-            model=facts.model,
+            model=facts.model.name,
             instance=self._instance,
             capabilities=_capabilities(facts, self.spec),
             tokens_per_block=metrics.block_size,
-            max_model_len=facts.max_model_len,
-            tokenizer=self.spec.tokenizer or facts.tokenizer,
+            max_model_len=facts.model.max_model_len,
+            tokenizer=self.spec.tokenizer or facts.model.root,
             gpu_blocks=metrics.blocks,
             version=f"vLLM {facts.version}".rstrip(),
-            loras=facts.loras,
+            loras=facts.model.loras,
             shares_prefill=True,
             renders_embeds=metrics.block_size is not None and (facts.tokenizes or facts.renders),
             served_as_chats=MESSAGES_ROUTES if facts.renders else MESSAGES_ROUTES | RESPONSES_ROUTES,
             ranks=addressable(metrics.ranks),
             routes=ROUTES,
-            card=facts.card,
+            card=facts.model.card,
         )
 
     async def load(self) -> EngineLoad:
@@ -147,12 +144,6 @@ class VllmAdapter(SelfPlaced, Undeclared):
         tell_reuse = self._watch.wants_reuse_told
         return nullcontext(self._shaper.hold(path, body, prompt, tell_reuse=tell_reuse))
 
-    def prepare(
-        self, method: str, path: str, headers: Mapping[str, str], body: RequestBody
-    ) -> OutgoingRequest:
-        """See `EngineAdapter.prepare`."""
-        return prepare_request(self.spec, method, path, sent_to_rank(headers, self._rank), body)
-
     async def tokenize(self, path: str, body: JsonBody) -> TokenIds[int]:
         """See `EngineAdapter.tokenize`."""
         facts = await self._able(Capability.TOKENIZE)
@@ -166,7 +157,7 @@ class VllmAdapter(SelfPlaced, Undeclared):
         if embeddings.has_embeddings(path, body):
             block = (await self._able(Capability.TOKENIZE)).metrics.block_size
             if block is None:
-                raise EngineRejected("its block size is unknown", status=HTTPStatus.BAD_REQUEST)
+                raise EngineRejected("its block size is unknown", status=400)
             return await embeddings.render(path, body, block=block, tokenize=self.tokenize)
         facts = await self._able(Capability.RENDER)
         return await prompts.render(self._control, path, body, _served_name(facts, body))
@@ -197,14 +188,10 @@ class VllmAdapter(SelfPlaced, Undeclared):
     async def operate(self, verb: KvVerb, target: KvTarget) -> AsyncGenerator[KvProgress, None]:
         """See `EngineAdapter.operate`. It can only flush everything, on all ranks."""
         facts = await self._able(Capability(verb.value))
-        if target.token_ids is not None or target.cache_salt is not None or target.lora is not None:
+        if not target.is_everything:
             raise NotSupported(verb.value, engine=self.spec.id, instead=_FLUSHES_ALL)
         ranks = (None,) if self._rank is None else facts.metrics.ranks or (self._rank,)
-        yield await flush(self._control, facts.model, ranks, self._watch)
-
-    async def aclose(self) -> None:
-        """See `EngineAdapter.aclose`."""
-        await self._control.aclose()
+        yield await flush(self._control, facts.model.name, ranks, self._watch)
 
     # --- inside ---------------------------------------------------------------------------------------
 
@@ -236,4 +223,4 @@ def _capabilities(facts: Facts, spec: VllmSpec) -> frozenset[Capability]:
 def _served_name(facts: Facts, body: JsonBody) -> str:
     """The LoRA adapter that a request names, else the base model; clients may know that by another name."""
     name = body.get("model")
-    return name if name in facts.loras else facts.model
+    return name if name in facts.model.loras else facts.model.name

@@ -28,7 +28,6 @@ _QUOTED = b'"prompt_embeds"'
 _IN_ITS_PLACE = JsonBody(b'{"prompt": "<prompt_embeds>", "add_special_tokens": false}')
 # Bytes of a body that are decoded and hashed in about 1 ms.
 _BYTES_PER_MS = 256 * 1024
-_BAD_REQUEST = 400
 
 _TokenRows = Sequence[memoryview | None]
 """For each token its row of embeddings, None for text."""
@@ -143,4 +142,4 @@ def _rows(data: str) -> Rows:
 
 
 def _unknown(why: str) -> EngineRejected:
-    return EngineRejected(why, status=_BAD_REQUEST, param=_KIND)
+    return EngineRejected(why, status=400, param=_KIND)

@@ -2,37 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-import msgspec
-
-from engine_adapter.events.sources import check_address
 from engine_adapter.lmcache.options import LmCacheOptions
 from engine_adapter.types import EngineSpec
 
 
 class VllmOptions(LmCacheOptions, frozen=True):
-    """Options of `vllm` engines.
-
-    Attributes:
-        events: ZMQ address of its KV events, where the engine does not say.
-        replay: ZMQ address that replays missed events, where the engine does not say.
-        dp_rank: the data-parallel rank that this engine is, None for a server with one rank.
-    """
-
-    events: str | None = None
-    replay: str | None = None
-    dp_rank: Annotated[int, msgspec.Meta(ge=0)] | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_address("events", self.events)
-        check_address("replay", self.replay)
-
-    @property
-    def rank(self) -> int | None:
-        """See EngineOptions."""
-        return self.dp_rank
+    """Options of `vllm` engines: those of its KV events, and of an LMCache below it."""
 
 
 VllmSpec = EngineSpec[VllmOptions]

@@ -32,7 +32,6 @@ _TOKENIZED = {
 }
 # Fields that shape the prompt and that `/tokenize` ignores.
 _BEYOND = ("documents", "reasoning_effort", "truncate_prompt_tokens", "prompt_embeds", "suffix")
-_BAD_REQUEST, _NOT_FOUND = 400, 404
 
 
 class _Range(msgspec.Struct, frozen=True):
@@ -54,6 +53,9 @@ class _Rendered(msgspec.Struct, frozen=True):
     features: _Features | None = None
 
 
+_RENDERED: Any = _Rendered | list[_Rendered]
+
+
 class _Tokens(msgspec.Struct, frozen=True):
     """`POST /tokenize`."""
 
@@ -68,12 +70,12 @@ async def tokenize(control: ControlClient, path: str, body: JsonBody, model: str
     """
     names = _TOKENIZED.get(path)
     if names is None:
-        raise EngineRejected(f"vLLM renders {path} only with --enable-scale-out", status=_NOT_FOUND)
+        raise EngineRejected(f"vLLM renders {path} only with --enable-scale-out", status=404)
     for name in _BEYOND:
         if body.get(name) is not None:
             raise EngineRejected(
                 f"vLLM renders requests with {name} only with --enable-scale-out",
-                status=_BAD_REQUEST,
+                status=400,
                 param=name,
             )
     fields = {name: value for name in names if (value := body.get(name)) is not None}
@@ -81,8 +83,8 @@ async def tokenize(control: ControlClient, path: str, body: JsonBody, model: str
         return _plain_ids(fields.get("prompt"))
     if isinstance(fields.get("messages"), list):
         fields["messages"] = [_as_chats_read(message) for message in fields["messages"]]
-    answer = await control.call("POST", "/tokenize", json={**fields, "model": model})
-    return token_array(_read(answer, _Tokens).tokens)
+    answer = await control.read(_Tokens, "POST", "/tokenize", json={**fields, "model": model})
+    return token_array(answer.tokens)
 
 
 async def render(control: ControlClient, path: str, body: JsonBody, model: str) -> RenderedPrompt:
@@ -92,13 +94,13 @@ async def render(control: ControlClient, path: str, body: JsonBody, model: str) 
         EngineRejected: the server refuses it, or the request has several prompts.
     """
     if path not in RENDERED_ROUTES:
-        raise EngineRejected(f"vLLM renders no prompts of {path}", status=_NOT_FOUND)
+        raise EngineRejected(f"vLLM renders no prompts of {path}", status=404)
     wanted = body.replace(model=model, mm_payload="none")
-    answer = await control.call("POST", f"{path}/render", content=wanted.raw)
+    answer = await control.read(_RENDERED, "POST", f"{path}/render", content=wanted.raw)
     prompts = answer if isinstance(answer, list) else [answer]
     if len(prompts) != 1:
-        raise EngineRejected("the request has several prompts", status=_BAD_REQUEST, param="prompt")
-    rendered = _read(prompts[0], _Rendered)
+        raise EngineRejected("the request has several prompts", status=400, param="prompt")
+    rendered: _Rendered = prompts[0]
     media = _media(rendered.features) if rendered.features is not None else ()
     return RenderedPrompt(token_array(rendered.token_ids), media)
 
@@ -119,7 +121,7 @@ def _media(features: _Features) -> tuple[MediaSpan, ...]:
     for modality, identities in features.mm_hashes.items():
         places = features.mm_placeholders.get(modality, [])
         if len(places) != len(identities):
-            raise EngineUnavailable("it does not answer as vLLM does: a prompt's items have no position")
+            raise EngineUnavailable("the answer is not as expected: a prompt's items have no position")
         spans += map(MediaSpan, identities, (p.offset for p in places), (p.length for p in places))
     return tuple(sorted(spans, key=lambda span: span.offset))
 
@@ -130,12 +132,5 @@ def _plain_ids(prompt: object) -> TokenIds[int]:
         return token_array(msgspec.convert(prompt, list[int]))
     except (msgspec.ValidationError, OverflowError) as error:
         raise EngineRejected(
-            "prompt must be a string or a list of token ids", status=_BAD_REQUEST, param="prompt"
+            "prompt must be a string or a list of token ids", status=400, param="prompt"
         ) from error
-
-
-def _read(answer: object, kind: type[Any]) -> Any:  # noqa: ANN401 - an instance of `kind`
-    try:
-        return msgspec.convert(answer, kind)
-    except msgspec.ValidationError as error:
-        raise EngineUnavailable(f"it does not answer as vLLM does: {error}") from error

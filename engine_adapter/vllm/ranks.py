@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-_HEADER = "x-data-parallel-rank"
+from engine_adapter.http.prepare import RANK_HEADER
 
 
 def rank_headers(rank: int | None) -> dict[str, str]:
     """The headers that send a request to a rank; none where the server is left to choose."""
-    return {} if rank is None else {_HEADER: str(rank)}
-
-
-def sent_to_rank(headers: Mapping[str, str], rank: int | None) -> Mapping[str, str]:
-    """A request's headers with this rank, in place of any rank the client named."""
-    if rank is None:
-        return headers
-    return {name: value for name, value in headers.items() if name.lower() != _HEADER} | rank_headers(rank)
+    return {} if rank is None else {RANK_HEADER: str(rank)}
 
 
 def addressable(ranks: tuple[int, ...]) -> tuple[int, ...]:

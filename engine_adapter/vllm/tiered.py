@@ -13,7 +13,7 @@ from msgspec import structs
 from engine_adapter.body import JsonBody
 from engine_adapter.errors import EngineError, NotSupported
 from engine_adapter.hold import RequestBody
-from engine_adapter.http.control import route_of
+from engine_adapter.http.prepare import route_of
 from engine_adapter.http.transport import OutgoingRequest
 from engine_adapter.lmcache import LmCache
 from engine_adapter.lmcache.salts import embeddings_of, salt_for, without_lora
@@ -66,7 +66,7 @@ class TieredVllmAdapter(VllmAdapter):
     async def connect(self) -> EngineInfo:
         """See `EngineAdapter.connect`."""
         info = await super().connect()
-        path = self._facts.tokenizer if self._facts is not None else None
+        path = self._facts.model.root if self._facts is not None else None
         await self._lower.connect(path or info.model, info.tokens_per_block)
         self._loras = info.loras
         self._salts = Capability.CACHE_SALT in info.capabilities

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import TypeVar
 
 from engine_adapter.errors import EngineRejected, EngineUnavailable
@@ -16,7 +17,6 @@ from engine_adapter.http.control import ControlClient
 from engine_adapter.vllm.metrics import VllmMetrics
 
 _T = TypeVar("_T")
-_NO_SUCH_ROUTE = 404
 # Seconds that one trial may take: a busy engine may queue it.
 _PATIENCE_S = 3.0
 _TOKEN = 1
@@ -93,7 +93,7 @@ async def _respects_salt(control: ControlClient, path: str, model: str) -> bool:
     try:
         await control.call("POST", path, json=body)
     except EngineRejected as error:
-        return error.status == _NO_SUCH_ROUTE or "cache_salt" in f"{error.param} {error}"
+        return error.status == HTTPStatus.NOT_FOUND or "cache_salt" in f"{error.param} {error}"
     return False
 
 

@@ -25,7 +25,7 @@ from engine_adapter import (
     PromptTable,
     make_adapter,
 )
-from engine_adapter.http.control import model_card
+from engine_adapter.http.models import read_models
 from engine_adapter.types import MESSAGES_ROUTES, EngineSpec, token_array
 from tests.engines import served
 
@@ -64,7 +64,7 @@ async def test_connect_says_what_it_is_and_changes_nothing(adapter):
 async def test_it_says_what_the_engine_says_of_its_model(adapter):
     async with httpx.AsyncClient(trust_env=False) as client:
         models = (await client.get(f"{adapter.spec.url}/v1/models")).json()
-    assert (await adapter.connect()).card == model_card(models)
+    assert (await adapter.connect()).card == read_models(models).card
 
 
 async def test_it_gets_messages_of_anthropics_api_as_chats(adapter):
@@ -208,7 +208,7 @@ def test_a_bad_address_is_told_at_once(kind):
 
 async def test_another_kind_of_engine_is_not_taken_for_ours(adapter_of):
     with served(Starlette(routes=[Route("/kv/info", lambda _: JSONResponse({"engine": "another"}))])) as url:
-        with pytest.raises(EngineUnavailable, match="does not answer as kvpin"):
+        with pytest.raises(EngineUnavailable, match="GET /kv/info: the answer is not as expected"):
             await adapter_of("embedded", url).connect()
         with pytest.raises(EngineRejected):
             await adapter_of("embedded", url).load()

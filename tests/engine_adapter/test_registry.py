@@ -10,8 +10,8 @@ from engine_adapter import (
     make_adapter,
     make_options,
 )
+from engine_adapter.events.options import EventOptions
 from engine_adapter.openai_compatible import OpenAICompatibleAdapter
-from engine_adapter.sglang.options import SglangOptions
 from engine_adapter.torch_engine.adapter import EmbeddedAdapter
 from engine_adapter.vllm.options import VllmOptions
 from tests.engines import engine_spec
@@ -66,7 +66,7 @@ async def test_a_nim_hands_on_the_options_that_the_engine_inside_has():
     nim = make_adapter(engine_spec("nim", "http://127.0.0.1:1", dp_rank=1, lmcache="http://h:2"))
     inside = {kind: nim._as_kind(nim.spec, kind) for kind in ("vllm", "sglang", "tensorrt_llm")}
     assert inside["vllm"].spec.options == VllmOptions(dp_rank=1, lmcache="http://h:2")
-    assert inside["sglang"].spec.options == SglangOptions(dp_rank=1)
+    assert inside["sglang"].spec.options == EventOptions(dp_rank=1)
     assert inside["tensorrt_llm"].spec.options == EngineOptions()
     for adapter in (nim, *inside.values()):
         await adapter.aclose()

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,6 +13,8 @@ from pathlib import Path
 
 import httpx
 import pytest
+
+from tests.processes import address_in, answers, wait_until
 
 READY_S = 300.0
 STOP_S = 60.0
@@ -84,48 +84,25 @@ def starting_kvpin(log: Path, *flags: str, reuse: bool = True) -> Iterator[Kvpin
 
 def wait_until_it_listens(proxy: Kvpin) -> None:
     """Returns once it listens, and `proxy` knows its address."""
-    deadline = time.monotonic() + READY_S
-    while time.monotonic() < deadline:
-        if proxy.process.poll() is not None:
-            pytest.fail(f"kvpin ended with {proxy.process.returncode}:\n{proxy.log.read_text()}")
-        address = re.search(r"base_url +(\S+)/v1\n", proxy.log.read_text())
-        if address is not None:
-            proxy.url = address[1]
-            return
-        time.sleep(0.1)
-    pytest.fail(f"kvpin did not listen:\n{proxy.log.read_text()}")
+    named = lambda: address_in(proxy.log, r"base_url +(\S+)/v1\n")  # noqa: E731 - short
+    proxy.url = wait_until(named, proxy.process, proxy.log, READY_S)
 
 
 def wait_until_ready(proxy: Kvpin) -> None:
     """Returns once it listens and serves."""
     wait_until_it_listens(proxy)
-    deadline = time.monotonic() + READY_S
-    while time.monotonic() < deadline:
-        if proxy.process.poll() is not None:
-            pytest.fail(f"kvpin ended with {proxy.process.returncode}:\n{proxy.log.read_text()}")
-        if _is_healthy(proxy.url):
-            return
-        time.sleep(0.1)
-    pytest.fail(f"kvpin was not ready:\n{proxy.log.read_text()}")
-
-
-def _is_healthy(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/health/ready", trust_env=False).status_code == httpx.codes.OK
-    except httpx.TransportError:
-        return False
+    wait_until(lambda: answers(f"{proxy.url}/health/ready"), proxy.process, proxy.log, READY_S)
 
 
 def wait_until_tokenised(proxy: Kvpin) -> None:
     """Returns once every tokenizer is loaded and checked; at once where stats need a key."""
-    deadline = time.monotonic() + READY_S
-    while time.monotonic() < deadline:
-        stats = proxy.admin("GET", "stats")
-        details = [pool["tokenisation"]["detail"] for pool in stats.json().get("pools", ())]
-        if not any("being loaded" in detail or "not checked" in detail for detail in details):
-            return
-        time.sleep(0.1)
-    pytest.fail(f"tokenizers were not loaded:\n{proxy.log.read_text()}")
+
+    def is_tokenised() -> bool:
+        pools = proxy.admin("GET", "stats").json().get("pools", ())
+        details = [pool["tokenisation"]["detail"] for pool in pools]
+        return not any("being loaded" in detail or "not checked" in detail for detail in details)
+
+    wait_until(is_tokenised, proxy.process, proxy.log, READY_S)
 
 
 @pytest.fixture(scope="session")

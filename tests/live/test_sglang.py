@@ -13,7 +13,8 @@ from proxy.fleet.engine import TOKENS_PER_BLOCK
 from tests.fake_engines.sglang import running_sglang
 from tests.fake_engines.text import encode, words
 from tests.fakes import is_openai_error
-from tests.live.sglang_world import KEYS, SglangWorld, kvpin_over, until
+from tests.live.fake_world import KEYS, until
+from tests.live.sglang_world import SglangWorld, kvpin_over
 
 TEXTS = [
     "The cache of a serving engine holds the keys and values of every token it has seen. " * 2,

@@ -13,7 +13,8 @@ from proxy.fleet import pool
 from tests.fake_engines.nim import FakeNim, running_nim
 from tests.fake_engines.tensorrt_llm import CHAT, RunningTrtllm, running_trtllm
 from tests.fake_engines.text import words
-from tests.live.tensorrt_llm_world import TrtllmWorld, kvpin_over, until
+from tests.live.fake_world import until
+from tests.live.tensorrt_llm_world import TrtllmWorld, kvpin_over
 
 TEXTS = [
     "The cache of a serving engine holds the keys and values of every token it has seen. " * 4,
@@ -97,10 +98,10 @@ async def test_what_is_predicted_is_reported(tokens_per_block, tenants, count):
             assert (await talks.some(1))[0][:2] == (0, 0)
             outcomes += await talks.some(count // 2)
             server.fake.restart()
-            await until(lambda: world.engine.adapter._poller.reader.restarts == 1)
+            await until(lambda: world.engine().adapter._poller.reader.restarts == 1)
             outcomes += await talks.some(count // 2)
-            counts = world.engine.audit.view()
-            assert (world.engine.audit.trust, world.engine.view.counts.orphaned) == (Trust.PRECISE, 0)
+            counts = world.engine().audit.view()
+            assert (world.engine().audit.trust, world.engine().view.counts.orphaned) == (Trust.PRECISE, 0)
     assert [(said, was) for said, was, _ in outcomes if said != was] == []
     assert counts.exact == counts.checked == len(outcomes) + 1
     assert all(firm for *_, firm in outcomes)
@@ -120,7 +121,7 @@ async def test_partial_reuse_makes_predictions_lower_bounds():
                 assert world.last.reported_tokens == was
                 assert not world.last.placement.firm
             assert predicted(answer) == 64
-            assert world.engine.audit.view().checked == 0  # nothing is held against what may be more
+            assert world.engine().audit.view().checked == 0  # nothing is held against what may be more
 
 
 async def test_tenants_share_nothing():
@@ -170,8 +171,8 @@ async def test_a_server_without_events_is_found_out_and_its_answers_teach():
 
             for prompt in prompts:
                 assert await complete(prompt) == (0, 0)
-            await until(lambda: world.engine.adapter._poller.doubt is not None)
-            await until(lambda: world.engine.audit.trust is Trust.APPROXIMATE)
+            await until(lambda: world.engine().adapter._poller.doubt is not None)
+            await until(lambda: world.engine().audit.trust is Trust.APPROXIMATE)
             assert await complete(prompts[0]) == (0, 96)
             assert await complete(prompts[0]) == (96, 96)
             stats = (await world.client.get(f"{world.url}/admin/v1/stats")).json()
@@ -185,8 +186,8 @@ async def test_lora_requests_are_not_followed_and_mislead_nobody():
     with running_trtllm() as server:
         async with kvpin_over(server) as world:
             await world.post("completions", body | {"lora_request": lora})
-            await until(lambda: world.engine.adapter._poller.doubt is not None)
-            await until(lambda: world.engine.audit.trust is Trust.APPROXIMATE)
+            await until(lambda: world.engine().adapter._poller.doubt is not None)
+            await until(lambda: world.engine().audit.trust is Trust.APPROXIMATE)
             answer = await world.client.post(f"{world.url}/v1/completions", json=body)
             assert (predicted(answer), world.last.reported_tokens) == (0, 0)
             answer = await world.client.post(f"{world.url}/v1/completions", json=body)
@@ -206,7 +207,7 @@ async def test_many_requests_at_once():
                 *(world.client.post(f"{world.url}/v1/completions", json=body) for body in bodies)
             )
             assert [answer.status_code for answer in answers] == [200] * 40
-            await until(world.is_settled)
+            await world.settle()
             assert (await world.client.get(f"{world.url}/health/ready")).status_code == 200
 
 
@@ -217,4 +218,4 @@ async def test_inside_a_nim_it_is_followed_as_well():
             for was in (0, 96):
                 answer = await world.post("completions", body)
                 assert (predicted(answer), world.last.reported_tokens) == (was, was)
-            assert world.engine.info.version == "NIM 2.0.0, TensorRT-LLM 1.4.0"
+            assert world.engine().info.version == "NIM 2.0.0, TensorRT-LLM 1.4.0"

@@ -24,6 +24,7 @@ import pytest
 
 from scripts.make_checkpoint import RANK, checkpoint_path
 from tests.live.conftest import Kvpin, running_kvpin
+from tests.processes import answers, wait_until
 
 ROOT = Path(__file__).parents[2]
 MODEL, LORA = "tiny", "ada"
@@ -87,21 +88,11 @@ class RunningVllm:
 
     def wait(self) -> None:
         """Returns once it serves."""
-        deadline = time.monotonic() + START_S
-        while time.monotonic() < deadline:
-            if self.process.poll() is not None:
-                self._fail(f"vLLM ended with {self.process.returncode}")
-            if _is_healthy(self.url):
-                return
-            time.sleep(0.1)
-        self._fail("vLLM did not start")
+        wait_until(lambda: answers(f"{self.url}/health"), self.process, self.log, START_S)
 
     def kill(self) -> None:
         """Kills it and its workers at once."""
         _kill_group(self.process)
-
-    def _fail(self, what: str) -> None:
-        pytest.fail(f"{what}:\n{self.log.read_text(errors='replace')[-6000:]}", pytrace=False)
 
 
 @contextmanager
@@ -183,13 +174,6 @@ def free_port(ports: Sequence[int]) -> int:
         except OSError:
             continue
     pytest.fail(f"no free port from {ports[0]} to {ports[-1]}")
-
-
-def _is_healthy(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/health", trust_env=False).status_code == httpx.codes.OK
-    except httpx.TransportError:
-        return False
 
 
 @dataclass(slots=True)

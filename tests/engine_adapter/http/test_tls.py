@@ -14,7 +14,8 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from engine_adapter import EngineSpecError, EngineUnavailable, HttpTransport
-from engine_adapter.http.control import ControlClient, prepare_request
+from engine_adapter.http.control import ControlClient
+from engine_adapter.http.prepare import prepare_request
 from engine_adapter.http.tls import tls_context
 from engine_adapter.types import EngineSpec
 from tests.engines import served

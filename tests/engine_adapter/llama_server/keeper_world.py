@@ -14,9 +14,10 @@ import httpx
 from engine_adapter.http.control import ControlClient
 from engine_adapter.llama_server.answer_reader import SlotAnswer
 from engine_adapter.llama_server.contents import Contents
-from engine_adapter.llama_server.discovery import ServerFacts, discover, probe, read_slots
+from engine_adapter.llama_server.discovery import ServerFacts, discover, read_slots
 from engine_adapter.llama_server.keeper import SlotKeeper
 from engine_adapter.llama_server.mirror_events import MirrorEvents
+from engine_adapter.llama_server.probe import probe
 from engine_adapter.llama_server.saved import SavedEvent, SavedPlace, SavedPrefixes
 from engine_adapter.llama_server.slot_io import SlotIo
 from engine_adapter.llama_server.slot_owners import UNKNOWN_OWNER

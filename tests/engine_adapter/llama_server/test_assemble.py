@@ -9,13 +9,8 @@ import msgspec
 import pytest
 
 from engine_adapter.body import JsonBody
-from engine_adapter.llama_server.assemble import (
-    StreamError,
-    assemble,
-    assemble_chat,
-    assemble_completion,
-    streaming_body,
-)
+from engine_adapter.errors import EngineRejected, EngineUnavailable
+from engine_adapter.llama_server.assemble import assemble, assemble_chat, assemble_completion, streaming_body
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 SLOT = 2
@@ -170,12 +165,15 @@ def test_parallel_tool_calls_come_in_parts_and_a_name_may_grow():
     }
 
 
-@pytest.mark.parametrize(("code", "status"), [(b"503", 503), (b"7", 500), (b"null", 500)])
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [(b"422", EngineRejected), *((code, EngineUnavailable) for code in (b"503", b"7", b"null"))],
+)
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-def test_an_error_in_the_stream_is_raised(path, code, status):
-    with pytest.raises(StreamError, match=r"^no room$") as raised:
+def test_an_error_in_the_stream_is_raised(path, code, error):
+    with pytest.raises(error, match=r"^no room$") as raised:
         assemble(path, chunk(text="a", delta={"content": "a"}) + ERROR % code + DONE)
-    assert raised.value.status == status
+    assert getattr(raised.value, "status", 422) == 422
 
 
 ENDED = chunk(text="a", finish_reason="stop")
@@ -196,18 +194,16 @@ ENDED = chunk(text="a", finish_reason="stop")
 )
 @pytest.mark.parametrize("of", [assemble_chat, assemble_completion])
 def test_a_stream_that_breaks_off_is_an_error(of, stream):
-    with pytest.raises(StreamError, match="ended its answer too early") as raised:
+    with pytest.raises(EngineUnavailable, match="ended its answer too early"):
         of(stream)
-    assert raised.value.status == 502
 
 
 @pytest.mark.parametrize(
     "payload", [b"{", b"[]", b'"\xff"', b"[" * 5000, b'{"choices":7}', b'{"choices":[{"text":7}]}']
 )
 def test_a_chunk_that_cannot_be_read_is_an_error(payload):
-    with pytest.raises(StreamError, match="an unreadable chunk") as raised:
+    with pytest.raises(EngineUnavailable, match="an unreadable chunk"):
         assemble_completion(b"data: " + payload + b"\n\n" + ENDED + DONE)
-    assert raised.value.status == 502
 
 
 def test_comments_and_empty_events_are_passed_over():

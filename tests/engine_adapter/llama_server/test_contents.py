@@ -12,7 +12,7 @@ from engine_adapter import BlocksRemoved, BlocksStored, Tier, ViewCurrent
 from engine_adapter.errors import EngineUnavailable
 from engine_adapter.http import control
 from engine_adapter.llama_server import contents as contents_module
-from engine_adapter.llama_server import slot_io
+from engine_adapter.llama_server import saved_files, slot_io
 from engine_adapter.llama_server.contents import MANY_CHANGES, Contents
 from engine_adapter.llama_server.slot_owners import UNKNOWN_OWNER
 from engine_adapter.llama_server.state_file import read_tokens
@@ -118,7 +118,7 @@ class TestSave:
             with stopped(two_slots):
                 saving = asyncio.create_task(world.save(lease.slot))
                 with pytest.raises(EngineUnavailable):
-                    await world.control.call("GET", "/props", answer_s=0.05)
+                    await world.control.fetch("GET", "/props", answer_s=0.05)
             assert await saving
             (entry,) = world.entries()
             assert world.table[lease.slot].tokens == entry.tokens == await world.truth(lease.slot)
@@ -215,7 +215,7 @@ class TestRestore:
     async def test_what_the_server_refuses_is_kept_for_others_and_has_emptied_the_slot(self, world, said):
         """A file that is whole and unharmed, and no KV of this model."""
         lease = await world.ask(prompt_of(2))
-        name = world.registry.new_name(world.facts.key)
+        name = saved_files.new_name(world.facts.key)
         write_state(world.server.save_dir / name, [5, 6, 7], b"no KV")
         entry = await world.registry.add(name, world.facts.key, None)
         assert not await world.restore(lease.slot, entry)
@@ -277,14 +277,14 @@ class TestRestore:
 
     async def test_what_fits_no_slot_is_of_no_use_here(self, world):
         for count in (2048, 2049):
-            name = world.registry.new_name(world.facts.key)
+            name = saved_files.new_name(world.facts.key)
             write_state(world.server.save_dir / name, list(prompt_of(count, count)))
             await world.registry.add(name, world.facts.key, None)
         assert [len(entry.tokens) for entry in world.contents.all_entries()] == [2048, 2049]
         assert [len(entry.tokens) for entry in world.contents.entries()] == [2048]
 
     async def test_a_file_of_another_key_is_none_of_these(self, world):
-        name = world.registry.new_name("f00d")
+        name = saved_files.new_name("f00d")
         write_state(world.server.save_dir / name, [1, 2, 3])
         await world.registry.add(name, "f00d", None)
         assert world.entries() == []

@@ -19,13 +19,12 @@ from engine_adapter.http.control import ControlClient
 from engine_adapter.llama_server.discovery import (
     SlotState,
     discover,
-    probe,
-    probe_ram_cache,
-    probe_unified,
     read_pulse,
     read_slots,
     spare_slot,
 )
+from engine_adapter.llama_server.findings import findings_of
+from engine_adapter.llama_server.probe import probe
 from engine_adapter.types import EngineSpec
 from scripts.make_gguf import gguf_path
 from tests.engines import served
@@ -56,10 +55,10 @@ async def test_a_server_as_it_should_be(found, save_dir):
     facts = await found(slots=3, ctx=1024, save_dir=save_dir)
     assert (facts.slots, facts.slot_ctx, facts.train_ctx, facts.vocab_size) == (3, 1024, 32768, 4096)
     assert facts.local_model == gguf_path("tiny")
-    assert facts.model_path == facts.model == str(gguf_path("tiny"))
+    assert facts.model == str(gguf_path("tiny"))
     assert (facts.has_slots, facts.can_save) == (True, True)
     assert (facts.is_sleeping, facts.is_unified, facts.ram_cache) == (False, False, False)
-    assert (facts.modalities, facts.findings) == (frozenset(), ())
+    assert [*findings_of(facts)] == []
     assert "<|im_start|>" in facts.chat_template
     assert facts.build
     assert re.fullmatch("[0-9a-f]{16}", facts.key)
@@ -71,7 +70,7 @@ async def test_the_flags_of_a_plain_start(found):
     facts = await found("-np", "-1", "-c", "0", *RAM)
     assert (facts.slots, facts.ram_cache, facts.is_unified, facts.can_save) == (4, True, None, False)
     assert facts.looks_unified
-    ram, pool, save = map(str, facts.findings)
+    ram, pool, save = map(str, findings_of(facts))
     assert "--cache-ram 0" in ram
     assert "seem to share" in pool
     assert "-no-kvu -np 4 -c 4*CTX" in pool
@@ -83,10 +82,10 @@ async def test_the_flags_of_a_plain_start(found):
 async def test_a_unified_pool_is_found_whatever_the_number_of_slots(found, save_dir, flag, slots):
     facts = await found(flag, slots=slots, ctx=512, save_dir=save_dir)
     assert facts.is_unified is facts.looks_unified is (flag == "-kvu")
-    assert [finding for finding in facts.findings if "slots share one KV pool" in finding.problem] == (
-        list(facts.findings) if facts.is_unified else []
+    assert [finding for finding in findings_of(facts) if "slots share one KV pool" in finding.problem] == (
+        [*findings_of(facts)] if facts.is_unified else []
     )
-    assert len(facts.findings) == facts.is_unified
+    assert len([*findings_of(facts)]) == facts.is_unified
 
 
 @pytest.mark.parametrize("flag", ["-kvu", "-no-kvu"])
@@ -99,13 +98,13 @@ async def test_a_model_with_sliding_windows_keeps_two_caches(found, save_dir, fl
 async def test_a_ram_cache_is_found(found, save_dir, flags):
     facts = await found(*flags, save_dir=save_dir)
     assert facts.ram_cache is True
-    assert "--cache-ram 0" in facts.findings[0].remedy
+    assert "--cache-ram 0" in next(findings_of(facts)).remedy
 
 
 async def test_without_the_route_of_slots(found, save_dir):
     facts = await found("--no-slots", save_dir=save_dir)
     assert (facts.has_slots, facts.can_save, facts.is_unified) == (False, True, False)
-    assert [finding for finding in facts.findings if "--slots" in finding.remedy] == list(facts.findings)
+    assert [finding for finding in findings_of(facts) if "--slots" in finding.remedy] == [*findings_of(facts)]
 
 
 async def test_a_sleeping_server(start_llama, control_of, save_dir):
@@ -116,7 +115,7 @@ async def test_a_sleeping_server(start_llama, control_of, save_dir):
         await asyncio.sleep(0.02)
     facts = await discover(control, spec_of(server.url))
     assert (awake.is_sleeping, facts.is_sleeping) == (False, True)
-    assert "--sleep-idle-seconds" in facts.findings[0].remedy
+    assert "--sleep-idle-seconds" in next(findings_of(facts)).remedy
     assert replace(facts, is_sleeping=False) == awake
 
 
@@ -232,49 +231,6 @@ def test_the_spare_slot_is_idle_and_has_least():
     assert spare_slot([slot(0, 9), slot(1, 5), slot(2, None, is_processing=True)]) == 1
     assert spare_slot([slot(0, 9), slot(1, None)]) == 1
     assert spare_slot([slot(0, 9, is_processing=True), slot(1, 3, is_processing=True)]) == 1
-
-
-# --- probes --------------------------------------------------------------------------------------
-
-
-async def test_probes_touch_their_slot_alone(start_llama, control_of, save_dir):
-    control = control_of(start_llama(slots=2, save_dir=save_dir).url)
-    prompt = {"prompt": list(range(500, 600)), "n_predict": 0}
-    for slot_id in (0, 1):
-        await control.call("POST", "/completion", json={**prompt, "id_slot": slot_id})
-    assert await probe_ram_cache(control, 1) is False
-    assert await probe_unified(control, 1, 2, file=FILE) is False
-    reused = [
-        (await control.call("POST", "/completion", json={**prompt, "id_slot": slot_id}))["timings"]["cache_n"]
-        for slot_id in (0, 1)
-    ]
-    assert reused == [99, 0]
-
-
-async def test_a_server_whose_save_directory_is_gone_is_used_without_saves(start_llama, control_of, tmp_path):
-    save_dir = tmp_path / "kv"
-    save_dir.mkdir()
-    server = start_llama(slots=2, save_dir=save_dir)
-    save_dir.rmdir()
-    facts = await discover(control_of(server.url), spec_of(server.url))
-    facts = await probe(control_of(server.url), facts, 0, file=FILE)
-    assert not facts.can_save
-    assert "no prefix can be saved" in str(facts.findings[-1])
-
-
-async def test_a_server_that_tells_no_timings(control_of):
-    app = Starlette(routes=[Route("/completion", lambda _: JSONResponse({}), methods=["POST"])])
-    with served(app) as url, pytest.raises(EngineUnavailable, match="timings"):
-        await probe_ram_cache(control_of(url), 0)
-
-
-@pytest.mark.parametrize("n_written", [0, 35, 40, 46, 4000])
-async def test_a_file_of_unknown_size_tells_nothing(control_of, n_written):
-    app = Starlette(
-        routes=[Route("/slots/0", lambda _: JSONResponse({"n_written": n_written}), methods=["POST"])]
-    )
-    with served(app) as url:
-        assert await probe_unified(control_of(url), 0, 4, file=FILE) is None
 
 
 # --- what is no llama-server ---------------------------------------------------------------------

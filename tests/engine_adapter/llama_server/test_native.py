@@ -7,7 +7,7 @@ import pytest
 
 from engine_adapter import EngineUnavailable, JsonBody
 from engine_adapter.llama_server.answer import read_answer, slot_content
-from engine_adapter.llama_server.keeper import SlotLease
+from engine_adapter.llama_server.lease import SlotLease
 from engine_adapter.llama_server.native import NativeAnswer, SlotsAnswer, with_token_ids
 from engine_adapter.llama_server.slot_owners import UNKNOWN_OWNER
 from engine_adapter.llama_server.turns import Ask

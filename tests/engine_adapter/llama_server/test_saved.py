@@ -56,7 +56,7 @@ class World:
         self.registry.subscribe(lambda event, saved: self.told.append((event, saved.name, saved.tier)))
 
     def server_saves(self, tokens, size: int = SIZE, key: str = KEY) -> str:
-        name = self.registry.new_name(key)
+        name = saved_files.new_name(key)
         write_state(self.host / name, tokens, size=size)
         return name
 
@@ -844,7 +844,7 @@ async def _step(world: World, what: str, which: int, much: int) -> None:
         if isinstance(result, StateFileError) and result.reason in {Reason.NO_ROOM, Reason.MISSING}:
             continue
         assert not isinstance(result, BaseException), result
-    await asyncio.gather(*world.registry._tasks)
+    await world.registry._tasks.settled()
 
 
 async def _touch(world: World, what: str, saved: Saved, much: int) -> None:
@@ -868,7 +868,7 @@ async def _touch(world: World, what: str, saved: Saved, much: int) -> None:
 
 
 async def add_real(registry: SavedPrefixes, url: str, slot: int) -> Saved:
-    name = registry.new_name(KEY)
+    name = saved_files.new_name(KEY)
     said = act(url, slot, "save", name).raise_for_status().json()
     return await registry.add(
         name, KEY, None, tokens_expected=said["n_saved"], bytes_expected=said["n_written"]
@@ -912,7 +912,7 @@ async def test_what_a_real_server_writes_to_a_full_disk_is_never_an_entry(start_
 
     count = little.size // (saved.size // len(saved.tokens)) + 1
     complete(server.url, range(10, 10 + count), 0)
-    name = registry.new_name(KEY)
+    name = saved_files.new_name(KEY)
     if little.is_mounted:
         said = act(server.url, 0, "save", name).raise_for_status().json()
     else:  # the kernel ends a server that writes beyond its limit: what it leaves is cut short as well

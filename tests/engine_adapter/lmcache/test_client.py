@@ -37,9 +37,9 @@ async def test_objects_are_dropped_by_tier(lmcache, node, coordinator, scope):
 
 async def test_a_node_that_cannot_delete_says_why(node, monkeypatch):
     async def refuse(*_args, **_kwargs):
-        return {"deleted": 0, "skipped": 0, "ok": False, "error": "the disk is read-only"}
+        return b'{"deleted": 0, "skipped": 0, "ok": false, "error": "the disk is read-only"}'
 
-    monkeypatch.setattr(node._control, "call", refuse)
+    monkeypatch.setattr(node._control, "fetch", refuse)
     with pytest.raises(EngineUnavailable, match="could not delete: the disk is read-only"):
         await node.delete([], "all")
 
@@ -79,8 +79,8 @@ async def test_nobody_there_and_somebody_else(lmcache):
 
 async def test_an_answer_of_another_shape(coordinator, monkeypatch):
     async def other(*_args, **_kwargs):
-        return {"instances": "none"}
+        return b'{"instances": "none"}'
 
-    monkeypatch.setattr(coordinator._control, "get", other)
-    with pytest.raises(EngineUnavailable, match="does not answer as LMCache does"):
+    monkeypatch.setattr(coordinator._control, "fetch", other)
+    with pytest.raises(EngineUnavailable, match="GET /instances: the answer is not as expected"):
         await coordinator.instances()

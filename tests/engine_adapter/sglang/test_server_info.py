@@ -1,7 +1,7 @@
 import pytest
 
 from engine_adapter.errors import EngineUnavailable
-from engine_adapter.sglang.server_info import read_loras, read_server_info
+from engine_adapter.sglang.server_info import read_server_info
 
 PUBLISHER = {"publisher": "zmq", "endpoint_host": "*", "endpoint_port_base": 5557, "block_size": 64}
 MODELS = {"data": [{"id": "m", "parent": None, "max_model_len": 4096}, {"id": "ad", "parent": "m"}]}
@@ -140,9 +140,3 @@ def test_whether_the_admin_key_is_known(server_key, key, lacks):
 def test_another_server(server, models):
     with pytest.raises(EngineUnavailable):
         read_server_info(server, models)
-
-
-def test_adapters():
-    assert read_loras(MODELS) == {"ad"}
-    with pytest.raises(EngineUnavailable, match="does not answer as SGLang"):
-        read_loras({"data": None})

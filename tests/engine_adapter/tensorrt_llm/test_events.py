@@ -5,8 +5,8 @@ from array import array
 
 import pytest
 
+from engine_adapter.events.fields import MalformedEvents
 from engine_adapter.tensorrt_llm.events import EventReader
-from engine_adapter.tensorrt_llm.wire import MalformedEvents
 from engine_adapter.types import BlocksRemoved, BlocksStored, Tier, ViewCurrent, ViewLost
 
 SIZE = 4

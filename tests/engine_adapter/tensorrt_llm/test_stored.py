@@ -3,9 +3,10 @@ from array import array
 import pytest
 from msgspec import UNSET
 
+from engine_adapter.events.fields import MalformedEvents
 from engine_adapter.prompt.media import media_extra_id
 from engine_adapter.tensorrt_llm.stored import name_of, runs_of, tier_of
-from engine_adapter.tensorrt_llm.wire import Block, MalformedEvents, MmKey, Stored, Token
+from engine_adapter.tensorrt_llm.wire import Block, MmKey, Stored, Token
 from engine_adapter.types import Tier
 
 SIZE = 2

@@ -4,12 +4,12 @@ import msgspec
 import pytest
 from msgspec import UNSET
 
+from engine_adapter.events.fields import MalformedEvents
 from engine_adapter.tensorrt_llm.wire import (
     Block,
     Created,
     Frame,
     LevelDiff,
-    MalformedEvents,
     MmKey,
     PriorityDiff,
     Removed,

@@ -27,8 +27,9 @@ async def test_what_a_server_is():
     with running_vllm(loras=("ada", "bo"), max_model_len=512) as server:
         async with connected(server.url) as (control, spec):
             facts = await discover(control, spec, None)
-    assert (facts.model, facts.loras) == ("tiny", {"ada", "bo"})
-    assert (facts.tokenizer, facts.max_model_len, facts.version) == (str(MODEL_DIR), 512, "0.32.0")
+    model = facts.model
+    assert (model.name, model.loras) == ("tiny", {"ada", "bo"})
+    assert (model.root, model.max_model_len, facts.version) == (str(MODEL_DIR), 512, "0.32.0")
     assert facts.tokenizes
     assert facts.renders
     assert facts.resets
@@ -73,7 +74,7 @@ async def test_a_rank_of_several():
 async def test_a_key_that_is_wanted():
     with running_vllm(api_key="k") as server:
         async with connected(server.url, api_key="k") as (control, spec):
-            assert (await discover(control, spec, None)).model == "tiny"
+            assert (await discover(control, spec, None)).model.name == "tiny"
         async with connected(server.url) as (control, spec):
             with pytest.raises(EngineRejected, match="Unauthorized"):
                 await discover(control, spec, None)
@@ -89,11 +90,11 @@ def answering(models=None, **others):
 @pytest.mark.parametrize(
     ("answers", "why"),
     [
-        ({"models": {"models": []}}, "/v1/models does not answer as vLLM does"),
+        ({"models": {"models": []}}, "names no model"),
         ({"models": {"data": []}}, "names no model"),
         (
             {"models": {"data": [{"id": "m"}]}, "/kv_event_sources": {"0": {"at": "h"}}},
-            "/kv_event_sources does not answer as vLLM does",
+            "/kv_event_sources: the answer is not as expected",
         ),
     ],
 )
@@ -106,12 +107,13 @@ async def test_another_kind_of_server(answers, why):
 
 async def test_the_name_the_operator_gave_and_a_server_that_says_little():
     models = {"data": [{"id": "a"}, {"id": "b", "max_model_len": 9}, {"id": "l", "parent": "a"}]}
-    with served(answering(models, **{"/version": [], "/kv_event_sources": {}})) as url:
+    with served(answering(models, **{"/version": {}, "/kv_event_sources": {}})) as url:
         async with connected(url, model="b") as (control, spec):
             facts = await discover(control, spec, None)
         async with connected(url, model="alias") as (control, spec):
-            assert (await discover(control, spec, None)).model == "a"
-    assert (facts.model, facts.max_model_len, facts.loras) == ("b", 9, {"l"})
+            assert (await discover(control, spec, None)).model.name == "a"
+    model = facts.model
+    assert (model.name, model.max_model_len, model.loras) == ("b", 9, {"l"})
     assert (facts.version, facts.source, facts.names_sources) == ("", None, True)
     assert not facts.tokenizes
     assert not facts.renders

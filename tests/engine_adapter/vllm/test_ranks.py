@@ -1,10 +1,8 @@
-from engine_adapter.vllm.ranks import addressable, rank_headers, sent_to_rank
+from engine_adapter.vllm.ranks import addressable, rank_headers
 
 
-def test_a_rank_takes_the_place_of_the_clients():
-    headers = {"X-Data-Parallel-Rank": "5", "x-other": "1"}
-    assert sent_to_rank(headers, 0) == {"x-other": "1", "x-data-parallel-rank": "0"}
-    assert sent_to_rank(headers, None) is headers
+def test_a_rank_is_named_in_a_header():
+    assert rank_headers(2) == {"x-data-parallel-rank": "2"}
     assert rank_headers(None) == {}
 
 

@@ -1,7 +1,3 @@
-import re
-import subprocess
-import sys
-import threading
 import time
 
 import httpx
@@ -9,6 +5,7 @@ import pytest
 from typer.testing import CliRunner
 
 from proxy.cli.main import app
+from tests.live.conftest import running_kvpin
 
 
 @pytest.fixture(autouse=True)
@@ -26,35 +23,13 @@ def kvpin():
 
 
 @pytest.fixture(scope="session")
-def live_proxy(embedded_engine):
+def live_proxy(embedded_engine, tmp_path_factory):
     """The address of `kvpin serve` in front of the shared engine."""
-    command = [sys.executable, "-m", "proxy.cli", "serve", "--port", "0", "--reuse", "--admin-key", "secret"]
-    process = subprocess.Popen(
-        [*command, "--engine", f"embedded={embedded_engine.url},id=e0", "--log-level", "warning"],
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    lines, found = [], threading.Event()
-
-    def read():
-        for line in process.stdout:
-            lines.append(line)
-            if line.startswith("ready:"):
-                found.set()
-
-    reader = threading.Thread(target=read, daemon=True)
-    reader.start()
-    try:
-        if not found.wait(60):
-            pytest.fail(f"kvpin did not start:\n{''.join(lines)}")
-        url = re.search(r"base_url\s+(http://\S+)/v1", "".join(lines))[1]
-        _until_precise(url)
-        yield url
-    finally:
-        process.terminate()
-        process.wait(30)
-        reader.join(5)
-        process.stdout.close()
+    engine = f"embedded={embedded_engine.url},id=e0"
+    log = tmp_path_factory.mktemp("kvpin") / "log"
+    with running_kvpin(log, "--admin-key", "secret", "--engine", engine, "--log-level", "warning") as proxy:
+        _until_precise(proxy.url)
+        yield proxy.url
 
 
 def _until_precise(url):

@@ -1,20 +1,27 @@
-"""An engine without any optional ability refuses each of them in its own words."""
+"""An engine without any capability; tests/contract tests those that have some."""
 
 from array import array
 
 import pytest
 
-from engine_adapter import Capability, JsonBody, KvTarget, KvVerb, NotSupported, PromptTable
-from engine_adapter.undeclared import Undeclared
+from engine_adapter import (
+    Capability,
+    EngineAdapter,
+    EngineSpec,
+    JsonBody,
+    KvTarget,
+    KvVerb,
+    NotSupported,
+    PromptTable,
+)
 
 BODY = JsonBody(b"{}")
 TARGET = KvTarget(array("i", [1]))
 TABLE = PromptTable("t", 1, 1, 1, b"")
 
 
-class Bare(Undeclared):
-    def not_supported(self, capability):
-        return NotSupported(capability.value, engine="x", instead="nothing")
+class Bare(EngineAdapter):
+    spec = EngineSpec("openai_compatible", "http://h:1", "x")
 
 
 @pytest.mark.parametrize(
@@ -33,9 +40,18 @@ class Bare(Undeclared):
     ],
 )
 async def test_what_is_not_declared_is_refused(call, capability):
-    with pytest.raises(NotSupported, match="nothing") as caught:
+    with pytest.raises(NotSupported, match=f"engine 'x' has no '{capability.value}': ") as caught:
         await call(Bare())
     assert caught.value.capability == capability.value
+    assert caught.value.instead
+
+
+async def test_requests_go_as_they_are_and_nothing_is_foreseen():
+    bare = Bare()
+    assert bare.forecast(TARGET) is None
+    async with bare.hold("/v1/completions", BODY, TARGET) as hold:
+        assert hold.body is BODY
+        assert (hold.cached_tokens, hold.answer) == (None, None)
 
 
 async def test_what_is_only_asked_has_an_empty_answer():
@@ -43,3 +59,5 @@ async def test_what_is_only_asked_has_an_empty_answer():
     assert (bare.cached_tokens({"x-kv-cached-tokens": "5"}), bare.findings()) == (None, ())
     assert await bare.stats() == {}
     assert bare.event_position() is None
+    assert await bare.lookup(TARGET) is None
+    await bare.leave()  # forgets nothing

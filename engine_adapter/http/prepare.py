@@ -1,0 +1,160 @@
+"""The client's request as an engine gets it: the engine's address, credentials and headers."""
+
+from __future__ import annotations
+
+import re
+import ssl
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from urllib.parse import unquote
+
+import httpx
+
+from engine_adapter.body import JsonBody
+from engine_adapter.errors import EngineSpecError
+from engine_adapter.hold import RequestBody
+from engine_adapter.http.headers import HeaderPairs, Headers
+from engine_adapter.http.tls import tls_context
+from engine_adapter.http.transport import OutgoingRequest
+from engine_adapter.types import EngineSpec
+
+# Engines whose address and headers are remembered in the form that requests need.
+_MAX_ENGINES = 4096
+RANK_HEADER = "x-data-parallel-rank"
+"""The header by which vLLM and SGLang send a request to one of their data-parallel ranks."""
+# Hop-by-hop headers (RFC 9110 7.6.1), and those of the next connection. No compression: kvpin reads the
+# usage.
+_ENDS_HERE = frozenset(
+    {
+        "accept-encoding",
+        "connection",
+        "content-length",
+        "expect",
+        "host",
+        "keep-alive",
+        "proxy-authenticate",
+        "proxy-authorization",
+        "proxy-connection",
+        "te",
+        "trailer",
+        "transfer-encoding",
+        "upgrade",
+    }
+)
+_KEYS = frozenset({"authorization", "x-api-key"})
+_OWN_PREFIX = b"x-kvpin-"
+# Values of the header `connection` that nearly every client sends.
+_NAMES_NO_HEADER = (b"keep-alive", b"close")
+_HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+_HEADER_VALUE = re.compile(r"[\x21-\x7e](?:[\t\x20-\x7e]*[\x21-\x7e])?")
+
+
+@lru_cache(_MAX_ENGINES)
+def base_url(spec: EngineSpec) -> str:
+    """The engine's address without `/v1` and without a slash at its end.
+
+    Raises:
+        EngineSpecError: it is not an http or https address.
+    """
+    try:
+        url = httpx.URL(spec.url)
+    except httpx.InvalidURL as error:
+        raise EngineSpecError(f"engine {spec.id!r}: {spec.url!r} is not an address: {error}") from error
+    if url.scheme not in ("http", "https") or not url.host:
+        raise EngineSpecError(f"engine {spec.id!r}: {spec.url!r} is not an http:// or https:// address")
+    if url.userinfo:
+        raise EngineSpecError(
+            f"engine {spec.id!r}: its address has a name or password: use api_key or headers"
+        )
+    if url.query or url.fragment:
+        raise EngineSpecError(f"engine {spec.id!r}: {spec.url!r} has a query or a fragment")
+    return spec.url.rstrip("/").removesuffix("/v1").rstrip("/")
+
+
+def route_of(path: str) -> str:
+    """The route of a path as a server reads it: without query, decoded, single slashes. A route spelt in
+    another way must get the same treatment, above all its salt."""
+    route = unquote(path.partition("?")[0])
+    while "//" in route:
+        route = route.replace("//", "/")
+    return route
+
+
+def prepare_request(
+    spec: EngineSpec,
+    method: str,
+    path: str,
+    headers: Mapping[str, str],
+    body: RequestBody,
+) -> OutgoingRequest:
+    """The client's request with the engine's address and credentials; see `EngineAdapter.prepare`."""
+    engine = parts_of(spec)
+    pairs = Headers.pairs_of(headers)
+    ends_here = engine.ends_here
+    for name, value in pairs:
+        if name == b"connection" and value not in _NAMES_NO_HEADER:
+            ends_here |= {each.strip().lower() for each in value.split(b",")}
+    kept = [pair for pair in pairs if pair[0] not in ends_here and not pair[0].startswith(_OWN_PREFIX)]
+    kept += engine.headers + engine.rank
+    if isinstance(body, JsonBody):
+        return OutgoingRequest(method, engine.url + path, kept, body.raw, engine.tls)
+    if body is None:
+        return OutgoingRequest(method, engine.url + path, kept, None, engine.tls)
+    if body.length is not None:
+        kept.append((b"content-length", b"%d" % body.length))
+    return OutgoingRequest(method, engine.url + path, kept, body.chunks, engine.tls)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestParts:
+    """The parts that all requests to an engine share.
+
+    Attributes:
+        url: the engine's address without `/v1`.
+        headers: the headers that kvpin and the operator add.
+        rank: the header that names the engine's data-parallel rank; none for a whole server.
+        ends_here: names of the client's headers that are not passed on.
+        tls: the TLS context for the engine.
+    """
+
+    url: str
+    headers: HeaderPairs = field(repr=False)
+    rank: HeaderPairs
+    ends_here: frozenset[bytes]
+    tls: ssl.SSLContext | None
+
+
+@lru_cache(_MAX_ENGINES)
+def parts_of(spec: EngineSpec) -> RequestParts:
+    """Raises EngineSpecError for an address, a header or a TLS file that cannot be used."""
+    url = base_url(spec)
+    _check_headers(spec)
+    own = {"accept-encoding": "identity"} | {name.lower(): value for name, value in spec.headers.items()}
+    if spec.api_key:
+        own["authorization"] = f"Bearer {spec.api_key}"
+    rank = {} if spec.options.rank is None else {RANK_HEADER: str(spec.options.rank)}
+    # The operator's key for the engine replaces every client's key.
+    replaced = own.keys() | rank.keys() | (_KEYS if spec.api_key else frozenset())
+    return RequestParts(
+        url,
+        Headers.of(own.items()).raw,
+        Headers.of(rank.items()).raw,
+        frozenset(name.encode() for name in _ENDS_HERE | replaced),
+        tls_context(spec),
+    )
+
+
+def _check_headers(spec: EngineSpec) -> None:
+    """Raises EngineSpecError, which does not repeat a value: it may be secret."""
+    if spec.api_key and not _HEADER_VALUE.fullmatch(spec.api_key):
+        raise EngineSpecError(f"engine {spec.id!r}: api_key is not printable ASCII, or has space at an end")
+    for name, value in spec.headers.items():
+        if not _HEADER_NAME.fullmatch(name):
+            raise EngineSpecError(f"engine {spec.id!r}: headers: {name!r} is not a header name")
+        if name.lower() in _ENDS_HERE:
+            raise EngineSpecError(f"engine {spec.id!r}: headers: kvpin sets {name!r} itself: leave it out")
+        if not _HEADER_VALUE.fullmatch(value):
+            raise EngineSpecError(
+                f"engine {spec.id!r}: headers: {name!r} has a value that is not printable ASCII"
+            )

@@ -1,0 +1,42 @@
+"""Waits for programs that tests start."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import httpx
+import pytest
+
+_Found = TypeVar("_Found")
+
+
+def wait_until(
+    look: Callable[[], _Found | None], process: subprocess.Popen[bytes], log: Path, seconds: float
+) -> _Found:
+    """Returns what `look` finds. Fails the test if the process ends before that, or after `seconds`."""
+    deadline = time.monotonic() + seconds
+    while process.poll() is None and time.monotonic() < deadline:
+        if found := look():
+            return found
+        time.sleep(0.05)
+    why = "was not ready" if process.poll() is None else f"ended with {process.returncode}"
+    pytest.fail(f"{process.args} {why}:\n{log.read_text(errors='replace')[-10_000:]}", pytrace=False)
+
+
+def address_in(log: Path, pattern: str) -> str | None:
+    """The address that the log names, None until then."""
+    found = re.search(pattern, log.read_text(errors="replace"))
+    return found[1] if found is not None else None
+
+
+def answers(url: str) -> bool:
+    """Whether a GET of `url` is answered with 200."""
+    try:
+        return httpx.get(url, trust_env=False).status_code == httpx.codes.OK
+    except httpx.TransportError:
+        return False
