@@ -75,14 +75,12 @@ class Detokenizer:
             self.stopped = True
             self._held = ""
             return text[: min(found)]
-        keep = max(_partial(text, stop) for stop in self._stops)
+        keep = max(held_back(text, stop) for stop in self._stops)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
 
 
-def _partial(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that is a proper beginning of `stop`."""
-    for length in range(min(len(text), len(stop) - 1), 0, -1):
-        if text.endswith(stop[:length]):
-            return length
-    return 0
+def held_back(text: str, mark: str) -> int:
+    """Length of the longest end of `text` with which `mark` may begin: 0 to `len(mark) - 1`."""
+    longest = min(len(text), len(mark) - 1)
+    return next((length for length in range(longest, 0, -1) if text.endswith(mark[:length])), 0)

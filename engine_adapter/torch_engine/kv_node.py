@@ -116,8 +116,8 @@ def by_recency(node: Node) -> Value:
 
 
 class BlockPool:
-    """The slots of one tier. Low slots go first, so that sequences tend to be contiguous. Slots that hold
-    leftovers go last, the oldest first."""
+    """The slots of one tier. Low slots go first: while there is room, a prompt's blocks lie side by side.
+    Slots that hold leftovers go last, the oldest first."""
 
     __slots__ = ("_free", "_leftovers", "total")
 

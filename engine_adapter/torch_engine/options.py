@@ -84,7 +84,7 @@ class ServiceOptions:
 
     Attributes:
         model: directory or hub id, None for the built-in random-weight model.
-        served_name: model name that clients send, None for the model's own.
+        served_model_name: model name that clients send, None for the model's own.
         device, dtype: as torch names them; None takes the checkpoint's type.
         threads: CPU threads of torch, None for its default.
         host: address to publish KV events on.
@@ -92,7 +92,7 @@ class ServiceOptions:
     """
 
     model: str | None = None
-    served_name: str | None = None
+    served_model_name: str | None = None
     device: str = "cpu"
     dtype: str | None = None
     threads: int | None = None

@@ -53,17 +53,15 @@ class _Rows(NamedTuple):
     """The rows of a step, a row for each token.
 
     Attributes:
-        counts, ends, lengths, blocks: of each item: its rows, where they end, its tokens after the step, and
-            their blocks.
-        tables: [items, most blocks] block ids, padded with block 0.
+        counts, ends, lengths: of each item: its rows, where they end, its tokens after the step.
+        tables: the block ids of each item.
         positions, slots: of each row: its place in the sequence and in the KV.
     """
 
     counts: Ints
     ends: Ints
     lengths: Ints
-    blocks: Ints
-    tables: Ints
+    tables: list[Ints]
     positions: Ints
     slots: Ints
 
@@ -79,7 +77,6 @@ class Runner:
         self._storage = storage
         self._size = tokens_per_block
         self._scratch = Scratch(tokens_per_block)
-        self._memory: Ints = np.empty(0, dtype=np.int64)
         self._most_blocks = CALL_BYTES * len(model.layers) // model.block_bytes(tokens_per_block)
 
     @torch.inference_mode()
@@ -116,36 +113,39 @@ class Runner:
 
     def _rows(self, work: Sequence[Work]) -> _Rows:
         counts = np.array([item.count for item in work])
-        computed = np.array([item.sequence.computed for item in work])
-        ends, lengths = counts.cumsum(), computed + counts
+        lengths = np.array([item.sequence.computed for item in work]) + counts
         blocks = -(-lengths // self._size)
-        tables = self._tables(len(work), int(blocks.max()))
-        for table, used, item in zip(tables, blocks.tolist(), work, strict=True):
-            table[:used] = item.sequence.blocks[:used]
-            table[used:] = 0
+        tables = [
+            np.array(item.sequence.blocks[:used], dtype=np.int64)
+            for item, used in zip(work, blocks.tolist(), strict=True)
+        ]
+        ends = counts.cumsum()
         owners = np.repeat(np.arange(len(work)), counts)
         positions = np.arange(len(owners)) + (lengths - ends)[owners]
-        slots = tables[owners, positions // self._size] * self._size + positions % self._size
-        return _Rows(counts, ends, lengths, blocks, tables, positions, slots)
-
-    def _tables(self, items: int, width: int) -> Ints:
-        """Memory for block tables; all steps use the same."""
-        if self._memory.size < items * width:
-            self._memory = np.empty(2 * items * width, dtype=np.int64)
-        return self._memory[: items * width].reshape(items, width)
+        places = positions // self._size + (blocks.cumsum() - blocks)[owners]
+        slots = np.concatenate(tables)[places] * self._size + positions % self._size
+        return _Rows(counts, ends, lengths, tables, positions, slots)
 
     def _batch(self, rows: _Rows) -> PagedBatch:
-        parts: list[Part] = []
-        for first, last in self._groups(rows):
-            begin, end = int(rows.ends[first] - rows.counts[first]), int(rows.ends[last])
-            lengths = rows.lengths[first : last + 1]
-            width = int(rows.blocks[first : last + 1].max())
-            if first == last:
-                parts.append(Span(begin, end, self._place(rows.tables[first, :width], int(lengths[0]))))
-            else:
-                blocks = rows.tables[first : last + 1, :width].ravel()
-                parts.append(Decodes(begin, end, self._to_device(blocks), self._to_device(lengths)))
+        parts = [self._part(rows, first, last) for first, last in self._groups(rows)]
         return PagedBatch(self._storage, self._to_device(rows.slots), parts, self._scratch)
+
+    def _part(self, rows: _Rows, first: int, last: int) -> Part:
+        """The items `first` to `last`, which attend together."""
+        begin, end = int(rows.ends[first] - rows.counts[first]), int(rows.ends[last])
+        if first == last:
+            return Span(begin, end, self._place(rows.tables[first], int(rows.lengths[first])))
+        tables = rows.tables[first : last + 1]
+        blocks = np.zeros((len(tables), max(map(len, tables))), dtype=np.int64)
+        for padded, table in zip(blocks, tables, strict=True):
+            padded[: len(table)] = table
+        lengths = rows.lengths[first : last + 1]
+        return Decodes(begin, end, self._to_device(blocks.ravel()), self._to_device(lengths))
+
+    def _place(self, table: Ints, length: int) -> Place:
+        if (np.diff(table) == 1).all():
+            return Place(length, int(table[0]) * self._size, None)
+        return Place(length, 0, self._to_device(table))
 
     def _groups(self, rows: _Rows) -> list[tuple[int, int]]:
         """The items that attend together, as first and last index: see `PADDING_TOKENS` and `CALL_BYTES`."""
@@ -153,7 +153,7 @@ class Runner:
         widest = used = 0  # blocks of the last group: of its longest sequence, of all
         single = rows.counts == 1
         together = (single[1:] & single[:-1]).tolist()
-        for index, blocks in enumerate(rows.blocks.tolist()):
+        for index, blocks in enumerate(map(len, rows.tables)):
             first = groups[-1][0] if groups else 0
             wide = max(widest, blocks) * (index - first + 1)
             if (
@@ -168,11 +168,6 @@ class Runner:
                 groups.append((index, index))
                 widest = used = blocks
         return groups
-
-    def _place(self, table: Ints, length: int) -> Place:
-        if table[-1] - table[0] == len(table) - 1 and (np.diff(table) == 1).all():
-            return Place(length, int(table[0]) * self._size, None)
-        return Place(length, 0, self._to_device(table))
 
     def _inputs(self, work: Sequence[Work]) -> dict[str, Tensor]:
         """`input_ids`, or `inputs_embeds` when the step has fake ids."""

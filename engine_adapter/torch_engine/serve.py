@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from pydantic import ByteSize, TypeAdapter, ValidationError
@@ -94,33 +94,16 @@ def engine(
     ] = False,
 ) -> None:
     """Serve the embedded engine."""
+    given = locals()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     for name in ("httpx", "transformers", "uvicorn"):
         logging.getLogger(name).setLevel(logging.WARNING)
     try:
-        sizes = EngineOptions(
-            kv_blocks=kv_blocks,
-            kv_bytes=kv_bytes,
-            tokens_per_block=tokens_per_block,
-            host_cache_bytes=host_cache_bytes,
-            max_num_seqs=max_num_seqs,
-            prefill_chunk=prefill_chunk,
-            pin_share=pin_share,
-            seed=seed,
-        )
-        service = ServiceOptions(
-            model=model,
-            served_name=served_model_name,
-            device=device,
-            dtype=dtype,
-            threads=threads,
-            host=host,
-            engine=sizes,
-        )
+        options = _options(given)
         logging.getLogger("kvpin.engine").info("importing torch")
         from engine_adapter.torch_engine.process import serve_engine  # noqa: PLC0415 - imports torch
 
-        serve_engine(ServeOptions(service, host, port, max_body_bytes, exit_with_parent))
+        serve_engine(options)
     except EngineSpecError as error:
         typer.echo(f"kvpin engine: {error}", err=True)
         raise typer.Exit(2) from error
@@ -138,7 +121,17 @@ def check_words(words: Sequence[str]) -> None:
         raise EngineSpecError(error.format_message()) from error
     except typer.Exit as error:
         raise EngineSpecError("--help starts no engine") from error
-    EngineOptions(**{each.name: given[each.name] for each in fields(EngineOptions) if each.name in given})
+    _options(given)
+
+
+def _options(given: Mapping[str, Any]) -> ServeOptions:
+    """The options, by the names of the parameters of `engine`. Raises EngineSpecError."""
+
+    def of(kind: type[EngineOptions | ServiceOptions | ServeOptions]) -> dict[str, Any]:
+        return {each.name: given[each.name] for each in fields(kind) if each.name in given}
+
+    service = ServiceOptions(**of(ServiceOptions), engine=EngineOptions(**of(EngineOptions)))
+    return ServeOptions(**of(ServeOptions), service=service)
 
 
 def _end_now() -> None:

@@ -75,7 +75,10 @@ class EngineService:
         if options.threads is not None:
             torch.set_num_threads(options.threads)
         model = load_model(
-            options.model, device=options.device, dtype=options.dtype, served_name=options.served_name
+            options.model,
+            device=options.device,
+            dtype=options.dtype,
+            served_name=options.served_model_name,
         )
         service = cls(model, ChatTokenizer.load(model.tokenizer), options.engine, host=options.host)
         service.grammars.load()

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
+from engine_adapter.torch_engine.detokenize import held_back
+
 _BETWEEN = " \t\r\n,;[]"  # what stands between calls, and around a list of them
 _NAME_FIRST = re.compile(r"([\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*")
 _MOST_NAME = 256  # characters before the arguments, where the name stands there
@@ -142,7 +144,7 @@ class MarkedCalls:
             texts.append(held[:at].rstrip())
             self._enter(held[len(held[:at].rstrip()) : at] + mark, held[at + len(mark) :])
             return True
-        keep = 0 if is_end else _partial(held, mark)
+        keep = 0 if is_end else held_back(held, mark)
         sure = held[: len(held) - keep]
         if not is_end or self._made:
             sure = sure.rstrip()  # it may be the space before a call
@@ -292,9 +294,3 @@ def _first_part(index: int, call: _Call, *, short_id: bool) -> CallPart:
 
 def _call_id() -> str:
     return f"call_{secrets.token_hex(12)}"
-
-
-def _partial(text: str, mark: str) -> int:
-    """Length of the longest end of `text` that is a beginning of `mark`."""
-    longest = min(len(text), len(mark) - 1)
-    return next((length for length in range(longest, 0, -1) if text.endswith(mark[:length])), 0)
