@@ -1,4 +1,4 @@
-"""Writes the pages of docs/reference/ from the code: the help of every command, the routes of the admin API.
+"""Writes the pages of docs/reference/ from the code: commands, routes of the admin API, error codes, headers.
 
 .venv/bin/python scripts/make_reference.py
 """
@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from textwrap import dedent
 from typing import Any
 
 import httpx
@@ -16,21 +18,26 @@ import typer
 from click import Command, Context
 from starlette.applications import Starlette
 
-from engine_adapter import HttpTransport
+from engine_adapter import PRIVATE_HEADERS, HttpTransport
+from engine_adapter.http.control import ENDS_HERE
 from engine_adapter.torch_engine.serve import app as engine_app
 from proxy.app import Proxy, admin_api
 from proxy.cli.main import app
+from proxy.error_codes import Code
+from proxy.headers import ANSWERED, ASKED, DROPPED_HEADERS, OWN_PREFIX
 from proxy.settings import Settings
 
 REFERENCE = Path(__file__).parent.parent / "docs" / "reference"
 _WIDTH = 100
+# Links of texts in the code are relative to docs/.
+_LINK = re.compile(r"\]\((?!http)")
 
 
 def main() -> None:
-    """Writes both pages."""
+    """Writes all pages."""
     REFERENCE.mkdir(exist_ok=True)
-    for name, text in (("cli.md", cli_page()), ("admin-api.md", admin_api_page())):
-        (REFERENCE / name).write_text(text, encoding="utf-8")
+    for name, page in PAGES.items():
+        (REFERENCE / name).write_text(page(), encoding="utf-8")
 
 
 def cli_page() -> str:
@@ -63,6 +70,59 @@ def admin_api_page() -> str:
             if fields:
                 parts += ["", "| field | type | |", "|---|---|---|", *fields]
     return "\n".join(parts) + "\n"
+
+
+def errors_page() -> str:
+    """Every error code: its status, what it means."""
+    statuses = {code: str(code.status) for code in Code} | {Code.ENGINE_REJECTED: "the engine's"}
+    return _page(
+        """
+        # Error codes
+
+        `scripts/docs` writes this page from `proxy/error_codes.py`: the `error.code` of kvpin's own errors.
+        An error of an engine keeps its status, code and further fields; some engines give a number or null as
+        code. The [embedded engine](../engines/embedded.md) uses these codes, and a few of its own.
+
+        A request that is no HTTP/1.1 gets a 400, one with a head of more than 64 KiB a 431, both in plain
+        text. Errors under `/v1/messages` have [Anthropic's shape](../operations.md#anthropics-api), which has
+        no code.
+        """,
+        _table(
+            ("code", "status", "meaning"),
+            ((f"`{code}`", status, code.meaning) for code, status in statuses.items()),
+        ),
+    )
+
+
+def headers_page() -> str:
+    """Every header that kvpin reads, sets or drops."""
+    return _page(
+        """
+        # Headers
+
+        `scripts/docs` writes this page from `proxy/headers.py`.
+
+        ## Of answers
+        """,
+        _table(
+            ("header", "on", "meaning", "example"),
+            ((_codes(each.names), each.on, each.meaning, f"`{each.example}`") for each in ANSWERED),
+        ),
+        f"""
+        All other headers of an engine's answer are passed on, except {_codes(sorted(DROPPED_HEADERS))}
+        and `{OWN_PREFIX}*`. Of an engine's error only those of the table are.
+
+        ## Of requests
+
+        kvpin reads these and passes them on, except where the table says otherwise.
+        """,
+        _table(("header", "meaning"), ((_codes(each.names), each.meaning) for each in ASKED)),
+        f"""
+        These are never passed on: `{OWN_PREFIX}*`, {_codes(sorted(ENDS_HERE))}.
+        With several tenants, neither are
+        {_codes(sorted(name.decode() for name in PRIVATE_HEADERS))}.
+        """,
+    )
 
 
 def _commands(words: str, command: Command) -> Iterator[tuple[str, Command]]:
@@ -112,6 +172,21 @@ def _fields(route: dict[str, Any], schemas: dict[str, Any]) -> Iterator[str]:
         yield _row(name, _type(field), said)
 
 
+def _page(*parts: str) -> str:
+    """A page of these parts."""
+    return "\n\n".join(dedent(part).strip() for part in parts) + "\n"
+
+
+def _table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table, with links as they are in docs/reference/."""
+    lines = (titles, ["---"] * len(titles), *rows)
+    return _LINK.sub("](../", "\n".join(f"| {' | '.join(cells)} |" for cells in lines))
+
+
+def _codes(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
 def _row(name: str, kind: str, text: str) -> str:
     return f"| `{name}` | {kind} | {text.strip().rstrip('.')} |"
 
@@ -129,6 +204,13 @@ def _type(schema: dict[str, Any]) -> str:
         return f"list of {_type(schema.get('items', {}))}"
     return str(schema.get("type", "any"))
 
+
+PAGES = {
+    "cli.md": cli_page,
+    "admin-api.md": admin_api_page,
+    "errors.md": errors_page,
+    "headers.md": headers_page,
+}
 
 if __name__ == "__main__":
     main()

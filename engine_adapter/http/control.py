@@ -33,9 +33,9 @@ _MAX_ENGINES = 4096
 # Characters that a path may contain besides letters and digits. The path is percent-encoded already, or a
 # plain name.
 _UNQUOTED = "/?&=%:@!$'()*+,;-._~"
-# Hop-by-hop headers (RFC 9110 7.6.1), and those of the next connection. No compression: kvpin reads the
-# usage.
-_ENDS_HERE = frozenset(
+# A client's headers that engines never get: hop-by-hop ones (RFC 9110 7.6.1), and those of the next
+# connection. No compression: kvpin reads the usage.
+ENDS_HERE = frozenset(
     {
         "accept-encoding",
         "connection",
@@ -260,7 +260,7 @@ def _engine_of(spec: EngineSpec) -> _Engine:
     return _Engine(
         url,
         Headers.of([("accept-encoding", "identity"), *own.items()]).raw,
-        frozenset(name.encode() for name in _ENDS_HERE | replaced),
+        frozenset(name.encode() for name in ENDS_HERE | replaced),
         tls_context(spec),
     )
 
@@ -278,7 +278,7 @@ def _check_headers(spec: EngineSpec) -> None:
     for name, value in spec.headers.items():
         if not _HEADER_NAME.fullmatch(name):
             raise EngineSpecError(f"engine {spec.id!r}: headers: {name!r} is not a header name")
-        if name.lower() in _ENDS_HERE:
+        if name.lower() in ENDS_HERE:
             raise EngineSpecError(f"engine {spec.id!r}: headers: kvpin sets {name!r} itself: leave it out")
         if not _HEADER_VALUE.fullmatch(value):
             raise EngineSpecError(

@@ -35,6 +35,7 @@ from proxy.errors import (
     NoEngine,
 )
 from proxy.flow import Flow
+from proxy.headers import REQUEST_ID_HEADER
 from proxy.request.calls import Call, Reply
 from proxy.request.dialects import dialect_of
 from proxy.request.error_table import ANSWERED, status_of
@@ -269,7 +270,7 @@ def _kind(headers: Headers) -> str:
 
 def _client_id(headers: Headers) -> str | None:
     """The client's `x-request-id`, if it is short printable ASCII."""
-    given = headers.get("x-request-id", "")
+    given = headers.get(REQUEST_ID_HEADER, "")
     usable = 0 < len(given) <= MAX_REQUEST_ID and given.isascii() and given.isprintable()
     return given if usable else None
 

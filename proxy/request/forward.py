@@ -37,39 +37,22 @@ from engine_adapter import (
     read_error,
     read_streamed_usage,
 )
+from proxy.error_codes import Code
+from proxy.headers import (
+    CACHED_HEADER,
+    DROPPED_HEADERS,
+    LIMIT_PREFIX,
+    OWN_PREFIX,
+    REQUEST_ID_HEADER,
+    RETRY_HEADERS,
+    SHOULD_RETRY_HEADER,
+)
 from proxy.request.calls import Call, Reply
-from proxy.request.retries import REFUSALS, RETRY_HEADERS, is_no_websocket
+from proxy.request.retries import REFUSALS, is_no_websocket
 from proxy.request.transcript import is_whole
 
-# Headers that a proxy does not pass on, and headers that kvpin sets itself.
-_NOT_PASSED_ON = frozenset(
-    {
-        b"connection",
-        b"keep-alive",
-        b"proxy-authenticate",
-        b"proxy-authorization",
-        b"te",
-        b"trailer",
-        b"transfer-encoding",
-        b"upgrade",
-        b"server",
-        b"date",
-        b"x-kv-cached-tokens",
-        b"x-request-id",
-        # A cookie of an engine may be the session of kvpin's own key there.
-        b"set-cookie",
-        # Which pages may use the data plane is kvpin's to say: proxy/api/cors.py.
-        b"access-control-allow-credentials",
-        b"access-control-allow-headers",
-        b"access-control-allow-methods",
-        b"access-control-allow-origin",
-        b"access-control-expose-headers",
-        b"access-control-max-age",
-        b"request-id",
-    }
-)
-# Headers that only kvpin sets.
-_OWN_PREFIX = b"x-kvpin-"
+_DROPPED = frozenset(name.encode() for name in DROPPED_HEADERS)
+_OWN_PREFIX = OWN_PREFIX.encode()
 # Headers of a stream that do not apply to the JSON answer assembled from it.
 _OF_A_STREAM = frozenset({b"content-type", b"content-length", b"cache-control", b"x-accel-buffering"})
 _CLIENTS = "invalid_request_error"
@@ -177,7 +160,7 @@ def _no_websocket(status: int, said: str) -> EngineRejected:
     text = f"the engine takes no WebSocket here: {said}"
     if status == HTTPStatus.FORBIDDEN:
         return EngineRejected(text, status=status)
-    return EngineRejected(text, status=404, type=_CLIENTS, code="not_found")
+    return EngineRejected(text, status=404, type=_CLIENTS, code=Code.NOT_FOUND)
 
 
 def _outgoing(adapter: EngineAdapter, call: Call, hold: Hold) -> OutgoingRequest:
@@ -368,7 +351,7 @@ async def _answer_error(
     error, advice = read_error(content), _retry_advice(response.headers)
     status = HTTPStatus.BAD_REQUEST if error.is_clients else response.status
     # With this header the engine says: the request itself is the cause.
-    is_refusal = status in refusals and advice.get("x-should-retry") != "false"
+    is_refusal = status in refusals and advice.get(SHOULD_RETRY_HEADER) != "false"
     if is_refusal or reply.started:  # in the middle of a stream, another engine may still go on with it
         raise EngineRejected(
             error.message,
@@ -386,7 +369,7 @@ async def _answer_error(
         kind=kind,
         param=error.param,
         code=error.code,
-        request_id=headers.get("x-request-id"),
+        request_id=headers.get(REQUEST_ID_HEADER),
         more=error.more,
     )
     content_type = response.headers.get("content-type", "") if as_it_is else "application/json"
@@ -397,7 +380,7 @@ async def _answer_error(
 
 
 def _is_passed_on(name: bytes) -> bool:
-    return name not in _NOT_PASSED_ON and not name.startswith(_OWN_PREFIX)
+    return name not in _DROPPED and not name.startswith(_OWN_PREFIX)
 
 
 def _at_kvpin(header: tuple[bytes, bytes], spec: EngineSpec) -> tuple[bytes, bytes]:
@@ -413,7 +396,7 @@ def _retry_advice(headers: Headers) -> dict[str, str]:
     return {
         name: value
         for name, value in headers.items()
-        if value.isascii() and (name in RETRY_HEADERS or name.startswith("x-ratelimit-"))
+        if value.isascii() and (name in RETRY_HEADERS or name.startswith(LIMIT_PREFIX))
     }
 
 
@@ -423,4 +406,4 @@ def _pairs(headers: Mapping[str, str]) -> HeaderPairs:
 
 
 def _cached_header(cached: int | None) -> HeaderPairs:
-    return [] if cached is None else [(b"x-kvpin-cached-tokens", b"%d" % cached)]
+    return [] if cached is None else _pairs({CACHED_HEADER: str(cached)})
