@@ -65,9 +65,9 @@ class Code(StrEnum):
         "forbidden",
         403,
         (
-            "the admin API [without a key](operations.md#keys) was called from another machine or through a "
-            "proxy, or a [web page](operations.md#web-pages) or a [WebSocket](operations.md#websockets) may "
-            "not use kvpin"
+            "the admin API [without a key](operations.md#without-an-admin-key) was called from another "
+            "machine or through a proxy, or a [web page](api.md#web-pages) or a "
+            "[WebSocket](api.md#websockets) may not use kvpin"
         ),
     )
     NOT_FOUND = "not_found", 404, "no such route, engine, operation, request or table"
@@ -76,7 +76,7 @@ class Code(StrEnum):
         404,
         "`previous_response_id` names no response that is kept for this client",
     )
-    MODEL_NOT_FOUND = "model_not_found", 404, "no engine serves [that model](operations.md#model-names)"
+    MODEL_NOT_FOUND = "model_not_found", 404, "no engine serves [that model](api.md#model-names)"
     METHOD_NOT_ALLOWED = "method_not_allowed", 405, "the route takes other methods, which `allow` names"
     SLOW_BODY = "slow_body", 408, "the body did not arrive in time"
     CONFLICT = "conflict", 409, "the same name exists with other content"

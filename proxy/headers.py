@@ -85,15 +85,16 @@ ASKED = (
     Asked(("content-encoding",), "a compressed body is refused"),
     Asked(
         ("origin", "access-control-request-method", "access-control-request-headers"),
-        "the [web page](operations.md#web-pages) that asks",
+        "the [web page](api.md#web-pages) that asks",
     ),
     Asked(
         ("sec-websocket-protocol",),
-        "on [WebSockets](operations.md#websockets): the client's key, as `openai-insecure-api-key.KEY`",
+        "on [WebSockets](api.md#websockets): the client's key, as `openai-insecure-api-key.KEY`",
     ),
     Asked(
         (*FORWARDED_HEADERS, f"{FORWARDED_PREFIX}*"),
-        "the request came through a proxy: the admin API [without a key](operations.md#keys) refuses it",
+        "the request came through a proxy; [without an admin key](operations.md#without-an-admin-key), the "
+        "admin API refuses it",
     ),
 )
 ANSWERED = (
@@ -143,7 +144,7 @@ ANSWERED = (
     Answered(
         ("access-control-*", "vary"),
         "with `cors_origins`, all answers under `/v1`",
-        "what a [web page](operations.md#web-pages) may read",
+        "what a [web page](api.md#web-pages) may read",
         "*",
     ),
 )

@@ -84,7 +84,7 @@ def errors_page() -> str:
         code. The [embedded engine](../engines/embedded.md) uses these codes, and a few of its own.
 
         A request that is no HTTP/1.1 gets a 400, one with a head of more than 64 KiB a 431, both in plain
-        text. Errors under `/v1/messages` have [Anthropic's shape](../operations.md#anthropics-api), which has
+        text. Errors under `/v1/messages` have [Anthropic's shape](../api.md#anthropics-api), which has
         no code.
         """,
         _table(
