@@ -21,7 +21,7 @@ off_loop.py    threads for long computations
 from __future__ import annotations
 
 from engine_adapter.base import EngineAdapter
-from engine_adapter.body import JsonBody
+from engine_adapter.body import UNREADABLE, JsonBody
 from engine_adapter.detect import detect_kind
 from engine_adapter.end_with_parent import ends_with_parent
 from engine_adapter.engine_command import run_engine_cli
@@ -42,7 +42,7 @@ from engine_adapter.http.control import base_url, route_of
 from engine_adapter.http.error_bodies import read_error
 from engine_adapter.http.headers import HeaderPairs, Headers
 from engine_adapter.http.transport import IncomingResponse, OutgoingRequest, Transport
-from engine_adapter.http.usage import UNREAD, is_json, read_answer_usage, read_streamed_usage
+from engine_adapter.http.usage import UNREAD, Usage, is_json, read_answer_usage, read_streamed_usage
 from engine_adapter.managed import (
     check_command,
     health_path,
@@ -97,6 +97,7 @@ __all__ = [
     "PRIVATE_FIELDS",
     "PRIVATE_HEADERS",
     "UNREAD",
+    "UNREADABLE",
     "AnswerReader",
     "BelowGpu",
     "BlocksRemoved",
@@ -142,6 +143,7 @@ __all__ = [
     "Tier",
     "Transport",
     "Upload",
+    "Usage",
     "ViewCurrent",
     "ViewLost",
     "ViewResumed",

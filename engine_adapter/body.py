@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""Errors of decoding: the bytes are no JSON, of another type, not UTF-8, or nested too deeply."""
 _T = TypeVar("_T")
 _decode_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _decode_items = msgspec.json.Decoder(list[msgspec.Raw]).decode

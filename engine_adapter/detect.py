@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from engine_adapter.body import UNREADABLE
 from engine_adapter.errors import EngineRejected, EngineSpecError
 from engine_adapter.http.control import ControlClient
 from engine_adapter.types import EngineSpec, Finding
@@ -128,7 +129,7 @@ def _object_of(content: bytes) -> _Answer:
     """A JSON object, {} for anything else."""
     try:
         return _object(msgspec.json.decode(content))
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except UNREADABLE:
         return {}
 
 

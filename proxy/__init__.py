@@ -1,7 +1,7 @@
 """kvpin: an OpenAI-compatible reverse proxy that makes the KV caches of serving engines count.
 
 flow.py    the read path: start here
-ready.py   a request that can be placed, and what its engine gets of it
+ready.py   a request that can be placed: how it is read, what its engine gets of it
 app.py     builds everything
 server.py  runs it: the port, signals, an orderly stop
 tasks.py   background tasks, ended at shutdown    errors.py  the errors kvpin answers with

@@ -60,8 +60,6 @@ from proxy.discovery import finders_of
 from proxy.fleet.destinations import Destinations
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.ingest import Ingest
-from proxy.fleet.lease import Timeouts
-from proxy.fleet.line import QueueLimits
 from proxy.fleet.monitor import Monitor
 from proxy.fleet.restore_ahead import RestoreAhead
 from proxy.flow import Flow
@@ -71,6 +69,7 @@ from proxy.observe.metrics import Metrics
 from proxy.observe.recorder import Recorder
 from proxy.peers.peers import Peers
 from proxy.prompt import MediaUuids, PromptTables
+from proxy.ready import Preparation
 from proxy.request.error_table import ANSWERED
 from proxy.request.forward import Forwarder
 from proxy.request.records import RequestLog, RequestRecord
@@ -96,8 +95,7 @@ class Proxy:
         self.siblings, self.changes = siblings, Changes()
         self.transport = transport
         self.tasks = Supervisor()
-        waits = settings.timeouts
-        self.fleet = Fleet(settings.model_aliases, settings.default_model, _queue_limits(settings))
+        self.fleet = Fleet(settings.model_aliases, settings.default_model, settings.limits)
         self.tables = PromptTables(max_bytes=settings.limits.prompt_table_bytes)
         self.tenants = Tenants(_keys(settings), settings.tenant_limits)
         self.peers = _peers(settings, self.fleet, self.tenants)
@@ -113,7 +111,7 @@ class Proxy:
             interval_s=settings.health.interval_s,
             timeout_s=settings.health.timeout_s,
             isolated=self.tenants.isolated,
-            timeouts=Timeouts(waits.first_byte_s, waits.idle_s, waits.total_s),
+            timeouts=settings.timeouts,
         )
         self.ahead = (
             RestoreAhead(self.fleet, self.tasks) if settings.reuse and settings.restore_ahead else None
@@ -140,17 +138,21 @@ class Proxy:
         make_flow = Flow if self.telemetry is None else self.telemetry.flow
         self.flow = make_flow(
             fleet=self.fleet,
-            destinations=self.destinations,
+            preparation=Preparation(
+                self.destinations,
+                self.tenants,
+                MediaUuids(trusted=settings.trust_media_uuids),
+                translations(self.responses),
+                reuse=settings.reuse,
+            ),
             forwarder=Forwarder(transport),
             ingest=self.ingest,
             tenants=self.tenants,
-            media=MediaUuids(trusted=settings.trust_media_uuids),
             requests=RequestLog(settings.limits.request_records),
             retries=settings.retries,
-            total_s=waits.total_s,
+            total_s=settings.timeouts.total_s,
             observe=self.observe,
             placed=self.live.placed,
-            translations=translations(self.responses),
         )
 
     def observe(self, record: RequestRecord) -> None:
@@ -201,7 +203,7 @@ class Proxy:
         self.monitor.isolate(isolated=self.tenants.isolated)
         self.responses.divide(len(self.tenants.names))
         self.fleet.aliases, self.fleet.default_model = settings.model_aliases, settings.default_model
-        self.fleet.bound_queues(_queue_limits(settings))
+        self.fleet.bound_queues(settings.limits)
         self.tables.max_bytes = int(settings.limits.prompt_table_bytes)
         self.flow.requests.capacity = settings.limits.request_records
         self.flow = replace(self.flow, retries=settings.retries)
@@ -250,16 +252,11 @@ def _keys(settings: Settings) -> list[ApiKey]:
 
 
 def _peers(settings: Settings, fleet: Fleet, tenants: Tenants) -> Peers | None:
-    """What acts as one with other kvpins. Raises SettingsError if the exchange cannot be used."""
+    """The other kvpins; None without an exchange. Raises SettingsError if the exchange cannot be used."""
     if settings.exchange is None:
         return None
     owner = secrets.randbits(63)
     return Peers(make_exchange(settings.exchange, owner), owner, fleet, tenants)
-
-
-def _queue_limits(settings: Settings) -> QueueLimits:
-    limits = settings.limits
-    return QueueLimits(limits.queue_s, limits.queue_requests, int(limits.queue_bytes))
 
 
 def build_app(proxy: Proxy) -> Site:

@@ -1,4 +1,4 @@
-"""What the settings need of this machine: without it, `kvpin serve` and `kvpin config check` refuse."""
+"""Checks that this machine has what the settings need, for `kvpin serve` and `kvpin config check`."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def make_exchange(settings: ExchangeSettings, owner: int) -> Exchange:
 
 
 def telemetry_module() -> type[otlp.Telemetry]:
-    """What sends traces and metrics. Raises SettingsError if its packages are missing."""
+    """The class that sends traces and metrics. Raises SettingsError if its packages are missing."""
     try:
         from proxy.tracing.otlp import Telemetry  # noqa: PLC0415 - it needs an extra
     except ModuleNotFoundError as error:

@@ -12,7 +12,7 @@ ProxyError
 ├── EncodedBody          compressed
 ├── RateLimited          over a limit of its tenant: retry in `retry_after_s`
 ├── Overloaded           all engines are busy: retry in `retry_after_s`
-├── NoEngine             no engine can take it now: retry in `retry_after_s`
+├── NoEngine             no engine can take it now: retry in a second
 └── EngineFailed         the engines that were asked went away
 """
 
@@ -32,7 +32,7 @@ class ProxyError(Exception):
         param: the request field at fault, if any.
         code: its code; None takes that of the class.
         more: further fields of the error, in OpenAI's shape.
-        headers: added to the answer.
+        headers: added to the answer; `retry_after_s` becomes one.
     """
 
     def __init__(
@@ -42,13 +42,16 @@ class ProxyError(Exception):
         param: str | None = None,
         code: Code | None = None,
         more: Mapping[str, Any] | None = None,
+        retry_after_s: int | None = None,
     ) -> None:
         super().__init__(message)
         self.message = message
         self.param = param
         self.code = code
         self.more = more or {}
-        self.headers: Mapping[str, str] = {}
+        self.headers: Mapping[str, str] = (
+            {} if retry_after_s is None else {RETRY_AFTER_HEADER: str(retry_after_s)}
+        )
 
 
 class BadRequest(ProxyError):
@@ -96,27 +99,18 @@ class EncodedBody(ProxyError):
 
 
 class RateLimited(ProxyError):
-    """The tenant is over one of its limits. The client should retry in `retry_after_s` seconds."""
-
-    def __init__(self, message: str, *, retry_after_s: int) -> None:
-        super().__init__(message)
-        self.headers = {RETRY_AFTER_HEADER: str(retry_after_s)}
+    """The tenant is over one of its limits."""
 
 
 class Overloaded(ProxyError):
-    """Engines are ready, but too busy. The client should retry in `retry_after_s` seconds."""
-
-    def __init__(self, message: str, *, retry_after_s: int) -> None:
-        super().__init__(message)
-        self.headers = {RETRY_AFTER_HEADER: str(retry_after_s)}
+    """Engines are ready, but too busy."""
 
 
 class NoEngine(ProxyError):
-    """No engine can take the request now. The client should retry in `retry_after_s` seconds."""
+    """No engine can take the request now. The client should retry in a second."""
 
-    def __init__(self, message: str, *, retry_after_s: int = 1) -> None:
-        super().__init__(message)
-        self.headers = {RETRY_AFTER_HEADER: str(retry_after_s)}
+    def __init__(self, message: str) -> None:
+        super().__init__(message, retry_after_s=1)
 
 
 class EngineFailed(ProxyError):

@@ -11,10 +11,9 @@ restored by the engine or by its adapter's `hold`; the placement's cost includes
 from __future__ import annotations
 
 import asyncio
-import math
 import time
-from collections.abc import Callable, Collection, Container, Iterator, Mapping
-from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Collection, Container, Mapping
+from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from http import HTTPStatus
@@ -33,13 +32,10 @@ from engine_adapter import (
     NotSupported,
     RequestBody,
 )
-from engine_adapter.off_loop import JSON_BYTES_PER_MS, off_loop
 from proxy.core.misses import Diagnosis
 from proxy.core.placement.answers import Report
 from proxy.core.placement.decision import Candidate, Placement
-from proxy.core.retention import retention_of
 from proxy.core.retry_budget import RetryBudget
-from proxy.fleet.destinations import Destination, Destinations
 from proxy.fleet.engine import TOKENS_PER_BLOCK, Engine
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.ingest import Ingest
@@ -47,26 +43,23 @@ from proxy.fleet.lease import Lease
 from proxy.fleet.lower_tiers import expect_below, look_below
 from proxy.fleet.pool import Pool, no_engine_for
 from proxy.headers import ENGINE_HEADER, NOTE_HEADER, POLICY_HEADER, PREDICTED_HEADER
-from proxy.prompt import MediaUuids, audit_tokens
-from proxy.ready import Ready, naming
+from proxy.prompt import audit_tokens
+from proxy.ready import Preparation, Ready
 from proxy.request.calls import Call, Reply
 from proxy.request.comparison import Comparison
 from proxy.request.diagnostics import APIS, Diagnosed
 from proxy.request.error_table import ANSWERED, status_of
 from proxy.request.forward import Forwarder, Outcome, tell_broken
-from proxy.request.migration import Migration, Room
+from proxy.request.migration import NEVER, Migration, Room
 from proxy.request.records import RequestLog, RequestRecord
 from proxy.request.retries import PASSED_ON, REFUSALS, final_error, is_not_here, may_retry, refusals_of
 from proxy.request.tenants import Tenants
 from proxy.request.urgency import deadline_of, priority_of, prompt_tokens_of, tokens_of
 from proxy.translate import (
-    CHAT_PATH,
     RESPONSES_PATH,
     Noting,
-    Translate,
     Translated,
     Translation,
-    may_name_more,
 )
 
 log = structlog.get_logger(__name__)
@@ -83,34 +76,30 @@ class Flow:
 
     Attributes:
         fleet: the engines.
-        destinations: which of them may serve a request.
+        preparation: reads requests as far as placement needs it.
         forwarder: sends requests to engines.
         ingest: audits predictions; None when reuse is off. Placement is then by load alone.
         tenants: tenant → cache salt.
-        media: the content behind clients' names of images.
         requests: keeps a record of each request.
         retries: engines tried after the first.
         observe: called with each finished record, for metrics.
         placed: called whenever a request is placed on an engine, before it is sent there.
         wait_s: how long a request waits when no engine takes requests.
-        translations: route → what translates a request there into a chat, for engines that want chats.
         budget: retries of all requests together.
         total_s: from a request to the end of its answer; None without an end. Later, none is retried.
         kept: memory for what running streams need to go on when their engine dies.
     """
 
     fleet: Fleet
-    destinations: Destinations
+    preparation: Preparation
     forwarder: Forwarder
     ingest: Ingest | None
     tenants: Tenants
-    media: MediaUuids
     requests: RequestLog
     retries: int
     observe: Callable[[RequestRecord], None]
     placed: Callable[[RequestRecord, Placement], None] = lambda _record, _placement: None
     wait_s: float = ENGINE_WAIT_S
-    translations: Mapping[str, Translate] = field(default_factory=dict)
     budget: RetryBudget = field(default_factory=RetryBudget)
     total_s: float | None = None
     kept: Room = field(default_factory=Room)
@@ -134,7 +123,8 @@ class Flow:
             record.served_as, record.lora = ready.pool.model, ready.lora
             usage.spend(prompt_tokens_of(call, record.n_tokens))
             if (translation := ready.translation) is not None:
-                self._keep_source(translation, record)
+                if translation.source is not None:  # with the items that the body only names
+                    self.requests.keep_source(record, translation.source.raw)
                 if translation.counts:
                     return await _answer_count(ready, translation, reply, record)
                 reply.through(lambda client: Translated(client, translation))
@@ -215,67 +205,17 @@ class Flow:
 
         reply.through(lambda client: Diagnosed(client, api, asked=asked, diagnose=diagnose, note_id=note_id))
 
-    def _keep_source(self, translation: Translation, record: RequestRecord) -> None:
-        """Keeps the body with the items that it only names, to compare them with those of other requests."""
-        if translation.source is not None:
-            self.requests.keep_source(record, translation.source.raw)
-
     async def prepare(self, call: Call) -> Ready:
         """Reads a request as far as placement needs it: pool, prompt, block chain.
 
         Raises:
             ProxyError, EngineError: the request is wrong, or no engine serves its model.
         """
-        to = self.destinations.find(call)
-        if call.native is not None:
-            to.pool.check_serves(call.native)
-        translation = await self._translation(call, to.pool)
-        if translation is None:
-            return await self._prepare(call, to, call.body)
-        chat = replace(call, path=CHAT_PATH, body=translation.chat)
-        with _in_the_words_of(translation):
-            ready = await self._prepare(chat, to, call.body, counts=translation.counts)
-        return replace(ready, translation=translation)
-
-    async def _prepare(
-        self, call: Call, to: Destination, asked: RequestBody, *, counts: bool = False
-    ) -> Ready:
-        """`prepare` for a request that engines understand.
-
-        Args:
-            call: the request.
-            to: where it may go.
-            asked: the body that the client sent.
-            counts: its prompt is only counted.
-        """
-        pool, salt = to.pool, None
-        if isinstance(call.body, JsonBody):
-            salt = self.tenants.salt(call.tenant, call.body.get("cache_salt"))
-            body = await self.media.admit(self.tenants.without_private(call.body), salt)
-            call = call if body is call.body else replace(call, body=body)
-        lora, call = pool.lora_of(to.model), naming(call, to)
-        prompt = retention = None
-        reads = self.ingest is not None or counts
-        if reads and pool.prompts is not None and isinstance(call.body, JsonBody):
-            prompt = await pool.prompts.build(
-                call.route, call.body, salt=salt, lora=lora, tenant=call.tenant, bounded=not counts
-            )
-            retention = retention_of(asked, call.tenant) if isinstance(asked, JsonBody) else None
-        session = call.session if self.ingest is not None else None
-        return Ready(call, pool, salt, lora, prompt, pool.chain(prompt), session, retention, home=to.home)
+        return await self.preparation.prepare(call)
 
     def _note_home(self, record: RequestRecord, response_id: str) -> None:
         """The engine that answers now has made a response."""
-        self.destinations.note(record.tenant, response_id, record.attempts[-1])
-
-    async def _translation(self, call: Call, pool: Pool) -> Translation | None:
-        """The request's translation into a chat; None if the engines of the pool serve it as it is."""
-        translate, body = self.translations.get(call.route), call.body
-        if translate is None or call.route not in pool.served_as_chats or not isinstance(body, JsonBody):
-            return None
-        is_long = call.route.startswith(RESPONSES_PATH) and may_name_more(body)
-        ms = math.inf if is_long else len(body.raw) / JSON_BYTES_PER_MS
-        return await off_loop(lambda: translate(body, call.tenant), ms=ms)
+        self.preparation.destinations.note(record.tenant, response_id, record.attempts[-1])
 
     def candidates(self, ready: Ready, without: Container[str] = ()) -> list[Candidate]:
         """The engines that could serve the request now, with what placement knows of each."""
@@ -363,7 +303,7 @@ class Flow:
         reply: Reply,
         record: RequestRecord,
         refusals: Container[int] = REFUSALS,
-        migration: Migration | None = None,
+        migration: Migration = NEVER,
     ) -> Outcome:
         """Leases the placed engine, sends the request there, and audits the prediction.
 
@@ -390,7 +330,8 @@ class Flow:
                         ready, engine, lease, hold, reply, record, refusals, migration
                     )
             lease.report = Report(outcome.cached_tokens, outcome.output_tokens, outcome.prefill)
-            _note_outcome(record, outcome)
+            record.status, record.error = outcome.status, outcome.error
+            record.reported_tokens, record.output_tokens = outcome.cached_tokens, outcome.output_tokens
             self._check_tokens(pool, engine, hold, record)
             lease.succeeded = outcome.error is None and record.tokens_agree is not False
             if lease.succeeded:
@@ -410,7 +351,7 @@ class Flow:
         reply: Reply,
         record: RequestRecord,
         refusals: Container[int],
-        migration: Migration | None,
+        migration: Migration,
     ) -> Outcome:
         """Sends the request to the engine that it holds, and the answer to the client."""
         call, placement = ready.call_for(engine), lease.placement
@@ -423,9 +364,8 @@ class Flow:
 
         if ready.translation is not None:
             ready.translation.predicted = ready.predicted(placement, engine)
-        kind = engine.adapter.spec.kind
-        passage = migration.passage(call, hold, kind) if migration is not None else None
-        keeps = migration is not None and migration.keeps_body
+        passage = migration.passage(call, hold, engine.adapter.spec.kind)
+        keeps = migration.keeps_body
         reply.on_start = lambda: _forget_bodies(call, hold, keeps=keeps)
         headers = _headers(call, placement, hold, reply)
         return await self.forwarder.forward(
@@ -433,7 +373,7 @@ class Flow:
         )
 
     def _audit(self, engine: Engine, ready: Ready, lease: Lease, record: RequestRecord) -> None:
-        """Holds a firm prediction against what the engine reported."""
+        """Compares a firm prediction with the engine's report."""
         placement, reported = lease.placement, record.reported_tokens
         is_known = ready.prompt is not None and placement.firm and record.tokens_agree is not False
         if self.ingest is not None and is_known and reported is not None:
@@ -472,17 +412,6 @@ def _note_failure(engine: Engine, error: EngineError, route: str) -> None:
         engine.refused(error)
     elif route in PASSED_ON:
         engine.lacks.add(route)
-
-
-@contextmanager
-def _in_the_words_of(translation: Translation) -> Iterator[None]:
-    """Lets errors of the block name the client's fields instead of those of the chat."""
-    try:
-        yield
-    except ANSWERED as error:
-        param = getattr(error, "param", None)
-        error.param = param and translation.param(param)  # type: ignore[union-attr]  # most have one
-        raise
 
 
 async def _answer_count(ready: Ready, translation: Translation, reply: Reply, record: RequestRecord) -> None:
@@ -530,9 +459,3 @@ def _headers(call: Call, placement: Placement, hold: Hold, reply: Reply) -> dict
         POLICY_HEADER: "sandbox",
     }
     return {**headers, NOTE_HEADER: hold.note} if hold.note else headers
-
-
-def _note_outcome(record: RequestRecord, outcome: Outcome) -> None:
-    record.status = outcome.status
-    record.reported_tokens, record.output_tokens = outcome.cached_tokens, outcome.output_tokens
-    record.error = outcome.error

@@ -1,23 +1,37 @@
-"""A request that can be placed, and what the engine it is placed on gets of it."""
+"""A request that can be placed: how it is read, and what the engine it is placed on gets of it."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from engine_adapter import Capability, RequestBody, Retention, Upload
+from engine_adapter import Capability, JsonBody, RequestBody, Retention, Upload
+from engine_adapter.off_loop import JSON_BYTES_PER_MS, off_loop
 from proxy.core.index.blocks import Chain
 from proxy.core.placement.decision import Placement
-from proxy.fleet.destinations import Destination
+from proxy.core.retention import retention_of
+from proxy.fleet.destinations import Destination, Destinations
 from proxy.fleet.engine import Engine
 from proxy.fleet.pool import Pool
-from proxy.prompt import Prompt
+from proxy.prompt import MediaUuids, Prompt
 from proxy.request.calls import Call
+from proxy.request.error_table import ANSWERED
 from proxy.request.migration import Continuation
 from proxy.request.session import Session
-from proxy.translate import Predicted, Translation
+from proxy.request.tenants import Tenants
+from proxy.translate import (
+    CHAT_PATH,
+    RESPONSES_PATH,
+    Predicted,
+    Translate,
+    Translation,
+    may_name_more,
+)
 
 
 class Ready(Struct, frozen=True):
@@ -94,7 +108,72 @@ class Ready(Struct, frozen=True):
         return replace(self, call=further.call, kind=further.kind, prompt=prompt, chain=chain)
 
 
-def naming(call: Call, to: Destination) -> Call:
+@dataclasses.dataclass(frozen=True, slots=True)
+class Preparation:
+    """Reads requests as far as placement needs it.
+
+    Attributes:
+        destinations: which pool, or which engine, may serve a request.
+        tenants: tenant → cache salt.
+        media: the content behind clients' names of images.
+        translations: route → what translates a request there into a chat, for engines that want chats.
+        reuse: prompts are followed; without reuse, only those that are to be counted.
+    """
+
+    destinations: Destinations
+    tenants: Tenants
+    media: MediaUuids
+    translations: Mapping[str, Translate]
+    reuse: bool
+
+    async def prepare(self, call: Call) -> Ready:
+        """See `Flow.prepare`."""
+        to = self.destinations.find(call)
+        if call.native is not None:
+            to.pool.check_serves(call.native)
+        translation = await self._translation(call, to.pool)
+        if translation is None:
+            return await self._ready(call, to, call.body)
+        chat = replace(call, path=CHAT_PATH, body=translation.chat)
+        with _in_the_words_of(translation):
+            ready = await self._ready(chat, to, call.body, counts=translation.counts)
+        return replace(ready, translation=translation)
+
+    async def _translation(self, call: Call, pool: Pool) -> Translation | None:
+        """The request's translation into a chat; None if the engines of the pool serve it as it is."""
+        translate, body = self.translations.get(call.route), call.body
+        if translate is None or call.route not in pool.served_as_chats or not isinstance(body, JsonBody):
+            return None
+        is_long = call.route.startswith(RESPONSES_PATH) and may_name_more(body)
+        ms = math.inf if is_long else len(body.raw) / JSON_BYTES_PER_MS
+        return await off_loop(lambda: translate(body, call.tenant), ms=ms)
+
+    async def _ready(self, call: Call, to: Destination, asked: RequestBody, *, counts: bool = False) -> Ready:
+        """A request that engines understand.
+
+        Args:
+            call: the request.
+            to: where it may go.
+            asked: the body that the client sent.
+            counts: its prompt is only counted.
+        """
+        pool, salt = to.pool, None
+        if isinstance(call.body, JsonBody):
+            salt = self.tenants.salt(call.tenant, call.body.get("cache_salt"))
+            body = await self.media.admit(self.tenants.without_private(call.body), salt)
+            call = call if body is call.body else replace(call, body=body)
+        lora, call = pool.lora_of(to.model), _naming(call, to)
+        prompt = retention = None
+        if (self.reuse or counts) and pool.prompts is not None and isinstance(call.body, JsonBody):
+            prompt = await pool.prompts.build(
+                call.route, call.body, salt=salt, lora=lora, tenant=call.tenant, bounded=not counts
+            )
+            retention = retention_of(asked, call.tenant) if isinstance(asked, JsonBody) else None
+        session = call.session if self.reuse else None
+        return Ready(call, pool, salt, lora, prompt, pool.chain(prompt), session, retention, home=to.home)
+
+
+def _naming(call: Call, to: Destination) -> Call:
     """The request with the engines' name of its model in place of the client's, unless they take any name."""
     body, name = call.body, to.model
     if name is None or name == call.model or to.pool.any_model:
@@ -102,3 +181,14 @@ def naming(call: Call, to: Destination) -> Call:
     if body is None:
         return call.naming(name)
     return replace(call, body=body.renamed(name) if isinstance(body, Upload) else body.replace(model=name))
+
+
+@contextmanager
+def _in_the_words_of(translation: Translation) -> Iterator[None]:
+    """Lets errors of the block name the client's fields instead of those of the chat."""
+    try:
+        yield
+    except ANSWERED as error:
+        param = getattr(error, "param", None)
+        error.param = param and translation.param(param)  # type: ignore[union-attr]  # most have one
+        raise

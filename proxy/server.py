@@ -142,7 +142,8 @@ async def _run(
         return _refuse(error)
     for number in _SIGNALS:
         asyncio.get_running_loop().add_signal_handler(number, server.on_signal, number)
-    banner = _banner(proxy, settings, listeners)
+    host, port = listeners[0].getsockname()[:2]
+    banner = Banner(proxy.fleet, host, port, settings)
     if watchdog is not None:
         proxy.tasks.keep("watchdog", watchdog.run)
     try:
@@ -212,7 +213,7 @@ class _Server(uvicorn.Server):
         yield
 
     def on_signal(self, number: int) -> None:
-        """Does what the module says of each signal."""
+        """Handles a signal as the module's docstring says."""
         if number == signal.SIGHUP:
             self.reload()
         elif number == signal.SIGINT and self.force_exit:
@@ -270,7 +271,7 @@ class _Server(uvicorn.Server):
                     await asyncio.sleep(_POLL_S)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Adds to uvicorn's that workers share the port's connections."""
+        """Accepts connections; of several workers, each takes its share of them."""
         if self._orders is None or self._tally is None:
             await super().startup(sockets)
             return
@@ -356,31 +357,14 @@ def _protocol(proxy: Proxy) -> type[Http1Protocol]:
     return Protocol
 
 
-def _banner(proxy: Proxy, settings: Settings, listeners: list[socket.socket]) -> Banner:
-    host, port = listeners[0].getsockname()[:2]
-    return Banner(
-        proxy.fleet,
-        host,
-        port,
-        reuse=settings.reuse,
-        keys=bool(settings.api_keys),
-        tls=settings.tls is not None,
-        page=settings.ui,
-    )
-
-
 def _warn(settings: Settings, listeners: list[socket.socket]) -> None:
-    if _is_open(settings, listeners):
+    """Warns if other machines can use the engines without a key."""
+    if not settings.api_keys and not _is_local(listeners):
         log.warning(
             "no API key is set and other machines can connect: anyone may use these engines; "
             "set --api-key or KVPIN_API_KEYS, or leave --host at 127.0.0.1",
             host=settings.host,
         )
-
-
-def _is_open(settings: Settings, listeners: list[socket.socket]) -> bool:
-    """Whether other machines can use the engines without a key."""
-    return not settings.api_keys and not _is_local(listeners)
 
 
 def _is_local(listeners: list[socket.socket]) -> bool:

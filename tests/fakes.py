@@ -30,15 +30,16 @@ from proxy.fleet.destinations import Destinations
 from proxy.fleet.engine import Engine, EngineState
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.ingest import Ingest
-from proxy.fleet.line import QueueLimits
 from proxy.flow import Flow
 from proxy.observe.metrics import Metrics
 from proxy.peers.exchange import Exchange as PeerExchange
 from proxy.peers.peers import Peers
 from proxy.prompt import MediaUuids, PromptBuilder, PromptTables
+from proxy.ready import Preparation
 from proxy.request.forward import Forwarder
 from proxy.request.records import RequestLog
 from proxy.request.tenants import Tenants
+from proxy.settings import LimitSettings
 from proxy.tasks import Supervisor
 from proxy.translate import ResponseStore, Translate, translations
 
@@ -383,7 +384,7 @@ class FakeProxy:
     aliases: dict[str, str] = field(default_factory=dict)
     default_model: str | None = None
     cors_origins: tuple[str, ...] = ()
-    queue: QueueLimits | None = None
+    queue: LimitSettings | None = None
     exchange: Callable[[int], PeerExchange] | None = None  # owner → what it tells other proxies through
     url: str = ""
 
@@ -398,19 +399,19 @@ class FakeProxy:
         self.metrics = Metrics(self.fleet, peers=self.peers)
         self.requests = RequestLog(100)
         self.ingest = Ingest(self.fleet, self.tasks) if self.reuse else None
+        destinations = Destinations(self.fleet, isolated=self.tenants.isolated)
+        translated = translations(self.responses) if self.translations is None else self.translations
         self.flow = Flow(
             fleet=self.fleet,
-            destinations=Destinations(self.fleet, isolated=self.tenants.isolated),
+            preparation=Preparation(destinations, self.tenants, MediaUuids(), translated, reuse=self.reuse),
             forwarder=Forwarder(self.transport),
             ingest=self.ingest,
             tenants=self.tenants,
-            media=MediaUuids(),
             requests=self.requests,
             retries=self.retries,
             total_s=self.total_s,
             wait_s=self.wait_s,
             observe=self.metrics.observe,
-            translations=translations(self.responses) if self.translations is None else self.translations,
         )
         cors = Cors(self.cors_origins) if self.cors_origins else None
         kept = KeptResponses(self.responses)

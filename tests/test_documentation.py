@@ -15,7 +15,7 @@ from engine_adapter import ENGINE_OPTIONS
 from engine_adapter.torch_engine.engine import Counters
 from engine_adapter.torch_engine.metrics import EngineMetrics
 from engine_adapter.types import EngineSpec
-from proxy.cli import tables
+from proxy.cli.examination import show_examination
 from proxy.cli.main import app
 from proxy.core.misses import Miss
 from proxy.core.placement import answers, demand, load, rates
@@ -170,7 +170,7 @@ def test_the_output_of_doctor_is_what_it_prints(capsys):
         "probe": {"error": None, "reported": 48, "n_tokens": 49, "predicted": 0},
         "findings": [{"problem": f.problem, "remedy": f.remedy} for f in _of_view(view)],
     }  # fmt: skip
-    tables.show_examination(found)
+    show_examination(found)
     printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
     (quoted,) = [block for block in blocks(OPERATIONS) if block.startswith("$ kvpin doctor")]
     assert quoted.splitlines()[1:] == printed

@@ -14,7 +14,7 @@ from urllib.parse import quote, unquote
 import httpx
 import msgspec
 
-from engine_adapter.body import JsonBody
+from engine_adapter.body import UNREADABLE, JsonBody
 from engine_adapter.errors import EngineRejected, EngineSpecError, EngineUnavailable
 from engine_adapter.hold import RequestBody
 from engine_adapter.http.client import HttpTransport
@@ -151,7 +151,7 @@ class ControlClient:
         raw = await self.fetch(method, path, content, headers, answer_s=answer_s)
         try:
             return msgspec.json.decode(raw)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        except UNREADABLE as error:
             raise EngineUnavailable(f"{method} {path}: the answer is not JSON") from error
 
     async def fetch(

@@ -9,6 +9,8 @@ from typing import Any
 
 import msgspec
 
+from engine_adapter.body import UNREADABLE
+
 # An error that is not JSON may be a whole web page: only its beginning is kept.
 _MAX_REASON_BYTES = 500
 _OPENAIS = ("message", "type", "param", "code")
@@ -39,7 +41,7 @@ def read_error(content: bytes) -> EngineErrorBody:
     """Reads OpenAI's nested shape, flat ones (`message`), bare strings and FastAPI's `detail`."""
     try:
         body = msgspec.json.decode(content)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except UNREADABLE:
         body = content[:_MAX_REASON_BYTES].decode(errors="replace").strip()
     if not isinstance(body, dict):
         return EngineErrorBody(_reason(body))

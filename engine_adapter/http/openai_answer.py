@@ -13,9 +13,9 @@ from collections.abc import Callable, Collection, Mapping
 
 import msgspec
 
-from engine_adapter.body import JsonBody
+from engine_adapter.body import UNREADABLE, JsonBody
 from engine_adapter.hold import AnswerReader, Hold
-from engine_adapter.http.usage import UNREADABLE, read_answer_usage, read_usage
+from engine_adapter.http.usage import read_answer_usage, read_usage
 from engine_adapter.types import TokenIds
 
 _ROUTES = ("/v1/chat/completions", "/v1/completions")

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 
 import msgspec
 
+from engine_adapter.body import UNREADABLE
+
 
 class Usage(msgspec.Struct, frozen=True):
     """Token counts of an answer; None where the engine did not report them.
@@ -49,7 +51,6 @@ UNREAD = Usage()
 _MAX_TOKENS, _LEAST_MS, _MAX_MS = 1 << 31, 1e-3, 1e9
 _decode_answer = msgspec.json.Decoder(_Answer).decode
 _decode_usage = msgspec.json.Decoder(_Usage).decode
-UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 # Finds a usage object, also in a JSON text that was cut off. Generated text cannot contain it: quotes in JSON
 # strings have a backslash.
 USAGE_KEY = b'"usage"'

@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from engine_adapter.body import UNREADABLE
 from engine_adapter.errors import EngineUnavailable
 from engine_adapter.http.control import ControlClient
 from engine_adapter.http.error_bodies import read_error
@@ -142,7 +143,7 @@ class Answer:
             return
         try:
             event = _decode(payload)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        except UNREADABLE:
             self.is_plain = False
             return
         if event.error is not None:

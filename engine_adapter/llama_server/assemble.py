@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from engine_adapter.body import JsonBody
+from engine_adapter.body import UNREADABLE, JsonBody
 from engine_adapter.errors import EngineError
 from engine_adapter.http.error_bodies import read_error
 from engine_adapter.llama_server.answer import DONE, stream_payloads
@@ -198,7 +198,7 @@ def _chunks(raw: bytes) -> Iterator[tuple[_Chunk, bytes]]:
 def _decode(payload: bytes, decoder: msgspec.json.Decoder[_T]) -> _T:
     try:
         return decoder.decode(payload)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         reason = f"llama-server sent an unreadable chunk: {error}"
         raise StreamError(reason, _BAD_GATEWAY) from error
 

@@ -11,9 +11,8 @@ from typing import Any
 
 import msgspec
 
-from engine_adapter.body import JsonBody
+from engine_adapter.body import UNREADABLE, JsonBody
 from engine_adapter.errors import EngineUnavailable
-from engine_adapter.http.usage import UNREADABLE
 from engine_adapter.llama_server.answer import Answer
 from engine_adapter.llama_server.keeper import SlotLease
 from engine_adapter.types import TokenIds

@@ -11,8 +11,8 @@ import re
 
 import msgspec
 
+from engine_adapter.body import UNREADABLE
 from engine_adapter.http.openai_answer import OpenAIAnswer, pass_marked
-from engine_adapter.http.usage import UNREADABLE
 from engine_adapter.types import TokenIds
 
 _DETAILS = "cached_tokens_details"

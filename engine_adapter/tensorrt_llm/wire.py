@@ -9,6 +9,8 @@ from __future__ import annotations
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from engine_adapter.body import UNREADABLE
+
 BlockName = int | str
 
 
@@ -115,14 +117,13 @@ _decode_list = msgspec.json.Decoder(list[msgspec.Raw]).decode
 _decode_frame = msgspec.json.Decoder(Frame).decode
 _decode_data = msgspec.json.Decoder(Event).decode
 _decode_kind = msgspec.json.Decoder(_Kind).decode
-_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 def decode_answer(content: bytes) -> list[msgspec.Raw]:
     """The raw events of an answer. Raises MalformedEvents if it is not a list."""
     try:
         return _decode_list(content)
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         raise MalformedEvents(f"the answer is no list of events: {error}") from error
 
 
@@ -130,7 +131,7 @@ def decode_frame(raw: msgspec.Raw) -> Frame:
     """Raises MalformedEvents."""
     try:
         return _decode_frame(raw)
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         raise MalformedEvents(str(error)) from error
 
 
@@ -138,7 +139,7 @@ def decode_data(raw: msgspec.Raw) -> Event:
     """Raises MalformedEvents, also for an event of an unknown type."""
     try:
         event: Event = _decode_data(raw)
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         raise MalformedEvents(str(error)) from error
     return event
 
@@ -147,5 +148,5 @@ def kind_of(raw: msgspec.Raw) -> str | None:
     """The type of unreadable data, None if it has none."""
     try:
         return _decode_kind(raw).type
-    except _UNREADABLE:
+    except UNREADABLE:
         return None

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from engine_adapter.body import UNREADABLE
 from engine_adapter.prompt.extra_ids import UINT64_MAX
 from engine_adapter.torch_engine.api_errors import ApiError
 from engine_adapter.torch_engine.requests import SamplingParams
@@ -218,7 +219,7 @@ def parse_object(body: bytes) -> dict[str, msgspec.Raw]:
     """The top-level fields of a body, undecoded; raises ApiError (400) if it is no object."""
     try:
         return msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise ApiError(f"the body is not a JSON object: {error}", code="invalid_json") from error
 
 

@@ -8,7 +8,7 @@ from contextlib import suppress
 import msgspec
 from msgspec import Raw
 
-from engine_adapter import JsonBody
+from engine_adapter import UNREADABLE, JsonBody
 from proxy.error_codes import Code
 from proxy.errors import BadRequest
 
@@ -52,7 +52,7 @@ def _check_lists(body: JsonBody) -> None:
 
 def _lists_in(entry: Raw) -> Iterable[tuple[str, list[Raw]]]:
     """The lists among the fields of an entry, e.g. the parts of a message."""
-    with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):  # told by who reads them
+    with suppress(*UNREADABLE):  # told by who reads them
         for field, value in _decode_fields(entry).items():
             if memoryview(value)[0] == _LIST:
                 yield field, _decode_items(value)

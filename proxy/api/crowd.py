@@ -24,7 +24,7 @@ RESERVE = 32
 _OWN_FILES = 256
 # The most files that kvpin asks the machine for.
 _MAX_FILES = 65_536
-# Idle connections are closed in batches of one in so many: to look for them takes a look at all.
+# Idle connections are closed in batches of this fraction of the limit: finding them takes a look at all.
 _BATCH = 64
 # Seconds between two warnings.
 _WARN_S = 60.0
@@ -67,8 +67,8 @@ class Crowd:
         self._warned = float("-inf")
 
     def admit(self, new: _Connection, connections: MutableSet[_Connection]) -> Place:
-        """The place of a new connection, which is one of `connections`. May close others, which then are none
-        of them any more."""
+        """The place of a new connection, which is in `connections` already. May close others, and removes
+        them from there."""
         if len(connections) <= self._limit:
             return Place.FREE
         evicted = _longest_idle((each for each in connections if each is not new), self._limit)

@@ -1,7 +1,7 @@
-"""Requests for engines that only one kvpin may use, where another one does: they are passed on to that one.
+"""Passes requests on to the kvpin that uses an engine which only one kvpin may use.
 
-While the engine changes hands, requests wait, but not for long. So does a request whose owner died before a
-byte of its answer came: the next owner gets it.
+While the engine changes hands, requests wait, but not for long. If the owner dies before the first byte of an
+answer, the request waits for the next owner.
 """
 
 from __future__ import annotations

@@ -63,8 +63,8 @@ class Connection(Protocol):
 class Exchange:
     """One request, and the way back to its client.
 
-    The head of the answer leaves together with the first bytes of its body. `write` does not wait: who sends
-    much awaits `drain` while `is_full`.
+    The head of the answer leaves together with the first bytes of its body. `write` does not wait: a
+    sender of much data awaits `drain` while `is_full`.
 
     Attributes:
         method: as sent.

@@ -81,7 +81,7 @@ class Handshake(asyncio.Protocol):
         self.idle_since = loop.time()
 
     def begin(self, accepted: socket.socket, context: ssl.SSLContext) -> None:
-        """Lets the client speak, if there is a place for it."""
+        """Starts the handshake, if there is a place for the connection."""
         connections: Any = self._state.connections  # uvicorn names its classes
         connections.add(self)
         if self._http.crowd.admit(self, connections) is Place.NONE:

@@ -84,7 +84,8 @@ class Http1Protocol(asyncio.Protocol):
         self._state = server_state
         self._loop = _loop or asyncio.get_running_loop()
         self._parser: Any = _parser(self)  # httptools has no types
-        self._target, self._headers = b"", _no_headers()
+        self._target = b""
+        self._headers: HeaderPairs = []
         self._head_bytes = 0  # of a head that is not complete, or of what follows a piece of a body
         self._reading: Exchange | None = None  # its body arrives
         self._current: Exchange | None = None  # its answer runs
@@ -239,7 +240,7 @@ class Http1Protocol(asyncio.Protocol):
 
     def on_message_begin(self) -> None:
         """The parser found the beginning of a request."""
-        self._target, self._headers, self._reading = b"", _no_headers(), None
+        self._target, self._headers, self._reading = b"", [], None
 
     def on_url(self, url: bytes) -> None:
         """The parser found a piece of the target."""
@@ -272,7 +273,7 @@ class Http1Protocol(asyncio.Protocol):
         )
         if self._to_websocket:
             self._socket = exchange
-        self._headers = _no_headers()  # trailers must not become headers
+        self._headers = []  # trailers must not become headers
         self._close_after = not exchange.keep_alive
         if self._current is None and not self.is_full:
             self._begin(exchange)
@@ -428,10 +429,6 @@ def _asks_for_websocket(method: bytes, headers: Headers) -> bool:
     is_whole = "content-length" not in headers and "transfer-encoding" not in headers
     is_websocket = headers.get("upgrade", "").lower() == "websocket" and "sec-websocket-key" in headers
     return method == b"GET" and is_whole and is_websocket
-
-
-def _no_headers() -> HeaderPairs:
-    return []
 
 
 def _origin_form(target: bytes) -> bytes:

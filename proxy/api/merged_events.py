@@ -2,31 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import anyio
 import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from proxy.api.siblings import Siblings
 from proxy.control.merging import Json, merge_snapshots
+from proxy.request.events import WholeEvents
 
 _SNAPSHOT = b"event: snapshot\ndata: "
 _END = b"\n\n"
 _OK = 200
-
-
-class Events:
-    """Cuts a stream of server-sent events."""
-
-    def __init__(self) -> None:
-        self._rest = b""
-
-    def feed(self, data: bytes) -> Iterator[bytes]:
-        """The events that are whole now, each with its end."""
-        *whole, self._rest = (self._rest + data).split(_END)
-        for event in whole:
-            yield event + _END
 
 
 class MergedEvents:
@@ -40,7 +26,7 @@ class MergedEvents:
 
     async def serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves the viewer until it leaves, or this worker stops."""
-        own, streams = Events(), False
+        own, streams = WholeEvents(), False
         async with anyio.create_task_group() as group:
 
             async def send_own(message: Message) -> None:
@@ -60,10 +46,10 @@ class MergedEvents:
 
     async def _weave_in(self, scope: Scope, number: int, send: Send) -> None:
         """Passes on another worker's requests, and keeps its snapshots."""
-        events = Events()
+        events = WholeEvents()
         async for data in self._siblings.stream(number, scope["path"]):
             if data is None:  # it stopped, or does not run yet
-                events = Events()
+                events = WholeEvents()
                 self._snapshots.pop(number, None)
                 continue
             for event in events.feed(data):

@@ -29,11 +29,7 @@ from proxy.api.models import ALLOW_READS, answer_models, is_of_models, name_in
 from proxy.api.paths import check_native, checked_path
 from proxy.api.responses import KeptResponses, may_be_kept, name_of
 from proxy.api.websockets import WebSocketClient, check_websocket, with_key
-from proxy.errors import (
-    BodyTooLarge,
-    EncodedBody,
-    NoEngine,
-)
+from proxy.errors import BodyTooLarge, EncodedBody, NoEngine
 from proxy.flow import Flow
 from proxy.headers import REQUEST_ID_HEADER
 from proxy.request.calls import Call, Reply
@@ -151,7 +147,7 @@ class DataPlane:
 
     def _keeps(self, tenant: str | None, name: str) -> bool:
         """Whether a tenant's response is kept here, or by an engine that is known here."""
-        return self.responses.keeps(tenant, name) or self.flow.destinations.knows(tenant, name)
+        return self.responses.keeps(tenant, name) or self.flow.preparation.destinations.knows(tenant, name)
 
     async def _at_keeper(
         self, keepers: Keepers, name: str, call: Call, exchange: Exchange, reply: Reply

@@ -97,7 +97,7 @@ def _where(engine: Engine) -> str | None:
 
 
 def _exchange(peers: Peers, *, stands_by: bool) -> str:
-    """What people see of the exchange. A kvpin that is alone still serves."""
+    """The state of the exchange, in words. A kvpin that is alone still serves."""
     if not peers.is_connected:
         return "gone: this kvpin goes on alone"
     return "ok" if peers.is_ready or stands_by else "joining"

@@ -21,7 +21,7 @@ _AGAIN_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What one worker answered."""
+    """The answer of one worker."""
 
     status: int
     headers: HeaderPairs
@@ -68,7 +68,7 @@ class Siblings:
         return len(self._clients)
 
     async def stream(self, number: int, target: str) -> AsyncIterator[bytes | None]:
-        """What one of them streams, for ever: None whenever its stream ends, and it is asked again."""
+        """Yields the stream of one of them, for ever: None whenever it ends, before it is asked for again."""
         while True:
             try:
                 async with self._clients[number].stream("GET", target) as answer:

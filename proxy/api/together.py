@@ -1,4 +1,4 @@
-"""Lets one worker answer for all: what it answers beside the data plane, together with what the others would.
+"""Lets one worker answer for all, beside the data plane: its answer is merged with those of the others.
 
 The worker answers first, so that keys and bodies are checked once. Then it asks the others, who answer for
 themselves alone, and merges the answers. Changes are carried out by all, and those of engines are noted.
@@ -29,8 +29,8 @@ from proxy.control.merging import (
     merge_requests,
     merge_stats,
 )
+from proxy.observe.gauges import of_workers
 from proxy.observe.merging import merge_pages
-from proxy.observe.metrics import of_workers
 
 _ADMIN = "/admin/v1"
 _EVENTS, _CHANGES = ("GET", f"{_ADMIN}/events"), ("GET", PATH)
@@ -49,8 +49,8 @@ class _Rule:
         path: matches the paths.
         merge: makes the body of all good answers; None takes the first good one.
         once: one worker is enough. Others are asked only where this one does not know what is named.
-        named: what is made gets the id that this worker gave it.
-        change: what becomes of an engine: a worker that is started later is told.
+        named: the others use the id that this worker gave to what it made.
+        change: the change of an engine, which a worker that is started later is told; None for no change.
     """
 
     method: str
@@ -145,7 +145,7 @@ def _request(rule: _Rule, scope: Scope, own: Answer, body: bytes) -> _Request:
 
 
 async def _answer_of(app: ASGIApp, scope: Scope, receive: Receive) -> Answer:
-    """What an application answers."""
+    """The answer of an application."""
     status, headers, body = 500, HeaderPairs(), bytearray()
 
     async def keep(message: Message) -> None:

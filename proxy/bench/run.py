@@ -21,7 +21,7 @@ class BenchError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What is measured.
+    """The server to measure, and the load on it.
 
     Attributes:
         base_url: ends in `/v1`.

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -18,7 +19,7 @@ import typer
 if TYPE_CHECKING:
     import httpx
 
-DEFAULT_URL = "http://127.0.0.1:8000"
+_URL = "http://127.0.0.1:8000"
 POLL_S = 0.2
 TIMEOUT_S = 75.0
 _NO_KVPIN = "is no kvpin: name kvpin's address (--url or KVPIN_URL)"
@@ -37,11 +38,6 @@ _FLAGS = {name: f"--{name.replace('_', '-')}" for name in _SAME} | {
 _PATH = re.compile(r"^(.*) - at `\$\.(\w+)([^`]*)`$")
 _FIELD = re.compile(r"\b(token_ids|prompt_cache_key|cache_salt|ttl_s|extra_id|table_id)\b")
 
-UrlOption = Annotated[str, typer.Option("--url", envvar="KVPIN_URL", metavar="URL", help="Address of kvpin.")]
-AdminKeyOption = Annotated[
-    str | None,
-    typer.Option("--admin-key", envvar="KVPIN_ADMIN_KEY", metavar="KEY", help="Key of the admin API."),
-]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")]
 
 
@@ -53,13 +49,17 @@ class AdminError(Exception):
 class AdminClient:
     """Calls `/admin/v1` of one kvpin. A failure ends the program with one line and status 1.
 
+    Its fields are options of a command, see `options.py`.
+
     Attributes:
         url: its address.
         admin_key: its admin key; None takes the one in the file that KVPIN_ADMIN_KEY_FILE names, if any.
     """
 
-    url: str
-    admin_key: str | None
+    url: Annotated[str, typer.Option(envvar="KVPIN_URL", metavar="URL", help="Address of kvpin.")] = _URL
+    admin_key: Annotated[
+        str | None, typer.Option(envvar="KVPIN_ADMIN_KEY", metavar="KEY", help="Key of the admin API.")
+    ] = None
 
     def get(self, path: str, **query: str | int) -> Any:  # noqa: ANN401 - JSON
         """Sends a GET; returns the decoded answer."""
@@ -195,6 +195,21 @@ def fail(message: str) -> NoReturn:
     """Ends the program with one line on standard error and status 1."""
     typer.echo(f"kvpin: {message}", err=True)
     raise typer.Exit(1)
+
+
+def show(answer: Any, view: str, *, as_json: bool) -> None:  # noqa: ANN401 - JSON
+    """Prints an answer as JSON, or by a function that is imported late, because rich is slow to import.
+
+    Args:
+        answer: the answer.
+        view: module and name of the function, e.g. `tables.show_stats`.
+        as_json: print it as JSON.
+    """
+    if as_json:
+        print_json(answer)
+        return
+    module, _, name = view.partition(".")
+    getattr(import_module(f"proxy.cli.{module}"), name)(answer)
 
 
 def print_json(value: object) -> None:

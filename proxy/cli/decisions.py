@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from proxy.cli.grid import Grid, console
+from proxy.cli.grid import Grid, console, of_count
 
 # The terms of a cost and the titles of their columns. They fit into 80 characters without `_RARE`, which is
 # shown only where it is not zero.
@@ -52,8 +52,8 @@ def show_requests(requests: list[dict[str, Any]]) -> None:
         table.add(
             request["request_id"],
             request["engine"] or "",
-            _count(request["status"]),
-            *(_count(request[name]) for name in ("n_tokens", "predicted_tokens", "reported_tokens")),
+            of_count(request["status"]),
+            *(of_count(request[name]) for name in ("n_tokens", "predicted_tokens", "reported_tokens")),
             _ms(request["first_byte_s"]),
             _ms(request["duration_s"]),
             _why(request),
@@ -116,10 +116,6 @@ def _why(request: dict[str, Any]) -> str:
     if request["error"] is not None:
         return queued + str(request["error"])
     return queued + str(request["miss"] or "") + (f": {at}" if at is not None else "")
-
-
-def _count(value: int | None) -> str:
-    return "" if value is None else str(value)
 
 
 def _ms(seconds: float | None) -> str:

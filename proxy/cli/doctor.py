@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from proxy.cli.client import print_json
+from proxy.cli.client import show
 from proxy.cli.examples import example
 
 if TYPE_CHECKING:
     from engine_adapter import EngineSpec
+    from proxy.doctor.doctor import Examination
 
 _FINDINGS, _UNUSABLE = 1, 2
 # Stands for the kind until it is detected.
 _UNKNOWN = "engine"
+
+
+class UnusableEngine(Exception):
+    """An engine cannot be examined: why, in one sentence that names it."""
 
 
 def register(app: typer.Typer) -> None:
@@ -49,37 +56,62 @@ def doctor(
 
     Exit status 0: no findings; 1: findings; 2: the engine cannot be examined.
     """
-    from rich.console import Console  # noqa: PLC0415 - slow to import
-
-    from engine_adapter import EngineError  # noqa: PLC0415 - the other clients start quicker without
-    from proxy.doctor.doctor import examine  # noqa: PLC0415 - likewise
-    from proxy.observe.logs import configure_logs  # noqa: PLC0415 - likewise
-    from proxy.settings import LogSettings, SettingsError  # noqa: PLC0415 - likewise
-
-    configure_logs(LogSettings(level="error"))
     options = {"kind": kind, "api_key": api_key, "events": events, "tokenizer": tokenizer}
-    where = ""
+    given = {name: value for name, value in options.items() if value is not None}
     try:
-        spec, more = engine_of(engine, {name: value for name, value in options.items() if value is not None})
-        where = spec.url
-        with Console(stderr=True).status(f"asking {where} …"):
-            examination = asyncio.run(examine(spec, options=more, probe=probe))
-    except (SettingsError, EngineError) as error:
-        message = str(error)
-        typer.echo(f"kvpin: {message if where in message else f'{where}: {message}'}", err=True)
+        (examination,) = examined([engine], given, probe=probe)
+    except UnusableEngine as error:
+        typer.echo(f"kvpin: {error}", err=True)
         raise typer.Exit(_UNUSABLE) from None
     found = examination.as_json()
-    if as_json:
-        print_json(found)
-    else:
-        from proxy.cli.tables import show_examination  # noqa: PLC0415 - rich is slow to import
-
-        show_examination(found)
+    show(found, "examination.show_examination", as_json=as_json)
     if found["findings"]:
         raise typer.Exit(_FINDINGS)
 
 
-def engine_of(text: str, options: dict[str, str]) -> tuple[EngineSpec, dict[str, str]]:
+def examined(
+    engines: Sequence[str], options: Mapping[str, str] = MappingProxyType({}), *, probe: bool = False
+) -> list[Examination]:
+    """Examines engines at the same time; a terminal shows that it waits for them.
+
+    Args:
+        engines: as URL or KIND=URL[,name=value…].
+        options: further options of each, `kind` among them.
+        probe: send two short requests to each.
+
+    Raises:
+        UnusableEngine: one of them cannot be examined.
+    """
+    from rich.console import Console  # noqa: PLC0415 - slow to import
+
+    from proxy.observe.logs import configure_logs  # noqa: PLC0415 - the other clients start quicker without
+    from proxy.settings import LogSettings  # noqa: PLC0415 - likewise
+
+    async def all_of_them() -> list[Examination]:
+        return await asyncio.gather(*(_examine(each, dict(options), probe=probe) for each in engines))
+
+    configure_logs(LogSettings(level="error"))
+    addresses = ", ".join(each.partition(",")[0] for each in engines)
+    with Console(stderr=True).status(f"asking {addresses} …"):
+        return asyncio.run(all_of_them())
+
+
+async def _examine(text: str, options: dict[str, str], *, probe: bool) -> Examination:
+    from engine_adapter import EngineError  # noqa: PLC0415 - see above
+    from proxy.doctor.doctor import examine  # noqa: PLC0415 - see above
+    from proxy.settings import SettingsError  # noqa: PLC0415 - see above
+
+    address = ""
+    try:
+        spec, more = _engine_of(text, options)
+        address = spec.url
+        return await examine(spec, options=more, probe=probe)
+    except (SettingsError, EngineError) as error:
+        message = str(error)
+        raise UnusableEngine(message if address in message else f"{address}: {message}") from error
+
+
+def _engine_of(text: str, options: dict[str, str]) -> tuple[EngineSpec, dict[str, str]]:
     """The description of an engine given as URL or KIND=URL[,name=value…], and the options of its kind. The
     kind is empty where kvpin detects it.
 

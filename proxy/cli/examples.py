@@ -35,5 +35,5 @@ EXAMPLES = {
 
 
 def example(command: str) -> str:
-    """What stands below the options of a command's help; the first line keeps click from folding it."""
+    """The text below the options of a command's help. Its first line keeps click from folding it."""
     return f"\b\nExample:\n  {EXAMPLES[command]}"

@@ -16,6 +16,7 @@ from rich.text import Text
 _TEXT_WIDTH = 24
 # Width of output that is no terminal, such as a file.
 _FILE_WIDTH = 160
+_STATE_STYLES = {"ready": "green", "done": "green", "precise": "green", "failed": "red", "down": "red"}
 _CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")
 
 
@@ -33,7 +34,7 @@ class Grid:
         columns: their titles.
         text: the column of free text: folded where the rest leaves too little room.
         less: columns that are left out, in this order, until the others fit.
-        numbers: columns that stand to the right.
+        numbers: columns that are aligned to the right.
         gap: spaces between columns.
         title: a line above.
         rows: the cells, as `add` takes them.
@@ -102,6 +103,16 @@ class Grid:
             cells = (row[at] for at in shown)
             table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in cells))
         return table
+
+
+def of_state(state: str, more: str = "") -> Text:
+    """The cell of a state, in its colour, and plain text behind it."""
+    return Text(state, _STATE_STYLES.get(state, "")).append(more, "default")
+
+
+def of_count(value: int | None) -> str:
+    """The cell of a number; empty where it is not known."""
+    return "" if value is None else str(value)
 
 
 def _shown(text: str) -> str:

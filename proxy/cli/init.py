@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from proxy.cli.client import fail
-from proxy.cli.doctor import engine_of
+from proxy.cli.doctor import UnusableEngine, examined
 from proxy.cli.examples import example
 
 if TYPE_CHECKING:
@@ -36,10 +35,6 @@ reuse = true          # route by KV cache
 """
 
 
-class _Unusable(Exception):
-    """An engine cannot be examined: why, in one sentence."""
-
-
 def register(app: typer.Typer) -> None:
     """Adds the command."""
     app.command("init", epilog=example("init"))(init)
@@ -60,7 +55,11 @@ def init(
     """Ask engines what they are, and write a commented settings file for `kvpin serve --config`."""
     if output != _STDOUT and output.exists() and not force:
         fail(f"{str(output)!r} exists: name another file with --output, or give --force")
-    text = settings_text(_examined(engines), str(_FILE if output == _STDOUT else output))
+    try:
+        found = zip(examined(engines), map(_given, engines), strict=True)
+    except UnusableEngine as error:
+        fail(str(error))
+    text = settings_text(found, str(_FILE if output == _STDOUT else output))
     if output == _STDOUT:
         typer.echo(text, nl=False)
         return
@@ -74,7 +73,7 @@ def init(
     typer.echo(f"wrote {output}; start with: kvpin serve --config {output}")
 
 
-def settings_text(engines: Sequence[tuple[Examination, Mapping[str, str]]], file: str) -> str:
+def settings_text(engines: Iterable[tuple[Examination, Mapping[str, str]]], file: str) -> str:
     """The settings file for examined engines, each with the options that the operator gave."""
     return "\n".join(
         [_HEAD.format(file=_plain(file)), *(_entry(found, options) for found, options in engines)]
@@ -97,39 +96,6 @@ def _comments(found: Examination) -> Iterator[str]:
         yield f"Finding: {finding.problem}"
         if finding.remedy:
             yield f"Remedy: {finding.remedy}"
-
-
-def _examined(engines: Sequence[str]) -> list[tuple[Examination, dict[str, str]]]:
-    """The engines, each with the options that the operator gave; ends the program if one is unusable."""
-    from rich.console import Console  # noqa: PLC0415 - slow to import
-
-    from proxy.observe.logs import configure_logs  # noqa: PLC0415 - likewise
-    from proxy.settings import LogSettings  # noqa: PLC0415 - likewise
-
-    async def examined() -> list[tuple[Examination, dict[str, str]]]:
-        return await asyncio.gather(*map(_examine, engines))
-
-    configure_logs(LogSettings(level="error"))
-    with Console(stderr=True).status(f"asking {', '.join(engines)} …"):
-        try:
-            return asyncio.run(examined())
-        except _Unusable as error:
-            fail(str(error))
-
-
-async def _examine(text: str) -> tuple[Examination, dict[str, str]]:
-    from engine_adapter import EngineError  # noqa: PLC0415 - see above
-    from proxy.doctor.doctor import examine  # noqa: PLC0415 - see above
-    from proxy.settings import SettingsError  # noqa: PLC0415 - see above
-
-    address = text
-    try:
-        spec, more = engine_of(text, {})
-        address = spec.url
-        return await examine(spec, options=more, probe=False), _given(text)
-    except (SettingsError, EngineError) as error:
-        message = str(error)
-        raise _Unusable(message if address in message else f"{address}: {message}") from error
 
 
 def _given(text: str) -> dict[str, str]:

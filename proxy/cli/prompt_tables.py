@@ -8,17 +8,9 @@ from urllib.parse import quote
 
 import typer
 
-from proxy.cli.client import (
-    DEFAULT_URL,
-    AdminClient,
-    AdminKeyOption,
-    JsonOption,
-    UrlOption,
-    fail,
-    print_json,
-    refuse_early_options,
-)
+from proxy.cli.client import AdminClient, JsonOption, fail, print_json, refuse_early_options, show
 from proxy.cli.examples import example
+from proxy.cli.options import with_options
 
 tables_app = typer.Typer(help="List, show, register and delete prompt tables.", rich_markup_mode=None)
 _PATH = "/prompt_tables"
@@ -31,54 +23,36 @@ def register(app: typer.Typer) -> None:
 
 
 @tables_app.callback(invoke_without_command=True)
-def tables(
-    context: typer.Context,
-    url: UrlOption = DEFAULT_URL,
-    admin_key: AdminKeyOption = None,
-    as_json: JsonOption = False,
-) -> None:
+@with_options
+def tables(*, context: typer.Context, kvpin: AdminClient, as_json: JsonOption = False) -> None:
     """List prompt tables (p-tuning); or show, register, delete one."""
     refuse_early_options(context)
     if context.invoked_subcommand is None:
-        list_tables(url, admin_key, as_json)
+        _show_all(kvpin, as_json=as_json)
 
 
 @tables_app.command("list", epilog=example("tables list"))
-def list_tables(
-    url: UrlOption = DEFAULT_URL, admin_key: AdminKeyOption = None, as_json: JsonOption = False
-) -> None:
+@with_options
+def list_tables(*, kvpin: AdminClient, as_json: JsonOption = False) -> None:
     """List the registered tables."""
-    answer = AdminClient(url, admin_key).get(_PATH)
-    if as_json:
-        print_json(answer)
-        return
-    from proxy.cli.tables import show_prompt_tables  # noqa: PLC0415 - rich is slow to import
-
-    show_prompt_tables(answer["prompt_tables"])
+    _show_all(kvpin, as_json=as_json)
 
 
 @tables_app.command("show", epilog=example("tables show"))
-def show(
-    table_id: TableId,
-    url: UrlOption = DEFAULT_URL,
-    admin_key: AdminKeyOption = None,
-    as_json: JsonOption = False,
-) -> None:
+@with_options
+def show_table(*, table_id: TableId, kvpin: AdminClient, as_json: JsonOption = False) -> None:
     """Show a table, and how a request names it."""
-    registered = AdminClient(url, admin_key).get(_PATH)["prompt_tables"]
+    registered = kvpin.get(_PATH)["prompt_tables"]
     table = next((each for each in registered if each["table_id"] == table_id), None)
     if table is None:
         fail(f"there is no prompt table {table_id!r}")
-    if as_json:
-        print_json(table)
-        return
-    from proxy.cli.tables import show_prompt_table  # noqa: PLC0415 - see above
-
-    show_prompt_table(table)
+    show(table, "tables.show_prompt_table", as_json=as_json)
 
 
 @tables_app.command("put", epilog=example("tables put"))
+@with_options
 def put(
+    *,
     file: Annotated[
         Path, typer.Argument(metavar="FILE", help="safetensors with one float tensor of rows × hidden size.")
     ],
@@ -89,8 +63,7 @@ def put(
         int | None,
         typer.Option(metavar="N", help="The identity of its KV, 1 to 2**64-1 [from its content]."),
     ] = None,
-    url: UrlOption = DEFAULT_URL,
-    admin_key: AdminKeyOption = None,
+    kvpin: AdminClient,
     as_json: JsonOption = False,
 ) -> None:
     """Register a table with kvpin and every engine that holds tables, or with none."""
@@ -100,7 +73,7 @@ def put(
         fail(f"{str(file)!r} cannot be read: {error.strerror}")
     given = {"id": table_id, "extra_id": extra_id}
     query = {name: value for name, value in given.items() if value is not None}
-    table = AdminClient(url, admin_key).upload(_PATH, content, **query)
+    table = kvpin.upload(_PATH, content, **query)
     if as_json:
         print_json(table)
     else:
@@ -108,7 +81,12 @@ def put(
 
 
 @tables_app.command("delete", epilog=example("tables delete"))
-def delete(table_id: TableId, url: UrlOption = DEFAULT_URL, admin_key: AdminKeyOption = None) -> None:
+@with_options
+def delete(*, table_id: TableId, kvpin: AdminClient) -> None:
     """Delete a table here and on the engines."""
-    AdminClient(url, admin_key).delete(f"{_PATH}/{quote(table_id, safe='')}")
+    kvpin.delete(f"{_PATH}/{quote(table_id, safe='')}")
     typer.echo(f"deleted {table_id}")
+
+
+def _show_all(kvpin: AdminClient, *, as_json: bool) -> None:
+    show(kvpin.get(_PATH), "tables.show_prompt_tables", as_json=as_json)

@@ -1,4 +1,4 @@
-"""Answers of the admin API, and of `kvpin doctor`, as tables for people."""
+"""Answers of the admin API as tables for people."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
-from rich.text import Text
 
-from proxy.cli.grid import Grid, console
-
-_STATE_STYLES = {"ready": "green", "done": "green", "precise": "green", "failed": "red", "down": "red"}
+from proxy.cli.grid import Grid, console, of_state
 
 
-def show_engines(engines: list[dict[str, Any]]) -> None:
-    """One row per engine."""
+def show_engines(answer: dict[str, Any]) -> None:
+    """Prints one row per engine."""
+    _show_engines(answer["engines"])
+
+
+def _show_engines(engines: list[dict[str, Any]]) -> None:
     table = Grid(
         ("engine", "kind", "address", "state", "model", "view", "in flight", "served", "last error"),
         text="last error",
@@ -27,9 +28,9 @@ def show_engines(engines: list[dict[str, Any]]) -> None:
             engine["id"],
             engine["kind"],
             engine["url"],
-            _state(engine["state"]),
+            of_state(engine["state"]),
             engine["model"] or "",
-            _state(engine["trust"]),
+            of_state(engine["trust"]),
             str(engine["in_flight"]),
             str(engine["served"]),
             " ".join((engine["last_error"] or "").split()),
@@ -39,55 +40,57 @@ def show_engines(engines: list[dict[str, Any]]) -> None:
 
 def show_stats(stats: dict[str, Any]) -> None:
     """Pools, engines, pins, totals."""
-    out = console()
+    out, exchange, totals = console(), stats["exchange"], stats["totals"]
     for pool in stats["pools"]:
-        table = Grid(
-            ("engine", "state", "view", "gpu", "host", "disk", "in flight", "served", "exact", "cached"),
-            text="view",
-            less=("disk", "host", "served", "cached", "exact"),
-            title=f"{pool['model']}: {pool['index_entries']} blocks of {pool['tokens_per_block']} tokens",
-        )
-        for engine in pool["engines"]:
-            audit, blocks = engine["audit"], engine["blocks"]
-            table.add(
-                engine["id"],
-                _state(engine["state"]),
-                _state(engine["trust"], f" ({engine['why']})"),
-                *(str(blocks[tier]) for tier in ("gpu", "host", "disk")),
-                str(engine["in_flight"]),
-                str(engine["served"]),
-                f"{audit['exact']} of {audit['checked']}",
-                f"{audit['reported_tokens']} tokens",
-            )
-        table.print(out)
-        if pool["tokenisation"] is not None:
-            out.print(pool["tokenisation"]["detail"], markup=False)
-        for engine in pool["engines"]:
-            _show_slots(out, engine)
-            if stats["exchange"] is not None and engine["owner"] is not None:
-                out.print(f"{engine['id']}: used only by this kvpin, {engine['owner']}", markup=False)
+        _show_pool(out, pool, is_shared=exchange is not None)
     _show_unconnected(out, stats)
     if stats["pins"]:
-        table = Grid(("pin", "target", "engines", "blocks", "ends in"), text="engines")
-        for pin in stats["pins"]:
-            engines = ", ".join(pin["engines"])
-            table.add(
-                pin["pin_id"],
-                pin["target"],
-                engines,
-                str(pin["blocks"]),
-                f"{pin['expires_in_s']:.0f} s",
-            )
-        table.print(out)
-    if (exchange := stats["exchange"]) is not None:
-        _show_exchange(exchange)
-    totals = stats["totals"]
+        _show_pins(out, stats["pins"])
+    if exchange is not None:
+        _show_exchange(out, exchange)
     elsewhere = f" and {totals['elsewhere']} used through another kvpin" if totals["elsewhere"] else ""
     out.print(
         f"{totals['ready']} of {totals['engines']} engines ready{elsewhere}, "
         f"{totals['in_flight']} requests in flight, {totals['served']} served; "
         f"reuse is {'on' if stats['reuse'] else 'off'}"
     )
+
+
+def _show_pool(out: Console, pool: dict[str, Any], *, is_shared: bool) -> None:
+    """The engines of a pool. `is_shared`: there are other kvpins, which may own some of them."""
+    table = Grid(
+        ("engine", "state", "view", "gpu", "host", "disk", "in flight", "served", "exact", "cached"),
+        text="view",
+        less=("disk", "host", "served", "cached", "exact"),
+        title=f"{pool['model']}: {pool['index_entries']} blocks of {pool['tokens_per_block']} tokens",
+    )
+    for engine in pool["engines"]:
+        audit, blocks = engine["audit"], engine["blocks"]
+        table.add(
+            engine["id"],
+            of_state(engine["state"]),
+            of_state(engine["trust"], f" ({engine['why']})"),
+            *(str(blocks[tier]) for tier in ("gpu", "host", "disk")),
+            str(engine["in_flight"]),
+            str(engine["served"]),
+            f"{audit['exact']} of {audit['checked']}",
+            f"{audit['reported_tokens']} tokens",
+        )
+    table.print(out)
+    if pool["tokenisation"] is not None:
+        out.print(pool["tokenisation"]["detail"], markup=False)
+    for engine in pool["engines"]:
+        _show_slots(out, engine)
+        if is_shared and engine["owner"] is not None:
+            out.print(f"{engine['id']}: used only by this kvpin, {engine['owner']}", markup=False)
+
+
+def _show_pins(out: Console, pins: list[dict[str, Any]]) -> None:
+    table = Grid(("pin", "target", "engines", "blocks", "ends in"), text="engines")
+    for pin in pins:
+        ends, engines = f"{pin['expires_in_s']:.0f} s", ", ".join(pin["engines"])
+        table.add(pin["pin_id"], pin["target"], engines, str(pin["blocks"]), ends)
+    table.print(out)
 
 
 def _show_unconnected(out: Console, stats: dict[str, Any]) -> None:
@@ -101,22 +104,22 @@ def _show_unconnected(out: Console, stats: dict[str, Any]) -> None:
         out.print(f"{said}: {stats['passed_on'].get(engine['owner'], 0)} so far", markup=False)
     if lost:
         out.print("not connected:")
-        show_engines(lost)
+        _show_engines(lost)
 
 
-def show_prompt_tables(prompt_tables: list[dict[str, Any]]) -> None:
-    """One row per prompt table."""
+def show_prompt_tables(answer: dict[str, Any]) -> None:
+    """Prints one row per prompt table."""
     columns = ("table", "rows", "hidden", "bytes", "extra id")
     table = Grid(columns, less=("extra id",), numbers=("rows", "hidden", "bytes"))
-    for each in prompt_tables:
+    for each in answer["prompt_tables"]:
         counts = (str(each[name]) for name in ("rows", "hidden", "bytes", "extra_id"))
         table.add(each["table_id"], *counts)
     table.print(console())
 
 
 def show_prompt_table(prompt_table: dict[str, Any]) -> None:
-    """One prompt table, and how a request names it."""
-    show_prompt_tables([prompt_table])
+    """Prints one prompt table, and how a request names it."""
+    show_prompt_tables({"prompt_tables": [prompt_table]})
     out, last = console(), prompt_table["rows"] - 1
     out.print(
         f'\nA request to /v1/completions names it with "prompt_table": "{prompt_table["table_id"]}". In its '
@@ -126,9 +129,8 @@ def show_prompt_table(prompt_table: dict[str, Any]) -> None:
     )
 
 
-def _show_exchange(exchange: dict[str, Any]) -> None:
+def _show_exchange(out: Console, exchange: dict[str, Any]) -> None:
     """The other kvpins."""
-    out = console()
     if not exchange["connected"]:
         out.print("the exchange is gone: this kvpin goes on alone")
     table = Grid(
@@ -187,7 +189,7 @@ def show_operation(operation: dict[str, Any]) -> None:
         table.add(
             part["engine"],
             part["verb"],
-            _state(part["state"]),
+            of_state(part["state"]),
             f"{part['done']} of {part['total']}",
             str(part["bytes"]),
             left,
@@ -199,42 +201,6 @@ def show_operation(operation: dict[str, Any]) -> None:
         out.print(f"{name}: {value}", markup=False)
     if operation["note"]:
         out.print(operation["note"], markup=False)
-
-
-def show_examination(found: dict[str, Any]) -> None:
-    """An examined engine, and what keeps kvpin from using it fully."""
-    out = console()
-    table = Grid(("name", "text"), text="text")
-    for name, text in _of_engine(found):
-        table.add(Text(name, "bold"), text)
-    table.print(out, header=False)
-    for number, finding in enumerate(found["findings"], 1):
-        out.print(f"\n{number}. {finding['problem']}", markup=False)
-        if finding["remedy"]:
-            out.print(f"   → {finding['remedy']}", markup=False)
-    if not found["findings"]:
-        out.print("\nno findings")
-
-
-def _of_engine(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    yield "engine", f"{found['kind']} {found['version']}".rstrip() + ", detected" * found["detected"]
-    yield "model", found["model"] + "".join(f", LoRA {name}" for name in found["loras"])
-    yield "context", f"{found['max_model_len'] or 'unknown'} tokens"
-    block = found["tokens_per_block"]
-    counts = [
-        f"{blocks} on {tier}" for tier in ("gpu", "host") if (blocks := found[f"{tier}_blocks"]) is not None
-    ]
-    yield "blocks", f"{block or 'unknown'} tokens each" + "".join(f", {count}" for count in counts)
-    yield "load", f"{found['running']} running, {found['waiting']} waiting"
-    yield "can", ", ".join(found["can"])
-    for at, (name, instead) in enumerate(found["cannot"].items()):
-        yield "" if at else "cannot", f"{name}: {instead}"
-    yield "tokens", found["tokenisation"]["detail"]
-    yield "events", found["view"]["detail"]
-    probe = found["probe"]
-    if probe is not None and probe["error"] is None:
-        reported = f"the engine reports {probe['reported']} of {probe['n_tokens']} tokens reused"
-        yield "probe", f"sent twice: {reported}, kvpin predicted {probe['predicted']}"
 
 
 @contextmanager
@@ -253,7 +219,3 @@ def progress_bar(verb: str) -> Iterator[Any]:
                 progress.update(bars[name], completed=part["done"], total=part["total"] or None)
 
         yield show
-
-
-def _state(state: str, more: str = "") -> Text:
-    return Text(state, _STATE_STYLES.get(state, "")).append(more, "default")

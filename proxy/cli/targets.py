@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any
 
 import typer
 
 from proxy.cli.client import fail
 
-Verb = Callable[..., None]
 # Flags that name a prompt or a prefix → their fields.
 _PREFIXES = {
     "--messages-file": "messages_file",
@@ -122,32 +119,6 @@ class TargetOptions(PrefixOptions):
             fail(f"name a target: use one of {', '.join(_PREFIXES)}, --engine, --tenant, --all")
         if given:
             super(TargetOptions, self)._check(given)
-
-
-def with_target(command: Callable[..., None]) -> Verb:
-    """Adds the options of its argument `target` to a command."""
-    own = inspect.signature(command, eval_str=True)
-    kind: type[RequestOptions] = own.parameters["target"].annotation
-    names = [field.name for field in fields(kind)]
-    hints = get_type_hints(kind, include_extras=True)
-
-    def run(**options: Any) -> None:  # noqa: ANN401 - typer passes what it parsed
-        target = kind(**{name: options.pop(name) for name in names})
-        command(target=target, **options)
-
-    shared = [
-        inspect.Parameter(
-            field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=hints[field.name]
-        )
-        for field in fields(kind)
-    ]
-    rest = [parameter for name, parameter in own.parameters.items() if name != "target"]
-    parameters = [*shared, *rest]
-    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # what typer reads
-    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    run.__doc__ = command.__doc__
-    run.__name__ = command.__name__
-    return run
 
 
 def _chat(name: str) -> dict[str, Any]:

@@ -6,18 +6,19 @@ import time
 
 import typer
 
-from proxy.cli.client import DEFAULT_URL, AdminClient, AdminError, AdminKeyOption, UrlOption, fail
+from proxy.cli.client import AdminClient, AdminError, fail
 from proxy.cli.examples import example
+from proxy.cli.options import with_options
 
 _AGAIN_S = 1.0
 
 
 def register(app: typer.Typer) -> None:
     """Adds the command."""
-    app.command("top", epilog=example("top"))(top)
+    app.command("top", epilog=example("top"))(with_options(top))
 
 
-def top(url: UrlOption = DEFAULT_URL, admin_key: AdminKeyOption = None) -> None:
+def top(*, kvpin: AdminClient) -> None:
     """Watch engines, and requests as they pass, until Ctrl-C.
 
     Where the output is no terminal, it prints the engines once.
@@ -27,12 +28,12 @@ def top(url: UrlOption = DEFAULT_URL, admin_key: AdminKeyOption = None) -> None:
     from proxy.cli.grid import console  # noqa: PLC0415 - likewise
     from proxy.cli.top_view import TopView  # noqa: PLC0415 - likewise
 
-    client, out, view = AdminClient(url, admin_key), console(), TopView(url)
+    out, view = console(), TopView(kvpin.url)
     try:
-        events = client.events("/events")
+        events = kvpin.events("/events")
         first = next(events, None)
         if first is None:
-            fail(f"{url} sends no events: it is no kvpin, or is about to stop")
+            fail(f"{kvpin.url} sends no events: it is no kvpin, or is about to stop")
         view.take(*first)
         if not out.is_terminal:
             out.print(view)
@@ -46,7 +47,7 @@ def top(url: UrlOption = DEFAULT_URL, admin_key: AdminKeyOption = None) -> None:
                 except AdminError as error:
                     view.problem = f"{error}; trying again"
                 time.sleep(_AGAIN_S)
-                events = client.events("/events")
+                events = kvpin.events("/events")
     except AdminError as error:
         fail(str(error))
     except KeyboardInterrupt:

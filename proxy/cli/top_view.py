@@ -1,4 +1,4 @@
-"""What `kvpin top` shows: the last snapshot and the last requests, drawn to fit the terminal."""
+"""The screen of `kvpin top`: the last snapshot and the last requests, drawn to fit the terminal."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from typing import Any
 from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.text import Text
 
-from proxy.cli.grid import Grid
+from proxy.cli.grid import Grid, of_count, of_state
 
 # Seconds that rates are taken over.
 WINDOW_S = 10.0
 # Requests that are kept; a terminal shows fewer.
 _KEPT = 200
-_STATE_STYLES = {"ready": "green", "precise": "green", "down": "red", "failed": "red"}
 # Lines of titles, head and blank lines around both tables.
 _OTHER_LINES = 8
 
@@ -104,8 +103,8 @@ class TopView:
             table.add(
                 engine["id"],
                 engine["model"] or "",
-                _styled(engine["state"]),
-                _styled(engine["trust"]),
+                of_state(engine["state"]),
+                of_state(engine["trust"]),
                 f"{engine['queue_s']:.2f} s",
                 str(engine["in_flight"]),
                 _filled(engine, "gpu"),
@@ -127,10 +126,10 @@ class TopView:
                 time.strftime("%H:%M:%S", time.localtime(request["started"])),
                 request["engine"] or "",
                 str(request["status"] or "…"),
-                _count(request["n_tokens"]),
-                _count(request["available_tokens"]),
-                _count(request["predicted_tokens"]),
-                _count(request["reported_tokens"]),
+                of_count(request["n_tokens"]),
+                of_count(request["available_tokens"]),
+                of_count(request["predicted_tokens"]),
+                of_count(request["reported_tokens"]),
                 "" if first_byte is None else f"{first_byte * 1000:.0f} ms",
                 request["why"] or "",
             )
@@ -138,12 +137,8 @@ class TopView:
 
 
 def _before(requests: int) -> str:
-    """What is said of requests that ended before the watch began."""
+    """A line about the requests that ended before the watch began."""
     return f"{requests} requests so far: `kvpin requests` lists the last" if requests else "no requests yet"
-
-
-def _styled(state: str) -> Text:
-    return Text(state, _STATE_STYLES.get(state, ""))
 
 
 def _filled(engine: dict[str, Any], tier: str) -> str:
@@ -156,7 +151,3 @@ def _filled(engine: dict[str, Any], tier: str) -> str:
 
 def _share(part: int, whole: int) -> str:
     return f"{part / whole:.0%}" if whole else ""
-
-
-def _count(value: int | None) -> str:
-    return "" if value is None else str(value)

@@ -10,6 +10,6 @@ retry_budget.py  retries of all requests together
 audit.py      predicted against reported cached tokens → trust
 pins.py       what operators asked to keep
 retention.py  what clients asked to keep
-misses.py     why a prompt's KV was not reused, also in the words of the APIs
+misses.py     why a prompt's KV was not reused      diagnostics.py  the same in the words of the APIs
 differences.py  where two requests differ
 """

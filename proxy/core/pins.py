@@ -32,12 +32,15 @@ class Pin:
 
 
 class PinBook:
-    """The active pins. When a pin expires, the book drops it, and each engine does so by itself."""
+    """The active pins. When a pin expires, the book drops it, and each engine does so by itself.
 
-    def __init__(self, changed: Callable[[], None] = lambda: None) -> None:
-        """`changed` is called when pins come, or go before they expire."""
+    Attributes:
+        changed: called when pins come, or go before they expire.
+    """
+
+    def __init__(self) -> None:
         self._pins: dict[str, Pin] = {}
-        self.changed = changed
+        self.changed: Callable[[], None] = lambda: None
 
     def add(self, pin: Pin) -> None:
         """Notes a pin."""

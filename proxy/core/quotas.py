@@ -135,7 +135,7 @@ class Quota:
         self._changed.add(self)
 
     def take(self) -> Use:
-        """What was used here since the last call."""
+        """The use here since the last call."""
         use = Use(self._new_requests, self._new_tokens, self._running)
         self._new_requests = self._new_tokens = 0
         return use

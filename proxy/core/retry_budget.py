@@ -1,6 +1,7 @@
 """Retries of all requests together, so that they never multiply the load on engines that refuse it.
 
-Only retries after an engine's answer count. What a lost engine leaves is work that nobody does any more.
+Only retries after an engine's answer count. A lost engine no longer does its requests: to retry them adds no
+load.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ class Cluster:
         )
 
     def namespace(self) -> str:
-        """That of this pod. Raises SourceError."""
+        """The namespace of this pod. Raises SourceError."""
         return self._read("namespace")
 
     def _authorised(self, request: httpx.Request) -> httpx.Request:

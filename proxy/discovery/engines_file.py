@@ -36,7 +36,7 @@ class FileFinder:
             await asyncio.sleep(PAUSE_S)
 
     def _read(self, seen: _Stamp | None) -> tuple[_Stamp, tuple[EngineSettings, ...] | None]:
-        """What tells that the file changed, and its engines if it did."""
+        """A stamp that changes with the file, and the file's engines if it has changed."""
         try:
             stat = self.path.stat()
             stamp = (stat.st_mtime_ns, stat.st_ino, stat.st_size)

@@ -1,4 +1,4 @@
-"""What finders give."""
+"""Engines as finders find them."""
 
 from __future__ import annotations
 

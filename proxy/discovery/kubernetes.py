@@ -29,7 +29,7 @@ PAUSE_S = 0.5
 
 
 class _Object(msgspec.Struct, rename="camel"):
-    """What all objects of the API have in common."""
+    """Base of the API's objects, whose fields are in camel case."""
 
 
 class _Metadata(_Object):

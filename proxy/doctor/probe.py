@@ -28,6 +28,7 @@ from proxy.fleet.fleet import Fleet
 from proxy.fleet.ingest import Ingest, has_exact_events
 from proxy.flow import Flow
 from proxy.prompt import MediaUuids, PromptBuilder
+from proxy.ready import Preparation
 from proxy.request.calls import Call, Nobody, Reply
 from proxy.request.forward import Forwarder
 from proxy.request.records import RequestLog, RequestRecord
@@ -90,13 +91,15 @@ class ProbedEngine:
         self._pool.prompts = builder
         self._engine.state = EngineState.READY
         self._records = RequestLog(capacity=2)
+        tenants = Tenants(())
         self._flow = Flow(
             fleet=fleet,
-            destinations=Destinations(fleet, isolated=False),
+            preparation=Preparation(
+                Destinations(fleet, isolated=False), tenants, MediaUuids(), {}, reuse=True
+            ),
             forwarder=Forwarder(self._transport),
             ingest=self._ingest,
-            tenants=Tenants(()),
-            media=MediaUuids(),
+            tenants=tenants,
             requests=self._records,
             retries=0,
             observe=lambda _record: None,

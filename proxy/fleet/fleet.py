@@ -17,8 +17,8 @@ from proxy.core.peers.telling import OwnRequests
 from proxy.error_codes import Code
 from proxy.errors import Conflict, NoEngine, NotFound
 from proxy.fleet.engine import TOKENS_PER_BLOCK, Engine, EngineState
-from proxy.fleet.line import QueueLimits
 from proxy.fleet.pool import Pool
+from proxy.settings import LimitSettings
 
 log = structlog.get_logger(__name__)
 
@@ -41,7 +41,7 @@ class Fleet:
         self,
         aliases: Mapping[str, str] | None = None,
         default_model: str | None = None,
-        queue: QueueLimits | None = None,
+        queue: LimitSettings | None = None,
     ) -> None:
         """`aliases`: further names of models and LoRA adapters. `default_model`: serves all other names.
         `queue`: the bounds of each pool's queue."""
@@ -69,7 +69,7 @@ class Fleet:
             engine.give_to(None)
         return engine
 
-    def bound_queues(self, queue: QueueLimits) -> None:
+    def bound_queues(self, queue: LimitSettings) -> None:
         """Other bounds of each pool's queue."""
         self._queue = queue
         for pool in self.pools.values():
@@ -242,7 +242,7 @@ class Fleet:
         raise self.not_served(model)
 
     def _why_none(self) -> str:
-        """What a client is told while no engine has connected."""
+        """The error's text while no engine has connected."""
         processes = [engine.process for engine in self.engines.values()]
         if processes and all(each is not None and each.given_up for each in processes):
             return "no engine runs: kvpin has given up starting them, and `kvpin engines` says why"

@@ -10,7 +10,6 @@ from http import HTTPStatus
 from types import TracebackType
 from typing import Any, Protocol, Self
 
-import msgspec
 from msgspec.structs import replace
 
 from engine_adapter import EngineInfo, EngineUnavailable, Hold, IncomingResponse
@@ -21,24 +20,11 @@ from proxy.core.placement.decision import NOTHING, Placement, predict
 from proxy.core.placement.gather import leader, patience_s
 from proxy.core.placement.load import Work
 from proxy.core.placement.placer import PlacedRequest, Placer
+from proxy.settings import TimeoutSettings
 
 # Seconds that an answer of a lost engine may be silent. An engine that only failed its health check, because
 # it is busy, still sends.
 SILENCE_S = 5.0
-
-
-class Timeouts(msgspec.Struct, frozen=True):
-    """The longest times that an engine may take, in seconds.
-
-    Attributes:
-        first_byte_s: to the first byte of an answer. An answer that is no stream begins when it is complete.
-        idle_s: from one piece of an answer to the next, the client's reading included.
-        total_s: from a request to the end of its answer, all attempts together; None for no limit.
-    """
-
-    first_byte_s: float = 1800.0
-    idle_s: float = 600.0
-    total_s: float | None = None
 
 
 class LeasedEngine(Protocol):
@@ -279,7 +265,7 @@ class Lease:
         if self.telling is not None:
             (self.telling.first_token if streamed else self.telling.answered)()
 
-    def end_if_late(self, now: float, limits: Timeouts) -> None:
+    def end_if_late(self, now: float, limits: TimeoutSettings) -> None:
         """Ends the request if its engine takes too long. Called every now and then."""
         answer, total_s = self._answer, limits.total_s
         if total_s is not None and now - self.arrived > total_s:

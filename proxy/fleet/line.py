@@ -8,28 +8,13 @@ from dataclasses import dataclass
 from math import ceil
 from time import monotonic
 
-import msgspec
-
 from proxy.core.admission import MAX_RETRY_S, Entry, FairQueue, Pace, retry_after_s
 from proxy.errors import Overloaded
+from proxy.settings import LimitSettings
 
 # Load falls as time passes. A pool with waiting requests is looked at this often; its engines still have
 # `HOLD_S` of work.
 TICK_S = 0.05
-
-
-class QueueLimits(msgspec.Struct, frozen=True):
-    """Bounds of a pool's queue.
-
-    Attributes:
-        wait_s: nobody waits longer.
-        requests: the most that wait.
-        total_bytes: the most bytes that their bodies have together.
-    """
-
-    wait_s: float = 300.0
-    requests: int = 1000
-    total_bytes: int = 2**29
 
 
 @dataclass(slots=True, eq=False)
@@ -41,9 +26,9 @@ class _Waiter:
 class Line:
     """The queue of a pool. It has no task: while nothing waits it costs nothing."""
 
-    def __init__(self, limits: QueueLimits | None = None) -> None:
-        self._limits = limits or QueueLimits()
-        self._queue = FairQueue[_Waiter](self._limits.requests, self._limits.total_bytes)
+    def __init__(self, limits: LimitSettings | None = None) -> None:
+        self._limits = limits or LimitSettings()
+        self._queue = FairQueue[_Waiter](self._limits.queue_requests, self._limits.queue_bytes)
         self._pace = Pace()
         self._called: Entry[_Waiter] | None = None  # it goes now, and its engine does not count it yet
         self._timer: asyncio.TimerHandle | None = None
@@ -51,10 +36,10 @@ class Line:
     def __len__(self) -> int:
         return len(self._queue)
 
-    def bound(self, limits: QueueLimits) -> None:
+    def bound(self, limits: LimitSettings) -> None:
         """Other bounds. Beyond lower ones, some that wait are refused when the next one comes."""
         self._limits = limits
-        self._queue.max_entries, self._queue.max_bytes = limits.requests, limits.total_bytes
+        self._queue.max_entries, self._queue.max_bytes = limits.queue_requests, limits.queue_bytes
 
     async def wait(
         self,
@@ -80,7 +65,7 @@ class Line:
         Raises:
             Overloaded: the wait is longer than the limit or than its client waits, or there is no room.
         """
-        now, limit_s = monotonic(), min(self._limits.wait_s, deadline_s or self._limits.wait_s)
+        now, limit_s = monotonic(), min(self._limits.queue_s, deadline_s or self._limits.queue_s)
         wait_s = None
         if self._queue:
             wait_s = self._pace.wait_s(now, self._queue.ahead(tenant, priority, tokens))

@@ -14,9 +14,9 @@ from engine_adapter import Capability, EngineError, EngineTaken, EngineUnavailab
 from proxy.fleet.engine import Engine, EngineState, this_kvpin
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.ingest import Ingest
-from proxy.fleet.lease import Timeouts
 from proxy.fleet.tokenisation import Tokenisation
 from proxy.prompt import PromptTables
+from proxy.settings import TimeoutSettings
 from proxy.tasks import Supervisor
 
 log = structlog.get_logger(__name__)
@@ -61,7 +61,7 @@ class Monitor:
         interval_s: float,
         timeout_s: float,
         isolated: bool = False,
-        timeouts: Timeouts | None = None,
+        timeouts: TimeoutSettings | None = None,
     ) -> None:
         self._fleet = fleet
         self._tasks = tasks
@@ -70,10 +70,10 @@ class Monitor:
         self._interval_s = interval_s
         self._timeout_s = timeout_s
         self._isolated = isolated
-        self._timeouts = timeouts or Timeouts()
+        self._timeouts = timeouts or TimeoutSettings()
         self._tokenisation = Tokenisation(tasks, tables)
         self._findings: dict[str, tuple[Finding, ...]] = {}  # logged, by engine
-        self.split: Split = _as_it_is
+        self.split: Split = lambda _engine, _ranks: False
 
     def isolate(self, *, isolated: bool) -> None:
         """There are several tenants from now on, or no longer: what engines may be used changes with that."""
@@ -262,10 +262,6 @@ def _require_mine(engine: Engine) -> None:
     """Raises EngineTaken if another kvpin uses the engine by now."""
     if not engine.mine.is_set():
         raise EngineTaken(engine.last_error or "another kvpin uses it", holder=engine.owner or "")
-
-
-def _as_it_is(_engine: Engine, _ranks: tuple[int, ...]) -> bool:
-    return False
 
 
 def _phase(engine_id: str) -> float:

@@ -20,9 +20,10 @@ from proxy.core.placement.placer import PlacedRequest, Placer
 from proxy.errors import NoEngine, NotFound
 from proxy.fleet.engine import Engine, EngineState
 from proxy.fleet.lease import Lease
-from proxy.fleet.line import Line, QueueLimits
+from proxy.fleet.line import Line
 from proxy.prompt import Prompt, PromptBuilder
 from proxy.request.session import Session
+from proxy.settings import LimitSettings
 
 # Seconds that blocks stay pending after their request ends: events of its last step may still arrive.
 PENDING_LINGER_S = 0.25
@@ -45,7 +46,7 @@ class Pool:
         self,
         model: str,
         tokens_per_block: int,
-        queue: QueueLimits | None = None,
+        queue: LimitSettings | None = None,
         told: OwnRequests | None = None,
     ) -> None:
         """`told` tells other kvpins of its requests; None if there are none."""

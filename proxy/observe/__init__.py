@@ -6,4 +6,5 @@ metrics.py Prometheus metrics         recorder.py  traffic recordings for `kvpin
 families.py their lines on the page   loop_lag.py  how late the event loop is, and what blocked it
 reasons.py why a request was placed where it was    merging.py  metrics pages of several workers
 reuse.py   reuse available, selected, delivered      live.py   events for those who watch
+gauges.py  metrics that are read at each scrape
 """

@@ -9,6 +9,7 @@ from importlib.metadata import version
 from proxy.fleet.engine import Engine, EngineState
 from proxy.fleet.fleet import Fleet
 from proxy.observe.waiting import waiting_bar
+from proxy.settings import Settings
 
 POLL_S = 0.1
 # All other states are named with their reason.
@@ -22,38 +23,24 @@ class Banner:
         fleet: the engines.
         host: the address kvpin listens on.
         port: its port.
-        reuse: whether requests are routed by KV cache.
-        keys: whether clients need a key.
-        tls: whether the port takes HTTPS.
-        page: whether there is a page for browsers.
+        settings: those it runs with.
     """
 
-    def __init__(
-        self,
-        fleet: Fleet,
-        host: str,
-        port: int,
-        *,
-        reuse: bool,
-        keys: bool = False,
-        tls: bool = False,
-        page: bool = False,
-    ) -> None:
-        self._fleet = fleet
-        self._reuse = reuse
-        self._keys = keys
-        self._page = page
+    def __init__(self, fleet: Fleet, host: str, port: int, settings: Settings) -> None:
+        self._fleet, self._settings = fleet, settings
         # A client cannot connect to a wildcard address.
         name = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)  # noqa: S104
-        self._base = f"{'https' if tls else 'http'}://{name}:{port}"
+        self._base = f"{'https' if settings.tls else 'http'}://{name}:{port}"
 
     def print_addresses(self) -> None:
         """Prints the addresses; called as soon as kvpin listens."""
-        mode = "on" if self._reuse else "off: the least loaded engine is chosen (--reuse turns it on)"
+        mode = (
+            "on" if self._settings.reuse else "off: the least loaded engine is chosen (--reuse turns it on)"
+        )
         _print(f"kvpin {version('kvpin')}, KV cache reuse {mode}")
         _print(f"  base_url  {self._base}/v1")
         _print(f"  admin     {self._base}/admin/v1")
-        if self._page:
+        if self._settings.ui:
             _print(f"  page      {self._base}/ui/")
         _print("waiting for engines …")
 
@@ -87,9 +74,9 @@ class Banner:
     def _print_request(self, model: str) -> None:
         """A request to copy. It names a variable, never a key: this output may end up in a log."""
         body = {"model": model, "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 32}
-        _print("try it, with one of your keys in OPENAI_API_KEY:" if self._keys else "try it:")
+        _print("try it, with one of your keys in OPENAI_API_KEY:" if self._settings.api_keys else "try it:")
         _print(f"  curl {self._base}/v1/chat/completions \\")
-        if self._keys:
+        if self._settings.api_keys:
             _print('    -H "authorization: Bearer $OPENAI_API_KEY" \\')
         _print("    -H 'content-type: application/json' \\")
         _print(f"    -d '{json.dumps(body)}'")

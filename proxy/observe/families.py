@@ -150,3 +150,24 @@ class Histogram:
             labels = labelled(names, (*values, bound)).replace("%", "%%")
             lines.append(f"{self._name}_bucket{labels} %d.0\n")
         return f"{''.join(lines)}{self._name}_count{plain} %d.0\n{self._name}_sum{plain} %r\n"
+
+
+class Families:
+    """The families of a page.
+
+    Attributes:
+        all: in the order of the page.
+    """
+
+    def __init__(self) -> None:
+        self.all: list[Counter | Histogram] = []
+
+    def counter(self, name: str, text: str, labels: Sequence[str]) -> Counter:
+        """A new counter, see there."""
+        self.all.append(made := Counter(name, text, labels))
+        return made
+
+    def histogram(self, name: str, text: str, labels: Sequence[str], bounds: Sequence[float]) -> Histogram:
+        """A new histogram, see there."""
+        self.all.append(made := Histogram(name, text, labels, bounds))
+        return made

@@ -166,7 +166,7 @@ class Viewer:
 
 
 class Live:
-    """Those who watch, and what they get."""
+    """The viewers, and the events they get."""
 
     def __init__(
         self, fleet: Fleet, metrics: Metrics, tasks: Supervisor, draining: asyncio.Event, *, reuse: bool

@@ -1,19 +1,14 @@
-"""Prometheus metrics: counts of finished requests, the loop's lag, and the fleet's state at each scrape."""
+"""Prometheus metrics: counts of finished requests, and the page that a scrape gets."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from http import HTTPStatus
-from importlib.metadata import version
 
-from engine_adapter import Tier
-from proxy.core.audit import Trust
 from proxy.discovery import Source
-from proxy.fleet.engine import EngineState
 from proxy.fleet.fleet import Fleet
-from proxy.observe.families import Counter, Histogram, gauge
-from proxy.observe.merging import Combine
+from proxy.observe.families import Families
+from proxy.observe.gauges import State, counters_of, gauges_of
 from proxy.observe.reasons import reason_of
 from proxy.observe.reuse import ReuseCounts, available_tokens, saved_s
 from proxy.peers.peers import Peers
@@ -28,7 +23,6 @@ _FIRST_TOKEN_SECONDS = (
 )  # fmt: skip
 _PER_TOKEN_SECONDS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5)
 _BY_ENGINE = ("model", "engine")
-_VERSION = version("kvpin")
 # Stands for the tenants that have no metrics of their own. No tenant's name: those have no spaces.
 OTHER_TENANTS = "all others"
 
@@ -55,72 +49,71 @@ class Metrics:
         """
         self._fleet, self._peers, self._max_tenants = fleet, peers, tenants
         self._sources = {} if sources is None else sources
-        self._requests = Counter("kvpin_requests_total", "Requests answered", (*_BY_ENGINE, "status"))
-        self._retries = Counter("kvpin_retries_total", "Attempts beyond a request's first", ("model",))
-        self._interrupted = Counter(
+        self._families = Families()
+        counter, histogram = self._families.counter, self._families.histogram
+        self._requests = counter("kvpin_requests_total", "Requests answered", (*_BY_ENGINE, "status"))
+        self._retries = counter("kvpin_retries_total", "Attempts beyond a request's first", ("model",))
+        self._interrupted = counter(
             "kvpin_interrupted_streams_total",
             "Streams whose engine died in mid-answer, by whether another one went on with them",
             ("model", "result"),
         )
-        self._placements = Counter(
-            "kvpin_placements_total",
-            "Requests placed, by the reason for their engine",
-            ("model", "reason"),
+        self._placements = counter(
+            "kvpin_placements_total", "Requests placed, by the reason for their engine", ("model", "reason")
         )
-        self._prompt = Counter("kvpin_prompt_tokens_total", "Prompt tokens of requests", _BY_ENGINE)
-        self._available = Counter(
+        self._prompt = counter("kvpin_prompt_tokens_total", "Prompt tokens of requests", _BY_ENGINE)
+        self._available = counter(
             "kvpin_available_cached_tokens_total",
             "Cached tokens on the eligible engine that held most of each prompt",
             _BY_ENGINE,
         )
-        self._predicted = Counter(
+        self._predicted = counter(
             "kvpin_predicted_cached_tokens_total", "Cached tokens predicted", _BY_ENGINE
         )
-        self._reported = Counter("kvpin_cached_tokens_total", "Cached tokens engines reported", _BY_ENGINE)
-        self._generated = Counter("kvpin_generation_tokens_total", "Tokens of answers", _BY_ENGINE)
-        self._saved = Counter(
+        self._reported = counter("kvpin_cached_tokens_total", "Cached tokens engines reported", _BY_ENGINE)
+        self._generated = counter("kvpin_generation_tokens_total", "Tokens of answers", _BY_ENGINE)
+        self._saved = counter(
             "kvpin_saved_prefill_seconds_total", "Seconds of prefill saved by reuse", _BY_ENGINE
         )
-        self._inexact = Counter("kvpin_mispredictions_total", "Requests whose prediction missed", _BY_ENGINE)
-        self._tokens = Counter(
+        self._inexact = counter("kvpin_mispredictions_total", "Requests whose prediction missed", _BY_ENGINE)
+        self._tokens = counter(
             "kvpin_tokenisation_checks_total",
             "Prompts whose tokens the engine reported, by whether they equal kvpin's",
             (*_BY_ENGINE, "result"),
         )
-        self._placing = Histogram(
+        self._placing = histogram(
             "kvpin_placement_seconds", "Time to read and place a request", ("model",), _PLACEMENT_SECONDS
         )
-        self._first_token = Histogram(
+        self._first_token = histogram(
             "kvpin_time_to_first_token_seconds",
             "Time to the first byte of a stream",
             _BY_ENGINE,
             _FIRST_TOKEN_SECONDS,
         )
-        self._per_token = Histogram(
+        self._per_token = histogram(
             "kvpin_time_per_output_token_seconds",
             "Mean time between the tokens of each stream",
             _BY_ENGINE,
             _PER_TOKEN_SECONDS,
         )
-        self._queued = Histogram(
-            "kvpin_queued_seconds", "Wait of requests for engines that were busy", ("model",), _SECONDS
-        )
-        self._refused = Counter(
-            "kvpin_refused_total", "Requests refused before an engine was asked", ("reason",)
-        )
-        self._duration = Histogram(
+        self._duration = histogram(
             "kvpin_request_duration_seconds", "Duration of requests", _BY_ENGINE, _SECONDS
         )
-        self._lag = Histogram(
-            "kvpin_loop_lag_seconds", "How late the event loop ran its timer", (), _LAG_SECONDS
+        self._queued = histogram(
+            "kvpin_queued_seconds", "Wait of requests for engines that were busy", ("model",), _SECONDS
         )
-        self.loop_lag = self._lag.of()
+        self._refused = counter(
+            "kvpin_refused_total", "Requests refused before an engine was asked", ("reason",)
+        )
+        self.loop_lag = histogram(
+            "kvpin_loop_lag_seconds", "How late the event loop ran its timer", (), _LAG_SECONDS
+        ).of()
         by_tenant = ("tenant",)
         self._of_tenants = (
-            Counter("kvpin_tenant_requests_total", "Requests of a tenant", (*by_tenant, "status")),
-            Counter("kvpin_tenant_prompt_tokens_total", "Prompt tokens of a tenant", by_tenant),
-            Counter("kvpin_tenant_cached_tokens_total", "Cached tokens engines reported", by_tenant),
-            Counter("kvpin_tenant_generation_tokens_total", "Tokens of answers to a tenant", by_tenant),
+            counter("kvpin_tenant_requests_total", "Requests of a tenant", (*by_tenant, "status")),
+            counter("kvpin_tenant_prompt_tokens_total", "Prompt tokens of a tenant", by_tenant),
+            counter("kvpin_tenant_cached_tokens_total", "Cached tokens engines reported", by_tenant),
+            counter("kvpin_tenant_generation_tokens_total", "Tokens of answers to a tenant", by_tenant),
         )
         self._tenants: set[str] = set()  # those that have series
 
@@ -208,62 +201,10 @@ class Metrics:
 
     def render(self, *, openmetrics: bool = False) -> bytes:
         """The page, in Prometheus' text format or in that of OpenMetrics."""
-        families = (
-            self._requests,
-            self._retries,
-            self._interrupted,
-            self._placements,
-            self._prompt,
-            self._available,
-            self._predicted,
-            self._reported,
-            self._generated,
-            self._saved,
-            self._inexact,
-            self._tokens,
-            self._placing,
-            self._first_token,
-            self._per_token,
-            self._duration,
-            self._queued,
-            self._refused,
-            self._lag,
-            *self._of_tenants,
-            _restores_ahead(self._fleet),
-            *_messages(self._peers),
-        )
+        families = (*self._families.all, *counters_of(self._fleet, self._peers))
         counted = (line for family in families for line in family.lines(openmetrics=openmetrics))
-        now = (*_of_fleet(self._fleet), *_of_sources(self._sources), *_of_peers(self._peers), *_of_process())
+        now = gauges_of(State(self._fleet, self._sources, self._peers))
         return "".join((*counted, *now, "# EOF\n" if openmetrics else "")).encode()
-
-
-def of_workers(*, shared: bool) -> dict[str, Combine]:
-    """How the gauges of several workers become one; all other families are summed. `shared`: each worker
-    counts the requests of all, see `proxy/peers/`."""
-    return {
-        "kvpin_tasks": sum,
-        "kvpin_build_info": max,
-        "kvpin_engine_ready": max,
-        "kvpin_engine_precise": max,
-        "kvpin_engine_owner": max,
-        "kvpin_engine_in_flight": max if shared else sum,
-        "kvpin_engine_blocks": max,
-        "kvpin_index_entries": max,
-        "kvpin_queue_requests": sum,  # each has a queue of its own
-        "kvpin_source_answers": min,
-        "kvpin_source_engines": max,
-        "kvpin_exchange_up": min,
-        "kvpin_exchange_peers": max,
-    }
-
-
-def _of_process() -> Iterator[str]:
-    try:
-        tasks = len(asyncio.all_tasks())
-    except RuntimeError:  # no loop runs here
-        tasks = 0
-    yield gauge("kvpin_tasks", "Tasks of the event loop", (), [((), tasks)])
-    yield gauge("kvpin_build_info", "1, with the version", ("version",), [((_VERSION,), 1)])
 
 
 def _refusal(record: RequestRecord) -> str | None:
@@ -274,116 +215,3 @@ def _refusal(record: RequestRecord) -> str | None:
         return "limit"
     has_waited = record.status == HTTPStatus.SERVICE_UNAVAILABLE and record.queued_s is not None
     return "busy" if has_waited else None
-
-
-def _of_fleet(fleet: Fleet) -> Iterator[str]:
-    """The values of each engine and pool now."""
-    engines, pools = fleet.engines.values(), fleet.pools.values()
-    yield gauge(
-        "kvpin_engine_ready",
-        "1 when the engine takes requests",
-        ("engine",),
-        (((engine.id,), engine.state is EngineState.READY) for engine in engines),
-    )
-    yield gauge(
-        "kvpin_engine_precise",
-        "1 when the view of its cache is exact",
-        ("engine",),
-        (((engine.id,), engine.audit.trust is Trust.PRECISE) for engine in engines),
-    )
-    yield gauge(
-        "kvpin_engine_owner",
-        "1 for the kvpin that uses an engine which only one may use",
-        ("engine", "owner"),
-        (((engine.id, engine.owner), 1) for engine in engines if engine.owner is not None),
-    )
-    yield gauge(
-        "kvpin_engine_in_flight",
-        "Requests in flight",
-        ("engine",),
-        (((engine.id,), engine.ledger.in_flight) for engine in engines),
-    )
-    yield gauge(
-        "kvpin_engine_blocks",
-        "Blocks that the engine is known to hold",
-        ("engine", "tier"),
-        (
-            ((engine_id, tier.value), pool.index.held(engine_id, tier))
-            for pool in pools
-            for engine_id in pool.engines
-            for tier in Tier
-        ),
-    )
-    yield gauge(
-        "kvpin_index_entries",
-        "Blocks in the index",
-        ("model",),
-        (((pool.model,), len(pool.index)) for pool in pools),
-    )
-    yield gauge(
-        "kvpin_queue_requests",
-        "Requests that wait for engines that are busy",
-        ("model",),
-        (((pool.model,), len(pool.line)) for pool in pools),
-    )
-
-
-def _of_sources(sources: Mapping[str, Source]) -> Iterator[str]:
-    yield gauge(
-        "kvpin_source_answers",
-        "1 when the source of engines answered last, 0 when it failed",
-        ("source",),
-        (((source.name,), source.error is None) for source in sources.values()),
-    )
-    yield gauge(
-        "kvpin_source_engines",
-        "Engines that the source named last",
-        ("source",),
-        (((source.name,), len(source.found)) for source in sources.values()),
-    )
-
-
-def _restores_ahead(fleet: Fleet) -> Counter:
-    restores = Counter(
-        "kvpin_restores_ahead_total", "Restores ahead of need: begun, used, wasted", ("engine", "what")
-    )
-    for engine in fleet.engines.values():
-        restores.of(engine.id, "begun").add(engine.ahead.restores)
-        restores.of(engine.id, "used").add(engine.ahead.used)
-        restores.of(engine.id, "wasted").add(engine.ahead.wasted)
-    return restores
-
-
-def _of_peers(peers: Peers | None) -> Iterator[str]:
-    """The exchange with other kvpins now."""
-    told = peers.stats() if peers is not None else None
-    yield gauge(
-        "kvpin_exchange_up",
-        "1 while this kvpin can tell others of its requests",
-        (),
-        [((), told.connected)] if told is not None else [],
-    )
-    yield gauge(
-        "kvpin_exchange_peers",
-        "Other kvpins in front of these engines",
-        ("in_step",),
-        [((str(step).lower(),), sum(peer.in_step is step for peer in told.peers)) for step in (False, True)]
-        if told is not None
-        else [],
-    )
-
-
-def _messages(peers: Peers | None) -> tuple[Counter, Counter]:
-    """What was exchanged with other kvpins, and what went wrong."""
-    messages = Counter("kvpin_exchange_messages_total", "Messages between kvpins", ("direction",))
-    faults = Counter("kvpin_exchange_faults_total", "What went wrong between kvpins", ("fault",))
-    if peers is not None:
-        told, counts = peers.stats(), peers.counts
-        messages.of("told").add(counts.told)
-        messages.of("heard").add(counts.heard)
-        faults.of("dropped").add(told.dropped)
-        faults.of("lost").add(told.lost)
-        faults.of("behind").add(counts.behind)
-        faults.of("gap").add(counts.gaps + sum(peer.gaps for peer in told.peers))
-        faults.of("divergence").add(counts.divergences + sum(peer.divergences for peer in told.peers))
-    return messages, faults

@@ -18,7 +18,7 @@ def waiting_bar(fleet: Fleet) -> Iterator[Callable[[], None]]:
     """Yields what draws the bar as it is now. Draws nothing unless both outputs are terminals: lines that are
     written meanwhile, to either, appear above the bar."""
     if not (sys.stdout.isatty() and sys.stderr.isatty()):
-        yield _nothing
+        yield lambda: None
         return
     from rich.console import Console  # noqa: PLC0415 - slow to import
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn  # noqa: PLC0415
@@ -42,7 +42,3 @@ def summary(fleet: Fleet) -> tuple[int, str]:
     if len(others) > _NAMED:
         named.append(f"{len(others) - _NAMED} more")
     return len(fleet.engines) - len(others), ", ".join(["engines ready", *named])
-
-
-def _nothing() -> None:
-    """Draws nothing."""

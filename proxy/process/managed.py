@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from enum import StrEnum
+from io import FileIO
 
 import structlog
 
@@ -227,15 +228,15 @@ class ManagedEngine:
         self._ready_since = None
         self._last_lines.clear()
         self._starts += 1
-        with _pipe() as output, _pipe() as keep_alive:
+        with _pipe() as (output, its_output), _pipe() as (its_input, _):
             try:
                 prepare_managed(self.spec, self._words)
                 process = await asyncio.create_subprocess_exec(
                     *ends_with_parent(self.command()),
                     # Closes when kvpin ends: engines may watch it where the kernel sends no signal.
-                    stdin=keep_alive.reading,
-                    stdout=output.writing,
-                    stderr=output.writing,
+                    stdin=its_input,
+                    stdout=its_output,
+                    stderr=its_output,
                     env=_environment(),
                     start_new_session=True,
                 )
@@ -246,15 +247,17 @@ class ManagedEngine:
             self._process = process
             if self._stopping.is_set():  # `stop` was called during the start
                 _signal_group(process.pid, signal.SIGKILL)
-            output.close_writing()
-            keep_alive.close_reading()
+            its_output.close()
+            its_input.close()
             log.info("managed engine started", engine=self.id, port=self.port, pid=process.pid)
-            await self._attend(process, output.take_reading())
+            await self._attend(process, output)
 
-    async def _attend(self, process: Process, output: int) -> None:
+    async def _attend(self, process: Process, output: FileIO) -> None:
         """Logs the process's output and checks its health until it ends."""
         async with asyncio.TaskGroup() as tasks:
-            logging = log_output(output, self._last_lines, engine=self.id, is_ready=self._is_ready)
+            logging = log_output(
+                output, self._last_lines, engine=self.id, is_ready=lambda: self._state is ProcessState.READY
+            )
             reader = tasks.create_task(logging)
             health = tasks.create_task(self._watch_health(process))
             await process.wait()
@@ -266,9 +269,6 @@ class ManagedEngine:
             reader.cancel()
         if not self._stopping.is_set():
             self._error = "\n".join((end_of(process.returncode), *self._last_lines))
-
-    def _is_ready(self) -> bool:
-        return self._state is ProcessState.READY
 
     async def _watch_health(self, process: Process) -> None:
         """Marks the engine ready; ends the process if the engine later stays unhealthy."""
@@ -329,40 +329,19 @@ class ManagedEngine:
         return time.monotonic() - self._ready_since if self._ready_since is not None else 0.0
 
 
-class _Pipe:
-    """A pipe. Its ends are closed when the block that made it ends, if not before."""
-
-    def __init__(self) -> None:
-        self.reading, self.writing = os.pipe()
-        self._open = {self.reading, self.writing}
-
-    def close_reading(self) -> None:
-        self._close(self.reading)
-
-    def close_writing(self) -> None:
-        self._close(self.writing)
-
-    def take_reading(self) -> int:
-        """The reading end; the caller must close it."""
-        self._open.discard(self.reading)
-        return self.reading
-
-    def close(self) -> None:
-        for end in tuple(self._open):
-            self._close(end)
-
-    def _close(self, end: int) -> None:
-        self._open.discard(end)
-        os.close(end)
-
-
 @contextmanager
-def _pipe() -> Iterator[_Pipe]:
-    pipe = _Pipe()
+def _pipe() -> Iterator[tuple[FileIO, FileIO]]:
+    """The ends of a pipe, to read and to write. Either may be closed before the block ends."""
+    reading, writing = os.pipe()
+    ends = FileIO(reading, "rb"), FileIO(writing, "wb")
     try:
-        yield pipe
+        yield ends
     finally:
-        pipe.close()
+        for end in ends:
+            with suppress(
+                OSError
+            ):  # the event loop has closed it, if it was cancelled while it began to read
+                end.close()
 
 
 def end_of(exit_code: int | None) -> str:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import re
 from collections import deque
 from collections.abc import Callable
+from io import FileIO
 
 import structlog
 
@@ -20,20 +20,16 @@ _INFORMATION = re.compile(r"[\d.]+ [ID] |(?:\(.*?\) )?(?:INFO|DEBUG)\b")
 _COLOUR = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
-def _never() -> bool:
-    return False
-
-
 async def log_output(
-    reading: int, last_lines: deque[str], *, engine: str, is_ready: Callable[[], bool] = _never
+    output: FileIO, last_lines: deque[str], *, engine: str, is_ready: Callable[[], bool]
 ) -> None:
-    """Logs each line that comes out of the pipe `reading`, with the engine's id, until the pipe ends.
+    """Logs each line that comes out of a pipe, with the engine's id, until the pipe ends.
 
     Lines beyond 8 KiB are split. The level is info. While the engine is ready, lines that call themselves
     information have the level debug: there are several for each request.
 
     Args:
-        reading: a file descriptor; this function closes it.
+        output: the end of the pipe to read; this function closes it.
         last_lines: gets each line; its `maxlen` bounds it.
         engine: the engine's id.
         is_ready: whether the engine serves.
@@ -48,7 +44,7 @@ async def log_output(
 
     reader = asyncio.StreamReader()
     transport, _ = await asyncio.get_running_loop().connect_read_pipe(
-        lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(reading, "rb", buffering=0)
+        lambda: asyncio.StreamReaderProtocol(reader), output
     )
     pending = b""
     try:

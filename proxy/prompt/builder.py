@@ -47,7 +47,8 @@ Source = Literal["local", "engine", "client"]
 Load = Callable[[str], Awaitable[ChatTokenizer]]
 # Two texts that share no leading token.
 _ANY_TEXT = ("0", "x")
-# So many different ones make prompts of their kind unknown: one may be a date that changed meanwhile.
+# After this many prompts with other ids, all of their kind are unknown. One may hold a date that changed
+# meanwhile.
 _REFUTED = 2
 
 
@@ -105,19 +106,6 @@ class Exactness:
         if self.source == "local":
             return "tokenizer gives the engine's ids" if self.ok else "tokenizer is not checked"
         return "the engines tokenise" if self.source == "engine" else "prompts are not followed"
-
-
-@dataclass(frozen=True, slots=True)
-class _Tokens:
-    """A prompt's tokens, who made them, and whether they are known to be the engine's own."""
-
-    prompt: ChatPrompt
-    source: Source
-    exact: bool
-    media: bool = False
-    whole: bool = True
-    special: bool = False
-    beginning: KnownBeginning | None = None
 
 
 class PromptBuilder:
@@ -256,30 +244,18 @@ class PromptBuilder:
         )
         if source is None:
             return None
-        tokens = await self._tokenise(source, path, body, Owner(salt, lora, tenant))
-        if tokens is None:
+        prompt = await self._tokenise(source, path, body, Owner(salt, lora, tenant))
+        if prompt is None:
             return None
         if bounded and native is None:  # an engine's own routes have errors of their own
-            self._check_length(len(tokens.prompt.token_ids), source.param)
-        made = tokens.prompt
-        return Prompt(
-            made.token_ids,
-            made.extra_ids,
-            salt,
-            lora,
-            tokens.exact,
-            tokens.source,
-            tokens.media,
-            tokens.whole,
-            tokens.special,
-            tokens.beginning,
-        )
+            self._check_length(len(prompt.token_ids), source.param)
+        return replace(prompt, salt=salt, lora=lora)
 
     def decode(self, token_ids: TokenIds[int]) -> str | None:
         """The text of token ids, None without a tokenizer here."""
         return None if self.local is None else self.local.tokenizer.decode(token_ids)
 
-    async def _tokenise(self, source: PromptInput, path: str, body: JsonBody, owner: Owner) -> _Tokens | None:
+    async def _tokenise(self, source: PromptInput, path: str, body: JsonBody, owner: Owner) -> Prompt | None:
         match source:
             case CompletionInput():
                 return await self._completion(source, path, body)
@@ -296,7 +272,7 @@ class PromptBuilder:
 
     async def _with_media(
         self, source: ChatInput | ResponseInput, path: str, body: JsonBody, owner: Owner
-    ) -> _Tokens | None:
+    ) -> Prompt | None:
         """A prompt with media: all of it where an engine renders it, else the text before the first item."""
         prompt, parts = None, find_media(media_fields(body))
         if any(part.kind == "embeddings" for part in parts):
@@ -309,15 +285,17 @@ class PromptBuilder:
             return self._made(prompt, self._engines)
         if prompt is not None:
             # Never exact: its ids must not be sent in place of the images.
-            return _Tokens(prompt, "engine", exact=False, media=True)
+            return Prompt(prompt.token_ids, prompt.extra_ids, source="engine", media=True)
         return await self._before_media(source, body, owner) if isinstance(source, ChatInput) else None
 
-    async def _with_embeddings(self, path: str, body: JsonBody) -> _Tokens | None:
+    async def _with_embeddings(self, path: str, body: JsonBody) -> Prompt | None:
         """A prompt with embeddings. Never whole: an engine may convert them, and identify others then."""
         prompt = await self._engines.render(path, body, embeds=True)
-        return None if prompt is None else _Tokens(prompt, "engine", exact=False, media=True, whole=False)
+        if prompt is None:
+            return None
+        return Prompt(prompt.token_ids, prompt.extra_ids, source="engine", media=True, whole=False)
 
-    async def _before_media(self, source: ChatInput, body: JsonBody, owner: Owner) -> _Tokens | None:
+    async def _before_media(self, source: ChatInput, body: JsonBody, owner: Owner) -> Prompt | None:
         """The tokens before the first message with media: two different texts in its place share them."""
         made = []
         for text in _ANY_TEXT:
@@ -331,11 +309,10 @@ class PromptBuilder:
             )
             if tokens is None:
                 return None
-            made.append(tokens.prompt.token_ids)
-        shared = made[0][: common_prefix(*made)]
-        return _Tokens(ChatPrompt(shared), "local", exact=False, whole=False)
+            made.append(tokens.token_ids)
+        return Prompt(made[0][: common_prefix(*made)], source="local", whole=False)
 
-    async def _chat(self, source: ChatInput, body: JsonBody, owner: Owner) -> _Tokens | None:
+    async def _chat(self, source: ChatInput, body: JsonBody, owner: Owner) -> Prompt | None:
         tokenizer = self._tokenizer
         special = not self._strict and is_special(source, body)
         if (special and self._asks_about_special) or (self._asks_about_tools and source.has_tools):
@@ -352,21 +329,20 @@ class PromptBuilder:
         # Also what cannot be rendered here: the engine may render more.
         return self._made(await self._engines.chat(source, body), self._engines, special=special)
 
-    async def _completion(self, source: CompletionInput, path: str, body: JsonBody) -> _Tokens | None:
+    async def _completion(self, source: CompletionInput, path: str, body: JsonBody) -> Prompt | None:
         if isinstance(source.prompt, array):
-            tokens: _Tokens | None = _Tokens(ChatPrompt(source.prompt), "client", exact=True)
+            prompt: Prompt | None = Prompt(source.prompt, exact=True)
         else:
-            tokens = self._made(await self._tokenizer.text(source, path, body), self._tokenizer)
-        if tokens is None:
+            prompt = self._made(await self._tokenizer.text(source, path, body), self._tokenizer)
+        if prompt is None:
             return None
         vocab_size = self.info.vocab_size
         if vocab_size is None:
             # Without the vocabulary size, fake ids look like text ids.
             is_plain = source.explicit is None and source.table is None
-            return tokens if is_plain else None
-        token_ids = tokens.prompt.token_ids
-        extra_ids = extra_ids_of(token_ids, source, vocab_size=vocab_size, tables=self._tables)
-        return replace(tokens, prompt=ChatPrompt(token_ids, extra_ids))
+            return prompt if is_plain else None
+        extra_ids = extra_ids_of(prompt.token_ids, source, vocab_size=vocab_size, tables=self._tables)
+        return prompt if extra_ids is None else replace(prompt, extra_ids=extra_ids)
 
     def _made(
         self,
@@ -375,13 +351,20 @@ class PromptBuilder:
         *,
         special: bool = False,
         beginning: KnownBeginning | None = None,
-    ) -> _Tokens | None:
+    ) -> Prompt | None:
         """The tokens with their source; `special`: engines may make other ones of a prompt of this kind."""
         source: Source = "engine" if tokenizer is self._engines else "local"
         if prompt is None or self._refuted[source, special] >= _REFUTED:
             return None
         exact = (source == "engine" or (self.exact and not special)) and not self._is_refuted(source)
-        return _Tokens(prompt, source, exact, special=special, beginning=beginning)
+        return Prompt(
+            prompt.token_ids,
+            prompt.extra_ids,
+            exact=exact,
+            source=source,
+            special=special,
+            beginning=beginning,
+        )
 
     def _check_length(self, tokens: int, param: str) -> None:
         limit = self.info.max_model_len

@@ -41,7 +41,7 @@ _KINDS = {
     "file_data": "file",
     "prompt_embeds": "embeddings",
 }
-# A part with several of these fields is the first one's.
+# If a part has several of these fields, the first one counts.
 _RANK = {key: rank for rank, key in enumerate(_KINDS)}
 MOST_MEDIA = 4096
 """The most images, audio, video and embeddings of one request."""

@@ -21,12 +21,13 @@ class PromptTables:
 
     Attributes:
         max_bytes: bounds all tables together.
+        refs: every table's identity, by extra id.
     """
 
     def __init__(self, *, max_bytes: int = 512 * 2**20) -> None:
         self.max_bytes = max_bytes
         self._by_id: dict[str, PromptTable] = {}
-        self._refs: dict[int, TableRef] = {}
+        self.refs: dict[int, TableRef] = {}
         self._content_of: dict[int, bytes] = {}
 
     def put(self, data: bytes, *, table_id: str | None = None, extra_id: int | None = None) -> PromptTable:
@@ -64,7 +65,7 @@ class PromptTables:
             )
         self._by_id[table.table_id] = table
         self._content_of[table.extra_id] = content
-        self._refs[table.extra_id] = TableRef(table.extra_id, table.rows)
+        self.refs[table.extra_id] = TableRef(table.extra_id, table.rows)
         return table
 
     def get(self, table_id: str) -> PromptTable:
@@ -79,7 +80,7 @@ class PromptTables:
         table = self.get(table_id)
         del self._by_id[table_id]
         if all(other.extra_id != table.extra_id for other in self._by_id.values()):
-            del self._refs[table.extra_id]
+            del self.refs[table.extra_id]
 
     def list(self) -> list[PromptTable]:
         """Every table, oldest first."""
@@ -88,12 +89,7 @@ class PromptTables:
     def ref(self, table_id: str) -> TableRef | None:
         """The part of a table that identity needs; None for a table that is not registered."""
         table = self._by_id.get(table_id)
-        return None if table is None else self._refs[table.extra_id]
-
-    @property
-    def refs(self) -> dict[int, TableRef]:
-        """Every table's identity, by extra id."""
-        return self._refs
+        return None if table is None else self.refs[table.extra_id]
 
     @property
     def total_bytes(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from typing import Protocol
+from typing import Any, Protocol
 
 from engine_adapter import EngineAdapter, EngineRejected, EngineUnavailable, JsonBody
 from engine_adapter.off_loop import JSON_BYTES_PER_MS, off_loop
@@ -47,13 +47,7 @@ class LocalTokenizer:
         return await self.tokenizer.off_loop(
             len(body.raw),
             lambda: self.tokenizer.chat(
-                source.messages,
-                tools=source.tools,
-                add_generation_prompt=source.add_generation_prompt,
-                continue_final_message=source.continue_final_message,
-                template_kwargs=source.template_kwargs,
-                vocab_size=self._vocab_size,
-                hidden_size=self._hidden_size,
+                **_of_template(source), vocab_size=self._vocab_size, hidden_size=self._hidden_size
             ),
         )
 
@@ -78,18 +72,9 @@ class LocalTokenizer:
 
     async def _render(self, source: ChatInput, size: int) -> str:
         """The chat's text. A template may look at any message for any other: it always gets all of them."""
-
-        def render() -> str:
-            return self.tokenizer.render(
-                source.messages,
-                tools=source.tools,
-                add_generation_prompt=source.add_generation_prompt,
-                continue_final_message=source.continue_final_message,
-                template_kwargs=source.template_kwargs,
-            )
-
         messages = len(source.messages) if isinstance(source.messages, list) else 0
-        return await off_loop(render, ms=max(messages / _MESSAGES_PER_MS, size / JSON_BYTES_PER_MS))
+        ms = max(messages / _MESSAGES_PER_MS, size / JSON_BYTES_PER_MS)
+        return await off_loop(lambda: self.tokenizer.render(**_of_template(source)), ms=ms)
 
     def _encode(self, pieces: Iterable[str]) -> list[TokenIds[int]]:
         return [self.tokenizer.encode(piece, add_special_tokens=False) for piece in pieces]
@@ -101,6 +86,17 @@ class LocalTokenizer:
             len(text), lambda: self.tokenizer.encode(text, add_special_tokens=source.add_special_tokens)
         )
         return ChatPrompt(ids)
+
+
+def _of_template(source: ChatInput) -> dict[str, Any]:
+    """The arguments of a chat template."""
+    return {
+        "messages": source.messages,
+        "tools": source.tools,
+        "add_generation_prompt": source.add_generation_prompt,
+        "continue_final_message": source.continue_final_message,
+        "template_kwargs": source.template_kwargs,
+    }
 
 
 class EngineTokenizer:

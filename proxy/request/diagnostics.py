@@ -16,8 +16,9 @@ from typing import Any
 
 import msgspec
 
-from engine_adapter import HeaderPairs, JsonBody, read_streamed_usage
-from proxy.core.misses import Diagnosis, anthropic_diagnostics, openai_diagnostics
+from engine_adapter import UNREADABLE, HeaderPairs, JsonBody, read_streamed_usage
+from proxy.core.diagnostics import anthropic_diagnostics, openai_diagnostics
+from proxy.core.misses import Diagnosis
 from proxy.request.calls import Client, Through
 from proxy.request.events import WholeEvents
 
@@ -25,7 +26,6 @@ _ERROR = 400
 # The first id of a stream is that of its answer.
 _ID = re.compile(rb'"id"\s*:\s*"([^"\\]{1,256})"')
 _decode = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
-_FAULTS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 Diagnose = Callable[[str, int | None], Diagnosis | None]
 """Compares with the answer of that id. The number is what the engine reports as reused; None: not yet known.
@@ -145,7 +145,7 @@ class Diagnosed(Through):
         data = line.strip()
         try:
             fields = _decode(data)
-        except _FAULTS:
+        except UNREADABLE:
             return event
         answer = fields.get(self._api.within)
         if answer is None:
@@ -157,7 +157,7 @@ class Diagnosed(Through):
         """The answer with the diagnostics; every other field keeps its bytes."""
         try:
             fields = _decode(answer)
-        except _FAULTS:
+        except UNREADABLE:
             return answer
         reused = read_streamed_usage(answer).cached_tokens
         is_open = self._is_stream and self._api.is_early
@@ -179,5 +179,5 @@ def _id_of(answer: bytes) -> str | None:
     """The id of a whole answer."""
     try:
         return msgspec.json.decode(answer, type=_Answer).id
-    except _FAULTS:
+    except UNREADABLE:
         return None

@@ -12,6 +12,7 @@ send → refused (REFUSALS)       raise: nothing was sent to the client, so anot
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping
+from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Protocol
 
@@ -23,40 +24,27 @@ from engine_adapter import (
     AnswerReader,
     EngineAdapter,
     EngineRejected,
-    EngineSpec,
     EngineUnavailable,
     HeaderPairs,
-    Headers,
     Hold,
     IncomingResponse,
     OutgoingRequest,
     Transport,
-    base_url,
+    Usage,
     is_json,
     read_answer_usage,
     read_error,
     read_streamed_usage,
 )
 from proxy.error_codes import Code
-from proxy.headers import (
-    CACHED_HEADER,
-    DROPPED_HEADERS,
-    LIMIT_PREFIX,
-    OWN_PREFIX,
-    REQUEST_ID_HEADER,
-    RETRY_HEADERS,
-    SHOULD_RETRY_HEADER,
-)
+from proxy.headers import REQUEST_ID_HEADER, SHOULD_RETRY_HEADER
+from proxy.request.answer_headers import of_cached, of_json, pairs, passed_on, retry_advice
 from proxy.request.calls import Call, Reply
 from proxy.request.retries import REFUSALS, is_no_websocket
 from proxy.request.transcript import is_whole
 
-_DROPPED = frozenset(name.encode() for name in DROPPED_HEADERS)
-_OWN_PREFIX = OWN_PREFIX.encode()
-# Headers of a stream that do not apply to the JSON answer assembled from it.
-_OF_A_STREAM = frozenset({b"content-type", b"content-length", b"cache-control", b"x-accel-buffering"})
 _CLIENTS = "invalid_request_error"
-_EVENTS = "text/event-stream"
+_EVENTS, _JSON = "text/event-stream", "application/json"
 # Bytes kept of the end of a stream: usage, and what follows it, fit well within this.
 _TAIL_BYTES = 8192
 
@@ -106,8 +94,8 @@ class Forwarder:
         reply: Reply,
         headers: Mapping[str, str],
         on_first_byte: OnFirstByte,
-        refusals: Container[int] = REFUSALS,
-        passage: Passage | None = None,
+        refusals: Container[int],
+        passage: Passage | None,
     ) -> Outcome:
         """Forwards and answers.
 
@@ -131,28 +119,28 @@ class Forwarder:
             if response.status >= 400:  # noqa: PLR2004 - HTTP
                 as_it_is = call.native is not None and call.socket is None
                 return await _answer_error(response, reply, headers, refusals, as_it_is=as_it_is)
-            kept = [pair for pair in response.headers.raw if _is_passed_on(pair[0])]
-            if response.status >= 300:  # noqa: PLR2004 - HTTP
-                kept = [_at_kvpin(pair, adapter.spec) for pair in kept]
-            if hold.answer is not None:  # the reader may change the length
+            kept, reader = passed_on(response, adapter.spec), hold.answer
+            if reader is not None:  # it may change the length
                 kept = [pair for pair in kept if pair[0] != b"content-length"]
-            kept += _pairs(headers)
-            if call.socket is not None:
-                return await _pass_on(response, reply, kept, on_first_byte)
             cached = adapter.cached_tokens(response.headers)
-            is_events = response.headers.get("content-type", "").startswith(_EVENTS)
+            answer = _Answer(response, reply, kept + pairs(headers), reader, on_first_byte, cached)
+            if call.socket is not None:
+                return await answer.as_websocket()
+            is_events = _is_of(response, _EVENTS)
             if reply.started and not is_events:
                 raise EngineUnavailable("the engine that was to go on with a stream sent none")
-            if response.headers.get("content-type", "").startswith("application/json"):
+            if _is_of(response, _JSON):
                 is_plain = response.headers.get("content-encoding") is None
-                must_be_json = is_plain and call.runs_prompt and call.native is None
-                return await _answer_json(
-                    response, reply, kept, cached, hold.answer, on_first_byte, must_be_json=must_be_json
+                return await answer.as_json(
+                    must_be_json=is_plain and call.runs_prompt and call.native is None
                 )
-            if hold.answer is not None and hold.answer.assembles:
-                return await _answer_assembled(response, reply, kept, hold.answer, on_first_byte)
-            passage = passage if is_events else None
-            return await _answer_stream(response, reply, kept, cached, hold.answer, on_first_byte, passage)
+            if reader is not None and reader.assembles:
+                return await answer.assembled(reader)
+            return await answer.as_stream(passage if is_events else None)
+
+
+def _is_of(response: IncomingResponse, content_type: str) -> bool:
+    return response.headers.get("content-type", "").startswith(content_type)
 
 
 def _no_websocket(status: int, said: str) -> EngineRejected:
@@ -169,108 +157,100 @@ def _outgoing(adapter: EngineAdapter, call: Call, hold: Hold) -> OutgoingRequest
     return request if call.socket is None else replace(request, socket=call.socket)
 
 
-async def _answer_json(
-    response: IncomingResponse,
-    reply: Reply,
-    headers: HeaderPairs,
-    cached: int | None,
-    reader: AnswerReader | None,
-    on_first_byte: OnFirstByte,
-    *,
-    must_be_json: bool,
-) -> Outcome:
-    """Sends nothing before the answer is complete and readable: until then another engine can be tried."""
-    content = await response.read()
-    usage = read_answer_usage(content)
-    if usage is UNREAD and must_be_json and not is_json(content):
-        raise EngineUnavailable("the engine's answer is not JSON", dropped=True)
-    on_first_byte(response)
-    reported = cached if cached is not None else usage.cached_tokens
-    if reader is not None:
-        kept = reader.feed(content)
-        if not reader.assembles:
-            content = kept + reader.finish()
-            reported = reader.cached_tokens() if reported is None else reported
-    await reply.start(response.status, [*headers, *_cached_header(reported)])
-    await reply.finish(content)
-    return Outcome(response.status, reported, output_tokens=usage.output_tokens, prefill=usage.prefill)
+@dataclass(slots=True, eq=False)
+class _Answer:
+    """An engine's good answer, on its way to the client.
 
+    Attributes:
+        response: the engine's.
+        reply: the way back to the client.
+        headers: those that the client gets.
+        reader: reads the answer as it passes, and may change it; None if nobody does.
+        begins: called when it begins.
+        cached: cached tokens that the engine's headers tell; None if they do not.
+    """
 
-async def _answer_assembled(
-    response: IncomingResponse,
-    reply: Reply,
-    headers: HeaderPairs,
-    reader: AnswerReader,
-    on_first_byte: OnFirstByte,
-) -> Outcome:
-    """Sends nothing before the engine's stream is complete: until then another engine can be tried."""
-    while chunk := await response.receive():
-        reader.feed(chunk)
-    content = reader.finish()
-    on_first_byte(response)
-    reported = reader.cached_tokens()
-    kept = [pair for pair in headers if pair[0] not in _OF_A_STREAM]
-    kept.append((b"content-type", b"application/json"))
-    await reply.start(response.status, [*kept, *_cached_header(reported)])
-    await reply.finish(content)
-    usage = read_answer_usage(content)
-    return Outcome(response.status, reported, output_tokens=usage.output_tokens, prefill=usage.prefill)
+    response: IncomingResponse
+    reply: Reply
+    headers: HeaderPairs
+    reader: AnswerReader | None
+    begins: OnFirstByte
+    cached: int | None
 
+    async def as_json(self, *, must_be_json: bool) -> Outcome:
+        """Sends nothing before all of it is here and readable: until then another engine can be tried."""
+        content, reader = await self.response.read(), self.reader
+        usage = read_answer_usage(content)
+        if usage is UNREAD and must_be_json and not is_json(content):
+            raise EngineUnavailable("the engine's answer is not JSON", dropped=True)
+        self.begins(self.response)
+        reported = self.cached if self.cached is not None else usage.cached_tokens
+        if reader is not None:
+            kept = reader.feed(content)
+            if not reader.assembles:
+                content = kept + reader.finish()
+                reported = reader.cached_tokens() if reported is None else reported
+        return await self._send(content, self.headers, reported, usage)
 
-async def _answer_stream(
-    response: IncomingResponse,
-    reply: Reply,
-    headers: HeaderPairs,
-    cached: int | None,
-    reader: AnswerReader | None,
-    on_first_byte: OnFirstByte,
-    passage: Passage | None,
-) -> Outcome:
-    stream = _Stream(response, reader, passage, on_first_byte)
-    # Nothing is sent before the engine's first byte: until then another engine can be tried.
-    first = await stream.receive()
-    await reply.start(response.status, [*headers, *_cached_header(cached)])
-    try:
-        chunk = first
-        while chunk:
-            await reply.write(chunk)
-            chunk = await stream.receive()
-    except EngineUnavailable as error:
-        if not reply.complete:
-            if passage is None and response.headers.get("content-type", "").startswith(_EVENTS):
-                await tell_broken(reply, error)
-            # No `finish`, on purpose: clients take a clean end for a complete answer.
-            return Outcome(response.status, cached, error=str(error), broken_off=passage is not None)
-    rest = stream.finish()
-    if rest:
-        await reply.write(rest)
-    told = reader.cached_tokens() if reader is not None else None
-    cached = cached if told is None else told
-    await reply.finish()
-    usage = read_streamed_usage(bytes(stream.tail))
-    if cached is None:
-        # /v1/messages reports it in the first event, other routes in the last.
-        cached = usage.cached_tokens
-        cached = cached if cached is not None else read_streamed_usage(first).cached_tokens
-    return Outcome(response.status, cached, output_tokens=usage.output_tokens)
+    async def assembled(self, reader: AnswerReader) -> Outcome:
+        """Sends nothing before the engine's stream is complete: until then another engine can be tried."""
+        while chunk := await self.response.receive():
+            reader.feed(chunk)
+        content = reader.finish()
+        self.begins(self.response)
+        return await self._send(
+            content, of_json(self.headers), reader.cached_tokens(), read_answer_usage(content)
+        )
 
+    async def _send(self, content: bytes, headers: HeaderPairs, cached: int | None, usage: Usage) -> Outcome:
+        await self.reply.start(self.response.status, [*headers, *of_cached(cached)])
+        await self.reply.finish(content)
+        return Outcome(self.response.status, cached, output_tokens=usage.output_tokens, prefill=usage.prefill)
 
-async def _pass_on(
-    response: IncomingResponse, reply: Reply, headers: HeaderPairs, on_first_byte: OnFirstByte
-) -> Outcome:
-    """Passes a WebSocket on. What the client sends is sent meanwhile."""
-    on_first_byte(response)
-    await reply.start(response.status, headers)
-    try:
-        chunk = b""  # the head leaves at once: the client waits for it before it sends
-        while True:
-            await reply.write(chunk)
-            if not (chunk := await response.receive()):
-                break
-    except EngineUnavailable as error:
-        return Outcome(response.status, error=str(error))
-    await reply.finish()
-    return Outcome(response.status)
+    async def as_stream(self, passage: Passage | None) -> Outcome:
+        """Sends nothing before the engine's first byte: until then another engine can be tried."""
+        status, reply, cached = self.response.status, self.reply, self.cached
+        stream = _Stream(self.response, self.reader, passage, self.begins)
+        first = await stream.receive()
+        await reply.start(status, [*self.headers, *of_cached(cached)])
+        try:
+            chunk = first
+            while chunk:
+                await reply.write(chunk)
+                chunk = await stream.receive()
+        except EngineUnavailable as error:
+            if not reply.complete:
+                if passage is None and _is_of(self.response, _EVENTS):
+                    await tell_broken(reply, error)
+                # No `finish`, on purpose: clients take a clean end for a complete answer.
+                return Outcome(status, cached, error=str(error), broken_off=passage is not None)
+        rest = stream.finish()
+        if rest:
+            await reply.write(rest)
+        told = self.reader.cached_tokens() if self.reader is not None else None
+        cached = cached if told is None else told
+        await reply.finish()
+        usage = read_streamed_usage(bytes(stream.tail))
+        if cached is None:
+            # /v1/messages reports it in the first event, other routes in the last.
+            cached = usage.cached_tokens
+            cached = cached if cached is not None else read_streamed_usage(first).cached_tokens
+        return Outcome(status, cached, output_tokens=usage.output_tokens)
+
+    async def as_websocket(self) -> Outcome:
+        """Passes a WebSocket on. What the client sends is sent meanwhile."""
+        self.begins(self.response)
+        await self.reply.start(self.response.status, self.headers)
+        try:
+            chunk = b""  # the head leaves at once: the client waits for it before it sends
+            while True:
+                await self.reply.write(chunk)
+                if not (chunk := await self.response.receive()):
+                    break
+        except EngineUnavailable as error:
+            return Outcome(self.response.status, error=str(error))
+        await self.reply.finish()
+        return Outcome(self.response.status)
 
 
 class _Stream:
@@ -348,7 +328,7 @@ async def _answer_error(
         EngineRejected: another engine may succeed.
     """
     content = await response.read()
-    error, advice = read_error(content), _retry_advice(response.headers)
+    error, advice = read_error(content), retry_advice(response.headers)
     status = HTTPStatus.BAD_REQUEST if error.is_clients else response.status
     # With this header the engine says: the request itself is the cause.
     is_refusal = status in refusals and advice.get(SHOULD_RETRY_HEADER) != "false"
@@ -372,38 +352,8 @@ async def _answer_error(
         request_id=headers.get(REQUEST_ID_HEADER),
         more=error.more,
     )
-    content_type = response.headers.get("content-type", "") if as_it_is else "application/json"
+    content_type = response.headers.get("content-type", "") if as_it_is else _JSON
     every = {"content-type": content_type, **advice, **headers}
-    await reply.start(status, _pairs(every))
+    await reply.start(status, pairs(every))
     await reply.finish(content if as_it_is else body)
     return Outcome(status, error=error.message)
-
-
-def _is_passed_on(name: bytes) -> bool:
-    return name not in _DROPPED and not name.startswith(_OWN_PREFIX)
-
-
-def _at_kvpin(header: tuple[bytes, bytes], spec: EngineSpec) -> tuple[bytes, bytes]:
-    """A header of a redirection. One to the engine's own address leads to the same path at kvpin."""
-    name, value = header
-    own = base_url(spec).encode()
-    is_own = name == b"location" and value.startswith(own + b"/")
-    return (name, value[len(own) :]) if is_own else header
-
-
-def _retry_advice(headers: Headers) -> dict[str, str]:
-    """The headers of an engine's error about retries."""
-    return {
-        name: value
-        for name, value in headers.items()
-        if value.isascii() and (name in RETRY_HEADERS or name.startswith(LIMIT_PREFIX))
-    }
-
-
-def _pairs(headers: Mapping[str, str]) -> HeaderPairs:
-    """Headers that kvpin adds, as bytes; names are in lower case."""
-    return [(name.encode(), value.encode()) for name, value in headers.items()]
-
-
-def _cached_header(cached: int | None) -> HeaderPairs:
-    return [] if cached is None else _pairs({CACHED_HEADER: str(cached)})

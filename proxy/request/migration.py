@@ -126,6 +126,10 @@ class Migration:
         self._size, self._call, self._sent, self._resume = 0, None, None, None
 
 
+NEVER = Migration(Room(0), is_on=False)
+"""For a request whose stream ends with its engine."""
+
+
 def _is_greedy(body: JsonBody) -> bool:
     """Whether the same prompt always gives the same answer."""
     return bool(body.hint("temperature") == 0)

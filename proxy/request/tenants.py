@@ -107,8 +107,8 @@ class Tenants:
         return Usage(quota, is_more=is_more) if quota is not None else _UNLIMITED
 
     def take_used(self, *, anew: bool = False) -> Iterator[tuple[str, Use]]:
-        """What each limited tenant has used here since the last call, for peers; `anew` for a peer that knows
-        nothing yet: tenants without news count, too."""
+        """The use of each limited tenant here since the last call, for peers; with `anew`, also of tenants
+        without news, for a peer that knows nothing yet."""
         changed = [*self._quotas.values()] if anew else [*self._changed]
         self._changed.clear()
         return ((quota.tenant, quota.take()) for quota in changed)

@@ -11,6 +11,7 @@ from typing import Literal
 
 import msgspec
 
+from engine_adapter import UNREADABLE
 from proxy.request.events import WholeEvents
 
 TEXTS = ("content", "reasoning_content", "reasoning", "text")
@@ -28,7 +29,6 @@ _SAYS_NOTHING = (NULL, msgspec.Raw(b'""'), msgspec.Raw(b"[]"), msgspec.Raw(b"{}"
 _decode = msgspec.json.Decoder(Fields).decode
 _decode_choices = msgspec.json.Decoder(list[Fields]).decode
 _decode_text = msgspec.json.Decoder(str).decode
-_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 class Event(msgspec.Struct):
@@ -106,7 +106,7 @@ def read_event(event: bytes) -> Event | None:
             return Event(fields) if not choices else None
         choice = choices[0]
         return Event(fields, choice, _decode(choice["delta"]) if "delta" in choice else choice)
-    except _UNREADABLE:
+    except UNREADABLE:
         return None
 
 
@@ -184,7 +184,7 @@ class Transcript:
             return False
         try:
             delta = _decode_plain(part[len(_DATA) :]).choices[0].delta
-        except _UNREADABLE:
+        except UNREADABLE:
             return False
         for name, text in (
             ("content", delta.content),

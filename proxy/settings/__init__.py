@@ -1,6 +1,7 @@
 """The operator's settings. Flags win over environment variables, which win over the TOML file.
 
 models.py   the settings, typed, with their defaults
+engines.py  those of engines                 fields.py  what single values may be
 load.py     flags, environment and file → Settings; an unknown key is an error at start
 flags.py    the short forms of `--engine`, `--managed`, `--engines-from` and `--model-alias`
 changes.py  what differs when the settings are read again
@@ -9,12 +10,14 @@ key_file.py the admin key in a file of its own
 together.py what settings must not be together
 sentences.py  validation errors in plain English
 
-A setting that every engine has is a field of `EngineSpec` and of `_EngineSettings` in models.py. A setting
+A setting that every engine has is a field of `EngineSpec` and of `_EngineSettings` in engines.py. A setting
 of one kind of engine is a field of that kind's options in engine_adapter. Flags, TOML and the admin API
 read both.
 """
 
 from proxy.settings.changes import EngineChanges, EngineEntry, engine_changes, needs_restart
+from proxy.settings.engines import DiscoverySettings, EngineSettings, ManagedSettings, UndetectedSettings
+from proxy.settings.fields import SettingsError, key_digest
 from proxy.settings.flags import (
     is_command_line,
     parse_alias_flags,
@@ -26,18 +29,13 @@ from proxy.settings.flags import (
 from proxy.settings.load import WORKER_VARIABLE, check_settings, load_settings, read_engines, settings_file
 from proxy.settings.models import (
     ApiKeySettings,
-    DiscoverySettings,
-    EngineSettings,
     ExchangeSettings,
     HealthSettings,
     LimitSettings,
     LogSettings,
-    ManagedSettings,
     Settings,
-    SettingsError,
+    TimeoutSettings,
     TlsSettings,
-    UndetectedSettings,
-    key_digest,
 )
 from proxy.settings.sources import DnsSource, KubernetesSource, SrvSource
 
@@ -58,6 +56,7 @@ __all__ = [
     "Settings",
     "SettingsError",
     "SrvSource",
+    "TimeoutSettings",
     "TlsSettings",
     "UndetectedSettings",
     "check_settings",

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from itertools import count
 
-from proxy.settings.models import EngineSettings, ManagedSettings, Settings
+from proxy.settings.engines import EngineSettings, ManagedSettings, numbered
+from proxy.settings.models import Settings
 
 EngineEntry = EngineSettings | ManagedSettings
 
@@ -75,7 +75,8 @@ def _keep_ids(have: Mapping[str, EngineEntry], want: list[EngineEntry]) -> list[
     taken = {entry.id for entry in kept.values()}
     for position, entry in enumerate(want):
         if position not in kept:
-            kept[position] = _counted_on(entry, {*taken, *have}) if entry.id in taken else entry
+            unnamed = entry.model_copy(update={"id": ""})
+            kept[position] = numbered(unnamed, {*taken, *have}) if entry.id in taken else entry
             taken.add(kept[position].id)
     return [kept[position] for position in range(len(want))]
 
@@ -87,8 +88,3 @@ def _is_counted(entry: EngineEntry) -> bool:
 def _is_same(one: EngineEntry, other: EngineEntry) -> bool:
     """Whether they differ in nothing but their id."""
     return one == other.model_copy(update={"id": one.id})
-
-
-def _counted_on(entry: EngineEntry, taken: Container[str]) -> EngineEntry:
-    free = next(name for n in count() if (name := f"{entry.kind}-{n}") not in taken)
-    return entry.model_copy(update={"id": free})

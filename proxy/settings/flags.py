@@ -8,13 +8,8 @@ from types import MappingProxyType
 
 from pydantic import ValidationError
 
-from proxy.settings.models import (
-    DiscoverySettings,
-    EngineSettings,
-    ManagedSettings,
-    SettingsError,
-    option_names,
-)
+from proxy.settings.engines import DiscoverySettings, EngineSettings, ManagedSettings, option_names
+from proxy.settings.fields import SettingsError
 from proxy.settings.sentences import details_of, plain_message
 
 _COMMON = tuple(name for name in EngineSettings.model_fields if name not in ("kind", "url"))

@@ -15,8 +15,10 @@ from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource
 from pydantic_settings import SettingsError as SourceError
 
+from proxy.settings.engines import EngineSettings, EnginesFile, option_names
+from proxy.settings.fields import SettingsError
 from proxy.settings.key_file import key_in
-from proxy.settings.models import EngineSettings, EnginesFile, Settings, SettingsError, option_names
+from proxy.settings.models import Settings
 from proxy.settings.sentences import details_of, plain_message
 
 PREFIX = "KVPIN_"

@@ -3,304 +3,21 @@
 from __future__ import annotations
 
 import hashlib
-import re
-import shlex
-from collections.abc import Iterable
-from itertools import chain, count
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ByteSize,
-    ConfigDict,
-    Field,
-    SecretStr,
-    StringConstraints,
-    field_validator,
-    model_validator,
-)
-from pydantic_core import PydanticCustomError
+from pydantic import AfterValidator, BaseModel, ByteSize, ConfigDict, Field, SecretStr, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from engine_adapter import (
-    ENGINE_KINDS,
-    ENGINE_OPTIONS,
-    EngineOptions,
-    EngineSpec,
-    EngineSpecError,
-    OptionError,
-    address_of_rank,
-    check_command,
-    check_kind,
-    make_options,
-    managed_spec,
-)
 from proxy.core.quotas import TenantLimits
-from proxy.settings.sources import DnsSource, KubernetesSource, SrvSource, parse_source
-from proxy.settings.together import faults_between, faults_together, repeated
-
-_ORIGIN = re.compile(r"([a-z][a-z0-9+.-]*)://([a-z0-9._-]+|\[[0-9a-f:.]+\])(?::([0-9]{1,5}))?")
-_HOST = re.compile(r"[\w.:%-]+")
-# Ports that browsers leave out of an origin.
-_PORTS = {"http": 80, "https": 443}
-
-
-class SettingsError(ValueError):
-    """Settings that kvpin cannot start with. The text is one sentence: which setting, where, why."""
-
-
-def _kind(value: str) -> str:
-    return value.replace("-", "_")
-
-
-def _url(value: str) -> str:
-    parts = urlsplit(value)
-    is_place = (
-        parts.hostname and _HOST.fullmatch(parts.hostname) and parts.port != 0
-    )  # ValueError above 65535
-    if parts.scheme not in ("http", "https") or not is_place:
-        raise ValueError("an address must look like http://host:port")
-    if parts.username or parts.password:
-        raise ValueError("an address must not contain a name or password: use api_key or headers")
-    if parts.query or parts.fragment:
-        raise ValueError("an address must not have a query or a fragment")
-    return value.rstrip("/")
-
-
-def _secret(value: SecretStr) -> SecretStr:
-    if not value.get_secret_value().strip():
-        raise ValueError("a key must not be empty")
-    return value
-
-
-_DIGEST = re.compile(r"sha256:[0-9a-fA-F]{64}")
-
-
-def _key(value: SecretStr) -> SecretStr:
-    text = _secret(value).get_secret_value()
-    if text.startswith("sha256:") and not _DIGEST.fullmatch(text):
-        raise ValueError("a hashed key must be sha256: and 64 hexadecimal digits")
-    return value
-
-
-def key_digest(text: str) -> bytes:
-    """The SHA-256 digest of a key that is given as itself or, as `sha256:…`, hashed."""
-    if _DIGEST.fullmatch(text):
-        return bytes.fromhex(text.partition(":")[2])
-    return hashlib.sha256(text.encode()).digest()
-
-
-def option_names(kind: object) -> tuple[str, ...]:
-    """The options of engines of `kind`, however the operator spells it; for an unknown kind, all options."""
-    every = tuple(dict.fromkeys(chain.from_iterable(ENGINE_OPTIONS.values())))
-    return ENGINE_OPTIONS.get(_kind(str(kind)), every)
-
-
-def _origin(value: str) -> str:
-    """An origin as browsers send it: in lower case, without the scheme's own port."""
-    if value == "*":
-        return value
-    found = _ORIGIN.fullmatch(value.lower())
-    if found is None:
-        raise ValueError("an origin must look like https://host or http://host:port, without a path, or be *")
-    scheme, host, port = found.groups()
-    is_usual = port is None or int(port) == _PORTS.get(scheme)
-    return f"{scheme}://{host}" if is_usual else f"{scheme}://{host}:{port}"
-
-
-def _source(value: str) -> str:
-    parse_source(value)
-    return value
-
-
-def _words(value: object) -> object:
-    return shlex.split(value) if isinstance(value, str) else value
-
-
-def _hosts(hosts: str) -> str:
-    if not all(host == host.strip() != "" for host in hosts.split(",")):
-        raise ValueError("name an address, or several with only commas between them: 127.0.0.1,::1")
-    return hosts
-
-
-Kind = Annotated[str, AfterValidator(_kind)]
-EngineId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
-Tenant = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
-Url = Annotated[str, AfterValidator(_url)]
-SourceUrl = Annotated[str, AfterValidator(_source)]
-Origin = Annotated[str, AfterValidator(_origin)]
-Hosts = Annotated[str, AfterValidator(_hosts)]
-ModelName = Annotated[str, StringConstraints(min_length=1, max_length=256)]
-Secret = Annotated[SecretStr, AfterValidator(_secret)]
-Key = Annotated[SecretStr, AfterValidator(_key)]
-Count = Annotated[int, Field(gt=0)]
-Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Size = Annotated[ByteSize, Field(gt=0)]
+from proxy.settings.engines import DiscoverySettings, EngineSettings, ManagedSettings, numbered
+from proxy.settings.fields import Count, Hosts, Key, ModelName, Name, Origin, Pause, Seconds, Size, key_digest
+from proxy.settings.together import faults_together, require_none
 
 
 class _Part(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-def _headers(value: object) -> object:
-    """Accepts one header as text, `Name: value`; a flag has no other form."""
-    if not isinstance(value, str):
-        return value
-    name, colon, text = value.partition(":")
-    if not colon:
-        raise ValueError("write a header as 'Name: value'")
-    return {name.strip(): text.strip()}
-
-
-def _revealed(value: Any) -> Any:  # noqa: ANN401 - of any field
-    """A field's value, with secrets as text."""
-    if isinstance(value, SecretStr):
-        return value.get_secret_value()
-    return {name: _revealed(each) for name, each in value.items()} if isinstance(value, dict) else value
-
-
-class _EngineSettings(BaseModel):
-    """The settings that every engine has; `EngineSpec` describes them.
-
-    Further fields are options of the engine's kind. The adapter declares and checks those.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="allow")
-
-    kind: Kind
-    id: EngineId = ""
-    model: str | None = None
-    tokenizer: str | None = None
-    api_key: Secret | None = None
-    headers: Annotated[dict[str, SecretStr], BeforeValidator(_headers)] = Field(default_factory=dict)
-    ca: str | None = None
-    cert: str | None = None
-    key: str | None = None
-    share_kv: bool = False
-
-    @field_validator("kind")
-    @classmethod
-    def _check_kind(cls, kind: str) -> str:
-        try:
-            check_kind(kind)
-        except EngineSpecError as error:
-            raise ValueError(str(error)) from error
-        return kind
-
-    @model_validator(mode="after")
-    def _check_options(self) -> Self:
-        if self.kind in ENGINE_KINDS:  # see UndetectedSettings
-            try:
-                make_options(self.kind, self.model_extra or {})
-            except OptionError as error:
-                context = {"param": error.param or ""}
-                raise PydanticCustomError("option", str(error), context) from error
-        return self
-
-    def _spec(self, url: str) -> EngineSpec:
-        given = self.model_extra or {}
-        options = make_options(self.kind, given) if self.kind in ENGINE_KINDS else EngineOptions()
-        values = {name: _revealed(getattr(self, name)) for name in _EngineSettings.model_fields}
-        return EngineSpec(url=url, options=options, **values)
-
-
-class EngineSettings(_EngineSettings):
-    """An engine that runs already. Its `id` is `<kind>-<number>` by default.
-
-    Attributes:
-        url: address of its HTTP server, without `/v1`.
-    """
-
-    url: Url
-
-    def spec(self) -> EngineSpec:
-        """The description adapters are made from."""
-        return self._spec(self.url)
-
-    @property
-    def may_have_ranks(self) -> bool:
-        """Whether its server's data-parallel ranks are engines of their own, if there are several."""
-        return "dp_rank" in option_names(self.kind) and (self.model_extra or {}).get("dp_rank") is None
-
-    def of_rank(self, rank: int) -> Self:
-        """A data-parallel rank of the server, as an engine of its own. Addresses of KV events are those of
-        the first rank."""
-        given = self.model_extra or {}
-        changes: dict[str, Any] = {"id": f"{self.id}-dp{rank}", "dp_rank": rank}
-        for name in ("events", "replay"):
-            if given.get(name):
-                changes[name] = address_of_rank(given[name], rank)
-        return self.model_copy(update=changes)
-
-
-class UndetectedSettings(EngineSettings):
-    """An engine whose kind is still to be detected. Its options are checked then."""
-
-    @field_validator("kind")
-    @classmethod
-    def _check_kind(cls, kind: str) -> str:
-        return kind
-
-
-class DiscoverySettings(_EngineSettings):
-    """Engines that are found, with the settings that all of them have. They are reached by http.
-
-    Attributes:
-        id: put before the names of its engines, if there is one.
-        source: where they are found, see `sources.py`.
-    """
-
-    source: SourceUrl
-
-    @property
-    def place(self) -> DnsSource | SrvSource | KubernetesSource:
-        """The source, read."""
-        return parse_source(self.source)
-
-    def engine(self, name: str, host: str, port: int) -> EngineSettings:
-        """One of the engines. Raises SettingsError for a host that no address may have."""
-        given = {field: getattr(self, field) for field in _EngineSettings.model_fields}
-        place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        named = {"id": _engine_id(self.id, name), "url": f"http://{place}"}
-        try:
-            if not _HOST.fullmatch(host):
-                raise ValueError("a slash would begin a path")  # noqa: TRY301 - told as the others
-            return EngineSettings.model_validate(given | (self.model_extra or {}) | named)
-        except ValueError as error:
-            raise SettingsError(f"{self.source} names {place!r}, which is no address of an engine") from error
-
-
-class ManagedSettings(_EngineSettings):
-    """An engine that kvpin starts, watches and restarts. A llama-server without a host cache gets one.
-
-    Attributes:
-        command: for `embedded`, the options of `kvpin engine`; for `llama_server`, the options of a
-            llama-server, with or without its name in front; for any other kind, the whole command line, with
-            `{port}` in place of the port. Text is split as a shell splits it.
-    """
-
-    # Not in repr: a command line may hold a key.
-    command: Annotated[tuple[str, ...], BeforeValidator(_words)] = Field(default=(), repr=False)
-
-    @model_validator(mode="after")
-    def _check_command(self) -> Self:
-        try:
-            check_command(self.kind, self.command)
-        except EngineSpecError as error:
-            raise ValueError(str(error)) from error
-        return self
-
-    def spec(self, port: int) -> EngineSpec:
-        """The description of the engine that listens on `port`.
-
-        Raises:
-            EngineSpecError: the command contradicts the other settings.
-        """
-        return managed_spec(self._spec(f"http://127.0.0.1:{port}"), self.command)
 
 
 class ApiKeySettings(_Part):
@@ -313,7 +30,7 @@ class ApiKeySettings(_Part):
     """
 
     key: Key
-    tenant: Tenant | None = None
+    tenant: Name | None = None
     requests_per_minute: Count | None = None
     tokens_per_minute: Count | None = None
     concurrent_requests: Count | None = None
@@ -427,7 +144,7 @@ def _exchange(value: SecretStr) -> SecretStr:
 
 
 class ExchangeSettings(_Part):
-    """What several kvpins in front of the same engines share their requests through.
+    """The exchange through which kvpins in front of the same engines share their requests.
 
     Attributes:
         url: `unix:/directory` for those of one machine, `redis://…` or `rediss://…` for any.
@@ -435,7 +152,7 @@ class ExchangeSettings(_Part):
     """
 
     url: Annotated[SecretStr, AfterValidator(_exchange)]
-    namespace: Tenant = "default"
+    namespace: Name = "default"
 
 
 class Settings(BaseSettings):
@@ -508,8 +225,8 @@ class Settings(BaseSettings):
     health: HealthSettings = HealthSettings()
     timeouts: TimeoutSettings = TimeoutSettings()
     restore_ahead: bool = True
-    graceful_shutdown_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 30.0
-    drain_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    graceful_shutdown_s: Pause = 30.0
+    drain_s: Pause | None = None
     tls: TlsSettings | None = None
     exchange: ExchangeSettings | None = None
     workers: Annotated[int, Field(ge=1, le=64)] = 1
@@ -539,66 +256,11 @@ class Settings(BaseSettings):
         """Gives each engine without an id the first free `<kind>-<number>`."""
         taken = {engine.id for engine in (*self.engines, *self.managed) if engine.id}
         # The model is frozen, but this is still its construction.
-        object.__setattr__(self, "engines", tuple(_named(engine, taken) for engine in self.engines))
-        object.__setattr__(self, "managed", tuple(_named(engine, taken) for engine in self.managed))
+        object.__setattr__(self, "engines", tuple(numbered(engine, taken) for engine in self.engines))
+        object.__setattr__(self, "managed", tuple(numbered(engine, taken) for engine in self.managed))
         return self
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
-        return _without(faults_together(self), self)
-
-
-_Checked = TypeVar("_Checked")
-
-
-def _without(faults: Iterable[str], checked: _Checked) -> _Checked:
-    """What was checked; raises ValueError with one line for each fault, if there are some."""
-    if lines := "\n".join(faults):
-        raise ValueError(lines)
-    return checked
-
-
-_Engine = TypeVar("_Engine", EngineSettings, ManagedSettings)
-
-
-def _named(engine: _Engine, taken: set[str]) -> _Engine:
-    if engine.id:
-        return engine
-    name = next(name for n in count() if (name := f"{engine.kind}-{n}") not in taken)
-    taken.add(name)
-    return engine.model_copy(update={"id": name})
-
-
-_ID_LENGTH = 64
-
-
-def _engine_id(prefix: str, name: str) -> str:
-    """An engine's id, made from what its source calls it."""
-    plain = re.sub(r"[^A-Za-z0-9_.-]", ".", f"{prefix}-{name}" if prefix else name).lstrip("_.-")
-    if len(plain) <= _ID_LENGTH:
-        return plain
-    digest = hashlib.blake2b(plain.encode(), digest_size=4).hexdigest()
-    return f"{plain[: _ID_LENGTH - 1 - len(digest)]}-{digest}"
-
-
-class EnginesFile(BaseModel):
-    """A file of engines, named after their addresses by default.
-
-    `engines` must be there: a file that is cut off must not remove all.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    engines: tuple[EngineSettings, ...]
-
-    @model_validator(mode="after")
-    def _name_engines(self) -> Self:
-        named = [_named_by_address(engine) for engine in self.engines]
-        object.__setattr__(self, "engines", tuple(named))
-        return _without((*repeated(engine.id for engine in named), *faults_between(named)), self)
-
-
-def _named_by_address(engine: EngineSettings) -> EngineSettings:
-    if engine.id:
-        return engine
-    return engine.model_copy(update={"id": _engine_id("", engine.url.partition("://")[2])})
+        require_none(faults_together(self))
+        return self

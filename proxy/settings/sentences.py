@@ -45,12 +45,12 @@ _PLAIN = {
 
 
 def details_of(error: ValidationError) -> list[ErrorDetails]:
-    """What is wrong, without the values: these may be secret."""
+    """The errors, without the values, which may be secret."""
     return error.errors(include_url=False, include_input=False)
 
 
 def plain_message(error: ErrorDetails) -> str:
-    """What is wrong with one value."""
+    """One error in plain English."""
     plain = _PLAIN.get(error["type"])
     if plain is not None:
         return plain.format_map(_shown(error.get("ctx", {}).items()))

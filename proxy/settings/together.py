@@ -1,4 +1,4 @@
-"""What settings that are right by themselves must not be together."""
+"""Faults of settings that are right by themselves, and wrong together."""
 
 from __future__ import annotations
 
@@ -10,13 +10,20 @@ from proxy.core.quotas import TenantLimits
 
 if TYPE_CHECKING:
     from engine_adapter import EngineSpec
-    from proxy.settings.models import EngineSettings, Settings
+    from proxy.settings.engines import EngineSettings
+    from proxy.settings.models import Settings
 
 
 def faults_together(settings: Settings) -> Iterator[str]:
     """A sentence for each fault."""
     for faults_of in _CHECKS:
         yield from faults_of(settings)
+
+
+def require_none(faults: Iterable[str]) -> None:
+    """Raises ValueError with one line for each fault, if there are some."""
+    if lines := "\n".join(faults):
+        raise ValueError(lines)
 
 
 def faults_between(engines: Iterable[EngineSettings]) -> Iterator[str]:

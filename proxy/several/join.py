@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 from msgspec import Raw
 
+from engine_adapter import UNREADABLE
 from proxy.errors import EngineFailed
 from proxy.several.split import Part, Several
 from proxy.translate.sse import DONE
@@ -22,7 +23,6 @@ _decode = msgspec.json.Decoder(_Fields).decode
 _decode_choices = msgspec.json.Decoder(list[_Fields]).decode
 _encode = msgspec.json.encode
 _NOTHING = Raw(b"null")
-_FAULTS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 _LAST = b"data: " + DONE + b"\n\n"
 # Fields of a stream's events that are equal in all of them.
 _OF_ALL = ("id", "created", "model")
@@ -42,7 +42,7 @@ class Answer(msgspec.Struct):
         try:
             fields = _decode(content)
             choices = _decode_choices(fields["choices"])
-        except (*_FAULTS, KeyError) as error:
+        except (*UNREADABLE, KeyError) as error:
             raise EngineFailed("an engine's answer to a single request has no choices") from error
         choices.sort(key=_index)
         return cls(fields, choices, _usage_in(fields))
@@ -112,7 +112,7 @@ class JoinedStream:
             fields = _decode(data)
             choices = _decode_choices(fields.get("choices", b"[]"))
             usage = _usage_in(fields) if not choices else None
-        except _FAULTS as error:
+        except UNREADABLE as error:
             raise EngineFailed("an engine's stream has an event that is none of a chat") from error
         if not self._head:
             self._head = {name: fields[name] for name in _OF_ALL if name in fields}
@@ -147,7 +147,7 @@ def is_error(data: bytes) -> bool:
         return False
     try:
         return _decode(data).get("error", _NOTHING) != _NOTHING
-    except _FAULTS:
+    except UNREADABLE:
         return False
 
 
@@ -155,7 +155,7 @@ def _value(fields: _Fields, name: str) -> Any:  # noqa: ANN401 - JSON
     """A field's value; None if there is none, or none that can be read."""
     try:
         return msgspec.json.decode(fields.get(name, _NOTHING))
-    except _FAULTS:
+    except UNREADABLE:
         return None
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 import msgspec
 from msgspec import Raw
 
+from engine_adapter import UNREADABLE
 from proxy.errors import EngineFailed
 from proxy.several.split import Part, Several
 
@@ -17,14 +18,13 @@ _Fields = dict[str, Raw]
 _decode = msgspec.json.Decoder(_Fields).decode
 _decode_any = msgspec.json.Decoder(_Fields | None).decode
 _encode = msgspec.json.encode
-_FAULTS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 def read_listed(content: bytes) -> _Fields:
     """The answer to a single request. Raises EngineFailed if it is no object."""
     try:
         return _decode(content)
-    except _FAULTS as error:
+    except UNREADABLE as error:
         raise EngineFailed("an engine's answer to a single request is no object") from error
 
 
@@ -48,7 +48,7 @@ class ListedStream:
         """
         try:
             fields = _decode_any(data)
-        except _FAULTS as error:
+        except UNREADABLE as error:
             raise EngineFailed("an engine's stream has an event that is no object") from error
         return b"data: " + _encode(_numbered(part, fields)) + b"\n\n" if fields else b""
 

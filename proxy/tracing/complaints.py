@@ -1,4 +1,4 @@
-"""What OpenTelemetry's packages log, in few short lines: they complain of every attempt to send."""
+"""Shortens the log of OpenTelemetry's packages, which complain of every attempt to send."""
 
 from __future__ import annotations
 

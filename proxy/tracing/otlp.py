@@ -42,7 +42,7 @@ STOP_S = 3.0
 
 
 class Telemetry:
-    """What a kvpin sends to its collector.
+    """Sends spans and metrics of this kvpin to its collector.
 
     Attributes:
         flow: makes a flow, whose requests have traces if these are sent; takes the arguments of `Flow`.

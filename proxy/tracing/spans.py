@@ -22,7 +22,7 @@ Attributes = dict[str, str | int | float | bool]
 
 # Names of the other spans: kvpin's own steps.
 PARSE, TOKENISE, PLACE, QUEUE, HOLD = "parse", "tokenise", "place", "queue", "hold"
-# What the request asks of the model, by route.
+# Route → the operation that it asks of the model.
 _OPERATIONS = {
     "/v1/chat/completions": "chat",
     "/v1/messages": "chat",

@@ -172,7 +172,7 @@ class TracedFlow(Flow):
         reply: Reply,
         record: RequestRecord,
         refusals: Container[int],
-        migration: Migration | None,
+        migration: Migration,
     ) -> Outcome:
         self._add_hold(lease)
         with _span(self.tracer, spans.engine_span_name(record), SpanKind.CLIENT) as span:

@@ -21,62 +21,9 @@ from msgspec import Struct
 from engine_adapter import read_error
 from proxy.errors import EngineFailed
 from proxy.request.dialects import ANTHROPIC
+from proxy.translate.chats import Said, read_chat
 from proxy.translate.translation import Predicted
 from proxy.translate.usage import ChatUsage
-
-# --- chats, as engines answer them --------------------------------------------------------------------
-
-
-class _Function(Struct):
-    name: str | None = None
-    arguments: str | None = None
-
-
-class _Call(Struct):
-    index: int = 0
-    id: str | None = None
-    function: _Function = msgspec.field(default_factory=_Function)
-
-
-class _Said(Struct):
-    """A message, or a piece of one. Engines have either name for reasoning."""
-
-    content: str | None = None
-    reasoning_content: str | None = None
-    reasoning: str | None = None
-    tool_calls: list[_Call] | None = None
-
-    @property
-    def thoughts(self) -> str:
-        return self.reasoning_content or self.reasoning or ""
-
-
-class _Choice(Struct):
-    """`stop_reason` (vLLM) and `matched_stop` (SGLang) are the stop sequence, or the id of a token."""
-
-    message: _Said | None = None
-    delta: _Said | None = None
-    finish_reason: str | None = None
-    stop_reason: str | int | None = None
-    matched_stop: str | int | list[int] | None = None
-
-    @property
-    def stop_sequence(self) -> str | None:
-        return next((at for at in (self.stop_reason, self.matched_stop) if isinstance(at, str)), None)
-
-
-class _Chat(Struct):
-    """A whole answer, or a chunk of one."""
-
-    choices: list[_Choice] = []
-    usage: ChatUsage | None = None
-    model: str | None = None
-    error: object = None
-
-
-_decode = msgspec.json.Decoder(_Chat).decode
-
-# --- messages, as clients get them --------------------------------------------------------------------
 
 
 class Usage(Struct):
@@ -199,7 +146,7 @@ def message_of(
     Raises:
         EngineFailed: the content is not that of a chat.
     """
-    chat = _read(content)
+    chat = read_chat(content)
     choice = next(iter(chat.choices), None)
     if choice is None or choice.message is None:
         raise EngineFailed("the engine's answer is not that of a chat")
@@ -234,7 +181,7 @@ class MessageStream:
         Nothing follows what is no chunk, such as half an event of an engine that died, but an error.
         """
         try:
-            chunk = _read(payload)
+            chunk = read_chat(payload)
         except EngineFailed:
             self._garbled = True
             return b""
@@ -272,7 +219,7 @@ class MessageStream:
         message = _Message(self._ident, "message", "assistant", model, [], None, None, self._usage)
         return [_MessageStart(_fields(message)), _Ping()]
 
-    def _said(self, delta: _Said) -> list[_Event]:
+    def _said(self, delta: Said) -> list[_Event]:
         events: list[_Event] = []
         if delta.thoughts:
             events += self._open("thinking", _Thinking(""))
@@ -281,12 +228,11 @@ class MessageStream:
             events += self._open("text", _Text(""))
             events.append(_BlockDelta(self._index, _TextDelta(delta.content)))
         for call in delta.tool_calls or ():
-            name, arguments = call.function.name, call.function.arguments
-            if name and call.index != self._call:
+            if call.name and (index := call.index or 0) != self._call:
                 self._uses_tool = True
-                events += self._open("tool_use", _ToolUse(call.id or _call_id(), name, {}), call.index)
-            if arguments and self._call is not None:
-                events.append(_BlockDelta(self._index, _InputDelta(arguments)))
+                events += self._open("tool_use", _ToolUse(call.id or _call_id(), call.name, {}), index)
+            if call.arguments and self._call is not None:
+                events.append(_BlockDelta(self._index, _InputDelta(call.arguments)))
         return events
 
     def _open(self, kind: str, block: _Block, call: int | None = None) -> list[_Event]:
@@ -307,26 +253,18 @@ class MessageStream:
         return [*signed, _BlockStop(self._index)]
 
 
-def _read(content: bytes) -> _Chat:
-    try:
-        return _decode(content)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise EngineFailed("the engine's answer is not that of a chat") from error
-
-
 def _fields(message: _Message) -> dict[str, Any]:
     return msgspec.structs.asdict(message)
 
 
-def _blocks(said: _Said) -> list[_Block]:
+def _blocks(said: Said) -> list[_Block]:
     blocks: list[_Block] = []
     if said.thoughts:
         blocks.append(_Thinking(said.thoughts, _SIGNATURE))
     if said.content:
         blocks.append(_Text(said.content))
-    for call in said.tool_calls or ():
-        arguments = _arguments(call.function.arguments or "")
-        blocks.append(_ToolUse(call.id or _call_id(), call.function.name or "", arguments))
+    calls = said.tool_calls or ()
+    blocks += [_ToolUse(call.id or _call_id(), call.name, _arguments(call.arguments)) for call in calls]
     return blocks
 
 

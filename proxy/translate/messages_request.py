@@ -23,7 +23,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import Raw, Struct
 
-from engine_adapter import JsonBody
+from engine_adapter import UNREADABLE, JsonBody
 from proxy.error_codes import Code
 from proxy.errors import BadRequest
 
@@ -196,7 +196,7 @@ def read_request(body: JsonBody) -> Request:
         request = _decode(body.raw)
     except msgspec.ValidationError as error:
         raise _invalid(str(error)) from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise BadRequest(f"the body cannot be read: {error}", code=Code.INVALID_JSON) from error
     for name in ("container", "mcp_servers"):
         if getattr(request, name):

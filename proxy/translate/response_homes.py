@@ -14,7 +14,7 @@ from urllib.parse import unquote
 
 import msgspec
 
-from engine_adapter import HeaderPairs, JsonBody
+from engine_adapter import UNREADABLE, HeaderPairs, JsonBody
 from proxy.request.calls import Call, Client, Through
 from proxy.translate.responses import INPUT_TOKENS_PATH, RESPONSES_PATH
 from proxy.translate.sse import Events
@@ -114,6 +114,6 @@ class Noting(Through):
 def _name_in(content: bytes) -> str | None:
     try:
         named = _decode(content)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except UNREADABLE:
         return None
     return (named.response or named).id

@@ -19,7 +19,8 @@ from msgspec import UNSET
 
 from engine_adapter import JsonBody
 from proxy.errors import EngineFailed
-from proxy.translate.responses_answer import Chunk, Delta, Error, Event, Output, decode_chunk, usage_of
+from proxy.translate.chats import Chat, Error, Said, read_chat
+from proxy.translate.responses_answer import Event, Output, usage_of
 from proxy.translate.responses_request import param_of, read_request
 from proxy.translate.responses_store import ResponseStore
 from proxy.translate.translation import Predicted, Translation
@@ -29,7 +30,6 @@ RESPONSES_PATH = "/v1/responses"
 INPUT_TOKENS_PATH = "/v1/responses/input_tokens"
 _INCOMPLETE = {"length": "max_output_tokens", "content_filter": "content_filter"}
 _BROKEN_OFF = "the engine broke off its answer"
-_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 def response_translations(
@@ -72,9 +72,9 @@ class ResponseTranslation:
 
     def answer(self, content: bytes) -> bytes:
         """See Translation. A whole answer is a stream of one chunk."""
-        chunk = self._read(content)
+        chunk = read_chat(content)
         if not chunk.choices:
-            raise EngineFailed("the engine's answer is no chat")
+            raise EngineFailed("the engine's answer is not that of a chat")
         for _ in self._take(chunk):
             """The items are all that is wanted."""
         self._finish = self._finish or "stop"
@@ -90,7 +90,7 @@ class ResponseTranslation:
     def event(self, payload: bytes) -> bytes:
         """See Translation. After what is no chunk, such as half an event, comes only an error."""
         try:
-            chunk = self._read(payload)
+            chunk = read_chat(payload)
         except EngineFailed:
             self._garbled = True
             return b""
@@ -134,13 +134,7 @@ class ResponseTranslation:
     def _status(self) -> str:
         return "incomplete" if self._finish in _INCOMPLETE and not self._prewarms else "completed"
 
-    def _read(self, payload: bytes) -> Chunk:
-        try:
-            return decode_chunk(payload)
-        except _UNREADABLE as error:
-            raise EngineFailed(f"the engine's answer is no chat: {error}") from error
-
-    def _take(self, chunk: Chunk) -> Iterable[Event]:
+    def _take(self, chunk: Chat) -> Iterable[Event]:
         self._usage = chunk.usage or self._usage
         self._model = self._model or chunk.model
         for choice in chunk.choices[:1]:
@@ -148,7 +142,7 @@ class ResponseTranslation:
             self._finish = choice.finish_reason or self._finish
             if self._prewarms:
                 continue  # the prompt is computed, and the token that it took is nobody's
-            yield from self._output.add(choice.delta or choice.message or Delta(), logprobs or [])
+            yield from self._output.add(choice.delta or choice.message or Said(), logprobs or [])
 
     def _error(self, error: Error | str) -> Event:
         self._failed = True

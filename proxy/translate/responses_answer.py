@@ -6,48 +6,11 @@ import secrets
 from collections.abc import Container, Iterator
 from typing import Any
 
-import msgspec
-from msgspec import UNSET, Raw, Struct, UnsetType
+from msgspec import Raw, Struct
 
+from proxy.translate.chats import Call, Said
 from proxy.translate.responses_items import custom_input, sealed
 from proxy.translate.usage import ChatUsage
-
-# --- what an engine sends ----------------------------------------------------------------------------------
-
-
-class _Function(Struct):
-    name: str | None = None
-    arguments: str | None = None
-
-
-class _Call(Struct):
-    index: int | None = None
-    id: str | None = None
-    function: _Function | None = None
-
-
-class Delta(Struct):
-    """A message, or what a chunk adds to it. Engines have two names for reasoning."""
-
-    content: str | None = None
-    reasoning_content: str | None = None
-    reasoning: str | None = None
-    refusal: str | None = None
-    tool_calls: list[_Call] | None = None
-
-
-class _Logprobs(Struct):
-    content: list[Raw] | None = None
-
-
-class Choice(Struct):
-    """One choice of a chat, whole or in part."""
-
-    delta: Delta | None = None
-    message: Delta | None = None
-    logprobs: _Logprobs | None = None
-    finish_reason: str | None = None
-    index: int = 0
 
 
 def usage_of(usage: ChatUsage, tokens_per_block: int | None, *, prewarms: bool = False) -> dict[str, Any]:
@@ -63,28 +26,6 @@ def usage_of(usage: ChatUsage, tokens_per_block: int | None, *, prewarms: bool =
         "output_tokens_details": {"reasoning_tokens": min(usage.reasoning, generated)},
         "total_tokens": usage.prompt_tokens + generated,
     }
-
-
-class Error(Struct):
-    """An engine's description of a failure."""
-
-    message: str = ""
-    code: str | int | None = None
-    param: str | None = None
-
-
-class Chunk(Struct):
-    """A chunk of a chat, or all of it. `timings` and `prompt_progress` are llama-server's."""
-
-    choices: list[Choice] = []
-    model: str | None = None
-    usage: ChatUsage | None = None
-    error: Error | str | None = None
-    timings: Raw | UnsetType = UNSET
-    prompt_progress: Raw | UnsetType = UNSET
-
-
-# --- what a client gets ------------------------------------------------------------------------------------
 
 
 class Text(Struct, tag="output_text"):
@@ -202,8 +143,8 @@ class _Part:
 class _CallItem:
     """A call, while it is written."""
 
-    def __init__(self, call: _Call, custom: Container[str]) -> None:
-        self.name = (call.function.name if call.function is not None else None) or ""
+    def __init__(self, call: Call, custom: Container[str]) -> None:
+        self.name = call.name
         self.call_id = call.id or f"call_{secrets.token_hex(12)}"
         self.is_custom = self.name in custom
         self.id = f"{'ctc' if self.is_custom else 'fc'}_{secrets.token_hex(16)}"
@@ -252,9 +193,9 @@ class Output:
         """The items that are complete, in order."""
         return [item for _, item in sorted(self._done.items(), key=lambda pair: pair[0])]
 
-    def add(self, delta: Delta, logprobs: list[Raw]) -> Iterator[Event]:
+    def add(self, delta: Said, logprobs: list[Raw]) -> Iterator[Event]:
         """Takes what a chunk adds, and gives the events that say so."""
-        if thought := delta.reasoning_content or delta.reasoning:
+        if thought := delta.thoughts:
             yield from self._write("reasoning_text", thought, [])
         if delta.content:
             yield from self._write("output_text", delta.content, logprobs)
@@ -274,15 +215,15 @@ class Output:
             yield from self._begin(kind, _Part(kind))
         yield from self._at(kind, self._open[kind][1].add(text, logprobs))
 
-    def _call(self, index: int, call: _Call) -> Iterator[Event]:
+    def _call(self, index: int, call: Call) -> Iterator[Event]:
         if index not in self._open:
             yield from self._end_text()
             yield from self._begin(index, _CallItem(call, self._custom))
         item = self._open[index][1]
-        if call.function is not None and isinstance(item, _CallItem):
-            item.name = call.function.name or item.name  # it may grow
-        if call.function is not None and call.function.arguments:
-            yield from self._at(index, item.add(call.function.arguments, []))
+        if isinstance(item, _CallItem):
+            item.name = call.name or item.name  # it may grow
+        if call.arguments:
+            yield from self._at(index, item.add(call.arguments, []))
 
     def _begin(self, key: str | int, item: _Part | _CallItem) -> Iterator[Event]:
         self._open[key] = len(self._open) + len(self._done), item
@@ -303,6 +244,3 @@ class Output:
         index = self._open[key][0]
         for kind, fields in events:
             yield kind, {"output_index": index, **fields}
-
-
-decode_chunk = msgspec.json.Decoder(Chunk).decode

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from proxy.core.misses import written_tokens
-
 
 class _PromptDetails(Struct):
     """`created_cache_tokens` is vLLM's name of `cache_write_tokens`."""
@@ -45,4 +43,5 @@ class ChatUsage(Struct):
         for told in (details.cache_write_tokens, details.created_cache_tokens):
             if told is not None:
                 return told
-        return written_tokens(self.prompt_tokens, self.cached, tokens_per_block)
+        block = tokens_per_block or 1
+        return max(self.prompt_tokens // block * block - self.cached, 0)

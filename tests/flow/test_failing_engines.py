@@ -9,9 +9,9 @@ import pytest
 
 from proxy.core import breaker
 from proxy.core.retry_budget import FLOOR
-from proxy.fleet.lease import Timeouts
 from proxy.fleet.monitor import Monitor
 from proxy.prompt import PromptTables
+from proxy.settings import TimeoutSettings
 from tests.fakes import ASK, CHAT, STREAM, Exchange, FakeEngine, answer, client_of, proxy_over
 
 
@@ -118,7 +118,7 @@ async def test_json_of_an_odd_form_is_passed_on(content):
 async def test_an_engine_that_does_not_answer_in_time_is_replaced():
     async with two() as (bad, _, proxy, client):
         bad.script = hanging
-        async with watched(proxy, Timeouts(first_byte_s=0.1)):
+        async with watched(proxy, TimeoutSettings(first_byte_s=0.1)):
             response = await client.post(CHAT, json=ASK)
             assert (response.status_code, response.headers["x-kvpin-engine"]) == (200, "b")
         assert proxy.fleet.engines["a"].last_error == "the engine did not answer within 0.1 s"
@@ -138,7 +138,7 @@ async def test_no_request_is_retried_after_its_total_time():
 async def test_the_total_time_is_that_of_all_attempts():
     async with two() as (bad, good, proxy, client):
         bad.script = good.script = hanging
-        async with watched(proxy, Timeouts(first_byte_s=1.0, total_s=1.5)):
+        async with watched(proxy, TimeoutSettings(first_byte_s=1.0, total_s=1.5)):
             response = await client.post(CHAT, json=ASK)
         assert response.json()["error"]["message"].endswith("the request took longer than 1.5 s")
 
@@ -153,7 +153,7 @@ async def test_a_stream_that_stops_or_does_not_end_is_broken_off(limit, said):
         text = b""
         with pytest.raises(httpx.RemoteProtocolError):  # noqa: PT012 - the loop is what breaks
             async with (
-                watched(proxy, Timeouts(**{limit: 0.1})),
+                watched(proxy, TimeoutSettings(**{limit: 0.1})),
                 client.stream("POST", CHAT, json=STREAM) as response,
             ):
                 async for chunk in response.aiter_raw():

@@ -7,8 +7,8 @@ from time import monotonic
 import pytest
 
 from proxy.core.quotas import TenantLimits
-from proxy.fleet.line import QueueLimits
 from proxy.request.tenants import ApiKey, Tenants
+from proxy.settings import LimitSettings
 from tests.fakes import ASK, CHAT, FakeEngine, answer, client_of, is_openai_error, proxy_over
 
 # A turn of its tenant each.
@@ -58,7 +58,7 @@ class Busy:
 
 @asynccontextmanager
 async def busy(**queue):
-    options = {"tenants": Tenants(KEYS), "queue": QueueLimits(**queue)}
+    options = {"tenants": Tenants(KEYS), "queue": LimitSettings(**queue)}
     async with FakeEngine("a") as engine, proxy_over(engine, **options) as proxy, client_of(proxy) as client:
         world = Busy(proxy, client, engine)
         await world.fill()
@@ -101,7 +101,7 @@ async def test_a_modest_tenant_does_not_wait_for_all_of_a_greedy_one():
 
 
 async def test_who_would_wait_too_long_is_told_when_to_come_back():
-    async with busy(wait_s=0.05) as world:
+    async with busy(queue_s=0.05) as world:
         refused = await world.send()
         assert is_openai_error(refused, 503, "overloaded")
         assert int(refused.headers["retry-after"]) >= 1

@@ -37,7 +37,7 @@ async def test_every_limit_reaches_what_it_limits():
         for data in ("eA==", "eQ=="):
             part = {"image_url": f"data:;base64,{data}", "uuid": "u"}
             body = JsonBody(json.dumps({"input": [{"content": [part]}]}).encode())
-            assert await proxy.flow.media.admit(body, None) is body
+            assert await proxy.flow.preparation.media.admit(body, None) is body
         assert (proxy.monitor._interval_s, proxy.monitor._timeout_s) == (0.25, 0.75)
         with pytest.raises(BodyTooLarge, match="more than 10 bytes"):
             proxy.tables.put(save({"t": np.zeros((2, 4), np.float32)}))

@@ -15,7 +15,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive
 
-from engine_adapter import plain_error
+from engine_adapter import UNREADABLE, plain_error
 from proxy.error_codes import Code
 from proxy.errors import BadRequest, BodyTooLarge
 
@@ -120,7 +120,7 @@ def decode(raw: bytes, kind: type[Body]) -> Body:
         if at_fault is None:
             raise BadRequest("the body must be a JSON object", code=Code.INVALID_JSON) from error
         raise BadRequest(plain_error(str(error)), param=at_fault) from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise BadRequest(f"the body is not valid JSON: {error}", code=Code.INVALID_JSON) from error
 
 

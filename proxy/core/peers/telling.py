@@ -126,5 +126,5 @@ class OwnRequests:
         yield self.heartbeat()
 
     def heartbeat(self) -> Heartbeat:
-        """The sign of life that peers hold their books against."""
+        """The sign of life. Peers compare its counts with their own."""
         return Heartbeat(len(self._in_flight), digest_of(self._in_flight))

@@ -421,7 +421,7 @@ def _is_firm(candidate: Candidate) -> bool:
     return candidate.complete and candidate.match.pending == 0
 
 
-def place_least_loaded(candidates: Sequence[Candidate], n_tokens: int = 0) -> Placement:
+def place_least_loaded(candidates: Sequence[Candidate]) -> Placement:
     """The engine with the fewest requests in flight. Caches do not count.
 
     For requests whose prompt is not known (reuse off, audio). `candidates` is not empty.
@@ -430,4 +430,4 @@ def place_least_loaded(candidates: Sequence[Candidate], n_tokens: int = 0) -> Pl
         Cost(c.engine, in_flight=c.load.in_flight, turn=c.turn, is_last=c.is_last) for c in candidates
     )
     best = min(costs, key=lambda cost: (cost.in_flight, not cost.is_last, cost.turn))
-    return Placement.of(best.engine, 0, n_tokens, costs, "least loaded")
+    return Placement.of(best.engine, 0, 0, costs, "least loaded")

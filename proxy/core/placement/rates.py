@@ -41,7 +41,7 @@ _MEMO = 4096
 
 
 class Timings(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What one engine's rates were last learned from, for a kvpin that has learned nothing of it.
+    """The last samples of one engine's rates, for a kvpin that has learned nothing of it.
 
     Attributes:
         prefills: tokens, and seconds with nothing decoding.
@@ -229,7 +229,7 @@ class EngineRates:
 
     @property
     def timings(self) -> Timings | None:
-        """What it was last learned from; None if nothing was."""
+        """The samples it was last learned from; None without any."""
         if not (self._samples or self._answers):
             return None
         return Timings([*self._samples], self.pool.is_blurred, [*self._answers])

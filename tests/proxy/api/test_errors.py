@@ -82,7 +82,8 @@ def test_a_bug_keeps_its_text_to_the_log():
 
 
 def test_headers_tell_clients_what_to_do():
-    assert error_response(errors.NoEngine("m", retry_after_s=7)).headers["retry-after"] == "7"
+    assert error_response(errors.Overloaded("m", retry_after_s=7)).headers["retry-after"] == "7"
+    assert error_response(errors.NoEngine("m")).headers["retry-after"] == "1"
     for error in (errors.NoEngine("m"), errors.EngineFailed("m"), EngineRejected("m", status=500)):
         assert "x-should-retry" not in error_response(error).headers, "it is the flow that knows"
     assert error_response(errors.Unauthorized("m")).headers["www-authenticate"] == "Bearer"

@@ -8,7 +8,7 @@ from starlette.applications import Starlette
 from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Route
 
-from proxy.api.merged_events import Events, MergedEvents
+from proxy.api.merged_events import MergedEvents
 from proxy.api.siblings import Siblings
 from tests.fakes import serving
 from tests.proxy.api.test_siblings import at_socket
@@ -32,12 +32,6 @@ def streaming(name, requests):
         return StreamingResponse(body())
 
     return Starlette(routes=[Route("/events", events)])
-
-
-def test_events_are_cut_where_they_end():
-    events = Events()
-    assert list(events.feed(b"event: a\nda")) == []
-    assert list(events.feed(b"ta: 1\n\nevent: b\n\nev")) == [b"event: a\ndata: 1\n\n", b"event: b\n\n"]
 
 
 async def test_both_are_woven_into_one_stream(tmp_path):

@@ -2,7 +2,7 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
-from proxy.cli.grid import Grid
+from proxy.cli.grid import Grid, of_count, of_state
 
 ID = "req-0123456789abcdef0123456789abcdef"
 
@@ -59,3 +59,9 @@ def test_a_name_is_no_command_to_the_terminal(capsys):
     out = "\n".join(printed(grid, capsys, 40))
     assert not any(mark in out for mark in "\x1b\x07\x9b")
     assert "\nsecond line" in out
+
+
+def test_cells_of_states_and_numbers():
+    assert (of_count(None), of_count(0)) == ("", "0")
+    assert (of_state("down").plain, of_state("down").style) == ("down", "red")
+    assert of_state("ready", " (why)").plain == "ready (why)"

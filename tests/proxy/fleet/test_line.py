@@ -4,14 +4,15 @@ import pytest
 
 from proxy.core.admission import Pace
 from proxy.errors import Overloaded
-from proxy.fleet.line import Line, QueueLimits
+from proxy.fleet.line import Line
+from proxy.settings import LimitSettings
 
 
 class World:
     """A line before one engine that takes `room` requests."""
 
     def __init__(self, **limits):
-        self.line, self.room, self.served = Line(QueueLimits(**limits)), 0, []
+        self.line, self.room, self.served = Line(LimitSettings(**limits)), 0, []
 
     def send(self, name, tenant="a", *, priority=0, tokens=1, size=1, deadline_s=None):
         async def go():
@@ -43,10 +44,10 @@ async def test_each_goes_when_there_is_room_and_no_more_than_that():
 
 
 async def test_other_bounds_hold_from_the_next_request_on():
-    world = World(requests=10, total_bytes=10)
+    world = World(queue_requests=10, queue_bytes=10)
     tasks = [world.send(name, size=4) for name in "ab"]
     await asyncio.sleep(0)
-    world.line.bound(QueueLimits(requests=3, total_bytes=100, wait_s=0.1))
+    world.line.bound(LimitSettings(queue_requests=3, queue_bytes=100, queue_s=0.1))
     tasks.append(world.send("c", size=4))
     await asyncio.sleep(0)
     assert len(world.line) == 3
@@ -89,7 +90,7 @@ async def test_one_that_leaves_before_leaves_nothing():
 
 
 async def test_nobody_waits_longer_than_the_limit():
-    world = World(wait_s=0.05)
+    world = World(queue_s=0.05)
     with pytest.raises(Overloaded, match=r"has waited 0.05 s for one; the limit is 0.05 s") as caught:
         await world.send("a")
     assert caught.value.headers == {"retry-after": "1"}
@@ -109,7 +110,7 @@ class SteadyPace(Pace):
 
 
 async def test_a_wait_that_would_be_too_long_is_refused_at_once():
-    world = World(wait_s=10)
+    world = World(queue_s=10)
     world.line._pace = SteadyPace()
     waits = world.send("a", tokens=10)
     await asyncio.sleep(0)
@@ -121,7 +122,7 @@ async def test_a_wait_that_would_be_too_long_is_refused_at_once():
 
 
 async def test_where_the_line_is_full_the_greedy_one_is_refused():
-    world = World(requests=2)
+    world = World(queue_requests=2)
     greedy = [world.send(f"g{n}", "greedy") for n in range(3)]
     await asyncio.sleep(0)
     with pytest.raises(Overloaded, match="too many requests wait"):
@@ -136,14 +137,14 @@ async def test_where_the_line_is_full_the_greedy_one_is_refused():
 
 async def test_a_line_of_no_places_refuses_all():
     with pytest.raises(Overloaded, match="too many requests wait"):
-        await World(requests=0).send("a")
+        await World(queue_requests=0).send("a")
 
 
 async def test_other_bounds_hold_for_requests_that_come_later():
-    world = World(requests=2)
+    world = World(queue_requests=2)
     waiting = [world.send(name) for name in "ab"]
     await asyncio.sleep(0)
-    world.line.bound(QueueLimits(requests=1))
+    world.line.bound(LimitSettings(queue_requests=1))
     assert len(world.line) == 2
     with pytest.raises(Overloaded):
         await world.send("c")

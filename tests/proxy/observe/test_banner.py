@@ -6,6 +6,7 @@ import pytest
 from proxy.fleet.engine import EngineState
 from proxy.fleet.fleet import Fleet
 from proxy.observe.banner import Banner
+from proxy.settings import Settings
 from tests.fakes import FakeAdapter
 
 
@@ -34,7 +35,7 @@ def ready_fleet():
     ],
 )
 def test_it_names_addresses_that_can_be_connected_to(capsys, host, shown):
-    Banner(Fleet(), host, 8000, reuse=True).print_addresses()
+    Banner(Fleet(), host, 8000, Settings(reuse=True)).print_addresses()
     printed = capsys.readouterr().out
     assert f"base_url  {shown}/v1\n" in printed
     assert f"admin     {shown}/admin/v1\n" in printed
@@ -42,12 +43,12 @@ def test_it_names_addresses_that_can_be_connected_to(capsys, host, shown):
 
 
 def test_it_says_how_reuse_is_turned_on(capsys):
-    Banner(Fleet(), "127.0.0.1", 8000, reuse=False).print_addresses()
+    Banner(Fleet(), "127.0.0.1", 8000, Settings()).print_addresses()
     assert "reuse off: the least loaded engine is chosen (--reuse turns it on)" in capsys.readouterr().out
 
 
 async def test_once_engines_are_ready_there_is_a_request_to_copy(capsys):
-    await Banner(ready_fleet(), "127.0.0.1", 8000, reuse=True).print_when_ready()
+    await Banner(ready_fleet(), "127.0.0.1", 8000, Settings(reuse=True)).print_when_ready()
     printed = capsys.readouterr().out
     assert "ready: m on a\n" in printed
     assert "curl http://127.0.0.1:8000/v1/chat/completions" in printed
@@ -59,7 +60,7 @@ async def test_once_engines_are_ready_there_is_a_request_to_copy(capsys):
 async def test_it_names_models_that_settings_name_and_nothing_serves(capsys):
     fleet = ready_fleet()
     fleet.aliases, fleet.default_model = {"gpt": "m", "lost": "gone"}, "nothere"
-    await Banner(fleet, "127.0.0.1", 8000, reuse=True).print_when_ready()
+    await Banner(fleet, "127.0.0.1", 8000, Settings(reuse=True)).print_when_ready()
     lines = capsys.readouterr().out.splitlines()
     assert lines[:4] == [
         "ready: m on a", "not served: gone (alias 'lost')", "not served: nothere (default model)", "try it:",
@@ -68,7 +69,7 @@ async def test_it_names_models_that_settings_name_and_nothing_serves(capsys):
 
 async def test_the_request_names_a_variable_for_the_key(capsys):
     fleet = ready_fleet()
-    await Banner(fleet, "127.0.0.1", 8000, reuse=True, keys=True).print_when_ready()
+    await Banner(fleet, "127.0.0.1", 8000, Settings(reuse=True, api_keys=[{"key": "k"}])).print_when_ready()
     printed = capsys.readouterr().out
     assert "with one of your keys in OPENAI_API_KEY" in printed
     assert '-H "authorization: Bearer $OPENAI_API_KEY" \\\n' in printed
@@ -78,7 +79,7 @@ async def test_engines_that_are_down_are_named_before_the_others_are_ready(capsy
     fleet = Fleet()
     down, loading = fleet.add(FakeAdapter("down")), fleet.add(FakeAdapter("loading"))
     down.state, down.last_error = EngineState.DOWN, "connection refused"
-    task = asyncio.create_task(Banner(fleet, "127.0.0.1", 8000, reuse=True).print_when_ready())
+    task = asyncio.create_task(Banner(fleet, "127.0.0.1", 8000, Settings(reuse=True)).print_when_ready())
     await asyncio.sleep(0)
     url = down.adapter.spec.url
     expected = f"not reachable: down at {url}: connection refused; kvpin keeps trying\n"
@@ -93,13 +94,13 @@ async def test_an_engine_that_kvpin_cannot_run_is_named_with_its_last_lines(caps
     fleet = ready_fleet()
     failed = fleet.add(FakeAdapter("failed"))
     failed.state, failed.process = EngineState.DOWN, FailedProcess()
-    await Banner(fleet, "127.0.0.1", 8000, reuse=True).print_when_ready()
+    await Banner(fleet, "127.0.0.1", 8000, Settings(reuse=True)).print_when_ready()
     assert capsys.readouterr().out.startswith("not running: failed: exit code 3\n  no GPU found\n")
 
 
 @pytest.mark.parametrize("page", [True, False])
 def test_it_names_the_page_if_there_is_one(capsys, page):
-    Banner(Fleet(), "127.0.0.1", 8000, reuse=True, page=page).print_addresses()
+    Banner(Fleet(), "127.0.0.1", 8000, Settings(reuse=True, ui=page)).print_addresses()
     assert ("page      http://127.0.0.1:8000/ui/\n" in capsys.readouterr().out) is page
 
 
@@ -107,5 +108,5 @@ async def test_an_engine_that_another_kvpin_uses_for_this_one_is_ready(capsys):
     fleet = Fleet()
     engine = fleet.add(FakeAdapter("a"))
     engine.give_to("vm:7", is_served_there=True)
-    await Banner(fleet, "127.0.0.1", 8000, reuse=True).print_when_ready()
+    await Banner(fleet, "127.0.0.1", 8000, Settings(reuse=True)).print_when_ready()
     assert capsys.readouterr().out == "ready: a through the kvpin vm:7, which uses it\n"

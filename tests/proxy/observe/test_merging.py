@@ -2,10 +2,8 @@
 
 import pytest
 
-from proxy.fleet.fleet import Fleet
 from proxy.observe.families import Counter, Histogram, gauge
 from proxy.observe.merging import merge_pages
-from proxy.observe.metrics import Metrics, of_workers
 
 ODD = 'a "b} \\ # c'
 
@@ -47,12 +45,6 @@ def test_a_series_of_one_worker_alone_stays():
     two = page(openmetrics=False, requests=3, seconds=1.5, size=7, engine="f")
     lines = merge_pages([one, two], {"kvpin_size": min}).splitlines()
     assert {'kvpin_x_total{engine="e"} 2.0', 'kvpin_x_total{engine="f"} 3.0'} <= set(lines)
-
-
-def test_every_gauge_says_how_it_is_merged():
-    page = Metrics(Fleet()).render().decode()
-    gauges = {line.split()[2] for line in page.splitlines() if line.endswith(" gauge")}
-    assert gauges == set(of_workers(shared=True))
 
 
 def test_a_label_may_hold_a_line_separator():

@@ -1,13 +1,9 @@
-import asyncio
 from array import array
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from engine_adapter import Tier
 from proxy.core.placement.decision import Cost, Placement
-from proxy.core.placement.load import Work
-from proxy.fleet.engine import EngineState
 from proxy.fleet.fleet import Fleet
 from proxy.observe.metrics import OTHER_TENANTS, Metrics
 from proxy.prompt import Prompt
@@ -154,28 +150,3 @@ def test_the_lag_of_the_loop(fleet):
     metrics.loop_lag.observe(0.3)
     assert value(metrics, "kvpin_loop_lag_seconds_bucket", le="0.2") == 0
     assert value(metrics, "kvpin_loop_lag_seconds_bucket", le="0.5") == 1
-
-
-async def test_gauges_are_read_from_the_fleet(fleet):
-    engine = fleet.add(FakeAdapter("a"))
-    metrics = Metrics(fleet)
-    assert value(metrics, "kvpin_engine_ready", engine="a") == 0
-    pool = fleet.join(engine, INFO)
-    engine.state = EngineState.READY
-    engine.audit.synced()
-    engine.ledger.begin(0.0, 1.0, Work(10))
-    pool.index.store("a", Tier.GPU, [1, 2])
-    pool.index.store("a", Tier.HOST, [2])
-    assert value(metrics, "kvpin_engine_ready", engine="a") == 1
-    assert value(metrics, "kvpin_engine_precise", engine="a") == 1
-    assert value(metrics, "kvpin_engine_in_flight", engine="a") == 1
-    assert value(metrics, "kvpin_engine_blocks", engine="a", tier="gpu") == 2
-    assert value(metrics, "kvpin_engine_blocks", engine="a", tier="host") == 1
-    assert value(metrics, "kvpin_index_entries", model="m") == 2
-
-
-async def test_tasks_of_the_event_loop_are_counted():
-    before = len(asyncio.all_tasks())
-    task = asyncio.create_task(asyncio.sleep(60))
-    assert f"kvpin_tasks {before + 1}.0" in Metrics(Fleet()).render().decode()
-    task.cancel()

@@ -119,13 +119,13 @@ async def test_an_error_of_the_engine_names_the_clients_field(client, engine):
 
 async def test_what_names_a_kept_response_is_read_off_the_loop(client, monkeypatch):
     """The conversation may be much longer than the request."""
-    flow, expected = import_module("proxy.flow"), []
+    ready, expected = import_module("proxy.ready"), []
 
     async def noting(work, *, ms):
         expected.append(ms)
         return await off_loop(work, ms=ms)
 
-    monkeypatch.setattr(flow, "off_loop", noting)
+    monkeypatch.setattr(ready, "off_loop", noting)
     first = (await ask(client)).json()["id"]
     assert (await ask(client, previous_response_id=first)).status_code == 200
     assert expected[0] < MOST_MS < expected[1]

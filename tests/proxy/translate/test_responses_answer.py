@@ -90,7 +90,7 @@ class TestAnswers:
 
     @pytest.mark.parametrize("content", [b"", b"{}", b'{"choices": []}', b'{"choices": 7}', b'"\xff"'])
     def test_what_is_no_chat(self, content):
-        with pytest.raises(EngineFailed, match="no chat"):
+        with pytest.raises(EngineFailed, match="not that of a chat"):
             translation().answer(content)
 
 

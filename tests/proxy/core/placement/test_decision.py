@@ -328,8 +328,8 @@ class TestPlaceLeastLoaded:
             candidate(name, in_flight=n, queue_s=9.0 * (n == 1))
             for name, n in zip("abc", (3, 1, 2), strict=True)
         ]
-        placement = place_least_loaded(rows, 7)
-        assert (placement.engine, placement.predicted_tokens, placement.n_tokens) == ("b", 0, 7)
+        placement = place_least_loaded(rows)
+        assert (placement.engine, placement.predicted_tokens, placement.n_tokens) == ("b", 0, 0)
         assert placement.rule == "least loaded"
         assert [cost.in_flight for cost in placement.costs] == [3, 1, 2]
 

@@ -1,0 +1,181 @@
+"""Metrics that are read from kvpin's state at each scrape: gauges, and counters that others count."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from importlib.metadata import version
+from typing import NamedTuple
+
+from engine_adapter import Tier
+from proxy.core.audit import Trust
+from proxy.discovery import Source
+from proxy.fleet.engine import EngineState
+from proxy.fleet.fleet import Fleet
+from proxy.observe.families import Counter, gauge
+from proxy.observe.merging import Combine
+from proxy.peers.peers import Peers
+
+_VERSION = version("kvpin")
+_IN_FLIGHT = "kvpin_engine_in_flight"
+
+
+class State(NamedTuple):
+    """The state that gauges are read from: engines, where they are found, other kvpins if there are any."""
+
+    fleet: Fleet
+    sources: Mapping[str, Source]
+    peers: Peers | None
+
+
+class _Gauge(NamedTuple):
+    """A family of gauges.
+
+    Attributes:
+        labels: the names of its labels.
+        combine: makes one value of those of several workers.
+        series: label values and value of each series.
+    """
+
+    name: str
+    text: str
+    labels: tuple[str, ...]
+    combine: Combine
+    series: Callable[[State], Iterable[tuple[tuple[str, ...], float]]]
+
+
+_GAUGES = (
+    _Gauge(
+        "kvpin_engine_ready",
+        "1 when the engine takes requests",
+        ("engine",),
+        max,
+        lambda now: (((each.id,), each.state is EngineState.READY) for each in now.fleet.engines.values()),
+    ),
+    _Gauge(
+        "kvpin_engine_precise",
+        "1 when the view of its cache is exact",
+        ("engine",),
+        max,
+        lambda now: (((each.id,), each.audit.trust is Trust.PRECISE) for each in now.fleet.engines.values()),
+    ),
+    _Gauge(
+        "kvpin_engine_owner",
+        "1 for the kvpin that uses an engine which only one may use",
+        ("engine", "owner"),
+        max,
+        lambda now: (
+            ((each.id, each.owner), 1) for each in now.fleet.engines.values() if each.owner is not None
+        ),
+    ),
+    _Gauge(
+        _IN_FLIGHT,
+        "Requests in flight",
+        ("engine",),
+        sum,
+        lambda now: (((each.id,), each.ledger.in_flight) for each in now.fleet.engines.values()),
+    ),
+    _Gauge(
+        "kvpin_engine_blocks",
+        "Blocks that the engine is known to hold",
+        ("engine", "tier"),
+        max,
+        lambda now: (
+            ((engine_id, tier.value), pool.index.held(engine_id, tier))
+            for pool in now.fleet.pools.values()
+            for engine_id in pool.engines
+            for tier in Tier
+        ),
+    ),
+    _Gauge(
+        "kvpin_index_entries",
+        "Blocks in the index",
+        ("model",),
+        max,
+        lambda now: (((pool.model,), len(pool.index)) for pool in now.fleet.pools.values()),
+    ),
+    _Gauge(
+        "kvpin_queue_requests",
+        "Requests that wait for engines that are busy",
+        ("model",),
+        sum,
+        lambda now: (((pool.model,), len(pool.line)) for pool in now.fleet.pools.values()),
+    ),
+    _Gauge(
+        "kvpin_source_answers",
+        "1 when the source of engines answered last, 0 when it failed",
+        ("source",),
+        min,
+        lambda now: (((each.name,), each.error is None) for each in now.sources.values()),
+    ),
+    _Gauge(
+        "kvpin_source_engines",
+        "Engines that the source named last",
+        ("source",),
+        max,
+        lambda now: (((each.name,), len(each.found)) for each in now.sources.values()),
+    ),
+    _Gauge(
+        "kvpin_exchange_up",
+        "1 while this kvpin can tell others of its requests",
+        (),
+        min,
+        lambda now: [((), now.peers.stats().connected)] if now.peers is not None else [],
+    ),
+    _Gauge(
+        "kvpin_exchange_peers",
+        "Other kvpins in front of these engines",
+        ("in_step",),
+        max,
+        lambda now: _peers_by_step(now.peers) if now.peers is not None else [],
+    ),
+    _Gauge("kvpin_tasks", "Tasks of the event loop", (), sum, lambda _: [((), _tasks())]),
+    _Gauge("kvpin_build_info", "1, with the version", ("version",), max, lambda _: [((_VERSION,), 1)]),
+)
+
+
+def gauges_of(now: State) -> Iterator[str]:
+    """The families of gauges, as parts of the page."""
+    return (gauge(each.name, each.text, each.labels, each.series(now)) for each in _GAUGES)
+
+
+def of_workers(*, shared: bool) -> dict[str, Combine]:
+    """How the gauges of several workers become one; all other families are summed. `shared`: each worker
+    counts the requests of all, see `proxy/peers/`."""
+    combined = {each.name: each.combine for each in _GAUGES}
+    return combined | {_IN_FLIGHT: max} if shared else combined
+
+
+def counters_of(fleet: Fleet, peers: Peers | None) -> tuple[Counter, ...]:
+    """Restores ahead of need, messages between kvpins, and what went wrong between them."""
+    restores = Counter(
+        "kvpin_restores_ahead_total", "Restores ahead of need: begun, used, wasted", ("engine", "what")
+    )
+    for engine in fleet.engines.values():
+        restores.of(engine.id, "begun").add(engine.ahead.restores)
+        restores.of(engine.id, "used").add(engine.ahead.used)
+        restores.of(engine.id, "wasted").add(engine.ahead.wasted)
+    messages = Counter("kvpin_exchange_messages_total", "Messages between kvpins", ("direction",))
+    faults = Counter("kvpin_exchange_faults_total", "What went wrong between kvpins", ("fault",))
+    if peers is not None:
+        told, counts = peers.stats(), peers.counts
+        messages.of("told").add(counts.told)
+        messages.of("heard").add(counts.heard)
+        faults.of("dropped").add(told.dropped)
+        faults.of("lost").add(told.lost)
+        faults.of("behind").add(counts.behind)
+        faults.of("gap").add(counts.gaps + sum(peer.gaps for peer in told.peers))
+        faults.of("divergence").add(counts.divergences + sum(peer.divergences for peer in told.peers))
+    return restores, messages, faults
+
+
+def _peers_by_step(peers: Peers) -> list[tuple[tuple[str, ...], float]]:
+    told = peers.stats().peers
+    return [((str(step).lower(),), sum(peer.in_step is step for peer in told)) for step in (False, True)]
+
+
+def _tasks() -> int:
+    try:
+        return len(asyncio.all_tasks())
+    except RuntimeError:  # no loop runs here
+        return 0

@@ -1,0 +1,56 @@
+"""Which headers of an engine's answer its client gets, and the form of those that kvpin adds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from engine_adapter import EngineSpec, HeaderPairs, Headers, IncomingResponse, base_url
+from proxy.headers import CACHED_HEADER, DROPPED_HEADERS, LIMIT_PREFIX, OWN_PREFIX, RETRY_HEADERS
+
+_DROPPED = frozenset(name.encode() for name in DROPPED_HEADERS)
+_OWN_PREFIX = OWN_PREFIX.encode()
+# Headers of a stream that do not apply to the JSON answer assembled from it.
+_OF_A_STREAM = frozenset({b"content-type", b"content-length", b"cache-control", b"x-accel-buffering"})
+
+
+def passed_on(response: IncomingResponse, spec: EngineSpec) -> HeaderPairs:
+    """The headers of an engine's answer that its client gets."""
+    kept = [
+        pair
+        for pair in response.headers.raw
+        if pair[0] not in _DROPPED and not pair[0].startswith(_OWN_PREFIX)
+    ]
+    return [_at_kvpin(pair, spec) for pair in kept] if response.status >= 300 else kept  # noqa: PLR2004 - HTTP
+
+
+def of_json(headers: HeaderPairs) -> HeaderPairs:
+    """The headers of the JSON answer that was assembled from a stream with these headers."""
+    kept = [pair for pair in headers if pair[0] not in _OF_A_STREAM]
+    return [*kept, (b"content-type", b"application/json")]
+
+
+def retry_advice(headers: Headers) -> dict[str, str]:
+    """The headers of an engine's error about retries."""
+    return {
+        name: value
+        for name, value in headers.items()
+        if value.isascii() and (name in RETRY_HEADERS or name.startswith(LIMIT_PREFIX))
+    }
+
+
+def pairs(headers: Mapping[str, str]) -> HeaderPairs:
+    """Headers that kvpin adds, as bytes; names are in lower case."""
+    return [(name.encode(), value.encode()) for name, value in headers.items()]
+
+
+def of_cached(cached: int | None) -> HeaderPairs:
+    """The header that tells a client how many of its prompt's tokens were cached, if that is known."""
+    return [] if cached is None else pairs({CACHED_HEADER: str(cached)})
+
+
+def _at_kvpin(header: tuple[bytes, bytes], spec: EngineSpec) -> tuple[bytes, bytes]:
+    """A header of a redirection. One to the engine's own address leads to the same path at kvpin."""
+    name, value = header
+    own = base_url(spec).encode()
+    is_own = name == b"location" and value.startswith(own + b"/")
+    return (name, value[len(own) :]) if is_own else header

@@ -1,0 +1,99 @@
+"""Values of single settings: what each may be, and how it is read."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from typing import Annotated
+from urllib.parse import urlsplit
+
+from pydantic import AfterValidator, ByteSize, Field, SecretStr, StringConstraints
+
+from proxy.settings.sources import parse_source
+
+_ORIGIN = re.compile(r"([a-z][a-z0-9+.-]*)://([a-z0-9._-]+|\[[0-9a-f:.]+\])(?::([0-9]{1,5}))?")
+HOST = re.compile(r"[\w.:%-]+")
+"""A host of an address."""
+# Ports that browsers leave out of an origin.
+_PORTS = {"http": 80, "https": 443}
+_DIGEST = re.compile(r"sha256:[0-9a-fA-F]{64}")
+
+
+class SettingsError(ValueError):
+    """Settings that kvpin cannot start with. The text is one sentence: which setting, where, why."""
+
+
+def _kind(value: str) -> str:
+    return value.replace("-", "_")
+
+
+def _url(value: str) -> str:
+    parts = urlsplit(value)
+    is_place = parts.hostname and HOST.fullmatch(parts.hostname) and parts.port != 0  # ValueError above 65535
+    if parts.scheme not in ("http", "https") or not is_place:
+        raise ValueError("an address must look like http://host:port")
+    if parts.username or parts.password:
+        raise ValueError("an address must not contain a name or password: use api_key or headers")
+    if parts.query or parts.fragment:
+        raise ValueError("an address must not have a query or a fragment")
+    return value.rstrip("/")
+
+
+def _secret(value: SecretStr) -> SecretStr:
+    if not value.get_secret_value().strip():
+        raise ValueError("a key must not be empty")
+    return value
+
+
+def _key(value: SecretStr) -> SecretStr:
+    text = _secret(value).get_secret_value()
+    if text.startswith("sha256:") and not _DIGEST.fullmatch(text):
+        raise ValueError("a hashed key must be sha256: and 64 hexadecimal digits")
+    return value
+
+
+def key_digest(text: str) -> bytes:
+    """The SHA-256 digest of a key that is given as itself or, as `sha256:…`, hashed."""
+    if _DIGEST.fullmatch(text):
+        return bytes.fromhex(text.partition(":")[2])
+    return hashlib.sha256(text.encode()).digest()
+
+
+def _origin(value: str) -> str:
+    """An origin as browsers send it: in lower case, without the scheme's own port."""
+    if value == "*":
+        return value
+    found = _ORIGIN.fullmatch(value.lower())
+    if found is None:
+        raise ValueError("an origin must look like https://host or http://host:port, without a path, or be *")
+    scheme, host, port = found.groups()
+    is_usual = port is None or int(port) == _PORTS.get(scheme)
+    return f"{scheme}://{host}" if is_usual else f"{scheme}://{host}:{port}"
+
+
+def _source(value: str) -> str:
+    parse_source(value)
+    return value
+
+
+def _hosts(hosts: str) -> str:
+    if not all(host == host.strip() != "" for host in hosts.split(",")):
+        raise ValueError("name an address, or several with only commas between them: 127.0.0.1,::1")
+    return hosts
+
+
+Kind = Annotated[str, AfterValidator(_kind)]
+# Of an engine, a tenant, or a namespace.
+Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
+Url = Annotated[str, AfterValidator(_url)]
+SourceUrl = Annotated[str, AfterValidator(_source)]
+Origin = Annotated[str, AfterValidator(_origin)]
+Hosts = Annotated[str, AfterValidator(_hosts)]
+ModelName = Annotated[str, StringConstraints(min_length=1, max_length=256)]
+Secret = Annotated[SecretStr, AfterValidator(_secret)]
+Key = Annotated[SecretStr, AfterValidator(_key)]
+Count = Annotated[int, Field(gt=0)]
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+# 0 for none.
+Pause = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Size = Annotated[ByteSize, Field(gt=0)]

@@ -1,0 +1,98 @@
+"""The answers of chats as engines send them, whole and in chunks."""
+
+from __future__ import annotations
+
+import msgspec
+from msgspec import UNSET, Raw, Struct, UnsetType
+
+from engine_adapter import UNREADABLE
+from proxy.errors import EngineFailed
+from proxy.translate.usage import ChatUsage
+
+
+class _Function(Struct):
+    name: str | None = None
+    arguments: str | None = None
+
+
+class Call(Struct):
+    """A call of a tool, or what a chunk adds to it."""
+
+    index: int | None = None
+    id: str | None = None
+    function: _Function | None = None
+
+    @property
+    def name(self) -> str:
+        """The tool's name; empty if this does not tell it."""
+        return (self.function.name if self.function is not None else None) or ""
+
+    @property
+    def arguments(self) -> str:
+        """Its arguments, or a piece of them."""
+        return (self.function.arguments if self.function is not None else None) or ""
+
+
+class Said(Struct):
+    """A message, or what a chunk adds to it. Engines have either name for reasoning."""
+
+    content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    refusal: str | None = None
+    tool_calls: list[Call] | None = None
+
+    @property
+    def thoughts(self) -> str:
+        """Its reasoning."""
+        return self.reasoning_content or self.reasoning or ""
+
+
+class _Logprobs(Struct):
+    content: list[Raw] | None = None
+
+
+class Choice(Struct):
+    """A choice. `stop_reason` (vLLM) and `matched_stop` (SGLang): the stop sequence, or the id of a token."""
+
+    message: Said | None = None
+    delta: Said | None = None
+    logprobs: _Logprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    matched_stop: str | int | list[int] | None = None
+
+    @property
+    def stop_sequence(self) -> str | None:
+        """The stop sequence that ended it."""
+        return next((at for at in (self.stop_reason, self.matched_stop) if isinstance(at, str)), None)
+
+
+class Error(Struct):
+    """An engine's description of a failure."""
+
+    message: str = ""
+    code: str | int | None = None
+    param: str | None = None
+
+
+class Chat(Struct):
+    """A whole answer, or a chunk of one. `timings` and `prompt_progress` are llama-server's."""
+
+    choices: list[Choice] = []
+    model: str | None = None
+    usage: ChatUsage | None = None
+    error: Error | str | None = None
+    timings: Raw | UnsetType = UNSET
+    prompt_progress: Raw | UnsetType = UNSET
+
+
+_decode = msgspec.json.Decoder(Chat).decode
+
+
+def read_chat(content: bytes) -> Chat:
+    """A whole answer, or a chunk of one. Raises EngineFailed if it is none."""
+    try:
+        return _decode(content)
+    except UNREADABLE as error:
+        raise EngineFailed("the engine's answer is not that of a chat") from error

@@ -1,0 +1,57 @@
+import asyncio
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from engine_adapter import Tier
+from proxy.core.placement.load import Work
+from proxy.fleet.engine import EngineState
+from proxy.fleet.fleet import Fleet
+from proxy.observe.gauges import State, counters_of, gauges_of, of_workers
+from tests.fakes import INFO, FakeAdapter
+
+
+def values(fleet):
+    page = "".join(gauges_of(State(fleet, {}, None)))
+    return {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in text_string_to_metric_families(page)
+        for sample in family.samples
+    }
+
+
+async def test_gauges_are_read_from_the_fleet():
+    fleet = Fleet()
+    engine = fleet.add(FakeAdapter("a"))
+    assert values(fleet)["kvpin_engine_ready", "a"] == 0
+    pool = fleet.join(engine, INFO)
+    engine.state = EngineState.READY
+    engine.audit.synced()
+    engine.ledger.begin(0.0, 1.0, Work(10))
+    pool.index.store("a", Tier.GPU, [1, 2])
+    pool.index.store("a", Tier.HOST, [2])
+    now = values(fleet)
+    assert now["kvpin_engine_ready", "a"] == 1
+    assert now["kvpin_engine_precise", "a"] == 1
+    assert now["kvpin_engine_in_flight", "a"] == 1
+    assert now["kvpin_engine_blocks", "a", "gpu"] == 2
+    assert now["kvpin_engine_blocks", "a", "host"] == 1
+    assert now["kvpin_index_entries", "m"] == 2
+
+
+async def test_tasks_of_the_event_loop_are_counted():
+    before = len(asyncio.all_tasks())
+    task = asyncio.create_task(asyncio.sleep(60))
+    assert values(Fleet())["kvpin_tasks",] == before + 1
+    task.cancel()
+
+
+def test_workers_that_share_their_requests_count_all_of_them():
+    assert of_workers(shared=False)["kvpin_engine_in_flight"] is sum
+    assert of_workers(shared=True) == of_workers(shared=False) | {"kvpin_engine_in_flight": max}
+
+
+def test_restores_ahead_are_counted_by_engine():
+    fleet = Fleet()
+    fleet.add(FakeAdapter("a")).ahead.used = 3
+    restores, *_ = counters_of(fleet, None)
+    assert 'kvpin_restores_ahead_total{engine="a",what="used"} 3.0\n' in [*restores.lines()]

@@ -1,0 +1,40 @@
+import pytest
+
+from engine_adapter import EngineSpec, Headers
+from proxy.request.answer_headers import of_cached, of_json, pairs, passed_on, retry_advice
+
+SPEC = EngineSpec("vllm", "http://engine:8000", "e")
+
+
+class Response:
+    def __init__(self, status, *headers):
+        self.status, self.headers = status, Headers(list(headers))
+
+
+@pytest.mark.parametrize("name", [b"connection", b"set-cookie", b"x-kvpin-engine", b"access-control-max-age"])
+def test_headers_that_end_here(name):
+    kept = (b"x-engine", b"1")
+    assert passed_on(Response(200, (name, b"x"), kept), SPEC) == [kept]
+
+
+def test_a_redirection_of_the_engine_leads_to_the_same_path_here():
+    there, elsewhere = (b"location", b"http://engine:8000/v1/x"), (b"location", b"http://other/v1/x")
+    assert passed_on(Response(307, there), SPEC) == [(b"location", b"/v1/x")]
+    assert passed_on(Response(307, elsewhere), SPEC) == [elsewhere]
+    assert passed_on(Response(201, there), SPEC) == [there]
+
+
+def test_an_assembled_answer_is_json():
+    stream = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache"), (b"x-engine", b"1")]
+    assert of_json(stream) == [(b"x-engine", b"1"), (b"content-type", b"application/json")]
+
+
+def test_advice_about_retries():
+    given = Headers([(b"retry-after", b"3"), (b"x-ratelimit-reset", b"1"), (b"server", b"x")])
+    assert retry_advice(given) == {"retry-after": "3", "x-ratelimit-reset": "1"}
+    assert retry_advice(Headers([(b"retry-after", "ż".encode())])) == {}
+
+
+def test_headers_of_kvpins_own():
+    assert pairs({"x-kvpin-engine": "e"}) == [(b"x-kvpin-engine", b"e")]
+    assert (of_cached(None), of_cached(0)) == ([], [(b"x-kvpin-cached-tokens", b"0")])

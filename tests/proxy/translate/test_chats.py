@@ -1,0 +1,36 @@
+import pytest
+
+from proxy.errors import EngineFailed
+from proxy.translate.chats import Error, read_chat
+
+
+def test_a_call_without_a_function_has_no_name_yet():
+    (choice,) = read_chat(b'{"choices": [{"delta": {"tool_calls": [{"index": 1}]}}]}').choices
+    (call,) = choice.delta.tool_calls
+    assert (call.index, call.name, call.arguments) == (1, "", "")
+
+
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
+def test_reasoning_has_two_names(name):
+    (choice,) = read_chat(b'{"choices": [{"message": {"%b": "hm"}}]}' % name.encode()).choices
+    assert choice.message.thoughts == "hm"
+
+
+@pytest.mark.parametrize(
+    ("fields", "sequence"),
+    [('"stop_reason": "END"', "END"), ('"matched_stop": "END"', "END"), ('"matched_stop": [7]', None)],
+)
+def test_the_stop_sequence_may_be_a_token(fields, sequence):
+    (choice,) = read_chat(f'{{"choices": [{{{fields}}}]}}'.encode()).choices
+    assert choice.stop_sequence == sequence
+
+
+def test_an_error_is_a_text_or_an_object():
+    assert read_chat(b'{"error": "broken"}').error == "broken"
+    assert read_chat(b'{"error": {"message": "m", "code": 500}}').error == Error("m", 500)
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b'{"choices": 1}', b"\xff", b"[" * 100_000])
+def test_what_is_no_answer_of_a_chat(content):
+    with pytest.raises(EngineFailed, match="not that of a chat"):
+        read_chat(content)
