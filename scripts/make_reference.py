@@ -30,7 +30,9 @@ from engine_adapter.torch_engine.serve import app as engine_app
 from proxy.app import Proxy, admin_api
 from proxy.cli.main import app
 from proxy.error_codes import Code
+from proxy.fleet.fleet import Fleet
 from proxy.headers import ANSWERED, ASKED, DROPPED_HEADERS, OWN_PREFIX
+from proxy.observe.metrics import Metrics
 from proxy.settings import Settings
 
 REFERENCE = Path(__file__).parent.parent / "docs" / "reference"
@@ -216,6 +218,28 @@ def _attribute(kind: type, name: str) -> str:
     return text[:1].upper() + text[1:]
 
 
+def metrics_page() -> str:
+    """Every metric: its type, labels and meaning."""
+    rows = (
+        (f"`{each.name}`", each.kind, _codes(each.labels) or "–", each.text)
+        for each in Metrics(Fleet()).declared
+    )
+    return _page(
+        """
+        # Metrics
+
+        `scripts/docs` writes this page from `proxy/observe/`: what `/metrics` shows, with the text of each
+        metric's `HELP`. Times are in seconds. `/metrics` answers in OpenMetrics if the client asks for it, as
+        Prometheus does. How to read them: [watching](../operations.md#watching),
+        [dashboards and alerts](../observe.md).
+
+        An embedded engine has [its own metrics](../engines/embedded.md) on its port; a llama-server that
+        kvpin starts has llama.cpp's on `/metrics`.
+        """,
+        _table(("metric", "type", "labels", "meaning"), rows),
+    )
+
+
 def _commands(words: str, command: Command) -> Iterator[tuple[str, Command]]:
     """A command and those below it."""
     yield words, command
@@ -305,6 +329,7 @@ PAGES = {
     "cli.md": cli_page,
     "admin-api.md": admin_api_page,
     "settings.md": settings_page,
+    "metrics.md": metrics_page,
     "errors.md": errors_page,
     "headers.md": headers_page,
 }

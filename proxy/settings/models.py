@@ -187,7 +187,7 @@ class Settings(BaseSettings):
     """Send traces and metrics by OpenTelemetry's protocol, to where `OTEL_*` variables say:
     [traces](observe.md#traces). Needs the extra `otel`."""
     tenant_metrics: Annotated[int, Field(ge=0, le=1000)] = 0
-    """How many tenants have [metrics](operations.md#metrics) of their own: the first ones that come. All
+    """How many tenants have [metrics](reference/metrics.md) of their own: the first ones that come. All
     others are counted as `all others`."""
     cors_origins: tuple[Origin, ...] = ()
     """Origins whose pages may use `/v1` from a browser, as `scheme://host[:port]`; `*` for all: [web
