@@ -59,11 +59,6 @@ def test_every_way_to_miss(miss):
     assert f"\n| `{miss}` |" in PAGES["docs/misses.md"]
 
 
-def test_every_setting_has_a_text():
-    page = PAGES["docs/reference/settings.md"]
-    assert re.findall(r"^\| `(\w+)` .*\|  \|$", page, re.MULTILINE) == []
-
-
 def test_every_metric_of_the_embedded_engine():
     metrics = EngineMetrics()
     text = metrics.render(Counters(), {"pinned_blocks": 0}).decode()
