@@ -85,7 +85,7 @@ class Code(StrEnum):
     RATE_LIMIT_EXCEEDED = (
         "rate_limit_exceeded",
         429,
-        "the tenant is over one of its [limits](operations.md#overload); `retry-after` says when to retry",
+        "the tenant is over a [limit](operations.md#limits-of-a-tenant); `retry-after` says when to retry",
     )
     INTERNAL_ERROR = "internal_error", 500, "a bug in kvpin; the log has the details"
     NOT_SUPPORTED = "not_supported", 501, "the engine cannot do this; the message says what to do instead"

@@ -32,7 +32,7 @@ class ApiKeySettings(_Part):
     tenant: Name | None = None
     """Keys of one tenant share KV. By default a key is a tenant of its own."""
     requests_per_minute: Count | None = None
-    """Requests of the tenant in a minute: [overload](operations.md#overload)."""
+    """Requests of the tenant in a minute: [limits](operations.md#limits-of-a-tenant)."""
     tokens_per_minute: Count | None = None
     """Tokens of its prompts and answers in a minute."""
     concurrent_requests: Count | None = None
