@@ -48,14 +48,14 @@ DROPPED_HEADERS = (
 )
 
 
-class Asked(NamedTuple):
+class OfRequest(NamedTuple):
     """Headers of a request, best first."""
 
     names: tuple[str, ...]
     meaning: str
 
 
-class Answered(NamedTuple):
+class OfAnswer(NamedTuple):
     """Headers of an answer, on which answers they are, and an example of a value."""
 
     names: tuple[str, ...]
@@ -64,84 +64,86 @@ class Answered(NamedTuple):
     example: str
 
 
-ASKED = (
-    Asked(
+REQUEST_HEADERS = (
+    OfRequest(
         KEY_HEADERS,
         "the client's key, and cookies. Where kvpin has keys, they end here; else the key is the engine's",
     ),
-    Asked((REQUEST_ID_HEADER,), "the client's name for the request, up to 128 printable ASCII characters"),
-    Asked(
+    OfRequest(
+        (REQUEST_ID_HEADER,), "the client's name for the request, up to 128 printable ASCII characters"
+    ),
+    OfRequest(
         SESSION_HEADERS,
         "the conversation: ties go to the engine that had it last. The fields `session_id` and "
         "`prompt_cache_key` of the body say the same",
     ),
-    Asked(
+    OfRequest(
         (PRIORITY_HEADER,),
         "-8 to 8; the lowest goes first among the [waiting](operations.md#overload) requests of a tenant",
     ),
-    Asked(DEADLINE_HEADERS, "seconds that the client waits"),
-    Asked(("content-type",), "on routes of files: a form, or a file"),
-    Asked(("content-length", "expect"), "the length of the body, and whether to ask for it"),
-    Asked(("content-encoding",), "a compressed body is refused"),
-    Asked(
+    OfRequest(DEADLINE_HEADERS, "seconds that the client waits"),
+    OfRequest(("content-type",), "on routes of files: a form, or a file"),
+    OfRequest(("content-length", "expect"), "the length of the body, and whether to ask for it"),
+    OfRequest(("content-encoding",), "a compressed body is refused"),
+    OfRequest(
         ("origin", "access-control-request-method", "access-control-request-headers"),
         "the [web page](api.md#web-pages) that asks",
     ),
-    Asked(
+    OfRequest(
         ("sec-websocket-protocol",),
         "on [WebSockets](api.md#websockets): the client's key, as `openai-insecure-api-key.KEY`",
     ),
-    Asked(
+    OfRequest(
         (*FORWARDED_HEADERS, f"{FORWARDED_PREFIX}*"),
         "the request came through a proxy; [without an admin key](operations.md#without-an-admin-key), the "
         "admin API refuses it",
     ),
 )
-ANSWERED = (
-    Answered(
+ANSWER_HEADERS = (
+    OfAnswer(
         (REQUEST_ID_HEADER,),
         "answers under `/v1`, but not lists of models",
         "the client's own, or one of kvpin's; finds the request in logs and `kvpin requests`",
         "req-5bf1…",
     ),
-    Answered((ANTHROPICS_ID_HEADER,), "answers under `/v1/messages`", "the same", "req-5bf1…"),
-    Answered((ENGINE_HEADER,), "answers of engines", "the engine that answered", "vllm-0"),
-    Answered(
+    OfAnswer((ANTHROPICS_ID_HEADER,), "answers under `/v1/messages`", "the same", "req-5bf1…"),
+    OfAnswer((ENGINE_HEADER,), "answers of engines", "the engine that answered", "vllm-0"),
+    OfAnswer(
         (PREDICTED_HEADER,),
         "answers of engines",
         "prompt tokens that kvpin predicted to come from cache",
         "2416",
     ),
-    Answered(
+    OfAnswer(
         (CACHED_HEADER,),
         "answers whose engine reports it before the first byte: all that are no streams, and streams of an "
         "embedded engine",
         "prompt tokens that came from cache",
         "2416",
     ),
-    Answered(
+    OfAnswer(
         (NOTE_HEADER,),
         "answers served in an unusual way",
         "one sentence, e.g. that a request could not be pinned to a slot; also in `kvpin requests --json`",
         "ran alone: …",
     ),
-    Answered(
+    OfAnswer(
         (POLICY_HEADER,),
         "answers of engines",
         "a browser that shows the answer as a page runs [none of its scripts](threat-model.md#boundaries)",
         "sandbox",
     ),
-    Answered((RETRY_AFTER_HEADER,), "429, 503", "seconds", "1"),
-    Answered(
+    OfAnswer((RETRY_AFTER_HEADER,), "429, 503", "seconds", "1"),
+    OfAnswer(
         (SHOULD_RETRY_HEADER,),
         "failures",
         "`false`: kvpin tried several engines and all failed; otherwise the engine's own",
         "false",
     ),
-    Answered((*RETRY_HEADERS, f"{LIMIT_PREFIX}*"), "errors of engines", "the engine's own", "20"),
-    Answered(("www-authenticate",), "401", "the kind of key", "Bearer"),
-    Answered(("allow",), "405, and answers to OPTIONS", "the methods of the route", "GET, HEAD, OPTIONS"),
-    Answered(
+    OfAnswer((*RETRY_HEADERS, f"{LIMIT_PREFIX}*"), "errors of engines", "the engine's own", "20"),
+    OfAnswer(("www-authenticate",), "401", "the kind of key", "Bearer"),
+    OfAnswer(("allow",), "405, and answers to OPTIONS", "the methods of the route", "GET, HEAD, OPTIONS"),
+    OfAnswer(
         ("access-control-*", "vary"),
         "with `cors_origins`, all answers under `/v1`",
         "what a [web page](api.md#web-pages) may read",

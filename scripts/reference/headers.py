@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from engine_adapter import PRIVATE_HEADERS
 from engine_adapter.http.control import ENDS_HERE
-from proxy.headers import ANSWERED, ASKED, DROPPED_HEADERS, OWN_PREFIX
+from proxy.headers import ANSWER_HEADERS, DROPPED_HEADERS, OWN_PREFIX, REQUEST_HEADERS
 from scripts.reference.markdown import codes, page, table
 
 
@@ -20,7 +20,7 @@ def headers_page() -> str:
         """,
         table(
             ("header", "on", "meaning", "example"),
-            ((codes(each.names), each.on, each.meaning, f"`{each.example}`") for each in ANSWERED),
+            ((codes(each.names), each.on, each.meaning, f"`{each.example}`") for each in ANSWER_HEADERS),
         ),
         f"""
         All other headers of an engine's answer are passed on, except {codes(sorted(DROPPED_HEADERS))}
@@ -30,7 +30,7 @@ def headers_page() -> str:
 
         kvpin reads these and passes them on, except where the table says otherwise.
         """,
-        table(("header", "meaning"), ((codes(each.names), each.meaning) for each in ASKED)),
+        table(("header", "meaning"), ((codes(each.names), each.meaning) for each in REQUEST_HEADERS)),
         f"""
         These are never passed on: `{OWN_PREFIX}*`, {codes(sorted(ENDS_HERE))}.
         With several tenants, neither are
