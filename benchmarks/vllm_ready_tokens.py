@@ -54,7 +54,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=40)
     rounds = parser.parse_args().rounds
     tokenizer = ChatTokenizer.load(str(checkpoint_path("model")))
-    document = (ROOT / "docs" / "operations.md").read_text() + (ROOT / "README.md").read_text()
+    document = "".join((ROOT / "docs" / name).read_text() for name in ("api.md", "operations.md"))
     document = tokenizer.decode(tokenizer.encode(document, add_special_tokens=True)[:TOKENS])
     options = VllmOptions(blocks=BLOCKS, context=CONTEXT)
     seconds, cached = defaultdict(list), defaultdict(list)

@@ -47,7 +47,7 @@ class EngineKind:
     routes: Mapping[str, NativeRoute] = field(default_factory=dict)
 
 
-_KINDS = {
+KINDS = {
     "embedded": EngineKind(EmbeddedAdapter, routes=EMBEDDED_ROUTES),
     "openai_compatible": EngineKind(OpenAICompatibleAdapter, routes=OPENAI_SOCKETS),
     "llama_server": EngineKind(LlamaServerAdapter, LlamaServerOptions, LLAMA_SERVER_ROUTES),
@@ -57,13 +57,13 @@ _KINDS = {
     "nim": EngineKind(lambda spec: make_nim(spec, _as_kind), NimOptions),
 }
 
-ENGINE_KINDS = tuple(_KINDS)
+ENGINE_KINDS = tuple(KINDS)
 ENGINE_OPTIONS: Mapping[str, tuple[str, ...]] = {
-    name: kind.options.__struct_fields__ for name, kind in _KINDS.items()
+    name: kind.options.__struct_fields__ for name, kind in KINDS.items()
 }
 """The names of each kind's own options."""
 NATIVE_ROUTES: Mapping[str, NativeRoute] = {
-    path: route for kind in _KINDS.values() for path, route in kind.routes.items()
+    path: route for kind in KINDS.values() for path, route in kind.routes.items()
 }
 """All routes beside `/v1`, and WebSockets, of all kinds of engines. No two kinds declare one differently."""
 
@@ -75,13 +75,13 @@ def make_options(kind: str, values: Mapping[str, object]) -> EngineOptions:
         EngineSpecError: the kind does not exist; OptionError: an option is wrong.
     """
     check_kind(kind)
-    return read_options(kind, _KINDS[kind].options, values)
+    return read_options(kind, KINDS[kind].options, values)
 
 
 def make_adapter(spec: EngineSpec) -> EngineAdapter:
     """The adapter for `spec`; raises EngineSpecError for a kind that does not exist."""
     check_kind(spec.kind)
-    kind = _KINDS[spec.kind]
+    kind = KINDS[spec.kind]
     if type(spec.options) is EngineOptions:
         spec = replace(spec, options=kind.options())
     return kind.make(spec)
@@ -89,7 +89,7 @@ def make_adapter(spec: EngineSpec) -> EngineAdapter:
 
 def check_kind(kind: str) -> None:
     """Raises EngineSpecError, with the nearest name, for a kind that does not exist."""
-    if kind in _KINDS:
+    if kind in KINDS:
         return
     near = [known for known in ENGINE_KINDS if kind and known.startswith(kind)]
     near = near or difflib.get_close_matches(kind, ENGINE_KINDS, n=1, cutoff=0.5)
@@ -99,6 +99,6 @@ def check_kind(kind: str) -> None:
 
 def _as_kind(spec: EngineSpec, kind: str) -> EngineAdapter:
     """The adapter of another kind for the same server, with those options that kind has."""
-    given, options = msgspec.structs.asdict(spec.options), _KINDS[kind].options
+    given, options = msgspec.structs.asdict(spec.options), KINDS[kind].options
     known = {name: given[name] for name in options.__struct_fields__ if name in given}
     return make_adapter(replace(spec, kind=kind, options=options(**known)))

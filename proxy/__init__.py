@@ -5,6 +5,8 @@ ready.py   a request that can be placed: how it is read, what its engine gets of
 app.py     builds everything
 server.py  runs it: the port, signals, an orderly stop
 tasks.py   background tasks, ended at shutdown    errors.py  the errors kvpin answers with
+error_codes.py  their codes and statuses
+headers.py the headers that kvpin reads, sets and drops
 runtime.py garbage collection and threads, so that a busy kvpin does not stall
 workers/   several processes on one port, and the supervisor that runs them
 api/       HTTP: the data plane (/v1), the admin API, health and metrics

@@ -1,4 +1,4 @@
-"""Errors that kvpin itself answers with. `request/error_table.py` gives each class its status.
+"""Errors that kvpin itself answers with. `request/error_table.py` gives each class its code.
 
 ProxyError
 ├── BadRequest           a field is wrong; names the field
@@ -21,13 +21,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from proxy.error_codes import Code
+from proxy.headers import RETRY_AFTER_HEADER
+
 
 class ProxyError(Exception):
     """Base of every error kvpin answers with.
 
     Attributes:
         param: the request field at fault, if any.
-        code: OpenAI's machine-readable code; None takes the default of the class.
+        code: its code; None takes that of the class.
         more: further fields of the error, in OpenAI's shape.
         headers: added to the answer; `retry_after_s` becomes one.
     """
@@ -37,7 +40,7 @@ class ProxyError(Exception):
         message: str,
         *,
         param: str | None = None,
-        code: str | None = None,
+        code: Code | None = None,
         more: Mapping[str, Any] | None = None,
         retry_after_s: int | None = None,
     ) -> None:
@@ -46,7 +49,9 @@ class ProxyError(Exception):
         self.param = param
         self.code = code
         self.more = more or {}
-        self.headers: Mapping[str, str] = {} if retry_after_s is None else {"retry-after": str(retry_after_s)}
+        self.headers: Mapping[str, str] = (
+            {} if retry_after_s is None else {RETRY_AFTER_HEADER: str(retry_after_s)}
+        )
 
 
 class BadRequest(ProxyError):

@@ -42,6 +42,7 @@ from proxy.fleet.ingest import Ingest
 from proxy.fleet.lease import Lease
 from proxy.fleet.lower_tiers import expect_below, look_below
 from proxy.fleet.pool import Pool, no_engine_for
+from proxy.headers import ENGINE_HEADER, NOTE_HEADER, POLICY_HEADER, PREDICTED_HEADER
 from proxy.prompt import audit_tokens
 from proxy.ready import Preparation, Ready
 from proxy.request.calls import Call, Reply
@@ -452,9 +453,9 @@ def _headers(call: Call, placement: Placement, hold: Hold, reply: Reply) -> dict
     """The headers kvpin adds to the answer."""
     headers = {
         **dict.fromkeys(reply.dialect.id_headers, call.answer_id),
-        "x-kvpin-engine": placement.engine,
-        "x-kvpin-predicted-tokens": str(placement.predicted_tokens),
+        ENGINE_HEADER: placement.engine,
+        PREDICTED_HEADER: str(placement.predicted_tokens),
         # A page that an engine answered must not act as kvpin's own page, which may use the admin API.
-        "content-security-policy": "sandbox",
+        POLICY_HEADER: "sandbox",
     }
-    return {**headers, "x-kvpin-note": hold.note} if hold.note else headers
+    return {**headers, NOTE_HEADER: hold.note} if hold.note else headers

@@ -11,7 +11,6 @@ import pytest
 import typer
 from pydantic import BaseModel
 
-from engine_adapter import ENGINE_OPTIONS
 from engine_adapter.torch_engine.engine import Counters
 from engine_adapter.torch_engine.metrics import EngineMetrics
 from engine_adapter.types import EngineSpec
@@ -21,11 +20,7 @@ from proxy.core.misses import Miss
 from proxy.core.placement import answers, demand, load, rates
 from proxy.doctor.doctor import _of_view
 from proxy.doctor.probe import View
-from proxy.fleet.fleet import Fleet
-from proxy.observe.metrics import Metrics
 from proxy.observe.reasons import Reason
-from proxy.request import session
-from proxy.request.error_table import TABLE
 from proxy.settings import Settings, check_settings
 
 ROOT = Path(__file__).parent.parent
@@ -52,26 +47,6 @@ def settings_of(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
             yield from settings_of(part, f"{prefix}{name}{'' if is_one else '[]'}.")
 
 
-def metrics_of(page: bytes) -> set[str]:
-    return set(re.findall(r"^# TYPE (\w+)", page.decode(), re.MULTILINE))
-
-
-def table(title: str) -> str:
-    """A section of the reference."""
-    return OPERATIONS.partition(f"### {title}")[2].partition("###")[0]
-
-
-def options_of_kinds() -> Iterator[str]:
-    """Dotted names of the settings that only engines of some kinds have."""
-    for name in dict.fromkeys(name for names in ENGINE_OPTIONS.values() for name in names):
-        yield from (f"engines[].{name}", f"managed[].{name}")
-
-
-@pytest.mark.parametrize("name", [*settings_of(Settings), *options_of_kinds()])
-def test_every_setting(name):
-    assert f"`{name}`" in table("Settings")
-
-
 @pytest.mark.parametrize("name", [*settings_of(Settings)])
 def test_every_setting_is_read(name):
     leaf = name.rpartition(".")[2]
@@ -82,18 +57,6 @@ def test_every_setting_is_read(name):
 @pytest.mark.parametrize("miss", list(Miss))
 def test_every_way_to_miss(miss):
     assert f"\n| `{miss}` |" in PAGES["docs/misses.md"]
-
-
-def test_no_setting_that_is_gone():
-    documented = re.findall(
-        r"`([a-z_\[\].]+)`", "".join(re.findall(r"^\| (`.*?) \|", table("Settings"), re.MULTILINE))
-    )
-    assert set(documented) == {*settings_of(Settings), *options_of_kinds()}
-
-
-@pytest.mark.parametrize("name", sorted(metrics_of(Metrics(Fleet()).render())))
-def test_every_metric(name):
-    assert f"`{name}`" in table("Metrics")
 
 
 def test_every_metric_of_the_embedded_engine():
@@ -107,35 +70,15 @@ def test_every_metric_of_the_embedded_engine():
         assert f"`{name}`" in EMBEDDED
 
 
-def test_every_error_code():
-    literal = {code for text in SOURCES.values() for code in re.findall(r'\bcode="(\w+)"', text)}
-    codes = literal | {row.code for row in TABLE.values() if row.code is not None}
-    documented = set(re.findall(r"^\| `(\w+)` \|", table("Error codes"), re.MULTILINE))
-    assert documented == codes
-
-
-def test_every_response_header():
-    set_by = ("flow.py", "answer_headers.py", "forward.py", "errors.py")
-    found = {
-        name
-        for path, text in SOURCES.items()
-        if path.name in set_by
-        for name in re.findall(r'"(x-kvpin-[a-z-]+|x-should-retry|retry-after|www-authenticate)"', text)
-    }
-    assert len(found) == 7
-    for name in (*found, "x-request-id"):
-        assert f"| `{name}` |" in table("Response headers")
-
-
-@pytest.mark.parametrize("name", session.HEADERS)
-def test_every_header_that_names_a_conversation(name):
-    assert f"`{name}`" in table("Request headers")
+def test_no_error_has_a_code_that_is_not_declared():
+    found = [path for path, text in SOURCES.items() if re.search(r'\bcode="', text)]
+    assert found == []
 
 
 @pytest.mark.parametrize("reason", [*Reason])
 def test_every_reason_of_a_placement(reason):
     assert f"| `{reason}` |" in PLACEMENT
-    assert f"`{reason}` (" in table("Metrics")
+    assert f" {reason} (" in PAGES["docs/reference/metrics.md"]
 
 
 @pytest.mark.parametrize(

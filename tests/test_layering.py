@@ -24,6 +24,8 @@ ELSEWHERE = {
     "proxy/discovery/found.py": "data and a Protocol: tests/proxy/discovery, tests/proxy/control",
     "proxy/peers/exchange.py": "a Protocol: tests of the two that are one",
     "proxy/peers/stats.py": "classes of data: tests/proxy/peers, tests/test_observe.py",
+    "proxy/error_codes.py": "a table: tests/proxy/api/test_errors.py",
+    "proxy/headers.py": "a table: tests of those that read and set them",
     "proxy/errors.py": "classes of data: tests/proxy/api/test_errors.py",
     "proxy/translate/registry.py": "a table: tests/proxy/translate/test_messages.py",
     "proxy/translate/translation.py": "a Protocol: tests/proxy/translate/test_translated.py",

@@ -16,9 +16,10 @@ class EventOptions(EngineOptions, frozen=True):
     """Options of such engines, and all options of `sglang` engines.
 
     Attributes:
-        events: ZMQ address of its KV events, where the engine does not say.
-        replay: ZMQ address that replays missed events, where the engine does not say.
-        dp_rank: the data-parallel rank that this engine is, None for a server with one rank.
+        events: ZMQ address of its KV events, by default the engine's own.
+        replay: ZMQ address that replays missed events, by default the engine's own.
+        dp_rank: the data-parallel rank of this engine. Without it, each rank of a server that kvpin did not
+            start becomes an engine.
     """
 
     events: str | None = None

@@ -25,7 +25,7 @@ RANK_HEADER = "x-data-parallel-rank"
 """The header by which vLLM and SGLang send a request to one of their data-parallel ranks."""
 # Hop-by-hop headers (RFC 9110 7.6.1), and those of the next connection. No compression: kvpin reads the
 # usage.
-_ENDS_HERE = frozenset(
+ENDS_HERE = frozenset(
     {
         "accept-encoding",
         "connection",
@@ -140,7 +140,7 @@ def parts_of(spec: EngineSpec) -> RequestParts:
         url,
         Headers.of(own.items()).raw,
         Headers.of(rank.items()).raw,
-        frozenset(name.encode() for name in _ENDS_HERE | replaced),
+        frozenset(name.encode() for name in ENDS_HERE | replaced),
         tls_context(spec),
     )
 
@@ -152,7 +152,7 @@ def _check_headers(spec: EngineSpec) -> None:
     for name, value in spec.headers.items():
         if not _HEADER_NAME.fullmatch(name):
             raise EngineSpecError(f"engine {spec.id!r}: headers: {name!r} is not a header name")
-        if name.lower() in _ENDS_HERE:
+        if name.lower() in ENDS_HERE:
             raise EngineSpecError(f"engine {spec.id!r}: headers: kvpin sets {name!r} itself: leave it out")
         if not _HEADER_VALUE.fullmatch(value):
             raise EngineSpecError(

@@ -10,8 +10,9 @@ class LlamaServerOptions(EngineOptions, frozen=True):
     """Options of `llama_server` engines.
 
     Attributes:
-        host_cache_dir: directory where it saves KV files, as kvpin sees it; best in memory.
-        host_cache_bytes: room for them.
+        host_cache_dir: directory where it saves KV files, as kvpin sees it; best in memory. A managed one has
+            `/dev/shm/kvpin-<uid>`, or without room there `~/.cache/kvpin/kv`.
+        host_cache_bytes: room for them. A managed one has half of what is free there at start, at most 8 GiB.
         disk_cache_dir: directory where kvpin moves the files that find no room there.
         disk_cache_bytes: room for those.
     """

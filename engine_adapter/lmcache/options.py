@@ -11,7 +11,7 @@ class LmCacheOptions(EventOptions, frozen=True):
 
     Attributes:
         lmcache: HTTP address of the LMCache server beside the engine.
-        lmcache_coordinator: address of the LMCache coordinator, where that server does not say.
+        lmcache_coordinator: address of the LMCache coordinator, by default that server's own.
     """
 
     lmcache: str | None = None

@@ -15,14 +15,12 @@ from starlette.requests import HTTPConnection
 
 from engine_adapter import PRIVATE_HEADERS, Headers
 from proxy.errors import Forbidden, Unauthorized
+from proxy.headers import FORWARDED_HEADERS, FORWARDED_PREFIX, KEY_HEADERS
 from proxy.request.tenants import Tenants
 from proxy.settings import key_digest
 
-_KEY_HEADERS = frozenset({b"authorization", b"x-api-key", b"cookie"})
+_KEY_HEADERS = frozenset(name.encode() for name in KEY_HEADERS)
 _OF_SEVERAL = _KEY_HEADERS | PRIVATE_HEADERS
-# Headers that proxies add to the requests that they pass on.
-_FORWARDED = frozenset({"forwarded", "via", "x-real-ip"})
-_FORWARDED_FOR = "x-forwarded-"
 # In an ASGI scope: another kvpin of this machine passes the request on.
 FROM_PEER = "kvpin.from_peer"
 _LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
@@ -108,7 +106,9 @@ def _require_local(connection: HTTPConnection) -> None:
     """
     host = connection.client.host if connection.client else ""
     named = re.sub(r":\d*$", "", connection.headers.get("host", "")).lower() or "localhost"
-    forwarded = [name for name in connection.headers if name in _FORWARDED or name.startswith(_FORWARDED_FOR)]
+    forwarded = [
+        name for name in connection.headers if name in FORWARDED_HEADERS or name.startswith(FORWARDED_PREFIX)
+    ]
     if forwarded:
         raise Forbidden(
             f"without an admin key, the admin API answers no request through a proxy ({forwarded[0]}): start "

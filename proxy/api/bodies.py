@@ -9,6 +9,7 @@ import msgspec
 from msgspec import Raw
 
 from engine_adapter import UNREADABLE, JsonBody
+from proxy.error_codes import Code
 from proxy.errors import BadRequest
 
 # The most entries of each list that makes a prompt, and of each list in such an entry. Even an empty entry
@@ -32,7 +33,7 @@ def parse(raw: bytes) -> JsonBody:
     try:
         body = JsonBody(raw)
     except msgspec.ValidationError as error:
-        raise BadRequest("the body must be a JSON object", code="invalid_json") from error
+        raise BadRequest("the body must be a JSON object", code=Code.INVALID_JSON) from error
     if len(raw) > _SHORT and raw.count(b"{") > MAX_ENTRIES:
         _check_lists(body)
     return body
@@ -62,5 +63,5 @@ def _check_length(param: str, entries: list[Raw]) -> None:
         raise BadRequest(
             f"{param} has {len(entries)} entries; the limit is {MAX_ENTRIES}",
             param=param,
-            code="array_above_max_length",
+            code=Code.ARRAY_ABOVE_MAX_LENGTH,
         )

@@ -1,4 +1,4 @@
-"""Failed requests as Starlette responses, by the table in `proxy/request/error_table.py`."""
+"""Failed requests as Starlette responses, by their codes: `proxy/request/error_table.py`."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from proxy import errors
+from proxy.error_codes import Code
+from proxy.headers import REQUEST_ID_HEADER
 from proxy.request.dialects import OPENAI, Dialect
-from proxy.request.error_table import NO_MORE, TABLE, error_body, row_of, status_of
+from proxy.request.error_table import ANSWERED, NO_MORE, code_of, error_body, status_of
 
 NOT_FOUND = 404
-_CODES = {400: "invalid_value", NOT_FOUND: "not_found", 405: "method_not_allowed"}
+_CODES = {code.status: code for code in (Code.INVALID_VALUE, Code.NOT_FOUND, Code.METHOD_NOT_ALLOWED)}
 
 
 def error_response(error: Exception, request_id: str | None = None, dialect: Dialect = OPENAI) -> Response:
     """The answer to a failed request. The text of a bug, which may hold anything, stays in the log."""
-    row = row_of(error)
-    message = str(error)
-    if row is None:
-        row, message = TABLE[errors.ProxyError], "kvpin failed on this request; the log has the details"
-    if isinstance(error, msgspec.DecodeError) and not isinstance(error, msgspec.ValidationError):
+    code, message = code_of(error), str(error)
+    if not isinstance(error, ANSWERED):
+        message = "kvpin failed on this request; the log has the details"
+    elif isinstance(error, msgspec.DecodeError) and not isinstance(error, msgspec.ValidationError):
         message = f"the body is not valid JSON: {error}"
     status = status_of(error)
     body = dialect.error(
         status,
         message,
-        kind=getattr(error, "type", None) or row.type,
+        kind=getattr(error, "type", None) or code.type,
         param=getattr(error, "param", None),
-        code=getattr(error, "code", None) or row.code,
+        code=getattr(error, "code", None) or code,
         request_id=request_id,
         more=getattr(error, "more", NO_MORE),
     )
@@ -40,8 +40,8 @@ def error_response(error: Exception, request_id: str | None = None, dialect: Dia
 
 
 async def handle(request: Request, error: Exception) -> Response:
-    """Starlette's exception handler for every class of the table."""
-    return error_response(error, request.headers.get("x-request-id"))
+    """Starlette's exception handler for every class of `ANSWERED`."""
+    return error_response(error, request.headers.get(REQUEST_ID_HEADER))
 
 
 async def handle_http(request: Request, error: Exception) -> Response:

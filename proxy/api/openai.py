@@ -31,6 +31,7 @@ from proxy.api.responses import KeptResponses, may_be_kept, name_of
 from proxy.api.websockets import WebSocketClient, check_websocket, with_key
 from proxy.errors import BodyTooLarge, EncodedBody, NoEngine
 from proxy.flow import Flow
+from proxy.headers import REQUEST_ID_HEADER
 from proxy.request.calls import Call, Reply
 from proxy.request.dialects import dialect_of
 from proxy.request.error_table import ANSWERED, status_of
@@ -265,7 +266,7 @@ def _kind(headers: Headers) -> str:
 
 def _client_id(headers: Headers) -> str | None:
     """The client's `x-request-id`, if it is short printable ASCII."""
-    given = headers.get("x-request-id", "")
+    given = headers.get(REQUEST_ID_HEADER, "")
     usable = 0 < len(given) <= MAX_REQUEST_ID and given.isascii() and given.isprintable()
     return given if usable else None
 

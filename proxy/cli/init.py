@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _STDOUT = Path("-")
 _FILE = Path("kvpin.toml")
 _HEAD = """\
-# Settings of kvpin, written by `kvpin init`. Every setting: docs/operations.md.
+# Settings of kvpin, written by `kvpin init`. Every setting: docs/reference/settings.md.
 #   kvpin config check --config {file}
 #   kvpin serve --config {file}
 

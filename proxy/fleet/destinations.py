@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
+from proxy.error_codes import Code
 from proxy.errors import NotFound
 from proxy.fleet.engine import Engine
 from proxy.fleet.fleet import Fleet
@@ -93,6 +94,6 @@ def _no_response(call: Call, name: str, why: str = "") -> NotFound:
         return NotFound(
             f"Previous response with id {name!r} not found{why}.",
             param="previous_response_id",
-            code="previous_response_not_found",
+            code=Code.PREVIOUS_RESPONSE_NOT_FOUND,
         )
     return NotFound(f"Response with id {name!r} not found{why}.")

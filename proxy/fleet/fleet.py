@@ -14,6 +14,7 @@ import structlog
 
 from engine_adapter import EngineAdapter, EngineInfo
 from proxy.core.peers.telling import OwnRequests
+from proxy.error_codes import Code
 from proxy.errors import Conflict, NoEngine, NotFound
 from proxy.fleet.engine import TOKENS_PER_BLOCK, Engine, EngineState
 from proxy.fleet.pool import Pool
@@ -265,7 +266,7 @@ class Fleet:
         if self.default_model is not None and self._named(self.default_model) is None:
             reason += f", and the default model {self.default_model!r} is not served"
         known = ", ".join(sorted({*self.served(), *self.served_aliases()}))
-        return NotFound(f"{reason}; served: {known}", param="model", code="model_not_found")
+        return NotFound(f"{reason}; served: {known}", param="model", code=Code.MODEL_NOT_FOUND)
 
     def _named(self, model: str) -> tuple[Pool, str] | None:
         """The pool that serves the model, LoRA adapter or alias of that name, and the name behind the alias.

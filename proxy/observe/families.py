@@ -16,13 +16,29 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate
+from typing import NamedTuple
 
 _ESCAPES = str.maketrans({"\\": r"\\", "\n": r"\n", '"': r"\""})
 
 
-def head(name: str, kind: str, text: str) -> str:
-    """The two lines before the series of a family: `kind` is its type, `text` says what it counts."""
-    return f"# HELP {name} {text}\n# TYPE {name} {kind}\n"
+class Family(NamedTuple):
+    """What is declared of a family. docs/reference/metrics.md shows all.
+
+    Attributes:
+        kind: `counter`, `gauge` or `histogram`.
+        text: what it counts, in one line.
+        labels: their names.
+    """
+
+    name: str
+    kind: str
+    text: str
+    labels: tuple[str, ...]
+
+    @property
+    def head(self) -> str:
+        """The two lines before its series."""
+        return f"# HELP {self.name} {self.text}\n# TYPE {self.name} {self.kind}\n"
 
 
 @lru_cache(16_384)
@@ -34,12 +50,12 @@ def labelled(names: tuple[str, ...], values: tuple[str, ...]) -> str:
     return f"{{{','.join(pairs)}}}" if names else ""
 
 
-def gauge(
-    name: str, text: str, names: tuple[str, ...], series: Iterable[tuple[tuple[str, ...], float]]
-) -> str:
+def gauge(family: Family, series: Iterable[tuple[tuple[str, ...], float]]) -> str:
     """A family of values as they are now: each a pair of label values and number."""
-    lines = [f"{name}{labelled(names, values)} {float(number)}\n" for values, number in series]
-    return head(name, "gauge", text) + "".join(lines)
+    name, names = family.name, family.labels
+    return family.head + "".join(
+        f"{name}{labelled(names, values)} {float(number)}\n" for values, number in series
+    )
 
 
 class Count:
@@ -62,27 +78,27 @@ class Counter:
 
     def __init__(self, name: str, text: str, labels: Sequence[str]) -> None:
         """`name` ends in `_total`."""
-        self._name, self._labels = name, tuple(labels)
-        self._head = head(name, "counter", text)
+        self.family = Family(name, "counter", text, tuple(labels))
         self._series: dict[tuple[str, ...], Count] = {}
 
     def of(self, *values: str) -> Count:
         """The series with these label values. It appears on the page from now on."""
         series = self._series.get(values)
         if series is None:
-            series = self._series[values] = Count(f"{self._name}{labelled(self._labels, values)}")
+            series = self._series[values] = Count(f"{self.family.name}{labelled(self.family.labels, values)}")
         return series
 
     def sums(self, label: str) -> dict[str, float]:
         """Its numbers by the values of one label, all others summed up."""
-        at, sums = self._labels.index(label), dict[str, float]()
+        at, sums = self.family.labels.index(label), dict[str, float]()
         for values, series in self._series.items():
             sums[values[at]] = sums.get(values[at], 0) + series.number
         return sums
 
     def lines(self, *, openmetrics: bool = False) -> Iterator[str]:
         """The family's part of the page."""
-        yield self._head if not openmetrics else self._head.replace(self._name, self._name[: -len("_total")])
+        name = self.family.name.removesuffix("_total") if openmetrics else self.family.name
+        yield self.family._replace(name=name).head
         for series in self._series.values():
             yield f"{series.line} {float(series.number)}\n"
 
@@ -125,8 +141,7 @@ class Histogram:
 
     def __init__(self, name: str, text: str, labels: Sequence[str], bounds: Sequence[float]) -> None:
         """`bounds` are the upper ends of the ranges, in rising order; a last range has no end."""
-        self._name, self._labels, self._bounds = name, tuple(labels), tuple(bounds)
-        self._head = head(name, "histogram", text)
+        self.family, self._bounds = Family(name, "histogram", text, tuple(labels)), tuple(bounds)
         self._series: dict[tuple[str, ...], Buckets] = {}
 
     def of(self, *values: str) -> Buckets:
@@ -138,18 +153,18 @@ class Histogram:
 
     def lines(self, *, openmetrics: bool = False) -> Iterator[str]:
         """The family's part of the page."""
-        yield self._head
+        yield self.family.head
         for series in self._series.values():
             yield series.lines(exemplars=openmetrics)
 
     def _page(self, values: tuple[str, ...]) -> str:
         """See `Buckets`."""
-        names, plain = (*self._labels, "le"), labelled(self._labels, values).replace("%", "%%")
+        names, plain = (*self.family.labels, "le"), labelled(self.family.labels, values).replace("%", "%%")
         lines = []
         for bound in (*(str(float(bound)) for bound in self._bounds), "+Inf"):
             labels = labelled(names, (*values, bound)).replace("%", "%%")
-            lines.append(f"{self._name}_bucket{labels} %d.0\n")
-        return f"{''.join(lines)}{self._name}_count{plain} %d.0\n{self._name}_sum{plain} %r\n"
+            lines.append(f"{self.family.name}_bucket{labels} %d.0\n")
+        return f"{''.join(lines)}{self.family.name}_count{plain} %d.0\n{self.family.name}_sum{plain} %r\n"
 
 
 class Families:

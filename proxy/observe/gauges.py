@@ -12,7 +12,7 @@ from proxy.core.audit import Trust
 from proxy.discovery import Source
 from proxy.fleet.engine import EngineState
 from proxy.fleet.fleet import Fleet
-from proxy.observe.families import Counter, gauge
+from proxy.observe.families import Counter, Family, gauge
 from proxy.observe.merging import Combine
 from proxy.peers.peers import Peers
 
@@ -43,25 +43,30 @@ class _Gauge(NamedTuple):
     combine: Combine
     series: Callable[[State], Iterable[tuple[tuple[str, ...], float]]]
 
+    @property
+    def family(self) -> Family:
+        """What is declared of it."""
+        return Family(self.name, "gauge", self.text, self.labels)
+
 
 _GAUGES = (
     _Gauge(
         "kvpin_engine_ready",
-        "1 when the engine takes requests",
+        "1 while the engine takes requests",
         ("engine",),
         max,
         lambda now: (((each.id,), each.state is EngineState.READY) for each in now.fleet.engines.values()),
     ),
     _Gauge(
         "kvpin_engine_precise",
-        "1 when the view of its cache is exact",
+        "1 while the view of its cache is exact",
         ("engine",),
         max,
         lambda now: (((each.id,), each.audit.trust is Trust.PRECISE) for each in now.fleet.engines.values()),
     ),
     _Gauge(
         "kvpin_engine_owner",
-        "1 for the kvpin that uses an engine which only one may use",
+        "1 for the owner of an engine that only one kvpin may use",
         ("engine", "owner"),
         max,
         lambda now: (
@@ -89,14 +94,14 @@ _GAUGES = (
     ),
     _Gauge(
         "kvpin_index_entries",
-        "Blocks in the index",
+        "Different blocks in the index",
         ("model",),
         max,
         lambda now: (((pool.model,), len(pool.index)) for pool in now.fleet.pools.values()),
     ),
     _Gauge(
         "kvpin_queue_requests",
-        "Requests that wait for engines that are busy",
+        "Requests that wait now for engines that are busy",
         ("model",),
         sum,
         lambda now: (((pool.model,), len(pool.line)) for pool in now.fleet.pools.values()),
@@ -117,26 +122,37 @@ _GAUGES = (
     ),
     _Gauge(
         "kvpin_exchange_up",
-        "1 while this kvpin can tell others of its requests",
+        "1 while this kvpin can tell others of its requests; no value without an exchange",
         (),
         min,
         lambda now: [((), now.peers.stats().connected)] if now.peers is not None else [],
     ),
     _Gauge(
         "kvpin_exchange_peers",
-        "Other kvpins in front of these engines",
+        "Other kvpins in front of these engines; in_step: true if all their requests are known here",
         ("in_step",),
         max,
         lambda now: _peers_by_step(now.peers) if now.peers is not None else [],
     ),
-    _Gauge("kvpin_tasks", "Tasks of the event loop", (), sum, lambda _: [((), _tasks())]),
-    _Gauge("kvpin_build_info", "1, with the version", ("version",), max, lambda _: [((_VERSION,), 1)]),
+    _Gauge(
+        "kvpin_tasks",
+        "Tasks of the event loop; they fall with requests in flight, unless kvpin leaks",
+        (),
+        sum,
+        lambda _: [((), _tasks())],
+    ),
+    _Gauge(
+        "kvpin_build_info", "1, with the version of kvpin", ("version",), max, lambda _: [((_VERSION,), 1)]
+    ),
 )
+
+
+GAUGES = tuple(each.family for each in _GAUGES)
 
 
 def gauges_of(now: State) -> Iterator[str]:
     """The families of gauges, as parts of the page."""
-    return (gauge(each.name, each.text, each.labels, each.series(now)) for each in _GAUGES)
+    return (gauge(each.family, each.series(now)) for each in _GAUGES)
 
 
 def of_workers(*, shared: bool) -> dict[str, Combine]:
@@ -149,14 +165,24 @@ def of_workers(*, shared: bool) -> dict[str, Combine]:
 def counters_of(fleet: Fleet, peers: Peers | None) -> tuple[Counter, ...]:
     """Restores ahead of need, messages between kvpins, and what went wrong between them."""
     restores = Counter(
-        "kvpin_restores_ahead_total", "Restores ahead of need: begun, used, wasted", ("engine", "what")
+        "kvpin_restores_ahead_total",
+        "Restores ahead of need, by what: begun, and of these used and wasted",
+        ("engine", "what"),
     )
     for engine in fleet.engines.values():
         restores.of(engine.id, "begun").add(engine.ahead.restores)
         restores.of(engine.id, "used").add(engine.ahead.used)
         restores.of(engine.id, "wasted").add(engine.ahead.wasted)
-    messages = Counter("kvpin_exchange_messages_total", "Messages between kvpins", ("direction",))
-    faults = Counter("kvpin_exchange_faults_total", "What went wrong between kvpins", ("fault",))
+    messages = Counter(
+        "kvpin_exchange_messages_total", "Messages between kvpins, by direction: told, heard", ("direction",)
+    )
+    faults = Counter(
+        "kvpin_exchange_faults_total",
+        "What went wrong between kvpins, by fault: dropped (a peer had not read enough), gap (batches were "
+        "lost), divergence (books differed), lost (a kvpin fell silent), behind (messages came too late to "
+        "tell its load)",
+        ("fault",),
+    )
     if peers is not None:
         told, counts = peers.stats(), peers.counts
         messages.of("told").add(counts.told)

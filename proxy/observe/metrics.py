@@ -7,8 +7,8 @@ from http import HTTPStatus
 
 from proxy.discovery import Source
 from proxy.fleet.fleet import Fleet
-from proxy.observe.families import Families
-from proxy.observe.gauges import State, counters_of, gauges_of
+from proxy.observe.families import Families, Family
+from proxy.observe.gauges import GAUGES, State, counters_of, gauges_of
 from proxy.observe.reasons import reason_of
 from proxy.observe.reuse import ReuseCounts, available_tokens, saved_s
 from proxy.peers.peers import Peers
@@ -51,69 +51,122 @@ class Metrics:
         self._sources = {} if sources is None else sources
         self._families = Families()
         counter, histogram = self._families.counter, self._families.histogram
-        self._requests = counter("kvpin_requests_total", "Requests answered", (*_BY_ENGINE, "status"))
+        self._requests = counter(
+            "kvpin_requests_total",
+            "Requests answered; model: the model or LoRA adapter that served, whatever name was "
+            "sent; status: failed where kvpin crashed",
+            (*_BY_ENGINE, "status"),
+        )
         self._retries = counter("kvpin_retries_total", "Attempts beyond a request's first", ("model",))
         self._interrupted = counter(
             "kvpin_interrupted_streams_total",
-            "Streams whose engine died in mid-answer, by whether another one went on with them",
+            "Streams whose engine died in mid-answer, by result: migrated (another engine went on) or broken",
             ("model", "result"),
         )
         self._placements = counter(
-            "kvpin_placements_total", "Requests placed, by the reason for their engine", ("model", "reason")
+            "kvpin_placements_total",
+            "Requests placed, by reason: held (the engine has the most of the prompt), gathered "
+            "(it will have it, after requests in flight have stored it), released (another has "
+            "more, but costs more), spread (no engine has any of it), only (no other engine could "
+            "take it), balanced (the prompt is not known: by load alone)",
+            ("model", "reason"),
         )
-        self._prompt = counter("kvpin_prompt_tokens_total", "Prompt tokens of requests", _BY_ENGINE)
+        self._prompt = counter(
+            "kvpin_prompt_tokens_total", "Prompt tokens of requests whose prompt kvpin knows", _BY_ENGINE
+        )
         self._available = counter(
             "kvpin_available_cached_tokens_total",
-            "Cached tokens on the eligible engine that held most of each prompt",
+            "Of the prompt tokens, those on the eligible engine that held most of each prompt; "
+            "engine: the chosen one",
             _BY_ENGINE,
         )
         self._predicted = counter(
-            "kvpin_predicted_cached_tokens_total", "Cached tokens predicted", _BY_ENGINE
+            "kvpin_predicted_cached_tokens_total",
+            "Of the prompt tokens, those that kvpin predicted to come from cache",
+            _BY_ENGINE,
         )
-        self._reported = counter("kvpin_cached_tokens_total", "Cached tokens engines reported", _BY_ENGINE)
-        self._generated = counter("kvpin_generation_tokens_total", "Tokens of answers", _BY_ENGINE)
+        self._reported = counter(
+            "kvpin_cached_tokens_total",
+            "Of the prompt tokens, those that engines reported from cache",
+            _BY_ENGINE,
+        )
+        self._generated = counter(
+            "kvpin_generation_tokens_total", "Tokens of answers, where engines report them", _BY_ENGINE
+        )
         self._saved = counter(
-            "kvpin_saved_prefill_seconds_total", "Seconds of prefill saved by reuse", _BY_ENGINE
+            "kvpin_saved_prefill_seconds_total",
+            "Seconds of prefill that cached tokens saved, by learned rates, less restores",
+            _BY_ENGINE,
         )
-        self._inexact = counter("kvpin_mispredictions_total", "Requests whose prediction missed", _BY_ENGINE)
+        self._inexact = counter(
+            "kvpin_mispredictions_total",
+            "Requests whose reported cached tokens differ from the prediction",
+            _BY_ENGINE,
+        )
         self._tokens = counter(
             "kvpin_tokenisation_checks_total",
-            "Prompts whose tokens the engine reported, by whether they equal kvpin's",
+            "Prompts whose tokens an engine reported, by result: same as kvpin's, or different",
             (*_BY_ENGINE, "result"),
         )
         self._placing = histogram(
-            "kvpin_placement_seconds", "Time to read and place a request", ("model",), _PLACEMENT_SECONDS
+            "kvpin_placement_seconds",
+            "kvpin's own time to read, tokenise and place a request, without its wait for busy "
+            "engines; requests that were placed twice are not in it",
+            ("model",),
+            _PLACEMENT_SECONDS,
         )
         self._first_token = histogram(
             "kvpin_time_to_first_token_seconds",
-            "Time to the first byte of a stream",
+            "From a request's arrival to the first byte of its stream; answers that are no stream "
+            "are not in it",
             _BY_ENGINE,
             _FIRST_TOKEN_SECONDS,
         )
         self._per_token = histogram(
             "kvpin_time_per_output_token_seconds",
-            "Mean time between the tokens of each stream",
+            "Mean time between the tokens of a stream, one value per stream that ended well; "
+            "where the engine reports no tokens, events of the stream are counted",
             _BY_ENGINE,
             _PER_TOKEN_SECONDS,
         )
         self._duration = histogram(
-            "kvpin_request_duration_seconds", "Duration of requests", _BY_ENGINE, _SECONDS
+            "kvpin_request_duration_seconds",
+            "From a request's arrival at kvpin to the end of its answer",
+            _BY_ENGINE,
+            _SECONDS,
         )
         self._queued = histogram(
-            "kvpin_queued_seconds", "Wait of requests for engines that were busy", ("model",), _SECONDS
+            "kvpin_queued_seconds",
+            "How long requests waited for engines that were busy; requests that did not wait are not in it",
+            ("model",),
+            _SECONDS,
         )
         self._refused = counter(
-            "kvpin_refused_total", "Requests refused before an engine was asked", ("reason",)
+            "kvpin_refused_total",
+            "Requests refused before an engine was asked, by reason: busy (all engines are), "
+            "limit (of its tenant)",
+            ("reason",),
         )
         self.loop_lag = histogram(
-            "kvpin_loop_lag_seconds", "How late the event loop ran its timer", (), _LAG_SECONDS
+            "kvpin_loop_lag_seconds",
+            "How late kvpin's event loop is, measured every 50 ms: all requests wait that long",
+            (),
+            _LAG_SECONDS,
         ).of()
         by_tenant = ("tenant",)
         self._of_tenants = (
-            counter("kvpin_tenant_requests_total", "Requests of a tenant", (*by_tenant, "status")),
-            counter("kvpin_tenant_prompt_tokens_total", "Prompt tokens of a tenant", by_tenant),
-            counter("kvpin_tenant_cached_tokens_total", "Cached tokens engines reported", by_tenant),
-            counter("kvpin_tenant_generation_tokens_total", "Tokens of answers to a tenant", by_tenant),
+            counter(
+                "kvpin_tenant_requests_total",
+                "Requests; as all families by tenant, only if tenant_metrics is set",
+                (*by_tenant, "status"),
+            ),
+            counter("kvpin_tenant_prompt_tokens_total", "Prompt tokens", by_tenant),
+            counter(
+                "kvpin_tenant_cached_tokens_total",
+                "Of the prompt tokens, those that engines reported from cache",
+                by_tenant,
+            ),
+            counter("kvpin_tenant_generation_tokens_total", "Tokens of answers", by_tenant),
         )
         self._tenants: set[str] = set()  # those that have series
 
@@ -198,6 +251,12 @@ class Metrics:
             )
             for engine, tokens in prompt.items()
         }
+
+    @property
+    def declared(self) -> tuple[Family, ...]:
+        """All families, whether they have series or not."""
+        counted = (*self._families.all, *counters_of(self._fleet, self._peers))
+        return (*(each.family for each in counted), *GAUGES)
 
     def render(self, *, openmetrics: bool = False) -> bytes:
         """The page, in Prometheus' text format or in that of OpenMetrics."""

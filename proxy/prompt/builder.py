@@ -24,6 +24,7 @@ from engine_adapter.prompt.chat import ChatPrompt, ChatTokenizer
 from engine_adapter.prompt.embeds import read_embeds, reading_ms
 from engine_adapter.prompt.tokenizer_process import load_tokenizer
 from engine_adapter.types import ExtraIds, TokenIds
+from proxy.error_codes import Code
 from proxy.errors import BadRequest
 from proxy.prompt.extra_ids import extra_ids_of
 from proxy.prompt.known_chats import KnownBeginning, Owner
@@ -387,6 +388,6 @@ class PromptBuilder:
             raise BadRequest(
                 f"this model's context is {limit} tokens; the prompt has {tokens}",
                 param=param,
-                code="context_length_exceeded",
+                code=Code.CONTEXT_LENGTH_EXCEEDED,
                 more=self.info.too_long(tokens, limit),
             )

@@ -4,7 +4,7 @@ calls.py        the request and its reply           session.py      the conversa
 forward.py      sends it to an engine, streams the  tenants.py      API key → tenant → cache salt
                 answer back                         records.py      the last requests, for `kvpin requests`
 answer_headers.py  which of the answer's headers the client gets
-error_table.py  error class → status, type, code    dialects.py     how each API words an error
+error_table.py  error class → code, status          dialects.py     how each API words an error
 retries.py      which failures let another engine be tried
 urgency.py      priority, deadline and cost, in the client's words
 migration.py    which streams another engine goes on with when theirs dies

@@ -5,37 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from engine_adapter import EngineSpec, HeaderPairs, Headers, IncomingResponse, base_url
-from proxy.request.retries import RETRY_HEADERS
+from proxy.headers import CACHED_HEADER, DROPPED_HEADERS, LIMIT_PREFIX, OWN_PREFIX, RETRY_HEADERS
 
-# Headers that a proxy does not pass on, and headers that kvpin sets itself.
-_NOT_PASSED_ON = frozenset(
-    {
-        b"connection",
-        b"keep-alive",
-        b"proxy-authenticate",
-        b"proxy-authorization",
-        b"te",
-        b"trailer",
-        b"transfer-encoding",
-        b"upgrade",
-        b"server",
-        b"date",
-        b"x-kv-cached-tokens",
-        b"x-request-id",
-        b"request-id",
-        # A cookie of an engine may be the session of kvpin's own key there.
-        b"set-cookie",
-        # Which pages may use the data plane is kvpin's to say: proxy/api/cors.py.
-        b"access-control-allow-credentials",
-        b"access-control-allow-headers",
-        b"access-control-allow-methods",
-        b"access-control-allow-origin",
-        b"access-control-expose-headers",
-        b"access-control-max-age",
-    }
-)
-# Headers that only kvpin sets.
-_OWN_PREFIX = b"x-kvpin-"
+_DROPPED = frozenset(name.encode() for name in DROPPED_HEADERS)
+_OWN_PREFIX = OWN_PREFIX.encode()
 # Headers of a stream that do not apply to the JSON answer assembled from it.
 _OF_A_STREAM = frozenset({b"content-type", b"content-length", b"cache-control", b"x-accel-buffering"})
 
@@ -45,7 +18,7 @@ def passed_on(response: IncomingResponse, spec: EngineSpec) -> HeaderPairs:
     kept = [
         pair
         for pair in response.headers.raw
-        if pair[0] not in _NOT_PASSED_ON and not pair[0].startswith(_OWN_PREFIX)
+        if pair[0] not in _DROPPED and not pair[0].startswith(_OWN_PREFIX)
     ]
     return [_at_kvpin(pair, spec) for pair in kept] if response.status >= 300 else kept  # noqa: PLR2004 - HTTP
 
@@ -61,7 +34,7 @@ def retry_advice(headers: Headers) -> dict[str, str]:
     return {
         name: value
         for name, value in headers.items()
-        if value.isascii() and (name in RETRY_HEADERS or name.startswith("x-ratelimit-"))
+        if value.isascii() and (name in RETRY_HEADERS or name.startswith(LIMIT_PREFIX))
     }
 
 
@@ -72,7 +45,7 @@ def pairs(headers: Mapping[str, str]) -> HeaderPairs:
 
 def of_cached(cached: int | None) -> HeaderPairs:
     """The header that tells a client how many of its prompt's tokens were cached, if that is known."""
-    return [] if cached is None else [(b"x-kvpin-cached-tokens", b"%d" % cached)]
+    return [] if cached is None else pairs({CACHED_HEADER: str(cached)})
 
 
 def _at_kvpin(header: tuple[bytes, bytes], spec: EngineSpec) -> tuple[bytes, bytes]:

@@ -10,6 +10,8 @@ from typing import Protocol
 
 import msgspec
 
+from proxy.error_codes import Code
+from proxy.headers import ANTHROPICS_ID_HEADER, REQUEST_ID_HEADER
 from proxy.request.error_table import NO_MORE, error_body
 
 _MESSAGES = b"/v1/messages"
@@ -25,8 +27,6 @@ _ANTHROPIC_TYPES = {
     504: "timeout_error",
     529: "overloaded_error",
 }
-# The code of a prompt that does not fit. Agents shorten their chats when the message begins as Anthropic's.
-_TOO_LONG = "context_length_exceeded"
 
 
 class Dialect(Protocol):
@@ -58,7 +58,7 @@ class Dialect(Protocol):
 class OpenAI:
     """OpenAI's way, and that of every route but Anthropic's."""
 
-    id_headers: tuple[str, ...] = ("x-request-id",)
+    id_headers: tuple[str, ...] = (REQUEST_ID_HEADER,)
 
     def error(
         self,
@@ -82,7 +82,7 @@ class OpenAI:
 class Anthropic:
     """Anthropic's way. The status alone decides an error's type, as it decides the SDK's class of error."""
 
-    id_headers: tuple[str, ...] = ("x-request-id", "request-id")
+    id_headers: tuple[str, ...] = (REQUEST_ID_HEADER, ANTHROPICS_ID_HEADER)
 
     def error(
         self,
@@ -97,7 +97,7 @@ class Anthropic:
     ) -> bytes:
         """See Dialect."""
         other = "invalid_request_error" if status < 500 else "api_error"  # noqa: PLR2004 - HTTP
-        if code == _TOO_LONG:
+        if code == Code.CONTEXT_LENGTH_EXCEEDED:  # with Anthropic's words, agents shorten their chats
             message = f"prompt is too long: {message}"
         error = {"type": _ANTHROPIC_TYPES.get(status, other), "message": message}
         return msgspec.json.encode({"type": "error", "error": error, "request_id": request_id})

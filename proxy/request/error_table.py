@@ -1,9 +1,8 @@
-"""The answer to each class of errors: one table, one shape (OpenAI's)."""
+"""The code of each class of errors, and the shape of an error (OpenAI's)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
 
 import msgspec
@@ -20,61 +19,52 @@ from engine_adapter import (
     PromptTableError,
 )
 from proxy import errors
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """The answer to a class of errors."""
-
-    status: int
-    type: str
-    code: str | None = None
-
+from proxy.error_codes import Code
 
 NO_MORE: Mapping[str, object] = MappingProxyType({})
 # Errors with an answer of their own. Any other is a bug.
 ANSWERED = (errors.ProxyError, EngineError, msgspec.DecodeError)
-# A subclass without a row of its own answers like its nearest base.
-TABLE: dict[type[Exception], Row] = {
-    errors.BadRequest: Row(400, "invalid_request_error", "invalid_value"),
-    errors.Unauthorized: Row(401, "authentication_error", "invalid_api_key"),
-    errors.Forbidden: Row(403, "permission_error", "forbidden"),
-    errors.NotFound: Row(404, "invalid_request_error", "not_found"),
-    errors.MethodNotAllowed: Row(405, "invalid_request_error", "method_not_allowed"),
-    errors.Conflict: Row(409, "invalid_request_error", "conflict"),
-    errors.SlowBody: Row(408, "invalid_request_error", "slow_body"),
-    errors.BodyTooLarge: Row(413, "invalid_request_error", "body_too_large"),
-    errors.EncodedBody: Row(415, "invalid_request_error", "encoded_body"),
-    errors.RateLimited: Row(429, "rate_limit_error", "rate_limit_exceeded"),
-    errors.Overloaded: Row(503, "server_error", "overloaded"),
-    errors.NoEngine: Row(503, "server_error", "no_engine"),
-    errors.EngineFailed: Row(502, "server_error", "engine_failed"),
-    errors.ProxyError: Row(500, "server_error", "internal_error"),
-    msgspec.ValidationError: Row(400, "invalid_request_error", "invalid_value"),
-    msgspec.DecodeError: Row(400, "invalid_request_error", "invalid_json"),
-    PromptTableError: Row(400, "invalid_request_error", "invalid_embeddings"),
-    ChatError: Row(400, "invalid_request_error", "invalid_messages"),
-    EngineSpecError: Row(400, "invalid_request_error", "invalid_engine"),
-    NotSupported: Row(501, "not_supported_error", "not_supported"),
-    EngineTaken: Row(503, "server_error", "engine_taken"),
-    EngineUnhealthy: Row(502, "server_error", "engine_unavailable"),
-    EngineUnavailable: Row(502, "server_error", "engine_unavailable"),
-    EngineRejected: Row(502, "server_error", "engine_rejected"),  # the engine's own status rules
-    EngineError: Row(502, "server_error", "engine_error"),
+# A subclass that is not listed has the code of its nearest base.
+CODES: dict[type[Exception], Code] = {
+    errors.BadRequest: Code.INVALID_VALUE,
+    errors.Unauthorized: Code.INVALID_API_KEY,
+    errors.Forbidden: Code.FORBIDDEN,
+    errors.NotFound: Code.NOT_FOUND,
+    errors.MethodNotAllowed: Code.METHOD_NOT_ALLOWED,
+    errors.Conflict: Code.CONFLICT,
+    errors.SlowBody: Code.SLOW_BODY,
+    errors.BodyTooLarge: Code.BODY_TOO_LARGE,
+    errors.EncodedBody: Code.ENCODED_BODY,
+    errors.RateLimited: Code.RATE_LIMIT_EXCEEDED,
+    errors.Overloaded: Code.OVERLOADED,
+    errors.NoEngine: Code.NO_ENGINE,
+    errors.EngineFailed: Code.ENGINE_FAILED,
+    errors.ProxyError: Code.INTERNAL_ERROR,
+    msgspec.ValidationError: Code.INVALID_VALUE,
+    msgspec.DecodeError: Code.INVALID_JSON,
+    PromptTableError: Code.INVALID_EMBEDDINGS,
+    ChatError: Code.INVALID_MESSAGES,
+    EngineSpecError: Code.INVALID_ENGINE,
+    NotSupported: Code.NOT_SUPPORTED,
+    EngineTaken: Code.ENGINE_TAKEN,
+    EngineUnhealthy: Code.ENGINE_UNAVAILABLE,
+    EngineUnavailable: Code.ENGINE_UNAVAILABLE,
+    EngineRejected: Code.ENGINE_REJECTED,
+    EngineError: Code.ENGINE_ERROR,
 }
 
 
-def row_of(error: Exception) -> Row | None:
-    """The row of an error's class, or of its nearest base; None for a bug."""
-    return next((TABLE[base] for base in type(error).__mro__ if base in TABLE), None)
+def code_of(error: Exception) -> Code:
+    """The code of an error: its own, that of its class, or that of a bug."""
+    own = getattr(error, "code", None)
+    if isinstance(own, Code):
+        return own
+    return next((CODES[base] for base in type(error).__mro__ if base in CODES), Code.INTERNAL_ERROR)
 
 
 def status_of(error: Exception) -> int:
     """The HTTP status an error is answered with."""
-    if isinstance(error, EngineRejected):
-        return error.status
-    row = row_of(error)
-    return row.status if row is not None else 500
+    return error.status if isinstance(error, EngineRejected) else code_of(error).status
 
 
 def error_body(

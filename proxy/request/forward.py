@@ -36,6 +36,8 @@ from engine_adapter import (
     read_error,
     read_streamed_usage,
 )
+from proxy.error_codes import Code
+from proxy.headers import REQUEST_ID_HEADER, SHOULD_RETRY_HEADER
 from proxy.request.answer_headers import of_cached, of_json, pairs, passed_on, retry_advice
 from proxy.request.calls import Call, Reply
 from proxy.request.retries import REFUSALS, is_no_websocket
@@ -146,7 +148,7 @@ def _no_websocket(status: int, said: str) -> EngineRejected:
     text = f"the engine takes no WebSocket here: {said}"
     if status == HTTPStatus.FORBIDDEN:
         return EngineRejected(text, status=status)
-    return EngineRejected(text, status=404, type=_CLIENTS, code="not_found")
+    return EngineRejected(text, status=404, type=_CLIENTS, code=Code.NOT_FOUND)
 
 
 def _outgoing(adapter: EngineAdapter, call: Call, hold: Hold) -> OutgoingRequest:
@@ -329,7 +331,7 @@ async def _answer_error(
     error, advice = read_error(content), retry_advice(response.headers)
     status = HTTPStatus.BAD_REQUEST if error.is_clients else response.status
     # With this header the engine says: the request itself is the cause.
-    is_refusal = status in refusals and advice.get("x-should-retry") != "false"
+    is_refusal = status in refusals and advice.get(SHOULD_RETRY_HEADER) != "false"
     if is_refusal or reply.started:  # in the middle of a stream, another engine may still go on with it
         raise EngineRejected(
             error.message,
@@ -347,7 +349,7 @@ async def _answer_error(
         kind=kind,
         param=error.param,
         code=error.code,
-        request_id=headers.get("x-request-id"),
+        request_id=headers.get(REQUEST_ID_HEADER),
         more=error.more,
     )
     content_type = response.headers.get("content-type", "") if as_it_is else _JSON

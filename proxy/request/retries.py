@@ -7,6 +7,7 @@ from collections.abc import Set as AbstractSet
 
 from engine_adapter import EngineError, EngineRejected, EngineUnavailable, JsonBody
 from proxy.errors import EngineFailed
+from proxy.headers import RETRY_HEADERS, SHOULD_RETRY_HEADER
 from proxy.request.calls import PROMPT_ROUTES, Call
 
 # Statuses of an engine that could not serve the request: another engine may.
@@ -15,8 +16,6 @@ REFUSALS = frozenset({429, 500, 502, 503, 504})
 NOT_HERE = frozenset({404, 405, 501})
 # Statuses of an engine that takes no WebSocket: uvicorn has 403, also for an unknown route; others have 426.
 _NO_WEBSOCKET = NOT_HERE | {403, 426}
-# Headers of an engine's error about retries. Those that begin with `x-ratelimit-` are passed on, too.
-RETRY_HEADERS = frozenset({"retry-after", "retry-after-ms", "x-should-retry"})
 # Routes without a prompt. Not all kinds of engines have them.
 PASSED_ON = frozenset(
     f"/v1/{name}"
@@ -61,7 +60,7 @@ def final_error(failures: Sequence[EngineError]) -> EngineRejected | EngineFaile
     last = failures[-1]
     failed = EngineFailed(f"{len(failures)} engine(s) failed this request; the last said: {last}")
     error = last if isinstance(last, EngineRejected) else failed
-    if len(failures) > 1 and not RETRY_HEADERS.intersection(error.headers):
+    if len(failures) > 1 and not error.headers.keys() & {*RETRY_HEADERS}:
         # kvpin has retried already: more retries would only add load.
-        error.headers = {**error.headers, "x-should-retry": "false"}
+        error.headers = {**error.headers, SHOULD_RETRY_HEADER: "false"}
     return error

@@ -13,16 +13,10 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 from engine_adapter import Headers, JsonBody, RequestBody
+from proxy.headers import SESSION_HEADERS
 
-HEADERS = (
-    "session-id",
-    "x-session-id",
-    "x-claude-code-session-id",
-    "x-conversation-id",
-    "x-session-affinity",
-)
 FIELDS = ("session_id", "prompt_cache_key")
-_RANKS = {name.encode(): rank for rank, name in enumerate(HEADERS)}
+_RANKS = {name.encode(): rank for rank, name in enumerate(SESSION_HEADERS)}
 # A longer name is ignored.
 MAX_NAME = 256
 

@@ -7,11 +7,9 @@ from contextlib import suppress
 from engine_adapter import JsonBody
 from proxy.core.admission import MAX_PRIORITY, MIN_PRIORITY
 from proxy.errors import BadRequest
+from proxy.headers import DEADLINE_HEADERS, PRIORITY_HEADER
 from proxy.request.calls import Call
 
-PRIORITY_HEADER = "x-kvpin-priority"
-# Headers in which SDKs send the seconds after which they give up.
-DEADLINE_HEADERS = ("x-request-timeout", "x-stainless-timeout", "x-stainless-read-timeout")
 # Tiers of OpenAI's and Anthropic's APIs. All others are usual.
 _TIERS = {"priority": -1, "flex": 1}
 # Tokens that an answer costs its tenant: USUAL_ANSWER if the request names no limit. If it names one, that

@@ -67,23 +67,37 @@ def _revealed(value: Any) -> Any:  # noqa: ANN401 - of any field
 
 
 class _EngineSettings(BaseModel):
-    """The settings that every engine has; `EngineSpec` describes them.
+    """The settings that every engine has.
 
     Further fields are options of the engine's kind. The adapter declares and checks those.
     """
 
-    model_config = ConfigDict(frozen=True, extra="allow")
+    model_config = ConfigDict(frozen=True, extra="allow", use_attribute_docstrings=True)
 
     kind: Kind
+    """The framework: `embedded`, `openai_compatible`, `vllm`, …"""
     id: Name = ""
+    """Its name in kvpin, by default `<kind>-<number>`. In `discovery`: put before the names of its
+    engines."""
     model: str | None = None
+    """The name clients send. By default the engine's own."""
     tokenizer: str | None = None
+    """Directory or hub id, by default the engine's own. Without a tokenizer kvpin cannot follow prompts."""
     api_key: Secret | None = None
+    """Sent in place of the client's key."""
     headers: Annotated[dict[str, SecretStr], BeforeValidator(_headers)] = Field(default_factory=dict)
+    """Sent with every request to it, in place of the client's header of the same name: `headers = {
+    X-Team = "a" }`, or one as text, `headers=X-Team: a`."""
     ca: str | None = None
+    """File of the certificate authorities (PEM) that check an https engine's certificate. By default the
+    machine's own."""
     cert: str | None = None
+    """File of the certificate (PEM) that kvpin shows to the engine."""
     key: str | None = None
+    """File of its unencrypted private key, by default in `cert`. kvpin reads `ca`, `cert` and `key` once."""
     share_kv: bool = False
+    """Tenants may share its KV. If there are several tenants and this is false, kvpin does not use an
+    engine that cannot keep them apart."""
 
     @field_validator("kind")
     @classmethod
@@ -112,13 +126,11 @@ class _EngineSettings(BaseModel):
 
 
 class EngineSettings(_EngineSettings):
-    """An engine that runs already. Its `id` is `<kind>-<number>` by default.
-
-    Attributes:
-        url: address of its HTTP server, without `/v1`.
-    """
+    """An engine that runs already."""
 
     url: Url
+    """The engine's address; a `/v1` at its end is ignored. It must not hold a name or password: use
+    `api_key` or `headers`."""
 
     def spec(self) -> EngineSpec:
         """The description adapters are made from."""
@@ -150,14 +162,11 @@ class UndetectedSettings(EngineSettings):
 
 
 class DiscoverySettings(_EngineSettings):
-    """Engines that are found, with the settings that all of them have. They are reached by http.
-
-    Attributes:
-        id: put before the names of its engines, if there is one.
-        source: where they are found, see `sources.py`.
-    """
+    """Engines that are found, with the settings that all of them have. They are reached by http."""
 
     source: SourceUrl
+    """Where they are [found](operations.md#engines-found-by-themselves): `dns://…`, `srv://…`,
+    `kubernetes://…`."""
 
     @property
     def place(self) -> DnsSource | SrvSource | KubernetesSource:
@@ -178,16 +187,12 @@ class DiscoverySettings(_EngineSettings):
 
 
 class ManagedSettings(_EngineSettings):
-    """An engine that kvpin starts, watches and restarts. A llama-server without a host cache gets one.
-
-    Attributes:
-        command: for `embedded`, the options of `kvpin engine`; for `llama_server`, the options of a
-            llama-server, with or without its name in front; for any other kind, the whole command line, with
-            `{port}` in place of the port. Text is split as a shell splits it.
-    """
+    """An engine that kvpin starts, watches and restarts. A llama-server without a host cache gets one."""
 
     # Not in repr: a command line may hold a key.
     command: Annotated[tuple[str, ...], BeforeValidator(_words)] = Field(default=(), repr=False)
+    """Options of `kvpin engine`; options of a llama-server, with or without its name; or for any other
+    kind a whole command line with `{port}`. Text is split as a shell splits it."""
 
     @model_validator(mode="after")
     def _check_command(self) -> Self:

@@ -1,4 +1,7 @@
-"""The settings, typed, with their defaults. Each docstring describes its fields; units are in the names."""
+"""The settings, typed, with their defaults. docs/reference/settings.md shows the text of each field.
+
+Units are in the names. The texts are Markdown; links are relative to docs/.
+"""
 
 from __future__ import annotations
 
@@ -17,23 +20,23 @@ from proxy.settings.together import faults_together, require_none
 
 
 class _Part(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
 
 class ApiKeySettings(_Part):
-    """A client's key, and the tenant it belongs to.
-
-    Attributes:
-        key: the key itself, or `sha256:` and its SHA-256 digest in hexadecimal digits.
-        tenant: keys of one tenant share KV; a key without one is a tenant of its own.
-        requests_per_minute, tokens_per_minute, concurrent_requests: limits of the tenant, None for none.
-    """
+    """A client's key, and the tenant it belongs to."""
 
     key: Key
+    """A client's key, or [its digest](operations.md#keys-and-certificates). Without any key, everybody
+    may use the data plane."""
     tenant: Name | None = None
+    """Keys of one tenant share KV. By default a key is a tenant of its own."""
     requests_per_minute: Count | None = None
+    """Requests of the tenant in a minute: [limits](operations.md#limits-of-a-tenant)."""
     tokens_per_minute: Count | None = None
+    """Tokens of its prompts and answers in a minute."""
     concurrent_requests: Count | None = None
+    """Requests of the tenant at a time."""
 
     @property
     def limits(self) -> TenantLimits:
@@ -59,78 +62,64 @@ class ApiKeySettings(_Part):
 
 
 class LimitSettings(_Part):
-    """Limits on memory, and on waiting for engines that are busy.
-
-    Attributes:
-        body_bytes: the longest request body.
-        request_records: the number of requests kept for `GET /admin/v1/requests`.
-        prompt_table_bytes: all registered prompt tables together.
-        queue_s: the longest that a request waits for engines that are busy.
-        queue_requests: the most requests of a model that wait.
-        queue_bytes: the most bytes that their bodies have together.
-    """
+    """Limits on memory, and on waiting for engines that are busy."""
 
     body_bytes: Size = ByteSize(64 * 2**20)
+    """Longest request body."""
     request_records: Annotated[int, Field(ge=0, le=1_000_000)] = 512
+    """Requests kept for `kvpin requests`."""
     prompt_table_bytes: Size = ByteSize(512 * 2**20)
+    """All registered prompt tables together."""
     queue_s: Seconds = 300.0
+    """The longest that a request waits for engines that are [busy](operations.md#overload)."""
     queue_requests: Annotated[int, Field(ge=0, le=1_000_000)] = 1000
+    """The most requests of a model that wait; 0: none waits."""
     queue_bytes: Size = ByteSize(512 * 2**20)
+    """The most bytes that their bodies have together."""
 
 
 class TlsSettings(_Part):
-    """TLS of kvpin's own port.
-
-    Attributes:
-        cert: file of its certificate and those of intermediate authorities (PEM).
-        key: file of the unencrypted private key; None if it is in `cert`.
-        client_ca: file of the authorities (PEM) one of which must have signed a client's certificate; None if
-            clients need none.
-    """
+    """TLS of kvpin's own port."""
 
     cert: Path
+    """File of the port's certificate and those of intermediate authorities (PEM)."""
     key: Path | None = None
+    """File of its unencrypted private key. By default it is in `cert`."""
     client_ca: Path | None = None
+    """File of the authorities (PEM) that sign clients' certificates. Without it, clients need none."""
 
 
 class LogSettings(_Part):
-    """Log lines on standard error.
-
-    Attributes:
-        format: `json`, `pretty`, or `auto`: pretty on a terminal.
-        level: the lowest level that is written.
-    """
+    """Log lines on standard error."""
 
     format: Literal["auto", "json", "pretty"] = "auto"
+    """`auto` is `pretty` on a terminal, and `json` elsewhere."""
     level: Literal["debug", "info", "warning", "error"] = "info"
+    """The lowest level that is written."""
 
 
 class HealthSettings(_Part):
-    """Settings of the health checks of engines.
-
-    Attributes:
-        interval_s: time between health checks.
-        timeout_s: time after which a check has failed. Three in a row lose an engine.
-    """
+    """Health checks of engines."""
 
     interval_s: Seconds = 1.0
+    """Time between health checks."""
     timeout_s: Seconds = 5.0
+    """Time after which a check, or a first connection, has failed. An engine is lost after three failed checks
+    in a row, or at once if its connections are refused or break."""
 
 
 class TimeoutSettings(_Part):
-    """The longest times that engines may take, in seconds. Checked with each health check.
-
-    Attributes:
-        connect_s: to accept a connection.
-        first_byte_s: to the first byte of an answer. An answer that is no stream begins when it is complete.
-        idle_s: from one piece of an answer to the next, the client's reading included.
-        total_s: from a request to the end of its answer, all attempts together; None for no limit.
-    """
+    """The longest times that engines may take. Checked with each health check."""
 
     connect_s: Seconds = 5.0
+    """To a connection to an engine."""
     first_byte_s: Seconds = 1800.0
+    """To the first byte of an answer; then another engine is tried. An answer that is no stream has its
+    first byte last."""
     idle_s: Seconds = 600.0
+    """From one piece of an answer to the next, the client's reading included."""
     total_s: Seconds | None = None
+    """From a request to the end of its answer, all attempts together."""
 
 
 def _exchange(value: SecretStr) -> SecretStr:
@@ -144,92 +133,101 @@ def _exchange(value: SecretStr) -> SecretStr:
 
 
 class ExchangeSettings(_Part):
-    """The exchange through which kvpins in front of the same engines share their requests.
-
-    Attributes:
-        url: `unix:/directory` for those of one machine, `redis://…` or `rediss://…` for any.
-        namespace: kvpins that share one Redis and have another namespace do not hear each other.
-    """
+    """The exchange with other kvpins."""
 
     url: Annotated[SecretStr, AfterValidator(_exchange)]
+    """`unix:/directory` for kvpins of one machine, `redis://…` or `rediss://…` for any."""
     namespace: Name = "default"
+    """Kvpins that share one Redis and have another namespace do not hear each other."""
 
 
 class Settings(BaseSettings):
-    """Everything the operator decides. Made by `load_settings`.
-
-    Attributes:
-        host: address to listen on, or several with commas between them.
-        port: port to listen on, 0 for any free one.
-        reuse: route by KV cache; without it kvpin is a least-loaded balancer.
-        engines: engines that run already.
-        managed: engines that kvpin starts.
-        engines_file: a file of further `engines`, TOML or JSON. It is read again when it changes.
-        discovery: where further engines are found.
-        api_keys: keys of clients; without any, everybody may use the data plane.
-        admin_key: key of the admin API, as itself or hashed; without one, only this machine may use it.
-        admin_key_file: a file that holds the admin key. `load_settings` makes it if it is missing.
-        model_aliases: further names of models and LoRA adapters → the names these are served under.
-        default_model: serves requests that name no model, or one that nothing serves.
-        ui: serve the page at `/ui/`.
-        otel: send traces and metrics by OpenTelemetry's protocol, to where its own variables say.
-        tenant_metrics: how many tenants have metrics of their own; all others are counted together.
-        cors_origins: origins of web pages that may use the data plane; `*` stands for all.
-        limits: limits on memory.
-        logs: log lines.
-        state_dir: directory for state that outlives a restart: knowledge of caches, pins, prompt tables. None
-            keeps none.
-        record_traffic: the file that requests are recorded in, as hashes, for `kvpin replay`.
-        record_traffic_bytes: the most bytes of that file; then the recording ends.
-        trust_media_uuids: believe clients' uuids of images, audio and video. By default a uuid that returns
-            with other content is an error.
-        retries: other engines to try before the first byte of an answer, and for a stream whose engine dies.
-        health: how engines are checked.
-        timeouts: how long engines may take.
-        restore_ahead: with `reuse`, restore KV from host memory before the next turn of a conversation.
-        graceful_shutdown_s: time that running answers get when kvpin stops.
-        drain_s: time after SIGTERM in which kvpin says that it is not ready, and still accepts requests. By
-            default 0 on loopback addresses and 5 on others, where a load balancer may be in front.
-        tls: TLS of the port; None for plain HTTP.
-        exchange: what other kvpins in front of the same engines are told through; None for one kvpin.
-        workers: processes that serve the port together.
-    """
+    """Everything the operator decides. Made by `load_settings`."""
 
     model_config = SettingsConfigDict(
-        frozen=True, extra="forbid", env_prefix="KVPIN_", env_nested_delimiter="__", case_sensitive=False
+        frozen=True,
+        extra="forbid",
+        env_prefix="KVPIN_",
+        env_nested_delimiter="__",
+        case_sensitive=False,
+        use_attribute_docstrings=True,
     )
 
     host: Hosts = "127.0.0.1"
+    """Where kvpin listens; several addresses with commas between them, e.g. `127.0.0.1,::1`."""
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
+    """Port to listen on; 0 takes any free one."""
     reuse: bool = False
+    """Route by KV cache. Without it kvpin balances by load."""
     engines: tuple[EngineSettings, ...] = ()
+    """Engines that run already."""
     managed: tuple[ManagedSettings, ...] = ()
+    """Engines that kvpin starts, watches and restarts."""
     engines_file: Path | None = None
+    """A file of further `engines`, TOML or JSON, read again when it changes: [engines found by
+    themselves](operations.md#engines-found-by-themselves)."""
     discovery: tuple[DiscoverySettings, ...] = ()
+    """Where [further engines](operations.md#engines-found-by-themselves) are found, and the settings that
+    all of them have. They are reached by http."""
     api_keys: tuple[ApiKeySettings, ...] = ()
+    """Keys of clients, and the tenants that they belong to."""
     admin_key: Key | None = None
+    """Key of the admin API, or its digest. Without it, [only this
+    machine](operations.md#without-an-admin-key) may use the admin API."""
     admin_key_file: Path | None = None
+    """A file with that key. kvpin makes it with a random one if it is missing."""
     model_aliases: dict[ModelName, ModelName] = Field(default_factory=dict)
+    """Further names of models and LoRA adapters, as `{ name = "model" }`: [model
+    names](api.md#model-names)."""
     default_model: ModelName | None = None
+    """Serves requests for names that nothing serves, and requests without a name where several models are
+    served."""
     ui: bool = True
+    """Serve [the page](ui.md) at `/ui/`."""
     otel: bool = False
+    """Send traces and metrics by OpenTelemetry's protocol, to where `OTEL_*` variables say:
+    [traces](observe.md#traces). Needs the extra `otel`."""
     tenant_metrics: Annotated[int, Field(ge=0, le=1000)] = 0
+    """How many tenants have [metrics](reference/metrics.md) of their own: the first ones that come. All
+    others are counted as `all others`."""
     cors_origins: tuple[Origin, ...] = ()
+    """Origins whose pages may use `/v1` from a browser, as `scheme://host[:port]`; `*` for all: [web
+    pages](api.md#web-pages)."""
     limits: LimitSettings = LimitSettings()
+    """Limits on memory, and on waiting for engines that are busy."""
     logs: LogSettings = LogSettings()
+    """Log lines on standard error."""
     state_dir: Path | None = None
+    """Directory for state that outlives a restart: [what a restart
+    keeps](operations.md#what-a-restart-keeps)."""
     record_traffic: Path | None = None
+    """The file that requests are recorded in, as hashes: [recording
+    traffic](operations.md#recording-traffic)."""
     record_traffic_bytes: Size = ByteSize(2**30)
+    """The most bytes of that file; then the recording ends."""
     trust_media_uuids: bool = False
+    """Believe clients' `uuid`s of images, audio and video. Otherwise a `uuid` that returns with other
+    content is a 400: [cache identity](cache-identity.md)."""
     retries: Annotated[int, Field(ge=0, le=10)] = 2
+    """Other engines to try before the first byte of an answer, and for a stream whose engine dies."""
     health: HealthSettings = HealthSettings()
+    """Health checks of engines."""
     timeouts: TimeoutSettings = TimeoutSettings()
+    """The longest times that engines may take."""
     restore_ahead: bool = True
+    """With `reuse`: restore KV from host memory before the next turn of a conversation:
+    [retention](retention.md)."""
     graceful_shutdown_s: Pause = 30.0
+    """Time that running answers get when kvpin stops."""
     drain_s: Pause | None = None
+    """Time after SIGTERM in which kvpin is not ready and still accepts requests:
+    [stopping](operations.md#stopping-and-restarting). By default 0 on loopback addresses, else 5."""
     tls: TlsSettings | None = None
+    """TLS of the port, 1.2 or later: makes it HTTPS."""
     exchange: ExchangeSettings | None = None
+    """What [kvpins in front of the same engines](many.md) share their requests through. Needs `reuse`."""
     workers: Annotated[int, Field(ge=1, le=64)] = 1
+    """Processes that serve the port together, as one kvpin: [workers](many.md#workers-on-one-machine)."""
 
     @property
     def finds_engines(self) -> bool:

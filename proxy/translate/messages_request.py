@@ -24,6 +24,7 @@ import msgspec
 from msgspec import Raw, Struct
 
 from engine_adapter import UNREADABLE, JsonBody
+from proxy.error_codes import Code
 from proxy.errors import BadRequest
 
 # --- the fields that are read -------------------------------------------------------------------------
@@ -196,7 +197,7 @@ def read_request(body: JsonBody) -> Request:
     except msgspec.ValidationError as error:
         raise _invalid(str(error)) from error
     except UNREADABLE as error:
-        raise BadRequest(f"the body cannot be read: {error}", code="invalid_json") from error
+        raise BadRequest(f"the body cannot be read: {error}", code=Code.INVALID_JSON) from error
     for name in ("container", "mcp_servers"):
         if getattr(request, name):
             raise BadRequest(

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from engine_adapter import JsonBody
+from proxy.error_codes import Code
 from proxy.errors import BadRequest, NotFound
 from proxy.translate.responses_items import CUSTOM_ARGUMENT, Json, Messages, listed
 from proxy.translate.responses_store import Shelf, Turn
@@ -145,7 +146,7 @@ def _previous(body: JsonBody, shelf: Shelf) -> Turn | None:
         raise NotFound(
             f"Previous response with id {name!r} not found.",
             param="previous_response_id",
-            code="previous_response_not_found",
+            code=Code.PREVIOUS_RESPONSE_NOT_FOUND,
         )
     return stored.turn
 
@@ -171,7 +172,7 @@ class _Room:
             raise BadRequest(
                 f"the conversation is longer than {MAX_NAMED_BYTES} bytes: shorten it and send it as input",
                 param=param,
-                code="context_length_exceeded",
+                code=Code.CONTEXT_LENGTH_EXCEEDED,
             )
 
 

@@ -20,6 +20,7 @@ from proxy.api.admin.openapi import with_document
 from proxy.api.auth import AdminGuard
 from proxy.api.errors import error_response, handle_http
 from proxy.errors import ProxyError
+from proxy.headers import REQUEST_ID_HEADER
 
 PREFIX = "/admin/v1"
 # Methods that change nothing.
@@ -51,7 +52,7 @@ async def _serve(by_method: Mapping[str, Endpoint], request: Request) -> Respons
         endpoint.check_query(request)
         return await endpoint.handler(request)
     except (ProxyError, EngineError) as error:
-        return error_response(error, request.headers.get("x-request-id"))
+        return error_response(error, request.headers.get(REQUEST_ID_HEADER))
 
 
 async def _not_found(scope: Scope, receive: Receive, send: Send) -> None:

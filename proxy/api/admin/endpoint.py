@@ -16,6 +16,7 @@ from starlette.responses import Response
 from starlette.types import Receive
 
 from engine_adapter import UNREADABLE, plain_error
+from proxy.error_codes import Code
 from proxy.errors import BadRequest, BodyTooLarge
 
 Handler = Callable[[Request], Awaitable[Response]]
@@ -117,10 +118,10 @@ def decode(raw: bytes, kind: type[Body]) -> Body:
     except msgspec.ValidationError as error:
         at_fault = _field_of(str(error))
         if at_fault is None:
-            raise BadRequest("the body must be a JSON object", code="invalid_json") from error
+            raise BadRequest("the body must be a JSON object", code=Code.INVALID_JSON) from error
         raise BadRequest(plain_error(str(error)), param=at_fault) from error
     except UNREADABLE as error:
-        raise BadRequest(f"the body is not valid JSON: {error}", code="invalid_json") from error
+        raise BadRequest(f"the body is not valid JSON: {error}", code=Code.INVALID_JSON) from error
 
 
 def answer(content: msgspec.Struct, status: int = 200) -> Response:

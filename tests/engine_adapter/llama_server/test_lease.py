@@ -14,7 +14,7 @@ from engine_adapter.llama_server.turns import Ask
         ([], None, Answer(is_complete=True), True),
         ([], "s", Answer(is_complete=True), True),
         ([5], None, Answer(is_complete=True), False),
-        ([], UNKNOWN_OWNER, Answer(is_complete=True), False),
+        pytest.param([], UNKNOWN_OWNER, Answer(is_complete=True), False, id="owner unknown"),
         ([], None, Answer(is_complete=True, error="no"), False),
         ([], None, Answer(), False),
         ([], None, None, False),

@@ -20,15 +20,17 @@ from engine_adapter import (
 )
 from proxy import errors
 from proxy.api.errors import error_response, handle, handle_http
-from proxy.request.error_table import TABLE
+from proxy.error_codes import Code
+from proxy.request.error_table import CODES
 
+_GONE = Code.MODEL_NOT_FOUND
 CASES = [
     (errors.BadRequest("m", param="p"), 400, "invalid_request_error", "p", "invalid_value"),
-    (errors.BadRequest("m", code="c"), 400, "invalid_request_error", None, "c"),
+    (errors.BadRequest("m", code=Code.INVALID_JSON), 400, "invalid_request_error", None, "invalid_json"),
     (errors.Unauthorized("m"), 401, "authentication_error", None, "invalid_api_key"),
     (errors.Forbidden("m"), 403, "permission_error", None, "forbidden"),
     (errors.NotFound("m"), 404, "invalid_request_error", None, "not_found"),
-    (errors.NotFound("m", param="p", code="c"), 404, "invalid_request_error", "p", "c"),
+    (errors.NotFound("m", param="p", code=_GONE), 404, "invalid_request_error", "p", _GONE),
     (errors.MethodNotAllowed("m", allow="GET"), 405, "invalid_request_error", None, "method_not_allowed"),
     (errors.Conflict("m"), 409, "invalid_request_error", None, "conflict"),
     (errors.BodyTooLarge("m"), 413, "invalid_request_error", None, "body_too_large"),
@@ -70,8 +72,8 @@ def test_no_class_is_without_a_row_or_a_test():
         for _, each in inspect.getmembers(module, inspect.isclass)
         if issubclass(each, Exception)
     }
-    assert classes <= set(TABLE)
-    assert set(TABLE) == {type(error) for error, *_ in CASES}
+    assert classes <= set(CODES)
+    assert set(CODES) == {type(error) for error, *_ in CASES}
 
 
 def test_a_bug_keeps_its_text_to_the_log():

@@ -8,7 +8,7 @@ from prometheus_client.openmetrics.exposition import generate_latest as generate
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as read_openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
-from proxy.observe.families import Counter, Histogram, gauge
+from proxy.observe.families import Counter, Family, Histogram, gauge
 
 NASTY = 'a "quoted" \\ name,\nwith 100%d of it} 1'
 
@@ -86,7 +86,7 @@ def test_openmetrics_is_as_theirs():
 
 
 def test_a_gauge():
-    page = gauge("kvpin_z", "What z is", ("engine",), [(("a",), True), ((NASTY,), 7)])
+    page = gauge(Family("kvpin_z", "gauge", "What z is", ("engine",)), [(("a",), True), ((NASTY,), 7)])
     assert list(samples(page).values()) == [1, 7]
     assert page.startswith("# HELP kvpin_z What z is\n# TYPE kvpin_z gauge\n")
 

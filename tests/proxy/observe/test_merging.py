@@ -2,7 +2,7 @@
 
 import pytest
 
-from proxy.observe.families import Counter, Histogram, gauge
+from proxy.observe.families import Counter, Family, Histogram, gauge
 from proxy.observe.merging import merge_pages
 
 ODD = 'a "b} \\ # c'
@@ -14,7 +14,7 @@ def page(*, openmetrics, requests, seconds, size, engine="e"):
     histogram = Histogram("kvpin_s", "Seconds", (), (1, 2))
     histogram.of().observe(seconds, "trace" if openmetrics else None)
     lines = [*counter.lines(openmetrics=openmetrics), *histogram.lines(openmetrics=openmetrics)]
-    shown = gauge("kvpin_size", "Size", ("of",), [((ODD,), size)])
+    shown = gauge(Family("kvpin_size", "gauge", "Size", ("of",)), [((ODD,), size)])
     return "".join((*lines, shown, "# EOF\n" if openmetrics else ""))
 
 
@@ -48,5 +48,5 @@ def test_a_series_of_one_worker_alone_stays():
 
 
 def test_a_label_may_hold_a_line_separator():
-    one = "".join(gauge("kvpin_size", "Size", ("of",), [(("a\u2028b",), 5)]))
+    one = "".join(gauge(Family("kvpin_size", "gauge", "Size", ("of",)), [(("a\u2028b",), 5)]))
     assert 'kvpin_size{of="a\u2028b"} 10.0' in merge_pages([one, one], {"kvpin_size": sum}).split("\n")

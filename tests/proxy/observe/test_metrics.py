@@ -135,6 +135,14 @@ def test_prompts_whose_tokens_the_engine_told_are_counted(fleet):
     assert value(metrics, name, result="different", **LABELS) == 1
 
 
+def test_the_page_has_every_family_that_is_declared(fleet):
+    metrics = Metrics(fleet)
+    page = metrics.render().decode()
+    assert "".join(family.head for family in metrics.declared) == "".join(
+        line for line in page.splitlines(keepends=True) if line.startswith("#")
+    )
+
+
 def test_the_page_has_every_engine(fleet):
     metrics = Metrics(fleet)
     for number in range(256):

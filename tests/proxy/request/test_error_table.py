@@ -1,13 +1,14 @@
 from engine_adapter import EngineRejected
 from proxy import errors
-from proxy.request.error_table import TABLE, row_of, status_of
+from proxy.error_codes import Code
+from proxy.request.error_table import code_of, status_of
 
 
 def test_a_subclass_answers_like_its_nearest_base():
     class Special(errors.NoEngine):
         pass
 
-    assert row_of(Special("x")) is TABLE[errors.NoEngine]
+    assert code_of(Special("x")) is Code.NO_ENGINE
 
 
 def test_the_status_is_the_classs_or_the_engines_own():
@@ -15,5 +16,10 @@ def test_the_status_is_the_classs_or_the_engines_own():
     assert status_of(EngineRejected("m", status=429)) == 429
 
 
-def test_a_bug_has_no_row_and_is_a_500():
-    assert (row_of(KeyError()), status_of(KeyError())) == (None, 500)
+def test_a_code_of_its_own_comes_before_its_classs():
+    error = errors.NotFound("m", code=Code.MODEL_NOT_FOUND)
+    assert (code_of(error), status_of(error)) == (Code.MODEL_NOT_FOUND, 404)
+
+
+def test_a_bug_is_a_500():
+    assert (code_of(KeyError()), status_of(KeyError())) == (Code.INTERNAL_ERROR, 500)

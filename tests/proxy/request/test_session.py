@@ -2,7 +2,8 @@ import msgspec
 import pytest
 
 from engine_adapter import Headers, JsonBody
-from proxy.request.session import FIELDS, HEADERS, MAX_NAME, Session, session_of
+from proxy.headers import SESSION_HEADERS
+from proxy.request.session import FIELDS, MAX_NAME, Session, session_of
 
 NONE = Headers([])
 
@@ -15,7 +16,7 @@ def body(**fields):
     return JsonBody(msgspec.json.encode(fields))
 
 
-@pytest.mark.parametrize("header", HEADERS)
+@pytest.mark.parametrize("header", SESSION_HEADERS)
 def test_headers_that_name_it(header):
     assert session_of(None, sent({"accept": "*/*", header: "s1"}), None) == Session(None, "s1")
 
@@ -52,7 +53,7 @@ def test_fields_are_not_read_where_a_header_tells():
         def get(self, name):
             raise AssertionError(f"{name} was read")
 
-    assert session_of(None, sent({HEADERS[-1]: "h"}), Unread(b"{}")).name == "h"
+    assert session_of(None, sent({SESSION_HEADERS[-1]: "h"}), Unread(b"{}")).name == "h"
 
 
 def test_what_many_share_or_one_request_has_alone_is_none():

@@ -22,7 +22,8 @@ def test_the_page_says_the_same_in_otlp():
     assert (point.value, point.start_time_unix_nano, point.time_unix_nano) == (4, 1, 2)
     assert isinstance(points["kvpin_engine_ready"].data, Gauge)
     duration = points["kvpin_request_duration_seconds"]
-    assert (duration.unit, duration.description) == ("s", "Duration of requests")
+    assert duration.unit == "s"
+    assert duration.description == "From a request's arrival at kvpin to the end of its answer"
     assert isinstance(duration.data, Histogram)
     (point,) = duration.data.data_points
     assert point.attributes == {"model": "m", "engine": "a"}
