@@ -104,8 +104,8 @@ class HealthSettings(_Part):
     interval_s: Seconds = 1.0
     """Time between health checks."""
     timeout_s: Seconds = 5.0
-    """Time after which a check, or a first connection, has failed. An engine is lost after three failed checks
-    in a row, or at once if its connections are refused or break."""
+    """Time after which a check, or a first connection, has failed. An engine is lost after three failed
+    checks in a row, or at once if its connections are refused or break."""
 
 
 class TimeoutSettings(_Part):
