@@ -6,7 +6,10 @@ import asyncio
 import logging
 import time
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
+
+import msgspec
 
 from engine_adapter.http.control import ControlClient
 from engine_adapter.llama_server.contents import Contents
@@ -35,6 +38,13 @@ _WITH_SLOTS = frozenset({Capability.KV_EVENTS, Capability.PIN})
 _WITH_FILES = frozenset({Capability.OFFLOAD, Capability.RESTORE})
 
 
+class Probed(msgspec.Struct, frozen=True):
+    """What a probe told of a server process whose files arrive in `host_cache_dir`, see ServerFacts."""
+
+    ram_cache: bool | None
+    is_unified: bool | None
+
+
 class Session:
     """A connected server process.
 
@@ -55,6 +65,7 @@ class Session:
         self._has_files = False
         self._shares_directory = True
         self._write_back: asyncio.Task[None] | None = None
+        self._probes: ServerRecord[Probed] | None = None
 
     async def begin(self, registry: SavedPrefixes | None, mirror: MirrorEvents) -> None:
         """Probes the server, takes over its slots, and starts to write them back.
@@ -134,17 +145,23 @@ class Session:
             return
         contents.mark_unknown(slot, slot.length)
         self.facts = await self._probed(self.facts, slot.id)
+        self._note_probe()
         contents.mark_unknown(slot, (await read_slots(self._control))[slot.id].n_tokens or 0)
 
     async def _begin(self, registry: SavedPrefixes | None, mirror: MirrorEvents) -> None:
+        directory = registry.place.host if registry is not None else None
+        self._probes = ServerRecord(directory, self._spec.url, self.facts.instance, "probe", Probed)
         if self.facts.has_slots:
-            states = await read_slots(self._control)
-            if not any(state.is_processing for state in states):
+            states, told = await read_slots(self._control), self._probes.read()
+            if told is not None:  # by an earlier kvpin's probe: no slot loses its content again
+                self.facts = replace(self.facts, ram_cache=told.ram_cache, is_unified=told.is_unified)
+            elif not any(state.is_processing for state in states):
                 self.facts = await self._probed(self.facts, spare_slot(states))
         if not self.facts.has_slots or self.facts.looks_unified:
             return
         saved = await self._usable(registry)
         self._has_files = saved is not None
+        self._note_probe()
         clock, io = time.monotonic, SlotIo(self._control)
         directory = saved.place.host if saved is not None else None
         process = directory, self._spec.url, self.facts.instance
@@ -180,6 +197,12 @@ class Session:
                 _take_probe, self._spec.options.host_cache_dir, file
             )
         return facts
+
+    def _note_probe(self) -> None:
+        """Spares the next kvpin the probe of this process."""
+        facts = self.facts
+        if self._probes is not None and self._has_files and facts.ram_cache is not None:
+            self._probes.write(Probed(facts.ram_cache, facts.is_unified))
 
     async def _usable(self, registry: SavedPrefixes | None) -> SavedPrefixes | None:
         """The registry, if the server can save and the directory can be used."""

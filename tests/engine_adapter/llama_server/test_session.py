@@ -44,6 +44,21 @@ async def test_trying_a_server_out_leaves_nothing_behind(begun, save_dir, contro
     assert {slot.n_tokens for slot in await read_slots(control_of(server.url))} <= {0, None}
 
 
+async def test_a_server_is_tried_out_once(server, save_dir, control_of):
+    """A next kvpin knows what the first one found, and no slot loses its content."""
+    control, held = control_of(server.url), []
+    for _ in range(2):
+        async with slot_world(server.url, host_cache_dir=str(save_dir)) as world:
+            if not held:
+                await world.ask(prompt_of(1))
+                await world.ask(prompt_of(2))
+            session = world.adapter._session
+            assert (session.facts.ram_cache, session.facts.is_unified) == (False, False)
+            held.append([(slot.id_task, slot.n_tokens) for slot in await read_slots(control)])
+    assert held[0] == held[1]
+    assert all(tokens for _, tokens in held[0])
+
+
 async def test_servers_that_share_a_directory_are_tried_out_at_once(start_llama, save_dir):
     servers = [start_llama(slots=2, ctx=1024, save_dir=save_dir) for _ in range(3)]
 
