@@ -1,7 +1,7 @@
 """The routes beside `/v1` that adapters declare."""
 
 from engine_adapter import NATIVE_ROUTES
-from engine_adapter.registry import _KINDS
+from engine_adapter.registry import KINDS
 
 # What changes an engine for everybody, tells of everybody, or reaches beyond the engine.
 OPERATORS = {
@@ -23,7 +23,7 @@ OPERATORS = {
 
 
 def test_no_two_kinds_declare_a_route_differently():
-    for kind in _KINDS.values():
+    for kind in KINDS.values():
         assert {path: NATIVE_ROUTES[path] for path in kind.routes} == kind.routes
 
 

@@ -141,7 +141,7 @@ def test_each_client_error_has_its_class_and_field(client, model, changes, error
 
 def test_a_route_no_engine_has_is_not_found(client, model):
     with pytest.raises(openai.NotFoundError):
-        client.embeddings.create(model=model, input="Hi.")
+        client.moderations.create(model=model, input="Hi.")
 
 
 def test_garbage_of_ten_megabytes(kvpin):

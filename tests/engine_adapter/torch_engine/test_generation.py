@@ -124,6 +124,13 @@ async def test_one_refused_request_ends_all_of_them(served_engine):
     pytest.fail("the other request goes on")
 
 
+async def answered(engine, each):
+    """The outputs of a request. The engine may give it up before or after it is seen to run."""
+    async with Generation(engine, [each]) as generation:
+        await generation.scheduled()
+        return await collected(generation)
+
+
 class GivesUp:
     """A `Constraint` that cannot go on after some tokens."""
 
@@ -144,12 +151,8 @@ async def test_a_request_that_is_given_up_is_the_clients_fault_and_the_engine_go
     engine = served_engine.service.engine
     for index in range(MAX_FAILED_STEPS + 1):
         constrained = replace(request(f"gives-up-{index}"), constraint=GivesUp(tokens))
-        async with Generation(engine, [constrained]) as generation:
-            await generation.scheduled()
-            with pytest.raises(RequestRefused) as caught:
-                await collected(generation)
+        with pytest.raises(RequestRefused) as caught:
+            await answered(engine, constrained)
         assert caught.value.param == "guided_regex"
-    async with Generation(engine, [request("after")]) as generation:
-        await generation.scheduled()
-        assert len(await collected(generation)) == 6
+    assert len(await answered(engine, request("after"))) == 6
     assert engine.alive
