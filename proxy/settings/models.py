@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from pathlib import Path
 from typing import Annotated, Literal, Self
 from urllib.parse import urlsplit
 
@@ -12,7 +11,19 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from proxy.core.quotas import TenantLimits
 from proxy.settings.engines import DiscoverySettings, EngineSettings, ManagedSettings, numbered
-from proxy.settings.fields import Count, Hosts, Key, ModelName, Name, Origin, Pause, Seconds, Size, key_digest
+from proxy.settings.fields import (
+    Count,
+    Hosts,
+    Key,
+    ModelName,
+    Name,
+    Origin,
+    Pause,
+    Place,
+    Seconds,
+    Size,
+    key_digest,
+)
 from proxy.settings.together import faults_together, require_none
 
 
@@ -88,9 +99,9 @@ class TlsSettings(_Part):
             clients need none.
     """
 
-    cert: Path
-    key: Path | None = None
-    client_ca: Path | None = None
+    cert: Place
+    key: Place | None = None
+    client_ca: Place | None = None
 
 
 class LogSettings(_Part):
@@ -204,11 +215,11 @@ class Settings(BaseSettings):
     reuse: bool = False
     engines: tuple[EngineSettings, ...] = ()
     managed: tuple[ManagedSettings, ...] = ()
-    engines_file: Path | None = None
+    engines_file: Place | None = None
     discovery: tuple[DiscoverySettings, ...] = ()
     api_keys: tuple[ApiKeySettings, ...] = ()
     admin_key: Key | None = None
-    admin_key_file: Path | None = None
+    admin_key_file: Place | None = None
     model_aliases: dict[ModelName, ModelName] = Field(default_factory=dict)
     default_model: ModelName | None = None
     ui: bool = True
@@ -217,8 +228,8 @@ class Settings(BaseSettings):
     cors_origins: tuple[Origin, ...] = ()
     limits: LimitSettings = LimitSettings()
     logs: LogSettings = LogSettings()
-    state_dir: Path | None = None
-    record_traffic: Path | None = None
+    state_dir: Place | None = None
+    record_traffic: Place | None = None
     record_traffic_bytes: Size = ByteSize(2**30)
     trust_media_uuids: bool = False
     retries: Annotated[int, Field(ge=0, le=10)] = 2
