@@ -6,6 +6,7 @@ metrics are looked at, and the labels of a series, which stay the same from page
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -49,16 +50,17 @@ class Samples:
 
 
 def read_samples(page: bytes, names: Collection[str]) -> Samples:
-    """The samples of `page` with one of these names.
+    """The samples of `page` with one of these names and a finite value: NaN and infinity tell nothing.
 
     Raises:
         EngineUnhealthy: the page is not in Prometheus text format.
     """
     try:
         text = f"\n{page.decode()}"
-        return Samples([_sample(name, line) for name in names for line in _group(text, name)])
+        samples = [_sample(name, line) for name in names for line in _group(text, name)]
     except ValueError as error:
         raise EngineUnhealthy(f"/metrics cannot be read: {error}") from error
+    return Samples([sample for sample in samples if math.isfinite(sample.value)])
 
 
 def _group(page: str, name: str) -> Iterator[str]:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import xxhash
@@ -102,6 +102,9 @@ class SlotState(msgspec.Struct, frozen=True):
     n_tokens: int | None = msgspec.field(name="n_prompt_tokens", default=None)
 
 
+_Slots = Annotated[list[SlotState], msgspec.Meta(min_length=1)]
+
+
 class _Settings(msgspec.Struct, frozen=True):
     n_ctx: int
 
@@ -130,16 +133,16 @@ async def discover(control: ControlClient, spec: EngineSpec) -> ServerFacts:
     """
     props = await _props(control, spec)
     model = read_models(await control.get("/v1/models"))
-    meta = model.card.get("meta") or {}
+    meta = _meta(model.card)
     local = await asyncio.to_thread(_local_model, props.model_path, meta.get("size"))
     return ServerFacts(
         model=props.model_alias or model.name,
         card=model.card,
         slots=props.total_slots,
         slot_ctx=props.default_generation_settings.n_ctx,
-        train_ctx=meta.get("n_ctx_train"),
+        train_ctx=_count(meta, "n_ctx_train"),
         local_model=local,
-        vocab_size=meta.get("n_vocab"),
+        vocab_size=_count(meta, "n_vocab"),
         build=props.build_info,
         chat_template=props.chat_template,
         instance=props.media_marker,
@@ -168,13 +171,14 @@ async def read_pulse(control: ControlClient) -> Pulse:
 
 
 async def read_slots(control: ControlClient) -> list[SlotState]:
-    """All slots by id. Wakes a sleeping server: ask `read_pulse` first.
+    """All slots by id, at least one. Wakes a sleeping server: ask `read_pulse` first.
 
     Raises:
         EngineRejected: the server runs with `--no-slots`.
         EngineUnavailable: no answer, or an unexpected one.
     """
-    return sorted(await control.read(list[SlotState], "GET", "/slots"), key=lambda slot: slot.id)
+    slots = await control.read(_Slots, "GET", "/slots")
+    return sorted(slots, key=lambda slot: slot.id)
 
 
 def spare_slot(slots: Sequence[SlotState]) -> int:
@@ -207,6 +211,17 @@ async def _can_save(control: ControlClient) -> bool:
     return status not in (HTTPStatus.NOT_FOUND, HTTPStatus.NOT_IMPLEMENTED)
 
 
+def _meta(card: Mapping[str, Any]) -> dict[str, Any]:
+    """What `/v1/models` says of the model's file; {} where it says nothing."""
+    meta = card.get("meta")
+    return meta if isinstance(meta, dict) else {}
+
+
+def _count(meta: Mapping[str, Any], name: str) -> int | None:
+    count = meta.get(name)
+    return count if type(count) is int and count > 0 else None
+
+
 def _local_model(path: str, size: object) -> Path | None:
     """The model's file if kvpin can read it and it is not another file of the same name.
 
@@ -218,7 +233,7 @@ def _local_model(path: str, size: object) -> Path | None:
         total = sum(part.stat().st_size for part in parts)
         for part in parts:
             part.open("rb").close()
-    except OSError:
+    except (OSError, ValueError):  # ValueError: no file has such a name
         return None
     is_the_same = isinstance(size, int) and 0 <= total - size <= _METADATA * len(parts)
     return local if is_the_same else None

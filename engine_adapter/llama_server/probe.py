@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from uuid import uuid4
 
+import msgspec
+
 from engine_adapter.errors import EngineRejected, EngineUnavailable
 from engine_adapter.http.control import ControlClient
 from engine_adapter.llama_server.discovery import ServerFacts
@@ -12,6 +14,12 @@ from engine_adapter.llama_server.discovery import ServerFacts
 _PROBE_TOKENS = 48
 _STATE_WORDS = 7  # of an empty slot's file, before its caches: magic, version, 4 of tokens and their count
 _CACHES = (1, 2)  # of a model with plain attention, and of one that has sliding windows too
+
+
+class _Saved(msgspec.Struct, frozen=True):
+    """The answer of a save: bytes of the file."""
+
+    n_written: int
 
 
 def probe_file() -> str:
@@ -55,8 +63,8 @@ async def probe_unified(control: ControlClient, slot_id: int, slots: int, *, fil
     is lost, and `file` is left in the server's save directory.
     """
     await control.call("POST", f"/slots/{slot_id}?action=erase", json={})
-    saved = await control.call("POST", f"/slots/{slot_id}?action=save", json={"filename": file})
-    words, rest = divmod(saved["n_written"], 4)
+    saved = await control.read(_Saved, "POST", f"/slots/{slot_id}?action=save", json={"filename": file})
+    words, rest = divmod(saved.n_written, 4)
     counted = words - _STATE_WORDS
     if not rest and counted in [caches * (1 + slots) for caches in _CACHES]:
         return False

@@ -192,7 +192,8 @@ class _Routes:
     async def has(self, path: str) -> bool:
         """Whether the route exists. Raises EngineUnavailable."""
         if self._paths:
-            return "post" in (self._paths.get(path) or ())
+            methods = self._paths.get(path)
+            return isinstance(methods, dict) and "post" in methods
         return await self._control.status("GET", path) in (HTTPStatus.OK, HTTPStatus.METHOD_NOT_ALLOWED)
 
     async def reset(self) -> str | None:

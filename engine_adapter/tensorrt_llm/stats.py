@@ -7,7 +7,6 @@ readers. So kvpin reads it rarely, and only if the first page is missing.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -104,8 +103,7 @@ def read_iterations(steps: Any) -> Stats:  # noqa: ANN401 - JSON
 
 def _most(samples: Samples, name: str) -> int | None:
     """The value, which each process of the server repeats."""
-    values = (sample.value for sample in samples.all(name))
-    return max((int(value) for value in values if math.isfinite(value)), default=None)
+    return max((int(sample.value) for sample in samples.all(name)), default=None)
 
 
 def _flag(labels: Mapping[str, str], name: str) -> bool | None:

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from proxy.cli.client import AdminClient, JsonOption, fail, print_json, refuse_early_options, show
+from proxy.cli.client import AdminClient, JsonOption, fail, path_part, print_json, refuse_early_options, show
 from proxy.cli.examples import example
 from proxy.cli.help import App
 from proxy.cli.options import with_options
@@ -98,7 +98,7 @@ def requests(
 ) -> None:
     """List the last requests, newest first; with an id, explain its cache hit or miss."""
     if request_id is not None:
-        show(kvpin.get(f"/requests/{request_id}"), "decisions.show_request", as_json=as_json)
+        show(kvpin.get(f"/requests/{path_part(request_id)}"), "decisions.show_request", as_json=as_json)
     else:
         show(kvpin.get("/requests", limit=limit), "decisions.show_list", as_json=as_json)
 
@@ -138,7 +138,7 @@ def engines_add(
 @with_options
 def engines_remove(*, engine_id: EngineId, kvpin: AdminClient) -> None:
     """Remove an engine."""
-    kvpin.delete(f"/engines/{engine_id}")
+    kvpin.delete(f"/engines/{path_part(engine_id)}")
     typer.echo(f"removed {engine_id}")
 
 
@@ -151,7 +151,7 @@ def engines_drain(
     kvpin: AdminClient,
 ) -> None:
     """Give an engine no new requests."""
-    engine = kvpin.post(f"/engines/{engine_id}/drain", {"undo": undo})
+    engine = kvpin.post(f"/engines/{path_part(engine_id)}/drain", {"undo": undo})
     typer.echo(f"{engine_id} is {engine['state']}, {engine['in_flight']} requests in flight")
 
 

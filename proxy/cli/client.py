@@ -13,6 +13,7 @@ from http import HTTPStatus
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from urllib.parse import quote
 
 import typer
 
@@ -41,6 +42,11 @@ _FIELD = re.compile(r"\b(token_ids|prompt_cache_key|cache_salt|ttl_s|extra_id|ta
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")]
 
 
+def path_part(name: str) -> str:
+    """A word of the command line as one part of a path."""
+    return quote(name, safe="", errors="surrogateescape")
+
+
 class AdminError(Exception):
     """A call failed: why, in one line."""
 
@@ -67,7 +73,11 @@ class AdminClient:
 
     def post(self, path: str, body: dict[str, Any]) -> Any:  # noqa: ANN401 - JSON
         """Sends a POST with JSON; returns the decoded answer."""
-        return self._call("POST", path, json=body)
+        try:
+            content = json.dumps(body, allow_nan=False, ensure_ascii=False).encode()
+        except ValueError:
+            fail("numbers must be finite, and texts must be UTF-8")
+        return self._call("POST", path, content=content, headers={"content-type": "application/json"})
 
     def upload(self, path: str, content: bytes, **query: str | int) -> Any:  # noqa: ANN401 - JSON
         """Sends a POST with bytes; returns the decoded answer."""

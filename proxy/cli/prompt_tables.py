@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Annotated
-from urllib.parse import quote
 
 import typer
 
-from proxy.cli.client import AdminClient, JsonOption, fail, print_json, refuse_early_options, show
+from proxy.cli.client import AdminClient, JsonOption, fail, path_part, print_json, refuse_early_options, show
 from proxy.cli.examples import example
 from proxy.cli.help import App
 from proxy.cli.options import with_options
@@ -85,7 +84,7 @@ def put(
 @with_options
 def delete(*, table_id: TableId, kvpin: AdminClient) -> None:
     """Delete a table here and on the engines."""
-    kvpin.delete(f"{_PATH}/{quote(table_id, safe='')}")
+    kvpin.delete(f"{_PATH}/{path_part(table_id)}")
     typer.echo(f"deleted {table_id}")
 
 

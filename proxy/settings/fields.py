@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import re
+from pathlib import Path
 from typing import Annotated
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, ByteSize, Field, SecretStr, StringConstraints
+from pydantic import AfterValidator, BeforeValidator, ByteSize, Field, SecretStr, StringConstraints
 
 from proxy.settings.sources import parse_source
 
@@ -82,12 +83,22 @@ def _hosts(hosts: str) -> str:
     return hosts
 
 
+def _place(value: object) -> object:
+    if value == "":
+        raise ValueError("a path must not be empty")
+    if isinstance(value, str) and "\0" in value:
+        raise ValueError("a path must not contain a NUL character")
+    return value
+
+
 Kind = Annotated[str, AfterValidator(_kind)]
 # Of an engine, a tenant, or a namespace.
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
 Url = Annotated[str, AfterValidator(_url)]
 SourceUrl = Annotated[str, AfterValidator(_source)]
 Origin = Annotated[str, AfterValidator(_origin)]
+# Of a file or a directory.
+Place = Annotated[Path, BeforeValidator(_place)]
 Hosts = Annotated[str, AfterValidator(_hosts)]
 ModelName = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 Secret = Annotated[SecretStr, AfterValidator(_secret)]

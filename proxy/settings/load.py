@@ -170,7 +170,7 @@ def _read_file(config: Path, model: type[BaseModel]) -> tuple[dict[str, Any], li
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise SettingsError(f"settings file {str(config)!r} cannot be read: {reason}") from error
-    except (tomllib.TOMLDecodeError, json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         why = "it is nested too deeply" if isinstance(error, RecursionError) else error
         raise SettingsError(f"settings file {str(config)!r} is not {language}: {why}") from error
     if not isinstance(values, dict):

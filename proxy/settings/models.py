@@ -6,7 +6,6 @@ Units are in the names. The texts are Markdown; links are relative to docs/.
 from __future__ import annotations
 
 import hashlib
-from pathlib import Path
 from typing import Annotated, Literal, Self
 from urllib.parse import urlsplit
 
@@ -15,7 +14,19 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from proxy.core.quotas import TenantLimits
 from proxy.settings.engines import DiscoverySettings, EngineSettings, ManagedSettings, numbered
-from proxy.settings.fields import Count, Hosts, Key, ModelName, Name, Origin, Pause, Seconds, Size, key_digest
+from proxy.settings.fields import (
+    Count,
+    Hosts,
+    Key,
+    ModelName,
+    Name,
+    Origin,
+    Pause,
+    Place,
+    Seconds,
+    Size,
+    key_digest,
+)
 from proxy.settings.together import faults_together, require_none
 
 
@@ -81,11 +92,11 @@ class LimitSettings(_Part):
 class TlsSettings(_Part):
     """TLS of kvpin's own port."""
 
-    cert: Path
+    cert: Place
     """File of the port's certificate and those of intermediate authorities (PEM)."""
-    key: Path | None = None
+    key: Place | None = None
     """File of its unencrypted private key. By default it is in `cert`."""
-    client_ca: Path | None = None
+    client_ca: Place | None = None
     """File of the authorities (PEM) that sign clients' certificates. Without it, clients need none."""
 
 
@@ -163,7 +174,7 @@ class Settings(BaseSettings):
     """Engines that run already."""
     managed: tuple[ManagedSettings, ...] = ()
     """Engines that kvpin starts, watches and restarts."""
-    engines_file: Path | None = None
+    engines_file: Place | None = None
     """A file of further `engines`, TOML or JSON, read again when it changes: [engines found by
     themselves](operations.md#engines-found-by-themselves)."""
     discovery: tuple[DiscoverySettings, ...] = ()
@@ -174,7 +185,7 @@ class Settings(BaseSettings):
     admin_key: Key | None = None
     """Key of the admin API, or its digest. Without it, [only this
     machine](operations.md#without-an-admin-key) may use the admin API."""
-    admin_key_file: Path | None = None
+    admin_key_file: Place | None = None
     """A file with that key. kvpin makes it with a random one if it is missing."""
     model_aliases: dict[ModelName, ModelName] = Field(default_factory=dict)
     """Further names of models and LoRA adapters, as `{ name = "model" }`: [model
@@ -197,10 +208,10 @@ class Settings(BaseSettings):
     """Limits on memory, and on waiting for engines that are busy."""
     logs: LogSettings = LogSettings()
     """Log lines on standard error."""
-    state_dir: Path | None = None
+    state_dir: Place | None = None
     """Directory for state that outlives a restart: [what a restart
     keeps](operations.md#what-a-restart-keeps)."""
-    record_traffic: Path | None = None
+    record_traffic: Place | None = None
     """The file that requests are recorded in, as hashes: [recording
     traffic](operations.md#recording-traffic)."""
     record_traffic_bytes: Size = ByteSize(2**30)

@@ -45,6 +45,12 @@ def test_a_sample_with_its_time_and_one_at_the_end(end):
     assert samples.sum("b") == 3
 
 
+@pytest.mark.parametrize("value", ["NaN", "+Inf", "-Inf", "1e999"])
+def test_values_that_are_no_numbers_tell_nothing(value):
+    samples = read_samples(f'a{{x="1"}} {value}\na{{x="2"}} 3\nb {value}\n'.encode(), ("a", "b"))
+    assert (samples.sum("a"), samples.sum("b")) == (3, None)
+
+
 def test_the_same_series_with_other_values():
     first, second = (read_samples(b'a{x="1"} %d\na{x="2"} 5\n' % value, ("a",)) for value in (1, 2))
     assert (first.sum("a"), second.sum("a"), second.sum("a", x="1")) == (6, 7, 2)

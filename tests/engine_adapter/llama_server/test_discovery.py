@@ -255,6 +255,22 @@ async def test_what_is_no_llama_server(control_of, answers, error, message):
         await discover(control_of(url), spec_of(url))
 
 
+@pytest.mark.parametrize("meta", [True, ["x"], {"n_ctx_train": "8", "n_vocab": -1, "size": {}}])
+async def test_what_it_says_of_its_model_may_be_odd(control_of, meta):
+    answers = {
+        "/props": {**PROPS, "model_path": "/m\0"},
+        "/v1/models": {"data": [{"id": "m", "meta": meta}]},
+        "/completion": {"tokens": [1]},
+    }
+    routes = [
+        Route(path, lambda request: JSONResponse(answers[request.url.path]), methods=["GET", "POST"])
+        for path in answers
+    ]
+    with served(Starlette(routes=routes)) as url:
+        facts = await discover(control_of(url), spec_of(url))
+    assert (facts.train_ctx, facts.vocab_size, facts.local_model) == (None, None, None)
+
+
 async def test_a_wrong_key(start_llama):
     url = start_llama("--api-key", "k").url
     for key, status in ((None, 401), ("k", None)):
@@ -271,7 +287,7 @@ async def test_a_wrong_key(start_llama):
             await control.aclose()
 
 
-@pytest.mark.parametrize("answer", [{}, [{"id": 0}], [{"id": "0", "n_ctx": 1, "is_processing": False}]])
+@pytest.mark.parametrize("answer", [{}, [], [{"id": 0}], [{"id": "0", "n_ctx": 1, "is_processing": False}]])
 async def test_slots_that_are_not_understood(control_of, answer):
     with (
         served(Starlette(routes=[Route("/slots", lambda _: JSONResponse(answer))])) as url,

@@ -53,3 +53,9 @@ async def test_a_file_of_unknown_size_tells_nothing(control_of, n_written):
     )
     with served(app) as url:
         assert await probe_unified(control_of(url), 0, 4, file=FILE) is None
+
+
+async def test_a_save_that_does_not_tell_its_size(control_of):
+    app = Starlette(routes=[Route("/slots/0", lambda _: JSONResponse({}), methods=["POST"])])
+    with served(app) as url, pytest.raises(EngineUnavailable, match="n_written"):
+        await probe_unified(control_of(url), 0, 4, file=FILE)

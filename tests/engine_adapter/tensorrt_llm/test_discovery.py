@@ -117,6 +117,18 @@ async def test_another_server():
     assert server.capabilities >= {Capability.KV_EVENTS}  # there is a route, whatever it takes
 
 
+async def test_a_description_of_routes_that_is_odd():
+    paths = {"/kv_cache_events": 1, "/v1/completions": "post", "/v1/chat/completions": None}
+    routes = [
+        Route("/health", lambda _: Response()),
+        Route("/v1/models", lambda _: JSONResponse({"data": [{"id": "m"}]})),
+        Route("/openapi.json", lambda _: JSONResponse({"paths": paths})),
+    ]
+    with served(Starlette(routes=routes)) as url:
+        server = await discovered(url)
+    assert found.NO_EVENTS in server.findings
+
+
 async def test_a_server_without_events_or_salts():
     schema = {"properties": {"messages": {}}, "additionalProperties": False}
     content = {"application/json": {"schema": schema}}

@@ -67,6 +67,19 @@ def test_the_address_may_be_the_base_url_of_clients(end):
     assert seen[0][1] == "/admin/v1/stats"
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), "\udcff"])
+def test_what_is_no_json_is_not_sent(capsys, value):
+    with admin(lambda *_: (200, {})) as (url, seen):
+        error = failure(capsys, lambda: AdminClient(url, None).post("/pin", {"a": value}))
+    assert "numbers must be finite" in error
+    assert seen == []
+
+
+def test_a_name_is_one_part_of_a_path():
+    assert client.path_part("a/../b?c") == "a%2F..%2Fb%3Fc"
+    assert client.path_part("\udcff") == "%FF"
+
+
 def test_an_empty_answer_is_none():
     with admin(lambda *_: (204, b"")) as (url, _):
         assert AdminClient(url, None).delete("/x") is None

@@ -169,6 +169,12 @@ def test_a_list_that_is_not_json_names_its_variable(monkeypatch):
         ("admin_key = ''", "setting 'admin_key' (in {file}) cannot be used: a key must not be empty"),
         ("admin_key = 'a'\n[[api_keys]]\nkey = 'a'", "admin_key must differ from every key in api_keys"),
         ("port = ", "settings file {file} is not TOML: "),
+        ("port = " + "1" * 5000, "settings file {file} is not TOML: "),
+        ("state_dir = ''", "setting 'state_dir' (in {file}) cannot be used: a path must not be empty"),
+        (
+            'engines_file = "a\\u0000"',
+            "setting 'engines_file' (in {file}) cannot be used: a path must not contain a NUL character",
+        ),
     ],
 )
 def test_a_file_that_is_wrong_is_named(write, text, message):
