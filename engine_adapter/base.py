@@ -61,12 +61,15 @@ class EngineAdapter(Protocol):
         one_owner: only one kvpin at a time may use the engine: the adapter manages its cache, and a second
             kvpin would change that unseen.
         has_lock: `connect` finds out by itself that another kvpin uses the engine [`one_owner`].
+        may_try: `connect` may find out what the engine can do by what costs it some of its KV. False where
+            another kvpin may use the engine: what only a trial tells is unknown then.
         instead: advice for missing capabilities, where this kind has other advice than any engine.
     """
 
     spec: EngineSpec[Any]
     one_owner: ClassVar[bool] = False
     has_lock: bool = False
+    may_try: bool = True
     instead: ClassVar[Mapping[Capability, str]] = MappingProxyType({})
 
     async def connect(self) -> EngineInfo:

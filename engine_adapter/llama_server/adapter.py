@@ -119,7 +119,7 @@ class LlamaServerAdapter(HttpAdapter):
         facts = await discover(self._control, self.spec)
         if session is None or session.is_lost or session.identity != identity_of(facts):
             await self._end(farewell=False)
-            session = Session(self.spec, self._control, facts)
+            session = Session(self.spec, self._control, facts, may_try=self.may_try)
             await session.begin(self._registry, self._mirror)
             self._session, self._was_asleep = session, False
             if session.keeper is not None:

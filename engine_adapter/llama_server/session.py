@@ -55,11 +55,15 @@ class Session:
         verbs: the admin verbs on its slots; None likewise.
     """
 
-    def __init__(self, spec: LlamaServerSpec, control: ControlClient, facts: ServerFacts) -> None:
+    def __init__(
+        self, spec: LlamaServerSpec, control: ControlClient, facts: ServerFacts, *, may_try: bool = True
+    ) -> None:
+        """`may_try`: it may probe the server, and empty and save slots; else it changes nothing there."""
         self.facts = facts
         self.keeper: SlotKeeper | None = None
         self.verbs: SlotVerbs | None = None
         self._spec = spec
+        self._may_try = may_try
         self._control = control
         self.findings: list[str] = []
         self._has_files = False
@@ -88,7 +92,7 @@ class Session:
         keeper, self.keeper, self.verbs = self.keeper, None, None
         if keeper is None:
             return
-        if farewell:
+        if farewell and self._may_try:
             with suppress(TimeoutError):
                 async with asyncio.timeout(FAREWELL_S):
                     await save_all(keeper)
@@ -132,7 +136,13 @@ class Session:
     async def try_out(self) -> None:
         """Probes a server that was too busy for it when kvpin connected."""
         keeper = self.keeper
-        if keeper is None or self.facts.ram_cache is not None or keeper.streams or keeper.waiting:
+        if (
+            keeper is None
+            or not self._may_try
+            or self.facts.ram_cache is not None
+            or keeper.streams
+            or keeper.waiting
+        ):
             return
         idle = keeper.contents.table.idle()
         if idle:
@@ -155,7 +165,7 @@ class Session:
             states, told = await read_slots(self._control), self._probes.read()
             if told is not None:  # by an earlier kvpin's probe: no slot loses its content again
                 self.facts = replace(self.facts, ram_cache=told.ram_cache, is_unified=told.is_unified)
-            elif not any(state.is_processing for state in states):
+            elif self._may_try and not any(state.is_processing for state in states):
                 self.facts = await self._probed(self.facts, spare_slot(states))
         if not self.facts.has_slots or self.facts.looks_unified:
             return
@@ -169,13 +179,15 @@ class Session:
         contents = Contents(self._spec.id, self.facts, io, saved, mirror, clock, owners)
         keeper = self.keeper = SlotKeeper(self._spec.id, self._control, contents, clock=clock)
         verbs = self.verbs = SlotVerbs(keeper, ServerRecord(*process, "pins", list[RecordedPin]))
-        for state in await read_slots(self._control):
+        for state in await read_slots(self._control) if self._may_try else ():
             # Content that was restored and never used does not show, and may be anybody's.
             if state.n_tokens is None and self.facts.can_save and not state.is_processing:
                 await io.erase(state.id)
         keeper.adopt(await read_slots(self._control))
         verbs.recall()
-        self._write_back = asyncio.get_running_loop().create_task(self._keep_writing_back(keeper, verbs))
+        if self._may_try:
+            writing = self._keep_writing_back(keeper, verbs)
+            self._write_back = asyncio.get_running_loop().create_task(writing)
 
     async def _keep_writing_back(self, keeper: SlotKeeper, verbs: SlotVerbs) -> None:
         while True:

@@ -1,13 +1,15 @@
 """The engines of the settings: they join at start, and follow the settings when these are read again.
 
 added     joins, and is watched
-changed   no new requests; those in flight end; then it is connected, or started, with its new settings
+changed   no new requests; those in flight end; then it is connected, or started, with its new settings.
+          Engines of one model do so one after the other: the others serve meanwhile
 removed   stays until the added ones were tried; no new requests; those in flight end; then it leaves
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -87,7 +89,12 @@ class ConfiguredEngines:
         for made in added:
             self._join(made)
         for made in changed:
-            self._replace(made, grace_s)
+            self._entries[made.entry.id] = made.entry
+            if self._must_wait(made):
+                waiting = self._replace_in_turn(made, grace_s)
+                self._tasks.start(f"turn of {made.entry.id} {id(made)}", waiting)
+            else:
+                self._replace(made, grace_s)
         for engine_id in changes.removed:
             del self._entries[engine_id]
             leaving = self._leave(engine_id, [made.entry.id for made in added], grace_s)
@@ -110,9 +117,28 @@ class ConfiguredEngines:
             self._tasks.start(f"process {engine.id}", made.process.run())
         self._monitor.watch(engine)
 
+    def _must_wait(self, made: _Made) -> bool:
+        """Whether another engine of its model is being replaced, or is one of kvpin's own and not ready."""
+        pool = self._fleet.pool_of(self._fleet.engine(made.entry.id))
+        away = [self._fleet.engines[name] for name in pool.away] if pool is not None else []
+        return any(each.state is EngineState.CONNECTING or each.process is not None for each in away)
+
+    async def _replace_in_turn(self, made: _Made, grace_s: float) -> None:
+        engine_id = made.entry.id
+        log.info(
+            "engine keeps its old settings until the others of its model are back: they serve meanwhile",
+            engine=engine_id,
+        )
+        await _until(
+            lambda: self._entries.get(engine_id) is not made.entry or not self._must_wait(made), math.inf
+        )
+        if self._entries.get(engine_id) is made.entry:
+            self._replace(made, grace_s)
+        else:  # the settings have changed again
+            await made.adapter.aclose()
+
     def _replace(self, made: _Made, grace_s: float) -> None:
         old, process = self._fleet.engine(made.entry.id), self.processes.pop(made.entry.id, None)
-        self._entries[old.id] = made.entry
         self._monitor.forget(old)
         new = self._fleet.replace(made.adapter)
 

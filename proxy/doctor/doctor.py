@@ -102,6 +102,7 @@ async def examine(
         kind = await detect_kind(spec)
         spec = replace(spec, kind=kind, options=make_options(kind, options))
     adapter = make_adapter(spec)
+    adapter.may_try = probe  # else a slot of a llama-server that a kvpin manages would lose its content
     try:
         try:
             async with asyncio.timeout(CONNECT_S):

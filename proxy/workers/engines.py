@@ -3,26 +3,34 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 
 from proxy.checks import managed_engines
-from proxy.process.managed import ManagedEngine
+from proxy.process.managed import ManagedEngine, ProcessState
 from proxy.settings import EngineEntry, ManagedSettings, Settings, engine_changes
 from proxy.tasks import Supervisor
 from proxy.workers.orders import write_engines
+
+_POLL_S = 0.05
+# The workers look every 2 s whether an engine is back (`MAX_BACKOFF_S` in `fleet/monitor.py`).
+_CONNECT_S = 3.0
 
 
 class SharedEngines:
     """Runs them, and writes down where they are for the workers."""
 
-    def __init__(self, directory: Path, tasks: Supervisor) -> None:
-        self._directory, self._tasks = directory, tasks
+    def __init__(self, directory: Path, tasks: Supervisor, tell: Callable[[], None]) -> None:
+        """`tell` has the workers read what was written."""
+        self._directory, self._tasks, self._tell = directory, tasks, tell
         self._engines: dict[str, ManagedEngine] = {}
         self._entries: dict[str, EngineEntry] = {}
+        self._turn = asyncio.Lock()
 
     def follow(self, settings: Settings) -> None:
-        """Changes the engines to those of the settings. One that leaves, or changes, goes on for
-        `graceful_shutdown_s`, in which the workers' requests on it end.
+        """Changes the engines to those of the settings, and tells the workers. One that leaves, or changes,
+        goes on for `graceful_shutdown_s`, in which the workers' requests on it end. Changed ones are replaced
+        one after the other: the others serve meanwhile.
 
         Raises:
             EngineSpecError: an engine cannot be used. Nothing changed.
@@ -33,25 +41,54 @@ class SharedEngines:
             for entry in (*changes.added, *changes.changed)
             if isinstance(entry, ManagedSettings)
         }
-        for name in (*changes.removed, *new):
-            old = self._engines.pop(name, None)
-            self._entries.pop(name, None)
-            successor = new.get(name)
-            if successor is not None:
-                self._entries[name], self._engines[name] = successor
-            work = _follow_on(old, successor[1] if successor else None, settings.graceful_shutdown_s)
-            self._tasks.start(f"engine {name} {id(old)}", work)
-        write_engines(self._directory, [engine.spec for engine in self._engines.values()])
+        grace_s = settings.graceful_shutdown_s
+        for name in changes.removed:
+            del self._entries[name]
+            old = self._engines.pop(name)
+            self._tasks.start(f"end of engine {name} {id(old)}", _end(old, grace_s))
+        for name, (entry, engine) in new.items():
+            self._entries[name] = entry
+            if name in self._engines:
+                work = self._replace(entry, engine, grace_s)
+                self._tasks.start(f"turn of engine {name} {id(engine)}", work)
+            else:
+                self._engines[name] = engine
+                self._run(engine)
+        self._publish()
 
     async def aclose(self) -> None:
         """Stops them."""
         await asyncio.gather(*(engine.stop() for engine in self._engines.values()))
 
+    async def _replace(self, entry: EngineEntry, new: ManagedEngine, grace_s: float) -> None:
+        """Puts an engine in the place of the one of its id, and waits until it is healthy. A machine may not
+        have room for both."""
 
-async def _follow_on(old: ManagedEngine | None, new: ManagedEngine | None, grace_s: float) -> None:
-    """Runs an engine, after the one in whose place it comes. A machine may not have room for both."""
-    if old is not None:
-        await asyncio.sleep(grace_s)
-        await old.stop()
-    if new is not None:
-        await new.run()
+        def is_wanted() -> bool:
+            return self._entries.get(entry.id) is entry
+
+        async with self._turn:
+            if not is_wanted():
+                return
+            old, self._engines[entry.id] = self._engines[entry.id], new
+            self._publish()
+            await _end(old, grace_s)
+            if self._engines.get(entry.id) is not new:  # it was removed meanwhile
+                return
+            self._run(new)
+            while is_wanted() and new.status.state is not ProcessState.READY:  # noqa: ASYNC110 - a rare wait
+                await asyncio.sleep(_POLL_S)
+            await asyncio.sleep(_CONNECT_S)
+
+    def _run(self, engine: ManagedEngine) -> None:
+        self._tasks.start(f"engine {engine.id} {id(engine)}", engine.run())
+
+    def _publish(self) -> None:
+        write_engines(self._directory, [engine.spec for engine in self._engines.values()])
+        self._tell()
+
+
+async def _end(engine: ManagedEngine, grace_s: float) -> None:
+    """Stops an engine after the time in which the workers' requests on it end."""
+    await asyncio.sleep(grace_s)
+    await engine.stop()

@@ -1,7 +1,7 @@
 """Starts the workers, watches them, and passes on what signals say.
 
     SIGTERM, SIGINT  go to all workers, each of which stops as one kvpin does; then the engines stop
-    SIGHUP           the engines follow the settings; then the workers read them again
+    SIGHUP           the engines follow the settings, and the workers read them again
     a worker ends    it is started again, after a wait that doubles up to `MAX_BACKOFF_S`
     a worker hangs   it is killed, and so ends
 
@@ -69,7 +69,7 @@ class Workers:
         for number in range(1, settings.workers + 1):
             self._tally.leave(number)  # until it has started
         self._running: dict[int, Process] = {}
-        self._engines = SharedEngines(self._directory.path, self._tasks)
+        self._engines = SharedEngines(self._directory.path, self._tasks, lambda: self._tell(signal.SIGHUP))
         self._status = 0
         self._stops = 0
         self._stopping = asyncio.Event()
@@ -186,5 +186,3 @@ class Workers:
             self._engines.follow(settings)
         except (SettingsError, EngineSpecError) as error:
             log.error("settings not reloaded: the old ones stay", error=str(error))  # noqa: TRY400 - one sentence
-            return
-        self._tell(signal.SIGHUP)

@@ -106,6 +106,7 @@ class Load:
             "model": "m",
             "messages": [{"role": "user", "content": text}],
             "stream": streams,
+            "max_tokens": 4,
         }
         headers = {"authorization": f"Bearer {self.key}"}
         try:
@@ -217,6 +218,38 @@ async def test_new_settings_under_load(tmp_path, engine):
             async with late.running(clients=1):
                 await late.more(1)
             assert late.failures[0].startswith("401 ")
+            process.send_signal(signal.SIGTERM)
+            await ended(process, log)
+    assert '"exception"' not in log.read_text()
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+async def test_other_command_lines_under_load(tmp_path, workers):
+    config, log = tmp_path / "kvpin.toml", tmp_path / "log"
+    flags = "--threads 1 --served-model-name m"
+
+    def engines(blocks):
+        config.write_text(
+            f"workers = {workers}\ngraceful_shutdown_s = 3\n"
+            + 2 * f'[[managed]]\nkind = "embedded"\ncommand = "{flags} --kv-blocks {blocks}"\n'
+        )
+
+    def ready():
+        return log.read_text().count('"engine is ready"')
+
+    engines(512)
+    with listen("127.0.0.1", 0) as listener:
+        process = start(listener, log, "--config", str(config))
+        with killed_at_the_end([process]):
+            await until(lambda: ready() == 2 * workers)
+            load = Load(f"http://127.0.0.1:{listener.getsockname()[1]}")
+            async with load.running(clients=2):
+                await load.more(10)
+                engines(256)
+                process.send_signal(signal.SIGHUP)
+                await until(lambda: load.failures or ready() == 4 * workers)
+                await load.more(10)
+            assert load.failures == []
             process.send_signal(signal.SIGTERM)
             await ended(process, log)
     assert '"exception"' not in log.read_text()

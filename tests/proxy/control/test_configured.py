@@ -1,5 +1,6 @@
 """The engines of the settings join, change and leave; requests in flight end where they began."""
 
+import asyncio
 import contextlib
 
 import pytest
@@ -83,3 +84,39 @@ async def test_a_process_ends_with_its_engine():
         assert (list(proxy.fleet.engines), proxy.configured.processes) == ([], {})
     finally:
         await proxy.stop()
+
+
+async def test_engines_of_one_model_get_other_settings_one_after_the_other():
+    async with (
+        FakeEngine("a") as a,
+        FakeEngine("b") as b,
+        running(named("a", a.url), named("b", b.url)) as proxy,
+    ):
+        old_a, old_b = proxy.fleet.engine("a"), proxy.fleet.engine("b")
+        old_a.leases.add(request := object())
+        proxy.configured.follow([named("a", a.url, api_key="k"), named("b", b.url, api_key="k")], grace_s=60)
+        assert proxy.fleet.engine("a") is not old_a
+        await asyncio.sleep(0.2)
+        assert proxy.fleet.pool("m").ready() == [old_b]
+        old_a.leases.discard(request)
+        await until(lambda: proxy.fleet.engine("b") is not old_b)
+        assert proxy.fleet.engine("a").state is EngineState.READY
+        await until(lambda: proxy.fleet.engine("b").state is EngineState.READY)
+        assert proxy.fleet.engine("b").adapter.spec.api_key == "k"
+
+
+async def test_an_engine_that_waits_for_its_turn_takes_the_newest_settings():
+    async with (
+        FakeEngine("a") as a,
+        FakeEngine("b") as b,
+        running(named("a", a.url), named("b", b.url)) as proxy,
+    ):
+        old_a, old_b = proxy.fleet.engine("a"), proxy.fleet.engine("b")
+        old_a.leases.add(request := object())
+        for key in ("first", "second"):
+            entries = [named("a", a.url, api_key="k"), named("b", b.url, api_key=key)]
+            proxy.configured.follow(entries, grace_s=60)
+        old_a.leases.discard(request)
+        await until(lambda: proxy.fleet.engine("b") is not old_b)
+        assert proxy.fleet.engine("b").adapter.spec.api_key == "second"
+        await until(lambda: proxy.fleet.engine("b").state is EngineState.READY)

@@ -1,5 +1,6 @@
 """Engines examined: real ones where they are at hand, and wire-exact fakes of the others."""
 
+import httpx
 import pytest
 import zmq
 
@@ -35,6 +36,17 @@ class TestRealEngines:
         found = await of(llama.url, host_cache_dir=str(llama.save_dir))
         assert (found.spec.kind, found.findings) == ("llama_server", ())
         assert found.probe.reported == found.probe.predicted > 0
+
+    async def test_a_llama_server_keeps_its_slots_without_a_probe(self, start_llama, save_dir):
+        server = start_llama(slots=2, ctx=1024, save_dir=save_dir)
+        async with httpx.AsyncClient(base_url=server.url, timeout=30) as client:
+            for slot in range(2):
+                body = {"prompt": list(range(10, 80)), "n_predict": 0, "id_slot": slot}
+                (await client.post("/completion", json=body)).raise_for_status()
+            held = (await client.get("/slots")).json()
+            found = await of(server.url, probe=False)
+            assert found.view.state == "current"
+            assert (await client.get("/slots")).json() == held
 
     async def test_an_openai_compatible_one_needs_its_tokenizer_named(self, embedded_engine, tokenizer_dir):
         found = await of(embedded_engine.url, kind="openai_compatible", probe=False)

@@ -23,9 +23,11 @@ def settings(*engines):
 
 
 @pytest.fixture
-async def shared(tmp_path):
+async def shared(tmp_path, monkeypatch):
+    (tmp_path / "health").touch()  # what the engines serve
+    monkeypatch.chdir(tmp_path)
     tasks = Supervisor()
-    shared = SharedEngines(tmp_path, tasks)
+    shared = SharedEngines(tmp_path, tasks, lambda: None)
     yield shared
     await shared.aclose()
     await tasks.stop()
@@ -53,10 +55,10 @@ async def test_engines_follow_the_settings(shared, tmp_path):
         while not (await listens(first["a"]["url"]) and await listens(first["b"]["url"])):  # noqa: ASYNC110
             await asyncio.sleep(0.02)
     shared.follow(settings(engine("a", model="other"), engine("c")))
-    second = told(tmp_path)
-    assert sorted(second) == ["a", "c"]
-    assert second["a"]["model"] == "other"
+    assert sorted(told(tmp_path)) == ["a", "c"]
     async with asyncio.timeout(30):
+        while (second := told(tmp_path))["a"].get("model") != "other":  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
         while not await listens(second["a"]["url"]) or await listens(first["b"]["url"]):  # noqa: ASYNC110
             await asyncio.sleep(0.02)
     assert not await listens(first["a"]["url"])
@@ -71,3 +73,20 @@ async def test_an_engine_that_cannot_be_used_changes_nothing(shared, tmp_path):
     with pytest.raises(EngineSpecError, match="differ"):
         shared.follow(settings(bad))
     assert told(tmp_path) == before
+
+
+async def test_changed_engines_are_replaced_one_after_the_other(shared, tmp_path):
+    shared.follow(settings(engine("a"), engine("b")))
+    first = told(tmp_path)
+    async with asyncio.timeout(30):
+        while not (await listens(first["a"]["url"]) and await listens(first["b"]["url"])):  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+    shared.follow(settings(engine("a", model="new"), engine("b", model="new")))
+    async with asyncio.timeout(30):
+        while (now := told(tmp_path))["b"] == first["b"]:
+            assert await listens(first["b"]["url"])
+            await asyncio.sleep(0.02)
+        assert now["a"]["model"] == now["b"]["model"] == "new"
+        assert await listens(now["a"]["url"])
+        while not await listens(now["b"]["url"]):  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
