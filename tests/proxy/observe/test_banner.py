@@ -59,7 +59,7 @@ async def test_once_engines_are_ready_there_is_a_request_to_copy(capsys):
 
 async def test_it_is_not_ready_before_it_knows_what_other_kvpins_know(capsys):
     joined = asyncio.Event()
-    banner = Banner(ready_fleet(), "127.0.0.1", 8000, reuse=True, has_joined=joined.is_set)
+    banner = Banner(ready_fleet(), "127.0.0.1", 8000, Settings(reuse=True), has_joined=joined.is_set)
     task = asyncio.create_task(banner.print_when_ready())
     await asyncio.sleep(0.2)
     assert capsys.readouterr().out == ""

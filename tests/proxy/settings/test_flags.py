@@ -40,7 +40,7 @@ def test_an_engine_with_all_its_options():
         ("vllm=http://x:1/v1?a=b", "must not have a query"),
         (
             "vllm=http://x:1,colour=red",
-            "known: id, model, tokenizer, api_key, headers, ca, cert, key, share_kv, lmcache,",
+            "known: id, model, tokenizer, api_key, headers, ca, cert, key, share_kv, ",
         ),
         ("vllm=http://x:1,id=a,id=b", "option 'id' is given twice"),
         ("vllm=http://x:1,id", "option 'id' needs a value"),
