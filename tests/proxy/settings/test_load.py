@@ -161,7 +161,7 @@ def test_an_unknown_variable_is_told_once(monkeypatch):
 
 def test_an_unknown_part_of_a_variable_in_json(monkeypatch):
     monkeypatch.setenv("KVPIN_LIMITS", '{"body": 1}')
-    with pytest.raises(SettingsError, match="KVPIN_LIMITS.*no such setting"):
+    with pytest.raises(SettingsError, match=r"KVPIN_LIMITS.*no such setting"):
         load_settings()
 
 
