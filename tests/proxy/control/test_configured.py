@@ -8,7 +8,7 @@ from engine_adapter import EngineSpec, EngineSpecError, HttpTransport
 from proxy.app import Proxy
 from proxy.errors import Conflict
 from proxy.fleet.engine import EngineState
-from proxy.settings import EngineSettings, ManagedSettings, Settings
+from proxy.settings import EngineSettings, ManagedSettings, Settings, StartedSettings
 from tests.fakes import FakeEngine
 from tests.kv_world import until
 
@@ -83,3 +83,10 @@ async def test_a_process_ends_with_its_engine():
         assert (list(proxy.fleet.engines), proxy.configured.processes) == ([], {})
     finally:
         await proxy.stop()
+
+
+async def test_an_engine_that_the_supervisor_starts_is_known_as_one():
+    async with FakeEngine("a") as server, FakeEngine("b") as other:
+        started = StartedSettings(kind="openai_compatible", url=server.url, id="a")
+        async with running(started, named("b", other.url)) as proxy:
+            assert [engine.has_supervisor for engine in proxy.fleet.engines.values()] == [True, False]
