@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -92,6 +93,8 @@ def _checks(settings: Settings) -> Iterator[Callable[[], object]]:
         yield lambda: telemetry_module().check()
     if settings.tls is not None:
         yield partial(server_context, settings.tls)
+    if settings.admin_key_file is not None and not settings.admin_key_file.exists():
+        yield partial(_check_parent, "admin_key_file", settings.admin_key_file)
     if settings.state_dir is not None:
         yield partial(_check_place, "state_dir", settings.state_dir)
     if settings.record_traffic is not None:
@@ -129,6 +132,9 @@ def _check_place(name: str, directory: Path) -> None:
     """Raises SettingsError if the directory, or the one in which it would be made, cannot be written."""
     whole = directory.absolute()
     there = next(each for each in (whole, *whole.parents) if each.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+    try:  # the rights alone do not tell: root has them on a file system that takes no files
+        with tempfile.TemporaryDirectory(prefix=".kvpin-", dir=there):
+            return
+    except OSError as error:
         why = "may not be written" if there.is_dir() else "is no directory"
-        raise SettingsError(f"{name}: {str(directory)!r} cannot be used: {str(there)!r} {why}")
+        raise SettingsError(f"{name}: {str(directory)!r} cannot be used: {str(there)!r} {why}") from error

@@ -21,11 +21,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import gguf
-import msgspec
-import numpy as np
-from numpy.typing import NDArray
-from safetensors.numpy import load_file
+try:
+    import gguf
+    import msgspec
+    import numpy as np
+    from numpy.typing import NDArray
+    from safetensors.numpy import load_file
+except ModuleNotFoundError as error:
+    raise SystemExit(f"make_gguf.py needs the package {error.name}: scripts/install engine,dev") from None
 
 VERSION = 1
 """Part of a cached file's name: raise it whenever the files change."""

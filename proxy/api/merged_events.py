@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import anyio
 import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -13,6 +15,8 @@ from proxy.request.events import WholeEvents
 _SNAPSHOT = b"event: snapshot\ndata: "
 _END = b"\n\n"
 _OK = 200
+# How long the first snapshot waits for those of the other workers.
+_FIRST_S = 1.0
 
 
 class MergedEvents:
@@ -22,6 +26,8 @@ class MergedEvents:
         """`app` streams the events of this worker; `shared` as in `merging`."""
         self._app, self._siblings, self._shared = app, siblings, shared
         self._snapshots: dict[int, Json] = {}  # the last of each other worker
+        self._unheard = set(range(len(siblings)))  # of whom neither a snapshot nor their absence is known
+        self._is_whole, self._has_begun = asyncio.Event(), asyncio.Event()
         self._lock = anyio.Lock()  # one writes to the client at a time
 
     async def serve(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -37,9 +43,12 @@ class MergedEvents:
                         group.start_soon(self._weave_in, scope, number, send)
                 elif streams:
                     events = own.feed(message.get("body", b""))
+                    await self._others_first()
                     message = {**message, "body": b"".join(map(self._with_others, events))}
                 async with self._lock:
                     await send(message)
+                if streams and message.get("body"):
+                    self._has_begun.set()
 
             await self._app(scope, receive, send_own)
             group.cancel_scope.cancel()
@@ -51,13 +60,27 @@ class MergedEvents:
             if data is None:  # it stopped, or does not run yet
                 events = WholeEvents()
                 self._snapshots.pop(number, None)
+                self._heard(number)
                 continue
             for event in events.feed(data):
                 if event.startswith(_SNAPSHOT):
                     self._snapshots[number] = msgspec.json.decode(event[len(_SNAPSHOT) :])
+                    self._heard(number)
                 else:
+                    await self._has_begun.wait()  # a snapshot comes first
                     async with self._lock:
                         await send({"type": "http.response.body", "body": event, "more_body": True})
+
+    def _heard(self, number: int) -> None:
+        self._unheard.discard(number)
+        if not self._unheard:
+            self._is_whole.set()
+
+    async def _others_first(self) -> None:
+        """Waits, before the first event, until the snapshots of the other workers are there to be counted."""
+        if self._unheard and not self._has_begun.is_set():
+            with anyio.move_on_after(_FIRST_S):
+                await self._is_whole.wait()
 
     def _with_others(self, event: bytes) -> bytes:
         """An event of this worker; a snapshot becomes that of all."""

@@ -174,7 +174,8 @@ def _error_of(answer: httpx.Response) -> str:
         message = f": {answer.json()['error']['message']}"
     except (ValueError, LookupError, TypeError):
         message = ""
-    return f"{answer.status_code} {answer.reason_phrase}{message}"
+    remedy = "; --api-key gives a client's key" if answer.status_code == httpx.codes.UNAUTHORIZED else ""
+    return f"{answer.status_code} {answer.reason_phrase}{message}{remedy}"
 
 
 def _headers(api_key: str | None) -> dict[str, str]:

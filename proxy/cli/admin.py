@@ -30,7 +30,10 @@ def stats(*, kvpin: AdminClient, as_json: JsonOption = False) -> None:
 
 
 def flush(*, target: TargetOptions, kvpin: AdminClient, as_json: JsonOption = False) -> None:
-    """Delete KV: of a prefix and everything after it, of an engine, of a tenant, or all."""
+    """Delete KV of a prefix, of an engine, of a tenant, or all.
+
+    A prefix goes with everything after it.
+    """
     _run(kvpin, "flush", target.body(), as_json=as_json)
 
 
@@ -96,7 +99,10 @@ def requests(
     kvpin: AdminClient,
     as_json: JsonOption = False,
 ) -> None:
-    """List the last requests, newest first; with an id, explain its cache hit or miss."""
+    """List the last requests, or explain one.
+
+    The newest come first. With an id: why its prompt was in the cache, or was not.
+    """
     if request_id is not None:
         show(kvpin.get(f"/requests/{path_part(request_id)}"), "decisions.show_request", as_json=as_json)
     else:
@@ -131,7 +137,10 @@ def engines_add(
         body = split_engine_flag(description, flag="")
     except SettingsError as error:
         fail(str(error).lstrip())
-    typer.echo(f"added {kvpin.post('/engines', body)['id']}")
+    added = kvpin.post("/engines", body)
+    typer.echo(
+        f"added {added['id']}, not connected yet: `kvpin engines` says when it is ready, or why it is not"
+    )
 
 
 @engines_app.command("remove", epilog=example("engines remove"))

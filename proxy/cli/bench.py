@@ -69,10 +69,11 @@ def bench(
     seed: Annotated[int, typer.Option(metavar="N", help="Of words, order and times.")] = 0,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure streamed chats whose prompts share prefixes: TTFT, TPOT, ITL, E2EL, cached tokens.
+    """Measure streamed chats whose prompts share prefixes.
 
-    To see what reuse gains, compare a kvpin that has it on with one that has it off. Every address gets
-    the same prompts under prefixes of its own, which no cache holds yet. Exit status 1: a request failed.
+    It tells TTFT, TPOT, ITL, E2EL and cached tokens. To see what reuse gains, compare a kvpin that has it
+    on with one that has it off. Every address gets the same prompts under prefixes of its own, which no
+    cache holds yet. Exit status 1: a request failed.
     """
     from proxy.bench.figures import figures  # noqa: PLC0415 - the other commands start quicker
     from proxy.bench.run import BenchError, Target, first_model  # noqa: PLC0415 - likewise
@@ -80,11 +81,14 @@ def bench(
 
     if not request_rate > 0:
         fail("--request-rate must be above 0; inf sends all at once")
+    bases = [base_of(url) for url in urls]
+    if len(set(bases)) < len(bases):
+        fail("an address is given twice: name each server once")
     load = Workload(num_prompts, num_prefixes, prefix_len, suffix_len, request_rate, seed)
     results: dict[str, Figures] = {}
     errors: list[str] = []
-    for url in urls:
-        base_url = f"{base_of(url)}/v1"
+    for url, base in zip(urls, bases, strict=True):
+        base_url = f"{base}/v1"
         try:
             name = model or asyncio.run(first_model(base_url, api_key))
             samples, seconds = _measure(Target(base_url, name, api_key, output_len, max_concurrency), load)

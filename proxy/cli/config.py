@@ -35,9 +35,9 @@ def check(
         typer.Option(metavar="FILE", help="Settings in a TOML file [the one that KVPIN_CONFIG names]."),
     ] = None,
 ) -> None:
-    """Check the settings file and the environment: every fault in one sentence. Nothing is started.
+    """Check the settings file and the environment.
 
-    Exit status 2: there are faults.
+    Every fault is one sentence. Nothing is started. Exit status 2: there are faults.
     """
     from proxy.settings import check_settings, settings_file  # noqa: PLC0415 - other commands start quicker
 

@@ -23,6 +23,7 @@ _TERMS = {
     "total_s": "total",
 }
 _RARE = "room_s"
+_MEANINGS = "others: requests after it wait; later: its next turns wait; regret: KV it evicts"
 
 
 def show_route(route: dict[str, Any]) -> None:
@@ -106,6 +107,7 @@ def _show_costs(
     table.print(out)
     strain = f"{decision['utilisation']:.0%} utilisation, prefill counts {decision['strain']:.1f} times"
     out.print(f"tokens of {n_tokens}; milliseconds; {strain}", style="dim")
+    out.print(_MEANINGS, style="dim")
 
 
 def _why(request: dict[str, Any]) -> str:

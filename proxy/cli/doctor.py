@@ -52,8 +52,9 @@ def doctor(
     probe: Annotated[bool, typer.Option("--probe", help="Send two short requests and compare.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the examination as JSON.")] = False,
 ) -> None:
-    """Examine an engine: what it is, what kvpin can do with it, and which flag would let it do more.
+    """Examine an engine: what it is, what kvpin can do with it.
 
+    Findings name the flag that would let kvpin do more.
     Exit status 0: no findings; 1: findings; 2: the engine cannot be examined.
     """
     options = {"kind": kind, "api_key": api_key, "events": events, "tokenizer": tokenizer}

@@ -52,7 +52,10 @@ def init(
     output: Annotated[Path, typer.Option(metavar="FILE", help="Where to write it; - prints.")] = _FILE,
     force: Annotated[bool, typer.Option("--force", help="Replace the file, if there is one.")] = False,
 ) -> None:
-    """Ask engines what they are, and write a commented settings file for `kvpin serve --config`."""
+    """Ask engines what they are, and write a settings file.
+
+    Each setting has a comment; the file is for `kvpin serve --config`.
+    """
     if output != _STDOUT and output.exists() and not force:
         fail(f"{str(output)!r} exists: name another file with --output, or give --force")
     try:

@@ -12,7 +12,7 @@ from proxy.cli.examples import example
 from proxy.cli.help import App
 from proxy.cli.options import with_options
 
-tables_app = App(help="List, show, register and delete prompt tables.", rich_markup_mode=None)
+tables_app = App(help="List, show, put and delete prompt tables.", rich_markup_mode=None)
 _PATH = "/prompt_tables"
 TableId = Annotated[str, typer.Argument(metavar="ID", help="As `kvpin tables` lists it.")]
 
@@ -66,7 +66,10 @@ def put(
     kvpin: AdminClient,
     as_json: JsonOption = False,
 ) -> None:
-    """Register a table with kvpin and every engine that holds tables, or with none."""
+    """Register a table with kvpin, and with engines.
+
+    Every engine that holds tables gets it, or none does.
+    """
     try:
         content = file.read_bytes()
     except OSError as error:

@@ -73,8 +73,9 @@ def replay(
     plot_path: given.PlotFile = None,
     html_path: given.HtmlFile = None,
 ) -> None:
-    """Replay a trace on simulated engines: compare placement policies, or find how many engines it needs.
+    """Replay a trace on simulated engines.
 
+    Compares placement policies, or finds how many engines the trace needs.
     Exit status 2: the trace or an option cannot be used.
     """
     from proxy.replay import options  # noqa: PLC0415 - the other commands start quicker without

@@ -25,7 +25,7 @@ def register(app: typer.Typer) -> None:
             "ignore_unknown_options": True,
             "help_option_names": [],
         },
-        help="Serve the embedded engine; `kvpin engine --help` lists its options.",
+        help="Serve the embedded engine. `kvpin engine --help` lists its options.",
     )(engine)
 
 
@@ -151,7 +151,7 @@ class ServeOptions:
 
 
 def serve(*, options: ServeOptions) -> None:
-    """Serve the proxy: OpenAI's API under /v1, the admin API under /admin/v1."""
+    """Serve OpenAI's API under /v1 and the admin API under /admin/v1."""
     from proxy.server import serve as run  # noqa: PLC0415 - likewise
     from proxy.settings import SettingsError  # noqa: PLC0415 - likewise
 

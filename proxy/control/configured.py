@@ -22,7 +22,7 @@ from proxy.fleet.engine import Engine, EngineState
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.monitor import Monitor
 from proxy.process.managed import ManagedEngine
-from proxy.settings import EngineChanges, EngineEntry, ManagedSettings, engine_changes
+from proxy.settings import EngineChanges, EngineEntry, ManagedSettings, StartedSettings, engine_changes
 from proxy.tasks import Supervisor
 
 log = structlog.get_logger(__name__)
@@ -112,6 +112,7 @@ class ConfiguredEngines:
 
     def _begin(self, engine: Engine, made: _Made) -> None:
         self._entries[engine.id] = made.entry
+        engine.has_supervisor = isinstance(made.entry, StartedSettings)
         if made.process is not None:
             engine.process = self.processes[engine.id] = made.process
             self._tasks.start(f"process {engine.id}", made.process.run())

@@ -82,6 +82,7 @@ class Engine:
         lacks: routes that kvpin passes on and that it answered it does not have.
         view: its KV cache, from its events; None without events.
         process: its process, if kvpin runs it.
+        has_supervisor: kvpin's supervisor starts it, and says what is wrong with it.
         emptied: when it lost its cache, in Unix time; the last times only.
         last_error: why it is not ready.
         check_now: wakes its monitor.
@@ -111,6 +112,7 @@ class Engine:
         self.lacks: set[str] = set()
         self.view: EngineView | None = None
         self.process: Process | None = None
+        self.has_supervisor = False
         self.emptied: deque[float] = deque(maxlen=16)
         self.last_error: str | None = None
         self.check_now = asyncio.Event()

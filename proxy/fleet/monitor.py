@@ -253,7 +253,7 @@ class Monitor:
                 log.warning("engine is not used", engine=engine.id, reason=str(error))
         elif engine.state not in (EngineState.DOWN, EngineState.CONNECTING):
             log.warning("engine is lost", engine=engine.id, error=str(error) or "no answer in time")
-        elif engine.state is EngineState.CONNECTING and engine.process is None:
+        elif engine.state is EngineState.CONNECTING and engine.process is None and not engine.has_supervisor:
             log.warning(
                 "engine is not reachable; kvpin keeps trying",
                 engine=engine.id,

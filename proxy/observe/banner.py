@@ -59,7 +59,7 @@ class Banner:
         with waiting_bar(self._fleet, self._has_joined) as draw:
             while True:
                 for engine in self._fleet.engines.values():
-                    if not _is_usable(engine) and engine.id not in named:
+                    if not (_is_usable(engine) or engine.has_supervisor or engine.id in named):
                         named.add(engine.id)
                         _print(_why_not(engine))
                 if self._fleet.is_ready() and self._has_joined():

@@ -175,7 +175,10 @@ def _tie(placement: Placement) -> str:
     tie = tie_of(placement)
     if tie is None:
         return ""
-    return f"; of {len(_equals(placement)) + 1} equal engines, {placement.engine} {tie}"
+    count = len(_equals(placement)) + 1
+    if placement.rule == "least loaded":
+        return f"; of {count} engines with as few, {placement.engine} {tie}"
+    return f"; of {count} engines within {TIE_S * 1000:.0f} ms, {placement.engine} {tie}"
 
 
 def _equals(placement: Placement) -> list[Cost]:

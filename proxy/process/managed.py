@@ -42,6 +42,7 @@ log = structlog.get_logger(__name__)
 
 _DRAIN_S = 1.0
 _SHOWN_LINES = 5
+_SHOWN_AFTER_SIGNAL = 2
 # The exit status of programs whose command line is wrong: another start would end alike.
 _USAGE = 2
 
@@ -268,7 +269,9 @@ class ManagedEngine:
             await asyncio.wait([reader], timeout=_DRAIN_S)
             reader.cancel()
         if not self._stopping.is_set():
-            self._error = "\n".join((end_of(process.returncode), *self._last_lines))
+            # A signal comes from outside: what the engine said before it is seldom the cause.
+            shown = _SHOWN_AFTER_SIGNAL if (process.returncode or 0) < 0 else _SHOWN_LINES
+            self._error = "\n".join((end_of(process.returncode), *list(self._last_lines)[-shown:]))
 
     async def _watch_health(self, process: Process) -> None:
         """Marks the engine ready; ends the process if the engine later stays unhealthy."""

@@ -15,8 +15,8 @@ log = structlog.get_logger(__name__)
 MAX_LINE_BYTES = 8192
 _CHUNK_BYTES = 65_536
 _LINE_END = re.compile(rb"[\r\n]+")  # progress bars end lines with \r
-# Lines that call themselves information: llama-server's, and those of Python's engines.
-_INFORMATION = re.compile(r"[\d.]+ [ID] |(?:\(.*?\) )?(?:INFO|DEBUG)\b")
+# Lines that call themselves information: llama-server's, and those of Python's engines, with the time before.
+_INFORMATION = re.compile(r"[\d.]+ [ID] |(?:\(.*?\) |\d{4}-\d\d-\d\d [\d:,]+ )?(?:INFO|DEBUG)\b")
 _COLOUR = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
@@ -30,7 +30,8 @@ async def log_output(
 
     Args:
         output: the end of the pipe to read; this function closes it.
-        last_lines: gets each line; its `maxlen` bounds it.
+        last_lines: gets each line that may say why a process ends, so none of information; its `maxlen`
+            bounds it.
         engine: the engine's id.
         is_ready: whether the engine serves.
     """
@@ -38,8 +39,10 @@ async def log_output(
     def log_line(line: bytes) -> None:
         text = _COLOUR.sub("", line.decode(errors="replace")).rstrip()
         if text:
-            last_lines.append(text)
-            level = log.debug if is_ready() and _INFORMATION.match(text) else log.info
+            is_information = _INFORMATION.match(text)
+            if not is_information:
+                last_lines.append(text)
+            level = log.debug if is_ready() and is_information else log.info
             level("engine output", engine=engine, line=text)
 
     reader = asyncio.StreamReader()

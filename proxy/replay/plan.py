@@ -85,7 +85,7 @@ class Plan:
     def title(self, trace: Trace) -> str:
         """The replay in one line."""
         is_as_named = not self.engines and self.target is None and trace.engines
-        fleet = f" of {trace.engines} engines" if is_as_named else ""
+        fleet = f" of {trace.engines} engine{'s' * (trace.engines > 1)}" if is_as_named else ""
         pace = f"load {self.load:g}" if self.load is not None else f"{self.speedup:g}x as recorded"
         model = self.models[0]
         kind = "chunked prefill with decode" if model.chunked else "prefill alone"

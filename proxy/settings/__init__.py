@@ -16,7 +16,13 @@ read both.
 """
 
 from proxy.settings.changes import EngineChanges, EngineEntry, engine_changes, needs_restart
-from proxy.settings.engines import DiscoverySettings, EngineSettings, ManagedSettings, UndetectedSettings
+from proxy.settings.engines import (
+    DiscoverySettings,
+    EngineSettings,
+    ManagedSettings,
+    StartedSettings,
+    UndetectedSettings,
+)
 from proxy.settings.fields import SettingsError, key_digest
 from proxy.settings.flags import (
     is_command_line,
@@ -56,6 +62,7 @@ __all__ = [
     "Settings",
     "SettingsError",
     "SrvSource",
+    "StartedSettings",
     "TimeoutSettings",
     "TlsSettings",
     "UndetectedSettings",

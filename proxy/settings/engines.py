@@ -152,6 +152,10 @@ class EngineSettings(_EngineSettings):
         return self.model_copy(update=changes)
 
 
+class StartedSettings(EngineSettings):
+    """An engine that this kvpin's supervisor starts for its workers."""
+
+
 class UndetectedSettings(EngineSettings):
     """An engine whose kind is still to be detected. Its options are checked then."""
 

@@ -9,6 +9,7 @@ from typing import Annotated
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, ByteSize, Field, SecretStr, StringConstraints
+from pydantic_core import PydanticCustomError
 
 from proxy.settings.sources import parse_source
 
@@ -17,6 +18,7 @@ HOST = re.compile(r"[\w.:%-]+")
 """A host of an address."""
 # Ports that browsers leave out of an origin.
 _PORTS = {"http": 80, "https": 443}
+_SIZE = re.compile(r"\s*[\d.]+\s*[A-Za-z]*\s*")
 _DIGEST = re.compile(r"sha256:[0-9a-fA-F]{64}")
 
 
@@ -91,6 +93,13 @@ def _place(value: object) -> object:
     return value
 
 
+def _whole_size(value: object) -> object:
+    """Refuses text after the unit, which the library ignores."""
+    if isinstance(value, str) and not _SIZE.fullmatch(value):
+        raise PydanticCustomError("byte_size", "no number of bytes")
+    return value
+
+
 Kind = Annotated[str, AfterValidator(_kind)]
 # Of an engine, a tenant, or a namespace.
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
@@ -107,4 +116,4 @@ Count = Annotated[int, Field(gt=0)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 # 0 for none.
 Pause = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Size = Annotated[ByteSize, Field(gt=0)]
+Size = Annotated[ByteSize, Field(gt=0), BeforeValidator(_whole_size)]

@@ -119,13 +119,32 @@ def _validated(
         if settings.admin_key_file is not None and settings.admin_key_file.exists():
             settings = LoadedSettings(**given, admin_key=_admin_key_in_its_file(settings))
     except ValidationError as error:
-        wrong = (_sentence(each, given, from_file, config) for each in details_of(error))
+        wrong = (
+            _sentence(each, given, from_file, config)
+            for each in details_of(error)
+            if not _is_unknown_variable(each)
+        )
         return None, list(dict.fromkeys(line for each in wrong for line in each.splitlines()))
     except SourceError as error:
-        return None, [f"{error}: the value must be JSON"]
+        return None, [_not_json(error)]
     except SettingsError as error:
         return None, [str(error)]
     return settings, []
+
+
+def _not_json(error: SourceError) -> str:
+    """One sentence for a variable whose text must be JSON; the library names only the setting."""
+    name = str(error).split('"')[1]
+    return (
+        f"setting {name!r} (from environment variable {_variable_of((name,))}) cannot be used: "
+        "the variable must be JSON, as in '[…]' or '{…}'"
+    )
+
+
+def _is_unknown_variable(error: ErrorDetails) -> bool:
+    """Whether `_unknown_variables` names it."""
+    variable = PREFIX + DELIMITER.join(str(part).upper() for part in error["loc"])
+    return error["type"] == "extra_forbidden" and _variable_of(error["loc"]) == variable
 
 
 def _admin_key_in_its_file(settings: Settings) -> SecretStr:

@@ -17,6 +17,7 @@ _TABLE, _WHOLE, _NUMBER, _LIST = (
 # By the library's name of the error; in braces, what it tells of the limit.
 _PLAIN = {
     "missing": "it is missing",
+    "extra_forbidden": "there is no such setting",
     "model_type": _TABLE,
     "model_attributes_type": _TABLE,
     "dict_type": _TABLE,

@@ -19,6 +19,7 @@ from proxy.settings import (
     ExchangeSettings,
     Settings,
     SettingsError,
+    StartedSettings,
     read_engines,
 )
 
@@ -87,7 +88,8 @@ class Orders(msgspec.Struct, frozen=True):
         """The settings of this worker: those of `load`, but the engines that kvpin starts run already, and
         the workers share their requests. Raises SettingsError."""
         settings = load()
-        started = read_engines(Path(self.directory) / _ENGINES)
+        run = read_engines(Path(self.directory) / _ENGINES)
+        started = tuple(StartedSettings.model_validate(dict(engine)) for engine in run)
         changes: dict[str, Any] = {"engines": (*settings.engines, *started), "managed": ()}
         if settings.reuse and settings.exchange is None:
             changes["exchange"] = ExchangeSettings.model_validate({"url": f"unix:{self.directory}"})

@@ -73,6 +73,21 @@ def test_every_fault_is_told(tmp_path, monkeypatch):
         assert line.startswith(said), (line, said)
 
 
+def test_a_place_that_takes_no_files_not_even_of_root():
+    said = "cannot be used: '/proc' may not be written"
+    assert faults(reuse=True, exchange={"url": "unix:/proc/x"}, state_dir="/proc/foo") == [
+        f"exchange: '/proc/x' {said}",
+        f"state_dir: '/proc/foo' {said}",
+    ]
+
+
+def test_an_admin_key_that_could_not_be_made(tmp_path):
+    assert faults(admin_key_file=tmp_path / "key") == []
+    assert faults(admin_key_file=tmp_path / "none" / "key") == [
+        f"admin_key_file: '{tmp_path}/none/key' cannot be written: No such file or directory"
+    ]
+
+
 @contextlib.contextmanager
 def as_nobody():
     """Root may write everywhere."""

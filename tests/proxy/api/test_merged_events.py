@@ -54,6 +54,8 @@ async def test_both_are_woven_into_one_stream(tmp_path):
                 break
     await siblings.aclose()
     assert b'"one"' in seen
+    assert seen.startswith(b"event: snapshot\n")
+    assert seen.index(b'"requests":5') < seen.index(b"\n\n")  # the first snapshot counts both
 
 
 async def test_a_refusal_comes_whole(tmp_path):

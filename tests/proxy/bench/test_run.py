@@ -51,6 +51,7 @@ def stream(*chunks):
     [
         (lambda: JSONResponse({"error": {"message": "no room"}}, 503), "503 Service Unavailable: no room"),
         (lambda: PlainTextResponse("no", 404), "404 Not Found"),
+        (lambda: PlainTextResponse("no", 401), "401 Unauthorized; --api-key gives a client's key"),
         (lambda: stream({"error": {"message": "gone"}}), "gone"),
         (lambda: stream({"choices": []}), "its answer has no text"),
         (lambda: stream({"text": 1}), "its answer is not a stream of chat completion chunks"),

@@ -158,7 +158,8 @@ def test_tables_for_people(show):
 
 
 def test_engines_come_and_go(kvpin, ask, show, live_proxy):
-    assert show("engines", "add", "vllm=http://127.0.0.1:1,id=gone,dp_rank=0") == "added gone\n"
+    added = show("engines", "add", "vllm=http://127.0.0.1:1,id=gone,dp_rank=0")
+    assert added.startswith("added gone, not connected yet: `kvpin engines` says ")
     assert show("engines", "drain", "gone") == "gone is draining, 0 requests in flight\n"
     assert [engine["state"] for engine in ask("engines")["engines"]] == ["ready", "draining"]
     assert show("engines", "remove", "gone") == "removed gone\n"

@@ -43,13 +43,14 @@ def test_every_term_fits_into_eighty_columns(narrow, capsys):
     assert lines[4] == ["e1", "131,072", "23,456", "0", "200", "0", "0", "0", "–", "24,500"]
     assert max(map(len, output.splitlines())) <= 80
     assert "75% utilisation, prefill counts 4.0 times" in output
+    assert "later: its next turns wait; regret: KV it evicts" in output
     assert " ".join(output.split()).startswith(f"would go to tensorrt_llm-12: {WHY}")
 
 
 def test_a_wait_for_room_is_shown_where_there_is_one(capsys):
     decisions.show_route(ROUTE | {"candidates": [COSTS[0], COSTS[1] | {"room_s": 0.7}]})
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert [line[:4] for line in lines[-4:-1]] == [
+    assert [line[:4] for line in lines[-5:-2]] == [
         ["engine", "cached", "queue", "room"],
         ["tensorrt_llm-12", "0", "0", "700"],
         ["e1", "131,072", "23,456", "0"],

@@ -25,6 +25,13 @@ def test_what_is_shown_instead(line):
     assert f"\n{line}\n" in HELP
 
 
+@pytest.mark.parametrize("words", [(), ("engines",), ("tables",), ("config",)], ids=" ".join)
+def test_summaries_are_not_cut(kvpin, words):
+    summaries = kvpin(*words, "--help").stdout.partition("\nCommands:\n")[2]
+    assert summaries
+    assert "..." not in summaries
+
+
 def test_an_argument_without_help_is_shown(kvpin):
     result = kvpin("engines", "add", "--help")
     assert "\nArguments:\n  KIND=URL[,name=value…]  [required]\n" in result.stdout

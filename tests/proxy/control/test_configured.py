@@ -9,7 +9,7 @@ from engine_adapter import EngineSpec, EngineSpecError, HttpTransport
 from proxy.app import Proxy
 from proxy.errors import Conflict
 from proxy.fleet.engine import EngineState
-from proxy.settings import EngineSettings, ManagedSettings, Settings
+from proxy.settings import EngineSettings, ManagedSettings, Settings, StartedSettings
 from tests.fakes import FakeEngine
 from tests.kv_world import until
 
@@ -120,3 +120,10 @@ async def test_an_engine_that_waits_for_its_turn_takes_the_newest_settings():
         await until(lambda: proxy.fleet.engine("b") is not old_b)
         assert proxy.fleet.engine("b").adapter.spec.api_key == "second"
         await until(lambda: proxy.fleet.engine("b").state is EngineState.READY)
+
+
+async def test_an_engine_that_the_supervisor_starts_is_known_as_one():
+    async with FakeEngine("a") as server, FakeEngine("b") as other:
+        started = StartedSettings(kind="openai_compatible", url=server.url, id="a")
+        async with running(started, named("b", other.url)) as proxy:
+            assert [engine.has_supervisor for engine in proxy.fleet.engines.values()] == [True, False]

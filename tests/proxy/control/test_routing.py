@@ -70,7 +70,10 @@ async def test_it_changes_nothing(world, pair):
 async def test_a_chat_needs_no_path(world, pair):
     answer = await routed(world, body(messages=[{"role": "user", "content": "hi"}], model="m"))
     assert answer["path"] == "/v1/chat/completions"
-    assert answer["why"] == "no engine holds any of the prompt; of 2 equal engines, a was not chosen before"
+    assert (
+        answer["why"]
+        == "no engine holds any of the prompt; of 2 engines within 1 ms, a was not chosen before"
+    )
     assert answer["tie"] == "was not chosen before"
 
 

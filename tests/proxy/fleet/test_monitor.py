@@ -154,6 +154,17 @@ async def test_one_that_is_down_at_start_is_named_once_in_the_log(world):
     assert (entry["engine"], entry["url"], entry["error"]) == ("a", adapter.spec.url, "connection refused")
 
 
+async def test_one_that_the_supervisor_starts_is_not_named(world):
+    adapter = FakeAdapter("a")
+    engine = world.fleet.add(adapter)
+    engine.has_supervisor = True
+    adapter.failures = [EngineUnavailable("connection refused")] * 3
+    with structlog.testing.capture_logs() as logs:
+        world.monitor.watch(engine)
+        await world.state(engine, EngineState.READY)
+    assert [entry for entry in logs if "not reachable" in entry["event"]] == []
+
+
 async def test_one_that_fails_a_check_leaves_with_all_that_was_known_and_comes_back(world):
     engine, adapter = world.add()
     await world.state(engine, EngineState.READY)

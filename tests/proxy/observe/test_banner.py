@@ -121,3 +121,13 @@ async def test_an_engine_that_another_kvpin_uses_for_this_one_is_ready(capsys):
     engine.give_to("vm:7", is_served_there=True)
     await Banner(fleet, "127.0.0.1", 8000, Settings(reuse=True)).print_when_ready()
     assert capsys.readouterr().out == "ready: a through the kvpin vm:7, which uses it\n"
+
+
+async def test_an_engine_that_the_supervisor_starts_is_not_called_unreachable(capsys):
+    fleet = ready_fleet()
+    starting = fleet.add(FakeAdapter("b"))
+    starting.state, starting.last_error = EngineState.DOWN, "connection refused"
+    for has_supervisor, said in ((True, False), (False, True)):
+        starting.has_supervisor = has_supervisor
+        await Banner(fleet, "127.0.0.1", 8000, Settings()).print_when_ready()
+        assert ("not reachable: b" in capsys.readouterr().out) is said

@@ -130,7 +130,7 @@ class TestReleased:
     def test_what_saves_nothing_to_speak_of_does_not_decide(self):
         costs = cost("e0", free_blocks=9), cost("e1", 2), cost("e2", queue=1.0)
         assert why(placed("e0", *costs)) == (
-            "e1 holds 2 of 4,000 tokens, which saves less than a millisecond; of 2 equal engines, "
+            "e1 holds 2 of 4,000 tokens, which saves less than a millisecond; of 2 engines within 1 ms, "
             "e0 has the most free cache (9 blocks)"
         )
 
@@ -189,7 +189,7 @@ class TestTies:
     def test_what_decided_is_told(self, chosen, other, tie):
         placement = placed("e0", cost("e0", **chosen), cost("e1", **other), cost("e2", queue=1.0))
         assert tie_of(placement) == tie
-        assert why(placement) == f"no engine holds any of the prompt; of 2 equal engines, e0 {tie}"
+        assert why(placement) == f"no engine holds any of the prompt; of 2 engines within 1 ms, e0 {tie}"
 
     def test_a_millisecond_is_none(self):
         assert tie_of(placed("e0", cost("e0", queue=0.0009), cost("e1"))) is not None
@@ -201,7 +201,7 @@ class TestTies:
     def test_requests_in_flight_that_are_equal(self):
         costs = Cost("e0", in_flight=2, turn=4), Cost("e1", in_flight=2, turn=7), Cost("e2", in_flight=3)
         placement = placed("e0", *costs, rule="least loaded")
-        assert why(placement).endswith("in flight (2); of 2 equal engines, e0 was chosen longest ago")
+        assert why(placement).endswith("in flight (2); of 2 engines with as few, e0 was chosen longest ago")
 
 
 def test_a_prompt_that_is_not_known():

@@ -202,6 +202,20 @@ async def test_one_that_was_healthy_once_is_never_given_up(tmp_path):
             assert engine.error is None
 
 
+SIGNALLED = """
+import os
+for line in ("one", "two", "three", "2026-11-23 05:12:10,123 INFO kvpin.engine: all is well"):
+    print(line, flush=True)
+os.kill(os.getpid(), 9)
+"""
+
+
+async def test_after_a_signal_the_last_words_are_few_and_none_is_information():
+    engine = engine_of(sys.executable, "-c", SIGNALLED, "{port}", timing=replace(QUICK, attempts=1))
+    await asyncio.wait_for(engine.run(), 30)
+    assert engine.error == "ended by signal 9 (Killed)\ntwo\nthree"
+
+
 async def test_one_that_is_told_to_stop_has_no_error(tmp_path):
     engine = server(tmp_path)
     async with running(engine):

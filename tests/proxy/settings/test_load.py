@@ -144,7 +144,24 @@ def test_a_variable_that_is_wrong_is_named(monkeypatch, variables, message):
 
 def test_a_list_that_is_not_json_names_its_variable(monkeypatch):
     monkeypatch.setenv("KVPIN_ENGINES", "vllm=http://x:1")
-    with pytest.raises(SettingsError, match=r"engines.*must be JSON"):
+    with pytest.raises(SettingsError) as caught:
+        load_settings()
+    assert str(caught.value) == (
+        "setting 'engines' (from environment variable KVPIN_ENGINES) cannot be used: "
+        "the variable must be JSON, as in '[…]' or '{…}'"
+    )
+
+
+def test_an_unknown_variable_is_told_once(monkeypatch):
+    monkeypatch.setenv("KVPIN_LIMITS__BODY", "1")
+    with pytest.raises(SettingsError) as caught:
+        load_settings()
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_an_unknown_part_of_a_variable_in_json(monkeypatch):
+    monkeypatch.setenv("KVPIN_LIMITS", '{"body": 1}')
+    with pytest.raises(SettingsError, match=r"KVPIN_LIMITS.*no such setting"):
         load_settings()
 
 

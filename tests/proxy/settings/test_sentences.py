@@ -17,6 +17,10 @@ from proxy.settings.sentences import details_of, plain_message
         ({"port": 65536}, "it must be at most 65535"),
         ({"reuse": "perhaps"}, "it must be true or false"),
         ({"limits": {"body_bytes": "many"}}, "it must be a number of bytes, or one with a unit such as 4GiB"),
+        (
+            {"limits": {"body_bytes": "64MB!"}},
+            "it must be a number of bytes, or one with a unit such as 4GiB",
+        ),
         ({"logs": {"format": "x"}}, "it must be 'auto', 'json' or 'pretty'"),
         ({"managed": [{"kind": "embedded", "id": "a b"}]}, "it must have 1 to 64 letters, digits, "),
         ({"engines": [{"kind": "vlm", "url": "http://x"}]}, "unknown engine kind 'vlm'"),

@@ -6,7 +6,7 @@ import socket
 import pytest
 
 from engine_adapter import EngineSpec
-from proxy.settings import WORKER_VARIABLE, ManagedSettings, Settings, SettingsError
+from proxy.settings import WORKER_VARIABLE, ManagedSettings, Settings, SettingsError, StartedSettings
 from proxy.workers.orders import Orders, write_engines
 
 
@@ -61,6 +61,7 @@ def test_engines_that_the_supervisor_started_run_already(orders, tmp_path, kind)
     assert settings.managed == ()
     (engine,) = settings.engines
     assert isinstance(spec, EngineSpec)
+    assert isinstance(engine, StartedSettings)
     assert engine.spec() == spec
     assert engine.spec().url == "http://127.0.0.1:1234"
     assert settings.exchange.url.get_secret_value() == f"unix:{tmp_path}"

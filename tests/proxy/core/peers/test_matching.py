@@ -44,6 +44,11 @@ def test_one_counted_id_for_two_engines():
     )
 
 
+def test_two_addresses_of_single_machines_are_two_engines_whatever_their_ids():
+    assert disagreement(replace(LOCAL, address="host http://127.0.0.1:8001"), ALL) is None
+    assert disagreement(replace(LOCAL, address="http://10.0.0.3:8000", is_local=False), ALL) is not None
+
+
 def test_other_hashes_share_only_load():
     assert "only its load is shared" in disagreement(replace(OWN, model="n"), ALL)
     assert not hash_alike(replace(OWN, tokens_per_block=8), OWN)
