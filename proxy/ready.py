@@ -25,6 +25,7 @@ from proxy.request.error_table import ANSWERED
 from proxy.request.migration import Continuation
 from proxy.request.session import Session
 from proxy.request.tenants import Tenants
+from proxy.request.urgency import priority_in
 from proxy.translate import (
     CHAT_PATH,
     RESPONSES_PATH,
@@ -129,6 +130,7 @@ class Preparation:
 
     async def prepare(self, call: Call) -> Ready:
         """See `Flow.prepare`."""
+        priority_in(call.headers)  # a wrong one is refused even where no request waits
         to = self.destinations.find(call)
         if call.native is not None:
             to.pool.check_serves(call.native)
