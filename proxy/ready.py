@@ -152,7 +152,8 @@ class Preparation:
         if translate is None or call.route not in pool.served_as_chats:
             return None
         if call.method != "POST":
-            raise MethodNotAllowed(f"{call.route} takes POST, OPTIONS, not {call.method}", allow="POST, OPTIONS")
+            allow = "POST, OPTIONS"
+            raise MethodNotAllowed(f"{call.route} takes {allow}, not {call.method}", allow=allow)
         if not isinstance(body, JsonBody):
             return None
         is_long = call.route.startswith(RESPONSES_PATH) and may_name_more(body)

@@ -72,7 +72,8 @@ class Messages:
                 if thought := _thought(item):
                     self._turn("reasoning_content", "content", "tool_calls")["reasoning_content"] = thought
             case {"role": str(role), "content": str() | list()} if role not in _ROLES:
-                raise BadRequest(f"{param}.role is {role!r}; it can be {', '.join(_ROLES)}", param=f"{param}.role")
+                roles = ", ".join(_ROLES)
+                raise BadRequest(f"{param}.role is {role!r}; it can be {roles}", param=f"{param}.role")
             case {"type": str(kind)}:
                 raise BadRequest(
                     f"{param}: an item of type {kind!r} with these fields cannot be served", param=param
