@@ -494,7 +494,7 @@ def _check_supported(request: PromptRequest) -> None:
         refused = [
             (
                 "modalities",
-                set(request.modalities or ()) - {"text"},
+                not {"text"}.issuperset(request.modalities or ()),
                 "this engine makes text only",
             ),
             ("prompt_table", request.prompt_table is not None, "prompt_table needs /v1/completions"),
