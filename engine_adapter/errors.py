@@ -65,7 +65,7 @@ class EngineRejected(EngineError):
         param: the request field the engine names, if any.
         type, code: the engine's type and code of the error, if any.
         more: the engine's further fields of the error.
-        headers: the engine's headers about retries; lower-case names.
+        headers: the engine's headers about retries, and `allow`; lower-case names.
     """
 
     def __init__(

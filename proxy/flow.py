@@ -139,6 +139,8 @@ class Flow:
             raise
         finally:
             record.duration_s, record.events = time.monotonic() - record.arrived, reply.events
+            if reply.completed is not None:
+                record.answered_s = reply.completed - record.arrived
             usage.end(record.output_tokens or reply.events)
             self.requests.add(record)
             self.observe(record)
@@ -338,6 +340,7 @@ class Flow:
                 expect_below(pool, engine, ready.chain)
             if outcome.error is not None and outcome.status < HTTPStatus.BAD_REQUEST:
                 record.interrupted += 1
+                record.died.append(engine.id)
                 engine.suspect(EngineUnavailable(outcome.error))
             self._audit(engine, ready, lease, record)
             return outcome

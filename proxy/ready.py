@@ -15,6 +15,7 @@ from engine_adapter.off_loop import JSON_BYTES_PER_MS, off_loop
 from proxy.core.index.blocks import Chain
 from proxy.core.placement.decision import Placement
 from proxy.core.retention import retention_of
+from proxy.errors import MethodNotAllowed
 from proxy.fleet.destinations import Destination, Destinations
 from proxy.fleet.engine import Engine
 from proxy.fleet.pool import Pool
@@ -24,6 +25,7 @@ from proxy.request.error_table import ANSWERED
 from proxy.request.migration import Continuation
 from proxy.request.session import Session
 from proxy.request.tenants import Tenants
+from proxy.request.urgency import priority_in
 from proxy.translate import (
     CHAT_PATH,
     RESPONSES_PATH,
@@ -128,6 +130,7 @@ class Preparation:
 
     async def prepare(self, call: Call) -> Ready:
         """See `Flow.prepare`."""
+        priority_in(call.headers)  # a wrong one is refused even where no request waits
         to = self.destinations.find(call)
         if call.native is not None:
             to.pool.check_serves(call.native)
@@ -140,9 +143,18 @@ class Preparation:
         return replace(ready, translation=translation)
 
     async def _translation(self, call: Call, pool: Pool) -> Translation | None:
-        """The request's translation into a chat; None if the engines of the pool serve it as it is."""
+        """The request's translation into a chat; None if the engines of the pool serve it as it is.
+
+        Raises:
+            MethodNotAllowed: it is translated, and only a POST is.
+        """
         translate, body = self.translations.get(call.route), call.body
-        if translate is None or call.route not in pool.served_as_chats or not isinstance(body, JsonBody):
+        if translate is None or call.route not in pool.served_as_chats:
+            return None
+        if call.method != "POST":
+            allow = "POST, OPTIONS"
+            raise MethodNotAllowed(f"{call.route} takes {allow}, not {call.method}", allow=allow)
+        if not isinstance(body, JsonBody):
             return None
         is_long = call.route.startswith(RESPONSES_PATH) and may_name_more(body)
         ms = math.inf if is_long else len(body.raw) / JSON_BYTES_PER_MS

@@ -176,7 +176,8 @@ def _table_of(
         return table, identity
     if label is None:
         raise PromptTableError(
-            f"prompt[{index}] is {token}, outside the vocabulary of {vocab_size}: name a prompt_table",
+            f"prompt[{index}] is {token}, outside the vocabulary of {vocab_size}: only a prompt_table gives "
+            "such ids a meaning",
             param=f"prompt[{index}]",
         )
     source = registered.get(label)

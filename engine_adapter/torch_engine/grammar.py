@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import re
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -29,6 +30,9 @@ MAX_WAITING = 16
 """Structures that may wait to be compiled."""
 # An answer could otherwise consist of spaces.
 _SPACES = r"[\x20\x0A\x0D\x09]{1,20}"
+
+# In llguidance's error of a pattern: what comes before and after it is about its own grammar.
+_FAULT_OF_REGEX = re.compile(r"^error: (.+)$", re.MULTILINE)
 
 
 class Grammar:
@@ -183,6 +187,9 @@ def _tags(tags: dict[str, Any], tokenizer: ChatTokenizer) -> str:
 
 
 def _refused(structure: Structure, reason: str) -> ApiError:
+    fault = _FAULT_OF_REGEX.search(reason) if structure.kind == "regex" else None
+    if fault is not None:
+        reason = f"the pattern is wrong: {fault[1]}"
     return ApiError(f"{structure.param} cannot be used: {_in_short(reason)}", param=structure.param)
 
 

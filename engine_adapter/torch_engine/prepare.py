@@ -59,6 +59,7 @@ async def prepare(service: EngineService, request: PromptRequest) -> Prepared:
     format_ = _call_format(service, request)
     use = _tool_use(request, format_)
     structure = _structure(request, use)
+    _check_contents(request)
     prompt = await service.prompt(request)
     service.check_length(request, len(prompt.token_ids))
     answered = answered_of(request, sampling)
@@ -111,6 +112,17 @@ async def prepare(service: EngineService, request: PromptRequest) -> Prepared:
         prompt_tokens=len(prompt.token_ids),
         answered=len(answered),
     )
+
+
+def _check_contents(request: PromptRequest) -> None:
+    """Refuses messages without content, as OpenAI does; templates would show the model nothing, or `None`.
+    An answer of the model itself may be calls alone. Raises ApiError (400)."""
+    messages = request.messages if isinstance(request, ChatRequest) else None
+    for index, message in enumerate(messages if isinstance(messages, list) else []):
+        match message:
+            case {"role": "user" | "system" | "developer" | "tool"} if message.get("content") is None:
+                param = f"messages[{index}].content"
+                raise ApiError(f"{param} is missing", param=param)
 
 
 def _within(

@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from engine_adapter.body import UNREADABLE
+from engine_adapter.plain_errors import plain_error
 from engine_adapter.prompt.extra_ids import UINT64_MAX
 from engine_adapter.torch_engine.api_errors import ApiError
 from engine_adapter.torch_engine.requests import SamplingParams
@@ -120,6 +121,7 @@ class ChatRequest(_Generation, frozen=True, kw_only=True):
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     max_completion_tokens: int | None = None
+    modalities: list[str] | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     add_generation_prompt: bool = True
@@ -224,7 +226,8 @@ def parse(body: bytes, kind: type[AnyRequest]) -> AnyRequest:
         missing = re.fullmatch(r"Object missing required field `(\w+)`", message)
         param = missing[1] if missing else path.rstrip("`").removeprefix(".") or None
         where = f"{param}: " if param else "the body: "
-        raise ApiError(where + message[:1].lower() + message[1:], param=param) from error
+        reason = plain_error(message)
+        raise ApiError(where + reason[:1].lower() + reason[1:], param=param) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ApiError(f"the body is not valid JSON: {error}", code="invalid_json") from error
     except RecursionError as error:
@@ -489,6 +492,11 @@ def _check_supported(request: PromptRequest) -> None:
         refused = [("suffix", bool(request.suffix), "suffix is not supported")]
     else:
         refused = [
+            (
+                "modalities",
+                not {"text"}.issuperset(request.modalities or ()),
+                "this engine makes text only",
+            ),
             ("prompt_table", request.prompt_table is not None, "prompt_table needs /v1/completions"),
             ("extra_ids", request.extra_ids is not None, "extra_ids need /v1/completions"),
             (

@@ -160,12 +160,15 @@ def _checked(structure: Structure) -> Structure:
 
 
 def _functions(tools: object) -> dict[str, Mapping[str, Any]]:
-    """The functions among the tools, by name."""
+    """The functions of the tools, by name. What is no object, the chat's template refuses."""
     functions: dict[str, Mapping[str, Any]] = {}
-    for tool in tools if isinstance(tools, list) else []:
+    for index, tool in enumerate(tools if isinstance(tools, list) else []):
         match tool:
             case {"function": {"name": str(name)} as function}:
                 functions[name] = function
+            case {}:
+                param = f"tools[{index}].function"
+                raise ApiError(f"{param} must be an object with a name", param=param)
     return functions
 
 

@@ -237,6 +237,10 @@ class ListedCalls(MarkedCalls):
         super().__init__(CallFormat("list", ""))
         self._enter("", "")
 
+    def finish(self) -> Found:
+        """See `CallReader.finish`. A call that the token limit cut off is no text for people."""
+        return Found(calls=super().finish().calls)
+
 
 class _Call(msgspec.Struct):
     name: str

@@ -12,6 +12,8 @@ from proxy.errors import Forbidden, NotFound
 ENGINE_ADMIN_ROUTES = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
 # Nor these, by which llama-server's clients read, find, change and end each other's running answers.
 STREAM_ROUTES = ("/v1/stream/", "/v1/streams/", "/v1/chat/completions/control/")
+# A client adds this to a base URL that ends with it already.
+_TWICE = "/v1/v1/"
 
 
 @lru_cache(maxsize=256)
@@ -32,10 +34,17 @@ def checked_path(target: bytes) -> str:
     climbs = any(segment in (".", "..") for segment in segments)
     route = route_of(path).rstrip("/")
     is_closed = route in ENGINE_ADMIN_ROUTES or f"{route}/".startswith(STREAM_ROUTES)
-    is_open = decoded.startswith("/v1/") and not is_closed
+    is_open = decoded.startswith("/v1/") and not decoded.startswith(_TWICE) and not is_closed
     if climbs or not path.isascii() or not is_open:
-        raise NotFound(f"there is no route {decoded!r}")
+        raise NotFound(f"there is no route {decoded!r}{_hint(decoded)}")
     return whole.removesuffix("?")
+
+
+def _hint(path: str) -> str:
+    """The end of the sentence about a path that a wrong base URL makes."""
+    if path == "/v1":
+        return ": OpenAI's API begins here; /v1/models lists the models"
+    return ": write /v1 once, as the end of base_url" if path.startswith(_TWICE) else ""
 
 
 def check_native(method: str, path: str, *, isolated: bool) -> None:

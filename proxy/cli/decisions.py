@@ -70,7 +70,9 @@ def show_request(request: dict[str, Any]) -> None:
     divergence = request["divergence"]
     if divergence is not None and divergence["text"] is not None:
         at, other = divergence["common_tokens"], divergence["request_id"]
-        if divergence["text"] or divergence["other_text"]:
+        if divergence["text"] and divergence["other_text"] == "":
+            out.print(f"request {other} had its first {at} tokens as its prompt", markup=False)
+        elif divergence["text"] or divergence["other_text"]:
             out.print(f"from token {at} on:  {divergence['text']!r}", markup=False)
             out.print(f"request {other}:  {divergence['other_text']!r}", markup=False)
         else:

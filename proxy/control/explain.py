@@ -98,7 +98,7 @@ def explain(flow: Flow, record: RequestRecord) -> RequestAnswer:
     return RequestAnswer(
         **msgspec.structs.asdict(summarize(flow, record)),
         explanation=explanation(record, diagnosis),
-        decision=_decision(placement, reuse=is_reusing) if placement is not None else None,
+        decision=_decision(record, placement, reuse=is_reusing) if placement is not None else None,
         divergence=_divergence(flow, record, diagnosis),
     )
 
@@ -112,6 +112,13 @@ def explanation(record: RequestRecord, diagnosis: Diagnosis) -> str:
         return f"failed on {placement.engine} with status {record.status}: {record.error}"
     if record.prompt is None or not record.prompt.whole or record.tokens_agree is False:
         return _of_the_unknown(record, placement, diagnosis)
+    if record.died:
+        return f"{_deaths(record)}; {placement.engine} went on with the answer"
+    return _of_the_known(record, placement, diagnosis)
+
+
+def _of_the_known(record: RequestRecord, placement: Placement, diagnosis: Diagnosis) -> str:
+    """The explanation for a prompt that an engine computed whole."""
     predicted, reported, total = placement.predicted_tokens, record.reported_tokens, placement.n_tokens
     engine = placement.engine
     if reported is None:
@@ -139,9 +146,18 @@ def _of_the_unknown(record: RequestRecord, placement: Placement, diagnosis: Diag
     )
 
 
-def _decision(placement: Placement, *, reuse: bool) -> DecisionAnswer:
+def _decision(record: RequestRecord, placement: Placement, *, reuse: bool) -> DecisionAnswer:
     costs = [cost_answer(cost) for cost in placement.costs]
-    return DecisionAnswer(**reasons(placement, reuse=reuse), costs=costs)
+    said = reasons(placement, reuse=reuse)
+    if record.died:
+        sent = placement.n_tokens - (record.n_tokens or placement.n_tokens)
+        beside = f", with {sent:,} tokens of the answer in its prompt" if sent > 0 else ""
+        said["why"] = f"{_deaths(record)}; for the rest{beside}, {said['why']}"
+    return DecisionAnswer(**said, costs=costs)
+
+
+def _deaths(record: RequestRecord) -> str:
+    return f"{' and '.join(record.died)} died in mid-answer"
 
 
 def _divergence(flow: Flow, record: RequestRecord, diagnosis: Diagnosis) -> DivergenceAnswer | None:

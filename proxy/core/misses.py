@@ -206,11 +206,12 @@ def _detail(miss: Miss, facts: Facts) -> str:
     has_all = _without_another(facts) is Miss.HIT
     if compared is None:
         said = _COMPUTED_ELSEWHERE if miss is Miss.HIT and not has_all else _ALONE[miss]
-        return said.format(block=block, holder=facts.holder, held=facts.held_tokens)
+        return said.format(block=block, parts=_parts(facts), holder=facts.holder, held=facts.held_tokens)
     difference, common = compared.difference, compared.common_tokens
     beside = None if has_all else _BESIDE.get(miss)
     return (beside or _ALONE.get(miss) or _CHANGED).format(
         block=block,
+        parts=_parts(facts),
         holder=facts.holder,
         held=facts.held_tokens,
         other=compared.request_id,
@@ -221,10 +222,15 @@ def _detail(miss: Miss, facts: Facts) -> str:
     )
 
 
+def _parts(facts: Facts) -> str:
+    """What was reused. A llama-server's slot keeps tokens, whatever the block size kvpin counts in."""
+    return "reusable tokens" if facts.reused_tokens % facts.tokens_per_block else "full blocks"
+
+
 _ALONE = {
     Miss.UNKNOWN: "the prompt is not known here: reuse is off, or it is not text",
     Miss.SHORT: "the prompt is too short: engines reuse blocks of {block} tokens, and never the last token",
-    Miss.HIT: "these are all its full blocks; the last token is always computed",
+    Miss.HIT: "these are all its {parts}; the last token is always computed",
     Miss.FIRST: "no recent request begins like it",
     Miss.ELSEWHERE: "{holder} holds {held} tokens of it, but would have cost more",
     Miss.EVICTED: "its beginning was evicted before the engine computed the prompt",
@@ -234,7 +240,7 @@ _COMPUTED_ELSEWHERE = (
     "it came to another kvpin or worker, or was too long ago"
 )
 _BESIDE = {
-    Miss.HIT: "these are all full blocks that it shares with request {other}",
+    Miss.HIT: "these are all {parts} that it shares with request {other}",
     Miss.MODEL: "request {other} ran on another model",
     Miss.LORA: "request {other} ran with another LoRA adapter, or none",
     Miss.EVICTED: (

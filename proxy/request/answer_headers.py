@@ -9,6 +9,7 @@ from proxy.headers import CACHED_HEADER, DROPPED_HEADERS, LIMIT_PREFIX, OWN_PREF
 
 _DROPPED = frozenset(name.encode() for name in DROPPED_HEADERS)
 _OWN_PREFIX = OWN_PREFIX.encode()
+_OF_AN_ERROR = frozenset({*RETRY_HEADERS, "allow"})
 # Headers of a stream that do not apply to the JSON answer assembled from it.
 _OF_A_STREAM = frozenset({b"content-type", b"content-length", b"cache-control", b"x-accel-buffering"})
 
@@ -29,12 +30,12 @@ def of_json(headers: HeaderPairs) -> HeaderPairs:
     return [*kept, (b"content-type", b"application/json")]
 
 
-def retry_advice(headers: Headers) -> dict[str, str]:
-    """The headers of an engine's error about retries."""
+def told_with_error(headers: Headers) -> dict[str, str]:
+    """The headers of an engine's error that its client gets: about retries, and the methods of a route."""
     return {
         name: value
         for name, value in headers.items()
-        if value.isascii() and (name in RETRY_HEADERS or name.startswith(LIMIT_PREFIX))
+        if value.isascii() and (name in _OF_AN_ERROR or name.startswith(LIMIT_PREFIX))
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator, Callable
 from typing import Protocol
 from urllib.parse import parse_qs, parse_qsl, urlencode
@@ -182,12 +183,13 @@ class Reply:
         dialect: how the client's API words errors.
         started: status and headers were sent.
         complete: the client has the whole answer. A disconnect from now on is no cancellation.
+        completed: when the client got the end of the answer, in monotonic seconds; None before that.
         events: number of stream events sent.
         recorded: the flow keeps a record of the request, or of its parts.
         on_start: called when the answer begins. From then on no other engine can be tried.
     """
 
-    __slots__ = ("_client", "complete", "dialect", "events", "on_start", "recorded", "started")
+    __slots__ = ("_client", "complete", "completed", "dialect", "events", "on_start", "recorded", "started")
 
     def __init__(self, client: Client, dialect: Dialect = OPENAI) -> None:
         self._client = client
@@ -195,6 +197,7 @@ class Reply:
         self.on_start: Callable[[], None] | None = None
         self.started = False
         self.complete = self.recorded = False
+        self.completed: float | None = None
         self.events = 0
 
     def through(self, wrap: Callable[[Client], Client]) -> None:
@@ -213,6 +216,8 @@ class Reply:
     async def write(self, chunk: bytes) -> None:
         """Sends body bytes."""
         self.complete = chunk.endswith(_STREAM_END)
+        if self.complete:
+            self.completed = time.monotonic()
         self.events += chunk.count(_EVENT_END) or chunk.count(_EVENT_END_CR)
         self._client.write(chunk)
         if self._client.is_full:
@@ -220,7 +225,8 @@ class Reply:
 
     async def finish(self, chunk: bytes = b"") -> None:
         """Sends the last body bytes."""
-        self.complete = True
+        if not self.complete:
+            self.complete, self.completed = True, time.monotonic()
         self._client.finish(chunk)
         if self._client.is_full:
             await self._client.drain()

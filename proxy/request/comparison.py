@@ -139,7 +139,7 @@ class Comparison:
             same_lora=lora == other_lora,
             has_fields=has_fields,
             difference=first,
-            is_running=record.started < _end(other),
+            is_running=record.started < _answered(other),
             engine=other.engine,
             is_candidate=other.engine in candidates,
             is_emptied=self._is_emptied(record, other),
@@ -190,6 +190,11 @@ def _salt(record: RequestRecord) -> str | None:
 def _namespace(record: RequestRecord) -> tuple[str | None, str | None]:
     """The model and the LoRA adapter that it ran on."""
     return record.served_as or record.model, record.prompt.lora if record.prompt is not None else None
+
+
+def _answered(record: RequestRecord) -> float:
+    """When its client had the whole answer, in Unix time; when it was over, if the client never had."""
+    return _end(record) if record.answered_s is None else record.started + record.answered_s
 
 
 def _end(record: RequestRecord) -> float:

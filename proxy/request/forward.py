@@ -38,7 +38,7 @@ from engine_adapter import (
 )
 from proxy.error_codes import Code
 from proxy.headers import REQUEST_ID_HEADER, SHOULD_RETRY_HEADER
-from proxy.request.answer_headers import of_cached, of_json, pairs, passed_on, retry_advice
+from proxy.request.answer_headers import of_cached, of_json, pairs, passed_on, told_with_error
 from proxy.request.calls import Call, Reply
 from proxy.request.retries import REFUSALS, is_no_websocket
 from proxy.request.transcript import is_whole
@@ -328,10 +328,10 @@ async def _answer_error(
         EngineRejected: another engine may succeed.
     """
     content = await response.read()
-    error, advice = read_error(content), retry_advice(response.headers)
+    error, told = read_error(content), told_with_error(response.headers)
     status = HTTPStatus.BAD_REQUEST if error.is_clients else response.status
     # With this header the engine says: the request itself is the cause.
-    is_refusal = status in refusals and advice.get(SHOULD_RETRY_HEADER) != "false"
+    is_refusal = status in refusals and told.get(SHOULD_RETRY_HEADER) != "false"
     if is_refusal or reply.started:  # in the middle of a stream, another engine may still go on with it
         raise EngineRejected(
             error.message,
@@ -340,7 +340,7 @@ async def _answer_error(
             type=error.type,
             code=error.code,
             more=error.more,
-            headers=advice,
+            headers=told,
         )
     kind = error.type or ("server_error" if status in REFUSALS else _CLIENTS)
     body = reply.dialect.error(
@@ -353,7 +353,7 @@ async def _answer_error(
         more=error.more,
     )
     content_type = response.headers.get("content-type", "") if as_it_is else _JSON
-    every = {"content-type": content_type, **advice, **headers}
+    every = {"content-type": content_type, **told, **headers}
     await reply.start(status, pairs(every))
     await reply.finish(content if as_it_is else body)
     return Outcome(status, error=error.message)

@@ -69,6 +69,8 @@ class RequestRecord(RequestFacts, kw_only=True):
 
     Attributes:
         arrived: when it came, in monotonic seconds.
+        answered_s: from arrival to the end of the answer. The engine may be busy with the request for longer.
+        died: the engines that died in mid-answer, in order.
         placed: when it was placed on the engine whose answer began first; None before its answer begins.
         session: the conversation its client says it belongs to.
         served_as: the model of the pool it was sent to.
@@ -82,6 +84,8 @@ class RequestRecord(RequestFacts, kw_only=True):
     """
 
     arrived: float = msgspec.field(default_factory=time.monotonic)
+    answered_s: float | None = None
+    died: list[str] = []  # each record gets its own
     placed: float | None = None
     session: Session | None = None
     served_as: str | None = None
@@ -133,8 +137,9 @@ class RequestRecord(RequestFacts, kw_only=True):
 
     @property
     def expected_first_token_s(self) -> float | None:
-        """Seconds from placement to the first token, as expected; None for an unknown prompt."""
-        if self.placement is None or self.prompt is None:
+        """Seconds from placement to the first token, as expected; None for an unknown prompt, and for
+        a stream that began on another engine than it was placed on last."""
+        if self.placement is None or self.prompt is None or self.died:
             return None
         return self.placement.chosen.first_token_s
 

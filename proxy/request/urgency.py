@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import suppress
 
 from engine_adapter import JsonBody
@@ -21,17 +22,9 @@ BYTES_PER_TOKEN = 4
 
 def priority_of(call: Call) -> int:
     """The request's priority: the lowest value goes first, 0 is usual. The header counts more than the body's
-    `priority`, and that more than its `service_tier`.
-
-    Raises:
-        BadRequest: the header is no number.
-    """
-    given = call.headers.get(PRIORITY_HEADER)
-    if given is not None:
-        try:
-            return _within(int(given))
-        except ValueError:
-            raise BadRequest(f"the header {PRIORITY_HEADER} must be a whole number") from None
+    `priority`, and that more than its `service_tier`. Raises what `priority_in` raises."""
+    if (given := priority_in(call.headers)) is not None:
+        return given
     if not isinstance(call.body, JsonBody):
         return 0
     asked = call.body.hint("priority")
@@ -39,6 +32,22 @@ def priority_of(call: Call) -> int:
         return _within(asked)
     tier = call.body.hint("service_tier")
     return _TIERS.get(tier, 0) if isinstance(tier, str) else 0
+
+
+def priority_in(headers: Mapping[str, str]) -> int | None:
+    """The priority in a request's header; None without one.
+
+    Raises:
+        BadRequest: it is no whole number within the limits.
+    """
+    given = headers.get(PRIORITY_HEADER)
+    if given is None:
+        return None
+    with suppress(ValueError):
+        if MIN_PRIORITY <= (priority := int(given)) <= MAX_PRIORITY:
+            return priority
+    rule = f"a whole number from {MIN_PRIORITY} to {MAX_PRIORITY}"
+    raise BadRequest(f"the header {PRIORITY_HEADER} must be {rule}")
 
 
 def deadline_of(call: Call) -> float | None:

@@ -24,6 +24,7 @@ import msgspec
 from msgspec import Raw, Struct
 
 from engine_adapter import UNREADABLE, JsonBody
+from engine_adapter.plain_errors import plain_error
 from proxy.error_codes import Code
 from proxy.errors import BadRequest
 
@@ -214,6 +215,7 @@ def _invalid(fault: str) -> BadRequest:
     param = path.rstrip("`").removeprefix(".")
     if (missing := _MISSING.fullmatch(reason)) is not None:
         param, reason = f"{param}.{missing[1]}".removeprefix("."), "It is missing"
+    reason = plain_error(reason)
     return BadRequest(f"{param}: {reason[:1].lower()}{reason[1:]}", param=param)
 
 

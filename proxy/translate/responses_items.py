@@ -21,6 +21,7 @@ Json = dict[str, Any]
 _REASONING = "kvpin."
 # The argument of the function that stands for a custom tool.
 CUSTOM_ARGUMENT = "input"
+_ROLES = ("user", "assistant", "system", "developer")
 _SAID = frozenset({"output_text", "input_text", "text"})
 
 
@@ -70,6 +71,9 @@ class Messages:
             case {"type": "reasoning"}:
                 if thought := _thought(item):
                     self._turn("reasoning_content", "content", "tool_calls")["reasoning_content"] = thought
+            case {"role": str(role), "content": str() | list()} if role not in _ROLES:
+                roles = ", ".join(_ROLES)
+                raise BadRequest(f"{param}.role is {role!r}; it can be {roles}", param=f"{param}.role")
             case {"type": str(kind)}:
                 raise BadRequest(
                     f"{param}: an item of type {kind!r} with these fields cannot be served", param=param

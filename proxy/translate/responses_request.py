@@ -183,8 +183,8 @@ def _items(body: JsonBody, shelf: Shelf, room: _Room, *, needed: bool) -> list[J
         return [{"type": "message", "role": "user", "content": given}]
     if given is None and not needed:
         return []
-    if not isinstance(given, list):
-        raise BadRequest("input must be a text or a list of items", param="input")
+    if not isinstance(given, list) or (needed and not given):
+        raise BadRequest("input must be a text or a list of at least one item", param="input")
     return [_resolved(item, shelf, room, f"input[{index}]") for index, item in enumerate(given)]
 
 
@@ -244,6 +244,8 @@ def _tools(body: JsonBody) -> list[Json]:
 
 def _limit(tokens: Any) -> dict[str, Any]:  # noqa: ANN401 - JSON
     """The most tokens of the answer, if there is a limit."""
+    if tokens is not None and not (type(tokens) is int and tokens > 0):
+        raise BadRequest("max_output_tokens must be a whole number of at least 1", param="max_output_tokens")
     return {} if tokens is None else {"max_tokens": tokens}
 
 

@@ -372,6 +372,15 @@ class TestPassedOn:
         assert is_openai_error(response, 404)
         assert response.json()["error"]["message"] == "Not Found"
 
+    async def test_a_405_names_the_methods_as_the_engine_does(self, engine, other, client):
+        async def script(exchange):
+            await exchange.send({"detail": "Method Not Allowed"}, 405, (("allow", "POST"),))
+
+        engine.script = other.script = script
+        for path in ("/v1/chat/completions", "/v1/embeddings"):
+            response = await client.put(path, json={"model": "m"})
+            assert (response.status_code, response.headers["allow"]) == (405, "POST")
+
     async def test_it_is_asked_again_when_it_comes_back(self, client):
         fleet = client.proxy.fleet
         engine = fleet.engines["a"]

@@ -157,7 +157,7 @@ class TestResolve:
             ([100], {"explicit": [None]}, "extra_ids[0]", "None"),
             ([1, -1], {}, "prompt[1]", "negative"),
             ([1, -5], {"explicit": [0, 0]}, "prompt[1]", "negative"),
-            ([1, 100], {}, "prompt[1]", "name a prompt_table"),
+            ([1, 100], {}, "prompt[1]", "prompt[1] is 100, outside the vocabulary of 100"),
             ([1, 100], {"explicit": [0, 33]}, "extra_ids[1]", "no prompt table"),
             ([100, 104], {"table": A}, "prompt[1]", "row 4 of a table of 4 rows"),
             ([107, 108], {"explicit": [22, 22]}, "prompt[1]", "row 8 of a table of 8 rows"),

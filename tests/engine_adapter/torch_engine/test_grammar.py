@@ -198,3 +198,9 @@ async def test_a_model_without_an_end_is_refused(tokenizer):
     with pytest.raises(ApiError, match="no end token"):
         await grammars.compile(structure_of({"guided_regex": "a"}))
     grammars.close()
+
+
+async def test_a_wrong_pattern_is_told_without_llguidances_own_grammar(grammars):
+    with pytest.raises(ApiError) as caught:
+        await grammars.compile(Structure("regex", "[0-9", "guided_regex"))
+    assert str(caught.value) == "guided_regex cannot be used: the pattern is wrong: unclosed character class"

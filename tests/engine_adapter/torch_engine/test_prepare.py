@@ -317,3 +317,18 @@ class TestTools:
                 max_tokens=4,
             )
             assert again.choices[0].finish_reason == "length"
+
+
+async def test_a_message_without_content_is_refused(client):
+    asked = [{"role": "user", "content": "Hi"}, {"role": "assistant"}, {"role": "user"}]
+    answer = await client.post("/v1/chat/completions", json={"messages": asked})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages[2].content")
+
+
+async def test_a_required_call_that_is_cut_off_is_no_content(client):
+    tool = {"type": "function", "function": {"name": "look_up", "parameters": {"type": "object"}}}
+    asked = {"messages": [{"role": "user", "content": "Hi"}], "tools": [tool], "tool_choice": "required"}
+    answer = await client.post("/v1/chat/completions", json={**asked, "max_tokens": 3})
+    (choice,) = answer.json()["choices"]
+    assert not choice["message"]["content"]
+    assert choice["finish_reason"] == "length"

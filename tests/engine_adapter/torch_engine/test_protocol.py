@@ -99,6 +99,7 @@ def test_bad_fields_are_named(make, fields, param):
         (lambda: completion(logprobs=21), "logprobs"),
         (lambda: completion(logprobs=True), "logprobs"),
         (lambda: completion(suffix="x"), "suffix"),
+        (lambda: chat(modalities=["text", "audio"]), "modalities"),
     ],
 )
 def test_bad_fields_of_one_route_are_named(request_of, param):
@@ -139,6 +140,11 @@ def test_an_echo_may_be_all_that_is_wanted():
 
 def test_a_bias_is_read_by_token():
     assert sampling(chat(logit_bias={"5": 1, "7": -100})).logit_bias == ((5, 1.0), (7, -100.0))
+
+
+def test_a_wrong_type_is_told_in_plain_words():
+    with pytest.raises(ApiError, match=r"^temperature: must be a number$"):
+        chat(temperature="warm")
 
 
 @pytest.mark.parametrize(("kind", "name"), [(ChatRequest, "messages"), (EmbeddingRequest, "input")])

@@ -128,7 +128,6 @@ def test_a_named_function():
     [
         (None, "required"),
         (None, NAMED),
-        ([{"function": {}}], "required"),
         (TOOLS, {"type": "function", "function": {"name": "h"}}),
         (TOOLS, "sometimes"),
         (TOOLS, {"type": "allowed_tools"}),
@@ -138,3 +137,10 @@ def test_a_choice_that_cannot_be_kept(tools, choice):
     with pytest.raises(ApiError) as caught:
         use(tools, choice)
     assert caught.value.param == "tool_choice"
+
+
+@pytest.mark.parametrize("tool", [{}, {"type": "function"}, {"function": {}}, {"function": {"name": 1}}])
+def test_a_tool_without_a_named_function(tool):
+    with pytest.raises(ApiError, match="must be an object with a name") as caught:
+        use(tools=[*TOOLS, tool], choice="auto")
+    assert caught.value.param == f"tools[{len(TOOLS)}].function"

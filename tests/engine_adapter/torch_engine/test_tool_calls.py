@@ -127,6 +127,11 @@ def test_a_list_of_calls(step):
     assert read(ListedCalls(), text, step) == ("", [("f", '{"a":1}'), ("g", "{}")], "tool_calls")
 
 
+@pytest.mark.parametrize("cut", ["", "[ ", '[ {"name', '[{"name":"f","parameters":{"a":'])
+def test_a_list_that_is_cut_off_is_no_text(cut):
+    assert read(ListedCalls(), cut, 3) == ("", [], None)
+
+
 @pytest.mark.parametrize(
     ("template", "format_"),
     [

@@ -62,6 +62,20 @@ async def test_what_is_not_under_v1(engine, proxy, path):
     assert not engine.seen
 
 
+@pytest.mark.parametrize(
+    ("path", "hint"),
+    [
+        ("/v1", ": OpenAI's API begins here; /v1/models lists the models"),
+        ("/v1/v1/chat/completions", ": write /v1 once, as the end of base_url"),
+    ],
+)
+async def test_a_wrong_base_url(engine, client, path, hint):
+    response = await client.get(path)
+    assert is_openai_error(response, 404)
+    assert response.json()["error"]["message"] == f"there is no route {path!r}{hint}"
+    assert not engine.seen
+
+
 async def test_encoded_characters_reach_the_engine_as_they_are(engine, proxy):
     await raw(proxy, post("/v1/files/a%2Fb%20c%7E~;p=1?q=%41&r=+%2B", b"{}"))
     assert engine.seen[0].target == "/v1/files/a%2Fb%20c%7E~;p=1?q=%41&r=+%2B"

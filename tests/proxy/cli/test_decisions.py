@@ -107,6 +107,14 @@ def test_text_that_cannot_be_shown_is_left_out(capsys):
     assert "from token" not in capsys.readouterr().out
 
 
+def test_a_prompt_that_goes_on_from_another_is_said_to(capsys):
+    longer = {"request_id": "r0", "common_tokens": 3, "text": "and on", "other_text": ""}
+    decisions.show_request(REQUEST | {"divergence": longer})
+    output = capsys.readouterr().out
+    assert "request r0 had its first 3 tokens as its prompt" in output
+    assert "''" not in output
+
+
 def test_equal_prompts_are_said_to_be_equal(capsys):
     equal = {"request_id": "r0", "common_tokens": 3, "text": "", "other_text": ""}
     decisions.show_request(REQUEST | {"divergence": equal})

@@ -94,6 +94,17 @@ async def test_the_decision_is_told_with_the_terms_of_every_engine(world, pair):
     assert explained(world, tokens(64), None, None)["decision"] is None
 
 
+async def test_a_stream_that_another_engine_went_on_with(world, pair):
+    fields = {"died": ["a"], "interrupted": 1, "attempts": ["a", "b"]}
+    answer = explained(world, tokens(64), placed("b", 70, ("b", 0.1, 0)), 32, **fields)
+    assert answer["explanation"] == "a died in mid-answer; b went on with the answer"
+    assert answer["decision"]["why"] == (
+        "a died in mid-answer; for the rest, with 6 tokens of the answer in its prompt, "
+        "b is the only engine that can take the request; it holds 0 of 70 tokens"
+    )
+    assert answer["expected_first_token_s"] is None
+
+
 async def test_the_first_token_was_expected_by_the_engines_own_terms(world, pair):
     placement = Placement.of("a", 0, 64, (Cost("a", 0.25, prefill_s=0.5, total_s=9.0),), "lowest cost")
     known = world.record("r", tokens(64), placement=placement)

@@ -40,6 +40,10 @@ CASES = [
         Miss.HIT, "cache_hit", None, "full blocks that it shares with request r1",
         {"reused_tokens": 32, "compared": other(35, n_tokens=40)},
     ),
+    Case(
+        Miss.HIT, "cache_hit", None, "all reusable tokens that it shares with request r1",
+        {"reused_tokens": 35, "compared": other(35, n_tokens=40)},
+    ),
     Case(Miss.FIRST, NO_WORD, NO_WORD, "no recent request", {}),
     Case(
         Miss.HIT, "cache_hit", None, "came to another kvpin or worker",

@@ -1,7 +1,7 @@
 import pytest
 
 from engine_adapter import EngineSpec, Headers
-from proxy.request.answer_headers import of_cached, of_json, pairs, passed_on, retry_advice
+from proxy.request.answer_headers import of_cached, of_json, pairs, passed_on, told_with_error
 
 SPEC = EngineSpec("vllm", "http://engine:8000", "e")
 
@@ -29,10 +29,11 @@ def test_an_assembled_answer_is_json():
     assert of_json(stream) == [(b"x-engine", b"1"), (b"content-type", b"application/json")]
 
 
-def test_advice_about_retries():
+def test_what_an_engine_tells_with_an_error():
     given = Headers([(b"retry-after", b"3"), (b"x-ratelimit-reset", b"1"), (b"server", b"x")])
-    assert retry_advice(given) == {"retry-after": "3", "x-ratelimit-reset": "1"}
-    assert retry_advice(Headers([(b"retry-after", "ż".encode())])) == {}
+    assert told_with_error(Headers([(b"allow", b"POST")])) == {"allow": "POST"}
+    assert told_with_error(given) == {"retry-after": "3", "x-ratelimit-reset": "1"}
+    assert told_with_error(Headers([(b"retry-after", "ż".encode())])) == {}
 
 
 def test_headers_of_kvpins_own():

@@ -157,6 +157,10 @@ class TestWhyItMissed:
         world.record("r1", tokens(64), duration_s=60.0)
         assert world.comparison.explain(world.record("r2", tokens(64))).miss is Miss.RUNNING
 
+    def test_the_other_was_answered_while_its_engine_was_still_busy_with_it(self, world):
+        world.record("r1", tokens(64), duration_s=60.0, answered_s=1.0)
+        assert world.comparison.explain(world.record("r2", tokens(64))).miss is Miss.EVICTED
+
     @pytest.mark.parametrize(
         ("fields", "miss"), [({"lora": "ada"}, Miss.LORA), ({"served_as": "n"}, Miss.MODEL)]
     )

@@ -189,6 +189,8 @@ class TestOnward:
             record = proxy.last
             assert (len(record.prompt.token_ids), record.placement.n_tokens) == (40, 60)
             assert (record.attempts, record.error, record.interrupted) == (["a", "b"], None, 1)
+            assert (record.died, record.expected_first_token_s) == (["a"], None)
+            assert 0 < record.answered_s <= record.duration_s
             await proxy.settled()
 
     async def test_another_kind_of_engine_cannot(self, engine, other):

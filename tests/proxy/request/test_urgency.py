@@ -31,9 +31,10 @@ def test_the_priority(body, header, priority):
     assert priority_of(call(body, **headers)) == priority
 
 
-def test_a_priority_that_is_no_number_is_refused():
-    with pytest.raises(BadRequest, match="must be a whole number"):
-        priority_of(call(x_kvpin_priority="high"))
+@pytest.mark.parametrize("given", ["high", "", "1.5", "9", "-9", "99"])
+def test_a_wrong_priority_is_refused(given):
+    with pytest.raises(BadRequest, match="x-kvpin-priority must be a whole number from -8 to 8"):
+        priority_of(call(x_kvpin_priority=given))
 
 
 @pytest.mark.parametrize(

@@ -229,6 +229,12 @@ class TestErrors:
         assert (answer.status_code, error["type"], error["error"]["type"]) == (status, "error", kind)
         assert error["request_id"] == answer.headers["request-id"]
 
+    async def test_the_method(self, engine, client):
+        answer = await client.get(ROUTE)
+        assert (answer.status_code, answer.headers["allow"]) == (405, "POST, OPTIONS")
+        assert answer.json()["error"]["message"] == "/v1/messages takes POST, OPTIONS, not GET"
+        assert not engine.seen
+
     async def test_no_engine(self, engine, client):
         await engine.stop()
         answer = await client.post(ROUTE, json=ASK)

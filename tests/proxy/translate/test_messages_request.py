@@ -264,7 +264,7 @@ def test_the_next_turn_begins_with_the_same_messages():
 @pytest.mark.parametrize(
     ("fields", "param", "says"),
     [
-        ({"messages": None}, "messages", "expected `array`"),
+        ({"messages": None}, "messages", "must be a list"),
         ({"messages": []}, "messages", "at least one"),
         ({"messages": [{"role": "user"}]}, "messages[0].content", "missing"),
         ({"messages": [{"role": "cook", "content": "x"}]}, "messages[0].role", "cook"),

@@ -126,7 +126,7 @@ def test_a_custom_tool_is_a_function_with_one_argument():
     ("item", "param"),
     [
         ({"role": "user"}, "input[0]"),
-        ({"role": "sorcerer", "content": "a"}, "input[0]"),
+        ({"role": "sorcerer", "content": "a"}, "input[0].role"),
         ({"type": "web_search_call", "id": "ws_1"}, "input[0]"),
         (CALL | {"arguments": {}}, "input[0]"),
         (user([text("a"), {"type": "input_file", "file_id": "f"}]), "input[0].content[1]"),

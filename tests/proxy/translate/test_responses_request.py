@@ -97,6 +97,9 @@ class TestRequests:
         [
             ({"input": ...}, "input"),
             ({"input": 1}, "input"),
+            ({"input": []}, "input"),
+            ({"max_output_tokens": 0}, "max_output_tokens"),
+            ({"max_output_tokens": "9"}, "max_output_tokens"),
             ({"input": ["a"]}, "input[0]"),
             ({"instructions": 1}, "instructions"),
             ({"background": True}, "background"),
