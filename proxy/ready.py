@@ -149,12 +149,11 @@ class Preparation:
             MethodNotAllowed: it is translated, and only a POST is.
         """
         translate, body = self.translations.get(call.route), call.body
-        if translate is None or call.route not in pool.served_as_chats:
-            return None
-        if call.method != "POST":
+        is_chat = translate is not None and call.route in pool.served_as_chats
+        if is_chat and call.method != "POST":
             allow = "POST, OPTIONS"
             raise MethodNotAllowed(f"{call.route} takes {allow}, not {call.method}", allow=allow)
-        if not isinstance(body, JsonBody):
+        if translate is None or not is_chat or not isinstance(body, JsonBody):
             return None
         is_long = call.route.startswith(RESPONSES_PATH) and may_name_more(body)
         ms = math.inf if is_long else len(body.raw) / JSON_BYTES_PER_MS

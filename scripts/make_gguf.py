@@ -28,6 +28,8 @@ try:
     from numpy.typing import NDArray
     from safetensors.numpy import load_file
 except ModuleNotFoundError as error:
+    if __name__ != "__main__":
+        raise
     raise SystemExit(f"make_gguf.py needs the package {error.name}: scripts/install engine,dev") from None
 
 VERSION = 1

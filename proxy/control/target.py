@@ -75,7 +75,9 @@ def kind_of(target: Target) -> str:
     if not given and (target.tenant or target.engine):
         given = ["tenant" if target.tenant else "engine"]
     if not given:
-        raise BadRequest(f"name a target: one of {', '.join(PREFIXES)}, engine, tenant, or all: true")
+        raise BadRequest(
+            f"name a target: one of {', '.join(PREFIXES)}, engine, tenant, or all: true", param="target"
+        )
     if len(given) > 1:
         raise BadRequest(f"{given[1]} excludes {given[0]}: name one target", param=given[1])
     kind = given[0]

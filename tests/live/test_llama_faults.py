@@ -200,8 +200,9 @@ class Behind:
         return {saved["name"]: saved["uses"] for saved in self.kv["files"]["saved"]}
 
     def files(self) -> set[str]:
-        """The saved files, all whole by their sidecars. Beside them lie who owns the slots, and a lock."""
-        names = {path.name for path in self.directory.iterdir() if path.suffix not in (".owners", ".lock")}
+        """The saved files, all whole by their sidecars. Beside them lie records, and a lock."""
+        beside = (".owners", ".probe", ".lock")
+        names = {path.name for path in self.directory.iterdir() if path.suffix not in beside}
         saved = {name for name in names if name.endswith(".bin")}
         assert {name.removesuffix(".bin") + ".json" for name in saved} == names - saved
         for name in saved:

@@ -24,8 +24,8 @@ def test_the_kind_of_a_target(fields, kind):
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({}, None),
-        ({"model": "m", "cache_salt": "s"}, None),
+        ({}, "target"),
+        ({"model": "m", "cache_salt": "s"}, "target"),
         ({"messages": [], "prompt": "x"}, "prompt"),
         ({"prompt": "x", "all": True}, "all"),
         ({"all": True, "engine": "a"}, "all"),

@@ -42,7 +42,7 @@ def test_an_answer_is_its_struct():
 
 async def test_an_empty_body_is_an_empty_object(client):
     answer = await client.post("/flush")
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, None)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "target")
 
 
 async def test_a_body_over_the_limit(world, monkeypatch):

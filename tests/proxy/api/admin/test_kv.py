@@ -110,7 +110,7 @@ async def test_a_restore_falls_back_to_warming_when_told(world, client):
 @pytest.mark.parametrize(
     ("verb", "body", "status", "param"),
     [
-        ("flush", {}, 400, None),
+        ("flush", {}, 400, "target"),
         ("flush", {"prompt": "x", "all": True}, 400, "all"),
         ("flush", {"messages": [{"role": "teapot", "content": "x"}]}, 400, "messages"),
         ("flush", {"engine": "z"}, 404, "engine"),
