@@ -129,7 +129,7 @@ class Fault:
 
 @dataclass(slots=True)
 class Books:
-    """What kvpin holds: sockets, tasks, requests and slots in use, MB of memory."""
+    """Resources that kvpin holds: sockets, tasks, requests and slots in use, MB of memory."""
 
     sockets: int
     tasks: int
@@ -259,7 +259,7 @@ class Trial:
     # --- what is held -------------------------------------------------------------------------------------
 
     async def books(self, before: Books | None = None) -> Books:
-        """What kvpin holds at rest: waits until it is no more than `before`, or for `QUIET_S`."""
+        """Resources that kvpin holds at rest. Waits up to `QUIET_S` until they are no more than `before`."""
         deadline = time.monotonic() + (QUIET_S if before is not None else 6)
         async with httpx.AsyncClient(base_url=self.url, timeout=30) as client:
             while True:
@@ -306,7 +306,7 @@ def _sum(page: str, name: str) -> int:
 
 
 def _leaks(before: Books, after: Books, engines: int) -> list[str]:
-    """What is held that was not before. Health checks and idle connections come and go: one an engine."""
+    """Resources held beyond those before. Health checks and idle connections may differ by one an engine."""
     return [
         name
         for name, more in (

@@ -1,4 +1,4 @@
-"""What stands between kvpin and an engine in `chaos.py`, and spoils what passes.
+"""A relay between kvpin and an engine in `chaos.py` that spoils answers.
 
 `Relay` passes on TCP connections, `EventRelay` the messages of a ZMQ publisher. A fault holds from `spoil` to
 `heal`; a connection that it hit stays broken.
@@ -31,7 +31,7 @@ _FAILED = (
 
 
 class Spoil(enum.Enum):
-    """What happens to answers."""
+    """The faults of answers."""
 
     SLOW = "slow answers"
     RESET = "resets in mid-answer"

@@ -1,4 +1,4 @@
-"""What the clients of `chaos.py` ask, and whether what they get is right.
+"""The clients of `chaos.py`: their requests, and the check of each answer.
 
 Every prompt is greedy, so that one answer is right. That of a mock is a function of the prompt. The others
 are asked of the engine itself before anything disturbs it. A chat goes on with the right answers.
@@ -47,17 +47,17 @@ class Right:
     tie_at: int
 
     def matches(self, text: str) -> bool:
-        """Whether it is the answer, as far as rounding does not decide."""
+        """Returns whether the text is the expected answer, up to the first near tie."""
         return text == self.text or text[: self.tie_at] == self.text[: self.tie_at] != self.text
 
     def begins(self, text: str) -> bool:
-        """Whether it is the beginning of the answer."""
+        """Returns whether the text is a beginning of the expected answer."""
         return self.text[: self.tie_at].startswith(text[: self.tie_at])
 
 
 @dataclass(slots=True)
 class Answer:
-    """What became of a request.
+    """The outcome of a request.
 
     Attributes:
         fate: in words; `WRONG` and `HUNG` are in capitals.
@@ -76,7 +76,7 @@ class Answer:
 
     @property
     def is_error(self) -> bool:
-        """Whether the client did not get what it wanted."""
+        """Returns whether the client got no whole answer."""
         return self.fate in {"refused", "ended with an error event", "BROKEN OFF", "WRONG", "HUNG"}
 
 
@@ -135,7 +135,7 @@ class Talks:
 
 
 def _tie_at(logprobs: list[dict[str, Any]], tie: float) -> int:
-    """Where the first token begins whose lead over the second best is less than `tie`; else the end."""
+    """Position of the first token whose lead over the second best is below `tie`; else the end."""
     at = 0
     for entry in logprobs:
         best, second = (top["logprob"] for top in entry["top_logprobs"])
@@ -160,7 +160,7 @@ class Clients:
     _numbers: Iterator[int] = field(default_factory=itertools.count)
 
     async def run(self, count: int, stop: asyncio.Event) -> None:
-        """Runs so many; returns when all have their last answer."""
+        """Runs that many clients. Returns when each has its last answer."""
         transport = HttpTransport()
         try:
             async with asyncio.TaskGroup() as group:

@@ -52,7 +52,7 @@ SIZES = (
 )
 TEXT_IDS = range(300, 4000)
 ANSWER_ID = 1000
-"""What all answer: a token that is text by itself. Servers hold back half a character."""
+"""The token of every answer. It is whole text: servers hold back half a character."""
 SAME_AGAIN = 1000  # tokens
 
 Figures = dict[str, float]
@@ -108,7 +108,7 @@ def rate(times: list[list[float]]) -> float:
 
 
 def speeds(many: Served, long: Served, options: argparse.Namespace) -> Figures:
-    """What every server is asked for. `many` takes all streams at once, `long` the longest prompt."""
+    """Measures one server. `many` takes all streams at once, `long` the longest prompt."""
     figures: Figures = {}
     for streams in options.streams:
         prompts = [prompt(options.prompt) for _ in range(streams)]

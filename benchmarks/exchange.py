@@ -44,7 +44,7 @@ Make = Callable[[int], Exchange]
 
 @dataclass
 class Result:
-    """What one setup did: cached tokens per prompt token, seconds from begin to being seen, CPU a request."""
+    """Figures of one setup: cached per prompt token, seconds until the other sees a request, CPU."""
 
     hits: float
     cpu_ms: float

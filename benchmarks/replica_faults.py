@@ -43,7 +43,7 @@ LOOK_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What is run: how many kvpins, whether they exchange, and the fault. `delay_s` is that of each message
+    """A run: how many kvpins, whether they exchange, and the fault. `delay_s` is that of each message
     from and to the first kvpin."""
 
     title: str
@@ -67,7 +67,7 @@ RUNS = {
 
 @dataclass(slots=True)
 class Outcome:
-    """What came of a run.
+    """The figures of a run.
 
     Attributes:
         questions, answers: of each request.

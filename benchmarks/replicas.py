@@ -39,7 +39,7 @@ AGENTIC = "agentic"
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What stands in front of the engines.
+    """The routers in front of the engines.
 
     Attributes:
         title: for the table.

@@ -137,7 +137,7 @@ def _events_of(url: str) -> str:
 
 
 def told(engine: Engine) -> EngineRecord:
-    """What an engine did since it was restarted."""
+    """Counts of an engine since it was restarted."""
     return msgspec.json.decode(httpx.get(f"{engine.url}/mock").raise_for_status().content, type=EngineRecord)
 
 

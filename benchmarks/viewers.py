@@ -1,4 +1,4 @@
-"""What those who watch cost: CPU of kvpin with 0, 1 and 10 clients of its stream of events, under one load.
+"""The cost of viewers: CPU of kvpin with 0, 1 and 10 clients of its stream of events, under one load.
 
 Requests arrive at a fixed rate at a real `kvpin serve`, whose two engines answer at once with a short stream.
 The numbers of viewers take turns, so that a busy machine disturbs all of them alike.
@@ -28,7 +28,7 @@ CLIENTS = 16
 
 @dataclass(slots=True)
 class Watched:
-    """What one viewer got."""
+    """Bytes and events that one viewer received."""
 
     received: int = 0
     events: int = 0

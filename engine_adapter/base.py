@@ -78,7 +78,7 @@ class EngineAdapter(Protocol):
         EngineTaken if another kvpin uses the engine, and only one may."""
 
     async def leave(self) -> None:
-        """Another kvpin uses the engine from now on: forgets what it holds. `connect` begins anew."""
+        """Forgets the engine's cache: another kvpin uses the engine from now on. `connect` begins anew."""
         return  # several kvpins may use it
 
     async def load(self) -> EngineLoad:

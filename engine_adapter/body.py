@@ -91,7 +91,7 @@ class JsonBody:
             raise UnreadableField(name, error) from error
 
     def has_any(self, names: AbstractSet[str]) -> bool:
-        """Whether any of these fields is present; null counts."""
+        """Returns whether any of these fields is present; null counts."""
         return not self._fields.keys().isdisjoint(names)
 
     def gives(self, name: str) -> bool:

@@ -158,7 +158,7 @@ class Proxy:
         self.prompts = KeptPrompts(self.fleet, self.flow.requests, self.pins, self._told_prompts)
 
     def _peers(self) -> Peers | None:
-        """What acts as one with other kvpins. Raises SettingsError if the exchange cannot be used."""
+        """The link to other kvpins, None without an exchange. Raises SettingsError if it cannot be used."""
         if self.settings.exchange is None:
             return None
         owner = secrets.randbits(63)
@@ -166,7 +166,7 @@ class Proxy:
         return Peers(exchange, owner, self.fleet, self.tenants, self.transport.hang_up)
 
     async def _told_prompts(self) -> list[bytes]:
-        """What the other workers tell of their prompts."""
+        """The prompts that the other workers keep, encoded."""
         return await self.siblings.told(PROMPTS_PATH) if self.siblings is not None else []
 
     def observe(self, record: RequestRecord) -> None:

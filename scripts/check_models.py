@@ -122,7 +122,7 @@ def make_checkpoint(kind: str, directory: Path) -> None:
 
 
 def expected_answers(directory: Path) -> list[list[int]]:
-    """What transformers itself answers to `PROMPTS`."""
+    """Answers of transformers itself to `PROMPTS`."""
     load: Any = AutoModelForCausalLM.from_pretrained  # untyped in transformers
     module = load(directory, dtype=torch.float32, attn_implementation="eager").eval()
     limits = {"max_new_tokens": ANSWER, "min_new_tokens": ANSWER, "do_sample": False, "eos_token_id": None}
@@ -135,7 +135,7 @@ def expected_answers(directory: Path) -> list[list[int]]:
 
 
 def engine_answers(directory: Path) -> list[list[int]]:
-    """What the engine answers: all prompts together, then the same again over what is cached."""
+    """Answers of the engine: all prompts together, then the same again from cache."""
     options = EngineOptions(kv_blocks=128, tokens_per_block=4, prefill_chunk=16)
     engine = Engine(load_model(str(directory)), options, lambda _: None)
     engine.start()

@@ -30,7 +30,7 @@ _FENCE = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What becomes of the commands that match.
+    """A rule: how commands that match are checked.
 
     Attributes:
         pattern: matches whole commands.

@@ -99,7 +99,7 @@ async def replay(page: Page) -> None:
 
 
 async def report(browser: Browser, folder: Path) -> None:
-    """What `kvpin replay --html` writes."""
+    """The page that `kvpin replay --html` writes."""
     page = await browser.new_page(viewport=DESKTOP, color_scheme="light")
     with tempfile.TemporaryDirectory() as home:
         path = Path(home) / "report.html"

@@ -212,7 +212,7 @@ async def _can_save(control: ControlClient) -> bool:
 
 
 def _meta(card: Mapping[str, Any]) -> dict[str, Any]:
-    """What `/v1/models` says of the model's file; {} where it says nothing."""
+    """Facts about the model's file in `/v1/models`; {} where there are none."""
     meta = card.get("meta")
     return meta if isinstance(meta, dict) else {}
 

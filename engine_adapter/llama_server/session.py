@@ -39,7 +39,7 @@ _WITH_FILES = frozenset({Capability.OFFLOAD, Capability.RESTORE})
 
 
 class Probed(msgspec.Struct, frozen=True):
-    """What a probe told of a server process whose files arrive in `host_cache_dir`, see ServerFacts."""
+    """Result of probing a server process whose files arrive in `host_cache_dir`; see ServerFacts."""
 
     ram_cache: bool | None
     is_unified: bool | None

@@ -42,7 +42,7 @@ _ENDLESS = MAX_LENGTH + 1
 
 
 class _Made(threading.local):
-    """What a thread's rendering has made so far.
+    """Output and work of one rendering so far.
 
     Attributes:
         length: the characters of the long texts.
@@ -93,7 +93,7 @@ def check_length(length: int) -> None:
 
 
 def checked(made: Any) -> Any:  # noqa: ANN401 - as the template has it
-    """What a template made, if it is not too long. Raises SecurityError."""
+    """Returns the rendered text. Raises SecurityError if it is too long."""
     kind = made.__class__
     if kind is str:
         if len(made) > LONG:

@@ -82,7 +82,7 @@ class ChoiceReader:
                 self._end("length" if self._drops else output.reason)
 
     def take(self) -> Piece:
-        """What is new since the last call: nothing until the echo is complete."""
+        """Text and tokens since the last call; nothing until the echo is complete."""
         if self._echo is not None:
             if not self._echo.is_ready:
                 return Piece()

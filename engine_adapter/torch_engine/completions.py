@@ -133,7 +133,7 @@ class Answer:
         return all(reader.finish_reason is not None for reader in self._readers)
 
     async def _next_pieces(self, generation: Generation, started: float) -> list[tuple[int, Piece]]:
-        """What is new, by choice."""
+        """New text and tokens of each choice."""
         for index, outputs in (await generation.outputs()).items():
             if not self._has_token and any(isinstance(output, Token) for output in outputs):
                 self._has_token = True

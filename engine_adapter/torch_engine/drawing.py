@@ -16,7 +16,7 @@ _NONE = -1
 
 
 class Filters(NamedTuple):
-    """What may be drawn; see `SamplingParams`. All are [rows], on the device of the scores."""
+    """Limits on the tokens that may be drawn; see `SamplingParams`. All are [rows], on the scores' device."""
 
     temperature: Tensor
     top_k: Tensor

@@ -34,7 +34,7 @@ def available_bytes(root: Path = _ROOT) -> int | None:
 
 
 def _left(group: Path, limit: str, usage: str, cache: str) -> int | None:
-    """What a cgroup's limit leaves; None without a limit. Cached files do not count as used."""
+    """Bytes that a cgroup's limit leaves; None without a limit. Cached files do not count as used."""
     most, used = _read(group / limit).strip(), _read(group / usage).strip()
     if not (most.isdigit() and used.isdigit()):
         return None

@@ -10,7 +10,7 @@ DEFAULT_KV_BLOCKS = 1024
 DEFAULT_PORT = 8100
 DEFAULT_MAX_BODY_BYTES = 64 * 2**20
 MEMORY_SHARE = 0.25
-"""What the KV cache takes of the free memory. The rest is for other engines and for what runs beside them."""
+"""The KV cache's share of the free memory. The rest is for other engines and programs."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,7 @@ class CallPart(msgspec.Struct, frozen=True):
 
 
 class Found(NamedTuple):
-    """What new text turned out to be."""
+    """Text and calls that new text completed."""
 
     text: str = ""
     calls: tuple[CallPart, ...] = ()
@@ -55,10 +55,10 @@ class CallReader(Protocol):
     ends_as: str | None
 
     def push(self, text: str) -> Found:
-        """What is certain once `text` has arrived."""
+        """Takes `text`; returns the text and calls that are certain now."""
 
     def finish(self) -> Found:
-        """What was held back."""
+        """Returns the text that was held back."""
 
 
 @dataclass(frozen=True, slots=True)

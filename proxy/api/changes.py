@@ -1,4 +1,4 @@
-"""What operators have changed about engines by the admin API, for a worker that is started later."""
+"""Changes of engines by the admin API, kept for a worker that starts later."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PATH = "/admin/v1/changes"
 
 
 class Kind(Enum):
-    """What becomes of an engine."""
+    """The kinds of change."""
 
     ADD = "add"
     REMOVE = "remove"

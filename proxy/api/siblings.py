@@ -66,7 +66,7 @@ class Siblings:
         return [answer for answer in answers if answer is not None]
 
     async def told(self, path: str) -> list[bytes]:
-        """What the others tell at a path that only workers may ask."""
+        """The other workers' answers at a path that only workers may ask."""
         return [answer.body for answer in await self.ask("GET", path, [], b"") if answer.is_good]
 
     def __len__(self) -> int:

@@ -43,7 +43,7 @@ class KeptPrompt(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Kept(msgspec.Struct, frozen=True, array_like=True):
-    """What is kept.
+    """The prompts and pins of one worker, or of all.
 
     Attributes:
         prompts: the oldest first.
@@ -59,7 +59,7 @@ async def _nobody() -> Iterable[bytes]:
 
 
 class KeptPrompts:
-    """Gathers them."""
+    """Gathers the prompts and pins of all workers."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class KeptPrompts:
         self._others, self._clock = others, clock
 
     async def own(self) -> Kept:
-        """What this kvpin keeps itself."""
+        """Prompts and pins of this process."""
         prompts = list[KeptPrompt]()
         for record in list(self._requests):
             prompt, model = record.prompt, record.served_as
@@ -95,7 +95,7 @@ class KeptPrompts:
         return msgspec.msgpack.encode(await self.own())
 
     async def all(self) -> Kept:
-        """What all workers keep."""
+        """Prompts and pins of all workers."""
         own, others = await asyncio.gather(self.own(), self._others())
         kept = [own, *(msgspec.msgpack.decode(each, type=Kept) for each in others)]
         prompts = sorted((prompt for each in kept for prompt in each.prompts), key=lambda each: each.started)

@@ -9,7 +9,7 @@ from proxy.settings import EngineEntry, EngineSettings
 
 
 class Ranks:
-    """What servers have told, by address."""
+    """Answers of servers about their ranks, by address."""
 
     def __init__(self) -> None:
         self._of: dict[str, tuple[int, ...]] = {}

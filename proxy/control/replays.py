@@ -46,7 +46,7 @@ class CurvesAnswer(msgspec.Struct):
 
 
 class ReplayAnswer(msgspec.Struct):
-    """What `kvpin replay` found: `runs` are those of its --json."""
+    """Result of `kvpin replay`: `runs` are those of its --json."""
 
     title: str
     notes: list[str]

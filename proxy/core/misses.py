@@ -223,7 +223,7 @@ def _detail(miss: Miss, facts: Facts) -> str:
 
 
 def _parts(facts: Facts) -> str:
-    """What was reused. A llama-server's slot keeps tokens, whatever the block size kvpin counts in."""
+    """Words for what was reused: a llama-server's slot keeps tokens, not whole blocks."""
     return "reusable tokens" if facts.reused_tokens % facts.tokens_per_block else "full blocks"
 
 

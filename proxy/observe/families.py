@@ -22,7 +22,7 @@ _ESCAPES = str.maketrans({"\\": r"\\", "\n": r"\n", '"': r"\""})
 
 
 class Family(NamedTuple):
-    """What is declared of a family. docs/reference/metrics.md shows all.
+    """The declaration of a family. docs/reference/metrics.md shows all.
 
     Attributes:
         kind: `counter`, `gauge` or `histogram`.

@@ -45,7 +45,7 @@ class _Gauge(NamedTuple):
 
     @property
     def family(self) -> Family:
-        """What is declared of it."""
+        """The declaration of its family."""
         return Family(self.name, "gauge", self.text, self.labels)
 
 

@@ -1,4 +1,4 @@
-"""What a newcomer is told that requests in flight do not show: how fast engines are, what engines without
+"""Messages to a newcomer beyond requests in flight: how fast engines are, what engines without
 events have learned to hold, and which engine conversations were last on."""
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class Ears:
-    """What an exchange calls.
+    """The callbacks of an exchange.
 
     Attributes:
         receive: with each frame that comes, in the order in which its sender published them.

@@ -58,7 +58,7 @@ class Peer:
                 yield self.here[told.id][0], ToldClaim(told.claim, self.label, told.model, self.socket)
 
     def answer(self, now: float, owner: int) -> Heard | None:
-        """What it is told for it to measure the round trip; None before it told its time."""
+        """The answer by which it measures the round trip; None before it told its time."""
         return self._trip.answer(now, owner)
 
     def time(self, now: float, times: Times, own: int) -> bool:

@@ -1,4 +1,4 @@
-"""What people see of the exchange between kvpins."""
+"""The exchange between kvpins, as statistics for people."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class PeerStats(msgspec.Struct, kw_only=True):
 
 
 class ExchangeStats(msgspec.Struct, kw_only=True):
-    """What this kvpin shares with others.
+    """The exchange of this kvpin with others.
 
     Attributes:
         connected: the exchange works.
@@ -51,8 +51,8 @@ class ExchangeStats(msgspec.Struct, kw_only=True):
 
 @dataclass(slots=True, eq=False)
 class Counts:
-    """What was exchanged so far: messages told and heard, listings asked for, kvpins that fell silent, how
-    often one fell behind, and gaps and divergences of kvpins that are gone."""
+    """Counts of the exchange so far: messages told and heard, listings asked for, kvpins that fell silent,
+    how often one fell behind, and gaps and divergences of kvpins that are gone."""
 
     told: int = 0
     heard: int = 0

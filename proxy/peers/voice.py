@@ -1,4 +1,4 @@
-"""What this kvpin tells the others: what becomes of its requests, its engines, what its tenants have used.
+"""Tells the other kvpins of this one's requests, engines, and tenants' use of their limits.
 
     own requests ──→ Telling ──→ OwnRequests ──batches, 1 ms──→ exchange ──→ the others
 

@@ -81,7 +81,7 @@ def over_seeds(each: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def on(row: Row) -> tuple[int, int]:
-    """What a run was on: the number of engines, and the GPU tokens of each."""
+    """The fleet of a run: the number of engines, and the GPU tokens of each."""
     return row["engines"], row["gpu_tokens"]
 
 

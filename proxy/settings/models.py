@@ -236,7 +236,7 @@ class Settings(BaseSettings):
     tls: TlsSettings | None = None
     """TLS of the port, 1.2 or later: makes it HTTPS."""
     exchange: ExchangeSettings | None = None
-    """What [kvpins in front of the same engines](many.md) share their requests through. Needs `reuse`."""
+    """The channel between [kvpins in front of the same engines](many.md). Needs `reuse`."""
     workers: Annotated[int, Field(ge=1, le=64)] = 1
     """Processes that serve the port together, as one kvpin: [workers](many.md#workers-on-one-machine)."""
 

@@ -1,4 +1,4 @@
-"""What the supervisor tells a worker: by an environment variable, and by a file that may change later."""
+"""The supervisor's orders to a worker: by an environment variable, and by a file that may change later."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _ENGINES = "engines.json"
 
 
 class Orders(msgspec.Struct, frozen=True):
-    """What one worker is told.
+    """The orders to one worker.
 
     Attributes:
         number: from 1 to `of`.

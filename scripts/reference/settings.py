@@ -66,7 +66,7 @@ def _said(field: FieldInfo) -> str:
 
 
 def _range(field: FieldInfo) -> str:
-    """What values there are, where the model says so."""
+    """The allowed values, where the model declares them."""
     low = next((each.ge for each in field.metadata if isinstance(each, Ge)), None)
     high = next((each.le for each in field.metadata if isinstance(each, Le)), None)
     choices = get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
@@ -100,7 +100,7 @@ def _options() -> str:
 
 
 def _attribute(kind: type, name: str) -> str:
-    """What the docstring of a class says of one of its attributes; empty if nothing."""
+    """Text of an attribute in the docstring of its class; empty if there is none."""
     found = re.search(rf"^    {name}: (.*(?:\n {{8,}}.*)*)", getdoc(kind) or "", re.MULTILINE)
     text = " ".join(found[1].split()) if found else ""
     return text[:1].upper() + text[1:]

@@ -1,4 +1,4 @@
-"""What kvpins in front of the same engines tell each other, without the sockets.
+"""The protocol between kvpins in front of the same engines, without the sockets.
 
 A peer's request is replayed by the same steps of the `Placer` as an own one, so that load, pending blocks,
 conversations, demand, rates and learned contents follow without a second mechanism.

@@ -44,7 +44,7 @@ class OwnClaim:
 
     @property
     def claim(self) -> Claim | None:
-        """What the others are told; None without a claim."""
+        """The claim as the others are told it; None without one."""
         return self._claim if self._since is not None else None
 
     @property

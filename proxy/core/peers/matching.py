@@ -32,7 +32,7 @@ def hash_alike(told: ToldEngine, own: ToldEngine) -> bool:
 
 
 def disagreement(told: ToldEngine, own: Iterable[ToldEngine]) -> str | None:
-    """What is wrong with the settings of the two kvpins, in one sentence; None if nothing is."""
+    """One sentence about settings of two kvpins that disagree; None if none do."""
     own = list(own)
     mine = match(told, own)
     if mine is None:

@@ -1,4 +1,4 @@
-"""What kvpins tell each other, as MessagePack.
+"""The messages between kvpins, as MessagePack.
 
     frame = version, owner, Batch
 
@@ -100,7 +100,7 @@ class Ended(_Message, tag=4, frozen=True):
 
 
 class Used(_Message, tag=5, frozen=True):
-    """What a tenant has used of its limits since the last time."""
+    """A tenant's use of its limits since the last such message."""
 
     tenant: str
     use: Use
@@ -145,8 +145,8 @@ class Ask(_Message, tag=7, frozen=True):
 
 
 class Learned(_Message, tag=8, frozen=True):
-    """What an engine holds, for the kvpin `to`: consecutive blocks of one chain each, see `packed`; the last
-    to be evicted first."""
+    """Blocks that an engine holds, for the kvpin `to`: consecutive blocks of one chain each, see `packed`;
+    the last to be evicted first."""
 
     to: int
     engine: str

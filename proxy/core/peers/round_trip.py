@@ -32,7 +32,7 @@ class RoundTrip:
         self._heard = sent, now
 
     def answer(self, now: float, peer: int) -> Heard | None:
-        """What the peer is told, for it to measure the round trip; None before it told its time."""
+        """The answer by which the peer measures the round trip; None before it told its time."""
         if self._heard is None:
             return None
         sent, came = self._heard

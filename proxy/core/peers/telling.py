@@ -1,4 +1,4 @@
-"""What a kvpin tells its peers of its own requests."""
+"""Messages about a kvpin's own requests to its peers."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class OwnRequests:
         del self._in_flight[request]
 
     def take(self) -> list[Message]:
-        """What is to be told now."""
+        """Takes the messages that were not sent yet."""
         untold, self._untold = self._untold, []
         return untold
 
