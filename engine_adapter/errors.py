@@ -1,14 +1,20 @@
 """Errors that engine adapters raise.
 
 EngineError
-├── EngineSpecError      the operator's description of an engine is wrong (at start, or in POST engines)
-├── EngineUnavailable    no connection, a timeout, or a dead process: try another engine
-│   ├── EngineUnhealthy  it answers, but not well, or not in time: it may soon be well again
-│   └── EngineTaken      another kvpin uses it, and only one may
-├── EngineRejected       the engine answered with an error: status, message, field
-├── NotSupported         the engine cannot do this; says what it can do instead
-├── PromptTableError     a wrong prompt table or wrong extra ids: the client's fault
-└── ChatError            messages that cannot be rendered: the client's fault
+├── EngineSpecError        the operator's description of an engine is wrong (at start, or in POST engines)
+├── EngineUnavailable      no good answer: another engine may give one. By phase of the request:
+│   ├── EngineUnreachable  connect: nothing was sent
+│   ├── EngineDied         write, read: the connection broke
+│   ├── EngineGarbled      protocol: the answer cannot be understood
+│   ├── EngineLate         too late: no first byte, or silence
+│   ├── EngineLost         health checks lost the engine meanwhile
+│   ├── EngineDiverged     it was to go on with an answer, and gave another one
+│   ├── EngineUnhealthy    it answers, but not well, or not in time: it may soon be well again
+│   └── EngineTaken        another kvpin uses it, and only one may
+├── EngineRejected         refused: the engine answered with an error: status, message, field
+├── NotSupported           the engine cannot do this; says what it can do instead
+├── PromptTableError       a wrong prompt table or wrong extra ids: the client's fault
+└── ChatError              messages that cannot be rendered: the client's fault
 """
 
 from __future__ import annotations
@@ -29,15 +35,31 @@ class EngineSpecError(EngineError):
 
 
 class EngineUnavailable(EngineError):
-    """The engine could not be reached or went away.
+    """The engine gave no good answer: another one may."""
 
-    Attributes:
-        dropped: the connection broke after the request was sent, so the request may be the cause.
-    """
 
-    def __init__(self, message: str, *, dropped: bool = False) -> None:
-        super().__init__(message)
-        self.dropped = dropped
+class EngineUnreachable(EngineUnavailable):
+    """There is no connection to the engine. It has not got the request."""
+
+
+class EngineDied(EngineUnavailable):
+    """The connection broke after the request was sent. The request may be the cause."""
+
+
+class EngineGarbled(EngineUnavailable):
+    """The answer cannot be understood. The request may be the cause."""
+
+
+class EngineLate(EngineUnavailable):
+    """The answer, or the next piece of it, did not come in time."""
+
+
+class EngineLost(EngineUnavailable):
+    """The engine was lost or removed while the request ran."""
+
+
+class EngineDiverged(EngineUnavailable):
+    """The engine that was to go on with an answer gave another one."""
 
 
 class EngineUnhealthy(EngineUnavailable):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 
-from engine_adapter.errors import EngineRejected, EngineUnavailable, EngineUnhealthy
+from engine_adapter.errors import EngineDied, EngineGarbled, EngineRejected, EngineUnhealthy
 from engine_adapter.http.adapter import HttpAdapter
 from engine_adapter.http.control import NO_SUCH_ROUTE
 from engine_adapter.http.models import read_models
@@ -81,7 +81,5 @@ class OpenAICompatibleAdapter(HttpAdapter):
     async def _lacks(self, route: str) -> bool:
         try:
             return await self._control.status("POST", route, json={}) in NO_SUCH_ROUTE
-        except EngineUnavailable as error:
-            if not error.dropped:
-                raise
+        except (EngineDied, EngineGarbled):
             return True  # it breaks such requests off; an engine that died fails its next health check

@@ -43,6 +43,7 @@ from proxy.api.responses import KeptResponses
 from proxy.api.siblings import Siblings
 from proxy.api.site import Site
 from proxy.api.together import Together
+from proxy.attempt import Attempts
 from proxy.checks import all_engines, check, make_exchange, telemetry_module
 from proxy.control.configured import ConfiguredEngines
 from proxy.control.discovered import DiscoveredEngines
@@ -56,6 +57,7 @@ from proxy.control.replays import Replays
 from proxy.control.tables import SharedTables
 from proxy.control.targets import Targets
 from proxy.control.warm import Warming
+from proxy.core.life import Rules
 from proxy.core.pins import PinBook
 from proxy.discovery import finders_of
 from proxy.fleet.destinations import Destinations
@@ -72,7 +74,7 @@ from proxy.peers.peers import Peers
 from proxy.prompt import MediaUuids, PromptTables
 from proxy.ready import Preparation
 from proxy.request.error_table import ANSWERED
-from proxy.request.forward import Forwarder
+from proxy.request.migration import Room
 from proxy.request.records import RequestLog, RequestRecord
 from proxy.request.tenants import ApiKey, Tenants
 from proxy.settings import (
@@ -112,7 +114,6 @@ class Proxy:
             interval_s=settings.health.interval_s,
             timeout_s=settings.health.timeout_s,
             isolated=self.tenants.isolated,
-            timeouts=settings.timeouts,
         )
         self.ahead = (
             RestoreAhead(self.fleet, self.tasks) if settings.reuse and settings.restore_ahead else None
@@ -137,6 +138,7 @@ class Proxy:
         )
         self.destinations = Destinations(self.fleet, isolated=self.tenants.isolated)
         make_flow = Flow if self.telemetry is None else self.telemetry.flow
+        make_attempts = Attempts if self.telemetry is None else self.telemetry.attempts
         self.flow = make_flow(
             fleet=self.fleet,
             preparation=Preparation(
@@ -146,12 +148,10 @@ class Proxy:
                 translations(self.responses),
                 reuse=settings.reuse,
             ),
-            forwarder=Forwarder(transport),
-            ingest=self.ingest,
+            attempts=make_attempts(transport, self.ingest, self.tenants, Room()),
             tenants=self.tenants,
             requests=RequestLog(settings.limits.request_records),
-            retries=settings.retries,
-            total_s=settings.timeouts.total_s,
+            rules=_rules(settings),
             observe=self.observe,
             placed=self.live.placed,
         )
@@ -220,7 +220,7 @@ class Proxy:
         self.fleet.bound_queues(settings.limits)
         self.tables.max_bytes = int(settings.limits.prompt_table_bytes)
         self.flow.requests.capacity = settings.limits.request_records
-        self.flow = replace(self.flow, retries=settings.retries)
+        self.flow = replace(self.flow, rules=_rules(settings))
         self.live.end()  # viewers show their key again, which may be an old one
         return changes
 
@@ -263,6 +263,11 @@ async def _close_all(closing: Mapping[str, Coroutine[Any, Any, None]]) -> None:
 
 def _keys(settings: Settings) -> list[ApiKey]:
     return [ApiKey(entry.tenant_id, entry.digest) for entry in settings.api_keys]
+
+
+def _rules(settings: Settings) -> Rules:
+    times = settings.timeouts
+    return Rules(times.first_byte_s, times.idle_s, times.total_s, settings.retries)
 
 
 def build_app(proxy: Proxy) -> Site:

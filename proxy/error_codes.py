@@ -91,6 +91,7 @@ class Code(StrEnum):
     NOT_SUPPORTED = "not_supported", 501, "the engine cannot do this; the message says what to do instead"
     ENGINE_FAILED = "engine_failed", 502, "every engine that kvpin tried failed before the answer began"
     ENGINE_UNAVAILABLE = "engine_unavailable", 502, "the engine is gone"
+    TIME_LIMIT = "time_limit", 504, "the request took longer than `timeouts.total_s` allows"
     # Its status is the engine's.
     ENGINE_REJECTED = "engine_rejected", 502, "the engine answered an error that has no code"
     ENGINE_ERROR = "engine_error", 502, "any other error of an engine"

@@ -1,68 +1,63 @@
-"""The read path.
+"""The read path: a request's life, from what the machine commands to what has come of it.
 
-    prepare   request → parse → render + tokenise → block chain
-    place     index.match → cost of each engine → the cheapest
-    run_on    lease → gather → hold → forward → audit → release
+    Prepare   request → parse → render + tokenise → block chain
+    Place     index.match → cost of each engine → the cheapest; wait for a turn if all are busy
+    Run       lease → gather → hold → forward → audit → release      (attempt.py)
+    End       the client knows how it ended
 
-`Flow.serve` runs all steps. Warming and dry runs of the admin API call the same steps. KV on a lower tier is
-restored by the engine or by its adapter's `hold`; the placement's cost includes that time.
+`core/life/` decides what follows what: which failure is made up for on another engine, and how long each
+state may last. All requests live so, kvpin's own included: warming, and prompts that several choices share.
+KV on a lower tier is restored by the engine or by its adapter's `hold`; the placement's cost includes that
+time.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Container, Mapping
-from contextlib import AbstractAsyncContextManager, nullcontext, suppress
+from collections.abc import Callable, Container
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from http import HTTPStatus
 
-import structlog
-from msgspec.structs import replace
-
-from engine_adapter import (
-    Capability,
-    EngineError,
-    EngineRejected,
-    EngineUnavailable,
-    Hold,
-    IncomingResponse,
-    JsonBody,
-    NotSupported,
-    RequestBody,
+from engine_adapter import Capability, EngineLate, EngineLost, JsonBody, NotSupported, RequestBody
+from proxy.attempt import Attempts, Serving, cause_for
+from proxy.core.life import (
+    Answered,
+    BlameEngine,
+    Cause,
+    End,
+    Event,
+    Life,
+    NoneLeft,
+    Place,
+    Placed,
+    Prepare,
+    Prepared,
+    Rules,
+    Run,
 )
+from proxy.core.life.states import Step
 from proxy.core.misses import Diagnosis
-from proxy.core.placement.answers import Report
 from proxy.core.placement.decision import Candidate, Placement
 from proxy.core.retry_budget import RetryBudget
-from proxy.fleet.engine import TOKENS_PER_BLOCK, Engine
+from proxy.errors import Overloaded, TimeLimit
+from proxy.fleet.engine import TOKENS_PER_BLOCK
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.ingest import Ingest
-from proxy.fleet.lease import Lease
-from proxy.fleet.lower_tiers import expect_below, look_below
-from proxy.fleet.pool import Pool, no_engine_for
-from proxy.headers import ENGINE_HEADER, NOTE_HEADER, POLICY_HEADER, PREDICTED_HEADER
-from proxy.prompt import audit_tokens
+from proxy.fleet.pool import no_engine_for
 from proxy.ready import Preparation, Ready
+from proxy.request.alarm import Alarm
 from proxy.request.calls import Call, Reply
 from proxy.request.comparison import Comparison
 from proxy.request.diagnostics import APIS, Diagnosed
 from proxy.request.error_table import ANSWERED, status_of
-from proxy.request.forward import Forwarder, Outcome, tell_broken
-from proxy.request.migration import NEVER, Migration, Room
 from proxy.request.records import RequestLog, RequestRecord
-from proxy.request.retries import PASSED_ON, REFUSALS, final_error, is_not_here, may_retry, refusals_of
-from proxy.request.tenants import Tenants
+from proxy.request.retries import final_error
+from proxy.request.tenants import Tenants, Usage
 from proxy.request.urgency import deadline_of, priority_of, prompt_tokens_of, tokens_of
-from proxy.translate import (
-    RESPONSES_PATH,
-    Noting,
-    Translated,
-    Translation,
-)
-
-log = structlog.get_logger(__name__)
+from proxy.translate import RESPONSES_PATH, Noting, Translated, Translation
 
 # Status of a request whose client left, as in nginx.
 CLIENT_LEFT = 499
@@ -77,32 +72,36 @@ class Flow:
     Attributes:
         fleet: the engines.
         preparation: reads requests as far as placement needs it.
-        forwarder: sends requests to engines.
-        ingest: audits predictions; None when reuse is off. Placement is then by load alone.
+        attempts: runs requests on engines.
         tenants: tenant → cache salt.
         requests: keeps a record of each request.
-        retries: engines tried after the first.
+        rules: the limits of a request's life.
         observe: called with each finished record, for metrics.
         placed: called whenever a request is placed on an engine, before it is sent there.
         wait_s: how long a request waits when no engine takes requests.
         budget: retries of all requests together.
-        total_s: from a request to the end of its answer; None without an end. Later, none is retried.
-        kept: memory for what running streams need to go on when their engine dies.
     """
 
     fleet: Fleet
     preparation: Preparation
-    forwarder: Forwarder
-    ingest: Ingest | None
+    attempts: Attempts
     tenants: Tenants
     requests: RequestLog
-    retries: int
+    rules: Rules
     observe: Callable[[RequestRecord], None]
     placed: Callable[[RequestRecord, Placement], None] = lambda _record, _placement: None
     wait_s: float = ENGINE_WAIT_S
     budget: RetryBudget = field(default_factory=RetryBudget)
-    total_s: float | None = None
-    kept: Room = field(default_factory=Room)
+
+    @property
+    def ingest(self) -> Ingest | None:
+        """Audits predictions; None when reuse is off. Placement is then by load alone."""
+        return self.attempts.ingest
+
+    @property
+    def comparison(self) -> Comparison:
+        """Tells why the cache of a request missed."""
+        return Comparison(self.requests, self.fleet.engines, TOKENS_PER_BLOCK)
 
     async def serve(self, call: Call, reply: Reply) -> None:
         """Answers a request.
@@ -117,20 +116,7 @@ class Flow:
         usage = self.tenants.usage(call.tenant, is_more=call.is_more)
         try:
             usage.begin(record.arrived)
-            ready = await self.prepare(call)
-            call = ready.call
-            record.prompt, record.chain = ready.prompt, ready.chain
-            record.served_as, record.lora = ready.pool.model, ready.lora
-            usage.spend(prompt_tokens_of(call, record.n_tokens))
-            if (translation := ready.translation) is not None:
-                if translation.source is not None:  # with the items that the body only names
-                    self.requests.keep_source(record, translation.source.raw)
-                if translation.counts:
-                    return await _answer_count(ready, translation, reply, record)
-                reply.through(lambda client: Translated(client, translation))
-            elif call.route == RESPONSES_PATH and call.socket is None:
-                reply.through(lambda client: Noting(client, partial(self._note_home, record)))
-            await self._run(ready, reply, record)
+            await self._live(self._serving(call, reply, record, usage), Prepare())
         except ANSWERED as error:
             record.status, record.error = status_of(error), str(error)
             raise
@@ -146,49 +132,131 @@ class Flow:
             self.observe(record)
             record.chain = None  # the log keeps records for long
 
-    async def _run(self, ready: Ready, reply: Reply, record: RequestRecord) -> None:
-        """Places and runs a request, on further engines if the first ones fail.
+    async def run(self, ready: Ready, reply: Reply, record: RequestRecord) -> None:
+        """Runs a request of kvpin's own, which was prepared. It waits for its turn like any other.
 
         Raises:
-            ProxyError, EngineError: they all failed before the answer began.
+            ProxyError, EngineError: the request failed before the answer began.
         """
-        failed: dict[str, EngineError] = {}
-        may_migrate = self.retries > 0 and ready.home is None and len(ready.pool.engines) > 1
-        migration = Migration(self.kept, is_on=may_migrate)
-        try:
-            while placed := await self._place(ready, failed, record):
-                placement, n_candidates = placed
-                engine = ready.pool.engines[placement.engine]
-                record.attempts.append(engine.id)
-                self.placed(record, placement)
-                refusals = refusals_of(ready.call, n_candidates)
-                try:
-                    outcome = await self.run_on(ready, placement, reply, record, refusals, migration)
-                    if not outcome.broken_off:
-                        return None
-                    failed[engine.id] = EngineUnavailable(outcome.error or "", dropped=True)
-                    if (further := migration.go_on(outcome.cached_tokens)) is None:
-                        break
-                    ready = ready.going_on(further)
-                except (EngineUnavailable, EngineRejected) as error:
-                    is_final = isinstance(error, EngineRejected) and error.status not in refusals
-                    if is_final and not reply.started:
-                        raise  # the client's fault: every engine would reject it
-                    failed[engine.id] = error
-                    _note_failure(engine, error, ready.call.route)
-                if not self._may_retry(ready.call, failed, record):
-                    break
-            if reply.started:
-                return await _end_broken(reply, record, failed)
-            raise final_error(list(failed.values())) if failed else no_engine_for(ready.lora)
-        finally:
-            migration.close()
-            failed.clear()  # a traceback holds this frame: the body would stay until garbage collection
+        serving = self._serving(ready.call, reply, record, Usage(None))
+        serving.is_ready(ready)
+        (step,) = serving.take(Prepared())
+        assert isinstance(step, Place)  # noqa: S101 - what follows Prepared
+        await self._live(serving, step)
 
-    @property
-    def comparison(self) -> Comparison:
-        """Tells why the cache of a request missed."""
-        return Comparison(self.requests, self.fleet.engines, TOKENS_PER_BLOCK)
+    def _serving(self, call: Call, reply: Reply, record: RequestRecord, usage: Usage) -> Serving:
+        life = Life(self.rules, self.budget, record.arrived)
+        return Serving(call, reply, record, life, Alarm(life), usage)
+
+    # --- The life -------------------------------------------------------------------------------------
+
+    async def _live(self, serving: Serving, step: Step) -> None:
+        """Carries out `step`, and those that follow, to the end of the request's life."""
+        serving.alarm.set()
+        error = None
+        try:
+            while not isinstance(step, End):
+                step = self._take(serving, await self._do(serving, step))
+            if (error := _error_of(step, serving)) is None:
+                return
+            if not serving.reply.started:
+                raise error
+            serving.record.status, serving.record.error = HTTPStatus.OK, str(error)
+            await serving.reply.break_off(error)
+        finally:
+            self._close(serving)
+            del step, error  # a traceback holds this frame: the body would stay until garbage collection
+
+    async def _do(self, serving: Serving, step: Step) -> Event:
+        """Carries a step out; returns what has come of it."""
+        try:
+            match step:
+                case Prepare():
+                    return await self._prepare(serving)
+                case Place():
+                    return await self._place(serving, step)
+                case Run(turn=turn):
+                    return await self.attempts.run(serving, turn)
+                case End():
+                    raise TypeError("an end is told, not done")
+        except asyncio.CancelledError:
+            if (cause := serving.alarm.interrupted()) is None:
+                raise
+            if serving.reply.complete:  # the engine does not end a stream that its client has read
+                await serving.reply.finish()
+                return Answered()
+            return serving.failure(cause, self._late(cause, serving.reply))
+        except ANSWERED as error:
+            return serving.failure(cause_for(error, serving), error)
+
+    def _take(self, serving: Serving, event: Event) -> Step:
+        """Lets the machine take an event; returns the next step."""
+        for command in serving.take(event):
+            match command:
+                case BlameEngine(attempt=attempt):
+                    self.attempts.blame(serving, attempt)
+                case Prepare() | Place() | Run() | End():
+                    return command
+        raise TypeError(f"nothing follows {event!r}")
+
+    def _close(self, serving: Serving) -> None:
+        """The request is over, however it ended."""
+        serving.alarm.stop()
+        self.attempts.room.give_back(serving.kept)
+        serving.record.cause = serving.life.ended(time.monotonic())
+        serving.first = serving.ready = None
+
+    def _late(self, cause: Cause, reply: Reply) -> Exception:
+        """The error of a step that took too long."""
+        rules = self.rules
+        match cause:
+            case Cause.ENGINE_LATE:
+                return EngineLate(f"the engine did not answer within {rules.first_byte_s:g} s")
+            case Cause.ENGINE_SILENT:
+                return EngineLate(f"nothing of the answer came for {rules.idle_s:g} s")
+            case Cause.ENGINE_LOST:
+                return EngineLost(
+                    f"the engine was lost {'in mid-answer' if reply.started else 'before it answered'}"
+                )
+            case Cause.ENGINE_BUSY:
+                text = f"the engine had no room for the request within {rules.first_byte_s:g} s"
+                return Overloaded(text, retry_after_s=1)
+            case _:
+                limit_s = rules.first_byte_s if rules.total_s is None else rules.total_s
+                return TimeLimit(f"the request took longer than {limit_s:g} s")
+
+    # --- Prepare --------------------------------------------------------------------------------------
+
+    async def _prepare(self, serving: Serving) -> Event:
+        record, reply = serving.record, serving.reply
+        ready = await self.prepare(serving.call)
+        serving.is_ready(ready)
+        call = ready.call
+        record.prompt, record.chain = ready.prompt, ready.chain
+        record.served_as, record.lora = ready.pool.model, ready.lora
+        serving.usage.spend(prompt_tokens_of(call, record.n_tokens))
+        if (translation := ready.translation) is not None:
+            if translation.source is not None:  # with the items that the body only names
+                self.requests.keep_source(record, translation.source.raw)
+            if translation.counts:
+                await _answer_count(ready, translation, reply, record)
+                return Answered()
+            reply.through(lambda client: Translated(client, translation))
+        elif call.route == RESPONSES_PATH and call.socket is None:
+            reply.through(lambda client: Noting(client, partial(self._note_home, record)))
+        return Prepared(can_repeat=call.body is None or isinstance(call.body, JsonBody))
+
+    async def prepare(self, call: Call) -> Ready:
+        """Reads a request as far as placement needs it: pool, prompt, block chain.
+
+        Raises:
+            ProxyError, EngineError: the request is wrong, or no engine serves its model.
+        """
+        return await self.preparation.prepare(call)
+
+    def _note_home(self, record: RequestRecord, response_id: str) -> None:
+        """The engine that answers now has made a response."""
+        self.preparation.destinations.note(record.tenant, response_id, record.attempts[-1])
 
     def _keep_for_diagnosis(self, body: RequestBody, record: RequestRecord, reply: Reply) -> None:
         """Keeps the body. Notes the answer's id, and adds diagnostics to it if the client asks for them."""
@@ -207,17 +275,37 @@ class Flow:
 
         reply.through(lambda client: Diagnosed(client, api, asked=asked, diagnose=diagnose, note_id=note_id))
 
-    async def prepare(self, call: Call) -> Ready:
-        """Reads a request as far as placement needs it: pool, prompt, block chain.
+    # --- Place ----------------------------------------------------------------------------------------
+
+    async def _place(self, serving: Serving, step: Place) -> Event:
+        """Chooses the engine to try next. Waits where all engines are too busy.
 
         Raises:
-            ProxyError, EngineError: the request is wrong, or no engine serves its model.
+            Overloaded: that takes too long.
         """
-        return await self.preparation.prepare(call)
+        placed = await self._placement(serving, step)
+        if placed is None:
+            return NoneLeft()
+        serving.placement, serving.n_candidates = placed
+        record = serving.record
+        record.placement = serving.placement
+        record.attempts.append(serving.placement.engine)
+        self.placed(record, serving.placement)
+        return Placed(serving.placement.engine)
 
-    def _note_home(self, record: RequestRecord, response_id: str) -> None:
-        """The engine that answers now has made a response."""
-        self.preparation.destinations.note(record.tenant, response_id, record.attempts[-1])
+    async def _placement(self, serving: Serving, step: Place) -> tuple[Placement, int] | None:
+        """The engine to try next, of how many; None if there is none."""
+        ready = serving.ready
+        assert ready is not None  # noqa: S101 - it is placed after it was prepared
+        pool, candidates = ready.pool, await self._candidates(ready, step)
+        if not candidates:
+            return None
+        placement = pool.place(candidates, ready.chain)
+        if not step.waits or not pool.must_queue(placement):
+            return placement, len(candidates)
+        await self._in_turn(ready, serving.record)
+        candidates = await self._candidates(ready, step)  # engines hold other KV by now
+        return (pool.place(candidates, ready.chain), len(candidates)) if candidates else None
 
     def candidates(self, ready: Ready, without: Container[str] = ()) -> list[Candidate]:
         """The engines that could serve the request now, with what placement knows of each."""
@@ -237,42 +325,16 @@ class Flow:
         engines = ready.pool.engines
         return [each for each in found if engines[each.engine].adapter.spec.kind == ready.kind]
 
-    async def _candidates(self, ready: Ready, failed: Collection[str]) -> list[Candidate]:
+    async def _candidates(self, ready: Ready, step: Place) -> list[Candidate]:
         """The engines to try next. If no engine takes requests yet, waits for one up to `wait_s`."""
-        found = self.candidates(ready, without=failed)
-        if not found and not failed and ready.pool.is_coming_back:
+        found = self.candidates(ready, without=step.without)
+        if not found and not step.without and ready.pool.is_coming_back:
             with suppress(TimeoutError):
                 async with asyncio.timeout(self.wait_s):
                     while not found:
                         await self.fleet.until_ready()
                         found = self.candidates(ready)
         return found
-
-    def _may_retry(self, call: Call, failed: dict[str, EngineError], record: RequestRecord) -> bool:
-        """Whether another engine may be tried after the last failure."""
-        last, now = next(reversed(failed.values())), time.monotonic()
-        has_refused = isinstance(last, EngineRejected) and not is_not_here(last)
-        in_time = self.total_s is None or now - record.arrived < self.total_s
-        may = in_time and may_retry(call, failed.values(), self.retries)
-        return may and (not has_refused or self.budget.take(now))
-
-    async def _place(
-        self, ready: Ready, failed: Collection[str], record: RequestRecord
-    ) -> tuple[Placement, int] | None:
-        """The engine to try next, of how many; None if there is none. Waits where all engines are too busy.
-
-        Raises:
-            Overloaded: that takes too long.
-        """
-        pool, candidates = ready.pool, await self._candidates(ready, failed)
-        if not candidates:
-            return None
-        placement = pool.place(candidates, ready.chain)
-        if failed or not pool.must_queue(placement):
-            return placement, len(candidates)
-        await self._in_turn(ready, record)
-        candidates = await self._candidates(ready, failed)  # engines hold other KV by now
-        return (pool.place(candidates, ready.chain), len(candidates)) if candidates else None
 
     async def _in_turn(self, ready: Ready, record: RequestRecord) -> None:
         """Waits until it is the request's turn and an engine is not too busy, or none is there any more.
@@ -298,123 +360,16 @@ class Flow:
         finally:
             record.queued_s = time.monotonic() - began
 
-    async def run_on(
-        self,
-        ready: Ready,
-        placement: Placement,
-        reply: Reply,
-        record: RequestRecord,
-        refusals: Container[int] = REFUSALS,
-        migration: Migration = NEVER,
-    ) -> Outcome:
-        """Leases the placed engine, sends the request there, and audits the prediction.
 
-        Raises:
-            EngineUnavailable, EngineRejected: the engine failed before the answer began.
-        """
-        record.placement, pool = placement, ready.pool
-        known, engine = ready.prompt is not None and ready.prompt.whole, pool.engines[placement.engine]
-        with pool.lease(
-            placement,
-            ready.chain,
-            streams=ready.call.streams,
-            known=known,
-            session=ready.session,
-            arrived=record.arrived,
-        ) as lease:
-            engine.salts.note(self.tenants.owner(ready.salt), ready.salt)
-            with lease.patience():
-                await lease.gather()
-                async with self._hold(engine, ready) as hold:
-                    await look_below(pool, engine, lease, ready.prompt, ready.chain)
-                    record.placement, record.note = lease.refine(hold), hold.note
-                    outcome = await self._forward(
-                        ready, engine, lease, hold, reply, record, refusals, migration
-                    )
-            lease.report = Report(outcome.cached_tokens, outcome.output_tokens, outcome.prefill)
-            record.status, record.error = outcome.status, outcome.error
-            record.reported_tokens, record.output_tokens = outcome.cached_tokens, outcome.output_tokens
-            self._check_tokens(pool, engine, hold, record)
-            lease.succeeded = outcome.error is None and record.tokens_agree is not False
-            if lease.succeeded:
-                expect_below(pool, engine, ready.chain)
-            if outcome.error is not None and outcome.status < HTTPStatus.BAD_REQUEST:
-                record.interrupted += 1
-                record.died.append(engine.id)
-                engine.suspect(EngineUnavailable(outcome.error))
-            self._audit(engine, ready, lease, record)
-            return outcome
-
-    async def _forward(
-        self,
-        ready: Ready,
-        engine: Engine,
-        lease: Lease,
-        hold: Hold,
-        reply: Reply,
-        record: RequestRecord,
-        refusals: Container[int],
-        migration: Migration,
-    ) -> Outcome:
-        """Sends the request to the engine that it holds, and the answer to the client."""
-        call, placement = ready.call_for(engine), lease.placement
-
-        def began(answer: IncomingResponse) -> None:
-            lease.first_byte(answer, streamed=call.streams)
-            if not reply.started:
-                # Now, because the client may leave before the end.
-                record.first_byte_s, record.placed = lease.first_byte_s, lease.started
-
-        if ready.translation is not None:
-            ready.translation.predicted = ready.predicted(placement, engine)
-        passage = migration.passage(call, hold, engine.adapter.spec.kind)
-        keeps = migration.keeps_body
-        reply.on_start = lambda: _forget_bodies(call, hold, keeps=keeps)
-        headers = _headers(call, placement, hold, reply)
-        return await self.forwarder.forward(
-            engine.adapter, call, hold, reply, headers, began, refusals, passage
-        )
-
-    def _audit(self, engine: Engine, ready: Ready, lease: Lease, record: RequestRecord) -> None:
-        """Compares a firm prediction with the engine's report."""
-        placement, reported = lease.placement, record.reported_tokens
-        is_known = ready.prompt is not None and placement.firm and record.tokens_agree is not False
-        if self.ingest is not None and is_known and reported is not None:
-            self.ingest.audit(engine, placement.predicted_tokens, reported, evicted_since=lease.evicted_since)
-
-    def _check_tokens(self, pool: Pool, engine: Engine, hold: Hold, record: RequestRecord) -> None:
-        """Compares our token ids of the prompt with the engine's, if the engine returned them."""
-        theirs = hold.answer.prompt_tokens() if hold.answer is not None else None
-        if theirs is None or record.prompt is None or not record.prompt.whole or pool.prompts is None:
-            return
-        record.tokens_agree = record.prompt.token_ids == theirs
-        difference = audit_tokens(pool.prompts, record.prompt, theirs)
-        if difference is not None:
-            log.warning(
-                "the engine's tokens of a prompt differ from kvpin's: its prediction is not used",
-                engine=engine.id,
-                request=record.request_id,
-                difference=difference,
-            )
-
-    def _hold(self, engine: Engine, ready: Ready) -> AbstractAsyncContextManager[Hold]:
-        """The request's hold on its engine. When reuse is off, the adapter holds no request with a body."""
-        call, prompt, body = ready.call, ready.prompt, ready.body_for(engine)
-        if self.ingest is None and body is not None:
-            return nullcontext(Hold(body))
-        if prompt is None or not prompt.whole:
-            return engine.adapter.hold(call.route, body, None)
-        return engine.adapter.hold(call.route, body, replace(prompt.kv, retention=ready.retention))
-
-
-def _note_failure(engine: Engine, error: EngineError, route: str) -> None:
-    if not isinstance(error, EngineRejected):
-        engine.suspect(error)
-    elif not is_not_here(error):
-        log.warning("the engine refused a request", engine=engine.id, status=error.status, error=str(error))
-        engine.refused(error)
-    elif route in PASSED_ON:
-        engine.lacks.add(route)
+def _error_of(end: End, serving: Serving) -> Exception | None:
+    """What the client is told; None if it has its answer."""
+    if end.cause is Cause.ANSWERED or (end.cause is Cause.ENGINE_REJECTED and end.error is None):
+        return None
+    if end.attempts and end.cause.elsewhere and not serving.reply.started:
+        return final_error([each.error for each in end.attempts])
+    if end.error is None:
+        return no_engine_for(serving.ready.lora if serving.ready is not None else None)
+    return end.error
 
 
 async def _answer_count(ready: Ready, translation: Translation, reply: Reply, record: RequestRecord) -> None:
@@ -433,32 +388,3 @@ async def _answer_count(ready: Ready, translation: Translation, reply: Reply, re
     id_headers = [(name.encode(), ready.call.answer_id.encode()) for name in reply.dialect.id_headers]
     await reply.start(record.status, [(b"content-type", b"application/json"), *id_headers])
     await reply.finish(translation.count(len(ready.prompt.token_ids)))
-
-
-async def _end_broken(reply: Reply, record: RequestRecord, failed: Mapping[str, EngineError]) -> None:
-    """Ends a stream with which no engine goes on. No `finish`: clients take that for a whole answer."""
-    error = [*failed.values()][-1]
-    record.status, record.error = HTTPStatus.OK, str(error)
-    await tell_broken(reply, error)
-
-
-def _forget_bodies(call: Call, hold: Hold, *, keeps: bool) -> None:
-    """Frees a request's body, which no engine gets any more. A stream may run for minutes.
-
-    `keeps`: another engine may get the client's body.
-    """
-    for body in {call.body, hold.body} - ({call.body} if keeps else set()):
-        if isinstance(body, JsonBody):
-            body.forget()
-
-
-def _headers(call: Call, placement: Placement, hold: Hold, reply: Reply) -> dict[str, str]:
-    """The headers kvpin adds to the answer."""
-    headers = {
-        **dict.fromkeys(reply.dialect.id_headers, call.answer_id),
-        ENGINE_HEADER: placement.engine,
-        PREDICTED_HEADER: str(placement.predicted_tokens),
-        # A page that an engine answered must not act as kvpin's own page, which may use the admin API.
-        POLICY_HEADER: "sandbox",
-    }
-    return {**headers, NOTE_HEADER: hold.note} if hold.note else headers

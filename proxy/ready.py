@@ -22,9 +22,9 @@ from proxy.fleet.pool import Pool
 from proxy.prompt import MediaUuids, Prompt
 from proxy.request.calls import Call
 from proxy.request.error_table import ANSWERED
-from proxy.request.migration import Continuation
 from proxy.request.session import Session
 from proxy.request.tenants import Tenants
+from proxy.request.transcript import Told
 from proxy.request.urgency import priority_in
 from proxy.translate import (
     CHAT_PATH,
@@ -99,15 +99,18 @@ class Ready(Struct, frozen=True):
             return Predicted(tokens_per_block=block)
         return Predicted(len(prompt.token_ids), placement.predicted_tokens, block)
 
-    def going_on(self, further: Continuation) -> Ready:
-        """The request of a stream whose engine died. What the client has of the answer is part of its prompt,
-        if the next engine takes it as that."""
-        prompt, told = self.prompt, further.resumption
-        if prompt is None or told is None or prompt.extra_ids is not None:
-            return replace(self, call=further.call, kind=further.kind)
-        prompt = dataclasses.replace(prompt, token_ids=prompt.token_ids + told.token_ids, beginning=None)
-        chain = self.pool.chain(prompt)
-        return replace(self, call=further.call, kind=further.kind, prompt=prompt, chain=chain)
+    def going_on(self, told: Told) -> Ready:
+        """The request for the engine that goes on with a stream. If that takes tokens, those that the client
+        has of the answer are part of its prompt."""
+        prompt, resumption, call = self.prompt, told.resumption, self.call
+        if resumption is None or not isinstance(call.body, JsonBody):
+            return replace(self, kind=told.kind)
+        call = replace(call, body=call.body.replace(**resumption.fields))
+        if prompt is None or prompt.extra_ids is not None:
+            return replace(self, call=call, kind=told.kind)
+        token_ids = prompt.token_ids + resumption.token_ids
+        prompt = dataclasses.replace(prompt, token_ids=token_ids, beginning=None)
+        return replace(self, call=call, kind=told.kind, prompt=prompt, chain=self.pool.chain(prompt))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

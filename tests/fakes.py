@@ -26,6 +26,8 @@ from proxy.api.openai import DataPlane
 from proxy.api.ops import Ops
 from proxy.api.responses import KeptResponses
 from proxy.api.site import Site
+from proxy.attempt import Attempts
+from proxy.core.life import Rules
 from proxy.fleet.destinations import Destinations
 from proxy.fleet.engine import Engine, EngineState
 from proxy.fleet.fleet import Fleet
@@ -36,7 +38,7 @@ from proxy.peers.exchange import Exchange as PeerExchange
 from proxy.peers.peers import Peers
 from proxy.prompt import MediaUuids, PromptBuilder, PromptTables
 from proxy.ready import Preparation
-from proxy.request.forward import Forwarder
+from proxy.request.migration import Room
 from proxy.request.records import RequestLog
 from proxy.request.tenants import Tenants
 from proxy.settings import LimitSettings
@@ -380,8 +382,7 @@ class FakeProxy:
     transport: HttpTransport
     reuse: bool = False
     tenants: Tenants = field(default_factory=lambda: Tenants(()))
-    retries: int = 2
-    total_s: float | None = None
+    rules: Rules = field(default_factory=Rules)
     wait_s: float = 0.1
     max_body_bytes: int = 1 << 20
     responses: ResponseStore = field(default_factory=ResponseStore)
@@ -410,12 +411,10 @@ class FakeProxy:
         self.flow = Flow(
             fleet=self.fleet,
             preparation=Preparation(destinations, self.tenants, MediaUuids(), translated, reuse=self.reuse),
-            forwarder=Forwarder(self.transport),
-            ingest=self.ingest,
+            attempts=Attempts(self.transport, self.ingest, self.tenants, Room()),
             tenants=self.tenants,
             requests=self.requests,
-            retries=self.retries,
-            total_s=self.total_s,
+            rules=self.rules,
             wait_s=self.wait_s,
             observe=self.metrics.observe,
         )

@@ -255,9 +255,9 @@ class WatchedFlow(Flow):
         self.steps.append("candidates")
         return super().candidates(ready, without)
 
-    async def run_on(self, ready, placement, reply, record):
-        self.steps.append("run_on")
-        return await super().run_on(ready, placement, reply, record)
+    async def run(self, ready, reply, record):
+        self.steps.append("run")
+        return await super().run(ready, reply, record)
 
 
 @contextlib.asynccontextmanager

@@ -14,7 +14,7 @@ from typing import Protocol, Self, cast
 
 import httptools
 
-from engine_adapter.errors import EngineUnavailable
+from engine_adapter.errors import EngineDied, EngineGarbled, EngineUnreachable
 from engine_adapter.http.headers import HeaderPairs, Headers
 from engine_adapter.http.transport import OutgoingRequest, describe
 
@@ -96,13 +96,8 @@ class HttpResponse:
             parts.append(part)
             size += len(part)
             if size > MAX_WHOLE_BYTES:
-                raise EngineUnavailable(f"the engine's answer is longer than {MAX_WHOLE_BYTES >> 20} MiB")
+                raise EngineGarbled(f"the engine's answer is longer than {MAX_WHOLE_BYTES >> 20} MiB")
         return parts[0] if len(parts) == 1 else b"".join(parts)
-
-    def hang_up(self, reason: str) -> None:
-        """See `IncomingResponse.hang_up`."""
-        if self._connection is not None:
-            self._connection.fail(EngineUnavailable(reason))
 
     async def __aenter__(self) -> Self:
         return self
@@ -174,7 +169,7 @@ class HttpResponse:
         if 100 <= status < 200 and not is_switch:  # noqa: PLR2004 - HTTP
             return
         if not 100 <= status <= 599:  # noqa: PLR2004 - HTTP
-            connection.fail(EngineUnavailable(f"the engine answered with status {status}", dropped=True))
+            connection.fail(EngineGarbled(f"the engine answered with status {status}"))
             return
         self.headers = Headers(self._pairs)
         self.keeps_connection = connection.parser.should_keep_alive()
@@ -227,7 +222,7 @@ class Connection(asyncio.Protocol):
                 it is.
         """
         if self._is_lost:
-            raise EngineUnavailable("the engine closed the connection before a request was sent")
+            raise EngineUnreachable("the engine closed the connection before a request was sent")
         answer = self._answer = HttpResponse(
             self, has_body=request.method != "HEAD", may_switch=request.socket is not None
         )
@@ -305,7 +300,7 @@ class Connection(asyncio.Protocol):
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             if not answer.is_complete:
                 answer.forget(before)
-                self.fail(EngineUnavailable(f"the engine's answer is not HTTP/1.1: {error}", dropped=True))
+                self.fail(EngineGarbled(f"the engine's answer is not HTTP/1.1: {error}"))
                 return
             answer.overran = True
         if self._answer is not answer:
@@ -316,7 +311,7 @@ class Connection(asyncio.Protocol):
             self._head_bytes += len(data)
             if self._head_bytes > MAX_HEAD_BYTES:
                 too_long = f"the headers of the engine's answer are longer than {MAX_HEAD_BYTES} bytes"
-                self.fail(EngineUnavailable(too_long, dropped=True))
+                self.fail(EngineGarbled(too_long))
             return
         elif answer.is_full and not self._is_paused:
             self._is_paused = True
@@ -337,9 +332,9 @@ class Connection(asyncio.Protocol):
             self._end(answer)
             answer.wake()
         elif answer.status:
-            self.fail(EngineUnavailable(f"the engine stopped in mid-answer: {why}", dropped=True))
+            self.fail(EngineDied(f"the engine stopped in mid-answer: {why}"))
         else:
-            self.fail(EngineUnavailable(f"the engine gave no answer: {why}", dropped=True))
+            self.fail(EngineDied(f"the engine gave no answer: {why}"))
 
     def pause_writing(self) -> None:
         """See asyncio.BaseProtocol."""

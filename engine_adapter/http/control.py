@@ -123,7 +123,7 @@ class ControlClient:
                 OutgoingRequest(method, url, pairs, content, self._engine.tls), answer_s
             )
         except EngineUnavailable as error:
-            raise type(error)(f"{method} {path}: {error}", dropped=error.dropped) from error
+            raise type(error)(f"{method} {path}: {error}") from error
         except TimeoutError as error:
             raise EngineUnhealthy(f"{method} {path}: no answer within {answer_s:g} s") from error
         if not 200 <= status < 300:  # noqa: PLR2004 - HTTP

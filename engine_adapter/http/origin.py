@@ -9,7 +9,7 @@ import ssl
 
 import httpx
 
-from engine_adapter.errors import EngineUnavailable, EngineUnhealthy
+from engine_adapter.errors import EngineDied, EngineUnavailable, EngineUnhealthy, EngineUnreachable
 from engine_adapter.http.connection import Connection
 from engine_adapter.http.transport import describe
 
@@ -81,7 +81,7 @@ class Origin:
             else:
                 if self._hung_up is not None:
                     connection.close()
-                    raise EngineUnavailable(self._hung_up)
+                    raise EngineUnreachable(self._hung_up)
                 self._reached = address
                 # Not in `connection_made`: a caller that is cancelled right after it leaves a connection that
                 # uvloop closes without `connection_lost`.
@@ -95,7 +95,7 @@ class Origin:
         """Drops all connections, for good. Who waits for an answer gets EngineUnavailable with the reason."""
         self._hung_up = reason
         for connection in list(self._open):
-            connection.fail(EngineUnavailable(reason, dropped=True))
+            connection.fail(EngineDied(reason))
 
     async def aclose(self) -> None:
         """Closes all connections."""
@@ -164,7 +164,7 @@ class Origin:
             why = f"no answer within {self._connect_timeout_s:g} s"
         if isinstance(error, ssl.SSLCertVerificationError):
             why += "; name the authorities that signed its certificate: ca=FILE"
-        kind = EngineUnhealthy if isinstance(error, TimeoutError) else EngineUnavailable
+        kind = EngineUnhealthy if isinstance(error, TimeoutError) else EngineUnreachable
         return kind(f"cannot connect to {self._unix or self.host.decode('ascii')}: {why}")
 
 

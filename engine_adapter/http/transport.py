@@ -63,9 +63,6 @@ class IncomingResponse(Protocol):
     async def read(self) -> bytes:
         """The whole body, or what is left of it. Raises EngineUnavailable when the engine goes away."""
 
-    def hang_up(self, reason: str) -> None:
-        """Drops the connection. The reader of the body gets EngineUnavailable with that reason."""
-
     async def __aenter__(self) -> Self: ...
 
     async def __aexit__(self, *exc: object) -> None: ...

@@ -15,7 +15,13 @@ from typing import Any, TypeVar
 import msgspec
 
 from engine_adapter.body import UNREADABLE, JsonBody
-from engine_adapter.errors import EngineError, EngineRejected, EngineUnavailable
+from engine_adapter.errors import (
+    EngineDied,
+    EngineError,
+    EngineGarbled,
+    EngineRejected,
+    EngineUnavailable,
+)
 from engine_adapter.http.error_bodies import read_error
 from engine_adapter.llama_server.answer import DONE, stream_payloads
 
@@ -187,7 +193,7 @@ def _decode(payload: bytes, decoder: msgspec.json.Decoder[_T]) -> _T:
     try:
         return decoder.decode(payload)
     except UNREADABLE as error:
-        raise EngineUnavailable(f"llama-server sent an unreadable chunk: {error}") from error
+        raise EngineGarbled(f"llama-server sent an unreadable chunk: {error}") from error
 
 
 def _failed(payload: bytes, error: object) -> EngineError:
@@ -197,5 +203,5 @@ def _failed(payload: bytes, error: object) -> EngineError:
     return EngineUnavailable(message)
 
 
-def _broken_off() -> EngineUnavailable:
-    return EngineUnavailable("llama-server ended its answer too early")
+def _broken_off() -> EngineDied:
+    return EngineDied("llama-server ended its answer too early")

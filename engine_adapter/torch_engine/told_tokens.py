@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from array import array
 
-from engine_adapter.errors import EngineUnavailable
+from engine_adapter.errors import EngineDied, EngineGarbled
 from engine_adapter.hold import AnswerReader, Resumption
 
 _END = b"\n\n"
@@ -36,7 +36,8 @@ class ToldTokens(AnswerReader):
         """See `AnswerReader.feed`.
 
         Raises:
-            EngineUnavailable: the engine says that it ends, or tells what are no ids. Another one can go on.
+            EngineDied, EngineGarbled: the engine says that it ends, or tells what are no ids. Another one can
+                go on.
         """
         if self._held or not chunk.endswith(_END):
             searched = max(len(self._held) - 1, 0)  # half of an end may have arrived before
@@ -47,14 +48,14 @@ class ToldTokens(AnswerReader):
             chunk = bytes(self._held[:end])
             del self._held[:end]
         if _ENDS in chunk:
-            raise EngineUnavailable("the engine ended in mid-answer", dropped=True)
+            raise EngineDied("the engine ended in mid-answer")
         if b"\n: " not in chunk and (first := _TOLD.match(chunk)) is not None:  # one event, as nearly always
             self._told += b" " + first[1]
             return chunk[first.end() :]
         parts = _TOLD.split(chunk)
         events = b"".join(parts[::2])
         if _ODD.search(events) is not None:
-            raise EngineUnavailable("the engine told tokens that are no ids", dropped=True)
+            raise EngineGarbled("the engine told tokens that are no ids")
         self._told += b"".join(b" " + told for told in parts[1::2])
         return events
 

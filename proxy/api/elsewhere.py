@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from time import monotonic
 
-from engine_adapter import EngineUnavailable, Transport, Upload
+from engine_adapter import EngineDied, EngineGarbled, EngineUnavailable, Transport, Upload
 from proxy.api.exchange import Exchange
 from proxy.api.passing import pass_on
 from proxy.errors import NoEngine, NotFound
@@ -85,7 +85,7 @@ class Elsewhere:
                 try:
                     await pass_on(self._transport, to.socket, call, exchange, reply)
                 except EngineUnavailable as error:
-                    if error.dropped:  # it waits for the next owner from now on
+                    if isinstance(error, (EngineDied, EngineGarbled)):  # it waits for the next owner
                         deadline, dropped, is_late = monotonic() + WAIT_S, dropped + 1, False
                     if is_late or dropped == _MAX_DROPPED or not _is_repeatable(call):
                         raise NoEngine(

@@ -9,7 +9,6 @@ from __future__ import annotations
 from engine_adapter import EngineUnavailable, HeaderPairs, JsonBody, OutgoingRequest, Transport, Upload
 from proxy.api.exchange import Exchange
 from proxy.request.calls import Call, Reply
-from proxy.request.forward import tell_broken
 
 HOST = "http://kvpin"
 """The host of URLs that are asked over a Unix socket."""
@@ -45,7 +44,7 @@ async def pass_on(transport: Transport, socket: str, call: Call, exchange: Excha
             if isinstance(call.body, JsonBody):
                 call.body.forget()
             is_stream = response.headers.get("content-type", "").startswith(_EVENTS)
-            await reply.start(response.status, _kept(response.headers.raw))
+            await reply.start(response.status, _kept(response.headers.raw), is_events=is_stream)
             if call.socket is not None:
                 await reply.write(b"")  # the client waits for the head before it sends
             while chunk := await response.receive():
@@ -53,8 +52,7 @@ async def pass_on(transport: Transport, socket: str, call: Call, exchange: Excha
     except EngineUnavailable as error:
         if not reply.started:
             raise
-        if is_stream and not reply.complete:
-            await tell_broken(reply, error)
+        await reply.break_off(error)
         return  # without an end, on purpose: clients take that for a whole answer
     await reply.finish()
 

@@ -1,6 +1,6 @@
 """Warming: a completion of one token, so that a prefix's KV is there before it is needed.
 
-It takes the read path's own steps, `candidates`, `place` and `run_on`, like a client's request.
+It lives like a client's request: it waits for its turn, behind those of clients.
 """
 
 from __future__ import annotations
@@ -9,20 +9,24 @@ import uuid
 from functools import partial
 
 import msgspec
+from msgspec.structs import replace
 
 from engine_adapter import Capability, EngineRejected, Headers, JsonBody
 from proxy.control.operations import Operation, Operations, Part, new_operation, run_parts
 from proxy.control.target import Target
 from proxy.control.targets import Prefix, Targets
+from proxy.core.admission import MAX_PRIORITY
 from proxy.errors import BadRequest, NoEngine
 from proxy.fleet.engine import Engine
 from proxy.fleet.pool import no_engine_for
 from proxy.flow import Flow
+from proxy.headers import PRIORITY_HEADER
 from proxy.ready import Ready
 from proxy.request.calls import Call, Nobody, Reply
 from proxy.request.records import RequestRecord
 
 _PATH = "/v1/completions"
+_LAST = b"%d" % MAX_PRIORITY
 
 
 class Warming:
@@ -60,14 +64,12 @@ class Warming:
 
     async def warm_on(self, prefix: Prefix, engine: Engine, part: Part) -> None:
         """Computes the prefix on one engine."""
-        ready = _request(prefix)
-        candidates = [each for each in self._flow.candidates(ready) if each.engine == engine.id]
-        if not candidates:
+        ready = replace(_request(prefix), home=engine.id)
+        if not self._flow.candidates(ready):
             raise NoEngine(f"engine {engine.id!r} takes no requests now")
         part.total = len(prefix.chain.hashes)
         record = RequestRecord.of(ready.call)
-        placement = prefix.pool.place(candidates, prefix.chain)
-        await self._flow.run_on(ready, placement, Reply(Nobody()), record)
+        await self._flow.run(ready, Reply(Nobody()), record)
         if record.error is not None:
             raise EngineRejected(record.error, status=record.status or 502)
         part.done = part.total
@@ -98,7 +100,6 @@ def _request(prefix: Prefix) -> Ready:
     if prompt.extra_ids is not None:
         fields["extra_ids"] = prompt.extra_ids.tolist()
     body = JsonBody(msgspec.json.encode(fields))
-    call = Call(
-        f"warm-{uuid.uuid4().hex}", "POST", _PATH, Headers([(b"content-type", b"application/json")]), body
-    )
+    headers = Headers([(b"content-type", b"application/json"), (PRIORITY_HEADER.encode(), _LAST)])
+    call = Call(f"warm-{uuid.uuid4().hex}", "POST", _PATH, headers, body)
     return Ready(call, pool, prompt.salt, prompt.lora, prompt, prefix.chain)

@@ -20,7 +20,9 @@ from engine_adapter import (
     HttpTransport,
     JsonBody,
 )
+from proxy.attempt import Attempts
 from proxy.core.audit import Trust
+from proxy.core.life import Rules
 from proxy.errors import ProxyError
 from proxy.fleet.destinations import Destinations
 from proxy.fleet.engine import TOKENS_PER_BLOCK, EngineState
@@ -30,7 +32,7 @@ from proxy.flow import Flow
 from proxy.prompt import MediaUuids, PromptBuilder
 from proxy.ready import Preparation
 from proxy.request.calls import Call, Nobody, Reply
-from proxy.request.forward import Forwarder
+from proxy.request.migration import Room
 from proxy.request.records import RequestLog, RequestRecord
 from proxy.request.tenants import Tenants
 from proxy.tasks import Supervisor
@@ -97,11 +99,10 @@ class ProbedEngine:
             preparation=Preparation(
                 Destinations(fleet, isolated=False), tenants, MediaUuids(), {}, reuse=True
             ),
-            forwarder=Forwarder(self._transport),
-            ingest=self._ingest,
+            attempts=Attempts(self._transport, self._ingest, tenants, Room()),
             tenants=tenants,
             requests=self._records,
-            retries=0,
+            rules=Rules(retries=0),
             observe=lambda _record: None,
         )
 

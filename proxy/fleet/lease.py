@@ -6,13 +6,12 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from http import HTTPStatus
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Protocol, Self
 
 from msgspec.structs import replace
 
-from engine_adapter import EngineInfo, EngineUnavailable, Hold, IncomingResponse
+from engine_adapter import EngineInfo, Hold
 from proxy.core.index.blocks import BlockHash, Chain
 from proxy.core.peers.telling import Telling
 from proxy.core.placement.answers import Report
@@ -20,11 +19,6 @@ from proxy.core.placement.decision import NOTHING, Placement, predict
 from proxy.core.placement.gather import leader, patience_s
 from proxy.core.placement.load import Work
 from proxy.core.placement.placer import PlacedRequest, Placer
-from proxy.settings import TimeoutSettings
-
-# Seconds that an answer of a lost engine may be silent. An engine that only failed its health check, because
-# it is busy, still sends.
-SILENCE_S = 5.0
 
 
 class LeasedEngine(Protocol):
@@ -78,48 +72,15 @@ class PeerRequest:
         self.begun.set()
 
 
-class Patience:
-    """The part of a request that ends early, with EngineUnavailable, if `end` is called.
-
-    It cancels the request's task and takes that back, as asyncio.timeout does, which takes three times as
-    long: every request has one.
-    """
-
-    __slots__ = ("_cancelled_before", "_has_ended", "_reason", "_task")
-
-    def __init__(self) -> None:
-        self._task: asyncio.Task[Any] | None = None
-        self._cancelled_before = 0
-        self._has_ended = False
-        self._reason = ""
-
-    def end(self, reason: str) -> None:
-        """The engine was lost, or is too slow."""
-        if self._task is not None and not self._has_ended:
-            self._has_ended, self._reason = True, reason
-            self._task.cancel()
-
-    def __enter__(self) -> None:
-        self._task = asyncio.current_task()
-        self._cancelled_before = self._task.cancelling() if self._task is not None else 0
-
-    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
-        task, self._task = self._task, None
-        if task is None or not self._has_ended or task.uncancel() > self._cancelled_before:
-            return
-        if kind is asyncio.CancelledError:
-            raise EngineUnavailable(self._reason) from None
-
-
 @dataclass(slots=True, eq=False)
 class Lease:
     """A request's hold on an engine, as a context.
 
     Attributes:
-        arrived: when the request came, in monotonic seconds. It may have been on other engines since.
-        started: when it was placed here.
+        started: when it was placed here, in monotonic seconds.
         removals: blocks the engine had removed by then.
         ended: called once it is over.
+        on_lost: called if its engine is lost meanwhile.
         telling: tells other kvpins of it; None if there are none.
         first_byte_s: seconds from placement to the first byte; None before that.
         succeeded: the answer is complete, and its tokens are as predicted: the engine now holds the prompt.
@@ -133,10 +94,10 @@ class Lease:
     placement: Placement
     placer: Placer
     placed: PlacedRequest
-    arrived: float
     started: float
     removals: int
     ended: Callable[[Lease], None]
+    on_lost: Callable[[], None]
     telling: Telling | None = None
     first_byte_s: float | None = None
     succeeded: bool = False
@@ -144,10 +105,6 @@ class Lease:
     report: Report | None = None
     is_lost: bool = False
     begun: asyncio.Event = field(default_factory=asyncio.Event)
-    _patience: Patience = field(default_factory=Patience)
-    _answer: IncomingResponse | None = None
-    _seen: int = 0  # pieces of the answer, and when the last of them was seen
-    _seen_at: float = 0.0
 
     def __enter__(self) -> Self:
         self.engine.leases.add(self)
@@ -159,14 +116,6 @@ class Lease:
         self.engine.leases.discard(self)
         self.begun.set()
         self.ended(self)
-
-    def patience(self) -> Patience:
-        """Ends the wait for an answer when the engine is lost. Has no effect once the answer has begun.
-
-        Raises:
-            EngineUnavailable: the engine was lost. An engine that hangs never says so itself.
-        """
-        return self._patience
 
     async def gather(self) -> None:
         """Waits if another request is already computing this prefix and the engine would compute it twice.
@@ -244,18 +193,12 @@ class Lease:
         return self.engine.removals != self.removals
 
     def give_up(self) -> None:
-        """The engine is lost: ends the wait for its answer, or breaks off an answer that stays silent."""
+        """The engine is lost."""
         self.is_lost = True
-        if self._answer is not None:
-            self._watch(self._answer)
-        else:  # soon: an answer that is being read has begun by then
-            self._end_soon("the engine was lost before it answered")
+        self.on_lost()
 
-    def first_byte(self, answer: IncomingResponse, *, streamed: bool) -> None:
+    def first_byte(self, *, streamed: bool) -> None:
         """The answer has begun. A stream's first byte is its first token; other answers are whole by then."""
-        self._answer = answer
-        if self.is_lost:
-            self._watch(answer)
         self.first_byte_s = time.monotonic() - self.started
         self.begun.set()
         if streamed:
@@ -264,38 +207,3 @@ class Lease:
             self.placer.answered(time.monotonic(), self.placed)
         if self.telling is not None:
             (self.telling.first_token if streamed else self.telling.answered)()
-
-    def end_if_late(self, now: float, limits: TimeoutSettings) -> None:
-        """Ends the request if its engine takes too long. Called every now and then."""
-        answer, total_s = self._answer, limits.total_s
-        if total_s is not None and now - self.arrived > total_s:
-            reason = f"the request took longer than {total_s:g} s"
-            if answer is None:
-                self._end_soon(reason)
-            else:
-                answer.hang_up(reason)
-        elif answer is None:
-            if now - self.started > limits.first_byte_s:
-                self._end_soon(f"the engine did not answer within {limits.first_byte_s:g} s")
-        elif answer.status == HTTPStatus.SWITCHING_PROTOCOLS:
-            return  # a WebSocket may be silent for as long as its two ends like
-        elif answer.received != self._seen:
-            self._seen, self._seen_at = answer.received, now
-        elif now - self._seen_at > limits.idle_s:
-            answer.hang_up(f"nothing of the answer came for {limits.idle_s:g} s")
-
-    def _end_soon(self, reason: str) -> None:
-        asyncio.get_running_loop().call_soon(self._end_patience, reason)
-
-    def _end_patience(self, reason: str) -> None:
-        if self._answer is None:
-            self._patience.end(reason)
-
-    def _watch(self, answer: IncomingResponse) -> None:
-        """Breaks the answer off if nothing is received for `SILENCE_S`."""
-        asyncio.get_running_loop().call_later(SILENCE_S, _end_if_silent, answer, answer.received)
-
-
-def _end_if_silent(answer: IncomingResponse, received: int) -> None:
-    if answer.received == received:
-        answer.hang_up("the engine was lost in mid-answer")

@@ -24,7 +24,6 @@ from proxy.fleet.fleet import Fleet
 from proxy.fleet.ingest import Ingest
 from proxy.fleet.tokenisation import Tokenisation
 from proxy.prompt import PromptTables
-from proxy.settings import TimeoutSettings
 from proxy.tasks import Supervisor
 
 log = structlog.get_logger(__name__)
@@ -56,7 +55,6 @@ class Monitor:
         timeout_s: how long one check may take.
         isolated: there are several tenants; an engine that cannot keep their KV apart is refused, unless its
             `share_kv` allows it.
-        timeouts: how long the answers of an engine may take.
 
     Attributes:
         split: told of each engine that connects, with the data-parallel ranks of its server. Whether the
@@ -73,7 +71,6 @@ class Monitor:
         interval_s: float,
         timeout_s: float,
         isolated: bool = False,
-        timeouts: TimeoutSettings | None = None,
     ) -> None:
         self._fleet = fleet
         self._tasks = tasks
@@ -82,7 +79,6 @@ class Monitor:
         self._interval_s = interval_s
         self._timeout_s = timeout_s
         self._isolated = isolated
-        self._timeouts = timeouts or TimeoutSettings()
         self._tokenisation = Tokenisation(tasks, tables)
         self._findings: dict[str, tuple[Finding, ...]] = {}  # logged, by engine
         self.split: Split = lambda _engine, _ranks: False
@@ -171,8 +167,6 @@ class Monitor:
             else:
                 failures = 0
             _require_mine(engine)
-            for lease in engine.leases:
-                lease.end_if_late(monotonic(), self._timeouts)
 
     async def _check_in_time(self, engine: Engine) -> None:
         """A health check; another one if kvpin itself was held up meanwhile, which is not the engine's fault.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Container, Hashable, Iterator, Sequence
+from collections.abc import Callable, Container, Hashable, Iterator, Sequence
 from functools import lru_cache, partial
 from time import monotonic
 from typing import Any
@@ -247,13 +247,13 @@ class Pool:
         streams: bool = False,
         known: bool = True,
         session: Session | None = None,
-        arrived: float | None = None,
+        on_lost: Callable[[], None] = lambda: None,
     ) -> Lease:
         """A request's hold on its engine, to be entered at once: counts its load, marks its blocks pending.
 
         Nothing is learned from a request whose tokens are not all `known`.
 
-        `arrived`: when the request came, in monotonic seconds; None for now.
+        `on_lost` is called if the engine is lost meanwhile.
         """
         engine, now = self.engines[placement.engine], monotonic()
         key = self._key_of(session)
@@ -265,9 +265,8 @@ class Pool:
                 engine.id, placement.work, chain, streams=streams, known=known, session=digest
             )
         ended = partial(self._ended, engine)
-        arrived = now if arrived is None else arrived
         return Lease(
-            engine, placement, self.placer, placed, arrived, now, engine.removals, ended, telling=telling
+            engine, placement, self.placer, placed, now, engine.removals, ended, on_lost, telling=telling
         )
 
     def _key_of(self, session: Session | None) -> Hashable:

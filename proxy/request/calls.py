@@ -182,6 +182,8 @@ class Reply:
     Attributes:
         dialect: how the client's API words errors.
         started: status and headers were sent.
+        is_events: the answer is a stream of events.
+        waits: a write waits until the client takes more.
         complete: the client has the whole answer. A disconnect from now on is no cancellation.
         completed: when the client got the end of the answer, in monotonic seconds; None before that.
         events: number of stream events sent.
@@ -189,14 +191,17 @@ class Reply:
         on_start: called when the answer begins. From then on no other engine can be tried.
     """
 
-    __slots__ = ("_client", "complete", "completed", "dialect", "events", "on_start", "recorded", "started")
+    __slots__ = (
+        "_client", "complete", "completed", "dialect", "events", "is_events", "on_start", "recorded",
+        "started", "waits",
+    )  # fmt: skip
 
     def __init__(self, client: Client, dialect: Dialect = OPENAI) -> None:
         self._client = client
         self.dialect = dialect
         self.on_start: Callable[[], None] | None = None
         self.started = False
-        self.complete = self.recorded = False
+        self.complete = self.recorded = self.is_events = self.waits = False
         self.completed: float | None = None
         self.events = 0
 
@@ -204,12 +209,12 @@ class Reply:
         """Lets what `wrap` makes of the client get the answer, which has not begun."""
         self._client = wrap(self._client)
 
-    async def start(self, status: int, headers: HeaderPairs) -> None:
+    async def start(self, status: int, headers: HeaderPairs, *, is_events: bool = False) -> None:
         """Sends status and headers; names are in lower case. Those of another engine that goes on with the
         answer are not sent."""
         if not self.started:
             self._client.start(status, headers)
-        self.started = True
+        self.started, self.is_events = True, is_events
         if self.on_start is not None:
             self.on_start()
 
@@ -221,7 +226,7 @@ class Reply:
         self.events += chunk.count(_EVENT_END) or chunk.count(_EVENT_END_CR)
         self._client.write(chunk)
         if self._client.is_full:
-            await self._client.drain()
+            await self._drain()
 
     async def finish(self, chunk: bytes = b"") -> None:
         """Sends the last body bytes."""
@@ -229,4 +234,16 @@ class Reply:
             self.complete, self.completed = True, time.monotonic()
         self._client.finish(chunk)
         if self._client.is_full:
-            await self._client.drain()
+            await self._drain()
+
+    async def break_off(self, error: Exception) -> None:
+        """Tells the client that its stream ends before its answer does. Without the end of the body: clients
+        take a clean end for a whole answer."""
+        if self.is_events and not self.complete:
+            body = self.dialect.error(502, str(error), kind="server_error")
+            await self.write(b"\n\n" + self.dialect.error_event(body))
+
+    async def _drain(self) -> None:
+        self.waits = True
+        await self._client.drain()
+        self.waits = False

@@ -1,4 +1,4 @@
-"""The code of each class of errors, and the shape of an error (OpenAI's)."""
+"""The code and the cause of each class of errors, and the shape of an error (OpenAI's)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,12 @@ import msgspec
 
 from engine_adapter import (
     ChatError,
+    EngineDied,
+    EngineDiverged,
     EngineError,
+    EngineGarbled,
+    EngineLate,
+    EngineLost,
     EngineRejected,
     EngineSpecError,
     EngineTaken,
@@ -19,6 +24,7 @@ from engine_adapter import (
     PromptTableError,
 )
 from proxy import errors
+from proxy.core.life import Cause
 from proxy.error_codes import Code
 
 NO_MORE: Mapping[str, object] = MappingProxyType({})
@@ -37,6 +43,7 @@ CODES: dict[type[Exception], Code] = {
     errors.EncodedBody: Code.ENCODED_BODY,
     errors.RateLimited: Code.RATE_LIMIT_EXCEEDED,
     errors.Overloaded: Code.OVERLOADED,
+    errors.TimeLimit: Code.TIME_LIMIT,
     errors.NoEngine: Code.NO_ENGINE,
     errors.EngineFailed: Code.ENGINE_FAILED,
     errors.ProxyError: Code.INTERNAL_ERROR,
@@ -52,6 +59,32 @@ CODES: dict[type[Exception], Code] = {
     EngineRejected: Code.ENGINE_REJECTED,
     EngineError: Code.ENGINE_ERROR,
 }
+
+
+# The causes by which a request's life is decided; see `core/life/`. A subclass that is not listed has that of
+# its nearest base; a request that has none of these is wrong.
+CAUSES: dict[type[BaseException], Cause] = {
+    EngineUnavailable: Cause.ENGINE_UNREACHABLE,
+    EngineDied: Cause.ENGINE_DIED,
+    EngineGarbled: Cause.ENGINE_GARBLED,
+    EngineLate: Cause.ENGINE_LATE,
+    EngineLost: Cause.ENGINE_LOST,
+    EngineDiverged: Cause.DIVERGED,
+    errors.RateLimited: Cause.QUOTA,
+    errors.Overloaded: Cause.OVERLOADED,
+    errors.NoEngine: Cause.NO_ENGINE,
+    errors.EngineFailed: Cause.NO_ENGINE,
+    errors.SlowBody: Cause.CLIENT_SLOW,
+    errors.TimeLimit: Cause.OUR_LIMIT,
+    EngineError: Cause.INVALID,
+    errors.ProxyError: Cause.INVALID,
+    msgspec.DecodeError: Cause.INVALID,
+}
+
+
+def cause_of(error: BaseException) -> Cause:
+    """The cause that an error is; `BUG` for one that is not expected."""
+    return next((CAUSES[base] for base in type(error).__mro__ if base in CAUSES), Cause.BUG)
 
 
 def code_of(error: Exception) -> Code:

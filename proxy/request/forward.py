@@ -4,7 +4,6 @@ send → refused (REFUSALS)       raise: nothing was sent to the client, so anot
      → any other error          pass on with its status, as the client's API words errors
      → JSON                     read whole, so that an engine that dies in mid-answer costs the client nothing
      → stream                   pass on chunk by chunk; if the engine dies, another one may go on with it
-                                (migration.py), else send an error event and break off
      → stream, JSON wanted      read whole and assemble (for adapters that must stream)
      → a WebSocket              pass on both ways, byte for byte, until one side closes it
 """
@@ -14,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Protocol
 
 import msgspec
 from msgspec.structs import replace
@@ -23,6 +21,8 @@ from engine_adapter import (
     UNREAD,
     AnswerReader,
     EngineAdapter,
+    EngineDied,
+    EngineGarbled,
     EngineRejected,
     EngineUnavailable,
     HeaderPairs,
@@ -40,6 +40,7 @@ from proxy.error_codes import Code
 from proxy.headers import REQUEST_ID_HEADER, SHOULD_RETRY_HEADER
 from proxy.request.answer_headers import of_cached, of_json, pairs, passed_on, told_with_error
 from proxy.request.calls import Call, Reply
+from proxy.request.migration import Passage
 from proxy.request.retries import REFUSALS, is_no_websocket
 from proxy.request.transcript import is_whole
 
@@ -49,94 +50,196 @@ _EVENTS, _JSON = "text/event-stream", "application/json"
 _TAIL_BYTES = 8192
 
 
-# Called with an answer when it begins.
-OnFirstByte = Callable[[IncomingResponse], None]
-
-
-class Passage(Protocol):
-    """A stage that a stream passes on its way to the client, so that another engine can go on with it."""
-
-    def feed(self, chunk: bytes) -> bytes:
-        """Takes the stream's next bytes; returns those for the client.
-
-        Raises:
-            EngineUnavailable: the engine's answer does not fit.
-        """
-
-    def finish(self) -> bytes:
-        """The bytes still held back, of a stream that is over."""
-
-
-class Outcome(msgspec.Struct, frozen=True):
-    """The result of a forwarded request: the status sent to the client, an error in mid-answer, and what the
-    engine reported: cached tokens, generated tokens, and its own timing of the prefill if the answer is no
-    stream. `broken_off`: the client was told nothing of the error yet; another engine may go on."""
+class Forwarded(msgspec.Struct, frozen=True):
+    """A complete answer: the status that the client got, the engine's own error about the request, and what
+    the engine reported: cached tokens, generated tokens, and its own timing of the prefill if the answer is
+    no stream."""
 
     status: int
     cached_tokens: int | None = None
     error: str | None = None
     output_tokens: int | None = None
     prefill: tuple[int, float] | None = None
-    broken_off: bool = False
 
 
-class Forwarder:
-    """Sends requests to engines through the one transport."""
+@dataclass(slots=True, eq=False)
+class Forwarding:
+    """One request on its way to one engine, and the answer on its way back.
 
-    def __init__(self, transport: Transport) -> None:
-        self._transport = transport
+    Attributes:
+        adapter: the engine's adapter.
+        call: the request.
+        hold: the body for the engine, and who reads the answer as it passes.
+        reply: the way back to the client.
+        headers: added to the answer.
+        refusals: statuses with which the engine leaves the request to another one.
+        passage: what a stream passes; None if it ends with its engine.
+        begins: called with the answer when it begins, and `cached`.
+        cached: cached tokens that the headers of the answer tell; None if they do not.
+    """
 
-    async def forward(
-        self,
-        adapter: EngineAdapter,
-        call: Call,
-        hold: Hold,
-        reply: Reply,
-        headers: Mapping[str, str],
-        on_first_byte: OnFirstByte,
-        refusals: Container[int],
-        passage: Passage | None,
-    ) -> Outcome:
+    adapter: EngineAdapter
+    call: Call
+    hold: Hold
+    reply: Reply
+    headers: Mapping[str, str]
+    refusals: Container[int]
+    passage: Passage | None
+    begins: Callable[[IncomingResponse, int | None], None]
+    cached: int | None = None
+
+    async def run(self, transport: Transport) -> Forwarded:
         """Forwards and answers.
 
-        Args:
-            adapter: the engine's adapter.
-            call: the request.
-            hold: the body for the engine, and who reads the answer as it passes.
-            reply: the way back to the client.
-            headers: added to the answer.
-            on_first_byte: called when the answer begins.
-            refusals: statuses with which the engine leaves the request to another one.
-            passage: what a stream passes; None if it ends with its engine.
-
         Raises:
-            EngineUnavailable, EngineRejected: before anything of this engine was sent to the client.
+            EngineUnavailable, EngineRejected: the engine failed. What the client has of its answer is what
+                `reply` has sent.
         """
         # Nothing here keeps the request: its body may be long.
-        async with await self._transport.send(_outgoing(adapter, call, hold)) as response:
+        async with await transport.send(self._outgoing()) as response:
+            call = self.call
             if call.socket is not None and is_no_websocket(response.status):
                 raise _no_websocket(response.status, read_error(await response.read()).message)
             if response.status >= 400:  # noqa: PLR2004 - HTTP
-                as_it_is = call.native is not None and call.socket is None
-                return await _answer_error(response, reply, headers, refusals, as_it_is=as_it_is)
-            kept, reader = passed_on(response, adapter.spec), hold.answer
-            if reader is not None:  # it may change the length
-                kept = [pair for pair in kept if pair[0] != b"content-length"]
-            cached = adapter.cached_tokens(response.headers)
-            answer = _Answer(response, reply, kept + pairs(headers), reader, on_first_byte, cached)
+                return await self._as_error(response)
+            self.cached = self.adapter.cached_tokens(response.headers)
+            headers = self._headers(response)
             if call.socket is not None:
-                return await answer.as_websocket()
+                return await self._as_websocket(response, headers)
             is_events = _is_of(response, _EVENTS)
-            if reply.started and not is_events:
-                raise EngineUnavailable("the engine that was to go on with a stream sent none")
+            if self.reply.started and not is_events:
+                raise EngineGarbled("the engine that was to go on with a stream sent none")
             if _is_of(response, _JSON):
-                is_plain = response.headers.get("content-encoding") is None
-                return await answer.as_json(
-                    must_be_json=is_plain and call.runs_prompt and call.native is None
-                )
+                return await self._as_json(response, headers)
+            reader = self.hold.answer
             if reader is not None and reader.assembles:
-                return await answer.assembled(reader)
-            return await answer.as_stream(passage if is_events else None)
+                return await self._assembled(response, headers, reader)
+            return await self._as_stream(response, headers, is_events=is_events)
+
+    def _outgoing(self) -> OutgoingRequest:
+        """The request for the engine."""
+        call = self.call
+        request = self.adapter.prepare(call.method, call.path, call.headers, self.hold.body)
+        return request if call.socket is None else replace(request, socket=call.socket)
+
+    def _headers(self, response: IncomingResponse) -> HeaderPairs:
+        """The headers that the client gets. A reader of the answer may change its length."""
+        kept = passed_on(response, self.adapter.spec)
+        if self.hold.answer is not None:
+            kept = [pair for pair in kept if pair[0] != b"content-length"]
+        return kept + pairs(self.headers)
+
+    async def _as_json(self, response: IncomingResponse, headers: HeaderPairs) -> Forwarded:
+        """Sends nothing before all of it is here and readable: until then another engine can be tried."""
+        content, reader = await response.read(), self.hold.answer
+        usage = read_answer_usage(content)
+        is_plain = response.headers.get("content-encoding") is None
+        must_be_json = is_plain and self.call.runs_prompt and self.call.native is None
+        if usage is UNREAD and must_be_json and not is_json(content):
+            raise EngineGarbled("the engine's answer is not JSON")
+        self.begins(response, self.cached)
+        cached = self.cached if self.cached is not None else usage.cached_tokens
+        if reader is not None:
+            kept = reader.feed(content)
+            if not reader.assembles:
+                content = kept + reader.finish()
+                cached = reader.cached_tokens() if cached is None else cached
+        return await self._send(response.status, content, headers, cached, usage)
+
+    async def _assembled(
+        self, response: IncomingResponse, headers: HeaderPairs, reader: AnswerReader
+    ) -> Forwarded:
+        """Sends nothing before the engine's stream is complete: until then another engine can be tried."""
+        while chunk := await response.receive():
+            reader.feed(chunk)
+        content = reader.finish()
+        self.begins(response, self.cached)
+        usage = read_answer_usage(content)
+        return await self._send(response.status, content, of_json(headers), reader.cached_tokens(), usage)
+
+    async def _send(
+        self, status: int, content: bytes, headers: HeaderPairs, cached: int | None, usage: Usage
+    ) -> Forwarded:
+        await self.reply.start(status, [*headers, *of_cached(cached)])
+        await self.reply.finish(content)
+        return Forwarded(status, cached, output_tokens=usage.output_tokens, prefill=usage.prefill)
+
+    async def _as_stream(
+        self, response: IncomingResponse, headers: HeaderPairs, *, is_events: bool
+    ) -> Forwarded:
+        """Sends nothing before the engine's first byte: until then another engine can be tried."""
+        reply, reader, cached = self.reply, self.hold.answer, self.cached
+        passage = self.passage if is_events else None
+        stream = _Stream(response, reader, passage, lambda: self.begins(response, cached))
+        first = chunk = await stream.receive()
+        await reply.start(response.status, [*headers, *of_cached(cached)], is_events=is_events)
+        try:
+            while chunk:
+                await reply.write(chunk)
+                chunk = await stream.receive()
+        except EngineUnavailable:
+            if not reply.complete:
+                raise
+        if rest := stream.finish():
+            await reply.write(rest)
+        told = reader.cached_tokens() if reader is not None else None
+        cached = cached if told is None else told
+        await reply.finish()
+        usage = read_streamed_usage(bytes(stream.tail))
+        if cached is None:
+            # /v1/messages reports it in the first event, other routes in the last.
+            cached = usage.cached_tokens
+            cached = cached if cached is not None else read_streamed_usage(first).cached_tokens
+        return Forwarded(response.status, cached, output_tokens=usage.output_tokens)
+
+    async def _as_websocket(self, response: IncomingResponse, headers: HeaderPairs) -> Forwarded:
+        """Passes a WebSocket on. What the client sends is sent meanwhile."""
+        self.begins(response, self.cached)
+        await self.reply.start(response.status, headers)
+        chunk = b""  # the head leaves at once: the client waits for it before it sends
+        while True:
+            await self.reply.write(chunk)
+            if not (chunk := await response.receive()):
+                break
+        await self.reply.finish()
+        return Forwarded(response.status)
+
+    async def _as_error(self, response: IncomingResponse) -> Forwarded:
+        """Passes the engine's error on: as it is on a route of the engine's own, else in the words of the
+        client's API.
+
+        Raises:
+            EngineRejected: another engine may succeed.
+        """
+        content, reply = await response.read(), self.reply
+        error, told = read_error(content), told_with_error(response.headers)
+        status = HTTPStatus.BAD_REQUEST if error.is_clients else response.status
+        # With this header the engine says: the request itself is the cause.
+        is_refusal = status in self.refusals and told.get(SHOULD_RETRY_HEADER) != "false"
+        if is_refusal or reply.started:  # in the middle of a stream, another engine may still go on with it
+            raise EngineRejected(
+                error.message,
+                status=status,
+                param=error.param,
+                type=error.type,
+                code=error.code,
+                more=error.more,
+                headers=told,
+            )
+        as_it_is = self.call.native is not None and self.call.socket is None
+        body = reply.dialect.error(
+            status,
+            error.message,
+            kind=error.type or ("server_error" if status in REFUSALS else _CLIENTS),
+            param=error.param,
+            code=error.code,
+            request_id=self.headers.get(REQUEST_ID_HEADER),
+            more=error.more,
+        )
+        content_type = response.headers.get("content-type", "") if as_it_is else _JSON
+        await reply.start(status, pairs({"content-type": content_type, **told, **self.headers}))
+        await reply.finish(content if as_it_is else body)
+        return Forwarded(status, error=error.message)
 
 
 def _is_of(response: IncomingResponse, content_type: str) -> bool:
@@ -149,108 +252,6 @@ def _no_websocket(status: int, said: str) -> EngineRejected:
     if status == HTTPStatus.FORBIDDEN:
         return EngineRejected(text, status=status)
     return EngineRejected(text, status=404, type=_CLIENTS, code=Code.NOT_FOUND)
-
-
-def _outgoing(adapter: EngineAdapter, call: Call, hold: Hold) -> OutgoingRequest:
-    """The request for the engine."""
-    request = adapter.prepare(call.method, call.path, call.headers, hold.body)
-    return request if call.socket is None else replace(request, socket=call.socket)
-
-
-@dataclass(slots=True, eq=False)
-class _Answer:
-    """An engine's good answer, on its way to the client.
-
-    Attributes:
-        response: the engine's.
-        reply: the way back to the client.
-        headers: those that the client gets.
-        reader: reads the answer as it passes, and may change it; None if nobody does.
-        begins: called when it begins.
-        cached: cached tokens that the engine's headers tell; None if they do not.
-    """
-
-    response: IncomingResponse
-    reply: Reply
-    headers: HeaderPairs
-    reader: AnswerReader | None
-    begins: OnFirstByte
-    cached: int | None
-
-    async def as_json(self, *, must_be_json: bool) -> Outcome:
-        """Sends nothing before all of it is here and readable: until then another engine can be tried."""
-        content, reader = await self.response.read(), self.reader
-        usage = read_answer_usage(content)
-        if usage is UNREAD and must_be_json and not is_json(content):
-            raise EngineUnavailable("the engine's answer is not JSON", dropped=True)
-        self.begins(self.response)
-        reported = self.cached if self.cached is not None else usage.cached_tokens
-        if reader is not None:
-            kept = reader.feed(content)
-            if not reader.assembles:
-                content = kept + reader.finish()
-                reported = reader.cached_tokens() if reported is None else reported
-        return await self._send(content, self.headers, reported, usage)
-
-    async def assembled(self, reader: AnswerReader) -> Outcome:
-        """Sends nothing before the engine's stream is complete: until then another engine can be tried."""
-        while chunk := await self.response.receive():
-            reader.feed(chunk)
-        content = reader.finish()
-        self.begins(self.response)
-        return await self._send(
-            content, of_json(self.headers), reader.cached_tokens(), read_answer_usage(content)
-        )
-
-    async def _send(self, content: bytes, headers: HeaderPairs, cached: int | None, usage: Usage) -> Outcome:
-        await self.reply.start(self.response.status, [*headers, *of_cached(cached)])
-        await self.reply.finish(content)
-        return Outcome(self.response.status, cached, output_tokens=usage.output_tokens, prefill=usage.prefill)
-
-    async def as_stream(self, passage: Passage | None) -> Outcome:
-        """Sends nothing before the engine's first byte: until then another engine can be tried."""
-        status, reply, cached = self.response.status, self.reply, self.cached
-        stream = _Stream(self.response, self.reader, passage, self.begins)
-        first = await stream.receive()
-        await reply.start(status, [*self.headers, *of_cached(cached)])
-        try:
-            chunk = first
-            while chunk:
-                await reply.write(chunk)
-                chunk = await stream.receive()
-        except EngineUnavailable as error:
-            if not reply.complete:
-                if passage is None and _is_of(self.response, _EVENTS):
-                    await tell_broken(reply, error)
-                # No `finish`, on purpose: clients take a clean end for a complete answer.
-                return Outcome(status, cached, error=str(error), broken_off=passage is not None)
-        rest = stream.finish()
-        if rest:
-            await reply.write(rest)
-        told = self.reader.cached_tokens() if self.reader is not None else None
-        cached = cached if told is None else told
-        await reply.finish()
-        usage = read_streamed_usage(bytes(stream.tail))
-        if cached is None:
-            # /v1/messages reports it in the first event, other routes in the last.
-            cached = usage.cached_tokens
-            cached = cached if cached is not None else read_streamed_usage(first).cached_tokens
-        return Outcome(status, cached, output_tokens=usage.output_tokens)
-
-    async def as_websocket(self) -> Outcome:
-        """Passes a WebSocket on. What the client sends is sent meanwhile."""
-        self.begins(self.response)
-        await self.reply.start(self.response.status, self.headers)
-        try:
-            chunk = b""  # the head leaves at once: the client waits for it before it sends
-            while True:
-                await self.reply.write(chunk)
-                if not (chunk := await self.response.receive()):
-                    break
-        except EngineUnavailable as error:
-            return Outcome(self.response.status, error=str(error))
-        await self.reply.finish()
-        return Outcome(self.response.status)
 
 
 class _Stream:
@@ -267,12 +268,12 @@ class _Stream:
         response: IncomingResponse,
         reader: AnswerReader | None,
         passage: Passage | None,
-        begins: OnFirstByte,
+        begins: Callable[[], None],
     ) -> None:
         self._response = response
         self._reader = reader
         self._passage = passage
-        self._begins: OnFirstByte | None = begins
+        self._begins: Callable[[], None] | None = begins
         self.tail = bytearray()
 
     async def receive(self) -> bytes:
@@ -282,8 +283,7 @@ class _Stream:
             EngineUnavailable: the engine failed, or ended an answer too early with which another can go on.
         """
         while chunk := await self._response.receive():
-            if self._begins is not None:
-                self._note_begin(self._begins)
+            self._note_begin()
             self.tail += chunk
             if len(self.tail) > 2 * _TAIL_BYTES:
                 del self.tail[:-_TAIL_BYTES]
@@ -292,10 +292,9 @@ class _Stream:
                 kept = self._passage.feed(kept)
             if kept:
                 return kept
-        if self._begins is not None:
-            self._note_begin(self._begins)
+        self._note_begin()
         if self._passage is not None and not is_whole(bytes(self.tail)):
-            raise EngineUnavailable("the engine ended its answer too early", dropped=True)
+            raise EngineDied("the engine ended its answer too early")
         return b""
 
     def finish(self) -> bytes:
@@ -303,57 +302,7 @@ class _Stream:
         rest = self._reader.finish() if self._reader is not None else b""
         return rest if self._passage is None else self._passage.feed(rest) + self._passage.finish()
 
-    def _note_begin(self, begins: OnFirstByte) -> None:
-        self._begins = None
-        begins(self._response)
-
-
-async def tell_broken(reply: Reply, error: Exception) -> None:
-    """Tells the client that its stream ends before its answer does."""
-    body = reply.dialect.error(502, str(error), kind="server_error")
-    await reply.write(b"\n\n" + reply.dialect.error_event(body))
-
-
-async def _answer_error(
-    response: IncomingResponse,
-    reply: Reply,
-    headers: Mapping[str, str],
-    refusals: Container[int],
-    *,
-    as_it_is: bool,
-) -> Outcome:
-    """Passes the engine's error on, as the client's API words errors or `as_it_is`.
-
-    Raises:
-        EngineRejected: another engine may succeed.
-    """
-    content = await response.read()
-    error, told = read_error(content), told_with_error(response.headers)
-    status = HTTPStatus.BAD_REQUEST if error.is_clients else response.status
-    # With this header the engine says: the request itself is the cause.
-    is_refusal = status in refusals and told.get(SHOULD_RETRY_HEADER) != "false"
-    if is_refusal or reply.started:  # in the middle of a stream, another engine may still go on with it
-        raise EngineRejected(
-            error.message,
-            status=status,
-            param=error.param,
-            type=error.type,
-            code=error.code,
-            more=error.more,
-            headers=told,
-        )
-    kind = error.type or ("server_error" if status in REFUSALS else _CLIENTS)
-    body = reply.dialect.error(
-        status,
-        error.message,
-        kind=kind,
-        param=error.param,
-        code=error.code,
-        request_id=headers.get(REQUEST_ID_HEADER),
-        more=error.more,
-    )
-    content_type = response.headers.get("content-type", "") if as_it_is else _JSON
-    every = {"content-type": content_type, **told, **headers}
-    await reply.start(status, pairs(every))
-    await reply.finish(content if as_it_is else body)
-    return Outcome(status, error=error.message)
+    def _note_begin(self) -> None:
+        begins, self._begins = self._begins, None
+        if begins is not None:
+            begins()

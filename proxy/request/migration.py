@@ -1,23 +1,21 @@
-"""Decides whether a stream can go on on another engine when its own dies in mid-answer, and how.
+"""Which streams another engine goes on with when theirs dies in mid-answer, and what they pass for it.
 
 the engine tells its tokens  → another engine of its kind takes them, and computes only what follows
 greedy decoding              → another engine of its kind runs the request again; what was sent is left out
 anything else                → the stream ends with an error event
 
-The second way takes longer, but needs nothing of the engine. It is checked: a different text ends the stream.
+The second way takes longer, but needs nothing of the engine. It is checked: a different text ends that
+attempt, and the next engine is tried. Each attempt has a passage of its own, made from what the client has.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-
-import msgspec
 
 from engine_adapter import Hold, JsonBody, Resumption
 from proxy.request.calls import Call
 from proxy.request.splice import Splice
-from proxy.request.transcript import Transcript
+from proxy.request.transcript import Told, Transcript
 
 ROUTES = frozenset({"/v1/chat/completions", "/v1/completions"})
 MAX_BODIES = 256 << 20
@@ -46,88 +44,70 @@ class Room:
         self.used -= size
 
 
-class Continuation(msgspec.Struct, frozen=True):
-    """The continuation of a stream on another engine.
+class Passage:
+    """What one attempt's stream passes on its way to the client, so that another engine can go on with it."""
 
-    Attributes:
-        call: the request for the next engine.
-        kind: the kind of the engines that can serve it.
-        resumption: what that engine need not compute again; None if it runs the request from its beginning.
-    """
-
-    call: Call
-    kind: str
-    resumption: Resumption | None
-
-
-@dataclass(slots=True)
-class Migration:
-    """One request's way to another engine in mid-answer.
-
-    Attributes:
-        room: where its body is kept.
-        is_on: another engine may be tried at all.
-    """
-
-    room: Room
-    is_on: bool
-    _call: Call | None = None
-    _kind: str = ""
-    _size: int = 0
-    _sent: Transcript | None = None
-    _splice: Splice | None = None
-    _resume: Callable[[], Resumption] | None = field(default=None, repr=False)
-
-    @property
-    def keeps_body(self) -> bool:
-        """Whether the request's body must not be freed yet."""
-        return self._size > 0
-
-    def passage(self, call: Call, hold: Hold, kind: str) -> Transcript | Splice | None:
-        """The stage that the stream passes on its way to the client; None if it ends with its engine.
+    def __init__(self, kind: str, resume: Callable[[], Resumption] | None, before: Told | None) -> None:
+        """A passage.
 
         Args:
-            call: the request.
-            hold: its hold on an engine.
-            kind: the engine's kind.
+            kind: the engine's.
+            resume: tells the answer's tokens; None to keep its text.
+            before: what the client has already.
         """
-        self.close()
-        if self._splice is not None:
-            return self._splice
-        if not (self.is_on and call.streams and call.route in ROUTES and isinstance(call.body, JsonBody)):
-            return None
-        size = len(call.body.raw)
-        if (hold.resume is None and not _is_greedy(call.body)) or not self.room.take(size):
-            return None
-        self._call, self._kind, self._size, self._resume = call, kind, size, hold.resume
-        self._sent = Transcript(keeps_text=hold.resume is None)
-        return self._sent
+        self._kind, self._resume, self._before = kind, resume, before
+        # After tokens, only tokens tell the whole answer.
+        self._is_known = resume is not None or before is None or before.resumption is None
+        self._splice = Splice(before) if before is not None else None
+        self._sent = Transcript(before, keeps_text=resume is None)
 
-    def go_on(self, cached_tokens: int | None) -> Continuation | None:
-        """The continuation of the stream after its engine died; None if it cannot go on.
+    def feed(self, chunk: bytes) -> bytes:
+        """Takes the stream's next bytes; returns those for the client.
 
-        `cached_tokens`: prompt tokens that the engine reused, if it told.
+        Raises:
+            EngineDiverged: the engine's answer is not the one that the client has the beginning of.
         """
-        call, sent = self._call, self._sent
-        if call is None or sent is None or self._splice is not None or not isinstance(call.body, JsonBody):
+        return self._sent.feed(self._splice.feed(chunk) if self._splice is not None else chunk)
+
+    def finish(self) -> bytes:
+        """The bytes still held back, of a stream that is over."""
+        rest = self._splice.finish() if self._splice is not None else b""
+        return (self._sent.feed(rest) if rest else b"") + self._sent.finish()
+
+    def told(self, cached_tokens: int | None) -> Told | None:
+        """What the client has now, for the next attempt; None if no engine can go on with that.
+
+        `cached_tokens`: prompt tokens that this engine reused, if it told.
+        """
+        self._sent.read()
+        if not (self._sent.is_plain and self._is_known):
             return None
-        sent.read()
-        if not sent.is_plain:
-            return None
+        if self._before is not None:
+            cached_tokens = self._before.cached_tokens
         resumption = self._resume() if self._resume is not None else None
-        if resumption is not None and resumption.token_ids:
-            call = msgspec.structs.replace(call, body=call.body.replace(**resumption.fields))
-        self._splice = Splice(sent, again=resumption is None, cached_tokens=cached_tokens)
-        return Continuation(call, self._kind, resumption)
-
-    def close(self) -> None:
-        """The request is over, or another engine begins its answer."""
-        self.room.give_back(self._size)
-        self._size, self._call, self._sent, self._resume = 0, None, None, None
+        if resumption is not None and not resumption.token_ids:
+            resumption = None  # nothing of the answer has come: the request runs again
+        sent = self._sent
+        return Told(self._kind, sent.head, sent.has_role, sent.texts, resumption, cached_tokens)
 
 
-NEVER = Migration(Room(0), is_on=False)
-"""For a request whose stream ends with its engine."""
+def passage_for(call: Call, hold: Hold, kind: str, before: Told | None) -> Passage | None:
+    """The passage of a stream that another engine could go on with; None if it ends with its engine.
+
+    Args:
+        call: the request.
+        hold: its hold on an engine.
+        kind: the engine's kind.
+        before: what the client has already; the stream goes on with that.
+    """
+    if before is not None:
+        # An engine that ran the request again has told tokens that the client has from another one.
+        return Passage(kind, None if before.texts else hold.resume, before)
+    if not (call.streams and call.route in ROUTES and isinstance(call.body, JsonBody)):
+        return None
+    if hold.resume is None and not _is_greedy(call.body):
+        return None
+    return Passage(kind, hold.resume, None)
 
 
 def _is_greedy(body: JsonBody) -> bool:

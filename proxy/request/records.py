@@ -13,6 +13,7 @@ import msgspec
 
 from engine_adapter import JsonBody
 from proxy.core.index.blocks import Chain
+from proxy.core.life import Cause
 from proxy.core.misses import Diagnosis
 from proxy.core.placement.decision import Placement
 from proxy.prompt import Prompt
@@ -80,6 +81,7 @@ class RequestRecord(RequestFacts, kw_only=True):
         runs_prompt: it had a prompt, whether kvpin knew that or not.
         answer_id: the id that the answer carries, of responses and messages.
         diagnosis: why no more was reused, once somebody asked.
+        cause: why it ended; None while it runs.
         events: events of the answer's stream that the client was sent.
     """
 
@@ -98,6 +100,7 @@ class RequestRecord(RequestFacts, kw_only=True):
     runs_prompt: bool = True
     answer_id: str | None = None
     diagnosis: Diagnosis | None = None
+    cause: Cause | None = None
 
     @classmethod
     def of(cls, call: Call) -> RequestRecord:

@@ -1,12 +1,12 @@
-"""Which failures of an engine let a request go to another one, and what the client gets when all fail."""
+"""Which answers of an engine leave a request to another one, and what the client gets when all fail."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 
-from engine_adapter import EngineError, EngineRejected, EngineUnavailable, JsonBody
-from proxy.errors import EngineFailed
+from engine_adapter import EngineRejected
+from proxy.errors import EngineFailed, Overloaded, ProxyError
 from proxy.headers import RETRY_HEADERS, SHOULD_RETRY_HEADER
 from proxy.request.calls import PROMPT_ROUTES, Call
 
@@ -25,8 +25,6 @@ PASSED_ON = frozenset(
         *("rerank", "score", "uploads", "videos"),
     )
 )
-# A request that broke the connections of this many engines is probably the cause: it is not retried.
-_MAX_DROPPED = 2
 
 
 def refusals_of(call: Call, n_candidates: int) -> AbstractSet[int]:
@@ -37,7 +35,7 @@ def refusals_of(call: Call, n_candidates: int) -> AbstractSet[int]:
     return REFUSALS if n_candidates == 1 or call.route in PROMPT_ROUTES else REFUSALS | NOT_HERE
 
 
-def is_not_here(error: EngineError) -> bool:
+def is_not_here(error: Exception) -> bool:
     """Whether an engine has not got what the request asks for."""
     return isinstance(error, EngineRejected) and error.status in _NO_WEBSOCKET
 
@@ -47,19 +45,11 @@ def is_no_websocket(status: int) -> bool:
     return status in _NO_WEBSOCKET or 200 <= status < 400  # noqa: PLR2004 - HTTP
 
 
-def may_retry(call: Call, failures: Collection[EngineError], retries: int) -> bool:
-    """Whether another engine may be tried after these failures."""
-    is_repeatable = call.body is None or isinstance(call.body, JsonBody)  # a streamed body is gone
-    dropped = sum(isinstance(error, EngineUnavailable) and error.dropped for error in failures)
-    failed = sum(not is_not_here(error) for error in failures)
-    return is_repeatable and dropped < _MAX_DROPPED and failed <= retries
-
-
-def final_error(failures: Sequence[EngineError]) -> EngineRejected | EngineFailed:
+def final_error(failures: Sequence[Exception]) -> EngineRejected | ProxyError:
     """The client's error when every engine that was asked failed."""
     last = failures[-1]
     failed = EngineFailed(f"{len(failures)} engine(s) failed this request; the last said: {last}")
-    error = last if isinstance(last, EngineRejected) else failed
+    error = last if isinstance(last, (EngineRejected, Overloaded)) else failed
     if len(failures) > 1 and not error.headers.keys() & {*RETRY_HEADERS}:
         # kvpin has retried already: more retries would only add load.
         error.headers = {**error.headers, SHOULD_RETRY_HEADER: "false"}

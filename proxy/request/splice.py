@@ -10,9 +10,9 @@ from collections import deque
 
 import msgspec
 
-from engine_adapter import EngineUnavailable
+from engine_adapter import EngineDiverged
 from proxy.request.events import WholeEvents
-from proxy.request.transcript import NULL, Event, Fields, Transcript, read_event
+from proxy.request.transcript import NULL, Event, Fields, Told, read_event
 
 _decode_fields = msgspec.json.Decoder(Fields).decode
 _NAMES = ("id", "object", "created", "model", "system_fingerprint")
@@ -21,27 +21,21 @@ _NAMES = ("id", "object", "created", "model", "system_fingerprint")
 class Splice:
     """The rest of an answer, as chunks of the stream that the client reads."""
 
-    def __init__(self, sent: Transcript, *, again: bool, cached_tokens: int | None) -> None:
-        """Joins a stream to `sent`.
-
-        Args:
-            sent: what the client has.
-            again: the stream begins with that again.
-            cached_tokens: prompt tokens that the first engine reused, for the usage; None if it did not tell.
-        """
-        head = sent.head or {}
+    def __init__(self, told: Told) -> None:
+        """`told`: what the client has."""
+        head = told.head or {}
         self._head = {name: head[name] for name in _NAMES if name in head}
-        self._has_role = sent.has_role
-        self._known = deque(sent.texts if again else ())
+        self._has_role = told.has_role
+        self._known = deque(told.texts if told.resumption is None else ())
         self._same = 0  # characters that both engines wrote
-        self._cached = cached_tokens
+        self._cached = told.cached_tokens
         self._events = WholeEvents()
 
     def feed(self, chunk: bytes) -> bytes:
         """Takes the stream's next bytes; returns those for the client.
 
         Raises:
-            EngineUnavailable: this engine's answer is another one.
+            EngineDiverged: this engine's answer is another one.
         """
         return b"".join(map(self._pass, self._events.feed(chunk)))
 
@@ -93,7 +87,7 @@ class Splice:
 
     def _check(self, is_same: bool) -> None:
         if not is_same:
-            raise EngineUnavailable(
+            raise EngineDiverged(
                 "the engine that was to go on with the answer gave another one: the first "
                 f"{self._same} characters are the same"
             )

@@ -11,7 +11,7 @@ from typing import Literal
 
 import msgspec
 
-from engine_adapter import UNREADABLE
+from engine_adapter import UNREADABLE, Resumption
 from proxy.request.events import WholeEvents
 
 TEXTS = ("content", "reasoning_content", "reasoning", "text")
@@ -21,7 +21,7 @@ _RAW_BYTES = 16 << 10
 # Characters of text that are kept of one answer. A longer one ends with its engine.
 _MAX_TEXT = 1 << 20
 _FINISHED = re.compile(rb'"finish_reason"\s*:\s*"')
-_DONE = b"[DONE]"
+_DONE = re.compile(rb"^data: ?\[DONE\]\s*$", re.MULTILINE)
 _DATA = b"data: "
 Fields = dict[str, msgspec.Raw]
 NULL, _FIRST = msgspec.Raw(b"null"), msgspec.Raw(b"0")
@@ -111,23 +111,44 @@ def read_event(event: bytes) -> Event | None:
 
 
 def is_whole(tail: bytes) -> bool:
-    """Whether a stream with this end has told the whole answer."""
-    return _DONE in tail or _FINISHED.search(tail) is not None
+    """Whether a stream with this end has told the whole answer. Text cannot look so: in JSON, its line feeds
+    and quotes are escaped."""
+    return _DONE.search(tail) is not None or _FINISHED.search(tail) is not None
+
+
+class Told(msgspec.Struct, frozen=True):
+    """A stream as its client has it, all that the next attempt is built from.
+
+    Attributes:
+        kind: the kind of engine that can go on with it.
+        head: the first chunk without what differs from chunk to chunk; None before it.
+        has_role: a chunk named the role.
+        texts: the generated text, in order, each piece with its field; without, if tokens tell it.
+        resumption: the answer's tokens, for an engine that goes on after them; None for one that runs the
+            request again.
+        cached_tokens: prompt tokens that the first engine reused; None if it did not tell.
+    """
+
+    kind: str
+    head: Fields | None
+    has_role: bool
+    texts: tuple[tuple[str, str], ...]
+    resumption: Resumption | None
+    cached_tokens: int | None
 
 
 class Transcript:
-    """A stream as its client got it.
+    """Keeps a stream as its client gets it.
 
     Attributes:
-        head: the first chunk; None before it.
-        has_role: a chunk named the role.
+        head, has_role: as of `Told`.
         is_plain: all of it was read, and it is nothing but text; without the text: it has not ended.
     """
 
-    def __init__(self, *, keeps_text: bool) -> None:
-        """`keeps_text`: False if the head is enough to go on."""
-        self.head: Fields | None = None
-        self.has_role = False
+    def __init__(self, before: Told | None = None, *, keeps_text: bool) -> None:
+        """`before`: what the client has already. `keeps_text`: False if the head is enough to go on."""
+        self.head: Fields | None = before.head if before is not None else None
+        self.has_role = before is not None and before.has_role
         self.is_plain = True
         self._keeps_text = keeps_text
         self._events = WholeEvents()
@@ -135,6 +156,8 @@ class Transcript:
         self._texts: list[tuple[str, list[str]]] = []
         self._raw: list[bytes] = []
         self._raw_size = self._text_size = 0
+        for name, text in before.texts if before is not None else ():
+            self._say(name, text)
 
     def feed(self, chunk: bytes) -> bytes:
         """Takes the stream's next bytes; returns those for the client."""
@@ -152,9 +175,9 @@ class Transcript:
         return chunk
 
     @property
-    def texts(self) -> list[tuple[str, str]]:
-        """The generated text that was read, in order, each with its field."""
-        return [(name, parts[0]) for name, parts in self._texts]
+    def texts(self) -> tuple[tuple[str, str], ...]:
+        """The generated text that was read, in order, each piece with its field."""
+        return tuple((name, parts[0]) for name, parts in self._texts)
 
     def finish(self) -> bytes:
         """The bytes still held back, of a stream that is over."""

@@ -40,5 +40,5 @@ async def compute_once(flow: Flow, call: Call, body: JsonBody) -> int | None:
         to_compute = len(ready.prompt.token_ids) - placement.predicted_tokens
         can_restore = ready.pool.engines[placement.engine].can(Capability.RESTORE)
         if to_compute >= LEAST_TOKENS and can_restore:
-            await flow.run_on(ready, placement, Reply(Nobody()), record)
+            await flow.run(ready, Reply(Nobody()), record)
     return record.reported_tokens

@@ -27,11 +27,12 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
 from proxy.api.openai import DataPlane
+from proxy.attempt import Attempts
 from proxy.flow import Flow
 from proxy.settings import SettingsError
 from proxy.tracing.complaints import Complaints
 from proxy.tracing.points import read
-from proxy.tracing.traced import TracedDataPlane, TracedFlow, trace_id
+from proxy.tracing.traced import TracedAttempts, TracedDataPlane, TracedFlow, trace_id
 
 _NAME = "kvpin"
 _ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
@@ -46,6 +47,7 @@ class Telemetry:
 
     Attributes:
         flow: makes a flow, whose requests have traces if these are sent; takes the arguments of `Flow`.
+        attempts: makes what runs attempts likewise.
         data_plane: makes a data plane likewise.
         trace_id: the id of the running request's trace, if the trace is kept.
     """
@@ -62,11 +64,13 @@ class Telemetry:
         Complaints.take()
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self.flow: Callable[..., Flow] = Flow
+        self.attempts: Callable[..., Attempts] = Attempts
         self.data_plane: Callable[..., DataPlane] = DataPlane
         if _sends("TRACES"):
             self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
             tracer = self._provider.get_tracer(_NAME, version(_NAME))
             self.flow = partial(TracedFlow, tracer=tracer)
+            self.attempts = partial(TracedAttempts, tracer=tracer)
             self.data_plane = partial(TracedDataPlane, tracer=tracer)
         self._resource, self._page, self._since_ns = resource, page, time.time_ns()
         self._metrics = OTLPMetricExporter() if _sends("METRICS") else None

@@ -15,7 +15,7 @@ from proxy.core.placement.decision import Placement
 from proxy.observe.reasons import reason_of
 from proxy.observe.reuse import available_tokens
 from proxy.request.calls import PROMPT_ROUTES
-from proxy.request.forward import Outcome
+from proxy.request.forward import Forwarded
 from proxy.request.records import RequestRecord
 
 Attributes = dict[str, str | int | float | bool]
@@ -79,13 +79,13 @@ def of_engine_request(record: RequestRecord, spec: EngineSpec) -> Attributes:
     return attributes
 
 
-def of_outcome(record: RequestRecord, outcome: Outcome) -> Attributes:
+def of_answer(record: RequestRecord, answer: Forwarded) -> Attributes:
     """The attributes of an engine's answer."""
     known = {
-        "http.response.status_code": outcome.status,
+        "http.response.status_code": answer.status,
         "gen_ai.usage.input_tokens": record.n_tokens,
-        "gen_ai.usage.cache_read.input_tokens": outcome.cached_tokens,
-        "gen_ai.usage.output_tokens": outcome.output_tokens,
+        "gen_ai.usage.cache_read.input_tokens": answer.cached_tokens,
+        "gen_ai.usage.output_tokens": answer.output_tokens,
         "gen_ai.response.time_to_first_chunk": record.first_byte_s if record.stream else None,
     }
     return {name: value for name, value in known.items() if value is not None}

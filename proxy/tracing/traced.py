@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Collection, Container, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -40,14 +40,15 @@ from structlog.contextvars import STRUCTLOG_KEY_PREFIX
 from engine_adapter import Headers, Hold, JsonBody, RequestBody
 from proxy.api.exchange import Exchange
 from proxy.api.openai import DataPlane
+from proxy.attempt import Attempts, Serving
+from proxy.core.life import Place
 from proxy.core.placement.decision import Placement
 from proxy.fleet.engine import Engine
 from proxy.fleet.lease import Lease
 from proxy.flow import CLIENT_LEFT, Flow
 from proxy.ready import Ready
-from proxy.request.calls import Call, Reply
-from proxy.request.forward import Outcome
-from proxy.request.migration import Migration
+from proxy.request.calls import Call
+from proxy.request.forward import Forwarded
 from proxy.request.records import RequestRecord
 from proxy.tracing import spans
 
@@ -150,41 +151,40 @@ class TracedFlow(Flow):
                 span.set_attribute("gen_ai.usage.input_tokens", len(ready.prompt.token_ids))
             return ready
 
-    async def _place(
-        self, ready: Ready, failed: Collection[str], record: RequestRecord
-    ) -> tuple[Placement, int] | None:
+    async def _placement(self, serving: Serving, step: Place) -> tuple[Placement, int] | None:
         with _span(self.tracer, spans.PLACE) as span:
-            placed = await super()._place(ready, failed, record)
+            placed = await super()._placement(serving, step)
             if placed is not None:
-                span.set_attributes(spans.of_placement(placed[0], record))
+                span.set_attributes(spans.of_placement(placed[0], serving.record))
             return placed
 
     async def _in_turn(self, ready: Ready, record: RequestRecord) -> None:
         with _span(self.tracer, spans.QUEUE):
             await super()._in_turn(ready, record)
 
-    async def _forward(
-        self,
-        ready: Ready,
-        engine: Engine,
-        lease: Lease,
-        hold: Hold,
-        reply: Reply,
-        record: RequestRecord,
-        refusals: Container[int],
-        migration: Migration,
-    ) -> Outcome:
+
+@dataclass(frozen=True)
+class TracedAttempts(Attempts):
+    """Runs attempts that have spans."""
+
+    tracer: Tracer = field(kw_only=True)
+
+    async def forward(
+        self, serving: Serving, ready: Ready, engine: Engine, lease: Lease, hold: Hold
+    ) -> Forwarded:
+        """Sends the request to the engine that it holds, within a span."""
         self._add_hold(lease)
+        record = serving.record
         with _span(self.tracer, spans.engine_span_name(record), SpanKind.CLIENT) as span:
             if span.is_recording():
                 span.set_attributes(spans.of_engine_request(record, engine.adapter.spec))
             ready = replace(ready, call=replace(ready.call, headers=_leading_here(ready.call.headers)))
-            outcome = await super()._forward(ready, engine, lease, hold, reply, record, refusals, migration)
+            answer = await super().forward(serving, ready, engine, lease, hold)
             if span.is_recording():
-                span.set_attributes(spans.of_outcome(record, outcome))
-                if outcome.error is not None:
-                    _fail(span, str(outcome.status))
-            return outcome
+                span.set_attributes(spans.of_answer(record, answer))
+                if answer.error is not None:
+                    _fail(span, str(answer.status))
+            return answer
 
     def _add_hold(self, lease: Lease) -> None:
         """Adds the span from a request's placement until now. It is over only once the hold is entered."""

@@ -8,11 +8,19 @@ import httpx
 import pytest
 
 from proxy.core import breaker
+from proxy.core.life import Rules
 from proxy.core.retry_budget import FLOOR
-from proxy.fleet.monitor import Monitor
-from proxy.prompt import PromptTables
-from proxy.settings import TimeoutSettings
-from tests.fakes import ASK, CHAT, STREAM, Exchange, FakeEngine, answer, client_of, proxy_over
+from tests.fakes import (
+    ASK,
+    CHAT,
+    STREAM,
+    Exchange,
+    FakeEngine,
+    answer,
+    client_of,
+    is_openai_error,
+    proxy_over,
+)
 
 
 async def failing(exchange, status=500):
@@ -57,7 +65,7 @@ async def test_an_engine_that_refuses_all_gets_little_and_all_again_once_it_is_w
 
 async def test_where_all_fail_all_are_still_asked(monkeypatch):
     monkeypatch.setattr(breaker, "OPEN_S", 60)
-    async with two(retries=0) as (_, good, proxy, client):
+    async with two(rules=Rules(retries=0)) as (_, good, proxy, client):
         good.script = failing
         assert await statuses(client, 20) == [500] * 20
         assert all(not engine.is_allowed for engine in proxy.fleet.engines.values())
@@ -71,20 +79,6 @@ async def test_retries_do_not_multiply_the_load():
         assert await statuses(client, 100) == [500] * 100
         retried = len(bad.seen) + len(good.seen) - 100
         assert retried <= FLOOR + 0.2 * 100 + 10  # and one for each second of the test
-
-
-@asynccontextmanager
-async def watched(proxy, timeouts):
-    """The monitor's look at answers that take too long, without its health checks."""
-    monitor = Monitor(
-        proxy.fleet, proxy.tasks, None, PromptTables(), interval_s=0.01, timeout_s=20, timeouts=timeouts
-    )
-    for engine in proxy.fleet.engines.values():
-        proxy.tasks.start(f"watch {engine.id}", monitor._until_lost(engine))
-    try:
-        yield
-    finally:
-        await proxy.tasks.stop()
 
 
 async def hanging(exchange, chunks=()):
@@ -116,11 +110,10 @@ async def test_json_of_an_odd_form_is_passed_on(content):
 
 
 async def test_an_engine_that_does_not_answer_in_time_is_replaced():
-    async with two() as (bad, _, proxy, client):
+    async with two(rules=Rules(first_byte_s=0.1)) as (bad, _, proxy, client):
         bad.script = hanging
-        async with watched(proxy, TimeoutSettings(first_byte_s=0.1)):
-            response = await client.post(CHAT, json=ASK)
-            assert (response.status_code, response.headers["x-kvpin-engine"]) == (200, "b")
+        response = await client.post(CHAT, json=ASK)
+        assert (response.status_code, response.headers["x-kvpin-engine"]) == (200, "b")
         assert proxy.fleet.engines["a"].last_error == "the engine did not answer within 0.1 s"
 
 
@@ -129,18 +122,19 @@ async def test_no_request_is_retried_after_its_total_time():
         await asyncio.sleep(0.1)
         await failing(exchange)
 
-    async with two(total_s=0.1) as (bad, good, _, client):
+    async with two(rules=Rules(total_s=0.1)) as (bad, good, _, client):
         bad.script = slowly_failing
-        assert (await client.post(CHAT, json=ASK)).status_code == 500
+        assert (await client.post(CHAT, json=ASK)).status_code == 504
         assert (len(bad.seen), len(good.seen)) == (1, 0)
 
 
 async def test_the_total_time_is_that_of_all_attempts():
-    async with two() as (bad, good, proxy, client):
+    async with two(rules=Rules(first_byte_s=0.2, total_s=0.3)) as (bad, good, _, client):
         bad.script = good.script = hanging
-        async with watched(proxy, TimeoutSettings(first_byte_s=1.0, total_s=1.5)):
-            response = await client.post(CHAT, json=ASK)
-        assert response.json()["error"]["message"].endswith("the request took longer than 1.5 s")
+        response = await client.post(CHAT, json=ASK)
+        assert is_openai_error(response, 504, "time_limit")
+        assert response.json()["error"]["message"] == "the request took longer than 0.3 s"
+        assert (len(bad.seen), len(good.seen)) == (1, 1)
 
 
 @pytest.mark.parametrize(
@@ -148,14 +142,11 @@ async def test_the_total_time_is_that_of_all_attempts():
     [("idle_s", "nothing of the answer came for 0.1 s"), ("total_s", "the request took longer than 0.1 s")],
 )
 async def test_a_stream_that_stops_or_does_not_end_is_broken_off(limit, said):
-    async with two() as (bad, _, proxy, client):
+    async with two(rules=Rules(**{limit: 0.1})) as (bad, _, proxy, client):
         bad.script = partial(hanging, chunks=(b"data: 1\n\n", b"data: 2\n\n"))
         text = b""
         with pytest.raises(httpx.RemoteProtocolError):  # noqa: PT012 - the loop is what breaks
-            async with (
-                watched(proxy, TimeoutSettings(**{limit: 0.1})),
-                client.stream("POST", CHAT, json=STREAM) as response,
-            ):
+            async with client.stream("POST", CHAT, json=STREAM) as response:
                 async for chunk in response.aiter_raw():
                     text += chunk
         assert said in text.decode()

@@ -19,7 +19,7 @@ from proxy.replay.kvpin import Kvpin
 from proxy.replay.simulator import Run, simulate
 from proxy.replay.trace import Request, Trace
 from proxy.request.calls import Call, Reply
-from proxy.request.forward import Outcome
+from proxy.request.forward import Forwarded, Forwarding
 from tests.fakes import FakeEngine, client_of, proxy_over
 
 PREFILL_TOK_S, STEP_S = 40_000, 0.001
@@ -131,10 +131,10 @@ def test_streams_and_whole_answers_agree(monkeypatch, prefill_tok_s, seed):
 
 
 async def test_the_chain_of_a_request_is_computed_once(monkeypatch):
-    class Forwarder:
-        async def forward(self, *_):
-            return Outcome(200)
+    async def run(*_):
+        return Forwarded(200)
 
+    monkeypatch.setattr(Forwarding, "run", run)
     made, chain = [], Pool.chain
     monkeypatch.setattr(Pool, "chain", lambda *prompt: made.append(prompt) or chain(*prompt))
     async with FakeEngine() as engine, proxy_over(reuse=True) as proxy:
@@ -147,7 +147,7 @@ async def test_the_chain_of_a_request_is_computed_once(monkeypatch):
             Headers([]),
             JsonBody(json.dumps({"model": "m", "prompt": [1] * 40}).encode()),
         )
-        await replace(proxy.flow, forwarder=Forwarder(), observe=ahead.observe).serve(call, Reply(None))
+        await replace(proxy.flow, observe=ahead.observe).serve(call, Reply(None))
         assert len(made) == 1
         assert len(ahead._threads) == 1
         assert proxy.last.chain is None

@@ -15,19 +15,17 @@ import structlog
 from engine_adapter import (
     EngineRejected,
     EngineUnavailable,
+    EngineUnreachable,
     Forecast,
-    Headers,
     Hold,
     JsonBody,
     ViewCurrent,
 )
 from proxy.core.index.view import EngineView
+from proxy.core.life import Cause, Rules, machine
 from proxy.core.placement.demand import MIN_UTILISATION
-from proxy.fleet import lease
 from proxy.fleet.engine import EngineState
 from proxy.ready import Ready
-from proxy.request.calls import Call, Reply
-from proxy.request.forward import Outcome
 from proxy.request.session import Session
 from proxy.request.tenants import ApiKey, Tenants
 from tests.fakes import (
@@ -158,7 +156,7 @@ class TestRetries:
         assert not client.proxy.fleet.engines["a"].unanswered
 
     async def test_an_answer_that_has_begun_ends_with_its_engine(self, engine, other, client, monkeypatch):
-        monkeypatch.setattr(lease, "SILENCE_S", 0.02)
+        monkeypatch.setattr(machine, "SILENCE_S", 0.02)
 
         async def script(exchange):
             await exchange.start()
@@ -182,7 +180,7 @@ class TestRetries:
         assert (client.proxy.fleet.engines["a"].leases, other.seen) == (set(), [])
 
     async def test_an_answer_that_goes_on_outlives_a_failed_health_check(self, engine, client, monkeypatch):
-        monkeypatch.setattr(lease, "SILENCE_S", 0.05)
+        monkeypatch.setattr(machine, "SILENCE_S", 0.05)
 
         async def script(exchange):
             await exchange.start()
@@ -321,7 +319,7 @@ class TestRetries:
 
     async def test_no_more_engines_are_asked_than_retries_allow(self, engine, other):
         await engine.stop()
-        async with proxy_over(engine, other, retries=0) as proxy, client_of(proxy) as client:
+        async with proxy_over(engine, other, rules=Rules(retries=0)) as proxy, client_of(proxy) as client:
             assert is_openai_error(await client.post(CHAT, json=ASK), 502, "engine_failed")
         assert not other.seen
 
@@ -403,7 +401,7 @@ class TestPassedOn:
 
     async def test_more_engines_are_asked_than_are_tried_again(self, engine, other):
         engine.script = other.script = self.lacks(404)
-        async with proxy_over(engine, other, retries=0) as proxy, client_of(proxy) as client:
+        async with proxy_over(engine, other, rules=Rules(retries=0)) as proxy, client_of(proxy) as client:
             assert is_openai_error(await client.get("/v1/files/f-1"), 404)
         assert len(engine.seen) == len(other.seen) == 1
 
@@ -920,7 +918,7 @@ class TestHold:
 
     async def test_it_ends_before_another_engine_is_tried(self, a, engine, b, other, client):
         async def script(exchange):
-            assert a.ended == [EngineUnavailable]
+            assert a.ended == [EngineUnreachable]
             await exchange.send({})
 
         await engine.stop()
@@ -1012,15 +1010,19 @@ class TestHold:
         assert proxy.fleet.engines["b"].audit.view().checked == 0
 
 
-async def test_an_engine_that_broke_off_an_answer_is_suspected(proxy):
-    class Forwarder:
-        async def forward(self, *_):
-            return Outcome(200, error="it died")
+async def test_an_engine_that_broke_off_an_answer_is_suspected(engine):
+    async def script(exchange):
+        await exchange.start()
+        await exchange.chunk(b"data: 1\n\n")
+        exchange.die()
 
-    call = Call("r", "POST", CHAT, Headers([]), JsonBody(json.dumps(ASK).encode()))
-    await replace(proxy.flow, forwarder=Forwarder()).serve(call, Reply(None))
-    assert proxy.fleet.engines["a"].state == EngineState.SUSPECT
-    assert (proxy.last.status, proxy.last.error) == (200, "it died")
+    engine.script = script
+    async with proxy_over(engine) as proxy, client_of(proxy) as client:
+        with pytest.raises(httpx.RemoteProtocolError):
+            await client.post(CHAT, json=STREAM)
+        assert proxy.fleet.engines["a"].state == EngineState.SUSPECT
+        assert (proxy.last.status, proxy.last.cause) == (200, Cause.ENGINE_DIED)
+        assert "stopped in mid-answer" in proxy.last.error
 
 
 class TestDiagnostics:

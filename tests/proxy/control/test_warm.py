@@ -49,7 +49,7 @@ async def test_it_takes_the_read_paths_own_steps(world, servers):
     flow = WatchedFlow.of(world.flow)
     warming = Warming(flow, world.targets, world.operations)
     await finished(await warming.warm(Target(token_ids=tokens(48), engine="a")))
-    assert flow.steps == ["candidates", "candidates", "run_on"]
+    assert flow.steps == ["candidates", "candidates", "run", "candidates"]
 
 
 async def test_the_index_learns_what_was_warmed_and_nothing_stays_in_flight(world, servers):

@@ -8,10 +8,10 @@ from typing import ClassVar
 import httpx
 import pytest
 
-from engine_adapter import Hold, JsonBody, Resumption
-from proxy.request.calls import Call
-from proxy.request.migration import Migration, Room
-from tests.fakes import ASK, CHAT, DONE, STREAM, FakeAdapter, client_of, event, proxy_over
+from engine_adapter import Hold, Resumption
+from proxy.core.life import Rules
+from proxy.request.migration import Room
+from tests.fakes import CHAT, DONE, STREAM, FakeAdapter, client_of, event, proxy_over
 from tests.holding import HoldingAdapter
 
 GREEDY = {**STREAM, "temperature": 0}
@@ -57,7 +57,7 @@ async def client(engine, other):
         client.proxy = proxy
         yield client
         await proxy.settled()
-        assert proxy.flow.kept.used == 0
+        assert proxy.flow.attempts.room.used == 0
 
 
 async def broken(client, body=GREEDY):
@@ -235,7 +235,7 @@ class TestNotAgain:
             assert b"stopped in mid-answer" in await broken(client)
 
     async def test_retries_are_off(self, engine, other):
-        async with proxy_over(engine, other, retries=0) as proxy, client_of(proxy) as client:
+        async with proxy_over(engine, other, rules=Rules(retries=0)) as proxy, client_of(proxy) as client:
             engine.script = dying(*whole()[:3])
             await broken(client)
             assert not other.seen
@@ -253,16 +253,15 @@ class TestNotAgain:
         assert not other.seen
 
 
-def test_bodies_have_limited_room():
-    body = JsonBody(json.dumps({**ASK, "stream": True, "temperature": 0}).encode())
-    call = Call("r", "POST", CHAT, {}, body)
-    room = Room(len(body.raw) + 5)
-    first, second = (Migration(room, is_on=True) for _ in range(2))
-    assert first.passage(call, Hold(body), "k") is not None
-    assert first.keeps_body
-    assert second.passage(call, Hold(body), "k") is None
-    assert second.go_on(None) is None
-    first.close()
-    assert second.passage(call, Hold(body), "k") is not None
-    second.close()
-    assert room.used == 0
+async def test_bodies_have_limited_room(engine, other, client):
+    client.proxy.flow.attempts.room._size = 10
+    engine.script = dying(*whole()[:3])
+    assert b"stopped in mid-answer" in await broken(client)
+    assert not other.seen
+
+
+def test_room_is_taken_and_given_back():
+    room = Room(10)
+    assert (room.take(6), room.take(5), room.used) == (True, False, 6)
+    room.give_back(6)
+    assert (room.take(10), room.used) == (True, 10)

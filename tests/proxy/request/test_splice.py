@@ -1,12 +1,13 @@
 """A second engine's stream as the rest of the first one's. Whole streams: `test_migration.py`."""
 
 import json
+from array import array
 
 import pytest
 
-from engine_adapter import EngineUnavailable
+from engine_adapter import EngineDiverged, Resumption
 from proxy.request.splice import Splice
-from proxy.request.transcript import Transcript
+from proxy.request.transcript import Told, Transcript
 from tests.fakes import DONE, event
 
 
@@ -15,11 +16,13 @@ def chunk(delta, name="1", **more):
 
 
 def spliced(sent, rest, *, again, cached=None):
-    transcript = Transcript(keeps_text=again)
+    transcript = Transcript(keeps_text=True)
     for part in sent:
         transcript.feed(part)
     transcript.read()
-    splice = Splice(transcript, again=again, cached_tokens=cached)
+    resumption = None if again else Resumption(array("i", [1]), {})
+    told = Told("k", transcript.head, transcript.has_role, transcript.texts, resumption, cached)
+    splice = Splice(told)
     got = b"".join(map(splice.feed, rest)) + splice.finish()
     return [json.loads(part[6:]) if b"{" in part else part for part in got.split(b"\n\n")[:-1]]
 
@@ -67,19 +70,19 @@ def test_a_seam_inside_a_chunk_and_between_fields():
     ],
 )
 def test_another_answer_is_refused(other):
-    with pytest.raises(EngineUnavailable, match="another one"):
+    with pytest.raises(EngineDiverged, match="another one"):
         spliced([chunk(ROLE), chunk({"content": "One"})], [chunk(other, "2")], again=True)
 
 
 def test_the_error_says_where_the_answers_part():
     sent = [chunk(ROLE), chunk({"content": "One two"})]
     rest = [chunk({"content": "One"}, "2"), chunk({"content": " ten"}, "2")]
-    with pytest.raises(EngineUnavailable, match="the first 5 characters are the same"):
+    with pytest.raises(EngineDiverged, match="the first 5 characters are the same"):
         spliced(sent, rest, again=True)
 
 
 def test_an_answer_that_ends_too_early_is_refused():
-    with pytest.raises(EngineUnavailable, match="another one"):
+    with pytest.raises(EngineDiverged, match="another one"):
         spliced([chunk({"content": "One"})], [DONE], again=True)
 
 

@@ -1,0 +1,105 @@
+"""Why a request, or its attempt on one engine, ended. All that follows from it stands in this one table.
+
+A failed attempt is made up for on another engine where the cause allows it. The cause of the last attempt is
+then that of the request.
+"""
+
+from __future__ import annotations
+
+from enum import Enum, StrEnum
+from typing import Self
+
+from proxy.error_codes import Code
+
+
+class Blame(Enum):
+    """What a failed attempt says about its engine."""
+
+    NOBODY = "nobody"
+    """Nothing: the engine is as healthy as before."""
+    CHECK = "check"
+    """Check its health at once."""
+    SUSPECT = "suspect"
+    """The same, prefer other engines until then, and count a failure in its circuit breaker."""
+    REFUSED = "refused"
+    """Count a failure in its circuit breaker."""
+    LACKS = "lacks"
+    """It has not got the route: prefer engines that may have it."""
+
+
+class Cause(StrEnum):
+    """A cause, and what follows from it.
+
+    Attributes:
+        code: kvpin's error if nothing has reached the client; None where there is none, or an engine's own.
+        elsewhere: another engine may still answer the request.
+        blame: what it says about the engine.
+        is_poison: the request may be what kills engines. Two such attempts are its last.
+        meaning: for people.
+    """
+
+    code: Code | None
+    elsewhere: bool
+    blame: Blame
+    is_poison: bool
+    meaning: str
+
+    def __new__(
+        cls,
+        word: str,
+        code: Code | None,
+        meaning: str,
+        blame: Blame = Blame.NOBODY,
+        *flags: str,
+    ) -> Self:
+        """See the attributes. `flags`: `elsewhere`, `poison`."""
+        self = str.__new__(cls, word)
+        self._value_, self.code, self.meaning, self.blame = word, code, meaning, blame
+        self.elsewhere, self.is_poison = "elsewhere" in flags, "poison" in flags
+        return self
+
+    # fmt: off
+    ANSWERED = "answered", None, "the client has the whole answer"
+    # The client.
+    CLIENT_LEFT = "client_left", None, "the client disconnected before the end of its answer"
+    CLIENT_SLOW = "client_slow", Code.SLOW_BODY, "the client sent its body, or took its answer, too slowly"
+    INVALID = "invalid", Code.INVALID_VALUE, "kvpin refused the request: it is wrong, or not allowed"
+    # kvpin.
+    QUOTA = "quota", Code.RATE_LIMIT_EXCEEDED, "the tenant is over one of its limits"
+    OVERLOADED = "overloaded", Code.OVERLOADED, "the wait for an engine, or for memory, would be too long"
+    NO_ENGINE = "no_engine", Code.NO_ENGINE, "no engine takes the request now"
+    OUR_LIMIT = "our_limit", Code.TIME_LIMIT, "the request took longer than kvpin's limit for requests"
+    STOPPING = "stopping", Code.NO_ENGINE, "kvpin stopped"
+    BUG = "bug", Code.INTERNAL_ERROR, "a bug in kvpin; the log has the details"
+    # The engine.
+    ENGINE_REJECTED = "engine_rejected", None, "the engine's own error about the request, passed on"
+    ENGINE_UNREACHABLE = (
+        "engine_unreachable", Code.ENGINE_FAILED, "no connection to the engine", Blame.SUSPECT, "elsewhere")
+    ENGINE_LOST = (
+        "engine_lost", Code.ENGINE_FAILED, "health checks lost the engine, or it was removed",
+        Blame.NOBODY, "elsewhere")
+    ENGINE_BUSY = (
+        "engine_busy", Code.OVERLOADED, "the engine had no room in time, for example no slot",
+        Blame.NOBODY, "elsewhere")
+    ENGINE_DIED = (
+        "engine_died", Code.ENGINE_FAILED, "the connection broke after the request was sent",
+        Blame.SUSPECT, "elsewhere", "poison")
+    ENGINE_LATE = (
+        "engine_late", Code.ENGINE_FAILED, "no answer began within `timeouts.first_byte_s`",
+        Blame.SUSPECT, "elsewhere")
+    ENGINE_SILENT = (
+        "engine_silent", Code.ENGINE_FAILED, "nothing of a running answer came for `timeouts.idle_s`",
+        Blame.CHECK, "elsewhere")
+    ENGINE_GARBLED = (
+        "engine_garbled", Code.ENGINE_FAILED, "the answer is no HTTP, no JSON, or tells nonsense",
+        Blame.SUSPECT, "elsewhere", "poison")
+    ENGINE_REFUSED = (
+        "engine_refused", Code.ENGINE_REJECTED, "the engine answered 429, 500, 502, 503 or 504",
+        Blame.REFUSED, "elsewhere")
+    ENGINE_LACKS = (
+        "engine_lacks", Code.ENGINE_REJECTED, "the engine has not got the route, file or batch",
+        Blame.LACKS, "elsewhere")
+    DIVERGED = (
+        "diverged", Code.ENGINE_FAILED, "the engine that was to go on with a stream gave another answer",
+        Blame.NOBODY, "elsewhere")
+    # fmt: on

@@ -1,0 +1,262 @@
+"""The machine of a request's life: events in, commands out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from math import inf
+from typing import Any, ClassVar
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from proxy.core.life.causes import Blame, Cause
+from proxy.core.life.states import (
+    Admitted,
+    Answered,
+    Answering,
+    Attempt,
+    Began,
+    BlameEngine,
+    Command,
+    End,
+    Ended,
+    Entered,
+    Event,
+    Failed,
+    Interrupt,
+    InTurn,
+    Leased,
+    Left,
+    Lost,
+    NoneLeft,
+    Place,
+    Placed,
+    Prepared,
+    Run,
+    Sent,
+    State,
+    Tick,
+)
+from proxy.core.retry_budget import RetryBudget
+
+# Attempts whose engine died or told nonsense. A request with that many is probably the cause.
+MAX_POISON = 2
+# Seconds that an answer of a lost engine may be silent. An engine that only failed its health check, because
+# it is busy, still sends.
+SILENCE_S = 5.0
+# Looks at a running answer in the time that it may be silent.
+_LOOKS = 4
+
+
+class Rules(Struct, frozen=True):
+    """The limits of a request's life, in seconds, and the engines tried after the first.
+
+    Attributes:
+        first_byte_s: from placement to the beginning of an answer, and from arrival to placement.
+        idle_s: from one piece of an answer to the next.
+        total_s: from arrival to the end; None without an end.
+    """
+
+    first_byte_s: float = 1800.0
+    idle_s: float = 600.0
+    total_s: float | None = None
+    retries: int = 2
+
+
+_Transition = Callable[[Any, Any, Any, float], tuple[Command, ...]]
+
+
+class UnexpectedEvent(Exception):
+    """An event came that the state does not take: a bug in the caller."""
+
+
+class Life:
+    """One request's life, from its admission to its end.
+
+    Attributes:
+        state: where it stands.
+    """
+
+    __slots__ = ("_arrived", "_budget", "_rules", "state")
+
+    def __init__(self, rules: Rules, budget: RetryBudget, arrived: float) -> None:
+        """`budget`: retries of all requests together."""
+        self.state: State = Admitted(arrived)
+        self._rules, self._budget, self._arrived = rules, budget, arrived
+
+    def take(self, now: float, event: Event) -> tuple[Command, ...]:
+        """Takes an event. The last of the commands is the next step; without one, the running step goes on.
+
+        Raises:
+            UnexpectedEvent: the state takes no such event.
+        """
+        transition = self._TRANSITIONS.get((type(self.state), type(event)))
+        if transition is None:
+            raise UnexpectedEvent(f"a request in the state {type(self.state).__name__} takes no {event!r}")
+        return transition(self, self.state, event, now)
+
+    @property
+    def deadline(self) -> float:
+        """When the next `Tick` is due; infinite for a WebSocket without a limit, and after the end."""
+        state, rules = self.state, self._rules
+        total = inf if rules.total_s is None else self._arrived + rules.total_s
+        match state:
+            case Admitted():
+                return min(state.since + rules.first_byte_s, total)
+            case InTurn(admitted=admitted):
+                return min(admitted.since + rules.first_byte_s, total)
+            case Leased():
+                return min(state.since + rules.first_byte_s, total)
+            case Answering():
+                silent_s = _silent_s(state)
+                return min(state.heard + silent_s, state.looked + silent_s / _LOOKS, total)
+            case Ended():
+                return inf
+
+    @property
+    def runs(self) -> bool:
+        """Whether it is on an engine."""
+        return isinstance(self.state, (Leased, Answering))
+
+    def ended(self, now: float) -> Cause:
+        """The cause of its end. If its task ends before it has one, its client has left."""
+        if not isinstance(self.state, Ended):
+            self.take(now, Left(Cause.CLIENT_LEFT))
+        assert isinstance(self.state, Ended)  # noqa: S101 - what follows Left
+        return self.state.cause
+
+    # --- Transitions ----------------------------------------------------------------------------------
+
+    def _prepared(self, state: Admitted, event: Prepared, _now: float) -> tuple[Command, ...]:
+        self.state = replace(state, can_repeat=event.can_repeat)
+        return (Place(),)
+
+    def _placed(self, state: Admitted, event: Placed, _now: float) -> tuple[Command, ...]:
+        self.state = turn = InTurn(state, event.engine)
+        return (Run(turn),)
+
+    def _none_left(self, state: Admitted, _event: NoneLeft, _now: float) -> tuple[Command, ...]:
+        last = state.attempts[-1] if state.attempts else None
+        cause, error = (Cause.NO_ENGINE, None) if last is None else (last.cause, last.error)
+        return self._end(cause, error, state.attempts)
+
+    def _entered(self, state: InTurn, _event: Entered, now: float) -> tuple[Command, ...]:
+        self.state = Leased(state, now)
+        return ()
+
+    def _sent(self, state: Leased, _event: Sent, _now: float) -> tuple[Command, ...]:
+        self.state = replace(state, is_sent=True)
+        return ()
+
+    def _began(self, state: Leased, event: Began, now: float) -> tuple[Command, ...]:
+        idle_s = inf if event.is_socket else self._rules.idle_s
+        self.state = Answering(state, idle_s, 0, now, now)
+        return ()
+
+    def _answered(self, _state: State, event: Answered, _now: float) -> tuple[Command, ...]:
+        return self._end(Cause.ENGINE_REJECTED if event.is_error else Cause.ANSWERED)
+
+    def _not_placed(self, state: Admitted, event: Failed, _now: float) -> tuple[Command, ...]:
+        """It could not be read, or would have waited too long."""
+        return self._end(event.cause, event.error, state.attempts)
+
+    def _attempt_failed(
+        self, state: InTurn | Leased | Answering, event: Failed, now: float
+    ) -> tuple[Command, ...]:
+        """Tries another engine, if that may help. A stream goes on there from what its client has."""
+        turn = _turn_of(state)
+        attempt = Attempt(turn.engine, event.cause, event.error)
+        attempts = (*turn.admitted.attempts, attempt)
+        blame = (BlameEngine(attempt),) if event.cause.blame is not Blame.NOBODY else ()
+        has_begun = event.has_begun or turn.admitted.has_begun
+        may_go_on = event.can_go_on or not has_begun
+        if not (may_go_on and turn.admitted.can_repeat and self._may_try_again(attempts, now)):
+            return (*blame, *self._end(event.cause, event.error, attempts))
+        self.state = Admitted(now, attempts, has_begun)
+        return (*blame, Place(frozenset(each.engine for each in attempts), waits=False))
+
+    def _may_try_again(self, attempts: tuple[Attempt, ...], now: float) -> bool:
+        last = attempts[-1].cause
+        counted = sum(each.cause is not Cause.ENGINE_LACKS for each in attempts)
+        is_late = self._rules.total_s is not None and now >= self._arrived + self._rules.total_s
+        if not last.elsewhere or is_late or counted > self._rules.retries:
+            return False
+        if sum(each.cause.is_poison for each in attempts) >= MAX_POISON:
+            return False
+        # An engine that refuses is busy with others: retries would multiply the load. A lost one is not.
+        return last is not Cause.ENGINE_REFUSED or self._budget.take(now)
+
+    def _lost_before(self, _state: Leased, _event: Lost, _now: float) -> tuple[Command, ...]:
+        return (Interrupt(Cause.ENGINE_LOST),)
+
+    def _lost_meanwhile(self, state: Answering, event: Lost, now: float) -> tuple[Command, ...]:
+        if not state.is_lost:
+            self.state = replace(state, seen=event.received, heard=now, looked=now, is_lost=True)
+        return ()
+
+    def _late(self, state: State, _event: Tick, now: float) -> tuple[Command, ...]:
+        """Before an answer: its time is over, or the look came too early."""
+        if now < self.deadline:
+            return ()
+        if not isinstance(state, Leased) or now < state.since + self._rules.first_byte_s:
+            return (Interrupt(Cause.OUR_LIMIT),)
+        return (Interrupt(Cause.ENGINE_LATE if state.is_sent else Cause.ENGINE_BUSY),)
+
+    def _looked(self, state: Answering, event: Tick, now: float) -> tuple[Command, ...]:
+        """In an answer: only the time in which kvpin waits for the engine counts as its silence."""
+        if self._rules.total_s is not None and now >= self._arrived + self._rules.total_s:
+            return (Interrupt(Cause.OUR_LIMIT),)
+        if event.received != state.seen or event.at_client:
+            self.state = replace(state, seen=event.received, heard=now, looked=now, is_lost=False)
+        elif now >= state.heard + _silent_s(state):
+            return (Interrupt(Cause.ENGINE_LOST if state.is_lost else Cause.ENGINE_SILENT),)
+        else:
+            self.state = replace(state, looked=now)
+        return ()
+
+    def _left(self, _state: State, event: Left, _now: float) -> tuple[Command, ...]:
+        return self._end(event.cause)
+
+    def _end(
+        self, cause: Cause, error: Exception | None = None, attempts: tuple[Attempt, ...] = ()
+    ) -> tuple[Command, ...]:
+        self.state = Ended(cause)
+        return (End(cause, error, attempts),)
+
+    _TRANSITIONS: ClassVar[Mapping[tuple[type, type], _Transition]] = {
+        (Admitted, Prepared): _prepared,
+        (Admitted, Answered): _answered,  # by kvpin itself: the count of a prompt's tokens
+        (Admitted, Placed): _placed,
+        (Admitted, NoneLeft): _none_left,
+        (Admitted, Failed): _not_placed,
+        (Admitted, Tick): _late,
+        (Admitted, Left): _left,
+        (InTurn, Entered): _entered,
+        (InTurn, Failed): _attempt_failed,
+        (InTurn, Tick): _late,
+        (InTurn, Left): _left,
+        (Leased, Sent): _sent,
+        (Leased, Began): _began,
+        (Leased, Answered): _answered,
+        (Leased, Failed): _attempt_failed,
+        (Leased, Lost): _lost_before,
+        (Leased, Tick): _late,
+        (Leased, Left): _left,
+        (Answering, Answered): _answered,
+        (Answering, Failed): _attempt_failed,
+        (Answering, Lost): _lost_meanwhile,
+        (Answering, Tick): _looked,
+        (Answering, Left): _left,
+    }
+
+
+def _silent_s(state: Answering) -> float:
+    return SILENCE_S if state.is_lost else state.idle_s
+
+
+def _turn_of(state: InTurn | Leased | Answering) -> InTurn:
+    match state:
+        case InTurn():
+            return state
+        case Leased(turn=turn) | Answering(leased=Leased(turn=turn)):
+            return turn

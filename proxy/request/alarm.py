@@ -1,0 +1,85 @@
+"""Ends a step of a request's life that takes too long.
+
+One timer a request. It asks the life's machine whether the state has lasted too long, by the state's own
+deadline, and interrupts the request's task if so. No engine and no monitor takes part in that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from math import inf
+from time import monotonic
+from typing import Any
+
+from proxy.core.life import Cause, Command, Interrupt, Life, Lost, Tick
+
+# The least time between two looks, in seconds.
+_LEAST_S = 0.01
+
+
+class Alarm:
+    """The timer of one request, whose task makes it.
+
+    Attributes:
+        progress: pieces of the running answer that have arrived, and whether kvpin waits for the client.
+    """
+
+    __slots__ = ("_at", "_cancelled_before", "_cause", "_handle", "_life", "_task", "progress")
+
+    def __init__(self, life: Life) -> None:
+        self._life = life
+        self._task: asyncio.Task[Any] | None = asyncio.current_task()
+        self._cancelled_before = self._task.cancelling() if self._task is not None else 0
+        self._handle: asyncio.TimerHandle | None = None
+        self._at = 0.0
+        self._cause: Cause | None = None
+        self.progress: Callable[[], tuple[int, bool]] = lambda: (0, False)
+
+    def set(self) -> None:
+        """The state has changed: rings at its deadline. A timer that rings earlier stays."""
+        at = self._life.deadline
+        if self._handle is not None:
+            if self._at <= at:
+                return
+            self._handle.cancel()
+        self._at = at
+        self._handle = None
+        if at != inf:
+            wait_s = max(at - monotonic(), _LEAST_S)
+            self._handle = asyncio.get_running_loop().call_later(wait_s, self._ring)
+
+    def engine_lost(self) -> None:
+        """The engine was lost. Takes effect soon: an answer that is being read has begun by then."""
+        asyncio.get_running_loop().call_soon(self._engine_lost)
+
+    def interrupted(self) -> Cause | None:
+        """Called when the task was cancelled: why it was interrupted; None if its client left as well, or
+        alone."""
+        cause, self._cause = self._cause, None
+        if cause is None or self._task is None or self._task.uncancel() > self._cancelled_before:
+            return None
+        return cause
+
+    def stop(self) -> None:
+        """The request is over."""
+        if self._handle is not None:
+            self._handle.cancel()
+        self._task = self._handle = None
+
+    def _ring(self) -> None:
+        self._handle = None
+        received, at_client = self.progress()
+        self._carry_out(self._life.take(monotonic(), Tick(received, at_client)))
+
+    def _engine_lost(self) -> None:
+        if self._task is not None and self._life.runs:
+            self._carry_out(self._life.take(monotonic(), Lost(self.progress()[0])))
+
+    def _carry_out(self, commands: tuple[Command, ...]) -> None:
+        for command in commands:
+            if isinstance(command, Interrupt) and self._task is not None and self._cause is None:
+                self._cause = command.cause
+                self._task.cancel()
+        if self._task is not None and self._cause is None:
+            self.set()
