@@ -1,0 +1,53 @@
+"""The table of causes."""
+
+import pytest
+
+from engine_adapter import EngineError, EngineRejected, EngineUnavailable
+from proxy import errors
+from proxy.core.life import Blame, Cause
+from proxy.errors import ProxyError
+from proxy.request.error_table import CAUSES, cause_of, status_of
+
+
+def subclasses(base):
+    yield base
+    for each in base.__subclasses__():
+        yield from subclasses(each)
+
+
+@pytest.mark.parametrize("cause", Cause)
+def test_each_has_a_meaning_and_only_engines_are_blamed(cause):
+    assert cause.meaning
+    is_of_engine = cause.startswith("engine_")
+    assert is_of_engine or cause.blame is Blame.NOBODY
+    assert not cause.is_poison or cause.elsewhere
+    assert not cause.elsewhere or is_of_engine or cause is Cause.DIVERGED
+
+
+@pytest.mark.parametrize(
+    "error", {*subclasses(EngineUnavailable), *subclasses(ProxyError)}, ids=lambda e: e.__name__
+)
+def test_each_error_has_one(error):
+    assert cause_of(error.__new__(error)) is not Cause.BUG
+
+
+def test_what_is_not_expected_is_a_bug():
+    assert cause_of(ValueError()) is Cause.BUG
+    assert cause_of(EngineRejected("no", status=500)) is Cause.INVALID  # an attempt looks at the status
+    assert EngineError in CAUSES
+
+
+@pytest.mark.parametrize(
+    ("error", "cause"),
+    [
+        (errors.RateLimited("x"), Cause.QUOTA),
+        (errors.Overloaded("x"), Cause.OVERLOADED),
+        (errors.NoEngine("x"), Cause.NO_ENGINE),
+        (errors.TimeLimit("x"), Cause.OUR_LIMIT),
+        (errors.SlowBody("x"), Cause.CLIENT_SLOW),
+        (errors.BadRequest("x"), Cause.INVALID),
+    ],
+)
+def test_the_status_of_an_error_is_that_of_its_cause(error, cause):
+    assert cause_of(error) is cause
+    assert status_of(error) == cause.code.status

@@ -1,0 +1,220 @@
+"""Random lives of one stream, on engines that fail, hang, are lost and give other answers: what must hold
+whatever happens. The text passes the real `Passage` of each attempt, in random pieces.
+"""
+
+import json
+from random import Random
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from engine_adapter import EngineDiverged
+from proxy.core.life import (
+    Admitted,
+    Answered,
+    Answering,
+    Began,
+    BlameEngine,
+    Cause,
+    End,
+    Ended,
+    Entered,
+    Failed,
+    Interrupt,
+    InTurn,
+    Leased,
+    Left,
+    Life,
+    Lost,
+    NoneLeft,
+    Place,
+    Placed,
+    Prepare,
+    Prepared,
+    Rules,
+    Run,
+    Sent,
+    Tick,
+)
+from proxy.core.retry_budget import RetryBudget
+from proxy.request.migration import Passage
+
+RULES = Rules(first_byte_s=10, idle_s=8, total_s=100, retries=3)
+ENGINES = ("a", "b", "c", "d")
+ANSWER = "ababababab! The quick brown fox \n\n jumps over [DONE] the lazy dog."
+FAILURES = [cause for cause in Cause if cause.elsewhere and cause is not Cause.DIVERGED]
+
+
+def chunk(text, finish=None):
+    choice = {"index": 0, "delta": {"content": text}, "finish_reason": finish}
+    return b"data: " + json.dumps({"id": "1", "choices": [choice]}).encode() + b"\n\n"
+
+
+def text_of(stream):
+    events = [json.loads(each[6:]) for each in stream.split(b"\n\n") if each.startswith(b"data: {")]
+    return "".join(event["choices"][0]["delta"].get("content") or "" for event in events)
+
+
+def cut(text, dice, most):
+    """Text or bytes in pieces, as an engine or a socket sends them."""
+    pieces, at = [], 0
+    while at < len(text):
+        size = dice.randint(1, most)
+        pieces.append(text[at : at + size])
+        at += size
+    return pieces
+
+
+class RandomLife(RuleBasedStateMachine):
+    """One request, with a stream that another engine can go on with."""
+
+    def __init__(self):
+        super().__init__()
+        self.now, self.life = 0.0, Life(RULES, RetryBudget(), 0.0)
+        self.step, self.ends, self.interrupted = Prepare(), [], None
+        self.quota, self.leased, self.paid = 1, [], []  # what is held; engines that were sent the request
+        self.client, self.told, self.passage, self.rest = b"", None, None, []
+        self.dice = Random(0)  # noqa: S311 - a test
+
+    def take(self, event):
+        for command in self.life.take(self.now, event):
+            match command:
+                case BlameEngine(attempt=attempt):
+                    assert attempt.engine == self.paid_or_leased
+                case Interrupt(cause=cause):
+                    self.interrupted = cause
+                case End():
+                    self.ends.append(command)
+                    self.quota -= 1
+                    self.step = command
+                case Prepare() | Place() | Run():
+                    self.step = command
+
+    def release(self):
+        self.paid_or_leased = self.leased.pop() if self.leased else self.step.turn.engine
+
+    def fail(self, cause):
+        if isinstance(self.step, Run):
+            if self.client and self.passage is not None:
+                self.told = self.passage.told(None)
+            self.passage = None
+            self.release()
+        self.interrupted = None
+        self.take(Failed(cause, ValueError(), bool(self.client), self.told is not None))
+
+    def is_in(self, *states):
+        return isinstance(self.life.state, states)
+
+    @rule(seconds=st.sampled_from([0.1, 1.0, 3.0, 6.0]))
+    def time_passes(self, seconds):
+        self.now += seconds
+
+    @precondition(lambda self: isinstance(self.step, Prepare))
+    @rule(is_wrong=st.booleans())
+    def is_prepared(self, is_wrong):
+        if is_wrong and self.dice.random() < 0.1:
+            self.fail(Cause.INVALID)
+        else:
+            self.take(Prepared())
+
+    @precondition(lambda self: isinstance(self.step, Place) and self.is_in(Admitted))
+    @rule()
+    def is_placed(self):
+        left = [engine for engine in ENGINES if engine not in self.step.without]
+        self.take(Placed(left[0]) if left else NoneLeft())
+
+    @precondition(lambda self: self.is_in(InTurn))
+    @rule(seed=st.integers(0, 3), differs=st.booleans())
+    def enters(self, seed, differs):
+        assert not self.leased
+        self.leased.append(self.step.turn.engine)
+        self.take(Entered())
+        self.dice = Random(seed)  # noqa: S311 - a test
+        is_other = differs and self.step.turn.engine in "bc"
+        answer = ANSWER.replace("fox", "cat").replace("ababababab", "abababab") if is_other else ANSWER
+        stream = [*map(chunk, cut(answer, self.dice, 9)), chunk("", "stop"), b"data: [DONE]\n\n"]
+        self.rest = cut(b"".join(stream), self.dice, 200)
+        self.passage = Passage("k", None, self.told)
+
+    @precondition(lambda self: self.is_in(Leased) and not self.life.state.is_sent)
+    @rule()
+    def is_sent(self):
+        self.paid.append(self.leased[0])
+        self.take(Sent())
+
+    @precondition(lambda self: self.is_in(Leased) and self.life.state.is_sent)
+    @rule()
+    def begins(self):
+        self.take(Began())
+
+    @precondition(lambda self: self.is_in(Answering))
+    @rule(pieces=st.integers(1, 9))
+    def sends(self, pieces):
+        for _ in range(pieces):
+            if not self.rest:
+                self.client += self.passage.finish()
+                self.release()
+                self.take(Answered())
+                return
+            try:
+                self.client += self.passage.feed(self.rest.pop(0))
+            except EngineDiverged:
+                self.fail(Cause.DIVERGED)
+                return
+
+    @precondition(lambda self: isinstance(self.step, Run) and self.is_in(InTurn, Leased, Answering))
+    @rule(cause=st.sampled_from(FAILURES))
+    def fails(self, cause):
+        self.fail(cause)
+
+    @precondition(lambda self: self.is_in(Leased, Answering))
+    @rule()
+    def is_lost(self):
+        self.take(Lost())
+
+    @precondition(lambda self: not self.is_in(Ended))
+    @rule()
+    def is_looked_at(self):
+        self.take(Tick())
+
+    @precondition(lambda self: self.interrupted is not None and not self.is_in(Ended))
+    @rule()
+    def is_interrupted(self):
+        self.fail(self.interrupted)
+
+    @precondition(lambda self: not self.is_in(Ended) and self.now > 20)
+    @rule()
+    def leaves(self):
+        if self.leased:
+            self.release()
+        self.take(Left(Cause.CLIENT_LEFT))
+
+    @invariant()
+    def it_ends_once_and_gives_back_once(self):
+        is_over = self.is_in(Ended)
+        assert len(self.ends) == int(is_over)
+        assert self.quota == int(not is_over)
+        assert not (is_over and self.leased)
+
+    @invariant()
+    def one_engine_at_a_time_is_paid_and_none_twice(self):
+        assert len(self.leased) <= 1
+        assert len(self.paid) == len(set(self.paid)) <= RULES.retries + 1
+
+    @invariant()
+    def no_state_is_without_a_deadline(self):
+        assert self.is_in(Ended) or self.life.deadline <= RULES.total_s
+
+    @invariant()
+    def the_client_has_the_beginning_of_one_answer(self):
+        text = text_of(self.client)
+        other = ANSWER.replace("fox", "cat").replace("ababababab", "abababab")
+        assert ANSWER.startswith(text) or other.startswith(text)
+        if self.ends and self.ends[0].cause is Cause.ANSWERED:
+            assert text in (ANSWER, other)
+            assert self.client.count(b"[DONE]\n\n") == self.client.count(b'"stop"') == 1
+
+
+RandomLife.TestCase.settings = settings(max_examples=100, stateful_step_count=60, deadline=None)
+TestRandomLife = RandomLife.TestCase
