@@ -45,6 +45,7 @@ from proxy.fleet.pool import Pool, no_engine_for
 from proxy.headers import ENGINE_HEADER, NOTE_HEADER, POLICY_HEADER, PREDICTED_HEADER
 from proxy.prompt import audit_tokens
 from proxy.ready import Preparation, Ready
+from proxy.request.admitted import Admitted
 from proxy.request.calls import Call, Reply
 from proxy.request.comparison import Comparison
 from proxy.request.diagnostics import APIS, Diagnosed
@@ -104,29 +105,28 @@ class Flow:
     total_s: float | None = None
     kept: Room = field(default_factory=Room)
 
-    async def serve(self, call: Call, reply: Reply) -> None:
-        """Answers a request.
+    async def serve(self, call: Call, reply: Reply, admitted: Admitted) -> RequestRecord:
+        """Answers a request. The caller closes `admitted`.
 
         Raises:
             ProxyError, EngineError: the request failed before the answer began.
         """
         record = RequestRecord.of(call)
-        reply.recorded = True
+        reply.recorded, reply.on_begin = True, admitted.free_body
         self._keep_for_diagnosis(call.body, record, reply)
         self.budget.requested()
-        usage = self.tenants.usage(call.tenant, is_more=call.is_more)
         try:
-            usage.begin(record.arrived)
             ready = await self.prepare(call)
             call = ready.call
             record.prompt, record.chain = ready.prompt, ready.chain
             record.served_as, record.lora = ready.pool.model, ready.lora
-            usage.spend(prompt_tokens_of(call, record.n_tokens))
+            admitted.spend_prompt(prompt_tokens_of(call, record.n_tokens))
             if (translation := ready.translation) is not None:
                 if translation.source is not None:  # with the items that the body only names
                     self.requests.keep_source(record, translation.source.raw)
                 if translation.counts:
-                    return await _answer_count(ready, translation, reply, record)
+                    await _answer_count(ready, translation, reply, record)
+                    return record
                 reply.through(lambda client: Translated(client, translation))
             elif call.route == RESPONSES_PATH and call.socket is None:
                 reply.through(lambda client: Noting(client, partial(self._note_home, record)))
@@ -137,11 +137,13 @@ class Flow:
         except asyncio.CancelledError as cancelled:
             record.status, record.error = CLIENT_LEFT, str(cancelled) or "the client left"
             raise
+        else:
+            return record
         finally:
             record.duration_s, record.events = time.monotonic() - record.arrived, reply.events
             if reply.completed is not None:
                 record.answered_s = reply.completed - record.arrived
-            usage.end(record.output_tokens or reply.events)
+            admitted.spend(record.output_tokens or reply.events)
             self.requests.add(record)
             self.observe(record)
             record.chain = None  # the log keeps records for long

@@ -141,8 +141,8 @@ class Exchange:
         """Whether all of the request's body was read."""
         return self._complete and not self._chunks
 
-    async def read(self, limit: int) -> bytes:
-        """The whole body.
+    async def read(self, limit: int, hold: Callable[[int], None] = lambda _size: None) -> bytes:
+        """The whole body. `hold` is told how many bytes are here so far, and may refuse them.
 
         Raises:
             BodyTooLarge: it exceeds `limit` bytes.
@@ -151,8 +151,10 @@ class Exchange:
             ClientLeft: the client disconnected.
         """
         self._pauses = False
+        hold(self._arrived)
         while not self._complete and self._arrived <= limit:
             await self._more()
+            hold(self._arrived)
         _check_size(self._arrived, limit)
         return self._take()
 

@@ -37,6 +37,7 @@ CODES: dict[type[Exception], Code] = {
     errors.EncodedBody: Code.ENCODED_BODY,
     errors.RateLimited: Code.RATE_LIMIT_EXCEEDED,
     errors.Overloaded: Code.OVERLOADED,
+    errors.NoMemory: Code.OVERLOADED,
     errors.NoEngine: Code.NO_ENGINE,
     errors.EngineFailed: Code.ENGINE_FAILED,
     errors.ProxyError: Code.INTERNAL_ERROR,
