@@ -20,6 +20,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Mount
 
 from engine_adapter import Transport, make_adapter
+from engine_adapter.memory import available_bytes
 from proxy.api.admin import (
     EngineRoutes,
     EventRoutes,
@@ -57,6 +58,7 @@ from proxy.control.replays import Replays
 from proxy.control.tables import SharedTables
 from proxy.control.targets import Targets
 from proxy.control.warm import Warming
+from proxy.core.budget import ByteBudget
 from proxy.core.life import Rules
 from proxy.core.pins import PinBook
 from proxy.discovery import finders_of
@@ -73,6 +75,7 @@ from proxy.observe.recorder import Recorder
 from proxy.peers.peers import Peers
 from proxy.prompt import MediaUuids, PromptTables
 from proxy.ready import Preparation
+from proxy.request.admitted import Gate
 from proxy.request.error_table import ANSWERED
 from proxy.request.migration import Room
 from proxy.request.records import RequestLog, RequestRecord
@@ -88,6 +91,9 @@ from proxy.translate import ResponseStore, translations
 
 log = structlog.get_logger(__name__)
 
+# Where the system does not tell how much memory is available.
+_USUAL_MEMORY = 4 << 30
+
 
 class Proxy:
     """All collaborators of one proxy."""
@@ -101,6 +107,7 @@ class Proxy:
         self.fleet = Fleet(settings.model_aliases, settings.default_model, settings.limits)
         self.tables = PromptTables(max_bytes=settings.limits.prompt_table_bytes)
         self.tenants = Tenants(_keys(settings), settings.tenant_limits)
+        self.gate = Gate(self.tenants, ByteBudget(_bodies_bytes(settings)))
         self.peers = self._peers()
         self.responses = ResponseStore(len(self.tenants.names))
         self.state = StateKeeper(settings.state_dir, self.tenants) if settings.state_dir is not None else None
@@ -126,7 +133,11 @@ class Proxy:
         self.discovered = DiscoveredEngines(self.fleet, self.configured, self.engines, self.tasks)
         self.monitor.split = self.discovered.split
         self.metrics = Metrics(
-            self.fleet, self.discovered.sources, self.peers, tenants=settings.tenant_metrics
+            self.fleet,
+            self.discovered.sources,
+            self.peers,
+            tenants=settings.tenant_metrics,
+            bodies=self.gate.bodies,
         )
         self.telemetry = telemetry_module()(self.metrics.render) if settings.otel else None
         self.draining = asyncio.Event()
@@ -220,6 +231,7 @@ class Proxy:
         self.fleet.bound_queues(settings.limits)
         self.tables.max_bytes = int(settings.limits.prompt_table_bytes)
         self.flow.requests.capacity = settings.limits.request_records
+        self.gate.bodies.limit = _bodies_bytes(settings)
         self.flow = replace(self.flow, rules=_rules(settings))
         self.live.end()  # viewers show their key again, which may be an old one
         return changes
@@ -261,6 +273,15 @@ async def _close_all(closing: Mapping[str, Coroutine[Any, Any, None]]) -> None:
             log.error("engine not closed cleanly while kvpin stops", engine=engine_id, exc_info=result)
 
 
+def _bodies_bytes(settings: Settings) -> int:
+    """Memory of this process for requests' bodies: by default a quarter of what is available now, which the
+    workers share, but enough for the longest body."""
+    limits = settings.limits
+    if limits.bodies_bytes is not None:
+        return int(limits.bodies_bytes)
+    return max((available_bytes() or _USUAL_MEMORY) // 4 // settings.workers, int(limits.body_bytes))
+
+
 def _keys(settings: Settings) -> list[ApiKey]:
     return [ApiKey(entry.tenant_id, entry.digest) for entry in settings.api_keys]
 
@@ -280,6 +301,7 @@ def build_app(proxy: Proxy) -> Site:
     data_plane = make_data_plane(
         proxy.flow,
         proxy.tenants,
+        proxy.gate,
         limit,
         KeptResponses(proxy.responses),
         cors,

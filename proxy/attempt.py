@@ -48,6 +48,7 @@ from proxy.fleet.pool import Pool
 from proxy.headers import ENGINE_HEADER, NOTE_HEADER, POLICY_HEADER, PREDICTED_HEADER
 from proxy.prompt import audit_tokens
 from proxy.ready import Ready
+from proxy.request.admitted import Admitted
 from proxy.request.alarm import Alarm
 from proxy.request.calls import Call, Reply
 from proxy.request.error_table import cause_of
@@ -55,7 +56,7 @@ from proxy.request.forward import Forwarded, Forwarding
 from proxy.request.migration import Passage, Room, passage_for
 from proxy.request.records import RequestRecord
 from proxy.request.retries import PASSED_ON, is_not_here, refusals_of
-from proxy.request.tenants import Tenants, Usage
+from proxy.request.tenants import Tenants
 from proxy.request.transcript import Told
 
 log = structlog.get_logger(__name__)
@@ -71,7 +72,7 @@ class Serving:
         record: kept of it.
         life: the machine that decides what comes next.
         alarm: ends a step that takes too long.
-        usage: of its tenant's quota.
+        admitted: the permission to serve it: its tenant's quota, and memory for its body.
         ready: the request as the next attempt gets it; `first`: as the first one got it.
         placement: the engine it goes to, one of `n_candidates`.
         engine: the engine of the running attempt, or of the last one.
@@ -86,7 +87,7 @@ class Serving:
     record: RequestRecord
     life: Life
     alarm: Alarm
-    usage: Usage
+    admitted: Admitted
     ready: Ready | None = None
     first: Ready | None = None
     placement: Placement | None = None

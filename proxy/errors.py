@@ -12,6 +12,7 @@ ProxyError
 ├── EncodedBody          compressed
 ├── RateLimited          over a limit of its tenant: retry in `retry_after_s`
 ├── Overloaded           all engines are busy: retry in `retry_after_s`
+│   └── NoMemory         requests' bodies take all the memory for them
 ├── TimeLimit            it took longer than `timeouts.total_s`
 ├── NoEngine             no engine can take it now: retry in a second
 └── EngineFailed         the engines that were asked went away
@@ -105,6 +106,10 @@ class RateLimited(ProxyError):
 
 class Overloaded(ProxyError):
     """Engines are ready, but too busy."""
+
+
+class NoMemory(Overloaded):
+    """The bodies of requests take all the memory that they may."""
 
 
 class TimeLimit(ProxyError):

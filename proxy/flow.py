@@ -48,6 +48,7 @@ from proxy.fleet.fleet import Fleet
 from proxy.fleet.ingest import Ingest
 from proxy.fleet.pool import no_engine_for
 from proxy.ready import Preparation, Ready
+from proxy.request.admitted import Admitted
 from proxy.request.alarm import Alarm
 from proxy.request.calls import Call, Reply
 from proxy.request.comparison import Comparison
@@ -55,7 +56,7 @@ from proxy.request.diagnostics import APIS, Diagnosed
 from proxy.request.error_table import ANSWERED, status_of
 from proxy.request.records import RequestLog, RequestRecord
 from proxy.request.retries import final_error
-from proxy.request.tenants import Tenants, Usage
+from proxy.request.tenants import Tenants
 from proxy.request.urgency import deadline_of, priority_of, prompt_tokens_of, tokens_of
 from proxy.translate import RESPONSES_PATH, Noting, Translated, Translation
 
@@ -103,50 +104,50 @@ class Flow:
         """Tells why the cache of a request missed."""
         return Comparison(self.requests, self.fleet.engines, TOKENS_PER_BLOCK)
 
-    async def serve(self, call: Call, reply: Reply) -> None:
-        """Answers a request.
+    async def serve(self, call: Call, reply: Reply, admitted: Admitted) -> RequestRecord:
+        """Answers a request. The caller closes `admitted`.
 
         Raises:
             ProxyError, EngineError: the request failed before the answer began.
         """
         record = RequestRecord.of(call)
-        reply.recorded = True
+        reply.recorded, reply.on_begin = True, admitted.free_body
         self._keep_for_diagnosis(call.body, record, reply)
         self.budget.requested()
-        usage = self.tenants.usage(call.tenant, is_more=call.is_more)
         try:
-            usage.begin(record.arrived)
-            await self._live(self._serving(call, reply, record, usage), Prepare())
+            await self._live(self._serving(call, reply, record, admitted), Prepare())
         except ANSWERED as error:
             record.status, record.error = status_of(error), str(error)
             raise
         except asyncio.CancelledError as cancelled:
             record.status, record.error = CLIENT_LEFT, str(cancelled) or "the client left"
             raise
+        else:
+            return record
         finally:
             record.duration_s, record.events = time.monotonic() - record.arrived, reply.events
             if reply.completed is not None:
                 record.answered_s = reply.completed - record.arrived
-            usage.end(record.output_tokens or reply.events)
+            admitted.spend(record.output_tokens or reply.events)
             self.requests.add(record)
             self.observe(record)
             record.chain = None  # the log keeps records for long
 
-    async def run(self, ready: Ready, reply: Reply, record: RequestRecord) -> None:
+    async def run(self, ready: Ready, reply: Reply, record: RequestRecord, admitted: Admitted) -> None:
         """Runs a request of kvpin's own, which was prepared. It waits for its turn like any other.
 
         Raises:
             ProxyError, EngineError: the request failed before the answer began.
         """
-        serving = self._serving(ready.call, reply, record, Usage(None))
+        serving = self._serving(ready.call, reply, record, admitted)
         serving.is_ready(ready)
         (step,) = serving.take(Prepared())
         assert isinstance(step, Place)  # noqa: S101 - what follows Prepared
         await self._live(serving, step)
 
-    def _serving(self, call: Call, reply: Reply, record: RequestRecord, usage: Usage) -> Serving:
+    def _serving(self, call: Call, reply: Reply, record: RequestRecord, admitted: Admitted) -> Serving:
         life = Life(self.rules, self.budget, record.arrived)
-        return Serving(call, reply, record, life, Alarm(life), usage)
+        return Serving(call, reply, record, life, Alarm(life), admitted)
 
     # --- The life -------------------------------------------------------------------------------------
 
@@ -234,7 +235,7 @@ class Flow:
         call = ready.call
         record.prompt, record.chain = ready.prompt, ready.chain
         record.served_as, record.lora = ready.pool.model, ready.lora
-        serving.usage.spend(prompt_tokens_of(call, record.n_tokens))
+        serving.admitted.spend_prompt(prompt_tokens_of(call, record.n_tokens))
         if (translation := ready.translation) is not None:
             if translation.source is not None:  # with the items that the body only names
                 self.requests.keep_source(record, translation.source.raw)

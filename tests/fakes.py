@@ -27,6 +27,7 @@ from proxy.api.ops import Ops
 from proxy.api.responses import KeptResponses
 from proxy.api.site import Site
 from proxy.attempt import Attempts
+from proxy.core.budget import ByteBudget
 from proxy.core.life import Rules
 from proxy.fleet.destinations import Destinations
 from proxy.fleet.engine import Engine, EngineState
@@ -38,6 +39,7 @@ from proxy.peers.exchange import Exchange as PeerExchange
 from proxy.peers.peers import Peers
 from proxy.prompt import MediaUuids, PromptBuilder, PromptTables
 from proxy.ready import Preparation
+from proxy.request.admitted import Gate
 from proxy.request.migration import Room
 from proxy.request.records import RequestLog
 from proxy.request.tenants import Tenants
@@ -385,6 +387,7 @@ class FakeProxy:
     rules: Rules = field(default_factory=Rules)
     wait_s: float = 0.1
     max_body_bytes: int = 1 << 20
+    bodies_bytes: int = 1 << 30
     responses: ResponseStore = field(default_factory=ResponseStore)
     translations: Mapping[str, Translate] | None = None
     aliases: dict[str, str] = field(default_factory=dict)
@@ -403,7 +406,8 @@ class FakeProxy:
             exchange = self.exchange(owner)
             self.peers = Peers(exchange, owner, self.fleet, self.tenants, self.transport.hang_up)
             self.peers.start(self.tasks)
-        self.metrics = Metrics(self.fleet, peers=self.peers)
+        self.bodies = ByteBudget(self.bodies_bytes)
+        self.metrics = Metrics(self.fleet, peers=self.peers, bodies=self.bodies)
         self.requests = RequestLog(100)
         self.ingest = Ingest(self.fleet, self.tasks) if self.reuse else None
         destinations = Destinations(self.fleet, isolated=self.tenants.isolated)
@@ -423,7 +427,15 @@ class FakeProxy:
         elsewhere = Elsewhere(self.fleet, self.peers, self.transport) if self.peers is not None else None
         keepers = Keepers(self.peers.sockets, self.transport) if self.peers is not None else None
         data_plane = DataPlane(
-            self.flow, self.tenants, self.max_body_bytes, kept, cors, self.metrics.refuse, elsewhere, keepers
+            self.flow,
+            self.tenants,
+            Gate(self.tenants, self.bodies),
+            self.max_body_bytes,
+            kept,
+            cors,
+            self.metrics.refuse,
+            elsewhere,
+            keepers,
         )
         ops = Ops(self.fleet, self.metrics, peers=self.peers)
         self.site = Site(data_plane, Starlette(routes=ops.routes()))

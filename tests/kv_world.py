@@ -255,9 +255,9 @@ class WatchedFlow(Flow):
         self.steps.append("candidates")
         return super().candidates(ready, without)
 
-    async def run(self, ready, reply, record):
+    async def run(self, ready, reply, record, admitted):
         self.steps.append("run")
-        return await super().run(ready, reply, record)
+        return await super().run(ready, reply, record, admitted)
 
 
 @contextlib.asynccontextmanager

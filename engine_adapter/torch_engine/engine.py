@@ -19,12 +19,12 @@ from typing import Any, TypeVar
 import torch
 
 from engine_adapter.errors import EngineSpecError, EngineUnavailable
+from engine_adapter.memory import available_bytes
 from engine_adapter.torch_engine.admission import check_request
 from engine_adapter.torch_engine.compute import Outcome, compute, is_fatal
 from engine_adapter.torch_engine.kv_cache import KvCache
 from engine_adapter.torch_engine.kv_tree import CopyFailed
 from engine_adapter.torch_engine.loaded_model import LoadedModel
-from engine_adapter.torch_engine.memory import available_bytes
 from engine_adapter.torch_engine.options import EngineOptions
 from engine_adapter.torch_engine.requests import (
     FinishReason,

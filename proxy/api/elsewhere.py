@@ -68,7 +68,7 @@ class Elsewhere:
         call: Call,
         exchange: Exchange,
         reply: Reply,
-        here: Callable[[], Awaitable[None]],
+        here: Callable[[], Awaitable[object]],
     ) -> None:
         """Lets this kvpin answer a request for a model, by `here`, or the one that uses its engine.
 
@@ -80,7 +80,8 @@ class Elsewhere:
             to, is_late = self.way(model, exchange), monotonic() > deadline
             waits = not is_late and (dropped or self._is_changing_hands) and not self._is_served_here(model)
             if to is None and not waits:
-                return await here()
+                await here()
+                return
             if to is not None and to.socket is not None:
                 try:
                     await pass_on(self._transport, to.socket, call, exchange, reply)
@@ -93,7 +94,7 @@ class Elsewhere:
                         ) from error
                 else:
                     self._fleet.passed_on[to.name] += call.method == "POST"
-                    return None
+                    return
             await asyncio.sleep(_POLL_S)
 
     @property

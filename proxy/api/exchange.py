@@ -14,8 +14,9 @@ from proxy.errors import BodyTooLarge, NoEngine, SlowBody
 _SMALL = 512
 # Unread bytes of a streamed body at which its connection is not read any more.
 HIGH_WATER = 65_536
-# Seconds that a client may be silent in mid-body, and in which its body must arrive besides the time that
-# `BODY_BYTES_PER_S` gives it. Only the time that a reader waits counts.
+# The patience with a body, in seconds. It is used up while a reader waits, and each `BODY_BYTES_PER_S` that
+# arrive give a second back, but it never exceeds `BODY_S`. So a client may be silent for `BODY_S`, and may be
+# slower than that rate only for a short time, whatever it sent before.
 BODY_S = 60.0
 BODY_BYTES_PER_S = 1024
 # Seconds that the rest of a body gets when kvpin stops.
@@ -82,10 +83,10 @@ class Exchange:
     """
 
     __slots__ = (
-        "_arrived", "_chunked", "_chunks", "_complete", "_connection", "_has_body", "_head", "_invited",
-        "_is_1_0", "_is_hurried", "_left_to_send", "_pauses", "_silence", "_switched", "_unread", "_waited_s",
-        "_wakes", "added", "asks_for_websocket", "finished", "headers", "is_reserved", "keep_alive", "left",
-        "method", "on_left", "started", "status", "target", "task",
+        "_arrived", "_chunked", "_chunks", "_complete", "_connection", "_credited", "_has_body", "_head",
+        "_invited", "_is_1_0", "_is_hurried", "_left_to_send", "_patience_s", "_pauses", "_silence",
+        "_switched", "_unread", "_wakes", "added", "asks_for_websocket", "finished", "headers", "is_reserved",
+        "keep_alive", "left", "method", "on_left", "started", "status", "target", "task",
     )  # fmt: skip
 
     def __init__(
@@ -116,7 +117,7 @@ class Exchange:
         self._complete = self._invited = False
         self._pauses = True
         self._wakes: asyncio.Future[None] | None = None
-        self._waited_s = 0.0  # for the body
+        self._patience_s, self._credited = BODY_S, 0  # with the body; bytes that gave some back
         self._silence: asyncio.Timeout | None = None
         self._is_hurried = False
         # The answer.
@@ -141,8 +142,8 @@ class Exchange:
         """Whether all of the request's body was read."""
         return self._complete and not self._chunks
 
-    async def read(self, limit: int) -> bytes:
-        """The whole body.
+    async def read(self, limit: int, hold: Callable[[int], None] = lambda _size: None) -> bytes:
+        """The whole body. `hold` is told how many bytes are here so far, and may refuse them.
 
         Raises:
             BodyTooLarge: it exceeds `limit` bytes.
@@ -151,8 +152,10 @@ class Exchange:
             ClientLeft: the client disconnected.
         """
         self._pauses = False
+        hold(self._arrived)
         while not self._complete and self._arrived <= limit:
             await self._more()
+            hold(self._arrived)
         _check_size(self._arrived, limit)
         return self._take()
 
@@ -230,9 +233,10 @@ class Exchange:
         """Waits as long as the client may take. Raises SlowBody and NoEngine."""
         loop = asyncio.get_running_loop()
         begun = loop.time()
-        in_all = BODY_S + self._arrived / BODY_BYTES_PER_S - self._waited_s
+        earned_s = (self._arrived - self._credited) / BODY_BYTES_PER_S
+        self._patience_s, self._credited = min(self._patience_s + earned_s, BODY_S), self._arrived
         try:
-            async with asyncio.timeout(STOPPING_S if self._is_hurried else min(BODY_S, in_all)) as silence:
+            async with asyncio.timeout(STOPPING_S if self._is_hurried else self._patience_s) as silence:
                 self._silence = silence
                 await self._woken()
         except TimeoutError as error:
@@ -242,7 +246,7 @@ class Exchange:
             raise SlowBody("the body of the request did not arrive in time") from error
         finally:
             self._silence = None
-            self._waited_s += loop.time() - begun
+            self._patience_s -= loop.time() - begun
 
     def hurry(self) -> None:
         """Gives what is missing of the body a few seconds, because kvpin stops."""

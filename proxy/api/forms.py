@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from tempfile import SpooledTemporaryFile
 
 from python_multipart.exceptions import FormParserError
@@ -36,7 +36,13 @@ def new_spool() -> Spool:
     return SpooledTemporaryFile(MAX_IN_MEMORY)
 
 
-async def read_form(chunks: AsyncIterator[bytes], kind: str, length: int | None, spool: Spool) -> Upload:
+async def read_form(
+    chunks: AsyncIterator[bytes],
+    kind: str,
+    length: int | None,
+    spool: Spool,
+    hold: Callable[[int], None] = lambda _size: None,
+) -> Upload:
     """The form, read as far as the model's name.
 
     Args:
@@ -44,12 +50,14 @@ async def read_form(chunks: AsyncIterator[bytes], kind: str, length: int | None,
         kind: its content type.
         length: its number of bytes, None if that is not known.
         spool: keeps what was read; stays open until the upload was sent.
+        hold: is told how many bytes were read so far, and may refuse them.
 
     Raises:
         BadRequest: it is no form.
     """
     field = _ModelField(kind)
     async for chunk in chunks:
+        hold(spool.tell() + len(chunk))
         await _keep(spool, chunk)
         await field.look(chunk)
         if field.is_over:

@@ -42,6 +42,8 @@ SEND_S = 60.0
 SEND_BYTES = 16_384
 # Seconds that a connection beyond the limit may idle, or take for a head.
 RESERVED_IDLE_S = 5.0
+_TOO_LONG = 431, b"The head of the request is too long."
+_NOT_ONE_HOST = 400, b"The request must have one host header."  # RFC 9112 3.2
 # The client has closed its side, or the connection is broken.
 _LEFT = getattr(select, "POLLRDHUP", 0) | select.POLLHUP | select.POLLERR
 Handler = Callable[[Exchange], Coroutine[Any, Any, None]]
@@ -60,9 +62,9 @@ class Http1Protocol(asyncio.Protocol):
     crowd: ClassVar[Crowd] = Crowd(MAX_CONNECTIONS, time.monotonic)
     is_of_peer: ClassVar[bool] = False
     __slots__ = (
-        "_close_after", "_current", "_handler", "_head_bytes", "_headers", "_idle_s", "_idle_since",
+        "_close_after", "_current", "_fault", "_handler", "_head_bytes", "_headers", "_idle_s", "_idle_since",
         "_is_reserved", "_lookout", "_loop", "_parser", "_paused", "_reading", "_room", "_socket", "_state",
-        "_target", "_timer", "_to_websocket", "_too_long", "_unsent", "_waiting", "is_full", "transport",
+        "_target", "_timer", "_to_websocket", "_unsent", "_waiting", "is_full", "transport",
     )  # fmt: skip
 
     @staticmethod
@@ -93,7 +95,7 @@ class Http1Protocol(asyncio.Protocol):
         self._to_websocket = False  # the request that is parsed asks for that
         self._socket: Exchange | None = None  # it asked, and gets all that follows
         self._close_after = False  # no request after the current one
-        self._too_long = False  # a complete head was
+        self._fault: tuple[int, bytes] | None = None  # of a complete head: status, reason
         self._paused = False
         self._room: asyncio.Future[None] | None = None
         self._idle_since = self._loop.time()
@@ -220,8 +222,9 @@ class Http1Protocol(asyncio.Protocol):
             if is_bug and not isinstance(error.__context__, httptools.HttpParserInvalidURLError):
                 log.exception("request crashed")
             self._refuse(400, b"Invalid HTTP request received.")
-        if self._too_long or self._head_bytes > MAX_HEAD:
-            self._refuse(431, b"The head of the request is too long.")
+        fault = _TOO_LONG if self._head_bytes > MAX_HEAD else self._fault
+        if fault is not None:
+            self._refuse(*fault)
 
     def _parse(self, data: memoryview) -> None:
         """Raises HttpParserError for what is no HTTP."""
@@ -254,9 +257,10 @@ class Http1Protocol(asyncio.Protocol):
         """The parser found the end of the head. A request with an offer begins when it is parsed again."""
         if self._close_after or self._parser.should_upgrade():
             return
-        size = len(self._target) + sum(map(len, chain.from_iterable(self._headers)))
-        if size + _HEADER_MARKS * len(self._headers) > MAX_HEAD:
-            self._too_long = self._close_after = True
+        is_1_0 = self._parser.get_http_version() == "1.0"
+        self._fault = _fault_of(self._target, self._headers, is_1_0=is_1_0)
+        if self._fault is not None:
+            self._close_after = True
             return
         target = self._target
         if not target.startswith(b"/") or b"#" in target:
@@ -266,7 +270,7 @@ class Http1Protocol(asyncio.Protocol):
             self._parser.get_method().decode("ascii"),
             target,
             Headers(self._headers),
-            is_1_0=self._parser.get_http_version() == "1.0",
+            is_1_0=is_1_0,
             keep_alive=self._parser.should_keep_alive() and not (self._to_websocket or self._is_reserved),
             asks_for_websocket=self._to_websocket,
             is_reserved=self._is_reserved,
@@ -408,6 +412,15 @@ class Http1Protocol(asyncio.Protocol):
         if self._paused and not self._waiting:
             self._paused = False
             self.transport.resume_reading()
+
+
+def _fault_of(target: bytes, headers: HeaderPairs, *, is_1_0: bool) -> tuple[int, bytes] | None:
+    """Status and reason for a head that cannot be served; None for a good one."""
+    size = len(target) + sum(map(len, chain.from_iterable(headers)))
+    if size + _HEADER_MARKS * len(headers) > MAX_HEAD:
+        return _TOO_LONG
+    hosts = [name for name, _ in headers].count(b"host")
+    return None if hosts == 1 or (is_1_0 and not hosts) else _NOT_ONE_HOST
 
 
 def _unread(transport: asyncio.Transport) -> bool:

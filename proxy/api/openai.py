@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import Callable, Coroutine
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -29,12 +30,14 @@ from proxy.api.models import ALLOW_READS, answer_models, is_of_models, name_in
 from proxy.api.paths import check_native, checked_path
 from proxy.api.responses import KeptResponses, may_be_kept, name_of
 from proxy.api.websockets import WebSocketClient, check_websocket, with_key
-from proxy.errors import BodyTooLarge, EncodedBody, NoEngine
+from proxy.errors import BodyTooLarge, EncodedBody, NoEngine, NoMemory, RateLimited
 from proxy.flow import Flow
 from proxy.headers import REQUEST_ID_HEADER
+from proxy.request.admitted import Admitted, Gate
 from proxy.request.calls import Call, Reply
 from proxy.request.dialects import dialect_of
 from proxy.request.error_table import ANSWERED, status_of
+from proxy.request.records import RequestRecord
 from proxy.request.session import session_of
 from proxy.request.tenants import Tenants
 from proxy.several import serve
@@ -61,19 +64,22 @@ class DataPlane:
     """The handler of exchanges under `/v1`, and of the engines' own routes.
 
     Attributes:
+        gate: admits each request by its head, before its body is read.
         max_body_bytes: the longest body of a request.
         cors: the web pages that may use it from a browser; None for none.
-        refused: called with the status of each request that is refused before the flow.
+        refused: called with the status of each request that is refused before the flow, and with a reason of
+            `kvpin_refused_total` where there is one.
         elsewhere: passes requests on whose engines only another kvpin may use; None for a single kvpin.
         keepers: passes requests on that name a response of another kvpin; None if there is no other.
     """
 
     flow: Flow
     tenants: Tenants
+    gate: Gate
     max_body_bytes: int
     responses: KeptResponses = field(default_factory=lambda: KeptResponses(ResponseStore()))
     cors: Cors | None = None
-    refused: Callable[[int], None] = lambda _status: None
+    refused: Callable[[int, str | None], None] = lambda _status, _reason: None
     elsewhere: Elsewhere | None = None
     keepers: Keepers | None = None
 
@@ -100,7 +106,7 @@ class DataPlane:
             _answer_error(stopping, client_id or own_id, exchange, reply)
         except ANSWERED as error:
             if not reply.recorded:
-                self.refused(status_of(error))
+                self.refused(status_of(error), "memory" if isinstance(error, NoMemory) else None)
             _answer_error(error, client_id or own_id, exchange, reply)
         except Exception as error:
             # A bug must fail one request, not the connection or the process.
@@ -112,25 +118,47 @@ class DataPlane:
         if exchange.is_reserved:
             raise NoEngine("kvpin serves as many connections as it can; try again shortly")
         if method == "OPTIONS":  # a preflight carries no key
-            return _send(self._options(exchange), exchange)
+            _send(self._options(exchange), exchange)
+            return
         if exchange.asks_for_websocket:
-            return await self._serve_websocket(exchange, reply, own_id, client_id)
+            await self._serve_websocket(exchange, reply, own_id, client_id)
+            return
         tenant = authenticate(headers, self.tenants)
         path = checked_path(exchange.target)
         check_native(method, path, isolated=self.tenants.isolated)
         if is_of_models(path):
-            return await self._serve_models(exchange, reply, path, own_id)
-        if may_be_kept(path) and (kept := await self._answer_kept(exchange, path, tenant)) is not None:
-            return _send(kept, exchange)
-        if _is_upload(path, headers):
-            call = partial(self._call, exchange, path, tenant, own_id, client_id)
-            return await self._serve_upload(exchange, reply, call)
-        # No name for the call and its body here: the body is freed before the answer ends.
-        return await self._work(
-            self._call(exchange, path, tenant, own_id, client_id, await self._body(exchange)),
-            exchange,
-            reply,
-        )
+            await self._serve_models(exchange, reply, path, own_id)
+            return
+        call = partial(self._call, exchange, path, tenant, own_id, client_id)
+        with self._admit(tenant, exchange, reply, partial(call, None)) as admitted:
+            if may_be_kept(path) and (kept := await self._answer_kept(exchange, path, tenant)) is not None:
+                _send(kept, exchange)
+            elif _is_upload(path, headers):
+                await self._serve_upload(exchange, reply, call, admitted)
+            else:
+                # No name for the call and its body here: the body is freed before the answer ends.
+                await self._work(call(await self._body(exchange, admitted)), exchange, reply, admitted)
+
+    def _admit(
+        self, tenant: str | None, exchange: Exchange, reply: Reply, head: Callable[[], Call]
+    ) -> Admitted:
+        """Admits a request. One that its tenant's limits refuse gets a record, made of its `head`.
+
+        Raises:
+            BodyTooLarge, RateLimited, NoMemory: it is refused.
+        """
+        length, now = self._length(exchange.headers), time.monotonic()
+        try:
+            admitted = self.gate.admit(tenant, length, now, is_from_peer=exchange.is_from_peer)
+        except RateLimited as error:
+            record = RequestRecord.of(head())
+            record.status, record.error, record.duration_s = status_of(error), str(error), 0.0
+            reply.recorded = True
+            self.flow.requests.add(record)
+            self.flow.observe(record)
+            raise
+        reply.on_begin = admitted.free_body
+        return admitted
 
     async def _answer_kept(self, exchange: Exchange, path: str, tenant: str | None) -> Response | None:
         """The answer about a response that is kept here; to another kvpin, only whether it is."""
@@ -138,29 +166,33 @@ class DataPlane:
             return Response(status_code=204 if self._keeps(tenant, name_of(path)) else 404)
         return await self.responses.answer(exchange.method, path, tenant)
 
-    def _work(self, call: Call, exchange: Exchange, reply: Reply) -> Coroutine[Any, Any, None]:
+    def _work(
+        self, call: Call, exchange: Exchange, reply: Reply, admitted: Admitted
+    ) -> Coroutine[Any, Any, object]:
         """The work of a request: on an engine, or at the kvpin that keeps the response that it names."""
         name = response_named(call)
         if self.keepers is None or name is None or exchange.is_from_peer or self._keeps(call.tenant, name):
-            return self._at_engine(call, exchange, reply)
-        return self._at_keeper(self.keepers, name, call, exchange, reply)
+            return self._at_engine(call, exchange, reply, admitted)
+        return self._at_keeper(self.keepers, name, call, exchange, reply, admitted)
 
     def _keeps(self, tenant: str | None, name: str) -> bool:
         """Whether a tenant's response is kept here, or by an engine that is known here."""
         return self.responses.keeps(tenant, name) or self.flow.preparation.destinations.knows(tenant, name)
 
     async def _at_keeper(
-        self, keepers: Keepers, name: str, call: Call, exchange: Exchange, reply: Reply
+        self, keepers: Keepers, name: str, call: Call, exchange: Exchange, reply: Reply, admitted: Admitted
     ) -> None:
         if not await keepers.serve(name, call, exchange, reply):
-            await self._at_engine(call, exchange, reply)
+            await self._at_engine(call, exchange, reply, admitted)
 
-    def _at_engine(self, call: Call, exchange: Exchange, reply: Reply) -> Coroutine[Any, Any, None]:
+    def _at_engine(
+        self, call: Call, exchange: Exchange, reply: Reply, admitted: Admitted
+    ) -> Coroutine[Any, Any, object]:
         """The work of a request: on an engine, or at the kvpin that may use its engine."""
         if self.elsewhere is not None and self.elsewhere.is_concerned:
-            here = partial(serve, self.flow, call, reply)
+            here = partial(serve, self.flow, call, reply, admitted)
             return self.elsewhere.serve(call.model, call, exchange, reply, here)
-        return serve(self.flow, call, reply)
+        return serve(self.flow, call, reply, admitted)
 
     async def _serve_models(self, exchange: Exchange, reply: Reply, path: str, own_id: str) -> None:
         """Answers which models there are, those of other kvpins included."""
@@ -185,21 +217,23 @@ class DataPlane:
         passed_on, session = passed_on_headers(headers, self.tenants), session_of(tenant, headers, None)
         reply.through(lambda client: WebSocketClient(client, headers))
         socket = exchange.socket()
-        call = Call(own_id, exchange.method, path, passed_on, None, tenant, client_id, session, socket=socket)
-        await self._work(call, exchange, reply)
+        call = Call(own_id, exchange.method, path, passed_on, None, tenant, client_id, session, socket)
+        with self._admit(tenant, exchange, reply, lambda: call) as admitted:
+            await self._work(call, exchange, reply, admitted)
 
     async def _serve_upload(
-        self, exchange: Exchange, reply: Reply, call: Callable[[RequestBody], Call]
+        self, exchange: Exchange, reply: Reply, call: Callable[[RequestBody], Call], admitted: Admitted
     ) -> None:
         """Serves a request whose body is passed on as it arrives. A form is read as far as its model's name,
         where that matters."""
         length, chunks = self._length(exchange.headers), exchange.chunks(self.max_body_bytes)
         has_choice = self.flow.fleet.has_choice or (self.elsewhere is not None and self.elsewhere.models)
         if not (_kind(exchange.headers).startswith("multipart/form-data") and has_choice):
-            return await self._work(call(Upload(chunks, length)), exchange, reply)
+            await self._work(call(Upload(chunks, length)), exchange, reply, admitted)
+            return
         with new_spool() as spool:
-            form = await read_form(chunks, exchange.headers["content-type"], length, spool)
-            return await self._work(call(form), exchange, reply)
+            form = await read_form(chunks, exchange.headers["content-type"], length, spool, admitted.hold)
+            await self._work(call(form), exchange, reply, admitted)
 
     def _call(
         self,
@@ -215,10 +249,9 @@ class DataPlane:
         passed_on, session = passed_on_headers(headers, self.tenants), session_of(tenant, headers, body)
         return Call(own_id, exchange.method, path, passed_on, body, tenant, client_id, session)
 
-    async def _body(self, exchange: Exchange) -> JsonBody | None:
+    async def _body(self, exchange: Exchange, admitted: Admitted) -> JsonBody | None:
         """The parsed JSON body."""
-        self._length(exchange.headers)
-        raw = await exchange.read(self.max_body_bytes)
+        raw = await exchange.read(self.max_body_bytes, admitted.hold)
         encoding = exchange.headers.get("content-encoding", "identity")
         if raw and encoding.lower() != "identity":
             raise EncodedBody(f"the body is encoded as {encoding[:MAX_ENCODING]!r}: send it as plain JSON")

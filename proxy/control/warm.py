@@ -22,6 +22,7 @@ from proxy.fleet.pool import no_engine_for
 from proxy.flow import Flow
 from proxy.headers import PRIORITY_HEADER
 from proxy.ready import Ready
+from proxy.request.admitted import Admitted
 from proxy.request.calls import Call, Nobody, Reply
 from proxy.request.records import RequestRecord
 
@@ -69,7 +70,8 @@ class Warming:
             raise NoEngine(f"engine {engine.id!r} takes no requests now")
         part.total = len(prefix.chain.hashes)
         record = RequestRecord.of(ready.call)
-        await self._flow.run(ready, Reply(Nobody()), record)
+        with Admitted.of_kvpin() as admitted:
+            await self._flow.run(ready, Reply(Nobody()), record, admitted)
         if record.error is not None:
             raise EngineRejected(record.error, status=record.status or 502)
         part.done = part.total

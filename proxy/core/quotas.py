@@ -107,20 +107,28 @@ class Quota:
 
     def enter(self, now: float) -> Denied | None:
         """A request comes. It counts, and must `leave`, unless it is denied."""
-        if self._concurrent is not None:
-            elsewhere = sum(self._elsewhere.values()) if self._elsewhere else 0
-            if self._running + elsewhere >= self._concurrent:
-                return Denied("concurrent_requests", self._concurrent, SOON_S)
+        if self._concurrent is not None and not self.has_room:
+            return Denied("concurrent_requests", self._concurrent, SOON_S)
         if self._tokens is not None and (short_s := self._tokens.short_s(now, 1)) > 0:
             return Denied("tokens_per_minute", self._tokens.limit, ceil(short_s))
         if self._requests is not None:
             if (short_s := self._requests.short_s(now, 1)) > 0:
                 return Denied("requests_per_minute", self._requests.limit, ceil(short_s))
             self._requests.spend(1)
-        self._running += 1
         self._new_requests += 1
-        self._changed.add(self)
+        self.join()
         return None
+
+    @property
+    def has_room(self) -> bool:
+        """Whether one more request may run."""
+        elsewhere = sum(self._elsewhere.values()) if self._elsewhere else 0
+        return self._concurrent is None or self._running + elsewhere < self._concurrent
+
+    def join(self) -> None:
+        """One more part of a request that was let in runs. It must `leave`."""
+        self._running += 1
+        self._changed.add(self)
 
     def spend(self, tokens: int) -> None:
         """A request used so many tokens."""
@@ -130,7 +138,7 @@ class Quota:
         self._changed.add(self)
 
     def leave(self) -> None:
-        """A request that came is over."""
+        """A request that was let in, or a part that joined, is over."""
         self._running -= 1
         self._changed.add(self)
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from engine_adapter import Tier
 from proxy.core.audit import Trust
+from proxy.core.budget import ByteBudget
 from proxy.discovery import Source
 from proxy.fleet.engine import EngineState
 from proxy.fleet.fleet import Fleet
@@ -21,11 +22,13 @@ _IN_FLIGHT = "kvpin_engine_in_flight"
 
 
 class State(NamedTuple):
-    """The state that gauges are read from: engines, where they are found, other kvpins if there are any."""
+    """The state that gauges are read from: engines, where they are found, other kvpins if there are any, and
+    memory for requests' bodies."""
 
     fleet: Fleet
     sources: Mapping[str, Source]
     peers: Peers | None
+    bodies: ByteBudget
 
 
 class _Gauge(NamedTuple):
@@ -105,6 +108,13 @@ _GAUGES = (
         ("model",),
         sum,
         lambda now: (((pool.model,), len(pool.line)) for pool in now.fleet.pools.values()),
+    ),
+    _Gauge(
+        "kvpin_body_bytes",
+        "Bytes of requests' bodies that no engine has yet",
+        (),
+        sum,
+        lambda now: [((), now.bodies.used)],
     ),
     _Gauge(
         "kvpin_source_answers",

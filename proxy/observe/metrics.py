@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from http import HTTPStatus
 
+from proxy.core.budget import ByteBudget
 from proxy.discovery import Source
 from proxy.fleet.fleet import Fleet
 from proxy.observe.families import Families, Family
@@ -40,15 +41,18 @@ class Metrics:
         sources: Mapping[str, Source] | None = None,
         peers: Peers | None = None,
         tenants: int = 0,
+        bodies: ByteBudget | None = None,
     ) -> None:
         """Args:
         fleet: the engines.
         sources: where engines are found, by name.
         peers: other kvpins; None without an exchange.
         tenants: how many tenants have metrics of their own.
+        bodies: memory for requests' bodies.
         """
         self._fleet, self._peers, self._max_tenants = fleet, peers, tenants
         self._sources = {} if sources is None else sources
+        self._bodies = ByteBudget(0) if bodies is None else bodies
         self._families = Families()
         counter, histogram = self._families.counter, self._families.histogram
         self._requests = counter(
@@ -144,7 +148,7 @@ class Metrics:
         self._refused = counter(
             "kvpin_refused_total",
             "Requests refused before an engine was asked, by reason: busy (all engines are), "
-            "limit (of its tenant)",
+            "limit (of its tenant), memory (of requests' bodies)",
             ("reason",),
         )
         self.loop_lag = histogram(
@@ -228,9 +232,11 @@ class Metrics:
         reported.of(tenant).add(record.reported_tokens or 0)
         generated.of(tenant).add(record.output_tokens or 0)
 
-    def refuse(self, status: int) -> None:
-        """Counts a request that was refused before it got a record."""
+    def refuse(self, status: int, reason: str | None = None) -> None:
+        """Counts a request that was refused before it got a record. `reason`: of `kvpin_refused_total`."""
         self._requests.of("", "", str(status)).add()
+        if reason is not None:
+            self._refused.of(reason).add()
 
     def requests(self) -> int:
         """Requests that have ended."""
@@ -262,7 +268,7 @@ class Metrics:
         """The page, in Prometheus' text format or in that of OpenMetrics."""
         families = (*self._families.all, *counters_of(self._fleet, self._peers))
         counted = (line for family in families for line in family.lines(openmetrics=openmetrics))
-        now = gauges_of(State(self._fleet, self._sources, self._peers))
+        now = gauges_of(State(self._fleet, self._sources, self._peers, self._bodies))
         return "".join((*counted, *now, "# EOF\n" if openmetrics else "")).encode()
 
 

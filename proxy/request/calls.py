@@ -34,7 +34,6 @@ class Call(msgspec.Struct, frozen=True):
         tenant: who sends it; None when no keys are set.
         client_id: the client's `x-request-id`, if it sent one; for one of several parts, the id of the whole.
         session: the conversation it belongs to, if it names one.
-        is_more: it is a part of a request that its tenant's limits have counted.
         socket: what the client sends on the WebSocket that the request asks for; None for a plain request.
     """
 
@@ -46,7 +45,6 @@ class Call(msgspec.Struct, frozen=True):
     tenant: str | None = None
     client_id: str | None = None
     session: Session | None = None
-    is_more: bool = False
     socket: AsyncIterator[bytes] | None = None
 
     def __repr__(self) -> str:
@@ -188,17 +186,19 @@ class Reply:
         completed: when the client got the end of the answer, in monotonic seconds; None before that.
         events: number of stream events sent.
         recorded: the flow keeps a record of the request, or of its parts.
-        on_start: called when the answer begins. From then on no other engine can be tried.
+        on_begin: called once, when the answer begins.
+        on_start: called when the answer of an engine begins. From then on no other engine can be tried.
     """
 
     __slots__ = (
-        "_client", "complete", "completed", "dialect", "events", "is_events", "on_start", "recorded",
-        "started", "waits",
+        "_client", "complete", "completed", "dialect", "events", "is_events", "on_begin", "on_start",
+        "recorded", "started", "waits",
     )  # fmt: skip
 
     def __init__(self, client: Client, dialect: Dialect = OPENAI) -> None:
         self._client = client
         self.dialect = dialect
+        self.on_begin: Callable[[], None] | None = None
         self.on_start: Callable[[], None] | None = None
         self.started = False
         self.complete = self.recorded = self.is_events = self.waits = False
@@ -214,6 +214,8 @@ class Reply:
         answer are not sent."""
         if not self.started:
             self._client.start(status, headers)
+            if self.on_begin is not None:
+                self.on_begin()
         self.started, self.is_events = True, is_events
         if self.on_start is not None:
             self.on_start()

@@ -44,6 +44,7 @@ CODES: dict[type[Exception], Code] = {
     errors.RateLimited: Code.RATE_LIMIT_EXCEEDED,
     errors.Overloaded: Code.OVERLOADED,
     errors.TimeLimit: Code.TIME_LIMIT,
+    errors.NoMemory: Code.OVERLOADED,
     errors.NoEngine: Code.NO_ENGINE,
     errors.EngineFailed: Code.ENGINE_FAILED,
     errors.ProxyError: Code.INTERNAL_ERROR,

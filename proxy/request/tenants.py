@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from engine_adapter import OWN_IDS, PRIVATE_FIELDS, JsonBody
 from proxy.core.quotas import Quota, TenantLimits, Use
-from proxy.errors import BadRequest, RateLimited
+from proxy.errors import BadRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,43 +23,6 @@ class ApiKey:
     def of(cls, key: str, tenant: str) -> ApiKey:
         """Made from the key itself; only its digest is kept."""
         return cls(tenant, hashlib.sha256(key.encode()).digest())
-
-
-class Usage:
-    """A request's use of its tenant's quota."""
-
-    __slots__ = ("_has_entered", "_is_more", "_quota")
-
-    def __init__(self, quota: Quota | None, *, is_more: bool = False) -> None:
-        """`quota` None: the tenant has no limits. `is_more`: the request is a part of a counted one."""
-        self._quota = quota
-        self._is_more = is_more
-        self._has_entered = False
-
-    def begin(self, now: float) -> None:
-        """The request comes. Raises RateLimited if its tenant is over one of its limits."""
-        if self._quota is None or self._is_more:
-            return
-        if (denied := self._quota.enter(now)) is not None:
-            raise RateLimited(
-                f"the limit {denied.what} = {denied.limit} is reached: try again in {denied.retry_after_s} s",
-                retry_after_s=denied.retry_after_s,
-            )
-        self._has_entered = True
-
-    def spend(self, tokens: int) -> None:
-        """It has used so many tokens."""
-        if self._quota is not None:
-            self._quota.spend(tokens)
-
-    def end(self, tokens: int) -> None:
-        """The request is over, and its answer has so many tokens."""
-        self.spend(tokens)
-        if self._quota is not None and self._has_entered:
-            self._quota.leave()
-
-
-_UNLIMITED = Usage(None)
 
 
 class Tenants:
@@ -98,13 +61,9 @@ class Tenants:
         for name, each in limits.items():
             self._quotas[name].change(each)
 
-    def usage(self, tenant: str | None, *, is_more: bool) -> Usage:
-        """The usage of a request of the tenant.
-
-        With `is_more`, the request is a part of a counted one. Then only its tokens count.
-        """
-        quota = self._quotas.get(tenant) if tenant is not None and self._quotas else None
-        return Usage(quota, is_more=is_more) if quota is not None else _UNLIMITED
+    def quota(self, tenant: str | None) -> Quota | None:
+        """The use that the tenant makes of its limits; None if it has none."""
+        return self._quotas.get(tenant) if tenant is not None else None
 
     def take_used(self, *, anew: bool = False) -> Iterator[tuple[str, Use]]:
         """The use of each limited tenant here since the last call, for peers; with `anew`, also of tenants

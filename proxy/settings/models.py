@@ -77,6 +77,9 @@ class LimitSettings(_Part):
 
     body_bytes: Size = ByteSize(64 * 2**20)
     """Longest request body."""
+    bodies_bytes: Size | None = None
+    """The most bytes of [bodies that no engine has yet](operations.md#memory-for-bodies), all requests of a
+    process together. By default a quarter of the memory that is available at start."""
     request_records: Annotated[int, Field(ge=0, le=1_000_000)] = 512
     """Requests kept for `kvpin requests`."""
     prompt_table_bytes: Size = ByteSize(512 * 2**20)

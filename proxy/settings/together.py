@@ -67,6 +67,9 @@ def _of_keys(settings: Settings) -> Iterator[str]:
 
 
 def _of_limits(settings: Settings) -> Iterator[str]:
+    limits = settings.limits
+    if limits.bodies_bytes is not None and limits.bodies_bytes < limits.body_bytes:
+        yield "limits.bodies_bytes is less than limits.body_bytes: the longest bodies would never fit"
     for entry in settings.api_keys:
         if entry.limits not in (TenantLimits(), settings.tenant_limits.get(entry.tenant_id, TenantLimits())):
             yield f"the keys of tenant {entry.tenant_id!r} have different limits: name them with one key"

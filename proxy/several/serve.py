@@ -7,7 +7,7 @@ event of the stream, which then breaks off. The other parts are cancelled.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, NamedTuple
 
 from msgspec.structs import replace
@@ -16,6 +16,7 @@ from engine_adapter import NATIVE_ROUTES, HeaderPairs, JsonBody
 from engine_adapter.off_loop import off_loop
 from proxy.errors import EngineFailed, NoEngine, NotFound
 from proxy.flow import Flow
+from proxy.request.admitted import Admitted
 from proxy.request.calls import Call, Reply
 from proxy.request.error_table import ANSWERED, error_body
 from proxy.several.join import Answer, JoinedStream, is_error, joined
@@ -48,14 +49,16 @@ _CHOICES = _Shape(Answer.of, joined, JoinedStream)
 _LISTED = _Shape(read_listed, joined_list, ListedStream)
 
 
-def serve(flow: Flow, call: Call, reply: Reply) -> Coroutine[Any, Any, None]:
-    """Answers a request, which may be several.
+def serve(flow: Flow, call: Call, reply: Reply, admitted: Admitted) -> Coroutine[Any, Any, object]:
+    """Answers a request, which may be several. The caller closes `admitted`.
 
     Raises:
         ProxyError, EngineError: the request failed before the answer began.
     """
     several = _several(flow, call)
-    return flow.serve(call, reply) if several is None else _serve(flow, call, several, reply)
+    if several is None:
+        return flow.serve(call, reply, admitted)
+    return _serve(flow, call, several, reply, admitted)
 
 
 def _several(flow: Flow, call: Call) -> Several | None:
@@ -80,19 +83,22 @@ def _is_listed(call: Call) -> bool:
     return native is not None and native.lists
 
 
-async def _serve(flow: Flow, call: Call, several: Several, reply: Reply) -> None:
+async def _serve(flow: Flow, call: Call, several: Several, reply: Reply, admitted: Admitted) -> None:
     answer = _Answer(reply, several, streams=call.streams)
+    size = several.part_bytes
+    at_once = max(min(AT_ONCE, BYTES_AT_ONCE // size), 1)
 
     def parts() -> Iterator[Coroutine[Any, Any, None]]:
         for number, part in enumerate(several.parts()):
-            yield _serve_part(flow, call, number, part, answer)
+            yield _serve_part(flow, call, number, part, answer, admitted.part(len(part.body.raw)))
         several.forget()
+        admitted.free_body()
 
     reply.recorded = True
-    if several.shares_prompt:
-        answer.cached = await compute_once(flow, call, next(several.parts()).body)
     try:
-        await _run(parts(), max(min(AT_ONCE, BYTES_AT_ONCE // several.part_bytes), 1))
+        if several.shares_prompt:
+            answer.cached = await compute_once(flow, call, next(several.parts()).body, admitted)
+        await _run(parts(), lambda running: running < at_once and admitted.has_room(size))
     except _Failed as failed:
         if failed.status is None or reply.started:
             await answer.fail(failed.content, failed.headers)
@@ -107,15 +113,18 @@ async def _serve(flow: Flow, call: Call, several: Several, reply: Reply) -> None
         await answer.finish()
 
 
-async def _run(works: Iterable[Coroutine[Any, Any, None]], at_once: int) -> None:
-    """Does all works, `at_once` at a time. If one fails, or the caller is cancelled, cancels all that run and
-    waits for their end. Raises the first error."""
+async def _run(works: Iterator[Coroutine[Any, Any, None]], may_begin: Callable[[int], bool]) -> None:
+    """Does all works side by side. If one fails, or the caller is cancelled, cancels all that run and waits
+    for their end. Raises the first error.
+
+    `may_begin` is asked before each work, with how many run now. One always may.
+    """
     running: set[asyncio.Task[None]] = set()
     why = _OTHER_FAILED
     try:
         for work in works:
             running.add(asyncio.create_task(work))
-            if len(running) >= at_once:
+            while running and not may_begin(len(running)):
                 running = await _some_end(running)
         while running:
             running = await _some_end(running)
@@ -142,7 +151,9 @@ async def _some_end(running: set[asyncio.Task[None]]) -> set[asyncio.Task[None]]
     return left
 
 
-async def _serve_part(flow: Flow, call: Call, number: int, part: Part, answer: _Answer) -> None:
+async def _serve_part(
+    flow: Flow, call: Call, number: int, part: Part, answer: _Answer, admitted: Admitted
+) -> None:
     """Serves a part as a request of its own. Its record has the whole request's id, and a number."""
     client = _PartClient(part, answer)
     own = replace(
@@ -150,9 +161,9 @@ async def _serve_part(flow: Flow, call: Call, number: int, part: Part, answer: _
         request_id=f"{call.request_id}-{number}",
         client_id=call.answer_id,
         body=part.body,
-        is_more=number > 0,
     )
-    await flow.serve(own, Reply(client))
+    with admitted:
+        await flow.serve(own, Reply(client), admitted)
     client.check()
 
 

@@ -47,6 +47,7 @@ from proxy.fleet.engine import Engine
 from proxy.fleet.lease import Lease
 from proxy.flow import CLIENT_LEFT, Flow
 from proxy.ready import Ready
+from proxy.request.admitted import Admitted
 from proxy.request.calls import Call
 from proxy.request.forward import Forwarded
 from proxy.request.records import RequestRecord
@@ -117,9 +118,9 @@ class TracedDataPlane(DataPlane):
                 if status >= _SERVER_ERROR:
                     _fail(span, str(status))
 
-    async def _body(self, exchange: Exchange) -> JsonBody | None:
+    async def _body(self, exchange: Exchange, admitted: Admitted) -> JsonBody | None:
         with _span(self.tracer, spans.PARSE):
-            return await super()._body(exchange)
+            return await super()._body(exchange, admitted)
 
     def _call(
         self,

@@ -18,6 +18,7 @@ from proxy.replay.engine import EngineModel
 from proxy.replay.kvpin import Kvpin
 from proxy.replay.simulator import Run, simulate
 from proxy.replay.trace import Request, Trace
+from proxy.request.admitted import Admitted
 from proxy.request.calls import Call, Reply
 from proxy.request.forward import Forwarded, Forwarding
 from tests.fakes import FakeEngine, client_of, proxy_over
@@ -147,7 +148,8 @@ async def test_the_chain_of_a_request_is_computed_once(monkeypatch):
             Headers([]),
             JsonBody(json.dumps({"model": "m", "prompt": [1] * 40}).encode()),
         )
-        await replace(proxy.flow, observe=ahead.observe).serve(call, Reply(None))
+        flow = replace(proxy.flow, observe=ahead.observe)
+        await flow.serve(call, Reply(None), Admitted.of_kvpin())
         assert len(made) == 1
         assert len(ahead._threads) == 1
         assert proxy.last.chain is None

@@ -102,6 +102,20 @@ class TestSlowClients:
                     answer = connection.recv(4096)
         assert answer.startswith(b"HTTP/1.1 408 ")
 
+    def test_a_body_that_drips_after_much_of_it_came_at_once_does_too(self, monkeypatch):
+        monkeypatch.setattr(proxy.api.exchange, "BODY_S", 0.5)
+        sent = 512 * 1024  # at once: ten minutes at the least rate
+        with serving() as connect:
+            connection = connect()
+            connection.sendall(HEAD % (b"/", sent + 10_000) + bytes(sent))
+            connection.settimeout(0.05)
+            answer, until = b"", time.monotonic() + WAIT_S
+            while not answer and time.monotonic() < until:
+                connection.sendall(b"x")
+                with contextlib.suppress(TimeoutError):
+                    answer = connection.recv(4096)
+        assert answer.startswith(b"HTTP/1.1 408 ")
+
     def test_a_head_that_drips_is_cut_off(self):
         with serving(timeout_keep_alive=1) as connect:
             connection = connect()

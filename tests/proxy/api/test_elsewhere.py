@@ -15,6 +15,7 @@ from engine_adapter.openai_compatible import ROUTES
 from proxy.api import elsewhere
 from proxy.control.stats import stats
 from proxy.core.peers import claims
+from proxy.core.quotas import TenantLimits
 from proxy.fleet.engine import EngineState
 from proxy.peers import peers
 from proxy.peers.peers import _JOIN_POLL_S
@@ -46,11 +47,16 @@ def bus(tmp_path, monkeypatch):
 
 @contextlib.asynccontextmanager
 async def two(bus, engine, *others, is_reachable=True, **options):
-    """The owner of an engine, and another proxy, which has further engines."""
+    """The owner of an engine, and another proxy, which has further engines. `tenants` may be a function that
+    makes those of each."""
+    tenants = options.pop("tenants", lambda: Tenants(()))
+    made = tenants if callable(tenants) else lambda: tenants
     async with contextlib.AsyncExitStack() as stack:
+        options["tenants"] = made()
         owner = await stack.enter_async_context(
             proxy_over(slots(engine), reuse=True, exchange=bus, **options)
         )
+        options["tenants"] = made()
         if is_reachable:
             await stack.enter_async_context(reachable(owner))
         else:
@@ -85,6 +91,26 @@ async def test_the_owner_answers_as_if_it_had_been_asked(bus, engine):
     (seen,) = engine.seen
     assert BODY[:-2] in seen.body  # the tenant's salt comes after it
     assert seen.headers["openai-organization"] == "o"
+
+
+async def test_who_is_asked_counts_the_request_and_the_owner_its_tokens(bus, engine, stream):
+    def tenants():
+        limits = TenantLimits(tokens_per_minute=1000, concurrent_requests=1)
+        return Tenants([ApiKey.of("key", "t")], {"t": limits})
+
+    async with two(bus, engine, tenants=tenants) as (owner, other), client_of(other, headers=KEY) as client:
+        used = [proxy.tenants.quota("t") for proxy in (owner, other)]
+        async with client.stream("POST", COMPLETIONS, json=STREAM) as answer:
+            await anext(answer.aiter_bytes())
+            assert [quota._running for quota in used] == [0, 1]
+            refused = await client.post(COMPLETIONS, content=BODY)
+            assert is_openai_error(refused, 429, "rate_limit_exceeded")
+            assert (other.last.status, len(engine.seen)) == (429, 1)
+            stream.set()
+        await owner.settled()
+        assert [quota._running for quota in used] == [0, 0]
+        assert owner.last.tenant == "t"
+        await until(lambda: used[1]._tokens._left < 1000)  # the owner has told of the tokens
 
 
 async def test_errors_and_uploads_pass_as_they_are(bus, engine):

@@ -37,6 +37,7 @@ CASES = [
     (errors.SlowBody("m"), 408, "invalid_request_error", None, "slow_body"),
     (errors.RateLimited("m", retry_after_s=1), 429, "rate_limit_error", None, "rate_limit_exceeded"),
     (errors.Overloaded("m", retry_after_s=1), 503, "server_error", None, "overloaded"),
+    (errors.NoMemory("m", retry_after_s=1), 503, "server_error", None, "overloaded"),
     (errors.EncodedBody("m"), 415, "invalid_request_error", None, "encoded_body"),
     (errors.NoEngine("m"), 503, "server_error", None, "no_engine"),
     (errors.EngineFailed("m"), 502, "server_error", None, "engine_failed"),

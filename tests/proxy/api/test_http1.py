@@ -393,6 +393,16 @@ def test_the_rest_of_a_refused_body_may_not_drip_for_ever(connection):
                 closed = connection.recv(4096) == b""
 
 
+@pytest.mark.parametrize(
+    ("version", "hosts", "status"),
+    [(b"1", 0, 400), (b"1", 1, 200), (b"1", 2, 400), (b"0", 0, 200), (b"0", 1, 200), (b"0", 2, 400)],
+)
+def test_a_request_names_one_host(connection, version, hosts, status):
+    head = b"GET /say HTTP/1.%b\r\n%bconnection: close\r\n\r\n" % (version, b"Host: a\r\n" * hosts)
+    connection.sendall(head)
+    assert everything(connection).startswith(b"HTTP/1.1 %d " % status)
+
+
 async def test_a_connection_that_is_idle_is_closed_but_not_while_a_request_is_on_its_way():
     config = uvicorn.Config(say, interface="asgi3", lifespan="off", log_config=None, proxy_headers=False)
     config.load()

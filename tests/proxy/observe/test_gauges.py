@@ -3,6 +3,7 @@ import asyncio
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine_adapter import Tier
+from proxy.core.budget import ByteBudget
 from proxy.core.placement.load import Work
 from proxy.fleet.engine import EngineState
 from proxy.fleet.fleet import Fleet
@@ -11,7 +12,7 @@ from tests.fakes import INFO, FakeAdapter
 
 
 def values(fleet):
-    page = "".join(gauges_of(State(fleet, {}, None)))
+    page = "".join(gauges_of(State(fleet, {}, None, ByteBudget(0))))
     return {
         (sample.name, *sample.labels.values()): sample.value
         for family in text_string_to_metric_families(page)

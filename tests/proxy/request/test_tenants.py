@@ -4,8 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine_adapter import PRIVATE_FIELDS, JsonBody
-from proxy.core.quotas import TenantLimits
-from proxy.errors import BadRequest, RateLimited
+from proxy.errors import BadRequest
 from proxy.request.tenants import ApiKey, Tenants
 
 SOME = st.text(min_size=1, max_size=8)
@@ -72,59 +71,6 @@ def test_a_salt_is_a_string_with_something_in_it(tenants, salt):
     with pytest.raises(BadRequest) as refused:
         tenants.salt("alice", salt)
     assert refused.value.param == "cache_salt"
-
-
-def test_a_request_of_several_parts_counts_once_and_all_its_tokens():
-    tenants = Tenants([], {"alice": TenantLimits(tokens_per_minute=60, concurrent_requests=1)})
-    first = tenants.usage("alice", is_more=False)
-    first.begin(0.0)
-    for _ in range(3):
-        more = tenants.usage("alice", is_more=True)
-        more.begin(0.0)
-        more.end(20)
-    other = tenants.usage("alice", is_more=False)
-    with pytest.raises(RateLimited, match="concurrent_requests = 1"):
-        other.begin(0.0)
-    other.end(0)  # it was not let in: the first one still counts
-    first.spend(1)
-    first.end(1)
-    with pytest.raises(RateLimited, match="tokens_per_minute = 60 is reached: try again in 3 s"):
-        tenants.usage("alice", is_more=False).begin(0.0)
-
-
-@pytest.mark.parametrize("tenant", [None, "bob"])
-def test_a_tenant_without_limits_has_none(tenant):
-    usage = Tenants([], {"alice": TenantLimits(requests_per_minute=1)}).usage(tenant, is_more=False)
-    for _ in range(3):
-        usage.begin(0.0)
-        usage.end(10**9)
-
-
-def test_what_was_used_counts_under_other_limits_too():
-    limits = {"alice": TenantLimits(requests_per_minute=1), "bob": TenantLimits(requests_per_minute=1)}
-    tenants = Tenants([], limits)
-    for name in limits:
-        tenants.usage(name, is_more=False).begin(0.0)
-    tenants.replace([], {**limits, "bob": TenantLimits(requests_per_minute=2)})
-    for name in limits:
-        with pytest.raises(RateLimited):
-            tenants.usage(name, is_more=False).begin(0.0)
-    tenants.usage("bob", is_more=False).begin(30.0)
-    with pytest.raises(RateLimited):
-        tenants.usage("alice", is_more=False).begin(30.0)
-
-
-def test_running_requests_count_under_a_lower_limit():
-    tenants = Tenants([], {"alice": TenantLimits(concurrent_requests=2)})
-    running = [tenants.usage("alice", is_more=False) for _ in range(2)]
-    for usage in running:
-        usage.begin(0.0)
-    tenants.replace([], {"alice": TenantLimits(concurrent_requests=1, tokens_per_minute=9)})
-    running[0].end(1)
-    with pytest.raises(RateLimited, match="concurrent_requests = 1"):
-        tenants.usage("alice", is_more=False).begin(0.0)
-    running[1].end(1)
-    tenants.usage("alice", is_more=False).begin(0.0)
 
 
 @pytest.mark.parametrize("field", sorted(PRIVATE_FIELDS))

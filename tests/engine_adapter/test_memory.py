@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from engine_adapter.torch_engine.memory import available_bytes
+from engine_adapter.memory import available_bytes
 
 MIB = 1 << 20
 

@@ -1,0 +1,173 @@
+"""Admission of a request by its head, before any of its body is read.
+
+    tenant, head → Gate.admit → Admitted → Flow.serve
+
+An Admitted holds its request's part of what requests share: the tenant's quota, and memory for bodies that no
+engine has yet. It gives each back exactly once.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Self
+
+from proxy.core.budget import ByteBudget
+from proxy.core.quotas import Quota
+from proxy.errors import NoMemory, RateLimited
+from proxy.request.tenants import Tenants
+
+# Seconds after which a client may try again when there is no memory for its body.
+_RETRY_S = 1
+_UNLIMITED = ByteBudget(1 << 62)
+
+
+class Admitted:
+    """The permission to serve one request. Use it as a context manager, or `close` it.
+
+    Attributes:
+        prompt_is_paid: the tokens of the prompt were spent; parts that are made later take this over.
+    """
+
+    __slots__ = ("_bodies", "_held", "_is_counted", "_parts", "_quota", "_whole", "prompt_is_paid")
+
+    def __init__(
+        self,
+        quota: Quota | None,
+        bodies: ByteBudget,
+        *,
+        is_counted: bool = False,
+        whole: Admitted | None = None,
+    ) -> None:
+        """Only `Gate.admit`, `of_kvpin` and `part` make one.
+
+        Args:
+            quota: that of the tenant; None without limits.
+            bodies: memory for bodies.
+            is_counted: it must leave the quota.
+            whole: the request that it is a part of.
+        """
+        self._quota, self._bodies, self._is_counted, self._whole = quota, bodies, is_counted, whole
+        self._held = 0  # bytes
+        self._parts = set[Admitted]()  # those that run
+        self.prompt_is_paid = False
+
+    @classmethod
+    def of_kvpin(cls) -> Admitted:
+        """Admits a request that kvpin makes itself: it has no tenant, and its body is short."""
+        return cls(None, _UNLIMITED)
+
+    def hold(self, size: int) -> None:
+        """Notes that `size` bytes of the body are in memory by now.
+
+        Raises:
+            NoMemory: the bodies of all requests together would exceed their limit.
+        """
+        more = size - self._held
+        if more > 0 and not self._bodies.has(more):
+            raise no_memory()
+        self._bodies.take(more)
+        self._held = size
+
+    def free_body(self) -> None:
+        """Gives the memory back: an engine has the body, or nobody needs it any more."""
+        self._bodies.give_back(self._held)
+        self._held = 0
+
+    def spend(self, tokens: int) -> None:
+        """Charges the tenant for tokens."""
+        if self._quota is not None:
+            self._quota.spend(tokens)
+
+    def spend_prompt(self, tokens: int) -> None:
+        """Charges the tenant for the tokens of the prompt, once."""
+        if not self.prompt_is_paid:
+            self.spend(tokens)
+        self.prompt_is_paid = True
+
+    def has_room(self, size: int = 0) -> bool:
+        """True if a further part with a body of `size` bytes may run now. One part always may."""
+        if not self._parts:
+            return True
+        return self._bodies.has(size) and (self._quota is None or self._quota.has_room)
+
+    def part(self, size: int = 0) -> Admitted:
+        """Admits a part of the request, with a body of `size` bytes. The first part that runs takes the place
+        of the whole in `concurrent_requests`; each further one counts."""
+        if self._parts and self._quota is not None:
+            self._quota.join()
+        part = Admitted(self._quota, self._bodies, whole=self)
+        part.prompt_is_paid, part._held = self.prompt_is_paid, size
+        self._bodies.take(size)
+        self._parts.add(part)
+        return part
+
+    def close(self) -> None:
+        """Gives back everything, and what its parts still have. A second call does nothing."""
+        for part in [*self._parts]:
+            part.close()
+        self.free_body()
+        if self._is_counted and self._quota is not None:
+            self._quota.leave()
+        self._is_counted = False
+        if self._whole is not None:
+            self._whole._end(self)  # noqa: SLF001 - of the same class
+        self._whole = None
+
+    def _end(self, part: Admitted) -> None:
+        """A part is over."""
+        self._parts.discard(part)
+        if self._parts and self._quota is not None:
+            self._quota.leave()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class Gate:
+    """Decides by a request's head whether it is admitted.
+
+    Attributes:
+        bodies: memory for bodies that were read and that no engine has yet.
+    """
+
+    def __init__(self, tenants: Tenants, bodies: ByteBudget) -> None:
+        self._tenants, self.bodies = tenants, bodies
+
+    def admit(
+        self, tenant: str | None, length: int | None, now: float, *, is_from_peer: bool = False
+    ) -> Admitted:
+        """Admits a request of the tenant. It counts until the result is closed.
+
+        Args:
+            tenant: who sends it; None where requests need no key.
+            length: bytes of its body, if its head tells.
+            now: monotonic seconds.
+            is_from_peer: another kvpin passes it on, which has counted it. Its tokens are spent here.
+
+        Raises:
+            RateLimited: the tenant is over one of its limits.
+            NoMemory: there is no room for its body now.
+        """
+        if length and not self.bodies.has(length):
+            raise no_memory()
+        quota = self._tenants.quota(tenant)
+        if quota is None or is_from_peer:
+            return Admitted(quota, self.bodies)
+        if (denied := quota.enter(now)) is not None:
+            raise RateLimited(
+                f"the limit {denied.what} = {denied.limit} is reached: try again in {denied.retry_after_s} s",
+                retry_after_s=denied.retry_after_s,
+            )
+        return Admitted(quota, self.bodies, is_counted=True)
+
+
+def no_memory() -> NoMemory:
+    """The error of a request whose body has no room."""
+    return NoMemory(
+        "the bodies of other requests take all the memory for them; try again shortly", retry_after_s=_RETRY_S
+    )

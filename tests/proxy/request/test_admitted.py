@@ -1,0 +1,159 @@
+"""What an admitted request holds, and that it gives each thing back once."""
+
+import pytest
+
+from proxy.core.budget import ByteBudget
+from proxy.core.quotas import TenantLimits
+from proxy.errors import NoMemory, RateLimited
+from proxy.request.admitted import Admitted, Gate
+from proxy.request.tenants import Tenants
+
+
+def gate_with(bodies=100, **limits):
+    return Gate(Tenants([], {"alice": TenantLimits(**limits)}), ByteBudget(bodies))
+
+
+def running(gate):
+    return gate._tenants.quota("alice").take().running
+
+
+def test_a_request_that_is_denied_leaves_no_trace():
+    gate = gate_with(concurrent_requests=1)
+    first = gate.admit("alice", None, 0.0)
+    with pytest.raises(RateLimited, match="concurrent_requests = 1"):
+        gate.admit("alice", None, 0.0)
+    first.close()
+    first.close()  # counts no second time
+    with gate.admit("alice", None, 0.0), pytest.raises(RateLimited):
+        gate.admit("alice", None, 0.0)
+    assert running(gate) == 0
+
+
+def test_tokens_that_are_spent_let_the_next_request_wait():
+    gate = gate_with(tokens_per_minute=60)
+    with gate.admit("alice", None, 0.0) as admitted:
+        admitted.spend(62)
+    with pytest.raises(RateLimited, match="tokens_per_minute = 60 is reached: try again in 3 s"):
+        gate.admit("alice", None, 0.0)
+
+
+@pytest.mark.parametrize("tenant", [None, "bob"])
+def test_a_tenant_without_limits_has_none(tenant):
+    gate = gate_with(requests_per_minute=1)
+    for _ in range(3):
+        with gate.admit(tenant, None, 0.0) as admitted:
+            admitted.spend(10**9)
+            with admitted.part(), admitted.part():
+                assert admitted.has_room()
+
+
+def test_a_request_that_another_kvpin_has_counted_only_spends_tokens():
+    gate = gate_with(requests_per_minute=1, concurrent_requests=1, tokens_per_minute=60)
+    for _ in range(3):
+        with gate.admit("alice", None, 0.0, is_from_peer=True) as admitted:
+            admitted.spend(100)
+            assert running(gate) == 0
+    with pytest.raises(RateLimited, match="tokens_per_minute"):
+        gate.admit("alice", None, 0.0)
+
+
+def test_what_was_used_counts_under_other_limits_too():
+    limits = {"alice": TenantLimits(requests_per_minute=1), "bob": TenantLimits(requests_per_minute=1)}
+    tenants = Tenants([], limits)
+    gate = Gate(tenants, ByteBudget(0))
+    for name in limits:
+        gate.admit(name, None, 0.0)
+    tenants.replace([], {**limits, "bob": TenantLimits(requests_per_minute=2)})
+    for name in limits:
+        with pytest.raises(RateLimited):
+            gate.admit(name, None, 0.0)
+    gate.admit("bob", None, 30.0)
+    with pytest.raises(RateLimited):
+        gate.admit("alice", None, 30.0)
+
+
+def test_running_requests_count_under_a_lower_limit():
+    tenants = Tenants([], {"alice": TenantLimits(concurrent_requests=2)})
+    gate = Gate(tenants, ByteBudget(0))
+    first, second = (gate.admit("alice", None, 0.0) for _ in range(2))
+    tenants.replace([], {"alice": TenantLimits(concurrent_requests=1, tokens_per_minute=9)})
+    first.close()
+    with pytest.raises(RateLimited, match="concurrent_requests = 1"):
+        gate.admit("alice", None, 0.0)
+    second.close()
+    gate.admit("alice", None, 0.0)
+
+
+class TestBodies:
+    def test_bytes_are_held_until_the_body_is_freed(self):
+        gate = gate_with(100)
+        with gate.admit(None, None, 0.0) as first, gate.admit(None, None, 0.0) as second:
+            first.hold(40)
+            first.hold(70)
+            with pytest.raises(NoMemory) as refused:
+                second.hold(31)
+            assert refused.value.headers == {"retry-after": "1"}
+            assert gate.bodies.used == 70
+            first.free_body()
+            second.hold(100)
+        assert gate.bodies.used == 0
+
+    def test_a_body_that_cannot_fit_is_refused_by_its_length_and_not_counted(self):
+        gate = gate_with(100, requests_per_minute=1)
+        with pytest.raises(NoMemory):
+            gate.admit("alice", 101, 0.0)
+        with gate.admit("alice", 100, 0.0):
+            assert gate.bodies.used == 0  # nothing of it has arrived
+
+    def test_kvpins_own_requests_need_no_room(self):
+        with Admitted.of_kvpin() as own:
+            own.hold(1 << 40)
+            own.spend_prompt(5)
+
+
+class TestParts:
+    def test_each_part_that_runs_counts_and_the_whole_for_the_first_one(self):
+        gate = gate_with(concurrent_requests=3, requests_per_minute=1)
+        with gate.admit("alice", None, 0.0) as whole:
+            assert running(gate) == 1
+            parts = [whole.part(10) for _ in range(3)]
+            assert (running(gate), gate.bodies.used, whole.has_room()) == (3, 30, False)
+            parts[0].close()
+            parts[0].close()
+            assert (running(gate), gate.bodies.used, whole.has_room()) == (2, 20, True)
+            whole.part()
+            assert running(gate) == 3
+        assert (running(gate), gate.bodies.used) == (0, 0)  # also of parts that nobody closed
+        parts[1].close()
+        assert running(gate) == 0
+
+    def test_one_part_may_always_run(self):
+        gate = gate_with(100, concurrent_requests=1)
+        with gate.admit("alice", None, 0.0) as whole:
+            whole.hold(100)
+            assert whole.has_room(100)
+            with whole.part(100):
+                assert not whole.has_room()
+                assert running(gate) == 1
+
+    def test_no_further_part_begins_without_memory_for_its_body(self):
+        gate = gate_with(100)
+        with gate.admit(None, None, 0.0) as whole, whole.part(60):
+            assert whole.has_room(40)
+            assert not whole.has_room(41)
+
+    def test_a_prompt_is_paid_once(self):
+        gate = gate_with(tokens_per_minute=60)
+        quota = gate._tenants.quota("alice")
+        with gate.admit("alice", None, 0.0) as whole:
+            with whole.part() as part:
+                part.spend_prompt(7)
+                part.spend_prompt(7)
+            with whole.part() as part:
+                part.spend_prompt(7)
+            assert quota.take().tokens == 14
+            whole.prompt_is_paid = True
+            with whole.part() as part:
+                part.spend_prompt(7)
+                part.spend(1)
+            assert quota.take().tokens == 1
