@@ -302,7 +302,7 @@ class Flow:
         if not candidates:
             return None
         placement = pool.place(candidates, ready.chain)
-        if not step.waits or not pool.must_queue(placement):
+        if not step.waits or not pool.must_queue(placement, ready.needs):
             return placement, len(candidates)
         await self._in_turn(ready, serving.record)
         candidates = await self._candidates(ready, step)  # engines hold other KV by now
@@ -310,21 +310,9 @@ class Flow:
 
     def candidates(self, ready: Ready, without: Container[str] = ()) -> list[Candidate]:
         """The engines that could serve the request now, with what placement knows of each."""
-        found = ready.pool.candidates(
-            ready.chain,
-            ready.prompt,
-            lora=ready.lora,
-            session=ready.session,
-            without=without,
-            native=ready.call.native,
-            route=ready.call.route,
+        return ready.pool.candidates(
+            ready.chain, ready.prompt, ready.needs, session=ready.session, without=without
         )
-        if ready.home is not None:
-            return [each for each in found if each.engine == ready.home]
-        if ready.kind is None:
-            return found
-        engines = ready.pool.engines
-        return [each for each in found if engines[each.engine].adapter.spec.kind == ready.kind]
 
     async def _candidates(self, ready: Ready, step: Place) -> list[Candidate]:
         """The engines to try next. If no engine takes requests yet, waits for one up to `wait_s`."""
@@ -352,6 +340,7 @@ class Flow:
         try:
             await pool.line.wait(
                 call.tenant,
+                ready.needs,
                 priority=priority_of(call),
                 tokens=tokens_of(call, record.n_tokens),
                 size=len(call.body.raw) if isinstance(call.body, JsonBody) else 0,

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from engine_adapter import Capability, JsonBody, RequestBody, Retention, Upload
 from engine_adapter.off_loop import JSON_BYTES_PER_MS, off_loop
+from proxy.core.admission import Needs
 from proxy.core.index.blocks import Chain
 from proxy.core.placement.decision import Placement
 from proxy.core.retention import retention_of
@@ -22,6 +23,7 @@ from proxy.fleet.pool import Pool
 from proxy.prompt import MediaUuids, Prompt
 from proxy.request.calls import Call
 from proxy.request.error_table import ANSWERED
+from proxy.request.retries import PASSED_ON
 from proxy.request.session import Session
 from proxy.request.tenants import Tenants
 from proxy.request.transcript import Told
@@ -64,6 +66,13 @@ class Ready(Struct, frozen=True):
     translation: Translation | None = None
     home: str | None = None
     kind: str | None = None
+
+    @property
+    def needs(self) -> Needs:
+        """What it needs of an engine."""
+        call = self.call
+        route = call.route if call.route in PASSED_ON else None
+        return Needs(self.lora, call.native, route, self.home, self.kind)
 
     def call_for(self, engine: Engine) -> Call:
         """The request, with the engine's own model name in its query if it has no body."""

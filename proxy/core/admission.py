@@ -1,18 +1,25 @@
 """Which requests wait before they are sent to an engine, and in which order they go.
 
 An engine serves its own queue first come, first served. A request therefore waits here, not at its engine,
-once every engine has `HOLD_S` seconds of work before it: enough that no engine runs dry, little enough that
-the order is still open. Tenants take turns by deficit round robin (Shreedhar and Varghese, 1995), measured in
-tokens. Among the requests of one tenant the lowest priority value goes first, then the oldest.
+once every engine that can take it has `HOLD_S` seconds of work before it: enough that no engine runs dry,
+little enough that the order is still open. Tenants take turns by deficit round robin (Shreedhar and Varghese,
+1995), measured in tokens. Among the requests of one tenant the lowest priority value goes first, then the
+oldest. All this holds among requests that an engine can take now: one whose engines are all busy holds up
+nobody else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, field
-from itertools import islice
+from heapq import merge
+from itertools import islice, zip_longest
 from math import ceil, exp
+from operator import attrgetter
 from typing import Generic, TypeVar
+
+import msgspec
 
 from proxy.core.placement.recent import Rate
 
@@ -22,7 +29,8 @@ HOLD_S = 1.0
 KEPT_BUSY = 2
 # Tokens that a tenant may send in each of its turns.
 QUANTUM = 2048
-# Requests that are tried, when those before them can only go to engines that are busy.
+# Requests that placement is asked about in one look. It may refuse one although an engine is free, for want
+# of memory. Half of them are the first in order, and half those that were not refused lately.
 MAX_LOOKS = 8
 # Lowest and highest priority value. 0 is usual; a lower value goes first.
 MIN_PRIORITY, MAX_PRIORITY = -8, 8
@@ -32,6 +40,25 @@ PACE_S, LEAST_S = 30.0, 1.0
 MAX_RETRY_S = 60
 
 Item = TypeVar("Item")
+_order = attrgetter("order")
+
+
+class Needs(msgspec.Struct, frozen=True, cache_hash=True):
+    """What a request needs of an engine. The same engines can take all requests with equal needs.
+
+    Attributes:
+        lora: the LoRA adapter it runs with; None for the model itself.
+        native: the route, if only engines that declare it have it.
+        route: the route, if engines may turn out to lack it. Those that do come last.
+        home: the only engine that can take it; None for any.
+        kind: the only kind of engine that can take it; None for any.
+    """
+
+    lora: str | None = None
+    native: str | None = None
+    route: str | None = None
+    home: str | None = None
+    kind: str | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -43,48 +70,60 @@ class Entry(Generic[Item]):
         priority: the lowest value goes first.
         tokens: what it costs its tenant.
         size: bytes that it holds meanwhile.
+        needs: says which engines can take it.
         item: the caller's own.
+        order: its place among its tenant's requests. The queue sets it.
     """
 
     tenant: str | None
     priority: int
     tokens: int
     size: int
+    needs: Needs
     item: Item
+    order: tuple[int, int] = (0, 0)
+
+
+@dataclass(slots=True, eq=False)
+class _Lane(Generic[Item]):
+    """One tenant's requests of one priority and with the same needs, oldest first."""
+
+    entries: OrderedDict[Entry[Item], None] = field(default_factory=OrderedDict)
+    tokens: int = 0
 
 
 @dataclass(slots=True, eq=False)
 class _Share(Generic[Item]):
     """One tenant's share of the queue: its requests, their sums, and its turn."""
 
-    lanes: dict[int, dict[Entry[Item], None]] = field(default_factory=dict)  # by priority, oldest first
+    lanes: dict[tuple[int, Needs], _Lane[Item]] = field(default_factory=dict)  # by priority and needs
     entries: int = 0
     size: int = 0
-    tokens: int = 0
     deficit: int = 0  # tokens it may still send in this turn
     served: int = 0  # number of the request that it was served last
 
-    def change(self, entry: Entry[Item], sign: int) -> None:
-        self.entries += sign
-        self.size += sign * entry.size
-        self.tokens += sign * entry.tokens
+    def first(self, needs: Container[Needs]) -> Entry[Item] | None:
+        """Its first request that has one of these needs."""
+        found = (next(iter(lane.entries)) for (_, each), lane in self.lanes.items() if each in needs)
+        return min(found, key=_order, default=None)
 
-    @property
-    def first(self) -> Entry[Item]:
-        return next(iter(self.lanes[min(self.lanes)]))
-
-    def soonest(self, most: int) -> list[Entry[Item]]:
-        """Its first requests."""
-        return list(islice((entry for at in sorted(self.lanes) for entry in self.lanes[at]), most))
+    def all(self, needs: Container[Needs]) -> Iterator[Entry[Item]]:
+        """All its requests that have one of these needs, in order."""
+        lanes = (lane.entries for (_, each), lane in self.lanes.items() if each in needs)
+        return merge(*lanes, key=_order)
 
     @property
     def last(self) -> Entry[Item]:
-        return next(reversed(self.lanes[max(self.lanes)]))
+        return max((next(reversed(lane.entries)) for lane in self.lanes.values()), key=_order)
 
-    @property
-    def rounds(self) -> int:
-        """Turns it still needs before it may send its first request."""
-        return max(ceil((self.first.tokens - self.deficit) / QUANTUM), 0)
+    def tokens(self, needs: Container[Needs], priority: int = MAX_PRIORITY) -> int:
+        """Tokens of its requests that have one of these needs, and this priority or one before it."""
+        lanes = self.lanes.items()
+        return sum(lane.tokens for (at, each), lane in lanes if at <= priority and each in needs)
+
+    def rounds(self, entry: Entry[Item]) -> int:
+        """Turns it still needs before it may send the request."""
+        return max(ceil((entry.tokens - self.deficit) / QUANTUM), 0)
 
 
 class FairQueue(Generic[Item]):
@@ -93,34 +132,40 @@ class FairQueue(Generic[Item]):
     Attributes:
         max_entries: the most requests in it. A lower value counts when the next one comes.
         max_bytes: the most bytes that they hold.
+        needs: how many requests in it have these needs.
     """
 
     def __init__(self, max_entries: int, max_bytes: int) -> None:
         self.max_entries = max_entries
         self.max_bytes = max_bytes
+        self.needs: dict[Needs, int] = {}
         self._shares: dict[str | None, _Share[Item]] = {}
+        self._refused = set[Entry[Item]]()  # by placement, lately
         self._size = 0
         self._entries = 0
+        self._added = 0
         self._served = 0
 
     def __len__(self) -> int:
         return self._entries
 
-    def ahead(self, tenant: str | None, priority: int, tokens: int) -> int:
-        """Tokens that would leave the queue up to the end of a new request, its own included."""
-        share, own = self._shares.get(tenant), tokens
-        if share is not None:
-            lanes = [lane for at, lane in share.lanes.items() if at <= priority]
-            own += sum(entry.tokens for lane in lanes for entry in lane)
-        others = (each.tokens for name, each in self._shares.items() if name != tenant)
+    def ahead(self, tenant: str | None, priority: int, tokens: int, needs: Container[Needs]) -> int:
+        """Tokens that would leave the queue up to the end of a new request, its own included. Only requests
+        that have one of these `needs` count."""
+        share = self._shares.get(tenant)
+        own = tokens + (share.tokens(needs, priority) if share is not None else 0)
+        others = (each.tokens(needs) for each in self._shares.values() if each is not share)
         return own + sum(min(each, own + QUANTUM) for each in others)
 
     def add(self, entry: Entry[Item]) -> list[Entry[Item]]:
         """Adds a request. Returns those for which there is no room any more: the last ones of the tenant that
         takes the most room, mostly the new one itself."""
+        self._added += 1
+        entry.order = entry.priority, self._added
         share = self._shares.setdefault(entry.tenant, _Share())
-        share.lanes.setdefault(entry.priority, {})[entry] = None
-        self._change(share, entry, 1)
+        lane = share.lanes.setdefault((entry.priority, entry.needs), _Lane())
+        lane.entries[entry] = None
+        self._change(share, lane, entry, 1)
         displaced = []
         while self._entries > self.max_entries or self._size > self.max_bytes:
             by_size = self._entries <= self.max_entries
@@ -135,55 +180,79 @@ class FairQueue(Generic[Item]):
     def remove(self, entry: Entry[Item]) -> None:
         """Removes a request, if it is still there."""
         share = self._shares.get(entry.tenant)
-        lane = share.lanes.get(entry.priority) if share is not None else None
-        if share is None or lane is None or entry not in lane:
+        lane = share.lanes.get((entry.priority, entry.needs)) if share is not None else None
+        if share is None or lane is None or entry not in lane.entries:
             return
-        del lane[entry]
-        self._change(share, entry, -1)
-        if not lane:
-            del share.lanes[entry.priority]
+        del lane.entries[entry]
+        self._refused.discard(entry)
+        self._change(share, lane, entry, -1)
+        if not lane.entries:
+            del share.lanes[entry.priority, entry.needs]
         if not share.entries:
             del self._shares[entry.tenant]
+        if not self.needs[entry.needs]:
+            del self.needs[entry.needs]
 
-    def take(self, may_go: Callable[[Item], bool]) -> Entry[Item] | None:
-        """Takes the next request out, of those that `may_go` now; None if there is none.
+    def take(self, free: Container[Needs], may_go: Callable[[Item], bool]) -> Entry[Item] | None:
+        """Takes the next request out, of those whose needs are `free`: an engine that can take them is. None
+        if there is none.
 
-        `may_go` is asked about a few requests only: the first ones of the first tenants.
+        `may_go` says whether placement finds it so, too. It is asked about few requests.
         """
-        each = max(MAX_LOOKS // len(self._shares), 1) if self._shares else 0
-        for tenant in islice(self._turns(), MAX_LOOKS):
-            share = self._shares[tenant]
-            for entry in share.soonest(each):
-                if not may_go(entry.item):
-                    continue
-                self._credit(share.rounds)
-                share.deficit -= entry.tokens
-                self._served += 1
-                share.served = self._served
-                self.remove(entry)
+        asked = 0
+        for place, entry in enumerate(self._in_turn(free)):
+            if place >= MAX_LOOKS // 2 and entry in self._refused:
+                continue
+            if asked == MAX_LOOKS:
+                return None
+            asked += 1
+            if may_go(entry.item):
+                self._serve(entry, free)
                 return entry
+            self._refused.add(entry)
+        self._refused.clear()
         return None
 
-    def _turns(self) -> Iterator[str | None]:
-        """The tenants, in the order in which they may send their first requests."""
-        shares = self._shares
+    def _in_turn(self, free: Container[Needs]) -> Iterator[Entry[Item]]:
+        """The requests that may go, in the order of their tenants' turns: of each tenant the first, then of
+        each the second, and so on."""
+        firsts = ((share, share.first(free)) for share in self._shares.values())
         # Within a round, a tenant that was passed over goes before those that were served meanwhile.
-        return iter(sorted(shares, key=lambda tenant: (shares[tenant].rounds, shares[tenant].served)))
+        turns = [
+            (share.rounds(first), share.served, first.order, first)
+            for share, first in firsts
+            if first is not None
+        ]
+        turns.sort()
+        yield from (turn[-1] for turn in turns)
+        later = (islice(self._shares[turn[-1].tenant].all(free), 1, None) for turn in turns)
+        for row in zip_longest(*later):
+            yield from (entry for entry in row if entry is not None)
 
-    def _credit(self, rounds: int) -> None:
-        """Some rounds have passed. A tenant whose turn was passed over, as its engine is busy, saves no more
-        than its first request needs."""
-        for share in self._shares.values():
-            share.deficit += min(rounds, share.rounds + 1) * QUANTUM
+    def _serve(self, entry: Entry[Item], free: Container[Needs]) -> None:
+        """Takes out a request, whose turn it is."""
+        share = self._shares[entry.tenant]
+        if rounds := share.rounds(entry):
+            for each in self._shares.values():
+                # A tenant that was passed over, as its engines are busy, saves no more than it needs.
+                first = each.first(free) or each.first(self.needs)
+                each.deficit += min(rounds, each.rounds(first)) * QUANTUM if first is not None else 0
+        share.deficit -= entry.tokens
+        self._served += 1
+        share.served = self._served
+        self.remove(entry)
 
-    def _change(self, share: _Share[Item], entry: Entry[Item], sign: int) -> None:
-        share.change(entry, sign)
+    def _change(self, share: _Share[Item], lane: _Lane[Item], entry: Entry[Item], sign: int) -> None:
+        lane.tokens += sign * entry.tokens
+        share.entries += sign
+        share.size += sign * entry.size
+        self.needs[entry.needs] = self.needs.get(entry.needs, 0) + sign
         self._entries += sign
         self._size += sign * entry.size
 
 
 class Pace:
-    """Rate at which requests leave a queue, in tokens, while some wait in it."""
+    """Rate at which requests for the same engines leave a queue, in tokens, while some of them wait."""
 
     __slots__ = ("_seconds", "_since", "_tokens")
 
@@ -191,7 +260,7 @@ class Pace:
         self._tokens = self._seconds = self._since = 0.0
 
     def begin(self, now: float) -> None:
-        """The queue was empty up to now."""
+        """None waited up to now."""
         self._since = now
 
     def took(self, now: float, tokens: int) -> None:
@@ -201,10 +270,10 @@ class Pace:
         self._tokens = self._tokens * kept + tokens
         self._seconds = self._seconds * kept + seconds
 
-    def wait_s(self, now: float, tokens: int) -> float | None:
-        """Seconds until so many tokens have left; None while the pace is not known."""
+    def per_s(self, now: float) -> float | None:
+        """Tokens that leave per second; None while that is not known."""
         seconds = self._seconds + now - self._since
-        return tokens * seconds / self._tokens if self._tokens and seconds >= LEAST_S else None
+        return self._tokens / seconds if self._tokens and seconds >= LEAST_S else None
 
 
 class Backlog:

@@ -8,13 +8,15 @@ from dataclasses import dataclass
 from math import ceil
 from time import monotonic
 
-from proxy.core.admission import MAX_RETRY_S, Entry, FairQueue, Pace, retry_after_s
+from proxy.core.admission import MAX_RETRY_S, Entry, FairQueue, Needs, Pace, retry_after_s
 from proxy.errors import Overloaded
 from proxy.settings import LimitSettings
 
 # Load falls as time passes. A pool with waiting requests is looked at this often; its engines still have
 # `HOLD_S` of work.
 TICK_S = 0.05
+# Paces that are remembered: one for each set of engines that requests have waited for.
+MAX_PACES = 64
 
 
 @dataclass(slots=True, eq=False)
@@ -24,12 +26,24 @@ class _Waiter:
 
 
 class Line:
-    """The queue of a pool. It has no task: while nothing waits it costs nothing."""
+    """The queue of a pool. It has no task: while nothing waits it costs nothing.
 
-    def __init__(self, limits: LimitSettings | None = None) -> None:
+    A request waits for the engines that can take it. Requests *compete* if one engine can take both.
+    """
+
+    def __init__(
+        self,
+        engines_for: Callable[[Needs], frozenset[str]],
+        is_free: Callable[[str], bool],
+        limits: LimitSettings | None = None,
+    ) -> None:
+        """Asks the pool which engines can take requests with certain needs, and whether an engine is free: it
+        would begin a request soon."""
+        self._engines_for, self._is_free = engines_for, is_free
         self._limits = limits or LimitSettings()
         self._queue = FairQueue[_Waiter](self._limits.queue_requests, self._limits.queue_bytes)
-        self._pace = Pace()
+        self._engines: dict[Needs, frozenset[str]] = {}  # by the needs of those that wait
+        self._paces: dict[frozenset[str], Pace] = {}
         self._called: Entry[_Waiter] | None = None  # it goes now, and its engine does not count it yet
         self._timer: asyncio.TimerHandle | None = None
 
@@ -41,9 +55,17 @@ class Line:
         self._limits = limits
         self._queue.max_entries, self._queue.max_bytes = limits.queue_requests, limits.queue_bytes
 
+    def competes(self, needs: Needs) -> bool:
+        """Whether requests wait that compete with one with these needs."""
+        if not self._queue:
+            return False
+        engines = self._engines_for(needs)
+        return any(not engines.isdisjoint(self._engines_for(each)) for each in self._queue.needs)
+
     async def wait(
         self,
         tenant: str | None,
+        needs: Needs,
         *,
         priority: int,
         tokens: int,
@@ -56,25 +78,22 @@ class Line:
 
         Args:
             tenant: whose request it is.
+            needs: says which engines can take it.
             priority: the lowest value goes first.
             tokens: what it costs its tenant.
             size: bytes of its body.
             deadline_s: how long its client waits; None if it did not say.
-            may_go: whether an engine takes it now.
+            may_go: whether placement finds an engine that takes it now.
 
         Raises:
             Overloaded: the wait is longer than the limit or than its client waits, or there is no room.
         """
         now, limit_s = monotonic(), min(self._limits.queue_s, deadline_s or self._limits.queue_s)
-        wait_s = None
-        if self._queue:
-            wait_s = self._pace.wait_s(now, self._queue.ahead(tenant, priority, tokens))
-            if wait_s is not None and wait_s > limit_s:
-                raise _too_long(wait_s, limit_s)
-        else:
-            self._pace.begin(now)
+        wait_s = self._wait_s(now, tenant, needs, priority, tokens)
+        if wait_s is not None and wait_s > limit_s:
+            raise _too_long(wait_s, limit_s)
         waiter = _Waiter(may_go, asyncio.get_running_loop().create_future())
-        entry = Entry(tenant, priority, tokens, size, waiter)
+        entry = Entry(tenant, priority, tokens, size, needs, waiter)
         for displaced in self._queue.add(entry):
             if not displaced.item.turn.done():
                 displaced.item.turn.set_result(False)
@@ -92,12 +111,49 @@ class Line:
         if not is_called:
             raise _full(wait_s)
 
+    def _wait_s(
+        self, now: float, tenant: str | None, needs: Needs, priority: int, tokens: int
+    ) -> float | None:
+        """Seconds until a new request goes to the one of its engines that the fewest others wait for. None if
+        none does, or if that is not known."""
+        self._look()
+        waiting, engines = self._queue.needs, self._engines
+
+        def rivals(engine: str) -> set[Needs]:
+            return {each for each in waiting if engine in engines[each]}
+
+        least = min(
+            map(rivals, self._engines_for(needs)),
+            key=lambda found: sum(waiting[each] for each in found),
+            default=None,
+        )
+        if not least:
+            return None
+        paces = [self._paces[each].per_s(now) for each in {engines[each] for each in least}]
+        if None in paces:
+            return None
+        return self._queue.ahead(tenant, priority, tokens, least) / sum(filter(None, paces))
+
+    def _look(self) -> None:
+        """Asks which engines can take each of those that wait."""
+        before = set(self._engines.values())
+        self._engines = {needs: self._engines_for(needs) for needs in self._queue.needs}
+        found = set(self._engines.values())
+        if len(self._paces) > MAX_PACES:
+            self._paces = {engines: self._paces[engines] for engines in before & found}
+        for engines in found - before:
+            self._paces.setdefault(engines, Pace()).begin(monotonic())
+
     def _call_next(self) -> None:
         """Calls the next request that may go. One at a time: each changes what the others may do."""
         if self._called is None and self._queue:
-            self._called = self._queue.take(lambda waiter: waiter.may_go())
+            self._look()
+            free = set(filter(self._is_free, frozenset().union(*self._engines.values())))
+            # A request that no engine can take any more goes, too: its caller finds that out.
+            may_go = {needs for needs, able in self._engines.items() if not able or not able.isdisjoint(free)}
+            self._called = self._queue.take(may_go, lambda waiter: waiter.may_go())
             if self._called is not None:
-                self._pace.took(monotonic(), self._called.tokens)
+                self._paces[self._engines[self._called.needs]].took(monotonic(), self._called.tokens)
                 if not self._called.item.turn.done():
                     self._called.item.turn.set_result(True)
         if self._queue and self._timer is None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import Callable, Container, Hashable, Iterator, Sequence
 from functools import lru_cache, partial
 from time import monotonic
 from typing import Any
 
-from engine_adapter import Capability, EngineAdapter, EngineInfo, Tier
-from proxy.core.admission import HOLD_S, KEPT_BUSY
+from engine_adapter import Capability, EngineAdapter, EngineInfo, KvTarget, Tier
+from proxy.core.admission import HOLD_S, KEPT_BUSY, Needs
 from proxy.core.audit import Trust
 from proxy.core.index.blocks import BlockHash, Chain, chain, namespace_root
 from proxy.core.index.prefix_index import PrefixIndex
@@ -29,6 +30,11 @@ from proxy.settings import LimitSettings
 PENDING_LINGER_S = 0.25
 # Namespaces whose roots are remembered: one for each tenant and LoRA adapter.
 ROOTS = 4096
+
+# A request that any engine can take.
+ANY = Needs()
+# The shortest of all prompts.
+NO_PROMPT = KvTarget(array("i"))
 
 _root_of = lru_cache(ROOTS)(namespace_root)
 
@@ -56,7 +62,7 @@ class Pool:
         self.placer = Placer(tokens_per_block)
         self.prompts: PromptBuilder | None = None
         self.away: dict[str, EngineInfo] = {}
-        self.line = Line(queue)
+        self.line = Line(self.engines_for, self.is_free, queue)
         self._told = told
 
     @property
@@ -156,23 +162,16 @@ class Pool:
         self,
         chain: Chain | None,
         prompt: Prompt | None = None,
+        needs: Needs = ANY,
         *,
-        lora: str | None = None,
         session: Session | None = None,
         without: Container[str] = (),
-        native: str | None = None,
-        route: str = "",
     ) -> list[Candidate]:
-        """The engines a request may go to: what each holds of its chain or forecasts, and its load.
-
-        With `lora`, or a prompt that uses one, only engines that serve it; with `native`, only engines that
-        have this route. Engines that have no such `route` only if no other is left.
-        """
+        """The engines a request may go to: what each holds of its chain or forecasts, and its load."""
         last = self.placer.last_engine(self._key_of(session))
-        lora = prompt.lora if prompt is not None else lora
         target, whole = (None, True) if prompt is None else (prompt.kv, prompt.whole)
         now, matches, candidates = monotonic(), self.placer.match(chain), list[Candidate]()
-        for engine in self._able(lora, without, native, route):
+        for engine in self._able(needs, without):
             match = matches.get(engine.id)
             forecast = engine.adapter.forecast(target) if target is not None else None
             if forecast is not None and not whole:
@@ -196,11 +195,14 @@ class Pool:
         if not self.away and not any(engine.serves(native) for engine in self.engines.values()):
             raise NotFound(f"no engine of the model {self.model!r} has the route {native}")
 
-    def _able(
-        self, lora: str | None, without: Container[str], native: str | None, route: str
-    ) -> list[Engine]:
-        """The ready engines that serve the LoRA adapter and the route; if there is none, the suspect ones.
-        One broken connection must not empty a small pool."""
+    def engines_for(self, needs: Needs) -> frozenset[str]:
+        """The engines a request with these needs may go to."""
+        return frozenset(engine.id for engine in self._able(needs))
+
+    def _able(self, needs: Needs, without: Container[str] = ()) -> list[Engine]:
+        """The ready engines that can take a request; if there is none, the suspect ones. One broken
+        connection must not empty a small pool."""
+        lora, native, home, kind = needs.lora, needs.native, needs.home, needs.kind
         for state in (EngineState.READY, EngineState.SUSPECT):
             able = [
                 engine
@@ -209,32 +211,45 @@ class Pool:
                 and engine.id not in without
                 and (lora is None or lora in engine.loras)
                 and (native is None or engine.serves(native))
+                and (home is None or home == engine.id)
+                and (kind is None or kind == engine.adapter.spec.kind)
             ]
             if able:
                 # Never none: where all fail, one may still succeed.
                 able = [engine for engine in able if engine.is_allowed] or able
-                return [engine for engine in able if route not in engine.lacks] or able
+                return [engine for engine in able if needs.route not in engine.lacks] or able
         return []
 
     def place(self, candidates: Sequence[Candidate], chain: Chain | None) -> Placement:
         """Chooses among `candidates`; by load alone when the prompt is not known."""
         return self.placer.place(monotonic(), candidates, chain)
 
-    def must_queue(self, placement: Placement) -> bool:
-        """Whether a placed request has to wait here: others do, or all engines are busy."""
-        return bool(self.line) or self.is_busy(placement)
+    def must_queue(self, placement: Placement, needs: Needs) -> bool:
+        """Whether a placed request has to wait here: others wait for its engines, or these are all busy."""
+        return self.line.competes(needs) or self.is_busy(placement)
 
     def is_busy(self, placement: Placement) -> bool:
         """Whether every engine would begin a placed request so late that it had better wait here.
 
-        While one would not, nothing waits: the costs already hold the wait at each engine, and what is sent
-        to one raises its cost for the next request.
+        While one would not, it does not wait: the costs already hold the wait at each engine, and what is
+        sent to one raises its cost for the next request.
         """
         return self._begins_late(placement.chosen) and all(map(self._begins_late, placement.all_costs()))
 
+    def is_free(self, engine_id: str) -> bool:
+        """Whether the engine would soon begin a request, if that has a short prompt."""
+        engine, now = self.engines[engine_id], monotonic()
+        if not self._is_late(engine, engine.ledger.view(now).queue_s):
+            return True
+        forecast = engine.adapter.forecast(NO_PROMPT)
+        return forecast is not None and not self._is_late(engine, forecast.wait_s)
+
     def _begins_late(self, cost: Cost) -> bool:
-        engine = self.engines[cost.engine]
-        wait_s = cost.queue_s + cost.room_s if self.placer.rates.learned else 0.0
+        return self._is_late(self.engines[cost.engine], cost.queue_s + cost.room_s)
+
+    def _is_late(self, engine: Engine, wait_s: float) -> bool:
+        """Whether a request waits long on the engine, by its own reckoning or by ours: `wait_s`."""
+        wait_s = wait_s if self.placer.rates.learned else 0.0
         if engine.ledger.backlog.waiting:
             wait_s = max(wait_s, engine.ledger.backlog.wait_s(monotonic()))
         return wait_s > HOLD_S and len(engine.unanswered) >= KEPT_BUSY

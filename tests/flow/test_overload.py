@@ -2,10 +2,12 @@
 
 import asyncio
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from time import monotonic
 
 import pytest
 
+from proxy.core.admission import MAX_LOOKS, Pace
 from proxy.core.quotas import TenantLimits
 from proxy.request.tenants import ApiKey, Tenants
 from proxy.settings import LimitSettings
@@ -127,6 +129,46 @@ async def test_a_client_that_leaves_the_line_leaves_nothing():
         leaves.cancel()
         await world.until_waiting(0)
         await world.until(lambda: any(record.status == 499 for record in world.proxy.requests))
+
+
+@asynccontextmanager
+async def ada_on_busy_a(**queue):
+    """A busy world whose engine "a" alone serves the adapter "ada", beside an idle engine "b"."""
+    async with busy(**queue) as world, FakeEngine("b") as other:
+        engine = world.proxy.fleet.engines["a"]
+        engine.info = replace(engine.info, loras=frozenset({"ada"}))
+        world.proxy.add(other)
+        world.other = other
+        yield world
+
+
+async def test_many_requests_for_an_adapter_on_a_busy_engine_hold_up_no_others():
+    async with ada_on_busy_a() as world:
+        adas = [world.send(ASK | {"model": "ada"}, tenant) for tenant in ("greedy", "modest") * MAX_LOOKS]
+        await world.until_waiting(len(adas))
+        for tenant in ("greedy", "modest"):
+            assert (await world.send(tenant=tenant)).status_code == 200
+        assert len(world.line) == len(adas)
+        assert len(world.other.seen) == 2
+        world.backlog.reported(0)
+        world.released.set()
+        assert {response.status_code for response in await asyncio.gather(*adas)} == {200}
+        assert len(world.other.seen) == 2
+
+
+async def test_a_long_wait_for_an_adapter_is_not_told_to_those_that_need_not_wait_for_it(monkeypatch):
+    monkeypatch.setattr(Pace, "per_s", lambda *_: 1.0)  # token a second
+    async with ada_on_busy_a(queue_s=300) as world:
+        first = world.send(ASK | {"model": "ada"})
+        await world.until_waiting(1)
+        refused = await world.send(ASK | {"model": "ada"})
+        assert is_openai_error(refused, 503, "overloaded")
+        assert "would wait about" in refused.json()["error"]["message"]
+        for _ in range(3):
+            assert (await world.send()).status_code == 200
+        world.backlog.reported(0)
+        world.released.set()
+        assert (await first).status_code == 200
 
 
 async def test_the_line_goes_on_when_the_engine_is_lost():

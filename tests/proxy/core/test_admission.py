@@ -1,3 +1,5 @@
+from itertools import count
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -8,13 +10,16 @@ from proxy.core.admission import (
     Backlog,
     Entry,
     FairQueue,
+    Needs,
     Pace,
     retry_after_s,
 )
 
+BASE, ADA = Needs(), Needs(lora="ada")
 
-def entry(tenant="a", item="", *, tokens=QUANTUM, priority=0, size=1):
-    return Entry(tenant, priority, tokens, size, item)
+
+def entry(tenant="a", item="", *, tokens=QUANTUM, priority=0, size=1, needs=BASE):
+    return Entry(tenant, priority, tokens, size, needs, item)
 
 
 def filled(*entries, most=1000, size=10**9):
@@ -24,9 +29,9 @@ def filled(*entries, most=1000, size=10**9):
     return queue
 
 
-def taken(queue, count=10**6, may_go=lambda _: True):
+def taken(queue, most=10**6, may_go=lambda _: True, free=frozenset({BASE, ADA})):
     items = []
-    while len(items) < count and (found := queue.take(may_go)) is not None:
+    while len(items) < most and (found := queue.take(free, may_go)) is not None:
         items.append(found.item)
     return items
 
@@ -36,7 +41,7 @@ def test_a_greedy_tenant_waits_for_its_turns():
         *(entry("greedy", f"g{n}") for n in range(4)), entry("modest", "m0"), entry("modest", "m1")
     )
     assert taken(queue) == ["g0", "m0", "g1", "m1", "g2", "g3"]
-    assert (len(queue), queue.take(lambda _: True)) == (0, None)
+    assert (len(queue), taken(queue)) == (0, [])
 
 
 def test_turns_are_in_tokens_not_in_requests():
@@ -45,13 +50,21 @@ def test_turns_are_in_tokens_not_in_requests():
     assert "".join(taken(filled(*long, *short))).startswith("sssLssssL")
 
 
-@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 5 * QUANTUM)), min_size=1, max_size=60))
-def test_no_tenant_that_waits_gets_less_than_another_by_more_than_its_longest_request(requests):
-    queue = filled(*(entry(tenant, (tenant, tokens), tokens=tokens) for tenant, tokens in requests))
-    left = {tenant: [tokens for name, tokens in requests if name == tenant] for tenant in "abc"}
-    given_tokens, longest = dict.fromkeys("abc", 0), max(tokens for _, tokens in requests)
+REQUESTS = st.tuples(st.sampled_from("abc"), st.integers(1, 5 * QUANTUM), st.sampled_from([BASE, ADA]))
+
+
+@given(st.lists(REQUESTS, min_size=1, max_size=60), st.sampled_from([{BASE}, {BASE, ADA}]))
+def test_no_tenant_that_waits_gets_less_than_another_by_more_than_its_longest_request(requests, free):
+    queue = filled(
+        *(entry(tenant, (tenant, tokens), tokens=tokens, needs=each) for tenant, tokens, each in requests)
+    )
+    left = {
+        tenant: [tokens for name, tokens, each in requests if name == tenant and each in free]
+        for tenant in "abc"
+    }
+    given_tokens, longest = dict.fromkeys("abc", 0), max(tokens for _, tokens, _ in requests)
     while all(left.values()):
-        tenant, tokens = queue.take(lambda _: True).item
+        ((tenant, tokens),) = taken(queue, 1, free=free)
         assert tokens == left[tenant].pop(0)  # its own are served in order
         given_tokens[tenant] += tokens
         assert max(given_tokens.values()) - min(given_tokens.values()) <= 2 * (longest + QUANTUM)
@@ -64,22 +77,26 @@ def test_priorities_order_the_requests_of_one_tenant_only():
     assert taken(queue) == ["soon", "b", "usual", "late"]
 
 
-def test_a_request_whose_engine_is_busy_lets_others_go():
-    queue = filled(entry("a", "stuck"), entry("b", "b1"), entry("b", "b2"))
-    assert taken(queue, may_go=lambda item: item != "stuck") == ["b1", "b2"]
-    assert taken(queue) == ["stuck"]
+def test_requests_whose_engine_is_busy_hold_up_nobody_however_many_they_are():
+    stuck = [entry(tenant, "ada", needs=ADA) for tenant in "abcdefghijkl" for _ in range(MAX_LOOKS)]
+    queue = filled(*stuck, entry("a", "1"), entry("z", "2"), entry("a", "3", priority=1))
+    assert taken(queue, free={BASE}) == ["1", "2", "3"]
+    assert len(taken(queue)) == len(stuck)
 
 
 def test_a_passed_over_tenant_goes_as_soon_as_it_may():
-    queue = filled(*(entry("b", "b", tokens=9) for _ in range(50)), entry("a", "stuck", tokens=9))
-    assert set(taken(queue, 20, may_go=lambda item: item != "stuck")) == {"b"}
-    assert taken(queue, 1) == ["stuck"]
+    queue = filled(*(entry("b", "b", tokens=9) for _ in range(50)), entry("a", "ada", tokens=9, needs=ADA))
+    assert set(taken(queue, 20, free={BASE})) == {"b"}
+    assert taken(queue, 1) == ["ada"]
 
 
-def test_a_passed_over_tenant_saves_up_no_more_than_a_turn():
-    queue = filled(entry("a", "stuck"), entry("a", "next"), *(entry("b", "b") for _ in range(50)))
-    taken(queue, 40, may_go=lambda item: item != "stuck")
-    assert taken(queue, 6).count("b") >= 2
+@given(st.integers(1, 5 * QUANTUM))
+def test_a_passed_over_tenant_saves_up_no_more_than_its_first_request_needs(tokens):
+    stuck = [entry("a", "a", needs=ADA, tokens=tokens) for _ in range(50)]
+    queue = filled(*stuck, *(entry("b", "b", tokens=tokens) for _ in range(100)))
+    taken(queue, 40, free={BASE})
+    items = taken(queue, 20)
+    assert (items.count("a") - items.count("b")) * tokens <= 2 * (tokens + QUANTUM)
 
 
 def test_who_comes_later_takes_turns_with_those_who_were_served_before():
@@ -95,10 +112,18 @@ def test_who_was_served_lately_is_not_first_again():
     assert taken(queue) == ["a", "b", "a"]
 
 
-def test_only_a_few_tenants_are_looked_at():
-    queue, asked = filled(*(entry(str(n), n) for n in range(100))), []
-    assert queue.take(asked.append) is None
-    assert len(asked) == MAX_LOOKS
+def test_placement_is_asked_about_a_few_requests_at_a_time_and_about_all_in_time():
+    queue, asked = filled(*(entry(str(n % 50), n) for n in range(100))), []
+    assert queue.take({BASE}, asked.append) is None
+    assert asked == list(range(MAX_LOOKS))
+    while len(set(asked)) < 100:
+        before = len(asked)
+        assert queue.take({BASE}, asked.append) is None
+        # The first ones are asked about each time: what they wait for may have come.
+        assert asked[before : before + 4] == [0, 1, 2, 3]
+        assert MAX_LOOKS // 2 < len(asked) - before <= MAX_LOOKS
+    assert taken(queue, may_go=lambda item: item == 3) == [3]
+    assert [99] in [taken(queue, may_go=lambda item: item == 99) for _ in range(30)]
 
 
 def test_where_it_is_full_the_tenant_with_most_loses_its_last():
@@ -138,22 +163,29 @@ def test_tokens_ahead_are_ones_own_and_as_many_of_each_other():
         entry("b", tokens=9000),
         entry("c", tokens=10),
     )
-    assert queue.ahead("a", 0, 100) == 1100 + (1100 + QUANTUM) + 10
-    assert queue.ahead("new", 0, 100) == 100 + 1500 + (100 + QUANTUM) + 10
+    assert queue.ahead("a", 0, 100, {BASE}) == 1100 + (1100 + QUANTUM) + 10
+    assert queue.ahead("new", 0, 100, {BASE}) == 100 + 1500 + (100 + QUANTUM) + 10
 
 
-def test_a_pace_is_known_after_a_while_and_tells_the_wait():
+def test_tokens_of_those_that_wait_for_other_engines_are_not_ahead():
+    queue = filled(entry("a", tokens=1000), entry("a", needs=ADA, tokens=70), entry("b", needs=ADA, tokens=9))
+    assert queue.ahead("a", 0, 100, {ADA}) == 170 + 9
+    assert queue.ahead("new", 0, 100, {ADA}) == 100 + 70 + 9
+    assert queue.ahead("new", 0, 100, {BASE}) == 100 + 1000
+
+
+def test_a_pace_is_known_after_a_while():
     pace = Pace()
     pace.begin(100.0)
-    assert pace.wait_s(100.0, 10) is None
+    assert pace.per_s(100.0) is None
     pace.took(100.2, 100)
-    assert pace.wait_s(100.5, 10) is None
+    assert pace.per_s(100.5) is None
     for at in range(1, 11):
         pace.took(100.2 + at, 100)
-    assert pace.wait_s(110.2, 1000) == pytest.approx(10, rel=0.1)
-    assert pace.wait_s(130.2, 1000) > 20  # nothing has left since
-    pace.begin(1000.0)  # it was empty: that time does not count
-    assert pace.wait_s(1000.0, 1000) == pytest.approx(10, rel=0.1)
+    assert pace.per_s(110.2) == pytest.approx(100, rel=0.1)
+    assert pace.per_s(130.2) < 50  # nothing has left since
+    pace.begin(1000.0)  # none waited: that time does not count
+    assert pace.per_s(1000.0) == pytest.approx(100, rel=0.1)
 
 
 def test_a_backlog_shrinks_as_answers_begin():
@@ -188,3 +220,61 @@ def test_a_tenants_later_requests_pass_one_that_may_not_go():
     queue = filled(entry("a", "stuck"), entry("a", "next"), entry("b", "stuck"), entry("b", "other"))
     assert taken(queue, may_go=lambda item: item != "stuck") == ["next", "other"]
     assert taken(queue) == ["stuck", "stuck"]
+
+
+# Needs, and the engines that can take a request with them.
+ENGINES = {
+    BASE: frozenset("ABC"),
+    ADA: frozenset("AB"),
+    Needs(home="A"): frozenset("A"),
+    Needs(home="C"): frozenset("C"),
+    Needs(lora="lin"): frozenset("BC"),
+}
+STEPS = st.one_of(
+    st.tuples(
+        st.just("add"),
+        st.sampled_from("abcd"),
+        st.integers(-1, 1),
+        st.integers(1, 2 * QUANTUM),
+        st.sampled_from(list(ENGINES)),
+    ),
+    st.tuples(st.just("leave"), st.integers(0, 99)),
+    st.tuples(st.sampled_from(["free", "busy"]), st.sampled_from("ABC")),
+    st.just(("take",)),
+)
+
+
+@given(st.lists(STEPS, max_size=120), st.integers(1, 12))
+def test_each_request_leaves_once_and_none_waits_while_an_engine_that_can_take_it_is_free(steps, most):
+    queue, waiting, free, numbers = FairQueue(most, 10**9), [], set(), count()
+    for step, *rest in steps:
+        if step == "add":
+            tenant, priority, tokens, needs = rest
+            new = entry(tenant, next(numbers), priority=priority, tokens=tokens, needs=needs)
+            waiting.append(new)
+            for displaced in queue.add(new):
+                waiting.remove(displaced)
+        elif step == "leave" and waiting:
+            leaves = waiting.pop(rest[0] % len(waiting))
+            queue.remove(leaves)
+            queue.remove(leaves)
+        elif step == "free":
+            free |= set(rest)
+        elif step == "busy":
+            free -= set(rest)
+        elif step == "take":
+            may_go = [each for each in waiting if free & ENGINES[each.needs]]
+            found = queue.take({needs for needs, able in ENGINES.items() if free & able}, lambda _: True)
+            assert (found is None) is (not may_go)
+            if found is not None:
+                own = [each for each in may_go if each.tenant == found.tenant]
+                assert found is min(own, key=lambda each: (each.priority, each.item))
+                waiting.remove(found)
+                free.remove(min(free & ENGINES[found.needs]))
+        assert len(queue) == len(waiting) <= most
+        assert queue.needs == {
+            needs: held for needs in ENGINES if (held := sum(each.needs == needs for each in waiting))
+        }
+        assert queue.ahead("new", 0, 10**6, ENGINES) == 10**6 + sum(each.tokens for each in waiting)
+    left = taken(queue, free=ENGINES)
+    assert sorted(left) == sorted(each.item for each in waiting)

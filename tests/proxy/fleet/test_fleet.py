@@ -5,6 +5,7 @@ import pytest
 import structlog
 
 from engine_adapter import Tier
+from proxy.core.admission import Needs
 from proxy.errors import Conflict, NoEngine, NotFound
 from proxy.fleet.engine import EngineState
 from proxy.fleet.fleet import Fleet
@@ -12,6 +13,7 @@ from proxy.prompt import Prompt
 from tests.fakes import INFO, FakeAdapter, add_ready
 
 PROMPT = Prompt(array("i", range(40)))
+ADA = Needs(lora="ada")
 
 
 @pytest.fixture
@@ -43,7 +45,7 @@ class TestAdapters:
         prompt = replace(PROMPT, lora="ada")
         chain = pool.chain(prompt)
         pool.index.store("b", Tier.GPU, chain.hashes)  # a hash is a hash; nobody could have put it there
-        for candidates in (pool.candidates(chain, prompt), pool.candidates(None, lora="ada")):
+        for candidates in (pool.candidates(chain, prompt, ADA), pool.candidates(None, needs=ADA)):
             assert [candidate.engine for candidate in candidates] == ["a"]
         assert len(pool.candidates(None)) == 2
 
@@ -55,7 +57,7 @@ class TestAdapters:
     def test_it_is_waited_for_while_its_engine_is_lost_and_forgotten_with_it(self, fleet, engines):
         engine = engines[0]
         fleet.leave(engine)
-        assert fleet.pool("ada").candidates(None, lora="ada") == []
+        assert fleet.pool("ada").candidates(None, needs=ADA) == []
         fleet.join(engine, replace(INFO, loras=frozenset({"lin"})))
         assert sorted(fleet.served()) == ["lin", "m", "n"]
         fleet.leave(engine)

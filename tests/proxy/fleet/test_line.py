@@ -2,29 +2,48 @@ import asyncio
 
 import pytest
 
-from proxy.core.admission import Pace
+from proxy.core.admission import MAX_LOOKS, Needs, Pace
 from proxy.errors import Overloaded
+from proxy.fleet import line
 from proxy.fleet.line import Line
 from proxy.settings import LimitSettings
 
+ANY, ON_A = Needs(), Needs(home="a")
+
 
 class World:
-    """A line before one engine that takes `room` requests."""
+    """A line before two engines. Engine "a" takes `room` requests; "b" takes those that `b` says."""
 
     def __init__(self, **limits):
-        self.line, self.room, self.served = Line(LimitSettings(**limits)), 0, []
+        self.room, self.b, self.lost, self.served = 0, 0, set(), []
+        self.line = Line(self.engines_for, self.is_free, LimitSettings(**limits))
 
-    def send(self, name, tenant="a", *, priority=0, tokens=1, size=1, deadline_s=None):
+    def engines_for(self, needs):
+        return frozenset("ab" if needs.home is None else needs.home) - self.lost
+
+    def is_free(self, engine):
+        return (self.room if engine == "a" else self.b) > 0
+
+    def send(self, name, tenant="a", needs=ANY, *, priority=0, tokens=1, size=1, deadline_s=None):
+        def may_go():
+            engines = self.engines_for(needs)
+            return not engines or any(map(self.is_free, engines))
+
         async def go():
             await self.line.wait(
                 tenant,
+                needs,
                 priority=priority,
                 tokens=tokens,
                 size=size,
                 deadline_s=deadline_s,
-                may_go=lambda: self.room > 0,
+                may_go=may_go,
             )
-            self.room -= 1  # in the same step: its engine counts it
+            # In the same step: its engine counts it.
+            if self.room > 0:
+                self.room -= 1
+            else:
+                self.b -= 1
             self.served.append(name)
 
         return asyncio.create_task(go())
@@ -102,16 +121,14 @@ async def test_nor_than_its_client_waits():
         await World().send("a", deadline_s=0.02)
 
 
-class SteadyPace(Pace):
-    """Two tokens a second."""
+@pytest.fixture
+def steady(monkeypatch):
+    """Two tokens a second leave for each set of engines."""
+    monkeypatch.setattr(Pace, "per_s", lambda *_: 2.0)
 
-    def wait_s(self, now, tokens):
-        return tokens / 2
 
-
-async def test_a_wait_that_would_be_too_long_is_refused_at_once():
+async def test_a_wait_that_would_be_too_long_is_refused_at_once(steady):
     world = World(queue_s=10)
-    world.line._pace = SteadyPace()
     waits = world.send("a", tokens=10)
     await asyncio.sleep(0)
     with pytest.raises(Overloaded, match="would wait about 30 s for one; the limit is 10 s") as caught:
@@ -119,6 +136,66 @@ async def test_a_wait_that_would_be_too_long_is_refused_at_once():
     assert caught.value.headers == {"retry-after": "20"}
     world.room = 1
     await waits
+
+
+async def test_those_that_wait_for_a_busy_engine_hold_up_nobody_whose_engine_is_free():
+    world = World()
+    stuck = [world.send(f"s{n}", tenant, ON_A) for n in range(MAX_LOOKS) for tenant in "xyz"]
+    await asyncio.sleep(0)
+    world.b = 2
+    await asyncio.gather(world.send("own", "x"), world.send("other", "w"))
+    assert set(world.served) == {"own", "other"}
+    world.room = len(stuck)
+    await asyncio.gather(*stuck)
+    assert len(world.line) == 0
+
+
+async def test_a_wait_for_another_engine_is_not_expected_of_those_that_need_not_wait_for_it(steady):
+    world = World(queue_s=10)
+    stuck = [world.send("s", tenant, ON_A, tokens=5) for tenant in "xyz"]
+    await asyncio.sleep(0)
+    with pytest.raises(Overloaded, match="would wait about 13 s"):
+        await world.send("s", "x", ON_A, tokens=11)
+    waits = world.send("waits", "w", tokens=15)  # nobody waits for b
+    await asyncio.sleep(0)
+    with pytest.raises(Overloaded, match="would wait about 15 s"):
+        await world.send("waits", "x", tokens=15)
+    with pytest.raises(Overloaded, match="would wait about 11 s"):  # two sets of engines, 4 tokens a second
+        await world.send("s", "v", ON_A, tokens=15)
+    world.b, world.room = 1, 3
+    await asyncio.gather(waits, *stuck)
+
+
+async def test_those_compete_that_one_engine_can_take():
+    world = World()
+    assert not world.line.competes(ANY)
+    waits = world.send("waits", needs=ON_A)
+    await asyncio.sleep(0)
+    assert world.line.competes(ANY)
+    assert world.line.competes(ON_A)
+    assert not world.line.competes(Needs(home="b"))
+    world.room = 1
+    await waits
+
+
+async def test_a_request_goes_when_no_engine_can_take_it_any_more():
+    """Its caller finds out why."""
+    world = World()
+    waits = world.send("waits", needs=ON_A)
+    await asyncio.sleep(0)
+    world.lost = {"a"}
+    await waits
+
+
+async def test_the_paces_of_engines_that_left_are_forgotten(monkeypatch):
+    monkeypatch.setattr(line, "MAX_PACES", 2)
+    world = World()
+    for home in "bcdefg":
+        waits = world.send(home, needs=Needs(home=home))
+        await asyncio.sleep(0)
+        world.b = 1
+        await waits
+    assert len(world.line._paces) <= 3
 
 
 async def test_where_the_line_is_full_the_greedy_one_is_refused():

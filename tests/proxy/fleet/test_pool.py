@@ -1,9 +1,11 @@
 from array import array
 from dataclasses import replace
+from time import monotonic
 
 import pytest
 
 from engine_adapter import BlocksStored, Capability, Forecast, Tier
+from proxy.core.admission import Needs
 from proxy.core.index import segments
 from proxy.core.index.prefix_index import Match
 from proxy.core.placement.decision import Cost, Placement
@@ -99,9 +101,26 @@ class TestCandidates:
         pool = fleet.pools["m"]
         assert [each.engine for each in pool.candidates(None)] == ["b"]
         assert [each.engine for each in pool.candidates(None, without={"b"})] == ["a"]
-        assert pool.candidates(None, lora="nobody's") == []
+        assert pool.candidates(None, needs=Needs(lora="nobody's")) == []
         ready.state = EngineState.DRAINING
         assert [each.engine for each in pool.candidates(None)] == ["a"]
+
+    def test_one_that_cannot_do_what_a_request_needs_is_none(self, fleet):
+        add_ready(fleet, "a", loras=frozenset({"ada"}), routes=frozenset({"/tokenize"}))
+        suspect = add_ready(fleet, "b")
+        lacking = add_ready(fleet, "c")
+        suspect.state = EngineState.SUSPECT
+        lacking.lacks.add("/v1/embeddings")
+        engines_for = fleet.pools["m"].engines_for
+        assert engines_for(Needs()) == {"a", "c"}
+        assert engines_for(Needs(lora="ada")) == {"a"}
+        assert engines_for(Needs(native="/tokenize")) == {"a"}
+        assert engines_for(Needs(route="/v1/embeddings")) == {"a"}
+        assert engines_for(Needs(route="/v1/embeddings", home="c")) == {"c"}, "it may have the route by now"
+        assert engines_for(Needs(home="b")) == {"b"}, "no other can take it"
+        assert engines_for(Needs(home="gone")) == set()
+        assert engines_for(Needs(kind="openai_compatible")) == {"a", "c"}
+        assert engines_for(Needs(kind="vllm")) == set()
 
     def test_a_pool_whose_engine_is_lost_or_starts_has_one_coming_back(self, fleet):
         engine, pool = add_ready(fleet, "a"), fleet.pools["m"]
@@ -183,14 +202,35 @@ def test_events_and_prompts_meet_in_one_namespace(fleet):
 
 
 class TestBusy:
-    def test_nothing_waits_while_one_engine_is_not_busy(self, fleet, monkeypatch):
-        """A request may still go to the busy one, where its prefix lies: its cost holds the wait."""
+    @pytest.fixture
+    def kept(self, fleet, monkeypatch):
+        """The unanswered requests of two engines."""
         kept = {add_ready(fleet, name).id: [1, 2] for name in "ab"}
         monkeypatch.setattr(Engine, "unanswered", property(lambda engine: kept[engine.id]))
+        fleet.pools["m"].placer.rates.computed(1000, 1.0, 0)
+        return kept
+
+    def test_nothing_waits_while_one_engine_is_not_busy(self, fleet, kept):
+        """A request may still go to the busy one, where its prefix lies: its cost holds the wait."""
         pool = fleet.pools["m"]
-        pool.placer.rates.computed(1000, 1.0, 0)
         busy, other = Cost("a", queue_s=9.0), Cost("b", queue_s=9.0)
         assert pool.is_busy(Placement.of("a", 0, 40, (busy, other), "lowest cost"))
         assert not pool.is_busy(Placement.of("a", 0, 40, (busy, Cost("b")), "lowest cost"))
         kept["b"].clear()
         assert not pool.is_busy(Placement.of("a", 0, 40, (busy, other), "lowest cost"))
+
+    def test_an_engine_is_free_if_it_would_begin_a_short_prompt_soon(self, fleet, kept):
+        pool, engine = fleet.pools["m"], fleet.engines["a"]
+        assert pool.is_free("a")
+        engine.ledger.begin(monotonic(), 9.0, None)
+        assert not pool.is_free("a")
+        assert pool.is_free("b")
+        kept["a"].pop()
+        assert pool.is_free("a")
+
+    def test_an_adapter_that_forecasts_knows_of_free_slots(self, fleet, kept):
+        pool, engine, waits_s = fleet.pools["m"], fleet.engines["a"], [9.0, 0.0]
+        engine.adapter.forecast = lambda target: Forecast(len(target.token_ids), wait_s=waits_s.pop(0))
+        engine.ledger.begin(monotonic(), 9.0, None)
+        assert not pool.is_free("a")
+        assert pool.is_free("a")
