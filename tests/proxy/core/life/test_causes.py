@@ -25,7 +25,7 @@ def test_each_has_a_meaning_and_only_engines_are_blamed(cause):
 
 
 @pytest.mark.parametrize(
-    "error", {*subclasses(EngineUnavailable), *subclasses(ProxyError)}, ids=lambda e: e.__name__
+    "error", [*subclasses(EngineUnavailable), *subclasses(ProxyError)], ids=lambda e: e.__name__
 )
 def test_each_error_has_one(error):
     assert cause_of(error.__new__(error)) is not Cause.BUG
