@@ -10,8 +10,9 @@ nobody else.
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Container, Iterator
+from bisect import bisect_left, insort
+from collections import Counter
+from collections.abc import Callable, Collection, Container, Iterator
 from dataclasses import dataclass, field
 from heapq import merge
 from itertools import islice, zip_longest
@@ -85,18 +86,11 @@ class Entry(Generic[Item]):
 
 
 @dataclass(slots=True, eq=False)
-class _Lane(Generic[Item]):
-    """One tenant's requests of one priority and with the same needs, oldest first."""
-
-    entries: OrderedDict[Entry[Item], None] = field(default_factory=OrderedDict)
-    tokens: int = 0
-
-
-@dataclass(slots=True, eq=False)
 class _Share(Generic[Item]):
     """One tenant's share of the queue: its requests, their sums, and its turn."""
 
-    lanes: dict[tuple[int, Needs], _Lane[Item]] = field(default_factory=dict)  # by priority and needs
+    head: Entry[Item]  # the first of all
+    lanes: dict[Needs, list[Entry[Item]]] = field(default_factory=dict)  # in order
     entries: int = 0
     size: int = 0
     deficit: int = 0  # tokens it may still send in this turn
@@ -104,22 +98,17 @@ class _Share(Generic[Item]):
 
     def first(self, needs: Container[Needs]) -> Entry[Item] | None:
         """Its first request that has one of these needs."""
-        found = (next(iter(lane.entries)) for (_, each), lane in self.lanes.items() if each in needs)
-        return min(found, key=_order, default=None)
+        if self.head.needs in needs:
+            return self.head
+        return min([lane[0] for each, lane in self.lanes.items() if each in needs], key=_order, default=None)
 
-    def all(self, needs: Container[Needs]) -> Iterator[Entry[Item]]:
+    def in_order(self, needs: Container[Needs]) -> Iterator[Entry[Item]]:
         """All its requests that have one of these needs, in order."""
-        lanes = (lane.entries for (_, each), lane in self.lanes.items() if each in needs)
-        return merge(*lanes, key=_order)
+        return merge(*(lane for each, lane in self.lanes.items() if each in needs), key=_order)
 
     @property
     def last(self) -> Entry[Item]:
-        return max((next(reversed(lane.entries)) for lane in self.lanes.values()), key=_order)
-
-    def tokens(self, needs: Container[Needs], priority: int = MAX_PRIORITY) -> int:
-        """Tokens of its requests that have one of these needs, and this priority or one before it."""
-        lanes = self.lanes.items()
-        return sum(lane.tokens for (at, each), lane in lanes if at <= priority and each in needs)
+        return max((lane[-1] for lane in self.lanes.values()), key=_order)
 
     def rounds(self, entry: Entry[Item]) -> int:
         """Turns it still needs before it may send the request."""
@@ -132,13 +121,13 @@ class FairQueue(Generic[Item]):
     Attributes:
         max_entries: the most requests in it. A lower value counts when the next one comes.
         max_bytes: the most bytes that they hold.
-        needs: how many requests in it have these needs.
+        tokens: tokens of the requests in it, by their needs and their tenants.
     """
 
     def __init__(self, max_entries: int, max_bytes: int) -> None:
         self.max_entries = max_entries
         self.max_bytes = max_bytes
-        self.needs: dict[Needs, int] = {}
+        self.tokens: dict[Needs, dict[str | None, int]] = {}
         self._shares: dict[str | None, _Share[Item]] = {}
         self._refused = set[Entry[Item]]()  # by placement, lately
         self._size = 0
@@ -149,23 +138,25 @@ class FairQueue(Generic[Item]):
     def __len__(self) -> int:
         return self._entries
 
-    def ahead(self, tenant: str | None, priority: int, tokens: int, needs: Container[Needs]) -> int:
+    def ahead(self, tenant: str | None, priority: int, tokens: int, needs: Collection[Needs]) -> int:
         """Tokens that would leave the queue up to the end of a new request, its own included. Only requests
         that have one of these `needs` count."""
-        share = self._shares.get(tenant)
-        own = tokens + (share.tokens(needs, priority) if share is not None else 0)
-        others = (each.tokens(needs) for each in self._shares.values() if each is not share)
-        return own + sum(min(each, own + QUANTUM) for each in others)
+        others = Counter[str | None]()
+        for each in needs:
+            others.update(self.tokens[each])
+        if others.pop(tenant, None) is not None:
+            lanes = (lane for each, lane in self._shares[tenant].lanes.items() if each in needs)
+            tokens += sum(each.tokens for lane in lanes for each in lane if each.priority <= priority)
+        return tokens + sum(min(each, tokens + QUANTUM) for each in others.values())
 
     def add(self, entry: Entry[Item]) -> list[Entry[Item]]:
         """Adds a request. Returns those for which there is no room any more: the last ones of the tenant that
         takes the most room, mostly the new one itself."""
         self._added += 1
         entry.order = entry.priority, self._added
-        share = self._shares.setdefault(entry.tenant, _Share())
-        lane = share.lanes.setdefault((entry.priority, entry.needs), _Lane())
-        lane.entries[entry] = None
-        self._change(share, lane, entry, 1)
+        share = self._shares.setdefault(entry.tenant, _Share(entry))
+        insort(share.lanes.setdefault(entry.needs, []), entry, key=_order)
+        self._change(share, entry, 1)
         displaced = []
         while self._entries > self.max_entries or self._size > self.max_bytes:
             by_size = self._entries <= self.max_entries
@@ -180,18 +171,21 @@ class FairQueue(Generic[Item]):
     def remove(self, entry: Entry[Item]) -> None:
         """Removes a request, if it is still there."""
         share = self._shares.get(entry.tenant)
-        lane = share.lanes.get((entry.priority, entry.needs)) if share is not None else None
-        if share is None or lane is None or entry not in lane.entries:
+        lane = share.lanes.get(entry.needs, []) if share is not None else []
+        at = bisect_left(lane, entry.order, key=_order)
+        if share is None or entry not in lane[at : at + 1]:
             return
-        del lane.entries[entry]
+        del lane[at]
         self._refused.discard(entry)
-        self._change(share, lane, entry, -1)
-        if not lane.entries:
-            del share.lanes[entry.priority, entry.needs]
+        if not lane:
+            del share.lanes[entry.needs]
+        self._change(share, entry, -1)
+        if not lane:
+            del self.tokens[entry.needs][entry.tenant]
+        if not self.tokens[entry.needs]:
+            del self.tokens[entry.needs]
         if not share.entries:
             del self._shares[entry.tenant]
-        if not self.needs[entry.needs]:
-            del self.needs[entry.needs]
 
     def take(self, free: Container[Needs], may_go: Callable[[Item], bool]) -> Entry[Item] | None:
         """Takes the next request out, of those whose needs are `free`: an engine that can take them is. None
@@ -219,13 +213,13 @@ class FairQueue(Generic[Item]):
         firsts = ((share, share.first(free)) for share in self._shares.values())
         # Within a round, a tenant that was passed over goes before those that were served meanwhile.
         turns = [
-            (share.rounds(first), share.served, first.order, first)
-            for share, first in firsts
+            (share.rounds(first), share.served, place, first)
+            for place, (share, first) in enumerate(firsts)
             if first is not None
         ]
         turns.sort()
         yield from (turn[-1] for turn in turns)
-        later = (islice(self._shares[turn[-1].tenant].all(free), 1, None) for turn in turns)
+        later = (islice(self._shares[turn[-1].tenant].in_order(free), 1, None) for turn in turns)
         for row in zip_longest(*later):
             yield from (entry for entry in row if entry is not None)
 
@@ -235,18 +229,18 @@ class FairQueue(Generic[Item]):
         if rounds := share.rounds(entry):
             for each in self._shares.values():
                 # A tenant that was passed over, as its engines are busy, saves no more than it needs.
-                first = each.first(free) or each.first(self.needs)
-                each.deficit += min(rounds, each.rounds(first)) * QUANTUM if first is not None else 0
+                each.deficit += min(rounds, each.rounds(each.first(free) or each.head)) * QUANTUM
         share.deficit -= entry.tokens
         self._served += 1
         share.served = self._served
         self.remove(entry)
 
-    def _change(self, share: _Share[Item], lane: _Lane[Item], entry: Entry[Item], sign: int) -> None:
-        lane.tokens += sign * entry.tokens
+    def _change(self, share: _Share[Item], entry: Entry[Item], sign: int) -> None:
+        tokens = self.tokens.setdefault(entry.needs, {})
+        tokens[entry.tenant] = tokens.get(entry.tenant, 0) + sign * entry.tokens
+        share.head = min((lane[0] for lane in share.lanes.values()), key=_order, default=entry)
         share.entries += sign
         share.size += sign * entry.size
-        self.needs[entry.needs] = self.needs.get(entry.needs, 0) + sign
         self._entries += sign
         self._size += sign * entry.size
 

@@ -60,7 +60,7 @@ class Line:
         if not self._queue:
             return False
         engines = self._engines_for(needs)
-        return any(not engines.isdisjoint(self._engines_for(each)) for each in self._queue.needs)
+        return any(not engines.isdisjoint(self._engines_for(each)) for each in self._queue.tokens)
 
     async def wait(
         self,
@@ -114,30 +114,25 @@ class Line:
     def _wait_s(
         self, now: float, tenant: str | None, needs: Needs, priority: int, tokens: int
     ) -> float | None:
-        """Seconds until a new request goes to the one of its engines that the fewest others wait for. None if
-        none does, or if that is not known."""
+        """Seconds until a new request goes to the one of its engines for which the fewest tokens wait. None
+        if none does, or if that is not known."""
         self._look()
-        waiting, engines = self._queue.needs, self._engines
-
-        def rivals(engine: str) -> set[Needs]:
-            return {each for each in waiting if engine in engines[each]}
-
-        least = min(
-            map(rivals, self._engines_for(needs)),
-            key=lambda found: sum(waiting[each] for each in found),
-            default=None,
+        waiting = {each: sum(tenants.values()) for each, tenants in self._queue.tokens.items()}
+        by_engine = (
+            [each for each in waiting if engine in self._engines[each]] for engine in self._engines_for(needs)
         )
-        if not least:
+        rivals = min(by_engine, key=lambda found: sum(waiting[each] for each in found), default=None)
+        if not rivals:
             return None
-        paces = [self._paces[each].per_s(now) for each in {engines[each] for each in least}]
+        paces = [self._paces[engines].per_s(now) for engines in {self._engines[each] for each in rivals}]
         if None in paces:
             return None
-        return self._queue.ahead(tenant, priority, tokens, least) / sum(filter(None, paces))
+        return self._queue.ahead(tenant, priority, tokens, rivals) / sum(filter(None, paces))
 
     def _look(self) -> None:
         """Asks which engines can take each of those that wait."""
         before = set(self._engines.values())
-        self._engines = {needs: self._engines_for(needs) for needs in self._queue.needs}
+        self._engines = {needs: self._engines_for(needs) for needs in self._queue.tokens}
         found = set(self._engines.values())
         if len(self._paces) > MAX_PACES:
             self._paces = {engines: self._paces[engines] for engines in before & found}

@@ -75,6 +75,7 @@ def test_priorities_order_the_requests_of_one_tenant_only():
         entry("a", "late", priority=1), entry("a", "usual"), entry("a", "soon", priority=-1), entry("b", "b")
     )
     assert taken(queue) == ["soon", "b", "usual", "late"]
+    assert taken(filled(entry("a", "a"), entry("b", "b", priority=-1))) == ["a", "b"]
 
 
 def test_requests_whose_engine_is_busy_hold_up_nobody_however_many_they_are():
@@ -272,9 +273,10 @@ def test_each_request_leaves_once_and_none_waits_while_an_engine_that_can_take_i
                 waiting.remove(found)
                 free.remove(min(free & ENGINES[found.needs]))
         assert len(queue) == len(waiting) <= most
-        assert queue.needs == {
-            needs: held for needs in ENGINES if (held := sum(each.needs == needs for each in waiting))
-        }
-        assert queue.ahead("new", 0, 10**6, ENGINES) == 10**6 + sum(each.tokens for each in waiting)
+        held = {needs: {} for needs in {each.needs for each in waiting}}
+        for each in waiting:
+            held[each.needs][each.tenant] = held[each.needs].get(each.tenant, 0) + each.tokens
+        assert queue.tokens == held
+        assert queue.ahead("new", 0, 10**6, held) == 10**6 + sum(each.tokens for each in waiting)
     left = taken(queue, free=ENGINES)
     assert sorted(left) == sorted(each.item for each in waiting)
