@@ -406,7 +406,7 @@ async def test_a_plain_request_is_the_flows_own_work(proxy, client, monkeypatch)
 
     call, reply = Call("r", "POST", CHAT, {}, JsonBody(json.dumps(ASK).encode())), Reply(Nobody())
     admitted = Admitted.of_kvpin()
-    work = serve(Flow, call, reply)
+    work = serve(Flow, call, reply, admitted)
     assert work.cr_code is plain.__code__
     await work
     assert seen == [(call, reply, admitted)]
