@@ -34,16 +34,16 @@ from proxy.api.admin import (
 from proxy.api.auth import AdminGuard
 from proxy.api.changes import Changes
 from proxy.api.cors import Cors
-from proxy.api.elsewhere import Elsewhere
+from proxy.api.elsewhere import PassedToOwner
 from proxy.api.errors import handle, handle_http
-from proxy.api.keepers import Keepers
+from proxy.api.keepers import PassedToKeeper
 from proxy.api.openai import DataPlane
 from proxy.api.ops import Ops
 from proxy.api.page import WebPage
 from proxy.api.responses import KeptResponses
 from proxy.api.siblings import Siblings
 from proxy.api.site import Site
-from proxy.api.together import Together
+from proxy.api.together import MergedAnswers
 from proxy.attempt import Attempts
 from proxy.checks import all_engines, check, make_exchange, telemetry_module
 from proxy.control.configured import ConfiguredEngines
@@ -306,7 +306,7 @@ def build_app(proxy: Proxy) -> Site:
         KeptResponses(proxy.responses),
         cors,
         proxy.metrics.refuse,
-        Elsewhere(proxy.fleet, proxy.peers, proxy.transport) if proxy.peers is not None else None,
+        PassedToOwner(proxy.fleet, proxy.peers, proxy.transport) if proxy.peers is not None else None,
         _keepers(proxy),
     )
     ops = Ops(proxy.fleet, proxy.metrics, proxy.draining, proxy.peers, has_page=settings.ui)
@@ -321,18 +321,18 @@ def build_app(proxy: Proxy) -> Site:
     rest.router.redirect_slashes = False  # such an answer leads to the host that the client named
     if proxy.siblings is None:
         return Site(data_plane, rest, proxy.draining)
-    together = Together(
+    together = MergedAnswers(
         rest, proxy.siblings, proxy.changes, proxy.prompts.told, shared=proxy.peers is not None
     )
     return Site(data_plane, together, proxy.draining)
 
 
-def _keepers(proxy: Proxy) -> Keepers | None:
+def _keepers(proxy: Proxy) -> PassedToKeeper | None:
     """The other kvpins of this machine that may keep responses; None if there can be none."""
     peers, siblings = proxy.peers, proxy.siblings
     if peers is not None and peers.http_socket is not None:
-        return Keepers(peers.sockets, proxy.transport)
-    return Keepers(lambda: siblings.sockets, proxy.transport) if siblings is not None else None
+        return PassedToKeeper(peers.sockets, proxy.transport)
+    return PassedToKeeper(lambda: siblings.sockets, proxy.transport) if siblings is not None else None
 
 
 def admin_api(proxy: Proxy) -> Mount:

@@ -107,5 +107,8 @@ class Code(StrEnum):
     OVERLOADED = (
         "overloaded",
         503,
-        "all engines are [too busy](operations.md#overload); `retry-after` says when to retry",
+        (
+            "all engines are [too busy](operations.md#overload), or requests' bodies take all "
+            "[memory for them](operations.md#memory-for-bodies); `retry-after` says when to retry"
+        ),
     )

@@ -32,7 +32,7 @@ import uvloop
 from engine_adapter import EngineSpecError, HttpTransport
 from proxy.api.auth import is_loopback
 from proxy.api.changes import Change
-from proxy.api.crowd import Crowd, connection_limit
+from proxy.api.crowd import ConnectionLimits, connection_limit
 from proxy.api.handshake import over_tls
 from proxy.api.http1 import Http1Protocol
 from proxy.api.listeners import inherited, listen_on
@@ -364,7 +364,7 @@ def _protocol(proxy: Proxy) -> type[Http1Protocol]:
 
     class Protocol(Http1Protocol):
         __slots__ = ()
-        crowd = Crowd(connection_limit(), time.monotonic)
+        limits = ConnectionLimits(connection_limit(), time.monotonic)
 
         @staticmethod
         def refused(status: int) -> None:

@@ -19,9 +19,9 @@ from engine_adapter import EngineInfo, EngineLoad, EngineSpec, HttpTransport
 from engine_adapter.openai_compatible import OpenAICompatibleAdapter
 from engine_adapter.prompt.chat import ChatTokenizer
 from proxy.api.cors import Cors
-from proxy.api.elsewhere import Elsewhere
+from proxy.api.elsewhere import PassedToOwner
 from proxy.api.http1 import Http1Protocol
-from proxy.api.keepers import Keepers
+from proxy.api.keepers import PassedToKeeper
 from proxy.api.openai import DataPlane
 from proxy.api.ops import Ops
 from proxy.api.responses import KeptResponses
@@ -424,8 +424,8 @@ class FakeProxy:
         )
         cors = Cors(self.cors_origins) if self.cors_origins else None
         kept = KeptResponses(self.responses)
-        elsewhere = Elsewhere(self.fleet, self.peers, self.transport) if self.peers is not None else None
-        keepers = Keepers(self.peers.sockets, self.transport) if self.peers is not None else None
+        elsewhere = PassedToOwner(self.fleet, self.peers, self.transport) if self.peers is not None else None
+        keepers = PassedToKeeper(self.peers.sockets, self.transport) if self.peers is not None else None
         data_plane = DataPlane(
             self.flow,
             self.tenants,

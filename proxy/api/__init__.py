@@ -15,4 +15,5 @@ peer_port.py for other kvpins of the machine elsewhere.py requests that another 
 passing.py   how they get there              keepers.py   responses that another kvpin keeps
 siblings.py  the other workers               together.py  one worker answers for all
 merged_events.py  likewise, a stream           changes.py  what one that is started later must know
+uvicorn_port.py  what connections take from uvicorn
 """

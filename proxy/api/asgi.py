@@ -60,7 +60,7 @@ def path_of(target: bytes) -> str:
 
 
 def _scope(exchange: Exchange) -> dict[str, Any]:
-    """See the ASGI specification, HTTP connection scope."""
+    """The HTTP connection scope of the ASGI specification."""
     raw_path, _, query = exchange.target.partition(b"?")
     return {
         "type": "http",

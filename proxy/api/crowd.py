@@ -30,7 +30,7 @@ _BATCH = 64
 _WARN_S = 60.0
 
 
-class Place(Enum):
+class Permission(Enum):
     """Permission of a new connection."""
 
     FREE = "free"
@@ -40,25 +40,21 @@ class Place(Enum):
     """It may ask for nothing: close it."""
 
 
-class Waiting(Protocol):
-    """A connection as the limit sees it.
-
-    Attributes:
-        idle_since: when its last answer ended, by the loop's clock; None while a request runs.
-    """
+class LimitedConnection(Protocol):
+    """A connection as the limit sees it. Its times are those of the loop's clock."""
 
     @property
     def idle_since(self) -> float | None:
-        """See the class."""
+        """When its last answer ended; None while a request runs."""
 
     def evict(self) -> None:
         """Closes it at once."""
 
 
-_Connection = TypeVar("_Connection", bound=Waiting)
+_Connection = TypeVar("_Connection", bound=LimitedConnection)
 
 
-class Crowd:
+class ConnectionLimits:
     """The limit on connections of one port, or of several that share it."""
 
     def __init__(self, limit: int, clock: Callable[[], float]) -> None:
@@ -66,19 +62,19 @@ class Crowd:
         self._limit, self._clock = limit, clock
         self._warned = float("-inf")
 
-    def admit(self, new: _Connection, connections: MutableSet[_Connection]) -> Place:
+    def admit(self, new: _Connection, connections: MutableSet[_Connection]) -> Permission:
         """The place of a new connection, which is in `connections` already. May close others, and removes
         them from there."""
         if len(connections) <= self._limit:
-            return Place.FREE
+            return Permission.FREE
         evicted = _longest_idle((each for each in connections if each is not new), self._limit)
         self._warn(len(connections), len(evicted))
         for each in evicted:
             connections.discard(each)
             each.evict()
         if evicted:
-            return Place.FREE
-        return Place.RESERVED if len(connections) <= self._limit + RESERVE else Place.NONE
+            return Permission.FREE
+        return Permission.RESERVED if len(connections) <= self._limit + RESERVE else Permission.NONE
 
     def _warn(self, n: int, evicted: int) -> None:
         now = self._clock()

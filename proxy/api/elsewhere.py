@@ -27,7 +27,7 @@ _POLL_S = 0.05
 _MAX_DROPPED = 2
 
 
-class Elsewhere:
+class PassedToOwner:
     """Finds the kvpin that serves a request in place of this one, and passes the request on."""
 
     def __init__(self, fleet: Fleet, peers: Peers, transport: Transport) -> None:

@@ -16,11 +16,13 @@ import ssl
 from typing import Any, ClassVar
 
 import uvicorn
+from typing_extensions import override
 from uvicorn.server import ServerState
 
-from proxy.api.crowd import Place
+from proxy.api.crowd import Permission
 from proxy.api.exchange import STOPPING_S
 from proxy.api.http1 import Http1Protocol
+from proxy.api.uvicorn_port import Port
 
 # Seconds that a handshake may take.
 HANDSHAKE_S = 10.0
@@ -52,10 +54,11 @@ class Accepted(asyncio.Protocol):
     ) -> None:
         """Called by uvicorn, like that of Http1Protocol."""
         loop = _loop or asyncio.get_running_loop()
-        self._handshake = Handshake(self.http(config, server_state, app_state, loop), server_state, loop)
+        http = self.http(config, server_state, app_state, loop)
+        self._handshake = Handshake(http, Port(config, server_state), loop)
 
+    @override
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """See asyncio.Protocol."""
         try:
             moved = socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno()))
         except OSError:  # no file is left
@@ -69,22 +72,22 @@ class Handshake(asyncio.Protocol):
     """A handshake. Until it is over, the limit on connections sees it as one that waits for a request.
 
     Attributes:
-        idle_since: see Waiting.
+        idle_since: when it began, by the loop's clock.
     """
 
-    __slots__ = ("_http", "_loop", "_state", "_task", "idle_since")
+    __slots__ = ("_http", "_loop", "_port", "_task", "idle_since")
 
-    def __init__(self, http: Http1Protocol, state: ServerState, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, http: Http1Protocol, port: Port, loop: asyncio.AbstractEventLoop) -> None:
         """`http` gets the connection afterwards."""
-        self._http, self._state, self._loop = http, state, loop
+        self._http, self._port, self._loop = http, port, loop
         self._task: asyncio.Task[None] | None = None
         self.idle_since = loop.time()
 
     def begin(self, accepted: socket.socket, context: ssl.SSLContext) -> None:
         """Starts the handshake, if there is a place for the connection."""
-        connections: Any = self._state.connections  # uvicorn names its classes
+        connections = self._port.connections
         connections.add(self)
-        if self._http.crowd.admit(self, connections) is Place.NONE:
+        if self._http.limits.admit(self, connections) is Permission.NONE:
             connections.discard(self)
             accepted.close()
         else:
@@ -107,10 +110,10 @@ class Handshake(asyncio.Protocol):
         self._http.connection_made(transport)
 
     def _leave(self) -> None:
-        self._state.connections.discard(self)
+        self._port.connections.discard(self)
 
     def evict(self) -> None:
-        """See Waiting."""
+        """Ends the handshake, for another connection."""
         if self._task is not None:
             self._task.cancel()
 

@@ -14,18 +14,19 @@ import fcntl
 import select
 import termios
 import time
-from collections.abc import Callable, Coroutine
 from itertools import chain
 from typing import Any, ClassVar
 
 import httptools
 import structlog
 import uvicorn
+from typing_extensions import override
 from uvicorn.server import ServerState
 
 from engine_adapter import HeaderPairs, Headers
-from proxy.api.crowd import MAX_CONNECTIONS, Crowd, Place
+from proxy.api.crowd import MAX_CONNECTIONS, ConnectionLimits, Permission
 from proxy.api.exchange import STOPPING_S, Exchange
+from proxy.api.uvicorn_port import Port
 
 log = structlog.get_logger(__name__)
 
@@ -46,24 +47,23 @@ _TOO_LONG = 431, b"The head of the request is too long."
 _NOT_ONE_HOST = 400, b"The request must have one host header."  # RFC 9112 3.2
 # The client has closed its side, or the connection is broken.
 _LEFT = getattr(select, "POLLRDHUP", 0) | select.POLLHUP | select.POLLERR
-Handler = Callable[[Exchange], Coroutine[Any, Any, None]]
 
 
 class Http1Protocol(asyncio.Protocol):
     """One connection.
 
     Attributes:
-        crowd: the limit on connections.
+        limits: the limit on connections.
         is_of_peer: other kvpins of this machine make these connections; their requests are trusted.
         transport: its socket.
         is_full: the socket takes no more bytes for now.
     """
 
-    crowd: ClassVar[Crowd] = Crowd(MAX_CONNECTIONS, time.monotonic)
+    limits: ClassVar[ConnectionLimits] = ConnectionLimits(MAX_CONNECTIONS, time.monotonic)
     is_of_peer: ClassVar[bool] = False
     __slots__ = (
-        "_close_after", "_current", "_fault", "_handler", "_head_bytes", "_headers", "_idle_s", "_idle_since",
-        "_is_reserved", "_lookout", "_loop", "_parser", "_paused", "_reading", "_room", "_socket", "_state",
+        "_close_after", "_current", "_fault", "_head_bytes", "_headers", "_idle_s", "_idle_since",
+        "_is_reserved", "_lookout", "_loop", "_parser", "_paused", "_port", "_reading", "_room", "_socket",
         "_target", "_timer", "_to_websocket", "_unsent", "_waiting", "is_full", "transport",
     )  # fmt: skip
 
@@ -81,9 +81,8 @@ class Http1Protocol(asyncio.Protocol):
         """Called by uvicorn; the configured app is the handler of exchanges."""
         self.transport: asyncio.Transport
         self.is_full = False
-        self._handler: Handler = config.loaded_app
-        self._idle_s = float(config.timeout_keep_alive)
-        self._state = server_state
+        self._port = Port(config, server_state)
+        self._idle_s = self._port.idle_s
         self._loop = _loop or asyncio.get_running_loop()
         self._parser: Any = _parser(self)  # httptools has no types
         self._target = b""
@@ -106,21 +105,20 @@ class Http1Protocol(asyncio.Protocol):
 
     # --- the connection -------------------------------------------------------------------------------
 
+    @override
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """See asyncio.Protocol."""
         self.transport = transport  # type: ignore[assignment]  # asyncio names its base class
-        connections: Any = self._state.connections  # uvicorn names its classes
-        connections.add(self)
-        place = self.crowd.admit(self, connections)
-        if place is Place.NONE:
+        self._port.connections.add(self)
+        place = self.limits.admit(self, self._port.connections)
+        if place is Permission.NONE:
             self.transport.abort()
-        elif place is Place.RESERVED:
+        elif place is Permission.RESERVED:
             self._is_reserved, self._idle_s = True, min(self._idle_s, RESERVED_IDLE_S)
         self._timer = self._loop.call_later(self._idle_s, self._watch)
 
-    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - asyncio's
-        """See asyncio.Protocol."""
-        self._state.connections.discard(self)
+    @override
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._port.connections.discard(self)
         for timer in (self._timer, self._lookout):
             if timer is not None:
                 timer.cancel()
@@ -163,11 +161,11 @@ class Http1Protocol(asyncio.Protocol):
 
     @property
     def idle_since(self) -> float | None:
-        """See Waiting. A request whose head is not complete has not begun."""
+        """When its last answer ended; None while a request runs. A request runs from the end of its head."""
         return self._idle_since if self._current is None and not self._waiting else None
 
     def evict(self) -> None:
-        """See Waiting."""
+        """Closes it at once, for another connection."""
         if self.is_full:
             self.transport.abort()
         else:
@@ -207,8 +205,8 @@ class Http1Protocol(asyncio.Protocol):
 
     # --- what the client sends ------------------------------------------------------------------------
 
+    @override
     def data_received(self, data: bytes) -> None:
-        """See asyncio.Protocol."""
         if self._socket is not None:
             self._socket.feed(data)
             return
@@ -341,13 +339,13 @@ class Http1Protocol(asyncio.Protocol):
 
     def _begin(self, exchange: Exchange) -> None:
         self._current = exchange
-        task = exchange.task = self._loop.create_task(self._handler(exchange))
-        self._state.tasks.add(task)
+        task = exchange.task = self._loop.create_task(self._port.handler(exchange))
+        self._port.tasks.add(task)
         task.add_done_callback(lambda task: self._over(exchange, task))
 
     def _over(self, exchange: Exchange, task: asyncio.Task[None]) -> None:
         """The handler ended. If its answer is not complete, the client must not take it for complete."""
-        self._state.tasks.discard(task)
+        self._port.tasks.discard(task)
         exchange.task = exchange.on_left = None
         if not task.cancelled() and task.exception() is not None:
             log.error("request crashed", exc_info=task.exception())
@@ -355,7 +353,7 @@ class Http1Protocol(asyncio.Protocol):
             self.transport.close()
 
     def answered(self, exchange: Exchange) -> None:
-        """See Connection."""
+        """Goes on with the next request, or closes."""
         if exchange.left or self.transport.is_closing():
             return
         self._current, self._idle_since = None, self._loop.time()
@@ -375,15 +373,15 @@ class Http1Protocol(asyncio.Protocol):
 
     @property
     def date(self) -> bytes:
-        """See Connection."""
-        return b"".join([b"%b: %b\r\n" % pair for pair in self._state.default_headers])
+        """The `date` header of an answer, as a line."""
+        return self._port.date
 
+    @override
     def pause_writing(self) -> None:
-        """See asyncio.Protocol."""
         self.is_full = True
 
+    @override
     def resume_writing(self) -> None:
-        """See asyncio.Protocol."""
         self._end_fullness()
         if self._current is None:
             self._go_on()
@@ -394,13 +392,13 @@ class Http1Protocol(asyncio.Protocol):
             self._room.set_result(None)
 
     async def drain(self) -> None:
-        """See Connection."""
+        """Waits until the socket takes more bytes, or the client has left."""
         while self.is_full:
             self._room = self._loop.create_future()
             await self._room
 
     def pause_reading(self) -> None:
-        """See Connection."""
+        """Lets the client wait with what it sends, and looks now and then whether it has left."""
         if not self._paused:
             self._paused = True
             self.transport.pause_reading()
@@ -408,7 +406,7 @@ class Http1Protocol(asyncio.Protocol):
                 self._lookout = self._loop.call_later(LOOK_S, self._look_out)
 
     def resume_reading(self) -> None:
-        """See Connection."""
+        """Goes on reading, unless a pipelined request waits."""
         if self._paused and not self._waiting:
             self._paused = False
             self.transport.resume_reading()

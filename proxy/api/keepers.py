@@ -22,7 +22,7 @@ ASK_S = 1.0
 _ASKS = "HEAD"
 
 
-class Keepers:
+class PassedToKeeper:
     """Finds the kvpin that keeps a response, and passes requests on to it."""
 
     def __init__(self, sockets: Callable[[], Sequence[str]], transport: Transport) -> None:

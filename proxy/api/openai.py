@@ -21,11 +21,11 @@ from engine_adapter import NATIVE_ROUTES, Headers, JsonBody, RequestBody, Upload
 from proxy.api.auth import authenticate, passed_on_headers
 from proxy.api.bodies import parse
 from proxy.api.cors import METHODS, Cors, check_origin, is_preflight, preflight
-from proxy.api.elsewhere import Elsewhere
+from proxy.api.elsewhere import PassedToOwner
 from proxy.api.errors import error_response
 from proxy.api.exchange import ClientLeft, Exchange
 from proxy.api.forms import new_spool, read_form
-from proxy.api.keepers import Keepers, is_asked
+from proxy.api.keepers import PassedToKeeper, is_asked
 from proxy.api.models import ALLOW_READS, answer_models, is_of_models, name_in
 from proxy.api.paths import check_native, checked_path
 from proxy.api.responses import KeptResponses, may_be_kept, name_of
@@ -80,8 +80,8 @@ class DataPlane:
     responses: KeptResponses = field(default_factory=lambda: KeptResponses(ResponseStore()))
     cors: Cors | None = None
     refused: Callable[[int, str | None], None] = lambda _status, _reason: None
-    elsewhere: Elsewhere | None = None
-    keepers: Keepers | None = None
+    elsewhere: PassedToOwner | None = None
+    keepers: PassedToKeeper | None = None
 
     async def serve(self, exchange: Exchange) -> None:
         """Serves one request."""
@@ -180,7 +180,13 @@ class DataPlane:
         return self.responses.keeps(tenant, name) or self.flow.preparation.destinations.knows(tenant, name)
 
     async def _at_keeper(
-        self, keepers: Keepers, name: str, call: Call, exchange: Exchange, reply: Reply, admitted: Admitted
+        self,
+        keepers: PassedToKeeper,
+        name: str,
+        call: Call,
+        exchange: Exchange,
+        reply: Reply,
+        admitted: Admitted,
     ) -> None:
         if not await keepers.serve(name, call, exchange, reply):
             await self._at_engine(call, exchange, reply, admitted)

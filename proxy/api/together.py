@@ -71,7 +71,7 @@ class _Request:
     body: bytes
 
 
-class Together:
+class MergedAnswers:
     """An ASGI application around one that answers for this worker alone."""
 
     def __init__(
@@ -90,7 +90,7 @@ class Together:
         self._rules = [(re.compile(rule.path), rule) for rule in _rules(shared=shared)]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See ASGI."""
+        """Answers one request, for all workers where a rule says so."""
         from_peer, asked = scope.get(FROM_PEER, False), (scope["method"], scope["path"])
         if asked == _EVENTS and not from_peer:
             await MergedEvents(self._app, self._siblings, shared=self._shared).serve(scope, receive, send)

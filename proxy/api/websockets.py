@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from http import HTTPStatus
 
+from typing_extensions import override
+
 from engine_adapter import NATIVE_ROUTES, HeaderPairs, Headers, websocket
 from proxy.errors import Forbidden, NotFound
 from proxy.request.calls import Client, Through
@@ -50,8 +52,8 @@ class WebSocketClient(Through):
         super().__init__(client)
         self._first = next(iter(_offered(headers)), None)
 
+    @override
     def start(self, status: int, headers: HeaderPairs) -> None:
-        """See Client."""
         is_chosen = any(name == _SUBPROTOCOLS for name, _ in headers)
         if status == HTTPStatus.SWITCHING_PROTOCOLS and self._first is not None and not is_chosen:
             headers = [*headers, (_SUBPROTOCOLS, self._first.encode("latin-1"))]

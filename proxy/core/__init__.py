@@ -5,6 +5,7 @@ placement/    which engine a request goes to, with the reasons
 peers/        what several kvpins tell each other, replayed
 admission.py  which requests wait for an engine, and who goes first
 quotas.py     what one tenant may use
+budget.py     memory that requests share
 breaker.py    whether an engine that fails requests gets more
 retry_budget.py  retries of all requests together
 audit.py      predicted against reported cached tokens → trust

@@ -1,6 +1,7 @@
 """One data-plane request.
 
 calls.py        the request and its reply           session.py      the conversation it belongs to
+admitted.py     what it holds from its head to its end: its tenant's quota, memory for its body
 forward.py      sends it to an engine, streams the  tenants.py      API key → tenant → cache salt
                 answer back                         records.py      the last requests, for `kvpin requests`
 answer_headers.py  which of the answer's headers the client gets

@@ -241,20 +241,16 @@ class _PartClient:
 
     @property
     def is_full(self) -> bool:
-        """See Client."""
         return bool(self._to_send)
 
     async def drain(self) -> None:
-        """See Client."""
         events, self._to_send = self._to_send, b""
         await self._answer.send(events, self._headers)
 
     def start(self, status: int, headers: HeaderPairs) -> None:
-        """See Client."""
         self._status, self._headers = status, [pair for pair in headers if pair[0] != b"content-length"]
 
     def write(self, chunk: bytes) -> None:
-        """See Client."""
         if self._events is None or self._status != _OK:
             self._content.append(chunk)
             return
@@ -267,7 +263,6 @@ class _PartClient:
                 self._to_send += self._answer.stream.event(self._part, data)
 
     def finish(self, chunk: bytes) -> None:
-        """See Client."""
         self.write(chunk)
         self._is_complete = self._is_complete or self._events is None
 

@@ -11,7 +11,7 @@ from structlog.testing import capture_logs
 import proxy.api.crowd
 import proxy.api.exchange
 import proxy.api.http1
-from proxy.api.crowd import RESERVE, Crowd, Place, connection_limit
+from proxy.api.crowd import RESERVE, ConnectionLimits, Permission, connection_limit
 from proxy.api.errors import error_response
 from proxy.api.http1 import Http1Protocol
 from proxy.errors import NoEngine, ProxyError
@@ -50,7 +50,7 @@ async def handler(exchange):
 def serving(limit=1000, **options):
     class Protocol(Http1Protocol):
         __slots__ = ()
-        crowd = Crowd(limit, time.monotonic)
+        limits = ConnectionLimits(limit, time.monotonic)
 
     with served(handler, interface="asgi3", http=Protocol, ws="none", proxy_headers=False, **options) as url:
         port = int(url.rpartition(":")[2])
@@ -218,15 +218,15 @@ class Waiting:
 
 
 def test_who_is_let_in():
-    crowd = Crowd(4, lambda: 0.0)
+    crowd = ConnectionLimits(4, lambda: 0.0)
     busy = {Waiting(None) for _ in range(4)}
     new = Waiting(9.0)
-    assert crowd.admit(new, {*list(busy)[:3], new}) is Place.FREE
-    assert crowd.admit(new, {*busy, new}) is Place.RESERVED
-    assert crowd.admit(new, {*busy, *(Waiting(None) for _ in range(RESERVE)), new}) is Place.NONE
+    assert crowd.admit(new, {*list(busy)[:3], new}) is Permission.FREE
+    assert crowd.admit(new, {*busy, new}) is Permission.RESERVED
+    assert crowd.admit(new, {*busy, *(Waiting(None) for _ in range(RESERVE)), new}) is Permission.NONE
     old, older = Waiting(2.0), Waiting(1.0)
     connections = {*busy, old, older, new}
-    assert crowd.admit(new, connections) is Place.FREE
+    assert crowd.admit(new, connections) is Permission.FREE
     assert (old.evicted, older.evicted, new.evicted) == (False, True, False)
     assert older not in connections
 

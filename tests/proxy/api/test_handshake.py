@@ -11,7 +11,7 @@ import trustme
 from structlog.testing import capture_logs
 
 import proxy.api.handshake
-from proxy.api.crowd import RESERVE, Crowd
+from proxy.api.crowd import RESERVE, ConnectionLimits
 from proxy.api.handshake import over_tls
 from proxy.api.http1 import Http1Protocol
 from tests.engines import served
@@ -46,7 +46,7 @@ def connect(authority):
 
     class Protocol(Http1Protocol):
         __slots__ = ()
-        crowd = Crowd(LIMIT, time.monotonic)
+        limits = ConnectionLimits(LIMIT, time.monotonic)
 
     options = {
         "http": over_tls(Protocol, context),

@@ -10,7 +10,7 @@ from starlette.routing import Route
 
 from proxy.api.changes import PATH, Changes, heard
 from proxy.api.siblings import Siblings
-from proxy.api.together import Together
+from proxy.api.together import MergedAnswers
 from proxy.control.kept_prompts import PROMPTS_PATH
 from tests.proxy.api.test_siblings import at_socket
 
@@ -57,7 +57,7 @@ async def two(tmp_path, **options):
     """A client of worker 1, and both workers."""
     own, other = Worker(1, **options), Worker(2)
     siblings = Siblings([tmp_path / "2.http"])
-    app = Together(own.app, siblings, Changes(), nothing, shared=True)
+    app = MergedAnswers(own.app, siblings, Changes(), nothing, shared=True)
     async with at_socket(other.app, tmp_path / "2.http"):
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
             yield client, own, other
@@ -99,7 +99,7 @@ async def test_what_a_worker_was_asked_by_another_goes_no_further(tmp_path):
     async with two(tmp_path) as (_, own, other):
 
         async def from_peer(scope, receive, send):
-            await Together(own.app, Siblings([tmp_path / "2.http"]), Changes(), nothing, shared=True)(
+            await MergedAnswers(own.app, Siblings([tmp_path / "2.http"]), Changes(), nothing, shared=True)(
                 {**scope, "kvpin.from_peer": True}, receive, send
             )
 
@@ -123,7 +123,7 @@ async def test_it_tells_another_worker_and_nobody_else_of_changes_and_prompts(tm
         return b"prompts"
 
     own, is_peer = Worker(2), True  # it knows the engine x
-    app = Together(own.app, Siblings([]), Changes(), prompts, shared=True)
+    app = MergedAnswers(own.app, Siblings([]), Changes(), prompts, shared=True)
 
     async def asked(scope, receive, send):
         await app({**scope, "kvpin.from_peer": is_peer}, receive, send)

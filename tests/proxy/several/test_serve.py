@@ -395,19 +395,21 @@ async def test_a_plain_request_is_the_flows_own_work(proxy, client, monkeypatch)
     """Nothing stands between: no task, no frame."""
     seen = []
 
-    async def plain(call, reply):
-        seen.append((call, reply))
+    async def plain(call, reply, admitted):
+        seen.append((call, reply, admitted))
 
     class Flow:
         fleet, ingest, serve = proxy.fleet, None, staticmethod(plain)
 
+    from proxy.request.admitted import Admitted
     from proxy.request.calls import Call, Nobody, Reply
 
     call, reply = Call("r", "POST", CHAT, {}, JsonBody(json.dumps(ASK).encode())), Reply(Nobody())
-    work = serve(Flow, call, reply)
+    admitted = Admitted.of_kvpin()
+    work = serve(Flow, call, reply, admitted)
     assert work.cr_code is plain.__code__
     await work
-    assert seen == [(call, reply)]
+    assert seen == [(call, reply, admitted)]
 
 
 def bodies():
