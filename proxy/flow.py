@@ -62,6 +62,12 @@ from proxy.translate import RESPONSES_PATH, Noting, Translated, Translation
 
 # Status of a request whose client left, as in nginx.
 CLIENT_LEFT = 499
+_LEFT = {
+    Cause.CLIENT_LEFT: "the client left",
+    Cause.CLIENT_SLOW: "the client took its answer too slowly",
+    Cause.PART_FAILED: "another part of the request failed",
+    Cause.STOPPING: "kvpin stopped",
+}
 # Seconds that a request waits when no engine takes requests. Short: clients retry by themselves.
 ENGINE_WAIT_S = 2.0
 
@@ -120,7 +126,7 @@ class Flow:
             record.status, record.error = status_of(error), str(error)
             raise
         except asyncio.CancelledError as cancelled:
-            record.status, record.error = CLIENT_LEFT, str(cancelled) or "the client left"
+            record.status, record.error = CLIENT_LEFT, _LEFT[_why(cancelled)]
             raise
         else:
             return record
@@ -164,6 +170,9 @@ class Flow:
                 raise error
             serving.record.status, serving.record.error = HTTPStatus.OK, str(error)
             await serving.reply.break_off(error)
+        except asyncio.CancelledError as cancelled:
+            serving.life.ended(time.monotonic(), _why(cancelled))
+            raise
         finally:
             self._close(serving)
             del step, error  # a traceback holds this frame: the body would stay until garbage collection
@@ -349,6 +358,12 @@ class Flow:
             )
         finally:
             record.queued_s = time.monotonic() - began
+
+
+def _why(cancelled: asyncio.CancelledError) -> Cause:
+    """Why the task of a request was cancelled, by whom."""
+    why = cancelled.args[0] if cancelled.args else None
+    return why if isinstance(why, Cause) else Cause.CLIENT_LEFT
 
 
 def _error_of(end: End, serving: Serving) -> Exception | None:

@@ -42,6 +42,7 @@ from proxy.api.site import Site
 from proxy.api.tls import load_certificate, server_context
 from proxy.app import Proxy, build_app
 from proxy.checks import check
+from proxy.core.life import Cause
 from proxy.errors import Conflict
 from proxy.observe.banner import Banner
 from proxy.observe.logs import configure_logs
@@ -333,7 +334,7 @@ class _Server(uvicorn.Server):
     def _cancel_answers(self) -> set[asyncio.Task[None]]:
         running = set(self.server_state.tasks)
         for task in running:
-            task.cancel()
+            task.cancel(Cause.STOPPING)
         return running
 
 

@@ -76,6 +76,7 @@ class Exchange:
         added: headers of every answer to it.
         on_left: called once if the client disconnects before its answer is complete.
         left: the client has disconnected.
+        is_slow: it was cut off, because it took next to nothing of its answer.
         started, finished: the beginning, and all of the answer, was sent.
         status: of the answer; None before it begins.
         keep_alive: the connection stays open after the answer.
@@ -86,7 +87,7 @@ class Exchange:
         "_arrived", "_chunked", "_chunks", "_complete", "_connection", "_credited", "_has_body", "_head",
         "_invited", "_is_1_0", "_is_hurried", "_left_to_send", "_patience_s", "_pauses", "_silence",
         "_switched", "_unread", "_wakes", "added", "asks_for_websocket", "finished", "headers", "is_reserved",
-        "keep_alive", "left", "method", "on_left", "started", "status", "target", "task",
+        "is_slow", "keep_alive", "left", "method", "on_left", "started", "status", "target", "task",
     )  # fmt: skip
 
     def __init__(
@@ -107,7 +108,7 @@ class Exchange:
         self.task: asyncio.Task[None] | None = None
         self.added: HeaderPairs = []
         self.on_left: Callable[[], None] | None = None
-        self.left = self.started = self.finished = False
+        self.left = self.is_slow = self.started = self.finished = False
         self.status: int | None = None
         self.keep_alive, self.is_reserved = keep_alive and not is_1_0, is_reserved
         self._connection, self._is_1_0 = connection, is_1_0

@@ -186,6 +186,8 @@ class Http1Protocol(asyncio.Protocol):
         """Breaks the connection off if its client has taken next to nothing since the last look."""
         unsent = self.transport.get_write_buffer_size()
         if self._unsent is not None and unsent > self._unsent - SEND_BYTES:
+            if self._current is not None:
+                self._current.is_slow = True
             self.transport.abort()
             return
         self._unsent = unsent

@@ -30,6 +30,7 @@ from proxy.api.models import ALLOW_READS, answer_models, is_of_models, name_in
 from proxy.api.paths import check_native, checked_path
 from proxy.api.responses import KeptResponses, may_be_kept, name_of
 from proxy.api.websockets import WebSocketClient, check_websocket, with_key
+from proxy.core.life import Cause
 from proxy.errors import BodyTooLarge, EncodedBody, NoEngine, NoMemory, RateLimited
 from proxy.flow import Flow
 from proxy.headers import REQUEST_ID_HEADER
@@ -290,8 +291,9 @@ def _cancel(exchange: Exchange, reply: Reply) -> None:
     was sent on a WebSocket still reaches its engine.
     """
     ends_itself = reply.complete or (exchange.asks_for_websocket and reply.started)
+    why = Cause.CLIENT_SLOW if exchange.is_slow else Cause.CLIENT_LEFT
     if exchange.task is not None:
-        asyncio.get_running_loop().call_later(ENGINE_END_S if ends_itself else 0, exchange.task.cancel)
+        asyncio.get_running_loop().call_later(ENGINE_END_S if ends_itself else 0, exchange.task.cancel, why)
 
 
 def _is_upload(path: str, headers: Headers) -> bool:

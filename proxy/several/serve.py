@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from engine_adapter import NATIVE_ROUTES, HeaderPairs, JsonBody
 from engine_adapter.off_loop import off_loop
+from proxy.core.life import Cause
 from proxy.errors import EngineFailed, NoEngine, NotFound
 from proxy.flow import Flow
 from proxy.request.admitted import Admitted
@@ -33,8 +34,6 @@ _JOINED_PER_MS = 128
 _ROUTES = frozenset({CHAT, COMPLETIONS})
 _OK = 200
 _BROKEN_OFF = "an engine's answer broke off"
-# Why a part was cancelled, for its record.
-_LEFT, _OTHER_FAILED = "the client left", "another part of the request failed"
 
 
 class _Shape(NamedTuple):
@@ -120,7 +119,7 @@ async def _run(works: Iterator[Coroutine[Any, Any, None]], may_begin: Callable[[
     `may_begin` is asked before each work, with how many run now. One always may.
     """
     running: set[asyncio.Task[None]] = set()
-    why = _OTHER_FAILED
+    why: Cause = Cause.PART_FAILED
     try:
         for work in works:
             running.add(asyncio.create_task(work))
@@ -128,8 +127,8 @@ async def _run(works: Iterator[Coroutine[Any, Any, None]], may_begin: Callable[[
                 running = await _some_end(running)
         while running:
             running = await _some_end(running)
-    except asyncio.CancelledError:
-        why = _LEFT
+    except asyncio.CancelledError as cancelled:
+        why = cancelled.args[0] if cancelled.args else Cause.CLIENT_LEFT
         raise
     finally:
         for task in running:

@@ -63,6 +63,7 @@ class Cause(StrEnum):
     # The client.
     CLIENT_LEFT = "client_left", None, "the client disconnected before the end of its answer"
     CLIENT_SLOW = "client_slow", Code.SLOW_BODY, "the client sent its body, or took its answer, too slowly"
+    PART_FAILED = "part_failed", None, "another part of the same request failed"
     INVALID = "invalid", Code.INVALID_VALUE, "kvpin refused the request: it is wrong, or not allowed"
     # kvpin.
     QUOTA = "quota", Code.RATE_LIMIT_EXCEEDED, "the tenant is over one of its limits"

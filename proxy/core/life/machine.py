@@ -118,10 +118,10 @@ class Life:
         """Whether it is on an engine."""
         return isinstance(self.state, (Leased, Answering))
 
-    def ended(self, now: float) -> Cause:
-        """The cause of its end. If its task ends before it has one, its client has left."""
+    def ended(self, now: float, why: Cause = Cause.BUG) -> Cause:
+        """The cause of its end; `why`, if its task ends before it has one."""
         if not isinstance(self.state, Ended):
-            self.take(now, Left(Cause.CLIENT_LEFT))
+            self.take(now, Left(why))
         assert isinstance(self.state, Ended)  # noqa: S101 - what follows Left
         return self.state.cause
 
