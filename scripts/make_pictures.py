@@ -114,6 +114,32 @@ def request() -> Figure:
     return figure
 
 
+def life() -> Figure:
+    """A request's life: its states, from the gate to the end."""
+    figure, axes = _canvas(292)
+    states = ("Arrived", "Admitted", "InTurn", "Leased", "Answering")
+    notes = ("head", "quota, memory", "its engine is free", "load counts", "bytes pass")
+    left = [16 + 150 * at for at in range(len(states))]
+    for x, state, note in zip(left, states, notes, strict=True):
+        _box(axes, x, 96, 126, 60, state, note, fill=BLUE if state == "InTurn" else None)
+    for x, says in zip(left[1:], ("gate", "queue", "", "first byte"), strict=True):
+        _arrow(axes, (x - 24, 126), (x, 126))
+        _say(axes, x - 12, 84, says, QUIET, size=9, ha="center")
+    for x in (left[3] + 63, left[4] + 63):
+        axes.plot((x, x), (96, 42), color=AMBER, linewidth=1.3)
+    axes.plot((left[1] + 63, left[4] + 63), (42, 42), color=AMBER, linewidth=1.3)
+    _arrow(axes, (left[1] + 63, 42), (left[1] + 63, 96), AMBER)
+    _say(axes, left[2] + 63, 28, "this engine failed, another may still answer", AMBER, size=9.5, ha="center")
+    for x in left:
+        _arrow(axes, (x + 63, 156), (x + 63, 222))
+    _box(axes, 16, 222, 726, 48, "Ended(cause)", "once; everything it held is given back")
+    _say(axes, left[0] + 70, 190, "quota, memory,\nslow body", QUIET, size=9)
+    _say(axes, left[1] + 70, 190, "wrong, queue full,\nno engine", QUIET, size=9)
+    _say(axes, left[3] + 70, 190, "retries used up,\ntoo late", QUIET, size=9)
+    _say(axes, left[4] + 70, 190, "answered,\nbroken off", QUIET, size=9)
+    return figure
+
+
 def sharing() -> Figure:
     """Prompts as chains of blocks: which blocks of the first one others share."""
     figure, axes = _canvas(262)
@@ -252,6 +278,7 @@ def cost() -> Figure:
 
 DRAWINGS: dict[str, Callable[[], Figure]] = {
     "request.svg": request,
+    "life.svg": life,
     "sharing.svg": sharing,
     "weighing.svg": weighing,
     "first-token.svg": first_token,

@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from scripts.reference.admin_api import admin_api_page
+from scripts.reference.causes import causes_page
 from scripts.reference.commands import cli_page
 from scripts.reference.errors import errors_page
 from scripts.reference.headers import headers_page
@@ -22,6 +23,7 @@ PAGES = {
     "metrics.md": metrics_page,
     "errors.md": errors_page,
     "headers.md": headers_page,
+    "causes.md": causes_page,
 }
 
 

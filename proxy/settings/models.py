@@ -123,7 +123,7 @@ class HealthSettings(_Part):
 
 
 class TimeoutSettings(_Part):
-    """The longest times that engines may take. Checked with each health check."""
+    """The longest times that engines may take."""
 
     connect_s: Seconds = 5.0
     """To a connection to an engine."""
@@ -131,7 +131,7 @@ class TimeoutSettings(_Part):
     """To the first byte of an answer; then another engine is tried. An answer that is no stream has its
     first byte last."""
     idle_s: Seconds = 600.0
-    """From one piece of an answer to the next, the client's reading included."""
+    """From one piece of an answer to the next, while kvpin waits for the engine."""
     total_s: Seconds | None = None
     """From a request to the end of its answer, all attempts together."""
 
