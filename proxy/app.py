@@ -11,7 +11,7 @@ import asyncio
 import secrets
 from collections.abc import Coroutine, Mapping
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import structlog
@@ -273,13 +273,19 @@ async def _close_all(closing: Mapping[str, Coroutine[Any, Any, None]]) -> None:
             log.error("engine not closed cleanly while kvpin stops", engine=engine_id, exc_info=result)
 
 
+@cache
+def _memory() -> int:
+    """Bytes of memory that were available when this was first asked."""
+    return available_bytes() or _USUAL_MEMORY
+
+
 def _bodies_bytes(settings: Settings) -> int:
-    """Memory of this process for requests' bodies: by default a quarter of what is available now, which the
-    workers share, but enough for the longest body."""
+    """Memory of this process for requests' bodies: by default a quarter of what was available at start, which
+    the workers share, but enough for the longest body."""
     limits = settings.limits
     if limits.bodies_bytes is not None:
         return int(limits.bodies_bytes)
-    return max((available_bytes() or _USUAL_MEMORY) // 4 // settings.workers, int(limits.body_bytes))
+    return max(_memory() // 4 // settings.workers, int(limits.body_bytes))
 
 
 def _keys(settings: Settings) -> list[ApiKey]:

@@ -161,14 +161,7 @@ class Exchange:
         return self._take()
 
     async def chunks(self, limit: int | None = None) -> AsyncGenerator[bytes, None]:
-        """The body as it arrives. A slow reader slows the client down.
-
-        Raises:
-            BodyTooLarge: it exceeds `limit` bytes.
-            SlowBody: it does not arrive in time.
-            NoEngine: it does not arrive before kvpin stops.
-            ClientLeft: the client disconnected.
-        """
+        """The body as it arrives. A slow reader slows the client down. Raises what `read` raises."""
         while not self.is_read:
             if not self._chunks:
                 await self._more()

@@ -131,26 +131,37 @@ class DataPlane:
             await self._serve_models(exchange, reply, path, own_id)
             return
         call = partial(self._call, exchange, path, tenant, own_id, client_id)
-        with self._admit(tenant, exchange, reply, partial(call, None)) as admitted:
+        is_upload = _is_upload(path, headers)
+        with self._admit(tenant, exchange, reply, partial(call, None), is_upload=is_upload) as admitted:
             if may_be_kept(path) and (kept := await self._answer_kept(exchange, path, tenant)) is not None:
                 _send(kept, exchange)
-            elif _is_upload(path, headers):
+            elif is_upload:
                 await self._serve_upload(exchange, reply, call, admitted)
             else:
                 # No name for the call and its body here: the body is freed before the answer ends.
                 await self._work(call(await self._body(exchange, admitted)), exchange, reply, admitted)
 
     def _admit(
-        self, tenant: str | None, exchange: Exchange, reply: Reply, head: Callable[[], Call]
+        self,
+        tenant: str | None,
+        exchange: Exchange,
+        reply: Reply,
+        head: Callable[[], Call],
+        *,
+        is_upload: bool = False,
     ) -> Admitted:
         """Admits a request. One that its tenant's limits refuse gets a record, made of its `head`.
+
+        With `is_upload`, its body is passed on as it arrives: its length is not the memory that it takes.
 
         Raises:
             BodyTooLarge, RateLimited, NoMemory: it is refused.
         """
         length, now = self._length(exchange.headers), time.monotonic()
         try:
-            admitted = self.gate.admit(tenant, length, now, is_from_peer=exchange.is_from_peer)
+            admitted = self.gate.admit(
+                tenant, None if is_upload else length, now, is_from_peer=exchange.is_from_peer
+            )
         except RateLimited as error:
             record = RequestRecord.of(head())
             record.status, record.error, record.duration_s = status_of(error), str(error), 0.0

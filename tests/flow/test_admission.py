@@ -134,6 +134,16 @@ class TestMemory:
             await first.leave()
             await until(lambda: proxy.bodies.used == 0)
 
+    async def test_an_upload_that_is_passed_on_as_it_arrives_takes_none(self, engine):
+        async def take(exchange):
+            await exchange.send({"text": "heard"})
+
+        engine.script = take
+        headers = {"authorization": "Bearer key", "content-type": "audio/wav"}
+        async with limited(engine, bodies_bytes=10) as proxy, client_of(proxy, headers=headers) as client:
+            assert (await client.post(PATH, content=bytes(LONG))).status_code == 200
+        assert len(engine.seen[0].body) == LONG
+
     async def test_a_body_is_free_when_its_answer_begins(self, engine):
         released = asyncio.Event()
 

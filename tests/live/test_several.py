@@ -35,10 +35,9 @@ class Place:
         """The records of an answer's parts, in order."""
         own = answer.headers["x-request-id"]
         found = self.kvpin.admin("GET", "requests", params={"limit": 3000}).json()["requests"]
-        parts = {
-            int(r["request_id"].rpartition("-")[2]): r for r in found if r["request_id"].startswith(f"{own}-")
-        }
-        return [parts[number] for number in range(len(parts))]
+        parts = {r["request_id"].removeprefix(f"{own}-"): r for r in found if own in r["request_id"]}
+        parts.pop("prompt", None)  # computed once for all
+        return [parts[str(number)] for number in range(len(parts))]
 
 
 @pytest.fixture(scope="module")
