@@ -17,21 +17,17 @@ from msgspec import structs
 
 from engine_adapter.body import JsonBody
 from engine_adapter.errors import EngineUnavailable
-from engine_adapter.hold import AnswerReader, Forecast, Hold, RequestBody
+from engine_adapter.hold import Forecast, Hold, RequestBody
 from engine_adapter.http.adapter import HttpAdapter
 from engine_adapter.http.transport import OutgoingRequest
-from engine_adapter.llama_server.answer_reader import SlotAnswer
-from engine_adapter.llama_server.assemble import streaming_body
+from engine_adapter.llama_server.answer_reader import SlotsAnswer, read_by
 from engine_adapter.llama_server.discovery import discover, read_pulse
 from engine_adapter.llama_server.findings import findings_of
 from engine_adapter.llama_server.keeper import SlotKeeper
-from engine_adapter.llama_server.lease import SlotLease
 from engine_adapter.llama_server.mirror_events import TOKENS_PER_BLOCK, MirrorEvents
-from engine_adapter.llama_server.native import NativeAnswer, SlotsAnswer, with_token_ids
 from engine_adapter.llama_server.options import LlamaServerSpec
 from engine_adapter.llama_server.routes import (
     INFILL,
-    NATIVE_COMPLETIONS,
     PINNED_ROUTES,
     ROUTES,
     SLOTS,
@@ -297,7 +293,7 @@ class LlamaServerAdapter(HttpAdapter):
         async with keeper.lease(ask) as lease:
             lease.shows_text = _shows_text(path, session.facts.chat_template, body)
             reuses = lease.may_reuse
-            sent, answer = _read_by(path, body, lease)
+            sent, answer = read_by(path, body, lease)
             yield Hold(
                 sent.replace(id_slot=lease.slot, cache_prompt=reuses),
                 cached_tokens=lease.cached_tokens if reuses else 0,
@@ -341,15 +337,6 @@ async def _hold_all(keeper: SlotKeeper, body: JsonBody) -> AsyncIterator[Hold]:
     """Runs a request alone, because the server chooses its slots. Nothing is predicted for it."""
     async with keeper.alone():
         yield Hold(body, cached_tokens=0, firm=False, note="unpinned: it ran alone on all slots")
-
-
-def _read_by(path: str, body: JsonBody, lease: SlotLease) -> tuple[JsonBody, AnswerReader]:
-    """The body for the server, and the reader of its answer."""
-    streamed = streaming_body(path, body)
-    if streamed is None and path in (*NATIVE_COMPLETIONS, INFILL) and body.get("stream") is not True:
-        asked = with_token_ids(body)
-        return asked or body, NativeAnswer(lease, hides_tokens=asked is not None)
-    return streamed or body, SlotAnswer(path, lease, assembles=streamed is not None)
 
 
 def _is_several(body: JsonBody) -> bool:

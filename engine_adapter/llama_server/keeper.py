@@ -19,17 +19,16 @@ from typing import Any, TypeVar
 from engine_adapter.errors import EngineError, EngineUnavailable
 from engine_adapter.hold import Forecast
 from engine_adapter.http.control import ControlClient
-from engine_adapter.llama_server.answer import Answer, known_tokens, slot_content
+from engine_adapter.llama_server.answer import CompletionOutput, known_tokens, slot_content
 from engine_adapter.llama_server.contents import Contents
 from engine_adapter.llama_server.discovery import SlotState, read_slots
-from engine_adapter.llama_server.lease import SlotLease
 from engine_adapter.llama_server.own_tasks import OwnTasks
 from engine_adapter.llama_server.plan import plan
 from engine_adapter.llama_server.saved import Saved
 from engine_adapter.llama_server.settle import end_copies, until_all_arrived, when_idle
 from engine_adapter.llama_server.slot_owners import UNKNOWN_OWNER
 from engine_adapter.llama_server.slots import Operation, Slot
-from engine_adapter.llama_server.turns import Ask, SlotPlan, Turns, first_operation
+from engine_adapter.llama_server.turns import Ask, SlotLease, SlotPlan, Turns, first_operation
 from engine_adapter.prompt.prefixes import common_prefix
 from engine_adapter.types import TokenIds
 
@@ -355,7 +354,7 @@ class SlotKeeper:
             self._used.add(slot_id)
         return count or 0
 
-    def _learn(self, lease: SlotLease, answer: Answer) -> None:
+    def _learn(self, lease: SlotLease, answer: CompletionOutput) -> None:
         rates, cached, total = self.contents.rates, answer.cached_tokens, answer.prompt_tokens
         rates.held(self._clock() - lease.started)
         if cached is None or total is None:

@@ -12,8 +12,10 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from engine_adapter.llama_server.answer import CompletionOutput
 from engine_adapter.llama_server.plan import Plan
 from engine_adapter.llama_server.saved import Saved
+from engine_adapter.llama_server.slot_owners import UNKNOWN_OWNER
 from engine_adapter.llama_server.slots import Operation, Slot, SlotTable
 from engine_adapter.types import Retention, TokenIds
 
@@ -35,6 +37,46 @@ class Ask:
     salt: str | None = None
     reuse: bool = True
     retention: Retention | None = None
+
+
+@dataclass(slots=True)
+class SlotLease:
+    """A request's hold on a slot.
+
+    Attributes:
+        slot: the slot's id.
+        ask: the prompt that the request brought.
+        cached_tokens: prompt tokens the server will report as reused.
+        firm: False if the server may report more.
+        may_reuse: the request may use KV that lies in the slot.
+        restored: the slot's KV came from a file just before.
+        before: known tokens the slot held, if the request may use them.
+        length_before: tokens the slot held, known or not.
+        started: when the request could be sent.
+        answer: what the answer said; None until it has ended, or if it never did.
+        has_begun: the first bytes of the answer have come.
+        shows_text: the answer's text is all that was sampled: nothing is held back, parsed or trimmed.
+    """
+
+    slot: int
+    ask: Ask
+    cached_tokens: int
+    firm: bool
+    may_reuse: bool
+    restored: bool
+    before: TokenIds[int] = field(repr=False)
+    length_before: int
+    started: float
+    answer: CompletionOutput | None = None
+    has_begun: bool = False
+    shows_text: bool = True
+
+    @property
+    def leaves_own(self) -> bool:
+        """Whether all KV in the slot is now its own client's, although the prompt's tokens are not known."""
+        answer, ask = self.answer, self.ask
+        is_done = answer is not None and answer.is_complete and answer.error is None
+        return is_done and not ask.tokens and ask.salt != UNKNOWN_OWNER
 
 
 Decide = Callable[[Ask, Iterable[Slot]], SlotPlan]
