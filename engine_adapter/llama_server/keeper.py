@@ -23,12 +23,12 @@ from engine_adapter.llama_server.answer import CompletionOutput, known_tokens, s
 from engine_adapter.llama_server.contents import Contents
 from engine_adapter.llama_server.discovery import SlotState, read_slots
 from engine_adapter.llama_server.own_tasks import OwnTasks
-from engine_adapter.llama_server.plan import plan
+from engine_adapter.llama_server.plan import Plan, plan
 from engine_adapter.llama_server.saved import Saved
 from engine_adapter.llama_server.settle import end_copies, until_all_arrived, when_idle
 from engine_adapter.llama_server.slot_owners import UNKNOWN_OWNER
 from engine_adapter.llama_server.slots import Operation, Slot
-from engine_adapter.llama_server.turns import Ask, SlotLease, SlotPlan, Turns, first_operation
+from engine_adapter.llama_server.turns import Ask, SlotLease, Turns, first_operation
 from engine_adapter.prompt.prefixes import common_prefix
 from engine_adapter.types import TokenIds
 
@@ -235,7 +235,7 @@ class SlotKeeper:
 
     # --- inside -----------------------------------------------------------------------------------
 
-    def _plan(self, ask: Ask, slots: Iterable[Slot]) -> SlotPlan:
+    def _plan(self, ask: Ask, slots: Iterable[Slot]) -> Plan:
         contents = self.contents
         best = plan(
             ask.tokens if ask.reuse else array("i"),
@@ -251,7 +251,7 @@ class SlotKeeper:
             raise EngineUnavailable("the server has no slots")
         return best
 
-    async def _prepared(self, chosen: SlotPlan, ask: Ask) -> SlotLease:
+    async def _prepared(self, chosen: Plan, ask: Ask) -> SlotLease:
         """Carries out a plan. If the request leaves meanwhile, the slot is released afterwards."""
         if first_operation(chosen) is Operation.REQUEST:
             return self._leased(self._table[chosen.slot], ask, restored=False)
@@ -262,7 +262,7 @@ class SlotKeeper:
             task.add_done_callback(lambda done: self._abandon(self._table[chosen.slot], done))
             raise
 
-    async def _prepare(self, chosen: SlotPlan, ask: Ask) -> SlotLease:
+    async def _prepare(self, chosen: Plan, ask: Ask) -> SlotLease:
         """Saves and restores as planned, and begins the request on the slot."""
         slot, is_restored = self._table[chosen.slot], False
         try:

@@ -31,13 +31,12 @@ from engine_adapter.llama_server.saved_entry import (
     Listener,
     Saved,
     SavedEvent,
+    Stamp,
     Work,
-    from_found,
     least_valuable,
     salt_digest,
     value,
 )
-from engine_adapter.llama_server.saved_files import Content, Stamp
 from engine_adapter.llama_server.state_file import Reason, StateFileError, writing
 from engine_adapter.types import Tier
 
@@ -180,12 +179,12 @@ class SavedPrefixes:
             if tier is Tier.DISK:
                 with writing(directory):
                     await asyncio.to_thread(directory.mkdir, parents=True, exist_ok=True)
-            scan = await asyncio.to_thread(saved_files.scan, directory, self._clock(), taken)
+            found, held = await asyncio.to_thread(saved_files.scan, directory, tier, self._clock(), taken)
             self._caps[tier] = await asyncio.to_thread(
-                saved_files.capacity, directory, self._wanted[tier], scan.held
+                saved_files.capacity, directory, self._wanted[tier], held
             )
-            taken |= {each.name for each in scan.found}
-            there += [from_found(tier, each) for each in scan.found]
+            taken |= {saved.name for saved in found}
+            there += found
         for saved in there:
             self._register(saved)
         excess = self._victims(Tier.DISK, 0) or []
@@ -221,28 +220,22 @@ class SavedPrefixes:
         await self.rebuild()
         if saved_files.key_of(name) != key or name in self._entries:
             raise ValueError(f"{name!r} is no new name of key {key!r}")
-        kept_until = self._clock() + keep_s if keep_s > 0 else 0.0
-        inspect = partial(saved_files.inspect, self.place.host / name, tokens_expected, bytes_expected)
-        made = partial(Saved, name, key, salt, tier=Tier.HOST, kept_until=kept_until, kept_for=owner)
-        return await asyncio.shield(self._tasks.start(self._add(name, inspect, made)))
+        path, kept_until = self.place.host / name, self._clock() + keep_s if keep_s > 0 else 0.0
+        inspect = partial(saved_files.inspect, path, key, salt, tokens_expected, bytes_expected)
+        return await asyncio.shield(self._tasks.start(self._add(path, inspect, kept_until, owner)))
 
-    async def _add(self, name: str, inspect: Callable[[], Content], made: Callable[..., Saved]) -> Saved:
+    async def _add(
+        self, path: Path, inspect: Callable[[], Saved], kept_until: float, owner: str | None
+    ) -> Saved:
         try:
-            content = await asyncio.to_thread(inspect)
-            now = self._clock()
-            saved = made(
-                tokens=content.tokens,
-                size=content.stamp[1],
-                checksum=content.checksum,
-                created=now,
-                last_used=now,
-                seen=content.stamp,
-            )
-            await asyncio.to_thread(saved_files.write_sidecar, self.place.host / name, saved.sidecar())
+            saved = await asyncio.to_thread(inspect)
+            saved.created = saved.last_used = self._clock()
+            saved.kept_until, saved.kept_for = kept_until, owner
+            await asyncio.to_thread(saved_files.write_sidecar, path, saved)
             work = self._take_in(saved)
         except StateFileError:
             self._counts["refused"] += 1
-            await self.discard(name)
+            await self.discard(path.name)
             raise
         await _settled(work)
         return saved
@@ -324,14 +317,12 @@ class SavedPrefixes:
             await self._promote(saved)
         else:
             path = self.place.host / saved.name
-            saved.seen = await asyncio.to_thread(
-                saved_files.verify, path, saved.sidecar(), saved.tokens, saved.seen
-            )
+            saved.seen = await asyncio.to_thread(saved_files.verify, path, saved)
         saved.uses += 1
         saved.last_used = self._clock()
         with suppress(StateFileError):  # then the next start counts one use less
             path = self.place.host / saved.name
-            await asyncio.to_thread(saved_files.write_sidecar, path, saved.sidecar())
+            await asyncio.to_thread(saved_files.write_sidecar, path, saved)
 
     async def _promote(self, saved: Saved) -> None:
         victims = self._victims(Tier.HOST, saved.size)
@@ -420,12 +411,8 @@ class SavedPrefixes:
             self._moved(saved, "demoted")
 
     async def _move(self, saved: Saved, source: Tier, target: Tier) -> Stamp:
-        return await asyncio.to_thread(
-            saved_files.move,
-            self._dirs[source] / saved.name,
-            self._dirs[target] / saved.name,
-            saved.sidecar(),
-        )
+        paths = self._dirs[source] / saved.name, self._dirs[target] / saved.name
+        return await asyncio.to_thread(saved_files.move, *paths, saved)
 
     def _used(self, tier: Tier) -> int:
         return sum(saved.size for saved in self._entries.values() if saved.tier is tier)

@@ -14,12 +14,9 @@ from dataclasses import dataclass, field
 
 from engine_adapter.llama_server.answer import CompletionOutput
 from engine_adapter.llama_server.plan import Plan
-from engine_adapter.llama_server.saved import Saved
 from engine_adapter.llama_server.slot_owners import UNKNOWN_OWNER
 from engine_adapter.llama_server.slots import Operation, Slot, SlotTable
 from engine_adapter.types import Retention, TokenIds
-
-SlotPlan = Plan[Saved]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +76,7 @@ class SlotLease:
         return is_done and not ask.tokens and ask.salt != UNKNOWN_OWNER
 
 
-Decide = Callable[[Ask, Iterable[Slot]], SlotPlan]
+Decide = Callable[[Ask, Iterable[Slot]], Plan]
 
 
 @dataclass(slots=True, eq=False)
@@ -88,7 +85,7 @@ class _Waiter:
 
     ask: Ask | None
     since: float
-    turn: asyncio.Future[SlotPlan | None]
+    turn: asyncio.Future[Plan | None]
 
 
 class Turns:
@@ -112,7 +109,7 @@ class Turns:
         """Requests in the queue."""
         return len(self._queue)
 
-    async def slot(self, ask: Ask) -> SlotPlan:
+    async def slot(self, ask: Ask) -> Plan:
         """Waits for a slot for `ask`; the first operation of its plan has begun there.
 
         A caller that is cancelled while it waits leaves nothing begun.
@@ -167,7 +164,7 @@ class Turns:
         if soonest < math.inf:
             self._timer = asyncio.get_running_loop().call_later(soonest, self.dispatch)
 
-    async def _turn(self, ask: Ask | None) -> SlotPlan | None:
+    async def _turn(self, ask: Ask | None) -> Plan | None:
         waiter = _Waiter(ask, self._clock(), asyncio.get_running_loop().create_future())
         self._queue.append(waiter)
         self.dispatch()
@@ -177,7 +174,7 @@ class Turns:
             self._give_back(waiter)
             raise
 
-    def _plan(self, waiter: _Waiter, ask: Ask) -> tuple[SlotPlan | None, float]:
+    def _plan(self, waiter: _Waiter, ask: Ask) -> tuple[Plan | None, float]:
         """(the plan to start now, or None; seconds after which an idle slot is taken instead of waiting)."""
         best = self._decide(ask, self._table)
         if best.is_ready:
@@ -187,7 +184,7 @@ class Turns:
         left_s = alternative.total_s - (self._clock() - waiter.since)
         return (alternative, 0.0) if left_s <= 0 else (None, left_s)
 
-    def _grant(self, waiter: _Waiter, plan: SlotPlan | None) -> None:
+    def _grant(self, waiter: _Waiter, plan: Plan | None) -> None:
         self._queue.remove(waiter)
         waiter.turn.set_result(plan)
 
@@ -209,7 +206,7 @@ class Turns:
             self._timer = None
 
 
-def first_operation(plan: SlotPlan) -> Operation:
+def first_operation(plan: Plan) -> Operation:
     """The first operation of a plan on its slot."""
     if plan.save_first:
         return Operation.SAVE

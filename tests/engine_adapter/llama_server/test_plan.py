@@ -1,14 +1,17 @@
 import random
 from array import array
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
-from engine_adapter.llama_server.plan import LEAST_GAIN, LEAST_SHARED, Rates, density, plan, worth_saving
+from engine_adapter.llama_server.plan import LEAST_GAIN, LEAST_SHARED, plan, worth_saving
+from engine_adapter.llama_server.rates import Rates
+from engine_adapter.llama_server.saved_entry import Saved
 from engine_adapter.llama_server.slots import Operation, Slot, SlotTable
-from engine_adapter.types import Tier, TokenIds
+from engine_adapter.types import Tier
 
 # A token takes 1 ms to compute, 0.1 ms to save, 0.01 ms to restore, 0.02 ms more from disk.
 RATES = Rates(
@@ -18,18 +21,10 @@ RATES = Rates(
     disk_bytes_s=5e6,
     bytes_per_token=100.0,
     hold_s=4.0,
+    reuse_probability=0.5,
 )
 # As on a CPU with a model of 98M parameters: 5.6 ms to compute, 0.29 ms to save, 0.035 ms to restore a token.
 SLOW_PREFILL = replace(RATES, prefill_tok_s=180.0, save_bytes_s=3.5e5, restore_bytes_s=2.9e6)
-
-
-@dataclass(frozen=True, slots=True)
-class Saved:
-    name: str
-    tokens: TokenIds
-    salt: str | None = None
-    size: int = 0
-    tier: Tier = Tier.HOST
 
 
 def run(*bounds):
@@ -37,7 +32,9 @@ def run(*bounds):
 
 
 def file(name, tokens, **changes):
-    return replace(Saved(name, tokens, size=100 * len(tokens)), **changes)
+    size = 100 * len(tokens)
+    saved = Saved(1, "k", None, len(tokens), size, 1, 0.0, 0.0, 0, name=name, tokens=tokens)
+    return structs.replace(saved, **changes)
 
 
 def slot(slot_id, tokens=None, **fields):
@@ -574,18 +571,6 @@ def test_it_is_while_enough_is_unsaved_and_somebody_may_come_back():
     assert not worth_saving(slot(0, run(1000), saved=900), RATES, 2.0, 0, idle_s=2.0)
     assert worth_saving(slot(0, run(1000), saved=500), RATES, 2.0, 0, idle_s=2.0)
     assert not worth_saving(slot(0, run(1000)), RATES, 3 * 1800.0, 0, idle_s=2.0)
-
-
-def test_density_is_tokens_per_byte_that_uses_raise_and_time_wears_off():
-    assert density(1000, 500, 0.0, 0, 60.0) == 2.0
-    assert density(1000, 500, 0.0, 2, 60.0) == 6.0
-    assert density(1000, 500, 60.0, 0, 60.0) == 1.0
-    assert density(1000, 500, 180.0, 0, 60.0) == 0.25
-
-
-def test_density_bears_clocks_that_jump():
-    assert density(1000, 500, -1e9, 0, 60.0) == 2.0
-    assert density(1000, 500, 1e9, 0, 60.0) == 0.0
 
 
 # --- what is to be kept --------------------------------------------------------------------------
