@@ -14,10 +14,9 @@ from contextlib import aclosing
 
 from engine_adapter.errors import EngineUnavailable
 from engine_adapter.lmcache.chunks import Chunk, chunks_of, leading
-from engine_adapter.lmcache.client import Node
+from engine_adapter.lmcache.client import Key, Node
 from engine_adapter.lmcache.salts import is_under
 from engine_adapter.lmcache.survey import Site
-from engine_adapter.lmcache.wire import Key
 from engine_adapter.types import KvProgress
 
 SLICE = 64
