@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from msgspec import structs
+from typing_extensions import override
 
 from engine_adapter.body import JsonBody
 from engine_adapter.errors import EngineUnavailable
@@ -21,8 +22,7 @@ from engine_adapter.hold import Forecast, Hold, RequestBody
 from engine_adapter.http.adapter import HttpAdapter
 from engine_adapter.http.transport import OutgoingRequest
 from engine_adapter.llama_server.answer_reader import SlotsAnswer, read_by
-from engine_adapter.llama_server.discovery import discover, read_pulse
-from engine_adapter.llama_server.findings import findings_of
+from engine_adapter.llama_server.discovery import discover, findings_of
 from engine_adapter.llama_server.keeper import SlotKeeper
 from engine_adapter.llama_server.mirror_events import TOKENS_PER_BLOCK, MirrorEvents
 from engine_adapter.llama_server.options import LlamaServerSpec
@@ -33,9 +33,9 @@ from engine_adapter.llama_server.routes import (
     SLOTS,
 )
 from engine_adapter.llama_server.saved import Saved, SavedEvent, SavedPlace, SavedPrefixes, salt_digest
-from engine_adapter.llama_server.server_lock import ServerLock
+from engine_adapter.llama_server.server_files import UNKNOWN_OWNER, ServerLock
 from engine_adapter.llama_server.session import Session, identity_of
-from engine_adapter.llama_server.slot_owners import UNKNOWN_OWNER
+from engine_adapter.llama_server.slot_io import read_pulse
 from engine_adapter.llama_server.tokens import tokenize
 from engine_adapter.llama_server.turns import Ask
 from engine_adapter.llama_server.verbs import SlotVerbs
@@ -94,19 +94,19 @@ class LlamaServerAdapter(HttpAdapter):
         place = _place(spec)
         self._registry = SavedPrefixes.shared(place) if place is not None else None
         self._unsubscribe = self._registry.subscribe(self._on_saved) if self._registry else None
-        self._lock = ServerLock(self._registry.place.host if self._registry else None, spec.url)
+        self._lock = ServerLock(place.host if place is not None else None, spec.url)
         self._session: Session | None = None
         self._was_asleep = False
 
     # --- what it is -----------------------------------------------------------------------------------
 
     @property
+    @override
     def has_lock(self) -> bool:  # type: ignore[override]  # a constant where no kvpin may be kept off
-        """See `EngineAdapter.has_lock`."""
         return self._lock.is_possible
 
+    @override
     async def connect(self) -> EngineInfo:
-        """See `EngineAdapter.connect`."""
         await self._control.fetch("GET", "/health")
         self._lock.take()
         session = self._session
@@ -124,11 +124,11 @@ class LlamaServerAdapter(HttpAdapter):
         return self._info(session)
 
     def _info(self, session: Session) -> EngineInfo:
-        facts = session.facts
+        facts, self.capabilities = session.facts, session.capabilities
         return EngineInfo(
             model=self.spec.model or facts.model,
             instance=session.identity,
-            capabilities=session.capabilities,
+            capabilities=self.capabilities,
             tokens_per_block=TOKENS_PER_BLOCK,
             max_model_len=facts.slot_ctx,
             vocab_size=facts.vocab_size,
@@ -144,18 +144,19 @@ class LlamaServerAdapter(HttpAdapter):
             too_long=_too_long,
         )
 
+    @override
     async def leave(self) -> None:
-        """See `EngineAdapter.leave`. Saves nothing: the other kvpin moves KV already."""
+        """Saves nothing: the other kvpin moves KV already."""
         await self._end(farewell=False)
         self._lock.free()
 
+    @override
     async def load(self) -> EngineLoad:
-        """See `EngineAdapter.load`."""
         await self._control.fetch("GET", "/health")
-        session = self._session
-        if session is None or session.keeper is None:
+        session, keeper = self._session, self._keeper
+        if session is None or keeper is None:
             return EngineLoad(running=0, waiting=0, counted=False)
-        pulse, keeper = await read_pulse(self._control), session.keeper
+        pulse = await read_pulse(self._control)
         if pulse.instance != session.facts.instance:
             raise EngineUnavailable("the server was restarted")
         if pulse.is_sleeping and not self._was_asleep:
@@ -167,39 +168,37 @@ class LlamaServerAdapter(HttpAdapter):
             await session.try_out()
         return EngineLoad(running=keeper.streams, waiting=keeper.waiting)
 
+    @override
     async def tokenize(self, path: str, body: JsonBody) -> TokenIds[int]:
-        """See `EngineAdapter.tokenize`."""
         return await tokenize(self._control, path, body)
 
     # --- requests -------------------------------------------------------------------------------------
 
+    @override
     def forecast(self, prompt: KvTarget) -> Forecast | None:
-        """See `EngineAdapter.forecast`."""
-        session = self._session
-        if session is None or session.keeper is None:
+        session, keeper = self._session, self._keeper
+        if session is None or keeper is None:
             return None
-        forecast = session.keeper.forecast(self._ask(prompt))
+        forecast = keeper.forecast(self._ask(prompt))
         return forecast if session.keeps_none_itself else replace(forecast, firm=False)
 
+    @override
     def hold(
         self, path: str, body: RequestBody, prompt: KvTarget | None
     ) -> AbstractAsyncContextManager[Hold]:
-        """See `EngineAdapter.hold`."""
         if path == SLOTS:
             return nullcontext(Hold(body, answer=SlotsAnswer()))
-        session = self._session
-        if session is None or session.keeper is None or not isinstance(body, JsonBody):
-            return nullcontext(Hold(body))
-        if path not in PINNED_ROUTES:
+        session, keeper = self._session, self._keeper
+        if session is None or keeper is None or path not in PINNED_ROUTES or not isinstance(body, JsonBody):
             return nullcontext(Hold(body))
         if _is_several(body):
-            return _hold_all(session.keeper, body)
-        return self._hold_slot(session, session.keeper, path, body, prompt)
+            return _hold_all(keeper, body)
+        return self._hold_slot(session, keeper, path, body, prompt)
 
+    @override
     def prepare(
         self, method: str, path: str, headers: Mapping[str, str], body: RequestBody
     ) -> OutgoingRequest:
-        """See `EngineAdapter.prepare`."""
         request = super().prepare(method, path, headers, body)
         if _CONVERSATION in headers:
             kept = [pair for pair in request.headers if pair[0] != _CONVERSATION.encode()]
@@ -212,44 +211,41 @@ class LlamaServerAdapter(HttpAdapter):
 
     # --- KV -------------------------------------------------------------------------------------------
 
-    async def events(self, since: EventPosition | None = None) -> AsyncGenerator[KvEvent, None]:  # noqa: ARG002
-        """See `EngineAdapter.events`."""
-        await self._able(Capability.KV_EVENTS)
+    @override
+    async def events(self, since: EventPosition | None = None) -> AsyncGenerator[KvEvent, None]:
+        await self.require(Capability.KV_EVENTS)
         async with aclosing(self._mirror.follow()) as events:
             async for event in events:
                 yield event
 
+    @override
     async def operate(self, verb: KvVerb, target: KvTarget) -> AsyncGenerator[KvProgress, None]:
-        """See `EngineAdapter.operate`."""
-        verbs = await self._able(Capability(verb.value))
+        verbs = await self._verbs(Capability(verb.value))
         async with aclosing(verbs.operate(verb, target)) as progress:
             async for step in progress:
                 yield step
 
+    @override
     async def pin(self, target: KvTarget, ttl_s: float) -> Pinned:
-        """See `EngineAdapter.pin`."""
-        return (await self._able(Capability.PIN)).pin(target, ttl_s)
+        return (await self._verbs(Capability.PIN)).pin(target, ttl_s)
 
+    @override
     async def unpin(self, pin_id: str) -> bool:
-        """See `EngineAdapter.unpin`."""
-        return (await self._able(Capability.PIN)).unpin(pin_id)
+        return (await self._verbs(Capability.PIN)).unpin(pin_id)
 
+    @override
     def findings(self) -> tuple[Finding, ...]:
-        """See `EngineAdapter.findings`."""
-        session = self._session
+        session, keeper = self._session, self._keeper
         if session is None:
             return ()
-        seen = session.keeper.contents.findings if session.keeper is not None else []
+        seen = keeper.contents.findings if keeper is not None else []
         return (*findings_of(session.facts), *(Finding(text) for text in (*session.findings, *seen)))
 
+    @override
     async def stats(self) -> dict[str, Any]:
-        """See `EngineAdapter.stats`."""
-        session = self._session
-        if session is None:
-            return {}
-        keeper = session.keeper
+        keeper = self._keeper
         if keeper is None:
-            return {"slots": []}
+            return {} if self._session is None else {"slots": []}
         contents = keeper.contents
         return {
             "slots": contents.describe(),
@@ -261,8 +257,9 @@ class LlamaServerAdapter(HttpAdapter):
             "files": self._registry.stats() if self._registry is not None else {},
         }
 
+    @override
     async def aclose(self) -> None:
-        """See `EngineAdapter.aclose`. Saves the slots first, so that a restart loses nothing."""
+        """Saves the slots first, so that a restart loses nothing."""
         await self._end(farewell=True)
         self._lock.free()
         if self._unsubscribe is not None:
@@ -271,9 +268,13 @@ class LlamaServerAdapter(HttpAdapter):
 
     # --- inside ---------------------------------------------------------------------------------------
 
+    @property
+    def _keeper(self) -> SlotKeeper | None:
+        return self._session.keeper if self._session is not None else None
+
     async def _end(self, *, farewell: bool) -> None:
         """Ends the session: its process is gone, or kvpin stops."""
-        session, self._session = self._session, None
+        session, self._session, self.capabilities = self._session, None, None
         if session is not None:
             await session.end(farewell=farewell)
         self._mirror.clear()
@@ -307,13 +308,11 @@ class LlamaServerAdapter(HttpAdapter):
         tokens = prompt.token_ids if prompt.token_ids is not None else array("i")
         return Ask(tokens, digest, retention=prompt.retention)
 
-    async def _able(self, capability: Capability) -> SlotVerbs:
-        if self._session is None:
-            await self.connect()
-        session = self._session
-        if session is None or session.verbs is None or capability not in session.capabilities:
+    async def _verbs(self, capability: Capability) -> SlotVerbs:
+        await self.require(capability)
+        if self._session is None or self._session.verbs is None:
             raise self.not_supported(capability)
-        return session.verbs
+        return self._session.verbs
 
     def _on_saved(self, event: SavedEvent, entry: Saved) -> None:
         """Mirrors a change of the shared registry: this server can restore what another one saved."""

@@ -7,11 +7,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 import xxhash
@@ -20,7 +20,8 @@ from engine_adapter.errors import EngineRejected, EngineSpecError
 from engine_adapter.http.control import ControlClient
 from engine_adapter.http.models import read_models
 from engine_adapter.llama_server.fingerprint import file_digest, model_parts, remote_digest
-from engine_adapter.types import EngineSpec
+from engine_adapter.llama_server.slot_io import read_slots, spare_slot
+from engine_adapter.types import EngineSpec, Finding
 
 _METADATA = 64 << 20  # bytes of a GGUF that are no tensors, at the most: vocabulary and padding
 
@@ -84,27 +85,6 @@ class ServerFacts:
         return self.is_unified
 
 
-class SlotState(msgspec.Struct, frozen=True):
-    """One slot as `GET /slots` shows it.
-
-    Attributes:
-        id: what `id_slot` names.
-        n_ctx: its context in tokens.
-        is_processing: a request runs on it.
-        id_task: number of its latest request, None when it had none.
-        n_tokens: tokens it holds; None if it had no request, even after a restore.
-    """
-
-    id: int
-    n_ctx: int
-    is_processing: bool
-    id_task: int | None = None
-    n_tokens: int | None = msgspec.field(name="n_prompt_tokens", default=None)
-
-
-_Slots = Annotated[list[SlotState], msgspec.Meta(min_length=1)]
-
-
 class _Settings(msgspec.Struct, frozen=True):
     n_ctx: int
 
@@ -154,36 +134,32 @@ async def discover(control: ControlClient, spec: EngineSpec) -> ServerFacts:
     )
 
 
-class Pulse(msgspec.Struct, frozen=True):
-    """Which process answers, and whether it sleeps. Asking is always possible."""
-
-    instance: str | None = msgspec.field(name="media_marker", default=None)
-    is_sleeping: bool = False
-
-
-async def read_pulse(control: ControlClient) -> Pulse:
-    """Asks without waking the server or keeping it awake.
-
-    Raises:
-        EngineUnavailable: no answer, or an unexpected one.
-    """
-    return await control.read(Pulse, "GET", "/props")
-
-
-async def read_slots(control: ControlClient) -> list[SlotState]:
-    """All slots by id, at least one. Wakes a sleeping server: ask `read_pulse` first.
-
-    Raises:
-        EngineRejected: the server runs with `--no-slots`.
-        EngineUnavailable: no answer, or an unexpected one.
-    """
-    slots = await control.read(_Slots, "GET", "/slots")
-    return sorted(slots, key=lambda slot: slot.id)
-
-
-def spare_slot(slots: Sequence[SlotState]) -> int:
-    """The slot whose content is cheapest to lose: an idle one if possible, with the fewest tokens."""
-    return min(slots, key=lambda slot: (slot.is_processing, slot.n_tokens or 0, slot.id)).id
+def findings_of(facts: ServerFacts) -> Iterator[Finding]:
+    """The reasons why kvpin cannot use the server fully, the most important first."""
+    if facts.ram_cache:
+        yield Finding(
+            "its RAM cache is on: it changes slots unseen by kvpin, and can corrupt an answer",
+            "start the server with --cache-ram 0",
+        )
+    if facts.looks_unified:
+        verb = "share" if facts.is_unified else "seem to share"
+        yield Finding(
+            f"its slots {verb} one KV pool (-kvu, or no -np): a prompt can evict those of other slots",
+            f"start the server with -no-kvu -np {facts.slots} -c {facts.slots}*CTX, where CTX is the context "
+            "of one slot",
+        )
+    if not facts.can_save:
+        yield Finding(
+            "no prefix can be saved or restored",
+            "start the server with --slot-save-path DIR, a directory that exists, best in memory",
+        )
+    if not facts.has_slots:
+        yield Finding("kvpin cannot watch its slots", "start the server with --slots")
+    if facts.is_sleeping:
+        yield Finding(
+            "it sleeps when idle and loses all KV",
+            "start the server without --sleep-idle-seconds, or with -1",
+        )
 
 
 async def _props(control: ControlClient, spec: EngineSpec) -> _Props:

@@ -21,12 +21,17 @@ from engine_adapter.hold import Forecast
 from engine_adapter.http.control import ControlClient
 from engine_adapter.llama_server.answer import CompletionOutput, known_tokens, slot_content
 from engine_adapter.llama_server.contents import Contents
-from engine_adapter.llama_server.discovery import SlotState, read_slots
 from engine_adapter.llama_server.own_tasks import OwnTasks
 from engine_adapter.llama_server.plan import Plan, plan
 from engine_adapter.llama_server.saved import Saved
-from engine_adapter.llama_server.settle import end_copies, until_all_arrived, when_idle
-from engine_adapter.llama_server.slot_owners import UNKNOWN_OWNER
+from engine_adapter.llama_server.server_files import UNKNOWN_OWNER
+from engine_adapter.llama_server.slot_io import (
+    SlotState,
+    end_copies,
+    read_slots,
+    until_all_arrived,
+    when_idle,
+)
 from engine_adapter.llama_server.slots import Operation, Slot
 from engine_adapter.llama_server.turns import Ask, SlotLease, Turns, first_operation
 from engine_adapter.prompt.prefixes import common_prefix

@@ -5,21 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from uuid import uuid4
 
-import msgspec
-
 from engine_adapter.errors import EngineRejected, EngineUnavailable
 from engine_adapter.http.control import ControlClient
+from engine_adapter.llama_server import slot_io
 from engine_adapter.llama_server.discovery import ServerFacts
 
 _PROBE_TOKENS = 48
 _STATE_WORDS = 7  # of an empty slot's file, before its caches: magic, version, 4 of tokens and their count
 _CACHES = (1, 2)  # of a model with plain attention, and of one that has sliding windows too
-
-
-class _Saved(msgspec.Struct, frozen=True):
-    """The answer of a save: bytes of the file."""
-
-    n_written: int
 
 
 def probe_file() -> str:
@@ -41,7 +34,7 @@ async def probe(control: ControlClient, facts: ServerFacts, slot_id: int, *, fil
         except EngineRejected:
             can_save = False  # the directory is gone or full; the server can still be used
     if facts.can_save:
-        await control.call("POST", f"/slots/{slot_id}?action=erase", json={})
+        await slot_io.erase(control, slot_id)
     return replace(facts, ram_cache=ram_cache, is_unified=is_unified, can_save=can_save)
 
 
@@ -62,9 +55,8 @@ async def probe_unified(control: ControlClient, slot_id: int, slots: int, *, fil
     The file counts the cells of each stream, and a unified pool is one stream. The content of slot `slot_id`
     is lost, and `file` is left in the server's save directory.
     """
-    await control.call("POST", f"/slots/{slot_id}?action=erase", json={})
-    saved = await control.read(_Saved, "POST", f"/slots/{slot_id}?action=save", json={"filename": file})
-    words, rest = divmod(saved.n_written, 4)
+    await slot_io.erase(control, slot_id)
+    words, rest = divmod((await slot_io.save(control, slot_id, file)).size, 4)
     counted = words - _STATE_WORDS
     if not rest and counted in [caches * (1 + slots) for caches in _CACHES]:
         return False

@@ -13,15 +13,14 @@ import msgspec
 
 from engine_adapter.http.control import ControlClient
 from engine_adapter.llama_server.contents import Contents
-from engine_adapter.llama_server.discovery import ServerFacts, read_pulse, read_slots, spare_slot
+from engine_adapter.llama_server.discovery import ServerFacts
 from engine_adapter.llama_server.keeper import SlotKeeper
 from engine_adapter.llama_server.mirror_events import MirrorEvents
 from engine_adapter.llama_server.options import LlamaServerSpec
 from engine_adapter.llama_server.probe import probe, probe_file
 from engine_adapter.llama_server.saved import SavedPrefixes
-from engine_adapter.llama_server.server_record import ServerRecord
-from engine_adapter.llama_server.slot_io import SlotIo
-from engine_adapter.llama_server.slot_owners import SlotOwners
+from engine_adapter.llama_server.server_files import ServerRecord, SlotOwners
+from engine_adapter.llama_server.slot_io import erase, read_pulse, read_slots, spare_slot
 from engine_adapter.llama_server.slots import Operation, Slot
 from engine_adapter.llama_server.state_file import StateFileError
 from engine_adapter.llama_server.verbs import RecordedPin, SlotVerbs
@@ -172,17 +171,17 @@ class Session:
         saved = await self._usable(registry)
         self._has_files = saved is not None
         self._note_probe()
-        clock, io = time.monotonic, SlotIo(self._control)
+        clock = time.monotonic
         directory = saved.place.host if saved is not None else None
         process = directory, self._spec.url, self.facts.instance
         owners = SlotOwners(*process, self.facts.slots)
-        contents = Contents(self._spec.id, self.facts, io, saved, mirror, clock, owners)
+        contents = Contents(self._spec.id, self.facts, self._control, saved, mirror, clock, owners)
         keeper = self.keeper = SlotKeeper(self._spec.id, self._control, contents, clock=clock)
         verbs = self.verbs = SlotVerbs(keeper, ServerRecord(*process, "pins", list[RecordedPin]))
         for state in await read_slots(self._control) if self._may_try else ():
             # Content that was restored and never used does not show, and may be anybody's.
             if state.n_tokens is None and self.facts.can_save and not state.is_processing:
-                await io.erase(state.id)
+                await erase(self._control, state.id)
         keeper.adopt(await read_slots(self._control))
         verbs.recall()
         if self._may_try:

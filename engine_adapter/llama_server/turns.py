@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from engine_adapter.llama_server.answer import CompletionOutput
 from engine_adapter.llama_server.plan import Plan
-from engine_adapter.llama_server.slot_owners import UNKNOWN_OWNER
+from engine_adapter.llama_server.server_files import UNKNOWN_OWNER
 from engine_adapter.llama_server.slots import Operation, Slot, SlotTable
 from engine_adapter.types import Retention, TokenIds
 

@@ -8,7 +8,7 @@ from contextlib import suppress
 from engine_adapter.errors import EngineError
 from engine_adapter.llama_server.keeper import SlotKeeper
 from engine_adapter.llama_server.plan import worth_saving
-from engine_adapter.llama_server.slot_owners import UNKNOWN_OWNER
+from engine_adapter.llama_server.server_files import UNKNOWN_OWNER
 from engine_adapter.llama_server.slots import Operation, Slot
 
 # A slot is written back after it has been idle for this long.

@@ -101,7 +101,7 @@ class LmCache:
     # --- what it holds --------------------------------------------------------------------------------
 
     async def lookup(self, prompt: KvTarget) -> BelowGpu | None:
-        """See `EngineAdapter.lookup`."""
+        """The part of a prompt that it holds; None if it does not answer in time. Never raises."""
         if self._site is None or self._doubted or prompt.token_ids is None:
             return None
         n_tokens = len(prompt.token_ids)

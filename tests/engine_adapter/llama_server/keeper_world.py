@@ -12,15 +12,16 @@ from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 import httpx
 
 from engine_adapter.http.control import ControlClient
+from engine_adapter.llama_server import slot_io
 from engine_adapter.llama_server.answer_reader import SlotAnswer
 from engine_adapter.llama_server.contents import Contents
-from engine_adapter.llama_server.discovery import ServerFacts, discover, read_slots
+from engine_adapter.llama_server.discovery import ServerFacts, discover
 from engine_adapter.llama_server.keeper import SlotKeeper
 from engine_adapter.llama_server.mirror_events import MirrorEvents
 from engine_adapter.llama_server.probe import probe
 from engine_adapter.llama_server.saved import SavedEvent, SavedPlace, SavedPrefixes
-from engine_adapter.llama_server.slot_io import SlotIo
-from engine_adapter.llama_server.slot_owners import UNKNOWN_OWNER
+from engine_adapter.llama_server.server_files import UNKNOWN_OWNER
+from engine_adapter.llama_server.slot_io import read_slots
 from engine_adapter.llama_server.slots import Operation
 from engine_adapter.llama_server.state_file import read_tokens
 from engine_adapter.llama_server.turns import Ask
@@ -57,9 +58,8 @@ class KeeperWorld:
     def __init__(self, server, facts, control, registry):
         self.server, self.facts, self.control, self.registry = server, facts, control, registry
         self.clock = Clock()
-        self.io = SlotIo(control)
         self.mirror = MirrorEvents()
-        self.contents = Contents("e", facts, self.io, registry, self.mirror, self.clock)
+        self.contents = Contents("e", facts, control, registry, self.mirror, self.clock)
         self.keeper = SlotKeeper("e", control, self.contents, clock=self.clock)
         self.table = self.contents.table
         registry.subscribe(self._on_saved)
@@ -162,7 +162,7 @@ class KeeperWorld:
     async def truth(self, slot_id):
         """The tokens in a slot, from the header of a file the server saves of it."""
         path = self.server.save_dir / CHECK_FILE
-        await self.io.save(slot_id, CHECK_FILE)
+        await slot_io.save(self.control, slot_id, CHECK_FILE)
         try:
             return read_tokens(path)
         finally:
@@ -198,7 +198,7 @@ async def keeper_world(server, **place):
     async with aclosing(ControlClient(spec)) as control:
         facts = await _facts_of(server, spec, control)
         for slot_id in range(facts.slots):
-            await SlotIo(control).erase(slot_id)
+            await slot_io.erase(control, slot_id)
         for path in server.save_dir.iterdir():
             path.unlink()
         registry = SavedPrefixes(SavedPlace(**{"host": server.save_dir, "host_bytes": 1 << 28} | place))

@@ -8,7 +8,7 @@ import pytest
 from engine_adapter import EngineUnavailable, JsonBody
 from engine_adapter.llama_server.answer import read_answer, slot_content
 from engine_adapter.llama_server.answer_reader import NativeAnswer, SlotsAnswer, read_by
-from engine_adapter.llama_server.slot_owners import UNKNOWN_OWNER
+from engine_adapter.llama_server.server_files import UNKNOWN_OWNER
 from engine_adapter.llama_server.turns import Ask, SlotLease
 
 PROMPT = array("i", [1, 2, 3])

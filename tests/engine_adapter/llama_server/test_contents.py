@@ -14,7 +14,7 @@ from engine_adapter.http import control
 from engine_adapter.llama_server import contents as contents_module
 from engine_adapter.llama_server import saved_files, slot_io
 from engine_adapter.llama_server.contents import MANY_CHANGES, Contents
-from engine_adapter.llama_server.slot_owners import UNKNOWN_OWNER
+from engine_adapter.llama_server.server_files import UNKNOWN_OWNER
 from engine_adapter.llama_server.state_file import read_tokens
 from scripts.make_gguf import gguf_path
 from tests.engine_adapter.llama_server.keeper_world import keeper_world, stopped
@@ -101,7 +101,7 @@ class TestSave:
         assert list(world.server.save_dir.iterdir()) == []
 
     async def test_without_files_nothing_is(self, world):
-        contents = Contents("e", world.facts, world.io, None, world.mirror, world.clock)
+        contents = Contents("e", world.facts, world.control, None, world.mirror, world.clock)
         contents.hold(contents.table[0], prompt_of(1), None)
         assert not contents.can_save
         assert not await contents.save(contents.table[0])
@@ -189,7 +189,7 @@ class TestSave:
 
     async def test_what_somebody_else_emptied_is_empty(self, world):
         lease = await world.ask(prompt_of(1))
-        await world.io.erase(lease.slot)
+        await slot_io.erase(world.control, lease.slot)
         assert not await world.save(lease.slot)
         assert world.table[lease.slot].is_empty
         assert world.contents.counts.strangers == 1

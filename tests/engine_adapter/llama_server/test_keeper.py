@@ -13,9 +13,9 @@ import pytest
 
 from engine_adapter.body import JsonBody
 from engine_adapter.errors import EngineUnavailable
-from engine_adapter.llama_server.discovery import read_slots
 from engine_adapter.llama_server.saved import salt_digest
-from engine_adapter.llama_server.slot_owners import UNKNOWN_OWNER
+from engine_adapter.llama_server.server_files import UNKNOWN_OWNER
+from engine_adapter.llama_server.slot_io import read_slots
 from engine_adapter.llama_server.slots import NEVER, Operation
 from engine_adapter.llama_server.tokens import tokenize
 from engine_adapter.llama_server.turns import Ask

@@ -7,9 +7,10 @@ import asyncio
 import pytest
 
 from engine_adapter import Capability, EngineUnavailable, HttpTransport, KvVerb, make_adapter
-from engine_adapter.llama_server.discovery import discover, read_slots
+from engine_adapter.llama_server.discovery import discover
 from engine_adapter.llama_server.mirror_events import MirrorEvents
 from engine_adapter.llama_server.session import Session, identity_of
+from engine_adapter.llama_server.slot_io import read_slots
 from tests.engine_adapter.llama_server.slot_world import World, prompt_of, slot_world
 from tests.engines import engine_spec
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from engine_adapter.errors import EngineUnavailable
 from engine_adapter.llama_server.answer import CompletionOutput
 from engine_adapter.llama_server.plan import Plan
-from engine_adapter.llama_server.slot_owners import UNKNOWN_OWNER
+from engine_adapter.llama_server.server_files import UNKNOWN_OWNER
 from engine_adapter.llama_server.slots import Operation, SlotTable
 from engine_adapter.llama_server.turns import Ask, SlotLease, Turns, first_operation
 
