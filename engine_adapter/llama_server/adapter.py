@@ -34,7 +34,7 @@ from engine_adapter.llama_server.routes import (
 )
 from engine_adapter.llama_server.saved import Saved, SavedEvent, SavedPlace, SavedPrefixes, salt_digest
 from engine_adapter.llama_server.server_files import UNKNOWN_OWNER, ServerLock
-from engine_adapter.llama_server.session import Session, identity_of
+from engine_adapter.llama_server.session import Session
 from engine_adapter.llama_server.slot_io import read_pulse
 from engine_adapter.llama_server.tokens import tokenize
 from engine_adapter.llama_server.turns import Ask
@@ -113,7 +113,7 @@ class LlamaServerAdapter(HttpAdapter):
         if session is not None and await session.is_busy_moving():
             return self._info(session)
         facts = await discover(self._control, self.spec)
-        if session is None or session.is_lost or session.identity != identity_of(facts):
+        if session is None or session.is_lost or session.facts.identity != facts.identity:
             await self._end(farewell=False)
             session = Session(self.spec, self._control, facts, may_try=self.may_try)
             await session.begin(self._registry, self._mirror)
@@ -127,7 +127,7 @@ class LlamaServerAdapter(HttpAdapter):
         facts, self.capabilities = session.facts, session.capabilities
         return EngineInfo(
             model=self.spec.model or facts.model,
-            instance=session.identity,
+            instance=facts.identity,
             capabilities=self.capabilities,
             tokens_per_block=TOKENS_PER_BLOCK,
             max_model_len=facts.slot_ctx,

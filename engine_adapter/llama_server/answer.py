@@ -221,10 +221,6 @@ async def known_tokens(control: ControlClient, answer: CompletionOutput) -> Toke
 
     For requests that leave the text as it is sampled: no stop strings, which hold text back, and no parser,
     which may drop white space.
-
-    Raises:
-        EngineUnavailable: the server cannot be reached, or does not return pieces.
-        EngineRejected: it refuses the text.
     """
     known: TokenIds[int] = array("i")
     if not answer.has_chunk_per_token:

@@ -26,11 +26,7 @@ _decode_fields = msgspec.json.Decoder(dict[str, Any]).decode
 
 
 def streaming_body(path: str, body: JsonBody) -> JsonBody | None:
-    """The same request as a stream with usage; None if it streams already, or cannot.
-
-    Raises:
-        UnreadableField: a field this reads is not valid JSON.
-    """
+    """The same request as a stream with usage; None if it streams already, or cannot."""
     if path not in (_CHAT, _COMPLETIONS) or body.get("stream") is True:
         return None
     if path == _CHAT and body.get("logprobs") and body.get("tools"):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -36,11 +36,8 @@ def llama_server_command(
     It has no flag that turns the web UI off: the flag's name differs between releases, and a server refuses
     to start with an unknown flag.
 
-    Args:
-        words: the operator's options, with or without the name of the binary before them.
-        port: the port on 127.0.0.1.
-        save_dir: its `--slot-save-path`, unless the words name one.
-        binary: the binary, unless the words name one.
+    The words are the operator's options, with or without the name of the binary before them. `save_dir` and
+    `binary` are used unless the words name others.
     """
     program, options = _split(words, binary)
     given = {_flag(word) for word in options}
@@ -97,60 +94,57 @@ def named_api_key(words: Sequence[str]) -> str | None:
 
 def advice(words: Sequence[str]) -> tuple[str, ...]:
     """One sentence for each flag in the words that hinders the reuse of KV."""
-    return tuple(text for holds, text in _ADVICE if holds(words))
+    found = [text for flags, harmless, text in _ADVICE if _hinders(words, flags, harmless)]
+    if (_value(words, _SLOTS) or "").startswith("-"):
+        found.append(
+            "-np below 1 lets the server choose, which shares one KV buffer among the slots: "
+            "give -np a number"
+        )
+    return tuple(found)
 
 
-def _is_on(on: Collection[str], off: Collection[str] = ()) -> Callable[[Sequence[str]], bool]:
-    """A test whether the last given of a flag and its opposite is the flag."""
-
-    def test(words: Sequence[str]) -> bool:
-        given = [flag for word in words if (flag := _flag(word)) in on or flag in off]
-        return bool(given) and given[-1] in on
-
-    return test
+def _hinders(words: Sequence[str], flags: Collection[str], harmless: str | Collection[str]) -> bool:
+    """Whether a flag has another value than the harmless one, or comes after all its opposites."""
+    if isinstance(harmless, str):
+        return _value(words, flags) not in (None, harmless)
+    given = [flag for word in words if (flag := _flag(word)) in flags or flag in harmless]
+    return bool(given) and given[-1] in flags
 
 
-def _is_other_than(off: str, *names: str) -> Callable[[Sequence[str]], bool]:
-    return lambda words: _value(words, names) not in (None, off)
-
-
-def _has_auto_slots(words: Sequence[str]) -> bool:
-    return (_value(words, _SLOTS) or "").startswith("-")
-
-
-_UNIFIED = (("-kvu", "--kv-unified"), ("-no-kvu", "--no-kv-unified"))
-
-_ADVICE: tuple[tuple[Callable[[Sequence[str]], bool], str], ...] = (
+_ADVICE: tuple[tuple[tuple[str, ...], str | tuple[str, ...], str], ...] = (
     (
-        _is_other_than("0", *_CACHE_RAM),
+        _CACHE_RAM,
+        "0",
         "--cache-ram other than 0 lets the server swap the KV of its slots behind kvpin's back: leave it out",
     ),
     (
-        _is_on(*_UNIFIED),
+        ("-kvu", "--kv-unified"),
+        ("-no-kvu", "--no-kv-unified"),
         "-kvu shares one KV buffer among the slots, so that idle slots are not kept or saved: leave it out",
     ),
     (
-        _has_auto_slots,
-        "-np below 1 lets the server choose, which shares one KV buffer among the slots: give -np a number",
-    ),
-    (
-        _is_on(("--no-slots",), ("--slots",)),
+        ("--no-slots",),
+        ("--slots",),
         "--no-slots hides from kvpin what the slots do: leave it out",
     ),
     (
-        _is_on(("--no-cache-prompt",), ("--cache-prompt",)),
+        ("--no-cache-prompt",),
+        ("--cache-prompt",),
         "--no-cache-prompt makes the server compute every prompt from its beginning: leave it out",
     ),
     (
-        _is_on(("--context-shift",), ("--no-context-shift",)),
+        ("--context-shift",),
+        ("--no-context-shift",),
         "--context-shift drops tokens from running slots, whose KV kvpin then no longer knows: leave it out",
     ),
     (
-        _is_other_than("0", "--cache-reuse"),
+        ("--cache-reuse",),
+        "0",
         "--cache-reuse reuses shifted KV: answers are not exact, and kvpin cannot predict it; leave it out",
     ),
     (
-        _is_other_than("-1", "--sleep-idle-seconds"),
+        ("--sleep-idle-seconds",),
+        "-1",
         "--sleep-idle-seconds lets an idle server drop the KV of all its slots: leave it out",
     ),
 )

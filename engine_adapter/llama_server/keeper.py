@@ -91,16 +91,11 @@ class SlotKeeper:
             prefill_s=best.prefill_s,
             interference_s=best.stall_s + INTERFERENCE_S * self.streams,
             regret_s=best.regret_s,
-            why=best.why,
         )
 
     @asynccontextmanager
     async def lease(self, ask: Ask) -> AsyncIterator[SlotLease]:
-        """Leases the best slot for a request, after the save and restore that pay.
-
-        Raises:
-            EngineUnavailable: the server went away before the request could start.
-        """
+        """Leases the best slot for a request, after the save and restore that pay."""
         self._check_open()
         chosen = await self._turns.slot(ask)
         self._check_open()
@@ -207,8 +202,7 @@ class SlotKeeper:
     async def reconcile(self) -> None:
         """Compares the mirror with `/slots`. A slot that somebody else changed becomes unknown.
 
-        Raises:
-            EngineUnavailable: the server lost its slots, so it is another process.
+        Raises EngineUnavailable if the server lost its slots: it is another process.
         """
         uses = [slot.uses for slot in self._table]
         self.has_worked = False
@@ -431,11 +425,7 @@ class SlotKeeper:
 
 
 async def _outcome(task: asyncio.Task[_Result]) -> _Result:
-    """The result of `task`, which goes on if the caller is cancelled.
-
-    Raises:
-        EngineUnavailable: the task itself was cancelled, because its keeper was closed.
-    """
+    """The result of `task`, which goes on if the caller is cancelled. EngineUnavailable if it was."""
     await asyncio.wait([task])
     if task.cancelled():
         raise EngineUnavailable("the engine was lost meanwhile")

@@ -30,13 +30,11 @@ class Plan:
     """Where a request runs, and its expected costs in seconds.
 
     Attributes:
-        slot: the slot.
-        prompt_tokens: tokens of the prompt.
         cached_tokens: how many of them the server will report as cached.
         firm: False if unknown tokens of the slot may make it more.
         restore: the saved prefix to restore into the slot first, None to use the slot as it is.
-        save_first: whether to save the slot's content before anything else.
-        is_ready: whether the slot is idle; if not, the request waits for it.
+        save_first: save the slot's content before anything else.
+        is_ready: the slot is idle; if not, the request waits for it.
         over_pin: the slot's pin yields, because every slot has a pin in the way.
         wait_s: wait until the slot is idle.
         restore_s: restore, and the save before it.
@@ -46,7 +44,6 @@ class Plan:
     """
 
     slot: int
-    prompt_tokens: int
     cached_tokens: int
     firm: bool
     restore: Saved | None
@@ -63,22 +60,6 @@ class Plan:
     def total_s(self) -> float:
         """The total cost; the plan with the least is chosen."""
         return self.wait_s + self.restore_s + self.prefill_s + self.stall_s + self.regret_s
-
-    @property
-    def why(self) -> str:
-        """The choice in one sentence, for people."""
-        share = f"{'' if self.firm else 'at least '}{self.cached_tokens} of {self.prompt_tokens} tokens"
-        if self.restore is not None:
-            sentence = f"slot {self.slot} gets {share} from {self.restore.tier} file {self.restore.name!r}"
-        elif self.cached_tokens:
-            sentence = f"slot {self.slot} holds {share}"
-        else:
-            sentence = f"slot {self.slot} is the cheapest for a full prefill of {self.prompt_tokens} tokens"
-        if self.save_first:
-            sentence += ", its content is saved first"
-        if not self.is_ready:
-            sentence += f", free in about {self.wait_s:.2g} s"
-        return sentence + (", its pin ends first and every slot is pinned" if self.over_pin else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +175,6 @@ def _choice(slot: Slot, kept: int, file: _File | None, given: _Inputs) -> Plan:
     io_s = save_s + (0.0 if file is None else file.seconds)
     return Plan(
         slot=slot.id,
-        prompt_tokens=len(given.prompt),
         cached_tokens=cached,
         firm=file is not None or not _may_hold_more(slot, kept, given),
         restore=None if file is None else file.entry,

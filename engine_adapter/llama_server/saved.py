@@ -49,14 +49,8 @@ _log = logging.getLogger("kvpin.llama_server")
 
 @dataclass(frozen=True, slots=True)
 class SavedPlace:
-    """The directories of saved prefixes, and how many bytes they may take.
-
-    Attributes:
-        host: the server's `--slot-save-path`, best on a tmpfs.
-        host_bytes: cap of the host tier.
-        disk: directory of the disk tier, None without one.
-        disk_bytes: cap of the disk tier.
-    """
+    """The directories of saved prefixes, and how many bytes they may take. The host tier is the server's
+    `--slot-save-path`."""
 
     host: Path
     host_bytes: int
@@ -91,11 +85,7 @@ class SavedPrefixes:
 
     @classmethod
     def shared(cls, place: SavedPlace) -> SavedPrefixes:
-        """The registry of `place`: one per host directory for all adapters of this process.
-
-        Raises:
-            EngineSpecError: two engines describe one host directory differently, or a description is invalid.
-        """
+        """The registry of `place`: one per host directory for all adapters of this process."""
         resolved = SavedPlace(
             place.host.resolve(), place.host_bytes, place.disk and place.disk.resolve(), place.disk_bytes
         )
@@ -157,11 +147,7 @@ class SavedPrefixes:
     # --- What comes in ---------------------------------------------------------------------------
 
     async def rebuild(self) -> None:
-        """Reads the directories once; concurrent callers wait for it.
-
-        Raises:
-            StateFileError: a directory cannot be used; the next call tries again.
-        """
+        """Reads the directories once; concurrent callers wait. After an error, the next call tries again."""
         if self._rebuilding is None:
             self._rebuilding = self._tasks.start(self._rebuild())
         task = self._rebuilding
@@ -203,19 +189,9 @@ class SavedPrefixes:
     ) -> Saved:
         """Registers the file that the server saved as `name`, and drops shorter entries that it continues.
 
-        An entry that is pinned or in use stays.
-
-        Args:
-            name: from `saved_files.new_name(key)`.
-            key: fingerprint of model and stream layout.
-            salt: digest of the content's cache salt.
-            tokens_expected: the server's `n_saved`.
-            bytes_expected: the server's `n_written`.
-            keep_s: seconds for which a client retains it, if above 0.
-            owner: digest of that client's tenant.
-
-        Raises:
-            StateFileError: the file is not whole, or there is no room for it; it is removed.
+        An entry that is pinned or in use stays. A file that is not whole, or for which there is no room, is
+        removed, and StateFileError raised. The server said how many tokens and bytes to expect. The tenant
+        with the digest `owner` retains it for `keep_s` seconds.
         """
         await self.rebuild()
         if saved_files.key_of(name) != key or name in self._entries:
@@ -277,9 +253,7 @@ class SavedPrefixes:
     async def ready(self, saved: Saved) -> str:
         """Verifies a saved prefix before a restore, moves it to the host tier, and returns its file name.
 
-        Raises:
-            StateFileError: it is damaged or gone, and was dropped; or it cannot be read now, or the host tier
-                has no room for it, and it stays.
+        Raises StateFileError. A file that is damaged or gone was dropped then; any other stays.
         """
         await saved.idle()
         self._check_registered(saved)

@@ -24,11 +24,8 @@ class Sidecar(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     """kvpin's record of a saved file. It has no prompt content, and only a digest of the salt.
 
     Attributes:
-        format: version of this record.
         key: fingerprint of model and stream layout; a server restores only its own key.
         salt: `salt_digest` of the cache salt of the content.
-        count: number of tokens.
-        size: bytes.
         checksum: xxh3_64 of the file.
         created: seconds since the epoch, as all times here.
         last_used: time of its last restore or write.
@@ -56,13 +53,10 @@ class Saved(Sidecar, kw_only=True, eq=False):
 
     Attributes:
         name: file name, the same in either tier.
-        tokens: the tokens whose KV it holds.
-        tier: HOST or DISK.
         pinned_until: it is not evicted before this time.
         seen: stamp of the file whose bytes were hashed in this process.
         retry_at: it is not restored before this time, because it could not be read.
         holds: restores that use it now; its files stay until they end.
-        work: the running file operation.
     """
 
     name: str

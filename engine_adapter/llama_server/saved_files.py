@@ -4,7 +4,8 @@
     kvpin-<key>-<unique>.json   its sidecar: kvpin's record of it; without one the file is no entry
     ….part                      one of them while it is written
 
-Everything here blocks and is called in a thread. Files with other names are never touched.
+Everything here blocks and is called in a thread. Files with other names are never touched. Functions raise
+StateFileError for a file or a directory that cannot be used.
 """
 
 from __future__ import annotations
@@ -36,11 +37,7 @@ _KEY = re.compile(r"[0-9A-Za-z]{1,128}")
 
 
 def new_name(key: str) -> str:
-    """A new file name, valid for llama-server.
-
-    Raises:
-        ValueError: the key is not 1 to 128 ASCII letters and digits.
-    """
+    """A new file name, valid for llama-server."""
     if not _KEY.fullmatch(key):
         raise ValueError(f"key {key!r} of a saved prefix must be 1 to 128 ASCII letters and digits")
     return f"kvpin-{key}-{secrets.token_hex(16)}.bin"
@@ -55,11 +52,7 @@ def key_of(name: str) -> str | None:
 def inspect(
     path: Path, key: str, salt: str | None, tokens_expected: int | None, bytes_expected: int | None
 ) -> Saved:
-    """Reads a new saved file, and checks it against the server's figures, if given. Its times are unset.
-
-    Raises:
-        StateFileError: it cannot be read, is not whole, holds no tokens, or changed meanwhile.
-    """
+    """Reads a new saved file, and checks it against the server's figures, if given. Its times are unset."""
     before = stamp(path)
     if bytes_expected is not None:
         _check_count(path, Reason.SIZE, "bytes", before[1], bytes_expected)
@@ -78,11 +71,7 @@ def inspect(
 
 
 def verify(path: Path, saved: Saved) -> Stamp:
-    """Checks a file against its entry. A file that was seen before is not hashed again.
-
-    Raises:
-        StateFileError: it cannot be read, or has changed.
-    """
+    """Checks a file against its entry. A file that was seen before is not hashed again."""
     found = stamp(path)
     _check_count(path, Reason.SIZE, "bytes", found[1], saved.size)
     if state_file.read_tokens(path) != saved.tokens:
@@ -93,12 +82,7 @@ def verify(path: Path, saved: Saved) -> Stamp:
 
 
 def move(source: Path, target: Path, saved: Saved) -> Stamp:
-    """Moves a saved file and its sidecar to another directory, and verifies the bytes on the way.
-
-    Raises:
-        StateFileError: `target` cannot be written (NO_ROOM, UNWRITABLE), or `source` is damaged or cannot be
-            read. `source` stays in either case.
-    """
+    """Moves a saved file and its sidecar to another directory, and verifies the bytes on the way."""
     _check_count(source, Reason.SIZE, "bytes", stamp(source)[1], saved.size)
     copied = state_file.copy(source, target)
     try:
@@ -128,11 +112,7 @@ def stamp(path: Path) -> Stamp:
 
 
 def write_sidecar(path: Path, saved: Saved) -> None:
-    """Writes the sidecar of the saved file `path`, whole or not at all.
-
-    Raises:
-        StateFileError: NO_ROOM or UNWRITABLE.
-    """
+    """Writes the sidecar of the saved file `path`, whole or not at all."""
     target = path.with_suffix(".json")
     part = target.with_name(f"{target.name}.part")
     try:
@@ -179,9 +159,6 @@ def scan(directory: Path, tier: Tier, now: float, taken: AbstractSet[str]) -> tu
     Left in place and not used: an entry that cannot be read now, and one that another version of kvpin or of
     llama-server wrote. Left while younger than GRACE_S, since another process may be saving or moving it: a
     file without its sidecar, a sidecar without its file, and an entry whose name is `taken`.
-
-    Raises:
-        StateFileError: the directory cannot be read.
     """
     with reading(directory):
         names = {each.name for each in directory.iterdir() if _OWN.fullmatch(each.name)}

@@ -44,12 +44,7 @@ class _Holder(msgspec.Struct, frozen=True):
 
 
 class ServerLock:
-    """The lock of one server.
-
-    Args:
-        directory: where the lock lies, beside the saved files; None for no lock.
-        url: address of the server, which names the lock.
-    """
+    """The lock of one server, which its address names. None for no directory is no lock."""
 
     def __init__(self, directory: Path | None, url: str) -> None:
         self._path: Path | None = None
@@ -64,11 +59,8 @@ class ServerLock:
         return self._path is not None and not self._has_warned
 
     def take(self) -> None:
-        """Takes the lock; it may be held here already. Where no lock can lie, nothing is locked.
-
-        Raises:
-            EngineTaken: another kvpin holds it.
-        """
+        """Takes the lock; it may be held here already. Where no lock can lie, nothing is locked. EngineTaken
+        means that another kvpin holds it."""
         if self._file is not None or self._path is None:
             return
         try:
@@ -121,14 +113,10 @@ def _read(file: FileIO) -> str:
 
 
 class ServerRecord(Generic[_Content]):
-    """One record, which only this user can read.
+    """One record, which only this user can read; none without a directory or `instance`.
 
-    Args:
-        directory: where it lies, beside the saved files; None to keep no record.
-        url: address of the server, which names the record.
-        instance: word of the server's process. A record of another process counts for nothing.
-        name: what it is about, for its file's name and for logs.
-        kind: type of its content.
+    `instance` is the word of the server's process: a record of another process counts for nothing. `name` is
+    what it is about, in its file's name and in logs; `kind` is the type of its content.
     """
 
     def __init__(

@@ -7,17 +7,17 @@ import logging
 import time
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
 from engine_adapter.http.control import ControlClient
 from engine_adapter.llama_server.contents import Contents
-from engine_adapter.llama_server.discovery import ServerFacts
+from engine_adapter.llama_server.discovery import ServerFacts, probe, probe_file
 from engine_adapter.llama_server.keeper import SlotKeeper
 from engine_adapter.llama_server.mirror_events import MirrorEvents
 from engine_adapter.llama_server.options import LlamaServerSpec
-from engine_adapter.llama_server.probe import probe, probe_file
 from engine_adapter.llama_server.saved import SavedPrefixes
 from engine_adapter.llama_server.server_files import ServerRecord, SlotOwners
 from engine_adapter.llama_server.slot_io import erase, read_pulse, read_slots, spare_slot
@@ -32,10 +32,6 @@ log = logging.getLogger("kvpin.llama_server")
 # Longest time to save slots at shutdown. Supervisors kill a process after ten seconds.
 FAREWELL_S = 8.0
 
-_ALWAYS = frozenset({Capability.CACHED_TOKENS, Capability.TOKENIZE})
-_WITH_SLOTS = frozenset({Capability.KV_EVENTS, Capability.PIN})
-_WITH_FILES = frozenset({Capability.OFFLOAD, Capability.RESTORE})
-
 
 class Probed(msgspec.Struct, frozen=True):
     """Result of probing a server process whose files arrive in `host_cache_dir`; see ServerFacts."""
@@ -48,7 +44,6 @@ class Session:
     """A connected server process.
 
     Attributes:
-        facts: what it is.
         findings: what keeps kvpin from using it fully, beyond the findings of the facts.
         keeper: manages its slots; None if they cannot be managed, and the server chooses them itself.
         verbs: the admin verbs on its slots; None likewise.
@@ -61,21 +56,17 @@ class Session:
         self.facts = facts
         self.keeper: SlotKeeper | None = None
         self.verbs: SlotVerbs | None = None
+        self.findings: list[str] = []
         self._spec = spec
         self._may_try = may_try
         self._control = control
-        self.findings: list[str] = []
         self._has_files = False
         self._shares_directory = True
         self._write_back: asyncio.Task[None] | None = None
         self._probes: ServerRecord[Probed] | None = None
 
     async def begin(self, registry: SavedPrefixes | None, mirror: MirrorEvents) -> None:
-        """Probes the server, takes over its slots, and starts to write them back.
-
-        Raises:
-            EngineError: it went away meanwhile; the session has ended then.
-        """
+        """Probes the server, takes over its slots, and begins to write them back. Errors end the session."""
         try:
             await self._begin(registry, mirror)
         except BaseException:
@@ -100,20 +91,16 @@ class Session:
     @property
     def capabilities(self) -> frozenset[Capability]:
         """The capabilities that the server has with its flags."""
-        able = _ALWAYS
-        if self.keeper is None:
-            return able
-        able |= _WITH_SLOTS
-        if self.keeps_none_itself:
-            able |= {Capability.CACHE_SALT}
-        if self.facts.can_save:
-            able |= {Capability.FLUSH}
-        return able | _WITH_FILES if self._has_files else able
-
-    @property
-    def identity(self) -> str:
-        """Changes with the process, and with the model it serves."""
-        return identity_of(self.facts)
+        has = {
+            Capability.KV_EVENTS: True,
+            Capability.PIN: True,
+            Capability.CACHE_SALT: self.keeps_none_itself,
+            Capability.FLUSH: self.facts.can_save,
+            Capability.OFFLOAD: self._has_files,
+            Capability.RESTORE: self._has_files,
+        }
+        with_slots = {capability for capability, there in has.items() if there and self.keeper is not None}
+        return frozenset({Capability.CACHED_TOKENS, Capability.TOKENIZE, *with_slots})
 
     @property
     def keeps_none_itself(self) -> bool:
@@ -135,23 +122,14 @@ class Session:
     async def try_out(self) -> None:
         """Probes a server that was too busy for it when kvpin connected."""
         keeper = self.keeper
-        if (
-            keeper is None
-            or not self._may_try
-            or self.facts.ram_cache is not None
-            or keeper.streams
-            or keeper.waiting
-        ):
+        if keeper is None or not self._may_try or self.facts.ram_cache is not None:
             return
         idle = keeper.contents.table.idle()
-        if idle:
+        if idle and not keeper.streams and not keeper.waiting:
             slot = min(idle, key=lambda slot: (slot.dirty, slot.length))
-            await keeper.take(slot.id, Operation.FOREIGN, self._try_out_on)
+            await keeper.take(slot.id, Operation.FOREIGN, partial(self._try_out_on, keeper.contents))
 
-    async def _try_out_on(self, slot: Slot) -> None:
-        contents = self.keeper.contents if self.keeper is not None else None
-        if contents is None:
-            return
+    async def _try_out_on(self, contents: Contents, slot: Slot) -> None:
         contents.mark_unknown(slot, slot.length)
         self.facts = await self._probed(self.facts, slot.id)
         self._note_probe()
@@ -218,7 +196,7 @@ class Session:
     async def _usable(self, registry: SavedPrefixes | None) -> SavedPrefixes | None:
         """The registry, if the server can save and the directory can be used."""
         if registry is None and self.facts.can_save:
-            self._find(
+            self.findings.append(
                 "nothing is saved: set host_cache_dir to the server's --slot-save-path as kvpin sees it"
             )
         if registry is None or not self.facts.can_save:
@@ -227,23 +205,15 @@ class Session:
         try:
             await registry.rebuild()
         except StateFileError as error:
-            self._find(f"nothing is saved: host_cache_dir {directory} cannot be used ({error})")
+            self.findings.append(f"nothing is saved: host_cache_dir {directory} cannot be used ({error})")
             return None
         if not self._shares_directory:
-            self._find(
+            self.findings.append(
                 f"nothing is saved: files of the server do not arrive in host_cache_dir {directory}; start"
                 f" it with --slot-save-path {directory}, or set host_cache_dir to the directory it saves to"
             )
             return None
         return registry
-
-    def _find(self, finding: str) -> None:
-        self.findings.append(finding)
-
-
-def identity_of(facts: ServerFacts) -> str:
-    """Changes with the process, and with the model it serves."""
-    return f"{facts.instance or ''}{facts.fingerprint}"
 
 
 def _take_probe(directory: str, file: str) -> bool:

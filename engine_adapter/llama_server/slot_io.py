@@ -29,9 +29,6 @@ class SlotState(msgspec.Struct, frozen=True):
     """One slot as `GET /slots` shows it.
 
     Attributes:
-        id: what `id_slot` names.
-        n_ctx: its context in tokens.
-        is_processing: a request runs on it.
         id_task: number of its latest request, None when it had none.
         n_tokens: tokens it holds; None if it had no request, even after a restore.
     """

@@ -38,12 +38,7 @@ async def tokenize(control: ControlClient, path: str, body: JsonBody) -> TokenId
 
     The server gets the whole chat body, because more than its messages makes the prompt: tools,
     `tool_choice`, `response_format`, `reasoning_effort`, `chat_template_kwargs`, a message to continue.
-
-    Raises:
-        EngineRejected: the server refuses the prompt, or its ids do not identify it (images, sound), or it is
-            no prompt.
-        EngineUnavailable: no answer, or an unexpected one.
-        UnreadableField: a field this reads is not valid JSON.
+    Raises EngineRejected for what is no prompt, or one whose ids do not identify it (images, sound).
     """
     if path == _CHAT:
         _check_all_text(body.get("messages"))

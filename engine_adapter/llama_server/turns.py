@@ -11,6 +11,7 @@ import asyncio
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from engine_adapter.llama_server.answer import CompletionOutput
 from engine_adapter.llama_server.plan import Plan
@@ -41,8 +42,6 @@ class SlotLease:
     """A request's hold on a slot.
 
     Attributes:
-        slot: the slot's id.
-        ask: the prompt that the request brought.
         cached_tokens: prompt tokens the server will report as reused.
         firm: False if the server may report more.
         may_reuse: the request may use KV that lies in the slot.
@@ -85,16 +84,13 @@ class _Waiter:
 
     ask: Ask | None
     since: float
-    turn: asyncio.Future[Plan | None]
+    turn: asyncio.Future[Any]  # its plan, None for one that runs alone
 
 
 class Turns:
     """The queue in front of the slots. It begins what it grants on the slot table.
 
-    Args:
-        table: the slots.
-        decide: the best plan for a prompt over some slots.
-        clock: seconds.
+    `decide` gives the best plan for a prompt over some slots.
     """
 
     def __init__(self, table: SlotTable, decide: Decide, clock: Callable[[], float]) -> None:
@@ -114,9 +110,7 @@ class Turns:
 
         A caller that is cancelled while it waits leaves nothing begun.
         """
-        plan = await self._turn(ask)
-        if plan is None:
-            raise RuntimeError("a turn for one slot came without its plan")
+        plan: Plan = await self._turn(ask)
         return plan
 
     async def all(self) -> None:
@@ -142,7 +136,9 @@ class Turns:
 
     def dispatch(self) -> None:
         """Starts every waiting request that can start now."""
-        self._cancel_timer()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
         soonest = math.inf
         for waiter in tuple(self._queue):
             if self._table.in_flight == len(self._table):
@@ -164,7 +160,7 @@ class Turns:
         if soonest < math.inf:
             self._timer = asyncio.get_running_loop().call_later(soonest, self.dispatch)
 
-    async def _turn(self, ask: Ask | None) -> Plan | None:
+    async def _turn(self, ask: Ask | None) -> Any:  # noqa: ANN401 - see _Waiter
         waiter = _Waiter(ask, self._clock(), asyncio.get_running_loop().create_future())
         self._queue.append(waiter)
         self.dispatch()
@@ -194,16 +190,10 @@ class Turns:
             self._queue.remove(waiter)
             self.dispatch()
         elif waiter.turn.done() and not waiter.turn.cancelled() and waiter.turn.exception() is None:
-            plan = waiter.turn.result()
-            if plan is None:
+            if waiter.ask is None:
                 self.release_all()
             else:
-                self.release(plan.slot)
-
-    def _cancel_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+                self.release(waiter.turn.result().slot)
 
 
 def first_operation(plan: Plan) -> Operation:

@@ -50,16 +50,9 @@ class _Unusable(Exception):
 async def survey(
     spec: LmCacheSpec, model: str, node: Node, coordinator_at: Callable[[str], Coordinator]
 ) -> tuple[Site | None, tuple[Finding, ...]]:
-    """Asks the node and its coordinator what they are.
+    """Asks the node and its coordinator what they are: the usable site or None, and the findings.
 
-    Args:
-        spec: the engine's.
-        model: the model the engine was started with, which is its name in LMCache.
-        node: the LMCache server beside it.
-        coordinator_at: makes the coordinator at an address.
-
-    Returns:
-        The usable site or None, and the findings.
+    The model the engine was started with is its name in LMCache.
     """
     try:
         return await _survey(spec, model, node, coordinator_at)

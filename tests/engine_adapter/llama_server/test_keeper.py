@@ -75,7 +75,6 @@ class TestForecast:
         await world.saved_away(prompt_of(7))
         forecast = world.keeper.forecast(Ask(prompt_of(7)))
         assert (forecast.cached_tokens, forecast.firm, forecast.restore_s > 0) == (99, True, True)
-        assert "host file" in forecast.why
         assert (await world.ask(prompt_of(7))).answer.cached_tokens == 99
 
     async def test_is_not_firm_where_more_may_be_there(self, world):

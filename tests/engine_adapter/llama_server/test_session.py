@@ -9,7 +9,7 @@ import pytest
 from engine_adapter import Capability, EngineUnavailable, HttpTransport, KvVerb, make_adapter
 from engine_adapter.llama_server.discovery import discover
 from engine_adapter.llama_server.mirror_events import MirrorEvents
-from engine_adapter.llama_server.session import Session, identity_of
+from engine_adapter.llama_server.session import Session
 from engine_adapter.llama_server.slot_io import read_slots
 from tests.engine_adapter.llama_server.slot_world import World, prompt_of, slot_world
 from tests.engines import engine_spec
@@ -202,6 +202,5 @@ async def test_a_crash_of_write_back_takes_nothing_down(begun, monkeypatch, capl
 
 async def test_identity_tells_processes_and_models_apart(begun):
     session = await begun()
-    assert session.identity == identity_of(session.facts)
-    assert session.facts.fingerprint in session.identity
-    assert session.facts.instance in session.identity
+    assert session.facts.fingerprint in session.facts.identity
+    assert session.facts.instance in session.facts.identity

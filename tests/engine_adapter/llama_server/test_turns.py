@@ -22,7 +22,6 @@ ANYWHERE = -1
 def plan_of(slot, *, is_ready=True, save_first=False, restore=None, cost_s=0.0):
     return Plan(
         slot=slot,
-        prompt_tokens=1,
         cached_tokens=0,
         firm=True,
         restore=restore,

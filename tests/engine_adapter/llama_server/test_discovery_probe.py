@@ -6,8 +6,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from engine_adapter.errors import EngineUnavailable
-from engine_adapter.llama_server.discovery import discover, findings_of
-from engine_adapter.llama_server.probe import probe, probe_ram_cache, probe_unified
+from engine_adapter.llama_server.discovery import discover, findings_of, probe, probe_ram_cache, probe_unified
 from engine_adapter.types import EngineSpec
 from tests.engines import served
 
