@@ -1,7 +1,7 @@
 """llama-server as an engine: slots are leased, prompts pinned to them, their KV saved and restored.
 
-connect → what the server is (discovery.py) → a keeper for its slots, or none if they cannot be managed
-hold    → a slot for the request (keeper.py) → body with id_slot → what the answer left (answer.py)
+connect → what the server is (discovery.py) → a scheduler for its slots, or none if they cannot be managed
+hold    → a slot for the request (scheduler.py) → body with id_slot → what the answer left (answer.py)
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from engine_adapter.http.adapter import HttpAdapter
 from engine_adapter.http.transport import OutgoingRequest
 from engine_adapter.llama_server.answer_reader import SlotsAnswer, read_by
 from engine_adapter.llama_server.discovery import discover, findings_of
-from engine_adapter.llama_server.keeper import SlotKeeper
 from engine_adapter.llama_server.mirror_events import TOKENS_PER_BLOCK, MirrorEvents
 from engine_adapter.llama_server.options import LlamaServerSpec
 from engine_adapter.llama_server.routes import (
@@ -33,6 +32,7 @@ from engine_adapter.llama_server.routes import (
     SLOTS,
 )
 from engine_adapter.llama_server.saved import Saved, SavedEvent, SavedPlace, SavedPrefixes, salt_digest
+from engine_adapter.llama_server.scheduler import SlotScheduler
 from engine_adapter.llama_server.server_files import UNKNOWN_OWNER, ServerLock
 from engine_adapter.llama_server.session import Session
 from engine_adapter.llama_server.slot_io import read_pulse
@@ -118,8 +118,8 @@ class LlamaServerAdapter(HttpAdapter):
             session = Session(self.spec, self._control, facts, may_try=self.may_try)
             await session.begin(self._registry, self._mirror)
             self._session, self._was_asleep = session, False
-            if session.keeper is not None:
-                for entry in session.keeper.contents.all_entries():
+            if session.scheduler is not None:
+                for entry in session.scheduler.contents.all_entries():
                     self._on_saved(SavedEvent.ADDED, entry)
         return self._info(session)
 
@@ -139,7 +139,7 @@ class LlamaServerAdapter(HttpAdapter):
             any_model=True,  # a router, which chooses by the name, is refused on connecting
             served_as_chats=MESSAGES_ROUTES | RESPONSES_ROUTES,
             routes=ROUTES,
-            splits_choices=session.keeper is not None,
+            splits_choices=session.scheduler is not None,
             card=facts.card,
             too_long=_too_long,
         )
@@ -153,20 +153,20 @@ class LlamaServerAdapter(HttpAdapter):
     @override
     async def load(self) -> EngineLoad:
         await self._control.fetch("GET", "/health")
-        session, keeper = self._session, self._keeper
-        if session is None or keeper is None:
+        session, scheduler = self._session, self._scheduler
+        if session is None or scheduler is None:
             return EngineLoad(running=0, waiting=0, counted=False)
         pulse = await read_pulse(self._control)
         if pulse.instance != session.facts.instance:
             raise EngineUnavailable("the server was restarted")
         if pulse.is_sleeping and not self._was_asleep:
-            keeper.wipe()
+            scheduler.wipe()
         self._was_asleep = pulse.is_sleeping
         # Only after requests: reading the slots regularly would keep the server from falling asleep.
-        if keeper.has_worked and not (keeper.streams or keeper.moves_kv or pulse.is_sleeping):
-            await keeper.reconcile()
+        if scheduler.has_worked and not (scheduler.streams or scheduler.moves_kv or pulse.is_sleeping):
+            await scheduler.reconcile()
             await session.try_out()
-        return EngineLoad(running=keeper.streams, waiting=keeper.waiting)
+        return EngineLoad(running=scheduler.streams, waiting=scheduler.waiting)
 
     @override
     async def tokenize(self, path: str, body: JsonBody) -> TokenIds[int]:
@@ -176,10 +176,10 @@ class LlamaServerAdapter(HttpAdapter):
 
     @override
     def forecast(self, prompt: KvTarget) -> Forecast | None:
-        session, keeper = self._session, self._keeper
-        if session is None or keeper is None:
+        session, scheduler = self._session, self._scheduler
+        if session is None or scheduler is None:
             return None
-        forecast = keeper.forecast(self._ask(prompt))
+        forecast = scheduler.forecast(self._ask(prompt))
         return forecast if session.keeps_none_itself else replace(forecast, firm=False)
 
     @override
@@ -188,12 +188,17 @@ class LlamaServerAdapter(HttpAdapter):
     ) -> AbstractAsyncContextManager[Hold]:
         if path == SLOTS:
             return nullcontext(Hold(body, answer=SlotsAnswer()))
-        session, keeper = self._session, self._keeper
-        if session is None or keeper is None or path not in PINNED_ROUTES or not isinstance(body, JsonBody):
+        session, scheduler = self._session, self._scheduler
+        if (
+            session is None
+            or scheduler is None
+            or path not in PINNED_ROUTES
+            or not isinstance(body, JsonBody)
+        ):
             return nullcontext(Hold(body))
         if _is_several(body):
-            return _hold_all(keeper, body)
-        return self._hold_slot(session, keeper, path, body, prompt)
+            return _hold_all(scheduler, body)
+        return self._hold_slot(session, scheduler, path, body, prompt)
 
     @override
     def prepare(
@@ -235,21 +240,21 @@ class LlamaServerAdapter(HttpAdapter):
 
     @override
     def findings(self) -> tuple[Finding, ...]:
-        session, keeper = self._session, self._keeper
+        session, scheduler = self._session, self._scheduler
         if session is None:
             return ()
-        seen = keeper.contents.findings if keeper is not None else []
+        seen = scheduler.contents.findings if scheduler is not None else []
         return (*findings_of(session.facts), *(Finding(text) for text in (*session.findings, *seen)))
 
     @override
     async def stats(self) -> dict[str, Any]:
-        keeper = self._keeper
-        if keeper is None:
+        scheduler = self._scheduler
+        if scheduler is None:
             return {} if self._session is None else {"slots": []}
-        contents = keeper.contents
+        contents = scheduler.contents
         return {
             "slots": contents.describe(),
-            "waiting": keeper.waiting,
+            "waiting": scheduler.waiting,
             "violations": contents.table.violations,
             "most_in_flight": contents.table.most_in_flight,
             "counts": asdict(contents.counts),
@@ -269,8 +274,8 @@ class LlamaServerAdapter(HttpAdapter):
     # --- inside ---------------------------------------------------------------------------------------
 
     @property
-    def _keeper(self) -> SlotKeeper | None:
-        return self._session.keeper if self._session is not None else None
+    def _scheduler(self) -> SlotScheduler | None:
+        return self._session.scheduler if self._session is not None else None
 
     async def _end(self, *, farewell: bool) -> None:
         """Ends the session: its process is gone, or kvpin stops."""
@@ -281,7 +286,7 @@ class LlamaServerAdapter(HttpAdapter):
 
     @asynccontextmanager
     async def _hold_slot(
-        self, session: Session, keeper: SlotKeeper, path: str, body: JsonBody, prompt: KvTarget | None
+        self, session: Session, scheduler: SlotScheduler, path: str, body: JsonBody, prompt: KvTarget | None
     ) -> AsyncIterator[Hold]:
         is_known = prompt is not None and not any(body.get(name) for name in _OTHER_KV)
         ask = self._ask(prompt) if prompt is not None and is_known else _UNKNOWN
@@ -291,7 +296,7 @@ class LlamaServerAdapter(HttpAdapter):
         may_share = session.keeps_none_itself or ask.salt is None
         wants_reuse = body.get("cache_prompt") is not False
         ask = replace(ask, reuse=ask is not _UNKNOWN and wants_reuse and may_share)
-        async with keeper.lease(ask) as lease:
+        async with scheduler.lease(ask) as lease:
             lease.shows_text = _shows_text(path, session.facts.chat_template, body)
             reuses = lease.may_reuse
             sent, answer = read_by(path, body, lease)
@@ -317,11 +322,11 @@ class LlamaServerAdapter(HttpAdapter):
     def _on_saved(self, event: SavedEvent, entry: Saved) -> None:
         """Mirrors a change of the shared registry: this server can restore what another one saved."""
         session = self._session
-        if session is None or session.keeper is None or entry.key != session.facts.key:
+        if session is None or session.scheduler is None or entry.key != session.facts.key:
             return
         if event is SavedEvent.REMOVED:
             self._mirror.drop(entry.name)
-            session.keeper.contents.note_removed()
+            session.scheduler.contents.note_removed()
         else:
             self._mirror.put(entry.name, entry.tier, entry.tokens, entry.salt)
 
@@ -332,9 +337,9 @@ def _too_long(tokens: int, limit: int) -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def _hold_all(keeper: SlotKeeper, body: JsonBody) -> AsyncIterator[Hold]:
+async def _hold_all(scheduler: SlotScheduler, body: JsonBody) -> AsyncIterator[Hold]:
     """Runs a request alone, because the server chooses its slots. Nothing is predicted for it."""
-    async with keeper.alone():
+    async with scheduler.alone():
         yield Hold(body, cached_tokens=0, firm=False, note="unpinned: it ran alone on all slots")
 
 

@@ -1,4 +1,4 @@
-"""One server process, from kvpin's first contact until it is gone: its facts, and the keeper of its slots."""
+"""One server process, from kvpin's first contact until it is gone: its facts, and who schedules its slots."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ import msgspec
 from engine_adapter.http.control import ControlClient
 from engine_adapter.llama_server.contents import Contents
 from engine_adapter.llama_server.discovery import ServerFacts, probe, probe_file
-from engine_adapter.llama_server.keeper import SlotKeeper
 from engine_adapter.llama_server.mirror_events import MirrorEvents
 from engine_adapter.llama_server.options import LlamaServerSpec
 from engine_adapter.llama_server.saved import SavedPrefixes
+from engine_adapter.llama_server.scheduler import SlotScheduler
 from engine_adapter.llama_server.server_files import ServerRecord, SlotOwners
 from engine_adapter.llama_server.slot_io import erase, read_pulse, read_slots, spare_slot
 from engine_adapter.llama_server.slots import Operation, Slot
@@ -45,7 +45,7 @@ class Session:
 
     Attributes:
         findings: what keeps kvpin from using it fully, beyond the findings of the facts.
-        keeper: manages its slots; None if they cannot be managed, and the server chooses them itself.
+        scheduler: manages its slots; None if they cannot be managed, and the server chooses them itself.
         verbs: the admin verbs on its slots; None likewise.
     """
 
@@ -54,7 +54,7 @@ class Session:
     ) -> None:
         """`may_try`: it may probe the server, and empty and save slots; else it changes nothing there."""
         self.facts = facts
-        self.keeper: SlotKeeper | None = None
+        self.scheduler: SlotScheduler | None = None
         self.verbs: SlotVerbs | None = None
         self.findings: list[str] = []
         self._spec = spec
@@ -79,14 +79,14 @@ class Session:
         if task is not None:
             task.cancel()
             await asyncio.wait([task])
-        keeper, self.keeper, self.verbs = self.keeper, None, None
-        if keeper is None:
+        scheduler, self.scheduler, self.verbs = self.scheduler, None, None
+        if scheduler is None:
             return
         if farewell and self._may_try:
             with suppress(TimeoutError):
                 async with asyncio.timeout(FAREWELL_S):
-                    await save_all(keeper)
-        await keeper.aclose()
+                    await save_all(scheduler)
+        await scheduler.aclose()
 
     @property
     def capabilities(self) -> frozenset[Capability]:
@@ -99,7 +99,7 @@ class Session:
             Capability.OFFLOAD: self._has_files,
             Capability.RESTORE: self._has_files,
         }
-        with_slots = {capability for capability, there in has.items() if there and self.keeper is not None}
+        with_slots = {capability for capability, there in has.items() if there and self.scheduler is not None}
         return frozenset({Capability.CACHED_TOKENS, Capability.TOKENIZE, *with_slots})
 
     @property
@@ -110,24 +110,24 @@ class Session:
     @property
     def is_lost(self) -> bool:
         """Whether the server turned out to be another process."""
-        return self.keeper is not None and self.keeper.is_lost
+        return self.scheduler is not None and self.scheduler.is_lost
 
     async def is_busy_moving(self) -> bool:
         """Whether the same process is saving or restoring a slot, during which it answers few questions."""
-        keeper, instance = self.keeper, self.facts.instance
-        if keeper is None or not keeper.moves_kv or instance is None:
+        scheduler, instance = self.scheduler, self.facts.instance
+        if scheduler is None or not scheduler.moves_kv or instance is None:
             return False
         return (await read_pulse(self._control)).instance == instance
 
     async def try_out(self) -> None:
         """Probes a server that was too busy for it when kvpin connected."""
-        keeper = self.keeper
-        if keeper is None or not self._may_try or self.facts.ram_cache is not None:
+        scheduler = self.scheduler
+        if scheduler is None or not self._may_try or self.facts.ram_cache is not None:
             return
-        idle = keeper.contents.table.idle()
-        if idle and not keeper.streams and not keeper.waiting:
+        idle = scheduler.contents.table.idle()
+        if idle and not scheduler.streams and not scheduler.waiting:
             slot = min(idle, key=lambda slot: (slot.dirty, slot.length))
-            await keeper.take(slot.id, Operation.FOREIGN, partial(self._try_out_on, keeper.contents))
+            await scheduler.take(slot.id, Operation.FOREIGN, partial(self._try_out_on, scheduler.contents))
 
     async def _try_out_on(self, contents: Contents, slot: Slot) -> None:
         contents.mark_unknown(slot, slot.length)
@@ -154,24 +154,24 @@ class Session:
         process = directory, self._spec.url, self.facts.instance
         owners = SlotOwners(*process, self.facts.slots)
         contents = Contents(self._spec.id, self.facts, self._control, saved, mirror, clock, owners)
-        keeper = self.keeper = SlotKeeper(self._spec.id, self._control, contents, clock=clock)
-        verbs = self.verbs = SlotVerbs(keeper, ServerRecord(*process, "pins", list[RecordedPin]))
+        scheduler = self.scheduler = SlotScheduler(self._spec.id, self._control, contents, clock=clock)
+        verbs = self.verbs = SlotVerbs(scheduler, ServerRecord(*process, "pins", list[RecordedPin]))
         for state in await read_slots(self._control) if self._may_try else ():
             # Content that was restored and never used does not show, and may be anybody's.
             if state.n_tokens is None and self.facts.can_save and not state.is_processing:
                 await erase(self._control, state.id)
-        keeper.adopt(await read_slots(self._control))
+        scheduler.adopt(await read_slots(self._control))
         verbs.recall()
         if self._may_try:
-            writing = self._keep_writing_back(keeper, verbs)
+            writing = self._keep_writing_back(scheduler, verbs)
             self._write_back = asyncio.get_running_loop().create_task(writing)
 
-    async def _keep_writing_back(self, keeper: SlotKeeper, verbs: SlotVerbs) -> None:
+    async def _keep_writing_back(self, scheduler: SlotScheduler, verbs: SlotVerbs) -> None:
         while True:
             try:
-                await save_idle(keeper)  # after a crash of kvpin: a file's header tells what a slot holds
+                await save_idle(scheduler)  # after a crash of kvpin: a file's header tells what a slot holds
                 verbs.recall()
-                await write_back(keeper)
+                await write_back(scheduler)
             except Exception:
                 # Log a bug in it, and let nothing else fail.
                 log.exception("%s: writing slots back crashed; it starts again in 1 s", self._spec.id)

@@ -23,7 +23,7 @@ class Operation(StrEnum):
     """An operation that can run on a slot."""
 
     REQUEST = "request"
-    SETTLE = "settle"  # the answer is over; the keeper finds out what it left in the slot
+    SETTLE = "settle"  # the answer is over; the scheduler finds out what it left in the slot
     SAVE = "save"
     RESTORE = "restore"
     ERASE = "erase"

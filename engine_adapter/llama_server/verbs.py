@@ -16,9 +16,9 @@ from uuid import uuid4
 
 import msgspec
 
-from engine_adapter.llama_server.keeper import SlotKeeper
 from engine_adapter.llama_server.mirror_events import TOKENS_PER_BLOCK
 from engine_adapter.llama_server.saved import Saved, salt_digest
+from engine_adapter.llama_server.scheduler import SlotScheduler
 from engine_adapter.llama_server.server_files import ServerRecord
 from engine_adapter.llama_server.slots import Operation, Slot
 from engine_adapter.types import KvProgress, KvTarget, KvVerb, Pinned, TokenIds
@@ -65,11 +65,11 @@ class _Tally:
 class SlotVerbs:
     """KV operations on the slots and files of one server."""
 
-    def __init__(self, keeper: SlotKeeper, record: ServerRecord[list[RecordedPin]]) -> None:
+    def __init__(self, scheduler: SlotScheduler, record: ServerRecord[list[RecordedPin]]) -> None:
         """`record`: where pins are written to."""
-        self._keeper = keeper
+        self._scheduler = scheduler
         self._record = record
-        self._contents = keeper.contents
+        self._contents = scheduler.contents
         self._pins: dict[str, _Pin] = {}
 
     def operate(self, verb: KvVerb, target: KvTarget) -> AsyncGenerator[KvProgress, None]:
@@ -86,14 +86,14 @@ class SlotVerbs:
         """Pins the slot and the file that hold most of a prefix."""
         pin_id, most = f"pin-{uuid4().hex}", 0
         if target.token_ids is not None:
-            until = self._keeper.now() + ttl_s
+            until = self._scheduler.now() + ttl_s
             most = self._hold(pin_id, target.token_ids, salt_digest(target.cache_salt), until)
             self._note()
         return Pinned(pin_id, most // TOKENS_PER_BLOCK, ttl_s)
 
     def recall(self) -> None:
         """Starts the recorded pins again, as far as slots and files are known to hold their prefixes."""
-        ahead_s = time.time() - self._keeper.now()
+        ahead_s = time.time() - self._scheduler.now()
         for pin in self._record.read() or ():
             self._hold(pin.pin_id, array("i", pin.tokens), pin.salt, pin.until - ahead_s)
 
@@ -116,7 +116,7 @@ class SlotVerbs:
 
     def _note(self) -> None:
         """Writes the pins to disk."""
-        ahead_s = time.time() - self._keeper.now()
+        ahead_s = time.time() - self._scheduler.now()
         self._record.write(
             [
                 RecordedPin(pin_id, pin.tokens.tobytes(), pin.salt, pin.until + ahead_s)
@@ -135,7 +135,7 @@ class SlotVerbs:
 
     def _protect(self, slots: Iterable[Slot], entries: Iterable[Saved]) -> None:
         """Applies all current pins to these slots and files."""
-        now = self._keeper.now()
+        now = self._scheduler.now()
         self._pins = {name: pin for name, pin in self._pins.items() if pin.until > now}
         pins = tuple(self._pins.values())
         for slot in slots:
@@ -148,7 +148,7 @@ class SlotVerbs:
 
     async def _flush(self, target: KvTarget) -> AsyncGenerator[KvProgress, None]:
         """Erases slots and deletes files that begin like the target."""
-        keeper, tally = self._keeper, _Tally()
+        scheduler, tally = self._scheduler, _Tally()
         for slot in self._contents.table:
             await _until_still(slot)
         slots = self._free([slot for slot in self._contents.table if _concerns(slot, target)], tally)
@@ -160,7 +160,7 @@ class SlotVerbs:
             blocks = _blocks(slot)
             await _until_still(slot)
             if slot.is_idle:
-                await keeper.take(slot.id, Operation.ERASE, self._contents.erase)
+                await scheduler.take(slot.id, Operation.ERASE, self._contents.erase)
                 tally.done += blocks
             else:
                 tally.left["in_use"] += blocks
@@ -202,11 +202,11 @@ class SlotVerbs:
     async def _offload_slot(self, slot: Slot) -> str | None:
         """Saves and erases a slot; returns the reason if it was left."""
         save = self._contents.save
-        if slot.is_idle and slot.dirty and not await self._keeper.take(slot.id, Operation.SAVE, save):
+        if slot.is_idle and slot.dirty and not await self._scheduler.take(slot.id, Operation.SAVE, save):
             return "not_saved"
         if not slot.is_idle or slot.dirty:
             return "in_use"  # maybe of a request that took it meanwhile
-        await self._keeper.take(slot.id, Operation.ERASE, self._contents.erase)
+        await self._scheduler.take(slot.id, Operation.ERASE, self._contents.erase)
         return None
 
     async def _restore(self, target: KvTarget) -> AsyncGenerator[KvProgress, None]:
@@ -214,7 +214,7 @@ class SlotVerbs:
         tally = _Tally()
         for entry in self._wanted(target):
             tally.total += _blocks(entry)
-            if await self._keeper.bring(entry):
+            if await self._scheduler.bring(entry):
                 tally.done += _blocks(entry)
                 tally.size += entry.size
             else:
@@ -241,7 +241,7 @@ class SlotVerbs:
         """The slots that are free; the others are left."""
         free = []
         for slot in slots:
-            if slot.pinned_until > self._keeper.now():
+            if slot.pinned_until > self._scheduler.now():
                 tally.left["pinned"] += _blocks(slot)
             elif not slot.is_idle:
                 tally.left["in_use"] += _blocks(slot)

@@ -119,7 +119,7 @@ async def test_a_busy_server_is_tried_out_later(begun, control_of, server):
     await running
     await session.try_out()
     assert session.keeps_none_itself
-    assert session.keeper.contents.table.violations == 0
+    assert session.scheduler.contents.table.violations == 0
     await session.try_out()  # again is nothing
 
 
@@ -128,7 +128,7 @@ async def test_a_beginning_that_fails_leaves_nothing(begun, server):
     server.kill()
     with pytest.raises(EngineUnavailable):
         await session.begin(None, MirrorEvents())
-    assert session.keeper is None
+    assert session.scheduler is None
     assert session.verbs is None
 
 
@@ -188,7 +188,7 @@ async def test_content_that_no_kvpin_recorded_stays_unknown(server, save_dir, co
 async def test_a_crash_of_write_back_takes_nothing_down(begun, monkeypatch, caplog):
     calls = []
 
-    async def crash(_keeper):
+    async def crash(_scheduler):
         calls.append(1)
         raise RuntimeError("a bug")
 

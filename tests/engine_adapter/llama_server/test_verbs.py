@@ -51,14 +51,14 @@ class TestFlush:
     async def test_a_slot_that_is_being_saved_is_waited_for(self, world):
         for number in (1, 2):
             await world.ask(prompt_of(number))
-        keeper = world.adapter._session.keeper
+        scheduler = world.adapter._session.scheduler
 
         async def save(slot):
             await asyncio.sleep(0.2)
-            return await keeper.contents.save(slot)
+            return await scheduler.contents.save(slot)
 
-        slot = next(slot for slot in keeper.contents.table if slot.dirty)
-        saving = asyncio.create_task(keeper.take(slot.id, Operation.SAVE, save))
+        slot = next(slot for slot in scheduler.contents.table if slot.dirty)
+        saving = asyncio.create_task(scheduler.take(slot.id, Operation.SAVE, save))
         await asyncio.sleep(0)
         progress = await world.do(KvVerb.FLUSH)
         assert await saving

@@ -1,9 +1,9 @@
-"""The slots of one server process: requests lease them, and the keeper learns what each request left.
+"""The slots of one server process: requests lease them, and the scheduler learns what each request left.
 
     turn → (save) → (restore) → request → what the answer left → release
 
-The slot table changes without awaits. The I/O in between runs in the keeper's own tasks: a client that leaves
-never stops a save or restore half-way, and never leaves a slot busy.
+The slot table changes without awaits. The I/O in between runs in the scheduler's own tasks: a client that
+leaves never stops a save or restore half-way, and never leaves a slot busy.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _Result = TypeVar("_Result")
 _Work = Callable[[Slot], Coroutine[Any, Any, _Result]]
 
 
-class SlotKeeper:
+class SlotScheduler:
     """Leases slots to requests, one operation per slot at a time.
 
     Attributes:
@@ -223,7 +223,7 @@ class SlotKeeper:
         self.contents.wipe()
 
     async def settled(self) -> None:
-        """Waits until all of the keeper's own tasks are over."""
+        """Waits until all of the scheduler's own tasks are over."""
         await self._tasks.settled()
 
     async def aclose(self) -> None:
@@ -309,7 +309,7 @@ class SlotKeeper:
     async def _finish(self, lease: SlotLease) -> None:
         """Finds out what the slot holds after a request, and releases it."""
         if self._closed:
-            return  # another keeper may have the slots by now
+            return  # another scheduler may have the slots by now
         slot = self._table[lease.slot]
         known: TokenIds[int] = array("i")
         unknown = len(lease.ask.tokens)
