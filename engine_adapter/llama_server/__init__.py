@@ -2,16 +2,15 @@
 
 adapter.py      all of it as an EngineAdapter          session.py        one server process and its scheduler
 scheduler.py    leases slots                           turns.py          whose turn it is
-own_tasks.py    work that no leaving client stops      write_back.py     saves slots in idle time
-slots.py        what each slot holds and runs          plan.py           which slot, restore what, save first?
-contents.py     moves KV between slots and files       slot_io.py        the routes of slots
-verbs.py        flush, offload, restore, pin           rates.py          how fast this server is
+own_tasks.py    work that no leaving client stops      plan.py           which slot, restore what, save first?
+slots.py        what each slot holds and runs          slot_io.py        the routes of slots
+contents.py     moves KV between slots and files       rates.py          how fast this server is
+verbs.py        flush, offload, restore, pin           routes.py         which routes it has
 server_files.py lock and records beside saved files    mirror_events.py  what is held, as KV events
 answer.py       which tokens an answer left            answer_reader.py  reads an answer as it passes
 assemble.py     a stream as one JSON answer            tokens.py         a request's token ids, by the server
 saved.py        the registry of saved prefixes         saved_entry.py    one of them, and eviction order
 saved_files.py  names, sidecars, checked moves         state_file.py     the format of a saved file
 discovery.py    what a server is, asked and tried      fingerprint.py    which model made its KV
-command.py      its command line, when kvpin starts it save_dir.py       where its files go by default
-routes.py       which routes it has                    options.py        settings of this kind
+command.py      how kvpin starts one                   options.py        settings of this kind
 """

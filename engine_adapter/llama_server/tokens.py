@@ -21,15 +21,11 @@ _COMPLETIONS = NATIVE_COMPLETIONS | {"/v1/completions"}
 _INT32_MAX = 2**31 - 1
 
 
-class _Prompt(msgspec.Struct, frozen=True):
-    """`POST /apply-template`."""
-
+class _Prompt(msgspec.Struct):
     prompt: str
 
 
-class _Tokens(msgspec.Struct, frozen=True):
-    """`POST /tokenize`."""
-
+class _Tokens(msgspec.Struct):
     tokens: list[int]
 
 
@@ -42,7 +38,8 @@ async def tokenize(control: ControlClient, path: str, body: JsonBody) -> TokenId
     """
     if path == _CHAT:
         _check_all_text(body.get("messages"))
-        return await _chat(control, body)
+        rendered = await control.read(_Prompt, "POST", "/apply-template", content=body.raw)
+        return await _tokens(control, rendered.prompt)
     if path not in _COMPLETIONS:
         raise _rejected(f"kvpin does not follow prompts of {path}", "path")
     tokens: TokenIds[int] = array("i")
@@ -52,11 +49,6 @@ async def tokenize(control: ControlClient, path: str, body: JsonBody) -> TokenId
         else:
             tokens.append(part)
     return tokens
-
-
-async def _chat(control: ControlClient, body: JsonBody) -> TokenIds[int]:
-    rendered = await control.read(_Prompt, "POST", "/apply-template", content=body.raw)
-    return await _tokens(control, rendered.prompt)
 
 
 async def _tokens(control: ControlClient, text: str, *, add_special: bool = True) -> TokenIds[int]:
