@@ -166,6 +166,7 @@ class LlamaServerAdapter(HttpAdapter):
         if scheduler.has_worked and not (scheduler.streams or scheduler.moves_kv or pulse.is_sleeping):
             await scheduler.reconcile()
             await session.try_out()
+            self.capabilities = session.capabilities
         return EngineLoad(running=scheduler.streams, waiting=scheduler.waiting)
 
     @override

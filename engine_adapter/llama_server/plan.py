@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from engine_adapter.llama_server.rates import Rates
 from engine_adapter.llama_server.saved_entry import Saved, recency
@@ -80,13 +81,10 @@ class _Inputs:
         return max(len(self.prompt) - 1, 0)
 
 
-@dataclass(frozen=True, slots=True)
-class _File:
-    """A saved prefix, the tokens it would spare, and the seconds its restore takes."""
-
+class _File(NamedTuple):
     entry: Saved
-    reused: int
-    seconds: float
+    reused: int  # tokens that it would spare
+    seconds: float  # of its restore
 
 
 def plan(
@@ -99,8 +97,8 @@ def plan(
     *,
     can_save: bool,
     can_restore: bool,
-) -> Plan | None:
-    """The cheapest way to run `prompt` under `salt`; None only when there are no slots.
+) -> Plan:
+    """The cheapest way to run `prompt` under `salt` on any of the slots, of which there is at least one.
 
     `saved` are files of this server's key; of two with the same cost the first is chosen. Without
     `can_restore` no file counts, and nothing is saved. A pin holds, unless every slot has a pin in the way.
@@ -113,9 +111,7 @@ def plan(
     allowed = [candidate for candidate in candidates if not candidate[1].over_pin]
     if allowed:
         return min(allowed, key=_rank)[1]
-    if candidates:
-        return min(candidates, key=lambda each: (each[0].pinned_until, *_rank(each)))[1]
-    return None
+    return min(candidates, key=lambda each: (each[0].pinned_until, *_rank(each)))[1]
 
 
 def worth_saving(slot: Slot, rates: Rates, now: float, streams: int, *, idle_s: float) -> bool:

@@ -236,7 +236,7 @@ class SlotScheduler:
 
     def _plan(self, ask: Ask, slots: Iterable[Slot]) -> Plan:
         contents = self.contents
-        best = plan(
+        return plan(
             ask.tokens if ask.reuse else array("i"),
             ask.salt,
             slots,
@@ -246,9 +246,6 @@ class SlotScheduler:
             can_save=contents.can_save,
             can_restore=contents.can_restore,
         )
-        if best is None:
-            raise EngineUnavailable("the server has no slots")
-        return best
 
     async def _prepared(self, chosen: Plan, ask: Ask) -> SlotLease:
         """Carries out a plan. If the request leaves meanwhile, the slot is released afterwards."""

@@ -52,10 +52,6 @@ def decide(prompt, slots, saved=(), *, salt=None, now=0.0, can_save=True, can_re
 # --- which slot ----------------------------------------------------------------------------------
 
 
-def test_no_slots_no_plan():
-    assert decide(run(10), []) is None
-
-
 def test_a_conversation_goes_on_where_it_is_and_costs_only_its_new_tokens():
     choice = decide(run(2093), [slot(0), slot(1, run(2020)), slot(2, run(5000, 6000))])
     assert (choice.slot, choice.cached_tokens, choice.firm, choice.restore) == (1, 2020, True, None)
