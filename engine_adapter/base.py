@@ -33,6 +33,7 @@ from engine_adapter.types import (
     TokenIds,
 )
 
+_FLUSHES_ALL = "it can only flush everything: flush the whole engine, or leave unused KV to eviction"
 _ANY_ENGINE: Mapping[Capability, str] = MappingProxyType(
     {
         Capability.KV_EVENTS: "kvpin learns what it holds from its answers",
@@ -63,6 +64,7 @@ class EngineAdapter(Protocol):
         has_lock: `connect` finds out by itself that another kvpin uses the engine [`one_owner`].
         may_try: `connect` may find out what the engine can do by what costs it some of its KV. False where
             another kvpin may use the engine: what only a trial tells is unknown then.
+        capabilities: those of the last `connect`, for `require`; None before the first.
         instead: advice for missing capabilities, where this kind has other advice than any engine.
     """
 
@@ -70,6 +72,7 @@ class EngineAdapter(Protocol):
     one_owner: ClassVar[bool] = False
     has_lock: bool = False
     may_try: bool = True
+    capabilities: frozenset[Capability] | None = None
     instead: ClassVar[Mapping[Capability, str]] = MappingProxyType({})
 
     async def connect(self) -> EngineInfo:
@@ -128,6 +131,18 @@ class EngineAdapter(Protocol):
         """The error for a missing capability; it says what to do instead."""
         advice = self.instead.get(capability, _ANY_ENGINE[capability])
         return NotSupported(capability.value, engine=self.spec.id, instead=advice)
+
+    async def require(self, capability: Capability) -> None:
+        """Connects if that has not happened yet. Raises NotSupported for a missing capability."""
+        if self.capabilities is None:
+            await self.connect()
+        if capability not in (self.capabilities or ()):
+            raise self.not_supported(capability)
+
+    def check_flushes_all(self, target: KvTarget) -> None:
+        """Raises NotSupported unless the target is everything: for engines that cannot flush less."""
+        if not target.is_everything:
+            raise NotSupported(Capability.FLUSH.value, engine=self.spec.id, instead=_FLUSHES_ALL)
 
     async def tokenize(self, path: str, body: JsonBody) -> TokenIds[int]:  # noqa: ARG002 - likewise
         """Token ids of a request, exactly as the engine would serve it [Capability.TOKENIZE]. `path` is the

@@ -31,7 +31,6 @@ class Forecast:
         prefill_s: to compute the rest.
         interference_s: delay for running requests.
         regret_s: expected time to recompute later what it evicts now.
-        why: one sentence for people.
     """
 
     cached_tokens: int
@@ -41,7 +40,6 @@ class Forecast:
     prefill_s: float = 0.0
     interference_s: float = 0.0
     regret_s: float = 0.0
-    why: str = ""
 
 
 class AnswerReader(Protocol):

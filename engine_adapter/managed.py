@@ -18,7 +18,6 @@ from engine_adapter.engine_command import check_torch, embedded_command
 from engine_adapter.errors import EngineSpecError
 from engine_adapter.llama_server import command as llama
 from engine_adapter.llama_server.options import LlamaServerOptions, LlamaServerSpec
-from engine_adapter.llama_server.save_dir import default_save_bytes, default_save_dir, make_save_dir
 from engine_adapter.options import Size
 from engine_adapter.torch_engine.serve import check_words
 from engine_adapter.types import EngineSpec
@@ -112,11 +111,11 @@ def _complete_llama(spec: EngineSpec[Any], words: Sequence[str]) -> EngineSpec:
         raise EngineSpecError(
             f"--slot-save-path {said!r} and host_cache_dir {given.host_cache_dir!r} differ: give one of them"
         )
-    host, disk = named or host or default_save_dir(), _full(given.disk_cache_dir)
+    host, disk = named or host or llama.default_save_dir(), _full(given.disk_cache_dir)
     options = msgspec.structs.replace(
         given,
         host_cache_dir=str(host),
-        host_cache_bytes=given.host_cache_bytes or Size(default_save_bytes(host)),
+        host_cache_bytes=given.host_cache_bytes or Size(llama.default_save_bytes(host)),
         disk_cache_dir=str(disk) if disk else None,
     )
     return replace(spec, api_key=spec.api_key or llama.named_api_key(words), options=options)
@@ -130,7 +129,7 @@ def _prepare_llama(spec: LlamaServerSpec, words: Sequence[str]) -> None:
     llama.check_files(words, binary=_llama_binary())
     for directory in (spec.options.host_cache_dir, spec.options.disk_cache_dir):
         if directory is not None:
-            make_save_dir(Path(directory))
+            llama.make_save_dir(Path(directory))
 
 
 # --- any other -----------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """llama-server as an engine: slots are leased, prompts pinned to them, their KV saved and restored.
 
-connect → what the server is (discovery.py) → a keeper for its slots, or none if they cannot be managed
-hold    → a slot for the request (keeper.py) → body with id_slot → what the answer left (answer.py)
+connect → what the server is (discovery.py) → a scheduler for its slots, or none if they cannot be managed
+hold    → a slot for the request (scheduler.py) → body with id_slot → what the answer left (answer.py)
 """
 
 from __future__ import annotations
@@ -14,32 +14,28 @@ from pathlib import Path
 from typing import Any
 
 from msgspec import structs
+from typing_extensions import override
 
 from engine_adapter.body import JsonBody
 from engine_adapter.errors import EngineUnavailable
-from engine_adapter.hold import AnswerReader, Forecast, Hold, RequestBody
+from engine_adapter.hold import Forecast, Hold, RequestBody
 from engine_adapter.http.adapter import HttpAdapter
 from engine_adapter.http.transport import OutgoingRequest
-from engine_adapter.llama_server.answer_reader import SlotAnswer
-from engine_adapter.llama_server.assemble import streaming_body
-from engine_adapter.llama_server.discovery import discover, read_pulse
-from engine_adapter.llama_server.findings import findings_of
-from engine_adapter.llama_server.keeper import SlotKeeper
-from engine_adapter.llama_server.lease import SlotLease
+from engine_adapter.llama_server.answer_reader import SlotsAnswer, read_by
+from engine_adapter.llama_server.discovery import discover, findings_of
 from engine_adapter.llama_server.mirror_events import TOKENS_PER_BLOCK, MirrorEvents
-from engine_adapter.llama_server.native import NativeAnswer, SlotsAnswer, with_token_ids
 from engine_adapter.llama_server.options import LlamaServerSpec
 from engine_adapter.llama_server.routes import (
     INFILL,
-    NATIVE_COMPLETIONS,
     PINNED_ROUTES,
     ROUTES,
     SLOTS,
 )
 from engine_adapter.llama_server.saved import Saved, SavedEvent, SavedPlace, SavedPrefixes, salt_digest
-from engine_adapter.llama_server.server_lock import ServerLock
-from engine_adapter.llama_server.session import Session, identity_of
-from engine_adapter.llama_server.slot_owners import UNKNOWN_OWNER
+from engine_adapter.llama_server.scheduler import SlotScheduler
+from engine_adapter.llama_server.server_files import UNKNOWN_OWNER, ServerLock
+from engine_adapter.llama_server.session import Session
+from engine_adapter.llama_server.slot_io import read_pulse
 from engine_adapter.llama_server.tokens import tokenize
 from engine_adapter.llama_server.turns import Ask
 from engine_adapter.llama_server.verbs import SlotVerbs
@@ -98,41 +94,41 @@ class LlamaServerAdapter(HttpAdapter):
         place = _place(spec)
         self._registry = SavedPrefixes.shared(place) if place is not None else None
         self._unsubscribe = self._registry.subscribe(self._on_saved) if self._registry else None
-        self._lock = ServerLock(self._registry.place.host if self._registry else None, spec.url)
+        self._lock = ServerLock(place.host if place is not None else None, spec.url)
         self._session: Session | None = None
         self._was_asleep = False
 
     # --- what it is -----------------------------------------------------------------------------------
 
     @property
+    @override
     def has_lock(self) -> bool:  # type: ignore[override]  # a constant where no kvpin may be kept off
-        """See `EngineAdapter.has_lock`."""
         return self._lock.is_possible
 
+    @override
     async def connect(self) -> EngineInfo:
-        """See `EngineAdapter.connect`."""
         await self._control.fetch("GET", "/health")
         self._lock.take()
         session = self._session
         if session is not None and await session.is_busy_moving():
             return self._info(session)
         facts = await discover(self._control, self.spec)
-        if session is None or session.is_lost or session.identity != identity_of(facts):
+        if session is None or session.is_lost or session.facts.identity != facts.identity:
             await self._end(farewell=False)
             session = Session(self.spec, self._control, facts, may_try=self.may_try)
             await session.begin(self._registry, self._mirror)
             self._session, self._was_asleep = session, False
-            if session.keeper is not None:
-                for entry in session.keeper.contents.all_entries():
+            if session.scheduler is not None:
+                for entry in session.scheduler.contents.all_entries():
                     self._on_saved(SavedEvent.ADDED, entry)
         return self._info(session)
 
     def _info(self, session: Session) -> EngineInfo:
-        facts = session.facts
+        facts, self.capabilities = session.facts, session.capabilities
         return EngineInfo(
             model=self.spec.model or facts.model,
-            instance=session.identity,
-            capabilities=session.capabilities,
+            instance=facts.identity,
+            capabilities=self.capabilities,
             tokens_per_block=TOKENS_PER_BLOCK,
             max_model_len=facts.slot_ctx,
             vocab_size=facts.vocab_size,
@@ -143,67 +139,72 @@ class LlamaServerAdapter(HttpAdapter):
             any_model=True,  # a router, which chooses by the name, is refused on connecting
             served_as_chats=MESSAGES_ROUTES | RESPONSES_ROUTES,
             routes=ROUTES,
-            splits_choices=session.keeper is not None,
+            splits_choices=session.scheduler is not None,
             card=facts.card,
             too_long=_too_long,
         )
 
+    @override
     async def leave(self) -> None:
-        """See `EngineAdapter.leave`. Saves nothing: the other kvpin moves KV already."""
+        """Saves nothing: the other kvpin moves KV already."""
         await self._end(farewell=False)
         self._lock.free()
 
+    @override
     async def load(self) -> EngineLoad:
-        """See `EngineAdapter.load`."""
         await self._control.fetch("GET", "/health")
-        session = self._session
-        if session is None or session.keeper is None:
+        session, scheduler = self._session, self._scheduler
+        if session is None or scheduler is None:
             return EngineLoad(running=0, waiting=0, counted=False)
-        pulse, keeper = await read_pulse(self._control), session.keeper
+        pulse = await read_pulse(self._control)
         if pulse.instance != session.facts.instance:
             raise EngineUnavailable("the server was restarted")
         if pulse.is_sleeping and not self._was_asleep:
-            keeper.wipe()
+            scheduler.wipe()
         self._was_asleep = pulse.is_sleeping
         # Only after requests: reading the slots regularly would keep the server from falling asleep.
-        if keeper.has_worked and not (keeper.streams or keeper.moves_kv or pulse.is_sleeping):
-            await keeper.reconcile()
+        if scheduler.has_worked and not (scheduler.streams or scheduler.moves_kv or pulse.is_sleeping):
+            await scheduler.reconcile()
             await session.try_out()
-        return EngineLoad(running=keeper.streams, waiting=keeper.waiting)
+            self.capabilities = session.capabilities
+        return EngineLoad(running=scheduler.streams, waiting=scheduler.waiting)
 
+    @override
     async def tokenize(self, path: str, body: JsonBody) -> TokenIds[int]:
-        """See `EngineAdapter.tokenize`."""
         return await tokenize(self._control, path, body)
 
     # --- requests -------------------------------------------------------------------------------------
 
+    @override
     def forecast(self, prompt: KvTarget) -> Forecast | None:
-        """See `EngineAdapter.forecast`."""
-        session = self._session
-        if session is None or session.keeper is None:
+        session, scheduler = self._session, self._scheduler
+        if session is None or scheduler is None:
             return None
-        forecast = session.keeper.forecast(self._ask(prompt))
+        forecast = scheduler.forecast(self._ask(prompt))
         return forecast if session.keeps_none_itself else replace(forecast, firm=False)
 
+    @override
     def hold(
         self, path: str, body: RequestBody, prompt: KvTarget | None
     ) -> AbstractAsyncContextManager[Hold]:
-        """See `EngineAdapter.hold`."""
         if path == SLOTS:
             return nullcontext(Hold(body, answer=SlotsAnswer()))
-        session = self._session
-        if session is None or session.keeper is None or not isinstance(body, JsonBody):
-            return nullcontext(Hold(body))
-        if path not in PINNED_ROUTES:
+        session, scheduler = self._session, self._scheduler
+        if (
+            session is None
+            or scheduler is None
+            or path not in PINNED_ROUTES
+            or not isinstance(body, JsonBody)
+        ):
             return nullcontext(Hold(body))
         if _is_several(body):
-            return _hold_all(session.keeper, body)
-        return self._hold_slot(session, session.keeper, path, body, prompt)
+            return _hold_all(scheduler, body)
+        return self._hold_slot(session, scheduler, path, body, prompt)
 
+    @override
     def prepare(
         self, method: str, path: str, headers: Mapping[str, str], body: RequestBody
     ) -> OutgoingRequest:
-        """See `EngineAdapter.prepare`."""
         request = super().prepare(method, path, headers, body)
         if _CONVERSATION in headers:
             kept = [pair for pair in request.headers if pair[0] != _CONVERSATION.encode()]
@@ -216,48 +217,45 @@ class LlamaServerAdapter(HttpAdapter):
 
     # --- KV -------------------------------------------------------------------------------------------
 
-    async def events(self, since: EventPosition | None = None) -> AsyncGenerator[KvEvent, None]:  # noqa: ARG002
-        """See `EngineAdapter.events`."""
-        await self._able(Capability.KV_EVENTS)
+    @override
+    async def events(self, since: EventPosition | None = None) -> AsyncGenerator[KvEvent, None]:
+        await self.require(Capability.KV_EVENTS)
         async with aclosing(self._mirror.follow()) as events:
             async for event in events:
                 yield event
 
+    @override
     async def operate(self, verb: KvVerb, target: KvTarget) -> AsyncGenerator[KvProgress, None]:
-        """See `EngineAdapter.operate`."""
-        verbs = await self._able(Capability(verb.value))
+        verbs = await self._verbs(Capability(verb.value))
         async with aclosing(verbs.operate(verb, target)) as progress:
             async for step in progress:
                 yield step
 
+    @override
     async def pin(self, target: KvTarget, ttl_s: float) -> Pinned:
-        """See `EngineAdapter.pin`."""
-        return (await self._able(Capability.PIN)).pin(target, ttl_s)
+        return (await self._verbs(Capability.PIN)).pin(target, ttl_s)
 
+    @override
     async def unpin(self, pin_id: str) -> bool:
-        """See `EngineAdapter.unpin`."""
-        return (await self._able(Capability.PIN)).unpin(pin_id)
+        return (await self._verbs(Capability.PIN)).unpin(pin_id)
 
+    @override
     def findings(self) -> tuple[Finding, ...]:
-        """See `EngineAdapter.findings`."""
-        session = self._session
+        session, scheduler = self._session, self._scheduler
         if session is None:
             return ()
-        seen = session.keeper.contents.findings if session.keeper is not None else []
+        seen = scheduler.contents.findings if scheduler is not None else []
         return (*findings_of(session.facts), *(Finding(text) for text in (*session.findings, *seen)))
 
+    @override
     async def stats(self) -> dict[str, Any]:
-        """See `EngineAdapter.stats`."""
-        session = self._session
-        if session is None:
-            return {}
-        keeper = session.keeper
-        if keeper is None:
-            return {"slots": []}
-        contents = keeper.contents
+        scheduler = self._scheduler
+        if scheduler is None:
+            return {} if self._session is None else {"slots": []}
+        contents = scheduler.contents
         return {
             "slots": contents.describe(),
-            "waiting": keeper.waiting,
+            "waiting": scheduler.waiting,
             "violations": contents.table.violations,
             "most_in_flight": contents.table.most_in_flight,
             "counts": asdict(contents.counts),
@@ -265,8 +263,9 @@ class LlamaServerAdapter(HttpAdapter):
             "files": self._registry.stats() if self._registry is not None else {},
         }
 
+    @override
     async def aclose(self) -> None:
-        """See `EngineAdapter.aclose`. Saves the slots first, so that a restart loses nothing."""
+        """Saves the slots first, so that a restart loses nothing."""
         await self._end(farewell=True)
         self._lock.free()
         if self._unsubscribe is not None:
@@ -275,16 +274,20 @@ class LlamaServerAdapter(HttpAdapter):
 
     # --- inside ---------------------------------------------------------------------------------------
 
+    @property
+    def _scheduler(self) -> SlotScheduler | None:
+        return self._session.scheduler if self._session is not None else None
+
     async def _end(self, *, farewell: bool) -> None:
         """Ends the session: its process is gone, or kvpin stops."""
-        session, self._session = self._session, None
+        session, self._session, self.capabilities = self._session, None, None
         if session is not None:
             await session.end(farewell=farewell)
         self._mirror.clear()
 
     @asynccontextmanager
     async def _hold_slot(
-        self, session: Session, keeper: SlotKeeper, path: str, body: JsonBody, prompt: KvTarget | None
+        self, session: Session, scheduler: SlotScheduler, path: str, body: JsonBody, prompt: KvTarget | None
     ) -> AsyncIterator[Hold]:
         is_known = prompt is not None and not any(body.get(name) for name in _OTHER_KV)
         ask = self._ask(prompt) if prompt is not None and is_known else _UNKNOWN
@@ -294,10 +297,10 @@ class LlamaServerAdapter(HttpAdapter):
         may_share = session.keeps_none_itself or ask.salt is None
         wants_reuse = body.get("cache_prompt") is not False
         ask = replace(ask, reuse=ask is not _UNKNOWN and wants_reuse and may_share)
-        async with keeper.lease(ask) as lease:
+        async with scheduler.lease(ask) as lease:
             lease.shows_text = _shows_text(path, session.facts.chat_template, body)
             reuses = lease.may_reuse
-            sent, answer = _read_by(path, body, lease)
+            sent, answer = read_by(path, body, lease)
             yield Hold(
                 sent.replace(id_slot=lease.slot, cache_prompt=reuses),
                 cached_tokens=lease.cached_tokens if reuses else 0,
@@ -311,22 +314,20 @@ class LlamaServerAdapter(HttpAdapter):
         tokens = prompt.token_ids if prompt.token_ids is not None else array("i")
         return Ask(tokens, digest, retention=prompt.retention)
 
-    async def _able(self, capability: Capability) -> SlotVerbs:
-        if self._session is None:
-            await self.connect()
-        session = self._session
-        if session is None or session.verbs is None or capability not in session.capabilities:
+    async def _verbs(self, capability: Capability) -> SlotVerbs:
+        await self.require(capability)
+        if self._session is None or self._session.verbs is None:
             raise self.not_supported(capability)
-        return session.verbs
+        return self._session.verbs
 
     def _on_saved(self, event: SavedEvent, entry: Saved) -> None:
         """Mirrors a change of the shared registry: this server can restore what another one saved."""
         session = self._session
-        if session is None or session.keeper is None or entry.key != session.facts.key:
+        if session is None or session.scheduler is None or entry.key != session.facts.key:
             return
         if event is SavedEvent.REMOVED:
             self._mirror.drop(entry.name)
-            session.keeper.contents.note_removed()
+            session.scheduler.contents.note_removed()
         else:
             self._mirror.put(entry.name, entry.tier, entry.tokens, entry.salt)
 
@@ -337,19 +338,10 @@ def _too_long(tokens: int, limit: int) -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def _hold_all(keeper: SlotKeeper, body: JsonBody) -> AsyncIterator[Hold]:
+async def _hold_all(scheduler: SlotScheduler, body: JsonBody) -> AsyncIterator[Hold]:
     """Runs a request alone, because the server chooses its slots. Nothing is predicted for it."""
-    async with keeper.alone():
+    async with scheduler.alone():
         yield Hold(body, cached_tokens=0, firm=False, note="unpinned: it ran alone on all slots")
-
-
-def _read_by(path: str, body: JsonBody, lease: SlotLease) -> tuple[JsonBody, AnswerReader]:
-    """The body for the server, and the reader of its answer."""
-    streamed = streaming_body(path, body)
-    if streamed is None and path in (*NATIVE_COMPLETIONS, INFILL) and body.get("stream") is not True:
-        asked = with_token_ids(body)
-        return asked or body, NativeAnswer(lease, hides_tokens=asked is not None)
-    return streamed or body, SlotAnswer(path, lease, assembles=streamed is not None)
 
 
 def _is_several(body: JsonBody) -> bool:

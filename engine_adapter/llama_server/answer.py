@@ -30,15 +30,13 @@ class _Details(msgspec.Struct):
     cached_tokens: int | None = None
 
 
-class Usage(msgspec.Struct):
-    """Token counts, by the names of the chat and completions routes."""
-
+class _Usage(msgspec.Struct):
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     prompt_tokens_details: _Details | None = None
 
 
-class Timings(msgspec.Struct):
+class _Timings(msgspec.Struct):
     """The server's own counts and times, which some streams have without any usage."""
 
     cache_n: int | None = None
@@ -47,26 +45,44 @@ class Timings(msgspec.Struct):
     predicted_n: int | None = None
 
 
+class _Function(msgspec.Struct):
+    name: str | None = None
+    arguments: str | None = None
+
+
+class _CallDelta(msgspec.Struct):
+    index: int = 0
+    id: str | None = None
+    function: _Function = msgspec.field(default_factory=_Function)
+
+
 class _Delta(msgspec.Struct):
     content: str | None = None
     reasoning_content: str | None = None
-    tool_calls: Any = None
+    tool_calls: list[_CallDelta] | None = None
 
 
-class _Choice(msgspec.Struct):
+class _Logprobs(msgspec.Struct):
+    content: list[Any] | None = None
+
+
+class ChoiceChunk(msgspec.Struct):
+    """One choice in a chunk of a stream."""
+
     index: int = 0
     text: str | None = None
-    delta: _Delta | None = None
+    delta: _Delta = msgspec.field(default_factory=_Delta)
+    logprobs: _Logprobs | None = None
     finish_reason: str | None = None
 
 
-class _Event(msgspec.Struct):
+class StreamChunk(msgspec.Struct):
     """One chunk of a stream. The fields after `prompt_progress` are those of the server's own completions,
     which also answer without a stream."""
 
-    choices: list[_Choice] = []
-    usage: Usage | None = None
-    timings: Timings | None = None
+    choices: list[ChoiceChunk] = []
+    usage: _Usage | None = None
+    timings: _Timings | None = None
     error: Any = None
     prompt_progress: Any = None
     tokens: list[int] | None = None
@@ -76,21 +92,18 @@ class _Event(msgspec.Struct):
     tokens_predicted: int | None = None
 
 
-_decode = msgspec.json.Decoder(_Event).decode
+decode_chunk = msgspec.json.Decoder(StreamChunk).decode
 
 
 @dataclass(slots=True)
-class Answer:
-    """The content of a streamed answer. Counts are in tokens, None where the server did not tell them.
+class CompletionOutput:
+    """The content of an answer. Counts are in tokens, None where the server did not tell them.
 
     Attributes:
         pieces: the text of each chunk that has some, in order.
         is_plain: the pieces are all the text there was: no reasoning, no tool call, no second choice.
         is_complete: the end was seen.
-        finish_reason: as the route gives it.
         error: the message of an error that ended the stream.
-        usage: token counts.
-        timings: token counts and times.
         token_ids: the leading sampled tokens, if the server reports token ids; else None.
     """
 
@@ -99,31 +112,29 @@ class Answer:
     is_complete: bool = False
     finish_reason: str | None = None
     error: str | None = None
-    usage: Usage = field(default_factory=Usage)
-    timings: Timings = field(default_factory=Timings)
+    usage: _Usage = field(default_factory=_Usage)
+    timings: _Timings = field(default_factory=_Timings)
     token_ids: TokenIds[int] | None = None
 
     @property
     def prompt_tokens(self) -> int | None:
         """Tokens of the prompt, reused ones included."""
-        timings = self.timings
-        computed = (
-            None
-            if timings.cache_n is None or timings.prompt_n is None
-            else timings.cache_n + timings.prompt_n
-        )
-        return _first(self.usage.prompt_tokens, computed)
+        cached, computed = self.timings.cache_n, self.timings.prompt_n
+        total = cached + computed if cached is not None and computed is not None else None
+        return total if self.usage.prompt_tokens is None else self.usage.prompt_tokens
 
     @property
     def cached_tokens(self) -> int | None:
         """Tokens of the prompt whose KV was reused."""
-        details = self.usage.prompt_tokens_details or _Details()
-        return _first(details.cached_tokens, self.timings.cache_n)
+        details = self.usage.prompt_tokens_details
+        cached = None if details is None else details.cached_tokens
+        return self.timings.cache_n if cached is None else cached
 
     @property
     def sampled_tokens(self) -> int | None:
         """Tokens that were sampled, the end of a turn included."""
-        return _first(self.usage.completion_tokens, self.timings.predicted_n)
+        sampled = self.usage.completion_tokens
+        return self.timings.predicted_n if sampled is None else sampled
 
     @property
     def has_chunk_per_token(self) -> bool:
@@ -141,7 +152,7 @@ class Answer:
             self.is_complete = True
             return
         try:
-            event = _decode(payload)
+            event = decode_chunk(payload)
         except UNREADABLE:
             self.is_plain = False
             return
@@ -155,8 +166,8 @@ class Answer:
         self.usage = event.usage or self.usage
         self.timings = event.timings or self.timings
 
-    def _read_choice(self, choice: _Choice) -> None:
-        delta = choice.delta or _Delta()
+    def _read_choice(self, choice: ChoiceChunk) -> None:
+        delta = choice.delta
         # Reasoning stands between tags that are left out, and spaces next to them may be as well.
         if choice.index or delta.reasoning_content is not None or delta.tool_calls is not None:
             self.is_plain = False
@@ -165,7 +176,7 @@ class Answer:
         if choice.finish_reason is not None:
             self.finish_reason, self.is_complete = choice.finish_reason, True
 
-    def _read_native_event(self, event: _Event, tokens: list[int]) -> None:
+    def _read_native_event(self, event: StreamChunk, tokens: list[int]) -> None:
         """A chunk of one of the server's own completions, or the whole answer."""
         known = array("i") if self.token_ids is None else self.token_ids
         # A stream leaves out the first tokens of a character that spans several. No later token is adjacent.
@@ -174,13 +185,9 @@ class Answer:
         self.token_ids = known
         if event.stop:
             self.is_complete = True
-            self.usage = Usage(event.tokens_evaluated, event.tokens_predicted)
+            self.usage = _Usage(event.tokens_evaluated, event.tokens_predicted)
         if event.truncated:
             self.error = "the server dropped tokens from its context"
-
-
-def _first(*values: int | None) -> int | None:
-    return next((value for value in values if value is not None), None)
 
 
 def stream_payloads(raw: bytes) -> Iterator[bytes]:
@@ -192,33 +199,12 @@ def stream_payloads(raw: bytes) -> Iterator[bytes]:
     return (payload for payload in payloads if payload != b"null")
 
 
-def read_answer(raw: bytes) -> Answer:
+def read_answer(raw: bytes) -> CompletionOutput:
     """Reads the bytes of a streamed answer of any route."""
-    answer = Answer()
+    answer = CompletionOutput()
     for payload in stream_payloads(raw):
         answer.read(payload)
     return answer
-
-
-async def known_tokens(control: ControlClient, answer: Answer) -> TokenIds[int]:
-    """The leading sampled tokens whose ids are certain; the server tokenises the text.
-
-    For requests that leave the text as it is sampled: no stop strings, which hold text back, and no parser,
-    which may drop white space.
-
-    Raises:
-        EngineUnavailable: the server cannot be reached, or does not return pieces.
-        EngineRejected: it refuses the text.
-    """
-    known: TokenIds[int] = array("i")
-    if not answer.has_chunk_per_token:
-        return known
-    tokenised = await _tokenise(control, "".join(answer.pieces))
-    for piece, (token, text) in zip(answer.pieces, tokenised, strict=False):
-        if piece.encode() != text or _NO_TEXT in piece:
-            break
-        known.append(token)
-    return known
 
 
 class _Token(msgspec.Struct):
@@ -230,18 +216,29 @@ class _Tokenised(msgspec.Struct):
     tokens: list[_Token]
 
 
-async def _tokenise(control: ControlClient, text: str) -> list[tuple[int, bytes]]:
-    """Ids and bytes of the tokens of a text."""
+async def known_tokens(control: ControlClient, answer: CompletionOutput) -> TokenIds[int]:
+    """The leading sampled tokens whose ids are certain; the server tokenises the text.
+
+    For requests that leave the text as it is sampled: no stop strings, which hold text back, and no parser,
+    which may drop white space.
+    """
+    known: TokenIds[int] = array("i")
+    if not answer.has_chunk_per_token:
+        return known
+    text = "".join(answer.pieces)
     request = {"content": text, "add_special": False, "parse_special": True, "with_pieces": True}
-    answered = await control.read(_Tokenised, "POST", "/tokenize", json=request)
-    # Bytes that are no text come as a list of numbers.
-    return [
-        (token.id, token.piece.encode() if isinstance(token.piece, str) else bytes(token.piece))
-        for token in answered.tokens
-    ]
+    tokenised = await control.read(_Tokenised, "POST", "/tokenize", json=request)
+    for piece, token in zip(answer.pieces, tokenised.tokens, strict=False):
+        # The server gives bytes that are no text as a list of numbers.
+        if piece != token.piece or _NO_TEXT in piece:
+            break
+        known.append(token.id)
+    return known
 
 
-def slot_content(prompt: TokenIds[int], answer: Answer, sampled: TokenIds[int]) -> tuple[TokenIds[int], int]:
+def slot_content(
+    prompt: TokenIds[int], answer: CompletionOutput, sampled: TokenIds[int]
+) -> tuple[TokenIds[int], int]:
     """The slot's content after the answer: known leading tokens, and the number of unknown ones that follow.
 
     `sampled` are the known tokens of the answer. A stream that broke off leaves at least the prompt. No token

@@ -15,96 +15,23 @@ from typing import Any, TypeVar
 import msgspec
 
 from engine_adapter.body import UNREADABLE, JsonBody
-from engine_adapter.errors import (
-    EngineDied,
-    EngineError,
-    EngineGarbled,
-    EngineRejected,
-    EngineUnavailable,
-)
+from engine_adapter.errors import EngineDied, EngineGarbled, EngineRejected, EngineUnavailable
 from engine_adapter.http.error_bodies import read_error
-from engine_adapter.llama_server.answer import DONE, stream_payloads
+from engine_adapter.llama_server.answer import DONE, ChoiceChunk, StreamChunk, decode_chunk, stream_payloads
 
 _CHAT, _COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 _CLIENTS_FAULT = range(400, 500)
-_FIELDS = msgspec.json.Decoder(dict[str, Any])
 _T = TypeVar("_T")
+_decode_fields = msgspec.json.Decoder(dict[str, Any]).decode
 
 
 def streaming_body(path: str, body: JsonBody) -> JsonBody | None:
-    """The same request as a stream with usage; None if it streams already, or cannot.
-
-    Raises:
-        UnreadableField: a field this reads is not valid JSON.
-    """
-    if path not in _ASSEMBLERS or body.get("stream") is True:
+    """The same request as a stream with usage; None if it streams already, or cannot."""
+    if path not in (_CHAT, _COMPLETIONS) or body.get("stream") is True:
         return None
     if path == _CHAT and body.get("logprobs") and body.get("tools"):
         return None  # the server refuses this as a stream, and answers it otherwise
     return body.replace(stream=True, stream_options={"include_usage": True})
-
-
-def assemble(path: str, raw: bytes) -> bytes:
-    """The JSON answer of a route that `streaming_body` gave a body for.
-
-    Raises:
-        EngineRejected: the stream has an error that is the client's fault.
-        EngineUnavailable: it has another error, ended too early, or is no stream.
-    """
-    return _ASSEMBLERS[path](raw)
-
-
-def assemble_chat(raw: bytes) -> bytes:
-    """`chat.completion` from `chat.completion.chunk`s. Raises as `assemble`."""
-    return _assemble(raw, "chat.completion", _chat_choice)
-
-
-def assemble_completion(raw: bytes) -> bytes:
-    """`text_completion` from its chunks. Raises as `assemble`."""
-    return _assemble(raw, "text_completion", _completion_choice)
-
-
-_ASSEMBLERS: dict[str, Callable[[bytes], bytes]] = {
-    _CHAT: assemble_chat,
-    _COMPLETIONS: assemble_completion,
-}
-
-
-class _Function(msgspec.Struct):
-    name: str | None = None
-    arguments: str | None = None
-
-
-class _CallDelta(msgspec.Struct):
-    index: int = 0
-    id: str | None = None
-    function: _Function = msgspec.field(default_factory=_Function)
-
-
-class _Delta(msgspec.Struct):
-    content: str | None = None
-    reasoning_content: str | None = None
-    tool_calls: list[_CallDelta] | None = None
-
-
-class _Logprobs(msgspec.Struct):
-    content: list[Any] | None = None
-
-
-class _ChoicePart(msgspec.Struct):
-    index: int = 0
-    text: str | None = None
-    delta: _Delta = msgspec.field(default_factory=_Delta)
-    logprobs: _Logprobs | None = None
-    finish_reason: str | None = None
-
-
-class _Chunk(msgspec.Struct):
-    choices: list[_ChoicePart] = []
-    error: Any = None
-
-
-_CHUNK = msgspec.json.Decoder(_Chunk)
 
 
 @dataclass(slots=True)
@@ -124,7 +51,7 @@ class _Choice:
     logprobs: list[Any] = field(default_factory=list)
     finish_reason: str | None = None
 
-    def add(self, chunk: _ChoicePart) -> None:
+    def add(self, chunk: ChoiceChunk) -> None:
         self.text.append(chunk.text or chunk.delta.content or "")
         self.reasoning.append(chunk.delta.reasoning_content or "")
         for delta in chunk.delta.tool_calls or ():
@@ -159,7 +86,17 @@ def _completion_choice(index: int, choice: _Choice) -> dict[str, Any]:
     return {"text": text, "index": index, "logprobs": logprobs, "finish_reason": choice.finish_reason}
 
 
-def _assemble(raw: bytes, kind: str, render: Callable[[int, _Choice], dict[str, Any]]) -> bytes:
+_KINDS = {_CHAT: ("chat.completion", _chat_choice), _COMPLETIONS: ("text_completion", _completion_choice)}
+
+
+def assemble(path: str, raw: bytes) -> bytes:
+    """The JSON answer of a route that `streaming_body` gave a body for.
+
+    Raises:
+        EngineRejected: the stream has an error that is the client's fault.
+        EngineUnavailable: it has another error, ended too early, or is no stream.
+    """
+    kind, render = _KINDS[path]
     choices: dict[int, _Choice] = {}
     answer: dict[str, Any] = {}
     index = 0
@@ -169,38 +106,34 @@ def _assemble(raw: bytes, kind: str, render: Callable[[int, _Choice], dict[str, 
             choices.setdefault(index, _Choice()).add(part)
         # Each choice ends with counts, maybe in a chunk without choices. Those of the first choice are used.
         if index == 0 and 0 in choices and choices[0].finish_reason is not None:
-            fields: dict[str, Any] = _decode(payload, _FIELDS)
-            answer |= fields
+            answer |= _decoded(_decode_fields, payload)
     if any(choice.finish_reason is None for choice in choices.values()) or not answer:
         raise _broken_off()
     rendered = [render(index, choice) for index, choice in sorted(choices.items())]
     return msgspec.json.encode({**answer, "choices": rendered, "object": kind})
 
 
-def _chunks(raw: bytes) -> Iterator[tuple[_Chunk, bytes]]:
+def _chunks(raw: bytes) -> Iterator[tuple[StreamChunk, bytes]]:
     """The chunks of a stream; raises for an error event, and if the stream ends too early."""
     for payload in stream_payloads(raw):
         if payload == DONE:
             return
-        chunk = _decode(payload, _CHUNK)
+        chunk = _decoded(decode_chunk, payload)
         if chunk.error is not None:
-            raise _failed(payload, chunk.error)
+            code = chunk.error.get("code") if isinstance(chunk.error, dict) else None
+            message = read_error(payload).message
+            if isinstance(code, int) and code in _CLIENTS_FAULT:
+                raise EngineRejected(message, status=code)
+            raise EngineUnavailable(message)
         yield chunk, payload
     raise _broken_off()
 
 
-def _decode(payload: bytes, decoder: msgspec.json.Decoder[_T]) -> _T:
+def _decoded(decode: Callable[[bytes], _T], payload: bytes) -> _T:
     try:
-        return decoder.decode(payload)
+        return decode(payload)
     except UNREADABLE as error:
         raise EngineGarbled(f"llama-server sent an unreadable chunk: {error}") from error
-
-
-def _failed(payload: bytes, error: object) -> EngineError:
-    code, message = error.get("code") if isinstance(error, dict) else None, read_error(payload).message
-    if isinstance(code, int) and code in _CLIENTS_FAULT:
-        return EngineRejected(message, status=code)
-    return EngineUnavailable(message)
 
 
 def _broken_off() -> EngineDied:

@@ -1,13 +1,17 @@
-"""The command line of a llama-server that kvpin starts: the operator's words plus flags that reuse needs.
+"""What a llama-server that kvpin starts gets: the operator's words, flags that reuse needs, and a directory
+in memory for its saved KV.
 
 llama-server does not know `--flag=value`, reads `_` in long flags as `-`, and uses the last of equal flags.
 """
 
 from __future__ import annotations
 
+import functools
+import os
 import re
 import shutil
-from collections.abc import Callable, Collection, Sequence
+import stat
+from collections.abc import Collection, Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -25,6 +29,10 @@ _SAVE_PATH = ("--slot-save-path",)
 _MODEL_FILE = ("-m", "--model")
 _MODEL_ELSEWHERE = ("-mu", "--model-url", "-dr", "--docker-repo", "-hf", "-hfr", "--hf-repo")
 _MODEL_PRESET = re.compile(r"--(fim|gpt-oss|vision|embd)-.+-(default|spec)")
+_MEMORY = Path("/dev/shm")  # noqa: S108 - a private directory is made in it, see make_save_dir
+_MOUNTS = Path("/proc/self/mounts")
+_ENOUGH_BYTES = 2**30
+_MOST_BYTES = 8 * 2**30
 _HINT = "scripts/llama-server of kvpin's repository builds one"
 
 
@@ -36,11 +44,8 @@ def llama_server_command(
     It has no flag that turns the web UI off: the flag's name differs between releases, and a server refuses
     to start with an unknown flag.
 
-    Args:
-        words: the operator's options, with or without the name of the binary before them.
-        port: the port on 127.0.0.1.
-        save_dir: its `--slot-save-path`, unless the words name one.
-        binary: the binary, unless the words name one.
+    The words are the operator's options, with or without the name of the binary before them. `save_dir` and
+    `binary` are used unless the words name others.
     """
     program, options = _split(words, binary)
     given = {_flag(word) for word in options}
@@ -97,60 +102,57 @@ def named_api_key(words: Sequence[str]) -> str | None:
 
 def advice(words: Sequence[str]) -> tuple[str, ...]:
     """One sentence for each flag in the words that hinders the reuse of KV."""
-    return tuple(text for holds, text in _ADVICE if holds(words))
+    found = [text for flags, harmless, text in _ADVICE if _hinders(words, flags, harmless)]
+    if (_value(words, _SLOTS) or "").startswith("-"):
+        found.append(
+            "-np below 1 lets the server choose, which shares one KV buffer among the slots: "
+            "give -np a number"
+        )
+    return tuple(found)
 
 
-def _is_on(on: Collection[str], off: Collection[str] = ()) -> Callable[[Sequence[str]], bool]:
-    """A test whether the last given of a flag and its opposite is the flag."""
-
-    def test(words: Sequence[str]) -> bool:
-        given = [flag for word in words if (flag := _flag(word)) in on or flag in off]
-        return bool(given) and given[-1] in on
-
-    return test
+def _hinders(words: Sequence[str], flags: Collection[str], harmless: str | Collection[str]) -> bool:
+    """Whether a flag has another value than the harmless one, or comes after all its opposites."""
+    if isinstance(harmless, str):
+        return _value(words, flags) not in (None, harmless)
+    given = [flag for word in words if (flag := _flag(word)) in flags or flag in harmless]
+    return bool(given) and given[-1] in flags
 
 
-def _is_other_than(off: str, *names: str) -> Callable[[Sequence[str]], bool]:
-    return lambda words: _value(words, names) not in (None, off)
-
-
-def _has_auto_slots(words: Sequence[str]) -> bool:
-    return (_value(words, _SLOTS) or "").startswith("-")
-
-
-_UNIFIED = (("-kvu", "--kv-unified"), ("-no-kvu", "--no-kv-unified"))
-
-_ADVICE: tuple[tuple[Callable[[Sequence[str]], bool], str], ...] = (
+_ADVICE: tuple[tuple[tuple[str, ...], str | tuple[str, ...], str], ...] = (
     (
-        _is_other_than("0", *_CACHE_RAM),
+        _CACHE_RAM,
+        "0",
         "--cache-ram other than 0 lets the server swap the KV of its slots behind kvpin's back: leave it out",
     ),
     (
-        _is_on(*_UNIFIED),
+        ("-kvu", "--kv-unified"),
+        ("-no-kvu", "--no-kv-unified"),
         "-kvu shares one KV buffer among the slots, so that idle slots are not kept or saved: leave it out",
     ),
     (
-        _has_auto_slots,
-        "-np below 1 lets the server choose, which shares one KV buffer among the slots: give -np a number",
-    ),
-    (
-        _is_on(("--no-slots",), ("--slots",)),
+        ("--no-slots",),
+        ("--slots",),
         "--no-slots hides from kvpin what the slots do: leave it out",
     ),
     (
-        _is_on(("--no-cache-prompt",), ("--cache-prompt",)),
+        ("--no-cache-prompt",),
+        ("--cache-prompt",),
         "--no-cache-prompt makes the server compute every prompt from its beginning: leave it out",
     ),
     (
-        _is_on(("--context-shift",), ("--no-context-shift",)),
+        ("--context-shift",),
+        ("--no-context-shift",),
         "--context-shift drops tokens from running slots, whose KV kvpin then no longer knows: leave it out",
     ),
     (
-        _is_other_than("0", "--cache-reuse"),
+        ("--cache-reuse",),
+        "0",
         "--cache-reuse reuses shifted KV: answers are not exact, and kvpin cannot predict it; leave it out",
     ),
     (
-        _is_other_than("-1", "--sleep-idle-seconds"),
+        ("--sleep-idle-seconds",),
+        "-1",
         "--sleep-idle-seconds lets an idle server drop the KV of all its slots: leave it out",
     ),
 )
@@ -171,3 +173,73 @@ def _value(words: Sequence[str], names: Collection[str]) -> str | None:
     """The value after the last use of a flag, None without one."""
     values = [value for word, value in pairwise(words) if _flag(word) in names]
     return values[-1] if values else None
+
+
+# --- its directory for saved KV -------------------------------------------------------------------
+
+
+@functools.cache
+def default_save_dir() -> Path:
+    """`/dev/shm/kvpin-<uid>` if that is memory, otherwise `kv` in kvpin's cache directory.
+
+    A tmpfs with less than 1 GiB free is too small for KV of real models (containers get 64 MiB by default).
+    The answer does not change while the process runs.
+    """
+    directory = _MEMORY / f"kvpin-{os.getuid()}"
+    if _is_tmpfs(_MEMORY) and _room(directory) >= _ENOUGH_BYTES:
+        return directory
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get("KVPIN_CACHE") or Path(home, "kvpin"), "kv")
+
+
+@functools.cache
+def default_save_bytes(directory: Path) -> int:
+    """The cap of the files in `directory`: half of the room for them, at most 8 GiB.
+
+    The answer does not change while the process runs, because servers that share a directory need equal caps.
+    """
+    return max(min(_room(directory) // 2, _MOST_BYTES), 1)
+
+
+def make_save_dir(directory: Path) -> None:
+    """Makes the directory for this user alone, because it holds prompts. It may exist already.
+
+    Raises:
+        EngineSpecError: it cannot be made, or another user made it in a shared place.
+    """
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = directory.lstat()
+    except OSError as error:
+        raise EngineSpecError(
+            f"the directory {str(directory)!r} for saved KV cannot be made: {error.strerror}"
+        ) from error
+    if directory != default_save_dir():
+        return  # the operator chose it, and chooses who may read it
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        raise EngineSpecError(
+            f"{directory} is not this user's directory: have it removed, or set host_cache_dir to another"
+        )
+    directory.chmod(0o700)
+
+
+def _room(directory: Path) -> int:
+    """Bytes that files in `directory` may take: the free ones and those they take already."""
+    place = next(path for path in (directory, *directory.absolute().parents) if path.is_dir())
+    own = sum(map(_size, directory.iterdir())) if place == directory else 0
+    return shutil.disk_usage(place).free + own
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:  # gone since it was listed
+        return 0
+
+
+def _is_tmpfs(place: Path) -> bool:
+    try:
+        mounts = _MOUNTS.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return False
+    return any(line.split()[1:3] == [str(place), "tmpfs"] for line in mounts)

@@ -1,7 +1,6 @@
 """The content of slots and files, and the I/O that moves KV between them.
 
-The keeper decides whose turn it is. The caller begins each operation on its slot first. Every change of
-content goes to the mirror.
+The scheduler decides whose turn it is. The caller begins each operation on its slot first.
 """
 
 from __future__ import annotations
@@ -15,13 +14,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine_adapter.errors import EngineError, EngineRejected
-from engine_adapter.llama_server import saved_files
+from engine_adapter.http.control import ControlClient
+from engine_adapter.llama_server import saved_files, slot_io
 from engine_adapter.llama_server.discovery import ServerFacts
 from engine_adapter.llama_server.mirror_events import MirrorEvents
 from engine_adapter.llama_server.rates import RateBook
 from engine_adapter.llama_server.saved import Saved, SavedPrefixes, salt_digest
-from engine_adapter.llama_server.slot_io import SlotIo
-from engine_adapter.llama_server.slot_owners import UNKNOWN_OWNER, SlotOwners
+from engine_adapter.llama_server.server_files import UNKNOWN_OWNER, SlotOwners
 from engine_adapter.llama_server.slots import Slot, SlotTable
 from engine_adapter.llama_server.state_file import StateFileError
 from engine_adapter.prompt.prefixes import common_prefix
@@ -54,21 +53,15 @@ class Counts:
 class Contents:
     """The slots of one server process and the files it can restore.
 
-    Args:
-        engine: id of the engine, for logs.
-        facts: what the server is.
-        io: its slot operations.
-        saved: the registry of saved prefixes; None when nothing can be saved.
-        mirror: gets every change of content.
-        clock: seconds.
-        owners: whose content the slots hold, on disk; None to keep no record.
+    `saved` is None when nothing can be saved. Every change of content goes to `mirror`, and its owner to the
+    record `owners`, if there is one.
     """
 
     def __init__(
         self,
         engine: str,
         facts: ServerFacts,
-        io: SlotIo,
+        control: ControlClient,
         saved: SavedPrefixes | None,
         mirror: MirrorEvents,
         clock: Callable[[], float],
@@ -81,12 +74,13 @@ class Contents:
         self.findings: list[str] = []
         self._engine = engine
         self._facts = facts
-        self._io = io
+        self._control = control
         self._saved = saved
         self._mirror = mirror
         self._clock = clock
         self._refused: set[str] = set()  # names of saved prefixes that this server did not take
-        self._restoring_pays = True
+        # Whether the server reuses any prefix of a slot's content: true until it is seen not to.
+        self.reuses_any_prefix = True
         self._vain_restores = 0
         self._no_save_before = 0.0
         self._save_pause_s = SAVE_PAUSE_S
@@ -94,12 +88,7 @@ class Contents:
     @property
     def can_restore(self) -> bool:
         """Whether saved prefixes can be restored, and so are worth saving."""
-        return self._saved is not None and self._restoring_pays
-
-    @property
-    def reuses_any_prefix(self) -> bool:
-        """Whether the server reuses any prefix of a slot's content; true until it is seen not to."""
-        return self._restoring_pays
+        return self._saved is not None and self.reuses_any_prefix
 
     @property
     def can_save(self) -> bool:
@@ -142,7 +131,8 @@ class Contents:
         """Retains what a request left in the slot, and the files that hold its beginning."""
         if retention is None or not retention.priority:
             return
-        self.table.keep(slot.id, self._clock() + retention.ttl_s, salt_digest(retention.owner))
+        until = max(slot.kept_until, self._clock() + retention.ttl_s)
+        slot.kept_until, slot.kept_for = until, salt_digest(retention.owner)
         for entry in self.all_entries():
             if self._saved is not None and slot.shared(entry.tokens, entry.salt) == len(entry.tokens):
                 self._saved.keep(entry, retention.ttl_s, slot.kept_for)
@@ -180,7 +170,7 @@ class Contents:
         try:
             # A server that finds no room may leave half a file and report success, so make room first.
             await registry.make_room(round(length * self.rates.view.bytes_per_token))
-            moved = await self._io.save(slot.id, name)
+            moved = await slot_io.save(self._control, slot.id, name)
             if moved.tokens:
                 entry = await registry.add(
                     name,
@@ -224,7 +214,7 @@ class Contents:
         try:
             async with self._saved.using(entry) as name:
                 self.owners.changes(slot.id, entry.salt)
-                moved = await self._io.restore(slot.id, name)
+                moved = await slot_io.restore(self._control, slot.id, name)
         except StateFileError as error:
             self.counts.failed_restores += 1
             fate = "is damaged and deleted" if error.is_damage else "cannot be restored now"
@@ -232,12 +222,8 @@ class Contents:
             return False
         except EngineRejected as error:
             self.counts.failed_restores += 1
-            log.warning(
-                "%s: the server refused saved prefix %s: %s; the file is kept, and not restored here again",
-                self._engine,
-                entry.name,
-                error,
-            )
+            text = "%s: the server refused saved prefix %s: %s; the file is kept, and not restored here again"
+            log.warning(text, self._engine, entry.name, error)
             # A failed restore wipes the slot.
             self.hold(slot, array("i"), None)
             # The file is not damaged: another server may take it, or this one with other flags.
@@ -256,7 +242,7 @@ class Contents:
 
     async def erase(self, slot: Slot) -> None:
         """Empties a slot on which ERASE has begun."""
-        await self._io.erase(slot.id)
+        await slot_io.erase(self._control, slot.id)
         self.hold(slot, array("i"), None)
 
     async def forget(self, entry: Saved) -> None:
@@ -280,7 +266,7 @@ class Contents:
         """A request ran on restored KV; `in_vain` if the server computed most of it again."""
         self._vain_restores = self._vain_restores + 1 if in_vain else 0
         if self._vain_restores == MAX_VAIN_RESTORES:
-            self._restoring_pays = False
+            self.reuses_any_prefix = False
             self._find(
                 "restoring does not pay on this model: the server computes restored prompts again "
                 "(sliding-window, hybrid or recurrent memory); kvpin no longer saves or restores its slots"
@@ -305,13 +291,8 @@ class Contents:
     def _pause_saving(self, error: Exception) -> None:
         self.counts.failed_saves += 1
         self._no_save_before = self._clock() + self._save_pause_s
-        log.warning(
-            "%s: a slot could not be saved %s; kvpin tries again in %.0f s: %s",
-            self._engine,
-            self._where(),
-            self._save_pause_s,
-            error,
-        )
+        text = "%s: a slot could not be saved %s; kvpin tries again in %.0f s: %s"
+        log.warning(text, self._engine, self._where(), self._save_pause_s, error)
         self._save_pause_s = min(2 * self._save_pause_s, MAX_SAVE_PAUSE_S)
 
     def _where(self) -> str:

@@ -1,27 +1,33 @@
 """Facts about a llama-server, read from its own routes.
 
 `discover` only reads, except that it uses one slot if the model's file is out of reach. What no route tells,
-`probe.py` tries out.
+`probe` tries out: one slot loses its content, and the caller chooses when.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from http import HTTPStatus
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
+from uuid import uuid4
 
 import msgspec
 import xxhash
 
-from engine_adapter.errors import EngineRejected, EngineSpecError
+from engine_adapter.errors import EngineRejected, EngineSpecError, EngineUnavailable
 from engine_adapter.http.control import ControlClient
 from engine_adapter.http.models import read_models
+from engine_adapter.llama_server import slot_io
 from engine_adapter.llama_server.fingerprint import file_digest, model_parts, remote_digest
-from engine_adapter.types import EngineSpec
+from engine_adapter.llama_server.slot_io import read_slots, spare_slot
+from engine_adapter.types import EngineSpec, Finding
 
+_PROBE_TOKENS = 48
+_STATE_WORDS = 7  # of an empty slot's file, before its caches: magic, version, 4 of tokens and their count
+_CACHES = (1, 2)  # of a model with plain attention, and of one that has sliding windows too
 _METADATA = 64 << 20  # bytes of a GGUF that are no tensors, at the most: vocabulary and padding
 
 
@@ -30,15 +36,11 @@ class ServerFacts:
     """One server at the time of the question.
 
     Attributes:
-        model: the name it serves under.
         card: its own fields of the model in `/v1/models`.
         slots: number of slots.
         slot_ctx: context of each, in tokens.
-        train_ctx: context the model was trained with, None if unknown.
+        train_ctx: context the model was trained with.
         local_model: the file of the model, if kvpin can read it.
-        vocab_size: number of token ids, None if unknown.
-        build: the server's version, free text.
-        chat_template: the model's, "" without one.
         instance: a word that is new in each process, None on servers without one. Sleep keeps it.
         is_sleeping: it was asleep, so the KV of all its slots is gone.
         has_slots: `GET /slots` is allowed.
@@ -72,9 +74,13 @@ class ServerFacts:
         A file of a unified pool fits every unified pool. A file of separate streams fits only servers with as
         many slots. So the key is final once `is_unified` is known.
         """
-        has_one_stream = self.slots == 1 or self.is_unified is True
-        layout = 1 if has_one_stream else self.slots
+        layout = 1 if self.is_unified is True else self.slots
         return xxhash.xxh3_64_hexdigest(f"{self.fingerprint} {layout}".encode())
+
+    @property
+    def identity(self) -> str:
+        """Changes with the process, and with the model it serves."""
+        return f"{self.instance or ''}{self.fingerprint}"
 
     @property
     def looks_unified(self) -> bool:
@@ -82,27 +88,6 @@ class ServerFacts:
         if self.is_unified is None:
             return self.slots > 1 and self.slot_ctx == self.train_ctx
         return self.is_unified
-
-
-class SlotState(msgspec.Struct, frozen=True):
-    """One slot as `GET /slots` shows it.
-
-    Attributes:
-        id: what `id_slot` names.
-        n_ctx: its context in tokens.
-        is_processing: a request runs on it.
-        id_task: number of its latest request, None when it had none.
-        n_tokens: tokens it holds; None if it had no request, even after a restore.
-    """
-
-    id: int
-    n_ctx: int
-    is_processing: bool
-    id_task: int | None = None
-    n_tokens: int | None = msgspec.field(name="n_prompt_tokens", default=None)
-
-
-_Slots = Annotated[list[SlotState], msgspec.Meta(min_length=1)]
 
 
 class _Settings(msgspec.Struct, frozen=True):
@@ -124,16 +109,11 @@ class _Props(msgspec.Struct, frozen=True):
 
 
 async def discover(control: ControlClient, spec: EngineSpec) -> ServerFacts:
-    """Reads what a server is. Wakes a sleeping server.
-
-    Raises:
-        EngineSpecError: it is no llama-server, or has no slots.
-        EngineRejected: it refuses, e.g. the API key.
-        EngineUnavailable: it does not answer, or is still loading its model.
-    """
+    """Reads what a server is. Wakes a sleeping server."""
     props = await _props(control, spec)
     model = read_models(await control.get("/v1/models"))
-    meta = _meta(model.card)
+    meta = model.card.get("meta")
+    meta = meta if isinstance(meta, dict) else {}  # facts about the model's file
     local = await asyncio.to_thread(_local_model, props.model_path, meta.get("size"))
     return ServerFacts(
         model=props.model_alias or model.name,
@@ -148,48 +128,45 @@ async def discover(control: ControlClient, spec: EngineSpec) -> ServerFacts:
         instance=props.media_marker,
         is_sleeping=props.is_sleeping,
         has_slots=props.endpoint_slots,
-        can_save=await _can_save(control),
+        # The file name is invalid. A server without saves does not check names.
+        can_save=await control.status("POST", "/slots/0?action=save", json={"filename": "/"})
+        not in (HTTPStatus.NOT_FOUND, HTTPStatus.NOT_IMPLEMENTED),
         fingerprint=await _fingerprint(control, props, meta, local),
         is_unified=False if props.total_slots == 1 else None,
     )
 
 
-class Pulse(msgspec.Struct, frozen=True):
-    """Which process answers, and whether it sleeps. Asking is always possible."""
-
-    instance: str | None = msgspec.field(name="media_marker", default=None)
-    is_sleeping: bool = False
-
-
-async def read_pulse(control: ControlClient) -> Pulse:
-    """Asks without waking the server or keeping it awake.
-
-    Raises:
-        EngineUnavailable: no answer, or an unexpected one.
-    """
-    return await control.read(Pulse, "GET", "/props")
-
-
-async def read_slots(control: ControlClient) -> list[SlotState]:
-    """All slots by id, at least one. Wakes a sleeping server: ask `read_pulse` first.
-
-    Raises:
-        EngineRejected: the server runs with `--no-slots`.
-        EngineUnavailable: no answer, or an unexpected one.
-    """
-    slots = await control.read(_Slots, "GET", "/slots")
-    return sorted(slots, key=lambda slot: slot.id)
-
-
-def spare_slot(slots: Sequence[SlotState]) -> int:
-    """The slot whose content is cheapest to lose: an idle one if possible, with the fewest tokens."""
-    return min(slots, key=lambda slot: (slot.is_processing, slot.n_tokens or 0, slot.id)).id
+def findings_of(facts: ServerFacts) -> Iterator[Finding]:
+    """The reasons why kvpin cannot use the server fully, the most important first."""
+    if facts.ram_cache:
+        yield Finding(
+            "its RAM cache is on: it changes slots unseen by kvpin, and can corrupt an answer",
+            "start the server with --cache-ram 0",
+        )
+    if facts.looks_unified:
+        verb = "share" if facts.is_unified else "seem to share"
+        yield Finding(
+            f"its slots {verb} one KV pool (-kvu, or no -np): a prompt can evict those of other slots",
+            f"start the server with -no-kvu -np {facts.slots} -c {facts.slots}*CTX, where CTX is the context "
+            "of one slot",
+        )
+    if not facts.can_save:
+        yield Finding(
+            "no prefix can be saved or restored",
+            "start the server with --slot-save-path DIR, a directory that exists, best in memory",
+        )
+    if not facts.has_slots:
+        yield Finding("kvpin cannot watch its slots", "start the server with --slots")
+    if facts.is_sleeping:
+        yield Finding(
+            "it sleeps when idle and loses all KV",
+            "start the server without --sleep-idle-seconds, or with -1",
+        )
 
 
 async def _props(control: ControlClient, spec: EngineSpec) -> _Props:
     try:
-        answer = await control.get("/props")
-        props = msgspec.convert(answer, _Props)
+        props = msgspec.convert(await control.get("/props"), _Props)
     except EngineRejected as error:
         if error.status == HTTPStatus.NOT_FOUND:
             raise EngineSpecError(
@@ -203,18 +180,6 @@ async def _props(control: ControlClient, spec: EngineSpec) -> _Props:
     if props.total_slots < 1:
         raise EngineSpecError(f"engine {spec.id!r}: {spec.url!r} has no slots")
     return props
-
-
-async def _can_save(control: ControlClient) -> bool:
-    """Whether slots can be saved. The file name is invalid; a server without saves does not check names."""
-    status = await control.status("POST", "/slots/0?action=save", json={"filename": "/"})
-    return status not in (HTTPStatus.NOT_FOUND, HTTPStatus.NOT_IMPLEMENTED)
-
-
-def _meta(card: Mapping[str, Any]) -> dict[str, Any]:
-    """Facts about the model's file in `/v1/models`; {} where there are none."""
-    meta = card.get("meta")
-    return meta if isinstance(meta, dict) else {}
 
 
 def _count(meta: Mapping[str, Any], name: str) -> int | None:
@@ -247,10 +212,64 @@ async def _fingerprint(
     else:
         slot_id = spare_slot(await read_slots(control)) if props.endpoint_slots else 0
         model = await remote_digest(control, meta, Path(props.model_path).name, slot_id)
-    adapters = await _adapters(control)
+    # The loaded LoRA adapters change the KV of the model.
+    adapters = await control.read_optional(list[Any], "/lora-adapters")
     return xxhash.xxh3_128_hexdigest(msgspec.json.encode([model, adapters])) if adapters else model
 
 
-async def _adapters(control: ControlClient) -> list[Any]:
-    """The loaded LoRA adapters: they change the KV of the model."""
-    return await control.read_optional(list[Any], "/lora-adapters") or []
+def probe_file() -> str:
+    """A new name for the small file that a probe leaves behind; servers may share a directory."""
+    return f"kvpin-probe-{uuid4().hex}.bin"
+
+
+async def probe(control: ControlClient, facts: ServerFacts, slot_id: int, *, file: str) -> ServerFacts:
+    """Completes `facts` by trying. Slot `slot_id` must be idle; its content is lost.
+
+    Leaves `file`, about 50 bytes, in the server's save directory. Takes a few milliseconds on an idle server,
+    plus the prefill of about 150 tokens.
+    """
+    ram_cache = await probe_ram_cache(control, slot_id)
+    is_unified, can_save = facts.is_unified, facts.can_save
+    if can_save and is_unified is None:
+        try:
+            is_unified = await probe_unified(control, slot_id, facts.slots, file=file)
+        except EngineRejected:
+            can_save = False  # the directory is gone or full; the server can still be used
+    if facts.can_save:
+        await slot_io.erase(control, slot_id)
+    return replace(facts, ram_cache=ram_cache, is_unified=is_unified, can_save=can_save)
+
+
+async def probe_ram_cache(control: ControlClient, slot_id: int) -> bool:
+    """Whether `--cache-ram` is on: a prompt comes back after another one has replaced it in its slot.
+
+    The content of slot `slot_id` is lost.
+    """
+    first, second = list(range(10, 10 + _PROBE_TOKENS)), list(range(110, 110 + _PROBE_TOKENS))
+    for prompt in (first, second):
+        await _prefill(control, prompt, slot_id)
+    return await _prefill(control, [*first, second[0]], slot_id) > 0
+
+
+async def probe_unified(control: ControlClient, slot_id: int, slots: int, *, file: str) -> bool | None:
+    """Whether all slots share one KV pool, by the size of an empty slot's file; None if that does not tell.
+
+    The file counts the cells of each stream, and a unified pool is one stream. The content of slot `slot_id`
+    is lost, and `file` is left in the server's save directory.
+    """
+    await slot_io.erase(control, slot_id)
+    words, rest = divmod((await slot_io.save(control, slot_id, file)).size, 4)
+    counted = words - _STATE_WORDS
+    if not rest and counted in [caches * (1 + slots) for caches in _CACHES]:
+        return False
+    return True if not rest and counted in [caches * (1 + 1) for caches in _CACHES] else None
+
+
+async def _prefill(control: ControlClient, prompt: list[int], slot_id: int) -> int:
+    """Computes a prompt on a slot; returns the number of reused tokens."""
+    request = {"prompt": prompt, "n_predict": 0, "cache_prompt": True, "id_slot": slot_id}
+    match await control.call("POST", "/completion", json=request):
+        case {"timings": {"cache_n": int(reused)}}:
+            return reused
+        case _:
+            raise EngineUnavailable("POST /completion: the answer has no 'timings.cache_n'")

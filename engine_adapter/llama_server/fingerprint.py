@@ -32,9 +32,6 @@ def file_digest(path: Path) -> str:
     """Digest of a GGUF with all its parts: their sizes, and about 4 MiB of each part.
 
     Takes milliseconds with a warm page cache. Unchanged files are read once.
-
-    Raises:
-        OSError: a file cannot be read.
     """
     files = []
     for part in model_parts(path):
@@ -53,16 +50,10 @@ def model_parts(path: Path) -> list[Path]:
 
 
 async def remote_digest(control: ControlClient, meta: dict[str, Any], file_name: str, slot_id: int) -> str:
-    """Digest of a model whose file is out of reach. The content of slot `slot_id` is lost.
+    """Digest of a model whose file is out of reach, by its `meta` in `/v1/models` and the name of its file.
 
-    Args:
-        control: the server.
-        meta: its `meta` in `/v1/models`.
-        file_name: name of the model file on the server.
-        slot_id: the slot that continues the fixed prompt.
-
-    Raises:
-        EngineUnavailable: the answer has no tokens.
+    Slot `slot_id` continues the fixed prompt: its content is lost. Raises EngineUnavailable if the answer has
+    no tokens.
     """
     request = {
         "prompt": _PROMPT, "n_predict": _CONTINUATION, "temperature": 0, "ignore_eos": True,

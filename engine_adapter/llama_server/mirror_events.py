@@ -86,7 +86,7 @@ class MirrorEvents:
             self.drop(place)
 
     async def follow(self) -> AsyncGenerator[KvEvent, None]:
-        """See `EngineAdapter.events`."""
+        """Yields what the places hold now, then every change."""
         queue: asyncio.Queue[KvEvent] = asyncio.Queue()
         queue.put_nowait(ViewLost("the slot mirror is sent from its beginning"))
         for run in self._runs.values():

@@ -12,12 +12,8 @@ _Result = TypeVar("_Result")
 
 
 class OwnTasks:
-    """The tasks of one owner.
-
-    Args:
-        what: what they do, for the log.
-        expected: the errors that callers handle. Any other is logged, because its caller may have left.
-    """
+    """The tasks of one owner; `what` they do is for the log. Callers handle `expected` errors. Any other is
+    logged, because its caller may have left."""
 
     def __init__(self, what: str, expected: type[Exception]) -> None:
         self._what = what

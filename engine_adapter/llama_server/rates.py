@@ -3,80 +3,94 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass, replace
 from statistics import median
 
-from engine_adapter.llama_server.plan import Rates
+from engine_adapter.llama_server.saved_entry import Saved
+from engine_adapter.types import Tier
 
 WINDOW = 32
 # The time of a shorter prefill is mostly the round trip.
 MIN_PREFILL_TOKENS = 32
 
-# First guesses. Saving counts as cheap: its real rate is learned only if it is tried.
-PREFILL_TOK_S = 500.0
-SAVE_BYTES_S = 1e9
-RESTORE_BYTES_S = 2e9
-DISK_BYTES_S = 400e6
-BYTES_PER_TOKEN = 1000.0
-HOLD_S = 2.0
-# Prior that a conversation goes on after an answer.
-REUSE_PROBABILITY = 0.8
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """The rates of this server; every rate is above 0. The defaults are first guesses. Saves count as cheap:
+    its real rate is learned only if it is tried.
+
+    Attributes:
+        prefill_tok_s: prompt tokens computed per second.
+        save_bytes_s: bytes per second from a slot to the host tier.
+        restore_bytes_s: bytes per second from the host tier to a slot.
+        disk_bytes_s: bytes per second from the disk tier to the host tier.
+        bytes_per_token: bytes of a saved file per token.
+        hold_s: usual seconds that a request holds a slot.
+        reuse_probability: prior that a conversation goes on right after an answer.
+        half_life_s: idle seconds that halve this probability.
+        save_overhead_s: seconds of a save that do not depend on its bytes.
+        restore_overhead_s: the same for a restore.
+    """
+
+    prefill_tok_s: float = 500.0
+    save_bytes_s: float = 1e9
+    restore_bytes_s: float = 2e9
+    disk_bytes_s: float = 400e6
+    bytes_per_token: float = 1000.0
+    hold_s: float = 2.0
+    reuse_probability: float = 0.8
+    half_life_s: float = 1800.0
+    save_overhead_s: float = 0.002
+    restore_overhead_s: float = 0.002
+
+    def prefill_s(self, tokens: int) -> float:
+        """Seconds to compute `tokens` prompt tokens."""
+        return tokens / self.prefill_tok_s
+
+    def save_s(self, tokens: int) -> float:
+        """Seconds to save a slot of `tokens` tokens."""
+        return self.save_overhead_s + tokens * self.bytes_per_token / self.save_bytes_s
+
+    def restore_s(self, tokens: int) -> float:
+        """Seconds to restore a file of `tokens` tokens that lies in the host tier."""
+        return self.restore_overhead_s + tokens * self.bytes_per_token / self.restore_bytes_s
+
+    def file_s(self, entry: Saved) -> float:
+        """Seconds to restore this file from its tier."""
+        seconds = self.restore_overhead_s + entry.size / self.restore_bytes_s
+        return seconds + entry.size / self.disk_bytes_s if entry.tier is Tier.DISK else seconds
 
 
 class RateBook:
-    """Learns `Rates` from measured operations."""
+    """Learns `Rates` from measured operations. Each is the median of its last samples. The first guess counts
+    as two samples, so one outlier has no effect."""
 
     def __init__(self) -> None:
-        self._prefill = _Median(PREFILL_TOK_S)
-        self._save = _Median(SAVE_BYTES_S)
-        self._restore = _Median(RESTORE_BYTES_S)
-        self._bytes_per_token = BYTES_PER_TOKEN
-        self._hold = _Median(HOLD_S)
-        self.view = self._view()
+        self.view = Rates()
+        self._samples: dict[str, deque[float]] = {}
 
     def prefilled(self, tokens: int, seconds: float) -> None:
         """`tokens` prompt tokens were computed in `seconds`."""
         if tokens >= MIN_PREFILL_TOKENS:
-            self._learn(self._prefill, tokens, seconds)
+            self._learn("prefill_tok_s", tokens, seconds)
 
     def saved(self, tokens: int, size: int, seconds: float) -> None:
         """A slot of `tokens` tokens became a file of `size` bytes in `seconds`."""
-        if tokens:
-            self._bytes_per_token = size / tokens  # exact: it is a property of the model
-            self.view = self._view()
-        self._learn(self._save, size, seconds - self.view.save_overhead_s)
+        if tokens:  # exact: it is a property of the model
+            self.view = replace(self.view, bytes_per_token=size / tokens)
+        self._learn("save_bytes_s", size, seconds - self.view.save_overhead_s)
 
     def restored(self, size: int, seconds: float) -> None:
         """A file of `size` bytes in the host tier went into a slot in `seconds`."""
-        self._learn(self._restore, size, seconds - self.view.restore_overhead_s)
+        self._learn("restore_bytes_s", size, seconds - self.view.restore_overhead_s)
 
     def held(self, seconds: float) -> None:
         """A request held its slot for `seconds`."""
-        self._learn(self._hold, seconds, 1.0)
+        self._learn("hold_s", seconds, 1.0)
 
-    def _learn(self, of: _Median, amount: float, per: float) -> None:
+    def _learn(self, rate: str, amount: float, per: float) -> None:
         if amount > 0 and per > 0:
-            of.add(amount / per)
-            self.view = self._view()
-
-    def _view(self) -> Rates:
-        return Rates(
-            prefill_tok_s=self._prefill.value,
-            save_bytes_s=self._save.value,
-            restore_bytes_s=self._restore.value,
-            disk_bytes_s=DISK_BYTES_S,
-            bytes_per_token=self._bytes_per_token,
-            hold_s=self._hold.value,
-            reuse_probability=REUSE_PROBABILITY,
-        )
-
-
-class _Median:
-    """The median of the last samples. The first guess counts as two samples, so one outlier has no effect."""
-
-    def __init__(self, guess: float) -> None:
-        self.value = guess
-        self._samples: deque[float] = deque((guess, guess), maxlen=WINDOW)
-
-    def add(self, sample: float) -> None:
-        self._samples.append(sample)
-        self.value = median(self._samples)
+            guess = getattr(self.view, rate)
+            samples = self._samples.setdefault(rate, deque((guess, guess), maxlen=WINDOW))
+            samples.append(amount / per)
+            self.view = replace(self.view, **{rate: median(samples)})

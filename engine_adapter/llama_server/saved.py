@@ -31,13 +31,12 @@ from engine_adapter.llama_server.saved_entry import (
     Listener,
     Saved,
     SavedEvent,
+    Stamp,
     Work,
-    from_found,
     least_valuable,
     salt_digest,
     value,
 )
-from engine_adapter.llama_server.saved_files import Content, Stamp
 from engine_adapter.llama_server.state_file import Reason, StateFileError, writing
 from engine_adapter.types import Tier
 
@@ -50,14 +49,8 @@ _log = logging.getLogger("kvpin.llama_server")
 
 @dataclass(frozen=True, slots=True)
 class SavedPlace:
-    """The directories of saved prefixes, and how many bytes they may take.
-
-    Attributes:
-        host: the server's `--slot-save-path`, best on a tmpfs.
-        host_bytes: cap of the host tier.
-        disk: directory of the disk tier, None without one.
-        disk_bytes: cap of the disk tier.
-    """
+    """The directories of saved prefixes, and how many bytes they may take. The host tier is the server's
+    `--slot-save-path`."""
 
     host: Path
     host_bytes: int
@@ -92,11 +85,7 @@ class SavedPrefixes:
 
     @classmethod
     def shared(cls, place: SavedPlace) -> SavedPrefixes:
-        """The registry of `place`: one per host directory for all adapters of this process.
-
-        Raises:
-            EngineSpecError: two engines describe one host directory differently, or a description is invalid.
-        """
+        """The registry of `place`: one per host directory for all adapters of this process."""
         resolved = SavedPlace(
             place.host.resolve(), place.host_bytes, place.disk and place.disk.resolve(), place.disk_bytes
         )
@@ -158,11 +147,7 @@ class SavedPrefixes:
     # --- What comes in ---------------------------------------------------------------------------
 
     async def rebuild(self) -> None:
-        """Reads the directories once; concurrent callers wait for it.
-
-        Raises:
-            StateFileError: a directory cannot be used; the next call tries again.
-        """
+        """Reads the directories once; concurrent callers wait. After an error, the next call tries again."""
         if self._rebuilding is None:
             self._rebuilding = self._tasks.start(self._rebuild())
         task = self._rebuilding
@@ -180,12 +165,12 @@ class SavedPrefixes:
             if tier is Tier.DISK:
                 with writing(directory):
                     await asyncio.to_thread(directory.mkdir, parents=True, exist_ok=True)
-            scan = await asyncio.to_thread(saved_files.scan, directory, self._clock(), taken)
+            found, held = await asyncio.to_thread(saved_files.scan, directory, tier, self._clock(), taken)
             self._caps[tier] = await asyncio.to_thread(
-                saved_files.capacity, directory, self._wanted[tier], scan.held
+                saved_files.capacity, directory, self._wanted[tier], held
             )
-            taken |= {each.name for each in scan.found}
-            there += [from_found(tier, each) for each in scan.found]
+            taken |= {saved.name for saved in found}
+            there += found
         for saved in there:
             self._register(saved)
         excess = self._victims(Tier.DISK, 0) or []
@@ -204,45 +189,29 @@ class SavedPrefixes:
     ) -> Saved:
         """Registers the file that the server saved as `name`, and drops shorter entries that it continues.
 
-        An entry that is pinned or in use stays.
-
-        Args:
-            name: from `saved_files.new_name(key)`.
-            key: fingerprint of model and stream layout.
-            salt: digest of the content's cache salt.
-            tokens_expected: the server's `n_saved`.
-            bytes_expected: the server's `n_written`.
-            keep_s: seconds for which a client retains it, if above 0.
-            owner: digest of that client's tenant.
-
-        Raises:
-            StateFileError: the file is not whole, or there is no room for it; it is removed.
+        An entry that is pinned or in use stays. A file that is not whole, or for which there is no room, is
+        removed, and StateFileError raised. The server said how many tokens and bytes to expect. The tenant
+        with the digest `owner` retains it for `keep_s` seconds.
         """
         await self.rebuild()
         if saved_files.key_of(name) != key or name in self._entries:
             raise ValueError(f"{name!r} is no new name of key {key!r}")
-        kept_until = self._clock() + keep_s if keep_s > 0 else 0.0
-        inspect = partial(saved_files.inspect, self.place.host / name, tokens_expected, bytes_expected)
-        made = partial(Saved, name, key, salt, tier=Tier.HOST, kept_until=kept_until, kept_for=owner)
-        return await asyncio.shield(self._tasks.start(self._add(name, inspect, made)))
+        path, kept_until = self.place.host / name, self._clock() + keep_s if keep_s > 0 else 0.0
+        inspect = partial(saved_files.inspect, path, key, salt, tokens_expected, bytes_expected)
+        return await asyncio.shield(self._tasks.start(self._add(path, inspect, kept_until, owner)))
 
-    async def _add(self, name: str, inspect: Callable[[], Content], made: Callable[..., Saved]) -> Saved:
+    async def _add(
+        self, path: Path, inspect: Callable[[], Saved], kept_until: float, owner: str | None
+    ) -> Saved:
         try:
-            content = await asyncio.to_thread(inspect)
-            now = self._clock()
-            saved = made(
-                tokens=content.tokens,
-                size=content.stamp[1],
-                checksum=content.checksum,
-                created=now,
-                last_used=now,
-                seen=content.stamp,
-            )
-            await asyncio.to_thread(saved_files.write_sidecar, self.place.host / name, saved.sidecar())
+            saved = await asyncio.to_thread(inspect)
+            saved.created = saved.last_used = self._clock()
+            saved.kept_until, saved.kept_for = kept_until, owner
+            await asyncio.to_thread(saved_files.write_sidecar, path, saved)
             work = self._take_in(saved)
         except StateFileError:
             self._counts["refused"] += 1
-            await self.discard(name)
+            await self.discard(path.name)
             raise
         await _settled(work)
         return saved
@@ -284,9 +253,7 @@ class SavedPrefixes:
     async def ready(self, saved: Saved) -> str:
         """Verifies a saved prefix before a restore, moves it to the host tier, and returns its file name.
 
-        Raises:
-            StateFileError: it is damaged or gone, and was dropped; or it cannot be read now, or the host tier
-                has no room for it, and it stays.
+        Raises StateFileError. A file that is damaged or gone was dropped then; any other stays.
         """
         await saved.idle()
         self._check_registered(saved)
@@ -324,14 +291,12 @@ class SavedPrefixes:
             await self._promote(saved)
         else:
             path = self.place.host / saved.name
-            saved.seen = await asyncio.to_thread(
-                saved_files.verify, path, saved.sidecar(), saved.tokens, saved.seen
-            )
+            saved.seen = await asyncio.to_thread(saved_files.verify, path, saved)
         saved.uses += 1
         saved.last_used = self._clock()
         with suppress(StateFileError):  # then the next start counts one use less
             path = self.place.host / saved.name
-            await asyncio.to_thread(saved_files.write_sidecar, path, saved.sidecar())
+            await asyncio.to_thread(saved_files.write_sidecar, path, saved)
 
     async def _promote(self, saved: Saved) -> None:
         victims = self._victims(Tier.HOST, saved.size)
@@ -420,12 +385,8 @@ class SavedPrefixes:
             self._moved(saved, "demoted")
 
     async def _move(self, saved: Saved, source: Tier, target: Tier) -> Stamp:
-        return await asyncio.to_thread(
-            saved_files.move,
-            self._dirs[source] / saved.name,
-            self._dirs[target] / saved.name,
-            saved.sidecar(),
-        )
+        paths = self._dirs[source] / saved.name, self._dirs[target] / saved.name
+        return await asyncio.to_thread(saved_files.move, *paths, saved)
 
     def _used(self, tier: Tier) -> int:
         return sum(saved.size for saved in self._entries.values() if saved.tier is tier)

@@ -1,66 +1,75 @@
-"""One saved prefix in the registry, and the choice of those that are worth least."""
+"""One saved prefix: its record on disk, its state in the registry, and which of several is worth least."""
 
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from enum import StrEnum
 from hashlib import blake2b
 from typing import Any
 
-from engine_adapter.llama_server.plan import density
-from engine_adapter.llama_server.saved_files import FORMAT, Found, Sidecar, Stamp
+import msgspec
+
+from engine_adapter.prompt.prefixes import common_prefix
 from engine_adapter.types import Tier, TokenIds
 
 KEPT_SHARE = 0.5  # of a tier, at most, is retained for clients
 _HALF_LIFE_S = 1800.0  # an unused saved prefix loses half of its value in this time
 
+Stamp = tuple[int, int, int]  # inode, bytes, mtime in ns: the same file with the same content
 Work = asyncio.Task[Any]
 
 
-@dataclass(slots=True, eq=False)
-class Saved:
-    """One saved prefix.
+class Sidecar(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    """kvpin's record of a saved file. It has no prompt content, and only a digest of the salt.
 
     Attributes:
-        name: file name, the same in either tier.
         key: fingerprint of model and stream layout; a server restores only its own key.
         salt: `salt_digest` of the cache salt of the content.
-        tokens: the tokens whose KV it holds.
-        size: bytes.
-        tier: HOST or DISK.
         checksum: xxh3_64 of the file.
         created: seconds since the epoch, as all times here.
         last_used: time of its last restore or write.
         uses: restores of it and of entries it replaced.
-        pinned_until: it is not evicted before this time.
-        kept_until: before this time it is evicted after others, as far as `kept` says.
-        kept_for: digest of the tenant that retains it.
-        seen: stamp of the file whose bytes were hashed in this process.
-        retry_at: it is not restored before this time, because it could not be read.
-        holds: restores that use it now; its files stay until they end.
-        work: the running file operation.
+        kept_until: a client retains it until then: it is evicted after others, as far as `kept` says. In
+            JSON, null stands for infinity.
+        kept_for: digest of that client's tenant.
     """
 
-    name: str
+    format: int
     key: str
     salt: str | None
-    tokens: TokenIds[int] = field(repr=False)
+    count: int = msgspec.field(name="tokens")
     size: int
-    tier: Tier
     checksum: int
     created: float
     last_used: float
-    uses: int = 0
-    pinned_until: float = 0.0
+    uses: int
     kept_until: float = 0.0
     kept_for: str | None = None
-    seen: Stamp | None = field(default=None, repr=False)
+
+
+class Saved(Sidecar, kw_only=True, eq=False):
+    """One saved prefix.
+
+    Attributes:
+        name: file name, the same in either tier.
+        pinned_until: it is not evicted before this time.
+        seen: stamp of the file whose bytes were hashed in this process.
+        retry_at: it is not restored before this time, because it could not be read.
+        holds: restores that use it now; its files stay until they end.
+    """
+
+    name: str
+    tokens: TokenIds[int] = msgspec.field(name="token_ids")
+    tier: Tier = Tier.HOST
+    pinned_until: float = 0.0
+    seen: Stamp | None = None
     retry_at: float = 0.0
-    holds: int = field(default=0, repr=False)
-    work: Work | None = field(default=None, repr=False)
+    holds: int = 0
+    work: Work | None = None
+
+    def __repr__(self) -> str:
+        return f"Saved({self.name!r})"  # its tokens are secret
 
     @property
     def is_busy(self) -> bool:
@@ -72,21 +81,13 @@ class Saved:
         while self.work is not None and not self.work.done():
             await asyncio.wait({self.work})
 
-    def sidecar(self) -> Sidecar:
+    def shared(self, tokens: TokenIds[int], salt: str | None) -> int:
+        """Number of leading tokens of `tokens` that it holds under `salt`."""
+        return common_prefix(self.tokens, tokens) if self.salt == salt else 0
+
+    def sidecar(self) -> bytes:
         """The content of its sidecar."""
-        return Sidecar(
-            FORMAT,
-            self.key,
-            self.salt,
-            len(self.tokens),
-            self.size,
-            self.checksum,
-            self.created,
-            self.last_used,
-            self.uses,
-            None if self.kept_until == math.inf else self.kept_until,
-            self.kept_for,
-        )
+        return msgspec.json.encode(msgspec.convert(self, Sidecar, from_attributes=True))
 
 
 class SavedEvent(StrEnum):
@@ -108,28 +109,14 @@ def salt_digest(salt: str | None) -> str | None:
     return blake2b(data, digest_size=16, person=b"kvpin-salt").hexdigest()
 
 
-def from_found(tier: Tier, found: Found) -> Saved:
-    """The entry of a file found in a directory."""
-    record = found.sidecar
-    return Saved(
-        found.name,
-        record.key,
-        record.salt,
-        found.tokens,
-        record.size,
-        tier,
-        record.checksum,
-        record.created,
-        record.last_used,
-        record.uses,
-        kept_until=math.inf if record.kept_until is None else record.kept_until,
-        kept_for=record.kept_for,
-    )
-
-
 def value(saved: Saved, now: float) -> float:
-    """The value of a saved prefix per byte."""
-    return density(len(saved.tokens), saved.size, now - saved.last_used, saved.uses, _HALF_LIFE_S)
+    """The value per byte: tokens it spares, times its uses plus one, halved every half hour without use."""
+    return saved.count / saved.size * (1 + saved.uses) * recency(now - saved.last_used, _HALF_LIFE_S)
+
+
+def recency(age_s: float, half_life_s: float) -> float:
+    """1 right after a use, halved every half-life. A use in the future counts as now."""
+    return float(0.5 ** (max(age_s, 0.0) / half_life_s))
 
 
 def kept(entries: Iterable[Saved], room: int, now: float) -> set[Saved]:

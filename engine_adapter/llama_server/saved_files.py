@@ -4,27 +4,29 @@
     kvpin-<key>-<unique>.json   its sidecar: kvpin's record of it; without one the file is no entry
     ….part                      one of them while it is written
 
-Everything here blocks and is called in a thread. Files with other names are never touched.
+Everything here blocks and is called in a thread. Files with other names are never touched. Functions raise
+StateFileError for a file or a directory that cannot be used.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import re
 import secrets
 from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from engine_adapter.llama_server import state_file
+from engine_adapter.llama_server.saved_entry import Saved, Sidecar, Stamp
 from engine_adapter.llama_server.state_file import Reason, StateFileError, reading, writing
-from engine_adapter.types import TokenIds
+from engine_adapter.types import Tier
 
 FORMAT = 1  # of sidecars
 GRACE_S = 600.0  # a file without its sidecar stays this long: another process may be working on it
@@ -33,72 +35,9 @@ _log = logging.getLogger("kvpin.llama_server")
 _OWN = re.compile(r"(kvpin-([0-9A-Za-z]{1,128})-[0-9a-f]{32})(\.bin|\.json|\.bin\.part|\.json\.part)")
 _KEY = re.compile(r"[0-9A-Za-z]{1,128}")
 
-Stamp = tuple[int, int, int]  # inode, bytes, mtime in ns: the same file with the same content
-
-
-class Sidecar(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """kvpin's record of a saved file. It has no prompt content, and only a digest of the salt.
-
-    Attributes:
-        format: version of this record.
-        key: fingerprint of the model and stream layout.
-        salt: digest of the cache salt, None without one.
-        tokens: number of tokens.
-        size: bytes.
-        checksum: xxh3_64 of the file.
-        created: seconds since the epoch.
-        last_used: Unix time of the last use.
-        uses: number of restores.
-        kept_until: seconds since the epoch until which a client retains it. None: without end, as JSON has no
-            infinity.
-        kept_for: digest of that client's tenant.
-    """
-
-    format: int
-    key: str
-    salt: str | None
-    tokens: int
-    size: int
-    checksum: int
-    created: float
-    last_used: float
-    uses: int
-    kept_until: float | None = 0.0
-    kept_for: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Content:
-    """The content of a saved file; `stamp` identifies the file that was read."""
-
-    tokens: TokenIds[int]
-    checksum: int
-    stamp: Stamp
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """A file whose sidecar, header and size agree."""
-
-    name: str
-    sidecar: Sidecar
-    tokens: TokenIds[int]
-
-
-@dataclass(frozen=True, slots=True)
-class Scan:
-    """The sound entries of a directory, and the bytes of all files that are or may become entries."""
-
-    found: list[Found]
-    held: int
-
 
 def new_name(key: str) -> str:
-    """A new file name, valid for llama-server.
-
-    Raises:
-        ValueError: the key is not 1 to 128 ASCII letters and digits.
-    """
+    """A new file name, valid for llama-server."""
     if not _KEY.fullmatch(key):
         raise ValueError(f"key {key!r} of a saved prefix must be 1 to 128 ASCII letters and digits")
     return f"kvpin-{key}-{secrets.token_hex(16)}.bin"
@@ -110,53 +49,45 @@ def key_of(name: str) -> str | None:
     return own[2] if own and own[3] == ".bin" else None
 
 
-def inspect(path: Path, tokens_expected: int | None, bytes_expected: int | None) -> Content:
-    """Reads a whole saved file and checks it against the server's figures, if given.
-
-    Raises:
-        StateFileError: it cannot be read, is not whole, holds no tokens, or changed meanwhile.
-    """
+def inspect(
+    path: Path, key: str, salt: str | None, tokens_expected: int | None, bytes_expected: int | None
+) -> Saved:
+    """Reads a new saved file, and checks it against the server's figures, if given. Its times are unset."""
     before = stamp(path)
     if bytes_expected is not None:
-        check_size(path, before[1], bytes_expected)
+        _check_count(path, Reason.SIZE, "bytes", before[1], bytes_expected)
     tokens = state_file.read_tokens(path)
     if not tokens:
         raise StateFileError(path, Reason.TOKENS, "it holds no tokens: the slot was empty")
+    count, size = len(tokens), before[1]
     if tokens_expected is not None:
-        check_count(path, len(tokens), tokens_expected)
-    content = Content(tokens, state_file.checksum(path), before)
+        _check_count(path, Reason.TOKENS, "tokens", count, tokens_expected)
+    checksum = state_file.checksum(path)
     if stamp(path) != before:
         raise StateFileError(path, Reason.SIZE, "it changed while it was read")
-    return content
+    return Saved(
+        FORMAT, key, salt, count, size, checksum, 0.0, 0.0, 0, name=path.name, tokens=tokens, seen=before
+    )
 
 
-def verify(path: Path, sidecar: Sidecar, tokens: TokenIds[int], known: Stamp | None) -> Stamp:
-    """Checks a file against its record. A file whose stamp is `known` is not hashed again.
-
-    Raises:
-        StateFileError: it cannot be read, or has changed.
-    """
+def verify(path: Path, saved: Saved) -> Stamp:
+    """Checks a file against its entry. A file that was seen before is not hashed again."""
     found = stamp(path)
-    check_size(path, found[1], sidecar.size)
-    if state_file.read_tokens(path) != tokens:
+    _check_count(path, Reason.SIZE, "bytes", found[1], saved.size)
+    if state_file.read_tokens(path) != saved.tokens:
         raise StateFileError(path, Reason.TOKENS, "its tokens are not those it was saved with")
-    if found != known:
-        check_checksum(path, state_file.checksum(path), sidecar.checksum)
+    if found != saved.seen:
+        _check_checksum(path, state_file.checksum(path), saved.checksum)
     return found
 
 
-def move(source: Path, target: Path, sidecar: Sidecar) -> Stamp:
-    """Moves a saved file and its sidecar to another directory, and verifies the bytes on the way.
-
-    Raises:
-        StateFileError: `target` cannot be written (NO_ROOM, UNWRITABLE), or `source` is damaged or cannot be
-            read. `source` stays in either case.
-    """
-    check_size(source, state_file.regular_file(source).st_size, sidecar.size)
+def move(source: Path, target: Path, saved: Saved) -> Stamp:
+    """Moves a saved file and its sidecar to another directory, and verifies the bytes on the way."""
+    _check_count(source, Reason.SIZE, "bytes", stamp(source)[1], saved.size)
     copied = state_file.copy(source, target)
     try:
-        check_checksum(source, copied, sidecar.checksum)
-        write_sidecar(target, sidecar)
+        _check_checksum(source, copied, saved.checksum)
+        write_sidecar(target, saved)
     except StateFileError:
         remove(target)
         raise
@@ -164,20 +95,12 @@ def move(source: Path, target: Path, sidecar: Sidecar) -> Stamp:
     return stamp(target)
 
 
-def check_size(path: Path, found: int, expected: int) -> None:
-    """Raises StateFileError unless the sizes in bytes are equal."""
+def _check_count(path: Path, reason: Reason, unit: str, found: int, expected: int) -> None:
     if found != expected:
-        raise StateFileError(path, Reason.SIZE, f"{found} bytes, of {expected} that were saved")
+        raise StateFileError(path, reason, f"{found} {unit}, of {expected} that were saved")
 
 
-def check_count(path: Path, found: int, expected: int) -> None:
-    """Raises StateFileError unless the numbers of tokens are equal."""
-    if found != expected:
-        raise StateFileError(path, Reason.TOKENS, f"{found} tokens, of {expected} that were saved")
-
-
-def check_checksum(path: Path, found: int, expected: int) -> None:
-    """Raises StateFileError unless the checksums are equal."""
+def _check_checksum(path: Path, found: int, expected: int) -> None:
     if found != expected:
         raise StateFileError(path, Reason.CHECKSUM, "its bytes are not those that were saved")
 
@@ -188,17 +111,13 @@ def stamp(path: Path) -> Stamp:
     return status.st_ino, status.st_size, status.st_mtime_ns
 
 
-def write_sidecar(path: Path, sidecar: Sidecar) -> None:
-    """Writes the sidecar of the saved file `path`, whole or not at all.
-
-    Raises:
-        StateFileError: NO_ROOM or UNWRITABLE.
-    """
+def write_sidecar(path: Path, saved: Saved) -> None:
+    """Writes the sidecar of the saved file `path`, whole or not at all."""
     target = path.with_suffix(".json")
     part = target.with_name(f"{target.name}.part")
     try:
         with writing(target):
-            part.write_bytes(msgspec.json.encode(sidecar))
+            part.write_bytes(saved.sidecar())
             part.replace(target)
     except StateFileError:
         with suppress(OSError):
@@ -232,24 +151,23 @@ def capacity(directory: Path, wanted: int, held: int) -> int:
     return room
 
 
-def scan(directory: Path, now: float, taken: AbstractSet[str]) -> Scan:
-    """Reads the entries of a directory. Deletes what is proven damaged, and old files of no entry.
+def scan(directory: Path, tier: Tier, now: float, taken: AbstractSet[str]) -> tuple[list[Saved], int]:
+    """Reads a directory: its sound entries, and the bytes of all files that are or may become entries.
+
+    Deletes what is proven damaged, and old files of no entry.
 
     Left in place and not used: an entry that cannot be read now, and one that another version of kvpin or of
     llama-server wrote. Left while younger than GRACE_S, since another process may be saving or moving it: a
     file without its sidecar, a sidecar without its file, and an entry whose name is `taken`.
-
-    Raises:
-        StateFileError: the directory cannot be read.
     """
     with reading(directory):
         names = {each.name for each in directory.iterdir() if _OWN.fullmatch(each.name)}
-    found: list[Found] = []
+    found: list[Saved] = []
     unusable: dict[str, StateFileError] = {}
     for name in sorted(names - taken):
         if _sidecar(name) in names:
             try:
-                found.append(_read_entry(directory / name))
+                found.append(_read_entry(directory / name, tier))
             except StateFileError as error:
                 if error.is_damage:
                     _log.warning("%s; it is deleted", error)
@@ -262,7 +180,7 @@ def scan(directory: Path, now: float, taken: AbstractSet[str]) -> Scan:
     names -= _with_sidecars(unusable)
     for name in sorted(names - _with_sidecars(each.name for each in found)):
         _remove_leftover(directory / name, now)
-    return Scan(found, sum(_size(directory / name) for name in names))
+    return found, sum(_size(directory / name) for name in names)
 
 
 def _with_sidecars(names: Iterable[str]) -> set[str]:
@@ -281,7 +199,7 @@ def _sidecar(name: str) -> str:
     return f"{name.removesuffix('.bin')}.json"
 
 
-def _read_entry(path: Path) -> Found:
+def _read_entry(path: Path, tier: Tier) -> Saved:
     target = path.with_suffix(".json")
     state_file.regular_file(target)
     with reading(target):
@@ -289,13 +207,10 @@ def _read_entry(path: Path) -> Found:
     sidecar = _read_sidecar(target, data)
     if sidecar.key != key_of(path.name):
         raise StateFileError(target, Reason.FOREIGN, f"its key {sidecar.key!r} is not the one of its name")
-    check_size(path, stamp(path)[1], sidecar.size)
+    _check_count(path, Reason.SIZE, "bytes", stamp(path)[1], sidecar.size)
     tokens = state_file.read_tokens(path)
-    if len(tokens) != sidecar.tokens:
-        raise StateFileError(
-            path, Reason.TOKENS, f"{len(tokens)} tokens, of {sidecar.tokens} that were saved"
-        )
-    return Found(path.name, sidecar, tokens)
+    _check_count(path, Reason.TOKENS, "tokens", len(tokens), sidecar.count)
+    return Saved(**msgspec.structs.asdict(sidecar), name=path.name, tokens=tokens, tier=tier)
 
 
 def _read_sidecar(path: Path, data: bytes) -> Sidecar:
@@ -306,6 +221,8 @@ def _read_sidecar(path: Path, data: bytes) -> Sidecar:
         raise StateFileError(path, Reason.SIDECAR, f"it is no JSON: {error}") from error
     except RecursionError as error:
         raise StateFileError(path, Reason.FOREIGN, "kvpin did not write it: it is nested too deep") from error
+    if isinstance(record, dict) and record.get("kept_until", 0.0) is None:
+        record["kept_until"] = math.inf
     try:
         sidecar = msgspec.convert(record, Sidecar)
     except msgspec.ValidationError as error:

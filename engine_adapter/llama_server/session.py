@@ -1,4 +1,4 @@
-"""One server process, from kvpin's first contact until it is gone: its facts, and the keeper of its slots."""
+"""One server process, from kvpin's first contact until it is gone: its facts, and who schedules its slots."""
 
 from __future__ import annotations
 
@@ -7,35 +7,34 @@ import logging
 import time
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
+from engine_adapter.errors import EngineError
 from engine_adapter.http.control import ControlClient
 from engine_adapter.llama_server.contents import Contents
-from engine_adapter.llama_server.discovery import ServerFacts, read_pulse, read_slots, spare_slot
-from engine_adapter.llama_server.keeper import SlotKeeper
+from engine_adapter.llama_server.discovery import ServerFacts, probe, probe_file
 from engine_adapter.llama_server.mirror_events import MirrorEvents
 from engine_adapter.llama_server.options import LlamaServerSpec
-from engine_adapter.llama_server.probe import probe, probe_file
+from engine_adapter.llama_server.plan import worth_saving
 from engine_adapter.llama_server.saved import SavedPrefixes
-from engine_adapter.llama_server.server_record import ServerRecord
-from engine_adapter.llama_server.slot_io import SlotIo
-from engine_adapter.llama_server.slot_owners import SlotOwners
+from engine_adapter.llama_server.scheduler import SlotScheduler
+from engine_adapter.llama_server.server_files import UNKNOWN_OWNER, ServerRecord, SlotOwners
+from engine_adapter.llama_server.slot_io import erase, read_pulse, read_slots, spare_slot
 from engine_adapter.llama_server.slots import Operation, Slot
 from engine_adapter.llama_server.state_file import StateFileError
 from engine_adapter.llama_server.verbs import RecordedPin, SlotVerbs
-from engine_adapter.llama_server.write_back import save_all, save_idle, write_back
 from engine_adapter.types import Capability
 
 log = logging.getLogger("kvpin.llama_server")
 
 # Longest time to save slots at shutdown. Supervisors kill a process after ten seconds.
 FAREWELL_S = 8.0
-
-_ALWAYS = frozenset({Capability.CACHED_TOKENS, Capability.TOKENIZE})
-_WITH_SLOTS = frozenset({Capability.KV_EVENTS, Capability.PIN})
-_WITH_FILES = frozenset({Capability.OFFLOAD, Capability.RESTORE})
+# A slot is written back after it has been idle for this long.
+IDLE_S = 0.1
+POLL_S = 0.25
 
 
 class Probed(msgspec.Struct, frozen=True):
@@ -49,9 +48,8 @@ class Session:
     """A connected server process.
 
     Attributes:
-        facts: what it is.
         findings: what keeps kvpin from using it fully, beyond the findings of the facts.
-        keeper: manages its slots; None if they cannot be managed, and the server chooses them itself.
+        scheduler: manages its slots; None if they cannot be managed, and the server chooses them itself.
         verbs: the admin verbs on its slots; None likewise.
     """
 
@@ -60,23 +58,19 @@ class Session:
     ) -> None:
         """`may_try`: it may probe the server, and empty and save slots; else it changes nothing there."""
         self.facts = facts
-        self.keeper: SlotKeeper | None = None
+        self.scheduler: SlotScheduler | None = None
         self.verbs: SlotVerbs | None = None
+        self.findings: list[str] = []
         self._spec = spec
         self._may_try = may_try
         self._control = control
-        self.findings: list[str] = []
         self._has_files = False
         self._shares_directory = True
         self._write_back: asyncio.Task[None] | None = None
         self._probes: ServerRecord[Probed] | None = None
 
     async def begin(self, registry: SavedPrefixes | None, mirror: MirrorEvents) -> None:
-        """Probes the server, takes over its slots, and starts to write them back.
-
-        Raises:
-            EngineError: it went away meanwhile; the session has ended then.
-        """
+        """Probes the server, takes over its slots, and begins to write them back. Errors end the session."""
         try:
             await self._begin(registry, mirror)
         except BaseException:
@@ -89,32 +83,28 @@ class Session:
         if task is not None:
             task.cancel()
             await asyncio.wait([task])
-        keeper, self.keeper, self.verbs = self.keeper, None, None
-        if keeper is None:
+        scheduler, self.scheduler, self.verbs = self.scheduler, None, None
+        if scheduler is None:
             return
         if farewell and self._may_try:
             with suppress(TimeoutError):
                 async with asyncio.timeout(FAREWELL_S):
-                    await save_all(keeper)
-        await keeper.aclose()
+                    await save_all(scheduler)
+        await scheduler.aclose()
 
     @property
     def capabilities(self) -> frozenset[Capability]:
         """The capabilities that the server has with its flags."""
-        able = _ALWAYS
-        if self.keeper is None:
-            return able
-        able |= _WITH_SLOTS
-        if self.keeps_none_itself:
-            able |= {Capability.CACHE_SALT}
-        if self.facts.can_save:
-            able |= {Capability.FLUSH}
-        return able | _WITH_FILES if self._has_files else able
-
-    @property
-    def identity(self) -> str:
-        """Changes with the process, and with the model it serves."""
-        return identity_of(self.facts)
+        has = {
+            Capability.KV_EVENTS: True,
+            Capability.PIN: True,
+            Capability.CACHE_SALT: self.keeps_none_itself,
+            Capability.FLUSH: self.facts.can_save,
+            Capability.OFFLOAD: self._has_files,
+            Capability.RESTORE: self._has_files,
+        }
+        with_slots = {capability for capability, there in has.items() if there and self.scheduler is not None}
+        return frozenset({Capability.CACHED_TOKENS, Capability.TOKENIZE, *with_slots})
 
     @property
     def keeps_none_itself(self) -> bool:
@@ -124,35 +114,26 @@ class Session:
     @property
     def is_lost(self) -> bool:
         """Whether the server turned out to be another process."""
-        return self.keeper is not None and self.keeper.is_lost
+        return self.scheduler is not None and self.scheduler.is_lost
 
     async def is_busy_moving(self) -> bool:
         """Whether the same process is saving or restoring a slot, during which it answers few questions."""
-        keeper, instance = self.keeper, self.facts.instance
-        if keeper is None or not keeper.moves_kv or instance is None:
+        scheduler, instance = self.scheduler, self.facts.instance
+        if scheduler is None or not scheduler.moves_kv or instance is None:
             return False
         return (await read_pulse(self._control)).instance == instance
 
     async def try_out(self) -> None:
         """Probes a server that was too busy for it when kvpin connected."""
-        keeper = self.keeper
-        if (
-            keeper is None
-            or not self._may_try
-            or self.facts.ram_cache is not None
-            or keeper.streams
-            or keeper.waiting
-        ):
+        scheduler = self.scheduler
+        if scheduler is None or not self._may_try or self.facts.ram_cache is not None:
             return
-        idle = keeper.contents.table.idle()
-        if idle:
+        idle = scheduler.contents.table.idle()
+        if idle and not scheduler.streams and not scheduler.waiting:
             slot = min(idle, key=lambda slot: (slot.dirty, slot.length))
-            await keeper.take(slot.id, Operation.FOREIGN, self._try_out_on)
+            await scheduler.take(slot.id, Operation.FOREIGN, partial(self._try_out_on, scheduler.contents))
 
-    async def _try_out_on(self, slot: Slot) -> None:
-        contents = self.keeper.contents if self.keeper is not None else None
-        if contents is None:
-            return
+    async def _try_out_on(self, contents: Contents, slot: Slot) -> None:
         contents.mark_unknown(slot, slot.length)
         self.facts = await self._probed(self.facts, slot.id)
         self._note_probe()
@@ -172,29 +153,29 @@ class Session:
         saved = await self._usable(registry)
         self._has_files = saved is not None
         self._note_probe()
-        clock, io = time.monotonic, SlotIo(self._control)
+        clock = time.monotonic
         directory = saved.place.host if saved is not None else None
         process = directory, self._spec.url, self.facts.instance
         owners = SlotOwners(*process, self.facts.slots)
-        contents = Contents(self._spec.id, self.facts, io, saved, mirror, clock, owners)
-        keeper = self.keeper = SlotKeeper(self._spec.id, self._control, contents, clock=clock)
-        verbs = self.verbs = SlotVerbs(keeper, ServerRecord(*process, "pins", list[RecordedPin]))
+        contents = Contents(self._spec.id, self.facts, self._control, saved, mirror, clock, owners)
+        scheduler = self.scheduler = SlotScheduler(self._spec.id, self._control, contents, clock=clock)
+        verbs = self.verbs = SlotVerbs(scheduler, ServerRecord(*process, "pins", list[RecordedPin]))
         for state in await read_slots(self._control) if self._may_try else ():
             # Content that was restored and never used does not show, and may be anybody's.
             if state.n_tokens is None and self.facts.can_save and not state.is_processing:
-                await io.erase(state.id)
-        keeper.adopt(await read_slots(self._control))
+                await erase(self._control, state.id)
+        scheduler.adopt(await read_slots(self._control))
         verbs.recall()
         if self._may_try:
-            writing = self._keep_writing_back(keeper, verbs)
+            writing = self._keep_writing_back(scheduler, verbs)
             self._write_back = asyncio.get_running_loop().create_task(writing)
 
-    async def _keep_writing_back(self, keeper: SlotKeeper, verbs: SlotVerbs) -> None:
+    async def _keep_writing_back(self, scheduler: SlotScheduler, verbs: SlotVerbs) -> None:
         while True:
             try:
-                await save_idle(keeper)  # after a crash of kvpin: a file's header tells what a slot holds
+                await save_idle(scheduler)  # after a crash of kvpin: a file's header tells what a slot holds
                 verbs.recall()
-                await write_back(keeper)
+                await write_back(scheduler)
             except Exception:
                 # Log a bug in it, and let nothing else fail.
                 log.exception("%s: writing slots back crashed; it starts again in 1 s", self._spec.id)
@@ -219,7 +200,7 @@ class Session:
     async def _usable(self, registry: SavedPrefixes | None) -> SavedPrefixes | None:
         """The registry, if the server can save and the directory can be used."""
         if registry is None and self.facts.can_save:
-            self._find(
+            self.findings.append(
                 "nothing is saved: set host_cache_dir to the server's --slot-save-path as kvpin sees it"
             )
         if registry is None or not self.facts.can_save:
@@ -228,23 +209,15 @@ class Session:
         try:
             await registry.rebuild()
         except StateFileError as error:
-            self._find(f"nothing is saved: host_cache_dir {directory} cannot be used ({error})")
+            self.findings.append(f"nothing is saved: host_cache_dir {directory} cannot be used ({error})")
             return None
         if not self._shares_directory:
-            self._find(
+            self.findings.append(
                 f"nothing is saved: files of the server do not arrive in host_cache_dir {directory}; start"
                 f" it with --slot-save-path {directory}, or set host_cache_dir to the directory it saves to"
             )
             return None
         return registry
-
-    def _find(self, finding: str) -> None:
-        self.findings.append(finding)
-
-
-def identity_of(facts: ServerFacts) -> str:
-    """Changes with the process, and with the model it serves."""
-    return f"{facts.instance or ''}{facts.fingerprint}"
 
 
 def _take_probe(directory: str, file: str) -> bool:
@@ -254,3 +227,57 @@ def _take_probe(directory: str, file: str) -> bool:
     except OSError:
         return False
     return True
+
+
+# --- saves in idle time, so that overwriting a slot later loses nothing ----------------------------
+
+
+async def write_back(scheduler: SlotScheduler) -> None:
+    """Saves idle slots that are worth it; runs until it is cancelled."""
+    while True:
+        scheduler.changed.clear()
+        slot = _worth_most(scheduler)
+        if slot is None:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(POLL_S if dirty_slots(scheduler) else None):
+                    await scheduler.changed.wait()
+            await asyncio.sleep(IDLE_S)
+            continue
+        scheduler.contents.counts.write_backs += 1
+        with suppress(EngineError):
+            await scheduler.take(slot.id, Operation.SAVE, scheduler.contents.save)
+
+
+async def save_all(scheduler: SlotScheduler) -> None:
+    """Saves every slot that is not saved yet: first the idle ones, then those that were busy."""
+    await save_idle(scheduler)
+    await scheduler.settled()
+    await save_idle(scheduler)
+
+
+async def save_idle(scheduler: SlotScheduler) -> None:
+    """Saves every idle slot that is not saved yet; stops at the first that cannot be saved."""
+    for slot in dirty_slots(scheduler):
+        if not slot.is_idle:
+            continue
+        with suppress(EngineError):
+            if await scheduler.take(slot.id, Operation.SAVE, scheduler.contents.save):
+                continue
+        return
+
+
+def dirty_slots(scheduler: SlotScheduler) -> list[Slot]:
+    """Idle slots with known owners whose content lies in no file."""
+    if not scheduler.contents.can_restore:
+        return []
+    return [slot for slot in scheduler.contents.table.idle() if slot.dirty and slot.salt != UNKNOWN_OWNER]
+
+
+def _worth_most(scheduler: SlotScheduler) -> Slot | None:
+    """The slot to save now: the longest idle one that is worth it."""
+    contents = scheduler.contents
+    if not contents.can_save:
+        return None
+    rates, now, streams = contents.rates.view, scheduler.now(), scheduler.streams
+    worth = [s for s in dirty_slots(scheduler) if worth_saving(s, rates, now, streams, idle_s=IDLE_S)]
+    return min(worth, key=lambda slot: slot.since, default=None)

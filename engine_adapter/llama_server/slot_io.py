@@ -1,16 +1,46 @@
-"""The operations of a slot over HTTP: save, restore, erase."""
+"""The routes of a llama-server's slots: what they hold, save, restore, erase, and when they are quiet.
+
+Each call raises EngineUnavailable when no answer comes, or one of another form, and EngineRejected for an
+error.
+"""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 
+from engine_adapter.errors import EngineRejected
 from engine_adapter.http.control import ControlClient
 
 # Tens of gigabytes to a slow disk take minutes. A server that dies meanwhile is noticed by its health.
 MOVE_S = 1800.0
+# Pauses between looks at a slot whose client left: the server notices that only after an idle second.
+_POLL_S = (0.02, 0.15, 1.2)
+# Time from the last byte of a request to its place in the server's queue.
+_ARRIVAL_S = 0.02
+
+
+class SlotState(msgspec.Struct, frozen=True):
+    """One slot as `GET /slots` shows it.
+
+    Attributes:
+        id_task: number of its latest request, None when it had none.
+        n_tokens: tokens it holds; None if it had no request, even after a restore.
+    """
+
+    id: int
+    n_ctx: int
+    is_processing: bool
+    id_task: int | None = None
+    n_tokens: int | None = msgspec.field(name="n_prompt_tokens", default=None)
+
+
+_Slots = Annotated[list[SlotState], msgspec.Meta(min_length=1)]
 
 
 class _SaveTime(msgspec.Struct):
@@ -49,30 +79,80 @@ class Moved:
     seconds: float
 
 
-class SlotIo:
-    """Slot operations of one server. The caller must never run two at once on one slot.
+async def save(control: ControlClient, slot_id: int, name: str) -> Moved:
+    """Writes a slot to file `name` of the server's save path."""
+    answer = await _act(control, slot_id, "save", _Saved, {"filename": name})
+    return Moved(answer.n_saved, answer.n_written, answer.timings.save_ms / 1000)
 
-    Each raises EngineUnavailable when no answer comes, and EngineRejected for an error. A rejected restore
-    has wiped its slot.
+
+async def restore(control: ControlClient, slot_id: int, name: str) -> Moved:
+    """Replaces a slot's content with file `name`. If that is rejected, the slot is empty."""
+    answer = await _act(control, slot_id, "restore", _Restored, {"filename": name})
+    return Moved(answer.n_restored, answer.n_read, answer.timings.restore_ms / 1000)
+
+
+async def erase(control: ControlClient, slot_id: int) -> int:
+    """Empties a slot; returns the number of tokens it held."""
+    return (await _act(control, slot_id, "erase", _Erased, {})).n_erased
+
+
+async def _act(
+    control: ControlClient, slot_id: int, action: str, kind: type[_Answer], fields: dict[str, str]
+) -> _Answer:
+    path = f"/slots/{slot_id}?action={action}"
+    return await control.read(kind, "POST", path, json=fields, answer_s=MOVE_S)
+
+
+class Pulse(msgspec.Struct, frozen=True):
+    """Which process answers, and whether it sleeps. Asking is always possible."""
+
+    instance: str | None = msgspec.field(name="media_marker", default=None)
+    is_sleeping: bool = False
+
+
+async def read_pulse(control: ControlClient) -> Pulse:
+    """Asks without waking the server or keeping it awake."""
+    return await control.read(Pulse, "GET", "/props")
+
+
+async def read_slots(control: ControlClient) -> list[SlotState]:
+    """All slots by id, at least one. Wakes a sleeping server: ask `read_pulse` first."""
+    slots = await control.read(_Slots, "GET", "/slots")
+    return sorted(slots, key=lambda slot: slot.id)
+
+
+def spare_slot(slots: Sequence[SlotState]) -> int:
+    """The slot whose content is cheapest to lose: an idle one if possible, with the fewest tokens."""
+    return min(slots, key=lambda slot: (slot.is_processing, slot.n_tokens or 0, slot.id)).id
+
+
+async def when_idle(control: ControlClient, slot_id: int) -> SlotState:
+    """Waits until the server no longer works on a slot; returns its state."""
+    pauses = iter(_POLL_S)
+    while True:
+        state = (await read_slots(control))[slot_id]
+        if not state.is_processing:
+            return state
+        await asyncio.sleep(next(pauses, _POLL_S[-1]))
+
+
+async def until_all_arrived(control: ControlClient) -> None:
+    """Waits until every request sent so far runs or is gone.
+
+    A request whose client left may still wait behind a long step and then start. The server answers `/slots`
+    during the step and does not show the request.
     """
+    await asyncio.sleep(_ARRIVAL_S)
+    with suppress(EngineRejected):  # a server without this route
+        await control.get("/lora-adapters")  # changes nothing, and waits in the same queue
 
-    def __init__(self, control: ControlClient) -> None:
-        self._control = control
 
-    async def save(self, slot_id: int, name: str) -> Moved:
-        """Writes the slot to file `name` of the server's save path."""
-        answer = await self._act(slot_id, "save", _Saved, {"filename": name})
-        return Moved(answer.n_saved, answer.n_written, answer.timings.save_ms / 1000)
+async def end_copies(control: ControlClient, slot_id: int) -> None:
+    """Computes one token on a slot without useful KV.
 
-    async def restore(self, slot_id: int, name: str) -> Moved:
-        """Replaces the slot's content with file `name`."""
-        answer = await self._act(slot_id, "restore", _Restored, {"filename": name})
-        return Moved(answer.n_restored, answer.n_read, answer.timings.restore_ms / 1000)
-
-    async def erase(self, slot_id: int) -> int:
-        """Empties the slot; returns the number of tokens it held."""
-        return (await self._act(slot_id, "erase", _Erased, {})).n_erased
-
-    async def _act(self, slot_id: int, action: str, kind: type[_Answer], fields: dict[str, str]) -> _Answer:
-        path = f"/slots/{slot_id}?action={action}"
-        return await self._control.read(kind, "POST", path, json=fields, answer_s=MOVE_S)
+    A request for several answers copies KV between slots. If it ends without a further step, the copies stay
+    pending. The next step of any slot then makes them, even over KV that was restored meanwhile, and answers
+    are wrong (observed on llama.cpp 0c1e570). Erasing the slot does not help, a step does.
+    """
+    body = {"prompt": [0], "n_predict": 0, "id_slot": slot_id, "cache_prompt": False}
+    await control.call("POST", "/completion", json=body)

@@ -23,7 +23,7 @@ class Operation(StrEnum):
     """An operation that can run on a slot."""
 
     REQUEST = "request"
-    SETTLE = "settle"  # the answer is over; the keeper finds out what it left in the slot
+    SETTLE = "settle"  # the answer is over; the scheduler finds out what it left in the slot
     SAVE = "save"
     RESTORE = "restore"
     ERASE = "erase"
@@ -34,32 +34,25 @@ class SlotBusy(Exception):
     """Two operations on one slot, or the end of an operation that never began: a bug of the caller."""
 
 
-def _nothing() -> TokenIds[int]:
-    return array("i")
-
-
 @dataclass(slots=True, eq=False)
 class Slot:
     """One slot. Others read it; `SlotTable` changes it.
 
     Attributes:
-        id: the value for `id_slot`.
         tokens: the known content, from the first token on. During a request: its prompt.
         unknown: number of further tokens, whose ids are unknown.
         salt: digest of the content's cache salt.
-        operation: what runs on it, None while it is idle.
         since: time when the operation began, or when the slot became idle.
         uses: operations and wipes so far; if it has not changed, nothing happened.
         saved: leading tokens of the content that lie in a saved file.
         restored: the content came from a file and nothing has used it since.
         pinned: leading tokens that must not be overwritten before `pinned_until`.
-        pinned_until: end of the pin.
         kept_until: a client retains the content until this time: it is not overwritten unsaved.
         kept_for: digest of that client's tenant.
     """
 
     id: int
-    tokens: TokenIds[int] = field(default_factory=_nothing)
+    tokens: TokenIds[int] = field(default_factory=lambda: array("i"))
     unknown: int = 0
     salt: str | None = None
     operation: Operation | None = None
@@ -79,7 +72,7 @@ class Slot:
 
     @property
     def is_empty(self) -> bool:
-        """Whether it holds nothing."""
+        """Whether it holds no token, known or not."""
         return self.length == 0
 
     @property
@@ -148,18 +141,12 @@ class SlotTable:
 
     def begin_all(self, operation: Operation, now: float) -> None:
         """Starts `operation` on every slot, for a request that cannot be pinned; SlotBusy if one is busy."""
-        if self.in_flight:
-            busy = ", ".join(str(slot.id) for slot in self._slots if not slot.is_idle)
-            self._violated(f"cannot begin {operation} on all slots: operations are in flight on {busy}")
-        for slot in self._slots:
+        for slot in [slot for slot in self._slots if not slot.is_idle] or self._slots:
             self.begin(slot.id, operation, now)
 
     def end_all(self, now: float) -> None:
         """Ends a `begin_all`; unless every slot is busy it raises SlotBusy and changes nothing."""
-        if self.in_flight < len(self):
-            idle = ", ".join(str(slot.id) for slot in self.idle())
-            self._violated(f"cannot end an operation on all slots: none is in flight on {idle}")
-        for slot in self._slots:
+        for slot in self.idle() or self._slots:
             self.end(slot.id, now)
 
     def hold(
@@ -199,18 +186,13 @@ class SlotTable:
         slot.pinned_until = until if slot.pinned else NEVER
         return slot.pinned
 
-    def keep(self, slot_id: int, until: float, owner: str | None) -> None:
-        """Retains the content of a slot for `owner`, at least until `until`."""
-        slot = self._slots[slot_id]
-        slot.kept_until, slot.kept_for = max(slot.kept_until, until), owner
-
     def wipe(self) -> None:
         """The server lost all KV: contents and pins go, operations in flight go on.
 
         Counts as a use, so that an operation in flight sees that the content has changed.
         """
         for slot in self._slots:
-            self.hold(slot.id, _nothing(), None)
+            self.hold(slot.id, array("i"), None)
             slot.uses += 1
 
     def _violated(self, message: str) -> None:

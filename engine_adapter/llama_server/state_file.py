@@ -7,6 +7,9 @@ In 32-bit words of the machine's byte order (read and observed on llama.cpp 0c1e
 The n words are `-1 · 1 · t · t token ids · m · m positions of media · media`, or plain token ids in files of
 older servers. The KV has no length and no checksum of its own. A file is whole if it has the size that the
 server reported, and undamaged if its checksum has not changed since.
+
+Functions raise StateFileError for a file that is gone, damaged or cannot be used, and for a target that
+cannot be written.
 """
 
 from __future__ import annotations
@@ -98,11 +101,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def read_tokens(path: Path) -> TokenIds[int]:
-    """The token ids whose KV a saved file holds; reads only its header.
-
-    Raises:
-        StateFileError: the file does not exist, is not llama-server's, is cut short, or has media.
-    """
+    """The token ids whose KV a saved file holds; reads only its header."""
     regular_file(path)
     with reading(path), path.open("rb") as file:
         words = _read_words(path, file)
@@ -113,11 +112,7 @@ def read_tokens(path: Path) -> TokenIds[int]:
 
 
 def checksum(path: Path) -> int:
-    """xxh3_64 of the whole file; reading and hashing release the GIL.
-
-    Raises:
-        StateFileError: the file is gone or cannot be read.
-    """
+    """xxh3_64 of the whole file; reading and hashing release the GIL."""
     regular_file(path)
     digest = xxhash.xxh3_64()
     with reading(path), path.open("rb", buffering=0) as file:
@@ -130,9 +125,6 @@ def copy(source: Path, target: Path) -> int:
     """Copies a saved file and returns the checksum of the bytes that were copied.
 
     The file gets the name `target` when it is complete. After an error no part of it is left.
-
-    Raises:
-        StateFileError: `source` cannot be read, or `target` cannot be written (NO_ROOM, UNWRITABLE).
     """
     regular_file(source)
     digest = xxhash.xxh3_64()
@@ -152,11 +144,7 @@ def copy(source: Path, target: Path) -> int:
 
 
 def regular_file(path: Path) -> os.stat_result:
-    """The status of `path`. Callers check it before they open a file, as opening a FIFO waits for a writer.
-
-    Raises:
-        StateFileError: it is gone, or no regular file.
-    """
+    """The status of `path`. Callers check it before they open a file: opening a FIFO waits."""
     with reading(path):
         status = path.stat()
     if not stat.S_ISREG(status.st_mode):

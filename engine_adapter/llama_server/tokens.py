@@ -21,15 +21,11 @@ _COMPLETIONS = NATIVE_COMPLETIONS | {"/v1/completions"}
 _INT32_MAX = 2**31 - 1
 
 
-class _Prompt(msgspec.Struct, frozen=True):
-    """`POST /apply-template`."""
-
+class _Prompt(msgspec.Struct):
     prompt: str
 
 
-class _Tokens(msgspec.Struct, frozen=True):
-    """`POST /tokenize`."""
-
+class _Tokens(msgspec.Struct):
     tokens: list[int]
 
 
@@ -38,16 +34,12 @@ async def tokenize(control: ControlClient, path: str, body: JsonBody) -> TokenId
 
     The server gets the whole chat body, because more than its messages makes the prompt: tools,
     `tool_choice`, `response_format`, `reasoning_effort`, `chat_template_kwargs`, a message to continue.
-
-    Raises:
-        EngineRejected: the server refuses the prompt, or its ids do not identify it (images, sound), or it is
-            no prompt.
-        EngineUnavailable: no answer, or an unexpected one.
-        UnreadableField: a field this reads is not valid JSON.
+    Raises EngineRejected for what is no prompt, or one whose ids do not identify it (images, sound).
     """
     if path == _CHAT:
         _check_all_text(body.get("messages"))
-        return await _chat(control, body)
+        rendered = await control.read(_Prompt, "POST", "/apply-template", content=body.raw)
+        return await _tokens(control, rendered.prompt)
     if path not in _COMPLETIONS:
         raise _rejected(f"kvpin does not follow prompts of {path}", "path")
     tokens: TokenIds[int] = array("i")
@@ -57,11 +49,6 @@ async def tokenize(control: ControlClient, path: str, body: JsonBody) -> TokenId
         else:
             tokens.append(part)
     return tokens
-
-
-async def _chat(control: ControlClient, body: JsonBody) -> TokenIds[int]:
-    rendered = await control.read(_Prompt, "POST", "/apply-template", content=body.raw)
-    return await _tokens(control, rendered.prompt)
 
 
 async def _tokens(control: ControlClient, text: str, *, add_special: bool = True) -> TokenIds[int]:

@@ -11,13 +11,13 @@ import asyncio
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
+from engine_adapter.llama_server.answer import CompletionOutput
 from engine_adapter.llama_server.plan import Plan
-from engine_adapter.llama_server.saved import Saved
+from engine_adapter.llama_server.server_files import UNKNOWN_OWNER
 from engine_adapter.llama_server.slots import Operation, Slot, SlotTable
 from engine_adapter.types import Retention, TokenIds
-
-SlotPlan = Plan[Saved]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,45 @@ class Ask:
     retention: Retention | None = None
 
 
-Decide = Callable[[Ask, Iterable[Slot]], SlotPlan]
+@dataclass(slots=True)
+class SlotLease:
+    """A request's hold on a slot.
+
+    Attributes:
+        cached_tokens: prompt tokens the server will report as reused.
+        firm: False if the server may report more.
+        may_reuse: the request may use KV that lies in the slot.
+        restored: the slot's KV came from a file just before.
+        before: known tokens the slot held, if the request may use them.
+        length_before: tokens the slot held, known or not.
+        started: when the request could be sent.
+        answer: what the answer said; None until it has ended, or if it never did.
+        has_begun: the first bytes of the answer have come.
+        shows_text: the answer's text is all that was sampled: nothing is held back, parsed or trimmed.
+    """
+
+    slot: int
+    ask: Ask
+    cached_tokens: int
+    firm: bool
+    may_reuse: bool
+    restored: bool
+    before: TokenIds[int] = field(repr=False)
+    length_before: int
+    started: float
+    answer: CompletionOutput | None = None
+    has_begun: bool = False
+    shows_text: bool = True
+
+    @property
+    def leaves_own(self) -> bool:
+        """Whether all KV in the slot is now its own client's, although the prompt's tokens are not known."""
+        answer, ask = self.answer, self.ask
+        is_done = answer is not None and answer.is_complete and answer.error is None
+        return is_done and not ask.tokens and ask.salt != UNKNOWN_OWNER
+
+
+Decide = Callable[[Ask, Iterable[Slot]], Plan]
 
 
 @dataclass(slots=True, eq=False)
@@ -46,16 +84,13 @@ class _Waiter:
 
     ask: Ask | None
     since: float
-    turn: asyncio.Future[SlotPlan | None]
+    turn: asyncio.Future[Any]  # its plan, None for one that runs alone
 
 
 class Turns:
     """The queue in front of the slots. It begins what it grants on the slot table.
 
-    Args:
-        table: the slots.
-        decide: the best plan for a prompt over some slots.
-        clock: seconds.
+    `decide` gives the best plan for a prompt over some slots.
     """
 
     def __init__(self, table: SlotTable, decide: Decide, clock: Callable[[], float]) -> None:
@@ -70,14 +105,12 @@ class Turns:
         """Requests in the queue."""
         return len(self._queue)
 
-    async def slot(self, ask: Ask) -> SlotPlan:
+    async def slot(self, ask: Ask) -> Plan:
         """Waits for a slot for `ask`; the first operation of its plan has begun there.
 
         A caller that is cancelled while it waits leaves nothing begun.
         """
-        plan = await self._turn(ask)
-        if plan is None:
-            raise RuntimeError("a turn for one slot came without its plan")
+        plan: Plan = await self._turn(ask)
         return plan
 
     async def all(self) -> None:
@@ -103,7 +136,9 @@ class Turns:
 
     def dispatch(self) -> None:
         """Starts every waiting request that can start now."""
-        self._cancel_timer()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
         soonest = math.inf
         for waiter in tuple(self._queue):
             if self._table.in_flight == len(self._table):
@@ -125,7 +160,7 @@ class Turns:
         if soonest < math.inf:
             self._timer = asyncio.get_running_loop().call_later(soonest, self.dispatch)
 
-    async def _turn(self, ask: Ask | None) -> SlotPlan | None:
+    async def _turn(self, ask: Ask | None) -> Any:  # noqa: ANN401 - see _Waiter
         waiter = _Waiter(ask, self._clock(), asyncio.get_running_loop().create_future())
         self._queue.append(waiter)
         self.dispatch()
@@ -135,7 +170,7 @@ class Turns:
             self._give_back(waiter)
             raise
 
-    def _plan(self, waiter: _Waiter, ask: Ask) -> tuple[SlotPlan | None, float]:
+    def _plan(self, waiter: _Waiter, ask: Ask) -> tuple[Plan | None, float]:
         """(the plan to start now, or None; seconds after which an idle slot is taken instead of waiting)."""
         best = self._decide(ask, self._table)
         if best.is_ready:
@@ -145,7 +180,7 @@ class Turns:
         left_s = alternative.total_s - (self._clock() - waiter.since)
         return (alternative, 0.0) if left_s <= 0 else (None, left_s)
 
-    def _grant(self, waiter: _Waiter, plan: SlotPlan | None) -> None:
+    def _grant(self, waiter: _Waiter, plan: Plan | None) -> None:
         self._queue.remove(waiter)
         waiter.turn.set_result(plan)
 
@@ -155,19 +190,13 @@ class Turns:
             self._queue.remove(waiter)
             self.dispatch()
         elif waiter.turn.done() and not waiter.turn.cancelled() and waiter.turn.exception() is None:
-            plan = waiter.turn.result()
-            if plan is None:
+            if waiter.ask is None:
                 self.release_all()
             else:
-                self.release(plan.slot)
-
-    def _cancel_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+                self.release(waiter.turn.result().slot)
 
 
-def first_operation(plan: SlotPlan) -> Operation:
+def first_operation(plan: Plan) -> Operation:
     """The first operation of a plan on its slot."""
     if plan.save_first:
         return Operation.SAVE

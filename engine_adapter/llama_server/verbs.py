@@ -8,19 +8,19 @@ from __future__ import annotations
 import asyncio
 import time
 from array import array
-from collections.abc import AsyncGenerator, Callable, Iterable
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import AsyncGenerator, Iterable
+from dataclasses import dataclass, field
 from typing import TypeVar
 from uuid import uuid4
 
 import msgspec
 
-from engine_adapter.llama_server.keeper import SlotKeeper
 from engine_adapter.llama_server.mirror_events import TOKENS_PER_BLOCK
 from engine_adapter.llama_server.saved import Saved, salt_digest
-from engine_adapter.llama_server.server_record import ServerRecord
+from engine_adapter.llama_server.scheduler import SlotScheduler
+from engine_adapter.llama_server.server_files import ServerRecord
 from engine_adapter.llama_server.slots import Operation, Slot
-from engine_adapter.prompt.prefixes import common_prefix
 from engine_adapter.types import KvProgress, KvTarget, KvVerb, Pinned, TokenIds
 
 _Held = TypeVar("_Held", Slot, Saved)
@@ -51,28 +51,29 @@ class _Pin:
 
 @dataclass(slots=True)
 class _Tally:
-    """The progress of an operation."""
+    """The progress of an operation, in blocks; `left` by reason."""
 
-    done: int = 0
     total: int = 0
+    done: int = 0
     size: int = 0
+    left: Counter[str] = field(default_factory=Counter)
 
-    def progress(self, left: dict[str, int]) -> KvProgress:
-        return KvProgress(self.done, self.total, self.size, dict(left))
+    def progress(self) -> KvProgress:
+        return KvProgress(self.done, self.total, self.size, dict(self.left))
 
 
 class SlotVerbs:
     """KV operations on the slots and files of one server."""
 
-    def __init__(self, keeper: SlotKeeper, record: ServerRecord[list[RecordedPin]]) -> None:
+    def __init__(self, scheduler: SlotScheduler, record: ServerRecord[list[RecordedPin]]) -> None:
         """`record`: where pins are written to."""
-        self._keeper = keeper
+        self._scheduler = scheduler
         self._record = record
-        self._contents = keeper.contents
+        self._contents = scheduler.contents
         self._pins: dict[str, _Pin] = {}
 
     def operate(self, verb: KvVerb, target: KvTarget) -> AsyncGenerator[KvProgress, None]:
-        """See `EngineAdapter.operate`."""
+        """Yields the progress of an operation."""
         match verb:
             case KvVerb.FLUSH:
                 return self._flush(target)
@@ -82,17 +83,17 @@ class SlotVerbs:
                 return self._restore(target)
 
     def pin(self, target: KvTarget, ttl_s: float) -> Pinned:
-        """See `EngineAdapter.pin`: the slot and the file that hold most of the prefix."""
+        """Pins the slot and the file that hold most of a prefix."""
         pin_id, most = f"pin-{uuid4().hex}", 0
         if target.token_ids is not None:
-            until = self._keeper.now() + ttl_s
+            until = self._scheduler.now() + ttl_s
             most = self._hold(pin_id, target.token_ids, salt_digest(target.cache_salt), until)
             self._note()
         return Pinned(pin_id, most // TOKENS_PER_BLOCK, ttl_s)
 
     def recall(self) -> None:
         """Starts the recorded pins again, as far as slots and files are known to hold their prefixes."""
-        ahead_s = time.time() - self._keeper.now()
+        ahead_s = time.time() - self._scheduler.now()
         for pin in self._record.read() or ():
             self._hold(pin.pin_id, array("i", pin.tokens), pin.salt, pin.until - ahead_s)
 
@@ -100,10 +101,12 @@ class SlotVerbs:
         """Protects the slot and the file that hold most of a prefix. Returns how many tokens."""
 
         def shared(held: Slot | Saved) -> int:
-            return common_prefix(held.tokens, token_ids) if held.salt == salt else 0
+            return held.shared(token_ids, salt)
 
-        slots = _fullest(list(self._contents.table), shared)[:1]
-        entries = _fullest(list(self._contents.entries()), shared)[:1]
+        slot = max(self._contents.table, key=shared)
+        entry = max(self._contents.entries(), key=shared, default=None)
+        slots = [slot] if shared(slot) >= TOKENS_PER_BLOCK else []
+        entries = [entry] if entry is not None and shared(entry) >= TOKENS_PER_BLOCK else []
         most = max([*map(shared, slots), *map(shared, entries)], default=0)
         if most:
             ids = tuple(slot.id for slot in slots)
@@ -113,7 +116,7 @@ class SlotVerbs:
 
     def _note(self) -> None:
         """Writes the pins to disk."""
-        ahead_s = time.time() - self._keeper.now()
+        ahead_s = time.time() - self._scheduler.now()
         self._record.write(
             [
                 RecordedPin(pin_id, pin.tokens.tobytes(), pin.salt, pin.until + ahead_s)
@@ -122,7 +125,7 @@ class SlotVerbs:
         )
 
     def unpin(self, pin_id: str) -> bool:
-        """See `EngineAdapter.unpin`."""
+        """Ends a pin; False if there is none with that id."""
         pin = self._pins.pop(pin_id, None)
         if pin is None:
             return False
@@ -132,7 +135,7 @@ class SlotVerbs:
 
     def _protect(self, slots: Iterable[Slot], entries: Iterable[Saved]) -> None:
         """Applies all current pins to these slots and files."""
-        now = self._keeper.now()
+        now = self._scheduler.now()
         self._pins = {name: pin for name, pin in self._pins.items() if pin.until > now}
         pins = tuple(self._pins.values())
         for slot in slots:
@@ -145,35 +148,35 @@ class SlotVerbs:
 
     async def _flush(self, target: KvTarget) -> AsyncGenerator[KvProgress, None]:
         """Erases slots and deletes files that begin like the target."""
-        keeper, tally = self._keeper, _Tally()
+        scheduler, tally = self._scheduler, _Tally()
         for slot in self._contents.table:
             await _until_still(slot)
-        slots, left = self._free([slot for slot in self._contents.table if _concerns(slot, target)])
+        slots = self._free([slot for slot in self._contents.table if _concerns(slot, target)], tally)
         entries, kept = self._saved(target)
         if kept:
-            left["pinned"] = left.get("pinned", 0) + sum(map(_blocks, kept))
+            tally.left["pinned"] += sum(map(_blocks, kept))
         tally.total = sum(map(_blocks, slots)) + sum(map(_blocks, entries))
         for slot in slots:
             blocks = _blocks(slot)
             await _until_still(slot)
             if slot.is_idle:
-                await keeper.take(slot.id, Operation.ERASE, self._contents.erase)
+                await scheduler.take(slot.id, Operation.ERASE, self._contents.erase)
                 tally.done += blocks
             else:
-                left["in_use"] = left.get("in_use", 0) + blocks
-            yield tally.progress(left)
+                tally.left["in_use"] += blocks
+            yield tally.progress()
         known, (entries, _) = entries, self._saved(target)  # some were saved meanwhile
         tally.total += sum(_blocks(entry) for entry in entries if entry not in known)
         for entry in entries:
             await self._contents.forget(entry)
             tally.done += _blocks(entry)
             tally.size += entry.size
-            yield tally.progress(left)
-        yield tally.progress(left)
+            yield tally.progress()
+        yield tally.progress()
 
     def _saved(self, target: KvTarget) -> tuple[list[Saved], list[Saved]]:
         """The files that begin like the target: (those that are not pinned, those that are)."""
-        entries = [each for each in self._contents.all_entries() if _matches(each.tokens, each.salt, target)]
+        entries = [entry for entry in self._contents.all_entries() if _matches(entry, target)]
         kept = [entry for entry in entries if entry.pinned_until > time.time()]
         return [entry for entry in entries if entry not in kept], kept
 
@@ -182,8 +185,8 @@ class SlotVerbs:
         tally = _Tally()
         held = [slot for slot in self._contents.table if _concerns(slot, target) and not slot.is_empty]
         if target.token_ids is not None:
-            held = _fullest(held, lambda slot: _shared(slot.tokens, slot.salt, target))
-        slots, left = self._free(held)
+            held = _fullest(held, target)
+        slots = self._free(held, tally)
         tally.total = sum(map(_blocks, slots))
         for slot in slots:
             blocks = _blocks(slot)
@@ -192,69 +195,60 @@ class SlotVerbs:
                 tally.done += blocks
                 tally.size += round(blocks * TOKENS_PER_BLOCK * self._contents.rates.view.bytes_per_token)
             else:
-                left[reason] = left.get(reason, 0) + blocks
-            yield tally.progress(left)
-        yield tally.progress(left)
+                tally.left[reason] += blocks
+            yield tally.progress()
+        yield tally.progress()
 
     async def _offload_slot(self, slot: Slot) -> str | None:
         """Saves and erases a slot; returns the reason if it was left."""
-        keeper = self._keeper
-        if not slot.is_idle:
-            return "in_use"
-        if slot.dirty and not await keeper.take(slot.id, Operation.SAVE, self._contents.save):
+        save = self._contents.save
+        if slot.is_idle and slot.dirty and not await self._scheduler.take(slot.id, Operation.SAVE, save):
             return "not_saved"
-        return await self._erase_saved(slot)
-
-    async def _erase_saved(self, slot: Slot) -> str | None:
-        """Erases a saved slot, unless a request has taken it meanwhile."""
         if not slot.is_idle or slot.dirty:
-            return "in_use"
-        await self._keeper.take(slot.id, Operation.ERASE, self._contents.erase)
+            return "in_use"  # maybe of a request that took it meanwhile
+        await self._scheduler.take(slot.id, Operation.ERASE, self._contents.erase)
         return None
 
     async def _restore(self, target: KvTarget) -> AsyncGenerator[KvProgress, None]:
         """Restores files into slots: the best one for a prefix, otherwise one for each empty slot."""
-        keeper, tally = self._keeper, _Tally()
-        left: dict[str, int] = {}
+        tally = _Tally()
         for entry in self._wanted(target):
             tally.total += _blocks(entry)
-            if await keeper.bring(entry):
+            if await self._scheduler.bring(entry):
                 tally.done += _blocks(entry)
                 tally.size += entry.size
             else:
-                left["no_room"] = left.get("no_room", 0) + _blocks(entry)
-            yield tally.progress(left)
-        yield tally.progress(left)
+                tally.left["no_room"] += _blocks(entry)
+            yield tally.progress()
+        yield tally.progress()
 
     def _wanted(self, target: KvTarget) -> list[Saved]:
         """The files to restore, without those whose tokens lie in a slot already."""
-        entries = [entry for entry in self._contents.entries() if _matches(entry.tokens, entry.salt, target)]
+        table = self._contents.table
+        entries = [entry for entry in self._contents.entries() if _matches(entry, target)]
         entries.sort(key=lambda entry: entry.last_used, reverse=True)
         missing = [
             entry
             for entry in entries
-            if not any(
-                slot.shared(entry.tokens, entry.salt) == len(entry.tokens) for slot in self._contents.table
-            )
+            if all(slot.shared(entry.tokens, entry.salt) < entry.count for slot in table)
         ]
         if target.token_ids is None:
-            return missing[: sum(slot.is_empty for slot in self._contents.table.idle())]
-        best = _fullest(entries, lambda entry: _shared(entry.tokens, entry.salt, target))[:1]
-        reached = max((_shared(slot.tokens, slot.salt, target) for slot in self._contents.table), default=0)
-        return [e for e in best if e in missing and _shared(e.tokens, e.salt, target) > reached]
+            return missing[: sum(slot.is_empty for slot in table.idle())]
+        reached = max((_shared(slot, target) for slot in table), default=0)
+        return [e for e in _fullest(entries, target)[:1] if e in missing and _shared(e, target) > reached]
 
-    def _free(self, slots: list[Slot]) -> tuple[list[Slot], dict[str, int]]:
-        """(slots that are free, blocks of the others by reason)."""
-        now, left = self._keeper.now(), {"in_use": 0, "pinned": 0}
+    def _free(self, slots: list[Slot], tally: _Tally) -> list[Slot]:
+        """The slots that are free; the others are left."""
         free = []
         for slot in slots:
-            if slot.pinned_until > now:
-                left["pinned"] += _blocks(slot)
+            if slot.pinned_until > self._scheduler.now():
+                tally.left["pinned"] += _blocks(slot)
             elif not slot.is_idle:
-                left["in_use"] += _blocks(slot)
+                tally.left["in_use"] += _blocks(slot)
             else:
                 free.append(slot)
-        return free, {reason: blocks for reason, blocks in left.items() if blocks}
+        tally.left = +tally.left
+        return free
 
 
 async def _until_still(slot: Slot) -> None:
@@ -264,32 +258,29 @@ async def _until_still(slot: Slot) -> None:
 
 
 def _blocks(held: Slot | Saved) -> int:
-    length = held.length if isinstance(held, Slot) else len(held.tokens)
-    return length // TOKENS_PER_BLOCK
+    return (held.length if isinstance(held, Slot) else held.count) // TOKENS_PER_BLOCK
 
 
 def _concerns(slot: Slot, target: KvTarget) -> bool:
     """Whether a slot holds any of the target; a target of everything includes unknown content."""
     if target.token_ids is None and target.cache_salt is None:
         return not slot.is_empty
-    return _matches(slot.tokens, slot.salt, target)
+    return _matches(slot, target)
 
 
-def _matches(tokens: TokenIds[int], salt: str | None, target: KvTarget) -> bool:
+def _matches(held: Slot | Saved, target: KvTarget) -> bool:
     """Whether content shares at least one full leading block with the target."""
     if target.token_ids is None:
-        return target.cache_salt is None or salt == salt_digest(target.cache_salt)
-    return _shared(tokens, salt, target) >= TOKENS_PER_BLOCK
+        return target.cache_salt is None or held.salt == salt_digest(target.cache_salt)
+    return _shared(held, target) >= TOKENS_PER_BLOCK
 
 
-def _shared(tokens: TokenIds[int], salt: str | None, target: KvTarget) -> int:
-    """Number of leading tokens that content shares with the target."""
-    if target.token_ids is None or salt != salt_digest(target.cache_salt):
-        return 0
-    return common_prefix(tokens, target.token_ids)
+def _shared(held: Slot | Saved, target: KvTarget) -> int:
+    """Number of leading tokens of a prompt that a slot or file holds."""
+    return 0 if target.token_ids is None else held.shared(target.token_ids, salt_digest(target.cache_salt))
 
 
-def _fullest(held: list[_Held], shared: Callable[[_Held], int]) -> list[_Held]:
+def _fullest(held: list[_Held], target: KvTarget) -> list[_Held]:
     """The slots or files that share the most tokens with the target, if that is at least one full block."""
-    most = max(map(shared, held), default=0)
-    return [each for each in held if most >= TOKENS_PER_BLOCK and shared(each) == most]
+    most = max((_shared(each, target) for each in held), default=0)
+    return [each for each in held if most >= TOKENS_PER_BLOCK and _shared(each, target) == most]

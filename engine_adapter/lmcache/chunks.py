@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
-from engine_adapter.lmcache.wire import Key, KeyPlacements, Placement
+from engine_adapter.lmcache.client import Key, KeyPlacements, Placement
 from engine_adapter.types import BelowGpu, KvTarget
 
 

@@ -1,4 +1,4 @@
-"""The routes of an LMCache node and of its coordinator.
+"""The routes of an LMCache node (its multi-process server) and of its coordinator, as kvpin reads them.
 
 Every call raises EngineUnavailable if there is no answer or one of another form, and EngineRejected for an
 error.
@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
+
+import msgspec
 
 from engine_adapter.errors import EngineUnavailable
 from engine_adapter.http.control import ControlClient
-from engine_adapter.lmcache import wire
 from engine_adapter.lmcache.options import LmCacheSpec
 
 _PAGE = 5000
@@ -27,49 +28,158 @@ class Scope:
     instance_id: str
 
 
-class Node:
-    """The LMCache server beside an engine."""
+class Key(msgspec.Struct, frozen=True):
+    """The name of one object: a chunk of one rank's KV."""
 
-    def __init__(self, spec: LmCacheSpec, url: str) -> None:
-        """Raises EngineSpecError for an invalid address."""
-        self._control = ControlClient(replace(spec, url=url, api_key=None, headers={}))
-
-    async def status(self) -> wire.Status:
-        """The server's status: its content, and the connected engines."""
-        return await self._control.read(wire.Status, "GET", "/status")
-
-    async def config(self) -> wire.Config:
-        """Its configuration."""
-        return await self._control.read(wire.Config, "GET", "/config")
-
-    async def check(self) -> None:
-        """Raises if it is not healthy."""
-        await self._control.get("/healthcheck")
-
-    async def prefetch(self, scope: Scope, token_ids: Sequence[int], salt: str) -> wire.Prefetch:
-        """Starts to load a prompt's chunks from L2 to L1."""
-        body = _prompt(scope, token_ids, salt)
-        return await self._control.read(wire.Prefetch, "POST", "/cache/prefetches", json=body)
-
-    async def prefetched(self, request_id: str) -> wire.Prefetch:
-        """Progress of a prefetch. The node reports its end only once."""
-        return await self._control.read(wire.Prefetch, "GET", f"/cache/prefetches/{request_id}")
-
-    async def delete(self, keys: Sequence[wire.Key], tier: str) -> wire.Deleted:
-        """Drops objects from `l1` or from `all` tiers, except those that a request uses."""
-        body = {"keys": keys, "tier": tier, "force": False}
-        deleted = await self._control.read(wire.Deleted, "DELETE", "/cache/objects", json=body)
-        if not deleted.ok:
-            raise EngineUnavailable(f"LMCache could not delete: {deleted.error}")
-        return deleted
-
-    async def aclose(self) -> None:
-        """Closes its connections."""
-        await self._control.aclose()
+    chunk_hash_hex: str
+    model_name: str
+    kv_rank: int
+    object_group_id: int = 0
+    cache_salt: str = ""
 
 
-class Coordinator:
-    """The LMCache coordinator, which knows what lies where."""
+class Placement(msgspec.Struct, frozen=True):
+    """One place of an object. `tier` is l1 or l2; `shared` backends belong to every node."""
+
+    instance_id: str
+    tier: str
+    size_bytes: int = 0
+    shared: bool = False
+
+
+class KeyPlacements(msgspec.Struct, frozen=True):
+    """One object and all its places."""
+
+    key: Key
+    placements: list[Placement]
+
+
+class Lookup(msgspec.Struct, frozen=True):
+    """The whole chunks of a prompt, and their objects in order."""
+
+    chunks: int
+    results: list[KeyPlacements]
+
+
+class DirectoryStats(msgspec.Struct, frozen=True):
+    """The amount of KV on each tier, as the coordinator knows it."""
+
+    l1_keys_by_instance: dict[str, int]
+    l1_count: int
+    l1_size_bytes: int
+    l2_count: int
+    l2_size_bytes: int
+
+
+class Context(msgspec.Struct, frozen=True):
+    """An engine connected to a node."""
+
+    model_name: str
+    world_size: int
+
+
+class L1(msgspec.Struct, frozen=True):
+    """A node's memory."""
+
+    total_object_count: int = 0
+    memory_used_bytes: int = 0
+    memory_total_bytes: int = 0
+
+
+class Storing(msgspec.Struct, frozen=True):
+    """Objects on their way from L1 to L2."""
+
+    pending_keys_count: int = 0
+    in_flight_task_count: int = 0
+
+
+class Storage(msgspec.Struct, frozen=True):
+    """A node's tiers. A node with several memories counts each under its own name."""
+
+    l1_managers: dict[str, L1] = {}
+    store_controllers: dict[str, Storing] = {}
+    num_l2_adapters: int = 0
+
+    @property
+    def l1_objects(self) -> int:
+        """Objects in memory."""
+        return sum(l1.total_object_count for l1 in self.l1_managers.values())
+
+    @property
+    def is_storing(self) -> bool:
+        """Whether any object is on its way to L2."""
+        return any(s.pending_keys_count or s.in_flight_task_count for s in self.store_controllers.values())
+
+
+class Status(msgspec.Struct, frozen=True):
+    """A node's content and its engines, those on GPUs and those on CPUs."""
+
+    chunk_size: int
+    storage_manager: Storage
+    cache_context_meta: dict[str, Context] = {}
+    non_cuda_context_meta: dict[str, Context] = {}
+
+
+class CoordinatorConfig(msgspec.Struct, frozen=True):
+    """The coordinator's part of a node's configuration."""
+
+    url: str | None = None
+    event_reporting: bool = False
+    event_flush_interval: float = 1.0
+
+
+class Instance(msgspec.Struct, frozen=True):
+    """A node, by its name."""
+
+    instance_id: str
+
+
+class Config(msgspec.Struct, frozen=True):
+    """A node's configuration."""
+
+    mp: Instance
+    coordinator: CoordinatorConfig | None = None
+
+
+class Prefetch(msgspec.Struct, frozen=True):
+    """A load from L2 to L1. Its status is noop, submitted, pending or completed."""
+
+    status: str
+    request_id: str = ""
+    found_keys: int = 0
+    total_keys: int = 0
+
+
+class Deleted(msgspec.Struct, frozen=True):
+    """The result of a deletion: a request uses the `skipped` objects."""
+
+    deleted: int
+    skipped: int = 0
+    ok: bool = True
+    error: str = ""
+
+
+class _Listing(msgspec.Struct):
+    total: int
+    keys: list[KeyPlacements]
+
+
+class _Instances(msgspec.Struct):
+    instances: list[Instance]
+
+
+class _Pinned(msgspec.Struct):
+    affected: int
+
+
+class _Pins(msgspec.Struct):
+    total: int
+
+
+class _LmCacheServer:
+    """A server at `url`."""
+
+    health: ClassVar[str]
 
     def __init__(self, spec: LmCacheSpec, url: str) -> None:
         """Raises EngineSpecError for an invalid address."""
@@ -78,51 +188,86 @@ class Coordinator:
 
     async def check(self) -> None:
         """Raises if it is not healthy."""
-        await self._control.get("/healthz")
+        await self._control.get(self.health)
+
+    async def aclose(self) -> None:
+        """Closes its connections."""
+        await self._control.aclose()
+
+
+class Node(_LmCacheServer):
+    """The LMCache server beside an engine."""
+
+    health = "/healthcheck"
+
+    async def status(self) -> Status:
+        """Its content, and the connected engines."""
+        return await self._control.read(Status, "GET", "/status")
+
+    async def config(self) -> Config:
+        """Its configuration."""
+        return await self._control.read(Config, "GET", "/config")
+
+    async def prefetch(self, scope: Scope, token_ids: Sequence[int], salt: str) -> Prefetch:
+        """Starts to load a prompt's chunks from L2 to L1."""
+        body = _prompt(scope, token_ids, salt)
+        return await self._control.read(Prefetch, "POST", "/cache/prefetches", json=body)
+
+    async def prefetched(self, request_id: str) -> Prefetch:
+        """Progress of a prefetch. The node reports its end only once."""
+        return await self._control.read(Prefetch, "GET", f"/cache/prefetches/{request_id}")
+
+    async def delete(self, keys: Sequence[Key], tier: str) -> Deleted:
+        """Drops objects from `l1` or from `all` tiers, except those that a request uses."""
+        body = {"keys": keys, "tier": tier, "force": False}
+        deleted = await self._control.read(Deleted, "DELETE", "/cache/objects", json=body)
+        if not deleted.ok:
+            raise EngineUnavailable(f"LMCache could not delete: {deleted.error}")
+        return deleted
+
+
+class Coordinator(_LmCacheServer):
+    """The LMCache coordinator, which knows what lies where."""
+
+    health = "/healthz"
 
     async def instances(self) -> frozenset[str]:
         """The nodes it knows."""
-        answer = await self._control.read(wire.Instances, "GET", "/instances")
+        answer = await self._control.read(_Instances, "GET", "/instances")
         return frozenset(each.instance_id for each in answer.instances)
 
-    async def stats(self) -> wire.DirectoryStats:
+    async def stats(self) -> DirectoryStats:
         """The amount of KV on each tier."""
-        return await self._control.read(wire.DirectoryStats, "GET", "/directory/stats")
+        return await self._control.read(DirectoryStats, "GET", "/directory/stats")
 
-    async def lookup(self, scope: Scope, token_ids: Sequence[int], salt: str) -> wire.Lookup:
+    async def lookup(self, scope: Scope, token_ids: Sequence[int], salt: str) -> Lookup:
         """The places of a prompt's whole chunks."""
         body = _prompt(scope, token_ids, salt)
-        return await self._control.read(wire.Lookup, "POST", "/directory/lookup", json=body)
+        return await self._control.read(Lookup, "POST", "/directory/lookup", json=body)
 
-    async def keys(self) -> list[wire.KeyPlacements]:
+    async def keys(self) -> list[KeyPlacements]:
         """All objects of every model and node."""
-        found: list[wire.KeyPlacements] = []
+        found: list[KeyPlacements] = []
         while True:
             path = f"/directory/keys?offset={len(found)}&limit={_PAGE}"
-            page = await self._control.read(wire.Listing, "GET", path)
+            page = await self._control.read(_Listing, "GET", path)
             found += page.keys
             if not page.keys or len(found) >= page.total:
                 return found
 
     async def pins(self) -> int:
         """Pinned objects, of all clients."""
-        return (await self._control.read(wire.Pins, "GET", "/cache/pins?limit=1")).total
+        return (await self._control.read(_Pins, "GET", "/cache/pins?limit=1")).total
 
     async def pin(self, scope: Scope, token_ids: Sequence[int], salt: str) -> int:
         """Pins the whole chunks of a prompt on L2; returns the number of objects."""
-        return await self._pins("POST", scope, token_ids, salt)
+        body = _prompt(scope, token_ids, salt)
+        return (await self._control.read(_Pinned, "POST", "/cache/pins", json=body)).affected
 
     async def unpin(self, scope: Scope, token_ids: Sequence[int], salt: str) -> int:
         """Removes one pin of these chunks."""
-        return await self._pins("DELETE", scope, token_ids, salt)
-
-    async def aclose(self) -> None:
-        """Closes its connections."""
-        await self._control.aclose()
-
-    async def _pins(self, method: str, scope: Scope, token_ids: Sequence[int], salt: str) -> int:
         body = _prompt(scope, token_ids, salt)
-        return (await self._control.read(wire.PinAnswer, method, "/cache/pins", json=body)).affected
+        return (await self._control.read(_Pinned, "DELETE", "/cache/pins", json=body)).affected
 
 
 def _prompt(scope: Scope, token_ids: Sequence[int], salt: str) -> dict[str, Any]:

@@ -6,8 +6,10 @@ from __future__ import annotations
 import asyncio
 import uuid
 from array import array
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
 from engine_adapter.errors import EngineError
 from engine_adapter.lmcache.client import Coordinator, Scope
@@ -16,14 +18,8 @@ _RETRY_S = 5.0
 _FAREWELL_S = 2.0
 
 
-@dataclass(frozen=True, slots=True)
-class _Pin:
-    """A pin: the coordinator, the pinned tokens, and the task that ends it."""
-
-    coordinator: Coordinator
-    scope: Scope
-    token_ids: array[int]
-    salt: str
+class _Pin(NamedTuple):
+    unpin: Callable[[], Awaitable[int]]
     end: asyncio.Task[None]
 
 
@@ -43,7 +39,7 @@ class TimedPins:
         await coordinator.pin(scope, token_ids, salt)
         pin_id = uuid.uuid4().hex
         end = asyncio.get_running_loop().create_task(self._end(pin_id, ttl_s))
-        self._pins[pin_id] = _Pin(coordinator, scope, token_ids, salt, end)
+        self._pins[pin_id] = _Pin(partial(coordinator.unpin, scope, token_ids, salt), end)
         return pin_id
 
     async def remove(self, pin_id: str) -> bool:
@@ -51,7 +47,7 @@ class TimedPins:
         pin = self._pins.get(pin_id)
         if pin is None:
             return False
-        await pin.coordinator.unpin(pin.scope, pin.token_ids, pin.salt)
+        await pin.unpin()
         if self._pins.pop(pin_id, None) is not None and pin.end is not asyncio.current_task():
             pin.end.cancel()
         return True

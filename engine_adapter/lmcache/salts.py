@@ -22,13 +22,7 @@ _EMBEDDINGS = "prompt_embeds"
 
 
 def salt_for(salt: str | None, lora: str | None = None, embeddings: str | None = None) -> str | None:
-    """The salt to send with a request.
-
-    Args:
-        salt: the request's own salt.
-        lora: the LoRA adapter it runs with.
-        embeddings: identity of its prompt embeddings, None if it has none.
-    """
+    """The salt to send with a request, from its own salt, LoRA adapter and identity of prompt embeddings."""
     if salt is not None and (len(salt) > _MAX_OWN or not _FORBIDDEN.isdisjoint(salt)):
         salt = _mark("salt", salt)
     if lora is None and embeddings is None:

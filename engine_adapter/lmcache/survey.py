@@ -6,8 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from engine_adapter.errors import EngineError
-from engine_adapter.lmcache import wire
-from engine_adapter.lmcache.client import Coordinator, Node, Scope
+from engine_adapter.lmcache.client import Context, Coordinator, CoordinatorConfig, Node, Scope, Status
 from engine_adapter.lmcache.options import LmCacheSpec
 from engine_adapter.types import Capability, Finding
 
@@ -51,16 +50,9 @@ class _Unusable(Exception):
 async def survey(
     spec: LmCacheSpec, model: str, node: Node, coordinator_at: Callable[[str], Coordinator]
 ) -> tuple[Site | None, tuple[Finding, ...]]:
-    """Asks the node and its coordinator what they are.
+    """Asks the node and its coordinator what they are: the usable site or None, and the findings.
 
-    Args:
-        spec: the engine's.
-        model: the model the engine was started with, which is its name in LMCache.
-        node: the LMCache server beside it.
-        coordinator_at: makes the coordinator at an address.
-
-    Returns:
-        The usable site or None, and the findings.
+    The model the engine was started with is its name in LMCache.
     """
     try:
         return await _survey(spec, model, node, coordinator_at)
@@ -77,7 +69,7 @@ async def _survey(
         problem = f"the LMCache server {spec.options.lmcache} is not reachable ({error})"
         raise _Unusable(problem, "start it, or leave lmcache= out") from None
     context = _context(spec, model, status)
-    reporting = config.coordinator or wire.CoordinatorConfig()
+    reporting = config.coordinator or CoordinatorConfig()
     url = spec.options.lmcache_coordinator or reporting.url
     if url is None or not reporting.event_reporting:
         problem = f"the LMCache server {spec.options.lmcache} reports to no coordinator"
@@ -99,7 +91,7 @@ async def _survey(
     return replace(site, capabilities=moves | {Capability.PIN}), ()
 
 
-def _context(spec: LmCacheSpec, model: str, status: wire.Status) -> wire.Context:
+def _context(spec: LmCacheSpec, model: str, status: Status) -> Context:
     """The engine as it is registered with the node."""
     contexts = [*status.cache_context_meta.values(), *status.non_cuda_context_meta.values()]
     for each in contexts:

@@ -34,10 +34,9 @@ _CHECK_S = 1.0
 
 
 class LmCache:
-    """The LMCache node beside an engine, and its coordinator.
+    """The LMCache node beside an engine, and its coordinator. Its findings are those of the last `connect`.
 
-    Args:
-        spec: the engine's. It names the node, and the coordinator if that is not the node's own.
+    The engine's spec names the node, and the coordinator if that is not the node's own.
     """
 
     def __init__(self, spec: LmCacheSpec) -> None:
@@ -53,31 +52,21 @@ class LmCache:
         self._model = ""
         self._tokens_per_block: int | None = None
         self._site: Site | None = None
-        self._findings: tuple[Finding, ...] = ()
+        self.findings: tuple[Finding, ...] = ()
         self._doubted = False
 
     # --- what it is -----------------------------------------------------------------------------------
 
     async def connect(self, model: str, tokens_per_block: int | None) -> None:
-        """Finds out what the node and the coordinator are.
-
-        Args:
-            model: the model the engine was started with.
-            tokens_per_block: the engine's block size.
-        """
+        """Finds out what the node and the coordinator are; `model` is what the engine was started with."""
         self._model, self._tokens_per_block = model, tokens_per_block
-        self._site, self._findings = await survey(self._spec, model, self._node, self._coordinator_at)
+        self._site, self.findings = await survey(self._spec, model, self._node, self._coordinator_at)
         self._doubted = False
 
     @property
     def capabilities(self) -> frozenset[Capability]:
         """Capabilities it adds to the engine's, as of the last `connect`."""
         return self._site.capabilities if self._site is not None else frozenset()
-
-    @property
-    def findings(self) -> tuple[Finding, ...]:
-        """The findings that keep kvpin from using it, as of the last `connect`."""
-        return self._findings
 
     @property
     def tokens_per_chunk(self) -> int | None:
@@ -88,10 +77,10 @@ class LmCache:
         """Whether the result of the last `connect` is out of date."""
         try:
             async with asyncio.timeout(_CHECK_S):
-                if self._site is None or self._doubted or self._findings:
+                if self._site is None or self._doubted or self.findings:
                     now = await survey(self._spec, self._model, self._node, self._coordinator_at)
                     self._doubted = now[0] is None
-                    return now[0] != self._site or _remedies(now[1]) != _remedies(self._findings)
+                    return now[0] != self._site or _remedies(now[1]) != _remedies(self.findings)
                 await self._node.check()
                 await self._site.coordinator.check()
         except (EngineError, TimeoutError):
@@ -101,7 +90,7 @@ class LmCache:
     # --- what it holds --------------------------------------------------------------------------------
 
     async def lookup(self, prompt: KvTarget) -> BelowGpu | None:
-        """See `EngineAdapter.lookup`."""
+        """The part of a prompt that it holds; None if it does not answer in time. Never raises."""
         if self._site is None or self._doubted or prompt.token_ids is None:
             return None
         n_tokens = len(prompt.token_ids)
@@ -117,7 +106,7 @@ class LmCache:
     async def stats(self) -> dict[str, Any]:
         """Statistics of its content, for people."""
         if self._site is None:
-            return {"error": str(self._findings[0])} if self._findings else {}
+            return {"error": str(self.findings[0])} if self.findings else {}
         storage = (await self._node.status()).storage_manager
         known = await self._site.coordinator.stats()
         return {
@@ -140,11 +129,7 @@ class LmCache:
     # --- operations -----------------------------------------------------------------------------------
 
     async def operate(self, verb: KvVerb, target: KvTarget) -> AsyncGenerator[KvProgress, None]:
-        """Offloads to L2, restores to L1, or flushes the whole engine.
-
-        Raises:
-            EngineRejected: a restore without a prompt; LMCache finds KV only by its tokens.
-        """
+        """Offloads to L2, restores to L1, or flushes the whole engine. Restores one prompt at a time."""
         site = self._usable()
         mover = self._mover(site)
         if target.token_ids is not None:
@@ -187,7 +172,7 @@ class LmCache:
 
     def _usable(self) -> Site:
         if self._site is None:
-            raise EngineUnavailable(str(self._findings[0]) if self._findings else "LMCache was not asked yet")
+            raise EngineUnavailable(str(self.findings[0]) if self.findings else "LMCache was not asked yet")
         return self._site
 
     def _mover(self, site: Site) -> KvMover:

@@ -14,10 +14,9 @@ from contextlib import aclosing
 
 from engine_adapter.errors import EngineUnavailable
 from engine_adapter.lmcache.chunks import Chunk, chunks_of, leading
-from engine_adapter.lmcache.client import Node
+from engine_adapter.lmcache.client import Key, Node
 from engine_adapter.lmcache.salts import is_under
 from engine_adapter.lmcache.survey import Site
-from engine_adapter.lmcache.wire import Key
 from engine_adapter.types import KvProgress
 
 SLICE = 64
@@ -28,13 +27,7 @@ _PASSES = 4
 
 
 class KvMover:
-    """Moves KV between the tiers of a node.
-
-    Args:
-        node: the LMCache server.
-        site: what it and its coordinator are.
-        blocks_per_chunk: engine blocks per chunk; progress counts blocks.
-    """
+    """Moves KV between the tiers of a node. Progress counts the engine's blocks."""
 
     def __init__(self, node: Node, site: Site, blocks_per_chunk: int) -> None:
         self._node = node
@@ -156,11 +149,7 @@ class KvMover:
             yield KvProgress(done, total, moved, dict(left))
 
     async def _prefetch(self, token_ids: array[int], salt: str | None) -> int:
-        """Loads a prompt's chunks to L1; returns the number of objects that did not arrive.
-
-        Raises:
-            EngineUnavailable: it takes too long.
-        """
+        """Loads a prompt's chunks to L1; returns the number of objects that did not arrive."""
         job = await self._node.prefetch(self._site.scope, token_ids, salt or "")
         deadline = _now() + _PATIENCE_S
         while job.status != "completed":

@@ -12,7 +12,7 @@ from http import HTTPStatus
 from typing import Any
 
 from engine_adapter.body import JsonBody
-from engine_adapter.errors import EngineRejected, EngineUnavailable, EngineUnhealthy, NotSupported
+from engine_adapter.errors import EngineRejected, EngineUnavailable, EngineUnhealthy
 from engine_adapter.events.keys import read_sglang_keys
 from engine_adapter.events.options import EventSpec
 from engine_adapter.events.subscriber import KvEventSubscriber
@@ -49,7 +49,6 @@ _INSTEAD = {
     Capability.OFFLOAD: "with --enable-hierarchical-cache SGLang copies to its host tier by itself",
     Capability.RESTORE: 'SGLang loads from its host tier by itself; "fallback": "warm" computes again',
 }
-_FLUSH_ALL_ONLY = "SGLang can only flush everything: flush the engine, without a prompt or a tenant"
 _RANKS_SINCE = (0, 5, 10)  # before, requests cannot name one
 
 
@@ -127,8 +126,7 @@ class SglangAdapter(HttpAdapter):
         backend keeps outside the server stays. SGLang does not report how many blocks it dropped."""
         if verb is not KvVerb.FLUSH:
             raise self.not_supported(Capability(verb.value))
-        if not target.is_everything:
-            raise NotSupported(verb.value, engine=self.spec.id, instead=_FLUSH_ALL_ONLY)
+        self.check_flushes_all(target)
         try:
             await self._control.fetch("POST", "/flush_cache")
         except EngineRejected as error:

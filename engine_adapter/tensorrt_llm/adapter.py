@@ -11,12 +11,12 @@ import uuid
 from array import array
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
 from engine_adapter.body import JsonBody
-from engine_adapter.errors import EngineRejected, NotSupported
+from engine_adapter.errors import EngineRejected
 from engine_adapter.hold import Hold, RequestBody
 from engine_adapter.http.adapter import HttpAdapter
 from engine_adapter.http.openai_answer import hold_openai
@@ -62,7 +62,6 @@ _INSTEAD = {
     'warm computes a prefix that is gone; "fallback": "warm" does so',
     Capability.PIN: "its HTTP routes take no priorities: warm the prefix again when it is needed",
 }
-_FLUSHES_ALL = "it can only flush everything: flush the whole engine, or leave unused KV to eviction"
 _USUAL_FIELDS = RequestFields()
 NO_HOST_TIER = Finding(
     "it has no host memory for KV: evicted KV is lost", CONFIG + "{host_cache_size: BYTES}"
@@ -106,6 +105,7 @@ class TensorRTLLMAdapter(HttpAdapter):
     async def connect(self) -> EngineInfo:
         """See `EngineAdapter.connect`. The process has no identity; its events show a restart."""
         server = self._server = await discover(self._control)
+        self.capabilities = server.capabilities
         self._seen = self._tokens_per_block, self.findings()
         levels = self._poller.reader.blocks_per_level
         return EngineInfo(
@@ -217,19 +217,15 @@ class TensorRTLLMAdapter(HttpAdapter):
     async def operate(self, verb: KvVerb, target: KvTarget) -> AsyncGenerator[KvProgress, None]:
         """See `EngineAdapter.operate`. A flush is of everything the server holds."""
         server = await self._able(Capability(verb.value))
-        if not target.is_everything:
-            raise NotSupported(verb.value, engine=self.spec.id, instead=_FLUSHES_ALL)
+        self.check_flushes_all(target)
         blocks = await self._poller.reset(lambda: self._control.fetch("POST", server.reset_path or ""))
         yield KvProgress(blocks, blocks)
 
     # --- inside ---------------------------------------------------------------------------------------
 
     async def _able(self, capability: Capability) -> Discovered:
-        if self._server is None:
-            await self.connect()
-        if self._server is None or capability not in self._server.capabilities:
-            raise self.not_supported(capability)
-        return self._server
+        await self.require(capability)
+        return cast("Discovered", self._server)
 
     def _named(self, path: str, body: JsonBody) -> dict[str, str]:
         """The model name, for a body that must have one: clients of a single model may leave it out."""

@@ -111,18 +111,17 @@ class EmbeddedAdapter(HttpAdapter):
     def __init__(self, spec: EngineSpec) -> None:
         """Raises EngineSpecError for an invalid address."""
         super().__init__(spec)
-        self._capabilities: frozenset[Capability] | None = None
         self._instance: str | None = None
 
     async def connect(self) -> EngineInfo:
         """See `EngineAdapter.connect`."""
         info = await self._control.read(_Info, "GET", "/kv/info")
         self._instance = info.instance
-        self._capabilities = _CAPABILITIES if info.host_blocks else _WITHOUT_HOST_TIER
+        self.capabilities = _CAPABILITIES if info.host_blocks else _WITHOUT_HOST_TIER
         return EngineInfo(
             model=info.model,
             instance=info.instance,
-            capabilities=self._capabilities,
+            capabilities=self.capabilities,
             tokens_per_block=info.tokens_per_block,
             max_model_len=info.max_model_len,
             vocab_size=info.vocab_size,
@@ -196,10 +195,7 @@ class EmbeddedAdapter(HttpAdapter):
 
     async def operate(self, verb: KvVerb, target: KvTarget) -> AsyncGenerator[KvProgress, None]:
         """See `EngineAdapter.operate`."""
-        if self._capabilities is None:
-            await self.connect()
-        if Capability(verb.value) not in (self._capabilities or ()):
-            raise self.not_supported(Capability(verb.value))
+        await self.require(Capability(verb.value))
         body = _target_fields(target)
         done = moved_bytes = 0
         while True:

@@ -6,12 +6,12 @@ import uuid
 from collections.abc import AsyncGenerator
 from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
 from dataclasses import asdict
-from typing import Any
+from typing import Any, cast
 
 from msgspec import structs
 
 from engine_adapter.body import JsonBody
-from engine_adapter.errors import EngineRejected, EngineUnavailable, NotSupported
+from engine_adapter.errors import EngineRejected, EngineUnavailable
 from engine_adapter.events.keys import read_vllm_keys
 from engine_adapter.events.subscriber import KvEventSubscriber
 from engine_adapter.hold import Hold, RequestBody
@@ -54,7 +54,6 @@ _INSTEAD = {
     '"fallback": "warm" computes a prefix again by a one-token prefill',
     Capability.PIN: "start it with an LMCache server and name that: lmcache=http://HOST:PORT",
 }  # fmt: skip
-_FLUSHES_ALL = "vLLM can only flush everything: flush the whole engine, or leave unused KV to eviction"
 
 
 class VllmAdapter(HttpAdapter):
@@ -84,11 +83,12 @@ class VllmAdapter(HttpAdapter):
             self._instance = metrics.identity or uuid.uuid4().hex
             self._watch = EventWatch(metrics.blocks)
         self._facts, self._queries = facts, metrics.queries
+        self.capabilities = _capabilities(facts, self.spec)
         self._shaper = RequestShaper(asks_usage=facts.trials.reports_cached is not False)
         return EngineInfo(
             model=facts.model.name,
             instance=self._instance,
-            capabilities=_capabilities(facts, self.spec),
+            capabilities=self.capabilities,
             tokens_per_block=metrics.block_size,
             max_model_len=facts.model.max_model_len,
             tokenizer=self.spec.tokenizer or facts.model.root,
@@ -188,19 +188,15 @@ class VllmAdapter(HttpAdapter):
     async def operate(self, verb: KvVerb, target: KvTarget) -> AsyncGenerator[KvProgress, None]:
         """See `EngineAdapter.operate`. It can only flush everything, on all ranks."""
         facts = await self._able(Capability(verb.value))
-        if not target.is_everything:
-            raise NotSupported(verb.value, engine=self.spec.id, instead=_FLUSHES_ALL)
+        self.check_flushes_all(target)
         ranks = (None,) if self._rank is None else facts.metrics.ranks or (self._rank,)
         yield await flush(self._control, facts.model.name, ranks, self._watch)
 
     # --- inside ---------------------------------------------------------------------------------------
 
     async def _able(self, capability: Capability) -> Facts:
-        if self._facts is None:
-            await self.connect()
-        if self._facts is None or capability not in _capabilities(self._facts, self.spec):
-            raise self.not_supported(capability)
-        return self._facts
+        await self.require(capability)
+        return cast("Facts", self._facts)
 
     def _is_another(self, identity: str | None, queries: int) -> bool:
         """Whether the server's process was replaced since `connect`. Where `/metrics` has no identity, a

@@ -70,9 +70,10 @@ class TieredVllmAdapter(VllmAdapter):
         await self._lower.connect(path or info.model, info.tokens_per_block)
         self._loras = info.loras
         self._salts = Capability.CACHE_SALT in info.capabilities
+        self.capabilities = info.capabilities | self._lower.capabilities
         return replace(
             info,
-            capabilities=info.capabilities | self._lower.capabilities,
+            capabilities=self.capabilities,
             tokens_per_chunk=self._lower.tokens_per_chunk,
             shared_tiers=self.spec.options.lmcache,
             renders_embeds=False,  # their salts here are not the client's, see `prepare`
@@ -135,7 +136,7 @@ class TieredVllmAdapter(VllmAdapter):
     async def operate(self, verb: KvVerb, target: KvTarget) -> AsyncGenerator[KvProgress, None]:
         """See `EngineAdapter.operate`. A flush drops vLLM's cache and what LMCache holds of its model."""
         if verb is not KvVerb.FLUSH:
-            await self._require(Capability(verb.value))
+            await self.require(Capability(verb.value))
             async with aclosing(self._lower.operate(verb, target)) as steps:
                 async for progress in steps:
                     yield progress
@@ -155,24 +156,18 @@ class TieredVllmAdapter(VllmAdapter):
 
     async def pin(self, target: KvTarget, ttl_s: float) -> Pinned:
         """See `EngineAdapter.pin`."""
-        await self._require(Capability.PIN)
+        await self.require(Capability.PIN)
         return await self._lower.pin(target, ttl_s)
 
     async def unpin(self, pin_id: str) -> bool:
         """See `EngineAdapter.unpin`."""
-        await self._require(Capability.PIN)
+        await self.require(Capability.PIN)
         return await self._lower.unpin(pin_id)
 
     async def aclose(self) -> None:
         """See `EngineAdapter.aclose`."""
         await self._lower.aclose()
         await super().aclose()
-
-    async def _require(self, capability: Capability) -> None:
-        if self._facts is None:
-            await self.connect()
-        if capability not in self._lower.capabilities:
-            raise self.not_supported(capability)
 
 
 def _of_gpu(event: KvEvent) -> KvEvent | None:

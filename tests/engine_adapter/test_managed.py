@@ -12,7 +12,7 @@ from engine_adapter import (
     managed_spec,
     prepare_managed,
 )
-from engine_adapter.llama_server.save_dir import default_save_bytes, default_save_dir
+from engine_adapter.llama_server.command import default_save_bytes, default_save_dir
 from tests.engines import engine_spec
 
 

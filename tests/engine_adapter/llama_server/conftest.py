@@ -8,7 +8,7 @@ import pytest
 
 from engine_adapter.http.control import ControlClient
 from engine_adapter.types import EngineSpec
-from tests.engine_adapter.llama_server.keeper_world import SMALL_STEPS, KeeperWorld, keeper_world
+from tests.engine_adapter.llama_server.scheduler_world import SMALL_STEPS, SchedulerWorld, scheduler_world
 from tests.llama import RunningLlama, memory_dir, running_llama_server
 
 
@@ -34,7 +34,7 @@ def control(llama, control_of) -> ControlClient:
 
 @pytest.fixture(scope="session")
 def two_slots(tmp_path_factory) -> Iterator[RunningLlama]:
-    """A server with two slots for the keepers of many tests, one at a time; none ends it."""
+    """A server with two slots for the schedulers of many tests, one at a time; none ends it."""
     log = tmp_path_factory.mktemp("llama") / "log"
     with (
         memory_dir() as save_dir,
@@ -44,7 +44,7 @@ def two_slots(tmp_path_factory) -> Iterator[RunningLlama]:
 
 
 @pytest.fixture
-async def keeper(two_slots) -> AsyncIterator[KeeperWorld]:
-    """A keeper of its slots, which are empty."""
-    async with keeper_world(two_slots) as world:
+async def scheduler(two_slots) -> AsyncIterator[SchedulerWorld]:
+    """A scheduler of its slots, which are empty."""
+    async with scheduler_world(two_slots) as world:
         yield world

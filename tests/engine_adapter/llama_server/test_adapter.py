@@ -192,7 +192,6 @@ class TestRequests:
         for seed in (1, 2):
             forecast = world.adapter.forecast(KvTarget(prompt_of(seed)))
             assert forecast.firm
-            assert forecast.why
             assert (await world.ask(prompt_of(seed)))[1] == forecast.cached_tokens
 
 

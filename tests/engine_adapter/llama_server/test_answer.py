@@ -14,9 +14,9 @@ from starlette.routing import Route
 
 from engine_adapter.errors import EngineUnavailable
 from engine_adapter.llama_server.answer import (
-    Answer,
-    Timings,
-    Usage,
+    CompletionOutput,
+    _Timings,
+    _Usage,
     known_tokens,
     read_answer,
     slot_content,
@@ -115,13 +115,15 @@ async def test_a_server_that_tells_no_pieces_is_an_error(control_of):
 
 
 def said(*pieces, sampled=None, finish="length", **fields):
-    return Answer(list(pieces), finish_reason=finish, usage=Usage(completion_tokens=sampled), **fields)
+    return CompletionOutput(
+        list(pieces), finish_reason=finish, usage=_Usage(completion_tokens=sampled), **fields
+    )
 
 
 @pytest.mark.parametrize(
     "answer",
     [
-        Answer(),
+        CompletionOutput(),
         said(sampled=1),
         said("a"),
         said("a", sampled=1, is_plain=False),
@@ -231,6 +233,6 @@ def test_payloads_are_whole_lines_of_data():
     ],
 )
 def test_slot_content(prompt_tokens, sampled, content):
-    answer = Answer(timings=Timings(cache_n=1, prompt_n=prompt_tokens - 1, predicted_n=sampled))
+    answer = CompletionOutput(timings=_Timings(cache_n=1, prompt_n=prompt_tokens - 1, predicted_n=sampled))
     known, unknown = slot_content(array("i", [1, 2]), answer, array("i", [3, 4]))
     assert (list(known), unknown) == content

@@ -8,8 +8,7 @@ import pytest
 from engine_adapter.errors import EngineRejected, EngineUnavailable
 from engine_adapter.llama_server import answer_reader
 from engine_adapter.llama_server.answer_reader import SlotAnswer
-from engine_adapter.llama_server.lease import SlotLease
-from engine_adapter.llama_server.turns import Ask
+from engine_adapter.llama_server.turns import Ask, SlotLease
 
 CHAT = "/v1/chat/completions"
 DONE = b"data: [DONE]\n\n"

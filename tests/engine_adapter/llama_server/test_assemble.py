@@ -10,7 +10,7 @@ import pytest
 
 from engine_adapter.body import JsonBody
 from engine_adapter.errors import EngineRejected, EngineUnavailable
-from engine_adapter.llama_server.assemble import assemble, assemble_chat, assemble_completion, streaming_body
+from engine_adapter.llama_server.assemble import assemble, streaming_body
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 SLOT = 2
@@ -149,7 +149,7 @@ def test_parallel_tool_calls_come_in_parts_and_a_name_may_grow():
             DONE,
         )
     )
-    (choice,) = json.loads(assemble_chat(stream))["choices"]
+    (choice,) = json.loads(assemble(CHAT, stream))["choices"]
     assert choice["finish_reason"] == "tool_calls"
     assert choice["message"] == {
         "role": "assistant",
@@ -192,10 +192,10 @@ ENDED = chunk(text="a", finish_reason="stop")
         chunk(index=1, text="b", finish_reason="stop") + DONE,
     ],
 )
-@pytest.mark.parametrize("of", [assemble_chat, assemble_completion])
-def test_a_stream_that_breaks_off_is_an_error(of, stream):
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_a_stream_that_breaks_off_is_an_error(path, stream):
     with pytest.raises(EngineUnavailable, match="ended its answer too early"):
-        of(stream)
+        assemble(path, stream)
 
 
 @pytest.mark.parametrize(
@@ -203,11 +203,11 @@ def test_a_stream_that_breaks_off_is_an_error(of, stream):
 )
 def test_a_chunk_that_cannot_be_read_is_an_error(payload):
     with pytest.raises(EngineUnavailable, match="an unreadable chunk"):
-        assemble_completion(b"data: " + payload + b"\n\n" + ENDED + DONE)
+        assemble(COMPLETIONS, b"data: " + payload + b"\n\n" + ENDED + DONE)
 
 
 def test_comments_and_empty_events_are_passed_over():
-    assert json.loads(assemble_completion(b":\n\ndata: null\n\n" + ENDED + b":\n\n" + DONE))["choices"] == [
+    assert json.loads(assemble(COMPLETIONS, b":\n\ndata: null\n\n" + ENDED + b":\n\n" + DONE))["choices"] == [
         {"text": "a", "index": 0, "logprobs": None, "finish_reason": "stop"}
     ]
 

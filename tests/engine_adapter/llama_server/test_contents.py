@@ -14,17 +14,17 @@ from engine_adapter.http import control
 from engine_adapter.llama_server import contents as contents_module
 from engine_adapter.llama_server import saved_files, slot_io
 from engine_adapter.llama_server.contents import MANY_CHANGES, Contents
-from engine_adapter.llama_server.slot_owners import UNKNOWN_OWNER
+from engine_adapter.llama_server.server_files import UNKNOWN_OWNER
 from engine_adapter.llama_server.state_file import read_tokens
 from scripts.make_gguf import gguf_path
-from tests.engine_adapter.llama_server.keeper_world import keeper_world, stopped
+from tests.engine_adapter.llama_server.scheduler_world import scheduler_world, stopped
 from tests.engine_adapter.llama_server.slot_world import prompt_of
 from tests.state_files import no_handles, write_state
 
 
 @pytest.fixture
-def world(keeper):
-    return keeper
+def world(scheduler):
+    return scheduler
 
 
 @pytest.fixture
@@ -101,7 +101,7 @@ class TestSave:
         assert list(world.server.save_dir.iterdir()) == []
 
     async def test_without_files_nothing_is(self, world):
-        contents = Contents("e", world.facts, world.io, None, world.mirror, world.clock)
+        contents = Contents("e", world.facts, world.control, None, world.mirror, world.clock)
         contents.hold(contents.table[0], prompt_of(1), None)
         assert not contents.can_save
         assert not await contents.save(contents.table[0])
@@ -113,7 +113,7 @@ class TestSave:
 
     async def test_one_may_take_longer_than_other_questions(self, two_slots):
         assert slot_io.MOVE_S > control.ANSWER_S
-        async with keeper_world(two_slots) as world:
+        async with scheduler_world(two_slots) as world:
             lease = await world.ask(prompt_of(1))
             with stopped(two_slots):
                 saving = asyncio.create_task(world.save(lease.slot))
@@ -125,7 +125,7 @@ class TestSave:
 
     async def test_one_that_is_never_answered_loses_no_slot(self, two_slots, monkeypatch, said):
         monkeypatch.setattr(slot_io, "MOVE_S", 0.05)
-        async with keeper_world(two_slots) as world:
+        async with scheduler_world(two_slots) as world:
             lease = await world.ask(prompt_of(1))
             with stopped(two_slots):
                 assert not await world.save(lease.slot)
@@ -167,7 +167,7 @@ class TestSave:
         assert world.contents.can_save
 
     async def test_a_file_beyond_the_room_there_is_is_removed(self, two_slots, said):
-        async with keeper_world(two_slots, host_bytes=1000) as world:
+        async with scheduler_world(two_slots, host_bytes=1000) as world:
             lease = await world.ask(prompt_of(1))
             assert not await world.save(lease.slot)
             assert not world.contents.can_save
@@ -189,7 +189,7 @@ class TestSave:
 
     async def test_what_somebody_else_emptied_is_empty(self, world):
         lease = await world.ask(prompt_of(1))
-        await world.io.erase(lease.slot)
+        await slot_io.erase(world.control, lease.slot)
         assert not await world.save(lease.slot)
         assert world.table[lease.slot].is_empty
         assert world.contents.counts.strangers == 1
@@ -317,7 +317,7 @@ class TestNotes:
     async def test_a_model_that_restores_in_vain_is_found_out(self, start_llama, save_dir, said):
         """One with sliding windows: what was restored is computed again."""
         server = start_llama(model=gguf_path("swa"), slots=2, ctx=1024, save_dir=save_dir)
-        async with keeper_world(server) as world:
+        async with scheduler_world(server) as world:
             entries = [await world.saved_away(prompt_of(seed, 300)) for seed in range(3)]
             for seed in range(2):
                 assert world.contents.can_restore
@@ -364,7 +364,7 @@ class TestNotes:
         assert (mine["id"], mine["tokens"], mine["unknown"], mine["saved"]) == (lease.slot, 103, 0, 0)
         assert (mine["operation"], mine["since_s"] >= 0, 50 < mine["pinned_s"] <= 60) == (None, True, True)
         assert described[1 - lease.slot]["pinned_s"] == 0
-        async with world.keeper.alone():
+        async with world.scheduler.alone():
             assert {each["operation"] for each in world.contents.describe()} == {"foreign"}
         assert str(prompt_of(1)[0]) not in str(described)
 

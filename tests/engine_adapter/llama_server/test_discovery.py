@@ -16,15 +16,8 @@ from starlette.routing import Route
 
 from engine_adapter.errors import EngineRejected, EngineSpecError, EngineUnavailable
 from engine_adapter.http.control import ControlClient
-from engine_adapter.llama_server.discovery import (
-    SlotState,
-    discover,
-    read_pulse,
-    read_slots,
-    spare_slot,
-)
-from engine_adapter.llama_server.findings import findings_of
-from engine_adapter.llama_server.probe import probe
+from engine_adapter.llama_server.discovery import discover, findings_of, probe
+from engine_adapter.llama_server.slot_io import SlotState, read_pulse, read_slots, spare_slot
 from engine_adapter.types import EngineSpec
 from scripts.make_gguf import gguf_path
 from tests.engines import served

@@ -1,19 +1,17 @@
 import asyncio
 from array import array
 
+import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
 from engine_adapter.llama_server.saved_entry import (
     Saved,
-    from_found,
     kept,
     least_valuable,
     salt_digest,
     value,
 )
-from engine_adapter.llama_server.saved_files import Found
-from engine_adapter.types import Tier
 
 NOW = 10_000.0
 ROOM = 1000
@@ -21,7 +19,7 @@ ROOM = 1000
 
 def saved(name: str, *, tokens: int = 10, size: int = 100, used: float = NOW, uses: int = 0) -> Saved:
     content = array("i", range(tokens))
-    return Saved(name, "k", None, content, size, Tier.HOST, 1, used, used, uses)
+    return Saved(1, "k", None, tokens, size, 1, used, used, uses, name=name, tokens=content)
 
 
 def names(chosen: list[Saved] | None) -> list[str] | None:
@@ -36,10 +34,15 @@ def test_a_digest_stands_for_a_salt():
     assert len(str(salt_digest("\ud800"))) == 32  # what JSON may hold
 
 
-def test_an_entry_says_in_its_sidecar_what_it_is_found_by():
+def test_a_sidecar_holds_the_record_and_nothing_of_the_prompt():
     one = saved("n", used=5.0, uses=3)
     one.kept_until, one.kept_for = 99.0, "them"
-    assert from_found(Tier.DISK, Found("n", one.sidecar(), one.tokens)).sidecar() == one.sidecar()
+    record = msgspec.json.decode(one.sidecar())
+    assert record == {
+        "format": 1, "key": "k", "salt": None, "tokens": 10, "size": 100, "checksum": 1, "created": 5.0,
+        "last_used": 5.0, "uses": 3, "kept_until": 99.0, "kept_for": "them",
+    }  # fmt: skip
+    assert repr(one) == "Saved('n')"
 
 
 def test_value_is_in_tokens_uses_and_time_per_byte():
@@ -48,6 +51,16 @@ def test_value_is_in_tokens_uses_and_time_per_byte():
     assert value(saved("a", uses=1), NOW) > base
     assert value(saved("a", size=200), NOW) < base
     assert value(saved("a"), NOW + 60) < base
+
+
+def test_value_is_tokens_per_byte_that_uses_raise_and_time_wears_off():
+    for age_s, uses, wanted in ((0, 0, 2.0), (0, 2, 6.0), (1800, 0, 1.0), (5400, 0, 0.25)):
+        assert value(saved("a", tokens=1000, size=500, used=NOW - age_s, uses=uses), NOW) == wanted
+
+
+def test_value_bears_clocks_that_jump():
+    for age_s, wanted in ((-1e9, 2.0), (1e9, 0.0)):
+        assert value(saved("a", tokens=1000, size=500, used=NOW - age_s), NOW) == wanted
 
 
 def test_the_least_valuable_that_hold_enough():

@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from engine_adapter.llama_server import saved_files
-from engine_adapter.llama_server.saved_entry import from_found
-from engine_adapter.llama_server.saved_files import GRACE_S, Sidecar
+from engine_adapter.llama_server.saved_entry import Saved
+from engine_adapter.llama_server.saved_files import GRACE_S
 from engine_adapter.llama_server.state_file import Reason, StateFileError, checksum
 from engine_adapter.types import Tier
 from tests.state_files import LittleRoom, frame, no_handles, state_bytes, unprivileged, write_state
@@ -28,8 +28,9 @@ def path(tmp_path) -> Path:
     return path
 
 
-def record(path: Path) -> Sidecar:
-    return Sidecar(1, "key", None, len(TOKENS), path.stat().st_size, checksum(path), 1.0, 2.0, 3)
+def record(path: Path) -> Saved:
+    size = path.stat().st_size
+    return Saved(1, "key", None, 3, size, checksum(path), 1.0, 2.0, 3, name=path.name, tokens=TOKENS)
 
 
 def there(directory: Path) -> set[str]:
@@ -37,7 +38,8 @@ def there(directory: Path) -> set[str]:
 
 
 def scan(directory: Path, *, later: float = 0.0, taken=frozenset()) -> list[str]:
-    return [found.name for found in saved_files.scan(directory, time.time() + later, taken).found]
+    found, _ = saved_files.scan(directory, Tier.HOST, time.time() + later, taken)
+    return [each.name for each in found]
 
 
 def test_a_name_holds_its_key_and_is_never_the_same():
@@ -64,16 +66,16 @@ def test_a_server_takes_the_longest_name(start_llama, save_dir):
 
 def test_an_inspected_file_must_hold_what_the_server_said(path):
     size = path.stat().st_size
-    content = saved_files.inspect(path, 3, size)
-    assert (content.tokens, content.checksum) == (TOKENS, checksum(path))
-    assert content == saved_files.inspect(path, None, None)
+    content = saved_files.inspect(path, "key", None, 3, size)
+    assert (content.tokens, content.checksum, content.key) == (TOKENS, checksum(path), "key")
+    assert content.sidecar() == saved_files.inspect(path, "key", None, None, None).sidecar()
     with pytest.raises(StateFileError, match="3 tokens, of 4"):
-        saved_files.inspect(path, 4, size)
+        saved_files.inspect(path, "key", None, 4, size)
     with pytest.raises(StateFileError, match=f"{size} bytes, of {size + 1}"):
-        saved_files.inspect(path, 3, size + 1)
+        saved_files.inspect(path, "key", None, 3, size + 1)
     write_state(path, [])
     with pytest.raises(StateFileError, match="the slot was empty"):
-        saved_files.inspect(path, None, None)
+        saved_files.inspect(path, "key", None, None, None)
 
 
 def test_a_file_that_changes_while_it_is_read_is_not_taken(path, monkeypatch):
@@ -84,35 +86,35 @@ def test_a_file_that_changes_while_it_is_read_is_not_taken(path, monkeypatch):
 
     monkeypatch.setattr(saved_files.state_file, "checksum", written_meanwhile)
     with pytest.raises(StateFileError, match="changed while it was read"):
-        saved_files.inspect(path, None, None)
+        saved_files.inspect(path, "key", None, None, None)
 
 
 def test_a_verified_file_is_what_it_was(path):
     wanted = record(path)
-    seen = saved_files.verify(path, wanted, TOKENS, None)
-    assert saved_files.verify(path, wanted, TOKENS, seen) == seen
+    seen = wanted.seen = saved_files.verify(path, wanted)
+    assert saved_files.verify(path, wanted) == seen
     with pytest.raises(StateFileError, match="tokens are not those"):
-        saved_files.verify(path, wanted, TOKENS[:2], seen)
+        saved_files.verify(path, msgspec.structs.replace(wanted, tokens=TOKENS[:2]))
 
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
     with pytest.raises(StateFileError, match="bytes are not those") as caught:
-        saved_files.verify(path, wanted, TOKENS, seen)
+        saved_files.verify(path, wanted)
     assert caught.value.reason is Reason.CHECKSUM
     path.write_bytes(data[:-1])
     with pytest.raises(StateFileError, match="4999 bytes, of 5000"):
-        saved_files.verify(path, wanted, TOKENS, seen)
+        saved_files.verify(path, wanted)
 
 
 def test_a_file_of_the_same_stamp_is_not_hashed_again(path):
     wanted = record(path)
-    seen = saved_files.verify(path, wanted, TOKENS, None)
+    seen = wanted.seen = saved_files.verify(path, wanted)
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
     os.utime(path, ns=(seen[2], seen[2]))  # nobody does this: it shows that the bytes are not read
-    assert saved_files.verify(path, wanted, TOKENS, seen) == seen
+    assert saved_files.verify(path, wanted) == seen
 
 
 def test_a_move_takes_file_and_sidecar(path, tmp_path):
@@ -122,7 +124,7 @@ def test_a_move_takes_file_and_sidecar(path, tmp_path):
     seen = saved_files.move(path, target, wanted)
     assert seen == saved_files.stamp(target)
     assert target.read_bytes() == data
-    assert msgspec.json.decode(target.with_suffix(".json").read_bytes(), type=Sidecar) == wanted
+    assert target.with_suffix(".json").read_bytes() == wanted.sidecar()
     assert there(tmp_path) == {"disk"}
     assert scan(target.parent) == [path.name]
 
@@ -202,8 +204,9 @@ def test_a_scan_finds_what_is_sound_and_touches_nothing_foreign(path, tmp_path, 
         (tmp_path / name).write_text("mine")
         os.utime(tmp_path / name, (0, 0))
     before = there(tmp_path)
-    (found,) = saved_files.scan(tmp_path, time.time() + 2 * GRACE_S, frozenset()).found
-    assert (found.name, found.tokens, found.sidecar) == (path.name, TOKENS, record(path))
+    ((found,), _) = saved_files.scan(tmp_path, Tier.DISK, time.time() + 2 * GRACE_S, frozenset())
+    assert (found.name, found.tokens, found.tier) == (path.name, TOKENS, Tier.DISK)
+    assert found.sidecar() == record(path).sidecar()
     assert there(tmp_path) == before
     assert not caplog.records
 
@@ -260,7 +263,7 @@ def test_an_entry_of_another_version_is_left_in_place_with_one_line(path, tmp_pa
     (line,) = caplog.messages
     assert "left in place and not used" in line
     assert why in line
-    assert saved_files.scan(tmp_path, time.time(), frozenset()).held == 0
+    assert saved_files.scan(tmp_path, Tier.HOST, time.time(), frozenset())[1] == 0
 
 
 @pytest.mark.parametrize("suffix", [".bin", ".json"])
@@ -292,19 +295,18 @@ def test_a_full_table_of_file_handles_deletes_nothing(path, tmp_path):
 
 
 def test_an_infinite_time_to_keep_survives_the_sidecar(path, tmp_path):
-    (found,) = saved_files.scan(tmp_path, time.time(), frozenset()).found
-    saved = from_found(Tier.HOST, found)
+    saved = record(path)
     saved.kept_until = math.inf
-    saved_files.write_sidecar(path, saved.sidecar())
-    (found,) = saved_files.scan(tmp_path, time.time(), frozenset()).found
-    assert from_found(Tier.HOST, found).kept_until == math.inf
+    saved_files.write_sidecar(path, saved)
+    ((found,), _) = saved_files.scan(tmp_path, Tier.HOST, time.time(), frozenset())
+    assert found.kept_until == math.inf
 
 
 def test_the_bytes_of_entries_and_of_what_may_become_one_count(path, tmp_path):
     (tmp_path / saved_files.new_name("key")).write_bytes(bytes(300))
     (tmp_path / "notes.bin").write_bytes(bytes(300))
     sidecar = path.with_suffix(".json").stat().st_size
-    assert saved_files.scan(tmp_path, time.time(), frozenset()).held == 5300 + sidecar
+    assert saved_files.scan(tmp_path, Tier.HOST, time.time(), frozenset())[1] == 5300 + sidecar
     assert saved_files._size(tmp_path / "gone meanwhile") == 0
 
 

@@ -7,9 +7,10 @@ import asyncio
 import pytest
 
 from engine_adapter import Capability, EngineUnavailable, HttpTransport, KvVerb, make_adapter
-from engine_adapter.llama_server.discovery import discover, read_slots
+from engine_adapter.llama_server.discovery import discover
 from engine_adapter.llama_server.mirror_events import MirrorEvents
-from engine_adapter.llama_server.session import Session, identity_of
+from engine_adapter.llama_server.session import Session
+from engine_adapter.llama_server.slot_io import read_slots
 from tests.engine_adapter.llama_server.slot_world import World, prompt_of, slot_world
 from tests.engines import engine_spec
 
@@ -118,7 +119,7 @@ async def test_a_busy_server_is_tried_out_later(begun, control_of, server):
     await running
     await session.try_out()
     assert session.keeps_none_itself
-    assert session.keeper.contents.table.violations == 0
+    assert session.scheduler.contents.table.violations == 0
     await session.try_out()  # again is nothing
 
 
@@ -127,7 +128,7 @@ async def test_a_beginning_that_fails_leaves_nothing(begun, server):
     server.kill()
     with pytest.raises(EngineUnavailable):
         await session.begin(None, MirrorEvents())
-    assert session.keeper is None
+    assert session.scheduler is None
     assert session.verbs is None
 
 
@@ -187,7 +188,7 @@ async def test_content_that_no_kvpin_recorded_stays_unknown(server, save_dir, co
 async def test_a_crash_of_write_back_takes_nothing_down(begun, monkeypatch, caplog):
     calls = []
 
-    async def crash(_keeper):
+    async def crash(_scheduler):
         calls.append(1)
         raise RuntimeError("a bug")
 
@@ -201,6 +202,5 @@ async def test_a_crash_of_write_back_takes_nothing_down(begun, monkeypatch, capl
 
 async def test_identity_tells_processes_and_models_apart(begun):
     session = await begun()
-    assert session.identity == identity_of(session.facts)
-    assert session.facts.fingerprint in session.identity
-    assert session.facts.instance in session.identity
+    assert session.facts.fingerprint in session.facts.identity
+    assert session.facts.instance in session.facts.identity

@@ -1,11 +1,13 @@
 """The operations of a slot on the shared server. Only slot 0 is used, and left empty."""
 
+import asyncio
+
 import pytest
 
 from engine_adapter.errors import EngineRejected, EngineUnavailable
 from engine_adapter.http.control import ControlClient
-from engine_adapter.llama_server.discovery import read_slots
-from engine_adapter.llama_server.slot_io import SlotIo
+from engine_adapter.llama_server import slot_io
+from engine_adapter.llama_server.slot_io import end_copies, read_slots, until_all_arrived, when_idle
 from engine_adapter.llama_server.state_file import read_tokens
 from tests.fakes import FakeEngine
 
@@ -14,11 +16,10 @@ NAME = "kvpin-slot-io.bin"
 
 
 @pytest.fixture
-async def io(control, llama):
-    io = SlotIo(control)
-    await io.erase(0)
-    yield io
-    await io.erase(0)
+async def empty_slot(control, llama):
+    await slot_io.erase(control, 0)
+    yield
+    await slot_io.erase(control, 0)
     (llama.save_dir / NAME).unlink(missing_ok=True)
 
 
@@ -32,9 +33,10 @@ async def length(control):
     return (await read_slots(control))[0].n_tokens
 
 
-async def test_a_save_is_the_file_it_says(io, control, llama):
+@pytest.mark.usefixtures("empty_slot")
+async def test_a_save_is_the_file_it_says(control, llama):
     await run(control)
-    moved = await io.save(0, NAME)
+    moved = await slot_io.save(control, 0, NAME)
     path = llama.save_dir / NAME
     assert (moved.tokens, moved.size) == (len(PROMPT), path.stat().st_size)
     assert read_tokens(path).tolist() == PROMPT
@@ -42,35 +44,39 @@ async def test_a_save_is_the_file_it_says(io, control, llama):
     assert await run(control) == len(PROMPT) - 1, "and the slot keeps what it holds"
 
 
-async def test_a_restore_brings_it_back(io, control):
+@pytest.mark.usefixtures("empty_slot")
+async def test_a_restore_brings_it_back(control):
     await run(control)
-    saved = await io.save(0, NAME)
-    assert await io.erase(0) == len(PROMPT)
+    saved = await slot_io.save(control, 0, NAME)
+    assert await slot_io.erase(control, 0) == len(PROMPT)
     assert await length(control) == 0
-    moved = await io.restore(0, NAME)
+    moved = await slot_io.restore(control, 0, NAME)
     assert (moved.tokens, moved.size) == (saved.tokens, saved.size)
     assert 0 < moved.seconds < 60
     assert await run(control) == len(PROMPT) - 1
 
 
-async def test_an_empty_slot_saves_and_erases_nothing(io):
-    assert (await io.save(0, NAME)).tokens == 0
-    assert await io.erase(0) == 0
+@pytest.mark.usefixtures("empty_slot")
+async def test_an_empty_slot_saves_and_erases_nothing(control):
+    assert (await slot_io.save(control, 0, NAME)).tokens == 0
+    assert await slot_io.erase(control, 0) == 0
 
 
-async def test_a_restore_that_is_refused_has_wiped_its_slot(io, control):
+@pytest.mark.usefixtures("empty_slot")
+async def test_a_restore_that_is_refused_has_wiped_its_slot(control):
     await run(control)
     with pytest.raises(EngineRejected) as refused:
-        await io.restore(0, "no-such-file.bin")
+        await slot_io.restore(control, 0, "no-such-file.bin")
     assert refused.value.status == 400
     assert await length(control) == 0
 
 
 @pytest.mark.parametrize("name", ["../x", "", "a/b"])
-async def test_a_name_that_is_none_is_refused(io, control, name):
+@pytest.mark.usefixtures("empty_slot")
+async def test_a_name_that_is_none_is_refused(control, name):
     await run(control)
     with pytest.raises(EngineRejected):
-        await io.save(0, name)
+        await slot_io.save(control, 0, name)
     assert await length(control) == len(PROMPT)
 
 
@@ -78,7 +84,7 @@ async def test_what_is_no_server_any_more_is_unavailable(control_of):
     async with FakeEngine() as gone:
         pass
     with pytest.raises(EngineUnavailable):
-        await SlotIo(control_of(gone.url)).save(0, NAME)
+        await slot_io.save(control_of(gone.url), 0, NAME)
 
 
 @pytest.mark.parametrize("action", ["save", "restore", "erase"])
@@ -88,9 +94,52 @@ async def test_an_answer_that_is_not_understood_names_slot_and_action(control_of
         await exchange.send({"id_slot": 3, "n_erased": "many", "n_saved": 1, "n_restored": 1})
 
     async with FakeEngine(script=script) as engine:
-        io = SlotIo(control_of(engine.url))
-        act = {"save": lambda: io.save(3, NAME), "restore": lambda: io.restore(3, NAME)}.get(
-            action, lambda: io.erase(3)
-        )
+        args = () if action == "erase" else (NAME,)
         with pytest.raises(EngineUnavailable, match=rf"/slots/3\?action={action}: .* not as expected"):
-            await act()
+            await getattr(slot_io, action)(control_of(engine.url), 3, *args)
+
+
+# --- when a server is done with its slots --------------------------------------------------------------
+
+
+def slots(*busy, n_tokens=None):
+    return [
+        {"id": i, "n_ctx": 8, "is_processing": processing, "n_prompt_tokens": n_tokens}
+        for i, processing in enumerate(busy)
+    ]
+
+
+async def test_a_slot_is_read_until_it_is_idle(control_of, monkeypatch):
+    monkeypatch.setattr(slot_io, "_POLL_S", (0.0, 0.001))
+    answers = [slots(True, True), slots(True, False), slots(True, True), slots(False, True, n_tokens=5)]
+
+    async def script(exchange):
+        await exchange.send(answers.pop(0))
+
+    async with FakeEngine(script=script) as engine:
+        state = await when_idle(control_of(engine.url), 0)
+    assert (state.is_processing, state.n_tokens, answers) == (False, 5, [])
+
+
+async def test_requests_that_were_sent_have_arrived_when_a_question_behind_them_is_answered(control_of):
+    answered = asyncio.Event()
+
+    async def script(exchange):
+        assert exchange.target == "/lora-adapters"
+        answered.set()
+        await exchange.send({"error": {"message": "no such route"}}, 404)
+
+    async with FakeEngine(script=script) as engine:
+        await until_all_arrived(control_of(engine.url))
+        assert answered.is_set()
+
+
+async def test_a_step_ends_copies(control_of):
+    async def script(exchange):
+        assert exchange.target == "/completion"
+        assert (exchange.json["id_slot"], exchange.json["cache_prompt"]) == (1, False)
+        await exchange.send({})
+
+    async with FakeEngine(script=script) as engine:
+        await end_copies(control_of(engine.url), 1)
+        assert len(engine.seen) == 1

@@ -10,9 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine_adapter.errors import EngineUnavailable
+from engine_adapter.llama_server.answer import CompletionOutput
 from engine_adapter.llama_server.plan import Plan
+from engine_adapter.llama_server.server_files import UNKNOWN_OWNER
 from engine_adapter.llama_server.slots import Operation, SlotTable
-from engine_adapter.llama_server.turns import Ask, Turns, first_operation
+from engine_adapter.llama_server.turns import Ask, SlotLease, Turns, first_operation
 
 ANYWHERE = -1
 
@@ -20,7 +22,6 @@ ANYWHERE = -1
 def plan_of(slot, *, is_ready=True, save_first=False, restore=None, cost_s=0.0):
     return Plan(
         slot=slot,
-        prompt_tokens=1,
         cached_tokens=0,
         firm=True,
         restore=restore,
@@ -393,3 +394,24 @@ def _note_running(world, running):
     slots = [slot.id for slot in world.table] if None in running.values() else sorted(running.values())
     assert len(running) == 1 or None not in running.values()
     assert world.busy() == slots
+
+
+# --- leases ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("tokens", "salt", "answer", "leaves_own"),
+    [
+        ([], None, CompletionOutput(is_complete=True), True),
+        ([], "s", CompletionOutput(is_complete=True), True),
+        ([5], None, CompletionOutput(is_complete=True), False),
+        pytest.param([], UNKNOWN_OWNER, CompletionOutput(is_complete=True), False, id="owner unknown"),
+        ([], None, CompletionOutput(is_complete=True, error="no"), False),
+        ([], None, CompletionOutput(), False),
+        ([], None, None, False),
+    ],
+)
+def test_kv_of_an_unknown_prompt_is_its_clients_once_the_answer_is_whole(tokens, salt, answer, leaves_own):
+    ask = Ask(array("i", tokens), salt)
+    lease = SlotLease(0, ask, 0, True, True, False, array("i"), 0, 0.0, answer)
+    assert lease.leaves_own is leaves_own

@@ -37,7 +37,8 @@ class TestFlush:
         await world.ask(prompt_of(1, head=32))
         await world.ask(prompt_of(2))
         progress = await world.do(KvVerb.FLUSH, token_ids=prompt_of(3, 40, head=32))
-        assert progress.done == progress.total == 103 // BLOCK
+        assert progress.done == progress.total
+        assert progress.total in (6, 12)  # its slot, and a file of it if it was written back meanwhile
         assert await world.lengths() == [0, 0, 103]
 
     async def test_a_salt_takes_its_own(self, world):
@@ -50,14 +51,14 @@ class TestFlush:
     async def test_a_slot_that_is_being_saved_is_waited_for(self, world):
         for number in (1, 2):
             await world.ask(prompt_of(number))
-        keeper = world.adapter._session.keeper
+        scheduler = world.adapter._session.scheduler
 
         async def save(slot):
             await asyncio.sleep(0.2)
-            return await keeper.contents.save(slot)
+            return await scheduler.contents.save(slot)
 
-        slot = next(slot for slot in keeper.contents.table if slot.dirty)
-        saving = asyncio.create_task(keeper.take(slot.id, Operation.SAVE, save))
+        slot = next(slot for slot in scheduler.contents.table if slot.dirty)
+        saving = asyncio.create_task(scheduler.take(slot.id, Operation.SAVE, save))
         await asyncio.sleep(0)
         progress = await world.do(KvVerb.FLUSH)
         assert await saving

@@ -3,7 +3,7 @@ from array import array
 import pytest
 
 from engine_adapter.lmcache.chunks import Chunk, below_gpu, chunks_of, leading, text_of
-from engine_adapter.lmcache.wire import Key, KeyPlacements, Placement
+from engine_adapter.lmcache.client import Key, KeyPlacements, Placement
 from engine_adapter.types import BelowGpu, KvTarget
 
 

@@ -1,3 +1,4 @@
+import msgspec
 import pytest
 
 from engine_adapter.errors import EngineRejected, EngineUnavailable
@@ -84,3 +85,25 @@ async def test_an_answer_of_another_shape(coordinator, monkeypatch):
     monkeypatch.setattr(coordinator._control, "fetch", other)
     with pytest.raises(EngineUnavailable, match="GET /instances: the answer is not as expected"):
         await coordinator.instances()
+
+
+def test_a_real_placement_is_read():
+    recorded = b"""{"chunks":1,"results":[{"key":{"chunk_hash_hex":"92dd","model_name":"/models/tiny",
+        "kv_rank":16777472,"object_group_id":0,"cache_salt":""},"placements":[
+        {"instance_id":"node-a","incarnation":1795251773,"tier":"l1","backend":"dram","size_bytes":131072,
+        "shared":false}],"token_ids":[],"access_count":1}]}"""
+    lookup = msgspec.json.decode(recorded, type=client.Lookup)
+    key = client.Key("92dd", "/models/tiny", 16777472)
+    assert lookup.results[0].key == key
+    assert lookup.results[0].placements == [client.Placement("node-a", "l1", 131072)]
+    assert msgspec.json.decode(msgspec.json.encode(key), type=client.Key) == key
+
+
+@pytest.mark.parametrize(("pending", "in_flight", "is_storing"), [(0, 0, False), (3, 0, True), (0, 1, True)])
+def test_what_a_node_holds_and_is_about_to_write(pending, in_flight, is_storing):
+    storage = client.Storage(
+        {"_default": client.L1(5), "other": client.L1(2)},
+        {"_default": client.Storing(), "other": client.Storing(pending, in_flight)},
+        1,
+    )
+    assert (storage.l1_objects, storage.is_storing) == (7, is_storing)

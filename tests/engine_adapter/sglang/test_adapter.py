@@ -320,7 +320,7 @@ class TestFlush:
 
     @pytest.mark.parametrize("target", [KvTarget(token_array([1])), KvTarget(cache_salt="s")])
     async def test_only_as_a_whole(self, start, adapter_of, target):
-        with pytest.raises(NotSupported, match="without a prompt or a tenant"):
+        with pytest.raises(NotSupported, match="can only flush everything"):
             await flushed(adapter_of(start()), target)
 
     @pytest.mark.parametrize("verb", [KvVerb.OFFLOAD, KvVerb.RESTORE])

@@ -7,7 +7,7 @@ import stat
 import msgspec
 import pytest
 
-from engine_adapter.llama_server.server_record import ServerRecord
+from engine_adapter.llama_server.server_files import ServerRecord
 
 URL = "http://127.0.0.1:1"
 

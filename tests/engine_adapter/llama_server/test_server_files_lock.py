@@ -8,13 +8,13 @@ import sys
 import pytest
 
 from engine_adapter.errors import EngineTaken
-from engine_adapter.llama_server.server_lock import ServerLock
+from engine_adapter.llama_server.server_files import ServerLock
 
 URL = "http://127.0.0.1:8081"
 HOLD = """
 import sys
 from pathlib import Path
-from engine_adapter.llama_server.server_lock import ServerLock
+from engine_adapter.llama_server.server_files import ServerLock
 lock = ServerLock(Path(sys.argv[1]), sys.argv[2])
 lock.take()
 print("held", flush=True)

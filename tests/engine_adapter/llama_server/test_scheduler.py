@@ -13,21 +13,21 @@ import pytest
 
 from engine_adapter.body import JsonBody
 from engine_adapter.errors import EngineUnavailable
-from engine_adapter.llama_server.discovery import read_slots
 from engine_adapter.llama_server.saved import salt_digest
-from engine_adapter.llama_server.slot_owners import UNKNOWN_OWNER
+from engine_adapter.llama_server.server_files import UNKNOWN_OWNER
+from engine_adapter.llama_server.slot_io import read_slots
 from engine_adapter.llama_server.slots import NEVER, Operation
 from engine_adapter.llama_server.tokens import tokenize
 from engine_adapter.llama_server.turns import Ask
 from engine_adapter.types import Retention, ViewCurrent, ViewLost
-from tests.engine_adapter.llama_server.keeper_world import (
+from tests.engine_adapter.llama_server.scheduler_world import (
     CHAT,
     COMPLETIONS,
     NEVER_SENT,
     SMALL_STEPS,
     WAIT_S,
     Left,
-    keeper_world,
+    scheduler_world,
     stopped,
 )
 from tests.engine_adapter.llama_server.slot_world import prompt_of
@@ -36,14 +36,14 @@ SAVE, RESTORE, FOREIGN = Operation.SAVE, Operation.RESTORE, Operation.FOREIGN
 
 
 @pytest.fixture
-def world(keeper):
-    return keeper
+def world(scheduler):
+    return scheduler
 
 
 @pytest.fixture
 async def own_world(start_llama, save_dir):
     """With a server that may die, and whose slots are new."""
-    async with keeper_world(start_llama(*SMALL_STEPS, slots=2, ctx=2048, save_dir=save_dir)) as world:
+    async with scheduler_world(start_llama(*SMALL_STEPS, slots=2, ctx=2048, save_dir=save_dir)) as world:
         yield world
 
 
@@ -64,7 +64,7 @@ class TestForecast:
         rng = Random(5)  # noqa: S311 - the same prompts each time
         for _ in range(12):
             tokens = prompt_of(rng.randrange(4, 9), rng.choice([60, 100, 140]), head=40)
-            forecast = world.keeper.forecast(Ask(tokens))
+            forecast = world.scheduler.forecast(Ask(tokens))
             lease = await world.ask(tokens)
             assert forecast.firm
             assert lease.answer.cached_tokens == lease.cached_tokens == forecast.cached_tokens
@@ -73,9 +73,8 @@ class TestForecast:
 
     async def test_of_a_file(self, world):
         await world.saved_away(prompt_of(7))
-        forecast = world.keeper.forecast(Ask(prompt_of(7)))
+        forecast = world.scheduler.forecast(Ask(prompt_of(7)))
         assert (forecast.cached_tokens, forecast.firm, forecast.restore_s > 0) == (99, True, True)
-        assert "host file" in forecast.why
         assert (await world.ask(prompt_of(7))).answer.cached_tokens == 99
 
     async def test_is_not_firm_where_more_may_be_there(self, world):
@@ -84,7 +83,7 @@ class TestForecast:
         slot = world.table[lease.slot]
         assert slot.unknown > 0
         tokens = await world.truth(slot.id)
-        forecast = world.keeper.forecast(Ask(tokens))
+        forecast = world.scheduler.forecast(Ask(tokens))
         assert (forecast.cached_tokens, forecast.firm) == (100, False)
         again = await world.ask(tokens)
         assert again.answer.cached_tokens == len(tokens) - 1
@@ -93,13 +92,13 @@ class TestForecast:
     async def test_counts_those_who_wait(self, world):
         with stopped(world.server):
             running = [asking(world, prompt_of(seed)) for seed in range(2)]
-            await world.until(lambda: world.keeper.streams == 2)
-            alone = world.keeper.forecast(Ask(prompt_of(9))).wait_s
+            await world.until(lambda: world.scheduler.streams == 2)
+            alone = world.scheduler.forecast(Ask(prompt_of(9))).wait_s
             waiting = [asking(world, prompt_of(seed)) for seed in (2, 3)]
-            await world.until(lambda: world.keeper.waiting == 2)
-            assert world.keeper.forecast(Ask(prompt_of(9))).wait_s > alone > 0
+            await world.until(lambda: world.scheduler.waiting == 2)
+            assert world.scheduler.forecast(Ask(prompt_of(9))).wait_s > alone > 0
         await asyncio.gather(*running, *waiting)
-        assert (world.keeper.streams, world.keeper.waiting) == (0, 0)
+        assert (world.scheduler.streams, world.scheduler.waiting) == (0, 0)
 
 
 class TestRetention:
@@ -139,9 +138,9 @@ class TestTurns:
         second_turn = world.table[first.slot].tokens + prompt_of(2, 20)
         with stopped(world.server):
             running = asking(world, second_turn)
-            await world.until(lambda: world.keeper.streams == 1)
+            await world.until(lambda: world.scheduler.streams == 1)
             waits = asking(world, second_turn + prompt_of(3, 20))
-            await world.until(lambda: world.keeper.waiting == 1)
+            await world.until(lambda: world.scheduler.waiting == 1)
             assert world.operations().count(None) == 1, "the other slot is idle"
         assert (await running).slot == (await waits).slot == first.slot
         assert waits.result().answer.cached_tokens == len(second_turn)
@@ -149,13 +148,13 @@ class TestTurns:
     async def test_who_leaves_the_queue_leaves_nothing_behind(self, world):
         with stopped(world.server):
             running = [asking(world, prompt_of(seed)) for seed in range(2)]
-            await world.until(lambda: world.keeper.streams == 2)
+            await world.until(lambda: world.scheduler.streams == 2)
             waits = asking(world, prompt_of(2))
-            await world.until(lambda: world.keeper.waiting == 1)
+            await world.until(lambda: world.scheduler.waiting == 1)
             waits.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await waits
-            assert world.keeper.waiting == 0
+            assert world.scheduler.waiting == 0
         await asyncio.gather(*running)
         assert world.operations() == [None, None]
         await world.check()
@@ -163,23 +162,23 @@ class TestTurns:
     async def test_all_slots_at_once(self, world):
         """It waits for all of them, nobody behind it starts before, and what it ran on is not known."""
         await fill(world, 1, 2)
-        async with world.keeper.lease(Ask(prompt_of(1))) as lease:
+        async with world.scheduler.lease(Ask(prompt_of(1))) as lease:
             others = asyncio.Event()
 
             async def alone():
-                async with world.keeper.alone():
+                async with world.scheduler.alone():
                     assert world.operations() == [FOREIGN, FOREIGN]
                     await world.complete(prompt_of(8))
                     await others.wait()
 
             whole = asyncio.create_task(alone())
-            await world.until(lambda: world.keeper.waiting == 1)
+            await world.until(lambda: world.scheduler.waiting == 1)
             behind = asking(world, prompt_of(2))
-            await world.until(lambda: world.keeper.waiting == 2)
+            await world.until(lambda: world.scheduler.waiting == 2)
             assert sum(slot.is_idle for slot in world.table) == 1
             await world.send(lease)
         await world.until(lambda: world.operations() == [FOREIGN, FOREIGN])
-        assert world.keeper.waiting == 1
+        assert world.scheduler.waiting == 1
         others.set()
         await asyncio.gather(whole, behind)
         assert sum(slot.salt == UNKNOWN_OWNER for slot in world.table) <= 1
@@ -188,7 +187,7 @@ class TestTurns:
     async def test_alone_and_idle_changes_nothing(self, world):
         await fill(world, 1, 2)
         before = [slot.tokens for slot in world.table]
-        async with world.keeper.alone():
+        async with world.scheduler.alone():
             pass
         await world.idle()
         assert [slot.tokens for slot in world.table] == before
@@ -197,7 +196,7 @@ class TestTurns:
         await fill(world, 1, 2)
 
         async def leave():
-            async with world.keeper.alone():
+            async with world.scheduler.alone():
                 asks = asyncio.create_task(world.complete(prompt_of(8, 600), 0))
                 await world.until_processing(0)
                 asks.cancel()
@@ -213,7 +212,7 @@ class TestTurns:
         await fill(own_world, 1, 2)
         own_world.server.kill()
         with pytest.raises(EngineUnavailable):
-            async with own_world.keeper.alone():
+            async with own_world.scheduler.alone():
                 pass
         await own_world.idle()
         assert {slot.salt for slot in own_world.table} == {UNKNOWN_OWNER}
@@ -234,7 +233,7 @@ class TestPrepared:
             yield asks
 
     async def ask(self, world, tokens):
-        async with world.keeper.lease(Ask(tokens)) as lease:
+        async with world.scheduler.lease(Ask(tokens)) as lease:
             return lease
 
     @pytest.mark.parametrize("operation", [SAVE, RESTORE])
@@ -265,9 +264,9 @@ class TestPrepared:
         assert world.operations() == [None, None]
 
     @pytest.mark.parametrize("operation", [SAVE, RESTORE])
-    async def test_a_keeper_that_is_closed_meanwhile(self, world, operation):
+    async def test_a_scheduler_that_is_closed_meanwhile(self, world, operation):
         async with self.held(world, operation) as asks:
-            await world.keeper.aclose()
+            await world.scheduler.aclose()
             with pytest.raises(EngineUnavailable, match="lost"):
                 await asks
 
@@ -288,9 +287,9 @@ class TestPrepared:
 
     async def test_the_save_before_does_not_drive_out_the_file_to_restore(self, two_slots):
         """The host tier is full, and that file the one unused for longest."""
-        async with keeper_world(two_slots) as world:
+        async with scheduler_world(two_slots) as world:
             size = (await world.saved_away(prompt_of(7))).size
-        async with keeper_world(two_slots, host_bytes=size * 5 // 2) as world:
+        async with scheduler_world(two_slots, host_bytes=size * 5 // 2) as world:
             for seed in (7, 8):
                 await world.saved_away(prompt_of(seed))
             await fill(world, 1, 2)
@@ -339,7 +338,7 @@ class TestLeft:
         await world.check()
 
     async def test_a_server_that_dies_before_it_is_asked(self, own_world):
-        async with own_world.keeper.lease(Ask(prompt_of(1))) as lease:
+        async with own_world.scheduler.lease(Ask(prompt_of(1))) as lease:
             await own_world.send(lease)
             own_world.server.kill()
         assert own_world.operations() == [None, None]
@@ -351,7 +350,7 @@ class TestLeft:
     async def test_a_stranger_whose_server_dies(self, own_world):
         other = asyncio.create_task(own_world.complete(prompt_of(1, 1500), 0))
         await own_world.until_processing(0)
-        own_world.keeper.adopt(await read_slots(own_world.control))
+        own_world.scheduler.adopt(await read_slots(own_world.control))
         own_world.server.kill()
         with pytest.raises(EngineUnavailable):
             await other
@@ -376,7 +375,7 @@ class TestLeft:
     async def test_cancelled_as_it_was_sent_and_in_mid_answer(self, world):
         for is_running in (False, True):
             asks = asking(world, prompt_of(1, 300), max_tokens=1000, ignore_eos=True)
-            await world.until(lambda: world.keeper.streams == 1)
+            await world.until(lambda: world.scheduler.streams == 1)
             if is_running:
                 await world.until_processing(next(s.id for s in world.table if not s.is_idle))
             asks.cancel()
@@ -399,8 +398,8 @@ class TestLeft:
         for _ in range(2):
             await own_world.ask(prompt_of(1), chunks=NEVER_SENT)
             await own_world.ask(prompt_of(1, 5000))  # refused
-        await own_world.keeper.reconcile()
-        assert not own_world.keeper.is_lost
+        await own_world.scheduler.reconcile()
+        assert not own_world.scheduler.is_lost
 
     async def test_a_prompt_too_long_leaves_what_was_there(self, world):
         await fill(world, 1, 2)
@@ -411,13 +410,13 @@ class TestLeft:
     async def test_one_that_starts_late_is_waited_for(self, start_llama, save_dir):
         """Its client left while it waited behind a long step, in which the server shows its slot idle."""
         server = start_llama("-b", "2048", "-ub", "2048", slots=2, ctx=2048, save_dir=save_dir)
-        async with keeper_world(server) as world:
+        async with scheduler_world(server) as world:
             long = asking(world, prompt_of(1, 2000))
 
-            await world.until(lambda: world.keeper.streams == 1)
+            await world.until(lambda: world.scheduler.streams == 1)
             await world.until_processing(next(slot.id for slot in world.table if not slot.is_idle))
             late = asking(world, prompt_of(2, 1500))
-            await world.until(lambda: world.keeper.streams == 2)
+            await world.until(lambda: world.scheduler.streams == 2)
             await asyncio.sleep(0.05)
             late.cancel()
             await asyncio.wait([late, long])
@@ -427,7 +426,7 @@ class TestLeft:
     async def test_vain_restores_are_those_of_who_wanted_reuse(self, world):
         for seed in (7, 8, 9):
             await world.saved_away(prompt_of(seed))
-            async with world.keeper.lease(Ask(prompt_of(seed))) as lease:
+            async with world.scheduler.lease(Ask(prompt_of(seed))) as lease:
                 assert lease.restored
                 lease.may_reuse = False
                 await world.send(lease)
@@ -453,19 +452,19 @@ class TestTake:
             raise LookupError(slot.id)
 
         with pytest.raises(LookupError):
-            await world.keeper.take(1, SAVE, fails)
+            await world.scheduler.take(1, SAVE, fails)
         assert world.operations() == [None, None]
 
     async def test_brought_is_there_before_its_request(self, world):
         entry = await world.saved_away(prompt_of(7))
-        assert await world.keeper.bring(entry)
+        assert await world.scheduler.bring(entry)
         lease = await world.ask(prompt_of(7))
         assert (lease.restored, lease.answer.cached_tokens) == (False, 99)
 
     async def test_brought_into_full_slots_saves_the_one_unused_for_longest(self, world):
         entry = await world.saved_away(prompt_of(7))
         first, last = await fill(world, 1, 2)
-        assert await world.keeper.bring(entry)
+        assert await world.scheduler.bring(entry)
         assert world.table[first.slot].tokens == entry.tokens
         assert world.table[last.slot].tokens[:100] == prompt_of(2)
         assert len(world.entries()) == 2
@@ -475,9 +474,9 @@ class TestTake:
         entry = await world.saved_away(prompt_of(7))
         for lease in await fill(world, 1, 2):
             world.table.pin(lease.slot, 100, world.clock() + 60)
-        assert not await world.keeper.bring(entry)
+        assert not await world.scheduler.bring(entry)
         world.clock.ahead = 61
-        assert await world.keeper.bring(entry)
+        assert await world.scheduler.bring(entry)
 
 
 class TestOthers:
@@ -485,7 +484,7 @@ class TestOthers:
 
     async def test_what_lay_there_before_is_not_known(self, world):
         await world.complete(prompt_of(1), 0)
-        world.keeper.adopt(await read_slots(world.control))
+        world.scheduler.adopt(await read_slots(world.control))
         assert [(slot.length, slot.salt == UNKNOWN_OWNER) for slot in world.table] == [
             (103, True),
             (0, False),
@@ -498,9 +497,9 @@ class TestOthers:
         other = asyncio.create_task(world.complete(prompt_of(1, 600), 0, n_predict=100))
         await world.until_processing(0)
         if word == "adopt":
-            world.keeper.adopt(await read_slots(world.control))
+            world.scheduler.adopt(await read_slots(world.control))
         else:
-            await world.keeper.reconcile()
+            await world.scheduler.reconcile()
         assert world.operations() == [FOREIGN, None]
         assert (await world.ask(prompt_of(2))).slot == 1
         await other
@@ -513,32 +512,32 @@ class TestOthers:
     async def test_what_somebody_changed_is_not_known_any_more(self, world):
         one, other = await fill(world, 1, 2)
         await world.complete(prompt_of(3, 50), one.slot)
-        await world.keeper.reconcile()
+        await world.scheduler.reconcile()
         assert world.table[one.slot].salt == UNKNOWN_OWNER
         assert world.table[other.slot].tokens[:100] == prompt_of(2)
         assert world.contents.counts.strangers == 1
         await world.check()
-        await world.keeper.reconcile()
+        await world.scheduler.reconcile()
         assert world.contents.counts.strangers == 1
 
     async def test_what_happens_meanwhile_is_nobody_elses(self, world):
         """Slots in use, and ones used since the question was sent, are not held against the answer."""
         await fill(world, 1, 2)
         with stopped(world.server):
-            question = asyncio.create_task(world.keeper.reconcile())
+            question = asyncio.create_task(world.scheduler.reconcile())
             await asyncio.sleep(0)
             running = [asking(world, prompt_of(seed, 300)) for seed in (1, 2)]
-            await world.until(lambda: world.keeper.streams == 2)
+            await world.until(lambda: world.scheduler.streams == 2)
         await asyncio.gather(question, *running)
         assert world.contents.counts.strangers == 0
         await world.check()
 
     async def test_work_since_the_last_look_is_noted(self, world):
-        assert not world.keeper.has_worked
+        assert not world.scheduler.has_worked
         await fill(world, 1)
-        assert world.keeper.has_worked
-        await world.keeper.reconcile()
-        assert not world.keeper.has_worked
+        assert world.scheduler.has_worked
+        await world.scheduler.reconcile()
+        assert not world.scheduler.has_worked
 
     async def test_a_server_that_was_restarted_is_lost(self, own_world, start_llama, save_dir):
         world = own_world
@@ -546,8 +545,8 @@ class TestOthers:
         world.server.kill()
         start_llama(slots=2, ctx=2048, save_dir=save_dir, port=world.server.port)
         with pytest.raises(EngineUnavailable, match="restarted"):
-            await world.keeper.reconcile()
-        assert world.keeper.is_lost
+            await world.scheduler.reconcile()
+        assert world.scheduler.is_lost
 
     async def test_a_server_that_lost_its_slots_and_said_so_is_not(self, own_world, start_llama, save_dir):
         """As one that slept: it is another process in all but name."""
@@ -555,10 +554,10 @@ class TestOthers:
         await fill(world, 1, 2)
         world.server.kill()
         world.server = start_llama(slots=2, ctx=2048, save_dir=save_dir, port=world.server.port)
-        world.keeper.wipe()
+        world.scheduler.wipe()
         assert [slot.length for slot in world.table] == [0, 0]
         await fill(world, 1)
-        await world.keeper.reconcile()
+        await world.scheduler.reconcile()
         await world.check()
 
 
@@ -566,10 +565,10 @@ class TestClose:
     async def test_who_waits_is_told(self, world):
         with stopped(world.server):
             running = [asking(world, prompt_of(seed)) for seed in range(2)]
-            await world.until(lambda: world.keeper.streams == 2)
+            await world.until(lambda: world.scheduler.streams == 2)
             waits = [asking(world, prompt_of(2)), asyncio.create_task(self.run_alone(world))]
-            await world.until(lambda: world.keeper.waiting == 2)
-            await world.keeper.aclose()
+            await world.until(lambda: world.scheduler.waiting == 2)
+            await world.scheduler.aclose()
             for waiting in waits:
                 with pytest.raises(EngineUnavailable, match="lost"):
                     await waiting
@@ -581,14 +580,14 @@ class TestClose:
                 await late
 
     async def run_alone(self, world):
-        async with world.keeper.alone():
+        async with world.scheduler.alone():
             pytest.fail("it started")
 
     async def test_what_still_runs_tells_nothing_any_more(self, world):
-        """The slots, by then, may be another keeper's, who tells the same mirror."""
-        async with world.keeper.lease(Ask(prompt_of(1))) as lease:
+        """The slots, by then, may be another scheduler's, who tells the same mirror."""
+        async with world.scheduler.lease(Ask(prompt_of(1))) as lease:
             await world.send(lease)
-            await world.keeper.aclose()
+            await world.scheduler.aclose()
         assert await self.told(world.mirror) == [ViewLost, ViewCurrent]
 
     async def told(self, mirror):
@@ -603,22 +602,22 @@ class TestClose:
     @pytest.mark.parametrize("turns", range(5))
     @pytest.mark.parametrize("kind", ["one", "all"])
     async def test_a_turn_that_comes_in_the_last_moment_is_none(self, world, kind, turns):
-        """The slots are released, and the keeper is closed so many turns of the loop later."""
-        keeper, over = world.keeper, asyncio.Event()
-        works = [asyncio.create_task(keeper.take(slot, SAVE, lambda _: over.wait())) for slot in (0, 1)]
+        """The slots are released, and the scheduler is closed so many turns of the loop later."""
+        scheduler, over = world.scheduler, asyncio.Event()
+        works = [asyncio.create_task(scheduler.take(slot, SAVE, lambda _: over.wait())) for slot in (0, 1)]
 
         async def start():
-            async with keeper.alone() if kind == "all" else keeper.lease(Ask(prompt_of(1))):
-                assert not over.is_closed, "it started on a server that may be another keeper's"
+            async with scheduler.alone() if kind == "all" else scheduler.lease(Ask(prompt_of(1))):
+                assert not over.is_closed, "it started on a server that may be another scheduler's"
 
         over.is_closed = False
         waits = asyncio.create_task(start())
-        await world.until(lambda: keeper.waiting == 1)
+        await world.until(lambda: scheduler.waiting == 1)
         over.set()
         for _ in range(turns):
             await asyncio.sleep(0)
         over.is_closed = True
-        await keeper.aclose()
+        await scheduler.aclose()
         with suppress(EngineUnavailable):
             await waits
         await asyncio.wait(works)
@@ -627,13 +626,13 @@ class TestClose:
         """What it left is still being asked of the server."""
         with stopped(world.server):
             ends = asyncio.create_task(self.lease_nothing(world))
-            await world.until(lambda: world.keeper.streams == 1)
+            await world.until(lambda: world.scheduler.streams == 1)
             await asyncio.sleep(0)
-            await world.keeper.aclose()
+            await world.scheduler.aclose()
             await ends
 
     async def lease_nothing(self, world):
-        async with world.keeper.lease(Ask(prompt_of(1))):
+        async with world.scheduler.lease(Ask(prompt_of(1))):
             pass
 
 
@@ -646,7 +645,7 @@ class TestRandom:
     async def test_what_is_said_of_slots_is_so(self, start_llama, save_dir, seed):
         rng = Random(seed)  # noqa: S311 - the same acts each time
         server = start_llama(*SMALL_STEPS, slots=3, ctx=1024, save_dir=save_dir)
-        async with keeper_world(server, host_bytes=3 << 20) as world:
+        async with scheduler_world(server, host_bytes=3 << 20) as world:
             for _ in range(30):
                 act = rng.choice([self.ask, self.ask, self.chat, self.several, self.file, self.bring])
                 await act(world, rng)
@@ -656,7 +655,7 @@ class TestRandom:
             assert min(counts.saves, counts.restores) > 0
             # A file may be replaced or evicted between the plan and its restore: then there is none.
             assert (counts.strangers, counts.failed_saves) == (0, 0)
-            await world.keeper.reconcile()
+            await world.scheduler.reconcile()
 
     def sending(self, rng):
         """Fields of a request, and when its client leaves: half of them stay."""
@@ -695,4 +694,4 @@ class TestRandom:
 
     async def bring(self, world, rng):
         if world.entries():
-            await world.keeper.bring(rng.choice(world.entries()))
+            await world.scheduler.bring(rng.choice(world.entries()))

@@ -6,13 +6,12 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from engine_adapter.errors import EngineUnavailable
-from engine_adapter.llama_server.discovery import discover
-from engine_adapter.llama_server.findings import findings_of
-from engine_adapter.llama_server.probe import probe, probe_ram_cache, probe_unified
+from engine_adapter.llama_server.discovery import discover, findings_of, probe, probe_ram_cache, probe_unified
 from engine_adapter.types import EngineSpec
 from tests.engines import served
 
 FILE = "probe.bin"
+SAVED = {"n_erased": 0, "n_saved": 0, "timings": {"save_ms": 1}}
 
 
 async def test_probes_touch_their_slot_alone(start_llama, control_of, save_dir):
@@ -49,13 +48,13 @@ async def test_a_server_that_tells_no_timings(control_of):
 @pytest.mark.parametrize("n_written", [0, 35, 40, 46, 4000])
 async def test_a_file_of_unknown_size_tells_nothing(control_of, n_written):
     app = Starlette(
-        routes=[Route("/slots/0", lambda _: JSONResponse({"n_written": n_written}), methods=["POST"])]
+        routes=[Route("/slots/0", lambda _: JSONResponse(SAVED | {"n_written": n_written}), methods=["POST"])]
     )
     with served(app) as url:
         assert await probe_unified(control_of(url), 0, 4, file=FILE) is None
 
 
 async def test_a_save_that_does_not_tell_its_size(control_of):
-    app = Starlette(routes=[Route("/slots/0", lambda _: JSONResponse({}), methods=["POST"])])
+    app = Starlette(routes=[Route("/slots/0", lambda _: JSONResponse(SAVED), methods=["POST"])])
     with served(app) as url, pytest.raises(EngineUnavailable, match="n_written"):
         await probe_unified(control_of(url), 0, 4, file=FILE)

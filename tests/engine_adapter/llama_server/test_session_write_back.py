@@ -7,28 +7,28 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 
-from engine_adapter.llama_server.discovery import read_slots
-from engine_adapter.llama_server.slot_owners import UNKNOWN_OWNER
+from engine_adapter.llama_server.server_files import UNKNOWN_OWNER
+from engine_adapter.llama_server.session import dirty_slots, save_all, write_back
+from engine_adapter.llama_server.slot_io import read_slots
 from engine_adapter.llama_server.slots import Operation
 from engine_adapter.llama_server.turns import Ask
-from engine_adapter.llama_server.write_back import dirty_slots, save_all, write_back
-from tests.engine_adapter.llama_server.keeper_world import keeper_world, stopped
+from tests.engine_adapter.llama_server.scheduler_world import scheduler_world, stopped
 from tests.engine_adapter.llama_server.slot_world import prompt_of
 
 SAVE = Operation.SAVE
 
 
 @pytest.fixture
-def world(keeper):
+def world(scheduler):
     # A prefill of 1,000 tokens is worth a second, whatever this machine needs for it.
     for _ in range(9):
-        keeper.contents.rates.prefilled(1000, 1.0)
-    return keeper
+        scheduler.contents.rates.prefilled(1000, 1.0)
+    return scheduler
 
 
 @asynccontextmanager
 async def writing_back(world):
-    task = asyncio.create_task(write_back(world.keeper))
+    task = asyncio.create_task(write_back(world.scheduler))
     try:
         yield task
     finally:
@@ -77,18 +77,18 @@ class TestWriteBack:
             await world.ask(prompt_of(2, 300))
             await world.until(lambda: world.entries() != [])
         assert [len(entry.tokens) for entry in world.entries()] == [303]
-        assert [slot.length for slot in dirty_slots(world.keeper)] == [3]
+        assert [slot.length for slot in dirty_slots(world.scheduler)] == [3]
 
     async def test_not_what_nobody_here_knows(self, world):
         await world.complete(prompt_of(1, 500), 0)
-        world.keeper.adopt(await read_slots(world.control))
+        world.scheduler.adopt(await read_slots(world.control))
         world.table[0].saved = 0
         async with writing_back(world):
             await world.ask(prompt_of(2))
             await world.until(lambda: world.entries() != [])
         assert [entry.tokens[:100] for entry in world.entries()] == [prompt_of(2)]
         assert world.table[0].salt == UNKNOWN_OWNER
-        assert dirty_slots(world.keeper) == []
+        assert dirty_slots(world.scheduler) == []
 
     async def test_a_failure_pauses_it(self, world):
         counts = world.contents.counts
@@ -98,15 +98,15 @@ class TestWriteBack:
                 await world.until(lambda: counts.failed_saves == 1)
                 assert not world.contents.can_save
             # It looks again, and there is still nothing to be done.
-            world.keeper.changed.set()
-            await world.until(lambda: not world.keeper.changed.is_set())
-            assert (counts.write_backs, len(dirty_slots(world.keeper))) == (1, 1)
+            world.scheduler.changed.set()
+            await world.until(lambda: not world.scheduler.changed.is_set())
+            assert (counts.write_backs, len(dirty_slots(world.scheduler))) == (1, 1)
             world.clock.ahead += 60
             await world.until(lambda: counts.saves == 1)
         assert (counts.write_backs, counts.saves, counts.failed_saves) == (2, 1, 1)
 
     async def test_a_server_that_died_is_left_alone(self, start_llama, save_dir):
-        async with keeper_world(start_llama(slots=2, ctx=512, save_dir=save_dir)) as world:
+        async with scheduler_world(start_llama(slots=2, ctx=512, save_dir=save_dir)) as world:
             await world.ask(prompt_of(1))
             world.server.kill()
             async with writing_back(world) as task:
@@ -126,14 +126,14 @@ class TestWriteBack:
         turn = world.table[first].tokens + prompt_of(3, 10)
 
         async def request():
-            async with world.keeper.lease(Ask(turn)) as lease:
+            async with world.scheduler.lease(Ask(turn)) as lease:
                 return lease, world.contents.counts.saves
 
         async with writing_back(world):
             with stopped(world.server):
                 await world.until(lambda: world.table[first].operation is SAVE)
                 asks = asyncio.create_task(request())
-                await world.until(lambda: world.keeper.waiting == 1)
+                await world.until(lambda: world.scheduler.waiting == 1)
             lease, saves = await asks
         assert (lease.slot, lease.cached_tokens, saves) == (first, 103, 1)
         await world.idle()
@@ -152,25 +152,25 @@ class TestSaveAll:
     async def test_everything_is_saved(self, world):
         """What is worth little, what is being saved already, and what a request is just leaving, too."""
         first = await world.ask(prompt_of(1, 3))
-        async with world.keeper.lease(Ask(prompt_of(2))) as second:
+        async with world.scheduler.lease(Ask(prompt_of(2))) as second:
             await world.send(second)
             with stopped(world.server):
                 saving = asyncio.create_task(world.save(first.slot))
                 await world.until(lambda: SAVE in world.operations())
-                ends = asyncio.create_task(save_all(world.keeper))
+                ends = asyncio.create_task(save_all(world.scheduler))
                 await asyncio.sleep(0)
         await asyncio.gather(saving, ends)
         assert sorted(len(entry.tokens) for entry in world.entries()) == [6, 103]
-        assert dirty_slots(world.keeper) == []
+        assert dirty_slots(world.scheduler) == []
 
     async def test_what_a_request_takes_meanwhile_is_left_to_it(self, world):
         first, second = [await world.ask(prompt_of(seed)) for seed in (1, 2)]
         turn = world.table[second.slot].tokens + prompt_of(3, 10)
         async with AsyncExitStack() as stack:
             with stopped(world.server):
-                ends = asyncio.create_task(save_all(world.keeper))
+                ends = asyncio.create_task(save_all(world.scheduler))
                 await world.until(lambda: world.table[first.slot].operation is SAVE)
-                lease = await stack.enter_async_context(world.keeper.lease(Ask(turn)))
+                lease = await stack.enter_async_context(world.scheduler.lease(Ask(turn)))
                 assert lease.slot == second.slot
             await ends
             assert [entry.tokens[:100] for entry in world.entries()] == [prompt_of(1)]
@@ -179,20 +179,20 @@ class TestSaveAll:
         for seed in (1, 2):
             await world.ask(prompt_of(seed))
         async with no_directory(world):
-            await save_all(world.keeper)
+            await save_all(world.scheduler)
         assert 1 <= world.contents.counts.failed_saves <= 2
-        assert len(dirty_slots(world.keeper)) == 2
+        assert len(dirty_slots(world.scheduler)) == 2
 
     async def test_nothing_where_restoring_does_not_pay(self, world):
         await world.ask(prompt_of(1))
         for _ in range(2):
             world.contents.note_restored(in_vain=True)
-        assert dirty_slots(world.keeper) == []
-        await save_all(world.keeper)
+        assert dirty_slots(world.scheduler) == []
+        await save_all(world.scheduler)
         assert world.contents.counts.saves == 0
 
-    async def test_a_keeper_that_is_closed_saves_nothing(self, world):
+    async def test_a_scheduler_that_is_closed_saves_nothing(self, world):
         await world.ask(prompt_of(1))
-        await world.keeper.aclose()
-        await save_all(world.keeper)
+        await world.scheduler.aclose()
+        await save_all(world.scheduler)
         assert world.contents.counts.saves == 0

@@ -5,8 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from engine_adapter.llama_server.discovery import ServerFacts
-from engine_adapter.llama_server.findings import findings_of
+from engine_adapter.llama_server.discovery import ServerFacts, findings_of
 
 FACTS = ServerFacts(
     model="m",

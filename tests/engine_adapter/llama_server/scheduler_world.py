@@ -1,4 +1,4 @@
-"""A keeper of the slots of a real llama-server, driven without an adapter."""
+"""A scheduler of the slots of a real llama-server, driven without an adapter."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 import httpx
 
 from engine_adapter.http.control import ControlClient
+from engine_adapter.llama_server import slot_io
 from engine_adapter.llama_server.answer_reader import SlotAnswer
 from engine_adapter.llama_server.contents import Contents
-from engine_adapter.llama_server.discovery import ServerFacts, discover, read_slots
-from engine_adapter.llama_server.keeper import SlotKeeper
+from engine_adapter.llama_server.discovery import ServerFacts, discover, probe
 from engine_adapter.llama_server.mirror_events import MirrorEvents
-from engine_adapter.llama_server.probe import probe
 from engine_adapter.llama_server.saved import SavedEvent, SavedPlace, SavedPrefixes
-from engine_adapter.llama_server.slot_io import SlotIo
-from engine_adapter.llama_server.slot_owners import UNKNOWN_OWNER
+from engine_adapter.llama_server.scheduler import SlotScheduler
+from engine_adapter.llama_server.server_files import UNKNOWN_OWNER
+from engine_adapter.llama_server.slot_io import read_slots
 from engine_adapter.llama_server.slots import Operation
 from engine_adapter.llama_server.state_file import read_tokens
 from engine_adapter.llama_server.turns import Ask
@@ -51,16 +51,15 @@ class Clock:
         return time.monotonic() + self.ahead
 
 
-class KeeperWorld:
-    """A keeper and all it stands on."""
+class SchedulerWorld:
+    """A scheduler and all it stands on."""
 
     def __init__(self, server, facts, control, registry):
         self.server, self.facts, self.control, self.registry = server, facts, control, registry
         self.clock = Clock()
-        self.io = SlotIo(control)
         self.mirror = MirrorEvents()
-        self.contents = Contents("e", facts, self.io, registry, self.mirror, self.clock)
-        self.keeper = SlotKeeper("e", control, self.contents, clock=self.clock)
+        self.contents = Contents("e", facts, control, registry, self.mirror, self.clock)
+        self.scheduler = SlotScheduler("e", control, self.contents, clock=self.clock)
         self.table = self.contents.table
         registry.subscribe(self._on_saved)
 
@@ -74,7 +73,7 @@ class KeeperWorld:
         """The lease of a request when nothing runs on its slot any more; see `send`."""
         lease = None
         with suppress(Left):
-            async with self.keeper.lease(Ask(tokens, salt, retention=retention)) as lease:
+            async with self.scheduler.lease(Ask(tokens, salt, retention=retention)) as lease:
                 await self.send(lease, **sending)
         await self.idle(lease.slot)
         return lease
@@ -105,7 +104,7 @@ class KeeperWorld:
         answer.finish()
 
     async def complete(self, tokens, slot=None, **fields):
-        """A request of somebody else's, past the keeper."""
+        """A request of somebody else's, past the scheduler."""
         body = {"prompt": list(tokens), "n_predict": 4, "temperature": 0, "ignore_eos": True} | fields
         return await self.control.call(
             "POST", "/completion", json=body | {"id_slot": -1 if slot is None else slot}
@@ -135,13 +134,13 @@ class KeeperWorld:
     # --- slots and files --------------------------------------------------------------------------
 
     async def save(self, slot_id):
-        return await self.keeper.take(slot_id, Operation.SAVE, self.contents.save)
+        return await self.scheduler.take(slot_id, Operation.SAVE, self.contents.save)
 
     async def erase(self, slot_id):
-        await self.keeper.take(slot_id, Operation.ERASE, self.contents.erase)
+        await self.scheduler.take(slot_id, Operation.ERASE, self.contents.erase)
 
     async def restore(self, slot_id, entry):
-        return await self.keeper.take(
+        return await self.scheduler.take(
             slot_id, Operation.RESTORE, lambda slot: self.contents.restore(slot, entry)
         )
 
@@ -162,7 +161,7 @@ class KeeperWorld:
     async def truth(self, slot_id):
         """The tokens in a slot, from the header of a file the server saves of it."""
         path = self.server.save_dir / CHECK_FILE
-        await self.io.save(slot_id, CHECK_FILE)
+        await slot_io.save(self.control, slot_id, CHECK_FILE)
         try:
             return read_tokens(path)
         finally:
@@ -192,18 +191,18 @@ def stopped(server):
 
 
 @asynccontextmanager
-async def keeper_world(server, **place):
-    """A keeper of the slots of `server`, which are emptied first, and of its save directory, likewise."""
+async def scheduler_world(server, **place):
+    """A scheduler of the slots of `server`, which are emptied first, and of its save directory, likewise."""
     spec = EngineSpec("llama_server", server.url, "e")
     async with aclosing(ControlClient(spec)) as control:
         facts = await _facts_of(server, spec, control)
         for slot_id in range(facts.slots):
-            await SlotIo(control).erase(slot_id)
+            await slot_io.erase(control, slot_id)
         for path in server.save_dir.iterdir():
             path.unlink()
         registry = SavedPrefixes(SavedPlace(**{"host": server.save_dir, "host_bytes": 1 << 28} | place))
-        world = KeeperWorld(server, facts, control, registry)
-        async with aclosing(world.keeper):
+        world = SchedulerWorld(server, facts, control, registry)
+        async with aclosing(world.scheduler):
             yield world
     # Whatever a test did: never two operations on one slot.
     assert world.table.violations == 0

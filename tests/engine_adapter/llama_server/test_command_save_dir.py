@@ -4,8 +4,8 @@ from pathlib import Path
 import pytest
 
 from engine_adapter import EngineSpecError
-from engine_adapter.llama_server import save_dir
-from engine_adapter.llama_server.save_dir import default_save_bytes, default_save_dir, make_save_dir
+from engine_adapter.llama_server import command
+from engine_adapter.llama_server.command import default_save_bytes, default_save_dir, make_save_dir
 
 GIB = 2**30
 
@@ -23,9 +23,9 @@ def forget():
 @pytest.fixture
 def memory(tmp_path, monkeypatch):
     """A directory in the place of /dev/shm, with 4 GiB free; whether it is memory is what `mounts` says."""
-    monkeypatch.setattr(save_dir, "_MEMORY", tmp_path / "shm")
-    monkeypatch.setattr(save_dir, "_MOUNTS", tmp_path / "mounts")
-    monkeypatch.setattr(save_dir, "_room", lambda _directory: 4 * GIB)
+    monkeypatch.setattr(command, "_MEMORY", tmp_path / "shm")
+    monkeypatch.setattr(command, "_MOUNTS", tmp_path / "mounts")
+    monkeypatch.setattr(command, "_room", lambda _directory: 4 * GIB)
     monkeypatch.delenv("KVPIN_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "shm").mkdir()
@@ -40,33 +40,33 @@ def test_memory_where_there_is_some(memory):
 
 
 def test_the_cache_directory_where_there_is_none(memory, monkeypatch):
-    save_dir._MOUNTS.write_text(f"/dev/sda1 {memory} ext4 rw 0 0\n")
+    command._MOUNTS.write_text(f"/dev/sda1 {memory} ext4 rw 0 0\n")
     assert default_save_dir() == memory.parent / "cache" / "kvpin" / "kv"
     default_save_dir.cache_clear()
-    save_dir._MOUNTS.unlink()
+    command._MOUNTS.unlink()
     monkeypatch.setenv("KVPIN_CACHE", "/elsewhere")
     assert default_save_dir() == Path("/elsewhere/kv")
 
 
 def test_the_cache_directory_where_memory_is_scarce(memory, monkeypatch):
-    monkeypatch.setattr(save_dir, "_room", lambda _directory: 64 * 2**20)
+    monkeypatch.setattr(command, "_room", lambda _directory: 64 * 2**20)
     assert default_save_dir() == memory.parent / "cache" / "kvpin" / "kv"
 
 
 @pytest.mark.parametrize(("room", "cap"), [(4 * GIB, 2 * GIB), (64 * GIB, 8 * GIB), (0, 1)])
 def test_half_of_the_room_and_at_most_8_gib(monkeypatch, room, cap):
-    monkeypatch.setattr(save_dir, "_room", lambda _directory: room)
+    monkeypatch.setattr(command, "_room", lambda _directory: room)
     assert default_save_bytes(Path("/kv")) == cap
-    monkeypatch.setattr(save_dir, "_room", lambda _directory: 1)
+    monkeypatch.setattr(command, "_room", lambda _directory: 1)
     assert default_save_bytes(Path("/kv")) == cap  # servers that share it agree
 
 
 def test_the_room_counts_what_lies_there(tmp_path, monkeypatch):
-    monkeypatch.setattr(save_dir.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1000}))
-    assert save_dir._room(tmp_path / "not" / "yet") == 1000
+    monkeypatch.setattr(command.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1000}))
+    assert command._room(tmp_path / "not" / "yet") == 1000
     (tmp_path / "kvpin-1.bin").write_bytes(bytes(100))
     (tmp_path / "gone").symlink_to(tmp_path / "nowhere")
-    assert save_dir._room(tmp_path) == 1100
+    assert command._room(tmp_path) == 1100
 
 
 def test_the_default_is_made_for_this_user_alone(memory):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine_adapter.llama_server.slot_owners import UNKNOWN_OWNER, SlotOwners
+from engine_adapter.llama_server.server_files import UNKNOWN_OWNER, SlotOwners
 
 URL = "http://127.0.0.1:1"
 

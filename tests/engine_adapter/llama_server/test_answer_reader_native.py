@@ -7,10 +7,9 @@ import pytest
 
 from engine_adapter import EngineUnavailable, JsonBody
 from engine_adapter.llama_server.answer import read_answer, slot_content
-from engine_adapter.llama_server.lease import SlotLease
-from engine_adapter.llama_server.native import NativeAnswer, SlotsAnswer, with_token_ids
-from engine_adapter.llama_server.slot_owners import UNKNOWN_OWNER
-from engine_adapter.llama_server.turns import Ask
+from engine_adapter.llama_server.answer_reader import NativeAnswer, SlotsAnswer, read_by
+from engine_adapter.llama_server.server_files import UNKNOWN_OWNER
+from engine_adapter.llama_server.turns import Ask, SlotLease
 
 PROMPT = array("i", [1, 2, 3])
 END = {"tokens_evaluated": 3, "tokens_predicted": 3, "stop": True, "timings": {"cache_n": 2, "prompt_n": 1}}
@@ -64,9 +63,15 @@ def test_nothing_is_known_after_the_server_dropped_tokens():
 
 
 def test_token_ids_are_asked_for_where_that_changes_nothing_for_the_client():
-    assert with_token_ids(body(prompt="a")).get("return_tokens") is True
+    for path in ("/completion", "/completions", "/infill"):
+        sent, reader = read_by(path, body(prompt="a"), lease())
+        assert sent.get("return_tokens") is True
+        assert reader.feed(b'{"tokens":[7]}') == b'{"tokens":[]}'
     for fields in ({"stream": True}, {"return_tokens": True}, {"response_fields": ["content"]}):
-        assert with_token_ids(body(prompt="a", **fields)) is None
+        asked = body(prompt="a", **fields)
+        sent, reader = read_by("/completion", asked, lease())
+        assert sent.raw == asked.raw
+        assert reader.feed(b'{"tokens":[7]}') == b'{"tokens":[7]}'
 
 
 def test_a_prompt_of_unknown_tokens_leaves_its_own_kv():

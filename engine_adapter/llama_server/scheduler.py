@@ -1,9 +1,9 @@
-"""The slots of one server process: requests lease them, and the keeper learns what each request left.
+"""The slots of one server process: requests lease them, and the scheduler learns what each request left.
 
     turn → (save) → (restore) → request → what the answer left → release
 
-The slot table changes without awaits. The I/O in between runs in the keeper's own tasks: a client that leaves
-never stops a save or restore half-way, and never leaves a slot busy.
+The slot table changes without awaits. The I/O in between runs in the scheduler's own tasks: a client that
+leaves never stops a save or restore half-way, and never leaves a slot busy.
 """
 
 from __future__ import annotations
@@ -19,17 +19,21 @@ from typing import Any, TypeVar
 from engine_adapter.errors import EngineError, EngineUnavailable
 from engine_adapter.hold import Forecast
 from engine_adapter.http.control import ControlClient
-from engine_adapter.llama_server.answer import Answer, known_tokens, slot_content
+from engine_adapter.llama_server.answer import CompletionOutput, known_tokens, slot_content
 from engine_adapter.llama_server.contents import Contents
-from engine_adapter.llama_server.discovery import SlotState, read_slots
-from engine_adapter.llama_server.lease import SlotLease
 from engine_adapter.llama_server.own_tasks import OwnTasks
-from engine_adapter.llama_server.plan import plan
+from engine_adapter.llama_server.plan import Plan, plan
 from engine_adapter.llama_server.saved import Saved
-from engine_adapter.llama_server.settle import end_copies, until_all_arrived, when_idle
-from engine_adapter.llama_server.slot_owners import UNKNOWN_OWNER
+from engine_adapter.llama_server.server_files import UNKNOWN_OWNER
+from engine_adapter.llama_server.slot_io import (
+    SlotState,
+    end_copies,
+    read_slots,
+    until_all_arrived,
+    when_idle,
+)
 from engine_adapter.llama_server.slots import Operation, Slot
-from engine_adapter.llama_server.turns import Ask, SlotPlan, Turns, first_operation
+from engine_adapter.llama_server.turns import Ask, SlotLease, Turns, first_operation
 from engine_adapter.prompt.prefixes import common_prefix
 from engine_adapter.types import TokenIds
 
@@ -42,7 +46,7 @@ _Result = TypeVar("_Result")
 _Work = Callable[[Slot], Coroutine[Any, Any, _Result]]
 
 
-class SlotKeeper:
+class SlotScheduler:
     """Leases slots to requests, one operation per slot at a time.
 
     Attributes:
@@ -87,16 +91,11 @@ class SlotKeeper:
             prefill_s=best.prefill_s,
             interference_s=best.stall_s + INTERFERENCE_S * self.streams,
             regret_s=best.regret_s,
-            why=best.why,
         )
 
     @asynccontextmanager
     async def lease(self, ask: Ask) -> AsyncIterator[SlotLease]:
-        """Leases the best slot for a request, after the save and restore that pay.
-
-        Raises:
-            EngineUnavailable: the server went away before the request could start.
-        """
+        """Leases the best slot for a request, after the save and restore that pay."""
         self._check_open()
         chosen = await self._turns.slot(ask)
         self._check_open()
@@ -203,8 +202,7 @@ class SlotKeeper:
     async def reconcile(self) -> None:
         """Compares the mirror with `/slots`. A slot that somebody else changed becomes unknown.
 
-        Raises:
-            EngineUnavailable: the server lost its slots, so it is another process.
+        Raises EngineUnavailable if the server lost its slots: it is another process.
         """
         uses = [slot.uses for slot in self._table]
         self.has_worked = False
@@ -225,7 +223,7 @@ class SlotKeeper:
         self.contents.wipe()
 
     async def settled(self) -> None:
-        """Waits until all of the keeper's own tasks are over."""
+        """Waits until all of the scheduler's own tasks are over."""
         await self._tasks.settled()
 
     async def aclose(self) -> None:
@@ -236,9 +234,9 @@ class SlotKeeper:
 
     # --- inside -----------------------------------------------------------------------------------
 
-    def _plan(self, ask: Ask, slots: Iterable[Slot]) -> SlotPlan:
+    def _plan(self, ask: Ask, slots: Iterable[Slot]) -> Plan:
         contents = self.contents
-        best = plan(
+        return plan(
             ask.tokens if ask.reuse else array("i"),
             ask.salt,
             slots,
@@ -248,11 +246,8 @@ class SlotKeeper:
             can_save=contents.can_save,
             can_restore=contents.can_restore,
         )
-        if best is None:
-            raise EngineUnavailable("the server has no slots")
-        return best
 
-    async def _prepared(self, chosen: SlotPlan, ask: Ask) -> SlotLease:
+    async def _prepared(self, chosen: Plan, ask: Ask) -> SlotLease:
         """Carries out a plan. If the request leaves meanwhile, the slot is released afterwards."""
         if first_operation(chosen) is Operation.REQUEST:
             return self._leased(self._table[chosen.slot], ask, restored=False)
@@ -263,7 +258,7 @@ class SlotKeeper:
             task.add_done_callback(lambda done: self._abandon(self._table[chosen.slot], done))
             raise
 
-    async def _prepare(self, chosen: SlotPlan, ask: Ask) -> SlotLease:
+    async def _prepare(self, chosen: Plan, ask: Ask) -> SlotLease:
         """Saves and restores as planned, and begins the request on the slot."""
         slot, is_restored = self._table[chosen.slot], False
         try:
@@ -311,7 +306,7 @@ class SlotKeeper:
     async def _finish(self, lease: SlotLease) -> None:
         """Finds out what the slot holds after a request, and releases it."""
         if self._closed:
-            return  # another keeper may have the slots by now
+            return  # another scheduler may have the slots by now
         slot = self._table[lease.slot]
         known: TokenIds[int] = array("i")
         unknown = len(lease.ask.tokens)
@@ -355,7 +350,7 @@ class SlotKeeper:
             self._used.add(slot_id)
         return count or 0
 
-    def _learn(self, lease: SlotLease, answer: Answer) -> None:
+    def _learn(self, lease: SlotLease, answer: CompletionOutput) -> None:
         rates, cached, total = self.contents.rates, answer.cached_tokens, answer.prompt_tokens
         rates.held(self._clock() - lease.started)
         if cached is None or total is None:
@@ -427,11 +422,7 @@ class SlotKeeper:
 
 
 async def _outcome(task: asyncio.Task[_Result]) -> _Result:
-    """The result of `task`, which goes on if the caller is cancelled.
-
-    Raises:
-        EngineUnavailable: the task itself was cancelled, because its keeper was closed.
-    """
+    """The result of `task`, which goes on if the caller is cancelled. EngineUnavailable if it was."""
     await asyncio.wait([task])
     if task.cancelled():
         raise EngineUnavailable("the engine was lost meanwhile")

@@ -1,0 +1,198 @@
+"""What kvpin writes about a server beside its saved files: a lock, and records that outlive a crash of kvpin.
+
+The lock keeps a second kvpin from the server's slots. The kernel frees it when the process that holds it
+ends, however it ends. A kvpin that sees another directory, or none, does not see the lock.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import re
+import socket
+import time
+from contextlib import suppress
+from io import FileIO
+from pathlib import Path
+from typing import Generic, TypeVar
+from uuid import uuid4
+
+import msgspec
+import xxhash
+
+from engine_adapter.errors import EngineTaken
+
+# The salt of content that nobody here knows. It is new in each process: no request ever runs under it.
+UNKNOWN_OWNER = uuid4().hex
+
+_log = logging.getLogger("kvpin.llama_server")
+_Content = TypeVar("_Content")
+_LOCALHOST = re.compile(r"(?<=://)(localhost|\[::1\])(?=[:/]|$)")
+
+
+class _Holder(msgspec.Struct, frozen=True):
+    """The holder of a lock: its process, its machine, and the Unix time when it took the lock."""
+
+    pid: int
+    host: str
+    since: float
+
+    def __str__(self) -> str:
+        since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(self.since))
+        return f"process {self.pid} on {self.host}, since {since}"
+
+
+class ServerLock:
+    """The lock of one server, which its address names. None for no directory is no lock."""
+
+    def __init__(self, directory: Path | None, url: str) -> None:
+        self._path: Path | None = None
+        self._file: FileIO | None = None  # open while the lock is held
+        self._has_warned = False
+        if directory is not None:
+            self._path = _path(directory, _LOCALHOST.sub("127.0.0.1", url), "lock")
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether there is a place for the lock, as far as was tried."""
+        return self._path is not None and not self._has_warned
+
+    def take(self) -> None:
+        """Takes the lock; it may be held here already. Where no lock can lie, nothing is locked. EngineTaken
+        means that another kvpin holds it."""
+        if self._file is not None or self._path is None:
+            return
+        try:
+            file = FileIO(os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600), "r+")
+        except OSError as error:
+            self._warn(error)
+            return
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = _read(file)
+            file.close()
+            raise EngineTaken(
+                f"another kvpin uses it ({holder}), and its slots take only one: stop one of the two, or "
+                "start both with the same --exchange",
+                holder=holder,
+            ) from None
+        except OSError as error:
+            file.close()
+            self._warn(error)
+            return
+        self._file = file
+        own = _Holder(os.getpid(), socket.gethostname(), time.time())
+        with suppress(OSError):  # a full disk: the lock holds, and only its holder is not known
+            file.truncate(0)
+            file.write(msgspec.json.encode(own))
+
+    def free(self) -> None:
+        """Frees the lock, if it is held here."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _warn(self, error: OSError) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            _log.warning(
+                "%s cannot be locked (%s): a second kvpin on the same server would not be noticed",
+                self._path,
+                error.strerror,
+            )
+
+
+def _read(file: FileIO) -> str:
+    """The holder of the lock, for people."""
+    try:
+        return str(msgspec.json.decode(file.read(), type=_Holder))
+    except (OSError, msgspec.MsgspecError):
+        return "a process that did not say which"
+
+
+class ServerRecord(Generic[_Content]):
+    """One record, which only this user can read; none without a directory or `instance`.
+
+    `instance` is the word of the server's process: a record of another process counts for nothing. `name` is
+    what it is about, in its file's name and in logs; `kind` is the type of its content.
+    """
+
+    def __init__(
+        self, directory: Path | None, url: str, instance: str | None, name: str, kind: type[_Content]
+    ) -> None:
+        self._path: Path | None = None
+        self._instance, self._name, self._kind = instance or "", name, kind
+        self._has_warned = False
+        if directory is not None and instance is not None:
+            self._path = _path(directory, url, name)
+
+    def read(self) -> _Content | None:
+        """The content that was written about this process; None if there is none that can be read."""
+        if self._path is not None:
+            with suppress(OSError, msgspec.MsgspecError):
+                raw = self._path.read_bytes()
+                instance, content = msgspec.msgpack.decode(raw, type=tuple[str, msgspec.Raw])
+                if instance == self._instance:
+                    return msgspec.msgpack.decode(content, type=self._kind)
+        return None
+
+    def write(self, content: _Content) -> None:
+        """Replaces the record. One that cannot be written is removed: its content no longer holds."""
+        if self._path is None:
+            return
+        part = self._path.with_name(f"{self._path.name}.part")
+        try:
+            with open(part, "wb", opener=_open_private) as file:
+                file.write(msgspec.msgpack.encode((self._instance, content)))
+            part.replace(self._path)
+        except OSError as error:
+            if not self._has_warned:
+                _log.warning(
+                    "%s cannot be written (%s): %s will not outlive kvpin",
+                    self._path,
+                    error.strerror,
+                    self._name,
+                )
+            self._has_warned = True
+            with suppress(OSError):
+                self._path.unlink(missing_ok=True)
+
+
+def _path(directory: Path, url: str, suffix: str) -> Path:
+    return directory / f"kvpin-slots-{xxhash.xxh3_64_hexdigest(url.encode())}.{suffix}"
+
+
+def _open_private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
+
+
+class SlotOwners:
+    """The owner of each slot: the digest of a cache salt, None for content without one.
+
+    The record names the owner of a slot only while the slot is sure to hold nothing else. While that may
+    change, the slot has no known owner, so that no tenant is ever given another one's KV.
+    """
+
+    def __init__(self, directory: Path | None, url: str, instance: str | None, slots: int) -> None:
+        self._record = ServerRecord(directory, url, instance, "owners", list[str | None])
+        self._owners: list[str | None] = [UNKNOWN_OWNER] * slots
+        recorded = self._record.read()
+        if recorded is not None and len(recorded) == slots:
+            self._owners = recorded
+
+    def __getitem__(self, slot_id: int) -> str | None:
+        """The owner of a slot's content, UNKNOWN_OWNER where nothing tells it."""
+        return self._owners[slot_id]
+
+    def changes(self, slot_id: int, owner: str | None) -> None:
+        """Content of `owner` is about to replace what the slot holds."""
+        if self._owners[slot_id] != owner:
+            self.holds(slot_id, UNKNOWN_OWNER)
+
+    def holds(self, slot_id: int, owner: str | None) -> None:
+        """The slot holds content of `owner` and nothing else."""
+        if self._owners[slot_id] != owner:
+            self._owners[slot_id] = owner
+            self._record.write(self._owners)
