@@ -20,7 +20,7 @@ off_loop.py    threads for long computations
 from __future__ import annotations
 
 from engine_adapter.base import EngineAdapter
-from engine_adapter.body import UNREADABLE, JsonBody
+from engine_adapter.body import UNREADABLE, JsonBody, RawFields, decode_object
 from engine_adapter.detect import detect_kind
 from engine_adapter.end_with_parent import ends_with_parent
 from engine_adapter.engine_command import run_engine_cli
@@ -41,6 +41,7 @@ from engine_adapter.http.client import HttpTransport
 from engine_adapter.http.error_bodies import read_error
 from engine_adapter.http.headers import HeaderPairs, Headers
 from engine_adapter.http.prepare import base_url, route_of
+from engine_adapter.http.sse import WholeEvents
 from engine_adapter.http.transport import IncomingResponse, OutgoingRequest, Transport
 from engine_adapter.http.usage import UNREAD, Usage, is_json, read_answer_usage, read_streamed_usage
 from engine_adapter.managed import (
@@ -88,85 +89,3 @@ from engine_adapter.types import (
     ViewResumed,
 )
 from engine_adapter.upload import Named, Upload
-
-__all__ = [
-    "ENGINE_KINDS",
-    "ENGINE_OPTIONS",
-    "NATIVE_ROUTES",
-    "OWN_IDS",
-    "PRIVATE_FIELDS",
-    "PRIVATE_HEADERS",
-    "UNREAD",
-    "UNREADABLE",
-    "AnswerReader",
-    "BelowGpu",
-    "BlocksRemoved",
-    "BlocksStored",
-    "CacheCleared",
-    "Capability",
-    "ChatError",
-    "EngineAdapter",
-    "EngineError",
-    "EngineInfo",
-    "EngineLoad",
-    "EngineOptions",
-    "EngineRejected",
-    "EngineSpec",
-    "EngineSpecError",
-    "EngineTaken",
-    "EngineUnavailable",
-    "EngineUnhealthy",
-    "EventPosition",
-    "Finding",
-    "Forecast",
-    "HeaderPairs",
-    "Headers",
-    "Hold",
-    "HttpTransport",
-    "IncomingResponse",
-    "JsonBody",
-    "KvEvent",
-    "KvProgress",
-    "KvTarget",
-    "KvVerb",
-    "Named",
-    "NativeRoute",
-    "NotSupported",
-    "OptionError",
-    "OutgoingRequest",
-    "Pinned",
-    "PromptTable",
-    "PromptTableError",
-    "RequestBody",
-    "Resumption",
-    "Retention",
-    "Tier",
-    "Transport",
-    "Upload",
-    "Usage",
-    "ViewCurrent",
-    "ViewLost",
-    "ViewResumed",
-    "address_of_rank",
-    "base_url",
-    "check_command",
-    "check_kind",
-    "common_prefix",
-    "detect_kind",
-    "ends_with_parent",
-    "health_path",
-    "is_json",
-    "make_adapter",
-    "make_options",
-    "managed_advice",
-    "managed_command",
-    "managed_spec",
-    "plain_error",
-    "prepare_managed",
-    "read_answer_usage",
-    "read_error",
-    "read_streamed_usage",
-    "route_of",
-    "run_engine_cli",
-    "websocket",
-]

@@ -12,14 +12,3 @@ from proxy.prompt.builder import Exactness, Load, Prompt, PromptBuilder
 from proxy.prompt.exactness import audit_tokens, verify_exactness
 from proxy.prompt.media import MediaUuids
 from proxy.prompt.tables import PromptTables
-
-__all__ = [
-    "Exactness",
-    "Load",
-    "MediaUuids",
-    "Prompt",
-    "PromptBuilder",
-    "PromptTables",
-    "audit_tokens",
-    "verify_exactness",
-]

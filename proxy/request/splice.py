@@ -10,8 +10,7 @@ from collections import deque
 
 import msgspec
 
-from engine_adapter import EngineUnavailable
-from proxy.request.events import WholeEvents
+from engine_adapter import EngineUnavailable, WholeEvents
 from proxy.request.transcript import NULL, Event, Fields, Transcript, read_event
 
 _decode_fields = msgspec.json.Decoder(Fields).decode
