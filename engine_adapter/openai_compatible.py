@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import uuid
 
+from typing_extensions import override
+
 from engine_adapter.errors import EngineRejected, EngineUnavailable, EngineUnhealthy
 from engine_adapter.http.adapter import HttpAdapter
 from engine_adapter.http.control import NO_SUCH_ROUTE
@@ -36,8 +38,8 @@ class OpenAICompatibleAdapter(HttpAdapter):
         self._instance = uuid.uuid4().hex
         self._has_health = True
 
+    @override
     async def connect(self) -> EngineInfo:
-        """See `EngineAdapter.connect`."""
         await self._check_health()
         model = read_models(await self._control.get("/v1/models"), self.spec.model)
         return EngineInfo(
@@ -51,8 +53,9 @@ class OpenAICompatibleAdapter(HttpAdapter):
             card=model.card,
         )
 
+    @override
     async def load(self) -> EngineLoad:
-        """See `EngineAdapter.load`; such an engine does not report its load, so both counts are 0."""
+        """Such an engine does not report its load, so both counts are 0."""
         if not await self._check_health():
             await self._control.get("/v1/models")
         return EngineLoad(running=0, waiting=0, counted=False)

@@ -8,5 +8,6 @@ gguf_metadata.py, gguf_tokenizer.py                           tokenizers inside 
 extra_ids.py          identity of embeddings                  media.py          identity of images
 sandbox.py            the sandbox templates run in            cuts.py               where a text can be cut
 prefixes.py           the length of a shared prefix           torch_file.py         reads a saved tensor
+forms.py              prompts that all engines make alike
 bounds.py             what one call in a template may make    embeds.py         embeddings in requests
 """

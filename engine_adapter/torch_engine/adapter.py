@@ -21,8 +21,7 @@ from engine_adapter.http.adapter import HttpAdapter
 from engine_adapter.torch_engine.routes import ROUTES
 from engine_adapter.torch_engine.told_tokens import ToldTokens
 from engine_adapter.types import (
-    MESSAGES_ROUTES,
-    RESPONSES_ROUTES,
+    TRANSLATED_ROUTES,
     Capability,
     EngineInfo,
     EngineLoad,
@@ -134,7 +133,7 @@ class EmbeddedAdapter(HttpAdapter):
             shares_prefill=True,
             routes=ROUTES,
             renders_alike=True,
-            served_as_chats=MESSAGES_ROUTES | RESPONSES_ROUTES,
+            served_as_chats=TRANSLATED_ROUTES,
             runs_several=False,
             card={"max_model_len": info.max_model_len},
         )

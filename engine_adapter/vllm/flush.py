@@ -12,7 +12,7 @@ from engine_adapter.errors import EngineUnavailable
 from engine_adapter.http.control import ControlClient
 from engine_adapter.types import KvProgress
 from engine_adapter.vllm.event_watch import EventWatch
-from engine_adapter.vllm.ranks import rank_headers
+from engine_adapter.vllm.options import rank_headers
 
 _EVENT_S = 2.0
 _NUDGE = {"prompt": [1], "max_tokens": 1, "temperature": 0}

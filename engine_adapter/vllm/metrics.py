@@ -49,6 +49,12 @@ class VllmMetrics:
         """Whether its block events can be followed."""
         return self.block_size is not None and self.caching is not False
 
+    @property
+    def addressable_ranks(self) -> tuple[int, ...]:
+        """The ranks, if requests can name each; else none. A server with a part of all ranks
+        (`--data-parallel-hybrid-lb`) counts its own from 0 in the header, but not on the page."""
+        return self.ranks if self.ranks == tuple(range(len(self.ranks))) else ()
+
 
 async def look(control: ControlClient, rank: int | None) -> VllmMetrics:
     """Reads the page; with `rank`, only that rank's values."""

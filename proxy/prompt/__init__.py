@@ -1,7 +1,6 @@
 """Turns a request body into the prompt exactly as the engine will see it.
 
 render.py      reads the fields that make the prompt         tokenizer.py   tokenises here, or asks an engine
-special.py     chats that engines may render differently
 extra_ids.py   extra ids of a prompt given as token ids      tables.py      registered p-tuning tables
 media.py       images, audio and video                       exactness.py   compares our ids with the engine's
 known_chats.py ids and blocks of earlier turns

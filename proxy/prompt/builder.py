@@ -22,6 +22,7 @@ from engine_adapter import (
 from engine_adapter.off_loop import JSON_BYTES_PER_MS, TOKEN_ID_BYTES_PER_MS, in_own_thread, off_loop
 from engine_adapter.prompt.chat import ChatPrompt, ChatTokenizer
 from engine_adapter.prompt.embeds import read_embeds, reading_ms
+from engine_adapter.prompt.forms import has_own_template
 from engine_adapter.prompt.tokenizer_process import load_tokenizer
 from engine_adapter.types import ExtraIds, TokenIds
 from proxy.error_codes import Code
@@ -30,6 +31,7 @@ from proxy.prompt.extra_ids import extra_ids_of
 from proxy.prompt.known_chats import KnownBeginning, Owner
 from proxy.prompt.media import find_media, media_fields, not_plain, texts_only
 from proxy.prompt.render import (
+    CHAT_PATH,
     COMPLETIONS_PATH,
     ChatInput,
     CompletionInput,
@@ -40,9 +42,8 @@ from proxy.prompt.render import (
     read_native,
     read_prompt,
 )
-from proxy.prompt.special import has_own_template, is_special
 from proxy.prompt.tables import PromptTables
-from proxy.prompt.tokenizer import EngineTokenizer, LocalTokenizer, PromptTokenizer
+from proxy.prompt.tokenizer import EngineTokenizer, LocalTokenizer
 
 Source = Literal["local", "engine", "client"]
 Load = Callable[[str], Awaitable[ChatTokenizer]]
@@ -151,7 +152,7 @@ class PromptBuilder:
         self._refuted = Counter[tuple[Source, bool]]()
         self._tables = tables
         self._engines = EngineTokenizer(engines, renderers, embedders)
-        self._tokenizer: PromptTokenizer = self._engines
+        self._tokenizer: LocalTokenizer | EngineTokenizer = self._engines
         # An engine that renders with the same code refuses what cannot be rendered here: the client's fault.
         # Any other may take more than kvpin does: a prompt that cannot be rendered here is only unknown.
         self._strict = info.renders_alike
@@ -162,7 +163,7 @@ class PromptBuilder:
             self.use_local()
 
     @property
-    def tokenizer(self) -> PromptTokenizer:
+    def tokenizer(self) -> LocalTokenizer | EngineTokenizer:
         """The tokenizer that makes the prompts' ids now."""
         return self._tokenizer
 
@@ -330,7 +331,7 @@ class PromptBuilder:
 
     async def _chat(self, source: ChatInput, body: JsonBody, owner: Owner) -> Prompt | None:
         tokenizer = self._tokenizer
-        special = not self._strict and is_special(source, body)
+        special = not self._strict and not self.info.common_form(body, source.more)
         if (special and self._asks_about_special) or (self._asks_about_tools and source.has_tools):
             tokenizer = self._engines
         if tokenizer is self.local and special and has_own_template(body):
@@ -342,14 +343,17 @@ class PromptBuilder:
             except ChatError:
                 if self._strict:
                     raise
-        # Also what cannot be rendered here: the engine may render more.
-        return self._made(await self._engines.chat(source, body), self._engines, special=special)
+        # Also what cannot be rendered here: the engine may render more. Ids do not tell images apart.
+        asked = await self._engines.ask(CHAT_PATH, body) if source.is_text else None
+        return self._made(asked, self._engines, special=special)
 
     async def _completion(self, source: CompletionInput, path: str, body: JsonBody) -> Prompt | None:
         if isinstance(source.prompt, array):
             prompt: Prompt | None = Prompt(source.prompt, exact=True)
+        elif isinstance(self._tokenizer, LocalTokenizer):
+            prompt = self._made(await self._tokenizer.text(source), self._tokenizer)
         else:
-            prompt = self._made(await self._tokenizer.text(source, path, body), self._tokenizer)
+            prompt = self._made(await self._engines.ask(path, body), self._engines)
         if prompt is None:
             return None
         vocab_size = self.info.vocab_size
@@ -363,7 +367,7 @@ class PromptBuilder:
     def _made(
         self,
         prompt: ChatPrompt | None,
-        tokenizer: PromptTokenizer,
+        tokenizer: LocalTokenizer | EngineTokenizer,
         *,
         special: bool = False,
         beginning: KnownBeginning | None = None,

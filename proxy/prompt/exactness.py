@@ -202,7 +202,7 @@ async def _ours(local: LocalTokenizer, path: str, body: JsonBody) -> TokenIds[in
         if isinstance(source, ChatInput):
             return (await local.chat(source, body)).token_ids
         if isinstance(source, CompletionInput):
-            return (await local.text(source, path, body)).token_ids
+            return (await local.text(source)).token_ids
     except ChatError:
         return None
     return None

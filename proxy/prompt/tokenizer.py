@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
 from engine_adapter import EngineAdapter, EngineRejected, EngineUnavailable, JsonBody
 from engine_adapter.off_loop import JSON_BYTES_PER_MS, off_loop
@@ -14,22 +14,12 @@ from engine_adapter.prompt.cuts import find_cut
 from engine_adapter.prompt.media import mark_embeds, mark_media
 from engine_adapter.types import TokenIds
 from proxy.prompt.known_chats import KnownBeginning, KnownChats, Owner
-from proxy.prompt.render import CHAT_PATH, ChatInput, CompletionInput
+from proxy.prompt.render import ChatInput, CompletionInput
 
 ANSWER_S = 2.0
 """Seconds that a request waits for an engine to tokenise it."""
 # A chat of this many messages is rendered in about 1 ms.
 _MESSAGES_PER_MS = 64
-
-
-class PromptTokenizer(Protocol):
-    """Makes the token ids of a request as its engine will see them."""
-
-    async def chat(self, source: ChatInput, body: JsonBody) -> ChatPrompt | None:
-        """Token ids of a chat, None where they cannot be had. Raises ChatError and PromptTableError."""
-
-    async def text(self, source: CompletionInput, path: str, body: JsonBody) -> ChatPrompt | None:
-        """Token ids of a completion's text, None where they cannot be had."""
 
 
 class LocalTokenizer:
@@ -43,7 +33,7 @@ class LocalTokenizer:
         self._known = None if cut is None else KnownChats(cut)
 
     async def chat(self, source: ChatInput, body: JsonBody) -> ChatPrompt:
-        """See `PromptTokenizer.chat`."""
+        """The prompt of a chat. Raises ChatError and PromptTableError."""
         return await self.tokenizer.off_loop(
             len(body.raw),
             lambda: self.tokenizer.chat(
@@ -60,7 +50,7 @@ class LocalTokenizer:
             The prompt, and its known beginning; None where the chat had to be encoded whole.
 
         Raises:
-            ChatError, PromptTableError: see `PromptTokenizer.chat`.
+            ChatError, PromptTableError: see `chat`.
         """
         known = self._known
         if known is None or not source.is_text:
@@ -79,8 +69,8 @@ class LocalTokenizer:
     def _encode(self, pieces: Iterable[str]) -> list[TokenIds[int]]:
         return [self.tokenizer.encode(piece, add_special_tokens=False) for piece in pieces]
 
-    async def text(self, source: CompletionInput, path: str, body: JsonBody) -> ChatPrompt:  # noqa: ARG002 - protocol
-        """See `PromptTokenizer.text`."""
+    async def text(self, source: CompletionInput) -> ChatPrompt:
+        """The prompt of a completion's text."""
         text = str(source.prompt)
         ids = await self.tokenizer.off_loop(
             len(text), lambda: self.tokenizer.encode(text, add_special_tokens=source.add_special_tokens)
@@ -118,14 +108,6 @@ class EngineTokenizer:
         self._renderers = renderers
         self._embedders = embedders
         self._turn = -1
-
-    async def chat(self, source: ChatInput, body: JsonBody) -> ChatPrompt | None:
-        """See `PromptTokenizer.chat`. None for a chat that is not all text: ids do not tell images apart."""
-        return await self.ask(CHAT_PATH, body) if source.is_text else None
-
-    async def text(self, source: CompletionInput, path: str, body: JsonBody) -> ChatPrompt | None:  # noqa: ARG002
-        """See `PromptTokenizer.text`."""
-        return await self.ask(path, body)
 
     async def ask(self, path: str, body: JsonBody) -> ChatPrompt | None:
         """Token ids of a request; None where the engine refuses it, or none answers in time."""
