@@ -7,14 +7,14 @@ base.py        the contract of every adapter     types.py       the data both si
 errors.py      its errors                        detect.py      address → kind
 hold.py        forecasts, and holds on an engine body.py        a request's JSON body; upload.py: other bodies
 registry.py    kind → adapter and options        options.py     settings of one kind
-managed.py     how kvpin starts an engine        routes.py      routes beside `/v1`, and WebSockets
+managed.py     how kvpin starts an engine, and the `kvpin engine` command
 private_fields.py  what clients of several tenants may not send; plain_errors.py: errors in plain English
 
 openai_compatible.py, vllm/, sglang/, tensorrt_llm/, nim.py, llama_server/, torch_engine/  the adapters
 lmcache/       host and disk tier of vLLM        events/        KV events of engines
 http/          HTTP towards engines              prompt/        text → token ids, as engines do it
-engine_command.py  the `kvpin engine` command   end_with_parent.py  ends what kvpin started, if kvpin dies
-off_loop.py    threads for long computations
+off_loop.py    threads for long computations     routes.py      routes beside `/v1`, and WebSockets
+end_with_parent.py  ends what kvpin started, if kvpin dies
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from engine_adapter.base import EngineAdapter
 from engine_adapter.body import UNREADABLE, JsonBody, RawFields, decode_object
 from engine_adapter.detect import detect_kind
 from engine_adapter.end_with_parent import ends_with_parent
-from engine_adapter.engine_command import run_engine_cli
 from engine_adapter.errors import (
     ChatError,
     EngineError,
@@ -35,7 +34,7 @@ from engine_adapter.errors import (
     NotSupported,
     PromptTableError,
 )
-from engine_adapter.events.sources import address_of_rank
+from engine_adapter.events.options import address_of_rank
 from engine_adapter.hold import AnswerReader, Forecast, Hold, RequestBody, Resumption
 from engine_adapter.http.client import HttpTransport
 from engine_adapter.http.error_bodies import read_error
@@ -44,14 +43,7 @@ from engine_adapter.http.prepare import base_url, route_of
 from engine_adapter.http.sse import WholeEvents
 from engine_adapter.http.transport import IncomingResponse, OutgoingRequest, Transport
 from engine_adapter.http.usage import UNREAD, Usage, is_json, read_answer_usage, read_streamed_usage
-from engine_adapter.managed import (
-    check_command,
-    health_path,
-    managed_advice,
-    managed_command,
-    managed_spec,
-    prepare_managed,
-)
+from engine_adapter.managed import managed_kind, run_engine_cli
 from engine_adapter.options import EngineOptions, OptionError
 from engine_adapter.plain_errors import plain_error
 from engine_adapter.private_fields import OWN_IDS, PRIVATE_FIELDS, PRIVATE_HEADERS

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from engine_adapter.events.options import EventSpec
-from engine_adapter.events.sources import RANKS
+from engine_adapter.events.options import RANKS, EventSpec
 from engine_adapter.events.subscriber import EventEndpoints
 from engine_adapter.sglang.server_info import EVENTS_CARRY_LORA, EVENTS_CARRY_SALTS, ServerInfo
 from engine_adapter.types import Finding

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from engine_adapter.errors import EngineUnavailable
-from engine_adapter.events.sources import WILDCARDS
+from engine_adapter.events.options import WILDCARDS
 from engine_adapter.http.models import read_models
 
 # First version whose events carry the cache salt.

@@ -13,7 +13,7 @@ import msgspec
 from engine_adapter.body import JsonBody
 from engine_adapter.errors import EngineRejected, EngineUnavailable
 from engine_adapter.events.fields import MalformedEvents
-from engine_adapter.events.sources import reachable_endpoint
+from engine_adapter.events.options import reachable_endpoint
 from engine_adapter.events.subscriber import EventEndpoints, KvEventSubscriber
 from engine_adapter.events.wire import Snapshot, decode_snapshot
 from engine_adapter.hold import Hold, RequestBody
