@@ -47,7 +47,6 @@ from engine_adapter.managed import managed_kind, run_engine_cli
 from engine_adapter.options import EngineOptions, OptionError
 from engine_adapter.plain_errors import plain_error
 from engine_adapter.private_fields import OWN_IDS, PRIVATE_FIELDS, PRIVATE_HEADERS
-from engine_adapter.prompt.prefixes import common_prefix
 from engine_adapter.registry import (
     ENGINE_KINDS,
     ENGINE_OPTIONS,
@@ -79,5 +78,6 @@ from engine_adapter.types import (
     ViewCurrent,
     ViewLost,
     ViewResumed,
+    common_prefix,
 )
 from engine_adapter.upload import Named, Upload

@@ -65,7 +65,7 @@ class NimAdapter:
         return getattr(self._inner, name)
 
     async def connect(self) -> EngineInfo:
-        """See `EngineAdapter.connect`."""
+        """Connects as the engine inside, once the NIM is ready."""
         await self._check_ready()
         version = await self._version()
         info, finding = await self._connect_inside(await detect_inside(self._control))
@@ -74,16 +74,16 @@ class NimAdapter:
         return replace(info, version=", ".join(filter(None, (f"NIM {version or ''}".strip(), info.version))))
 
     async def load(self) -> EngineLoad:
-        """See `EngineAdapter.load`."""
+        """The load of the engine inside; also the health check."""
         await self._check_ready()
         return await self._inner.load()
 
     def findings(self) -> tuple[Finding, ...]:
-        """See `EngineAdapter.findings`."""
+        """The findings about the NIM, and those about the engine inside."""
         return self._findings + self._inner.findings()
 
     async def aclose(self) -> None:
-        """See `EngineAdapter.aclose`."""
+        """Closes connections."""
         await self._inner.aclose()
         await self._control.aclose()
 

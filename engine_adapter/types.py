@@ -26,6 +26,7 @@ from engine_adapter.routes import NativeRoute
 
 TokenIds = array  # array('i'): one int32 per token
 ExtraIds = array  # array('Q'): one uint64 per token, 0 for text
+_Run = TypeVar("_Run", "TokenIds[int]", str)
 
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -490,3 +491,15 @@ def _int32s(n: int) -> struct.Struct:
 def extra_array(values: Sequence[int]) -> ExtraIds[int]:
     """`values` as a uint64 array; raises OverflowError for a value outside uint64."""
     return array("Q", values)
+
+
+def common_prefix(a: _Run, b: _Run) -> int:
+    """Number of leading items that two arrays or texts share, by a binary search over slices."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

@@ -30,8 +30,7 @@ from engine_adapter.llama_server.settle import end_copies, until_all_arrived, wh
 from engine_adapter.llama_server.slot_owners import UNKNOWN_OWNER
 from engine_adapter.llama_server.slots import Operation, Slot
 from engine_adapter.llama_server.turns import Ask, SlotPlan, Turns, first_operation
-from engine_adapter.prompt.prefixes import common_prefix
-from engine_adapter.types import TokenIds
+from engine_adapter.types import TokenIds, common_prefix
 
 log = logging.getLogger("kvpin.llama_server")
 

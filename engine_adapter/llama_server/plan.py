@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from engine_adapter.llama_server.slots import Operation, Slot
-from engine_adapter.prompt.prefixes import common_prefix
-from engine_adapter.types import Tier, TokenIds
+from engine_adapter.types import Tier, TokenIds, common_prefix
 
 LEAST_GAIN = 16  # least shared tokens for a restore: all chats share their first tokens
 # Fewer shared tokens than this are no reason to overwrite a conversation: a template and its default system

@@ -20,8 +20,7 @@ from engine_adapter.llama_server.mirror_events import TOKENS_PER_BLOCK
 from engine_adapter.llama_server.saved import Saved, salt_digest
 from engine_adapter.llama_server.server_record import ServerRecord
 from engine_adapter.llama_server.slots import Operation, Slot
-from engine_adapter.prompt.prefixes import common_prefix
-from engine_adapter.types import KvProgress, KvTarget, KvVerb, Pinned, TokenIds
+from engine_adapter.types import KvProgress, KvTarget, KvVerb, Pinned, TokenIds, common_prefix
 
 _Held = TypeVar("_Held", Slot, Saved)
 # Operations that kvpin itself runs on a slot. They are over soon.

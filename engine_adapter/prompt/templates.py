@@ -193,7 +193,7 @@ class _Dict:
         return dict(*args, **kwargs)
 
     def fromkeys(self, keys: Iterable[Any], value: object = None, /) -> dict[Any, Any]:
-        """See `dict.fromkeys`."""
+        """A dict with these keys, like `dict.fromkeys`."""
         return dict.fromkeys(keys, value)
 
 

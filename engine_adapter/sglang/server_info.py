@@ -161,11 +161,8 @@ class _Raw(msgspec.Struct, frozen=True):
 
 
 def read_server_info(answer: object, models: object, *, api_key: str | None = None) -> ServerInfo:
-    """Reads `/server_info` and `/v1/models`; `api_key` is the key kvpin has.
-
-    Raises:
-        EngineUnavailable: the answers are not an SGLang server's.
-    """
+    """Reads `/server_info` and `/v1/models`; `api_key` is the key kvpin has. Raises EngineUnavailable for
+    answers that are not an SGLang server's."""
     try:
         raw = msgspec.convert(answer, _Raw)
     except msgspec.ValidationError as error:
@@ -180,7 +177,9 @@ def read_server_info(answer: object, models: object, *, api_key: str | None = No
         loras=model.loras,
         max_model_len=model.max_model_len,
         tokenizer=raw.tokenizer_path,
-        page_size=_page_size(raw),
+        page_size=publisher.block_size
+        if publisher is not None
+        else (raw.page_size or 0) * raw.dcp_size or None,
         capacity_tokens=raw.max_total_num_tokens,
         dp_ranks=publisher.dp_size if publisher is not None else raw.dp_size * raw.attn_dp_size,
         publisher=_publisher(publisher, config) if publisher is not None else None,
@@ -201,11 +200,6 @@ def _identity(raw: _Raw) -> str:
     """Identity of the process: its start-up times and its random seed differ from start to start."""
     text = msgspec.json.encode([raw.version, raw.startup_time, raw.random_seed], order="sorted")
     return hashlib.blake2b(text, digest_size=8).hexdigest()
-
-
-def _page_size(raw: _Raw) -> int | None:
-    size = raw.kv_events.block_size if raw.kv_events is not None else (raw.page_size or 0) * raw.dcp_size
-    return size if size > 0 else None
 
 
 def _host_ratio(raw: _Raw) -> float:

@@ -11,6 +11,7 @@ import uuid
 from array import array
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -34,10 +35,8 @@ from engine_adapter.tensorrt_llm.discovery import (
 from engine_adapter.tensorrt_llm.events import EventReader
 from engine_adapter.tensorrt_llm.fields import CHAT, COMPLETIONS, PROMPT_ROUTES, SALT, RequestFields
 from engine_adapter.tensorrt_llm.poller import CONFIG, EventPoller
-from engine_adapter.tensorrt_llm.routes import ROUTES
 from engine_adapter.tensorrt_llm.stats import Stats
 from engine_adapter.types import (
-    TRANSLATED_ROUTES,
     Capability,
     EngineInfo,
     EngineLoad,
@@ -106,23 +105,16 @@ class TensorRTLLMAdapter(HttpAdapter):
     @override
     async def connect(self) -> EngineInfo:
         """The process has no identity; its events show a restart."""
-        server = self._server = await discover(self._control)
+        server = self._server = await discover(self._control, self._instance)
         self._seen = self._tokens_per_block, self.findings()
-        levels = self._poller.reader.blocks_per_level
-        return EngineInfo(
-            model=self.spec.model or server.model,
-            instance=self._instance,
-            capabilities=server.capabilities,
+        levels, info = self._poller.reader.blocks_per_level, server.info
+        return replace(
+            info,
+            model=self.spec.model or info.model,
             tokens_per_block=self._tokens_per_block,
-            max_model_len=server.max_model_len,
-            tokenizer=self.spec.tokenizer or server.tokenizer,
-            gpu_blocks=next(iter(levels), server.gpu_blocks),
+            tokenizer=self.spec.tokenizer or info.tokenizer,
+            gpu_blocks=next(iter(levels), info.gpu_blocks),
             host_blocks=sum(levels[1:]) if levels else None,
-            version=f"TensorRT-LLM {server.version}".strip(),
-            events_read_once=True,
-            served_as_chats=TRANSLATED_ROUTES,
-            routes=ROUTES,
-            card=server.card,
         )
 
     @override
@@ -234,7 +226,7 @@ class TensorRTLLMAdapter(HttpAdapter):
     async def _able(self, capability: Capability) -> Discovered:
         if self._server is None:
             await self.connect()
-        if self._server is None or capability not in self._server.capabilities:
+        if self._server is None or capability not in self._server.info.capabilities:
             raise self.not_supported(capability)
         return self._server
 
@@ -242,7 +234,7 @@ class TensorRTLLMAdapter(HttpAdapter):
         """The model name, for a body that must have one: clients of a single model may leave it out."""
         if self._server is None or path not in (CHAT, COMPLETIONS) or body.get("model") is not None:
             return {}
-        return {"model": self._server.model}
+        return {"model": self._server.info.model}
 
     @property
     def _fields(self) -> RequestFields:

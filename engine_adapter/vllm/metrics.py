@@ -57,16 +57,12 @@ class VllmMetrics:
 
 
 async def look(control: ControlClient, rank: int | None) -> VllmMetrics:
-    """Reads the page; with `rank`, only that rank's values."""
+    """Reads the page; with `rank`, only that rank's values. Raises EngineUnavailable if it is not vLLM's."""
     return read_metrics(await control.fetch("GET", "/metrics"), rank)
 
 
 def read_metrics(page: bytes, rank: int | None = None) -> VllmMetrics:
-    """See `look`.
-
-    Raises:
-        EngineUnavailable: the page is not vLLM's.
-    """
+    """Reads a page, like `look`."""
     samples = read_samples(page, _NAMES)
     one = {} if rank is None else {"engine": str(rank)}
     config = samples.labels(_CONFIG, **one)

@@ -35,7 +35,7 @@ class RequestShaper:
         self._seen = 0
 
     def hold(self, path: str, body: JsonBody, prompt: KvTarget | None, *, tell_reuse: bool) -> Hold:
-        """See `EngineAdapter.hold`. `tell_reuse`: ask the engine to report reused blocks."""
+        """The hold of a request; `tell_reuse`: ask the engine to report reused blocks."""
         if path not in RENDERED_ROUTES:
             return Hold(body)
         changes: dict[str, object] = {}

@@ -1,9 +1,8 @@
 """Turns a request body into the prompt exactly as the engine will see it.
 
 render.py      reads the fields that make the prompt         tokenizer.py   tokenises here, or asks an engine
-extra_ids.py   extra ids of a prompt given as token ids      tables.py      registered p-tuning tables
+tables.py      registered p-tuning tables, their extra ids   known_chats.py ids and blocks of earlier turns
 media.py       images, audio and video                       exactness.py   compares our ids with the engine's
-known_chats.py ids and blocks of earlier turns
 builder.py     all of it: body → Prompt
 """
 

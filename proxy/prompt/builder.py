@@ -27,7 +27,6 @@ from engine_adapter.prompt.tokenizer_process import load_tokenizer
 from engine_adapter.types import ExtraIds, TokenIds
 from proxy.error_codes import Code
 from proxy.errors import BadRequest
-from proxy.prompt.extra_ids import extra_ids_of
 from proxy.prompt.known_chats import KnownBeginning, Owner
 from proxy.prompt.media import find_media, media_fields, not_plain, texts_only
 from proxy.prompt.render import (
@@ -361,7 +360,7 @@ class PromptBuilder:
             # Without the vocabulary size, fake ids look like text ids.
             is_plain = source.explicit is None and source.table is None
             return prompt if is_plain else None
-        extra_ids = extra_ids_of(prompt.token_ids, source, vocab_size=vocab_size, tables=self._tables)
+        extra_ids = self._tables.extra_ids(prompt.token_ids, source, vocab_size)
         return prompt if extra_ids is None else replace(prompt, extra_ids=extra_ids)
 
     def _made(
