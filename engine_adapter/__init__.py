@@ -8,7 +8,7 @@ errors.py      its errors                        detect.py      address → kind
 hold.py        forecasts, and holds on an engine body.py        a request's JSON body; upload.py: other bodies
 registry.py    kind → adapter and options        options.py     settings of one kind
 managed.py     how kvpin starts an engine, and the `kvpin engine` command
-private_fields.py  what clients of several tenants may not send; plain_errors.py: errors in plain English
+private_fields.py  what clients of several tenants may not send
 
 openai_compatible.py, vllm/, sglang/, tensorrt_llm/, nim.py, llama_server/, torch_engine/  the adapters
 lmcache/       host and disk tier of vLLM        events/        KV events of engines
@@ -42,10 +42,10 @@ from engine_adapter.http.headers import HeaderPairs, Headers
 from engine_adapter.http.prepare import base_url, route_of
 from engine_adapter.http.sse import WholeEvents
 from engine_adapter.http.transport import IncomingResponse, OutgoingRequest, Transport
-from engine_adapter.http.usage import UNREAD, Usage, is_json, read_answer_usage, read_streamed_usage
+from engine_adapter.http.usage import UNREAD, TokenUsage, is_json, read_answer_usage, read_streamed_usage
+from engine_adapter.http.usage import TokenUsage as Usage
 from engine_adapter.managed import managed_kind, run_engine_cli
-from engine_adapter.options import EngineOptions, OptionError
-from engine_adapter.plain_errors import plain_error
+from engine_adapter.options import EngineOptions, OptionError, plain_error
 from engine_adapter.private_fields import OWN_IDS, PRIVATE_FIELDS, PRIVATE_HEADERS
 from engine_adapter.registry import (
     ENGINE_KINDS,

@@ -94,7 +94,13 @@ class NimAdapter:
         try:
             return await self._connect_as(kind), None
         except EngineRejected as error:
-            return await self._connect_as(UNKNOWN), _shut(_INSIDE[kind], error)
+            inside = _INSIDE[kind]
+            finding = Finding(
+                f"{inside} is inside, but not all of its own routes are reachable ({error}): kvpin learns "
+                "what it holds from its answers",
+                f"let the NIM pass on the routes of {inside}",
+            )
+            return await self._connect_as(UNKNOWN), finding
 
     async def _connect_as(self, kind: str) -> EngineInfo:
         """Connects by the adapter of that kind; a new one only where the kind has changed."""
@@ -121,11 +127,3 @@ class NimAdapter:
             release = answer.get("release", answer.get("version")) if isinstance(answer, dict) else None
             return release if isinstance(release, str) else ""
         return None
-
-
-def _shut(inside: str, error: EngineRejected) -> Finding:
-    return Finding(
-        f"{inside} is inside, but not all of its own routes are reachable ({error}): kvpin learns what it "
-        "holds from its answers",
-        f"let the NIM pass on the routes of {inside}",
-    )

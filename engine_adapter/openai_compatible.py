@@ -48,7 +48,8 @@ class OpenAICompatibleAdapter(HttpAdapter):
             capabilities=_CAPABILITIES,
             max_model_len=model.max_model_len,
             tokenizer=self.spec.tokenizer,
-            served_as_chats=MESSAGES_ROUTES | await self._missing(RESPONSES_ROUTES),
+            served_as_chats=MESSAGES_ROUTES
+            | {route for route in RESPONSES_ROUTES if await self._lacks(route)},
             routes=ROUTES,
             card=model.card,
         )
@@ -77,11 +78,8 @@ class OpenAICompatibleAdapter(HttpAdapter):
             raise EngineUnhealthy(f"/health answered {error.status}: {error}") from error
         return True
 
-    async def _missing(self, routes: frozenset[str]) -> frozenset[str]:
-        """The routes that the engine lacks. It is asked with an empty body, which runs nothing."""
-        return frozenset([route for route in routes if await self._lacks(route)])
-
     async def _lacks(self, route: str) -> bool:
+        """Whether the engine lacks a route. It is asked with an empty body, which runs nothing."""
         try:
             return await self._control.status("POST", route, json={}) in NO_SUCH_ROUTE
         except EngineUnavailable as error:

@@ -88,9 +88,9 @@ def is_common_form(body: JsonBody, not_plain: Sequence[Any]) -> bool:
     ):
         return False
     usual = isinstance(messages, list) and all(map(_is_usual, not_plain))
-    return (
-        usual and _are_usual_tools(body.view("tools")) and _is_usual_json(body.view("chat_template_kwargs"))
-    )
+    tools, template_kwargs = body.view("tools"), body.view("chat_template_kwargs")
+    usual = usual and (not tools or _are_like(tools, _OF_TOOLS, _OF_FUNCTIONS))
+    return usual and _is_usual_json([tools, template_kwargs])
 
 
 def _is_usual(message: object) -> bool:
@@ -115,10 +115,6 @@ def _are_usual_parts(parts: object) -> bool:
         and bool(parts)
         and all(isinstance(part, dict) and part.get("text") for part in parts)
     )
-
-
-def _are_usual_tools(tools: object) -> bool:
-    return not tools or (_are_like(tools, _OF_TOOLS, _OF_FUNCTIONS) and _is_usual_json(tools))
 
 
 def _are_usual_calls(calls: Any) -> bool:  # noqa: ANN401 - JSON

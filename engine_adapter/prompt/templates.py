@@ -235,16 +235,12 @@ def _raise_exception(message: str) -> NoReturn:
     raise TemplateError(message)
 
 
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)  # noqa: DTZ005 - templates mean local time
-
-
 def _make_environment() -> Sandbox:
     made = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
     made.filters |= {**BOUNDED_FILTERS, "tojson": checked_filter(_tojson)}
     made.globals |= {
         "raise_exception": _raise_exception,
-        "strftime_now": _strftime_now,
+        "strftime_now": lambda form: datetime.now().strftime(form),  # noqa: DTZ005 - local time
         "dict": _Dict(),
         "lipsum": bounded_lipsum,
         "namespace": _Namespace,

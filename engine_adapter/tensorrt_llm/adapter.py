@@ -100,7 +100,7 @@ class TensorRTLLMAdapter(HttpAdapter):
         self._measured: int | None = None
         self._seen: tuple[int, tuple[Finding, ...]] | None = None
         self._stats, self._next_stats = Stats(), 0.0
-        self._poller = EventPoller(self._drain, self._new_reader)
+        self._poller = EventPoller(lambda: self._control.fetch("POST", EVENTS), self._new_reader)
 
     @override
     async def connect(self) -> EngineInfo:
@@ -263,9 +263,6 @@ class TensorRTLLMAdapter(HttpAdapter):
         finally:
             traffic.in_flight -= 1
             self._poller.wake()
-
-    async def _drain(self) -> bytes:
-        return await self._control.fetch("POST", EVENTS)
 
     def _new_reader(self) -> EventReader:
         if self._server is None:

@@ -36,9 +36,8 @@ from engine_adapter.types import (
 from engine_adapter.vllm import embeddings, prompts
 from engine_adapter.vllm.copies import Copies
 from engine_adapter.vllm.discovery import Facts, discover, event_endpoints
-from engine_adapter.vllm.event_watch import EventWatch
+from engine_adapter.vllm.event_watch import EventWatch, flush
 from engine_adapter.vllm.findings import findings_of
-from engine_adapter.vllm.flush import flush
 from engine_adapter.vllm.metrics import look
 from engine_adapter.vllm.options import VllmSpec, rank_headers
 from engine_adapter.vllm.requests import RequestShaper

@@ -75,7 +75,7 @@ def read_metrics(page: bytes, rank: int | None = None) -> VllmMetrics:
         usage=_share(samples, one),
         block_size=_number(config, "block_size"),
         blocks=_blocks(config, ranks, rank),
-        caching=_flag(config, "enable_prefix_caching"),
+        caching={"True": True, "False": False}.get(config.get("enable_prefix_caching", "")),
         queries=_count(samples, _QUERIES, one),
         hits=_count(samples, _HITS, one),
         lmcache=bool(samples.all(_LMCACHE, **one)),
@@ -116,7 +116,3 @@ def _share(samples: Samples, one: Mapping[str, str]) -> float | None:
 def _number(labels: Mapping[str, str], name: str) -> int | None:
     text = labels.get(name, "")
     return int(text) if text.isdecimal() else None
-
-
-def _flag(labels: Mapping[str, str], name: str) -> bool | None:
-    return {"True": True, "False": False}.get(labels.get(name, ""))

@@ -43,21 +43,16 @@ _CHATS: dict[str, dict[str, Any]] = {
         ]
     },
     "tools": {"messages": [{"role": "user", "content": "Weather?"}], "tools": [_TOOL]},
-    "tool call": {
-        "messages": [
-            {"role": "user", "content": "Weather?"},
-            {"role": "assistant", "content": "", "tool_calls": [_CALL]},
-            {"role": "tool", "tool_call_id": "call_12345", "content": "18 °C"},
-        ],
-        "tools": [_TOOL],
-    },
-    "tool call without content": {
-        "messages": [
-            {"role": "user", "content": "Weather?"},
-            {"role": "assistant", "content": None, "tool_calls": [_CALL]},
-            {"role": "tool", "tool_call_id": "call_12345", "content": "18 °C"},
-        ],
-        "tools": [_TOOL],
+    **{
+        name: {
+            "messages": [
+                {"role": "user", "content": "Weather?"},
+                {"role": "assistant", "content": content, "tool_calls": [_CALL]},
+                {"role": "tool", "tool_call_id": "call_12345", "content": "18 °C"},
+            ],
+            "tools": [_TOOL],
+        }
+        for name, content in (("tool call", ""), ("tool call without content", None))
     },
     "text parts": {
         "messages": [

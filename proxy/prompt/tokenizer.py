@@ -12,7 +12,6 @@ from engine_adapter.off_loop import JSON_BYTES_PER_MS, off_loop
 from engine_adapter.prompt.chat import ChatPrompt, ChatTokenizer
 from engine_adapter.prompt.cuts import find_cut
 from engine_adapter.prompt.media import mark_embeds, mark_media
-from engine_adapter.types import TokenIds
 from proxy.prompt.known_chats import KnownBeginning, KnownChats, Owner
 from proxy.prompt.render import ChatInput, CompletionInput
 
@@ -56,7 +55,10 @@ class LocalTokenizer:
         if known is None or not source.is_text:
             return await self.chat(source, body), None
         chat = known.read(await self._render(source, len(body.raw)), owner)
-        encoded = await self.tokenizer.off_loop(chat.new_chars, lambda: self._encode(chat.new))
+        encode = self.tokenizer.encode
+        encoded = await self.tokenizer.off_loop(
+            chat.new_chars, lambda: [encode(piece, add_special_tokens=False) for piece in chat.new]
+        )
         token_ids, beginning = known.add(chat, encoded)
         return ChatPrompt(token_ids), beginning
 
@@ -65,9 +67,6 @@ class LocalTokenizer:
         messages = len(source.messages) if isinstance(source.messages, list) else 0
         ms = max(messages / _MESSAGES_PER_MS, size / JSON_BYTES_PER_MS)
         return await off_loop(lambda: self.tokenizer.render(**_of_template(source)), ms=ms)
-
-    def _encode(self, pieces: Iterable[str]) -> list[TokenIds[int]]:
-        return [self.tokenizer.encode(piece, add_special_tokens=False) for piece in pieces]
 
     async def text(self, source: CompletionInput) -> ChatPrompt:
         """The prompt of a completion's text."""
