@@ -81,13 +81,8 @@ class ChatTokenizer:
     """
 
     def __init__(self, tokenizer: Any, *, source: str, encoder: Encoder | None = None) -> None:  # noqa: ANN401
-        """Wraps a transformers tokenizer; `load` is the usual way to one.
-
-        Args:
-            tokenizer: of transformers, which is untyped.
-            source: where it comes from.
-            encoder: gives its ids; looked for by default, which takes seconds.
-        """
+        """Wraps a transformers tokenizer; `load` is the usual way to one. `source` is where it comes from,
+        and `encoder` gives its ids: by default it is looked for, which takes seconds."""
         self.source = source
         self._tokenizer = tokenizer
         self._encoder = encoder or exact_encoder(tokenizer)

@@ -114,12 +114,10 @@ class FastokensEncoder(Encoder):
     def __init__(
         self, description: str, slower: Callable[[], Encoder], *, split_special_tokens: bool
     ) -> None:
-        """Raises ValueError for what fastokens does not implement.
+        """Reads a `tokenizer.json`; raises ValueError for what fastokens does not implement.
 
-        Args:
-            description: a `tokenizer.json`.
-            slower: gives what encodes the rare text that exceeds fastokens' regular expressions.
-            split_special_tokens: special tokens in a text are encoded as text.
+        `slower` gives what encodes the rare text that exceeds fastokens' regular expressions. With
+        `split_special_tokens`, special tokens in a text are encoded as text.
         """
         self._slower = slower
         self._split_special_tokens = split_special_tokens

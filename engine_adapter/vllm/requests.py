@@ -24,11 +24,7 @@ _FIRST, _EVERY = 16, 100
 
 
 class RequestShaper:
-    """Shapes the requests of one connection.
-
-    Args:
-        asks_usage: ask streams for their reused tokens.
-    """
+    """Shapes the requests of one connection. `asks_usage`: ask streams for their reused tokens."""
 
     def __init__(self, *, asks_usage: bool) -> None:
         self._asks_usage = asks_usage

@@ -133,13 +133,8 @@ class PromptBuilder:
     ) -> None:
         """Until there is a tokenizer here, the engines tokenise.
 
-        Args:
-            info: what the engine says of itself.
-            tables: the registered prompt tables.
-            tokenizer: the engine's, loaded here; used at once, see `adopt` for one that is yet to be checked.
-            engines: gives those that can tokenise now.
-            renderers: gives those that can tokenise prompts with images now.
-            embedders: gives those that can tokenise prompts with embeddings now.
+        `tokenizer` is used at once, see `adopt` for one that is yet to be checked. `engines`, `renderers` and
+        `embedders` give those that can tokenise a prompt now: of text, with images, and with embeddings.
         """
         self.info = info
         self.local: LocalTokenizer | None = None
@@ -173,14 +168,8 @@ class PromptBuilder:
         )
 
     async def load(self, source: str, load: Load = load_tokenizer) -> bool:
-        """Loads the engine's tokenizer and adopts it, which takes seconds; `reason` says why it failed.
-
-        Returns False if it failed now and may succeed later.
-
-        Args:
-            source: directory, GGUF file or hub id.
-            load: loads it; raises EngineSpecError, or EngineUnavailable if it may succeed later.
-        """
+        """Loads the engine's tokenizer from a directory, a GGUF file or the hub, and adopts it, which takes
+        seconds; `reason` says why it failed. Returns False if it failed now and may succeed later."""
         try:
             tokenizer = await load(source)
             await in_own_thread(lambda: self.adopt(tokenizer))  # compiles and tries the chat template
@@ -225,13 +214,8 @@ class PromptBuilder:
     ) -> Prompt | None:
         """The prompt of a request; None when it cannot be known, and the request is forwarded as it is.
 
-        Args:
-            path: the request's route, e.g. `/v1/chat/completions`.
-            body: its body.
-            salt: the cache salt it will run under.
-            lora: the LoRA adapter it will run with.
-            tenant: who sent it; what is remembered of it takes this tenant's share of memory.
-            bounded: refuse a prompt beyond the model's context.
+        It will run under `salt`, with `lora`. What is remembered of it takes the `tenant`'s share of memory.
+        If `bounded`, a prompt beyond the model's context is refused.
 
         Raises:
             BadRequest: a field that no engine can take, or a prompt beyond the model's context.
