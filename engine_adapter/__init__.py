@@ -7,23 +7,22 @@ base.py        the contract of every adapter     types.py       the data both si
 errors.py      its errors                        detect.py      address → kind
 hold.py        forecasts, and holds on an engine body.py        a request's JSON body; upload.py: other bodies
 registry.py    kind → adapter and options        options.py     settings of one kind
-managed.py     how kvpin starts an engine        routes.py      routes beside `/v1`, and WebSockets
-private_fields.py  what clients of several tenants may not send; plain_errors.py: errors in plain English
+managed.py     how kvpin starts an engine, and the `kvpin engine` command
+private_fields.py  what clients of several tenants may not send
 
 openai_compatible.py, vllm/, sglang/, tensorrt_llm/, nim.py, llama_server/, torch_engine/  the adapters
 lmcache/       host and disk tier of vLLM        events/        KV events of engines
 http/          HTTP towards engines              prompt/        text → token ids, as engines do it
-engine_command.py  the `kvpin engine` command   end_with_parent.py  ends what kvpin started, if kvpin dies
-off_loop.py    threads for long computations
+off_loop.py    threads for long computations     routes.py      routes beside `/v1`, and WebSockets
+end_with_parent.py  ends what kvpin started, if kvpin dies
 """
 
 from __future__ import annotations
 
 from engine_adapter.base import EngineAdapter
-from engine_adapter.body import UNREADABLE, JsonBody
+from engine_adapter.body import UNREADABLE, JsonBody, RawFields, decode_object
 from engine_adapter.detect import detect_kind
 from engine_adapter.end_with_parent import ends_with_parent
-from engine_adapter.engine_command import run_engine_cli
 from engine_adapter.errors import (
     ChatError,
     EngineDied,
@@ -41,26 +40,19 @@ from engine_adapter.errors import (
     NotSupported,
     PromptTableError,
 )
-from engine_adapter.events.sources import address_of_rank
+from engine_adapter.events.options import address_of_rank
 from engine_adapter.hold import AnswerReader, Forecast, Hold, RequestBody, Resumption
 from engine_adapter.http.client import HttpTransport
 from engine_adapter.http.error_bodies import read_error
 from engine_adapter.http.headers import HeaderPairs, Headers
 from engine_adapter.http.prepare import base_url, route_of
+from engine_adapter.http.sse import WholeEvents
 from engine_adapter.http.transport import IncomingResponse, OutgoingRequest, Transport
-from engine_adapter.http.usage import UNREAD, Usage, is_json, read_answer_usage, read_streamed_usage
-from engine_adapter.managed import (
-    check_command,
-    health_path,
-    managed_advice,
-    managed_command,
-    managed_spec,
-    prepare_managed,
-)
-from engine_adapter.options import EngineOptions, OptionError
-from engine_adapter.plain_errors import plain_error
+from engine_adapter.http.usage import UNREAD, TokenUsage, is_json, read_answer_usage, read_streamed_usage
+from engine_adapter.http.usage import TokenUsage as Usage
+from engine_adapter.managed import managed_kind, run_engine_cli
+from engine_adapter.options import EngineOptions, OptionError, plain_error
 from engine_adapter.private_fields import OWN_IDS, PRIVATE_FIELDS, PRIVATE_HEADERS
-from engine_adapter.prompt.prefixes import common_prefix
 from engine_adapter.registry import (
     ENGINE_KINDS,
     ENGINE_OPTIONS,
@@ -92,93 +84,6 @@ from engine_adapter.types import (
     ViewCurrent,
     ViewLost,
     ViewResumed,
+    common_prefix,
 )
 from engine_adapter.upload import Named, Upload
-
-__all__ = [
-    "ENGINE_KINDS",
-    "ENGINE_OPTIONS",
-    "NATIVE_ROUTES",
-    "OWN_IDS",
-    "PRIVATE_FIELDS",
-    "PRIVATE_HEADERS",
-    "UNREAD",
-    "UNREADABLE",
-    "AnswerReader",
-    "BelowGpu",
-    "BlocksRemoved",
-    "BlocksStored",
-    "CacheCleared",
-    "Capability",
-    "ChatError",
-    "EngineAdapter",
-    "EngineDied",
-    "EngineDiverged",
-    "EngineError",
-    "EngineGarbled",
-    "EngineInfo",
-    "EngineLate",
-    "EngineLoad",
-    "EngineLost",
-    "EngineOptions",
-    "EngineRejected",
-    "EngineSpec",
-    "EngineSpecError",
-    "EngineTaken",
-    "EngineUnavailable",
-    "EngineUnhealthy",
-    "EngineUnreachable",
-    "EventPosition",
-    "Finding",
-    "Forecast",
-    "HeaderPairs",
-    "Headers",
-    "Hold",
-    "HttpTransport",
-    "IncomingResponse",
-    "JsonBody",
-    "KvEvent",
-    "KvProgress",
-    "KvTarget",
-    "KvVerb",
-    "Named",
-    "NativeRoute",
-    "NotSupported",
-    "OptionError",
-    "OutgoingRequest",
-    "Pinned",
-    "PromptTable",
-    "PromptTableError",
-    "RequestBody",
-    "Resumption",
-    "Retention",
-    "Tier",
-    "Transport",
-    "Upload",
-    "Usage",
-    "ViewCurrent",
-    "ViewLost",
-    "ViewResumed",
-    "address_of_rank",
-    "base_url",
-    "check_command",
-    "check_kind",
-    "common_prefix",
-    "detect_kind",
-    "ends_with_parent",
-    "health_path",
-    "is_json",
-    "make_adapter",
-    "make_options",
-    "managed_advice",
-    "managed_command",
-    "managed_spec",
-    "plain_error",
-    "prepare_managed",
-    "read_answer_usage",
-    "read_error",
-    "read_streamed_usage",
-    "route_of",
-    "run_engine_cli",
-    "websocket",
-]

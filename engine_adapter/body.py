@@ -12,7 +12,10 @@ import msgspec
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """Errors of decoding: the bytes are no JSON, of another type, not UTF-8, or nested too deeply."""
 _T = TypeVar("_T")
-_decode_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+RawFields = dict[str, msgspec.Raw]
+"""The fields of a JSON object, undecoded."""
+decode_object = msgspec.json.Decoder(RawFields).decode
+"""The fields of a JSON object; raises one of `UNREADABLE`."""
 _decode_items = msgspec.json.Decoder(list[msgspec.Raw]).decode
 # A list of numbers is not decoded to find out that it is one: it may be a prompt of many token ids.
 _NO_NUMBERS = re.compile(rb'\[\s*["[{]')
@@ -45,7 +48,7 @@ class JsonBody:
     def __init__(self, raw: bytes) -> None:
         """Raises msgspec.DecodeError if `raw` is not a JSON object."""
         self.raw = raw
-        self._fields = _checked(_decode_fields, raw)
+        self._fields = _checked(decode_object, raw)
         self._scalars: dict[str, Any] = {}  # decoded; not lists and objects, which callers may change
         self._views: dict[str, Any] = {}  # decoded; no caller changes them
 

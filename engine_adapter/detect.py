@@ -23,20 +23,21 @@ _BY_OWNER = {
 # By the same, where an operator named the kind: kvpin's own engine, or a kvpin in front of engines.
 _BY_NAME = {**_BY_OWNER, "kvpin": "embedded"}
 _Answer = dict[str, Any]
+_Routes = tuple[tuple[str, str, Callable[[_Answer], bool]], ...]
 # Tried first, because the embedded engine also has routes of vLLM, and a NIM those of the engine inside.
-_ROUTES: tuple[tuple[str, str, Callable[[_Answer], bool]], ...] = (
+_ROUTES: _Routes = (
     ("embedded", "/kv/info", lambda answer: "gpu_blocks" in answer and "instance" in answer),
     ("nim", "/v1/metadata", lambda answer: "modelInfo" in answer or "assetInfo" in answer),
 )
 # Tried if `owned_by` does not help.
-_MORE_ROUTES: tuple[tuple[str, str, Callable[[_Answer], bool]], ...] = (
+_MORE_ROUTES: _Routes = (
     ("llama_server", "/props", lambda answer: "default_generation_settings" in answer),
     ("vllm", "/kv_event_sources", lambda answer: any("endpoint" in _object(v) for v in answer.values())),
     ("tensorrt_llm", "/server_info", lambda answer: "kv_cache_hash_algo" in answer),
     (
         "sglang",
         "/server_info",
-        lambda answer: "radix_eviction_policy" in answer or "tokenizer_path" in answer,
+        lambda answer: bool({"radix_eviction_policy", "tokenizer_path"} & answer.keys()),
     ),
     ("sglang", "/get_server_info", lambda answer: "tokenizer_path" in answer),
 )
@@ -59,12 +60,8 @@ async def detect_kind(spec: EngineSpec) -> str:
 
 
 async def detect_inside(control: ControlClient) -> str | None:
-    """The kind of the engine inside another server, such as a NIM; None if it is hidden.
-
-    Raises:
-        EngineUnavailable: nothing answers there.
-        EngineRejected: the server wants another key, or has no OpenAI API.
-    """
+    """The kind of the engine inside another server, such as a NIM; None if it is hidden. Raises
+    EngineRejected if the server wants another key, or has no OpenAI API."""
     models = _object_of(await control.fetch("GET", _MODELS))
     return _BY_OWNER.get(_owner(models)) or await _by_routes(control, _MORE_ROUTES)
 
@@ -103,9 +100,7 @@ async def _detect(control: ControlClient, spec: EngineSpec) -> str:
     raise EngineRejected(f"{spec.url} lists no model at {_MODELS}: kvpin cannot use it", status=404)
 
 
-async def _by_routes(
-    control: ControlClient, routes: tuple[tuple[str, str, Callable[[_Answer], bool]], ...]
-) -> str | None:
+async def _by_routes(control: ControlClient, routes: _Routes) -> str | None:
     """The kind of the first route that exists and answers as that kind does."""
     for kind, path, is_it in routes:
         try:

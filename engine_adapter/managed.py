@@ -1,4 +1,4 @@
-"""Rules for starting an engine of each kind: command line, health route, directories and programs it needs.
+"""How kvpin starts an engine of each kind, and the `kvpin engine` command. Imports no torch.
 
 `proxy` runs the processes; nothing is started here. `words` are the operator's command or options.
 """
@@ -7,76 +7,39 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from engine_adapter.engine_command import check_torch, embedded_command
 from engine_adapter.errors import EngineSpecError
 from engine_adapter.llama_server import command as llama
 from engine_adapter.llama_server.options import LlamaServerOptions, LlamaServerSpec
 from engine_adapter.options import Size
-from engine_adapter.torch_engine.serve import check_words
+from engine_adapter.torch_engine.serve import app, check_words
 from engine_adapter.types import EngineSpec
 
 
-def managed_command(kind: str, words: Sequence[str], *, port: int, spec: EngineSpec) -> list[str]:
-    """The command line of an engine that listens on 127.0.0.1:`port`.
-
-    Args:
-        kind: its framework. `embedded` takes the options of `kvpin engine`; `llama_server` the options of a
-            llama-server, with or without its name before them; any other the whole command line, in which
-            `{port}` stands for the port.
-        words: the options or the command line.
-        port: the port.
-        spec: the engine, completed by `managed_spec`.
-    """
-    return _of(kind).command(words, port, spec)
-
-
-def managed_spec(spec: EngineSpec, words: Sequence[str]) -> EngineSpec:
-    """`spec`, completed from the words and with the kind's defaults.
-
-    Raises:
-        EngineSpecError: the words contradict `spec`.
-    """
-    return _of(spec.kind).complete(spec, words)
-
-
-def managed_advice(kind: str, words: Sequence[str]) -> tuple[str, ...]:
-    """One sentence for each option in the words that reduces KV reuse."""
-    return _of(kind).advice(words)
-
-
-def check_command(kind: str, words: Sequence[str]) -> None:
-    """Raises EngineSpecError for words that no engine of the kind accepts, on any machine."""
-    _of(kind).check(words)
-
-
-def prepare_managed(spec: EngineSpec, words: Sequence[str]) -> None:
-    """Creates the engine's directories, and checks that its program and its model file exist.
-
-    Args:
-        spec: the engine, completed by `managed_spec`.
-        words: as in `managed_command`.
-
-    Raises:
-        EngineSpecError: something is missing; the text says what to do.
-    """
-    _of(spec.kind).prepare(spec, words)
-
-
-def health_path(kind: str) -> str:
-    """The route that answers 2xx once the engine serves."""
-    return _of(kind).health_path
-
-
 @dataclass(frozen=True, slots=True)
-class _Kind:
-    """The rules for one kind of engine: one function for each of the module's."""
+class ManagedKind:
+    """The rules for starting one kind of engine.
+
+    Attributes:
+        command: (words, port, completed spec) → the command line of an engine on 127.0.0.1:port. Words of
+            `embedded` are options of `kvpin engine`; of `llama_server` options of a llama-server, with or
+            without its name before them; of any other kind the whole line, with `{port}` for the port.
+        check: raises EngineSpecError for words that no engine of the kind accepts, on any machine.
+        prepare: (completed spec, words): makes its directories. Raises EngineSpecError where its program or
+            model file is missing, and says what to do.
+        complete: the spec, completed from the words and with the kind's defaults. Raises EngineSpecError
+            where the words contradict it.
+        advice: a sentence for each word that reduces KV reuse.
+        health_path: the route that answers 2xx once the engine serves.
+    """
 
     command: Callable[[Sequence[str], int, EngineSpec[Any]], list[str]]
     check: Callable[[Sequence[str]], None]
@@ -86,7 +49,24 @@ class _Kind:
     health_path: str = "/health"
 
 
+def managed_kind(kind: str) -> ManagedKind:
+    """The rules for a kind."""
+    return _KINDS.get(kind, _ANY)
+
+
+def run_engine_cli(args: Sequence[str], *, prog_name: str = "kvpin engine") -> None:
+    """Runs the embedded engine with these arguments; ends with SystemExit. Raises EngineSpecError without
+    torch."""
+    _check_torch("the embedded engine needs torch: pip install 'kvpin[engine]'")
+    app(args=list(args), prog_name=prog_name)
+
+
 # --- embedded ------------------------------------------------------------------------------------
+
+
+def _check_torch(advice: str) -> None:
+    if find_spec("torch") is None:
+        raise EngineSpecError(advice)
 
 
 def _check_embedded(words: Sequence[str]) -> None:
@@ -145,18 +125,29 @@ def _prepare_line(_spec: EngineSpec, words: Sequence[str]) -> None:
         raise EngineSpecError(f"there is no program {words[0]!r}: install it, or give its full path")
 
 
-_ANY = _Kind(
+_ANY = ManagedKind(
     command=lambda words, port, _spec: [word.replace("{port}", str(port)) for word in words],
     check=_check_line,
     prepare=_prepare_line,
 )
 _KINDS = {
-    "embedded": _Kind(
-        command=lambda words, port, _spec: embedded_command(words, port=port),
+    "embedded": ManagedKind(
+        # It exits when standard input closes.
+        command=lambda words, port, _spec: [
+            sys.executable,
+            "-m",
+            "engine_adapter.torch_engine",
+            "--exit-with-parent",
+            "--port",
+            str(port),
+            *words,
+        ],
         check=_check_embedded,
-        prepare=lambda _spec, _words: check_torch(),
+        prepare=lambda _spec, _words: _check_torch(
+            "embedded engines need torch: pip install 'kvpin[engine]', or name an engine with --engine"
+        ),
     ),
-    "llama_server": _Kind(
+    "llama_server": ManagedKind(
         command=lambda words, port, spec: llama.llama_server_command(
             words, port=port, save_dir=spec.options.host_cache_dir, binary=_llama_binary()
         ),
@@ -167,7 +158,3 @@ _KINDS = {
     ),
     "nim": replace(_ANY, health_path="/v1/health/ready"),
 }
-
-
-def _of(kind: str) -> _Kind:
-    return _KINDS.get(kind, _ANY)

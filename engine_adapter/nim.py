@@ -65,7 +65,7 @@ class NimAdapter:
         return getattr(self._inner, name)
 
     async def connect(self) -> EngineInfo:
-        """See `EngineAdapter.connect`."""
+        """Connects as the engine inside, once the NIM is ready."""
         await self._check_ready()
         version = await self._version()
         info, finding = await self._connect_inside(await detect_inside(self._control))
@@ -74,16 +74,16 @@ class NimAdapter:
         return replace(info, version=", ".join(filter(None, (f"NIM {version or ''}".strip(), info.version))))
 
     async def load(self) -> EngineLoad:
-        """See `EngineAdapter.load`."""
+        """The load of the engine inside; also the health check."""
         await self._check_ready()
         return await self._inner.load()
 
     def findings(self) -> tuple[Finding, ...]:
-        """See `EngineAdapter.findings`."""
+        """The findings about the NIM, and those about the engine inside."""
         return self._findings + self._inner.findings()
 
     async def aclose(self) -> None:
-        """See `EngineAdapter.aclose`."""
+        """Closes connections."""
         await self._inner.aclose()
         await self._control.aclose()
 
@@ -94,7 +94,13 @@ class NimAdapter:
         try:
             return await self._connect_as(kind), None
         except EngineRejected as error:
-            return await self._connect_as(UNKNOWN), _shut(_INSIDE[kind], error)
+            inside = _INSIDE[kind]
+            finding = Finding(
+                f"{inside} is inside, but not all of its own routes are reachable ({error}): kvpin learns "
+                "what it holds from its answers",
+                f"let the NIM pass on the routes of {inside}",
+            )
+            return await self._connect_as(UNKNOWN), finding
 
     async def _connect_as(self, kind: str) -> EngineInfo:
         """Connects by the adapter of that kind; a new one only where the kind has changed."""
@@ -121,11 +127,3 @@ class NimAdapter:
             release = answer.get("release", answer.get("version")) if isinstance(answer, dict) else None
             return release if isinstance(release, str) else ""
         return None
-
-
-def _shut(inside: str, error: EngineRejected) -> Finding:
-    return Finding(
-        f"{inside} is inside, but not all of its own routes are reachable ({error}): kvpin learns what it "
-        "holds from its answers",
-        f"let the NIM pass on the routes of {inside}",
-    )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import uuid
 
+from typing_extensions import override
+
 from engine_adapter.errors import EngineDied, EngineGarbled, EngineRejected, EngineUnhealthy
 from engine_adapter.http.adapter import HttpAdapter
 from engine_adapter.http.control import NO_SUCH_ROUTE
@@ -36,8 +38,8 @@ class OpenAICompatibleAdapter(HttpAdapter):
         self._instance = uuid.uuid4().hex
         self._has_health = True
 
+    @override
     async def connect(self) -> EngineInfo:
-        """See `EngineAdapter.connect`."""
         await self._check_health()
         model = read_models(await self._control.get("/v1/models"), self.spec.model)
         return EngineInfo(
@@ -46,13 +48,15 @@ class OpenAICompatibleAdapter(HttpAdapter):
             capabilities=_CAPABILITIES,
             max_model_len=model.max_model_len,
             tokenizer=self.spec.tokenizer,
-            served_as_chats=MESSAGES_ROUTES | await self._missing(RESPONSES_ROUTES),
+            served_as_chats=MESSAGES_ROUTES
+            | {route for route in RESPONSES_ROUTES if await self._lacks(route)},
             routes=ROUTES,
             card=model.card,
         )
 
+    @override
     async def load(self) -> EngineLoad:
-        """See `EngineAdapter.load`; such an engine does not report its load, so both counts are 0."""
+        """Such an engine does not report its load, so both counts are 0."""
         if not await self._check_health():
             await self._control.get("/v1/models")
         return EngineLoad(running=0, waiting=0, counted=False)
@@ -74,11 +78,8 @@ class OpenAICompatibleAdapter(HttpAdapter):
             raise EngineUnhealthy(f"/health answered {error.status}: {error}") from error
         return True
 
-    async def _missing(self, routes: frozenset[str]) -> frozenset[str]:
-        """The routes that the engine lacks. It is asked with an empty body, which runs nothing."""
-        return frozenset([route for route in routes if await self._lacks(route)])
-
     async def _lacks(self, route: str) -> bool:
+        """Whether the engine lacks a route. It is asked with an empty body, which runs nothing."""
         try:
             return await self._control.status("POST", route, json={}) in NO_SUCH_ROUTE
         except (EngineDied, EngineGarbled):

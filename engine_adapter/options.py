@@ -1,8 +1,10 @@
-"""Settings that only one kind of engine has. Each kind declares them beside its adapter."""
+"""Settings that only one kind of engine has, each declared beside its adapter; and errors in plain
+English."""
 
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -10,7 +12,6 @@ import msgspec
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
 from engine_adapter.errors import EngineSpecError
-from engine_adapter.plain_errors import plain_error
 
 
 class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -40,6 +41,29 @@ class OptionError(EngineSpecError):
 
 _Options = TypeVar("_Options", bound=EngineOptions)
 _read_size = TypeAdapter(ByteSize).validate_python
+
+# msgspec's words about a value, and ours.
+_EXPECTED = re.compile(r"^Expected `(?P<kinds>[^`]+)`(?:, got `[^`]+`)?(?P<bound>[^`]*)")
+_KINDS = {
+    "int": "a whole number",
+    "float": "a number",
+    "str": "text",
+    "bool": "true or false",
+    "array": "a list",
+    "object": "an object",
+    "null": "null",
+    "bytes": "bytes",
+}
+_BOUNDS = {
+    " > ": " above ",
+    " >= ": " of at least ",
+    " < ": " below ",
+    " <= ": " of at most ",
+    " of length >= ": " with a length of at least ",
+    " of length <= ": " with a length of at most ",
+}
+_ZERO = re.compile(r"(?<=[0-9])[.]0(?![0-9])")
+_BOUND = re.compile(r"^( of length)? [<>]=? ")
 
 
 def read_options(kind: str, options: type[_Options], values: Mapping[str, object]) -> _Options:
@@ -72,3 +96,13 @@ def _read(kind: type, value: object) -> Any:  # noqa: ANN401 - msgspec's signatu
     if size <= 0:
         raise ValueError("a size must be above 0")
     return size
+
+
+def plain_error(message: str) -> str:
+    """The message of a `msgspec.ValidationError`; what follows in it, the place of the value, stays."""
+    found = _EXPECTED.match(message)
+    if found is None:
+        return message
+    kinds = [_KINDS.get(kind, kind) for kind in found["kinds"].split(" | ") if kind != "null"] or ["null"]
+    bound = _BOUND.sub(lambda sign: _BOUNDS[sign[0]], found["bound"])
+    return f"must be {' or '.join(kinds)}{_ZERO.sub('', bound)}{message[found.end() :]}"

@@ -19,11 +19,14 @@ from urllib.parse import urlsplit
 import msgspec
 from typing_extensions import TypeVar
 
+from engine_adapter.body import JsonBody
 from engine_adapter.options import EngineOptions
+from engine_adapter.prompt.forms import is_common_form
 from engine_adapter.routes import NativeRoute
 
 TokenIds = array  # array('i'): one int32 per token
 ExtraIds = array  # array('Q'): one uint64 per token, 0 for text
+_Run = TypeVar("_Run", "TokenIds[int]", str)
 
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -130,6 +133,7 @@ MESSAGES_ROUTES = frozenset({"/v1/messages", "/v1/messages/count_tokens"})
 llama-server no slot, and a chat's prompt is known here without asking the engine."""
 RESPONSES_ROUTES = frozenset({"/v1/responses", "/v1/responses/input_tokens"})
 """OpenAI's. Engines whose prompts kvpin cannot follow there get chats instead."""
+TRANSLATED_ROUTES = MESSAGES_ROUTES | RESPONSES_ROUTES
 
 
 def _nothing_more(tokens: int, limit: int) -> Mapping[str, Any]:  # noqa: ARG001 - see EngineInfo.too_long
@@ -162,6 +166,8 @@ class EngineInfo:
             shares none.
         renders_alike: it renders and tokenises with the code in engine_adapter/prompt, as kvpin does: what
             cannot be rendered here, it refuses.
+        common_form: (a chat, those of its messages that are more than a text) → whether it renders the chat
+            as transformers does with the model's template. It is asked about any other.
         runs_several: it takes several choices or prompts in one request. If False, kvpin always splits them.
         splits_choices: it would run several choices of a prompt where kvpin did not place them. With reuse,
             kvpin sends each choice by itself.
@@ -194,6 +200,7 @@ class EngineInfo:
     events_read_once: bool = False
     shared_tiers: str | None = None
     renders_alike: bool = False
+    common_form: Callable[[JsonBody, Sequence[Any]], bool] = field(default=is_common_form, repr=False)
     runs_several: bool = True
     splits_choices: bool = False
     served_as_chats: frozenset[str] = frozenset()
@@ -484,3 +491,15 @@ def _int32s(n: int) -> struct.Struct:
 def extra_array(values: Sequence[int]) -> ExtraIds[int]:
     """`values` as a uint64 array; raises OverflowError for a value outside uint64."""
     return array("Q", values)
+
+
+def common_prefix(a: _Run, b: _Run) -> int:
+    """Number of leading items that two arrays or texts share, by a binary search over slices."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from engine_adapter import EngineSpecError, prepare_managed
+from engine_adapter import EngineSpecError, managed_kind
 from proxy.api.tls import server_context
 from proxy.discovery import finders_of
 from proxy.peers.exchange import Exchange
@@ -103,7 +103,7 @@ def _checks(settings: Settings) -> Iterator[Callable[[], object]]:
 
 def _check_managed(engine: ManagedSettings) -> None:
     try:
-        prepare_managed(engine.spec(0), engine.command)
+        managed_kind(engine.kind).prepare(engine.spec(0), engine.command)
     except EngineSpecError as error:
         raise SettingsError(f"engine {engine.id!r}: {error}") from error
 

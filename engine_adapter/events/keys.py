@@ -50,11 +50,8 @@ _INCOMPLETE = BlockKeys(complete=False)
 
 
 def read_named_keys(fields: StoredFields) -> BlockKeys:
-    """Reads the embedded engine's `extra_keys`: per block nil or `[[name, value]…]`.
-
-    Raises:
-        MalformedEvents: an unknown key.
-    """
+    """Reads the embedded engine's `extra_keys`: per block nil or `[[name, value]…]`. Raises MalformedEvents
+    for an unknown key."""
     per_block = _per_block(fields)
     if not any(per_block):
         return _TEXT

@@ -1,15 +1,25 @@
-"""Settings of engines that publish KV events over ZMQ, and may have several data-parallel ranks."""
+"""Settings of engines that publish KV events over ZMQ and may have several data-parallel ranks, and the
+addresses of their sockets, as this machine reaches them."""
 
 from __future__ import annotations
 
+import re
 from typing import Annotated
+from urllib.parse import urlsplit
 
 import msgspec
+from typing_extensions import override
 
-from engine_adapter.events.sources import check_address, reachable_endpoint
 from engine_adapter.events.subscriber import EventEndpoints
 from engine_adapter.options import EngineOptions
 from engine_adapter.types import EngineSpec
+
+RANKS = "name it in the settings or in a source of engines, and kvpin uses each rank as an engine of its own"
+"""How a server with several data-parallel ranks is used fully."""
+
+WILDCARDS = ("*", "0.0.0.0", "[::]")  # noqa: S104 - nothing is bound here
+_LOOPBACKS = ("localhost", "127.", "[::1]")
+_ADDRESS = re.compile(r"tcp://(?:[\w.-]+|\[[0-9A-Fa-f:.]+(?:%\w+)?\]):\d{1,5}|ipc://\S+", re.ASCII)
 
 
 class EventOptions(EngineOptions, frozen=True):
@@ -31,8 +41,8 @@ class EventOptions(EngineOptions, frozen=True):
         check_address("replay", self.replay)
 
     @property
+    @override
     def rank(self) -> int | None:
-        """See EngineOptions."""
         return self.dp_rank
 
     def endpoints(
@@ -40,13 +50,8 @@ class EventOptions(EngineOptions, frozen=True):
     ) -> EventEndpoints | None:
         """Where this machine reads an engine's events; None if it does not reach them.
 
-        The operator's addresses override those that the engine itself names.
-
-        Args:
-            url: address of the engine's HTTP server.
-            events: ZMQ address of its events, None where it names none.
-            replay: ZMQ address of its replay socket, None likewise.
-            topic: of its events.
+        The operator's addresses override `events` and `replay`, which the engine itself names. `url` is that
+        of its HTTP server.
         """
         if self.events is not None:
             return EventEndpoints(self.events, self.replay, topic)
@@ -58,3 +63,34 @@ class EventOptions(EngineOptions, frozen=True):
 
 
 EventSpec = EngineSpec[EventOptions]
+
+
+def check_address(name: str, address: str | None) -> None:
+    """Raises ValueError if the setting `name` is no ZMQ address that can be connected to."""
+    if address is not None and not _ADDRESS.fullmatch(address):
+        raise ValueError(f"{name}: {address!r} is no address to connect to, such as tcp://HOST:PORT")
+
+
+def reachable_endpoint(endpoint: str, engine_url: str) -> str | None:
+    """Turns a socket's bind address into one to connect to; None if it is no ZMQ address, or if only the
+    engine's machine can reach it. A wildcard becomes the host of `engine_url`."""
+    host = urlsplit(engine_url).hostname or ""
+    host = f"[{host}]" if ":" in host else host
+    scheme, _, address = endpoint.partition("://")
+    bound, _, port = address.rpartition(":")
+    if scheme == "tcp" and bound in WILDCARDS:
+        endpoint, bound = f"tcp://{host}:{port}", host
+    is_local = scheme == "ipc" or _is_loopback(bound)
+    if not _ADDRESS.fullmatch(endpoint) or (is_local and not _is_loopback(host)):
+        return None
+    return endpoint
+
+
+def address_of_rank(address: str, rank: int) -> str:
+    """The address of a data-parallel rank, where `address` is that of rank 0: each has the next port."""
+    start, _, port = address.rpartition(":")
+    return f"{start}:{int(port) + rank}" if port.isdecimal() else address
+
+
+def _is_loopback(host: str) -> bool:
+    return host.startswith(_LOOPBACKS)

@@ -43,8 +43,8 @@ class EventEndpoints:
 
 @dataclass(slots=True)
 class SubscriberCounts:
-    """Counts since the start: batches and events read, unreadable messages and events skipped, gaps in the
-    numbers, replays requested to fill a gap, and replays without an answer."""
+    """Counts since the start. `malformed`: unreadable messages and events, which were skipped. `replays`:
+    those requested to fill a gap; `unanswered`: replays without an answer."""
 
     batches: int = 0
     events: int = 0
@@ -143,14 +143,10 @@ class KvEventSubscriber:
     ) -> None:
         """Connects when `events` is iterated.
 
-        Args:
-            endpoints: addresses of the events.
-            snapshot: asks the engine what it holds; None if it cannot tell.
-            read_keys: reads the keys beside the tokens; None reads the embedded engine's.
-            idle_check_s: after this time without a message, ask the replay socket for missed batches.
-            replay_timeout_s: a replay answer is over after a pause this long.
-            idle_timeout_s: the same for replays of idle checks.
-            since: where to go on, if the engine has the batches since then; else the view begins anew.
+        `snapshot` asks the engine what it holds, where it can tell. `read_keys` reads the keys beside the
+        tokens, by default the embedded engine's. After `idle_check_s` without a message, the replay socket is
+        asked for missed batches. Its answer is over after a pause of `replay_timeout_s`, on an idle check of
+        `idle_timeout_s`. The view goes on at `since` if the engine has the batches since then.
         """
         self._endpoints = endpoints
         self._snapshot = snapshot
@@ -165,11 +161,11 @@ class KvEventSubscriber:
 
     @property
     def position(self) -> EventPosition | None:
-        """See `EngineAdapter.event_position`."""
+        """Where a later subscriber can go on."""
         return self._cursor.position if self._cursor is not None else None
 
     async def events(self) -> AsyncGenerator[KvEvent, None]:
-        """See `EngineAdapter.events`. Raises EngineUnavailable when the engine goes away."""
+        """What `EngineAdapter.events` yields. Raises EngineUnavailable when the engine goes away."""
         reason = "connected"
         with subscription(self._endpoints.events, self._endpoints.topic) as inbox:
             while True:
@@ -195,7 +191,7 @@ class KvEventSubscriber:
             while True:
                 frames = await inbox.receive(self._idle_check_s)
                 if frames is None:
-                    missed = self._check(replay, cursor)
+                    missed = self._missed(replay, cursor, None)
                 elif (message := self._live(cursor, frames)) is None:
                     continue
                 elif cursor.last is None or message[0] == cursor.last + 1:
@@ -203,7 +199,7 @@ class KvEventSubscriber:
                         yield event
                     continue
                 else:
-                    missed = self._fill_gap(replay, cursor, message[0])
+                    missed = self._missed(replay, cursor, message[0])
                 async with aclosing(missed) as events:
                     async for event in events:
                         yield event
@@ -215,7 +211,7 @@ class KvEventSubscriber:
             cursor.last, cursor.complete = held.sequence, True
             for event in held.events:
                 yield event
-        async with aclosing(self._catch_up(replay, cursor)) as events:
+        async with aclosing(self._catch_up(replay, cursor, self._replay_timeout_s)) as events:
             async for event in events:
                 yield event
         if cursor.is_unproven:
@@ -234,31 +230,31 @@ class KvEventSubscriber:
         cursor.last_live = sequence
         return message if cursor.last is None or sequence > cursor.last else None
 
-    async def _fill_gap(
-        self, replay: ReplayClient | None, cursor: _Cursor, sequence: int
+    async def _missed(
+        self, replay: ReplayClient | None, cursor: _Cursor, sequence: int | None
     ) -> AsyncGenerator[KvEvent, None]:
-        """The events of the batches that did not arrive, and of this one after them."""
-        self.counts.gaps += 1
-        self.counts.replays += replay is not None
+        """The events that were published but did not arrive: of batch `sequence` and those before it, or, on
+        an idle check (None), of any."""
+        if sequence is None:
+            if replay is None:
+                return
+            if cursor.silent:
+                await self._look_for_replay(replay, cursor)
+                return
+            patience_s = self._idle_timeout_s
+        else:
+            self.counts.gaps += 1
+            self.counts.replays += replay is not None
+            patience_s = self._replay_timeout_s
         first = (cursor.last or 0) + 1
-        async with aclosing(self._catch_up(replay, cursor, until=sequence)) as events:
+        async with aclosing(self._catch_up(replay, cursor, patience_s, sequence or -1)) as events:
             async for event in events:
                 yield event
-        if cursor.last is None or cursor.last < sequence:
+        if sequence is None:
+            if cursor.silent:
+                raise _StartOverError("the replay socket no longer answers")
+        elif cursor.last is None or cursor.last < sequence:
             raise _StartOverError(f"batches {first} to {sequence} are lost")
-
-    async def _check(self, replay: ReplayClient | None, cursor: _Cursor) -> AsyncGenerator[KvEvent, None]:
-        """Events that were published but did not arrive."""
-        if replay is None:
-            return
-        if cursor.silent:
-            await self._look_for_replay(replay, cursor)
-            return
-        async with aclosing(self._catch_up(replay, cursor, patience_s=self._idle_timeout_s)) as events:
-            async for event in events:
-                yield event
-        if cursor.silent:
-            raise _StartOverError("the replay socket no longer answers")
 
     async def _look_for_replay(self, replay: ReplayClient, cursor: _Cursor) -> None:
         """Starts the view over once a silent replay socket answers. It is asked again only now and then, and
@@ -274,19 +270,14 @@ class KvEventSubscriber:
             raise _StartOverError("the replay socket answers again")
 
     async def _catch_up(
-        self,
-        replay: ReplayClient | None,
-        cursor: _Cursor,
-        *,
-        until: int = -1,
-        patience_s: float | None = None,
+        self, replay: ReplayClient | None, cursor: _Cursor, patience_s: float, until: int = -1
     ) -> AsyncGenerator[KvEvent, None]:
         """Replays what the engine published after `cursor.last`; batch `until` is known to exist. A ROUTER
         drops messages for a slow peer, so an answer with gaps is requested again."""
         if replay is None or cursor.silent:
             return
         while True:
-            before, answer = cursor.last, _Answer(until, patience_s or self._replay_timeout_s)
+            before, answer = cursor.last, _Replayed(until, patience_s)
             async with aclosing(self._replayed(replay, cursor, answer)) as events:
                 async for event in events:
                     yield event
@@ -297,7 +288,7 @@ class KvEventSubscriber:
             until = answer.until
 
     async def _replayed(
-        self, replay: ReplayClient, cursor: _Cursor, answer: _Answer
+        self, replay: ReplayClient, cursor: _Cursor, answer: _Replayed
     ) -> AsyncGenerator[KvEvent, None]:
         """The events of one answer, up to its first gap."""
         known = cursor.last if cursor.last is not None and cursor.last >= 0 else None
@@ -329,7 +320,7 @@ class KvEventSubscriber:
         if cursor.last is None:  # it has published nothing yet
             cursor.last, cursor.complete = -1, True
 
-    def _note_silence(self, cursor: _Cursor, answer: _Answer) -> None:
+    def _note_silence(self, cursor: _Cursor, answer: _Replayed) -> None:
         """An answer stopped. If part of it came, the end mark was dropped; else nobody answers."""
         if not answer.batches:
             cursor.silent = self.replay_is_silent = True
@@ -369,7 +360,7 @@ class KvEventSubscriber:
 
 
 @dataclass(slots=True)
-class _Answer:
+class _Replayed:
     """One answer of the replay socket: the highest number known to exist, the longest pause in seconds, and
     the batches received."""
 

@@ -19,7 +19,6 @@ from engine_adapter.events.fields import (
     StoredFields,
     decode_fields,
 )
-from engine_adapter.events.groups import KvGroups
 from engine_adapter.events.keys import KeyReader, named_keys, read_named_keys
 from engine_adapter.types import (
     BlocksRemoved,
@@ -41,6 +40,7 @@ _TIER_OF: dict[str | None, Tier] = {
     "STORAGE": Tier.DISK,
     "EXTERNAL": Tier.DISK,
 }
+_FULL = frozenset({"full_attention", "mla_attention", "sink_full_attention"})
 # Joined events have about as many blocks at most.
 _JOINED_BLOCKS = 64
 _NO_TOKENS: TokenIds[int] = array("i")
@@ -49,19 +49,54 @@ _unpack_snapshot = msgspec.msgpack.Decoder(tuple[int, msgspec.Raw]).decode
 
 
 @dataclass(frozen=True, slots=True)
-class EventBatch:
-    """The readable events of one batch, and the number of unreadable ones."""
-
-    events: tuple[KvEvent, ...]
-    skipped: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class Snapshot:
     """All that an engine holds, parents first, as of event batch `sequence` (-1: before the first)."""
 
     sequence: int
     events: tuple[KvEvent, ...]
+
+
+class KvGroups:
+    """The KV cache groups that one engine's events have shown: models with several kinds of attention have
+    some.
+
+    vLLM keeps a block table for each group and sends events of each, under the same block hashes. kvpin
+    follows the group with full attention, because a prompt can be reused at most that far. The other groups
+    may hold less, so with more than one group predictions are never firm.
+
+    Attributes:
+        followed: number of the followed group; None while none is.
+        several: there are other groups beside the followed one.
+    """
+
+    def __init__(self) -> None:
+        self.followed: int | None = None
+        self.several = False
+
+    def follows(self, fields: StoredFields | RemovedFields) -> bool:
+        """Whether the event belongs to the followed group, or the engine names no groups.
+
+        A store says what kind its group is; a removal has only the group's number.
+        """
+        group = fields.group_idx
+        if group is None or group == self.followed:
+            return True
+        kind = None
+        if isinstance(fields, StoredFields):
+            kind = fields.kv_cache_spec_kind
+            if self.followed is None and _is_full(fields):
+                self.followed = group
+                return True
+        # A removal before the first store says nothing about the group.
+        self.several = self.several or self.followed is not None or kind is not None
+        return False
+
+
+def _is_full(fields: StoredFields) -> bool:
+    kind = fields.kv_cache_spec_kind
+    if kind is None:
+        return bool(fields.token_ids)
+    return isinstance(kind, str) and kind in _FULL
 
 
 class EventReader:
@@ -149,17 +184,6 @@ def _continues(first: BlocksStored, second: BlocksStored) -> bool:
     )
 
 
-def decode_batch(payload: bytes, read_keys: KeyReader | None = None) -> EventBatch:
-    """One batch alone, read as `EventReader` reads it.
-
-    Raises:
-        MalformedEvents: the payload is not a batch.
-    """
-    reader = EventReader(read_keys)
-    events = tuple(reader.read(payload))
-    return EventBatch(events, reader.skipped)
-
-
 def encode_batch(events: Sequence[KvEvent], *, timestamp: float) -> bytes:
     """One batch as the embedded engine publishes it. `timestamp` is in seconds since the epoch."""
     return _pack([timestamp, [event_fields(event) for event in events], 0])
@@ -176,14 +200,15 @@ def decode_snapshot(payload: bytes) -> Snapshot:
     Raises:
         MalformedEvents: the bytes are not a snapshot, or one of its events is unreadable.
     """
-    batch = decode_batch(payload)
+    reader = EventReader()
+    events = tuple(reader.read(payload))
     try:
         sequence, _ = _unpack_snapshot(payload)
     except msgspec.MsgspecError as error:
         raise MalformedEvents(f"a snapshot is [seq, [event…]]: {error}") from error
-    if batch.skipped:
-        raise MalformedEvents(f"{batch.skipped} events of the snapshot cannot be read")
-    return Snapshot(sequence, batch.events)
+    if reader.skipped:
+        raise MalformedEvents(f"{reader.skipped} events of the snapshot cannot be read")
+    return Snapshot(sequence, events)
 
 
 def event_fields(event: KvEvent) -> dict[str, Any]:

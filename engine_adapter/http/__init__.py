@@ -7,5 +7,6 @@ models.py         what an engine says of its models    adapter.py  the base of a
 headers.py        headers as bytes                     tls.py      one TLS context per engine
 openai_answer.py  fields kvpin asks of an answer and hides from the client
 error_bodies.py   engines' error bodies in one shape
+sse.py            whole events of a stream
 usage.py          cached tokens in answers           prometheus_text.py  an engine's metrics
 """

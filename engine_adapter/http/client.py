@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 import ssl
 
+from typing_extensions import override
+
 from engine_adapter.errors import EngineUnavailable
 from engine_adapter.http.connection import HttpResponse
 from engine_adapter.http.origin import Origin
-from engine_adapter.http.transport import OutgoingRequest
+from engine_adapter.http.transport import OutgoingRequest, Transport
 
 # Methods that change nothing at the engine (RFC 9110 9.2.1).
 _SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
@@ -19,8 +21,8 @@ _UPGRADE = (b"connection: upgrade", b"upgrade: websocket")
 _TARGET = re.compile(r"/[!-~\x80-\xff]*")
 
 
-class HttpTransport:
-    """`Transport` over HTTP/1.1: no limit on connections, no decompression, no redirects, no cookies.
+class HttpTransport(Transport):
+    """HTTP/1.1: no limit on connections, no decompression, no redirects, no cookies.
 
     A POST that the engine may have read is never sent again: the engine may have died of it. A request that
     changes nothing is sent a second time if its connection, used before, ended without an answer.
@@ -30,8 +32,8 @@ class HttpTransport:
         self._connect_timeout_s = connect_timeout_s
         self._origins: dict[tuple[str, ssl.SSLContext | None, str | None], Origin] = {}
 
+    @override
     async def send(self, request: OutgoingRequest) -> HttpResponse:
-        """See `Transport.send`."""
         end = request.url.find("/", len("https://"))
         address, target = (request.url[:end], request.url[end:]) if end > 0 else (request.url, "/")
         origin = self._origin(address, request.tls, request.unix)
@@ -46,13 +48,13 @@ class HttpTransport:
         connection = await origin.connect()
         return await connection.ask(request, head)
 
+    @override
     def hang_up(self, unix: str, reason: str) -> None:
-        """See `Transport.hang_up`."""
         for key in [each for each in self._origins if each[2] == unix]:
             self._origins.pop(key).hang_up(reason)
 
+    @override
     async def aclose(self) -> None:
-        """See `Transport.aclose`."""
         for origin in self._origins.values():
             await origin.aclose()
         self._origins.clear()

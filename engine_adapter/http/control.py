@@ -71,10 +71,8 @@ class ControlClient:
         headers: Mapping[str, str] | None = None,
         answer_s: float = ANSWER_S,
     ) -> _Answer:
-        """Sends JSON or raw bytes; returns the JSON of the answer as `kind`. See `fetch`.
-
-        Raises EngineUnavailable for an answer of another form, too.
-        """
+        """Sends JSON or raw bytes, see `fetch`; returns the JSON of the answer as `kind`. Raises
+        EngineUnavailable for an answer of another form, too."""
         if content is None and json is not None:
             content = msgspec.json.encode(json)
         raw = await self.fetch(method, path, content, headers, answer_s=answer_s)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import ssl
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from urllib.parse import unquote
@@ -18,11 +18,10 @@ from engine_adapter.http.headers import HeaderPairs, Headers
 from engine_adapter.http.tls import tls_context
 from engine_adapter.http.transport import OutgoingRequest
 from engine_adapter.types import EngineSpec
+from engine_adapter.upload import Upload
 
 # Engines whose address and headers are remembered in the form that requests need.
 _MAX_ENGINES = 4096
-RANK_HEADER = "x-data-parallel-rank"
-"""The header by which vLLM and SGLang send a request to one of their data-parallel ranks."""
 # Hop-by-hop headers (RFC 9110 7.6.1), and those of the next connection. No compression: kvpin reads the
 # usage.
 ENDS_HERE = frozenset(
@@ -46,6 +45,7 @@ _KEYS = frozenset({"authorization", "x-api-key"})
 _OWN_PREFIX = b"x-kvpin-"
 # Values of the header `connection` that nearly every client sends.
 _NAMES_NO_HEADER = (b"keep-alive", b"close")
+_NO_HEADERS: HeaderPairs = []
 _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _HEADER_VALUE = re.compile(r"[\x21-\x7e](?:[\t\x20-\x7e]*[\x21-\x7e])?")
 
@@ -87,23 +87,26 @@ def prepare_request(
     path: str,
     headers: Mapping[str, str],
     body: RequestBody,
+    own: HeaderPairs = _NO_HEADERS,
 ) -> OutgoingRequest:
-    """The client's request with the engine's address and credentials; see `EngineAdapter.prepare`."""
+    """The client's request with the engine's address and credentials; see `EngineAdapter.prepare`. `own`:
+    headers that replace the client's of the same name."""
     engine = parts_of(spec)
     pairs = Headers.pairs_of(headers)
     ends_here = engine.ends_here
+    if own:
+        ends_here |= {name for name, _ in own}
     for name, value in pairs:
         if name == b"connection" and value not in _NAMES_NO_HEADER:
             ends_here |= {each.strip().lower() for each in value.split(b",")}
     kept = [pair for pair in pairs if pair[0] not in ends_here and not pair[0].startswith(_OWN_PREFIX)]
-    kept += engine.headers + engine.rank
-    if isinstance(body, JsonBody):
-        return OutgoingRequest(method, engine.url + path, kept, body.raw, engine.tls)
-    if body is None:
-        return OutgoingRequest(method, engine.url + path, kept, None, engine.tls)
-    if body.length is not None:
-        kept.append((b"content-length", b"%d" % body.length))
-    return OutgoingRequest(method, engine.url + path, kept, body.chunks, engine.tls)
+    kept += engine.headers + own
+    content: bytes | AsyncIterator[bytes] | None = body.raw if isinstance(body, JsonBody) else None
+    if isinstance(body, Upload):
+        content = body.chunks
+        if body.length is not None:
+            kept.append((b"content-length", b"%d" % body.length))
+    return OutgoingRequest(method, engine.url + path, kept, content, engine.tls)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,14 +116,12 @@ class RequestParts:
     Attributes:
         url: the engine's address without `/v1`.
         headers: the headers that kvpin and the operator add.
-        rank: the header that names the engine's data-parallel rank; none for a whole server.
         ends_here: names of the client's headers that are not passed on.
         tls: the TLS context for the engine.
     """
 
     url: str
     headers: HeaderPairs = field(repr=False)
-    rank: HeaderPairs
     ends_here: frozenset[bytes]
     tls: ssl.SSLContext | None
 
@@ -133,13 +134,11 @@ def parts_of(spec: EngineSpec) -> RequestParts:
     own = {"accept-encoding": "identity"} | {name.lower(): value for name, value in spec.headers.items()}
     if spec.api_key:
         own["authorization"] = f"Bearer {spec.api_key}"
-    rank = {} if spec.options.rank is None else {RANK_HEADER: str(spec.options.rank)}
     # The operator's key for the engine replaces every client's key.
-    replaced = own.keys() | rank.keys() | (_KEYS if spec.api_key else frozenset())
+    replaced = own.keys() | (_KEYS if spec.api_key else frozenset())
     return RequestParts(
         url,
         Headers.of(own.items()).raw,
-        Headers.of(rank.items()).raw,
         frozenset(name.encode() for name in ENDS_HERE | replaced),
         tls_context(spec),
     )

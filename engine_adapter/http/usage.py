@@ -11,7 +11,7 @@ import msgspec
 from engine_adapter.body import UNREADABLE
 
 
-class Usage(msgspec.Struct, frozen=True):
+class TokenUsage(msgspec.Struct, frozen=True):
     """Token counts of an answer; None where the engine did not report them.
 
     Attributes:
@@ -29,7 +29,7 @@ class _Details(msgspec.Struct):
     cached_tokens: int | None = None
 
 
-class _Usage(msgspec.Struct):
+class _UsageFields(msgspec.Struct):
     """The fields of chats and completions, of responses, and of messages."""
 
     prompt_tokens_details: _Details | None = None
@@ -39,25 +39,25 @@ class _Usage(msgspec.Struct):
     output_tokens: int | None = None
 
 
-class _Answer(msgspec.Struct):
-    usage: _Usage | None = None
+class _AnswerFields(msgspec.Struct):
+    usage: _UsageFields | None = None
     timings: object = None
 
 
-NOTHING = Usage()
-UNREAD = Usage()
+NOTHING = TokenUsage()
+UNREAD = TokenUsage()
 """The usage of an answer that could not be read."""
 # Figures beyond these are no measurement: no answer has so many tokens, and no prefill takes weeks.
 _MAX_TOKENS, _LEAST_MS, _MAX_MS = 1 << 31, 1e-3, 1e9
-_decode_answer = msgspec.json.Decoder(_Answer).decode
-_decode_usage = msgspec.json.Decoder(_Usage).decode
+_decode_answer = msgspec.json.Decoder(_AnswerFields).decode
+_decode_usage = msgspec.json.Decoder(_UsageFields).decode
 # Finds a usage object, also in a JSON text that was cut off. Generated text cannot contain it: quotes in JSON
 # strings have a backslash.
 USAGE_KEY = b'"usage"'
 _USAGE = re.compile(USAGE_KEY + rb"\s*:\s*(\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\})")
 
 
-def read_answer_usage(content: bytes) -> Usage:
+def read_answer_usage(content: bytes) -> TokenUsage:
     """The usage of a JSON answer; `UNREAD` itself if it has an odd form, or is no JSON."""
     try:
         answer = _decode_answer(content)
@@ -78,7 +78,7 @@ def is_json(content: bytes) -> bool:
     return True
 
 
-def read_usage(usage: bytes) -> Usage:
+def read_usage(usage: bytes) -> TokenUsage:
     """The usage from a usage object alone."""
     try:
         return _read(_decode_usage(usage))
@@ -86,7 +86,7 @@ def read_usage(usage: bytes) -> Usage:
         return NOTHING
 
 
-def read_streamed_usage(part: bytes) -> Usage:
+def read_streamed_usage(part: bytes) -> TokenUsage:
     """The usage in a part of an event stream: for each count, the last one reported."""
     cached = output = None
     for usage in _backwards(part):
@@ -94,10 +94,10 @@ def read_streamed_usage(part: bytes) -> Usage:
         output = usage.output_tokens if output is None else output
         if cached is not None and output is not None:
             break
-    return Usage(cached, output)
+    return TokenUsage(cached, output)
 
 
-def _backwards(part: bytes) -> Iterator[Usage]:
+def _backwards(part: bytes) -> Iterator[TokenUsage]:
     at = len(part)
     while (at := part.rfind(USAGE_KEY, 0, at)) >= 0:
         usage = _USAGE.match(part, at)
@@ -105,13 +105,13 @@ def _backwards(part: bytes) -> Iterator[Usage]:
             yield read_usage(usage[1])
 
 
-def _read(usage: _Usage | None) -> Usage:
+def _read(usage: _UsageFields | None) -> TokenUsage:
     if usage is None:
         return NOTHING
     details = usage.prompt_tokens_details or usage.input_tokens_details
     cached = details.cached_tokens if details is not None else usage.cache_read_input_tokens
     output = usage.completion_tokens if usage.completion_tokens is not None else usage.output_tokens
-    return Usage(_count(cached), _count(output))
+    return TokenUsage(_count(cached), _count(output))
 
 
 def _count(tokens: int | None) -> int | None:

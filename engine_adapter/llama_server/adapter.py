@@ -40,8 +40,7 @@ from engine_adapter.llama_server.tokens import tokenize
 from engine_adapter.llama_server.turns import Ask
 from engine_adapter.llama_server.verbs import SlotVerbs
 from engine_adapter.types import (
-    MESSAGES_ROUTES,
-    RESPONSES_ROUTES,
+    TRANSLATED_ROUTES,
     Capability,
     EngineInfo,
     EngineLoad,
@@ -137,7 +136,7 @@ class LlamaServerAdapter(HttpAdapter):
             version=facts.build,
             shares_prefill=True,
             any_model=True,  # a router, which chooses by the name, is refused on connecting
-            served_as_chats=MESSAGES_ROUTES | RESPONSES_ROUTES,
+            served_as_chats=TRANSLATED_ROUTES,
             routes=ROUTES,
             splits_choices=session.scheduler is not None,
             card=facts.card,

@@ -23,8 +23,7 @@ from engine_adapter.llama_server.saved import Saved, SavedPrefixes, salt_digest
 from engine_adapter.llama_server.server_files import UNKNOWN_OWNER, SlotOwners
 from engine_adapter.llama_server.slots import Slot, SlotTable
 from engine_adapter.llama_server.state_file import StateFileError
-from engine_adapter.prompt.prefixes import common_prefix
-from engine_adapter.types import Retention, Tier, TokenIds
+from engine_adapter.types import Retention, Tier, TokenIds, common_prefix
 
 log = logging.getLogger("kvpin.llama_server")
 

@@ -15,8 +15,7 @@ from typing import NamedTuple
 from engine_adapter.llama_server.rates import Rates
 from engine_adapter.llama_server.saved_entry import Saved, recency
 from engine_adapter.llama_server.slots import Operation, Slot
-from engine_adapter.prompt.prefixes import common_prefix
-from engine_adapter.types import TokenIds
+from engine_adapter.types import TokenIds, common_prefix
 
 LEAST_GAIN = 16  # least shared tokens for a restore: all chats share their first tokens
 # Fewer shared tokens than this are no reason to overwrite a conversation: a template and its default system

@@ -10,8 +10,7 @@ from typing import Any
 
 import msgspec
 
-from engine_adapter.prompt.prefixes import common_prefix
-from engine_adapter.types import Tier, TokenIds
+from engine_adapter.types import Tier, TokenIds, common_prefix
 
 KEPT_SHARE = 0.5  # of a tier, at most, is retained for clients
 _HALF_LIFE_S = 1800.0  # an unused saved prefix loses half of its value in this time

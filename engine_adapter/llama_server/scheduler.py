@@ -34,8 +34,7 @@ from engine_adapter.llama_server.slot_io import (
 )
 from engine_adapter.llama_server.slots import Operation, Slot
 from engine_adapter.llama_server.turns import Ask, SlotLease, Turns, first_operation
-from engine_adapter.prompt.prefixes import common_prefix
-from engine_adapter.types import TokenIds
+from engine_adapter.types import TokenIds, common_prefix
 
 log = logging.getLogger("kvpin.llama_server")
 

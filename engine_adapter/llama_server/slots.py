@@ -13,8 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from engine_adapter.prompt.prefixes import common_prefix
-from engine_adapter.types import TokenIds
+from engine_adapter.types import TokenIds, common_prefix
 
 NEVER = -math.inf
 

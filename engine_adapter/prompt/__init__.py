@@ -7,6 +7,7 @@ content_format.py     string or list content                  encoders.py       
 gguf_metadata.py, gguf_tokenizer.py                           tokenizers inside GGUF files
 extra_ids.py          identity of embeddings                  media.py          identity of images
 sandbox.py            the sandbox templates run in            cuts.py               where a text can be cut
-prefixes.py           the length of a shared prefix           torch_file.py         reads a saved tensor
-bounds.py             what one call in a template may make    embeds.py         embeddings in requests
+torch_file.py         reads a saved tensor            embeds.py             embeddings in requests
+forms.py              prompts that all engines make alike
+bounds.py             what one call in a template may make
 """

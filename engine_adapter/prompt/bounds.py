@@ -211,13 +211,6 @@ def _indented_length(s: str, width: int | str = 4, *_rest: object, **_named: obj
     return (len(str(s).splitlines()) + 1) * (width if isinstance(width, int) else len(width))
 
 
-def _wrapped_length(
-    _environment: object, s: str, _width: int = 79, _long: object = True, wrapstring: str | None = None,
-    **_named: object,
-) -> int:  # fmt: skip
-    return len(s) * len(wrapstring or "")
-
-
 _LENGTHS: dict[str, Callable[..., int]] = {
     # Lists take eight bytes for each place.
     "batch": lambda _value, linecount, *_fill, **_named: 8 * linecount,
@@ -226,7 +219,9 @@ _LENGTHS: dict[str, Callable[..., int]] = {
     "format": lambda value, *values, **named: printf_length(str(value), named or values),
     "indent": _indented_length,
     "replace": lambda _context, s, old, new, count=None: _replaced_length(str(s), str(old), str(new), count),
-    "wordwrap": _wrapped_length,
+    "wordwrap": lambda _environment, s, _width=79, _long=True, wrapstring=None, **_named: (
+        len(s) * len(wrapstring or "")
+    ),
 }
 # A lorem ipsum has words of up to eleven letters.
 bounded_lipsum = _bounded(

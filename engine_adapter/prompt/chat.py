@@ -9,13 +9,12 @@ from __future__ import annotations
 import re
 import secrets
 import threading
-import time
 from array import array
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar, Unpack
 
 import msgspec
 
@@ -31,11 +30,6 @@ from engine_adapter.prompt.templates import TEMPLATE_ERRORS
 from engine_adapter.types import ExtraIds, TokenIds
 
 _Result = TypeVar("_Result")
-
-# Shorter texts take less than 1 ms with every encoder, too short to be measured.
-_MEASURED_CHARS = 1024
-# Texts that an encoder's pace is averaged over.
-_SAMPLES = 8
 
 # transformers imports its modules lazily, which two threads must not do at once.
 _LOADING = threading.Lock()
@@ -70,26 +64,28 @@ class ChatPrompt:
         return cls(token_ids, extra_ids, {extra_ids[0]: embeddings})
 
 
+class ChatOptions(TypedDict, total=False):
+    """What a chat template takes beside the messages; `template_kwargs` are the client's own."""
+
+    tools: object
+    add_generation_prompt: bool
+    continue_final_message: bool
+    template_kwargs: object
+
+
 class ChatTokenizer:
     """A tokenizer and its chat template. Calls are thread-safe; encoding releases the GIL.
 
     Attributes:
         source: the directory or hub id it was loaded from.
-        encoder_pace: how long its encoder takes here.
     """
 
     def __init__(self, tokenizer: Any, *, source: str, encoder: Encoder | None = None) -> None:  # noqa: ANN401
-        """Wraps a transformers tokenizer; `load` is the usual way to one.
-
-        Args:
-            tokenizer: of transformers, which is untyped.
-            source: where it comes from.
-            encoder: gives its ids; looked for by default, which takes seconds.
-        """
+        """Wraps a transformers tokenizer; `load` is the usual way to one. `source` is where it comes from,
+        and `encoder` gives its ids: by default it is looked for, which takes seconds."""
         self.source = source
         self._tokenizer = tokenizer
         self._encoder = encoder or exact_encoder(tokenizer)
-        self.encoder_pace = Pace(self._encoder.chars_per_ms)
 
     @classmethod
     def load(cls, source: str) -> ChatTokenizer:
@@ -149,9 +145,7 @@ class ChatTokenizer:
     async def off_loop(self, chars: int, work: Callable[[], _Result]) -> _Result:
         """Does `work`, which encodes a text of `chars` characters: here if it takes about 1 ms at most, else
         in a thread, so that it does not block the event loop."""
-        if chars < _MEASURED_CHARS:
-            return work()
-        return await off_loop(lambda: self.encoder_pace.measure(chars, work), ms=self.encoder_pace.ms(chars))
+        return await off_loop(work, ms=chars / self._encoder.chars_per_ms)
 
     def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = False) -> str:
         """The text of `token_ids`; ids outside the vocabulary are left out."""
@@ -162,15 +156,7 @@ class ChatTokenizer:
         )
         return text
 
-    def render(
-        self,
-        messages: object,
-        *,
-        tools: object = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        template_kwargs: object = None,
-    ) -> str:
+    def render(self, messages: object, **options: Unpack[ChatOptions]) -> str:
         """The prompt's text, by the tokenizer's chat template.
 
         A template that loops over parts gets a list of text parts; any other gets them joined by newlines. A
@@ -179,19 +165,16 @@ class ChatTokenizer:
         Raises:
             ChatError: naming the field that cannot be rendered.
         """
-        chat = _Chat(self._tokenizer, tools, add_generation_prompt, continue_final_message, template_kwargs)
+        chat = _Chat(self._tokenizer, **options)
         return chat.render(normalize_messages(messages, chat.format).messages)
 
     def chat(
         self,
         messages: object,
         *,
-        tools: object = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        template_kwargs: object = None,
         vocab_size: int | None = None,
         hidden_size: int | None = None,
+        **options: Unpack[ChatOptions],
     ) -> ChatPrompt:
         """Token ids of a chat, with prompt embeddings as rows of fake ids.
 
@@ -203,11 +186,11 @@ class ChatTokenizer:
             ChatError: naming the field that cannot be rendered.
             PromptTableError: embeddings that cannot be read.
         """
-        chat = _Chat(self._tokenizer, tools, add_generation_prompt, continue_final_message, template_kwargs)
+        chat = _Chat(self._tokenizer, **options)
         normal = normalize_messages(
             messages,
             chat.format,
-            make_word=lambda: _word_absent_from(messages, tools, template_kwargs),
+            make_word=lambda: _word_absent_from(messages, options),
             hidden_size=hidden_size,
         )
         text = chat.render(normal.messages)
@@ -240,33 +223,6 @@ class ChatTokenizer:
             token_ids.extend(ids)
             extra_ids.extend(extras)
         return ChatPrompt(token_ids, extra_ids, embeddings)
-
-
-class Pace:
-    """Time that an encoder takes on this machine, learned from the texts that it encodes.
-
-    A thread costs a request about 0.2 ms of CPU. The stated pace is that of text without common words, on a
-    slow machine. English takes a third of that time. A row of spaces takes twenty times as long. So a learned
-    pace of more than twice the stated one is not believed.
-    """
-
-    def __init__(self, chars_per_ms: int) -> None:
-        """`chars_per_ms`: the pace until there are measurements, and the slowest that is expected after."""
-        self._slowest = self._ms_per_char = 1 / chars_per_ms
-        self._fastest = self._slowest / 2
-
-    def ms(self, chars: int) -> float:
-        """Milliseconds that a text of this length is expected to take."""
-        return chars * self._ms_per_char
-
-    def measure(self, chars: int, work: Callable[[], _Result]) -> _Result:
-        """Does `work`, which encodes a text of this length."""
-        started = time.thread_time()
-        result = work()
-        seen = 1000 * (time.thread_time() - started) / chars
-        learned = self._ms_per_char + (seen - self._ms_per_char) / _SAMPLES
-        self._ms_per_char = min(max(learned, self._fastest), self._slowest)
-        return result
 
 
 def check_source(source: str) -> None:
@@ -305,10 +261,11 @@ class _Chat:
     def __init__(
         self,
         tokenizer: Any,  # noqa: ANN401 - transformers is untyped
-        tools: object,
-        add_generation_prompt: bool,
-        continue_final_message: bool,
-        template_kwargs: object,
+        *,
+        tools: object = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        template_kwargs: object = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._tools = _checked_tools(tools)
@@ -372,7 +329,7 @@ def _checked_kwargs(template_kwargs: object) -> dict[str, Any]:
 
 
 def _word_absent_from(*values: object) -> str:
-    """A random word of 128 bits that occurs nowhere in `values`; checked nevertheless."""
+    """A random word of 128 bits that occurs nowhere in `values`."""
     text = msgspec.json.encode(values)
     while (word := f"kvpin{secrets.token_hex(16)}").encode() in text:
         pass

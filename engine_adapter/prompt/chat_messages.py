@@ -51,13 +51,10 @@ def normalize_messages(
     make_word: Callable[[], str] | None = None,
     hidden_size: int | None = None,
 ) -> NormalMessages:
-    """Checks and converts `messages`; the originals are not changed.
+    """Checks and converts `messages`, decoded from JSON; the originals are not changed.
 
-    Args:
-        messages: the request's field, decoded from JSON.
-        wanted: the form in which the template reads a list of parts.
-        make_word: gives a word that occurs nowhere in the chat; without it, embeddings are refused.
-        hidden_size: columns that embeddings must have; None refuses embeddings.
+    `wanted` is the form in which the template reads a list of parts. `make_word` gives a word that occurs
+    nowhere in the chat. Without it or the `hidden_size` of the model, embeddings are refused.
 
     Raises:
         ChatError: naming the field at fault.

@@ -148,7 +148,7 @@ class DescribedTokenizer:
         return decoder.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     def get_chat_template(self, chat_template: str | None = None, tools: object = None) -> str:
-        """See transformers' method of that name."""
+        """The template for these tools, like transformers' method of that name."""
         return chat_template or choose_template(self.chat_template, tools)
 
     def apply_chat_template(
@@ -162,7 +162,7 @@ class DescribedTokenizer:
         tokenize: bool = False,
         **variables: Any,  # noqa: ANN401 - as the client has it
     ) -> str:
-        """See transformers' method of that name; it only renders."""
+        """The text of a chat, like transformers' method of that name."""
         options: dict[str, Any] = {
             "tools": tools,
             "documents": documents,

@@ -19,16 +19,8 @@ _CHARS_PER_MS = 128 * 1024
 
 
 def read_embeds(data: object, *, param: str, hidden_size: int) -> Embeddings:
-    """The embeddings in a field of a request.
-
-    Args:
-        data: the field's value; base64 of safetensors bytes.
-        param: the field that errors name.
-        hidden_size: columns of the model's embeddings.
-
-    Raises:
-        PromptTableError: it is no such text, or they do not fit the model.
-    """
+    """The embeddings in the field `param` of a request: base64 of safetensors bytes. Raises PromptTableError
+    if they are something else, or do not fit the model."""
     if not isinstance(data, str):
         raise PromptTableError(f"{param} must be base64 text", param=param)
     try:

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 import fastokens  # type: ignore[import-untyped]  # a Rust module without py.typed
 import msgspec
+from typing_extensions import override
 
 from engine_adapter.prompt.cuts import AddedToken, cut_tokens
 from engine_adapter.types import TokenIds
@@ -67,7 +68,7 @@ class Encoder(Protocol):
         """Token ids of `text`. Thread-safe."""
 
 
-class TransformersEncoder:
+class TransformersEncoder(Encoder):
     """The tokenizer's own `encode`: the reference, and the only encoder of tokenizers written in Python."""
 
     name = "transformers"
@@ -77,12 +78,12 @@ class TransformersEncoder:
     def __init__(self, tokenizer: Any) -> None:  # noqa: ANN401 - transformers is untyped
         self._tokenizer = tokenizer
 
+    @override
     def encode(self, text: str, *, add_special_tokens: bool) -> TokenIds[int]:
-        """See `Encoder.encode`."""
         return array("i", self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
 
-class TokenizersEncoder:
+class TokenizersEncoder(Encoder):
     """The Rust tokenizer behind a transformers one; neither pads nor truncates. Releases the GIL."""
 
     name = "tokenizers"
@@ -93,8 +94,8 @@ class TokenizersEncoder:
         added = () if backend.encode_special_tokens else backend.get_added_tokens_decoder().values()
         self.cuts = cut_tokens(msgspec.convert(each, AddedToken, from_attributes=True) for each in added)
 
+    @override
     def encode(self, text: str, *, add_special_tokens: bool) -> TokenIds[int]:
-        """See `Encoder.encode`."""
         encodings = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return array("i", encodings[0].ids)
 
@@ -104,7 +105,7 @@ class TokenizersEncoder:
         return text
 
 
-class FastokensEncoder:
+class FastokensEncoder(Encoder):
     """fastokens. Releases the GIL."""
 
     name = "fastokens"
@@ -113,12 +114,10 @@ class FastokensEncoder:
     def __init__(
         self, description: str, slower: Callable[[], Encoder], *, split_special_tokens: bool
     ) -> None:
-        """Raises ValueError for what fastokens does not implement.
+        """Reads a `tokenizer.json`; raises ValueError for what fastokens does not implement.
 
-        Args:
-            description: a `tokenizer.json`.
-            slower: gives what encodes the rare text that exceeds fastokens' regular expressions.
-            split_special_tokens: special tokens in a text are encoded as text.
+        `slower` gives what encodes the rare text that exceeds fastokens' regular expressions. With
+        `split_special_tokens`, special tokens in a text are encoded as text.
         """
         self._slower = slower
         self._split_special_tokens = split_special_tokens
@@ -126,8 +125,8 @@ class FastokensEncoder:
         added = [] if split_special_tokens else self._tokenizer.added_tokens()
         self.cuts = cut_tokens(msgspec.convert(added, list[AddedToken]))
 
+    @override
     def encode(self, text: str, *, add_special_tokens: bool) -> TokenIds[int]:
-        """See `Encoder.encode`."""
         try:
             raw, _ = self._tokenizer.encode_batch_flat([text], add_special_tokens, self._split_special_tokens)
         except ValueError:

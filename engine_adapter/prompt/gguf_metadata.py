@@ -54,7 +54,6 @@ class _Reader:
         self._file = file
 
     def number(self, code: str) -> Any:  # noqa: ANN401 - as the code has it
-        """One number of a `struct` code."""
         return self._numbers(code, 1)[0]
 
     def string(self) -> str:

@@ -39,13 +39,8 @@ def mark_media(n_tokens: int, media: Iterable[MediaSpan]) -> ExtraIds[int] | Non
 def mark_embeds(
     ids: ExtraIds[int] | None, n_tokens: int, embeds: Iterable[tuple[int, bytes]]
 ) -> ExtraIds[int] | None:
-    """The extra ids of a prompt, which become those with these embeddings too; `ids` itself without any.
-
-    Args:
-        ids: those of its images.
-        n_tokens: tokens of the prompt.
-        embeds: first token of each block, and the engine's digest of its embeddings.
-    """
+    """Adds embeddings to the extra ids of a prompt's images, and returns them; `ids` itself without any.
+    `embeds` are the first token of each block, and the engine's digest of its embeddings."""
     for at, digest in embeds:
         if ids is None:
             ids = array("Q", bytes(8 * n_tokens))

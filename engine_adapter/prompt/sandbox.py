@@ -6,7 +6,6 @@ result is always the same for the keys of a plain dict and the methods of a plai
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from jinja2 import nodes
@@ -34,8 +33,6 @@ _OF_DICTS = frozenset(dir(dict))
 _OF_STRINGS = frozenset(name for name in dir(str) if not name.startswith("_")) - BOUNDED_METHODS
 # Written as the first statement of loops and macros.
 _STEP = nodes.ExprStmt(nodes.EnvironmentAttribute("step()"))
-# Values of one sum, or of one `~`, whose result is looked at only as a whole. Each look takes time.
-_TERMS = 4
 
 
 class _CheckedCode(CodeGenerator):
@@ -46,23 +43,27 @@ class _CheckedCode(CodeGenerator):
 
     @optimizeconst
     def visit_Add(self, node: nodes.BinExpr, frame: Frame) -> None:  # noqa: N802 - jinja2 names it
-        """Writes `left + right`."""
-        is_number = any(
-            isinstance(each, nodes.Const) and not _is_text(each) for each in (node.left, node.right)
+        """Writes `left + right`. A sum with a number is no text."""
+        consts = [each.value for each in (node.left, node.right) if isinstance(each, nodes.Const)]
+        name = None if any(not isinstance(value, str) for value in consts) else self.temporary_identifier()
+        self.write("(" if name is None else f"({name} if ({name} := ")
+        self.visit(node.left, frame)
+        self.write(" + ")
+        self.visit(node.right, frame)
+        self.write(
+            ")"
+            if name is None
+            else f").__class__ is str and len({name}) <= {LONG} else environment.checked({name}))"
         )
-        if is_number or getattr(node, "is_seen", False):
-            self._write_sum(node, frame)
-            return
-        _mark(node)
-        self._write_checked(lambda: self._write_sum(node, frame), is_text=_is_text(node))
 
     @optimizeconst
     def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:  # noqa: N802 - likewise
         """Writes `one ~ other ~ …`."""
-        if len(node.nodes) <= _TERMS:
-            self._write_checked(lambda: self._write_call("str_join((", node.nodes, frame), is_text=True)
-        else:
-            self._write_call("environment.joined((", node.nodes, frame)
+        self.write("environment.joined((")
+        for part in node.nodes:
+            self.visit(part, frame)
+            self.write(", ")
+        self.write("))")
 
     def visit_For(self, node: nodes.For, frame: Frame) -> None:  # noqa: N802 - likewise
         """Writes `{% for … %}`."""
@@ -73,76 +74,6 @@ class _CheckedCode(CodeGenerator):
         """Writes the body of a macro, or of a block that calls one."""
         node.body.insert(0, _STEP)
         return super().macro_body(node, frame)
-
-    def visit_Output(self, node: nodes.Output, frame: Frame) -> None:  # noqa: N802 - likewise
-        """Writes `{{ … }}`. A piece of the whole text is looked at with the others, by templates.py."""
-        for each in node.nodes if frame.buffer is None else ():
-            if isinstance(each, nodes.Add):
-                _mark(each)
-        super().visit_Output(node, frame)
-
-    def _output_child_pre(self, node: nodes.Expr, frame: Frame, finalize: Any) -> None:  # noqa: ANN401 - private
-        """Leaves out the `str` of jinja2 where it does nothing."""
-        if (
-            _is_text(node)
-            and finalize.src is None
-            and not (frame.eval_ctx.volatile or frame.eval_ctx.autoescape)
-        ):
-            self.write("(")
-        else:
-            super()._output_child_pre(node, frame, finalize)
-
-    def _write_sum(self, node: nodes.BinExpr, frame: Frame) -> None:
-        self.write("(")
-        self.visit(node.left, frame)
-        self.write(" + ")
-        self.visit(node.right, frame)
-        self.write(")")
-
-    def _write_call(self, begin: str, parts: Iterable[nodes.Expr], frame: Frame) -> None:
-        self.write(begin)
-        for part in parts:
-            self.visit(part, frame)
-            self.write(", ")
-        self.write("))")
-
-    def _write_checked(self, write: Callable[[], None], *, is_text: bool) -> None:
-        """Writes an expression, and what looks at it. `is_text`: it can be nothing else."""
-        name = self.temporary_identifier()
-        self.write(f"({name} if (" if is_text else f"({name} if ({name} := ")
-        if is_text:
-            self.write(f"len({name} := ")
-            write()
-            self.write(f") <= {LONG}")
-        else:
-            write()
-            self.write(f").__class__ is str and (len({name}) <= {LONG}")
-        self.write(f") else environment.checked({name}))")
-
-
-def _sums(node: nodes.BinExpr) -> Iterator[nodes.Add]:
-    """The sums at the left of a sum, down to one that has so many values that it is looked at itself."""
-    values, inner = 0, node
-    while isinstance(inner.left, nodes.Add):
-        values += not isinstance(inner.right, nodes.Const)
-        if values > _TERMS - 2:
-            return
-        inner = inner.left
-        yield inner
-
-
-def _mark(node: nodes.BinExpr) -> None:
-    """Marks the sums within a sum that need no look."""
-    node.is_seen = True  # type: ignore[attr-defined]  # a mark of ours
-    for inner in _sums(node):
-        inner.is_seen = True  # type: ignore[attr-defined]  # likewise
-
-
-def _is_text(node: nodes.Node) -> bool:
-    """Whether an expression is sure to give a text, if it gives anything."""
-    if isinstance(node, nodes.Add):
-        return _is_text(node.left) or _is_text(node.right)
-    return isinstance(node, nodes.Const) and isinstance(node.value, str)
 
 
 class Sandbox(ImmutableSandboxedEnvironment):

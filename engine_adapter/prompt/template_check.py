@@ -6,7 +6,7 @@ by a template that prints all of it; and the texts that the tokenizer's own temp
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from jinja2 import Environment
@@ -95,9 +95,9 @@ def renders_alike(tokenizer: Any) -> bool:  # noqa: ANN401 - transformers is unt
     own = tokenizer.chat_template
     templates = [*(own.values() if isinstance(own, dict) else [own] if own else [])]
     return _same_environment() and all(
-        _ours(tokenizer, template, messages, options) == _theirs(tokenizer, template, messages, options)
+        _text_of(_ours, tokenizer, template, *chat) == _text_of(_theirs, tokenizer, template, *chat)
         for template in (*templates, _WITNESS, _REFUSES, _HIDES)
-        for messages, options in _normal_chats(template)
+        for chat in _normal_chats(template)
     )
 
 
@@ -128,35 +128,25 @@ def _normal_chats(template: str) -> Iterator[tuple[list[dict[str, Any]], dict[st
         yield normal.messages, {"add_generation_prompt": True, **options}
 
 
-def _ours(
-    tokenizer: Any,  # noqa: ANN401 - transformers is untyped
-    template: str,
-    messages: list[dict[str, Any]],
-    options: dict[str, Any],
-) -> str | None:
-    """The text; None where the chat is refused."""
+def _ours(tokenizer: Any, template: str, messages: list[dict[str, Any]], options: dict[str, Any]) -> str:  # noqa: ANN401
     known = ("tools", "documents", "add_generation_prompt", "continue_final_message")
     variables = {name: value for name, value in options.items() if name not in known}
-    try:
-        return render_template(
-            template,
-            messages,
-            variables={**tokenizer.special_tokens_map, **variables},
-            **{name: value for name, value in options.items() if name in known},
-        )
-    except (ChatError, *TEMPLATE_ERRORS):
-        return None
+    return render_template(
+        template,
+        messages,
+        variables={**tokenizer.special_tokens_map, **variables},
+        **{name: value for name, value in options.items() if name in known},
+    )
 
 
-def _theirs(
-    tokenizer: Any,  # noqa: ANN401 - transformers is untyped
-    template: str,
-    messages: list[dict[str, Any]],
-    options: dict[str, Any],
-) -> str | None:
+def _theirs(tokenizer: Any, template: str, messages: list[dict[str, Any]], options: dict[str, Any]) -> str:  # noqa: ANN401
+    text: str = tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False, **options)
+    return text
+
+
+def _text_of(render: Callable[..., str], *chat: Any) -> str | None:  # noqa: ANN401 - transformers is untyped
     """The text; None where the chat is refused."""
     try:
-        text: str = tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False, **options)
-    except TEMPLATE_ERRORS:
+        return render(*chat)
+    except (ChatError, *TEMPLATE_ERRORS):
         return None
-    return text

@@ -48,15 +48,7 @@ _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 
 
 def choose_template(templates: str | Mapping[str, str] | None, tools: object) -> str:
-    """The template for a chat with these tools.
-
-    Args:
-        templates: the tokenizer's template, or several by name.
-        tools: the chat's tools, None without any.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """The template for a chat with these tools. Raises ValueError if there is none."""
     if isinstance(templates, Mapping):
         name = "tool_use" if tools is not None and "tool_use" in templates else "default"
         templates = templates.get(name)
@@ -77,19 +69,9 @@ def render_template(
 ) -> str:
     """The text of a chat. All values must be plain JSON: the sandbox does not guard other objects.
 
-    Args:
-        template: a jinja2 template.
-        messages: in the form that the template takes.
-        tools: given to the template.
-        documents: likewise.
-        add_generation_prompt: likewise.
-        continue_final_message: end the text within the last message's content.
-        variables: given to the template too, by name.
-
-    The template gets the messages themselves, because the sandbox keeps it from changing them.
-
-    Raises:
-        TEMPLATE_ERRORS: the template or its rules refuse the messages.
+    The template gets all arguments, and `variables` by name. It gets the messages themselves, because the
+    sandbox keeps it from changing them. With `continue_final_message`, the text ends within the last
+    message's content. Raises one of TEMPLATE_ERRORS if the template or its rules refuse the messages.
     """
     chat = [_prepared(message) for message in messages]
     final = _mark_end(chat, template) if continue_final_message else ""
@@ -193,7 +175,7 @@ class _Dict:
         return dict(*args, **kwargs)
 
     def fromkeys(self, keys: Iterable[Any], value: object = None, /) -> dict[Any, Any]:
-        """See `dict.fromkeys`."""
+        """A dict with these keys, like `dict.fromkeys`."""
         return dict.fromkeys(keys, value)
 
 
@@ -235,16 +217,12 @@ def _raise_exception(message: str) -> NoReturn:
     raise TemplateError(message)
 
 
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)  # noqa: DTZ005 - templates mean local time
-
-
 def _make_environment() -> Sandbox:
     made = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
     made.filters |= {**BOUNDED_FILTERS, "tojson": checked_filter(_tojson)}
     made.globals |= {
         "raise_exception": _raise_exception,
-        "strftime_now": _strftime_now,
+        "strftime_now": lambda form: datetime.now().strftime(form),  # noqa: DTZ005 - local time
         "dict": _Dict(),
         "lipsum": bounded_lipsum,
         "namespace": _Namespace,

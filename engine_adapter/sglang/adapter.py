@@ -6,10 +6,12 @@ It rests on the code of SGLang 0.5.23; docs/engines/sglang.md lists the facts.
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping
-from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
+from contextlib import aclosing
 from dataclasses import replace
 from http import HTTPStatus
 from typing import Any
+
+from typing_extensions import override
 
 from engine_adapter.body import JsonBody
 from engine_adapter.errors import EngineRejected, EngineUnavailable, EngineUnhealthy
@@ -28,8 +30,7 @@ from engine_adapter.sglang.routes import ROUTES
 from engine_adapter.sglang.server_info import ServerInfo, read_server_info
 from engine_adapter.sglang.tokens import tokenize, tokenizes_chats, uses_jinja
 from engine_adapter.types import (
-    MESSAGES_ROUTES,
-    RESPONSES_ROUTES,
+    TRANSLATED_ROUTES,
     Capability,
     EngineInfo,
     EngineLoad,
@@ -49,6 +50,7 @@ _INSTEAD = {
     Capability.OFFLOAD: "with --enable-hierarchical-cache SGLang copies to its host tier by itself",
     Capability.RESTORE: 'SGLang loads from its host tier by itself; "fallback": "warm" computes again',
 }
+_RANK_HEADER = b"x-data-parallel-rank"
 _RANKS_SINCE = (0, 5, 10)  # before, requests cannot name one
 
 
@@ -61,19 +63,21 @@ class SglangAdapter(HttpAdapter):
     def __init__(self, spec: EventSpec) -> None:
         """Raises EngineSpecError for an invalid address."""
         super().__init__(spec)
+        if spec.options.dp_rank is not None:
+            self._own_headers = [(_RANK_HEADER, b"%d" % spec.options.dp_rank)]
         self._loads = Loads(self._control, spec.options.dp_rank)
         self._info: ServerInfo | None = None
-        self._subscriber: KvEventSubscriber | None = None
         self._findings: tuple[Finding, ...] = ()
         self._tells_ready = True
         self._tokenizes = self._jinja = False
 
+    @override
     async def connect(self) -> EngineInfo:
-        """See `EngineAdapter.connect`."""
         return self._describe(await self._look())
 
+    @override
     async def load(self) -> EngineLoad:
-        """See `EngineAdapter.load`. LoRA adapters can be loaded and unloaded while the server runs."""
+        """LoRA adapters can be loaded and unloaded while the server runs."""
         await self._check_ready()
         load = await self._loads.read()
         info = self._info
@@ -82,32 +86,31 @@ class SglangAdapter(HttpAdapter):
         model = read_models(await self._control.get("/v1/models"))
         return replace(load, outdated=model.loras != info.loras)
 
+    @override
     def findings(self) -> tuple[Finding, ...]:
-        """See `EngineAdapter.findings`."""
         return self._findings
 
-    def hold(
-        self, path: str, body: RequestBody, prompt: KvTarget | None
-    ) -> AbstractAsyncContextManager[Hold]:
-        """See `EngineAdapter.hold`."""
-        if not isinstance(body, JsonBody) or self._info is None:
-            return nullcontext(Hold(body))
-        return nullcontext(hold_request(self._info, path, body, prompt, jinja=self._jinja))
+    @override
+    def _hold(self, path: str, body: JsonBody, prompt: KvTarget | None) -> Hold:
+        if self._info is None:
+            return Hold(body)
+        return hold_request(self._info, path, body, prompt, jinja=self._jinja)
 
+    @override
     def prepare(
         self, method: str, path: str, headers: Mapping[str, str], body: RequestBody
     ) -> OutgoingRequest:
-        """See `EngineAdapter.prepare`. Namespaces and LoRA adapters are kept apart, also without reuse."""
+        """Namespaces and LoRA adapters are kept apart, also without reuse."""
         if isinstance(body, JsonBody) and self._info is not None:
             body = kept_apart(self._info, route_of(path), body)
         return super().prepare(method, path, headers, body)
 
+    @override
     async def tokenize(self, path: str, body: JsonBody) -> TokenIds[int]:
-        """See `EngineAdapter.tokenize`."""
         return await tokenize(self._control, path, body)
 
+    @override
     async def events(self, since: EventPosition | None = None) -> AsyncGenerator[KvEvent, None]:
-        """See `EngineAdapter.events`."""
         info = self._info or await self._look()
         endpoints = event_endpoints(info, self.spec)
         if endpoints is None:
@@ -117,12 +120,9 @@ class SglangAdapter(HttpAdapter):
             async for event in events:
                 yield event
 
-    def event_position(self) -> EventPosition | None:
-        """See `EngineAdapter.event_position`."""
-        return self._subscriber.position if self._subscriber is not None else None
-
+    @override
     async def operate(self, verb: KvVerb, target: KvTarget) -> AsyncGenerator[KvProgress, None]:
-        """See `EngineAdapter.operate`. Flushes everything, on all data-parallel ranks. What a HiCache storage
+        """Flushes everything, on all data-parallel ranks. What a HiCache storage
         backend keeps outside the server stays. SGLang does not report how many blocks it dropped."""
         if verb is not KvVerb.FLUSH:
             raise self.not_supported(Capability(verb.value))
@@ -137,8 +137,8 @@ class SglangAdapter(HttpAdapter):
         else:
             yield KvProgress(0, 0)
 
+    @override
     async def stats(self) -> dict[str, Any]:
-        """See `EngineAdapter.stats`."""
         load = await self._loads.read()
         info = self._info or await self._look()
         return {
@@ -207,7 +207,7 @@ class SglangAdapter(HttpAdapter):
             version=f"SGLang {info.version}",
             loras=info.loras,
             shares_prefill=True,
-            served_as_chats=MESSAGES_ROUTES | RESPONSES_ROUTES,
+            served_as_chats=TRANSLATED_ROUTES,
             ranks=tuple(range(info.dp_ranks)) if info.release >= _RANKS_SINCE else (),
             routes=ROUTES,
             card=info.card,

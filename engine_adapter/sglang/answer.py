@@ -10,10 +10,11 @@ from __future__ import annotations
 import re
 
 import msgspec
+from typing_extensions import override
 
-from engine_adapter.body import UNREADABLE
+from engine_adapter.body import RawFields, decode_object
 from engine_adapter.hold import AnswerReader
-from engine_adapter.http.openai_answer import OpenAIAnswer, pass_marked
+from engine_adapter.http.openai_answer import NULL, OpenAIAnswer, pass_marked
 
 _DETAILS = "cached_tokens_details"
 # The mark of an event that is read.
@@ -23,9 +24,7 @@ _FINISHED = b'"finish_reason":"'
 # In `meta_info`. Text cannot contain it: quotes in JSON strings have a backslash.
 _CACHED = re.compile(rb'"cached_tokens"\s*:\s*(\d+)\b(?=\s*[,}])')
 _LONGEST_MARK = 64
-_NULL, _NO_CHOICES = msgspec.Raw(b"null"), msgspec.Raw(b"[]")
-_Fields = dict[str, msgspec.Raw]
-_decode_fields = msgspec.json.Decoder(_Fields).decode
+_NO_CHOICES = msgspec.Raw(b"[]")
 
 
 class _Tiers(msgspec.Struct):
@@ -37,44 +36,36 @@ class _Tiers(msgspec.Struct):
 
 
 class DetailsAnswer(OpenAIAnswer):
-    """`AnswerReader` for a request with `cached_tokens_details`."""
+    """Reads an answer to a request with `cached_tokens_details`."""
 
     def __init__(self, *, streams: bool, hides_details: bool) -> None:
         """`hides_details`: the client did not ask for them."""
-        super().__init__(streams=streams, hides_usage=False, reads_tokens=False, hides_tokens=False)
+        super().__init__(streams=streams)
         self._hides_details = hides_details
         self._finished = False
 
-    def feed(self, chunk: bytes) -> bytes:
-        """See `AnswerReader.feed`."""
-        return super().feed(chunk) if self._streams else self._pass_object(chunk)
-
+    @override
     def cached_tokens(self) -> int | None:
-        """See `AnswerReader.cached_tokens`. None if the answer broke off."""
+        # None if the answer broke off.
         return self._cached or 0 if self._finished else None
 
+    @override
     def _pass_events(self, events: bytes) -> bytes:
         self._finished |= _FINISHED in events
-        return pass_marked(events, _USAGE_OR_EXTENSION, self._pass_object)
+        return pass_marked(events, _USAGE_OR_EXTENSION, self._pass)
 
-    def _pass_object(self, content: bytes) -> bytes:
-        """The client's version of an answer or a stream event."""
-        start, end = content.find(b"{"), content.rfind(b"}") + 1
-        try:
-            fields = _decode_fields(content[start:end])
-            is_last = not self._streams or fields.get("choices") == _NO_CHOICES
-            changed = self._read_details(fields)
-            if is_last and fields.get("usage", _NULL) != _NULL:
-                changed |= self._fill_usage(fields)
-            elif self._streams and is_last and changed and "sglext" not in fields:
-                return b""  # the chunk held nothing but the details
-        except UNREADABLE:
-            return content
-        return content[:start] + msgspec.json.encode(fields) + content[end:] if changed else content
+    @override
+    def _read(self, fields: RawFields) -> bool | None:
+        is_last = not self._streams or fields.get("choices") == _NO_CHOICES
+        changed = self._read_details(fields)
+        if is_last and fields.get("usage", NULL) != NULL:
+            return self._fill_usage(fields) or changed
+        held_nothing_else = self._streams and is_last and changed and "sglext" not in fields
+        return None if held_nothing_else else changed
 
-    def _read_details(self, fields: _Fields) -> bool:
+    def _read_details(self, fields: RawFields) -> bool:
         """Reads the details; True if they were removed."""
-        extension = _decode_fields(fields["sglext"]) if fields.get("sglext", _NULL) != _NULL else {}
+        extension = decode_object(fields["sglext"]) if fields.get("sglext", NULL) != NULL else {}
         if _DETAILS not in extension:
             return False
         tiers = msgspec.json.decode(extension.pop(_DETAILS), type=_Tiers)
@@ -87,13 +78,13 @@ class DetailsAnswer(OpenAIAnswer):
             del fields["sglext"]
         return True
 
-    def _fill_usage(self, fields: _Fields) -> bool:
+    def _fill_usage(self, fields: RawFields) -> bool:
         """Adds the cached tokens to a usage without them; True if it did."""
         self._finished = True
-        usage = _decode_fields(fields["usage"])
-        details = usage.get("prompt_tokens_details", _NULL)
-        known = _decode_fields(details) if details != _NULL else {}
-        if known.get("cached_tokens", _NULL) != _NULL:
+        usage = decode_object(fields["usage"])
+        details = usage.get("prompt_tokens_details", NULL)
+        known = decode_object(details) if details != NULL else {}
+        if known.get("cached_tokens", NULL) != NULL:
             return False
         known["cached_tokens"] = msgspec.Raw(b"%d" % (self._cached or 0))
         usage["prompt_tokens_details"] = msgspec.Raw(msgspec.json.encode(known))
@@ -102,14 +93,14 @@ class DetailsAnswer(OpenAIAnswer):
 
 
 class GenerateAnswer(AnswerReader):
-    """`AnswerReader` of `/generate`: every answer and event tells the cached tokens. Changes nothing."""
+    """Reads answers of `/generate`: every answer and event tells the cached tokens. Changes nothing."""
 
     def __init__(self) -> None:
         self._cached: int | None = None
         self._held = b""  # may end inside what is searched for
 
+    @override
     def feed(self, chunk: bytes) -> bytes:
-        """See `AnswerReader.feed`."""
         if self._cached is None:
             searched = self._held + chunk
             found = _CACHED.search(searched)
@@ -117,6 +108,7 @@ class GenerateAnswer(AnswerReader):
             self._held = searched[-_LONGEST_MARK:]
         return chunk
 
+    @override
     def cached_tokens(self) -> int | None:
-        """See `AnswerReader.cached_tokens`. Of several prompts, those of the first."""
+        # Of several prompts, those of the first.
         return self._cached

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from engine_adapter.events.options import EventSpec
-from engine_adapter.events.sources import RANKS
+from engine_adapter.events.options import RANKS, EventSpec
 from engine_adapter.events.subscriber import EventEndpoints
 from engine_adapter.sglang.server_info import EVENTS_CARRY_LORA, EVENTS_CARRY_SALTS, ServerInfo
 from engine_adapter.types import Finding
@@ -20,23 +19,16 @@ _LEARNED = "kvpin learns what it holds from its answers"
 
 def event_endpoints(info: ServerInfo, spec: EventSpec) -> EventEndpoints | None:
     """Where this machine reads the server's KV events; None if it cannot follow them."""
-    return None if _why_not_followed(info, spec) is not None else _endpoints(info, spec)
+    return None if any(_why_not_followed(info, spec)) else _endpoints(info, spec)
 
 
 def why_events_do_not_fit(info: ServerInfo, spec: EventSpec) -> Finding | None:
     """Why the server's KV events cannot be followed; None where they can."""
-    return _why_not_followed(info, spec) or _why_no_endpoint(info, spec)
+    return next(_why_not_followed(info, spec), None) or _why_no_endpoint(info, spec)
 
 
 def find(info: ServerInfo, spec: EventSpec, *, jinja: bool, tokenizes: bool) -> tuple[Finding, ...]:
-    """All findings.
-
-    Args:
-        info: what the server reported.
-        spec: how the operator described it.
-        jinja: it renders chats with a Jinja template.
-        tokenizes: it tokenises messages.
-    """
+    """All findings. The server `tokenizes` messages, and renders chats with a Jinja template (`jinja`)."""
     return tuple(_findings(info, spec, jinja=jinja, tokenizes=tokenizes))
 
 
@@ -80,38 +72,36 @@ def _findings(info: ServerInfo, spec: EventSpec, *, jinja: bool, tokenizes: bool
         )
 
 
-def _why_not_followed(info: ServerInfo, spec: EventSpec) -> Finding | None:
+def _why_not_followed(info: ServerInfo, spec: EventSpec) -> Iterator[Finding]:
     """Why its KV events, wherever they are, do not show what it holds."""
     if not info.radix_cache:
-        return Finding("it reuses no prefixes", "start it without --disable-radix-cache")
+        yield Finding("it reuses no prefixes", "start it without --disable-radix-cache")
     if info.page_size is None:
-        return Finding(f"it does not report its page size, so {_LEARNED}")
-    if info.dp_ranks > 1 and spec.options.dp_rank is None:
-        ranks = info.dp_ranks
-        return Finding(
+        yield Finding(f"it does not report its page size, so {_LEARNED}")
+    if (ranks := info.dp_ranks) > 1 and spec.options.dp_rank is None:
+        yield Finding(
             f"it has {ranks} data-parallel ranks and chooses one itself, so {_LEARNED}",
             f"{RANKS}, or add it {ranks} times, with dp_rank=0 to {ranks - 1}",
         )
     if info.pairs_tokens:
-        return Finding(
+        yield Finding(
             f"with --speculative-algorithm {info.speculative} its events hold pairs of tokens, "
             f"which kvpin cannot follow, so {_LEARNED}",
         )
-    return _why_events_mislead(info)
-
-
-def _why_events_mislead(info: ServerInfo) -> Finding | None:
-    if not info.events_carry_salts:
-        return Finding(
-            f"the KV events of SGLang {info.version} do not carry cache salts, so {_LEARNED}",
-            f"use {_release(EVENTS_CARRY_SALTS)} or later",
-        )
-    if info.lora and not info.events_carry_lora:
-        return Finding(
-            f"the KV events of SGLang {info.version} do not carry LoRA adapters, so {_LEARNED}",
-            f"use {_release(EVENTS_CARRY_LORA)} or later, or serve without LoRA",
-        )
-    return None
+    for is_wrong, keys, since, instead in (
+        (not info.events_carry_salts, "cache salts", EVENTS_CARRY_SALTS, ""),
+        (
+            info.lora and not info.events_carry_lora,
+            "LoRA adapters",
+            EVENTS_CARRY_LORA,
+            ", or serve without LoRA",
+        ),
+    ):
+        if is_wrong:
+            yield Finding(
+                f"the KV events of SGLang {info.version} do not carry {keys}, so {_LEARNED}",
+                f"use {'.'.join(map(str, since))} or later{instead}",
+            )
 
 
 def _why_no_endpoint(info: ServerInfo, spec: EventSpec) -> Finding | None:
@@ -132,7 +122,3 @@ def _endpoints(info: ServerInfo, spec: EventSpec) -> EventEndpoints | None:
         return spec.options.endpoints(spec.url, None, None)
     events, replay = publisher.endpoints(spec.options.dp_rank or 0)
     return spec.options.endpoints(spec.url, events, replay, publisher.topic)
-
-
-def _release(numbers: tuple[int, ...]) -> str:
-    return ".".join(map(str, numbers))

@@ -32,15 +32,8 @@ def hold_request(
 ) -> Hold:
     """The hold of a request.
 
-    Args:
-        info: the server.
-        path: the request's route.
-        body: its body.
-        prompt: its tokens, None where they are not known.
-        jinja: the server renders chats with a Jinja template, which makes nothing but the prompt.
-
-    Raises:
-        EngineRejected: the server would use another tenant's KV, or ignore the LoRA adapter.
+    With `jinja`, the server renders chats with a Jinja template, which makes nothing but the prompt. Raises
+    EngineRejected if the server would use another tenant's KV, or ignore the LoRA adapter.
     """
     changes = _of_the_tenant(info, path, body)
     if prompt is not None and prompt.exact and prompt.token_ids is not None:

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from engine_adapter.errors import EngineUnavailable
-from engine_adapter.events.sources import WILDCARDS
+from engine_adapter.events.options import WILDCARDS
 from engine_adapter.http.models import read_models
 
 # First version whose events carry the cache salt.
@@ -161,17 +161,15 @@ class _Raw(msgspec.Struct, frozen=True):
 
 
 def read_server_info(answer: object, models: object, *, api_key: str | None = None) -> ServerInfo:
-    """Reads `/server_info` and `/v1/models`; `api_key` is the key kvpin has.
-
-    Raises:
-        EngineUnavailable: the answers are not an SGLang server's.
-    """
+    """Reads `/server_info` and `/v1/models`; `api_key` is the key kvpin has. Raises EngineUnavailable for
+    answers that are not an SGLang server's."""
     try:
         raw = msgspec.convert(answer, _Raw)
     except msgspec.ValidationError as error:
         raise EngineUnavailable(f"it does not answer as SGLang does: {error}") from error
     model = read_models(models)
     publisher, config = raw.kv_events, _events_config(raw.kv_events_config)
+    size = publisher.block_size if publisher is not None else (raw.page_size or 0) * raw.dcp_size
     return ServerInfo(
         version=raw.version,
         instance=_identity(raw),
@@ -180,7 +178,7 @@ def read_server_info(answer: object, models: object, *, api_key: str | None = No
         loras=model.loras,
         max_model_len=model.max_model_len,
         tokenizer=raw.tokenizer_path,
-        page_size=_page_size(raw),
+        page_size=size or None,
         capacity_tokens=raw.max_total_num_tokens,
         dp_ranks=publisher.dp_size if publisher is not None else raw.dp_size * raw.attn_dp_size,
         publisher=_publisher(publisher, config) if publisher is not None else None,
@@ -188,7 +186,10 @@ def read_server_info(answer: object, models: object, *, api_key: str | None = No
         cache_report=raw.enable_cache_report,
         radix_cache=not raw.disable_radix_cache,
         hicache=raw.enable_hierarchical_cache,
-        host_ratio=_host_ratio(raw),
+        # A size in gigabytes replaces the ratio. It does not say how many tokens fit.
+        host_ratio=(raw.hicache_ratio or 0.0)
+        if raw.enable_hierarchical_cache and not raw.hicache_size
+        else 0.0,
         lora=bool(raw.enable_lora or model.loras),
         speculative=raw.speculative_algorithm,
         completion_template=raw.completion_template is not None,
@@ -201,16 +202,6 @@ def _identity(raw: _Raw) -> str:
     """Identity of the process: its start-up times and its random seed differ from start to start."""
     text = msgspec.json.encode([raw.version, raw.startup_time, raw.random_seed], order="sorted")
     return hashlib.blake2b(text, digest_size=8).hexdigest()
-
-
-def _page_size(raw: _Raw) -> int | None:
-    size = raw.kv_events.block_size if raw.kv_events is not None else (raw.page_size or 0) * raw.dcp_size
-    return size if size > 0 else None
-
-
-def _host_ratio(raw: _Raw) -> float:
-    # A size in gigabytes replaces the ratio. It does not say how many tokens fit.
-    return (raw.hicache_ratio or 0.0) if raw.enable_hierarchical_cache and not raw.hicache_size else 0.0
 
 
 def _publisher(raw: _Publisher, config: _EventsConfig) -> EventPublisher:

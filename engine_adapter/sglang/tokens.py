@@ -27,10 +27,9 @@ class _Tokens(msgspec.Struct, frozen=True):
 
 
 async def tokenize(control: ControlClient, path: str, body: JsonBody) -> TokenIds[int]:
-    """See `EngineAdapter.tokenize`."""
+    """Token ids of a chat, a completion or a request of `/generate`."""
     if path == CHAT:
-        asked = body.replace(**dict.fromkeys(_NOT_OF_CHATS))
-        return array("i", await _ask(control, asked.raw))
+        return await _ask(control, body.replace(**dict.fromkeys(_NOT_OF_CHATS)).raw)
     if path not in (COMPLETIONS, GENERATE):
         raise EngineRejected(f"SGLang cannot tokenise {path}", status=404)
     prompt = body.get("text" if path == GENERATE else "prompt")
@@ -38,7 +37,7 @@ async def tokenize(control: ControlClient, path: str, body: JsonBody) -> TokenId
         if len(prompt) != 1 or not isinstance(prompt[0], str):
             raise EngineRejected("it is not one text", status=400, param="prompt")
         prompt = prompt[0]
-    return array("i", await _ask(control, msgspec.json.encode({"prompt": prompt})))
+    return await _ask(control, msgspec.json.encode({"prompt": prompt}))
 
 
 async def tokenizes_chats(control: ControlClient) -> bool:
@@ -56,5 +55,5 @@ async def _takes(control: ControlClient, body: object) -> bool:
     return await control.status("POST", "/tokenize", json=body) == HTTPStatus.OK
 
 
-async def _ask(control: ControlClient, raw: bytes) -> list[int]:
-    return (await control.read(_Tokens, "POST", "/tokenize", content=raw)).tokens
+async def _ask(control: ControlClient, raw: bytes) -> TokenIds[int]:
+    return array("i", (await control.read(_Tokens, "POST", "/tokenize", content=raw)).tokens)

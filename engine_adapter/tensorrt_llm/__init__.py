@@ -3,6 +3,5 @@
 adapter.py   the adapter                       discovery.py  what the server is and which routes it has
 fields.py    request fields the server takes   stats.py      load and cache figures
 poller.py    asks for KV events                wire.py       the JSON of these events
-events.py    these events as kvpin's           stored.py     blocks of a stored event as kvpin's runs
-routes.py    routes beside `/v1`
+events.py    these events as kvpin's           routes.py     routes beside `/v1`
 """

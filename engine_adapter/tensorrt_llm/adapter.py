@@ -11,9 +11,11 @@ import uuid
 from array import array
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, cast
 
 import msgspec
+from typing_extensions import override
 
 from engine_adapter.body import JsonBody
 from engine_adapter.errors import EngineRejected
@@ -33,11 +35,8 @@ from engine_adapter.tensorrt_llm.discovery import (
 from engine_adapter.tensorrt_llm.events import EventReader
 from engine_adapter.tensorrt_llm.fields import CHAT, COMPLETIONS, PROMPT_ROUTES, SALT, RequestFields
 from engine_adapter.tensorrt_llm.poller import CONFIG, EventPoller
-from engine_adapter.tensorrt_llm.routes import ROUTES
 from engine_adapter.tensorrt_llm.stats import Stats
 from engine_adapter.types import (
-    MESSAGES_ROUTES,
-    RESPONSES_ROUTES,
     Capability,
     EngineInfo,
     EngineLoad,
@@ -100,32 +99,27 @@ class TensorRTLLMAdapter(HttpAdapter):
         self._measured: int | None = None
         self._seen: tuple[int, tuple[Finding, ...]] | None = None
         self._stats, self._next_stats = Stats(), 0.0
-        self._poller = EventPoller(self._drain, self._new_reader)
+        self._poller = EventPoller(lambda: self._control.fetch("POST", EVENTS), self._new_reader)
 
+    @override
     async def connect(self) -> EngineInfo:
-        """See `EngineAdapter.connect`. The process has no identity; its events show a restart."""
-        server = self._server = await discover(self._control)
-        self.capabilities = server.capabilities
+        """The process has no identity; its events show a restart."""
+        server = self._server = await discover(self._control, self._instance)
+        self.capabilities = server.info.capabilities
         self._seen = self._tokens_per_block, self.findings()
-        levels = self._poller.reader.blocks_per_level
-        return EngineInfo(
-            model=self.spec.model or server.model,
-            instance=self._instance,
-            capabilities=server.capabilities,
+        levels, info = self._poller.reader.blocks_per_level, server.info
+        return replace(
+            info,
+            model=self.spec.model or info.model,
             tokens_per_block=self._tokens_per_block,
-            max_model_len=server.max_model_len,
-            tokenizer=self.spec.tokenizer or server.tokenizer,
-            gpu_blocks=next(iter(levels), server.gpu_blocks),
+            tokenizer=self.spec.tokenizer or info.tokenizer,
+            gpu_blocks=next(iter(levels), info.gpu_blocks),
             host_blocks=sum(levels[1:]) if levels else None,
-            version=f"TensorRT-LLM {server.version}".strip(),
-            events_read_once=True,
-            served_as_chats=MESSAGES_ROUTES | RESPONSES_ROUTES,
-            routes=ROUTES,
-            card=server.card,
         )
 
+    @override
     async def load(self) -> EngineLoad:
-        """See `EngineAdapter.load`; the counts are of the last `STATS_EVERY_S` seconds."""
+        """The counts are of the last `STATS_EVERY_S` seconds."""
         await self._control.fetch("GET", "/health")
         if time.monotonic() >= self._next_stats:
             self._next_stats = time.monotonic() + STATS_EVERY_S
@@ -135,8 +129,9 @@ class TensorRTLLMAdapter(HttpAdapter):
         counted = stats.running is not None
         return EngineLoad(stats.running or 0, stats.waiting or 0, stats.gpu_usage, outdated, counted)
 
+    @override
     def findings(self) -> tuple[Finding, ...]:
-        """See `EngineAdapter.findings`; and what its events have shown since."""
+        """Includes what its events have shown since."""
         reader = self._poller.reader
         found = list(self._server.findings) if self._server is not None else []
         if reader.is_measured:
@@ -151,8 +146,8 @@ class TensorRTLLMAdapter(HttpAdapter):
             found.append(SEVERAL_WINDOWS)
         return tuple(found)
 
+    @override
     async def stats(self) -> dict[str, Any]:
-        """See `EngineAdapter.stats`."""
         reader = self._poller.reader
         return {
             "blocks": {
@@ -164,11 +159,11 @@ class TensorRTLLMAdapter(HttpAdapter):
 
     # --- requests -------------------------------------------------------------------------------------
 
+    @override
     def hold(
         self, path: str, body: RequestBody, prompt: KvTarget | None
     ) -> AbstractAsyncContextManager[Hold]:
-        """See `EngineAdapter.hold`. Raises EngineRejected (400) for a prompt that would run without
-        its required salt."""
+        """Raises EngineRejected (400) for a prompt that would run without its required salt."""
         if not isinstance(body, JsonBody):
             return nullcontext(Hold(body))
         self._fields.check_salt(path, body)
@@ -183,16 +178,18 @@ class TensorRTLLMAdapter(HttpAdapter):
         )
         return self._counted(hold, body, prompt) if path in PROMPT_ROUTES else nullcontext(hold)
 
+    @override
     def prepare(
         self, method: str, path: str, headers: Mapping[str, str], body: RequestBody
     ) -> OutgoingRequest:
-        """See `EngineAdapter.prepare`. Also without reuse, no salted prompt runs unsalted."""
+        """No salted prompt runs unsalted, also without reuse."""
         if isinstance(body, JsonBody):
             self._fields.check_salt(route_of(path), body)
         return super().prepare(method, path, headers, body)
 
+    @override
     async def tokenize(self, path: str, body: JsonBody) -> TokenIds[int]:
-        """See `EngineAdapter.tokenize`. Raises EngineRejected for a prompt the server is not sure of."""
+        """Raises EngineRejected for a prompt the server is not sure of."""
         await self._able(Capability.TOKENIZE)
         if path not in (CHAT, COMPLETIONS):
             raise EngineRejected(f"{path} is not rendered", status=404)
@@ -207,15 +204,17 @@ class TensorRTLLMAdapter(HttpAdapter):
 
     # --- KV -------------------------------------------------------------------------------------------
 
-    async def events(self, since: EventPosition | None = None) -> AsyncGenerator[KvEvent, None]:  # noqa: ARG002
-        """See `EngineAdapter.events`. They cannot be had twice: see poller.py."""
+    @override
+    async def events(self, since: EventPosition | None = None) -> AsyncGenerator[KvEvent, None]:
+        """Reading events removes them: see poller.py."""
         await self._able(Capability.KV_EVENTS)
         async with aclosing(self._poller.events()) as events:
             async for event in events:
                 yield event
 
+    @override
     async def operate(self, verb: KvVerb, target: KvTarget) -> AsyncGenerator[KvProgress, None]:
-        """See `EngineAdapter.operate`. A flush is of everything the server holds."""
+        """Flushes everything the server holds."""
         server = await self._able(Capability(verb.value))
         self.check_flushes_all(target)
         blocks = await self._poller.reset(lambda: self._control.fetch("POST", server.reset_path or ""))
@@ -231,7 +230,7 @@ class TensorRTLLMAdapter(HttpAdapter):
         """The model name, for a body that must have one: clients of a single model may leave it out."""
         if self._server is None or path not in (CHAT, COMPLETIONS) or body.get("model") is not None:
             return {}
-        return {"model": self._server.model}
+        return {"model": self._server.info.model}
 
     @property
     def _fields(self) -> RequestFields:
@@ -260,9 +259,6 @@ class TensorRTLLMAdapter(HttpAdapter):
         finally:
             traffic.in_flight -= 1
             self._poller.wake()
-
-    async def _drain(self) -> bytes:
-        return await self._control.fetch("POST", EVENTS)
 
     def _new_reader(self) -> EventReader:
         if self._server is None:

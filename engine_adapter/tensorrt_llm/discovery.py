@@ -7,9 +7,9 @@ POST route answers 405, a missing one 404, so nothing is run.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
@@ -18,8 +18,9 @@ from engine_adapter.http.control import ControlClient
 from engine_adapter.http.models import read_models
 from engine_adapter.tensorrt_llm.fields import CHAT, COMPLETIONS, SALT, RequestFields
 from engine_adapter.tensorrt_llm.poller import CONFIG
+from engine_adapter.tensorrt_llm.routes import ROUTES
 from engine_adapter.tensorrt_llm.stats import Stats, read_iterations, read_prometheus
-from engine_adapter.types import Capability, Finding
+from engine_adapter.types import TRANSLATED_ROUTES, Capability, EngineInfo, Finding
 
 DEFAULT_TOKENS_PER_BLOCK = 32
 EVENTS, ITERATIONS, PROMETHEUS = "/kv_cache_events", "/metrics", "/prometheus/metrics"
@@ -62,40 +63,27 @@ class Discovered:
     """Facts about a server.
 
     Attributes:
-        model: the name it serves under.
-        card: its own fields of the model in `/v1/models`.
-        version: free text.
-        tokens_per_block: its block size, the default where it does not say.
+        info: those that it tells all routers.
         whole_blocks_only: it is known not to reuse parts of blocks.
-        max_model_len, gpu_blocks: None where unknown.
-        tokenizer: directory or hub id, None where unknown.
-        capabilities: what it can do.
         reset_path: the route that empties its cache, None where there is none.
         fields: the request fields it takes.
         findings: what keeps kvpin from using it fully.
     """
 
-    model: str
-    card: Mapping[str, Any] = field(repr=False)
-    version: str
-    tokens_per_block: int
+    info: EngineInfo
     whole_blocks_only: bool
-    max_model_len: int | None
-    gpu_blocks: int | None
-    tokenizer: str | None
-    capabilities: frozenset[Capability]
     reset_path: str | None
     fields: RequestFields
     findings: tuple[Finding, ...]
 
+    @property
+    def tokens_per_block(self) -> int:
+        """Its block size, the default where it does not say."""
+        return self.info.tokens_per_block or DEFAULT_TOKENS_PER_BLOCK
 
-async def discover(control: ControlClient) -> Discovered:
-    """Asks a server what it is.
 
-    Raises:
-        EngineUnavailable: it is not healthy, or not reachable.
-        EngineRejected: it refuses a route that every server of this kind has.
-    """
+async def discover(control: ControlClient, instance: str) -> Discovered:
+    """Asks a server what it is. The process has no identity: `instance` stands for it."""
     await control.fetch("GET", "/health")
     model = read_models(await control.get("/v1/models"))
     version = await _optional(control, "/version")
@@ -103,7 +91,6 @@ async def discover(control: ControlClient) -> Discovered:
     routes = await _Routes.of(control)
     stats = await read_stats(control)
     fields = RequestFields(routes.openapi)
-    reported = _block_size(server) or stats.tokens_per_block
     capabilities = {Capability.CACHED_TOKENS}
     if await routes.has(EVENTS):
         capabilities.add(Capability.KV_EVENTS)
@@ -114,20 +101,21 @@ async def discover(control: ControlClient) -> Discovered:
     reset_path = await routes.reset()
     if reset_path is not None:
         capabilities.add(Capability.FLUSH)
-    return Discovered(
+    info = EngineInfo(
         model=model.name,
-        card=model.card,
-        version=str(version.get("version", "")),
-        tokens_per_block=reported or DEFAULT_TOKENS_PER_BLOCK,
-        whole_blocks_only=stats.partial_reuse is False,
-        max_model_len=stats.max_model_len or model.max_model_len,
-        gpu_blocks=stats.gpu_blocks,
-        tokenizer=stats.model or (model.name if "/" in model.name else None),
+        instance=instance,
         capabilities=frozenset(capabilities),
-        reset_path=reset_path,
-        fields=fields,
-        findings=tuple(_findings(frozenset(capabilities), stats, knows_size=reported is not None)),
+        tokens_per_block=_block_size(server) or stats.tokens_per_block,
+        max_model_len=stats.max_model_len or model.max_model_len,
+        tokenizer=stats.model or (model.name if "/" in model.name else None),
+        gpu_blocks=stats.gpu_blocks,
+        version=f"TensorRT-LLM {version.get('version', '')}".strip(),
+        events_read_once=True,
+        served_as_chats=TRANSLATED_ROUTES,
+        routes=ROUTES,
+        card=model.card,
     )
+    return Discovered(info, stats.partial_reuse is False, reset_path, fields, tuple(_findings(info, stats)))
 
 
 async def read_stats(control: ControlClient) -> Stats:
@@ -139,12 +127,12 @@ async def read_stats(control: ControlClient) -> Stats:
     return Stats()
 
 
-def _findings(capabilities: frozenset[Capability], stats: Stats, *, knows_size: bool) -> Iterable[Finding]:
+def _findings(info: EngineInfo, stats: Stats) -> Iterable[Finding]:
     if stats.block_reuse is False:
         yield NO_REUSE
-    if Capability.KV_EVENTS not in capabilities:
+    if Capability.KV_EVENTS not in info.capabilities:
         yield NO_EVENTS
-    elif not knows_size:
+    elif info.tokens_per_block is None:
         yield BLOCK_SIZE_UNKNOWN
     if stats.block_reuse is not False and stats.partial_reuse is not False:
         yield PARTIAL_REUSE if stats.partial_reuse else PARTIAL_REUSE_UNTOLD
@@ -153,7 +141,7 @@ def _findings(capabilities: frozenset[Capability], stats: Stats, *, knows_size: 
         (Capability.TOKENIZE, NO_TOKENIZE),
         (Capability.FLUSH, NO_RESET),
     ):
-        if capability not in capabilities:
+        if capability not in info.capabilities:
             yield finding
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from itertools import groupby, takewhile
 
@@ -21,7 +21,8 @@ import msgspec
 from msgspec import UNSET
 
 from engine_adapter.events.fields import MalformedEvents
-from engine_adapter.tensorrt_llm.stored import TIERS, name_of, runs_of, tier_of
+from engine_adapter.prompt.extra_ids import UINT64_MAX
+from engine_adapter.prompt.media import mark_media
 from engine_adapter.tensorrt_llm.wire import (
     Block,
     BlockName,
@@ -36,9 +37,20 @@ from engine_adapter.tensorrt_llm.wire import (
     decode_frame,
     kind_of,
 )
-from engine_adapter.types import BlocksRemoved, BlocksStored, KvEvent, Tier, ViewCurrent, ViewLost
+from engine_adapter.types import (
+    BlocksRemoved,
+    BlocksStored,
+    ExtraIds,
+    KvEvent,
+    MediaSpan,
+    Tier,
+    TokenIds,
+    ViewCurrent,
+    ViewLost,
+)
 
 _MIN_BLOCK = 2
+_TIERS = (Tier.GPU, Tier.HOST, Tier.DISK)  # by cache level
 
 
 class EventReader:
@@ -77,12 +89,8 @@ class EventReader:
         self.lacks_salt = self.lacks_lora = False
 
     def read(self, content: bytes) -> list[KvEvent]:
-        """The events of one answer. The first answer ends with ViewCurrent. So does any answer with a
-        ViewLost, which voids everything before it.
-
-        Raises:
-            MalformedEvents: the answer is not a list of events.
-        """
+        """The events of one answer; raises MalformedEvents if it is none. The first answer ends with
+        ViewCurrent. So does any answer with a ViewLost, which voids everything before it."""
         events: list[KvEvent] = []
         for raw in decode_answer(content):
             events += self._event(raw)
@@ -92,11 +100,7 @@ class EventReader:
         return events
 
     def pass_over(self, content: bytes) -> None:
-        """Skips an answer: the cache was reset after its events.
-
-        Raises:
-            MalformedEvents: the answer is not a list of events.
-        """
+        """Skips an answer, like `read`: the cache was reset after its events."""
         for raw in decode_answer(content):
             with suppress(MalformedEvents):
                 frame = decode_frame(raw)
@@ -203,7 +207,7 @@ class EventReader:
         except MalformedEvents:
             self.skipped += 1
             return lost
-        self._tiers.update((block.block_hash, TIERS[block.cache_level]) for block in whole)
+        self._tiers.update((block.block_hash, _TIERS[block.cache_level]) for block in whole)
         return [*lost, *runs]
 
     def _measure(self, blocks: Sequence[Block]) -> list[KvEvent]:
@@ -240,3 +244,67 @@ class EventReader:
         # Stored before removed, or the block would be unknown in between.
         stored = BlocksStored(new, None, names, array("i"), self.tokens_per_block)
         return [stored, BlocksRemoved(old, names)]
+
+
+def runs_of(data: Stored, blocks: Sequence[Block], size: int) -> Iterator[BlocksStored]:
+    """The blocks of a stored event as runs on one tier each. Raises MalformedEvents for unknown content."""
+    parent = data.parent_hash
+    if len({(block.cache_salt, block.lora_id) for block in blocks}) > 1:
+        raise MalformedEvents("the blocks of a run have several salts or adapters")
+    for level, group in groupby(blocks, lambda block: block.cache_level):
+        run, tier = list(group), tier_of(level)
+        if tier is None:
+            raise MalformedEvents(f"cache level {level} is not known")
+        salt, lora = run[0].cache_salt, run[0].lora_id
+        is_root = parent is None
+        yield BlocksStored(
+            tier=tier,
+            parent=None if parent is None else name_of(parent),
+            hashes=tuple(name_of(block.block_hash) for block in run),
+            token_ids=_token_ids(run),
+            tokens_per_block=size,
+            extra_ids=_extra_ids(run, size),
+            salt=salt if is_root and isinstance(salt, str) else None,
+            # Events carry only the LoRA adapter's number; no request names an adapter like this.
+            lora=f"lora_id {lora}" if is_root and isinstance(lora, int) else None,
+        )
+        parent = run[-1].block_hash
+
+
+def _token_ids(run: Sequence[Block]) -> TokenIds[int]:
+    try:
+        return array("i", [token.token_id for block in run for token in block.tokens])
+    except OverflowError as error:
+        raise MalformedEvents(f"a token id is beyond int32: {error}") from error
+
+
+def _extra_ids(run: Sequence[Block], size: int) -> ExtraIds[int] | None:
+    """Extra ids, with a marker for each image, audio or video that begins in the run. Events do not say where
+    in its block an item begins, so the marker stands on the block's first token."""
+    try:
+        ids = array("Q", [token.token_extra_id for block in run for token in block.tokens])
+    except OverflowError as error:
+        raise MalformedEvents(f"an extra id is beyond uint64: {error}") from error
+    begins = [
+        MediaSpan(key.hash, at * size, 0)
+        for at, block in enumerate(run)
+        for key in block.mm_keys or ()
+        if key.start_offset == 0
+    ]
+    markers = mark_media(len(ids), begins)
+    if not any(ids):
+        return markers
+    if markers is not None:
+        for at in {span.offset for span in begins}:
+            ids[at] = (ids[at] + markers[at]) & UINT64_MAX or 1
+    return ids
+
+
+def tier_of(level: int) -> Tier | None:
+    """The tier of a cache level, None for an unknown level."""
+    return _TIERS[level] if 0 <= level < len(_TIERS) else None
+
+
+def name_of(name: BlockName) -> int | bytes:
+    """A block's name in kvpin."""
+    return name.encode() if isinstance(name, str) else name

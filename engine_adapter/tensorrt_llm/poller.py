@@ -93,11 +93,7 @@ class EventPoller:
         self._wake.set()
 
     async def events(self) -> AsyncGenerator[KvEvent, None]:
-        """See `EngineAdapter.events`.
-
-        Raises:
-            EngineUnavailable: the server does not answer, or not with events.
-        """
+        """What `EngineAdapter.events` yields. Raises EngineUnavailable for an answer without events, too."""
         levels = self.reader.blocks_per_level
         self.reader, self.doubt, self._outbox = self._new_reader(), None, []
         self.reader.blocks_per_level = levels  # sent once, when a process starts
@@ -119,11 +115,7 @@ class EventPoller:
             await self._pause(wait_s)
 
     async def reset(self, act: Callable[[], Awaitable[object]]) -> int:
-        """Resets the cache with `act`; events from before the reset are dropped. Returns the known blocks.
-
-        Raises:
-            EngineUnavailable: as `events`, and what `act` raises.
-        """
+        """Resets the cache with `act`; events from before the reset are dropped. Returns the known blocks."""
         async with self._one_at_a_time:
             alone = self.traffic.in_flight == 0
             blocks = self.reader.blocks().total()

@@ -6,6 +6,10 @@ frame is read before its data, so that an unreadable event still counts as seen.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TypeVar
+
 import msgspec
 from msgspec import UNSET, UnsetType
 
@@ -13,6 +17,7 @@ from engine_adapter.body import UNREADABLE
 from engine_adapter.events.fields import MalformedEvents
 
 BlockName = int | str
+_T = TypeVar("_T")
 
 
 class Frame(msgspec.Struct, frozen=True):
@@ -55,14 +60,12 @@ class MmKey(msgspec.Struct, frozen=True):
 class Block(msgspec.Struct, frozen=True):
     """A block; the last of a prompt may hold fewer tokens than a block has room for.
 
-    Fields that older servers leave out are UNSET. The priority says when a block may be evicted, not that it
-    was.
+    Fields that older servers leave out are UNSET.
     """
 
     block_hash: BlockName
     tokens: list[Token]
     cache_level: int = 0
-    priority: float | None = None
     cache_salt: str | UnsetType | None = UNSET
     lora_id: int | UnsetType | None = UNSET
     mm_keys: list[MmKey] | None = None
@@ -88,19 +91,11 @@ class LevelDiff(msgspec.Struct, frozen=True):
     old_value: int
 
 
-class PriorityDiff(msgspec.Struct, frozen=True):
-    """A block's priority changed."""
-
-    new_value: float
-    old_value: float
-
-
 class Updated(Data, frozen=True, tag="updated", kw_only=True):
-    """A block that moved to another level, or has another priority."""
+    """A block that moved to another level, or changed in a way that does not matter here."""
 
     block_hash: BlockName
     cache_level: LevelDiff | None = None
-    priority: PriorityDiff | None = None
 
 
 Event = Created | Stored | Removed | Updated
@@ -112,38 +107,34 @@ class _Kind(msgspec.Struct, frozen=True):
 
 _decode_list = msgspec.json.Decoder(list[msgspec.Raw]).decode
 _decode_frame = msgspec.json.Decoder(Frame).decode
-_decode_data = msgspec.json.Decoder(Event).decode
+_decode_data: Callable[[bytes | msgspec.Raw], Event] = msgspec.json.Decoder(Event).decode
 _decode_kind = msgspec.json.Decoder(_Kind).decode
+
+
+def _read(decode: Callable[[bytes | msgspec.Raw], _T], raw: bytes | msgspec.Raw) -> _T:
+    try:
+        return decode(raw)
+    except UNREADABLE as error:
+        raise MalformedEvents(str(error)) from error
 
 
 def decode_answer(content: bytes) -> list[msgspec.Raw]:
     """The raw events of an answer. Raises MalformedEvents if it is not a list."""
-    try:
-        return _decode_list(content)
-    except UNREADABLE as error:
-        raise MalformedEvents(f"the answer is no list of events: {error}") from error
+    return _read(_decode_list, content)
 
 
 def decode_frame(raw: msgspec.Raw) -> Frame:
     """Raises MalformedEvents."""
-    try:
-        return _decode_frame(raw)
-    except UNREADABLE as error:
-        raise MalformedEvents(str(error)) from error
+    return _read(_decode_frame, raw)
 
 
 def decode_data(raw: msgspec.Raw) -> Event:
     """Raises MalformedEvents, also for an event of an unknown type."""
-    try:
-        event: Event = _decode_data(raw)
-    except UNREADABLE as error:
-        raise MalformedEvents(str(error)) from error
-    return event
+    return _read(_decode_data, raw)
 
 
 def kind_of(raw: msgspec.Raw) -> str | None:
     """The type of unreadable data, None if it has none."""
-    try:
-        return _decode_kind(raw).type
-    except UNREADABLE:
-        return None
+    with suppress(MalformedEvents):
+        return _read(_decode_kind, raw).type
+    return None

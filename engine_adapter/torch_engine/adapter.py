@@ -13,7 +13,7 @@ import msgspec
 from engine_adapter.body import JsonBody
 from engine_adapter.errors import EngineRejected, EngineUnavailable
 from engine_adapter.events.fields import MalformedEvents
-from engine_adapter.events.sources import reachable_endpoint
+from engine_adapter.events.options import reachable_endpoint
 from engine_adapter.events.subscriber import EventEndpoints, KvEventSubscriber
 from engine_adapter.events.wire import Snapshot, decode_snapshot
 from engine_adapter.hold import Hold, RequestBody
@@ -21,8 +21,7 @@ from engine_adapter.http.adapter import HttpAdapter
 from engine_adapter.torch_engine.routes import ROUTES
 from engine_adapter.torch_engine.told_tokens import ToldTokens
 from engine_adapter.types import (
-    MESSAGES_ROUTES,
-    RESPONSES_ROUTES,
+    TRANSLATED_ROUTES,
     Capability,
     EngineInfo,
     EngineLoad,
@@ -133,7 +132,7 @@ class EmbeddedAdapter(HttpAdapter):
             shares_prefill=True,
             routes=ROUTES,
             renders_alike=True,
-            served_as_chats=MESSAGES_ROUTES | RESPONSES_ROUTES,
+            served_as_chats=TRANSLATED_ROUTES,
             runs_several=False,
             card={"max_model_len": info.max_model_len},
         )

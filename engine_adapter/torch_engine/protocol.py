@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from engine_adapter.body import UNREADABLE
-from engine_adapter.plain_errors import plain_error
+from engine_adapter.options import plain_error
 from engine_adapter.prompt.extra_ids import UINT64_MAX
 from engine_adapter.torch_engine.api_errors import ApiError
 from engine_adapter.torch_engine.requests import SamplingParams

@@ -5,7 +5,6 @@ discovery.py   asks the server what it is             trials.py    learns by req
 findings.py    what is missing, and which flag adds it  metrics.py   reads its /metrics page
 prompts.py     tokenises a request on the server      requests.py  changes to requests
 event_watch.py what the adapter learns from events    copies.py    counts blocks stored more than once
-tiered.py      vLLM with LMCache below it             flush.py     drops the whole cache
-ranks.py       data-parallel ranks                    routes.py    routes beside `/v1`
-embeddings.py  prompts with embeddings
+tiered.py      vLLM with LMCache below it             embeddings.py  prompts with embeddings
+routes.py      routes beside `/v1`
 """

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import AsyncGenerator
-from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
+from contextlib import aclosing
 from dataclasses import asdict
 from typing import Any, cast
 
 from msgspec import structs
+from typing_extensions import override
 
 from engine_adapter.body import JsonBody
 from engine_adapter.errors import EngineRejected, EngineUnavailable
 from engine_adapter.events.keys import read_vllm_keys
 from engine_adapter.events.subscriber import KvEventSubscriber
-from engine_adapter.hold import Hold, RequestBody
+from engine_adapter.hold import Hold
 from engine_adapter.http.adapter import HttpAdapter
+from engine_adapter.http.headers import Headers
 from engine_adapter.types import (
     MESSAGES_ROUTES,
-    RESPONSES_ROUTES,
+    TRANSLATED_ROUTES,
     Capability,
     EngineInfo,
     EngineLoad,
@@ -34,12 +36,10 @@ from engine_adapter.types import (
 from engine_adapter.vllm import embeddings, prompts
 from engine_adapter.vllm.copies import Copies
 from engine_adapter.vllm.discovery import Facts, discover, event_endpoints
-from engine_adapter.vllm.event_watch import EventWatch
+from engine_adapter.vllm.event_watch import EventWatch, flush
 from engine_adapter.vllm.findings import findings_of
-from engine_adapter.vllm.flush import flush
 from engine_adapter.vllm.metrics import look
-from engine_adapter.vllm.options import VllmSpec
-from engine_adapter.vllm.ranks import addressable
+from engine_adapter.vllm.options import VllmSpec, rank_headers
 from engine_adapter.vllm.requests import RequestShaper
 from engine_adapter.vllm.routes import ROUTES
 
@@ -66,17 +66,17 @@ class VllmAdapter(HttpAdapter):
         """Raises EngineSpecError for an invalid address."""
         super().__init__(spec)
         self._rank = spec.options.dp_rank
+        self._own_headers = Headers.of(rank_headers(self._rank).items()).raw
         self._facts: Facts | None = None
         self._instance = ""
         self._queries = 0
         self._watch = EventWatch(None)
         self._shaper = RequestShaper(asks_usage=False)
-        self._subscriber: KvEventSubscriber | None = None
 
     # --- what it is -----------------------------------------------------------------------------------
 
+    @override
     async def connect(self) -> EngineInfo:
-        """See `EngineAdapter.connect`."""
         facts = await discover(self._control, self.spec, self._facts)
         metrics = facts.metrics
         if self._facts is None or self._is_another(metrics.identity, metrics.queries):
@@ -97,29 +97,29 @@ class VllmAdapter(HttpAdapter):
             loras=facts.model.loras,
             shares_prefill=True,
             renders_embeds=metrics.block_size is not None and (facts.tokenizes or facts.renders),
-            served_as_chats=MESSAGES_ROUTES if facts.renders else MESSAGES_ROUTES | RESPONSES_ROUTES,
-            ranks=addressable(metrics.ranks),
+            served_as_chats=MESSAGES_ROUTES if facts.renders else TRANSLATED_ROUTES,
+            ranks=metrics.addressable_ranks,
             routes=ROUTES,
             card=facts.model.card,
         )
 
+    @override
     async def load(self) -> EngineLoad:
-        """See `EngineAdapter.load`."""
         metrics = await look(self._control, self._rank)
         if self._facts is not None and self._is_another(metrics.identity, metrics.queries):
             raise EngineUnavailable("the engine was restarted")
         self._queries = metrics.queries
         return EngineLoad(metrics.running, metrics.waiting, metrics.usage)
 
+    @override
     def findings(self) -> tuple[Finding, ...]:
-        """See `EngineAdapter.findings`."""
         if self._facts is None:
             return ()
         is_silent = self._subscriber is not None and self._subscriber.replay_is_silent
         return findings_of(self._facts, self.spec, replay_is_silent=is_silent)
 
+    @override
     async def stats(self) -> dict[str, Any]:
-        """See `EngineAdapter.stats`."""
         metrics = await look(self._control, self._rank)
         subscriber = self._subscriber
         return {
@@ -135,25 +135,20 @@ class VllmAdapter(HttpAdapter):
 
     # --- requests -------------------------------------------------------------------------------------
 
-    def hold(
-        self, path: str, body: RequestBody, prompt: KvTarget | None
-    ) -> AbstractAsyncContextManager[Hold]:
-        """See `EngineAdapter.hold`."""
-        if not isinstance(body, JsonBody):
-            return nullcontext(Hold(body))
-        tell_reuse = self._watch.wants_reuse_told
-        return nullcontext(self._shaper.hold(path, body, prompt, tell_reuse=tell_reuse))
+    @override
+    def _hold(self, path: str, body: JsonBody, prompt: KvTarget | None) -> Hold:
+        return self._shaper.hold(path, body, prompt, tell_reuse=self._watch.wants_reuse_told)
 
+    @override
     async def tokenize(self, path: str, body: JsonBody) -> TokenIds[int]:
-        """See `EngineAdapter.tokenize`."""
         facts = await self._able(Capability.TOKENIZE)
         model = _served_name(facts, body)
         if facts.renders:
             return (await prompts.render(self._control, path, body, model)).token_ids
         return await prompts.tokenize(self._control, path, body, model)
 
+    @override
     async def render(self, path: str, body: JsonBody) -> RenderedPrompt:
-        """See `EngineAdapter.render`."""
         if embeddings.has_embeddings(path, body):
             block = (await self._able(Capability.TOKENIZE)).metrics.block_size
             if block is None:
@@ -164,8 +159,8 @@ class VllmAdapter(HttpAdapter):
 
     # --- KV -------------------------------------------------------------------------------------------
 
+    @override
     async def events(self, since: EventPosition | None = None) -> AsyncGenerator[KvEvent, None]:
-        """See `EngineAdapter.events`."""
         endpoints = event_endpoints(await self._able(Capability.KV_EVENTS), self.spec)
         if endpoints is None:
             raise self.not_supported(Capability.KV_EVENTS)
@@ -181,12 +176,9 @@ class VllmAdapter(HttpAdapter):
                         yield event
                         watch.note(event)
 
-    def event_position(self) -> EventPosition | None:
-        """See `EngineAdapter.event_position`."""
-        return self._subscriber.position if self._subscriber is not None else None
-
+    @override
     async def operate(self, verb: KvVerb, target: KvTarget) -> AsyncGenerator[KvProgress, None]:
-        """See `EngineAdapter.operate`. It can only flush everything, on all ranks."""
+        """It can only flush everything, on all ranks."""
         facts = await self._able(Capability(verb.value))
         self.check_flushes_all(target)
         ranks = (None,) if self._rank is None else facts.metrics.ranks or (self._rank,)

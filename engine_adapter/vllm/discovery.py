@@ -16,8 +16,7 @@ from engine_adapter.http.control import ControlClient
 from engine_adapter.http.models import ServedModel, read_models
 from engine_adapter.types import Finding
 from engine_adapter.vllm.metrics import VllmMetrics, look
-from engine_adapter.vllm.options import VllmSpec
-from engine_adapter.vllm.ranks import rank_headers
+from engine_adapter.vllm.options import VllmSpec, rank_headers
 from engine_adapter.vllm.trials import Trials, try_out
 
 

@@ -56,15 +56,8 @@ async def render(
 ) -> RenderedPrompt:
     """The prompt of a request with embeddings.
 
-    Args:
-        path: the request's route.
-        body: its body.
-        block: tokens in a block of the server's cache.
-        tokenize: asks the server for the token ids of a request.
-
-    Raises:
-        EngineRejected: the server refuses it, or its prompt is not known here.
-        EngineUnavailable: the server does not answer.
+    `block` is the number of tokens in a block of the server's cache. `tokenize` asks the server for the token
+    ids of a request. Raises EngineRejected if the server refuses it, or if its prompt is not known here.
     """
     ms = len(body.raw) / _BYTES_PER_MS
     if path == _COMPLETIONS:

@@ -1,21 +1,28 @@
-"""The facts that the adapter itself learns from the events that pass through it."""
+"""What the adapter itself learns from the events that pass through it, and resets that they must report."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 
+from engine_adapter.errors import EngineUnavailable
+from engine_adapter.http.control import ControlClient
 from engine_adapter.types import (
     BlocksRemoved,
     BlocksStored,
     CacheCleared,
     KvEvent,
+    KvProgress,
     Tier,
     ViewCurrent,
     ViewLost,
     ViewResumed,
 )
+from engine_adapter.vllm.options import rank_headers
+
+_EVENT_S = 2.0
+_NUDGE = {"prompt": [1], "max_tokens": 1, "temperature": 0}
 
 
 class EventWatch:
@@ -100,3 +107,24 @@ class EventWatch:
                     self._cleared.clear()
                     await self._cleared.wait()
         return self._clearings > after
+
+
+async def flush(
+    control: ControlClient, model: str, ranks: Iterable[int | None], watch: EventWatch
+) -> KvProgress:
+    """Resets the cache of a server, on all its `ranks`; `model` is the name it serves under.
+
+    vLLM can only reset its whole cache, refuses while requests run, and publishes the reset with the next
+    request. So kvpin sends a request of one token after the reset and waits for the event. Returns the known
+    blocks dropped, or those left because requests run. Raises EngineUnavailable, also without such an event.
+    """
+    blocks, clearings = watch.blocks, watch.clearings
+    answer = await control.call("POST", "/reset_prefix_cache")
+    if not isinstance(answer, dict) or answer.get("success") is not True:
+        return KvProgress(0, blocks, left={"busy": max(blocks, 1)})
+    for rank in ranks:
+        nudge = {**_NUDGE, "model": model}
+        await control.call("POST", "/v1/completions", json=nudge, headers=rank_headers(rank))
+    if watch.is_followed and not await watch.wait_for_clearing(clearings, _EVENT_S):
+        raise EngineUnavailable("its cache was reset, but no event said so")
+    return KvProgress(blocks, blocks)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from engine_adapter.events.sources import RANKS
+from engine_adapter.events.options import RANKS
 from engine_adapter.types import Finding
 from engine_adapter.vllm.discovery import Facts, event_endpoints, is_several
 from engine_adapter.vllm.options import VllmSpec

@@ -49,18 +49,20 @@ class VllmMetrics:
         """Whether its block events can be followed."""
         return self.block_size is not None and self.caching is not False
 
+    @property
+    def addressable_ranks(self) -> tuple[int, ...]:
+        """The ranks, if requests can name each; else none. A server with a part of all ranks
+        (`--data-parallel-hybrid-lb`) counts its own from 0 in the header, but not on the page."""
+        return self.ranks if self.ranks == tuple(range(len(self.ranks))) else ()
+
 
 async def look(control: ControlClient, rank: int | None) -> VllmMetrics:
-    """Reads the page; with `rank`, only that rank's values."""
+    """Reads the page; with `rank`, only that rank's values. Raises EngineUnavailable if it is not vLLM's."""
     return read_metrics(await control.fetch("GET", "/metrics"), rank)
 
 
 def read_metrics(page: bytes, rank: int | None = None) -> VllmMetrics:
-    """See `look`.
-
-    Raises:
-        EngineUnavailable: the page is not vLLM's.
-    """
+    """Reads a page, like `look`."""
     samples = read_samples(page, _NAMES)
     one = {} if rank is None else {"engine": str(rank)}
     config = samples.labels(_CONFIG, **one)
@@ -73,7 +75,7 @@ def read_metrics(page: bytes, rank: int | None = None) -> VllmMetrics:
         usage=_share(samples, one),
         block_size=_number(config, "block_size"),
         blocks=_blocks(config, ranks, rank),
-        caching=_flag(config, "enable_prefix_caching"),
+        caching={"True": True, "False": False}.get(config.get("enable_prefix_caching", "")),
         queries=_count(samples, _QUERIES, one),
         hits=_count(samples, _HITS, one),
         lmcache=bool(samples.all(_LMCACHE, **one)),
@@ -114,7 +116,3 @@ def _share(samples: Samples, one: Mapping[str, str]) -> float | None:
 def _number(labels: Mapping[str, str], name: str) -> int | None:
     text = labels.get(name, "")
     return int(text) if text.isdecimal() else None
-
-
-def _flag(labels: Mapping[str, str], name: str) -> bool | None:
-    return {"True": True, "False": False}.get(labels.get(name, ""))

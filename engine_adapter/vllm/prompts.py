@@ -63,11 +63,8 @@ class _Tokens(msgspec.Struct, frozen=True):
 
 
 async def tokenize(control: ControlClient, path: str, body: JsonBody, model: str) -> TokenIds[int]:
-    """Token ids of a chat or completion by `/tokenize`; `model` is the name the server knows.
-
-    Raises:
-        EngineRejected: the server refuses it, or `/tokenize` cannot render such a request.
-    """
+    """Token ids of a chat or completion by `/tokenize`; `model` is the name the server knows. Raises
+    EngineRejected for what `/tokenize` cannot render, too."""
     names = _TOKENIZED.get(path)
     if names is None:
         raise EngineRejected(f"vLLM renders {path} only with --enable-scale-out", status=404)
@@ -88,11 +85,8 @@ async def tokenize(control: ControlClient, path: str, body: JsonBody, model: str
 
 
 async def render(control: ControlClient, path: str, body: JsonBody, model: str) -> RenderedPrompt:
-    """A request's prompt by `/render`; `model` is the name the server knows.
-
-    Raises:
-        EngineRejected: the server refuses it, or the request has several prompts.
-    """
+    """A request's prompt by `/render`; `model` is the name the server knows. Raises EngineRejected for
+    several prompts, too."""
     if path not in RENDERED_ROUTES:
         raise EngineRejected(f"vLLM renders no prompts of {path}", status=404)
     wanted = body.replace(model=model, mm_payload="none")

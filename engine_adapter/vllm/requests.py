@@ -24,18 +24,14 @@ _FIRST, _EVERY = 16, 100
 
 
 class RequestShaper:
-    """Shapes the requests of one connection.
-
-    Args:
-        asks_usage: ask streams for their reused tokens.
-    """
+    """Shapes the requests of one connection. `asks_usage`: ask streams for their reused tokens."""
 
     def __init__(self, *, asks_usage: bool) -> None:
         self._asks_usage = asks_usage
         self._seen = 0
 
     def hold(self, path: str, body: JsonBody, prompt: KvTarget | None, *, tell_reuse: bool) -> Hold:
-        """See `EngineAdapter.hold`. `tell_reuse`: ask the engine to report reused blocks."""
+        """The hold of a request; `tell_reuse`: ask the engine to report reused blocks."""
         if path not in RENDERED_ROUTES:
             return Hold(body)
         changes: dict[str, object] = {}

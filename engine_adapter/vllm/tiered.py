@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from msgspec import structs
+from typing_extensions import override
 
 from engine_adapter.body import JsonBody
 from engine_adapter.errors import EngineError, NotSupported
@@ -63,8 +64,8 @@ class TieredVllmAdapter(VllmAdapter):
 
     # --- what it is -----------------------------------------------------------------------------------
 
+    @override
     async def connect(self) -> EngineInfo:
-        """See `EngineAdapter.connect`."""
         info = await super().connect()
         path = self._facts.model.root if self._facts is not None else None
         await self._lower.connect(path or info.model, info.tokens_per_block)
@@ -79,25 +80,25 @@ class TieredVllmAdapter(VllmAdapter):
             renders_embeds=False,  # their salts here are not the client's, see `prepare`
         )
 
+    @override
     async def load(self) -> EngineLoad:
-        """See `EngineAdapter.load`."""
         load, changed = await asyncio.gather(super().load(), self._lower.has_changed())
         return replace(load, outdated=load.outdated or changed)
 
+    @override
     def findings(self) -> tuple[Finding, ...]:
-        """See `EngineAdapter.findings`."""
         mixed = (_MIXED,) if self._loras and not self._salts else ()
         return (*super().findings(), *self._lower.findings, *mixed)
 
+    @override
     def not_supported(self, capability: Capability) -> NotSupported:
-        """See `EngineAdapter.not_supported`."""
         if capability in _MOVES and self._lower.findings:
             instead = str(self._lower.findings[0])
             return NotSupported(capability.value, engine=self.spec.id, instead=instead)
         return super().not_supported(capability)
 
+    @override
     async def stats(self) -> dict[str, Any]:
-        """See `EngineAdapter.stats`."""
         own = await super().stats()
         try:
             return own | {"lmcache": await self._lower.stats()}
@@ -106,10 +107,11 @@ class TieredVllmAdapter(VllmAdapter):
 
     # --- requests -------------------------------------------------------------------------------------
 
+    @override
     def prepare(
         self, method: str, path: str, headers: Mapping[str, str], body: RequestBody
     ) -> OutgoingRequest:
-        """See `EngineAdapter.prepare`. A salt keeps KV apart that LMCache would mix, also without reuse."""
+        """A salt keeps KV apart that LMCache would mix, also without reuse."""
         if isinstance(body, JsonBody) and self._salts and route_of(path) in _GENERATES:
             salt, model = body.get("cache_salt"), body.get("model")
             lora = model if model in self._loras else None
@@ -118,23 +120,25 @@ class TieredVllmAdapter(VllmAdapter):
                 body = body if sent == salt else body.replace(cache_salt=sent)
         return super().prepare(method, path, headers, body)
 
+    @override
     async def lookup(self, prompt: KvTarget) -> BelowGpu | None:
-        """See `EngineAdapter.lookup`."""
         return await self._lower.lookup(prompt)
 
     # --- KV -------------------------------------------------------------------------------------------
 
+    @override
     async def events(self, since: EventPosition | None = None) -> AsyncGenerator[KvEvent, None]:
-        """See `EngineAdapter.events`. LMCache's events of lower tiers, which come through vLLM, have neither
-        salt nor LoRA adapter. They could be anybody's, so they are left out."""
+        """LMCache's events of lower tiers, which come through vLLM, have neither salt nor LoRA adapter. They
+        could be anybody's, so they are left out."""
         async with aclosing(super().events(since)) as events:
             async for event in events:
                 kept = _of_gpu(event)
                 if kept is not None:
                     yield kept
 
+    @override
     async def operate(self, verb: KvVerb, target: KvTarget) -> AsyncGenerator[KvProgress, None]:
-        """See `EngineAdapter.operate`. A flush drops vLLM's cache and what LMCache holds of its model."""
+        """A flush drops vLLM's cache and what LMCache holds of its model."""
         if verb is not KvVerb.FLUSH:
             await self.require(Capability(verb.value))
             async with aclosing(self._lower.operate(verb, target)) as steps:
@@ -154,18 +158,18 @@ class TieredVllmAdapter(VllmAdapter):
                     yield now
             before = now
 
+    @override
     async def pin(self, target: KvTarget, ttl_s: float) -> Pinned:
-        """See `EngineAdapter.pin`."""
         await self.require(Capability.PIN)
         return await self._lower.pin(target, ttl_s)
 
+    @override
     async def unpin(self, pin_id: str) -> bool:
-        """See `EngineAdapter.unpin`."""
         await self.require(Capability.PIN)
         return await self._lower.unpin(pin_id)
 
+    @override
     async def aclose(self) -> None:
-        """See `EngineAdapter.aclose`."""
         await self._lower.aclose()
         await super().aclose()
 

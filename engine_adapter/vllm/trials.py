@@ -48,16 +48,9 @@ async def try_out(
 ) -> Trials:
     """Tries what is not known yet, within 3 s.
 
-    Args:
-        control: to the server.
-        model: the name it serves under.
-        metrics: how its cache is cut.
-        headers: those that send a request to the engine meant.
-        known: what was found of the same process before.
-
-    Raises:
-        EngineUnavailable: no salt trial was answered. An engine must not join before this is known, because
-            the requests of tenants would go to it unsalted.
+    `metrics` say how its cache is cut, and `headers` send a request to the engine meant. `known` was found of
+    the same process before. Raises EngineUnavailable if no salt trial was answered: an engine must not join
+    before this is known, because the requests of tenants would go to it unsalted.
     """
     takes_salt, reports_cached = await asyncio.gather(
         _known(known.takes_salt, lambda: _takes_salt(control, model)),

@@ -8,7 +8,7 @@ from contextlib import suppress
 import msgspec
 from msgspec import Raw
 
-from engine_adapter import UNREADABLE, JsonBody
+from engine_adapter import UNREADABLE, JsonBody, decode_object
 from proxy.error_codes import Code
 from proxy.errors import BadRequest
 
@@ -18,7 +18,6 @@ MAX_ENTRIES = 16_384
 _SHORT = 2 * MAX_ENTRIES  # bytes in which no more entries can be
 _LISTS = ("messages", "input", "tools")
 _LIST = ord("[")
-_decode_fields = msgspec.json.Decoder(dict[str, Raw]).decode
 _decode_items = msgspec.json.Decoder(list[Raw]).decode
 
 
@@ -53,7 +52,7 @@ def _check_lists(body: JsonBody) -> None:
 def _lists_in(entry: Raw) -> Iterable[tuple[str, list[Raw]]]:
     """The lists among the fields of an entry, e.g. the parts of a message."""
     with suppress(*UNREADABLE):  # told by who reads them
-        for field, value in _decode_fields(entry).items():
+        for field, value in decode_object(entry).items():
             if memoryview(value)[0] == _LIST:
                 yield field, _decode_items(value)
 

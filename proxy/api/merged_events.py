@@ -8,9 +8,9 @@ import anyio
 import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from engine_adapter import WholeEvents
 from proxy.api.siblings import Siblings
 from proxy.control.merging import Json, merge_snapshots
-from proxy.request.events import WholeEvents
 
 _SNAPSHOT = b"event: snapshot\ndata: "
 _END = b"\n\n"

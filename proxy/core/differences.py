@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from engine_adapter.prompt.prefixes import common_prefix
+from engine_adapter.types import common_prefix
 
 # Fields of chats, completions, responses and messages, in the order of the prompt.
 _TOOLS = ("tools", "functions")

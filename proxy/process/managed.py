@@ -30,10 +30,7 @@ from engine_adapter import (
     HttpTransport,
     OutgoingRequest,
     ends_with_parent,
-    health_path,
-    managed_advice,
-    managed_command,
-    prepare_managed,
+    managed_kind,
 )
 from proxy.process.output import log_output
 from proxy.settings import ManagedSettings
@@ -122,7 +119,7 @@ class ManagedEngine:
         self.spec = settings.spec(self.port)
         self._words = settings.command
         self._timing = timing if timing is not None else Timing()
-        self._health_url = f"http://127.0.0.1:{self.port}{health_path(settings.kind)}"
+        self._health_url = f"http://127.0.0.1:{self.port}{managed_kind(settings.kind).health_path}"
         self._process: Process | None = None
         self._state = ProcessState.STOPPED
         self._starts = 0
@@ -161,14 +158,14 @@ class ManagedEngine:
 
     def command(self) -> list[str]:
         """Its command line."""
-        return managed_command(self.spec.kind, self._words, port=self.port, spec=self.spec)
+        return managed_kind(self.spec.kind).command(self._words, self.port, self.spec)
 
     async def run(self) -> None:
         """Starts the engine, and restarts it whenever it ends, until `stop` or until it is given up.
 
         Cancelling this stops the engine.
         """
-        for sentence in managed_advice(self.spec.kind, self._words):
+        for sentence in managed_kind(self.spec.kind).advice(self._words):
             log.warning("the engine's command works against KV reuse", engine=self.id, advice=sentence)
         backoff_s = self._timing.backoff_s
         try:
@@ -231,7 +228,7 @@ class ManagedEngine:
         self._starts += 1
         with _pipe() as (output, its_output), _pipe() as (its_input, _):
             try:
-                prepare_managed(self.spec, self._words)
+                managed_kind(self.spec.kind).prepare(self.spec, self._words)
                 process = await asyncio.create_subprocess_exec(
                     *ends_with_parent(self.command()),
                     # Closes when kvpin ends: engines may watch it where the kernel sends no signal.

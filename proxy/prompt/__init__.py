@@ -1,10 +1,8 @@
 """Turns a request body into the prompt exactly as the engine will see it.
 
 render.py      reads the fields that make the prompt         tokenizer.py   tokenises here, or asks an engine
-special.py     chats that engines may render differently
-extra_ids.py   extra ids of a prompt given as token ids      tables.py      registered p-tuning tables
+tables.py      registered p-tuning tables, their extra ids   known_chats.py ids and blocks of earlier turns
 media.py       images, audio and video                       exactness.py   compares our ids with the engine's
-known_chats.py ids and blocks of earlier turns
 builder.py     all of it: body → Prompt
 """
 
@@ -12,14 +10,3 @@ from proxy.prompt.builder import Exactness, Load, Prompt, PromptBuilder
 from proxy.prompt.exactness import audit_tokens, verify_exactness
 from proxy.prompt.media import MediaUuids
 from proxy.prompt.tables import PromptTables
-
-__all__ = [
-    "Exactness",
-    "Load",
-    "MediaUuids",
-    "Prompt",
-    "PromptBuilder",
-    "PromptTables",
-    "audit_tokens",
-    "verify_exactness",
-]

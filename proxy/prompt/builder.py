@@ -22,14 +22,15 @@ from engine_adapter import (
 from engine_adapter.off_loop import JSON_BYTES_PER_MS, TOKEN_ID_BYTES_PER_MS, in_own_thread, off_loop
 from engine_adapter.prompt.chat import ChatPrompt, ChatTokenizer
 from engine_adapter.prompt.embeds import read_embeds, reading_ms
+from engine_adapter.prompt.forms import has_own_template
 from engine_adapter.prompt.tokenizer_process import load_tokenizer
 from engine_adapter.types import ExtraIds, TokenIds
 from proxy.error_codes import Code
 from proxy.errors import BadRequest
-from proxy.prompt.extra_ids import extra_ids_of
 from proxy.prompt.known_chats import KnownBeginning, Owner
 from proxy.prompt.media import find_media, media_fields, not_plain, texts_only
 from proxy.prompt.render import (
+    CHAT_PATH,
     COMPLETIONS_PATH,
     ChatInput,
     CompletionInput,
@@ -40,9 +41,8 @@ from proxy.prompt.render import (
     read_native,
     read_prompt,
 )
-from proxy.prompt.special import has_own_template, is_special
 from proxy.prompt.tables import PromptTables
-from proxy.prompt.tokenizer import EngineTokenizer, LocalTokenizer, PromptTokenizer
+from proxy.prompt.tokenizer import EngineTokenizer, LocalTokenizer
 
 Source = Literal["local", "engine", "client"]
 Load = Callable[[str], Awaitable[ChatTokenizer]]
@@ -133,13 +133,8 @@ class PromptBuilder:
     ) -> None:
         """Until there is a tokenizer here, the engines tokenise.
 
-        Args:
-            info: what the engine says of itself.
-            tables: the registered prompt tables.
-            tokenizer: the engine's, loaded here; used at once, see `adopt` for one that is yet to be checked.
-            engines: gives those that can tokenise now.
-            renderers: gives those that can tokenise prompts with images now.
-            embedders: gives those that can tokenise prompts with embeddings now.
+        `tokenizer` is used at once, see `adopt` for one that is yet to be checked. `engines`, `renderers` and
+        `embedders` give those that can tokenise a prompt now: of text, with images, and with embeddings.
         """
         self.info = info
         self.local: LocalTokenizer | None = None
@@ -151,7 +146,7 @@ class PromptBuilder:
         self._refuted = Counter[tuple[Source, bool]]()
         self._tables = tables
         self._engines = EngineTokenizer(engines, renderers, embedders)
-        self._tokenizer: PromptTokenizer = self._engines
+        self._tokenizer: LocalTokenizer | EngineTokenizer = self._engines
         # An engine that renders with the same code refuses what cannot be rendered here: the client's fault.
         # Any other may take more than kvpin does: a prompt that cannot be rendered here is only unknown.
         self._strict = info.renders_alike
@@ -162,7 +157,7 @@ class PromptBuilder:
             self.use_local()
 
     @property
-    def tokenizer(self) -> PromptTokenizer:
+    def tokenizer(self) -> LocalTokenizer | EngineTokenizer:
         """The tokenizer that makes the prompts' ids now."""
         return self._tokenizer
 
@@ -173,14 +168,8 @@ class PromptBuilder:
         )
 
     async def load(self, source: str, load: Load = load_tokenizer) -> bool:
-        """Loads the engine's tokenizer and adopts it, which takes seconds; `reason` says why it failed.
-
-        Returns False if it failed now and may succeed later.
-
-        Args:
-            source: directory, GGUF file or hub id.
-            load: loads it; raises EngineSpecError, or EngineUnavailable if it may succeed later.
-        """
+        """Loads the engine's tokenizer from a directory, a GGUF file or the hub, and adopts it, which takes
+        seconds; `reason` says why it failed. Returns False if it failed now and may succeed later."""
         try:
             tokenizer = await load(source)
             await in_own_thread(lambda: self.adopt(tokenizer))  # compiles and tries the chat template
@@ -225,13 +214,8 @@ class PromptBuilder:
     ) -> Prompt | None:
         """The prompt of a request; None when it cannot be known, and the request is forwarded as it is.
 
-        Args:
-            path: the request's route, e.g. `/v1/chat/completions`.
-            body: its body.
-            salt: the cache salt it will run under.
-            lora: the LoRA adapter it will run with.
-            tenant: who sent it; what is remembered of it takes this tenant's share of memory.
-            bounded: refuse a prompt beyond the model's context.
+        It will run under `salt`, with `lora`. What is remembered of it takes the `tenant`'s share of memory.
+        If `bounded`, a prompt beyond the model's context is refused.
 
         Raises:
             BadRequest: a field that no engine can take, or a prompt beyond the model's context.
@@ -330,7 +314,7 @@ class PromptBuilder:
 
     async def _chat(self, source: ChatInput, body: JsonBody, owner: Owner) -> Prompt | None:
         tokenizer = self._tokenizer
-        special = not self._strict and is_special(source, body)
+        special = not self._strict and not self.info.common_form(body, source.more)
         if (special and self._asks_about_special) or (self._asks_about_tools and source.has_tools):
             tokenizer = self._engines
         if tokenizer is self.local and special and has_own_template(body):
@@ -342,14 +326,17 @@ class PromptBuilder:
             except ChatError:
                 if self._strict:
                     raise
-        # Also what cannot be rendered here: the engine may render more.
-        return self._made(await self._engines.chat(source, body), self._engines, special=special)
+        # Also what cannot be rendered here: the engine may render more. Ids do not tell images apart.
+        asked = await self._engines.ask(CHAT_PATH, body) if source.is_text else None
+        return self._made(asked, self._engines, special=special)
 
     async def _completion(self, source: CompletionInput, path: str, body: JsonBody) -> Prompt | None:
         if isinstance(source.prompt, array):
             prompt: Prompt | None = Prompt(source.prompt, exact=True)
+        elif isinstance(self._tokenizer, LocalTokenizer):
+            prompt = self._made(await self._tokenizer.text(source), self._tokenizer)
         else:
-            prompt = self._made(await self._tokenizer.text(source, path, body), self._tokenizer)
+            prompt = self._made(await self._engines.ask(path, body), self._engines)
         if prompt is None:
             return None
         vocab_size = self.info.vocab_size
@@ -357,13 +344,13 @@ class PromptBuilder:
             # Without the vocabulary size, fake ids look like text ids.
             is_plain = source.explicit is None and source.table is None
             return prompt if is_plain else None
-        extra_ids = extra_ids_of(prompt.token_ids, source, vocab_size=vocab_size, tables=self._tables)
+        extra_ids = self._tables.extra_ids(prompt.token_ids, source, vocab_size)
         return prompt if extra_ids is None else replace(prompt, extra_ids=extra_ids)
 
     def _made(
         self,
         prompt: ChatPrompt | None,
-        tokenizer: PromptTokenizer,
+        tokenizer: LocalTokenizer | EngineTokenizer,
         *,
         special: bool = False,
         beginning: KnownBeginning | None = None,

@@ -43,21 +43,16 @@ _CHATS: dict[str, dict[str, Any]] = {
         ]
     },
     "tools": {"messages": [{"role": "user", "content": "Weather?"}], "tools": [_TOOL]},
-    "tool call": {
-        "messages": [
-            {"role": "user", "content": "Weather?"},
-            {"role": "assistant", "content": "", "tool_calls": [_CALL]},
-            {"role": "tool", "tool_call_id": "call_12345", "content": "18 °C"},
-        ],
-        "tools": [_TOOL],
-    },
-    "tool call without content": {
-        "messages": [
-            {"role": "user", "content": "Weather?"},
-            {"role": "assistant", "content": None, "tool_calls": [_CALL]},
-            {"role": "tool", "tool_call_id": "call_12345", "content": "18 °C"},
-        ],
-        "tools": [_TOOL],
+    **{
+        name: {
+            "messages": [
+                {"role": "user", "content": "Weather?"},
+                {"role": "assistant", "content": content, "tool_calls": [_CALL]},
+                {"role": "tool", "tool_call_id": "call_12345", "content": "18 °C"},
+            ],
+            "tools": [_TOOL],
+        }
+        for name, content in (("tool call", ""), ("tool call without content", None))
     },
     "text parts": {
         "messages": [
@@ -202,7 +197,7 @@ async def _ours(local: LocalTokenizer, path: str, body: JsonBody) -> TokenIds[in
         if isinstance(source, ChatInput):
             return (await local.chat(source, body)).token_ids
         if isinstance(source, CompletionInput):
-            return (await local.text(source, path, body)).token_ids
+            return (await local.text(source)).token_ids
     except ChatError:
         return None
     return None

@@ -179,12 +179,8 @@ class KnownChats:
         return ChatText(owner, known, self._pieces(whole, start))
 
     def add(self, chat: ChatText, encoded: Sequence[TokenIds[int]]) -> tuple[TokenIds[int], KnownBeginning]:
-        """Remembers the new segments. Returns the ids of the whole text, and its known beginning.
-
-        Args:
-            chat: the text, as `read` gave it.
-            encoded: the ids of each piece in `chat.new`.
-        """
+        """Remembers the new segments of a chat that `read` gave; `encoded` are the ids of each piece in
+        `chat.new`. Returns the ids of the whole text, and its known beginning."""
         share = self._shares.setdefault(chat.owner.tenant, _Share())
         segments = list(chat.known)
         for piece, ids in zip(chat.new[:-1], encoded, strict=False):

@@ -271,7 +271,7 @@ class MediaUuids:
 
     async def _check(self, size: int, parts: Sequence[MediaPart], salt: str | None) -> None:
         """Refuses a uuid with new content. Requests that an engine refused count: it may hold the item."""
-        digests = await off_loop(lambda: _digests(parts), ms=size / _BYTES_PER_MS)
+        digests = await off_loop(lambda: [part.digest() for part in parts], ms=size / _BYTES_PER_MS)
         for part, digest in zip(parts, digests, strict=True):
             if digest is None:
                 continue
@@ -296,10 +296,6 @@ def _may_hold_media(body: JsonBody) -> bool:
     except msgspec.DecodeError:
         return True
     return not (messages is None or isinstance(messages, list)) or bool(not_plain(messages))
-
-
-def _digests(parts: Sequence[MediaPart]) -> list[bytes | None]:
-    return [part.digest() for part in parts]
 
 
 def _scoped(body: JsonBody, values: dict[str, Any], parts: Sequence[MediaPart], salt: str) -> JsonBody:

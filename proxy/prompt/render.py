@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from engine_adapter import JsonBody
+from engine_adapter.prompt.forms import gives, only_the_engine_knows
 from engine_adapter.routes import PromptFields
 from engine_adapter.types import TokenIds
 from proxy.errors import BadRequest
@@ -17,22 +17,8 @@ from proxy.prompt.media import check_number, find_media, is_text, media_fields, 
 CHAT_PATH = "/v1/chat/completions"
 COMPLETIONS_PATH = "/v1/completions"
 RESPONSES_PATH = "/v1/responses"
+_T = TypeVar("_T")
 _INT32_MAX = 2**31 - 1
-# Fields that make the prompt, or the namespace of its KV, in a way that only the engine knows.
-_OF_THE_ENGINE = frozenset(
-    {
-        "prompt_embeds",
-        "input_embeds",
-        "input_ids",
-        "prompt_token_ids",
-        "truncate_prompt_tokens",
-        "suffix",
-        "lora_path",
-        "lora_request",
-        "extra_key",
-    }
-)
-_OF_THE_ENGINE_IN_COMPLETIONS = _OF_THE_ENGINE - {"prompt_embeds"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +26,7 @@ class ChatInput:
     """A chat, as its template will get it.
 
     Attributes:
-        messages: shared with all who read the request; not to be changed.
+        messages, tools, template_kwargs: shared with all who read the request; not to be changed.
         n_media: parts that are not text.
         more: the messages that are not plain.
     """
@@ -81,9 +67,9 @@ class CompletionInput:
 
     param: ClassVar[str] = "prompt"
     prompt: str | TokenIds[int] = field(repr=False)
-    add_special_tokens: bool
-    explicit: Sequence[int] | None = field(repr=False)
-    table: str | None
+    add_special_tokens: bool = True
+    explicit: Sequence[int] | None = field(default=None, repr=False)
+    table: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +114,7 @@ def read_prompt(path: str, body: JsonBody) -> PromptInput | None:
     """
     if path == COMPLETIONS_PATH:
         return _completion(body)
-    if gives(body, _OF_THE_ENGINE) or _brings_token_ids(body):
+    if only_the_engine_knows(body):
         return None
     if path == CHAT_PATH:
         continues = _flag(body, "continue_final_message", default=False)
@@ -136,8 +122,8 @@ def read_prompt(path: str, body: JsonBody) -> PromptInput | None:
         more = not_plain(messages)
         return ChatInput(
             messages=messages,
-            tools=body.get("tools"),
-            template_kwargs=body.get("chat_template_kwargs"),
+            tools=body.view("tools"),
+            template_kwargs=body.view("chat_template_kwargs"),
             add_generation_prompt=_flag(body, "add_generation_prompt", default=True) and not continues,
             continue_final_message=continues,
             n_media=_count_media(more),
@@ -149,8 +135,7 @@ def read_prompt(path: str, body: JsonBody) -> PromptInput | None:
 
 
 def _completion(body: JsonBody) -> CompletionInput | EmbeddedInput | None:
-    """See `read_prompt`."""
-    if gives(body, _OF_THE_ENGINE_IN_COMPLETIONS) or _brings_token_ids(body):
+    if only_the_engine_knows(body, completion=True):
         return None
     if (embeds := body.get("prompt_embeds")) not in (None, []):
         several = bool(body.get("prompt")) or (isinstance(embeds, list) and len(embeds) > 1)
@@ -161,8 +146,8 @@ def _completion(body: JsonBody) -> CompletionInput | EmbeddedInput | None:
     return CompletionInput(
         prompt=prompt,
         add_special_tokens=_flag(body, "add_special_tokens", default=True),
-        explicit=_explicit(body.get("extra_ids")),
-        table=_table(body.get("prompt_table")),
+        explicit=_checked(body, "extra_ids", list, "a list with one integer per prompt token"),
+        table=_checked(body, "prompt_table", str, "the id of a prompt table"),
     )
 
 
@@ -182,22 +167,7 @@ def read_native(fields: PromptFields | None, body: JsonBody) -> CompletionInput 
     if kinds == {int, str}:
         return MixedInput()
     prompt = _single_prompt(given) if kinds in ({str}, {int}) else None
-    return (
-        None
-        if prompt is None
-        else CompletionInput(prompt, add_special_tokens=True, explicit=None, table=None)
-    )
-
-
-def gives(body: JsonBody, names: AbstractSet[str]) -> bool:
-    """Whether any of these fields has a value."""
-    return body.has_any(names) and any(body.get(name) is not None for name in names)
-
-
-def _brings_token_ids(body: JsonBody) -> bool:
-    """Whether the prompt's ids come from another server, which computed the prompt: vLLM takes them then."""
-    transfer = body.get("kv_transfer_params")
-    return isinstance(transfer, dict) and transfer.get("prompt_token_ids") is not None
+    return None if prompt is None else CompletionInput(prompt)
 
 
 def _count_media(messages: list[Any]) -> int:
@@ -236,22 +206,14 @@ def _token_ids(values: list[int]) -> TokenIds[int]:
     return array("i", values)
 
 
-def _explicit(value: Any) -> list[int] | None:  # noqa: ANN401 - JSON
-    if value is not None and not isinstance(value, list):
-        raise BadRequest("extra_ids must be a list with one integer per prompt token", param="extra_ids")
-    return value
-
-
-def _table(value: Any) -> str | None:  # noqa: ANN401 - JSON
-    if value is not None and not isinstance(value, str):
-        raise BadRequest("prompt_table must be the id of a prompt table", param="prompt_table")
-    return value
-
-
 def _flag(body: JsonBody, name: str, *, default: bool) -> bool:
+    value = _checked(body, name, bool, "true or false")
+    return default if value is None else value
+
+
+def _checked(body: JsonBody, name: str, kind: type[_T], what: str) -> _T | None:
+    """The field's value, None where it has none. Raises BadRequest for one of another kind."""
     value = body.get(name)
-    if value is None:
-        return default
-    if not isinstance(value, bool):
-        raise BadRequest(f"{name} must be true or false", param=name)
+    if value is not None and not isinstance(value, kind):
+        raise BadRequest(f"{name} must be {what}", param=name)
     return value

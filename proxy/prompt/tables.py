@@ -6,9 +6,16 @@ import re
 
 import xxhash
 
-from engine_adapter.prompt.extra_ids import UINT64_MAX, TableRef, parse_embeddings, prompt_table_extra_id
-from engine_adapter.types import PromptTable
+from engine_adapter.prompt.extra_ids import (
+    UINT64_MAX,
+    TableRef,
+    parse_embeddings,
+    prompt_table_extra_id,
+    resolve_extra_ids,
+)
+from engine_adapter.types import ExtraIds, PromptTable, TokenIds
 from proxy.errors import BadRequest, BodyTooLarge, Conflict, NotFound
+from proxy.prompt.render import CompletionInput
 
 _TABLE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}")
 
@@ -90,6 +97,23 @@ class PromptTables:
         """The part of a table that identity needs; None for a table that is not registered."""
         table = self._by_id.get(table_id)
         return None if table is None else self.refs[table.extra_id]
+
+    def extra_ids(
+        self, token_ids: TokenIds[int], source: CompletionInput, vocab_size: int
+    ) -> ExtraIds[int] | None:
+        """One extra id per token of a completion's prompt, None when all of it is text.
+
+        Raises:
+            BadRequest: the request names a table that is not registered.
+            PromptTableError: naming the index of the first id that breaks a rule.
+        """
+        table = self.ref(source.table) if source.table is not None else None
+        if source.table is not None and table is None:
+            raise BadRequest(f"there is no prompt table {source.table!r}", param="prompt_table")
+        resolved = resolve_extra_ids(
+            token_ids, vocab_size=vocab_size, explicit=source.explicit, table=table, registered=self.refs
+        )
+        return resolved.extra_ids
 
     @property
     def total_bytes(self) -> int:

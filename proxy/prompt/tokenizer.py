@@ -5,31 +5,20 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
 from engine_adapter import EngineAdapter, EngineRejected, EngineUnavailable, JsonBody
 from engine_adapter.off_loop import JSON_BYTES_PER_MS, off_loop
 from engine_adapter.prompt.chat import ChatPrompt, ChatTokenizer
 from engine_adapter.prompt.cuts import find_cut
 from engine_adapter.prompt.media import mark_embeds, mark_media
-from engine_adapter.types import TokenIds
 from proxy.prompt.known_chats import KnownBeginning, KnownChats, Owner
-from proxy.prompt.render import CHAT_PATH, ChatInput, CompletionInput
+from proxy.prompt.render import ChatInput, CompletionInput
 
 ANSWER_S = 2.0
 """Seconds that a request waits for an engine to tokenise it."""
 # A chat of this many messages is rendered in about 1 ms.
 _MESSAGES_PER_MS = 64
-
-
-class PromptTokenizer(Protocol):
-    """Makes the token ids of a request as its engine will see them."""
-
-    async def chat(self, source: ChatInput, body: JsonBody) -> ChatPrompt | None:
-        """Token ids of a chat, None where they cannot be had. Raises ChatError and PromptTableError."""
-
-    async def text(self, source: CompletionInput, path: str, body: JsonBody) -> ChatPrompt | None:
-        """Token ids of a completion's text, None where they cannot be had."""
 
 
 class LocalTokenizer:
@@ -43,7 +32,7 @@ class LocalTokenizer:
         self._known = None if cut is None else KnownChats(cut)
 
     async def chat(self, source: ChatInput, body: JsonBody) -> ChatPrompt:
-        """See `PromptTokenizer.chat`."""
+        """The prompt of a chat. Raises ChatError and PromptTableError."""
         return await self.tokenizer.off_loop(
             len(body.raw),
             lambda: self.tokenizer.chat(
@@ -60,13 +49,16 @@ class LocalTokenizer:
             The prompt, and its known beginning; None where the chat had to be encoded whole.
 
         Raises:
-            ChatError, PromptTableError: see `PromptTokenizer.chat`.
+            ChatError, PromptTableError: see `chat`.
         """
         known = self._known
         if known is None or not source.is_text:
             return await self.chat(source, body), None
         chat = known.read(await self._render(source, len(body.raw)), owner)
-        encoded = await self.tokenizer.off_loop(chat.new_chars, lambda: self._encode(chat.new))
+        encode = self.tokenizer.encode
+        encoded = await self.tokenizer.off_loop(
+            chat.new_chars, lambda: [encode(piece, add_special_tokens=False) for piece in chat.new]
+        )
         token_ids, beginning = known.add(chat, encoded)
         return ChatPrompt(token_ids), beginning
 
@@ -76,11 +68,8 @@ class LocalTokenizer:
         ms = max(messages / _MESSAGES_PER_MS, size / JSON_BYTES_PER_MS)
         return await off_loop(lambda: self.tokenizer.render(**_of_template(source)), ms=ms)
 
-    def _encode(self, pieces: Iterable[str]) -> list[TokenIds[int]]:
-        return [self.tokenizer.encode(piece, add_special_tokens=False) for piece in pieces]
-
-    async def text(self, source: CompletionInput, path: str, body: JsonBody) -> ChatPrompt:  # noqa: ARG002 - protocol
-        """See `PromptTokenizer.text`."""
+    async def text(self, source: CompletionInput) -> ChatPrompt:
+        """The prompt of a completion's text."""
         text = str(source.prompt)
         ids = await self.tokenizer.off_loop(
             len(text), lambda: self.tokenizer.encode(text, add_special_tokens=source.add_special_tokens)
@@ -118,14 +107,6 @@ class EngineTokenizer:
         self._renderers = renderers
         self._embedders = embedders
         self._turn = -1
-
-    async def chat(self, source: ChatInput, body: JsonBody) -> ChatPrompt | None:
-        """See `PromptTokenizer.chat`. None for a chat that is not all text: ids do not tell images apart."""
-        return await self.ask(CHAT_PATH, body) if source.is_text else None
-
-    async def text(self, source: CompletionInput, path: str, body: JsonBody) -> ChatPrompt | None:  # noqa: ARG002
-        """See `PromptTokenizer.text`."""
-        return await self.ask(path, body)
 
     async def ask(self, path: str, body: JsonBody) -> ChatPrompt | None:
         """Token ids of a request; None where the engine refuses it, or none answers in time."""

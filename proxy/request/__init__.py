@@ -10,7 +10,6 @@ retries.py      which failures let another engine be tried
 urgency.py      priority, deadline and cost, in the client's words
 migration.py    which streams another engine goes on with when theirs dies
 transcript.py   what a stream's client has          splice.py       joins the rest to it
-events.py       a stream of events, cut into events
 sources.py      the last requests' bodies           comparison.py   why a request's cache missed
 diagnostics.py  the same, as a field of its answer
 """

@@ -16,16 +16,14 @@ from typing import Any
 
 import msgspec
 
-from engine_adapter import UNREADABLE, HeaderPairs, JsonBody, read_streamed_usage
+from engine_adapter import UNREADABLE, HeaderPairs, JsonBody, WholeEvents, decode_object, read_streamed_usage
 from proxy.core.diagnostics import anthropic_diagnostics, openai_diagnostics
 from proxy.core.misses import Diagnosis
 from proxy.request.calls import Client, Through
-from proxy.request.events import WholeEvents
 
 _ERROR = 400
 # The first id of a stream is that of its answer.
 _ID = re.compile(rb'"id"\s*:\s*"([^"\\]{1,256})"')
-_decode = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 Diagnose = Callable[[str, int | None], Diagnosis | None]
 """Compares with the answer of that id. The number is what the engine reports as reused; None: not yet known.
@@ -144,7 +142,7 @@ class Diagnosed(Through):
         line = event[start + len(b"data:") :]
         data = line.strip()
         try:
-            fields = _decode(data)
+            fields = decode_object(data)
         except UNREADABLE:
             return event
         answer = fields.get(self._api.within)
@@ -156,7 +154,7 @@ class Diagnosed(Through):
     def _with_field(self, answer: bytes) -> bytes:
         """The answer with the diagnostics; every other field keeps its bytes."""
         try:
-            fields = _decode(answer)
+            fields = decode_object(answer)
         except UNREADABLE:
             return answer
         reused = read_streamed_usage(answer).cached_tokens

@@ -10,8 +10,7 @@ from collections import deque
 
 import msgspec
 
-from engine_adapter import EngineDiverged
-from proxy.request.events import WholeEvents
+from engine_adapter import EngineDiverged, WholeEvents
 from proxy.request.transcript import NULL, Event, Fields, Told, read_event
 
 _decode_fields = msgspec.json.Decoder(Fields).decode

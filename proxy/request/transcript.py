@@ -11,8 +11,7 @@ from typing import Literal
 
 import msgspec
 
-from engine_adapter import UNREADABLE, Resumption
-from proxy.request.events import WholeEvents
+from engine_adapter import UNREADABLE, Resumption, WholeEvents
 
 TEXTS = ("content", "reasoning_content", "reasoning", "text")
 """The fields of a choice's delta, or of the choice itself, that hold generated text."""

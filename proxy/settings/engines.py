@@ -27,10 +27,9 @@ from engine_adapter import (
     EngineSpecError,
     OptionError,
     address_of_rank,
-    check_command,
     check_kind,
     make_options,
-    managed_spec,
+    managed_kind,
 )
 from proxy.settings.fields import HOST, Kind, Name, Secret, SettingsError, SourceUrl, Url
 from proxy.settings.sources import DnsSource, KubernetesSource, SrvSource, parse_source
@@ -201,7 +200,7 @@ class ManagedSettings(_EngineSettings):
     @model_validator(mode="after")
     def _check_command(self) -> Self:
         try:
-            check_command(self.kind, self.command)
+            managed_kind(self.kind).check(self.command)
         except EngineSpecError as error:
             raise ValueError(str(error)) from error
         return self
@@ -212,7 +211,7 @@ class ManagedSettings(_EngineSettings):
         Raises:
             EngineSpecError: the command contradicts the other settings.
         """
-        return managed_spec(self._spec(f"http://127.0.0.1:{port}"), self.command)
+        return managed_kind(self.kind).complete(self._spec(f"http://127.0.0.1:{port}"), self.command)
 
 
 class EnginesFile(BaseModel):

@@ -13,14 +13,12 @@ from typing import Any
 import msgspec
 from msgspec import Raw
 
-from engine_adapter import UNREADABLE
+from engine_adapter import UNREADABLE, RawFields, decode_object
 from proxy.errors import EngineFailed
 from proxy.several.split import Part, Several
 from proxy.translate.sse import DONE
 
-_Fields = dict[str, Raw]
-_decode = msgspec.json.Decoder(_Fields).decode
-_decode_choices = msgspec.json.Decoder(list[_Fields]).decode
+_decode_choices = msgspec.json.Decoder(list[RawFields]).decode
 _encode = msgspec.json.encode
 _NOTHING = Raw(b"null")
 _LAST = b"data: " + DONE + b"\n\n"
@@ -32,15 +30,15 @@ _OF_THE_ANSWER = ("completion_tokens", "completion_tokens_details")
 class Answer(msgspec.Struct):
     """The JSON answer to a single request; `usage` is None if the engine reported none."""
 
-    fields: _Fields
-    choices: list[_Fields]
+    fields: RawFields
+    choices: list[RawFields]
     usage: dict[str, Any] | None
 
     @classmethod
     def of(cls, content: bytes) -> Answer:
         """Raises EngineFailed if it is no chat or completion."""
         try:
-            fields = _decode(content)
+            fields = decode_object(content)
             choices = _decode_choices(fields["choices"])
         except (*UNREADABLE, KeyError) as error:
             raise EngineFailed("an engine's answer to a single request has no choices") from error
@@ -51,7 +49,7 @@ class Answer(msgspec.Struct):
 def joined(several: Several, answers: Iterable[tuple[Part, Answer]], cached: int | None = None) -> bytes:
     """The one answer. `answers` are those of all parts, in their order; `cached`: see `usage_of`."""
     pairs = list(answers)
-    of_prompts: dict[int, list[_Fields]] = {}
+    of_prompts: dict[int, list[RawFields]] = {}
     for part, answer in pairs:
         of_prompts.setdefault(part.prompt, []).extend(answer.choices)
     choices = []
@@ -97,8 +95,8 @@ class JoinedStream:
     """The events of several streams, as those of one."""
 
     def __init__(self) -> None:
-        self._head: _Fields = {}
-        self._usages: dict[int, tuple[Part, _Fields, dict[str, Any]]] = {}
+        self._head: RawFields = {}
+        self._usages: dict[int, tuple[Part, RawFields, dict[str, Any]]] = {}
 
     def event(self, part: Part, data: bytes) -> bytes:
         """The event for the client, from one of a part; b"" for its usage, which is held back, and its end.
@@ -109,7 +107,7 @@ class JoinedStream:
         if data == DONE:
             return b""
         try:
-            fields = _decode(data)
+            fields = decode_object(data)
             choices = _decode_choices(fields.get("choices", b"[]"))
             usage = _usage_in(fields) if not choices else None
         except UNREADABLE as error:
@@ -146,12 +144,12 @@ def is_error(data: bytes) -> bool:
     if b'"error"' not in data:
         return False
     try:
-        return _decode(data).get("error", _NOTHING) != _NOTHING
+        return decode_object(data).get("error", _NOTHING) != _NOTHING
     except UNREADABLE:
         return False
 
 
-def _value(fields: _Fields, name: str) -> Any:  # noqa: ANN401 - JSON
+def _value(fields: RawFields, name: str) -> Any:  # noqa: ANN401 - JSON
     """A field's value; None if there is none, or none that can be read."""
     try:
         return msgspec.json.decode(fields.get(name, _NOTHING))
@@ -159,7 +157,7 @@ def _value(fields: _Fields, name: str) -> Any:  # noqa: ANN401 - JSON
         return None
 
 
-def _usage_in(fields: _Fields) -> dict[str, Any] | None:
+def _usage_in(fields: RawFields) -> dict[str, Any] | None:
     usage = _value(fields, "usage")
     return usage if isinstance(usage, dict) else None
 
@@ -168,7 +166,7 @@ def _raw(value: object) -> Raw:
     return Raw(_encode(value))
 
 
-def _index(choice: _Fields) -> int:
+def _index(choice: RawFields) -> int:
     """A choice's own index; 0 if it has none."""
     index = _value(choice, "index")
     return index if isinstance(index, int) else 0
@@ -184,7 +182,7 @@ def _add(total: dict[str, Any], more: Mapping[str, Any]) -> None:
             total[name] = (known or 0) + value
 
 
-def _score(choice: _Fields) -> float:
+def _score(choice: RawFields) -> float:
     """Mean log probability of a choice's tokens; as low as can be if it does not tell them."""
     match _value(choice, "logprobs"):
         case {"token_logprobs": list(values)}:

@@ -10,27 +10,25 @@ from collections.abc import Iterable
 import msgspec
 from msgspec import Raw
 
-from engine_adapter import UNREADABLE
+from engine_adapter import UNREADABLE, RawFields, decode_object
 from proxy.errors import EngineFailed
 from proxy.several.split import Part, Several
 
-_Fields = dict[str, Raw]
-_decode = msgspec.json.Decoder(_Fields).decode
-_decode_any = msgspec.json.Decoder(_Fields | None).decode
+_decode_any = msgspec.json.Decoder(RawFields | None).decode
 _encode = msgspec.json.encode
 
 
-def read_listed(content: bytes) -> _Fields:
+def read_listed(content: bytes) -> RawFields:
     """The answer to a single request. Raises EngineFailed if it is no object."""
     try:
-        return _decode(content)
+        return decode_object(content)
     except UNREADABLE as error:
         raise EngineFailed("an engine's answer to a single request is no object") from error
 
 
 def joined_list(
     several: Several,  # noqa: ARG001 - as `joined` has it
-    answers: Iterable[tuple[Part, _Fields]],
+    answers: Iterable[tuple[Part, RawFields]],
     cached: int | None = None,  # noqa: ARG001 - likewise
 ) -> bytes:
     """The list. `answers` are those of all parts, in their order."""
@@ -62,5 +60,5 @@ class ListedStream:
         return b""
 
 
-def _numbered(part: Part, fields: _Fields) -> _Fields:
+def _numbered(part: Part, fields: RawFields) -> RawFields:
     return fields | {"index": Raw(b"%d" % part.index)} if "index" in fields else fields

@@ -24,7 +24,7 @@ import msgspec
 from msgspec import Raw, Struct
 
 from engine_adapter import UNREADABLE, JsonBody
-from engine_adapter.plain_errors import plain_error
+from engine_adapter.options import plain_error
 from proxy.error_codes import Code
 from proxy.errors import BadRequest
 

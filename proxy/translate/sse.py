@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from proxy.request.events import WholeEvents
+from engine_adapter import WholeEvents
 
 _DATA = b"data:"
 DONE = b"[DONE]"

@@ -2,16 +2,7 @@ import sys
 
 import pytest
 
-from engine_adapter import (
-    EngineSpecError,
-    check_command,
-    engine_command,
-    health_path,
-    managed_advice,
-    managed_command,
-    managed_spec,
-    prepare_managed,
-)
+from engine_adapter import EngineSpecError, managed_kind, run_engine_cli
 from engine_adapter.llama_server.command import default_save_bytes, default_save_dir
 from tests.engines import engine_spec
 
@@ -21,7 +12,7 @@ def spec(kind, **fields):
 
 
 def command(kind, *words, **fields):
-    return managed_command(kind, words, port=4711, spec=managed_spec(spec(kind, **fields), words))
+    return managed_kind(kind).command(words, 4711, managed_kind(kind).complete(spec(kind, **fields), words))
 
 
 def test_each_kind_has_its_command_line():
@@ -43,48 +34,55 @@ def test_the_binary_of_a_llama_server_may_come_from_the_environment(monkeypatch)
 
 def test_a_llama_server_gets_a_host_cache():
     words = ("-m", "x")
-    by_default = managed_spec(spec("llama_server"), words)
+    by_default = managed_kind("llama_server").complete(spec("llama_server"), words)
     assert by_default.options.host_cache_dir == str(default_save_dir())
     assert by_default.options.host_cache_bytes == default_save_bytes(default_save_dir())
     given = spec("llama_server", host_cache_dir="/kv", host_cache_bytes=7, api_key="k")
-    assert managed_spec(given, words) == given
+    assert managed_kind("llama_server").complete(given, words) == given
     words = ("-m", "x", "--slot-save-path", "/mine/", "--api-key", "hush")
-    named = managed_spec(spec("llama_server", host_cache_bytes=7), words)
+    named = managed_kind("llama_server").complete(spec("llama_server", host_cache_bytes=7), words)
     assert (named.options.host_cache_dir, named.options.host_cache_bytes, named.api_key) == (
         "/mine",
         7,
         "hush",
     )
-    assert managed_spec(spec("llama_server", host_cache_dir="/mine"), words).options.host_cache_dir == "/mine"
+    assert (
+        managed_kind("llama_server")
+        .complete(spec("llama_server", host_cache_dir="/mine"), words)
+        .options.host_cache_dir
+        == "/mine"
+    )
 
 
 def test_directories_are_whole_paths(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     monkeypatch.chdir(tmp_path)
     given = spec("llama_server", host_cache_dir="~/kv", host_cache_bytes=7, disk_cache_dir="cold")
-    completed = managed_spec(given, ("-m", "x"))
+    completed = managed_kind("llama_server").complete(given, ("-m", "x"))
     assert (completed.options.host_cache_dir, completed.options.disk_cache_dir) == (
         "/home/me/kv",
         str(tmp_path / "cold"),
     )
-    named = managed_spec(spec("llama_server"), ("-m", "x", "--slot-save-path", "hot"))
+    named = managed_kind("llama_server").complete(
+        spec("llama_server"), ("-m", "x", "--slot-save-path", "hot")
+    )
     assert named.options.host_cache_dir == str(tmp_path / "hot")
 
 
 def test_two_directories_for_one_thing_are_refused():
     words = ("-m", "x", "--slot-save-path", "/a")
     with pytest.raises(EngineSpecError, match=r"'/a' and host_cache_dir '/b' differ: give one of them"):
-        managed_spec(spec("llama_server", host_cache_dir="/b"), words)
+        managed_kind("llama_server").complete(spec("llama_server", host_cache_dir="/b"), words)
 
 
 @pytest.mark.parametrize("kind", ["embedded", "vllm"])
 def test_other_kinds_are_as_the_operator_said(kind):
-    assert managed_spec(spec(kind), ("x", "--api-key", "k")) == spec(kind)
-    assert managed_advice(kind, ("-kvu",)) == ()
+    assert managed_kind(kind).complete(spec(kind), ("x", "--api-key", "k")) == spec(kind)
+    assert managed_kind(kind).advice(("-kvu",)) == ()
 
 
 def test_advice_is_the_kinds():
-    assert len(managed_advice("llama_server", ("-m", "x", "-kvu"))) == 1
+    assert len(managed_kind("llama_server").advice(("-m", "x", "-kvu"))) == 1
 
 
 @pytest.mark.parametrize(
@@ -104,21 +102,21 @@ def test_advice_is_the_kinds():
 )
 def test_words_that_can_never_work(kind, words, message):
     with pytest.raises(EngineSpecError, match=message):
-        check_command(kind, words)
+        managed_kind(kind).check(words)
 
 
 def test_words_that_can_work():
-    check_command("embedded", ())
-    check_command("nim", ("x", "{port}"))
+    managed_kind("embedded").check(())
+    managed_kind("nim").check(("x", "{port}"))
 
 
 def test_an_engine_whose_program_is_missing_is_told(monkeypatch):
-    prepare_managed(spec("vllm"), (sys.executable, "{port}"))
+    managed_kind("vllm").prepare(spec("vllm"), (sys.executable, "{port}"))
     with pytest.raises(EngineSpecError, match="no program '/nowhere/vllm'"):
-        prepare_managed(spec("vllm"), ("/nowhere/vllm", "{port}"))
-    monkeypatch.setattr(engine_command, "find_spec", lambda _name: None)
+        managed_kind("vllm").prepare(spec("vllm"), ("/nowhere/vllm", "{port}"))
+    monkeypatch.setattr("engine_adapter.managed.find_spec", lambda _name: None)
     with pytest.raises(EngineSpecError, match=r"pip install 'kvpin\[engine\]'"):
-        prepare_managed(spec("embedded"), ())
+        managed_kind("embedded").prepare(spec("embedded"), ())
 
 
 def test_what_a_llama_server_needs_is_made(tmp_path, monkeypatch):
@@ -126,14 +124,31 @@ def test_what_a_llama_server_needs_is_made(tmp_path, monkeypatch):
     (tmp_path / "m.gguf").touch()
     dirs = {"host_cache_dir": str(tmp_path / "a" / "host"), "disk_cache_dir": str(tmp_path / "disk")}
     words = ("-m", str(tmp_path / "m.gguf"))
-    prepare_managed(managed_spec(spec("llama_server", **dirs), words), words)
+    managed_kind("llama_server").prepare(
+        managed_kind("llama_server").complete(spec("llama_server", **dirs), words), words
+    )
     assert all((tmp_path / name).is_dir() for name in ("a/host", "disk"))
     monkeypatch.setenv("LLAMA_SERVER", "/nowhere/llama-server")
     with pytest.raises(EngineSpecError, match=r"no program '/nowhere/llama-server'.*scripts/llama-server"):
-        prepare_managed(managed_spec(spec("llama_server", **dirs), words), words)
+        managed_kind("llama_server").prepare(
+            managed_kind("llama_server").complete(spec("llama_server", **dirs), words), words
+        )
 
 
 def test_where_health_is_asked():
-    assert [health_path(kind) for kind in ("embedded", "llama_server", "nim", "vllm")] == [
+    assert [managed_kind(kind).health_path for kind in ("embedded", "llama_server", "nim", "vllm")] == [
         *("/health", "/health", "/v1/health/ready", "/health")
     ]
+
+
+def test_the_help_of_the_engine(capsys):
+    with pytest.raises(SystemExit) as caught:
+        run_engine_cli(["--help"])
+    assert caught.value.code == 0
+    assert "--tokens-per-block" in capsys.readouterr().out
+
+
+def test_without_torch_the_engine_says_what_to_install(monkeypatch):
+    monkeypatch.setattr("engine_adapter.managed.find_spec", lambda name: None)
+    with pytest.raises(EngineSpecError, match=r"kvpin\[engine\]"):
+        run_engine_cli([])

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from engine_adapter import engine_command
 from proxy.checks import check, faults_here, managed_engines
 from proxy.settings import EngineSettings, ManagedSettings, Settings, SettingsError
 from scripts.make_gguf import gguf_path
@@ -29,7 +28,7 @@ def test_no_engine_is_added_to_those_that_are_named():
 
 
 def test_without_torch_only_embedded_engines_are_refused(monkeypatch):
-    monkeypatch.setattr(engine_command, "find_spec", lambda name: None)
+    monkeypatch.setattr("engine_adapter.managed.find_spec", lambda name: None)
     check(Settings(engines=(ELSEWHERE,)))
     with pytest.raises(SettingsError, match=r"engine 'embedded-0': .*pip install 'kvpin\[engine\]'"):
         check(Settings())

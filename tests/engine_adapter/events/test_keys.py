@@ -17,10 +17,10 @@ from engine_adapter.events.keys import (
     read_sglang_keys,
     read_vllm_keys,
 )
-from engine_adapter.events.wire import decode_batch
 from engine_adapter.prompt.extra_ids import extra_id
 from engine_adapter.prompt.media import media_extra_id
 from engine_adapter.types import BlocksStored, Tier, extra_array, token_array
+from tests.kv_batches import decode_batch
 
 SIZE = 4
 DIGEST = bytes(range(32))

@@ -1,6 +1,6 @@
 import pytest
 
-from engine_adapter.events.options import EventOptions
+from engine_adapter.events.options import EventOptions, address_of_rank, check_address, reachable_endpoint
 from engine_adapter.options import OptionError, read_options
 
 
@@ -16,3 +16,50 @@ def test_a_rank_is_0_or_more():
 def test_a_bind_address_of_events_is_refused(name):
     with pytest.raises(OptionError, match=f"{name}: .* is no address to connect to"):
         read_options("sglang", EventOptions, {name: "tcp://*:5557"})
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "url", "reached"),
+    [
+        ("tcp://*:5557", "http://gpu7:8000", "tcp://gpu7:5557"),
+        ("tcp://0.0.0.0:5557", "http://10.0.0.7:8000/v1", "tcp://10.0.0.7:5557"),
+        ("tcp://[::]:5557", "http://[fd00::7]:8000", "tcp://[fd00::7]:5557"),
+        ("tcp://*:5557", "http://127.0.0.1:8000", "tcp://127.0.0.1:5557"),
+        ("tcp://10.0.0.9:5557", "http://gpu7:8000", "tcp://10.0.0.9:5557"),
+        ("tcp://127.0.0.1:5557", "http://localhost:8000", "tcp://127.0.0.1:5557"),
+        ("ipc:///tmp/events", "http://127.0.0.1:8000", "ipc:///tmp/events"),
+        ("tcp://127.0.0.1:5557", "http://gpu7:8000", None),
+        ("tcp://[::1]:5557", "http://gpu7:8000", None),
+        ("ipc:///tmp/events", "http://gpu7:8000", None),
+        ("inproc://events", "http://127.0.0.1:8000", None),
+        ("nowhere", "http://127.0.0.1:8000", None),
+        ("tcp://gpu7", "http://gpu7:8000", None),
+        ("tcp://*:events", "http://gpu7:8000", None),
+        ("tcp://a b:5557", "http://gpu7:8000", None),
+        ("tcp://:5557", "http://gpu7:8000", None),
+        ("", "http://gpu7:8000", None),
+    ],
+)
+def test_a_bind_address_as_it_is_reached(endpoint, url, reached):
+    assert reachable_endpoint(endpoint, url) == reached
+
+
+@pytest.mark.parametrize(
+    "address", ["tcp://gpu7:5557", "tcp://10.0.0.7:5557", "tcp://[fd00::7]:1", "ipc:///tmp/e"]
+)
+def test_an_address_to_connect_to(address):
+    check_address("events", address)
+
+
+@pytest.mark.parametrize(
+    "address", ["", "gpu7:5557", "tcp://*:5557", "tcp://gpu7", "zmq://gpu7:1", "tcp://a b:1"]
+)
+def test_an_address_that_nothing_can_connect_to_is_refused(address):
+    with pytest.raises(ValueError, match=r"events: .* is no address to connect to"):
+        check_address("events", address)
+
+
+def test_each_rank_has_the_next_port():
+    assert address_of_rank("tcp://[fd00::7]:5557", 0) == "tcp://[fd00::7]:5557"
+    assert address_of_rank("tcp://gpu7:5557", 3) == "tcp://gpu7:5560"
+    assert address_of_rank("ipc:///tmp/events", 1) == "ipc:///tmp/events"

@@ -12,9 +12,7 @@ from hypothesis import strategies as st
 from engine_adapter.events.fields import ClearedFields, MalformedEvents, RemovedFields, StoredFields
 from engine_adapter.events.keys import BlockKeys
 from engine_adapter.events.wire import (
-    EventBatch,
     EventReader,
-    decode_batch,
     decode_snapshot,
     encode_batch,
     encode_snapshot,
@@ -29,6 +27,7 @@ from engine_adapter.types import (
     extra_array,
     token_array,
 )
+from tests.kv_batches import EventBatch, decode_batch
 
 PLAIN = BlocksStored(Tier.GPU, None, (11, 12), token_array([1, 2, 3, 4]), 2)
 SALTED = BlocksStored(

@@ -10,7 +10,6 @@ from engine_adapter.http.headers import Headers
 from engine_adapter.http.prepare import base_url, parts_of, prepare_request
 from engine_adapter.types import EngineSpec
 from engine_adapter.upload import Upload
-from tests.engines import engine_spec
 
 
 def spec(url="http://127.0.0.1:8000", **fields):
@@ -148,12 +147,10 @@ def test_a_key_that_no_header_can_hold_is_refused_and_not_repeated(key):
     assert key.strip() not in str(caught.value)
 
 
-@pytest.mark.parametrize("kind", ["vllm", "sglang"])
-def test_a_rank_takes_the_place_of_the_clients(kind):
-    headers = {"X-Data-Parallel-Rank": "5", "x-other": "1"}
-    to_rank = prepare_request(engine_spec(kind, "http://h:1", dp_rank=0), "GET", "/", headers, None)
-    assert to_rank.headers[0] == (b"x-other", b"1")
-    assert to_rank.headers[-1] == (b"x-data-parallel-rank", b"0")
-    assert len(to_rank.headers) == 3
-    to_any = prepare_request(engine_spec(kind, "http://h:1"), "GET", "/", headers, None)
-    assert (b"x-data-parallel-rank", b"5") in to_any.headers
+def test_an_adapters_own_header_takes_the_place_of_the_clients():
+    clients = {"X-Data-Parallel-Rank": "5", "x-other": "1"}
+    own = [(b"x-data-parallel-rank", b"0")]
+    assert prepare_request(spec(), "GET", "/", clients, None, own).headers == [
+        (b"x-other", b"1"), (b"accept-encoding", b"identity"), *own
+    ]  # fmt: skip
+    assert (b"x-data-parallel-rank", b"5") in prepare_request(spec(), "GET", "/", clients, None).headers

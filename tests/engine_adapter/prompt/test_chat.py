@@ -3,7 +3,6 @@ import json
 import subprocess
 import sys
 import threading
-import time
 from array import array
 from pathlib import Path
 
@@ -315,25 +314,6 @@ async def test_long_work_leaves_the_event_loop(chat):
 
     assert await is_here(0)
     assert not await is_here(1_000_000)
-
-
-async def test_how_long_encoding_takes_is_learned(chat):
-    pace, chars = chat.encoder_pace, 60_000
-    pace.measure(chars, lambda: burn(0.2))  # e.g. a thread's first text, for which it makes its caches
-    stated = pace.ms(chars)
-    assert stated > 1
-    for _ in range(40):
-        pace.measure(chars, lambda: None)
-    assert pace.ms(chars) == stated / 2 < 1
-    assert await chat.off_loop(chars, threading.current_thread) is threading.current_thread()
-    pace.measure(chars, lambda: burn(0.2))
-    assert pace.ms(chars) == stated
-
-
-def burn(seconds):
-    end = time.thread_time() + seconds
-    while time.thread_time() < end:
-        pass
 
 
 def test_it_encodes_as_fast_as_it_can(chat):

@@ -23,7 +23,7 @@ EVERYTHING = {
 async def discovered(url: str) -> Discovered:
     control = ControlClient(EngineSpec("tensorrt_llm", url, "t"))
     try:
-        return await discover(control)
+        return await discover(control, "i")
     finally:
         await control.aclose()
 
@@ -38,9 +38,13 @@ async def looked_at(**options) -> Discovered:
 
 async def test_a_server_that_tells_all():
     server = await looked_at(tokens_per_block=64, gpu_blocks=10, max_model_len=512)
-    assert (server.model, server.version, server.tokenizer) == ("tiny", "1.4.0", "/models/tiny")
-    assert (server.tokens_per_block, server.gpu_blocks, server.max_model_len) == (64, 10, 512)
-    assert server.capabilities == EVERYTHING
+    assert (server.info.model, server.info.version, server.info.tokenizer) == (
+        "tiny",
+        "TensorRT-LLM 1.4.0",
+        "/models/tiny",
+    )
+    assert (server.tokens_per_block, server.info.gpu_blocks, server.info.max_model_len) == (64, 10, 512)
+    assert server.info.capabilities == EVERYTHING
     assert (server.whole_blocks_only, server.reset_path) == (True, "/reset_prefix_cache")
     assert server.findings == ()
 
@@ -49,7 +53,7 @@ async def test_a_server_that_tells_all():
 @pytest.mark.parametrize("reset_path", ["/reset_prefix_cache", "/_control/kv_cache/reset"])
 async def test_its_routes_are_found_with_and_without_its_own_word(describes_itself, reset_path):
     server = await looked_at(describes_itself=describes_itself, reset_path=reset_path)
-    assert (server.capabilities, server.reset_path) == (EVERYTHING, reset_path)
+    assert (server.info.capabilities, server.reset_path) == (EVERYTHING, reset_path)
 
 
 async def test_a_reset_route_of_another_name_is_found_by_its_description():
@@ -65,8 +69,8 @@ async def test_an_older_server(describes_itself):
         renders=False,
         reset_path=None,
     )
-    assert server.capabilities == {Capability.KV_EVENTS, Capability.CACHED_TOKENS, Capability.CACHE_SALT}
-    assert (server.tokens_per_block, server.max_model_len, server.tokenizer) == (32, None, None)
+    assert server.info.capabilities == {Capability.KV_EVENTS, Capability.CACHED_TOKENS, Capability.CACHE_SALT}
+    assert (server.tokens_per_block, server.info.max_model_len, server.info.tokenizer) == (32, None, None)
     assert not server.whole_blocks_only
     assert server.findings == (
         found.BLOCK_SIZE_UNKNOWN,
@@ -80,7 +84,7 @@ async def test_steps_tell_the_block_size_where_nothing_else_does():
     with running_trtllm(tokens_per_block=8, tells_block_size=False, prometheus=False) as server:
         server.fake._end_of_step()
         what = await discovered(server.url)
-        assert (what.tokens_per_block, what.gpu_blocks) == (8, 64)
+        assert (what.tokens_per_block, what.info.gpu_blocks) == (8, 64)
         assert server.fake.steps == []  # they can be read once
 
 
@@ -108,13 +112,13 @@ async def test_another_server():
     ]
     with served(Starlette(routes=routes)) as url:
         server = await discovered(url)
-    assert (server.model, server.version, server.tokenizer, server.max_model_len) == (
+    assert (server.info.model, server.info.version, server.info.tokenizer, server.info.max_model_len) == (
         "org/m",
-        "",
+        "TensorRT-LLM",
         "org/m",
         77,
     )
-    assert server.capabilities >= {Capability.KV_EVENTS}  # there is a route, whatever it takes
+    assert server.info.capabilities >= {Capability.KV_EVENTS}  # there is a route, whatever it takes
 
 
 async def test_a_description_of_routes_that_is_odd():
@@ -140,7 +144,7 @@ async def test_a_server_without_events_or_salts():
     ]
     with served(Starlette(routes=routes)) as url:
         server = await discovered(url)
-    assert server.capabilities == {Capability.CACHED_TOKENS}
+    assert server.info.capabilities == {Capability.CACHED_TOKENS}
     assert {found.NO_EVENTS, found.NO_SALT} <= set(server.findings)
     assert found.BLOCK_SIZE_UNKNOWN not in server.findings
 

@@ -11,7 +11,6 @@ from engine_adapter.tensorrt_llm.wire import (
     Frame,
     LevelDiff,
     MmKey,
-    PriorityDiff,
     Removed,
     Stored,
     Token,
@@ -54,7 +53,6 @@ def test_every_field_is_read():
                 block_hash=2**64 - 1,
                 tokens=[Token(7, 2**63)],
                 cache_level=1,
-                priority=35,
                 cache_salt="s",
                 lora_id=None,
                 mm_keys=[MmKey("ab", 3)],
@@ -62,9 +60,7 @@ def test_every_field_is_read():
         ]
     )
     assert decode_data(raw(REMOVED)) == Removed(block_hashes=[1, "x"])
-    assert decode_data(raw(UPDATED)) == Updated(
-        block_hash=5, cache_level=LevelDiff(1, 0), priority=PriorityDiff(20.5, 35)
-    )
+    assert decode_data(raw(UPDATED)) == Updated(block_hash=5, cache_level=LevelDiff(1, 0))
     created = {"type": "created", "num_blocks_per_cache_level": [10, 0]}
     assert decode_data(raw(created)) == Created(num_blocks_per_cache_level=[10, 0])
 
@@ -113,7 +109,6 @@ def without(fields, name):
                 ("tokens", 7),
                 ("cache_level", "0"),
                 ("cache_level", None),
-                ("priority", "high"),
                 ("cache_salt", 7),
                 ("lora_id", "one"),
                 ("mm_keys", [{"hash": 1, "start_offset": 0}]),
@@ -156,7 +151,7 @@ def test_frames_of_a_wrong_type(frame):
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"null", b'{"error": "no"}', b"\xff", b"[" * 100_000])
 def test_answers_that_are_no_list(content):
-    with pytest.raises(MalformedEvents, match="no list of events"):
+    with pytest.raises(MalformedEvents):
         decode_answer(content)
 
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 import zmq
 
-from engine_adapter.events.wire import decode_batch
 from engine_adapter.torch_engine.event_publisher import EventPublisher
 from engine_adapter.types import BlocksRemoved, CacheCleared, Tier
+from tests.kv_batches import decode_batch
 
 WAIT_MS = 10_000
 

@@ -75,3 +75,10 @@ async def test_the_page_of_a_server():
         seen = await look(control, 1)
         await control.aclose()
     assert (seen.ranks, seen.block_size, seen.blocks, seen.usage) == ((0, 1), 16, 49, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "addressable"), [((0, 1, 2), (0, 1, 2)), ((2, 3), ()), ((1,), ()), ((), ())]
+)
+def test_ranks_that_requests_cannot_name_are_none(ranks, addressable):
+    assert VllmMetrics(ranks=ranks).addressable_ranks == addressable

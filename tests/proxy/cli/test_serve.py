@@ -10,7 +10,6 @@ from pathlib import Path
 import httpx
 import pytest
 
-from engine_adapter import engine_command
 from proxy import server
 from scripts.make_gguf import gguf_path
 from tests.llama import llama_server
@@ -139,7 +138,7 @@ def test_the_engines_own_options_are_passed_through(kvpin):
 
 
 def test_without_torch_one_sentence_says_what_to_install(kvpin, monkeypatch):
-    monkeypatch.setattr(engine_command, "find_spec", lambda _name: None)
+    monkeypatch.setattr("engine_adapter.managed.find_spec", lambda _name: None)
     result = kvpin("engine", "--port", "1")
     assert result.exit_code == 1
     assert result.stderr == "kvpin: the embedded engine needs torch: pip install 'kvpin[engine]'\n"

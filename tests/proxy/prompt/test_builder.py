@@ -66,6 +66,12 @@ async def test_a_completion_of_embeddings(build, embedded, engine):
     assert engine.asked == []
 
 
+async def test_ids_of_what_is_not_text_tell_nothing(build, embedded, tables, engine):
+    asking = PromptBuilder(embedded, tables=tables, engines=lambda: [engine])
+    assert await build(None, CHAT, builder=asking, messages=IMAGE) is None
+    assert engine.asked == []
+
+
 async def test_embeddings_need_no_tokenizer_but_the_models_sizes(build, embedded, tables):
     text = base64.b64encode(save({"t": np.ones((3, HIDDEN), np.float32)})).decode()
     without = PromptBuilder(embedded, tables=tables)

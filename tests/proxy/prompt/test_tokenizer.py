@@ -39,53 +39,46 @@ async def test_long_work_leaves_the_event_loop(watched, size, inline):
     chat = await local.chat(source, body)
     assert chat.token_ids == local.tokenizer.chat(source.messages).token_ids
     source, body = request(COMPLETIONS, prompt="a" * size)
-    await local.text(source, COMPLETIONS, body)
+    await local.text(source)
     here = threading.current_thread()
     assert [thread is here for thread in threads] == [inline, True, inline]
 
 
 async def test_the_engine_is_asked_with_the_request_itself(engine):
     source, body = request(CHAT, messages=[{"role": "user", "content": "hello"}])
-    chat = await EngineTokenizer(lambda: [engine]).chat(source, body)
+    chat = await EngineTokenizer(lambda: [engine]).ask(CHAT, body)
     assert chat.token_ids == engine.tokenizer.chat(source.messages).token_ids
     assert engine.asked == [body]
     source, body = request(COMPLETIONS, prompt="hello", add_special_tokens=False)
-    text = await EngineTokenizer(lambda: [engine]).text(source, COMPLETIONS, body)
+    text = await EngineTokenizer(lambda: [engine]).ask(COMPLETIONS, body)
     assert text.token_ids == engine.tokenizer.encode("hello", add_special_tokens=False)
-
-
-async def test_ids_of_what_is_not_text_tell_nothing(engine):
-    part = {"type": "image_url", "image_url": {"url": "u"}}
-    source, body = request(CHAT, messages=[{"role": "user", "content": [part]}])
-    assert await EngineTokenizer(lambda: [engine]).chat(source, body) is None
-    assert engine.asked == []
 
 
 async def test_engines_are_asked_until_one_answers(engine):
     gone, refusing = (TokenizingEngine(engine.tokenizer) for _ in range(2))
     gone.is_gone()
     refusing.refuses()
-    source, body = request(COMPLETIONS, prompt="hello")
-    text = await EngineTokenizer(lambda: [gone, engine, refusing]).text(source, COMPLETIONS, body)
+    _, body = request(COMPLETIONS, prompt="hello")
+    text = await EngineTokenizer(lambda: [gone, engine, refusing]).ask(COMPLETIONS, body)
     assert text is not None
-    assert await EngineTokenizer(lambda: [refusing, engine]).text(source, COMPLETIONS, body) is None
-    assert await EngineTokenizer(tuple).text(source, COMPLETIONS, body) is None
+    assert await EngineTokenizer(lambda: [refusing, engine]).ask(COMPLETIONS, body) is None
+    assert await EngineTokenizer(tuple).ask(COMPLETIONS, body) is None
     assert [len(each.asked) for each in (gone, engine, refusing)] == [1, 1, 1]
 
 
 @pytest.mark.parametrize("how", ["is_gone", "refuses"])
 async def test_an_engine_that_does_not_answer_leaves_the_prompt_unknown(engine, how):
     getattr(engine, how)()
-    source, body = request(COMPLETIONS, prompt="hello")
-    assert await EngineTokenizer(lambda: [engine]).text(source, COMPLETIONS, body) is None
+    _, body = request(COMPLETIONS, prompt="hello")
+    assert await EngineTokenizer(lambda: [engine]).ask(COMPLETIONS, body) is None
 
 
 async def test_engines_are_asked_in_turn(engine):
     engines = [TokenizingEngine(engine.tokenizer) for _ in range(3)]
     asker = EngineTokenizer(lambda: engines)
-    source, body = request(COMPLETIONS, prompt="hello")
+    _, body = request(COMPLETIONS, prompt="hello")
     for _ in range(6):
-        await asker.text(source, COMPLETIONS, body)
+        await asker.ask(COMPLETIONS, body)
     assert [len(each.asked) for each in engines] == [2, 2, 2]
 
 
@@ -95,7 +88,7 @@ async def test_an_engine_that_does_not_answer_in_time_leaves_the_prompt_unknown(
 
     monkeypatch.setattr("proxy.prompt.tokenizer.ANSWER_S", 0.01)
     engine.tokenize = engine.render = hang
-    source, body = request(COMPLETIONS, prompt="hello")
+    _, body = request(COMPLETIONS, prompt="hello")
     asker = EngineTokenizer(lambda: [engine], lambda: [engine])
-    assert await asker.text(source, COMPLETIONS, body) is None
+    assert await asker.ask(COMPLETIONS, body) is None
     assert await asker.render(CHAT, body) is None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine_adapter.events.fields import RemovedFields, StoredFields
-from engine_adapter.events.groups import KvGroups
+from engine_adapter.events.wire import KvGroups
 
 
 def stored(group=None, kind=None, tokens=(1, 2)):

@@ -5,7 +5,7 @@ from msgspec import UNSET
 
 from engine_adapter.events.fields import MalformedEvents
 from engine_adapter.prompt.media import media_extra_id
-from engine_adapter.tensorrt_llm.stored import name_of, runs_of, tier_of
+from engine_adapter.tensorrt_llm.events import name_of, runs_of, tier_of
 from engine_adapter.tensorrt_llm.wire import Block, MmKey, Stored, Token
 from engine_adapter.types import Tier
 

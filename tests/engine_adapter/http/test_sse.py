@@ -2,7 +2,7 @@ import time
 
 import pytest
 
-from proxy.request.events import WholeEvents
+from engine_adapter.http.sse import WholeEvents
 
 RAW = b"data: a\n\nevent: x\r\ndata: b\r\n\r\ndata: c\n\r\n: d\n\n"
 
@@ -21,3 +21,12 @@ def test_a_long_event_in_small_pieces_takes_no_quadratic_time():
     assert not any(events.feed(piece) for _ in range(64 * 1024))
     assert len(events.feed(b"\n\n")[0]) == 64 * 64 * 1024 + 2
     assert time.process_time() - began < 2, "4 MiB; looking at all of it with each piece takes minutes"
+
+
+def test_whole_events_pass_as_one_piece():
+    events = WholeEvents()
+    assert events.joined(RAW) is RAW
+    assert events.joined(b"data: a\n\ndata: b") == b"data: a\n\n"
+    assert events.joined(b"\n\n") == b"data: b\n\n"
+    assert events.joined(b"data: c") == b""
+    assert (events.take_rest(), events.take_rest()) == (b"data: c", b"")

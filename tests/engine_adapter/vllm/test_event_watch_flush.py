@@ -5,8 +5,7 @@ import pytest
 from engine_adapter.errors import EngineUnavailable
 from engine_adapter.http.control import ControlClient
 from engine_adapter.types import BlocksStored, CacheCleared, EngineSpec, KvProgress, Tier, token_array
-from engine_adapter.vllm.event_watch import EventWatch
-from engine_adapter.vllm.flush import flush
+from engine_adapter.vllm.event_watch import EventWatch, flush
 from tests.fake_engines.cache import CachePrompt
 from tests.fake_engines.vllm import running_vllm
 
@@ -53,6 +52,6 @@ async def test_the_event_is_waited_for_where_somebody_reads(control, monkeypatch
         flushing = asyncio.create_task(flush(control, "tiny", (0,), watch))
         asyncio.get_running_loop().call_later(0.05, watch.note, CacheCleared())
         assert await flushing == KvProgress(1, 1)
-        monkeypatch.setattr("engine_adapter.vllm.flush._EVENT_S", 0.0)
+        monkeypatch.setattr("engine_adapter.vllm.event_watch._EVENT_S", 0.0)
         with pytest.raises(EngineUnavailable, match="no event said so"):
             await flush(control, "tiny", (0,), watch)

@@ -3,7 +3,7 @@ from array import array
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_adapter.prompt.prefixes import common_prefix
+from engine_adapter.types import common_prefix
 
 
 @given(st.lists(st.integers(0, 2), max_size=30), st.lists(st.integers(0, 2), max_size=30))

@@ -2,8 +2,8 @@ import msgspec
 import pytest
 
 from engine_adapter import JsonBody
-from proxy.prompt.render import CHAT_PATH, read_prompt
-from proxy.prompt.special import is_special
+from engine_adapter.prompt.forms import is_common_form
+from proxy.prompt.media import not_plain
 
 HELLO = {"role": "user", "content": "hello"}
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
@@ -21,7 +21,7 @@ def tool(**parameters):
 
 def special(*messages, **fields):
     body = JsonBody(msgspec.json.encode({"messages": list(messages), **fields}))
-    return is_special(read_prompt(CHAT_PATH, body), body)
+    return not is_common_form(body, not_plain(body.view("messages")))
 
 
 def test_what_engines_agree_on():

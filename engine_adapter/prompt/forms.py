@@ -1,18 +1,34 @@
-"""Tells which chats all engines render in the same way; an engine is asked about the others.
+"""Which prompts engines make of the same fields in the same way, and which only the engine itself knows.
 
-Found by sending each form of chat to real servers, with the templates of 70 models, and reading the others.
+The common forms of chats were found by sending each form to real servers, with the templates of 70 models,
+and by reading the others. An engine is asked about all other chats.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import msgspec
 
-from engine_adapter import JsonBody
-from proxy.prompt.render import ChatInput, gives
+from engine_adapter.body import JsonBody
 
+# Fields that make the prompt, or the namespace of its KV, in a way that only the engine knows.
+_OF_THE_ENGINE = frozenset(
+    {
+        "prompt_embeds",
+        "input_embeds",
+        "input_ids",
+        "prompt_token_ids",
+        "truncate_prompt_tokens",
+        "suffix",
+        "lora_path",
+        "lora_request",
+        "extra_key",
+    }
+)
+_OF_THE_ENGINE_IN_COMPLETIONS = _OF_THE_ENGINE - {"prompt_embeds"}
 # Fields of a chat that some engines give their template, or that change what it writes.
 _SPECIAL = frozenset(
     {
@@ -38,21 +54,43 @@ _OWN_TEMPLATE = frozenset({"chat_template", "documents", "add_special_tokens"})
 _INT64 = 2**63
 
 
-def is_special(source: ChatInput, body: JsonBody) -> bool:
-    """Whether engines may differ on the prompt of a chat: it does not end with a turn of the user's or a
-    tool's, or it has fields or values that not all engines give their templates in the same form."""
-    messages = source.messages
-    last = messages[-1] if isinstance(messages, list) and messages else None
-    continues = isinstance(last, dict) and last.get("role") == "assistant"
-    if continues or not source.add_generation_prompt or has_own_template(body) or body.has_any(_SPECIAL):
-        return True
-    usual = isinstance(messages, list) and all(map(_is_usual, source.more))
-    return not (usual and _are_usual_tools(source.tools) and _is_usual_json(source.template_kwargs))
+def gives(body: JsonBody, names: AbstractSet[str]) -> bool:
+    """Whether any of these fields has a value."""
+    return body.has_any(names) and any(body.get(name) is not None for name in names)
+
+
+def only_the_engine_knows(body: JsonBody, *, completion: bool = False) -> bool:
+    """Whether fields of the engine's own make the prompt. vLLM takes the ids that another server computed."""
+    transfer = body.get("kv_transfer_params")
+    brings_token_ids = isinstance(transfer, dict) and transfer.get("prompt_token_ids") is not None
+    return brings_token_ids or gives(body, _OF_THE_ENGINE_IN_COMPLETIONS if completion else _OF_THE_ENGINE)
 
 
 def has_own_template(body: JsonBody) -> bool:
     """Whether a chat brings its own template, or changes what the template adds."""
     return gives(body, _OWN_TEMPLATE)
+
+
+def is_common_form(body: JsonBody, not_plain: Sequence[Any]) -> bool:
+    """Whether all engines make the same prompt of a chat. It must end with a turn of the user's or a tool's,
+    and have only fields and values that all of them give their templates in the same form.
+
+    `not_plain` are those of its messages that are more than a text.
+    """
+    messages = body.view("messages")
+    last = messages[-1] if isinstance(messages, list) and messages else None
+    if (
+        (isinstance(last, dict) and last.get("role") == "assistant")
+        or body.get("continue_final_message") is True
+        or body.get("add_generation_prompt") is False
+        or has_own_template(body)
+        or body.has_any(_SPECIAL)
+    ):
+        return False
+    usual = isinstance(messages, list) and all(map(_is_usual, not_plain))
+    tools, template_kwargs = body.view("tools"), body.view("chat_template_kwargs")
+    usual = usual and (not tools or _are_like(tools, _OF_TOOLS, _OF_FUNCTIONS))
+    return usual and _is_usual_json([tools, template_kwargs])
 
 
 def _is_usual(message: object) -> bool:
@@ -77,12 +115,6 @@ def _are_usual_parts(parts: object) -> bool:
         and bool(parts)
         and all(isinstance(part, dict) and part.get("text") for part in parts)
     )
-
-
-def _are_usual_tools(tools: object) -> bool:
-    if not tools:
-        return True
-    return _are_like(tools, _OF_TOOLS, _OF_FUNCTIONS) and _is_usual_json(tools)
 
 
 def _are_usual_calls(calls: Any) -> bool:  # noqa: ANN401 - JSON

@@ -9,7 +9,6 @@ from safetensors.numpy import save
 from engine_adapter import PromptTableError
 from proxy.errors import BadRequest
 from proxy.prompt import PromptTables
-from proxy.prompt.extra_ids import extra_ids_of
 from proxy.prompt.render import CompletionInput
 
 VOCAB = 100
@@ -27,7 +26,7 @@ def tables():
 def resolve(tables, ids, explicit=None, table=None):
     ids = array("i", ids)
     source = CompletionInput(ids, add_special_tokens=True, explicit=explicit, table=table)
-    return extra_ids_of(ids, source, vocab_size=VOCAB, tables=tables)
+    return tables.extra_ids(ids, source, VOCAB)
 
 
 def test_the_worked_example(tables):
