@@ -15,10 +15,8 @@ model      model.py loads it · loaded_model.py what it gives · model_check.py 
            make_model.py writes a random one
            attention.py attention over paged KV · runner.py one forward pass · storage.py where KV lies
            memory.py what memory there is
-KV cache   kv_cache.py sequences and blocks · kv_tree.py the prefix tree over two tiers · kv_node.py its parts
-           kv_kept.py retention · kv_leftovers.py blocks left partly filled
-           kv_admin.py flush, offload, restore, pin · kv_journal.py events
-           kv_integrity.py the invariants
+KV cache   kv_cache.py sequences and blocks · kv_tree.py the prefix tree over two tiers, and its events
+           kv_node.py its parts · kv_kept.py retention · kv_admin.py flush, offload, restore, pin
 adapter.py drives such an engine from kvpin · routes.py its routes beside `/v1`
            told_tokens.py the token ids of its streams
 """

@@ -17,7 +17,8 @@ from starlette.routing import BaseRoute, Route
 from engine_adapter.events.wire import encode_snapshot
 from engine_adapter.torch_engine.api_errors import json_response
 from engine_adapter.torch_engine.bodies import read_body
-from engine_adapter.torch_engine.kv_cache import KvCache, SliceResult
+from engine_adapter.torch_engine.kv_admin import SliceResult
+from engine_adapter.torch_engine.kv_cache import KvCache
 from engine_adapter.torch_engine.prompt_tables import StoredTable, parse_extra_id
 from engine_adapter.torch_engine.protocol import (
     PinRequest,
@@ -29,7 +30,7 @@ from engine_adapter.torch_engine.protocol import (
     ttl_of,
 )
 from engine_adapter.torch_engine.service import EngineService
-from engine_adapter.types import BlocksStored, KvTarget
+from engine_adapter.types import KvEvent, KvTarget
 
 Slice = Callable[[KvCache, KvTarget, int], SliceResult]
 
@@ -116,7 +117,7 @@ async def snapshot(request: Request) -> Response:
     service = service_of(request)
     publisher = service.publisher
 
-    def take(cache: KvCache) -> tuple[int, list[BlocksStored]]:
+    def take(cache: KvCache) -> tuple[int, list[KvEvent]]:
         return publisher.last_sequence, cache.snapshot()
 
     sequence, stored = await service.call(take)

@@ -122,8 +122,7 @@ class GenerationRequest:
 
 
 class Scheduled(msgspec.Struct, frozen=True, gc=False):
-    """The prompt is about to run for the first time. `cached_tokens` of its tokens come from cache, in full
-    blocks: tokens copied into its last block are not counted, as no KV event tells of them."""
+    """The prompt is about to run for the first time. `cached_tokens` of its tokens come from cache."""
 
     request_id: str
     cached_tokens: int

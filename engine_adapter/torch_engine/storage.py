@@ -90,11 +90,6 @@ class KvStorage:
                     staged[part].copy_(group.host[run], non_blocking=True)
                 group.gpu.index_copy_(1, blocks, staged.transpose(0, 1))
 
-    def copy_on_gpu(self, source: int, target: int) -> None:
-        """See `BlockCopier`."""
-        for group in self._groups:
-            group.gpu[:, target].copy_(group.gpu[:, source])
-
     def _slices(
         self, gpu_slots: Sequence[int], host_slots: Sequence[int]
     ) -> Iterator[tuple[Tensor, Sequence[int]]]:

@@ -51,18 +51,6 @@ def test_blocks_go_down_and_up_whole():
         assert not plane[2:6].any()
 
 
-def test_a_block_is_copied_within_the_gpu_tier():
-    kv = storage()
-    planes = [plane for index in range(3) for plane in kv.layer(index)]
-    for plane in planes:
-        plane.copy_(torch.randn(plane.shape))
-    before = [plane.clone() for plane in planes]
-    kv.copy_on_gpu(1, 4)
-    for plane, old in zip(planes, before, strict=True):
-        assert torch.equal(plane[8:10], old[2:4])
-        assert torch.equal(plane[:8], old[:8])
-
-
 def test_many_blocks_move_through_a_buffer_of_fixed_size():
     count = 3 * STAGED_BLOCKS + 1
     kv = storage(gpu_blocks=count, host_blocks=count)
