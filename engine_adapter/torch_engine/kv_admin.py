@@ -137,7 +137,7 @@ class KvAdmin:
         tree = self.tree
         pinned = {node for pin in self._pins.values() for node in pin.nodes}
         cached = tree.idle + sum(1 for node in pinned if node.tier is Tier.GPU and not node.refs)
-        gpu, host, totals = tree.gpu, tree.host, tree.totals
+        gpu, host = tree.gpu, tree.host
         in_host = host.total - host.free
         return {
             "tokens_per_block": tree.tokens_per_block,
@@ -160,11 +160,7 @@ class KvAdmin:
                 {"pin_id": pin_id, "blocks": len(pin.nodes), "expires_in_s": max(0.0, pin.expires - now)}
                 for pin_id, pin in self._pins.items()
             ],
-            "blocks": {
-                "evicted": totals.evicted,
-                "offloaded": totals.offloaded,
-                "restored": totals.restored,
-            },
+            "blocks": dict(tree.totals),
         }
 
     def snapshot(self) -> list[KvEvent]:

@@ -1,6 +1,6 @@
 """The KV cache: the blocks of running sequences, and the blocks kept after them.
 
-Pure: it decides, a `BlockCopier` copies. A sequence begins with the longest cached prefix of its tokens and
+Pure: it decides, a `KvStorage` copies. A sequence begins with the longest cached prefix of its tokens and
 grows by free blocks. Its full blocks enter the tree as soon as they are computed.
 """
 
@@ -8,13 +8,19 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from engine_adapter.torch_engine.kv_admin import KvAdmin
 from engine_adapter.torch_engine.kv_node import Node, block_key
-from engine_adapter.torch_engine.kv_tree import BlockCopier, KvTree
-from engine_adapter.types import ExtraIds, KvEvent, Retention, Tier, TokenIds
+from engine_adapter.torch_engine.kv_tree import KvTree
+from engine_adapter.types import Retention, Tier
+
+if TYPE_CHECKING:
+    from engine_adapter.torch_engine.storage import KvStorage
 
 
+@dataclass(eq=False, slots=True)
 class KvSequence:
     """The tokens of one request and where their KV lies.
 
@@ -25,26 +31,23 @@ class KvSequence:
         path: the full blocks of the tree that the sequence holds.
         retention: how long to retain these blocks after the end; None for no retention.
         reuses: whether it begins with cached blocks. All sequences leave theirs to others.
+        root: of the tree, while it runs.
     """
 
-    __slots__ = ("blocks", "computed", "extra_ids", "path", "retention", "reuses", "root", "salt", "tokens")
+    tokens: array[int]
+    extra_ids: array[int] | None
+    salt: str | None
+    retention: Retention | None = None
+    reuses: bool = True
+    root: Node | None = None
+    path: list[Node] = field(default_factory=list)
+    blocks: array[int] = field(default_factory=lambda: array("i"))
+    computed: int = 0
 
-    def __init__(
-        self,
-        tokens: TokenIds[int],
-        extra_ids: ExtraIds[int] | None,
-        salt: str | None,
-        retention: Retention | None = None,
-    ) -> None:
-        self.tokens: array[int] = array("i", tokens)
-        self.extra_ids: array[int] | None = None if extra_ids is None else array("Q", extra_ids)
-        self.salt = salt
-        self.retention = retention
-        self.reuses = True
-        self.root: Node | None = None
-        self.path: list[Node] = []
-        self.blocks: array[int] = array("i")
-        self.computed = 0
+    def __post_init__(self) -> None:
+        self.tokens = array("i", self.tokens)  # copies, as they grow
+        if self.extra_ids is not None:
+            self.extra_ids = array("Q", self.extra_ids)
 
     def append(self, token: int) -> None:
         """Adds a generated token."""
@@ -72,10 +75,10 @@ class KvCache(KvAdmin):
         host_blocks: int,
         tokens_per_block: int,
         block_bytes: int,
-        copier: BlockCopier,
+        copier: KvStorage,
         pin_share: float,
     ) -> None:
-        """See `EngineOptions` for the sizes."""
+        """Pins hold at most `pin_share` of the GPU tier."""
         self.tokens_per_block = tokens_per_block
         tree = KvTree(
             gpu_blocks=gpu_blocks, host_blocks=host_blocks, tokens_per_block=tokens_per_block, copier=copier
@@ -171,10 +174,6 @@ class KvCache(KvAdmin):
     def next_block(self, sequence: KvSequence) -> tuple[Node, bytes]:
         """The place of a sequence's next block in the tree: its parent and its key."""
         return sequence.tip, self.key_of(sequence, len(sequence.path))
-
-    def drain_events(self) -> list[KvEvent]:
-        """The events since the last call, in order."""
-        return self.tree.journal.drain()
 
     def key_of(self, sequence: KvSequence, index: int) -> bytes:
         """Key (see `Node.key`) of block `index` of a sequence."""

@@ -6,6 +6,7 @@ import heapq
 import math
 from array import array
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from itertools import count
 from typing import NamedTuple
 
@@ -35,6 +36,7 @@ class Value(NamedTuple):
     height: int  # minus the depth: of two blocks used at once, the deeper one is evicted first
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class Node:
     """One full block, identified by its content and its place in the tree. It lies in exactly one tier.
 
@@ -50,28 +52,24 @@ class Node:
         salt: the cache salt, of a root alone.
     """
 
-    __slots__ = (
-        "children", "depth", "gpu_children", "kept_until", "key", "last_used", "name", "parent", "pins",
-        "priority", "refs", "salt", "slot", "tier",
-    )  # fmt: skip
+    key: bytes
+    name: int
+    parent: Node | None
+    slot: int
+    salt: str | None = None
+    tier: Tier = Tier.GPU
+    children: dict[bytes, Node] = field(default_factory=dict)
+    gpu_children: int = 0
+    refs: int = 0
+    pins: int = 0
+    priority: int = 0
+    kept_until: float = NEVER
+    depth: int = field(init=False)
+    last_used: int = field(init=False)
 
-    def __init__(
-        self, key: bytes, name: int, parent: Node | None, slot: int, salt: str | None = None
-    ) -> None:
-        self.key = key
-        self.name = name
-        self.parent = parent
-        self.slot = slot
-        self.salt = salt
-        self.tier = Tier.GPU
-        self.children: dict[bytes, Node] = {}
-        self.gpu_children = 0
-        self.refs = 0
-        self.pins = 0
-        self.depth: int = parent.depth + 1 if parent else 0
-        self.priority: int = 0
-        self.kept_until: float = NEVER
-        self.last_used: int = parent.last_used if parent else 0
+    def __post_init__(self) -> None:
+        self.depth = self.parent.depth + 1 if self.parent else 0
+        self.last_used = self.parent.last_used if self.parent else 0
 
     @property
     def idle(self) -> bool:

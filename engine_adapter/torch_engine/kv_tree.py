@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import xxhash
 
@@ -14,29 +14,12 @@ from engine_adapter.torch_engine.kv_kept import KeptBlocks
 from engine_adapter.torch_engine.kv_node import GONE, BlockPool, LeafQueue, Node, Value
 from engine_adapter.types import BlocksRemoved, BlocksStored, KvEvent, Tier
 
+if TYPE_CHECKING:
+    from engine_adapter.torch_engine.storage import KvStorage
+
 
 class CopyFailed(EngineError):
     """Blocks could not be copied between the tiers. The tree holds only blocks whose KV is right."""
-
-
-class BlockCopier(Protocol):
-    """Copies the bytes of blocks between the tiers. Copies take effect in call order, and before any later
-    use of the slots."""
-
-    def copy_to_host(self, gpu_slots: Sequence[int], host_slots: Sequence[int]) -> None:
-        """Copies block `gpu_slots[i]` to `host_slots[i]`. The host slots are distinct."""
-
-    def copy_to_gpu(self, host_slots: Sequence[int], gpu_slots: Sequence[int]) -> None:
-        """Copies block `host_slots[i]` to `gpu_slots[i]`. The GPU slots are distinct."""
-
-
-@dataclass(slots=True)
-class Totals:
-    """Block counts since the start: evicted from the GPU tier, offloaded, restored."""
-
-    evicted: int = 0
-    offloaded: int = 0
-    restored: int = 0
 
 
 class Journal:
@@ -101,17 +84,18 @@ class KvTree:
     Attributes:
         idle: GPU blocks that can be evicted, at once or after the leaves below them.
         kept: retained blocks.
+        totals: blocks evicted from the GPU tier, offloaded and restored since the start.
     """
 
     def __init__(
-        self, *, gpu_blocks: int, host_blocks: int, tokens_per_block: int, copier: BlockCopier
+        self, *, gpu_blocks: int, host_blocks: int, tokens_per_block: int, copier: KvStorage
     ) -> None:
         self.gpu = BlockPool(gpu_blocks)
         self.host = BlockPool(host_blocks)
         self.tokens_per_block = tokens_per_block
         self.journal = Journal(tokens_per_block)
         self.roots: dict[str | None, Node] = {}
-        self.totals = Totals()
+        self.totals = {"evicted": 0, "offloaded": 0, "restored": 0}
         self.idle = 0
         self._names: set[int] = set()
         self._copier = copier
@@ -254,7 +238,7 @@ class KvTree:
             victim = self._leaves[Tier.GPU].pop(below)
             if victim is None:
                 break
-            self.totals.evicted += 1
+            self.totals["evicted"] += 1
             if not self._sink(victim, moves):
                 self._drop(victim, moves)
         self._carry_out(moves)
@@ -288,7 +272,7 @@ class KvTree:
             self._offer(node)
         for node in nodes:
             self.journal.removed(Tier.HOST, node)
-        self.totals.restored += len(nodes)
+        self.totals["restored"] += len(nodes)
 
     def drop(self, nodes: Iterable[Node]) -> int:
         """Drops idle blocks with all blocks below them. Returns how many were dropped."""
@@ -361,7 +345,7 @@ class KvTree:
         except Exception as error:
             self._lose(moves)
             raise CopyFailed(f"copying {len(moves.copies)} blocks to the host failed: {error}") from error
-        self.totals.offloaded += len(moves.offloaded)
+        self.totals["offloaded"] += len(moves.offloaded)
         for node in sorted(moves.offloaded, key=Node.value, reverse=True):
             self.journal.stored(Tier.HOST, node)
         for node in moves.offloaded:

@@ -110,7 +110,7 @@ class World:
 
     def check(self):
         assert violations(self.cache, self.running) == []
-        self.view.apply(self.cache.drain_events())
+        self.view.apply(self.cache.tree.journal.drain())
         fresh = View()
         fresh.apply(self.cache.snapshot())
         assert fresh.tiers == self.view.tiers
