@@ -37,7 +37,7 @@ from transformers.utils.logging import disable_progress_bar
 from engine_adapter.errors import EngineSpecError
 from engine_adapter.torch_engine.engine import Engine
 from engine_adapter.torch_engine.model import load_model, random_model
-from engine_adapter.torch_engine.options import EngineOptions
+from engine_adapter.torch_engine.options import EmbeddedOptions
 from engine_adapter.torch_engine.requests import Finished, GenerationRequest, Output, SamplingParams, Token
 
 SMALL: dict[str, Any] = {
@@ -136,7 +136,7 @@ def expected_answers(directory: Path) -> list[list[int]]:
 
 def engine_answers(directory: Path) -> list[list[int]]:
     """Answers of the engine: all prompts together, then the same again from cache."""
-    options = EngineOptions(kv_blocks=128, tokens_per_block=4, prefill_chunk=16)
+    options = EmbeddedOptions(kv_blocks=128, tokens_per_block=4, prefill_chunk=16)
     engine = Engine(load_model(str(directory)), options, lambda _: None)
     engine.start()
     try:

@@ -16,7 +16,7 @@ ELSEWHERE = {
         f"engine_adapter/{kind}/routes.py": "a table: tests/engine_adapter/test_routes.py"
         for kind in ("llama_server", "sglang", "tensorrt_llm", "torch_engine", "vllm")
     },
-    "engine_adapter/torch_engine/loaded_model.py": "data: tests/engine_adapter/torch_engine/test_model.py",
+    "engine_adapter/types.py": "classes of data: tests of everything that uses them",
     "engine_adapter/torch_engine/__main__.py": "one line: managed engines are started by it",
     "proxy/cli/__main__.py": "one line: tests/live and benchmarks start kvpin by it",
     "proxy/cli/replay_options.py": "a table: tests/proxy/cli/test_replay.py",

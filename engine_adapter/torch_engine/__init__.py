@@ -1,24 +1,20 @@
 """The embedded engine: a small, real serving engine on torch and transformers. Importing it loads no torch.
 
-serving    serve.py the command · process.py its process
-           server.py, kv_routes.py, completions.py, embeddings.py the routes
-           protocol.py, bodies.py, structure.py request bodies · prepare.py what they ask of the engine
+serving    serve.py the command · options.py its options · process.py its process
+           server.py, kv_routes.py, completions.py, embeddings.py the routes · web.py what they share
+           protocol.py, structure.py request bodies · prepare.py what they ask of the engine
            choices.py, detokenize.py, tool_calls.py tokens to text and calls · grammar.py keeps to a structure
-           answers.py, token_bytes.py, api_errors.py what clients get
+           answers.py, token_bytes.py what clients get
            service.py an engine with its tokenizer and tables · generation.py its bridge to the event loop
            prompt_tables.py p-tuning · event_publisher.py KV events over ZMQ · metrics.py
-engine     engine.py the step loop, in its own thread · options.py all options
-           requests.py what goes in and out
+engine     engine.py the step loop, in its own thread · requests.py what goes in and out
            admission.py what may run · scheduler.py what runs next · compute.py one step
-           prompt_scores.py logprobs of prompts · sampling.py the next tokens · drawing.py random ones
-model      model.py loads it · loaded_model.py what it gives · model_check.py checks its answers
-           make_model.py writes a random one
-           attention.py attention over paged KV · runner.py one forward pass · storage.py where KV lies
+           sampling.py the next tokens · drawing.py random ones
+model      model.py loads it and checks its answers · make_model.py writes a random one
+           runner.py one forward pass · attention.py attention over paged KV · storage.py where KV lies
            memory.py what memory there is
-KV cache   kv_cache.py sequences and blocks · kv_tree.py the prefix tree over two tiers · kv_node.py its parts
-           kv_kept.py retention · kv_leftovers.py blocks left partly filled
-           kv_admin.py flush, offload, restore, pin · kv_journal.py events
-           kv_integrity.py the invariants
+KV cache   kv_cache.py sequences and blocks · kv_tree.py the prefix tree over two tiers, and its events
+           kv_node.py its parts · kv_kept.py retention · kv_admin.py flush, offload, restore, pin
 adapter.py drives such an engine from kvpin · routes.py its routes beside `/v1`
            told_tokens.py the token ids of its streams
 """

@@ -9,6 +9,7 @@ from typing import Any
 from urllib.parse import quote
 
 import msgspec
+from typing_extensions import override
 
 from engine_adapter.body import JsonBody
 from engine_adapter.errors import EngineRejected, EngineUnavailable
@@ -18,6 +19,8 @@ from engine_adapter.events.subscriber import EventEndpoints, KvEventSubscriber
 from engine_adapter.events.wire import Snapshot, decode_snapshot
 from engine_adapter.hold import Hold, RequestBody
 from engine_adapter.http.adapter import HttpAdapter
+from engine_adapter.torch_engine.event_publisher import EventSource
+from engine_adapter.torch_engine.kv_admin import SliceResult
 from engine_adapter.torch_engine.routes import ROUTES
 from engine_adapter.torch_engine.told_tokens import ToldTokens
 from engine_adapter.types import (
@@ -65,23 +68,6 @@ class _Info(msgspec.Struct, frozen=True):
     host_blocks: int
 
 
-class _Source(msgspec.Struct, frozen=True):
-    """One entry of `GET /kv_event_sources`."""
-
-    endpoint: str
-    replay_endpoint: str
-    topic: str
-
-
-class _Slice(msgspec.Struct, frozen=True):
-    """The answer of a slice route."""
-
-    moved: int
-    bytes: int
-    remaining: int
-    left: dict[str, int]
-
-
 class _Tokens(msgspec.Struct, frozen=True):
     """`POST /tokenize`."""
 
@@ -112,8 +98,8 @@ class EmbeddedAdapter(HttpAdapter):
         super().__init__(spec)
         self._instance: str | None = None
 
+    @override
     async def connect(self) -> EngineInfo:
-        """See `EngineAdapter.connect`."""
         info = await self._control.read(_Info, "GET", "/kv/info")
         self._instance = info.instance
         self.capabilities = _CAPABILITIES if info.host_blocks else _WITHOUT_HOST_TIER
@@ -137,17 +123,18 @@ class EmbeddedAdapter(HttpAdapter):
             card={"max_model_len": info.max_model_len},
         )
 
+    @override
     async def load(self) -> EngineLoad:
-        """See `EngineAdapter.load`."""
         load = await self._control.read(_Load, "GET", "/kv/load")
         if self._instance not in (None, load.instance):
             raise EngineUnavailable("the engine was restarted")
         return EngineLoad(running=load.running, waiting=load.waiting)
 
+    @override
     def hold(
         self, path: str, body: RequestBody, prompt: KvTarget | None
     ) -> AbstractAsyncContextManager[Hold]:
-        """See `EngineAdapter.hold`. The request tells the engine what to retain, and for whom. The engine
+        """The request tells the engine what to retain, and for whom. The engine
         tells the tokens of a stream, so that another one can go on with it."""
         if path not in _PROMPT_ROUTES or not isinstance(body, JsonBody):
             return nullcontext(Hold(body))
@@ -167,20 +154,20 @@ class EmbeddedAdapter(HttpAdapter):
         changes["stream_token_ids"] = True
         return nullcontext(Hold(body.replace(**changes), answer=told, resume=told.resume))
 
+    @override
     def cached_tokens(self, headers: Mapping[str, str]) -> int | None:
-        """See `EngineAdapter.cached_tokens`."""
         text = headers.get(CACHED_TOKENS_HEADER, "")
         return int(text) if text.isascii() and text.isdigit() else None
 
+    @override
     async def tokenize(self, path: str, body: JsonBody) -> TokenIds[int]:
-        """See `EngineAdapter.tokenize`."""
         if path not in _PROMPT_ROUTES:
             raise EngineRejected(f"{path} is not served here", status=404)
         return array("i", (await self._control.read(_Tokens, "POST", "/tokenize", content=body.raw)).tokens)
 
-    async def events(self, since: EventPosition | None = None) -> AsyncGenerator[KvEvent, None]:  # noqa: ARG002
-        """See `EngineAdapter.events`."""
-        sources = await self._control.read(dict[str, _Source], "GET", "/kv_event_sources")
+    @override
+    async def events(self, since: EventPosition | None = None) -> AsyncGenerator[KvEvent, None]:
+        sources = await self._control.read(dict[str, EventSource], "GET", "/kv_event_sources")
         source = next(iter(sources.values()), None)
         if source is None:
             raise EngineUnavailable("the engine names no event source")
@@ -192,40 +179,41 @@ class EmbeddedAdapter(HttpAdapter):
             async for event in events:
                 yield event
 
+    @override
     async def operate(self, verb: KvVerb, target: KvTarget) -> AsyncGenerator[KvProgress, None]:
-        """See `EngineAdapter.operate`."""
         await self.require(Capability(verb.value))
         body = _target_fields(target)
         done = moved_bytes = 0
         while True:
-            part = await self._control.read(_Slice, "POST", f"/kv/{verb.value}", json=body)
+            part = await self._control.read(SliceResult, "POST", f"/kv/{verb.value}", json=body)
             done += part.moved
             moved_bytes += part.bytes
             yield KvProgress(done, done + part.remaining, moved_bytes, part.left)
             if not part.remaining or not part.moved:
                 return
 
+    @override
     async def pin(self, target: KvTarget, ttl_s: float) -> Pinned:
-        """See `EngineAdapter.pin`."""
         body = _target_fields(target) | {"ttl_s": ttl_s}
         return await self._control.read(Pinned, "POST", "/kv/pin", json=body)
 
+    @override
     async def unpin(self, pin_id: str) -> bool:
-        """See `EngineAdapter.unpin`."""
         answer = await self._control.read(_Unpinned, "POST", "/kv/unpin", json={"pin_id": pin_id})
         return answer.unpinned
 
+    @override
     async def put_prompt_table(self, table: PromptTable) -> None:
-        """See `EngineAdapter.put_prompt_table`. Raises EngineRejected (409) when the id is taken."""
+        """Raises EngineRejected (409) when the id is taken."""
         path = f"{_table_path(table.table_id)}?extra_id={table.extra_id}"
         await self._control.fetch("PUT", path, table.data)
 
+    @override
     async def delete_prompt_table(self, table_id: str) -> None:
-        """See `EngineAdapter.delete_prompt_table`."""
         await self._control.fetch("DELETE", _table_path(table_id))
 
+    @override
     async def stats(self) -> dict[str, Any]:
-        """See `EngineAdapter.stats`."""
         return await self._control.read(dict[str, Any], "GET", "/kv/stats")
 
     async def _snapshot(self) -> Snapshot:
@@ -246,14 +234,12 @@ def _computes_all(path: str, body: JsonBody) -> bool:
 
 def _target_fields(target: KvTarget) -> dict[str, Any]:
     """`target` in the fields of the engine's routes."""
-    fields: dict[str, Any] = {}
-    if target.token_ids is not None:
-        fields["token_ids"] = target.token_ids.tolist()
-    if target.extra_ids is not None:
-        fields["extra_ids"] = target.extra_ids.tolist()
-    if target.cache_salt is not None:
-        fields["cache_salt"] = target.cache_salt
-    return fields
+    token_ids, extra_ids = target.token_ids, target.extra_ids
+    return {
+        "token_ids": None if token_ids is None else token_ids.tolist(),
+        "extra_ids": None if extra_ids is None else extra_ids.tolist(),
+        "cache_salt": target.cache_salt,
+    }
 
 
 def _table_path(table_id: str) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from engine_adapter.torch_engine.loaded_model import LoadedModel
 from engine_adapter.torch_engine.requests import GenerationRequest, RequestRefused, SamplingParams
+from engine_adapter.torch_engine.runner import LoadedModel
 
 
 def check_request(request: GenerationRequest, model: LoadedModel, max_model_len: int) -> None:

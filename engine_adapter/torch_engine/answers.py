@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -51,7 +51,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class TokenUsage:
     """Token counts of one request: its prompt once, and the tokens of all choices."""
 
     prompt: int
@@ -68,24 +68,6 @@ class Usage:
         }
 
 
-class Shape(Protocol):
-    """The shape of one choice of one kind of answer."""
-
-    id_prefix: str
-    whole: str
-    chunk: str
-    first: Mapping[str, Any] | None
-
-    def body(self, piece: Piece, logprobs: dict[str, Any] | None) -> dict[str, Any]:
-        """The choice's own fields in a whole answer."""
-
-    def delta(self, piece: Piece, logprobs: dict[str, Any] | None) -> dict[str, Any]:
-        """The choice's own fields in a chunk."""
-
-    def logprobs(self, tokens: Sequence[Token]) -> dict[str, Any]:
-        """Log probabilities of `tokens`."""
-
-
 class ChatShape:
     """`chat.completion`."""
 
@@ -100,7 +82,7 @@ class ChatShape:
         self._bytes = token_bytes
 
     def body(self, piece: Piece, logprobs: dict[str, Any] | None) -> dict[str, Any]:
-        """See `Shape.body`."""
+        """The choice's own fields in a whole answer."""
         message: dict[str, Any] = {"role": "assistant", "content": piece.text, "refusal": None}
         if piece.calls:
             message["content"] = piece.text or None
@@ -108,14 +90,14 @@ class ChatShape:
         return {"message": message, "logprobs": logprobs}
 
     def delta(self, piece: Piece, logprobs: dict[str, Any] | None) -> dict[str, Any]:
-        """See `Shape.delta`."""
+        """The choice's own fields in a chunk."""
         delta: dict[str, Any] = {"content": piece.text} if piece.text else {}
         if piece.calls:
             delta["tool_calls"] = [call.as_delta() for call in piece.calls]
         return {"delta": delta, "logprobs": logprobs}
 
     def logprobs(self, tokens: Sequence[Token]) -> dict[str, Any]:
-        """See `Shape.logprobs`."""
+        """Log probabilities of `tokens`."""
         content = [
             self._entry(token.token_id, token.logprob)
             | {"top_logprobs": [self._entry(*best) for best in token.top_logprobs or ()]}
@@ -142,15 +124,15 @@ class CompletionShape:
         self._offsets = TextOffsets()
 
     def body(self, piece: Piece, logprobs: dict[str, Any] | None) -> dict[str, Any]:
-        """See `Shape.body`."""
+        """The choice's own fields in a whole answer."""
         return {"text": piece.text, "logprobs": logprobs}
 
     def delta(self, piece: Piece, logprobs: dict[str, Any] | None) -> dict[str, Any]:
-        """See `Shape.delta`."""
+        """The choice's own fields in a chunk."""
         return self.body(piece, logprobs)
 
     def logprobs(self, tokens: Sequence[Token]) -> dict[str, Any]:
-        """See `Shape.logprobs`. Offsets continue from call to call."""
+        """Log probabilities of `tokens`. Offsets continue from call to call."""
         for token_id in self._answered:
             self._offsets.next(self._bytes.of(token_id))
         self._answered = ()
@@ -170,10 +152,15 @@ class CompletionShape:
         return best | {shown(self._bytes.of(token.token_id)): _finite(token.logprob)}
 
 
+Shape = ChatShape | CompletionShape
+"""The shape of one choice of one kind of answer."""
+
+
+@dataclass(kw_only=True)
 class AnswerWriter:
     """Writes one answer, whole or as server-sent events.
 
-    Args:
+    Attributes:
         shapes: chat or completion, one per choice.
         model: served name.
         with_logprobs: whether the answer carries logprobs.
@@ -183,86 +170,73 @@ class AnswerWriter:
         goes_on: whether the answer began before: a stream has no opening then.
     """
 
-    def __init__(
-        self,
-        shapes: Sequence[Shape],
-        *,
-        model: str,
-        with_logprobs: bool,
-        prompt_token_ids: Sequence[int] | None,
-        include_usage: bool,
-        tells_tokens: bool = False,
-        goes_on: bool = False,
-    ) -> None:
-        self._shapes = shapes
-        self._with_logprobs = with_logprobs
-        self._prompt_token_ids = prompt_token_ids
-        self._include_usage = include_usage
-        self._tells_tokens = tells_tokens
-        self._goes_on = goes_on
-        self._untold: list[Token] = []  # generated since the last event
-        self._head = {
-            "id": shapes[0].id_prefix + secrets.token_hex(12),
-            "object": shapes[0].chunk,
-            "created": int(time.time()),
-            "model": model,
-        }
-        self._plain_ends: dict[int, tuple[bytes, bytes]] = {}
+    shapes: Sequence[Shape]
+    model: str
+    with_logprobs: bool = False
+    prompt_token_ids: Sequence[int] | None = None
+    include_usage: bool = False
+    tells_tokens: bool = False
+    goes_on: bool = False
+    _untold: list[Token] = field(default_factory=list, init=False)  # generated since the last event
+    _plain_ends: dict[int, tuple[bytes, bytes]] = field(default_factory=dict, init=False)
+    _head: dict[str, Any] = field(init=False)
 
-    def whole(self, choices: Sequence[Piece], usage: Usage) -> bytes:
+    def __post_init__(self) -> None:
+        self._head = {
+            "id": self.shapes[0].id_prefix + secrets.token_hex(12),
+            "object": self.shapes[0].chunk,
+            "created": int(time.time()),
+            "model": self.model,
+        }
+
+    def whole(self, choices: Sequence[Piece], usage: TokenUsage) -> bytes:
         """The answer as one JSON object."""
         answer = {
             **self._head,
-            "object": self._shapes[0].whole,
-            "choices": [self._whole_choice(index, piece) for index, piece in enumerate(choices)],
+            "object": self.shapes[0].whole,
+            "choices": [
+                self._choice(index, self.shapes[index].body(piece, self._logprobs(index, piece)), piece)
+                for index, piece in enumerate(choices)
+            ],
             "usage": usage.as_json(),
         }
-        if self._prompt_token_ids is not None:
-            answer["prompt_token_ids"] = self._prompt_token_ids
+        if self.prompt_token_ids is not None:
+            answer["prompt_token_ids"] = self.prompt_token_ids
         return _json(answer)
 
     def opening(self) -> bytes:
         """The first chunks of a stream: a chat's role, the prompt's token ids; empty if there is neither."""
-        if self._goes_on or (self._shapes[0].first is None and self._prompt_token_ids is None):
+        if self.goes_on or (self.shapes[0].first is None and self.prompt_token_ids is None):
             return b""
-        return b"".join(self._opening(index) for index in range(len(self._shapes)))
+        extra = {} if self.prompt_token_ids is None else {"prompt_token_ids": self.prompt_token_ids}
+        return b"".join(
+            self._chunk(index, dict(shape.first or shape.delta(Piece(), None)), Piece(), extra)
+            for index, shape in enumerate(self.shapes)
+        )
 
     def piece(self, index: int, piece: Piece) -> bytes:
         """A chunk of a choice; empty for a piece that shows the client nothing."""
-        if self._tells_tokens and piece.finish_reason is None:
+        if self.tells_tokens and piece.finish_reason is None:
             self._untold += piece.tokens
         if piece.finish_reason is not None:
             return self._full_piece(index, piece)
-        if self._with_logprobs or self._prompt_token_ids is not None or piece.calls:
+        if self.with_logprobs or self.prompt_token_ids is not None or piece.calls:
             return self._told() + self._full_piece(index, piece) if piece else b""
         if not piece.text:
             return b""
         before, after = self._plain_ends.get(index) or self._split_plain(index)
         return self._told() + before + _json(piece.text) + after
 
-    def end(self, usage: Usage) -> bytes:
+    def end(self, usage: TokenUsage) -> bytes:
         """The usage if asked for, and the end mark."""
-        end = _event({**self._head, "choices": [], "usage": usage.as_json()}) if self._include_usage else b""
+        end = _event({**self._head, "choices": [], "usage": usage.as_json()}) if self.include_usage else b""
         return end + END_OF_STREAM
 
-    def _whole_choice(self, index: int, piece: Piece) -> dict[str, Any]:
-        choice = {
-            "index": index,
-            **self._shapes[index].body(piece, self._logprobs(index, piece)),
-            "finish_reason": piece.finish_reason,
-        }
-        if self._prompt_token_ids is not None:
+    def _choice(self, index: int, fields: dict[str, Any], piece: Piece) -> dict[str, Any]:
+        choice = {"index": index, **fields, "finish_reason": piece.finish_reason}
+        if self.prompt_token_ids is not None:
             choice["token_ids"] = [token.token_id for token in piece.tokens]
         return choice
-
-    def _opening(self, index: int) -> bytes:
-        shape = self._shapes[index]
-        fields = dict(shape.first or shape.delta(Piece(), None))
-        extra: dict[str, Any] = {}
-        if self._prompt_token_ids is not None:
-            fields["token_ids"] = []
-            extra["prompt_token_ids"] = self._prompt_token_ids
-        return self._chunk(index, fields, None, extra)
 
     def _told(self) -> bytes:
         """The comment before an event."""
@@ -272,17 +246,11 @@ class AnswerWriter:
         return f": {' '.join(str(token.token_id) for token in told)}\n".encode()
 
     def _full_piece(self, index: int, piece: Piece) -> bytes:
-        fields = self._shapes[index].delta(piece, self._logprobs(index, piece))
-        if self._prompt_token_ids is not None:
-            fields["token_ids"] = [token.token_id for token in piece.tokens]
-        return self._chunk(index, fields, piece.finish_reason, {})
+        return self._chunk(index, self.shapes[index].delta(piece, self._logprobs(index, piece)), piece, {})
 
-    def _chunk(
-        self, index: int, fields: dict[str, Any], finish_reason: str | None, extra: dict[str, Any]
-    ) -> bytes:
-        choice = {"index": index, **fields, "finish_reason": finish_reason}
-        usage = {"usage": None} if self._include_usage else {}
-        return _event({**self._head, "choices": [choice], **usage, **extra})
+    def _chunk(self, index: int, fields: dict[str, Any], piece: Piece, extra: Mapping[str, Any]) -> bytes:
+        usage = {"usage": None} if self.include_usage else {}
+        return _event({**self._head, "choices": [self._choice(index, fields, piece)], **usage, **extra})
 
     def _split_plain(self, index: int) -> tuple[bytes, bytes]:
         """The bytes before and after the text of a plain chunk. They are the same for every token."""
@@ -293,7 +261,7 @@ class AnswerWriter:
 
     def _logprobs(self, index: int, piece: Piece) -> dict[str, Any] | None:
         tokens = piece.echoed + piece.tokens
-        return self._shapes[index].logprobs(tokens) if self._with_logprobs and tokens else None
+        return self.shapes[index].logprobs(tokens) if self.with_logprobs and tokens else None
 
 
 def error_event(body: dict[str, Any]) -> bytes:

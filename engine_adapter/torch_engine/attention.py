@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,21 +45,11 @@ class Call(NamedTuple):
     window: int | None
 
 
-class AttentionContext(Protocol):
-    """Receives the attention calls of a running step."""
-
-    def check(self, module: torch.nn.Module, attention_mask: Tensor | None, extra: dict[str, Any]) -> None:
-        """Checks how a layer calls; raises EngineSpecError for a call it cannot honour."""
-
-    def attend(self, call: Call) -> Tensor:
-        """The layer's output [N, heads, value_dim]."""
-
-
-_context: ContextVar[AttentionContext] = ContextVar("attention_context")
+_context: ContextVar[Probe | PagedBatch] = ContextVar("attention_context")
 
 
 @contextmanager
-def attention_context(context: AttentionContext) -> Iterator[None]:
+def attention_context(context: Probe | PagedBatch) -> Iterator[None]:
     """Within it, layers on this thread attend through `context`."""
     token = _context.set(context)
     try:
@@ -81,7 +71,8 @@ def paged_attention(
 ) -> tuple[Tensor, None]:
     """The registered attention function; `query`, `key`, `value` are [1, heads, N, dim]."""
     context = _context.get()
-    context.check(module, attention_mask, extra)
+    if isinstance(context, Probe):
+        context.check(module, attention_mask, extra)
     call = Call(
         layer=int(module.layer_idx),  # type: ignore[arg-type]  # a plain int on every attention module
         query=query[0].transpose(0, 1),
@@ -127,13 +118,6 @@ class Probe:
         return call.query.new_zeros(*call.query.shape[:2], shape.value_dim)
 
 
-class Planes(Protocol):
-    """The KV of all layers; see `KvStorage`."""
-
-    def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of a layer, [token slots, heads, dim], for reading and writing."""
-
-
 class Scratch:
     """Two buffers to gather keys and values into. All layers and steps use the same memory, as fresh memory
     costs several times as much as the copy itself."""
@@ -154,77 +138,57 @@ class Scratch:
         return gathered.view(-1, *plane.shape[1:])
 
 
-class Part(Protocol):
-    """Consecutive rows of a step, `begin` to `end`, that attend in one call."""
-
-    begin: int
-    end: int
-
-    def attend(self, call: Call, keys: Tensor, values: Tensor, scratch: Scratch) -> Tensor:
-        """Their output [rows, heads, value_dim] over the layer's `keys` and `values`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """The place of a sequence's KV.
+@dataclass(slots=True)
+class Span:
+    """The last tokens of one sequence: the rows `begin` to `end` of a step.
 
     Attributes:
-        length: tokens.
-        start: the first token slot, if the blocks are contiguous.
+        length: tokens of the sequence.
+        start: the first token slot of its KV, if the blocks are contiguous.
         blocks: block ids in order, if they are not; else None.
     """
 
+    begin: int
+    end: int
     length: int
     start: int
-    blocks: Tensor | None
+    blocks: Tensor | None = None
+    masks: dict[int | None, Tensor] = field(default_factory=dict)
 
-    def read(self, plane: Tensor, scratch: Scratch, *, values: bool) -> Tensor:
+    def attend(self, call: Call, keys: Tensor, values: Tensor, scratch: Scratch) -> Tensor:
+        """The output [rows, heads, value_dim] over a layer's `keys` and `values`."""
+        query = call.query[self.begin : self.end].transpose(0, 1)[None]
+        key, value = (
+            self._read(plane, scratch, values=plane is values).transpose(0, 1)[None]
+            for plane in (keys, values)
+        )
+        return attention(query, key, value, self.mask(call.window, call.query), call)[0].transpose(0, 1)
+
+    def _read(self, plane: Tensor, scratch: Scratch, *, values: bool) -> Tensor:
         """[length, heads, dim]; a view if the blocks are contiguous."""
         if self.blocks is None:
             return plane[self.start : self.start + self.length]
         return scratch.gather(plane, self.blocks, values=values)[: self.length]
 
-
-@dataclass(slots=True)
-class Span:
-    """The last tokens of one sequence."""
-
-    begin: int
-    end: int
-    place: Place
-    masks: dict[int | None, Tensor | None] = field(default_factory=dict)
-
-    def attend(self, call: Call, keys: Tensor, values: Tensor, scratch: Scratch) -> Tensor:
-        """See `Part`."""
-        query = call.query[self.begin : self.end].transpose(0, 1)[None]
-        key = self.place.read(keys, scratch, values=False).transpose(0, 1)[None]
-        value = self.place.read(values, scratch, values=True).transpose(0, 1)[None]
-        return attention(query, key, value, self.mask(call.window, call.query), call)[0].transpose(0, 1)
-
     def mask(self, window: int | None, like: Tensor) -> Tensor | None:
         """Additive mask [rows, length]: the last row sees all tokens, each row before it one less. None if
         it would be all 0."""
-        if window not in self.masks:
-            self.masks[window] = self._build(window, like)
-        return self.masks[window]
-
-    def _build(self, window: int | None, like: Tensor) -> Tensor | None:
-        rows, length = self.end - self.begin, self.place.length
+        rows, length = self.end - self.begin, self.length
         if rows == 1 and (window is None or length <= window):
             return None
-        at = torch.arange(length - rows, length, device=like.device)[:, None]
-        keys = torch.arange(length, device=like.device)
-        hidden = keys > at
-        if window is not None:
-            hidden |= keys <= at - window
-        return torch.zeros(rows, length, dtype=like.dtype, device=like.device).masked_fill_(
-            hidden, float("-inf")
-        )
+        if window not in self.masks:
+            at = torch.arange(length - rows, length, device=like.device)[:, None]
+            keys = torch.arange(length, device=like.device)
+            hidden = keys > at
+            if window is not None:
+                hidden |= keys <= at - window
+            self.masks[window] = _additive(hidden, like)
+        return self.masks[window]
 
 
 @dataclass(slots=True)
 class Decodes:
-    """One new token of each of several sequences.
+    """One new token of each of several sequences: the rows `begin` to `end` of a step.
 
     Attributes:
         blocks: [sequences * width] block ids, each sequence padded to `width` blocks.
@@ -238,7 +202,7 @@ class Decodes:
     masks: dict[int | None, Tensor] = field(default_factory=dict)
 
     def attend(self, call: Call, keys: Tensor, values: Tensor, scratch: Scratch) -> Tensor:
-        """See `Part`."""
+        """As `Span.attend`."""
         query = call.query[self.begin : self.end, :, None]
         key, value = (
             scratch.gather(plane, self.blocks, values=plane is values)
@@ -257,58 +221,57 @@ class Decodes:
             hidden = keys >= lengths
             if window is not None:
                 hidden |= keys < lengths - window
-            mask = torch.zeros(len(self.lengths), capacity, dtype=like.dtype, device=like.device)
-            self.masks[window] = mask.masked_fill_(hidden, float("-inf"))[:, None, None]
+            self.masks[window] = _additive(hidden, like)[:, None, None]
         return self.masks[window]
 
 
+def _additive(hidden: Tensor, like: Tensor) -> Tensor:
+    """The mask that hides these places, of the type of `like`."""
+    return torch.zeros(hidden.shape, dtype=like.dtype, device=like.device).masked_fill_(hidden, -torch.inf)
+
+
+@dataclass(frozen=True, slots=True)
 class PagedBatch:
-    """Attention of one step: writes the KV of its rows, then attends each row over its own sequence."""
+    """Attention of one step: writes the KV of its rows, then attends each row over its own sequence.
 
-    def __init__(self, planes: Planes, slots: Tensor, parts: Sequence[Part], scratch: Scratch) -> None:
-        """`slots` [N] are the token slots of the rows; `parts` hold all rows, in order."""
-        self._planes = planes
-        self._slots = slots
-        self._parts = parts
-        self._scratch = scratch
+    Attributes:
+        layers: those of `KvStorage`.
+        slots: [N] the token slots of the rows.
+        parts: they hold all rows, in order.
+    """
 
-    def check(self, module: torch.nn.Module, attention_mask: Tensor | None, extra: dict[str, Any]) -> None:
-        """Does nothing: the probe has checked the model at load."""
+    layers: Sequence[tuple[Tensor, Tensor]]
+    slots: Tensor
+    parts: Sequence[Span | Decodes]
+    scratch: Scratch
 
     def attend(self, call: Call) -> Tensor:
-        """See `AttentionContext`."""
-        keys, values = self._planes.layer(call.layer)
+        """The layer's output [N, heads, value_dim]."""
+        keys, values = self.layers[call.layer]
         # Attention reads past the end of a sequence and masks the rest, but a mask cannot hide NaN. Without
         # this, the NaN of one request reaches the next owner of its blocks.
-        keys.index_copy_(0, self._slots, call.key.nan_to_num(0.0, 0.0, 0.0))
-        values.index_copy_(0, self._slots, call.value.nan_to_num(0.0, 0.0, 0.0))
-        outputs = [part.attend(call, keys, values, self._scratch) for part in self._parts]
+        keys.index_copy_(0, self.slots, call.key.nan_to_num(0.0, 0.0, 0.0))
+        values.index_copy_(0, self.slots, call.value.nan_to_num(0.0, 0.0, 0.0))
+        outputs = [part.attend(call, keys, values, self.scratch) for part in self.parts]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, call: Call) -> Tensor:
     """Attention of `query` [B, heads, rows, dim] over `key`, `value` [B, kv heads, length, dim]."""
-    groups = query.shape[1] // key.shape[1]
-    if groups > 1 and query.shape[2] == 1:  # one row each: the heads of a group become rows
-        packed = query.view(query.shape[0], key.shape[1], groups, query.shape[3])
-        output = _plain(packed, key, value, mask, call)
-        return output.reshape(query.shape[0], -1, 1, output.shape[3])
-    if groups > 1 and query.device.type != "cpu":  # with a mask, only the CPU has a fast kernel for groups
+    shape, groups = query.shape, query.shape[1] // key.shape[1]
+    if groups > 1 and shape[2] == 1:  # one row each: the heads of a group become rows
+        query = query.view(shape[0], key.shape[1], groups, shape[3])
+    elif groups > 1 and (call.softcap is not None or query.device.type != "cpu"):
+        # With a mask, only the CPU has a fast kernel for groups.
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    return _plain(query, key, value, mask, call)
-
-
-def _plain(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, call: Call) -> Tensor:
-    grouped = query.shape[1] != key.shape[1]
     if call.softcap is None:
-        return scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, scale=call.scaling, enable_gqa=grouped
+        output = scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, scale=call.scaling, enable_gqa=query.shape[1] != key.shape[1]
         )
-    if grouped:
-        groups = query.shape[1] // key.shape[1]
-        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    scale = call.scaling if call.scaling is not None else query.shape[3] ** -0.5
-    weights = torch.tanh(query @ key.transpose(2, 3) * scale / call.softcap) * call.softcap
-    if mask is not None:
-        weights = weights + mask
-    return weights.softmax(-1, dtype=torch.float32).to(value.dtype) @ value
+    else:
+        scale = call.scaling if call.scaling is not None else shape[3] ** -0.5
+        weights = torch.tanh(query @ key.transpose(2, 3) * scale / call.softcap) * call.softcap
+        if mask is not None:
+            weights = weights + mask
+        output = weights.softmax(-1, dtype=torch.float32).to(value.dtype) @ value
+    return output.reshape(*shape[:3], output.shape[3])

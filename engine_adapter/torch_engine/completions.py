@@ -11,15 +11,14 @@ from typing import Any
 from starlette.types import Message, Receive, Scope, Send
 
 from engine_adapter.errors import EngineUnavailable
-from engine_adapter.torch_engine.answers import END_OF_STREAM, Piece, Usage, error_event
-from engine_adapter.torch_engine.api_errors import as_api_error, error_body
-from engine_adapter.torch_engine.bodies import read_body
+from engine_adapter.torch_engine.answers import END_OF_STREAM, Piece, TokenUsage, error_event
 from engine_adapter.torch_engine.generation import Generation
 from engine_adapter.torch_engine.metrics import EngineMetrics
 from engine_adapter.torch_engine.prepare import Prepared, prepare
 from engine_adapter.torch_engine.protocol import ChatRequest, CompletionRequest, parse
 from engine_adapter.torch_engine.requests import RequestFailed, RequestRefused, Token
 from engine_adapter.torch_engine.service import EngineService
+from engine_adapter.torch_engine.web import as_api_error, error_body, read_body
 
 _log = logging.getLogger("kvpin.engine")
 
@@ -36,7 +35,7 @@ class CompletionRoute:
         service: EngineService = app.state.host.ready()
         metrics: EngineMetrics = app.state.metrics
         request = parse(await read_body(scope, receive, app.state.max_body_bytes), self._kind)
-        answer = Answer(service, metrics, await prepare(service, request))
+        answer = CompletionAnswer(service, metrics, await prepare(service, request))
         await while_client_stays(receive, answer.serve(send))
 
 
@@ -48,9 +47,10 @@ async def while_client_stays(receive: Receive, answer: Coroutine[Any, Any, None]
         await asyncio.wait((serving, leaving), return_when=asyncio.FIRST_COMPLETED)
     finally:
         leaving.cancel()
-        if not serving.done():
-            serving.cancel()
-    await _settle(serving)
+        serving.cancel()  # unless it is done
+    await asyncio.wait((serving,))
+    if not serving.cancelled():
+        serving.result()
 
 
 async def _client_leaves(receive: Receive) -> None:
@@ -59,14 +59,7 @@ async def _client_leaves(receive: Receive) -> None:
         message = await receive()
 
 
-async def _settle(serving: asyncio.Future[None]) -> None:
-    """Waits for the end of an answer. A cancelled one is no error: its client left."""
-    await asyncio.wait((serving,))
-    if not serving.cancelled():
-        serving.result()
-
-
-class Answer:
+class CompletionAnswer:
     """The answer to one request while it is generated."""
 
     def __init__(self, service: EngineService, metrics: EngineMetrics, prepared: Prepared) -> None:
@@ -85,7 +78,6 @@ class Answer:
         """
         started = time.perf_counter()
         async with Generation(self._service.engine, self._prepared.requests) as generation:
-            await generation.scheduled()
             if self._prepared.streams:
                 await self._stream(generation, send, started)
             else:
@@ -143,10 +135,10 @@ class Answer:
                 generation.cancel(index)
         return [(index, piece) for index, reader in enumerate(self._readers) if (piece := reader.take())]
 
-    def _usage(self, generation: Generation) -> Usage:
+    def _usage(self, generation: Generation) -> TokenUsage:
         prompt = self._prepared.prompt_tokens
         made = sum(self._prepared.answered + reader.completion_tokens for reader in self._readers)
-        return Usage(prompt, min(generation.cached_tokens, prompt), made)
+        return TokenUsage(prompt, min(generation.cached_tokens, prompt), made)
 
 
 async def _end_broken(send: Send, error: RequestFailed | RequestRefused | EngineUnavailable) -> None:

@@ -7,19 +7,20 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
-from engine_adapter.torch_engine.prompt_scores import keep_scores
-from engine_adapter.torch_engine.requests import RequestRefused
+from engine_adapter.torch_engine.requests import RequestRefused, Token
 from engine_adapter.torch_engine.runner import Runner, Work
-from engine_adapter.torch_engine.sampling import Choice, NoScores, choose_all
+from engine_adapter.torch_engine.sampling import NoScores, choose_all, logprobs_of
 from engine_adapter.torch_engine.scheduler import Item
 
-Outcome = Choice | Exception | None
+Outcome = Token | Exception | None
 """The outcome of one item: the next token, an error, or None while its prompt is not complete."""
 
 _log = logging.getLogger("kvpin.engine")
 _DEVICE_ERRORS = ("CUDA error", "CUDA driver error", "cuDNN error", "CUBLAS_STATUS_", "HIP error")
+_ROWS = 32  # of the vocabulary's size, in float32, that are scored at a time
 
 
 def is_fatal(error: Exception) -> bool:
@@ -32,7 +33,7 @@ def is_fatal(error: Exception) -> bool:
 
 
 def compute(runner: Runner, items: Sequence[Item]) -> list[Outcome]:
-    """The outcome of each item, in order.
+    """The outcome of each item, in order. Keeps the logprobs of prompts that want them in `Active.scores`.
 
     When a step fails, its items run one by one: only those that fail alone have failed. That repeats no
     choice: tokens are chosen after the step has run. KV that was written already is written again.
@@ -51,36 +52,57 @@ def compute(runner: Runner, items: Sequence[Item]) -> list[Outcome]:
     return [outcome for item in items for outcome in compute(runner, [item])]
 
 
+@torch.inference_mode()
 def _run(runner: Runner, items: Sequence[Item]) -> list[Outcome]:
     work = [
         Work(item.active.sequence, item.count, item.logits, item.active.request.embeddings) for item in items
     ]
     wants_hidden = any(item.wants_hidden for item in items)
     logits, hidden = runner.run_with_hidden(work) if wants_hidden else (runner.run(work), None)
-    samplers = [item.active.sampler for item in items if item.completes]
-    chosen = iter(choose_all(keep_scores(logits, items), samplers))
-    outcomes: list[Outcome] = [_judged(next(chosen), item) if item.completes else None for item in items]
-    if hidden is not None:
-        outcomes = _with_hidden(outcomes, items, hidden)
-    for outcome in outcomes:
-        if isinstance(outcome, Exception) and is_fatal(outcome):
-            raise outcome
-    return outcomes
+    ends = list(accumulate(item.logits for item in items))
+    for item, end in zip(items, ends, strict=True):
+        if item.active.scores is not None and item.logits:
+            item.active.scores += _scores(logits[end - item.logits : end], item)
+    complete = [(item, end - 1) for item, end in zip(items, ends, strict=True) if item.completes]
+    rows = [row for _, row in complete]
+    chosen = choose_all(
+        logits if len(rows) == len(logits) else logits[rows], [item.active.sampler for item, _ in complete]
+    )
+    made = iter(
+        _judged(choice, item, None if hidden is None else hidden[row])
+        for choice, (item, row) in zip(chosen, complete, strict=True)
+    )
+    return [next(made) if item.completes else None for item in items]
 
 
-def _judged(outcome: Choice | Exception, item: Item) -> Choice | Exception:
-    """The outcome. Embeddings of a client's are the cause of scores that are no numbers."""
-    if isinstance(outcome, NoScores) and item.active.request.embeddings:
+def _judged(choice: Token | Exception, item: Item, hidden: Tensor | None) -> Token | Exception:
+    """The outcome of a choice. Embeddings of a client's are the cause of scores that are no numbers. Raises
+    errors of the device."""
+    if isinstance(choice, NoScores) and item.active.request.embeddings:
         return RequestRefused("the prompt's embeddings lead to scores that are no numbers", param="prompt")
-    return outcome
+    if isinstance(choice, Exception):
+        if is_fatal(choice):
+            raise choice
+        return choice
+    if hidden is None or not item.wants_hidden:
+        return choice
+    return replace(choice, hidden=hidden.float().cpu().numpy().tobytes())
 
 
-def _with_hidden(outcomes: Sequence[Outcome], items: Sequence[Item], hidden: Tensor) -> list[Outcome]:
-    """Adds the hidden states that items want to their choices. `hidden` has the rows of the logits."""
-    rows = accumulate(item.logits for item in items)
+def _scores(rows: Tensor, item: Item) -> list[tuple[float, tuple[tuple[int, float], ...]]]:
+    """Logprobs of the prompt tokens after each of the item's, but for those that are known. `rows` are the
+    logits after the item's tokens."""
+    active = item.active
+    begin, known = active.sequence.computed, len(active.scores or ())
+    first = max(known, begin)
+    targets = active.request.token_ids[first + 1 : begin + item.count + 1]
+    best = active.request.sampling.prompt_logprobs or 0
     return [
-        outcome._replace(hidden=hidden[row - 1].float().cpu().numpy().tobytes())
-        if item.wants_hidden and isinstance(outcome, Choice)
-        else outcome
-        for outcome, item, row in zip(outcomes, items, rows, strict=True)
+        score
+        for at in range(0, len(targets), _ROWS)
+        for score in logprobs_of(
+            rows[first - begin + at : first - begin + len(targets)][:_ROWS],
+            torch.tensor(targets[at : at + _ROWS], device=rows.device, dtype=torch.long),
+            best,
+        )
     ]

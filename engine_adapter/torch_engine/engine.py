@@ -24,18 +24,18 @@ from engine_adapter.torch_engine.admission import check_request
 from engine_adapter.torch_engine.compute import Outcome, compute, is_fatal
 from engine_adapter.torch_engine.kv_cache import KvCache
 from engine_adapter.torch_engine.kv_tree import CopyFailed
-from engine_adapter.torch_engine.loaded_model import LoadedModel
-from engine_adapter.torch_engine.options import EngineOptions
+from engine_adapter.torch_engine.options import EmbeddedOptions
 from engine_adapter.torch_engine.requests import (
+    Finished,
     FinishReason,
     GenerationRequest,
     OnOutput,
     Output,
+    PromptScores,
     RequestRefused,
     Scheduled,
-    Token,
 )
-from engine_adapter.torch_engine.runner import Runner
+from engine_adapter.torch_engine.runner import LoadedModel, Runner
 from engine_adapter.torch_engine.sampling import Sampler
 from engine_adapter.torch_engine.scheduler import Active, Item, Scheduler
 from engine_adapter.torch_engine.storage import KvStorage
@@ -78,7 +78,7 @@ class Engine:
     """
 
     def __init__(
-        self, model: LoadedModel, options: EngineOptions, publish: Callable[[list[KvEvent]], None]
+        self, model: LoadedModel, options: EmbeddedOptions, publish: Callable[[list[KvEvent]], None]
     ) -> None:
         """Allocates the KV pool. Raises EngineSpecError when model and options do not fit together."""
         self.counters = Counters()
@@ -347,17 +347,18 @@ class Engine:
                 continue
             active = item.active
             self._cache.advance(active.sequence, item.count)
-            made = active.take_scores()
             if outcome is None:
-                if made:
-                    outputs.append((active, made))
                 continue
-            made.append(Token(active.request.request_id, *outcome))
+            made: list[Output] = []
+            if active.scores is not None:
+                made.append(PromptScores(active.scores))
+                active.scores = None
+            made.append(outcome)
             self.counters.generated_tokens += 1
-            reason = active.accept(outcome)
+            reason = active.accept(outcome.token_id)
             if reason is not None:
                 self._forget(active, reason)
-                made.append(active.finished(reason))
+                made.append(Finished(reason))
             outputs.append((active, made))
         return outputs
 
@@ -368,7 +369,7 @@ class Engine:
                 cached = len(active.sequence.path) * self._cache.tokens_per_block
                 self.counters.prompt_tokens += len(active.request.token_ids)
                 self.counters.cached_tokens += cached
-                self._deliver(active, [Scheduled(active.request.request_id, cached)])
+                self._deliver(active, [Scheduled(cached)])
 
     def _refuse_first(self) -> None:
         """Ends the first waiting request: the cache has no room for it although nothing else runs."""
@@ -381,7 +382,7 @@ class Engine:
         self, active: Active, reason: FinishReason, message: str | None = None, param: str | None = None
     ) -> None:
         self._forget(active, reason)
-        self._deliver(active, [active.finished(reason, message, param)])
+        self._deliver(active, [Finished(reason, message, param)])
 
     def _forget(self, active: Active, reason: FinishReason) -> None:
         self._scheduler.remove(active)
@@ -399,12 +400,12 @@ class Engine:
                     self._inbox.append(partial(self._cancel, active.request.request_id))
 
     def _publish_events(self) -> None:
-        events = self._cache.drain_events()
+        events = self._cache.tree.journal.drain()
         if events:
             self._publish(events)
 
 
-def _allocate(model: LoadedModel, options: EngineOptions, gpu_blocks: int, host_blocks: int) -> KvStorage:
+def _allocate(model: LoadedModel, options: EmbeddedOptions, gpu_blocks: int, host_blocks: int) -> KvStorage:
     try:
         return KvStorage(
             model.layers,

@@ -24,15 +24,8 @@ END_OF_REPLAY = b"\xff" * 8
 
 @dataclass(frozen=True, slots=True)
 class EventSource:
-    """The sockets of one engine rank, as `GET /kv_event_sources` answers them.
-
-    Attributes:
-        endpoint: ZMQ address of the PUB socket.
-        replay_endpoint: ZMQ address of the ROUTER socket.
-        buffer_steps: batches kept for replay.
-        hwm: batches queued for a slow subscriber; beyond it, batches are dropped.
-        topic: first frame of every message.
-    """
+    """The sockets of one engine rank, as `GET /kv_event_sources` answers them: the addresses of the PUB and
+    the ROUTER, the batches kept for replay and queued for a slow subscriber, the first frame of messages."""
 
     endpoint: str
     replay_endpoint: str

@@ -67,21 +67,6 @@ class Generation:
             self._engine.cancel(self._requests[index].request_id)
         self._pending.pop(index, None)
 
-    async def scheduled(self) -> None:
-        """Returns when the first choice is about to run; `cached_tokens` is then known.
-
-        Raises:
-            RequestFailed, RequestRefused: the engine failed on a request, or gave it up.
-            EngineUnavailable: the engine stopped.
-        """
-        while 0 not in self._pending:
-            await self._wait()
-            for outputs in self._pending.values():
-                self._check(outputs)
-        first = self._pending[0][0]
-        if isinstance(first, Scheduled):
-            self.cached_tokens = first.cached_tokens
-
     async def outputs(self) -> dict[int, Outputs]:
         """The outputs of each choice since the last call, of at least one. Finished is the last of a choice.
 
@@ -90,31 +75,22 @@ class Generation:
             EngineUnavailable: the engine stopped.
         """
         while not self._pending:
-            await self._wait()
+            self._wake.clear()
+            await self._wake.wait()
         pending, self._pending = self._pending, {}
+        found: dict[int, Outputs] = {}
         for index, outputs in pending.items():
-            self._check(outputs)
-            if isinstance(outputs[-1], Finished):
-                self._open.discard(index)
-        return {
-            index: [output for output in outputs if not isinstance(output, Scheduled)]
-            for index, outputs in pending.items()
-        }
-
-    async def _wait(self) -> None:
-        self._wake.clear()
-        await self._wake.wait()
-
-    def _check(self, outputs: list[Output]) -> None:
-        last = outputs[-1]
-        if not isinstance(last, Finished):
-            return
-        if last.reason == "error":
-            raise RequestFailed(f"the engine failed on this request: {last.message}")
-        if last.reason == "refused":
-            raise RequestRefused(last.message or "it cannot be served", param=last.param or "prompt")
-        if last.reason == "cancelled":
-            raise EngineUnavailable(last.message or "the engine is shutting down")
+            found[index] = []
+            for output in outputs:
+                if isinstance(output, Scheduled):
+                    if not index:
+                        self.cached_tokens = output.cached_tokens
+                    continue
+                found[index].append(output)
+                if isinstance(output, Finished):
+                    self._open.discard(index)
+                    _check(output)
+        return found
 
     def _cancel_all(self) -> None:
         for index in list(self._open):
@@ -129,3 +105,12 @@ class Generation:
             return
         self._pending.setdefault(index, []).extend(outputs)
         self._wake.set()
+
+
+def _check(last: Finished) -> None:
+    if last.reason == "error":
+        raise RequestFailed(f"the engine failed on this request: {last.message}")
+    if last.reason == "refused":
+        raise RequestRefused(last.message or "it cannot be served", param=last.param or "prompt")
+    if last.reason == "cancelled":
+        raise EngineUnavailable(last.message or "the engine is shutting down")

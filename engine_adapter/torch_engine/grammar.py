@@ -18,11 +18,12 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import override
 
 from engine_adapter.prompt.chat import ChatTokenizer
-from engine_adapter.torch_engine.api_errors import ApiError
-from engine_adapter.torch_engine.requests import RequestRefused
+from engine_adapter.torch_engine.requests import Constraint, RequestRefused
 from engine_adapter.torch_engine.structure import Structure
+from engine_adapter.torch_engine.web import ApiError
 
 MAX_GRAMMARS = 64
 """Structures that are kept compiled."""
@@ -35,36 +36,30 @@ _SPACES = r"[\x20\x0A\x0D\x09]{1,20}"
 _FAULT_OF_REGEX = re.compile(r"^error: (.+)$", re.MULTILINE)
 
 
-class Grammar:
-    """A compiled structure."""
+class Grammar(Constraint):
+    """A compiled structure, after a part of an answer."""
 
     def __init__(self, matcher: Any, param: str) -> None:  # noqa: ANN401 - llguidance is loaded when used
         self._matcher = matcher
         self._param = param
 
-    def begin(self, answered: Sequence[int]) -> GrammarState:
-        """The state after the beginning of an answer. Raises RequestRefused if that breaks the structure."""
-        state = GrammarState(self._matcher.deep_copy(), self._param)
+    def begin(self, answered: Sequence[int]) -> Grammar:
+        """A copy that goes on after the beginning of an answer. Raises RequestRefused if that breaks the
+        structure."""
+        copy = Grammar(self._matcher.deep_copy(), self._param)
         for token in answered:
-            state.accept(token)
-        return state
+            copy.accept(token)
+        return copy
 
-
-class GrammarState:
-    """`Constraint` of one answer."""
-
-    def __init__(self, matcher: Any, param: str) -> None:  # noqa: ANN401 - see Grammar
-        self._matcher = matcher
-        self._param = param
-
+    @override
     def allow(self, words: NDArray[np.int32]) -> bool:
-        """See `Constraint.allow`. Raises RequestRefused when the structure is too complex to go on."""
+        """Raises RequestRefused when the structure is too complex to go on."""
         self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
         self._check()
         return True
 
+    @override
     def accept(self, token: int) -> None:
-        """See `Constraint.accept`."""
         if not self._matcher.is_stopped():  # what comes after the end is not its concern
             self._matcher.consume_token(token)
             self._check()

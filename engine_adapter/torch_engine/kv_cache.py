@@ -1,24 +1,26 @@
 """The KV cache: the blocks of running sequences, and the blocks kept after them.
 
-Pure: it decides, a `BlockCopier` copies. A sequence begins with the longest cached prefix of its tokens and
-grows by free blocks. Its full blocks enter the tree as soon as they are computed. The beginning of its last
-block is copied from a block that begins alike.
+Pure: it decides, a `KvStorage` copies. A sequence begins with the longest cached prefix of its tokens and
+grows by free blocks. Its full blocks enter the tree as soon as they are computed.
 """
 
 from __future__ import annotations
 
 from array import array
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from engine_adapter.torch_engine.kv_admin import KvAdmin, SliceResult, block_key, block_keys
-from engine_adapter.torch_engine.kv_leftovers import find_beginning
-from engine_adapter.torch_engine.kv_node import Node
-from engine_adapter.torch_engine.kv_tree import BlockCopier, KvTree
-from engine_adapter.types import BlocksStored, ExtraIds, KvEvent, KvTarget, Pinned, Retention, Tier, TokenIds
+from engine_adapter.torch_engine.kv_admin import KvAdmin
+from engine_adapter.torch_engine.kv_node import Node, block_key
+from engine_adapter.torch_engine.kv_tree import KvTree
+from engine_adapter.types import Retention, Tier
 
-__all__ = ["BlockCopier", "KvCache", "KvSequence", "SliceResult"]
+if TYPE_CHECKING:
+    from engine_adapter.torch_engine.storage import KvStorage
 
 
+@dataclass(eq=False, slots=True)
 class KvSequence:
     """The tokens of one request and where their KV lies.
 
@@ -29,26 +31,23 @@ class KvSequence:
         path: the full blocks of the tree that the sequence holds.
         retention: how long to retain these blocks after the end; None for no retention.
         reuses: whether it begins with cached blocks. All sequences leave theirs to others.
+        root: of the tree, while it runs.
     """
 
-    __slots__ = ("blocks", "computed", "extra_ids", "path", "retention", "reuses", "root", "salt", "tokens")
+    tokens: array[int]
+    extra_ids: array[int] | None
+    salt: str | None
+    retention: Retention | None = None
+    reuses: bool = True
+    root: Node | None = None
+    path: list[Node] = field(default_factory=list)
+    blocks: array[int] = field(default_factory=lambda: array("i"))
+    computed: int = 0
 
-    def __init__(
-        self,
-        tokens: TokenIds[int],
-        extra_ids: ExtraIds[int] | None,
-        salt: str | None,
-        retention: Retention | None = None,
-    ) -> None:
-        self.tokens: array[int] = array("i", tokens)
-        self.extra_ids: array[int] | None = None if extra_ids is None else array("Q", extra_ids)
-        self.salt = salt
-        self.retention = retention
-        self.reuses = True
-        self.root: Node | None = None
-        self.path: list[Node] = []
-        self.blocks: array[int] = array("i")
-        self.computed = 0
+    def __post_init__(self) -> None:
+        self.tokens = array("i", self.tokens)  # copies, as they grow
+        if self.extra_ids is not None:
+            self.extra_ids = array("Q", self.extra_ids)
 
     def append(self, token: int) -> None:
         """Adds a generated token."""
@@ -66,7 +65,7 @@ class KvSequence:
         return self.root
 
 
-class KvCache:
+class KvCache(KvAdmin):
     """The blocks of both tiers in a prefix tree. Not thread-safe: use it through `Engine.call`."""
 
     def __init__(
@@ -76,25 +75,23 @@ class KvCache:
         host_blocks: int,
         tokens_per_block: int,
         block_bytes: int,
-        copier: BlockCopier,
+        copier: KvStorage,
         pin_share: float,
     ) -> None:
-        """See `EngineOptions` for the sizes."""
+        """Pins hold at most `pin_share` of the GPU tier."""
         self.tokens_per_block = tokens_per_block
-        self.tree = KvTree(
+        tree = KvTree(
             gpu_blocks=gpu_blocks, host_blocks=host_blocks, tokens_per_block=tokens_per_block, copier=copier
         )
-        self._admin = KvAdmin(self.tree, block_bytes, pin_share)
+        super().__init__(tree, block_bytes, pin_share)
         self._now = 0.0
-
-    # --- sequences -------------------------------------------------------------------------------
 
     def begin(self, sequence: KvSequence, *, spare: int = 0) -> bool:
         """Reserves blocks for all tokens of a sequence; its cached prefix is reused, host blocks of it are
         restored. Needs room for `spare` more blocks, but does not reserve them.
 
-        `computed` then counts the reused tokens: those of `path`, and those copied into the last block. The
-        last token is never among them. Without room, returns False and changes nothing.
+        `computed` then counts the reused tokens. The last token is never among them. Without room, returns
+        False and changes nothing.
         """
         root = self.tree.hold_root(sequence.salt)
         path = self.tree.walk(root, self._keys_after(sequence, 0)) if sequence.reuses else []
@@ -112,30 +109,7 @@ class KvCache:
         self.tree.touch(path)
         sequence.blocks = array("i", [node.slot for node in path]) + self.tree.gpu.take_many(fresh)
         sequence.computed = len(path) * self.tokens_per_block
-        if sequence.reuses:
-            self._copy_beginning(sequence)
         return True
-
-    def _copy_beginning(self, sequence: KvSequence) -> None:
-        """Copies as much of a sequence's last block as another block begins with.
-
-        Other blocks are not copied: another sequence may compute one, and `extend` shares it.
-        """
-        wanted = self._text(sequence, len(sequence.tokens) - 1)
-        if not 0 < len(wanted) < self.tokens_per_block:
-            return
-        found = find_beginning(sequence.tip, wanted.tobytes(), self.tokens_per_block)
-        if found is not None:
-            slot, tokens = found
-            self.tree.copy(slot, sequence.blocks[len(sequence.path)])
-            sequence.computed += tokens
-
-    def _text(self, sequence: KvSequence, end: int) -> array[int]:
-        """The tokens after `path` up to `end`; empty if one of them is no text."""
-        part = slice(len(sequence.path) * self.tokens_per_block, end)
-        if sequence.extra_ids is not None and any(sequence.extra_ids[part]):
-            return array("i")
-        return sequence.tokens[part]
 
     def extend(self, sequence: KvSequence) -> int:
         """Replaces reserved blocks by blocks that other sequences have computed since `begin`.
@@ -184,12 +158,8 @@ class KvCache:
         root = sequence.root
         if root is None:
             return
-        begun = self._text(sequence, sequence.computed)
-        for index, slot in enumerate(sequence.blocks[len(sequence.path) :]):
-            if index == 0 and begun:
-                self.tree.gpu.leave(slot, sequence.tip, begun.tobytes())
-            else:
-                self.tree.gpu.give(slot)
+        for slot in sequence.blocks[len(sequence.path) :]:
+            self.tree.gpu.give(slot)
         self.tree.touch(sequence.path)
         if sequence.retention is not None and sequence.retention.priority > 0:
             self.tree.kept.keep(sequence.path, sequence.retention, self._now)
@@ -205,63 +175,20 @@ class KvCache:
         """The place of a sequence's next block in the tree: its parent and its key."""
         return sequence.tip, self.key_of(sequence, len(sequence.path))
 
-    def drain_events(self) -> list[KvEvent]:
-        """The events since the last call, in order."""
-        return self.tree.journal.drain()
-
     def key_of(self, sequence: KvSequence, index: int) -> bytes:
         """Key (see `Node.key`) of block `index` of a sequence."""
         return block_key(sequence.tokens, sequence.extra_ids, index, self.tokens_per_block)
 
-    def _keys_after(self, sequence: KvSequence, start: int) -> list[bytes]:
+    def _keys_after(self, sequence: KvSequence, start: int) -> Iterator[bytes]:
         """Keys of the reusable blocks from `start` on. The last token is always recomputed."""
-        size = self.tokens_per_block
-        end = (len(sequence.tokens) - 1) // size
-        return block_keys(sequence.tokens, sequence.extra_ids, start, end, size)
+        end = (len(sequence.tokens) - 1) // self.tokens_per_block
+        return (self.key_of(sequence, index) for index in range(start, end))
 
     def _blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.tokens_per_block)
 
-    # --- operations ------------------------------------------------------------------------------
-
-    def stats(self, now: float) -> dict[str, Any]:
-        """`tokens_per_block`, `block_bytes`, `gpu`, `host`, `kept_blocks`, `pinned_blocks`, `pins`, `blocks`
-        as in `GET /kv/stats` of docs/engines/embedded.md. `now` is `time.monotonic()`."""
-        self._admin.expire_pins(now)
-        return self._admin.stats(now)
-
-    def flush(self, target: KvTarget, max_blocks: int) -> SliceResult:
-        """See `KvAdmin.flush`."""
-        return self._admin.flush(target, max_blocks)
-
-    def offload(self, target: KvTarget, max_blocks: int) -> SliceResult:
-        """See `KvAdmin.offload`."""
-        return self._admin.offload(target, max_blocks)
-
-    def restore(self, target: KvTarget, max_blocks: int) -> SliceResult:
-        """See `KvAdmin.restore`."""
-        return self._admin.restore(target, max_blocks)
-
-    def pin(self, target: KvTarget, ttl_s: float, now: float) -> Pinned:
-        """See `KvAdmin.pin`."""
-        self._admin.expire_pins(now)
-        return self._admin.pin(target, ttl_s, now)
-
-    def unpin(self, pin_id: str) -> bool:
-        """See `KvAdmin.unpin`."""
-        return self._admin.unpin(pin_id)
-
     def expire(self, now: float) -> None:
         """Ends the pins and retentions whose time has passed. `now` is `time.monotonic()`."""
         self._now = now
-        self._admin.expire_pins(now)
+        self.expire_pins(now)
         self.tree.kept.expire(now)
-
-    @property
-    def pinned_blocks(self) -> int:
-        """Blocks under at least one pin."""
-        return self._admin.pinned_blocks
-
-    def snapshot(self) -> list[BlocksStored]:
-        """See `KvAdmin.snapshot`."""
-        return self._admin.snapshot()

@@ -36,10 +36,6 @@ class KeptBlocks:
     def __len__(self) -> int:
         return len(self._owners)
 
-    def nodes(self) -> set[Node]:
-        """The kept blocks."""
-        return set(self._owners)
-
     def by_owner(self) -> dict[str | None, int]:
         """Number of blocks that each owner keeps."""
         return {owner: len(book) for owner, book in self._books.items()}

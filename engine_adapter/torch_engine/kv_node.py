@@ -6,15 +6,26 @@ import heapq
 import math
 from array import array
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from itertools import count
 from typing import NamedTuple
 
-from engine_adapter.torch_engine.kv_leftovers import Leftovers
-from engine_adapter.types import Tier
+from engine_adapter.types import ExtraIds, Tier, TokenIds
 
 NEVER = -math.inf
 GONE = -1
 """The slot of a node without a block: a dropped node, or a root."""
+
+
+def block_key(
+    token_ids: TokenIds[int], extra_ids: ExtraIds[int] | None, index: int, tokens_per_block: int
+) -> bytes:
+    """Key (see `Node.key`) of block `index` of a prompt."""
+    part = slice(index * tokens_per_block, (index + 1) * tokens_per_block)
+    tokens = token_ids[part].tobytes()
+    if extra_ids is None or not any(extra_ids[part]):
+        return tokens
+    return tokens + extra_ids[part].tobytes()
 
 
 class Value(NamedTuple):
@@ -25,53 +36,40 @@ class Value(NamedTuple):
     height: int  # minus the depth: of two blocks used at once, the deeper one is evicted first
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class Node:
     """One full block, identified by its content and its place in the tree. It lies in exactly one tier.
 
     Attributes:
         key: the exact content: int32 tokens, then uint64 extra ids if any of them is not 0.
         children: by key. A look-up compares content and trusts no hash.
-        leftovers: slots with the beginning of a child, by its tokens; see `kv_leftovers.py`.
         name: 64-bit hash of the chain, unique in this cache; only a name in events.
         slot: its place in the pool of `tier`, or GONE.
         refs: running sequences that contain this block. A block with refs lies on the GPU tier.
         pins: pins that protect it. A parent has at least the refs and pins of its child.
         priority: above 0 while it is retained (see `kv_kept.py`); a parent's is never below its child's.
         kept_until: when the retention ends.
+        salt: the cache salt, of a root alone.
     """
 
-    __slots__ = (
-        "children",
-        "depth",
-        "gpu_children",
-        "kept_until",
-        "key",
-        "last_used",
-        "leftovers",
-        "name",
-        "parent",
-        "pins",
-        "priority",
-        "refs",
-        "slot",
-        "tier",
-    )
+    key: bytes
+    name: int
+    parent: Node | None
+    slot: int
+    salt: str | None = None
+    tier: Tier = Tier.GPU
+    children: dict[bytes, Node] = field(default_factory=dict)
+    gpu_children: int = 0
+    refs: int = 0
+    pins: int = 0
+    priority: int = 0
+    kept_until: float = NEVER
+    depth: int = field(init=False)
+    last_used: int = field(init=False)
 
-    def __init__(self, key: bytes, name: int, parent: Node | None, slot: int) -> None:
-        self.key = key
-        self.name = name
-        self.parent = parent
-        self.slot = slot
-        self.tier = Tier.GPU
-        self.children: dict[bytes, Node] = {}
-        self.leftovers: dict[bytes, int] = {}
-        self.gpu_children = 0
-        self.refs = 0
-        self.pins = 0
-        self.depth: int = parent.depth + 1 if parent else 0
-        self.priority: int = 0
-        self.kept_until: float = NEVER
-        self.last_used: int = parent.last_used if parent else 0
+    def __post_init__(self) -> None:
+        self.depth = self.parent.depth + 1 if self.parent else 0
+        self.last_used = self.parent.last_used if self.parent else 0
 
     @property
     def idle(self) -> bool:
@@ -85,55 +83,33 @@ class Node:
         below = self.gpu_children if self.tier is Tier.GPU else len(self.children)
         return self.slot != GONE and self.idle and not below
 
-    @property
     def value(self) -> Value:
         """Its value on a tier where eviction loses it."""
         return Value(self.priority, self.last_used, -self.depth)
 
-    @property
     def recency(self) -> Value:
         """Its value on a tier where eviction only moves it down. Retention does not count: it says nothing
         about how soon a block is needed."""
         return Value(0, self.last_used, -self.depth)
 
-    def tokens(self, tokens_per_block: int) -> bytes:
-        """The token ids, as int32 bytes."""
-        return self.key[: 4 * tokens_per_block]
-
-    def extra_ids(self, tokens_per_block: int) -> bytes:
-        """The extra ids, as uint64 bytes; empty when all are 0."""
-        return self.key[4 * tokens_per_block :]
-
-
-def by_value(node: Node) -> Value:
-    """See `Node.value`."""
-    return node.value
-
-
-def by_recency(node: Node) -> Value:
-    """See `Node.recency`."""
-    return node.recency
-
 
 class BlockPool:
-    """The slots of one tier. Low slots go first: while there is room, a prompt's blocks lie side by side.
-    Slots that hold leftovers go last, the oldest first."""
+    """The slots of one tier. Low slots go first: while there is room, a prompt's blocks lie side by side."""
 
-    __slots__ = ("_free", "_leftovers", "total")
+    __slots__ = ("_free", "total")
 
     def __init__(self, total: int) -> None:
         self.total = total
         self._free = list(range(total))
-        self._leftovers = Leftovers()
 
     @property
     def free(self) -> int:
         """Number of free slots."""
-        return len(self._free) + len(self._leftovers)
+        return len(self._free)
 
     def take(self) -> int:
         """Takes a free slot. The caller has checked that one is free."""
-        return heapq.heappop(self._free) if self._free else self._leftovers.take_oldest()
+        return heapq.heappop(self._free)
 
     def take_many(self, number: int) -> array[int]:
         """Takes `number` free slots. The caller has checked that they are free."""
@@ -142,20 +118,6 @@ class BlockPool:
     def give(self, slot: int) -> None:
         """Takes a slot back."""
         heapq.heappush(self._free, slot)
-
-    def leave(self, slot: int, parent: Node, tokens: bytes) -> None:
-        """Takes a slot back that holds the beginning of a block: the text `tokens` below `parent`."""
-        if not self._leftovers.add(slot, parent, tokens):
-            self.give(slot)
-
-    def forget_leftovers(self) -> None:
-        """Forgets the content of all free slots."""
-        while self._leftovers:
-            self.give(self._leftovers.take_oldest())
-
-    def free_slots(self) -> list[int]:
-        """The free slots, in no particular order."""
-        return self._free + self._leftovers.slots()
 
 
 class LeafQueue:
@@ -167,7 +129,7 @@ class LeafQueue:
 
     __slots__ = ("_heap", "_limit", "_serial", "_tier", "worth")
 
-    def __init__(self, tier: Tier, worth: Callable[[Node], Value] = by_value) -> None:
+    def __init__(self, tier: Tier, worth: Callable[[Node], Value] = Node.value) -> None:
         """`worth` gives the value of a node on this tier."""
         self.worth = worth
         self._tier = tier
@@ -179,7 +141,9 @@ class LeafQueue:
         """Adds an evictable node."""
         heapq.heappush(self._heap, (self.worth(node), next(self._serial), node))
         if len(self._heap) > self._limit:
-            self._sweep()
+            self._heap = [(self.worth(node), next(self._serial), node) for node in self.nodes()]
+            heapq.heapify(self._heap)
+            self._limit = 2 * len(self._heap) + 64
 
     def pop(self, below: Value | None = None) -> Node | None:
         """Removes and returns the least valuable leaf with a value under `below`; None when there is none."""
@@ -199,8 +163,3 @@ class LeafQueue:
 
     def _holds(self, value: Value, node: Node) -> bool:
         return node.tier is self._tier and node.evictable and self.worth(node) == value
-
-    def _sweep(self) -> None:
-        self._heap = [(self.worth(node), next(self._serial), node) for node in self.nodes()]
-        heapq.heapify(self._heap)
-        self._limit = 2 * len(self._heap) + 64

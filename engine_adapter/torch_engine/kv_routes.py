@@ -15,21 +15,19 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from engine_adapter.events.wire import encode_snapshot
-from engine_adapter.torch_engine.api_errors import json_response
-from engine_adapter.torch_engine.bodies import read_body
-from engine_adapter.torch_engine.kv_cache import KvCache, SliceResult
+from engine_adapter.torch_engine.kv_admin import SliceResult
+from engine_adapter.torch_engine.kv_cache import KvCache
 from engine_adapter.torch_engine.prompt_tables import StoredTable, parse_extra_id
 from engine_adapter.torch_engine.protocol import (
     PinRequest,
     SliceRequest,
     UnpinRequest,
     parse,
-    slice_size_of,
     target_of,
-    ttl_of,
 )
 from engine_adapter.torch_engine.service import EngineService
-from engine_adapter.types import BlocksStored, KvTarget
+from engine_adapter.torch_engine.web import json_response, read_body
+from engine_adapter.types import KvEvent, KvTarget
 
 Slice = Callable[[KvCache, KvTarget, int], SliceResult]
 
@@ -116,7 +114,7 @@ async def snapshot(request: Request) -> Response:
     service = service_of(request)
     publisher = service.publisher
 
-    def take(cache: KvCache) -> tuple[int, list[BlocksStored]]:
+    def take(cache: KvCache) -> tuple[int, list[KvEvent]]:
         return publisher.last_sequence, cache.snapshot()
 
     sequence, stored = await service.call(take)
@@ -128,8 +126,8 @@ def _slice_route(slice_of: Slice) -> Callable[[Request], Awaitable[Response]]:
     async def route(request: Request) -> Response:
         service = service_of(request)
         asked = parse(await body_of(request) or b"{}", SliceRequest)
-        target, size = target_of(asked), slice_size_of(asked)
-        done = await service.call(lambda cache: slice_of(cache, target, size))
+        target = target_of(asked)
+        done = await service.call(lambda cache: slice_of(cache, target, asked.max_blocks))
         return json_response(asdict(done))
 
     return route
@@ -139,8 +137,8 @@ async def pin(request: Request) -> Response:
     """Protects a prefix from eviction for a while."""
     service = service_of(request)
     asked = parse(await body_of(request), PinRequest)
-    target, ttl_s = target_of(asked), ttl_of(asked)
-    pinned = await service.call(lambda cache: cache.pin(target, ttl_s, time.monotonic()))
+    target = target_of(asked)
+    pinned = await service.call(lambda cache: cache.pin(target, asked.ttl_s, time.monotonic()))
     return json_response(asdict(pinned))
 
 

@@ -1,54 +1,72 @@
-"""The prefix tree over two tiers: finds, holds, stores and moves blocks."""
+"""The prefix tree over two tiers: finds, holds, stores and moves blocks, and tells of it in events."""
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import xxhash
 
 from engine_adapter.errors import EngineError
-from engine_adapter.torch_engine.kv_journal import Journal
 from engine_adapter.torch_engine.kv_kept import KeptBlocks
-from engine_adapter.torch_engine.kv_node import (
-    GONE,
-    BlockPool,
-    LeafQueue,
-    Node,
-    Value,
-    by_recency,
-    by_value,
-)
-from engine_adapter.types import Tier
+from engine_adapter.torch_engine.kv_node import GONE, BlockPool, LeafQueue, Node, Value
+from engine_adapter.types import BlocksRemoved, BlocksStored, KvEvent, Tier
+
+if TYPE_CHECKING:
+    from engine_adapter.torch_engine.storage import KvStorage
 
 
 class CopyFailed(EngineError):
     """Blocks could not be copied between the tiers. The tree holds only blocks whose KV is right."""
 
 
-class BlockCopier(Protocol):
-    """Copies the bytes of blocks between the tiers. Copies take effect in call order, and before any later
-    use of the slots."""
+class Journal:
+    """Collects the KV events of a step. Consecutive blocks of one chain become one event."""
 
-    def copy_to_host(self, gpu_slots: Sequence[int], host_slots: Sequence[int]) -> None:
-        """Copies block `gpu_slots[i]` to `host_slots[i]`. The host slots are distinct."""
+    def __init__(self, tokens_per_block: int) -> None:
+        self._tokens_per_block = tokens_per_block
+        self._runs: list[tuple[bool, Tier, list[Node]]] = []  # stored or removed
 
-    def copy_to_gpu(self, host_slots: Sequence[int], gpu_slots: Sequence[int]) -> None:
-        """Copies block `host_slots[i]` to `gpu_slots[i]`. The GPU slots are distinct."""
+    def stored(self, tier: Tier, node: Node) -> None:
+        """`node` now lies in `tier`."""
+        self._add(True, tier, node)
 
-    def copy_on_gpu(self, source: int, target: int) -> None:
-        """Copies block `source` to `target`, both GPU slots."""
+    def removed(self, tier: Tier, node: Node) -> None:
+        """`node` no longer lies in `tier`."""
+        self._add(False, tier, node)
 
+    def drain(self) -> list[KvEvent]:
+        """The events since the last call."""
+        runs, self._runs = self._runs, []
+        return [
+            self._event(tier, nodes) if stored else BlocksRemoved(tier, tuple(node.name for node in nodes))
+            for stored, tier, nodes in runs
+        ]
 
-@dataclass(slots=True)
-class Totals:
-    """Block counts since the start: evicted from the GPU tier, offloaded, restored."""
+    def _add(self, stored: bool, tier: Tier, node: Node) -> None:
+        last = self._runs[-1] if self._runs else None
+        if last is None or last[:2] != (stored, tier) or (stored and last[2][-1] is not node.parent):
+            last = stored, tier, []
+            self._runs.append(last)
+        last[2].append(node)
 
-    evicted: int = 0
-    offloaded: int = 0
-    restored: int = 0
+    def _event(self, tier: Tier, nodes: list[Node]) -> BlocksStored:
+        size = self._tokens_per_block
+        extras: array[int] | None = None
+        if any(len(node.key) > 4 * size for node in nodes):
+            extras = array("Q", b"".join(node.key[4 * size :] or bytes(8 * size) for node in nodes))
+        parent = nodes[0].parent
+        return BlocksStored(
+            tier=tier,
+            parent=parent.name if parent is not None and parent.parent is not None else None,
+            hashes=tuple(node.name for node in nodes),
+            token_ids=array("i", b"".join(node.key[: 4 * size] for node in nodes)),
+            tokens_per_block=size,
+            extra_ids=extras,
+            salt=parent.salt if parent is not None else None,
+        )
 
 
 @dataclass(slots=True)
@@ -66,24 +84,24 @@ class KvTree:
     Attributes:
         idle: GPU blocks that can be evicted, at once or after the leaves below them.
         kept: retained blocks.
+        totals: blocks evicted from the GPU tier, offloaded and restored since the start.
     """
 
     def __init__(
-        self, *, gpu_blocks: int, host_blocks: int, tokens_per_block: int, copier: BlockCopier
+        self, *, gpu_blocks: int, host_blocks: int, tokens_per_block: int, copier: KvStorage
     ) -> None:
         self.gpu = BlockPool(gpu_blocks)
         self.host = BlockPool(host_blocks)
         self.tokens_per_block = tokens_per_block
         self.journal = Journal(tokens_per_block)
         self.roots: dict[str | None, Node] = {}
-        self.totals = Totals()
+        self.totals = {"evicted": 0, "offloaded": 0, "restored": 0}
         self.idle = 0
-        self._salts: dict[Node, str | None] = {}
         self._names: set[int] = set()
         self._copier = copier
         # With a host tier, the GPU tier loses nothing by evicting: retention counts on the host tier only.
         self._leaves = {
-            Tier.GPU: LeafQueue(Tier.GPU, by_recency if host_blocks else by_value),
+            Tier.GPU: LeafQueue(Tier.GPU, Node.recency if host_blocks else Node.value),
             Tier.HOST: LeafQueue(Tier.HOST),
         }
         self.kept = KeptBlocks(host_blocks or gpu_blocks, self._offer)
@@ -114,10 +132,6 @@ class KvTree:
         """The value of a block on a tier."""
         return self._leaves[tier].worth(node)
 
-    def leaves(self, tier: Tier) -> set[Node]:
-        """The blocks of a tier that can be evicted now."""
-        return self._leaves[tier].nodes()
-
     # --- holding ---------------------------------------------------------------------------------
 
     def hold_root(self, salt: str | None) -> Node:
@@ -125,9 +139,7 @@ class KvTree:
         root = self.roots.get(salt)
         if root is None:
             frame = b"none" if salt is None else b"salt" + salt.encode(errors="surrogatepass")
-            root = Node(b"", xxhash.xxh3_64_intdigest(frame), None, GONE)
-            self.roots[salt] = root
-            self._salts[root] = salt
+            root = self.roots[salt] = Node(b"", xxhash.xxh3_64_intdigest(frame), None, GONE, salt)
         root.refs += 1
         return root
 
@@ -191,14 +203,14 @@ class KvTree:
             parent.children[key] = node
             parent.gpu_children += 1
             node.refs = 1
-            self.journal.stored(Tier.GPU, node, self.salt_of(node))
+            self.journal.stored(Tier.GPU, node)
             return node
         self.hold(node)
         if node.tier is Tier.GPU:
             self.gpu.give(slot)
         else:
             self._rise(node, slot)
-            self.journal.stored(Tier.GPU, node, self.salt_of(node))
+            self.journal.stored(Tier.GPU, node)
             self.journal.removed(Tier.HOST, node)
         return node
 
@@ -226,7 +238,7 @@ class KvTree:
             victim = self._leaves[Tier.GPU].pop(below)
             if victim is None:
                 break
-            self.totals.evicted += 1
+            self.totals["evicted"] += 1
             if not self._sink(victim, moves):
                 self._drop(victim, moves)
         self._carry_out(moves)
@@ -236,7 +248,7 @@ class KvTree:
         """Moves at most `limit` idle GPU blocks to the host tier. The most valuable go first, so that none
         evicts another of them. Stops when there is no room. Returns how many moved."""
         moves = _Moves()
-        for node in sorted(nodes, key=lambda node: node.value, reverse=True)[:limit]:
+        for node in sorted(nodes, key=Node.value, reverse=True)[:limit]:
             if not self._sink(node, moves):
                 break
         self._carry_out(moves)
@@ -256,18 +268,11 @@ class KvTree:
             raise CopyFailed(f"copying {len(nodes)} blocks to the GPU failed: {error}") from error
         for node, slot in zip(nodes, slots, strict=True):
             self._rise(node, slot)
-            self.journal.stored(Tier.GPU, node, self.salt_of(node))
+            self.journal.stored(Tier.GPU, node)
             self._offer(node)
         for node in nodes:
             self.journal.removed(Tier.HOST, node)
-        self.totals.restored += len(nodes)
-
-    def copy(self, source: int, target: int) -> None:
-        """Copies what lies in one GPU slot to another."""
-        try:
-            self._copier.copy_on_gpu(source, target)
-        except Exception as error:
-            raise CopyFailed(f"copying a block on the GPU failed: {error}") from error
+        self.totals["restored"] += len(nodes)
 
     def drop(self, nodes: Iterable[Node]) -> int:
         """Drops idle blocks with all blocks below them. Returns how many were dropped."""
@@ -278,14 +283,10 @@ class KvTree:
         self._carry_out(moves)
         return len(moves.dropped)
 
-    def salt_of(self, node: Node) -> str | None:
-        """The salt of the first block of a chain; None for deeper blocks."""
-        return self._salts.get(node.parent) if node.parent else None
-
     def _sink(self, node: Node, moves: _Moves) -> bool:
         """Moves an idle GPU block to the host tier; if that is full, in place of a leaf of less value."""
         if not self.host.free:
-            leaf = self._leaves[Tier.HOST].pop(below=node.value)
+            leaf = self._leaves[Tier.HOST].pop(below=node.value())
             if leaf is None:
                 return False
             self._drop(leaf, moves)
@@ -334,7 +335,7 @@ class KvTree:
 
     def _prune(self, root: Node) -> None:
         if root.parent is None and not root.children and not root.refs:
-            del self.roots[self._salts.pop(root)]
+            del self.roots[root.salt]
 
     def _carry_out(self, moves: _Moves) -> None:
         """Copies the blocks that moved and journals it: stored on the host tier first, then removed above."""
@@ -344,9 +345,9 @@ class KvTree:
         except Exception as error:
             self._lose(moves)
             raise CopyFailed(f"copying {len(moves.copies)} blocks to the host failed: {error}") from error
-        self.totals.offloaded += len(moves.offloaded)
-        for node in sorted(moves.offloaded, key=lambda node: node.value, reverse=True):
-            self.journal.stored(Tier.HOST, node, self.salt_of(node))
+        self.totals["offloaded"] += len(moves.offloaded)
+        for node in sorted(moves.offloaded, key=Node.value, reverse=True):
+            self.journal.stored(Tier.HOST, node)
         for node in moves.offloaded:
             self.journal.removed(Tier.GPU, node)
         for tier, node in moves.dropped:

@@ -1,43 +1,78 @@
-"""The options of an engine: its sizes and limits, its model, its server."""
+"""The options of `kvpin engine`: its model, its sizes and limits, its server."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import ByteSize, TypeAdapter, ValidationError
+from typer import BadParameter, Option
 
 from engine_adapter.errors import EngineSpecError
 
 DEFAULT_KV_BLOCKS = 1024
-DEFAULT_PORT = 8100
 DEFAULT_MAX_BODY_BYTES = 64 * 2**20
 MEMORY_SHARE = 0.25
 """The KV cache's share of the free memory. The rest is for other engines and programs."""
 
+_read_size = TypeAdapter(ByteSize).validate_python
 
-@dataclass(frozen=True, slots=True)
-class EngineOptions:
-    """Sizes and limits of one engine.
 
-    Attributes:
-        kv_blocks, kv_bytes: size of the GPU tier, in blocks or in bytes; for neither, see `gpu_blocks`.
-        tokens_per_block: a power of two.
-        host_cache_bytes: bytes of the host tier, 0 for none.
-        max_num_seqs: most requests running at once.
-        prefill_chunk: most prompt tokens computed in one step; half of it while other requests decode.
-        pin_share: most of the GPU tier that pins may hold, 0 to 1; the rest is left to running requests.
-        seed: draws the seeds of requests without one; None is random.
+def _size(text: str) -> int:
+    """Parses a size in bytes, with or without a unit."""
+    try:
+        return int(_read_size(text))
+    except ValidationError:
+        raise BadParameter("give bytes, or a number with a unit such as 512MiB") from None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbeddedOptions:
+    """The options, with what the command line says of each.
 
     Raises:
         EngineSpecError: a value is out of range; the text names it.
     """
 
-    kv_blocks: int | None = None
-    kv_bytes: int | None = None
-    tokens_per_block: int = 16
-    host_cache_bytes: int = 0
-    max_num_seqs: int = 32
-    prefill_chunk: int = 256
-    pin_share: float = 0.8
-    seed: int | None = None
+    model: Annotated[
+        str | None,
+        Option(metavar="DIR_OR_ID", help="Directory or hub id. Default: a tiny model with random weights."),
+    ] = None
+    served_model_name: Annotated[str | None, Option(metavar="NAME", help="Model name that clients send.")] = (
+        None
+    )
+    host: Annotated[str, Option(metavar="ADDRESS", help="Address to bind.")] = "127.0.0.1"
+    port: Annotated[int, Option(metavar="PORT", help="0 takes a free one.", min=0, max=65535)] = 8100
+    kv_blocks: Annotated[
+        int | None, Option(metavar="N", help="Blocks of the GPU tier. Default: by the free memory.")
+    ] = None
+    kv_bytes: Annotated[
+        int | None, Option(metavar="SIZE", help="Size of the GPU tier, e.g. 2GiB.", parser=_size)
+    ] = None
+    tokens_per_block: Annotated[int, Option(metavar="N", help="A power of two.")] = 16
+    host_cache_bytes: Annotated[
+        int, Option(metavar="SIZE", help="Size of the host tier, e.g. 1GiB.", parser=_size)
+    ] = 0
+    max_num_seqs: Annotated[int, Option(metavar="N", help="Most requests running at once.")] = 32
+    prefill_chunk: Annotated[
+        int,
+        Option(metavar="N", help="Most prompt tokens per step; half of it while other requests decode."),
+    ] = 256
+    pin_share: Annotated[
+        float, Option(metavar="SHARE", help="Most of the GPU tier that pins may hold, 0 to 1.")
+    ] = 0.8
+    device: Annotated[str, Option(metavar="DEVICE", help="cpu or cuda.")] = "cpu"
+    dtype: Annotated[
+        str | None, Option(metavar="TYPE", help="float32, bfloat16 or float16. Default: the model's own.")
+    ] = None
+    threads: Annotated[int | None, Option(metavar="N", help="CPU threads of torch.", min=1)] = None
+    seed: Annotated[int | None, Option(metavar="N", help="Seed of sampling, to repeat a run.")] = None
+    max_body_bytes: Annotated[int, Option(metavar="BYTES", help="Largest request body in bytes.", min=1)] = (
+        DEFAULT_MAX_BODY_BYTES
+    )
+    exit_with_parent: Annotated[
+        bool, Option("--exit-with-parent", help="Exit when standard input closes.")
+    ] = False
 
     def __post_init__(self) -> None:
         size = self.tokens_per_block
@@ -76,47 +111,6 @@ class EngineOptions:
     def host_blocks(self, block_bytes: int) -> int:
         """Blocks of the host tier."""
         return self.host_cache_bytes // block_bytes
-
-
-@dataclass(frozen=True, slots=True)
-class ServiceOptions:
-    """The options of one engine process: its model, device, event address and limits.
-
-    Attributes:
-        model: directory or hub id, None for the built-in random-weight model.
-        served_model_name: model name that clients send, None for the model's own.
-        device, dtype: as torch names them; None takes the checkpoint's type.
-        threads: CPU threads of torch, None for its default.
-        host: address to publish KV events on.
-        engine: sizes and limits.
-    """
-
-    model: str | None = None
-    served_model_name: str | None = None
-    device: str = "cpu"
-    dtype: str | None = None
-    threads: int | None = None
-    host: str = "127.0.0.1"
-    engine: EngineOptions = field(default_factory=EngineOptions)
-
-
-@dataclass(frozen=True, slots=True)
-class ServeOptions:
-    """The options of the server: what it serves, and where.
-
-    Attributes:
-        service: model and engine.
-        host: address to bind; loopback by default, as the routes have no key.
-        port: 0 takes a free one.
-        max_body_bytes: larger request bodies are refused.
-        exit_with_parent: end when standard input closes.
-    """
-
-    service: ServiceOptions = field(default_factory=ServiceOptions)
-    host: str = "127.0.0.1"
-    port: int = DEFAULT_PORT
-    max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
-    exit_with_parent: bool = False
 
 
 def _blocks_in(room: int, block_bytes: int, what: str) -> int:

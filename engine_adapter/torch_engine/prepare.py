@@ -6,10 +6,10 @@ import secrets
 from dataclasses import dataclass, replace
 
 from engine_adapter.torch_engine.admission import check_token_id
-from engine_adapter.torch_engine.answers import AnswerWriter, ChatShape, CompletionShape, Shape
-from engine_adapter.torch_engine.api_errors import ApiError
+from engine_adapter.torch_engine.answers import AnswerWriter, ChatShape, CompletionShape
 from engine_adapter.torch_engine.choices import ChoiceReader, Echo
 from engine_adapter.torch_engine.detokenize import Detokenizer
+from engine_adapter.torch_engine.prompt_tables import Prompt
 from engine_adapter.torch_engine.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -22,9 +22,10 @@ from engine_adapter.torch_engine.protocol import (
     sampling_of,
 )
 from engine_adapter.torch_engine.requests import GenerationRequest, SamplingParams
-from engine_adapter.torch_engine.service import EngineService, Prompt
+from engine_adapter.torch_engine.service import EngineService
 from engine_adapter.torch_engine.structure import Structure, ToolUse, structure_of, tool_use_of
 from engine_adapter.torch_engine.tool_calls import CallFormat, format_of
+from engine_adapter.torch_engine.web import ApiError
 from engine_adapter.types import TokenIds, extra_array
 
 
@@ -56,8 +57,7 @@ async def prepare(service: EngineService, request: PromptRequest) -> Prepared:
     sampling = sampling_of(request, default_max_tokens=default)
     n = choices_of(request)
     salt, retention = salt_of(request.cache_salt), retention_of(request)
-    format_ = _call_format(service, request)
-    use = _tool_use(request, format_)
+    use, format_ = _tool_use(service, request)
     structure = _structure(request, use)
     _check_contents(request)
     prompt = await service.prompt(request)
@@ -68,13 +68,13 @@ async def prepare(service: EngineService, request: PromptRequest) -> Prepared:
     grammar = None if structure is None else await service.grammars.compile(structure)
     drops = sampling.max_tokens == 0
     sampling = _within(service, sampling, prompt, answered)
-    extra_ids = prompt.embeddings.extra_ids
+    extra_ids = prompt.extra_ids
     first = GenerationRequest(
         request_id="",
         token_ids=prompt.token_ids + answered,
         sampling=sampling,
         extra_ids=None if extra_ids is None else extra_ids + extra_array([0] * len(answered)),
-        embeddings=prompt.embeddings.tensors,
+        embeddings=prompt.tensors,
         cache_salt=salt,
         retention=retention,
         priority=request.priority or 0,
@@ -90,13 +90,15 @@ async def prepare(service: EngineService, request: PromptRequest) -> Prepared:
         )
         for index in range(n)
     ]
+    ends = frozenset() if sampling.ignore_eos else service.model.eos_token_ids
+    ends = ends.union(sampling.stop_token_ids)
     echo = _echo(service, request, prompt, sampling)
     readers = [
         ChoiceReader(
             Detokenizer(
                 service.tokenizer, request.stops, skips_special=not _shows_special(service, use, format_)
             ),
-            end_tokens=_end_tokens(service, sampling),
+            end_tokens=ends,
             answered=answered,
             calls=None if use is None else use.reader(format_),
             echo=echo,
@@ -107,7 +109,20 @@ async def prepare(service: EngineService, request: PromptRequest) -> Prepared:
     return Prepared(
         requests=requests,
         readers=readers,
-        writer=_writer(service, request, sampling, prompt, answered, n),
+        writer=AnswerWriter(
+            shapes=[
+                ChatShape(service.token_bytes)
+                if isinstance(request, ChatRequest)
+                else CompletionShape(service.token_bytes, answered)
+                for _ in range(n)
+            ],
+            model=service.model.name,
+            with_logprobs=sampling.logprobs is not None,
+            prompt_token_ids=prompt.token_ids.tolist() if request.return_token_ids else None,
+            include_usage=request.include_usage,
+            tells_tokens=bool(request.stream_token_ids),
+            goes_on=bool(answered),
+        ),
         streams=bool(request.stream),
         prompt_tokens=len(prompt.token_ids),
         answered=len(answered),
@@ -146,20 +161,14 @@ def _of_choice(sampling: SamplingParams, index: int) -> SamplingParams:
     return replace(sampling, seed=seed, prompt_logprobs=None)
 
 
-def _call_format(service: EngineService, request: PromptRequest) -> CallFormat | None:
-    """The format of tool calls that the chat template shows the model."""
-    if not isinstance(request, ChatRequest) or not request.tools:
-        return None
-    template = service.tokenizer.template(request.tools)
-    return None if template is None else format_of(template)
-
-
-def _tool_use(request: PromptRequest, format_: CallFormat | None) -> ToolUse | None:
+def _tool_use(service: EngineService, request: PromptRequest) -> tuple[ToolUse | None, CallFormat | None]:
+    """How the answer may use tools, and the format of calls that the chat template shows the model."""
     if not isinstance(request, ChatRequest):
-        return None
-    return tool_use_of(
-        request.tools, request.tool_choice, parallel=request.parallel_tool_calls, format_=format_
-    )
+        return None, None
+    template = service.tokenizer.template(request.tools) if request.tools else None
+    format_ = None if template is None else format_of(template)
+    parallel = request.parallel_tool_calls
+    return tool_use_of(request.tools, request.tool_choice, parallel=parallel, format_=format_), format_
 
 
 def _structure(request: PromptRequest, use: ToolUse | None) -> Structure | None:
@@ -192,38 +201,8 @@ def _echo(
         return None
     if request.answer_token_ids:
         raise ApiError("echo and answer_token_ids exclude each other", param="echo")
-    if prompt.embeddings.extra_ids is not None:
+    if prompt.extra_ids is not None:
         raise ApiError("echo: embeddings in a prompt have no text", param="echo")
     given = prompt_of(request.prompt)
     text = given if isinstance(given, str) else service.tokenizer.decode(prompt.token_ids)
-    return Echo(text, prompt.token_ids, with_logprobs=sampling.prompt_logprobs is not None)
-
-
-def _end_tokens(service: EngineService, sampling: SamplingParams) -> frozenset[int]:
-    ends: frozenset[int] = frozenset() if sampling.ignore_eos else service.model.eos_token_ids
-    return ends.union(sampling.stop_token_ids)
-
-
-def _writer(
-    service: EngineService,
-    request: PromptRequest,
-    sampling: SamplingParams,
-    prompt: Prompt,
-    answered: TokenIds[int],
-    n: int,
-) -> AnswerWriter:
-    shapes: list[Shape] = [
-        ChatShape(service.token_bytes)
-        if isinstance(request, ChatRequest)
-        else CompletionShape(service.token_bytes, answered)
-        for _ in range(n)
-    ]
-    return AnswerWriter(
-        shapes,
-        model=service.model.name,
-        with_logprobs=sampling.logprobs is not None,
-        prompt_token_ids=prompt.token_ids.tolist() if request.return_token_ids else None,
-        include_usage=request.include_usage,
-        tells_tokens=bool(request.stream_token_ids),
-        goes_on=bool(answered),
-    )
+    return Echo(text, prompt.token_ids if sampling.prompt_logprobs is not None else None)

@@ -15,7 +15,7 @@ import uvicorn
 from starlette.applications import Starlette
 
 from engine_adapter.errors import EngineUnavailable
-from engine_adapter.torch_engine.options import ServeOptions
+from engine_adapter.torch_engine.options import EmbeddedOptions
 from engine_adapter.torch_engine.server import EngineHost, create_app
 from engine_adapter.torch_engine.service import EngineService
 
@@ -24,7 +24,7 @@ _BACKLOG = 2048
 _log = logging.getLogger("kvpin.engine")
 
 
-def serve_engine(options: ServeOptions) -> None:
+def serve_engine(options: EmbeddedOptions) -> None:
     """Serves until SIGTERM or SIGINT; running requests then have 20 s to finish.
 
     The address answers at once. `/health` is 503 until the model is loaded.
@@ -57,7 +57,7 @@ def serve_engine(options: ServeOptions) -> None:
 class _EngineProcess:
     """Loads the service while the server runs already; ends both together."""
 
-    def __init__(self, options: ServeOptions) -> None:
+    def __init__(self, options: EmbeddedOptions) -> None:
         self.host = EngineHost()
         self.failure: Exception | None = None
         self.end: Callable[[], None] = _nothing
@@ -77,7 +77,7 @@ class _EngineProcess:
     def _load(self) -> None:
         """Loads the service, then watches its engine."""
         try:
-            service = EngineService.build(self._options.service)
+            service = EngineService.build(self._options)
         except Exception as error:  # noqa: BLE001 - raised again by serve_engine, in the main thread
             self.failure = error
             self.end()

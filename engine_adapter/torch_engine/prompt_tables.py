@@ -17,7 +17,7 @@ from engine_adapter.prompt.extra_ids import (
     prompt_table_extra_id,
     resolve_extra_ids,
 )
-from engine_adapter.torch_engine.api_errors import ApiError
+from engine_adapter.torch_engine.web import ApiError
 from engine_adapter.types import ExtraIds, TokenIds
 
 MAX_TOTAL_BYTES = 1 << 30
@@ -60,9 +60,10 @@ class StoredTable:
 
 
 @dataclass(frozen=True, slots=True)
-class PromptEmbeddings:
-    """The extra ids of a prompt (None for text alone) and the rows behind each of them."""
+class Prompt:
+    """A tokenised prompt, its extra ids (None for text alone) and the rows behind each of them."""
 
+    token_ids: TokenIds[int]
     extra_ids: ExtraIds[int] | None
     tensors: Mapping[int, torch.Tensor] = field(default_factory=dict, repr=False)
 
@@ -79,7 +80,6 @@ class PromptTables:
         self._hidden_size = hidden_size
         self._max_total_bytes = max_total_bytes
         self._by_id: dict[str, StoredTable] = {}
-        self._by_extra_id: dict[int, StoredTable] = {}
         self._content_of: dict[int, bytes] = {}
 
     def all(self) -> list[StoredTable]:
@@ -108,32 +108,24 @@ class PromptTables:
         table = StoredTable(table_id, extra_id, embeddings.rows, content, tensor)
         if self._is_known(table):
             return self._by_id[table_id], False
-        if self._total_bytes() + tensor.nbytes > self._max_total_bytes:
+        total = sum(other.tensor.nbytes for other in self._by_id.values())
+        if total + tensor.nbytes > self._max_total_bytes:
             raise ApiError(
                 f"prompt tables would take more than {self._max_total_bytes} bytes; delete some first",
                 status=413,
             )
         self._by_id[table_id] = table
-        self._by_extra_id.setdefault(extra_id, table)
         self._content_of[extra_id] = content
         return table, True
 
     def delete(self, table_id: str) -> bool:
         """Deletes a table; False when no table has that id."""
-        table = self._by_id.pop(table_id, None)
-        if table is None:
-            return False
-        heirs = [other for other in self._by_id.values() if other.extra_id == table.extra_id]
-        if heirs:
-            self._by_extra_id[table.extra_id] = heirs[0]
-        else:
-            del self._by_extra_id[table.extra_id]
-        return True
+        return self._by_id.pop(table_id, None) is not None
 
     def resolve(
         self, token_ids: TokenIds[int], *, explicit: list[int] | None, table_id: str | None
-    ) -> PromptEmbeddings:
-        """The extra ids and rows of a prompt of token ids; see `resolve_extra_ids` for the rules.
+    ) -> Prompt:
+        """A prompt of token ids with its extra ids and rows; see `resolve_extra_ids` for the rules.
 
         Raises:
             PromptTableError: an id breaks a rule; names the index of the first one.
@@ -145,17 +137,16 @@ class PromptTables:
             if stored is None:
                 raise ApiError(f"there is no prompt table {table_id!r}", param="prompt_table")
             table = stored.ref
+        by_extra_id = {stored.extra_id: stored for stored in self._by_id.values()}
         resolved = resolve_extra_ids(
             token_ids,
             vocab_size=self._vocab_size,
             explicit=explicit,
             table=table,
-            registered={extra_id: stored.ref for extra_id, stored in self._by_extra_id.items()},
+            registered={extra_id: stored.ref for extra_id, stored in by_extra_id.items()},
         )
-        tensors = {
-            identity: self._by_extra_id[ref.extra_id].tensor for identity, ref in resolved.tables.items()
-        }
-        return PromptEmbeddings(resolved.extra_ids, tensors)
+        tensors = {identity: by_extra_id[ref.extra_id].tensor for identity, ref in resolved.tables.items()}
+        return Prompt(token_ids, resolved.extra_ids, tensors)
 
     def _is_known(self, table: StoredTable) -> bool:
         """True when exactly this table is stored; raises ApiError (409) when it clashes with another."""
@@ -173,9 +164,6 @@ class PromptTables:
                 param="extra_id",
             )
         return held is not None
-
-    def _total_bytes(self) -> int:
-        return sum(table.tensor.nbytes for table in self._by_id.values())
 
 
 def parse_extra_id(text: str | None) -> int | None:

@@ -10,15 +10,16 @@ import contextlib
 import math
 import re
 from array import array
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
+from msgspec import Meta
 
 from engine_adapter.body import UNREADABLE
 from engine_adapter.options import plain_error
 from engine_adapter.prompt.extra_ids import UINT64_MAX
-from engine_adapter.torch_engine.api_errors import ApiError
 from engine_adapter.torch_engine.requests import SamplingParams
+from engine_adapter.torch_engine.web import ApiError
 from engine_adapter.types import KvTarget, Retention, TokenIds, extra_array
 
 MAX_TOP_LOGPROBS = 20
@@ -26,12 +27,16 @@ MAX_CHOICES = 128
 """As at OpenAI."""
 MAX_INPUTS = 2048
 """Most texts of a request for embeddings; as at OpenAI."""
-_MAX_STOPS = 4
 _DEFAULT_COMPLETION_TOKENS = 16
-_MAX_SLICE = 65_536
-_MAX_PRIORITY = 1000
-_INT64 = 2**63
 _MAX_BIAS = 100.0
+_Penalty = Annotated[float, Meta(ge=-2, le=2)]
+_Stop = Annotated[str, Meta(min_length=1)]
+_Alternatives = Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)]
+# Fields that `SamplingParams` takes as they are.
+_SAMPLING_FIELDS = (
+    "temperature", "top_p", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty",
+    "min_tokens", "ignore_eos",
+)  # fmt: skip
 _STRUCTURE_FIELDS = (
     "response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
     "guided_json_object",
@@ -51,19 +56,19 @@ class _Generation(msgspec.Struct, frozen=True, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    min_tokens: int | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=2**63 - 1)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    presence_penalty: _Penalty | None = None
+    frequency_penalty: _Penalty | None = None
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
+    min_tokens: Annotated[int, Meta(ge=0)] | None = None
     ignore_eos: bool | None = None
-    stop: str | list[str] | None = None
+    stop: _Stop | Annotated[list[_Stop], Meta(max_length=4)] | None = None
     stop_token_ids: list[int] | None = None
-    n: int | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
     best_of: int | None = None
     logit_bias: dict[str, float] | None = None
     response_format: dict[str, Any] | None = None
@@ -75,8 +80,8 @@ class _Generation(msgspec.Struct, frozen=True, kw_only=True):
     guided_json_object: Any = None
     cache_salt: str | None = None
     priority: int | None = None
-    keep_priority: int | None = None
-    keep_s: float | None = None
+    keep_priority: Annotated[int, Meta(ge=0, le=1000)] | None = None
+    keep_s: Annotated[float, Meta(gt=0)] | None = None
     keep_for: str | None = None
     return_token_ids: bool | None = None
     stream_token_ids: bool | None = None
@@ -123,7 +128,7 @@ class ChatRequest(_Generation, frozen=True, kw_only=True):
     max_completion_tokens: int | None = None
     modalities: list[str] | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: _Alternatives | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: Any = None
@@ -135,12 +140,12 @@ class ChatRequest(_Generation, frozen=True, kw_only=True):
 
     @property
     def asked_tokens(self) -> int | None:
-        """See `_Generation.asked_tokens`. The newer field wins."""
+        """The client's token limit, None without one. The newer field wins."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
     def limit_name(self) -> str:
-        """See `_Generation.limit_name`."""
+        """The field that limits the answer."""
         return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
 
@@ -148,7 +153,7 @@ class CompletionRequest(_Generation, frozen=True, kw_only=True):
     """`POST /v1/completions`, and `/tokenize` with a prompt."""
 
     prompt: str | list[Any] | None = None
-    logprobs: int | None = None
+    logprobs: _Alternatives | None = None
     echo: bool | None = None
     suffix: str | None = None
     prompt_embeds: Any = None
@@ -186,14 +191,14 @@ class SliceRequest(msgspec.Struct, frozen=True):
     token_ids: list[int] | None = None
     extra_ids: list[int] | None = None
     cache_salt: str | None = None
-    max_blocks: int = 256
+    max_blocks: Annotated[int, Meta(ge=1, le=65_536)] = 256
 
 
 class PinRequest(msgspec.Struct, frozen=True):
     """`POST /kv/pin`."""
 
     token_ids: list[int]
-    ttl_s: float
+    ttl_s: Annotated[float, Meta(gt=0)]
     extra_ids: list[int] | None = None
     cache_salt: str | None = None
 
@@ -204,17 +209,7 @@ class UnpinRequest(msgspec.Struct, frozen=True):
     pin_id: str
 
 
-AnyRequest = TypeVar(
-    "AnyRequest",
-    ChatRequest,
-    CompletionRequest,
-    ChatRequest | CompletionRequest,
-    EmbeddingRequest,
-    DetokenizeRequest,
-    SliceRequest,
-    PinRequest,
-    UnpinRequest,
-)
+AnyRequest = TypeVar("AnyRequest", bound=msgspec.Struct)
 
 
 def parse(body: bytes, kind: type[AnyRequest]) -> AnyRequest:
@@ -259,35 +254,21 @@ def sampling_of(request: PromptRequest, *, default_max_tokens: int | None) -> Sa
         default_max_tokens: the limit of a chat that names none; None for as many as fit.
 
     Raises:
-        ApiError: 400 for a value out of range or a feature this engine lacks.
+        ApiError: 400 for values that exclude each other or a feature this engine lacks.
     """
     _check_supported(request)
-    _check_stops(request.stops)
-    max_name, max_tokens = _max_tokens(request, default_max_tokens)
+    default = default_max_tokens if isinstance(request, ChatRequest) else _DEFAULT_COMPLETION_TOKENS
+    max_tokens = default if request.asked_tokens is None else request.asked_tokens
     echoes = isinstance(request, CompletionRequest) and bool(request.echo)
-    least = 0 if echoes else 1
-    _need(max_tokens is None or max_tokens >= least, max_name, f"is at least {least}")
-    min_tokens = request.min_tokens or 0
-    _need(min_tokens >= 0, "min_tokens", "is not negative")
-    _need(max_tokens is None or min_tokens <= max_tokens, "min_tokens", f"is at most {max_name}")
-    top_k = request.top_k or 0
-    _need(-1 <= top_k < _INT64, "top_k", "is positive, or 0 or -1 for off")
-    if request.seed is not None:
-        _need(-_INT64 <= request.seed < _INT64, "seed", "fits 64 bits")
-    top_p = _number(request, "top_p", 1.0, 0.0, 1.0)
-    _need(top_p > 0, "top_p", "is above 0")
+    if max_tokens is not None:
+        least = 0 if echoes else 1
+        _need(max_tokens >= least, request.limit_name, f"is at least {least}")
+        _need((request.min_tokens or 0) <= max_tokens, "min_tokens", f"is at most {request.limit_name}")
+    given = {name: getattr(request, name) for name in _SAMPLING_FIELDS}
     return SamplingParams(
-        temperature=_number(request, "temperature", 1.0, 0.0, 2.0),
-        top_p=top_p,
-        top_k=max(top_k, 0),
-        min_p=_number(request, "min_p", 0.0, 0.0, 1.0),
-        seed=request.seed,
-        presence_penalty=_number(request, "presence_penalty", 0.0, -2.0, 2.0),
-        frequency_penalty=_number(request, "frequency_penalty", 0.0, -2.0, 2.0),
-        repetition_penalty=_number(request, "repetition_penalty", 1.0, 0.01, 100.0),
+        **{name: value for name, value in given.items() if value is not None},
+        top_k=max(request.top_k or 0, 0),
         max_tokens=max_tokens,
-        min_tokens=min_tokens,
-        ignore_eos=bool(request.ignore_eos),
         stop_token_ids=tuple(request.stop_token_ids or ()),
         logprobs=_logprobs(request),
         prompt_logprobs=_logprobs(request) if echoes else None,
@@ -298,7 +279,6 @@ def sampling_of(request: PromptRequest, *, default_max_tokens: int | None) -> Sa
 def choices_of(request: PromptRequest) -> int:
     """How many choices the request asks for; raises ApiError (400)."""
     n = 1 if request.n is None else request.n
-    _need(1 <= n <= MAX_CHOICES, "n", f"is from 1 to {MAX_CHOICES}")
     if request.best_of not in (None, 1, n):
         raise ApiError("best_of above n is not supported", param="best_of")
     for name in ("answer_token_ids", "stream_token_ids"):
@@ -392,15 +372,13 @@ def answered_of(request: PromptRequest, sampling: SamplingParams) -> TokenIds[in
 
 
 def retention_of(request: PromptRequest) -> Retention | None:
-    """The retention a request asks for, None for none; raises ApiError (400).
+    """The retention a request asks for, None for none.
 
     `keep_priority` alone retains without an end. `keep_s` alone means priority 1.
     """
     default = 0 if request.keep_s is None else 1
     priority = default if request.keep_priority is None else request.keep_priority
-    _need(0 <= priority <= _MAX_PRIORITY, "keep_priority", f"is from 0 to {_MAX_PRIORITY}")
     ttl_s = math.inf if request.keep_s is None else request.keep_s
-    _need(ttl_s > 0, "keep_s", "is a positive number of seconds")
     return Retention(priority, ttl_s, request.keep_for) if priority > 0 else None
 
 
@@ -424,45 +402,16 @@ def target_of(request: SliceRequest | PinRequest) -> KvTarget:
     return KvTarget(token_ids, extra_ids, salt_of(request.cache_salt))
 
 
-def slice_size_of(request: SliceRequest) -> int:
-    """Checked `max_blocks`."""
-    _need(1 <= request.max_blocks <= _MAX_SLICE, "max_blocks", f"is from 1 to {_MAX_SLICE}")
-    return request.max_blocks
-
-
-def ttl_of(request: PinRequest) -> float:
-    """Checked `ttl_s`."""
-    _need(0 < request.ttl_s < math.inf, "ttl_s", "is a positive number of seconds")
-    return request.ttl_s
-
-
 def _need(holds: bool, param: str, rule: str) -> None:
     if not holds:
         raise ApiError(f"{param} is out of range: it {rule}", param=param)
 
 
-def _number(request: PromptRequest, name: str, default: float, low: float, high: float) -> float:
-    value: float | None = getattr(request, name)
-    if value is None:
-        return default
-    _need(low <= value <= high, name, f"is from {low:g} to {high:g}")
-    return value
-
-
-def _max_tokens(request: PromptRequest, default_max_tokens: int | None) -> tuple[str, int | None]:
-    """Name and value of the token limit."""
-    default = default_max_tokens if isinstance(request, ChatRequest) else _DEFAULT_COMPLETION_TOKENS
-    return request.limit_name, default if request.asked_tokens is None else request.asked_tokens
-
-
 def _logprobs(request: PromptRequest) -> int | None:
     """Number of alternatives per token, None for no logprobs."""
     if isinstance(request, CompletionRequest):
-        if request.logprobs is not None:
-            _need(0 <= request.logprobs <= MAX_TOP_LOGPROBS, "logprobs", f"is from 0 to {MAX_TOP_LOGPROBS}")
         return request.logprobs
     top = request.top_logprobs or 0
-    _need(0 <= top <= MAX_TOP_LOGPROBS, "top_logprobs", f"is from 0 to {MAX_TOP_LOGPROBS}")
     if top and not request.logprobs:
         raise ApiError("top_logprobs needs logprobs to be true", param="top_logprobs")
     return top if request.logprobs else None
@@ -479,32 +428,21 @@ def _bias(request: PromptRequest) -> tuple[tuple[int, float], ...]:
     return tuple(biases.items())
 
 
-def _check_stops(stops: tuple[str, ...]) -> None:
-    if len(stops) > _MAX_STOPS:
-        raise ApiError(f"stop has {len(stops)} strings; at most {_MAX_STOPS} are taken", param="stop")
-    if not all(stops):
-        raise ApiError("stop holds an empty string", param="stop")
-
-
 def _check_supported(request: PromptRequest) -> None:
     """Refuses fields that the engine would otherwise silently ignore."""
+    refused: dict[str, tuple[object, str]]
     if isinstance(request, CompletionRequest):
-        refused = [("suffix", bool(request.suffix), "suffix is not supported")]
+        refused = {"suffix": (request.suffix, "suffix is not supported")}
     else:
-        refused = [
-            (
-                "modalities",
-                not {"text"}.issuperset(request.modalities or ()),
-                "this engine makes text only",
-            ),
-            ("prompt_table", request.prompt_table is not None, "prompt_table needs /v1/completions"),
-            ("extra_ids", request.extra_ids is not None, "extra_ids need /v1/completions"),
-            (
-                "add_special_tokens",
-                bool(request.add_special_tokens),
+        refused = {
+            "modalities": (set(request.modalities or ()) - {"text"}, "this engine makes text only"),
+            "prompt_table": (request.prompt_table is not None, "prompt_table needs /v1/completions"),
+            "extra_ids": (request.extra_ids is not None, "extra_ids need /v1/completions"),
+            "add_special_tokens": (
+                request.add_special_tokens,
                 "a chat template brings its own special tokens",
             ),
-        ]
-    for param, is_asked, message in refused:
+        }
+    for param, (is_asked, message) in refused.items():
         if is_asked:
             raise ApiError(message, param=param)

@@ -122,10 +122,8 @@ class GenerationRequest:
 
 
 class Scheduled(msgspec.Struct, frozen=True, gc=False):
-    """The prompt is about to run for the first time. `cached_tokens` of its tokens come from cache, in full
-    blocks: tokens copied into its last block are not counted, as no KV event tells of them."""
+    """The prompt is about to run for the first time. `cached_tokens` of its tokens come from cache."""
 
-    request_id: str
     cached_tokens: int
 
 
@@ -138,7 +136,6 @@ class Token(msgspec.Struct, frozen=True, gc=False):
         hidden: the model's last hidden state before it, as bytes of float32; None unless asked for.
     """
 
-    request_id: str
     token_id: int
     logprob: float | None = None
     top_logprobs: tuple[tuple[int, float], ...] | None = None
@@ -146,21 +143,19 @@ class Token(msgspec.Struct, frozen=True, gc=False):
 
 
 class PromptScores(msgspec.Struct, frozen=True, gc=False):
-    """Logprobs of prompt tokens, in order, in as many parts as the prompt was computed in.
+    """Logprobs of the prompt's tokens, before the first generated one.
 
     Attributes:
-        scores: logprob and best tokens as in `Token`, for each. The first token of a prompt has none.
+        scores: logprob and best tokens as in `Token`, for each token from the second on.
     """
 
-    request_id: str
-    scores: tuple[tuple[float, tuple[tuple[int, float], ...]], ...]
+    scores: list[tuple[float, tuple[tuple[int, float], ...]]]
 
 
 class Finished(msgspec.Struct, frozen=True, gc=False):
     """The last output of a request. `message` says what went wrong, if anything did. `param` names the field
     for which a request was refused."""
 
-    request_id: str
     reason: FinishReason
     message: str | None = None
     param: str | None = None

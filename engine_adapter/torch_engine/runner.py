@@ -1,11 +1,11 @@
-"""One forward pass: tokens of many sequences in, logits out."""
+"""A loaded model, and one forward pass of it: tokens of many sequences in, logits out."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,15 +14,13 @@ from torch import Tensor
 
 from engine_adapter.torch_engine.attention import (
     Decodes,
+    LayerShape,
     PagedBatch,
-    Part,
-    Place,
     Scratch,
     Span,
     attention_context,
 )
 from engine_adapter.torch_engine.kv_cache import KvSequence
-from engine_adapter.torch_engine.loaded_model import LoadedModel
 from engine_adapter.torch_engine.requests import RequestRefused
 from engine_adapter.torch_engine.storage import KvStorage
 
@@ -32,6 +30,42 @@ PADDING_TOKENS = 256
 """Most tokens of padding in a call for several sequences. To attend so many costs about what a call costs."""
 CALL_BYTES = 4 << 20
 """Most KV that a call for several sequences gathers. More would not stay in a CPU's own cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A causal language model, ready to run.
+
+    Attributes:
+        module: the transformers model.
+        name: the served model name.
+        tokenizer: absolute directory or hub id of the tokenizer.
+        vocab_size: token ids below it are text. hidden_size: columns of an embedding.
+        max_model_len: context in tokens.
+        eos_token_ids: tokens that end a generation.
+        default_max_tokens: limit of the generation config; None if it has none.
+        device, dtype: as torch names them, e.g. `cpu`, `float32`.
+        layers: KV shape of each layer. kv_bytes_per_token: over all of them.
+        is_default: True for the built-in random-weight model.
+    """
+
+    module: Any
+    name: str
+    tokenizer: str
+    vocab_size: int
+    hidden_size: int
+    max_model_len: int
+    eos_token_ids: frozenset[int]
+    default_max_tokens: int | None
+    device: str
+    dtype: str
+    layers: tuple[LayerShape, ...]
+    kv_bytes_per_token: int
+    is_default: bool
+
+    def block_bytes(self, tokens_per_block: int) -> int:
+        """Bytes of one KV block."""
+        return self.kv_bytes_per_token * tokens_per_block
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +108,7 @@ class Runner:
         self._embed = model.module.get_input_embeddings()
         self._vocab_size = model.vocab_size
         self._device = torch.device(model.device)
-        self._storage = storage
+        self._layers = storage.layers
         self._size = tokens_per_block
         self._scratch = Scratch(tokens_per_block)
         self._most_blocks = CALL_BYTES * len(model.layers) // model.block_bytes(tokens_per_block)
@@ -128,24 +162,22 @@ class Runner:
 
     def _batch(self, rows: _Rows) -> PagedBatch:
         parts = [self._part(rows, first, last) for first, last in self._groups(rows)]
-        return PagedBatch(self._storage, self._to_device(rows.slots), parts, self._scratch)
+        return PagedBatch(self._layers, self._to_device(rows.slots), parts, self._scratch)
 
-    def _part(self, rows: _Rows, first: int, last: int) -> Part:
+    def _part(self, rows: _Rows, first: int, last: int) -> Span | Decodes:
         """The items `first` to `last`, which attend together."""
         begin, end = int(rows.ends[first] - rows.counts[first]), int(rows.ends[last])
         if first == last:
-            return Span(begin, end, self._place(rows.tables[first], int(rows.lengths[first])))
+            table, length = rows.tables[first], int(rows.lengths[first])
+            together = bool((np.diff(table) == 1).all())
+            blocks_of = None if together else self._to_device(table)
+            return Span(begin, end, length, int(table[0]) * self._size, blocks_of)
         tables = rows.tables[first : last + 1]
         blocks = np.zeros((len(tables), max(map(len, tables))), dtype=np.int64)
         for padded, table in zip(blocks, tables, strict=True):
             padded[: len(table)] = table
         lengths = rows.lengths[first : last + 1]
         return Decodes(begin, end, self._to_device(blocks.ravel()), self._to_device(lengths))
-
-    def _place(self, table: Ints, length: int) -> Place:
-        if (np.diff(table) == 1).all():
-            return Place(length, int(table[0]) * self._size, None)
-        return Place(length, 0, self._to_device(table))
 
     def _groups(self, rows: _Rows) -> list[tuple[int, int]]:
         """The items that attend together, as first and last index: see `PADDING_TOKENS` and `CALL_BYTES`."""

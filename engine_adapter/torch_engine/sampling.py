@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine_adapter.torch_engine.drawing import Filters, draw
-from engine_adapter.torch_engine.requests import Constraint, RequestRefused, SamplingParams
+from engine_adapter.torch_engine.requests import Constraint, RequestRefused, SamplingParams, Token
 
 _COLDEST = 1e-5
 """Below this temperature, sampling is greedy: dividing by less would only lose precision."""
@@ -27,15 +27,6 @@ _SEEDS = 2**64
 
 class NoScores(ValueError):
     """A model's scores are no numbers."""
-
-
-class Choice(NamedTuple):
-    """A token, with logprobs and hidden state if asked for; see `Token`."""
-
-    token_id: int
-    logprob: float | None = None
-    top_logprobs: tuple[tuple[int, float], ...] | None = None
-    hidden: bytes | None = None
 
 
 class Sampler:
@@ -113,7 +104,7 @@ class Tally:
 
 
 @torch.inference_mode()
-def choose_all(logits: Tensor, samplers: Sequence[Sampler]) -> list[Choice | Exception]:
+def choose_all(logits: Tensor, samplers: Sequence[Sampler]) -> list[Token | Exception]:
     """One choice per row of `logits` [requests, vocabulary], or why there is none. Does not change them."""
     if not samplers:
         return []
@@ -140,7 +131,7 @@ def _no_choice(highest: float, sampler: Sampler, logits: Tensor) -> Exception:
     return NoScores(f"the model's highest score is {highest}: no token can be chosen")
 
 
-def _accepted(sampler: Sampler, choice: Choice) -> Choice | Exception:
+def _accepted(sampler: Sampler, choice: Token) -> Token | Exception:
     try:
         sampler.accept(choice.token_id)
     except Exception as error:  # noqa: BLE001 - the error of this row's request alone
@@ -224,21 +215,27 @@ def _filters(samplers: Sequence[Sampler], device: torch.device) -> Filters:
     )
 
 
-def _choices(logits: Tensor, tokens: Tensor, samplers: Sequence[Sampler]) -> list[Choice]:
+def _choices(logits: Tensor, tokens: Tensor, samplers: Sequence[Sampler]) -> list[Token]:
     """The chosen tokens; with the model's own logprobs for the rows that want them."""
-    choices = [Choice(token) for token in tokens.tolist()]
+    choices = [Token(token) for token in tokens.tolist()]
     wanted = {
         row: each.params.logprobs for row, each in enumerate(samplers) if each.params.logprobs is not None
     }
     if not wanted:
         return choices
     rows = list(wanted)
-    logprobs = logits[rows].float().log_softmax(-1)
-    chosen = logprobs.gather(1, tokens[rows][:, None])[:, 0].tolist()
-    best = logprobs.topk(min(max(wanted.values()), logprobs.shape[1]))
-    for row, logprob, ids, values in zip(
-        rows, chosen, best.indices.tolist(), best.values.tolist(), strict=True
-    ):
-        top = tuple(zip(ids, values, strict=True))[: wanted[row]]
-        choices[row] = Choice(choices[row].token_id, logprob, top)
+    scored = logprobs_of(logits[rows], tokens[rows], max(wanted.values()))
+    for row, (logprob, best) in zip(rows, scored, strict=True):
+        choices[row] = Token(choices[row].token_id, logprob, best[: wanted[row]])
     return choices
+
+
+def logprobs_of(
+    logits: Tensor, tokens: Tensor, best: int
+) -> list[tuple[float, tuple[tuple[int, float], ...]]]:
+    """For each row the logprob of its token, and the `best` tokens with theirs, best first."""
+    logprobs = logits.float().log_softmax(-1)
+    chosen = logprobs.gather(1, tokens[:, None])[:, 0].tolist()
+    top = logprobs.topk(min(best, logprobs.shape[1]))
+    pairs = zip(chosen, top.indices.tolist(), top.values.tolist(), strict=True)
+    return [(logprob, tuple(zip(ids, values, strict=True))) for logprob, ids, values in pairs]

@@ -10,24 +10,22 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from engine_adapter.torch_engine.kv_cache import KvCache, KvSequence
 from engine_adapter.torch_engine.kv_node import Node
 from engine_adapter.torch_engine.requests import (
-    Finished,
     FinishReason,
     GenerationRequest,
     OnOutput,
-    Output,
-    PromptScores,
 )
-from engine_adapter.torch_engine.sampling import Choice, Sampler
+from engine_adapter.torch_engine.sampling import Sampler
 
 SCORED_TOKENS = 128
 """Most tokens per step of a prompt whose logprobs are wanted: each has a row of the vocabulary's size."""
 
 
+@dataclass(eq=False, slots=True)
 class Active:
     """A request in flight.
 
@@ -35,37 +33,26 @@ class Active:
         sequence: its tokens and blocks.
         ends: tokens that stop it. limit: most tokens to generate.
         scheduled: whether it has run before.
-        scored: so many prompt tokens have logprobs that were delivered, or can have none.
-        scores: logprobs of this step, to be delivered.
+        scores: logprobs of its prompt's tokens from the second on, as far as they are computed; None if
+            they are not wanted, or were delivered.
     """
 
-    __slots__ = (
-        "ends", "generated", "limit", "on_output", "request", "sampler", "scheduled", "scored", "scores",
-        "sequence",
-    )  # fmt: skip
+    request: GenerationRequest
+    on_output: OnOutput
+    sampler: Sampler
+    ends: frozenset[int]
+    limit: int
+    sequence: KvSequence = field(init=False)
+    scores: list[tuple[float, tuple[tuple[int, float], ...]]] | None = field(init=False)
+    generated: int = field(default=0, init=False)
+    scheduled: bool = field(default=False, init=False)
 
-    def __init__(
-        self,
-        request: GenerationRequest,
-        on_output: OnOutput,
-        sampler: Sampler,
-        *,
-        ends: frozenset[int],
-        limit: int,
-    ) -> None:
-        self.request = request
-        self.on_output = on_output
-        self.sampler = sampler
+    def __post_init__(self) -> None:
+        request, reuses = self.request, self.request.sampling.prompt_logprobs is None
         self.sequence = KvSequence(
-            request.token_ids, request.extra_ids, request.cache_salt, request.retention
+            request.token_ids, request.extra_ids, request.cache_salt, request.retention, reuses=reuses
         )
-        self.sequence.reuses = request.sampling.prompt_logprobs is None
-        self.ends = ends
-        self.limit = limit
-        self.generated = 0
-        self.scheduled = False
-        self.scored = 1
-        self.scores: tuple[tuple[float, tuple[tuple[int, float], ...]], ...] = ()
+        self.scores = None if reuses else []
 
     @property
     def uncomputed(self) -> int:
@@ -75,27 +62,15 @@ class Active:
     @property
     def wants_scores(self) -> bool:
         """Whether logprobs of its prompt are still to be computed."""
-        return self.request.sampling.prompt_logprobs is not None and self.scored < len(self.request.token_ids)
+        return self.scores is not None and len(self.scores) + 1 < len(self.request.token_ids)
 
-    def take_scores(self) -> list[Output]:
-        """The logprobs of this step, if it has any; they count as delivered."""
-        scores, self.scores = self.scores, ()
-        self.scored += len(scores)
-        return [PromptScores(self.request.request_id, scores)] if scores else []
-
-    def accept(self, choice: Choice) -> FinishReason | None:
+    def accept(self, token_id: int) -> FinishReason | None:
         """Adds a generated token; returns why the request ends, None if it goes on."""
-        self.sequence.append(choice.token_id)
+        self.sequence.append(token_id)
         self.generated += 1
-        if choice.token_id in self.ends:
+        if token_id in self.ends:
             return "stop"
         return "length" if self.generated >= self.limit else None
-
-    def finished(
-        self, reason: FinishReason, message: str | None = None, param: str | None = None
-    ) -> Finished:
-        """Its last output."""
-        return Finished(self.request.request_id, reason, message, param)
 
 
 @dataclass(frozen=True, slots=True)

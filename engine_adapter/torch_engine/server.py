@@ -13,7 +13,6 @@ from starlette.routing import Route
 
 from engine_adapter.errors import EngineError
 from engine_adapter.torch_engine.admission import check_token_id
-from engine_adapter.torch_engine.api_errors import ApiError, as_api_error, error_response, json_response
 from engine_adapter.torch_engine.completions import CompletionRoute
 from engine_adapter.torch_engine.embeddings import EmbeddingRoute
 from engine_adapter.torch_engine.kv_routes import body_of, kv_routes, kv_stats, service_of
@@ -27,6 +26,7 @@ from engine_adapter.torch_engine.protocol import (
     parse_tokenize,
 )
 from engine_adapter.torch_engine.service import EngineService
+from engine_adapter.torch_engine.web import ApiError, as_api_error, error_response, json_response
 
 
 class EngineHost:
@@ -107,7 +107,7 @@ async def tokenize(request: Request) -> Response:
     """The tokens of a chat or a prompt, exactly as the engine would run them."""
     service = service_of(request)
     prompt = await service.prompt(parse_tokenize(await body_of(request)))
-    extra_ids = prompt.embeddings.extra_ids
+    extra_ids = prompt.extra_ids
     return json_response(
         {
             "count": len(prompt.token_ids),

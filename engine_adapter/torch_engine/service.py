@@ -7,7 +7,6 @@ import secrets
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -15,30 +14,21 @@ import torch
 from engine_adapter.off_loop import off_loop
 from engine_adapter.prompt.chat import ChatPrompt, ChatTokenizer
 from engine_adapter.prompt.embeds import read_embeds, reading_ms
-from engine_adapter.torch_engine.api_errors import ApiError
 from engine_adapter.torch_engine.engine import Engine
 from engine_adapter.torch_engine.event_publisher import EventPublisher
 from engine_adapter.torch_engine.grammar import Grammars
 from engine_adapter.torch_engine.kv_cache import KvCache
-from engine_adapter.torch_engine.loaded_model import LoadedModel
 from engine_adapter.torch_engine.model import load_model
-from engine_adapter.torch_engine.options import EngineOptions, ServiceOptions
-from engine_adapter.torch_engine.prompt_tables import PromptEmbeddings, PromptTables, embedding_tensor
+from engine_adapter.torch_engine.options import EmbeddedOptions
+from engine_adapter.torch_engine.prompt_tables import Prompt, PromptTables, embedding_tensor
 from engine_adapter.torch_engine.protocol import ChatRequest, PromptRequest, embeds_of, prompt_of
+from engine_adapter.torch_engine.runner import LoadedModel
 from engine_adapter.torch_engine.token_bytes import TokenBytes
-from engine_adapter.types import TokenIds
+from engine_adapter.torch_engine.web import ApiError
 
 T = TypeVar("T")
 
 _MAX_CHARS_PER_TOKEN = 256  # no tokenizer has longer tokens on average: a longer text cannot fit
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """A tokenised prompt and the embeddings behind its fake ids."""
-
-    token_ids: TokenIds[int]
-    embeddings: PromptEmbeddings
 
 
 class EngineService:
@@ -53,9 +43,7 @@ class EngineService:
         self,
         model: LoadedModel,
         tokenizer: ChatTokenizer,
-        options: EngineOptions,
-        *,
-        host: str = "127.0.0.1",
+        options: EmbeddedOptions,
     ) -> None:
         """Allocates the engine, but does not start it. Raises EngineSpecError for options that do not fit."""
         self.instance = secrets.token_hex(8)
@@ -63,14 +51,14 @@ class EngineService:
         self.model = model
         self.tokenizer = tokenizer
         self.options = options
-        self.publisher = EventPublisher(host=host)
+        self.publisher = EventPublisher(host=options.host)
         self.engine = Engine(model, options, self.publisher.publish)
         self.token_bytes = TokenBytes(tokenizer)
         self.grammars = Grammars(tokenizer, vocab_size=model.vocab_size, ends=model.eos_token_ids)
         self.tables = PromptTables(vocab_size=model.vocab_size, hidden_size=model.hidden_size)
 
     @classmethod
-    def build(cls, options: ServiceOptions) -> EngineService:
+    def build(cls, options: EmbeddedOptions) -> EngineService:
         """Loads model and tokenizer and starts the engine; slow. Raises EngineSpecError."""
         if options.threads is not None:
             torch.set_num_threads(options.threads)
@@ -80,7 +68,7 @@ class EngineService:
             dtype=options.dtype,
             served_name=options.served_model_name,
         )
-        service = cls(model, ChatTokenizer.load(model.tokenizer), options.engine, host=options.host)
+        service = cls(model, ChatTokenizer.load(model.tokenizer), options)
         service.grammars.load()
         service.engine.start()
         return service
@@ -126,9 +114,7 @@ class EngineService:
         else:
             token_ids = prompt
         explicit: list[Any] | None = request.extra_ids
-        return Prompt(
-            token_ids, self.tables.resolve(token_ids, explicit=explicit, table_id=request.prompt_table)
-        )
+        return self.tables.resolve(token_ids, explicit=explicit, table_id=request.prompt_table)
 
     async def _chat_prompt(self, request: ChatRequest) -> Prompt:
         size = _text_size(request.messages)
@@ -165,7 +151,7 @@ class EngineService:
             identity: embedding_tensor(rows, hidden_size=self.model.hidden_size, param=param)
             for identity, rows in prompt.embeddings.items()
         }
-        return Prompt(prompt.token_ids, PromptEmbeddings(prompt.extra_ids, tensors))
+        return Prompt(prompt.token_ids, prompt.extra_ids, tensors)
 
     def check_length(self, request: PromptRequest, prompt_tokens: int) -> None:
         """Raises ApiError (400) if prompt and requested answer do not fit into the context."""

@@ -35,6 +35,9 @@ class KvStorage:
     """The paged KV of all layers on the device, and its host tier (pinned memory with CUDA).
 
     Copies and forward passes share one stream, so they take effect in call order.
+
+    Attributes:
+        layers: keys and values of each layer, [token slots, heads, dim], for reading and writing.
     """
 
     def __init__(
@@ -48,7 +51,6 @@ class KvStorage:
         dtype: torch.dtype,
     ) -> None:
         self._device = device
-        self._layers: list[tuple[Tensor, Tensor]] = []
         self._groups: list[_Group] = []
         wanted = [(shape.heads, dim) for shape in shapes for dim in (shape.key_dim, shape.value_dim)]
         planes: dict[int, Tensor] = {}
@@ -66,14 +68,10 @@ class KvStorage:
             self._groups.append(_Group(gpu, host, staging))
             for place, index in enumerate(members):
                 planes[index] = gpu[place].view(gpu_blocks * tokens_per_block, heads, dim)
-        self._layers = [(planes[2 * index], planes[2 * index + 1]) for index in range(len(shapes))]
-
-    def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of a layer, [token slots, heads, dim], for reading and writing."""
-        return self._layers[index]
+        self.layers = [(planes[2 * index], planes[2 * index + 1]) for index in range(len(shapes))]
 
     def copy_to_host(self, gpu_slots: Sequence[int], host_slots: Sequence[int]) -> None:
-        """See `BlockCopier`."""
+        """Copies block `gpu_slots[i]` to `host_slots[i]`. The host slots are distinct."""
         for blocks, slots in self._slices(gpu_slots, host_slots):
             for group in self._groups:
                 staged = group.staging[: len(slots)]
@@ -82,18 +80,13 @@ class KvStorage:
                     group.host[run].copy_(staged[part], non_blocking=True)
 
     def copy_to_gpu(self, host_slots: Sequence[int], gpu_slots: Sequence[int]) -> None:
-        """See `BlockCopier`."""
+        """Copies block `host_slots[i]` to `gpu_slots[i]`. The GPU slots are distinct."""
         for blocks, slots in self._slices(gpu_slots, host_slots):
             for group in self._groups:
                 staged = group.staging[: len(slots)]
                 for part, run in _runs(slots):
                     staged[part].copy_(group.host[run], non_blocking=True)
                 group.gpu.index_copy_(1, blocks, staged.transpose(0, 1))
-
-    def copy_on_gpu(self, source: int, target: int) -> None:
-        """See `BlockCopier`."""
-        for group in self._groups:
-            group.gpu[:, target].copy_(group.gpu[:, source])
 
     def _slices(
         self, gpu_slots: Sequence[int], host_slots: Sequence[int]

@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 import msgspec
 
-from engine_adapter.torch_engine.api_errors import ApiError
 from engine_adapter.torch_engine.tool_calls import (
     HERMES,
     CallFormat,
@@ -20,6 +19,7 @@ from engine_adapter.torch_engine.tool_calls import (
     MarkedCalls,
     NamedCall,
 )
+from engine_adapter.torch_engine.web import ApiError
 
 MAX_BYTES = 64 << 10
 """Largest schema, pattern or list of choices."""

@@ -12,6 +12,8 @@ from __future__ import annotations
 import re
 from array import array
 
+from typing_extensions import override
+
 from engine_adapter.errors import EngineDied, EngineGarbled
 from engine_adapter.hold import AnswerReader, Resumption
 
@@ -24,7 +26,8 @@ _ODD = re.compile(rb"^:", re.MULTILINE)
 
 
 class ToldTokens(AnswerReader):
-    """`AnswerReader` of a stream."""
+    """Reads one stream. Raises EngineUnavailable where another engine can go on with it: the engine says
+    that it ends, or tells what are no ids."""
 
     def __init__(self, answered: object = None) -> None:
         """`answered`: the tokens with which the request begins its answer, if it does."""
@@ -32,13 +35,8 @@ class ToldTokens(AnswerReader):
         self._told = bytearray()  # as text: five bytes per token
         self._held = bytearray()  # an incomplete event
 
+    @override
     def feed(self, chunk: bytes) -> bytes:
-        """See `AnswerReader.feed`.
-
-        Raises:
-            EngineDied, EngineGarbled: the engine says that it ends, or tells what are no ids. Another one can
-                go on.
-        """
         if self._held or not chunk.endswith(_END):
             searched = max(len(self._held) - 1, 0)  # half of an end may have arrived before
             self._held += chunk
@@ -59,11 +57,11 @@ class ToldTokens(AnswerReader):
         self._told += b"".join(b" " + told for told in parts[1::2])
         return events
 
+    @override
     def finish(self) -> bytes:
-        """See `AnswerReader.finish`."""
         return bytes(self._held)
 
     def resume(self) -> Resumption:
-        """See `Hold.resume`."""
+        """What another engine needs to go on with the answer."""
         token_ids = [*self._answered, *map(int, self._told.split())]
         return Resumption(array("i", token_ids), {"answer_token_ids": token_ids})

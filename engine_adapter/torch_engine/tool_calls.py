@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import secrets
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -43,22 +43,6 @@ class Found(NamedTuple):
 
     text: str = ""
     calls: tuple[CallPart, ...] = ()
-
-
-class CallReader(Protocol):
-    """Reads one choice.
-
-    Attributes:
-        ends_as: the finish reason of an answer that made calls and ended by itself; None while it made none.
-    """
-
-    ends_as: str | None
-
-    def push(self, text: str) -> Found:
-        """Takes `text`; returns the text and calls that are certain now."""
-
-    def finish(self) -> Found:
-        """Returns the text that was held back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,10 +84,13 @@ def format_of(template: str) -> CallFormat | None:
 
 
 class MarkedCalls:
-    """`CallReader` of a model that decides by itself between text and calls.
+    """Reads a choice of a model that decides by itself between text and calls.
 
     Args:
         most: calls that are given out; None for all.
+
+    Attributes:
+        ends_as: the finish reason of an answer that made calls and ended by itself; None while it made none.
     """
 
     def __init__(self, format_: CallFormat, *, most: int | None = None) -> None:
@@ -118,12 +105,12 @@ class MarkedCalls:
         self._is_start = True
 
     def push(self, text: str) -> Found:
-        """See `CallReader.push`."""
+        """Takes `text`; returns the text and calls that are certain now."""
         self._held += text
         return self._read(is_end=False)
 
     def finish(self) -> Found:
-        """See `CallReader.finish`."""
+        """Returns the text that was held back."""
         return self._read(is_end=True)
 
     def _read(self, *, is_end: bool) -> Found:
@@ -209,14 +196,14 @@ class MarkedCalls:
 
 
 class NamedCall:
-    """`CallReader` of an answer that is nothing but the arguments of one function."""
+    """Reads a choice that is nothing but the arguments of one function. Attributes as of `MarkedCalls`."""
 
     def __init__(self, name: str) -> None:
         self.ends_as: str | None = None
         self._name: str | None = name
 
     def push(self, text: str) -> Found:
-        """See `CallReader.push`."""
+        """Takes `text`; returns the text and calls that are certain now."""
         if not text:
             return Found()
         if self._name is None:
@@ -226,20 +213,23 @@ class NamedCall:
         return Found(calls=(first,))
 
     def finish(self) -> Found:
-        """See `CallReader.finish`."""
+        """Returns the text that was held back."""
         return Found()
 
 
 class ListedCalls(MarkedCalls):
-    """`CallReader` of an answer that is a JSON list of calls."""
+    """Reads a choice that is a JSON list of calls."""
 
     def __init__(self) -> None:
         super().__init__(CallFormat("list", ""))
         self._enter("", "")
 
     def finish(self) -> Found:
-        """See `CallReader.finish`. A call that the token limit cut off is no text for people."""
+        """Returns the calls that were held back. One that the token limit cut off is no text for people."""
         return Found(calls=super().finish().calls)
+
+
+CallReader = MarkedCalls | NamedCall
 
 
 class _Call(msgspec.Struct):

@@ -9,7 +9,7 @@ import httpx
 import pytest
 import torch
 
-from engine_adapter.torch_engine.options import EngineOptions, ServiceOptions
+from engine_adapter.torch_engine.options import EmbeddedOptions
 from engine_adapter.torch_engine.server import EngineHost, create_app
 from engine_adapter.torch_engine.service import EngineService
 from tests.engines import served
@@ -27,8 +27,8 @@ class ServedEngine:
 def served_engine() -> Iterator[ServedEngine]:
     """Tests share its cache and counters: use your own prompts or salts."""
     torch.set_num_threads(1)
-    options = EngineOptions(kv_blocks=256, host_cache_bytes=64 << 20, prefill_chunk=64)
-    service = EngineService.build(ServiceOptions(threads=1, engine=options))
+    options = EmbeddedOptions(threads=1, kv_blocks=256, host_cache_bytes=64 << 20, prefill_chunk=64)
+    service = EngineService.build(options)
     try:
         with served(create_app(EngineHost(service), max_body_bytes=MAX_BODY_BYTES)) as url:
             yield ServedEngine(url, service)

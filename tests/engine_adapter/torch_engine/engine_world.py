@@ -22,7 +22,7 @@ from transformers import (
 
 from engine_adapter.torch_engine.engine import Engine
 from engine_adapter.torch_engine.model import load_model, random_model
-from engine_adapter.torch_engine.options import EngineOptions
+from engine_adapter.torch_engine.options import EmbeddedOptions
 from engine_adapter.torch_engine.requests import (
     Finished,
     GenerationRequest,
@@ -161,7 +161,7 @@ class Served:
         self.model = model
         self.batches = []
         self.engine = Engine(
-            model, EngineOptions(**{"kv_blocks": 64, "tokens_per_block": 4, **options}), self.batches.append
+            model, EmbeddedOptions(**{"kv_blocks": 64, "tokens_per_block": 4, **options}), self.batches.append
         )
         self._next = 0
 

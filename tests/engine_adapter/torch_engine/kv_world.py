@@ -5,8 +5,8 @@ from __future__ import annotations
 from array import array
 
 from engine_adapter.torch_engine.kv_cache import KvCache, KvSequence
-from engine_adapter.torch_engine.kv_integrity import violations
 from engine_adapter.types import BlocksRemoved, BlocksStored, KvTarget, Retention, Tier
+from tests.engine_adapter.torch_engine.kv_integrity import violations
 
 SIZE = 4
 
@@ -29,9 +29,6 @@ class Memory:
         copies = [list(self.host[slot]) for slot in host_slots]
         for slot, block in zip(gpu_slots, copies, strict=True):
             self.gpu[slot] = block
-
-    def copy_on_gpu(self, source, target):
-        self.gpu[target] = list(self.gpu[source])
 
 
 class View:
@@ -111,25 +108,16 @@ class World:
         self.check()
         return reused
 
-    def begun(self, tokens, **kwargs):
-        """The tokens that a prompt would not compute. Leaves the cache as it is, but for recency."""
-        sequence = self.sequence(tokens, **kwargs)
-        assert self.begin(sequence)
-        computed = sequence.computed
-        self.end(sequence)
-        self.check()
-        return computed
-
     def check(self):
         assert violations(self.cache, self.running) == []
-        self.view.apply(self.cache.drain_events())
+        self.view.apply(self.cache.tree.journal.drain())
         fresh = View()
         fresh.apply(self.cache.snapshot())
         assert fresh.tiers == self.view.tiers
 
     def held(self, tokens):
         """Number of cached blocks of a prefix. Changes nothing."""
-        return len(self.cache._admin._scope(KvTarget(array("i", tokens))))
+        return len(self.cache._scope(KvTarget(array("i", tokens))))
 
     def blocks(self, tier):
         return len(self.view.tiers[tier])

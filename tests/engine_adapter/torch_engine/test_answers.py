@@ -14,17 +14,17 @@ from engine_adapter.torch_engine.answers import (
     ChatShape,
     CompletionShape,
     Piece,
-    Usage,
+    TokenUsage,
     error_event,
 )
 from engine_adapter.torch_engine.requests import Token
 from engine_adapter.torch_engine.token_bytes import TokenBytes
 from engine_adapter.torch_engine.tool_calls import CallPart
 
-USAGE = Usage(prompt=10, cached=4, completion=2)
+USAGE = TokenUsage(prompt=10, cached=4, completion=2)
 TOKENS = [
-    Token("r", 70, -0.5, ((70, -0.5), (71, float("-inf")))),
-    Token("r", 71, float("-inf"), ((70, -0.5), (72, -2.0))),
+    Token(70, -0.5, ((70, -0.5), (71, float("-inf")))),
+    Token(71, float("-inf"), ((70, -0.5), (72, -2.0))),
 ]
 
 
@@ -40,7 +40,11 @@ def token_bytes(tokenizer) -> TokenBytes:
 
 def writer(shape, *, logprobs=False, prompt_token_ids=None, usage=False) -> AnswerWriter:
     return AnswerWriter(
-        [shape], model="m", with_logprobs=logprobs, prompt_token_ids=prompt_token_ids, include_usage=usage
+        shapes=[shape],
+        model="m",
+        with_logprobs=logprobs,
+        prompt_token_ids=prompt_token_ids,
+        include_usage=usage,
     )
 
 
@@ -101,7 +105,7 @@ def test_chat_logprobs(tokenizer, token_bytes):
 
 def test_each_part_of_a_character_has_its_bytes(tokenizer, token_bytes):
     parts = tokenizer.encode("a\U0001f9ff", add_special_tokens=False)
-    entries = ChatShape(token_bytes).logprobs([Token("r", part, -1.0, ()) for part in parts])["content"]
+    entries = ChatShape(token_bytes).logprobs([Token(part, -1.0, ()) for part in parts])["content"]
     assert len(entries) > 2
     assert bytes(byte for entry in entries for byte in entry["bytes"]) == "a\U0001f9ff".encode()
     assert entries[1]["token"].startswith("\\xf0")
@@ -118,13 +122,13 @@ def test_completion_logprobs_and_their_offsets(tokenizer, token_bytes):
 
 
 def test_offsets_count_characters_not_tokens(tokenizer, token_bytes):
-    tokens = [Token("r", i, -1.0, ()) for i in tokenizer.encode("\U0001f9ff!", add_special_tokens=False)]
+    tokens = [Token(i, -1.0, ()) for i in tokenizer.encode("\U0001f9ff!", add_special_tokens=False)]
     offsets = CompletionShape(token_bytes).logprobs(tokens)["text_offset"]
     assert offsets == [0] * (len(tokens) - 1) + [1]
 
 
 def test_an_echoed_prompt_begins_without_a_logprob(token_bytes):
-    echoed = [Token("", 70), Token("", 71, -1.5, ((71, -1.5),))]
+    echoed = [Token(70), Token(71, -1.5, ((71, -1.5),))]
     piece = Piece("prompt hi", TOKENS[:1], echoed=echoed, finish_reason="length")
     data = json.loads(writer(CompletionShape(token_bytes), logprobs=True).whole([piece], USAGE))
     logprobs = data["choices"][0]["logprobs"]
@@ -134,7 +138,9 @@ def test_an_echoed_prompt_begins_without_a_logprob(token_bytes):
 
 def test_choices_have_their_index_and_each_an_opening(token_bytes):
     shapes = [ChatShape(token_bytes), ChatShape(token_bytes)]
-    out = AnswerWriter(shapes, model="m", with_logprobs=False, prompt_token_ids=None, include_usage=False)
+    out = AnswerWriter(
+        shapes=shapes, model="m", with_logprobs=False, prompt_token_ids=None, include_usage=False
+    )
     assert [event["choices"][0]["index"] for event in events(out.opening())] == [0, 1]
     (part,) = events(out.piece(1, Piece("a")))
     assert part["choices"][0]["index"] == 1

@@ -10,7 +10,6 @@ from engine_adapter.torch_engine.attention import (
     Call,
     Decodes,
     PagedBatch,
-    Place,
     Probe,
     Scratch,
     Span,
@@ -28,8 +27,9 @@ class Planes:
         self.keys = torch.randn(tokens, KV_HEADS, DIM, generator=draw)
         self.values = torch.randn(tokens, KV_HEADS, DIM, generator=draw)
 
-    def layer(self, index):
-        return self.keys, self.values
+    @property
+    def layers(self):
+        return [(self.keys, self.values)]
 
 
 def call(rows, **kwargs):
@@ -73,11 +73,11 @@ def test_a_mixed_step_attends_each_row_over_its_own_sequence(window, softcap):
         slots += [blocks[at // SIZE] * SIZE + at % SIZE for at in range(length - rows, length)]
         if rows > 1:
             together = blocks[-1] - blocks[0] == len(blocks) - 1
-            where = Place(length, blocks[0] * SIZE, None if together else torch.tensor(blocks))
-            spans.append(Span(row, row + rows, where))
+            scattered = None if together else torch.tensor(blocks)
+            spans.append(Span(row, row + rows, length, blocks[0] * SIZE, scattered))
         row += rows
     decodes = Decodes(0, 2, torch.tensor([3, 1, 0, 0]), torch.tensor([6, 2]))
-    output = PagedBatch(planes, torch.tensor(slots), [decodes, *spans], Scratch(SIZE)).attend(asked)
+    output = PagedBatch(planes.layers, torch.tensor(slots), [decodes, *spans], Scratch(SIZE)).attend(asked)
     row = 0
     for blocks, length, rows in sequences:
         at = [blocks[position // SIZE] * SIZE + position % SIZE for position in range(length)]
@@ -92,8 +92,8 @@ def test_one_step_writes_its_own_rows_only():
     planes = Planes(8)
     before = planes.keys.clone()
     asked = call(2)
-    span = Span(0, 2, Place(3, 4, None))
-    PagedBatch(planes, torch.tensor([5, 6]), [span], Scratch(SIZE)).attend(asked)
+    span = Span(0, 2, 3, 4)
+    PagedBatch(planes.layers, torch.tensor([5, 6]), [span], Scratch(SIZE)).attend(asked)
     assert torch.equal(planes.keys[5:7], asked.key)
     assert torch.equal(planes.keys[[0, 1, 2, 3, 4, 7]], before[[0, 1, 2, 3, 4, 7]])
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from starlette.requests import ClientDisconnect
 
-from engine_adapter.torch_engine.api_errors import ApiError
-from engine_adapter.torch_engine.bodies import read_body
+from engine_adapter.torch_engine.web import ApiError, read_body
 
 
 def receiving(*parts: bytes | None):

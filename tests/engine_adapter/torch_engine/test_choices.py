@@ -31,7 +31,7 @@ def make(tokenizer):
 
 @pytest.fixture
 def tokens(tokenizer):
-    return lambda text: [Token("r", token) for token in tokenizer.encode(text, add_special_tokens=False)]
+    return lambda text: [Token(token) for token in tokenizer.encode(text, add_special_tokens=False)]
 
 
 def test_pieces_hold_what_is_new(make, tokens):
@@ -39,7 +39,7 @@ def test_pieces_hold_what_is_new(make, tokens):
     reader.accept(tokens("hello"))
     assert reader.take().text == "hello"
     assert not reader.take()
-    reader.accept([*tokens(" world"), Token("r", END), Finished("r", "stop")])
+    reader.accept([*tokens(" world"), Token(END), Finished("stop")])
     piece = reader.take()
     assert (piece.text, piece.finish_reason) == (" world", "stop")
     assert piece.tokens[-1].token_id == END
@@ -49,7 +49,7 @@ def test_pieces_hold_what_is_new(make, tokens):
 def test_after_a_stop_string_nothing_counts(make, tokens):
     reader = make(stops=("b",))
     made = tokens("a b c d e")
-    reader.accept([*made, Finished("r", "length")])
+    reader.accept([*made, Finished("length")])
     piece = reader.take()
     assert (piece.text, piece.finish_reason) == ("a ", "stop")
     assert reader.completion_tokens == len(piece.tokens) < len(made)
@@ -57,7 +57,7 @@ def test_after_a_stop_string_nothing_counts(make, tokens):
 
 def test_a_call_ends_the_answer_as_one(make, tokens):
     reader = make(calls=MarkedCalls(HERMES))
-    reader.accept([*tokens(CALL), Token("r", END), Finished("r", "stop")])
+    reader.accept([*tokens(CALL), Token(END), Finished("stop")])
     piece = reader.take()
     assert (piece.text, piece.finish_reason) == ("Hi", "tool_calls")
     assert [(call.name, call.arguments) for call in piece.calls] == [("f", '{"a":1}')]
@@ -65,7 +65,7 @@ def test_a_call_ends_the_answer_as_one(make, tokens):
 
 def test_an_answer_that_was_cut_short_ends_so(make, tokens):
     reader = make(calls=MarkedCalls(HERMES))
-    reader.accept([*tokens(CALL), Finished("r", "length")])
+    reader.accept([*tokens(CALL), Finished("length")])
     assert reader.take().finish_reason == "length"
 
 
@@ -76,20 +76,19 @@ def test_a_choice_goes_on_inside_a_call(make, tokens, cut):
     whole.accept(made[:cut])
     before = whole.take()
     rest = make(calls=MarkedCalls(HERMES), answered=[token.token_id for token in made[:cut]])
-    rest.accept([*made[cut:], Finished("r", "stop")])
+    rest.accept([*made[cut:], Finished("stop")])
     piece = rest.take()
     assert before.text + piece.text == "Hi"
     assert len(before.calls) + len(piece.calls) == 1
 
 
 def test_an_echo_waits_for_its_logprobs(make, tokens):
-    echo = Echo("ab", array("i", [5, 6, 7]), with_logprobs=True)
+    echo = Echo("ab", array("i", [5, 6, 7]))
     first, second = make(echo=echo), make(echo=echo)
-    first.accept([PromptScores("r", ((-1.0, ()),))])
-    second.accept([*tokens("x"), Finished("r", "length")])
+    second.accept([*tokens("x"), Finished("length")])
     assert not first.take()
     assert not second.take()
-    first.accept([PromptScores("r", ((-2.0, ()),)), *tokens("y"), Finished("r", "length")])
+    first.accept([PromptScores([(-1.0, ()), (-2.0, ())]), *tokens("y"), Finished("length")])
     for reader, text in ((first, "aby"), (second, "abx")):
         piece = reader.take()
         assert piece.text == text
@@ -102,8 +101,8 @@ def test_an_echo_waits_for_its_logprobs(make, tokens):
 
 
 def test_an_echo_without_logprobs_and_without_an_answer(make, tokens):
-    reader = make(echo=Echo("ab", array("i", [5, 6]), with_logprobs=False), drops=True)
-    reader.accept([*tokens("x"), Finished("r", "length")])
+    reader = make(echo=Echo("ab"), drops=True)
+    reader.accept([*tokens("x"), Finished("length")])
     piece = reader.take()
     assert (piece.text, piece.tokens, piece.echoed, piece.finish_reason) == ("ab", [], [], "length")
     assert reader.completion_tokens == 0

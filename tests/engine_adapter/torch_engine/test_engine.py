@@ -10,9 +10,8 @@ import torch
 
 from engine_adapter.errors import EngineUnavailable
 from engine_adapter.torch_engine.engine import MAX_FAILED_STEPS, Engine
-from engine_adapter.torch_engine.kv_integrity import violations
 from engine_adapter.torch_engine.model import load_model
-from engine_adapter.torch_engine.options import EngineOptions
+from engine_adapter.torch_engine.options import EmbeddedOptions
 from engine_adapter.torch_engine.requests import Finished, GenerationRequest, RequestRefused, SamplingParams
 from engine_adapter.types import BlocksStored, KvTarget, Tier
 from tests.engine_adapter.torch_engine.engine_world import (
@@ -23,6 +22,7 @@ from tests.engine_adapter.torch_engine.engine_world import (
     tiny,
     write_config_model,
 )
+from tests.engine_adapter.torch_engine.kv_integrity import violations
 
 
 def prompt_of(length, seed=0):
@@ -481,7 +481,7 @@ def test_without_a_size_the_cache_is_sized_by_the_free_memory(llama, caplog, mon
         "engine_adapter.torch_engine.engine.available_bytes", lambda: 40 * model.block_bytes(4)
     )
     with caplog.at_level("INFO", "kvpin.engine"):
-        engine = Engine(model, EngineOptions(tokens_per_block=4), lambda _events: None)
+        engine = Engine(model, EmbeddedOptions(tokens_per_block=4), lambda _events: None)
     assert (engine.gpu_blocks, engine.max_model_len) == (10, 40)
     assert "KV cache: 10 blocks of 4 tokens, 0.0 MiB; requests of up to 40 tokens; 256 prompt" in caplog.text
 
@@ -532,7 +532,7 @@ def test_the_default_model_serves_sampled_and_scored_tokens():
             assert token.logprob >= token.top_logprobs[1][1]
 
 
-def test_an_identical_prompt_computes_one_token_and_answers_alike():
+def test_an_identical_prompt_computes_what_follows_its_full_blocks_and_answers_alike():
     with served(tiny()) as world:
         counts = []
         run = world.engine._runner.run
@@ -547,4 +547,4 @@ def test_an_identical_prompt_computes_one_token_and_answers_alike():
         again = world.ask(prompt, 3).wait()
         assert again.tokens == first.tokens
         assert (first.cached, again.cached) == (0, 8)
-        assert counts == [[11], [1], [1], [1], [1], [1]]
+        assert counts == [[11], [1], [1], [3], [1], [1]]

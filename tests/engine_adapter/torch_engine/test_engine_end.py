@@ -9,7 +9,7 @@ import httpx
 import pytest
 import torch
 
-from engine_adapter.torch_engine.options import EngineOptions, ServiceOptions
+from engine_adapter.torch_engine.options import EmbeddedOptions
 from engine_adapter.torch_engine.server import EngineHost, create_app
 from engine_adapter.torch_engine.service import EngineService
 from tests.engines import served
@@ -21,9 +21,7 @@ BODY = {"prompt": [5, 6, 7], "max_tokens": 900, "ignore_eos": True}
 async def mortal():
     """A service for this test alone, and its client."""
     torch.set_num_threads(1)
-    service = await asyncio.to_thread(
-        EngineService.build, ServiceOptions(threads=1, engine=EngineOptions(kv_blocks=64))
-    )
+    service = await asyncio.to_thread(EngineService.build, EmbeddedOptions(threads=1, kv_blocks=64))
     try:
         with served(create_app(EngineHost(service))) as url:
             async with httpx.AsyncClient(base_url=url, timeout=60, trust_env=False) as client:

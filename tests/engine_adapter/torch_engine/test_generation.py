@@ -11,7 +11,7 @@ import torch
 from engine_adapter.errors import EngineUnavailable
 from engine_adapter.torch_engine.engine import MAX_FAILED_STEPS
 from engine_adapter.torch_engine.generation import Generation
-from engine_adapter.torch_engine.options import EngineOptions, ServiceOptions
+from engine_adapter.torch_engine.options import EmbeddedOptions
 from engine_adapter.torch_engine.requests import Finished, GenerationRequest, RequestRefused, SamplingParams
 from engine_adapter.torch_engine.service import EngineService
 from engine_adapter.types import token_array
@@ -33,14 +33,13 @@ async def collected(generation):
 async def test_scheduled_then_tokens_then_the_end(served_engine):
     engine = served_engine.service.engine
     async with Generation(engine, [request("in-order")]) as generation:
-        await generation.scheduled()
         outputs = await collected(generation)
     assert generation.cached_tokens == 0
     assert [type(output).__name__ for output in outputs] == ["Token"] * 5 + ["Finished"]
     async with Generation(engine, [request("in-order")]) as generation:
-        await generation.scheduled()
+        again = await collected(generation)
         assert generation.cached_tokens == 16
-        assert [o.token_id for o in (await collected(generation))[:-1]] == [o.token_id for o in outputs[:-1]]
+        assert [o.token_id for o in again[:-1]] == [o.token_id for o in outputs[:-1]]
 
 
 async def test_leaving_early_cancels(served_engine):
@@ -49,7 +48,7 @@ async def test_leaving_early_cancels(served_engine):
     async with Generation(
         engine, [request("early", sampling=SamplingParams(max_tokens=3000, ignore_eos=True))]
     ) as g:
-        await g.scheduled()
+        await g.outputs()
     for _ in range(1000):
         if engine.counters.finished.get("cancelled", 0) > before:
             return
@@ -66,12 +65,12 @@ async def test_a_refused_request(served_engine):
 
 async def test_an_engine_that_stops_in_the_middle():
     torch.set_num_threads(1)
-    service = EngineService.build(ServiceOptions(threads=1, engine=EngineOptions(kv_blocks=64)))
+    service = EngineService.build(EmbeddedOptions(threads=1, kv_blocks=64))
     try:
         async with Generation(
             service.engine, [request("stop", sampling=SamplingParams(max_tokens=900, ignore_eos=True))]
         ) as g:
-            await g.scheduled()
+            await g.outputs()
             await asyncio.to_thread(service.close)
             with pytest.raises(EngineUnavailable, match="shutting down"):
                 await collected(g)
@@ -88,7 +87,6 @@ async def test_choices_share_the_blocks_of_their_prompt(served_engine):
     made = {index: [] for index in range(4)}
     used = engine.call(lambda cache: cache.tree.gpu.free).result()
     async with Generation(engine, requests) as generation:
-        await generation.scheduled()
         while not all(outputs and isinstance(outputs[-1], Finished) for outputs in made.values()):
             for index, outputs in (await generation.outputs()).items():
                 made[index] += outputs
@@ -102,7 +100,6 @@ async def test_a_choice_that_was_cancelled_says_nothing_more(served_engine):
     engine = served_engine.service.engine
     requests = [replace(request("one", 20), request_id=f"one-{index}") for index in range(2)]
     async with Generation(engine, requests) as generation:
-        await generation.scheduled()
         generation.cancel(1)
         seen = {}
         while not seen.get(0) or not isinstance(seen[0][-1], Finished):
@@ -127,7 +124,6 @@ async def test_one_refused_request_ends_all_of_them(served_engine):
 async def answered(engine, each):
     """The outputs of a request. The engine may give it up before or after it is seen to run."""
     async with Generation(engine, [each]) as generation:
-        await generation.scheduled()
         return await collected(generation)
 
 

@@ -105,7 +105,7 @@ def test_restore_evicts_only_what_is_worth_less():
     assert world.cache.restore(ALL, 10).left["no_room"] == 2  # every GPU block was used later
     assert world.cache.restore(prefix(A), 10).moved == 2  # a named prefix counts as used now
     world.check()
-    assert world.cache.tree.totals.evicted == 2
+    assert world.cache.tree.totals["evicted"] == 2
     assert world.run([*A, 1]) == 8
 
 

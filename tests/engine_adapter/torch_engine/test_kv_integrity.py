@@ -10,9 +10,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from engine_adapter.torch_engine.kv_integrity import violations
 from engine_adapter.torch_engine.requests import RequestRefused
 from engine_adapter.types import KvTarget
+from tests.engine_adapter.torch_engine.kv_integrity import violations
 from tests.engine_adapter.torch_engine.kv_world import SIZE, World
 
 PROMPTS = st.lists(st.integers(0, 2), min_size=1, max_size=18)

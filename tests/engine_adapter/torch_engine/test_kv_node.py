@@ -16,7 +16,7 @@ def test_a_pool_hands_out_low_slots_first():
     pool.give(1)
     assert pool.free == 2
     assert list(pool.take_many(2)) == [1, 3]
-    assert pool.free_slots() == []
+    assert pool.free == 0
 
 
 def test_a_queue_orders_by_priority_then_use_then_depth():
@@ -48,8 +48,8 @@ def test_a_queue_pops_only_below_a_value():
     queue = LeafQueue(Tier.GPU)
     node = leaf(5)
     queue.push(node)
-    assert queue.pop(below=node.value) is None
-    assert queue.pop(below=leaf(6).value) is node
+    assert queue.pop(below=node.value()) is None
+    assert queue.pop(below=leaf(6).value()) is node
 
 
 def test_a_queue_sweeps_stale_entries():
@@ -60,9 +60,3 @@ def test_a_queue_sweeps_stale_entries():
         queue.push(node)
     assert len(queue._heap) <= 80
     assert queue.pop() is node
-
-
-def test_a_node_splits_its_content():
-    node = Node(b"tttt" * 2 + b"e" * 16, 1, None, 0)
-    assert node.tokens(2) == b"tttttttt"
-    assert node.extra_ids(2) == b"e" * 16

@@ -50,7 +50,7 @@ def test_a_host_slot_given_twice_in_one_batch_is_copied_once():
     chain(tree, 4)
     assert tree.make_room(4)
     assert copies.down == [([0], [0])]
-    assert tree.totals.evicted == 4
+    assert tree.totals["evicted"] == 4
 
 
 def test_make_room_in_vain_evicts_nothing():

@@ -9,8 +9,7 @@ import torch
 
 from engine_adapter.errors import EngineSpecError
 from engine_adapter.torch_engine.attention import IMPLEMENTATION
-from engine_adapter.torch_engine.model import load_model
-from engine_adapter.torch_engine.model_check import TOLERANCE, check_model
+from engine_adapter.torch_engine.model import TOLERANCE, check_model, load_model
 from tests.engine_adapter.torch_engine.engine_world import CONFIGS, phi3_with_longrope, write_config_model
 
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from engine_adapter.errors import EngineSpecError
-from engine_adapter.torch_engine.options import DEFAULT_KV_BLOCKS, MEMORY_SHARE, EngineOptions
+from engine_adapter.torch_engine.options import DEFAULT_KV_BLOCKS, MEMORY_SHARE, EmbeddedOptions
 
 
 @pytest.mark.parametrize(
@@ -22,17 +22,17 @@ from engine_adapter.torch_engine.options import DEFAULT_KV_BLOCKS, MEMORY_SHARE,
 )
 def test_bad_values_are_named(values, named):
     with pytest.raises(EngineSpecError, match=named):
-        EngineOptions(**values)
+        EmbeddedOptions(**values)
 
 
 def blocks(available=None, context=1000, **values):
-    return EngineOptions(**values).gpu_blocks(100, context=context, available=available)
+    return EmbeddedOptions(**values).gpu_blocks(100, context=context, available=available)
 
 
 def test_sizes_in_blocks():
     assert blocks(kv_blocks=7, available=10**6) == 7
     assert blocks(kv_bytes=799, available=10**6) == 7
-    assert EngineOptions(host_cache_bytes=250).host_blocks(100) == 2
+    assert EmbeddedOptions(host_cache_bytes=250).host_blocks(100) == 2
     with pytest.raises(EngineSpecError, match="kv_bytes is 99, less than one block of 100 bytes"):
         blocks(kv_bytes=99)
 

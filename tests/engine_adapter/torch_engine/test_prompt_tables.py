@@ -8,8 +8,8 @@ from safetensors.torch import save
 
 from engine_adapter.errors import PromptTableError
 from engine_adapter.prompt.extra_ids import client_extra_id, parse_embeddings, prompt_table_extra_id
-from engine_adapter.torch_engine.api_errors import ApiError
 from engine_adapter.torch_engine.prompt_tables import PromptTables, embedding_tensor, parse_extra_id
+from engine_adapter.torch_engine.web import ApiError
 from engine_adapter.types import extra_array, token_array
 
 VOCAB, HIDDEN = 100, 4

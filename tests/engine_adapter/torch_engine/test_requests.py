@@ -9,10 +9,10 @@ from engine_adapter.torch_engine.requests import Finished, RequestRefused, Sched
 
 
 def test_outputs_are_frozen_values():
-    assert Token("r", 5) == Token("r", 5, None, None)
-    assert Scheduled("r", 4) != Scheduled("r", 8)
+    assert Token(5) == Token(5, None, None)
+    assert Scheduled(4) != Scheduled(8)
     with pytest.raises(AttributeError):
-        Finished("r", "stop").reason = "length"
+        Finished("stop").reason = "length"
 
 
 def test_a_refusal_names_its_field():

@@ -3,7 +3,7 @@ from __future__ import annotations
 from array import array
 
 from engine_adapter.torch_engine.requests import GenerationRequest, SamplingParams
-from engine_adapter.torch_engine.sampling import Choice, Sampler
+from engine_adapter.torch_engine.sampling import Sampler
 from engine_adapter.torch_engine.scheduler import Active, Scheduler
 from tests.engine_adapter.torch_engine.kv_world import World
 
@@ -31,7 +31,7 @@ class Desk:
             completes = item.completes
             self.world.compute(item.active.sequence, item.count)
             if completes:
-                item.active.accept(Choice(token))
+                item.active.accept(token)
         self.world.running = [active.sequence for active in self.scheduler.running]
         self.world.check()
         return told
@@ -152,7 +152,6 @@ def test_remove_forgets_waiting_running_and_strangers():
 
 def test_a_request_ends_at_a_stop_token_or_its_limit():
     active = Desk().add("a", tokens(3), limit=2, ends=[9])
-    assert active.accept(Choice(1)) is None
-    assert active.accept(Choice(1)) == "length"
-    assert active.accept(Choice(9)) == "stop"
-    assert active.finished("stop").request_id == "a"
+    assert active.accept(1) is None
+    assert active.accept(1) == "length"
+    assert active.accept(9) == "stop"

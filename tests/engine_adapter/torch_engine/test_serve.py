@@ -17,7 +17,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from engine_adapter.torch_engine.engine import MAX_FAILED_STEPS
-from engine_adapter.torch_engine.options import EngineOptions
+from engine_adapter.torch_engine.options import EmbeddedOptions
 from engine_adapter.torch_engine.serve import app
 from tests.engine_adapter.torch_engine import failing_engine as failing
 from tests.engines import running_engine
@@ -150,6 +150,6 @@ def test_every_flag_and_every_failure_is_documented():
     for parameter in get_command(app).params:
         assert parameter.opts[0] in page
     assert f"{MAX_FAILED_STEPS} steps in a row" in page
-    assert f"{EngineOptions().pin_share:.0%} by" in page
+    assert f"{EmbeddedOptions().pin_share:.0%} by" in page
     for code in ("request_failed", "engine_unavailable", "pin_limit_reached", "context_length_exceeded"):
         assert f"`{code}`" in page

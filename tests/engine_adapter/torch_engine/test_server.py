@@ -84,7 +84,7 @@ async def test_metrics(client):
         ({"messages": [{"role": "user"}], "max_tokens": -1}, "max_tokens"),
         (HELLO | {"cache_salt": ""}, "cache_salt"),
         (HELLO | {"temperature": 3}, "temperature"),
-        (HELLO | {"stop": ["", "a"]}, "stop"),
+        (HELLO | {"stop": ["", "a"]}, "stop[0]"),
         (HELLO | {"n": 129}, "n"),
         (HELLO | {"tool_choice": "required"}, "tool_choice"),
         (HELLO | {"response_format": {"type": "xml"}}, "response_format"),

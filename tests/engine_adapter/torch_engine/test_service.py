@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from engine_adapter.errors import EngineSpecError
-from engine_adapter.torch_engine.api_errors import ApiError
-from engine_adapter.torch_engine.options import ServiceOptions
+from engine_adapter.torch_engine.options import EmbeddedOptions
 from engine_adapter.torch_engine.protocol import ChatRequest, CompletionRequest
 from engine_adapter.torch_engine.service import EngineService
+from engine_adapter.torch_engine.web import ApiError
 
 
 async def test_long_and_short_texts_are_tokenised_alike(served_engine):
@@ -46,4 +46,4 @@ async def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(served_e
 
 def test_a_model_that_is_not_there():
     with pytest.raises(EngineSpecError):
-        EngineService.build(ServiceOptions(model="/nowhere", threads=1))
+        EngineService.build(EmbeddedOptions(model="/nowhere", threads=1))

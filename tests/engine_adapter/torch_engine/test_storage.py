@@ -21,7 +21,7 @@ def storage(gpu_blocks=5, host_blocks=3):
 
 def test_layers_have_their_own_shapes_and_memory():
     kv = storage()
-    planes = [plane for index in range(3) for plane in kv.layer(index)]
+    planes = [plane for index in range(3) for plane in kv.layers[index]]
     assert [tuple(plane.shape) for plane in planes] == [
         (10, 2, 4),
         (10, 2, 4),
@@ -37,7 +37,7 @@ def test_layers_have_their_own_shapes_and_memory():
 
 def test_blocks_go_down_and_up_whole():
     kv = storage()
-    planes = [plane for index in range(3) for plane in kv.layer(index)]
+    planes = [plane for index in range(3) for plane in kv.layers[index]]
     for number, plane in enumerate(planes):
         plane.copy_(torch.arange(plane.numel()).view(plane.shape) + 1000 * number)
     before = [plane.clone() for plane in planes]
@@ -51,22 +51,10 @@ def test_blocks_go_down_and_up_whole():
         assert not plane[2:6].any()
 
 
-def test_a_block_is_copied_within_the_gpu_tier():
-    kv = storage()
-    planes = [plane for index in range(3) for plane in kv.layer(index)]
-    for plane in planes:
-        plane.copy_(torch.randn(plane.shape))
-    before = [plane.clone() for plane in planes]
-    kv.copy_on_gpu(1, 4)
-    for plane, old in zip(planes, before, strict=True):
-        assert torch.equal(plane[8:10], old[2:4])
-        assert torch.equal(plane[:8], old[:8])
-
-
 def test_many_blocks_move_through_a_buffer_of_fixed_size():
     count = 3 * STAGED_BLOCKS + 1
     kv = storage(gpu_blocks=count, host_blocks=count)
-    planes = [plane for index in range(3) for plane in kv.layer(index)]
+    planes = [plane for index in range(3) for plane in kv.layers[index]]
     for number, plane in enumerate(planes):
         plane.copy_(torch.arange(plane.numel()).view(plane.shape) + 1000 * number)
     before = [plane.clone() for plane in planes]

@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from engine_adapter.torch_engine.api_errors import ApiError
 from engine_adapter.torch_engine.structure import MAX_BYTES, MAX_GRAMMAR_BYTES, structure_of, tool_use_of
 from engine_adapter.torch_engine.tool_calls import HERMES, MISTRAL, ListedCalls, MarkedCalls, NamedCall
+from engine_adapter.torch_engine.web import ApiError
 
 SCHEMA = {"type": "object", "properties": {"x": {"type": "integer"}}}
 DEFS = {"$defs": {"y": {"type": "string"}}, **SCHEMA}

@@ -7,8 +7,8 @@ import json
 import pytest
 
 from engine_adapter.errors import ChatError, EngineUnavailable, PromptTableError
-from engine_adapter.torch_engine.api_errors import ApiError, as_api_error, error_response
 from engine_adapter.torch_engine.requests import PinLimitReached, RequestFailed, RequestRefused
+from engine_adapter.torch_engine.web import ApiError, as_api_error, error_response
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,13 @@
-"""Checks the invariants of the KV cache from first principles. Slow: for tests and for debugging."""
+"""Checks the invariants of the KV cache from first principles. Slow."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
 
-from engine_adapter.torch_engine.kv_cache import KvCache, KvSequence
-from engine_adapter.torch_engine.kv_node import Node
 from engine_adapter.types import Tier
 
 
-def violations(cache: KvCache, sequences: Iterable[KvSequence]) -> list[str]:
+def violations(cache, sequences):
     """Broken invariants of a cache whose running sequences are `sequences`; empty when all hold."""
     running = [sequence for sequence in sequences if sequence.root is not None]
     nodes = list(cache.tree.below(cache.tree.roots.values()))
@@ -24,20 +21,16 @@ def violations(cache: KvCache, sequences: Iterable[KvSequence]) -> list[str]:
     ]
 
 
-def _slots(cache: KvCache, running: list[KvSequence], nodes: list[Node]) -> Iterator[str]:
+def _slots(cache, running, nodes):
     """Every slot of a tier is exactly one of: free, a node's, a running sequence's own."""
     private = [slot for sequence in running for slot in sequence.blocks[len(sequence.path) :]]
     for tier, pool in ((Tier.GPU, cache.tree.gpu), (Tier.HOST, cache.tree.host)):
-        used = Counter(pool.free_slots())
+        used = Counter(pool._free)
         used.update(node.slot for node in nodes if node.tier is tier)
         if tier is Tier.GPU:
             used.update(private)
         if used != Counter(range(pool.total)):
             yield f"{tier}: slots are lost or doubled: {used - Counter(range(pool.total))}"
-    free = set(cache.tree.gpu.free_slots())
-    for node in nodes:
-        if not free.issuperset(node.leftovers.values()):
-            yield f"leftovers of {node.name:x} lie in slots that are not free"
     idle = sum(1 for node in nodes if node.idle and node.tier is Tier.GPU)
     if idle != cache.tree.idle:
         yield f"idle is {cache.tree.idle}, counted {idle}"
@@ -50,7 +43,7 @@ def _slots(cache: KvCache, running: list[KvSequence], nodes: list[Node]) -> Iter
         yield f"active is {gpu['active']}, counted {len(held) + len(private)}"
 
 
-def _references(cache: KvCache, running: list[KvSequence], nodes: list[Node]) -> Iterator[str]:
+def _references(cache, running, nodes):
     """Refs count sequences. A parent has at least its child's refs and pins. Used blocks are on the GPU."""
     refs = Counter(id(node) for sequence in running for node in sequence.path)
     for node in nodes:
@@ -62,14 +55,14 @@ def _references(cache: KvCache, running: list[KvSequence], nodes: list[Node]) ->
         if parent is not None and parent.parent is not None:
             if node.refs > parent.refs or node.pins > parent.pins:
                 yield f"{node.name:x} is held more than its parent"
-            if node.idle and parent.idle and node.value >= parent.value:
+            if node.idle and parent.idle and node.value() >= parent.value():
                 yield f"{node.name:x} is worth more than its parent"
     pinned = sum(1 for node in nodes if node.pins)
     if pinned != cache.pinned_blocks:
         yield f"pinned_blocks is {cache.pinned_blocks}, counted {pinned}"
 
 
-def _leaves(cache: KvCache, nodes: list[Node]) -> Iterator[str]:
+def _leaves(cache, nodes):
     """Child counts are right, names are unique, and the queues hold every evictable block."""
     for node in [*nodes, *cache.tree.roots.values()]:
         on_gpu = sum(1 for child in node.children.values() if child.tier is Tier.GPU)
@@ -78,15 +71,16 @@ def _leaves(cache: KvCache, nodes: list[Node]) -> Iterator[str]:
     if len({node.name for node in nodes}) != len(nodes):
         yield "two blocks share a name"
     for tier in (Tier.GPU, Tier.HOST):
-        missing = {node for node in nodes if node.tier is tier and node.evictable} - cache.tree.leaves(tier)
+        queued = cache.tree._leaves[tier].nodes()
+        missing = {node for node in nodes if node.tier is tier and node.evictable} - queued
         if missing:
             yield f"{tier}: {len(missing)} evictable blocks are not queued"
 
 
-def _kept(cache: KvCache, nodes: list[Node]) -> Iterator[str]:
+def _kept(cache, nodes):
     """Retained blocks are known and within the limit. A parent is retained at least as long as its child."""
     kept = cache.tree.kept
-    if {node for node in nodes if node.priority > 0} != kept.nodes():
+    if {node for node in nodes if node.priority > 0} != set(kept._owners):
         yield "the kept blocks differ from those of the tree"
     if len(kept) > kept.limit or len(kept) != sum(kept.by_owner().values()):
         yield f"{len(kept)} blocks are kept of at most {kept.limit}, by owner: {kept.by_owner()}"
@@ -95,11 +89,11 @@ def _kept(cache: KvCache, nodes: list[Node]) -> Iterator[str]:
         if parent is not None and parent.parent is not None:
             if node.priority > parent.priority or node.kept_until > parent.kept_until:
                 yield f"{node.name:x} is kept longer than its parent"
-            if node.idle and parent.idle and node.recency >= parent.recency:
+            if node.idle and parent.idle and node.recency() >= parent.recency():
                 yield f"{node.name:x} was used after its parent"
 
 
-def _sequences(cache: KvCache, running: list[KvSequence]) -> Iterator[str]:
+def _sequences(cache, running):
     """A sequence holds the blocks of its own content, in the slots it reads, and enough of them."""
     for sequence in running:
         parent = sequence.root
@@ -114,7 +108,7 @@ def _sequences(cache: KvCache, running: list[KvSequence]) -> Iterator[str]:
             yield f"{sequence.computed} tokens computed over {len(sequence.blocks)} blocks"
 
 
-def _roots(cache: KvCache, running: list[KvSequence]) -> Iterator[str]:
+def _roots(cache, running):
     """A salt has a root exactly as long as it has blocks or running sequences."""
     uses = Counter(sequence.salt for sequence in running)
     for salt, root in cache.tree.roots.items():
