@@ -83,13 +83,13 @@ class EngineRoutes:
 
     async def delete_engine(self, request: Request) -> Response:
         """Drops an engine."""
-        await self._engines.remove(request.path_params["engine_id"])
+        await self._engines.remove(self._named(request))
         return Response(status_code=204)
 
     async def post_drain(self, request: Request) -> Response:
         """Sends an engine no new requests, or requests again."""
         body = await read_body(request, Drain)
-        return answer(self._described(self._engines.drain(request.path_params["engine_id"], undo=body.undo)))
+        return answer(self._described(self._engines.drain(self._named(request), undo=body.undo)))
 
     def endpoints(self) -> tuple[Endpoint, ...]:
         """The routes as data."""
@@ -126,6 +126,9 @@ class EngineRoutes:
                 body=Drain,
             ),
         )
+
+    def _named(self, request: Request) -> Engine:
+        return self._fleet.engine(request.path_params["engine_id"])
 
     def _described(self, engine: Engine) -> EngineAnswer:
         return describe_engine(engine, self._fleet.pool_of(engine))

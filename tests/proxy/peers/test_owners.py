@@ -122,7 +122,7 @@ async def test_it_goes_to_another_one_when_its_owner_dies_or_leaves(kvpin):
     await until(lambda: nine.is_owner)
     six = kvpin(6)
     await until(lambda: six.sees_at(9))
-    nine.fleet.remove("slots")
+    nine.fleet.remove(nine.fleet.engine("slots"))
     await nine.adapter.leave()
     await nine.peers.aclose()
     await until(lambda: six.is_owner)

@@ -79,7 +79,7 @@ async def test_a_home_that_was_restarted_or_is_gone(engines):
         body = {"model": "m", "input": "more", "previous_response_id": name}
         again = await client.post(ROUTE, json=body)
         assert is_openai_error(again, 404, "previous_response_not_found", "previous_response_id")
-        proxy.fleet.remove(home)
+        proxy.fleet.remove(proxy.fleet.engine(home))
         assert is_openai_error(await client.get(f"{ROUTE}/{name}"), 404)
         await proxy.settled()
 
