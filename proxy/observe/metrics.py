@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import Iterator, Mapping
 from http import HTTPStatus
 
 from proxy.discovery import Source
@@ -10,7 +11,7 @@ from proxy.fleet.fleet import Fleet
 from proxy.observe.families import Families, Family
 from proxy.observe.gauges import GAUGES, State, counters_of, gauges_of
 from proxy.observe.reasons import reason_of
-from proxy.observe.reuse import ReuseCounts, available_tokens, saved_s
+from proxy.observe.reuse import ReuseCounts, reuse_of
 from proxy.peers.peers import Peers
 from proxy.request.records import RequestRecord
 
@@ -25,13 +26,21 @@ _PER_TOKEN_SECONDS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0
 _BY_ENGINE = ("model", "engine")
 # Stands for the tenants that have no metrics of their own. No tenant's name: those have no spaces.
 OTHER_TENANTS = "all others"
+# Stands for engines that left before their last requests ended.
+LEFT = "has left"
+# Series between which a page lets the event loop serve requests: 1 ms.
+_SLICE = 100
 
 
 class Metrics:
     """All metrics of one proxy.
 
+    The series of an engine are dropped when it has left the fleet. What is summed up here is not.
+
     Attributes:
         loop_lag: how late the event loop was, see `loop_lag.py`.
+        ended: requests that have ended.
+        total_reuse: the reuse of all requests.
     """
 
     def __init__(
@@ -169,13 +178,17 @@ class Metrics:
             counter("kvpin_tenant_generation_tokens_total", "Tokens of answers", by_tenant),
         )
         self._tenants: set[str] = set()  # those that have series
+        self._engines: set[str] = set()  # those that have series
+        self.ended = 0
+        self.total_reuse = ReuseCounts()
 
     def observe(self, record: RequestRecord, trace_id: str | None = None) -> None:
         """Counts one finished request. `trace_id`: of its trace, if it has one."""
         placement = record.placement
         # Not the client's name for it, which may be anything.
         model = (record.lora or record.served_as or "") if placement is not None else ""
-        engine = placement.engine if placement is not None else ""
+        engine = self._label(placement.engine) if placement is not None else ""
+        self.ended += 1
         self._requests.of(model, engine, str(record.status or "failed")).add()
         self._retries.of(model).add(max(len(record.attempts) - 1, 0))
         if record.interrupted:
@@ -193,14 +206,33 @@ class Metrics:
             return
         self._placements.of(model, reason_of(placement).value).add()
         if record.prompt is not None:
-            self._prompt.of(model, engine).add(placement.n_tokens)
-            self._available.of(model, engine).add(available_tokens(placement))
-            self._predicted.of(model, engine).add(placement.predicted_tokens)
+            reuse = reuse_of(self._fleet, record, placement)
+            self.total_reuse = self.total_reuse.plus(reuse)
+            self._prompt.of(model, engine).add(reuse.prompt_tokens)
+            self._available.of(model, engine).add(reuse.available_tokens)
+            self._predicted.of(model, engine).add(reuse.selected_tokens)
             if record.reported_tokens is not None:
-                self._reported.of(model, engine).add(record.reported_tokens)
-                self._saved.of(model, engine).add(saved_s(self._fleet, record))
+                self._reported.of(model, engine).add(reuse.delivered_tokens)
+                self._saved.of(model, engine).add(reuse.saved_s)
                 missed = record.reported_tokens != placement.predicted_tokens
                 self._inexact.of(model, engine).add(int(missed))
+
+    def _label(self, engine: str) -> str:
+        """An engine's name in labels."""
+        if engine not in self._fleet.engines:
+            return LEFT
+        if engine not in self._engines:
+            self._drop_left()  # also where nobody reads the page
+            self._engines.add(engine)
+        return engine
+
+    def _drop_left(self) -> None:
+        """Drops the series of engines that have left the fleet."""
+        left = self._engines - self._fleet.engines.keys()
+        if left:
+            self._engines -= left
+            for family in self._families.all:
+                family.drop("engine", left)
 
     def _observe_times(self, record: RequestRecord, model: str, engine: str, trace_id: str | None) -> None:
         """Counts how long one finished request took, and its parts."""
@@ -230,14 +262,11 @@ class Metrics:
 
     def refuse(self, status: int) -> None:
         """Counts a request that was refused before it got a record."""
+        self.ended += 1
         self._requests.of("", "", str(status)).add()
 
-    def requests(self) -> int:
-        """Requests that have ended."""
-        return round(sum(self._requests.sums("status").values()))
-
     def reuse(self) -> dict[str, ReuseCounts]:
-        """Reuse by engine, those that have left included."""
+        """Reuse by engine."""
         counters = self._prompt, self._available, self._predicted, self._reported
         prompt, available, selected, delivered = (counter.sums("engine") for counter in counters)
         saved = self._saved.sums("engine")
@@ -260,10 +289,23 @@ class Metrics:
 
     def render(self, *, openmetrics: bool = False) -> bytes:
         """The page, in Prometheus' text format or in that of OpenMetrics."""
-        families = (*self._families.all, *counters_of(self._fleet, self._peers))
-        counted = (line for family in families for line in family.lines(openmetrics=openmetrics))
-        now = gauges_of(State(self._fleet, self._sources, self._peers))
-        return "".join((*counted, *now, "# EOF\n" if openmetrics else "")).encode()
+        return "".join(self._parts(openmetrics)).encode()
+
+    async def page(self, *, openmetrics: bool = False) -> bytes:
+        """The same. Requests are served in between: with many engines, the page is long."""
+        parts = list[str]()
+        for part in self._parts(openmetrics):
+            parts.append(part)
+            if not len(parts) % _SLICE:
+                await asyncio.sleep(0)
+        return "".join(parts).encode()
+
+    def _parts(self, openmetrics: bool) -> Iterator[str]:
+        self._drop_left()
+        for family in (*self._families.all, *counters_of(self._fleet, self._peers)):
+            yield from family.lines(openmetrics=openmetrics)
+        yield from gauges_of(State(self._fleet, self._sources, self._peers))
+        yield "# EOF\n" if openmetrics else ""
 
 
 def _refusal(record: RequestRecord) -> str | None:
