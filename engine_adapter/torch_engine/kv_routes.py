@@ -15,6 +15,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from engine_adapter.events.wire import encode_snapshot
+from engine_adapter.off_loop import TABLE_BYTES_PER_MS, off_loop
 from engine_adapter.torch_engine.api_errors import json_response
 from engine_adapter.torch_engine.bodies import read_body
 from engine_adapter.torch_engine.kv_cache import KvCache, SliceResult
@@ -160,7 +161,9 @@ async def put_table(request: Request) -> Response:
     """Stores a prompt table: 201 for a new one, 200 for a known one."""
     service = service_of(request)
     extra_id = parse_extra_id(request.query_params.get("extra_id"))
-    table, is_new = service.tables.put(request.path_params["table_id"], await body_of(request), extra_id)
+    table_id, data = request.path_params["table_id"], await body_of(request)
+    read = partial(service.tables.read, table_id, data, extra_id)
+    table, is_new = service.tables.keep(await off_loop(read, ms=len(data) / TABLE_BYTES_PER_MS))
     return json_response(_shown(table), status=201 if is_new else 200)
 
 

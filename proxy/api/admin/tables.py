@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from engine_adapter.off_loop import JSON_BYTES_PER_MS, off_loop
 from proxy.api.admin.bodies import PutTable
 from proxy.api.admin.endpoint import Endpoint, Query, answer, decode, read_bytes
 from proxy.control.tables import SharedTables, TableAnswer
@@ -38,7 +41,8 @@ class TableRoutes:
             extra_id = _extra_id(request.query_params.get("extra_id"))
             body = PutTable(data=raw, id=request.query_params.get("id"), extra_id=extra_id)
         else:
-            body = decode(raw, PutTable)
+            read = partial(decode, raw, PutTable)
+            body = await off_loop(read, ms=len(raw) / JSON_BYTES_PER_MS)
         return answer(await self._tables.put(body.data, table_id=body.id, extra_id=body.extra_id))
 
     async def delete_table(self, request: Request) -> Response:
