@@ -100,7 +100,7 @@ class Proxy:
         self.tables = PromptTables(max_bytes=settings.limits.prompt_table_bytes)
         self.tenants = Tenants(_keys(settings), settings.tenant_limits)
         self.peers = self._peers()
-        self.responses = ResponseStore(len(self.tenants.names))
+        self.responses = ResponseStore(self.tenants.names)
         self.state = StateKeeper(settings.state_dir, self.tenants) if settings.state_dir is not None else None
         memories = self.state.memories if self.state is not None else None
         self.ingest = Ingest(self.fleet, self.tasks, self.tenants.owner, memories) if settings.reuse else None
@@ -215,7 +215,7 @@ class Proxy:
         self.tenants.replace(_keys(settings), settings.tenant_limits)
         self.destinations.isolated = self.tenants.isolated
         self.monitor.isolate(isolated=self.tenants.isolated)
-        self.responses.divide(len(self.tenants.names))
+        self.responses.divide(self.tenants.names)
         self.fleet.aliases, self.fleet.default_model = settings.model_aliases, settings.default_model
         self.fleet.bound_queues(settings.limits)
         self.tables.max_bytes = int(settings.limits.prompt_table_bytes)

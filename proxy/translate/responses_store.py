@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from threading import RLock
 
@@ -167,22 +167,28 @@ class ResponseStore:
     """The responses of all tenants."""
 
     def __init__(
-        self, tenants: int = 1, *, max_bytes: int = MAX_BYTES, clock: Callable[[], float] = time.monotonic
+        self,
+        tenants: Iterable[str] = (),
+        *,
+        max_bytes: int = MAX_BYTES,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`tenants`: among how many the room is divided."""
+        """`tenants`: see `divide`."""
         self._max_bytes = max_bytes
         self._clock = clock
-        self.divide(tenants)
         self._shelves: dict[str | None, Shelf] = {}
+        self.divide(tenants)
 
-    def divide(self, tenants: int) -> None:
-        """Divides the room among that many tenants. A tenant that has more than its part loses its oldest
-        responses when it gets its next one."""
-        self._room = self._max_bytes // max(tenants, 1)
+    def divide(self, tenants: Iterable[str]) -> None:
+        """Divides the room among these tenants; none are one without a name. What others had is dropped. A
+        tenant that has more than its part loses its oldest responses when it gets its next one."""
+        names: set[str | None] = {*tenants} or {None}
+        self._room = self._max_bytes // len(names)
+        self._shelves = {name: self._shelves.get(name) or Shelf(self._clock) for name in names}
 
     def of(self, tenant: str | None) -> Shelf:
-        """The responses of a tenant."""
-        return self._shelves.setdefault(tenant, Shelf(self._clock))
+        """The responses of a tenant. Of one that was removed, none are kept."""
+        return self._shelves.get(tenant) or Shelf(self._clock)
 
     def put(self, tenant: str | None, response_id: str, content: bytes, turn: Turn) -> None:
         """Keeps a response of a tenant."""
