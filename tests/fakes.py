@@ -384,7 +384,6 @@ class FakeProxy:
     total_s: float | None = None
     wait_s: float = 0.1
     max_body_bytes: int = 1 << 20
-    responses: ResponseStore = field(default_factory=ResponseStore)
     translations: Mapping[str, Translate] | None = None
     aliases: dict[str, str] = field(default_factory=dict)
     default_model: str | None = None
@@ -404,6 +403,7 @@ class FakeProxy:
             self.peers.start(self.tasks)
         self.metrics = Metrics(self.fleet, peers=self.peers)
         self.requests = RequestLog(100)
+        self.responses = ResponseStore(self.tenants.names)
         self.ingest = Ingest(self.fleet, self.tasks) if self.reuse else None
         destinations = Destinations(self.fleet, isolated=self.tenants.isolated)
         translated = translations(self.responses) if self.translations is None else self.translations

@@ -2,8 +2,8 @@
 
 A ledger holds the prefills that were placed and not yet answered, in seconds of the engine's time, and the
 streams being decoded. It assumes that an engine computes one prompt after the other, which chunked prefill
-amounts to. A request stays until it ends, or the engine reports that it has none. Its own time limits say when
-it is given up, see `TimeoutSettings`.
+amounts to. A request stays until it ends, or the engine reports that it has none. `TimeoutSettings` says when
+a request is given up.
 """
 
 from __future__ import annotations
