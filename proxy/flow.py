@@ -57,7 +57,7 @@ from proxy.request.tenants import Tenants
 from proxy.request.urgency import deadline_of, priority_of, prompt_tokens_of, tokens_of
 from proxy.translate import (
     RESPONSES_PATH,
-    Noting,
+    ResponseNoter,
     Translated,
     Translation,
 )
@@ -129,7 +129,7 @@ class Flow:
                     return await _answer_count(ready, translation, reply, record)
                 reply.through(lambda client: Translated(client, translation))
             elif call.route == RESPONSES_PATH and call.socket is None:
-                reply.through(lambda client: Noting(client, partial(self._note_home, record)))
+                reply.through(lambda client: ResponseNoter(client, partial(self._note_home, record)))
             await self._run(ready, reply, record)
         except ANSWERED as error:
             record.status, record.error = status_of(error), str(error)

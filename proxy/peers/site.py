@@ -1,4 +1,4 @@
-"""An engine of this kvpin on which requests of others run: the `Site` of `proxy/core/peers/follower.py`."""
+"""An engine of this kvpin on which requests of others run: a `LocalEngine`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from proxy.fleet.pool import Pool
 
 
 @dataclass(frozen=True, slots=True)
-class EngineSite:
+class PooledEngine:
     """See the module.
 
     Attributes:
@@ -25,30 +25,30 @@ class EngineSite:
 
     @property
     def engine(self) -> str:
-        """See Site."""
+        """See LocalEngine."""
         return self.target.id
 
     @property
     def placer(self) -> Placer:
-        """See Site."""
+        """See LocalEngine."""
         return self.pool.placer
 
     @property
     def tokens_per_block(self) -> int | None:
-        """See Site."""
+        """See LocalEngine."""
         return self.pool.tokens_per_block if self.hashes_alike else None
 
     def begun(self, placed: PlacedRequest) -> None:
-        """See Site."""
+        """See LocalEngine."""
         self.target.of_peers[placed.ticket] = PeerRequest(placed)
         self.target.from_peers += 1
 
     def answered(self, placed: PlacedRequest) -> None:
-        """See Site."""
+        """See LocalEngine."""
         self._forget(placed, has_answer=True)
 
     def end(self, placed: PlacedRequest, computed: int | None, report: Report | None) -> None:
-        """See Site."""
+        """See LocalEngine."""
         self._forget(placed, has_answer=computed is not None)
         self.pool.end(self.target, placed, computed, report)
 

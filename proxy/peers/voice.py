@@ -18,7 +18,7 @@ from proxy.fleet.fleet import Fleet
 from proxy.peers.contents import contents
 from proxy.peers.engines import described
 from proxy.peers.exchange import Exchange
-from proxy.peers.stats import Counts
+from proxy.peers.stats import ExchangeCounts
 from proxy.request.tenants import Tenants
 
 # How long messages are collected for one batch.
@@ -27,7 +27,7 @@ BATCH_S = 0.001
 _PART_BYTES = 256 * 1024
 
 
-class Voice:
+class Announcer:
     """See the module.
 
     Attributes:
@@ -42,7 +42,7 @@ class Voice:
         fleet: Fleet,
         tenants: Tenants,
         claim_of: Callable[[Engine], Claim | None],
-        counts: Counts,
+        counts: ExchangeCounts,
     ) -> None:
         """Tells of the pools that `fleet` makes from now on. Counts what it tells in `counts`."""
         self.engines = list[ToldEngine]()

@@ -18,7 +18,13 @@ that all later steps, and dry runs, see a chat.
 from __future__ import annotations
 
 from proxy.translate.registry import translations
-from proxy.translate.response_homes import CONTINUING, Home, Homes, Noting, response_named
+from proxy.translate.response_homes import (
+    CONTINUING,
+    ResponseHome,
+    ResponseHomes,
+    ResponseNoter,
+    response_named,
+)
 from proxy.translate.responses import RESPONSES_PATH
 from proxy.translate.responses_request import may_name_more
 from proxy.translate.responses_store import ResponseStore
@@ -29,10 +35,10 @@ __all__ = [
     "CHAT_PATH",
     "CONTINUING",
     "RESPONSES_PATH",
-    "Home",
-    "Homes",
-    "Noting",
     "Predicted",
+    "ResponseHome",
+    "ResponseHomes",
+    "ResponseNoter",
     "ResponseStore",
     "Translate",
     "Translated",

@@ -15,7 +15,7 @@ class _Function(Struct):
     arguments: str | None = None
 
 
-class Call(Struct):
+class ToolCall(Struct):
     """A call of a tool, or what a chunk adds to it."""
 
     index: int | None = None
@@ -33,14 +33,14 @@ class Call(Struct):
         return (self.function.arguments if self.function is not None else None) or ""
 
 
-class Said(Struct):
+class ChatMessage(Struct):
     """A message, or what a chunk adds to it. Engines have either name for reasoning."""
 
     content: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
     refusal: str | None = None
-    tool_calls: list[Call] | None = None
+    tool_calls: list[ToolCall] | None = None
 
     @property
     def thoughts(self) -> str:
@@ -55,8 +55,8 @@ class _Logprobs(Struct):
 class Choice(Struct):
     """A choice. `stop_reason` (vLLM) and `matched_stop` (SGLang): the stop sequence, or the id of a token."""
 
-    message: Said | None = None
-    delta: Said | None = None
+    message: ChatMessage | None = None
+    delta: ChatMessage | None = None
     logprobs: _Logprobs | None = None
     finish_reason: str | None = None
     stop_reason: str | int | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from proxy.translate.messages import CountTokens, Messages
+from proxy.translate.messages import MessageTranslation
 from proxy.translate.responses import response_translations
 from proxy.translate.responses_store import ResponseStore
 from proxy.translate.translation import Translate
@@ -13,7 +13,7 @@ from proxy.translate.translation import Translate
 def translations(responses: ResponseStore) -> Mapping[str, Translate]:
     """Route → what translates a body that was sent there. `responses` keeps those that clients want kept."""
     return {
-        "/v1/messages": lambda body, _tenant: Messages(body),
-        "/v1/messages/count_tokens": lambda body, _tenant: CountTokens(body),
+        "/v1/messages": lambda body, _tenant: MessageTranslation(body),
+        "/v1/messages/count_tokens": lambda body, _tenant: MessageTranslation(body, counts=True),
         **response_translations(responses),
     }

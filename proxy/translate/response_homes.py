@@ -28,27 +28,27 @@ CONTINUING = frozenset({RESPONSES_PATH, INPUT_TOKENS_PATH})
 _NO_NAMES = frozenset({INPUT_TOKENS_PATH, f"{_BELOW}compact"})
 
 
-class Home(NamedTuple):
+class ResponseHome(NamedTuple):
     """The process that made a response: an engine's id, and its `EngineInfo.instance`."""
 
     engine: str
     instance: str | None
 
 
-class Homes:
+class ResponseHomes:
     """Response → engine, of each tenant."""
 
     def __init__(self) -> None:
-        self._homes: dict[str | None, OrderedDict[str, Home]] = {}
+        self._homes: dict[str | None, OrderedDict[str, ResponseHome]] = {}
 
-    def keep(self, tenant: str | None, response_id: str, home: Home) -> None:
+    def keep(self, tenant: str | None, response_id: str, home: ResponseHome) -> None:
         """A tenant got a response from an engine."""
         homes = self._homes.setdefault(tenant, OrderedDict())
         homes[response_id] = home
         if len(homes) > MAX_NAMES:
             homes.popitem(last=False)
 
-    def find(self, tenant: str | None, response_id: str) -> Home | None:
+    def find(self, tenant: str | None, response_id: str) -> ResponseHome | None:
         """The engine that made a tenant's response; None if that is not known."""
         homes = self._homes.get(tenant)
         return None if homes is None else homes.get(response_id)
@@ -75,7 +75,7 @@ class _Named(msgspec.Struct):
 _decode = msgspec.json.Decoder(_Named).decode
 
 
-class Noting(Through):
+class ResponseNoter(Through):
     """A client whose answer passes unchanged; the name of the response in it is noted."""
 
     def __init__(self, client: Client, note: Callable[[str], None]) -> None:

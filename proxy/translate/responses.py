@@ -19,7 +19,7 @@ from msgspec import UNSET
 
 from engine_adapter import JsonBody
 from proxy.errors import EngineFailed
-from proxy.translate.chats import Chat, Error, Said, read_chat
+from proxy.translate.chats import Chat, ChatMessage, Error, read_chat
 from proxy.translate.responses_answer import Event, Output, usage_of
 from proxy.translate.responses_request import param_of, read_request
 from proxy.translate.responses_store import ResponseStore
@@ -142,7 +142,7 @@ class ResponseTranslation:
             self._finish = choice.finish_reason or self._finish
             if self._prewarms:
                 continue  # the prompt is computed, and the token that it took is nobody's
-            yield from self._output.add(choice.delta or choice.message or Said(), logprobs or [])
+            yield from self._output.add(choice.delta or choice.message or ChatMessage(), logprobs or [])
 
     def _error(self, error: Error | str) -> Event:
         self._failed = True

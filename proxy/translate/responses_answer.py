@@ -8,7 +8,7 @@ from typing import Any
 
 from msgspec import Raw, Struct
 
-from proxy.translate.chats import Call, Said
+from proxy.translate.chats import ChatMessage, ToolCall
 from proxy.translate.responses_items import custom_input, sealed
 from proxy.translate.usage import ChatUsage
 
@@ -143,7 +143,7 @@ class _Part:
 class _CallItem:
     """A call, while it is written."""
 
-    def __init__(self, call: Call, custom: Container[str]) -> None:
+    def __init__(self, call: ToolCall, custom: Container[str]) -> None:
         self.name = call.name
         self.call_id = call.id or f"call_{secrets.token_hex(12)}"
         self.is_custom = self.name in custom
@@ -193,7 +193,7 @@ class Output:
         """The items that are complete, in order."""
         return [item for _, item in sorted(self._done.items(), key=lambda pair: pair[0])]
 
-    def add(self, delta: Said, logprobs: list[Raw]) -> Iterator[Event]:
+    def add(self, delta: ChatMessage, logprobs: list[Raw]) -> Iterator[Event]:
         """Takes what a chunk adds, and gives the events that say so."""
         if thought := delta.thoughts:
             yield from self._write("reasoning_text", thought, [])
@@ -215,7 +215,7 @@ class Output:
             yield from self._begin(kind, _Part(kind))
         yield from self._at(kind, self._open[kind][1].add(text, logprobs))
 
-    def _call(self, index: int, call: Call) -> Iterator[Event]:
+    def _call(self, index: int, call: ToolCall) -> Iterator[Event]:
         if index not in self._open:
             yield from self._end_text()
             yield from self._begin(index, _CallItem(call, self._custom))

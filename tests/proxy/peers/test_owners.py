@@ -53,7 +53,7 @@ class Kvpin:
         self.number, self.wire = number, Wire(wires)
         self.fleet, self.tasks = Fleet(), Supervisor()
         self.peers = Peers(self.wire, number, self.fleet, Tenants([]))
-        self.peers._voice.name = f"kvpin {number}"
+        self.peers._announcer.name = f"kvpin {number}"
         ingest = Ingest(self.fleet, self.tasks)
         monitor = Monitor(self.fleet, self.tasks, ingest, PromptTables(), interval_s=0.05, timeout_s=5)
         self.adapter = Slots(number, users, lock)
