@@ -21,14 +21,14 @@ from starlette.routing import Mount
 
 from engine_adapter import Transport, make_adapter
 from proxy.api.admin import (
-    EngineRoutes,
-    EventRoutes,
-    KvRoutes,
-    PrefixRoutes,
-    ReplayRoutes,
-    RequestRoutes,
-    TableRoutes,
     admin_mount,
+    engine_routes,
+    event_routes,
+    kv_routes,
+    prefix_routes,
+    replay_routes,
+    request_routes,
+    table_routes,
 )
 from proxy.api.auth import AdminGuard
 from proxy.api.changes import Changes
@@ -318,15 +318,13 @@ def admin_api(proxy: Proxy) -> Mount:
     pinning = Pinning(fleet, targets, pins, operations)
     kv = KvVerbs(targets, warming, pins, proxy.ingest, operations)
     endpoints = (
-        *EngineRoutes(
-            fleet, proxy.engines, pinning, proxy.discovered.sources, proxy.peers, reuse=reuse
-        ).endpoints(),
-        *KvRoutes(kv, warming, pinning, operations).endpoints(),
-        *RequestRoutes(flow).endpoints(),
-        *PrefixRoutes(Prefixes(fleet, proxy.prompts)).endpoints(),
-        *EventRoutes(proxy.live).endpoints(),
-        *ReplayRoutes(Replays()).endpoints(),
-        *TableRoutes(SharedTables(fleet, proxy.tables, files)).endpoints(),
+        *engine_routes(fleet, proxy.engines, pinning, proxy.discovered.sources, proxy.peers, reuse=reuse),
+        *kv_routes(kv, warming, pinning, operations),
+        *request_routes(flow),
+        *prefix_routes(Prefixes(fleet, proxy.prompts)),
+        *event_routes(proxy.live),
+        *replay_routes(Replays()),
+        *table_routes(SharedTables(fleet, proxy.tables, files)),
     )
     key = proxy.settings.admin_key
     return admin_mount(endpoints, AdminGuard(key.get_secret_value() if key else None))

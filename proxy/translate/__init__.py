@@ -2,7 +2,7 @@
 
 translation.py  one translated request: the chat, and its answer in the words of the API that was asked
 translated.py   the client of such a request: gets the engine's answer to the chat, sends the translated one
-chats.py        the answers of chats as engines send them; usage.py: their token counts
+chats.py        the answers of chats as engines send them, and their token counts
 sse.py          the events of a stream, from its chunks
 registry.py     the routes that can be translated
 messages.py     Anthropic's Messages API: its requests (messages_request.py) and answers (messages_answer.py)

@@ -19,9 +19,8 @@ import msgspec
 from engine_adapter import read_error
 from proxy.errors import EngineFailed
 from proxy.request.dialects import ANTHROPIC
-from proxy.translate.chats import ChatMessage, read_chat
+from proxy.translate.chats import ChatMessage, ChatUsage, read_chat
 from proxy.translate.translation import Predicted
-from proxy.translate.usage import ChatUsage
 
 _Json = dict[str, Any]
 _encode = msgspec.json.Encoder().encode

@@ -19,12 +19,11 @@ from msgspec import UNSET
 
 from engine_adapter import JsonBody
 from proxy.errors import EngineFailed
-from proxy.translate.chats import Chat, ChatMessage, Error, read_chat
+from proxy.translate.chats import Chat, ChatMessage, ChatUsage, Error, read_chat
 from proxy.translate.responses_answer import Event, Output, usage_of
 from proxy.translate.responses_request import param_of, read_request
 from proxy.translate.responses_store import ResponseStore
 from proxy.translate.translation import Predicted, Translation
-from proxy.translate.usage import ChatUsage
 
 RESPONSES_PATH = "/v1/responses"
 INPUT_TOKENS_PATH = "/v1/responses/input_tokens"
@@ -165,7 +164,7 @@ class ResponseTranslation:
         items = self._output.items
         content = msgspec.json.encode(self._response(status, items))
         if self._turn is not None:
-            self._turn.answered = {item.id: msgspec.json.encode(item) for item in items}
+            self._turn.answered = {item["id"]: msgspec.json.encode(item) for item in items}
             self._keep(content, self._turn)
         return content
 
