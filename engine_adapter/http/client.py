@@ -32,7 +32,7 @@ class HttpTransport:
         self._origins: dict[tuple[str, ssl.SSLContext | None, str | None], Origin] = {}
 
     async def send(self, request: OutgoingRequest) -> HttpResponse:
-        """See `Transport.send`."""
+        """Sends a request; returns the answer when its head has come."""
         end = request.url.find("/", len("https://"))
         address, target = (request.url[:end], request.url[end:]) if end > 0 else (request.url, "/")
         origin = self._origin(address, request.tls, request.unix)
@@ -48,12 +48,12 @@ class HttpTransport:
         return await connection.ask(request, head)
 
     def hang_up(self, unix: str, reason: str) -> None:
-        """See `Transport.hang_up`."""
+        """Drops the connections to a Unix socket, for that reason."""
         for key in [each for each in self._origins if each[2] == unix]:
             self._origins.pop(key).hang_up(reason)
 
     async def aclose(self) -> None:
-        """See `Transport.aclose`."""
+        """Closes all connections."""
         for origin in self._origins.values():
             await origin.aclose()
         self._origins.clear()

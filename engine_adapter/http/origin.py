@@ -118,14 +118,14 @@ class Origin:
     # --- What connections tell ------------------------------------------------------------------------
 
     def give_back(self, connection: Connection) -> None:
-        """See `Owner.give_back`."""
+        """A connection is idle: the next request may use it."""
         loop = asyncio.get_running_loop()
         self._idle[connection] = loop.time()
         if self._sweep is None:
             self._sweep = loop.call_later(KEEPALIVE_S, self._close_old)
 
     def lost(self, connection: Connection) -> None:
-        """See `Owner.lost`."""
+        """A connection is closed."""
         self._open.discard(connection)
         if self._all_closed is not None and not self._open:
             self._all_closed.set()

@@ -53,7 +53,7 @@ _JOIN_POLL_S = 0.05
 
 
 class Peers:
-    """See the module.
+    """The other kvpins, and what this one shares with them.
 
     Attributes:
         counts: what was exchanged.

@@ -34,7 +34,7 @@ _CLOSE_S = 0.5
 
 
 class RedisExchange:
-    """See the module.
+    """Carries frames through a channel of a server, see `Exchange`.
 
     Attributes:
         dropped: frames that were not sent because too much was waiting.

@@ -52,7 +52,7 @@ def prepare(directory: Path) -> None:
 
 
 class UnixExchange:
-    """See the module.
+    """Carries frames over sockets in a directory, see `Exchange`.
 
     Attributes:
         dropped: frames that a peer did not get because it had not read enough.

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from urllib.parse import unquote
 
 import msgspec
+from typing_extensions import override
 
 from engine_adapter import UNREADABLE, HeaderPairs, JsonBody
 from proxy.request.calls import Call, Client, Through
@@ -83,19 +84,19 @@ class ResponseNoter(Through):
         self._note: Callable[[str], None] | None = note
         self._events: Events | None = None  # those of a stream
 
+    @override
     def start(self, status: int, headers: HeaderPairs) -> None:
-        """See Client."""
         if any(name == b"content-type" and value.startswith(b"text/event-stream") for name, value in headers):
             self._events = Events()
         self._client.start(status, headers)
 
+    @override
     def write(self, chunk: bytes) -> None:
-        """See Client."""
         self._look(chunk)
         self._client.write(chunk)
 
+    @override
     def finish(self, chunk: bytes) -> None:
-        """See Client."""
         self._look(chunk)
         self._client.finish(chunk)
 

@@ -70,24 +70,21 @@ class ResponseTranslation:
     # --- Translation ----------------------------------------------------------------------------------
 
     def answer(self, content: bytes) -> bytes:
-        """See Translation. A whole answer is a stream of one chunk."""
+        """The response, from a whole chat: a stream of one chunk."""
         chunk = read_chat(content)
         if not chunk.choices:
             raise EngineFailed("the engine's answer is not that of a chat")
-        for _ in self._take(chunk):
-            """The items are all that is wanted."""
+        list(self._take(chunk))  # the items are all that is wanted
         self._finish = self._finish or "stop"
-        status = self._status
-        for _ in self._output.end(status):
-            """Likewise."""
-        return self._final(status)
+        list(self._output.end(self._status))
+        return self._final(self._status)
 
     def count(self, tokens: int) -> bytes:
-        """See Translation."""
+        """The answer to a request that counts."""
         return msgspec.json.encode({"object": "response.input_tokens", "input_tokens": tokens})
 
     def event(self, payload: bytes) -> bytes:
-        """See Translation. After what is no chunk, such as half an event, comes only an error."""
+        """The events that a chunk makes. After what is no chunk, as half an event, comes only an error."""
         try:
             chunk = read_chat(payload)
         except EngineFailed:
@@ -113,7 +110,7 @@ class ResponseTranslation:
         return self._written(events)
 
     def end(self) -> bytes:
-        """See Translation. A stream that says not why it ended is not complete: its end is an error."""
+        """The last events. A stream that does not say why it ended is not complete: its end is an error."""
         if self._failed:
             return b""
         if self._garbled or self._finish is None:
@@ -124,7 +121,7 @@ class ResponseTranslation:
         return self._written([*events, (f"response.{status}", {"response": final, **self._timings})])
 
     def param(self, of_chat: str) -> str:
-        """See Translation."""
+        """The name of a field of the chat in the request."""
         return param_of(of_chat)
 
     # --- inside ---------------------------------------------------------------------------------------
