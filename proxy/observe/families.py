@@ -190,24 +190,3 @@ class Histogram(_SeriesByLabels[Buckets]):
         name = self.family.name
         page = f"{''.join(lines)}{name}_count{plain} %d.0\n{name}_sum{plain} %r\n"
         return Buckets(self._bounds, page)
-
-
-class Families:
-    """The families of a page.
-
-    Attributes:
-        all: in the order of the page.
-    """
-
-    def __init__(self) -> None:
-        self.all: list[Counter | Histogram] = []
-
-    def counter(self, name: str, text: str, labels: Sequence[str]) -> Counter:
-        """A new counter, see there."""
-        self.all.append(made := Counter(name, text, labels))
-        return made
-
-    def histogram(self, name: str, text: str, labels: Sequence[str], bounds: Sequence[float]) -> Histogram:
-        """A new histogram, see there."""
-        self.all.append(made := Histogram(name, text, labels, bounds))
-        return made

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from http import HTTPStatus
 
 from proxy.discovery import Source
 from proxy.fleet.fleet import Fleet
-from proxy.observe.families import Families, Family
+from proxy.observe.families import Counter, Family, Histogram
 from proxy.observe.gauges import GAUGES, State, counters_of, gauges_of
 from proxy.observe.reasons import reason_of
 from proxy.observe.reuse import ReuseCounts, reuse_of
@@ -58,8 +58,16 @@ class Metrics:
         """
         self._fleet, self._peers, self._max_tenants = fleet, peers, tenants
         self._sources = {} if sources is None else sources
-        self._families = Families()
-        counter, histogram = self._families.counter, self._families.histogram
+        self._families: list[Counter | Histogram] = []  # in the order of the page
+
+        def counter(name: str, text: str, labels: Sequence[str]) -> Counter:
+            self._families.append(made := Counter(name, text, labels))
+            return made
+
+        def histogram(name: str, text: str, labels: Sequence[str], bounds: Sequence[float]) -> Histogram:
+            self._families.append(made := Histogram(name, text, labels, bounds))
+            return made
+
         self._requests = counter(
             "kvpin_requests_total",
             "Requests answered; model: the model or LoRA adapter that served, whatever name was "
@@ -231,7 +239,7 @@ class Metrics:
         left = self._engines - self._fleet.engines.keys()
         if left:
             self._engines -= left
-            for family in self._families.all:
+            for family in self._families:
                 family.drop("engine", left)
 
     def _observe_times(self, record: RequestRecord, model: str, engine: str, trace_id: str | None) -> None:
@@ -284,7 +292,7 @@ class Metrics:
     @property
     def declared(self) -> tuple[Family, ...]:
         """All families, whether they have series or not."""
-        counted = (*self._families.all, *counters_of(self._fleet, self._peers))
+        counted = (*self._families, *counters_of(self._fleet, self._peers))
         return (*(each.family for each in counted), *GAUGES)
 
     def render(self, *, openmetrics: bool = False) -> bytes:
@@ -302,7 +310,7 @@ class Metrics:
 
     def _parts(self, openmetrics: bool) -> Iterator[str]:
         self._drop_left()
-        for family in (*self._families.all, *counters_of(self._fleet, self._peers)):
+        for family in (*self._families, *counters_of(self._fleet, self._peers)):
             yield from family.lines(openmetrics=openmetrics)
         yield from gauges_of(State(self._fleet, self._sources, self._peers))
         yield "# EOF\n" if openmetrics else ""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 from proxy.translate.messages import MessageTranslation
-from proxy.translate.responses import response_translations
+from proxy.translate.responses import INPUT_TOKENS_PATH, RESPONSES_PATH, ResponseTranslation
 from proxy.translate.responses_store import ResponseStore
 from proxy.translate.translation import Translate
 
@@ -15,5 +16,6 @@ def translations(responses: ResponseStore) -> Mapping[str, Translate]:
     return {
         "/v1/messages": lambda body, _tenant: MessageTranslation(body),
         "/v1/messages/count_tokens": lambda body, _tenant: MessageTranslation(body, counts=True),
-        **response_translations(responses),
+        RESPONSES_PATH: partial(ResponseTranslation, store=responses),
+        INPUT_TOKENS_PATH: partial(ResponseTranslation, store=responses, counts=True),
     }

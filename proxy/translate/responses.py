@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -23,22 +23,12 @@ from proxy.translate.chats import Chat, ChatMessage, ChatUsage, Error, read_chat
 from proxy.translate.responses_answer import Event, Output, usage_of
 from proxy.translate.responses_request import param_of, read_request
 from proxy.translate.responses_store import ResponseStore
-from proxy.translate.translation import Predicted, Translation
+from proxy.translate.translation import Predicted
 
 RESPONSES_PATH = "/v1/responses"
 INPUT_TOKENS_PATH = "/v1/responses/input_tokens"
 _INCOMPLETE = {"length": "max_output_tokens", "content_filter": "content_filter"}
 _BROKEN_OFF = "the engine broke off its answer"
-
-
-def response_translations(
-    store: ResponseStore,
-) -> Mapping[str, Callable[[JsonBody, str | None], Translation]]:
-    """The routes of the API that become chats; responses are kept in `store`."""
-    return {
-        RESPONSES_PATH: partial(ResponseTranslation, store=store),
-        INPUT_TOKENS_PATH: partial(ResponseTranslation, store=store, counts=True),
-    }
 
 
 class ResponseTranslation:

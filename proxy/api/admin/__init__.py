@@ -2,8 +2,7 @@
 
 endpoint.py   a route as data: handler, body, answer     bodies.py    what requests may say
 engines.py  kv.py  requests.py  prefixes.py  tables.py  events.py  replays.py   the routes, one subject each
-openapi.py    the document of all routes                 app.py       guard, routing, errors
-audit.py      a line in the log for each action
+openapi.py    the document of all routes                 app.py       guard, routing, errors, audit log
 
 The structs that are answered are declared where they are filled, in `proxy.control`.
 """
