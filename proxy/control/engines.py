@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import count
 from time import monotonic
 
@@ -52,22 +53,15 @@ class EngineAnswer(msgspec.Struct, kw_only=True):
     findings: list[str]
 
 
+@dataclass(frozen=True, slots=True)
 class Engines:
     """Adds, removes and drains engines."""
 
-    def __init__(
-        self,
-        fleet: Fleet,
-        monitor: Monitor,
-        pins: PinBook,
-        operations: Operations,
-        make_adapter: Callable[[EngineSpec], EngineAdapter],
-    ) -> None:
-        self._fleet = fleet
-        self._monitor = monitor
-        self._pins = pins
-        self._operations = operations
-        self._make_adapter = make_adapter
+    _fleet: Fleet
+    _monitor: Monitor
+    _pins: PinBook
+    _operations: Operations
+    _make_adapter: Callable[[EngineSpec], EngineAdapter]
 
     def add(self, spec: EngineSpec) -> Engine:
         """Adds an engine and starts watching it.

@@ -6,6 +6,7 @@ It takes the read path's own steps, `candidates`, `place` and `run_on`, like a c
 from __future__ import annotations
 
 import uuid
+from dataclasses import dataclass
 from functools import partial
 
 import msgspec
@@ -25,13 +26,13 @@ from proxy.request.records import RequestRecord
 _PATH = "/v1/completions"
 
 
+@dataclass(frozen=True, slots=True)
 class Warming:
     """Computes prefixes ahead of need."""
 
-    def __init__(self, flow: Flow, targets: Targets, operations: Operations) -> None:
-        self._flow = flow
-        self._targets = targets
-        self._operations = operations
+    _flow: Flow
+    _targets: Targets
+    _operations: Operations
 
     async def warm(self, target: Target, *, everywhere: bool = False) -> Operation:
         """Starts computing a prefix: on the target's `engine`, on every ready engine of the pool with
