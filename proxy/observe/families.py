@@ -53,12 +53,12 @@ def labelled(names: tuple[str, ...], values: tuple[str, ...]) -> str:
     return f"{{{','.join(pairs)}}}" if names else ""
 
 
-def gauge(family: Family, series: Iterable[tuple[tuple[str, ...], float]]) -> str:
-    """A family of values as they are now: each a pair of label values and number."""
-    name, names = family.name, family.labels
-    return family.head + "".join(
-        f"{name}{labelled(names, values)} {float(number)}\n" for values, number in series
-    )
+def gauge(family: Family, series: Iterable[tuple[tuple[str, ...], float]]) -> Iterator[str]:
+    """The page's part for values as they are now, each a pair of label values and number: its head, then a
+    line for each."""
+    yield family.head
+    for values, number in series:
+        yield f"{family.name}{labelled(family.labels, values)} {float(number)}\n"
 
 
 class Count:
