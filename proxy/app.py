@@ -22,14 +22,14 @@ from starlette.routing import Mount
 from engine_adapter import Transport, make_adapter
 from engine_adapter.memory import available_bytes
 from proxy.api.admin import (
-    EngineRoutes,
-    EventRoutes,
-    KvRoutes,
-    PrefixRoutes,
-    ReplayRoutes,
-    RequestRoutes,
-    TableRoutes,
     admin_mount,
+    engine_routes,
+    event_routes,
+    kv_routes,
+    prefix_routes,
+    replay_routes,
+    request_routes,
+    table_routes,
 )
 from proxy.api.auth import AdminGuard
 from proxy.api.changes import Changes
@@ -109,7 +109,7 @@ class Proxy:
         self.tenants = Tenants(_keys(settings), settings.tenant_limits)
         self.gate = Gate(self.tenants, ByteBudget(_bodies_bytes(settings)))
         self.peers = self._peers()
-        self.responses = ResponseStore(len(self.tenants.names))
+        self.responses = ResponseStore(self.tenants.names)
         self.state = StateKeeper(settings.state_dir, self.tenants) if settings.state_dir is not None else None
         memories = self.state.memories if self.state is not None else None
         self.ingest = Ingest(self.fleet, self.tasks, self.tenants.owner, memories) if settings.reuse else None
@@ -226,7 +226,7 @@ class Proxy:
         self.tenants.replace(_keys(settings), settings.tenant_limits)
         self.destinations.isolated = self.tenants.isolated
         self.monitor.isolate(isolated=self.tenants.isolated)
-        self.responses.divide(len(self.tenants.names))
+        self.responses.divide(self.tenants.names)
         self.fleet.aliases, self.fleet.default_model = settings.model_aliases, settings.default_model
         self.fleet.bound_queues(settings.limits)
         self.tables.max_bytes = int(settings.limits.prompt_table_bytes)
@@ -351,15 +351,13 @@ def admin_api(proxy: Proxy) -> Mount:
     pinning = Pinning(fleet, targets, pins, operations)
     kv = KvVerbs(targets, warming, pins, proxy.ingest, operations)
     endpoints = (
-        *EngineRoutes(
-            fleet, proxy.engines, pinning, proxy.discovered.sources, proxy.peers, reuse=reuse
-        ).endpoints(),
-        *KvRoutes(kv, warming, pinning, operations).endpoints(),
-        *RequestRoutes(flow).endpoints(),
-        *PrefixRoutes(Prefixes(fleet, proxy.prompts)).endpoints(),
-        *EventRoutes(proxy.live).endpoints(),
-        *ReplayRoutes(Replays()).endpoints(),
-        *TableRoutes(SharedTables(fleet, proxy.tables, files)).endpoints(),
+        *engine_routes(fleet, proxy.engines, pinning, proxy.discovered.sources, proxy.peers, reuse=reuse),
+        *kv_routes(kv, warming, pinning, operations),
+        *request_routes(flow),
+        *prefix_routes(Prefixes(fleet, proxy.prompts)),
+        *event_routes(proxy.live),
+        *replay_routes(Replays()),
+        *table_routes(SharedTables(fleet, proxy.tables, files)),
     )
     key = proxy.settings.admin_key
     return admin_mount(endpoints, AdminGuard(key.get_secret_value() if key else None))

@@ -58,7 +58,7 @@ from proxy.request.records import RequestLog, RequestRecord
 from proxy.request.retries import final_error
 from proxy.request.tenants import Tenants
 from proxy.request.urgency import deadline_of, priority_of, prompt_tokens_of, tokens_of
-from proxy.translate import RESPONSES_PATH, Noting, Translated, Translation
+from proxy.translate import RESPONSES_PATH, ResponseNoter, Translated, Translation
 
 # Status of a request whose client left, as in nginx.
 CLIENT_LEFT = 499
@@ -253,7 +253,7 @@ class Flow:
                 return Answered()
             reply.through(lambda client: Translated(client, translation))
         elif call.route == RESPONSES_PATH and call.socket is None:
-            reply.through(lambda client: Noting(client, partial(self._note_home, record)))
+            reply.through(lambda client: ResponseNoter(client, partial(self._note_home, record)))
         return Prepared(can_repeat=call.body is None or isinstance(call.body, JsonBody))
 
     async def prepare(self, call: Call) -> Ready:

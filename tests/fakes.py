@@ -388,7 +388,6 @@ class FakeProxy:
     wait_s: float = 0.1
     max_body_bytes: int = 1 << 20
     bodies_bytes: int = 1 << 30
-    responses: ResponseStore = field(default_factory=ResponseStore)
     translations: Mapping[str, Translate] | None = None
     aliases: dict[str, str] = field(default_factory=dict)
     default_model: str | None = None
@@ -409,6 +408,7 @@ class FakeProxy:
         self.bodies = ByteBudget(self.bodies_bytes)
         self.metrics = Metrics(self.fleet, peers=self.peers, bodies=self.bodies)
         self.requests = RequestLog(100)
+        self.responses = ResponseStore(self.tenants.names)
         self.ingest = Ingest(self.fleet, self.tasks) if self.reuse else None
         destinations = Destinations(self.fleet, isolated=self.tenants.isolated)
         translated = translations(self.responses) if self.translations is None else self.translations

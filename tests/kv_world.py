@@ -22,14 +22,14 @@ from engine_adapter import (
     make_adapter,
 )
 from proxy.api.admin import (
-    EngineRoutes,
-    EventRoutes,
-    KvRoutes,
-    PrefixRoutes,
-    ReplayRoutes,
-    RequestRoutes,
-    TableRoutes,
     admin_mount,
+    engine_routes,
+    event_routes,
+    kv_routes,
+    prefix_routes,
+    replay_routes,
+    request_routes,
+    table_routes,
 )
 from proxy.api.auth import AdminGuard
 from proxy.api.errors import handle_http
@@ -176,13 +176,13 @@ class KvWorld:
         self.engine_set = Engines(self.fleet, proxy.monitor, self.pins, self.operations, make_adapter)
         self.tables = SharedTables(self.fleet, proxy.tables)
         self.endpoints = (
-            *EngineRoutes(self.fleet, self.engine_set, self.pinning, {}, reuse=self.reuse).endpoints(),
-            *KvRoutes(self.kv, self.warming, self.pinning, self.operations).endpoints(),
-            *RequestRoutes(self.flow).endpoints(),
-            *PrefixRoutes(self.prefixes).endpoints(),
-            *EventRoutes(proxy.live).endpoints(),
-            *ReplayRoutes(Replays()).endpoints(),
-            *TableRoutes(self.tables).endpoints(),
+            *engine_routes(self.fleet, self.engine_set, self.pinning, {}, reuse=self.reuse),
+            *kv_routes(self.kv, self.warming, self.pinning, self.operations),
+            *request_routes(self.flow),
+            *prefix_routes(self.prefixes),
+            *event_routes(proxy.live),
+            *replay_routes(Replays()),
+            *table_routes(self.tables),
         )
 
     async def _tell(self) -> list[bytes]:

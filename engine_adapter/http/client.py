@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import ssl
 
@@ -62,6 +63,9 @@ class HttpTransport(Transport):
     def _origin(self, address: str, tls: ssl.SSLContext | None, unix: str | None) -> Origin:
         origin = self._origins.get((address, tls, unix))
         if origin is None:
+            now = asyncio.get_running_loop().time()
+            for key in [key for key, each in self._origins.items() if each.is_unused(now)]:
+                del self._origins[key]
             origin = Origin(address, tls, self._connect_timeout_s, unix)
             self._origins[address, tls, unix] = origin
         return origin

@@ -17,6 +17,8 @@ from engine_adapter.http.transport import describe
 KEEPALIVE_S = 4.0
 # Seconds for which the addresses of a name are remembered.
 DNS_S = 10.0
+# Seconds for which an address without connections is remembered.
+UNUSED_S = 600.0
 
 
 class Origin:
@@ -41,6 +43,7 @@ class Origin:
         self._addresses: list[str] = []
         self._addresses_until = 0.0
         self._reached: str | None = None
+        self._used_at = 0.0
         self._open: set[Connection] = set()
         self._idle: dict[Connection, float] = {}  # since when; the last in is the first out
         self._sweep: asyncio.TimerHandle | None = None
@@ -53,12 +56,17 @@ class Origin:
         Never one that the engine has closed: a request on it would fail, and kvpin could not know whether the
         engine has read it.
         """
+        self._used_at = now = asyncio.get_running_loop().time()
         while self._idle:
             connection, since = self._idle.popitem()
-            if asyncio.get_running_loop().time() - since <= KEEPALIVE_S and connection.is_usable:
+            if now - since <= KEEPALIVE_S and connection.is_usable:
                 return connection
             connection.close()
         return None
+
+    def is_unused(self, now: float) -> bool:
+        """Whether it has no connections, and nothing was asked there for `UNUSED_S`."""
+        return not self._open and now - self._used_at > UNUSED_S
 
     async def connect(self) -> Connection:
         """A new connection. Tries the addresses of the host one by one; the one that answered last is first.
@@ -110,14 +118,14 @@ class Origin:
     # --- What connections tell ------------------------------------------------------------------------
 
     def give_back(self, connection: Connection) -> None:
-        """See `Owner.give_back`."""
+        """A connection is idle: the next request may use it."""
         loop = asyncio.get_running_loop()
         self._idle[connection] = loop.time()
         if self._sweep is None:
             self._sweep = loop.call_later(KEEPALIVE_S, self._close_old)
 
     def lost(self, connection: Connection) -> None:
-        """See `Owner.lost`."""
+        """A connection is closed."""
         self._open.discard(connection)
         if self._all_closed is not None and not self._open:
             self._all_closed.set()

@@ -25,11 +25,13 @@ UINT64_MAX = 2**64 - 1
 _FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 
 
-def extra_id(kind: str, content: bytes) -> int:
-    """xxh3_64 over the length-framed kind and content; never 0, which stands for text."""
-    name = kind.encode()
-    frame = len(name).to_bytes(8, "little") + name + len(content).to_bytes(8, "little") + content
-    return xxhash.xxh3_64_intdigest(frame) or 1
+def extra_id(kind: str, *content: bytes | bytearray) -> int:
+    """xxh3_64 over the length-framed kind and content, given in parts; never 0, which stands for text."""
+    name, size = kind.encode(), sum(map(len, content))
+    hashed = xxhash.xxh3_64(len(name).to_bytes(8, "little") + name + size.to_bytes(8, "little"))
+    for part in content:
+        hashed.update(part)
+    return hashed.intdigest() or 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,20 +42,28 @@ class Embeddings:
         rows: virtual tokens.
         hidden: columns.
         dtype: safetensors' name of the element type.
-        values: row-major bytes.
-        digest: canonical bytes of type, shape and values; its identity.
+        values: row-major bytes, hashed and never copied: a table has up to 128 MiB.
     """
 
     rows: int
     hidden: int
     dtype: str
-    values: bytes = field(repr=False)
+    values: bytes | bytearray = field(repr=False)
 
-    @property
-    def digest(self) -> bytes:
-        """Canonical bytes: element type, shape and values, length-framed."""
+    def extra_id(self, kind: str) -> int:
+        """The extra id of these embeddings."""
+        return extra_id(kind, *self._identity())
+
+    def content(self) -> bytes:
+        """A digest of element type, shape and values."""
+        hashed = xxhash.xxh3_128()
+        for part in self._identity():
+            hashed.update(part)
+        return hashed.digest()
+
+    def _identity(self) -> tuple[bytes | bytearray, ...]:
         frame = f"{self.dtype}:{self.rows}x{self.hidden}:".encode()
-        return frame + xxhash.xxh3_128_digest(self.values) + self.values
+        return frame, xxhash.xxh3_128_digest(self.values), self.values
 
 
 def parse_embeddings(data: bytes, *, param: str) -> Embeddings:
@@ -82,17 +92,17 @@ def parse_embeddings(data: bytes, *, param: str) -> Embeddings:
         raise PromptTableError(
             f"{param} has type {dtype}; one of {', '.join(_FLOAT_DTYPES)} is needed", param=param
         )
-    return Embeddings(rows=shape[0], hidden=shape[1], dtype=dtype, values=bytes(tensor["data"]))
+    return Embeddings(rows=shape[0], hidden=shape[1], dtype=dtype, values=tensor["data"])
 
 
 def prompt_table_extra_id(table: Embeddings) -> int:
     """The extra id of a p-tuning table."""
-    return extra_id("prompt_table", table.digest)
+    return table.extra_id("prompt_table")
 
 
 def prompt_embeds_extra_id(embeddings: Embeddings) -> int:
     """The extra id of embeddings in a message."""
-    return extra_id("prompt_embeds", embeddings.digest)
+    return embeddings.extra_id("prompt_embeds")
 
 
 def client_extra_id(table_extra_id: int, label: int) -> int:

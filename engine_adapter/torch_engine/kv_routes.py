@@ -15,6 +15,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from engine_adapter.events.wire import encode_snapshot
+from engine_adapter.off_loop import TABLE_BYTES_PER_MS, off_loop
 from engine_adapter.torch_engine.kv_admin import SliceResult
 from engine_adapter.torch_engine.kv_cache import KvCache
 from engine_adapter.torch_engine.prompt_tables import StoredTable, parse_extra_id
@@ -158,7 +159,9 @@ async def put_table(request: Request) -> Response:
     """Stores a prompt table: 201 for a new one, 200 for a known one."""
     service = service_of(request)
     extra_id = parse_extra_id(request.query_params.get("extra_id"))
-    table, is_new = service.tables.put(request.path_params["table_id"], await body_of(request), extra_id)
+    table_id, data = request.path_params["table_id"], await body_of(request)
+    read = partial(service.tables.read, table_id, data, extra_id)
+    table, is_new = service.tables.keep(await off_loop(read, ms=len(data) / TABLE_BYTES_PER_MS))
     return json_response(_shown(table), status=201 if is_new else 200)
 
 

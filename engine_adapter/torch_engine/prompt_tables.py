@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
-import xxhash
 
 from engine_adapter.errors import PromptTableError
 from engine_adapter.prompt.extra_ids import (
@@ -98,24 +97,31 @@ class PromptTables:
             PromptTableError: the bytes are no such table.
             ApiError: 409 for an id or extra id that stands for other content, 413 beyond the limit.
         """
+        return self.keep(self.read(table_id, data, extra_id))
+
+    def read(self, table_id: str, data: bytes, extra_id: int | None) -> StoredTable:
+        """A table that is not stored yet, see `put`. Threads may call it."""
         if not 0 < len(table_id) <= _MAX_ID_LENGTH:
             raise ApiError(f"the table id has 1 to {_MAX_ID_LENGTH} characters", param="table_id")
         embeddings = parse_embeddings(data, param="table")
         tensor = embedding_tensor(embeddings, hidden_size=self._hidden_size, param="table")
-        content = xxhash.xxh3_128_digest(embeddings.digest)
         if extra_id is None:
             extra_id = prompt_table_extra_id(embeddings)
-        table = StoredTable(table_id, extra_id, embeddings.rows, content, tensor)
+        return StoredTable(table_id, extra_id, embeddings.rows, embeddings.content(), tensor)
+
+    def keep(self, table: StoredTable) -> tuple[StoredTable, bool]:
+        """Stores what `read` returned, see `put`."""
+        table_id, extra_id = table.table_id, table.extra_id
         if self._is_known(table):
             return self._by_id[table_id], False
         total = sum(other.tensor.nbytes for other in self._by_id.values())
-        if total + tensor.nbytes > self._max_total_bytes:
+        if total + table.tensor.nbytes > self._max_total_bytes:
             raise ApiError(
                 f"prompt tables would take more than {self._max_total_bytes} bytes; delete some first",
                 status=413,
             )
         self._by_id[table_id] = table
-        self._content_of[extra_id] = content
+        self._content_of[extra_id] = table.content
         return table, True
 
     def delete(self, table_id: str) -> bool:

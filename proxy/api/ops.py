@@ -85,7 +85,7 @@ class Ops:
         """Prometheus' text format, or OpenMetrics if the client asks for it, as Prometheus itself does."""
         openmetrics = _OPENMETRICS in request.headers.get("accept", "")
         kind = f"{_OPENMETRICS}; version=1.0.0" if openmetrics else "text/plain; version=0.0.4"
-        page = self.metrics.render(openmetrics=openmetrics)
+        page = await self.metrics.page(openmetrics=openmetrics)
         return Response(page, headers={"content-type": f"{kind}; charset=utf-8", "vary": "accept"})
 
 

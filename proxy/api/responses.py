@@ -12,7 +12,7 @@ from starlette.responses import Response
 from engine_adapter.off_loop import off_loop
 from proxy.errors import BadRequest, NotFound
 from proxy.translate import ResponseStore
-from proxy.translate.responses_store import Shelf, Stored
+from proxy.translate.responses_store import StoredResponse, TenantResponses
 
 _ROUTE = "/v1/responses/"
 _MOST_ITEMS, _ITEMS = 100, 20
@@ -74,18 +74,18 @@ def _json(content: bytes) -> Response:
     return Response(content, media_type="application/json")
 
 
-def _whole(stored: Stored, query: dict[str, list[str]]) -> bytes:
+def _whole(stored: StoredResponse, query: dict[str, list[str]]) -> bytes:
     if query.get("stream") == ["true"]:
         raise BadRequest("a response is streamed while it is made, and not again", param="stream")
     return stored.content
 
 
-def _deleted(shelf: Shelf, response_id: str) -> bytes:
+def _deleted(shelf: TenantResponses, response_id: str) -> bytes:
     shelf.delete(response_id)
     return msgspec.json.encode({"id": response_id, "object": "response", "deleted": True})
 
 
-def _listed(stored: Stored, query: dict[str, list[str]]) -> bytes:
+def _listed(stored: StoredResponse, query: dict[str, list[str]]) -> bytes:
     """A page of the items that were the input of a response, the turns before it included."""
     items = dict[str, bytes]()
     for part in stored.turn.input():

@@ -61,10 +61,16 @@ class ConfiguredEngines:
         self._tasks = tasks
         self._make_adapter = make_adapter
         self._entries: dict[str, EngineEntry] = {}
+        self._joined: dict[str, Engine] = {}  # the last engine of each entry
 
     def entry(self, engine_id: str) -> EngineEntry | None:
         """The settings of an engine that was named last and does not leave; None if there is none."""
         return self._entries.get(engine_id)
+
+    def engine(self, engine_id: str) -> Engine | None:
+        """The engine of an entry; None if there is no entry, or the admin API has removed its engine."""
+        engine = self._joined.get(engine_id)
+        return engine if engine is not None and self._fleet.has(engine) else None
 
     def follow(self, entries: Iterable[EngineEntry], *, grace_s: float) -> EngineChanges:
         """Changes the engines to these. What takes time goes on in the background.
@@ -74,20 +80,25 @@ class ConfiguredEngines:
             grace_s: time that requests of an engine that leaves get to end.
 
         Raises:
-            Conflict: the id of a new engine is that of one that was added by the admin API. Nothing changed.
+            Conflict: the id of a new engine is taken. Nothing changed.
             EngineSpecError: an engine cannot be used. Nothing changed.
         """
         changes = engine_changes(self._entries, entries)
-        for entry in changes.added:
+        # An engine that the admin API removed joins again when its settings change.
+        changing = [entry for entry in changes.changed if self.engine(entry.id) is not None]
+        joining = [*changes.added, *(entry for entry in changes.changed if entry not in changing)]
+        for entry in joining:
             if entry.id in self._fleet.engines:
                 raise Conflict(
                     f"an engine with id {entry.id!r} exists: it still leaves, or the admin API added it"
                 )
         # All are made before one joins: an engine that cannot be used must change nothing.
-        added = [self._make(entry) for entry in changes.added]
-        changed = [self._make(entry) for entry in changes.changed]
+        added = [self._make(entry) for entry in joining]
+        changed = [self._make(entry) for entry in changing]
         for made in added:
-            self._join(made)
+            self._entries[made.entry.id] = made.entry
+            engine = self._joined[made.entry.id] = self._fleet.add(made.adapter)
+            self._begin(engine, made)
         for made in changed:
             self._entries[made.entry.id] = made.entry
             if self._must_wait(made):
@@ -96,9 +107,11 @@ class ConfiguredEngines:
             else:
                 self._replace(made, grace_s)
         for engine_id in changes.removed:
-            del self._entries[engine_id]
-            leaving = self._leave(engine_id, [made.entry.id for made in added], grace_s)
-            self._tasks.start(f"leave {engine_id}", leaving)
+            old = self.engine(engine_id)
+            del self._entries[engine_id], self._joined[engine_id]
+            if old is not None:
+                leaving = self._leave(old, [made.entry.id for made in added], grace_s)
+                self._tasks.start(f"leave {engine_id} {id(old)}", leaving)
         return changes
 
     def _make(self, entry: EngineEntry) -> _Made:
@@ -107,11 +120,7 @@ class ConfiguredEngines:
             return _Made(entry, self._make_adapter(process.spec), process)
         return _Made(entry, self._make_adapter(entry.spec()), None)
 
-    def _join(self, made: _Made) -> None:
-        self._begin(self._fleet.add(made.adapter), made)
-
     def _begin(self, engine: Engine, made: _Made) -> None:
-        self._entries[engine.id] = made.entry
         engine.has_supervisor = isinstance(made.entry, StartedSettings)
         if made.process is not None:
             engine.process = self.processes[engine.id] = made.process
@@ -120,7 +129,8 @@ class ConfiguredEngines:
 
     def _must_wait(self, made: _Made) -> bool:
         """Whether another engine of its model is being replaced, or is one of kvpin's own and not ready."""
-        pool = self._fleet.pool_of(self._fleet.engine(made.entry.id))
+        engine = self.engine(made.entry.id)
+        pool = self._fleet.pool_of(engine) if engine is not None else None
         away = [self._fleet.engines[name] for name in pool.away] if pool is not None else []
         return any(each.state is EngineState.CONNECTING or each.process is not None for each in away)
 
@@ -133,15 +143,15 @@ class ConfiguredEngines:
         await _until(
             lambda: self._entries.get(engine_id) is not made.entry or not self._must_wait(made), math.inf
         )
-        if self._entries.get(engine_id) is made.entry:
+        if self._entries.get(engine_id) is made.entry and self.engine(engine_id) is not None:
             self._replace(made, grace_s)
-        else:  # the settings have changed again
+        else:  # the settings have changed again, or the engine was removed
             await made.adapter.aclose()
 
     def _replace(self, made: _Made, grace_s: float) -> None:
-        old, process = self._fleet.engine(made.entry.id), self.processes.pop(made.entry.id, None)
+        old, process = self._joined[made.entry.id], self.processes.pop(made.entry.id, None)
         self._monitor.forget(old)
-        new = self._fleet.replace(made.adapter)
+        new = self._joined[old.id] = self._fleet.replace(old, made.adapter)
 
         async def follow_on() -> None:
             # Two adapters at once would each believe that an engine's slots are its own.
@@ -149,22 +159,21 @@ class ConfiguredEngines:
             await old.adapter.aclose()
             if process is not None:
                 await process.stop()
-            if self._fleet.engines.get(new.id) is new:
+            if self.engine(new.id) is new:
                 self._begin(new, made)
 
         self._tasks.start(f"replace {old.id} {id(new)}", follow_on())
 
-    async def _leave(self, engine_id: str, added: list[str], grace_s: float) -> None:
-        engine = self._fleet.engine(engine_id)
+    async def _leave(self, engine: Engine, added: list[str], grace_s: float) -> None:
         await _until(lambda: not any(self._is_connecting(each) for each in added), grace_s)
         engine.state = EngineState.DRAINING
         await _until(lambda: not engine.leases, grace_s)
-        process = self.processes.pop(engine_id, None)
+        process = self.processes.pop(engine.id, None) if engine.process is not None else None
         engine.process = None
-        await self._engines.remove(engine_id)
+        await self._engines.remove(engine)
         if process is not None:
             await process.stop()
-        log.info("engine has left: nothing names it any more", engine=engine_id)
+        log.info("engine has left: nothing names it any more", engine=engine.id)
 
     def _is_connecting(self, engine_id: str) -> bool:
         engine = self._fleet.engines.get(engine_id)

@@ -189,11 +189,10 @@ class DiscoveredEngines:
         engines = {each.id: each for several in parts.values() for each in several}
         draining = frozenset(each.id for engine_id in drained for each in parts[engine_id])
         changes = self._configured.follow(engines.values(), grace_s=self._grace_s)
-        for engine_id in draining - self._drained:
-            self._engines.drain(engine_id, undo=False)
-        for engine_id in self._drained - draining:
-            if engine_id in engines:
-                self._engines.drain(engine_id, undo=True)
+        for engine_id in draining ^ self._drained:
+            engine = self._configured.engine(engine_id)
+            if engine is not None:
+                self._engines.drain(engine, undo=engine_id not in draining)
         self._wanted, self._drained, self._waits = wanted, draining, waits
         return changes
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import count
 from time import monotonic
 
@@ -52,22 +53,15 @@ class EngineAnswer(msgspec.Struct, kw_only=True):
     findings: list[str]
 
 
+@dataclass(frozen=True, slots=True)
 class Engines:
     """Adds, removes and drains engines."""
 
-    def __init__(
-        self,
-        fleet: Fleet,
-        monitor: Monitor,
-        pins: PinBook,
-        operations: Operations,
-        make_adapter: Callable[[EngineSpec], EngineAdapter],
-    ) -> None:
-        self._fleet = fleet
-        self._monitor = monitor
-        self._pins = pins
-        self._operations = operations
-        self._make_adapter = make_adapter
+    _fleet: Fleet
+    _monitor: Monitor
+    _pins: PinBook
+    _operations: Operations
+    _make_adapter: Callable[[EngineSpec], EngineAdapter]
 
     def add(self, spec: EngineSpec) -> Engine:
         """Adds an engine and starts watching it.
@@ -89,28 +83,28 @@ class Engines:
         """The first free `<kind>-<number>`."""
         return next(name for n in count() if (name := f"{kind}-{n}") not in self._fleet.engines)
 
-    async def remove(self, engine_id: str) -> None:
-        """Drops an engine. Its requests in flight go on to their end.
+    async def remove(self, engine: Engine) -> None:
+        """Drops an engine. Its requests in flight go on to their end. Has no effect on one that was dropped
+        before: another may have its id.
 
         Raises:
-            NotFound: there is no engine of that id.
             Conflict: kvpin runs its process.
         """
-        engine = self._fleet.engine(engine_id)
         if engine.process is not None:
             raise Conflict(
-                f"kvpin runs {engine_id!r} itself: drain it, or take it out of the settings",
+                f"kvpin runs {engine.id!r} itself: drain it, or take it out of the settings",
                 param="engine_id",
             )
+        if not self._fleet.has(engine):
+            return
         self._monitor.forget(engine)
-        self._operations.stop_on(engine_id)
-        self._fleet.remove(engine_id)
-        self._pins.forget_engine(engine_id)
+        self._operations.stop_on(engine.id)
+        self._fleet.remove(engine)
+        self._pins.forget_engine(engine.id)
         await engine.adapter.aclose()
 
-    def drain(self, engine_id: str, *, undo: bool) -> Engine:
-        """Sends an engine no new requests; with `undo`, sends it requests again. Raises NotFound."""
-        engine = self._fleet.engine(engine_id)
+    def drain(self, engine: Engine, *, undo: bool) -> Engine:
+        """Sends an engine no new requests; with `undo`, sends it requests again."""
         if not undo:
             engine.state = EngineState.DRAINING
         elif engine.state is EngineState.DRAINING:

@@ -42,7 +42,7 @@ class KeptPrompt(msgspec.Struct, frozen=True, array_like=True):
     hashes: bytes
 
 
-class Kept(msgspec.Struct, frozen=True, array_like=True):
+class PromptsAndPins(msgspec.Struct, frozen=True, array_like=True):
     """The prompts and pins of one worker, or of all.
 
     Attributes:
@@ -73,7 +73,7 @@ class KeptPrompts:
         self._fleet, self._requests, self._pins = fleet, requests, pins
         self._others, self._clock = others, clock
 
-    async def own(self) -> Kept:
+    async def own(self) -> PromptsAndPins:
         """Prompts and pins of this process."""
         prompts = list[KeptPrompt]()
         for record in list(self._requests):
@@ -88,18 +88,20 @@ class KeptPrompts:
                 )
             await asyncio.sleep(0)
         pins = self._pins.active(self._clock())
-        return Kept(prompts, [(pin.pin_id, pin.last_block) for pin in pins if pin.last_block is not None])
+        return PromptsAndPins(
+            prompts, [(pin.pin_id, pin.last_block) for pin in pins if pin.last_block is not None]
+        )
 
     async def told(self) -> bytes:
         """The same, for another worker."""
         return msgspec.msgpack.encode(await self.own())
 
-    async def all(self) -> Kept:
+    async def all(self) -> PromptsAndPins:
         """Prompts and pins of all workers."""
         own, others = await asyncio.gather(self.own(), self._others())
-        kept = [own, *(msgspec.msgpack.decode(each, type=Kept) for each in others)]
+        kept = [own, *(msgspec.msgpack.decode(each, type=PromptsAndPins) for each in others)]
         prompts = sorted((prompt for each in kept for prompt in each.prompts), key=lambda each: each.started)
-        return Kept(prompts, [pin for each in kept for pin in each.pins])
+        return PromptsAndPins(prompts, [pin for each in kept for pin in each.pins])
 
 
 async def _hashes(pool: Pool, prompt: Prompt) -> Sequence[BlockHash]:

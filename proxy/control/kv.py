@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import aclosing
+from dataclasses import dataclass
 from functools import partial
 
 from engine_adapter import Capability, KvTarget, KvVerb
@@ -16,22 +17,15 @@ from proxy.errors import BadRequest
 from proxy.fleet.ingest import Ingest
 
 
+@dataclass(frozen=True, slots=True)
 class KvVerbs:
     """Starts operations on KV. `ingest` relearns what a flush left behind; None without reuse."""
 
-    def __init__(
-        self,
-        targets: Targets,
-        warming: Warming,
-        pins: PinBook,
-        ingest: Ingest | None,
-        operations: Operations,
-    ) -> None:
-        self._targets = targets
-        self._warming = warming
-        self._pins = pins
-        self._ingest = ingest
-        self._operations = operations
+    _targets: Targets
+    _warming: Warming
+    _pins: PinBook
+    _ingest: Ingest | None
+    _operations: Operations
 
     async def operate(self, verb: KvVerb, target: Target, *, warm_instead: bool = False) -> Operation:
         """Starts an operation on a target. With `warm_instead`, engines that cannot do it compute the prefix.

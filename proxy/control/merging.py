@@ -60,9 +60,8 @@ def _merge_pool(pools: Sequence[Json], *, shared: bool) -> Json:
 
 def _merge_engine(engines: Sequence[Json], *, shared: bool) -> Json:
     """One engine: what the worker says that uses it, with the counts of all."""
-    ranked = sorted(engines, key=lambda engine: _rank(_STATES, engine["state"]))
-    rule = max if shared else sum
-    merged = _merged(ranked, {"in_flight": rule, "decoding": rule, "queue_s": rule, "served": sum})
+    ranked = _ranked(engines)
+    merged = {**_merge_load(ranked, shared=shared), "served": sum(each["served"] for each in ranked)}
     if "audit" in merged:
         counts = ("checked", "exact", "predicted_tokens", "reported_tokens")
         merged["audit"] = _merged([each["audit"] for each in ranked], dict.fromkeys(counts, sum))
@@ -110,14 +109,16 @@ def merge_snapshots(snapshots: Sequence[Json], *, shared: bool) -> Json:
     engines = []
     for group in _by("id", (engine for each in snapshots for engine in each["engines"])):
         reuse = _sums([engine["reuse"] for engine in group])
-        engines.append({**_merge_shown(group, shared=shared), "reuse": reuse})
+        engines.append({**_merge_load(_ranked(group), shared=shared), "reuse": reuse})
     return {**merged, "engines": engines}
 
 
-def _merge_shown(engines: Sequence[Json], *, shared: bool) -> Json:
-    ranked = sorted(engines, key=lambda engine: _rank(_STATES, engine["state"]))
-    rule = max if shared else sum
-    return _merged(ranked, {"in_flight": rule, "decoding": rule, "queue_s": rule})
+def _ranked(engines: Sequence[Json]) -> list[Json]:
+    return sorted(engines, key=lambda engine: _rank(_STATES, engine["state"]))
+
+
+def _merge_load(engines: Sequence[Json], *, shared: bool) -> Json:
+    return _merged(engines, dict.fromkeys(("in_flight", "decoding", "queue_s"), max if shared else sum))
 
 
 def _rank(order: Sequence[str], value: str) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import msgspec
@@ -32,22 +32,15 @@ class PinAnswer(msgspec.Struct, kw_only=True):
     expires_in_s: float
 
 
+@dataclass(frozen=True, slots=True)
 class Pinning:
     """Starts and ends pins. `clock` gives monotonic seconds."""
 
-    def __init__(
-        self,
-        fleet: Fleet,
-        targets: Targets,
-        pins: PinBook,
-        operations: Operations,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._fleet = fleet
-        self._targets = targets
-        self._pins = pins
-        self._operations = operations
-        self._clock = clock
+    _fleet: Fleet
+    _targets: Targets
+    _pins: PinBook
+    _operations: Operations
+    _clock: Callable[[], float] = time.monotonic
 
     async def pin(self, target: Target, ttl_s: float) -> Operation:
         """Starts pinning a prefix for `ttl_s` seconds. The operation's result holds the pin's id.

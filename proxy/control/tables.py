@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 import msgspec
 
 from engine_adapter import Capability, EngineError, EngineRejected, EngineUnavailable, PromptTable
+from engine_adapter.off_loop import TABLE_BYTES_PER_MS, off_loop
 from proxy.errors import BadRequest, Conflict
 from proxy.fleet.engine import Engine
 from proxy.fleet.fleet import Fleet
 from proxy.prompt import PromptTables
+from proxy.prompt.tables import read_table
 from proxy.state.tables import TableFiles
 
 
@@ -47,8 +50,10 @@ class SharedTables:
             Conflict: an id stands for other content.
             EngineUnavailable: an engine went away in between; nothing is registered.
         """
+        read = partial(read_table, data, table_id, extra_id)
+        ready = await off_loop(read, ms=len(data) / TABLE_BYTES_PER_MS)
         before = {table.table_id for table in self._tables.list()}
-        table = self._tables.put(data, table_id=table_id, extra_id=extra_id)
+        table = self._tables.add(ready)
         try:
             for engine in self._holders():
                 await _give(engine, table)

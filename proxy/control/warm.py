@@ -6,6 +6,7 @@ It lives like a client's request: it waits for its turn, behind those of clients
 from __future__ import annotations
 
 import uuid
+from dataclasses import dataclass
 from functools import partial
 
 import msgspec
@@ -30,13 +31,13 @@ _PATH = "/v1/completions"
 _LAST = b"%d" % MAX_PRIORITY
 
 
+@dataclass(frozen=True, slots=True)
 class Warming:
     """Computes prefixes ahead of need."""
 
-    def __init__(self, flow: Flow, targets: Targets, operations: Operations) -> None:
-        self._flow = flow
-        self._targets = targets
-        self._operations = operations
+    _flow: Flow
+    _targets: Targets
+    _operations: Operations
 
     async def warm(self, target: Target, *, everywhere: bool = False) -> Operation:
         """Starts computing a prefix: on the target's `engine`, on every ready engine of the pool with

@@ -10,7 +10,7 @@ from proxy.fleet.engine import Engine
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.pool import Pool
 from proxy.request.calls import Call
-from proxy.translate import CONTINUING, RESPONSES_PATH, Home, Homes, response_named
+from proxy.translate import CONTINUING, RESPONSES_PATH, ResponseHome, ResponseHomes, response_named
 
 
 class Destination(Struct, frozen=True):
@@ -37,7 +37,7 @@ class Destinations:
     def __init__(self, fleet: Fleet, *, isolated: bool) -> None:
         self._fleet = fleet
         self.isolated = isolated
-        self._homes = Homes()
+        self._homes = ResponseHomes()
 
     def find(self, call: Call) -> Destination:
         """The destination of a request.
@@ -71,10 +71,10 @@ class Destinations:
     def note(self, tenant: str | None, response_id: str, engine_id: str) -> None:
         """An engine has made a response for a tenant."""
         self._homes.keep(
-            tenant, response_id, Home(engine_id, _instance_of(self._fleet.engines.get(engine_id)))
+            tenant, response_id, ResponseHome(engine_id, _instance_of(self._fleet.engines.get(engine_id)))
         )
 
-    def _at(self, home: Home, call: Call, name: str) -> Destination:
+    def _at(self, home: ResponseHome, call: Call, name: str) -> Destination:
         engine = self._fleet.engines.get(home.engine)
         pool = self._fleet.pool_of(engine) if engine is not None else None
         if pool is None or _instance_of(engine) != home.instance:

@@ -75,18 +75,21 @@ class Fleet:
         for pool in self.pools.values():
             pool.line.bound(queue)
 
-    def remove(self, engine_id: str) -> Engine:
-        """Removes an engine and all that is known of it. Raises NotFound."""
-        engine = self.engine(engine_id)
-        self.leave(engine)
-        del self.engines[engine_id]
-        self._not_away(engine_id)
-        return engine
+    def has(self, engine: Engine) -> bool:
+        """Whether an engine was added and not removed. Another one may have its id."""
+        return self.engines.get(engine.id) is engine
 
-    def replace(self, adapter: EngineAdapter) -> Engine:
-        """Puts an engine in place of the one of its id, whose requests in flight go on to their end. Until it
+    def remove(self, engine: Engine) -> None:
+        """Removes an engine and all that is known of it, if the fleet has it."""
+        if self.has(engine):
+            self.leave(engine)
+            del self.engines[engine.id]
+            self._not_away(engine.id)
+
+    def replace(self, old: Engine, adapter: EngineAdapter) -> Engine:
+        """Puts an engine in place of another of its id, whose requests in flight go on to their end. Until it
         has connected, requests for the model wait as for one that comes back."""
-        self.leave(self.engines[adapter.spec.id])
+        self.leave(old)
         return self._made(adapter)
 
     def engine(self, engine_id: str) -> Engine:
@@ -100,7 +103,7 @@ class Fleet:
     def pool_of(self, engine: Engine) -> Pool | None:
         """The pool of an engine; None while it is not connected."""
         for pool in self.pools.values():
-            if engine.id in pool.engines:
+            if pool.engines.get(engine.id) is engine:
                 return pool
         return None
 

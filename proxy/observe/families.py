@@ -14,9 +14,12 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from functools import lru_cache
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
+
+from typing_extensions import override
 
 _ESCAPES = str.maketrans({"\\": r"\\", "\n": r"\n", '"': r"\""})
 
@@ -50,12 +53,12 @@ def labelled(names: tuple[str, ...], values: tuple[str, ...]) -> str:
     return f"{{{','.join(pairs)}}}" if names else ""
 
 
-def gauge(family: Family, series: Iterable[tuple[tuple[str, ...], float]]) -> str:
-    """A family of values as they are now: each a pair of label values and number."""
-    name, names = family.name, family.labels
-    return family.head + "".join(
-        f"{name}{labelled(names, values)} {float(number)}\n" for values, number in series
-    )
+def gauge(family: Family, series: Iterable[tuple[tuple[str, ...], float]]) -> Iterator[str]:
+    """The page's part for values as they are now, each a pair of label values and number: its head, then a
+    line for each."""
+    yield family.head
+    for values, number in series:
+        yield f"{family.name}{labelled(family.labels, values)} {float(number)}\n"
 
 
 class Count:
@@ -73,20 +76,47 @@ class Count:
         self.number += number
 
 
-class Counter:
+_Series = TypeVar("_Series")
+
+
+class _SeriesByLabels(Generic[_Series]):
+    """A family with one series for each combination of label values."""
+
+    def __init__(self, family: Family) -> None:
+        self.family = family
+        self._series: dict[tuple[str, ...], _Series] = {}
+
+    def of(self, *values: str) -> _Series:
+        """The series with these label values. It appears on the page from now on."""
+        series = self._series.get(values)
+        if series is None:
+            series = self._series[values] = self._new(values)
+        return series
+
+    def drop(self, label: str, values: AbstractSet[str]) -> None:
+        """Drops the series with these values of a label, where the family has that label."""
+        if label in self.family.labels:
+            at = self.family.labels.index(label)
+            self._series = {key: each for key, each in self._series.items() if key[at] not in values}
+
+    def lines(self, *, openmetrics: bool = False) -> Iterator[str]:
+        """The family's part of the page: its head, then a part for each series."""
+        raise NotImplementedError
+
+    def _new(self, values: tuple[str, ...]) -> _Series:
+        raise NotImplementedError
+
+
+class Counter(_SeriesByLabels[Count]):
     """Numbers that only grow, one for each combination of label values."""
 
     def __init__(self, name: str, text: str, labels: Sequence[str]) -> None:
         """`name` ends in `_total`."""
-        self.family = Family(name, "counter", text, tuple(labels))
-        self._series: dict[tuple[str, ...], Count] = {}
+        super().__init__(Family(name, "counter", text, tuple(labels)))
 
-    def of(self, *values: str) -> Count:
-        """The series with these label values. It appears on the page from now on."""
-        series = self._series.get(values)
-        if series is None:
-            series = self._series[values] = Count(f"{self.family.name}{labelled(self.family.labels, values)}")
-        return series
+    @override
+    def _new(self, values: tuple[str, ...]) -> Count:
+        return Count(f"{self.family.name}{labelled(self.family.labels, values)}")
 
     def sums(self, label: str) -> dict[str, float]:
         """Its numbers by the values of one label, all others summed up."""
@@ -95,11 +125,11 @@ class Counter:
             sums[values[at]] = sums.get(values[at], 0) + series.number
         return sums
 
+    @override
     def lines(self, *, openmetrics: bool = False) -> Iterator[str]:
-        """The family's part of the page."""
         name = self.family.name.removesuffix("_total") if openmetrics else self.family.name
         yield self.family._replace(name=name).head
-        for series in self._series.values():
+        for series in list(self._series.values()):
             yield f"{series.line} {float(series.number)}\n"
 
 
@@ -136,53 +166,27 @@ class Buckets:
         return "".join(lines)
 
 
-class Histogram:
+class Histogram(_SeriesByLabels[Buckets]):
     """Counts of values in each of some ranges, for each combination of label values."""
 
     def __init__(self, name: str, text: str, labels: Sequence[str], bounds: Sequence[float]) -> None:
         """`bounds` are the upper ends of the ranges, in rising order; a last range has no end."""
-        self.family, self._bounds = Family(name, "histogram", text, tuple(labels)), tuple(bounds)
-        self._series: dict[tuple[str, ...], Buckets] = {}
+        super().__init__(Family(name, "histogram", text, tuple(labels)))
+        self._bounds = tuple(bounds)
 
-    def of(self, *values: str) -> Buckets:
-        """The series with these label values. It appears on the page from now on."""
-        series = self._series.get(values)
-        if series is None:
-            series = self._series[values] = Buckets(self._bounds, self._page(values))
-        return series
-
+    @override
     def lines(self, *, openmetrics: bool = False) -> Iterator[str]:
-        """The family's part of the page."""
         yield self.family.head
-        for series in self._series.values():
+        for series in list(self._series.values()):
             yield series.lines(exemplars=openmetrics)
 
-    def _page(self, values: tuple[str, ...]) -> str:
-        """See `Buckets`."""
+    @override
+    def _new(self, values: tuple[str, ...]) -> Buckets:
         names, plain = (*self.family.labels, "le"), labelled(self.family.labels, values).replace("%", "%%")
         lines = []
         for bound in (*(str(float(bound)) for bound in self._bounds), "+Inf"):
             labels = labelled(names, (*values, bound)).replace("%", "%%")
             lines.append(f"{self.family.name}_bucket{labels} %d.0\n")
-        return f"{''.join(lines)}{self.family.name}_count{plain} %d.0\n{self.family.name}_sum{plain} %r\n"
-
-
-class Families:
-    """The families of a page.
-
-    Attributes:
-        all: in the order of the page.
-    """
-
-    def __init__(self) -> None:
-        self.all: list[Counter | Histogram] = []
-
-    def counter(self, name: str, text: str, labels: Sequence[str]) -> Counter:
-        """A new counter, see there."""
-        self.all.append(made := Counter(name, text, labels))
-        return made
-
-    def histogram(self, name: str, text: str, labels: Sequence[str], bounds: Sequence[float]) -> Histogram:
-        """A new histogram, see there."""
-        self.all.append(made := Histogram(name, text, labels, bounds))
-        return made
+        name = self.family.name
+        page = f"{''.join(lines)}{name}_count{plain} %d.0\n{name}_sum{plain} %r\n"
+        return Buckets(self._bounds, page)

@@ -161,8 +161,9 @@ GAUGES = tuple(each.family for each in _GAUGES)
 
 
 def gauges_of(now: State) -> Iterator[str]:
-    """The families of gauges, as parts of the page."""
-    return (gauge(each.family, each.series(now)) for each in _GAUGES)
+    """The families of gauges, line by line. Each is as it was when its first line was taken."""
+    for each in _GAUGES:
+        yield from gauge(each.family, list(each.series(now)))
 
 
 def of_workers(*, shared: bool) -> dict[str, Combine]:

@@ -225,10 +225,10 @@ class Live:
         return Snapshot(
             at=time.time(),
             reuse_on=self._reuse,
-            requests=self._metrics.requests(),
+            requests=self._metrics.ended,
             unshown=self._unshown,
             waiting={pool.model: len(pool.line) for pool in pools},
-            reuse=_sum(list(by_engine.values())),
+            reuse=self._metrics.total_reuse,
             engines=[
                 self._engine(engine, by_engine.get(engine.id, ReuseCounts()))
                 for engine in fleet.engines.values()
@@ -311,11 +311,6 @@ class Live:
             reuse=reuse,
             problem=None if engine.state is EngineState.READY else engine.last_error,
         )
-
-
-def _sum(counts: list[ReuseCounts]) -> ReuseCounts:
-    names = ReuseCounts.__struct_fields__
-    return ReuseCounts(**{name: sum(getattr(each, name) for each in counts) for name in names})
 
 
 def _event(name: str, content: msgspec.Struct) -> bytes:

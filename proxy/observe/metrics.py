@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import Iterator, Mapping, Sequence
 from http import HTTPStatus
 
 from proxy.core.budget import ByteBudget
 from proxy.discovery import Source
 from proxy.fleet.fleet import Fleet
-from proxy.observe.families import Families, Family
+from proxy.observe.families import Counter, Family, Histogram
 from proxy.observe.gauges import GAUGES, State, counters_of, gauges_of
 from proxy.observe.reasons import reason_of
-from proxy.observe.reuse import ReuseCounts, available_tokens, saved_s
+from proxy.observe.reuse import ReuseCounts, reuse_of
 from proxy.peers.peers import Peers
 from proxy.request.records import RequestRecord
 
@@ -26,13 +27,21 @@ _PER_TOKEN_SECONDS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0
 _BY_ENGINE = ("model", "engine")
 # Stands for the tenants that have no metrics of their own. No tenant's name: those have no spaces.
 OTHER_TENANTS = "all others"
+# Stands for engines that left before their last requests ended.
+LEFT = "has left"
+# Series between which a page lets the event loop serve requests: 1 ms.
+_SLICE = 100
 
 
 class Metrics:
     """All metrics of one proxy.
 
+    The series of an engine are dropped when it has left the fleet. What is summed up here is not.
+
     Attributes:
         loop_lag: how late the event loop was, see `loop_lag.py`.
+        ended: requests that have ended.
+        total_reuse: the reuse of all requests.
     """
 
     def __init__(
@@ -53,8 +62,16 @@ class Metrics:
         self._fleet, self._peers, self._max_tenants = fleet, peers, tenants
         self._sources = {} if sources is None else sources
         self._bodies = ByteBudget(0) if bodies is None else bodies
-        self._families = Families()
-        counter, histogram = self._families.counter, self._families.histogram
+        self._families: list[Counter | Histogram] = []  # in the order of the page
+
+        def counter(name: str, text: str, labels: Sequence[str]) -> Counter:
+            self._families.append(made := Counter(name, text, labels))
+            return made
+
+        def histogram(name: str, text: str, labels: Sequence[str], bounds: Sequence[float]) -> Histogram:
+            self._families.append(made := Histogram(name, text, labels, bounds))
+            return made
+
         self._requests = counter(
             "kvpin_requests_total",
             "Requests answered; model: the model or LoRA adapter that served, whatever name was "
@@ -173,13 +190,17 @@ class Metrics:
             counter("kvpin_tenant_generation_tokens_total", "Tokens of answers", by_tenant),
         )
         self._tenants: set[str] = set()  # those that have series
+        self._engines: set[str] = set()  # those that have series
+        self.ended = 0
+        self.total_reuse = ReuseCounts()
 
     def observe(self, record: RequestRecord, trace_id: str | None = None) -> None:
         """Counts one finished request. `trace_id`: of its trace, if it has one."""
         placement = record.placement
         # Not the client's name for it, which may be anything.
         model = (record.lora or record.served_as or "") if placement is not None else ""
-        engine = placement.engine if placement is not None else ""
+        engine = self._label(placement.engine) if placement is not None else ""
+        self.ended += 1
         self._requests.of(model, engine, str(record.status or "failed")).add()
         self._retries.of(model).add(max(len(record.attempts) - 1, 0))
         if record.interrupted:
@@ -197,14 +218,33 @@ class Metrics:
             return
         self._placements.of(model, reason_of(placement).value).add()
         if record.prompt is not None:
-            self._prompt.of(model, engine).add(placement.n_tokens)
-            self._available.of(model, engine).add(available_tokens(placement))
-            self._predicted.of(model, engine).add(placement.predicted_tokens)
+            reuse = reuse_of(self._fleet, record, placement)
+            self.total_reuse = self.total_reuse.plus(reuse)
+            self._prompt.of(model, engine).add(reuse.prompt_tokens)
+            self._available.of(model, engine).add(reuse.available_tokens)
+            self._predicted.of(model, engine).add(reuse.selected_tokens)
             if record.reported_tokens is not None:
-                self._reported.of(model, engine).add(record.reported_tokens)
-                self._saved.of(model, engine).add(saved_s(self._fleet, record))
+                self._reported.of(model, engine).add(reuse.delivered_tokens)
+                self._saved.of(model, engine).add(reuse.saved_s)
                 missed = record.reported_tokens != placement.predicted_tokens
                 self._inexact.of(model, engine).add(int(missed))
+
+    def _label(self, engine: str) -> str:
+        """An engine's name in labels."""
+        if engine not in self._fleet.engines:
+            return LEFT
+        if engine not in self._engines:
+            self._drop_left()  # also where nobody reads the page
+            self._engines.add(engine)
+        return engine
+
+    def _drop_left(self) -> None:
+        """Drops the series of engines that have left the fleet."""
+        left = self._engines - self._fleet.engines.keys()
+        if left:
+            self._engines -= left
+            for family in self._families:
+                family.drop("engine", left)
 
     def _observe_times(self, record: RequestRecord, model: str, engine: str, trace_id: str | None) -> None:
         """Counts how long one finished request took, and its parts."""
@@ -234,16 +274,13 @@ class Metrics:
 
     def refuse(self, status: int, reason: str | None = None) -> None:
         """Counts a request that was refused before it got a record. `reason`: of `kvpin_refused_total`."""
+        self.ended += 1
         self._requests.of("", "", str(status)).add()
         if reason is not None:
             self._refused.of(reason).add()
 
-    def requests(self) -> int:
-        """Requests that have ended."""
-        return round(sum(self._requests.sums("status").values()))
-
     def reuse(self) -> dict[str, ReuseCounts]:
-        """Reuse by engine, those that have left included."""
+        """Reuse by engine."""
         counters = self._prompt, self._available, self._predicted, self._reported
         prompt, available, selected, delivered = (counter.sums("engine") for counter in counters)
         saved = self._saved.sums("engine")
@@ -261,15 +298,28 @@ class Metrics:
     @property
     def declared(self) -> tuple[Family, ...]:
         """All families, whether they have series or not."""
-        counted = (*self._families.all, *counters_of(self._fleet, self._peers))
+        counted = (*self._families, *counters_of(self._fleet, self._peers))
         return (*(each.family for each in counted), *GAUGES)
 
     def render(self, *, openmetrics: bool = False) -> bytes:
         """The page, in Prometheus' text format or in that of OpenMetrics."""
-        families = (*self._families.all, *counters_of(self._fleet, self._peers))
-        counted = (line for family in families for line in family.lines(openmetrics=openmetrics))
-        now = gauges_of(State(self._fleet, self._sources, self._peers, self._bodies))
-        return "".join((*counted, *now, "# EOF\n" if openmetrics else "")).encode()
+        return "".join(self._parts(openmetrics)).encode()
+
+    async def page(self, *, openmetrics: bool = False) -> bytes:
+        """The same. Requests are served in between: with many engines, the page is long."""
+        parts = list[str]()
+        for part in self._parts(openmetrics):
+            parts.append(part)
+            if not len(parts) % _SLICE:
+                await asyncio.sleep(0)
+        return "".join(parts).encode()
+
+    def _parts(self, openmetrics: bool) -> Iterator[str]:
+        self._drop_left()
+        for family in (*self._families, *counters_of(self._fleet, self._peers)):
+            yield from family.lines(openmetrics=openmetrics)
+        yield from gauges_of(State(self._fleet, self._sources, self._peers, self._bodies))
+        yield "# EOF\n" if openmetrics else ""
 
 
 def _refusal(record: RequestRecord) -> str | None:

@@ -32,6 +32,22 @@ class ReuseCounts(msgspec.Struct, kw_only=True):
     delivered_tokens: int = 0
     saved_s: float = 0.0
 
+    def plus(self, more: ReuseCounts) -> ReuseCounts:
+        """Both together."""
+        sums = (getattr(self, name) + getattr(more, name) for name in self.__struct_fields__)
+        return ReuseCounts(**dict(zip(self.__struct_fields__, sums, strict=True)))
+
+
+def reuse_of(fleet: Fleet, record: RequestRecord, placement: Placement) -> ReuseCounts:
+    """The reuse of one request whose prompt is known."""
+    return ReuseCounts(
+        prompt_tokens=placement.n_tokens,
+        available_tokens=available_tokens(placement),
+        selected_tokens=placement.predicted_tokens,
+        delivered_tokens=record.reported_tokens or 0,
+        saved_s=saved_s(fleet, record),
+    )
+
 
 def available_tokens(placement: Placement) -> int:
     """The most of the prompt that any candidate would reuse."""

@@ -5,9 +5,8 @@ conversations, rates, and what tenants have used. Nothing is decided together: e
 by what it knows, and all know nearly the same. `proxy/core/peers/` says what is told.
 
 peers.py          one kvpin among several: listens, notices who is lost
-voice.py          what it tells the others      engines.py  its engines, as it tells of them
+voice.py          what it tells the others      joining.py  when a newcomer is ready
 peer.py           another one, as it sees it    site.py     an engine on which that one's requests run
-joining.py        when a newcomer is ready      contents.py what it is told of conversations and engines
 owners.py         claims engines that only one kvpin may use
 stats.py          what people see of it
 exchange.py       the seam: how frames reach the others

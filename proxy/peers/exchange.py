@@ -9,7 +9,7 @@ from typing import Protocol
 
 
 @dataclass(frozen=True, slots=True)
-class Ears:
+class ExchangeCallbacks:
     """The callbacks of an exchange.
 
     Attributes:
@@ -48,7 +48,7 @@ class Exchange(Protocol):
     def publish(self, frame: bytes) -> None:
         """Sends a frame soon. Never waits: what does not fit is dropped, which the others notice."""
 
-    async def run(self, ears: Ears) -> None:
+    async def run(self, callbacks: ExchangeCallbacks) -> None:
         """Carries frames until it is cancelled. Logs when it stops working and when it works again.
 
         Raises:

@@ -19,7 +19,7 @@ log = structlog.get_logger(__name__)
 
 @dataclass(slots=True)
 class Peer:
-    """See the module.
+    """Another kvpin, its engines, and how far this one follows it.
 
     Attributes:
         follower: replays its requests.

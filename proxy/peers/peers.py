@@ -1,6 +1,6 @@
 """One kvpin among several: listens to the others, replays their requests, and notices who is lost.
 
-    this kvpin ──→ Voice ──→ exchange ──→ the others
+    this kvpin ──→ Announcer ──→ exchange ──→ the others
     the others ──→ exchange ──→ Follower ──→ Placer, as for own requests
 
 A request never waits for any of it. Everything expires: a kvpin that is silent for `LOST_S` is lost, and its
@@ -35,13 +35,13 @@ from proxy.core.peers.messages import (
     unpacked,
 )
 from proxy.fleet.fleet import Fleet
-from proxy.peers.exchange import Ears, Exchange
+from proxy.peers.exchange import Exchange, ExchangeCallbacks
 from proxy.peers.joining import Joining
 from proxy.peers.owners import Owners, ToldClaim
 from proxy.peers.peer import Peer
-from proxy.peers.site import EngineSite
-from proxy.peers.stats import Counts, ExchangeStats
-from proxy.peers.voice import Voice
+from proxy.peers.site import PooledEngine
+from proxy.peers.stats import ExchangeCounts, ExchangeStats
+from proxy.peers.voice import Announcer
 from proxy.request.tenants import Tenants
 from proxy.tasks import Supervisor
 
@@ -53,7 +53,7 @@ _JOIN_POLL_S = 0.05
 
 
 class Peers:
-    """See the module.
+    """The other kvpins, and what this one shares with them.
 
     Attributes:
         counts: what was exchanged.
@@ -69,10 +69,10 @@ class Peers:
     ) -> None:
         """Tells of the pools that `fleet` makes from now on. `owner` is a number that no other kvpin has.
         `hang_up` drops the connections to the socket of a kvpin that is lost, for that reason."""
-        self.counts, self._hang_up = Counts(), hang_up
+        self.counts, self._hang_up = ExchangeCounts(), hang_up
         self._exchange, self._owner, self._fleet, self._tenants = exchange, owner, fleet, tenants
         self._owners, self._joining = Owners(owner, fleet), Joining(fleet)
-        self._voice = Voice(exchange, owner, fleet, tenants, self._owners.claim_of, self.counts)
+        self._announcer = Announcer(exchange, owner, fleet, tenants, self._owners.claim_of, self.counts)
         self._peers: dict[int, Peer] = {}
         self._has_bid = asyncio.Event()
         self._complained = set[str]()
@@ -81,14 +81,14 @@ class Peers:
 
     def start(self, tasks: Supervisor) -> None:
         """Begins to exchange."""
-        ears = Ears(self._receive, self._voice.introduce, self._lose)
-        tasks.keep("exchange", lambda: self._exchange.run(ears))
+        callbacks = ExchangeCallbacks(self._receive, self._announcer.introduce, self._lose)
+        tasks.keep("exchange", lambda: self._exchange.run(callbacks))
         tasks.keep("exchange watch", self._watch)
-        tasks.keep("exchange answers", self._voice.answer)
+        tasks.keep("exchange answers", self._announcer.answer)
 
     async def aclose(self) -> None:
         """Tells the others that all requests here are over."""
-        self._voice.leave()
+        self._announcer.leave()
         await self._exchange.aclose()
 
     @property
@@ -146,7 +146,7 @@ class Peers:
         now, peer = monotonic(), self._peers.get(owner)
         if peer is None:
             peer = self._peers[owner] = Peer(Follower(owner, self._site_of, now))
-            self._voice.introduce()
+            self._announcer.introduce()
         self.counts.heard += len(batch.messages)
         for message in peer.follower.receive(now, batch):
             if owner in self._peers:  # nothing counts after it has left
@@ -163,7 +163,7 @@ class Peers:
             case Used():
                 self._tenants.used_elsewhere(now, owner, message.tenant, message.use)
             case Ask() if message.of == self._owner:
-                self._voice.is_asked(owner, with_contents=message.contents)
+                self._announcer.is_asked(owner, with_contents=message.contents)
             case Left():
                 self._drop(owner)
                 log.info("another kvpin has stopped", peer=peer.label)
@@ -204,23 +204,23 @@ class Peers:
             return
         peer.asked = now
         self.counts.asked += 1
-        self._voice.say([Ask(owner, contents=self._joining.wants_contents(owner))])
+        self._announcer.say([Ask(owner, contents=self._joining.wants_contents(owner))])
 
     # --- engines -----------------------------------------------------------------------------------
 
     def _match(self, now: float, peer: Peer) -> None:
         """Finds a peer's engines here. Says what the operator has to change."""
-        for problem in peer.match(now, self._voice.engines):
+        for problem in peer.match(now, self._announcer.engines):
             self._complain("kvpins disagree", peer=peer.label, problem=problem)
 
-    def _site_of(self, owner: int, engine_id: str) -> EngineSite | None:
+    def _site_of(self, owner: int, engine_id: str) -> PooledEngine | None:
         peer = self._peers.get(owner)
         found = peer.here.get(engine_id) if peer is not None else None
         engine = self._fleet.engines.get(found[0]) if found is not None else None
         pool = self._fleet.pool_of(engine) if engine is not None else None
         if found is None or engine is None or pool is None:
             return None
-        return EngineSite(pool, engine, found[1])
+        return PooledEngine(pool, engine, found[1])
 
     def _decide_owners(self, now: float) -> None:
         """Takes engines that only one kvpin may use, or leaves them to a peer. Tells what changed."""
@@ -233,7 +233,7 @@ class Peers:
         self._owners.decide(now, others, is_heard=self.is_connected, is_alone=is_alone)
         if self._owners.is_bidding and not was_bidding:
             self._has_bid.set()
-        if self._voice.follow_engines():
+        if self._announcer.follow_engines():
             for peer in self._peers.values():
                 self._match(now, peer)
 
@@ -264,7 +264,7 @@ class Peers:
             self._decide_owners(now)
             if now - beat >= HEARTBEAT_S or joins:
                 beat = now
-                self._voice.beat(self._times(now))
+                self._announcer.beat(self._times(now))
             for owner, peer in list(self._peers.items()):
                 if now - peer.follower.heard > LOST_S:
                     self._lose(owner)

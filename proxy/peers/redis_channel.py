@@ -20,7 +20,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
-from proxy.peers.exchange import Ears
+from proxy.peers.exchange import ExchangeCallbacks
 
 log = structlog.get_logger(__name__)
 
@@ -34,7 +34,7 @@ _CLOSE_S = 0.5
 
 
 class RedisExchange:
-    """See the module.
+    """Carries frames through a channel of a server, see `Exchange`.
 
     Attributes:
         dropped: frames that were not sent because too much was waiting.
@@ -91,11 +91,11 @@ class RedisExchange:
         self._waiting_bytes += len(frame)
         self._has_waiting.set()
 
-    async def run(self, ears: Ears) -> None:
+    async def run(self, callbacks: ExchangeCallbacks) -> None:
         """Connects, and connects again whenever the server was gone."""
         while True:
             try:
-                await self._serve(ears)
+                await self._serve(callbacks)
             except* (RedisError, OSError) as errors:
                 if not self._has_complained:
                     self._has_complained = True
@@ -110,7 +110,7 @@ class RedisExchange:
                 self._waiting_bytes = 0
             await asyncio.sleep(_RETRY_S)
 
-    async def _serve(self, ears: Ears) -> None:
+    async def _serve(self, callbacks: ExchangeCallbacks) -> None:
         """Carries frames over one connection for each direction, until one of them breaks."""
         sender, receiver = self._client(), self._client()
         try:
@@ -119,12 +119,12 @@ class RedisExchange:
             await self._count(sender)
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._send(sender))
-                group.create_task(self._listen(channel, ears))
+                group.create_task(self._listen(channel, callbacks))
                 self._is_connected = True
                 if self._has_complained:
                     self._has_complained = False
                     log.info("the exchange is back")
-                ears.joined()
+                callbacks.joined()
         finally:
             await sender.aclose()
             await receiver.aclose()
@@ -146,11 +146,11 @@ class RedisExchange:
             self._waiting_bytes -= sum(map(len, frames))
             self._is_alone = listeners[-1] <= 1
 
-    async def _listen(self, channel: PubSub, ears: Ears) -> None:
+    async def _listen(self, channel: PubSub, callbacks: ExchangeCallbacks) -> None:
         while True:
             message = await channel.get_message(timeout=_POLL_S)
             if message is not None:
-                ears.receive(message["data"])
+                callbacks.receive(message["data"])
 
     async def aclose(self) -> None:
         """Waits until the server has what was published, but not for long."""

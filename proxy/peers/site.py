@@ -1,9 +1,12 @@
-"""An engine of this kvpin on which requests of others run: the `Site` of `proxy/core/peers/follower.py`."""
+"""An engine of this kvpin on which requests of others run."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from typing_extensions import override
+
+from proxy.core.peers.follower import LocalEngine
 from proxy.core.placement.answers import Report
 from proxy.core.placement.placer import PlacedRequest, Placer
 from proxy.fleet.engine import Engine
@@ -12,8 +15,8 @@ from proxy.fleet.pool import Pool
 
 
 @dataclass(frozen=True, slots=True)
-class EngineSite:
-    """See the module.
+class PooledEngine(LocalEngine):
+    """An engine of this kvpin on which requests of another one run.
 
     Attributes:
         hashes_alike: the other kvpin hashes its prompts as this one does. If not, only load is shared.
@@ -24,31 +27,31 @@ class EngineSite:
     hashes_alike: bool
 
     @property
+    @override
     def engine(self) -> str:
-        """See Site."""
         return self.target.id
 
     @property
+    @override
     def placer(self) -> Placer:
-        """See Site."""
         return self.pool.placer
 
     @property
+    @override
     def tokens_per_block(self) -> int | None:
-        """See Site."""
         return self.pool.tokens_per_block if self.hashes_alike else None
 
+    @override
     def begun(self, placed: PlacedRequest) -> None:
-        """See Site."""
         self.target.of_peers[placed.ticket] = PeerRequest(placed)
         self.target.from_peers += 1
 
+    @override
     def answered(self, placed: PlacedRequest) -> None:
-        """See Site."""
         self._forget(placed, has_answer=True)
 
+    @override
     def end(self, placed: PlacedRequest, computed: int | None, report: Report | None) -> None:
-        """See Site."""
         self._forget(placed, has_answer=computed is not None)
         self.pool.end(self.target, placed, computed, report)
 

@@ -50,7 +50,7 @@ class ExchangeStats(msgspec.Struct, kw_only=True):
 
 
 @dataclass(slots=True, eq=False)
-class Counts:
+class ExchangeCounts:
     """Counts of the exchange so far: messages told and heard, listings asked for, kvpins that fell silent,
     how often one fell behind, and gaps and divergences of kvpins that are gone."""
 

@@ -18,7 +18,7 @@ from typing import cast
 
 import structlog
 
-from proxy.peers.exchange import Ears
+from proxy.peers.exchange import ExchangeCallbacks
 
 log = structlog.get_logger(__name__)
 
@@ -52,7 +52,7 @@ def prepare(directory: Path) -> None:
 
 
 class UnixExchange:
-    """See the module.
+    """Carries frames over sockets in a directory, see `Exchange`.
 
     Attributes:
         dropped: frames that a peer did not get because it had not read enough.
@@ -100,17 +100,17 @@ class UnixExchange:
             else:
                 self.dropped += 1
 
-    async def run(self, ears: Ears) -> None:
+    async def run(self, callbacks: ExchangeCallbacks) -> None:
         """Listens, and looks for other kvpins every second. Raises OSError if it cannot listen."""
         prepare(self._directory)
         loop, hidden = asyncio.get_running_loop(), self._own.with_name(f".{self._own.name}")
         server = await loop.create_unix_server(
-            lambda: _Incoming(self._incoming, self._look_now, ears), hidden
+            lambda: _Incoming(self._incoming, self._look_now, callbacks), hidden
         )
         try:
             hidden.rename(self._own)  # it is seen only when it accepts connections
             while True:
-                await self._look(ears)
+                await self._look(callbacks)
                 self._has_looked = True
                 self._look_now.clear()
                 with contextlib.suppress(TimeoutError):
@@ -125,13 +125,13 @@ class UnixExchange:
             for connection in [*self._incoming]:
                 connection.transport.abort()
 
-    async def _look(self, ears: Ears) -> None:
+    async def _look(self, callbacks: ExchangeCallbacks) -> None:
         """Connects to kvpins that are new. Removes the sockets of those that are gone, and tells of them."""
         paths, lost = sorted(filter(Path.is_socket, self._directory.glob(_SOCKETS))), self._lost
         unreachable = self._unreachable
         self._lost, self._unreachable = set(), set()
         for name in lost - {path.name for path in paths}:
-            ears.ended(_kvpin_of(name))
+            callbacks.ended(_kvpin_of(name))
         for path in paths:
             if path == self._own or path.name in self._peers:
                 continue
@@ -141,13 +141,13 @@ class UnixExchange:
             except ConnectionRefusedError:
                 path.unlink(missing_ok=True)
                 path.with_suffix(_HTTP).unlink(missing_ok=True)
-                ears.ended(_kvpin_of(path.name))
+                callbacks.ended(_kvpin_of(path.name))
             except OSError as error:
                 self._unreachable.add(path.name)
                 if path.name not in unreachable:
                     log.warning("another kvpin cannot be reached", socket=str(path), error=str(error))
             else:
-                ears.joined()
+                callbacks.joined()
 
     def _lost_one(self, name: str) -> None:
         self._lost.add(name)
@@ -190,8 +190,10 @@ class _Incoming(asyncio.Protocol):
 
     transport: asyncio.Transport
 
-    def __init__(self, all_incoming: set[_Incoming], look_now: asyncio.Event, ears: Ears) -> None:
-        self._all, self._look_now, self._ears = all_incoming, look_now, ears
+    def __init__(
+        self, all_incoming: set[_Incoming], look_now: asyncio.Event, callbacks: ExchangeCallbacks
+    ) -> None:
+        self._all, self._look_now, self._callbacks = all_incoming, look_now, callbacks
         self._buffer = bytearray()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -212,7 +214,7 @@ class _Incoming(asyncio.Protocol):
                 return
             if end > len(buffer):
                 break
-            self._ears.receive(bytes(buffer[start:end]))
+            self._callbacks.receive(bytes(buffer[start:end]))
             at = end
         del buffer[:at]
 

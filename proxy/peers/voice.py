@@ -8,27 +8,47 @@ Who asks is told of all requests in flight, and a newcomer also what engines hol
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Callable, Iterator, Sequence
 
+from engine_adapter import EngineSpec
+from proxy.core.audit import Trust
 from proxy.core.peers.claims import Claim
-from proxy.core.peers.messages import Batch, Left, Message, State, Times, ToldEngine, Used, frame_of
+from proxy.core.peers.messages import (
+    Batch,
+    Learned,
+    Left,
+    Message,
+    Sessions,
+    State,
+    Timed,
+    Times,
+    Told,
+    ToldEngine,
+    Used,
+    frame_of,
+    packed,
+)
 from proxy.core.peers.telling import OwnRequests
 from proxy.fleet.engine import Engine, this_kvpin
 from proxy.fleet.fleet import Fleet
-from proxy.peers.contents import contents
-from proxy.peers.engines import described
+from proxy.fleet.pool import Pool
 from proxy.peers.exchange import Exchange
-from proxy.peers.stats import Counts
+from proxy.peers.stats import ExchangeCounts
 from proxy.request.tenants import Tenants
 
 # How long messages are collected for one batch.
 BATCH_S = 0.001
 # A listing goes out in batches of about this many bytes of hashes.
 _PART_BYTES = 256 * 1024
+# Blocks or digests in one message: half a millisecond to read.
+PART = 4096
+# Conversations whose engine is told, the last placed first.
+MAX_SESSIONS = 20_000
 
 
-class Voice:
-    """See the module.
+class Announcer:
+    """Tells the other kvpins of this one.
 
     Attributes:
         engines: as they were told last.
@@ -42,7 +62,7 @@ class Voice:
         fleet: Fleet,
         tenants: Tenants,
         claim_of: Callable[[Engine], Claim | None],
-        counts: Counts,
+        counts: ExchangeCounts,
     ) -> None:
         """Tells of the pools that `fleet` makes from now on. Counts what it tells in `counts`."""
         self.engines = list[ToldEngine]()
@@ -140,3 +160,55 @@ class Voice:
                 yield part
                 part, size = [], 0
         yield part
+
+
+def described(fleet: Fleet, claim_of: Callable[[Engine], Claim | None]) -> list[ToldEngine]:
+    """All engines as they are now. `claim_of` gives this kvpin's claim to an engine that only one may use."""
+    told = list[ToldEngine]()
+    for engine in fleet.engines.values():
+        pool = fleet.pool_of(engine)
+        address, is_local = address_of(engine.adapter.spec)
+        model, tokens_per_block = (pool.model, pool.tokens_per_block) if pool is not None else (None, None)
+        told.append(ToldEngine(engine.id, address, is_local, model, tokens_per_block, claim_of(engine)))
+    return told
+
+
+def address_of(spec: EngineSpec) -> tuple[str, bool]:
+    """An engine's address as peers are told it, with its rank, and whether only this machine can reach it."""
+    return (f"{socket.gethostname()} {spec.address}", True) if spec.is_local else (spec.address, False)
+
+
+def contents(fleet: Fleet, to: int) -> Iterator[Message]:
+    """What a newcomer, `to`, is told beyond requests in flight, in parts that each take little time: how fast
+    engines are, what engines without events have learned to hold, and the engines of conversations."""
+    for pool in list(fleet.pools.values()):
+        for engine in list(pool.engines.values()):
+            timings = pool.placer.books[engine.id].rates.timings
+            if timings is not None:
+                yield Timed(to, engine.id, timings)
+            if engine.audit.trust is Trust.APPROXIMATE:
+                yield from _learned(engine.id, engine.learned.recent(), to)
+        yield from _sessions(pool, to)
+    yield Told(to)
+
+
+def _learned(engine: str, stretches: list[tuple[int, ...]], to: int) -> Iterator[Message]:
+    part, blocks = list[bytes](), 0
+    for stretch in stretches:
+        part.append(packed(stretch))
+        blocks += len(stretch)
+        if blocks >= PART:
+            yield Learned(to, engine, part)
+            part, blocks = [], 0
+    if part:
+        yield Learned(to, engine, part)
+
+
+def _sessions(pool: Pool, to: int) -> Iterator[Message]:
+    by_engine: dict[str, list[int]] = {}
+    for session, engine in pool.placer.recent_sessions(MAX_SESSIONS):
+        if isinstance(session, int):
+            by_engine.setdefault(engine, []).append(session)
+    for engine, digests in by_engine.items():
+        for start in range(0, len(digests), PART):
+            yield Sessions(to, engine, packed(digests[start : start + PART]))

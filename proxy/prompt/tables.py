@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-
-import xxhash
+from typing import NamedTuple
 
 from engine_adapter.prompt.extra_ids import (
     UINT64_MAX,
@@ -18,6 +17,13 @@ from proxy.errors import BadRequest, BodyTooLarge, Conflict, NotFound
 from proxy.prompt.render import CompletionInput
 
 _TABLE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}")
+
+
+class ReadTable(NamedTuple):
+    """A table, and a digest of its content."""
+
+    table: PromptTable
+    content: bytes
 
 
 class PromptTables:
@@ -51,21 +57,15 @@ class PromptTables:
             Conflict: the table id or the extra id already has other content.
             BodyTooLarge: there is no room left for it.
         """
-        _check_ids(table_id, extra_id)
-        embeddings = parse_embeddings(data, param="table")
-        content = xxhash.xxh3_128_digest(embeddings.digest)
-        derived = prompt_table_extra_id(embeddings)
-        table = PromptTable(
-            table_id=table_id if table_id is not None else f"pt-{derived:016x}",
-            extra_id=extra_id if extra_id is not None else derived,
-            rows=embeddings.rows,
-            hidden=embeddings.hidden,
-            data=data,
-        )
+        return self.add(read_table(data, table_id, extra_id))
+
+    def add(self, read: ReadTable) -> PromptTable:
+        """Registers what `read_table` returned, see `put`."""
+        table, content = read
         known = self._known(table, content)
         if known is not None:
             return known
-        if self.total_bytes + len(data) > self.max_bytes:
+        if self.total_bytes + len(table.data) > self.max_bytes:
             raise BodyTooLarge(
                 f"prompt tables would take more than {self.max_bytes} bytes; delete some first",
                 param="table",
@@ -132,6 +132,21 @@ class PromptTables:
         if held.extra_id != table.extra_id:
             raise Conflict(f"prompt table {table.table_id!r} has extra id {held.extra_id}", param="extra_id")
         return held
+
+
+def read_table(data: bytes, table_id: str | None, extra_id: int | None) -> ReadTable:
+    """A table that is not registered yet, see `PromptTables.put`. Takes long: 128 MiB are allowed."""
+    _check_ids(table_id, extra_id)
+    embeddings = parse_embeddings(data, param="table")
+    derived = prompt_table_extra_id(embeddings)
+    table = PromptTable(
+        table_id=table_id if table_id is not None else f"pt-{derived:016x}",
+        extra_id=extra_id if extra_id is not None else derived,
+        rows=embeddings.rows,
+        hidden=embeddings.hidden,
+        data=data,
+    )
+    return ReadTable(table, embeddings.content())
 
 
 def _check_ids(table_id: str | None, extra_id: int | None) -> None:

@@ -2,7 +2,7 @@
 
 translation.py  one translated request: the chat, and its answer in the words of the API that was asked
 translated.py   the client of such a request: gets the engine's answer to the chat, sends the translated one
-chats.py        the answers of chats as engines send them; usage.py: their token counts
+chats.py        the answers of chats as engines send them, and their token counts
 sse.py          the events of a stream, from its chunks
 registry.py     the routes that can be translated
 messages.py     Anthropic's Messages API: its requests (messages_request.py) and answers (messages_answer.py)
@@ -18,7 +18,13 @@ that all later steps, and dry runs, see a chat.
 from __future__ import annotations
 
 from proxy.translate.registry import translations
-from proxy.translate.response_homes import CONTINUING, Home, Homes, Noting, response_named
+from proxy.translate.response_homes import (
+    CONTINUING,
+    ResponseHome,
+    ResponseHomes,
+    ResponseNoter,
+    response_named,
+)
 from proxy.translate.responses import RESPONSES_PATH
 from proxy.translate.responses_request import may_name_more
 from proxy.translate.responses_store import ResponseStore
@@ -29,10 +35,10 @@ __all__ = [
     "CHAT_PATH",
     "CONTINUING",
     "RESPONSES_PATH",
-    "Home",
-    "Homes",
-    "Noting",
     "Predicted",
+    "ResponseHome",
+    "ResponseHomes",
+    "ResponseNoter",
     "ResponseStore",
     "Translate",
     "Translated",

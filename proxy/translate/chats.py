@@ -1,4 +1,4 @@
-"""The answers of chats as engines send them, whole and in chunks."""
+"""The answers of chats as engines send them, whole and in chunks, and their token counts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,48 @@ from msgspec import UNSET, Raw, Struct, UnsetType
 
 from engine_adapter import UNREADABLE
 from proxy.errors import EngineFailed
-from proxy.translate.usage import ChatUsage
+
+
+class _PromptDetails(Struct):
+    """`created_cache_tokens` is vLLM's name of `cache_write_tokens`."""
+
+    cached_tokens: int | None = None
+    cache_write_tokens: int | None = None
+    created_cache_tokens: int | None = None
+
+
+class _OutputDetails(Struct):
+    reasoning_tokens: int | None = None
+
+
+class ChatUsage(Struct):
+    """The usage of a chat."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int | None = 0
+    prompt_tokens_details: _PromptDetails | None = None
+    completion_tokens_details: _OutputDetails | None = None
+
+    @property
+    def cached(self) -> int:
+        """Prompt tokens that came from the cache."""
+        details = self.prompt_tokens_details
+        return (details.cached_tokens if details is not None else None) or 0
+
+    @property
+    def reasoning(self) -> int:
+        """Tokens of the answer that are reasoning."""
+        details = self.completion_tokens_details
+        return (details.reasoning_tokens if details is not None else None) or 0
+
+    def written(self, tokens_per_block: int | None) -> int:
+        """Prompt tokens that the cache got: as the engine says, else those of new full blocks."""
+        details = self.prompt_tokens_details or _PromptDetails()
+        for told in (details.cache_write_tokens, details.created_cache_tokens):
+            if told is not None:
+                return told
+        block = tokens_per_block or 1
+        return max(self.prompt_tokens // block * block - self.cached, 0)
 
 
 class _Function(Struct):
@@ -15,7 +56,7 @@ class _Function(Struct):
     arguments: str | None = None
 
 
-class Call(Struct):
+class ToolCall(Struct):
     """A call of a tool, or what a chunk adds to it."""
 
     index: int | None = None
@@ -33,14 +74,14 @@ class Call(Struct):
         return (self.function.arguments if self.function is not None else None) or ""
 
 
-class Said(Struct):
+class ChatMessage(Struct):
     """A message, or what a chunk adds to it. Engines have either name for reasoning."""
 
     content: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
     refusal: str | None = None
-    tool_calls: list[Call] | None = None
+    tool_calls: list[ToolCall] | None = None
 
     @property
     def thoughts(self) -> str:
@@ -55,8 +96,8 @@ class _Logprobs(Struct):
 class Choice(Struct):
     """A choice. `stop_reason` (vLLM) and `matched_stop` (SGLang): the stop sequence, or the id of a token."""
 
-    message: Said | None = None
-    delta: Said | None = None
+    message: ChatMessage | None = None
+    delta: ChatMessage | None = None
     logprobs: _Logprobs | None = None
     finish_reason: str | None = None
     stop_reason: str | int | None = None

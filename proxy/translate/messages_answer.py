@@ -12,111 +12,17 @@ A stream tells usage twice: in its first event what kvpin predicts, in its last 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
-from msgspec import Struct
 
 from engine_adapter import read_error
 from proxy.errors import EngineFailed
 from proxy.request.dialects import ANTHROPIC
-from proxy.translate.chats import Said, read_chat
+from proxy.translate.chats import ChatMessage, ChatUsage, read_chat
 from proxy.translate.translation import Predicted
-from proxy.translate.usage import ChatUsage
 
-
-class Usage(Struct):
-    """Token counts; together the first three are the prompt's."""
-
-    input_tokens: int = 0
-    cache_creation_input_tokens: int = 0
-    cache_read_input_tokens: int = 0
-    output_tokens: int = 0
-
-
-class _Text(Struct, tag="text"):
-    text: str
-
-
-class _Thinking(Struct, tag="thinking"):
-    thinking: str
-    signature: str = ""
-
-
-class _ToolUse(Struct, tag="tool_use"):
-    id: str
-    name: str
-    input: Mapping[str, object]
-
-
-_Block = _Text | _Thinking | _ToolUse
-
-
-class _Message(Struct):
-    id: str
-    type: str
-    role: str
-    model: str
-    content: list[_Block]
-    stop_reason: str | None
-    stop_sequence: str | None
-    usage: Usage
-
-
-class _TextDelta(Struct, tag="text_delta"):
-    text: str
-
-
-class _ThinkingDelta(Struct, tag="thinking_delta"):
-    thinking: str
-
-
-class _SignatureDelta(Struct, tag="signature_delta"):
-    signature: str
-
-
-class _InputDelta(Struct, tag="input_json_delta"):
-    partial_json: str
-
-
-class _MessageStart(Struct, tag="message_start"):
-    message: dict[str, object]
-
-
-class _Ping(Struct, tag="ping"):
-    pass
-
-
-class _BlockStart(Struct, tag="content_block_start"):
-    index: int
-    content_block: _Block
-
-
-class _BlockDelta(Struct, tag="content_block_delta"):
-    index: int
-    delta: _TextDelta | _ThinkingDelta | _SignatureDelta | _InputDelta
-
-
-class _BlockStop(Struct, tag="content_block_stop"):
-    index: int
-
-
-class _Stop(Struct):
-    stop_reason: str
-    stop_sequence: str | None
-
-
-class _MessageDelta(Struct, tag="message_delta"):
-    delta: _Stop
-    usage: Usage
-
-
-class _MessageStop(Struct, tag="message_stop"):
-    pass
-
-
-_Event = _MessageStart | _Ping | _BlockStart | _BlockDelta | _BlockStop | _MessageDelta | _MessageStop
+_Json = dict[str, Any]
 _encode = msgspec.json.Encoder().encode
 _REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "content_filter": "refusal"}
 # Clients send a thinking block back only if it is signed. kvpin does not check it.
@@ -124,59 +30,44 @@ _SIGNATURE = "kvpin"
 _BROKEN_OFF = "the engine broke off its answer"
 
 
-def message_of(
-    content: bytes,
-    ident: str,
-    model: str | None,
-    *,
-    prewarms: bool,
-    marks: bool = False,
-    tokens_per_block: int | None = None,
-) -> dict[str, object]:
-    """The message of a whole chat.
+class MessageAnswer:
+    """The answer to one request, whole or as the events of a stream.
 
-    Args:
-        content: the chat's answer.
-        ident: the message's id.
+    Attributes:
+        predicted: see Translation.
+    """
+
+    def __init__(self, model: str | None, *, prewarms: bool, marks: bool = False) -> None:
+        """Args:
         model: the model's name, as it was asked; None: the engine's answer names it.
         prewarms: no answer is wanted, only the prompt's usage.
         marks: the request marks what is to be cached; without a mark, Anthropic counts nothing as written.
-        tokens_per_block: the engine keeps full blocks; None where it does not tell.
-
-    Raises:
-        EngineFailed: the content is not that of a chat.
-    """
-    chat = read_chat(content)
-    choice = next(iter(chat.choices), None)
-    if choice is None or choice.message is None:
-        raise EngineFailed("the engine's answer is not that of a chat")
-    usage = _usage(chat.usage or ChatUsage(), tokens_per_block, marks=marks)
-    blocks = _blocks(choice.message)
-    if prewarms:
-        blocks, usage.output_tokens = [], 0
-    uses_tool = bool(choice.message.tool_calls)
-    reason, sequence = _reason(choice.finish_reason, choice.stop_sequence, uses_tool=uses_tool)
-    name = model or chat.model or ""
-    return _fields(_Message(ident, "message", "assistant", name, blocks, reason, sequence, usage))
-
-
-class MessageStream:
-    """The events of one streamed message, from the chunks of a chat's stream."""
-
-    def __init__(self, ident: str, model: str | None, *, prewarms: bool, marks: bool = False) -> None:
-        """See `message_of`."""
-        self._ident, self._model, self._prewarms, self._marks = ident, model, prewarms, marks
-        self._started = self._failed = self._garbled = False
+        """
+        self._id = f"msg_{os.urandom(12).hex()}"
+        self._model, self._prewarms, self._marks = model, prewarms, marks
+        self.predicted = Predicted()
+        self._started = self._failed = self._garbled = self._uses_tool = False
         self._kind = ""  # of the open block
         self._call: int | None = None  # index of the open block's call
         self._index = -1  # of the open block, or of the last one
         self._finish: str | None = None
         self._sequence: str | None = None
-        self._usage = Usage()
-        self._uses_tool = False
+        self._usage = _counts(0, 0, 0, 0)
 
-    def event(self, payload: bytes, predicted: Predicted) -> bytes:
-        """The events that a chunk makes; `predicted`: for the first one, see Translation.
+    def answer(self, content: bytes) -> bytes:
+        """The message of a whole chat. Raises EngineFailed if the content is not that of a chat."""
+        chat = read_chat(content)
+        choice = next(iter(chat.choices), None)
+        if choice is None or choice.message is None:
+            raise EngineFailed("the engine's answer is not that of a chat")
+        self._usage = self._counted(chat.usage or ChatUsage())
+        self._finish, self._sequence = choice.finish_reason, choice.stop_sequence
+        self._uses_tool = bool(choice.message.tool_calls)
+        blocks = [] if self._prewarms else _blocks(choice.message)
+        return _encode(self._message(chat.model, blocks, self._stop()))
+
+    def event(self, payload: bytes) -> bytes:
+        """The events that a chunk makes.
 
         Nothing follows what is no chunk, such as half an event of an engine that died, but an error.
         """
@@ -190,9 +81,9 @@ class MessageStream:
             return _error(read_error(payload).message)
         if self._garbled:
             return b""
-        events = [] if self._started else self._start(predicted, self._model or chunk.model or "")
+        events = [] if self._started else self._start(chunk.model)
         if chunk.usage is not None:
-            self._usage = _usage(chunk.usage, predicted.tokens_per_block, marks=self._marks)
+            self._usage = self._counted(chunk.usage)
         for choice in chunk.choices[:1]:
             if choice.delta is not None and not self._prewarms:
                 events += self._said(choice.delta)
@@ -206,69 +97,108 @@ class MessageStream:
             return b""
         if self._finish is None or self._garbled:
             return _error(_BROKEN_OFF)
-        if self._prewarms:
-            self._usage.output_tokens = 0
-        stop = _Stop(*_reason(self._finish, self._sequence, uses_tool=self._uses_tool))
-        return b"".join(map(_sent, [*self._close(), _MessageDelta(stop, self._usage), _MessageStop()]))
+        last = {"type": "message_delta", "delta": self._stop(), "usage": self._usage}
+        return b"".join(map(_sent, [*self._close(), last, {"type": "message_stop"}]))
 
-    def _start(self, predicted: Predicted, model: str) -> list[_Event]:
+    def _start(self, model: str | None) -> list[_Json]:
         self._started = True
-        cached = predicted.cached_tokens
-        fresh = max((predicted.prompt_tokens or 0) - cached, 0)
-        self._usage = Usage(fresh, cache_read_input_tokens=cached)
-        message = _Message(self._ident, "message", "assistant", model, [], None, None, self._usage)
-        return [_MessageStart(_fields(message)), _Ping()]
+        cached = self.predicted.cached_tokens
+        self._usage = _counts(max((self.predicted.prompt_tokens or 0) - cached, 0), 0, cached, 0)
+        message = self._message(model, [], {"stop_reason": None, "stop_sequence": None})
+        return [{"type": "message_start", "message": message}, {"type": "ping"}]
 
-    def _said(self, delta: Said) -> list[_Event]:
-        events: list[_Event] = []
+    def _message(self, model: str | None, blocks: list[_Json], stop: _Json) -> _Json:
+        return {
+            "id": self._id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._model or model or "",
+            "content": blocks,
+            **stop,
+            "usage": self._usage,
+        }
+
+    def _said(self, delta: ChatMessage) -> list[_Json]:
+        events: list[_Json] = []
         if delta.thoughts:
-            events += self._open("thinking", _Thinking(""))
-            events.append(_BlockDelta(self._index, _ThinkingDelta(delta.thoughts)))
+            events += self._open(_thinking("", ""))
+            events.append(self._delta("thinking_delta", thinking=delta.thoughts))
         if delta.content:
-            events += self._open("text", _Text(""))
-            events.append(_BlockDelta(self._index, _TextDelta(delta.content)))
+            events += self._open(_text(""))
+            events.append(self._delta("text_delta", text=delta.content))
         for call in delta.tool_calls or ():
             if call.name and (index := call.index or 0) != self._call:
                 self._uses_tool = True
-                events += self._open("tool_use", _ToolUse(call.id or _call_id(), call.name, {}), index)
+                events += self._open(_tool_use(call.id, call.name, {}), index)
             if call.arguments and self._call is not None:
-                events.append(_BlockDelta(self._index, _InputDelta(call.arguments)))
+                events.append(self._delta("input_json_delta", partial_json=call.arguments))
         return events
 
-    def _open(self, kind: str, block: _Block, call: int | None = None) -> list[_Event]:
-        """The events before a delta of this kind: none if such a block is open."""
-        if kind == self._kind and call == self._call:
+    def _open(self, block: _Json, call: int | None = None) -> list[_Json]:
+        """The events before a delta of such a block: none if one is open."""
+        if block["type"] == self._kind and call == self._call:
             return []
         events = self._close()
-        self._kind, self._call, self._index = kind, call, self._index + 1
-        return [*events, _BlockStart(self._index, block)]
+        self._kind, self._call, self._index = block["type"], call, self._index + 1
+        return [*events, {"type": "content_block_start", "index": self._index, "content_block": block}]
 
-    def _close(self) -> list[_Event]:
+    def _delta(self, kind: str, **added: str) -> _Json:
+        return {"type": "content_block_delta", "index": self._index, "delta": {"type": kind, **added}}
+
+    def _close(self) -> list[_Json]:
         if not self._kind:
             return []
-        signed: Sequence[_Event] = ()
-        if self._kind == "thinking":
-            signed = (_BlockDelta(self._index, _SignatureDelta(_SIGNATURE)),)
+        signed = [self._delta("signature_delta", signature=_SIGNATURE)] if self._kind == "thinking" else []
         self._kind, self._call = "", None
-        return [*signed, _BlockStop(self._index)]
+        return [*signed, {"type": "content_block_stop", "index": self._index}]
+
+    def _stop(self) -> _Json:
+        """Why the answer ended. Some engines end a call that was asked for with `stop`."""
+        if self._finish == "stop" and self._sequence is not None:
+            return {"stop_reason": "stop_sequence", "stop_sequence": self._sequence}
+        ended_by_call = self._finish == "stop" and self._uses_tool
+        reason = "tool_use" if ended_by_call else _REASONS.get(self._finish or "", "end_turn")
+        return {"stop_reason": reason, "stop_sequence": None}
+
+    def _counted(self, usage: ChatUsage) -> _Json:
+        read = usage.cached
+        written = usage.written(self.predicted.tokens_per_block) if self._marks else 0
+        fresh = max(usage.prompt_tokens - read - written, 0)
+        return _counts(fresh, written, read, 0 if self._prewarms else usage.completion_tokens or 0)
 
 
-def _fields(message: _Message) -> dict[str, Any]:
-    return msgspec.structs.asdict(message)
+def _counts(fresh: int, written: int, read: int, output: int) -> _Json:
+    """A usage: its first three counts together are the prompt's."""
+    return {
+        "input_tokens": fresh,
+        "cache_creation_input_tokens": written,
+        "cache_read_input_tokens": read,
+        "output_tokens": output,
+    }
 
 
-def _blocks(said: Said) -> list[_Block]:
-    blocks: list[_Block] = []
-    if said.thoughts:
-        blocks.append(_Thinking(said.thoughts, _SIGNATURE))
-    if said.content:
-        blocks.append(_Text(said.content))
+def _blocks(said: ChatMessage) -> list[_Json]:
+    blocks = [_thinking(said.thoughts, _SIGNATURE)] if said.thoughts else []
+    blocks += [_text(said.content)] if said.content else []
     calls = said.tool_calls or ()
-    blocks += [_ToolUse(call.id or _call_id(), call.name, _arguments(call.arguments)) for call in calls]
-    return blocks
+    return blocks + [_tool_use(call.id, call.name, _arguments(call.arguments)) for call in calls]
 
 
-def _arguments(text: str) -> Mapping[str, object]:
+def _thinking(text: str, signature: str) -> _Json:
+    return {"type": "thinking", "thinking": text, "signature": signature}
+
+
+def _text(text: str) -> _Json:
+    return {"type": "text", "text": text}
+
+
+def _tool_use(call_id: str | None, name: str, arguments: dict[str, msgspec.Raw]) -> _Json:
+    """A call. One that the engine gave no id gets one."""
+    ident = call_id or f"toolu_{os.urandom(12).hex()}"
+    return {"type": "tool_use", "id": ident, "name": name, "input": arguments}
+
+
+def _arguments(text: str) -> dict[str, msgspec.Raw]:
     """The arguments of a tool call; {} if the text is no JSON object, for example because it was cut off."""
     try:
         return msgspec.json.decode(text, type=dict[str, msgspec.Raw])
@@ -276,29 +206,9 @@ def _arguments(text: str) -> Mapping[str, object]:
         return {}
 
 
-def _call_id() -> str:
-    """The id of a call that the engine gave none."""
-    return f"toolu_{os.urandom(12).hex()}"
-
-
-def _reason(finish: str | None, sequence: str | None, *, uses_tool: bool) -> tuple[str, str | None]:
-    """`stop_reason` and `stop_sequence`. Some engines end a call that was asked for with `stop`."""
-    if finish == "stop" and sequence is not None:
-        return "stop_sequence", sequence
-    if finish == "stop" and uses_tool:
-        return "tool_use", None
-    return _REASONS.get(finish or "", "end_turn"), None
-
-
-def _usage(usage: ChatUsage, tokens_per_block: int | None, *, marks: bool) -> Usage:
-    read, created = usage.cached, usage.written(tokens_per_block) if marks else 0
-    fresh = max(usage.prompt_tokens - read - created, 0)
-    return Usage(fresh, created, read, usage.completion_tokens or 0)
-
-
 def _error(message: str) -> bytes:
     return ANTHROPIC.error_event(ANTHROPIC.error(500, message, kind="server_error"))
 
 
-def _sent(event: _Event) -> bytes:
-    return b"event: %b\ndata: %b\n\n" % (str(event.__struct_config__.tag).encode(), _encode(event))
+def _sent(event: _Json) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), _encode(event))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
-from proxy.translate.messages import CountTokens, Messages
-from proxy.translate.responses import response_translations
+from proxy.translate.messages import MessageTranslation
+from proxy.translate.responses import INPUT_TOKENS_PATH, RESPONSES_PATH, ResponseTranslation
 from proxy.translate.responses_store import ResponseStore
 from proxy.translate.translation import Translate
 
@@ -13,7 +14,8 @@ from proxy.translate.translation import Translate
 def translations(responses: ResponseStore) -> Mapping[str, Translate]:
     """Route → what translates a body that was sent there. `responses` keeps those that clients want kept."""
     return {
-        "/v1/messages": lambda body, _tenant: Messages(body),
-        "/v1/messages/count_tokens": lambda body, _tenant: CountTokens(body),
-        **response_translations(responses),
+        "/v1/messages": lambda body, _tenant: MessageTranslation(body),
+        "/v1/messages/count_tokens": lambda body, _tenant: MessageTranslation(body, counts=True),
+        RESPONSES_PATH: partial(ResponseTranslation, store=responses),
+        INPUT_TOKENS_PATH: partial(ResponseTranslation, store=responses, counts=True),
     }

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from urllib.parse import unquote
 
 import msgspec
+from typing_extensions import override
 
 from engine_adapter import UNREADABLE, HeaderPairs, JsonBody
 from proxy.request.calls import Call, Client, Through
@@ -28,27 +29,27 @@ CONTINUING = frozenset({RESPONSES_PATH, INPUT_TOKENS_PATH})
 _NO_NAMES = frozenset({INPUT_TOKENS_PATH, f"{_BELOW}compact"})
 
 
-class Home(NamedTuple):
+class ResponseHome(NamedTuple):
     """The process that made a response: an engine's id, and its `EngineInfo.instance`."""
 
     engine: str
     instance: str | None
 
 
-class Homes:
+class ResponseHomes:
     """Response → engine, of each tenant."""
 
     def __init__(self) -> None:
-        self._homes: dict[str | None, OrderedDict[str, Home]] = {}
+        self._homes: dict[str | None, OrderedDict[str, ResponseHome]] = {}
 
-    def keep(self, tenant: str | None, response_id: str, home: Home) -> None:
+    def keep(self, tenant: str | None, response_id: str, home: ResponseHome) -> None:
         """A tenant got a response from an engine."""
         homes = self._homes.setdefault(tenant, OrderedDict())
         homes[response_id] = home
         if len(homes) > MAX_NAMES:
             homes.popitem(last=False)
 
-    def find(self, tenant: str | None, response_id: str) -> Home | None:
+    def find(self, tenant: str | None, response_id: str) -> ResponseHome | None:
         """The engine that made a tenant's response; None if that is not known."""
         homes = self._homes.get(tenant)
         return None if homes is None else homes.get(response_id)
@@ -75,7 +76,7 @@ class _Named(msgspec.Struct):
 _decode = msgspec.json.Decoder(_Named).decode
 
 
-class Noting(Through):
+class ResponseNoter(Through):
     """A client whose answer passes unchanged; the name of the response in it is noted."""
 
     def __init__(self, client: Client, note: Callable[[str], None]) -> None:
@@ -83,19 +84,19 @@ class Noting(Through):
         self._note: Callable[[str], None] | None = note
         self._events: Events | None = None  # those of a stream
 
+    @override
     def start(self, status: int, headers: HeaderPairs) -> None:
-        """See Client."""
         if any(name == b"content-type" and value.startswith(b"text/event-stream") for name, value in headers):
             self._events = Events()
         self._client.start(status, headers)
 
+    @override
     def write(self, chunk: bytes) -> None:
-        """See Client."""
         self._look(chunk)
         self._client.write(chunk)
 
+    @override
     def finish(self, chunk: bytes) -> None:
-        """See Client."""
         self._look(chunk)
         self._client.finish(chunk)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -19,27 +19,16 @@ from msgspec import UNSET
 
 from engine_adapter import JsonBody
 from proxy.errors import EngineFailed
-from proxy.translate.chats import Chat, Error, Said, read_chat
+from proxy.translate.chats import Chat, ChatMessage, ChatUsage, Error, read_chat
 from proxy.translate.responses_answer import Event, Output, usage_of
 from proxy.translate.responses_request import param_of, read_request
 from proxy.translate.responses_store import ResponseStore
-from proxy.translate.translation import Predicted, Translation
-from proxy.translate.usage import ChatUsage
+from proxy.translate.translation import Predicted
 
 RESPONSES_PATH = "/v1/responses"
 INPUT_TOKENS_PATH = "/v1/responses/input_tokens"
 _INCOMPLETE = {"length": "max_output_tokens", "content_filter": "content_filter"}
 _BROKEN_OFF = "the engine broke off its answer"
-
-
-def response_translations(
-    store: ResponseStore,
-) -> Mapping[str, Callable[[JsonBody, str | None], Translation]]:
-    """The routes of the API that become chats; responses are kept in `store`."""
-    return {
-        RESPONSES_PATH: partial(ResponseTranslation, store=store),
-        INPUT_TOKENS_PATH: partial(ResponseTranslation, store=store, counts=True),
-    }
 
 
 class ResponseTranslation:
@@ -71,24 +60,21 @@ class ResponseTranslation:
     # --- Translation ----------------------------------------------------------------------------------
 
     def answer(self, content: bytes) -> bytes:
-        """See Translation. A whole answer is a stream of one chunk."""
+        """The response, from a whole chat: a stream of one chunk."""
         chunk = read_chat(content)
         if not chunk.choices:
             raise EngineFailed("the engine's answer is not that of a chat")
-        for _ in self._take(chunk):
-            """The items are all that is wanted."""
+        list(self._take(chunk))  # the items are all that is wanted
         self._finish = self._finish or "stop"
-        status = self._status
-        for _ in self._output.end(status):
-            """Likewise."""
-        return self._final(status)
+        list(self._output.end(self._status))
+        return self._final(self._status)
 
     def count(self, tokens: int) -> bytes:
-        """See Translation."""
+        """The answer to a request that counts."""
         return msgspec.json.encode({"object": "response.input_tokens", "input_tokens": tokens})
 
     def event(self, payload: bytes) -> bytes:
-        """See Translation. After what is no chunk, such as half an event, comes only an error."""
+        """The events that a chunk makes. After what is no chunk, as half an event, comes only an error."""
         try:
             chunk = read_chat(payload)
         except EngineFailed:
@@ -114,7 +100,7 @@ class ResponseTranslation:
         return self._written(events)
 
     def end(self) -> bytes:
-        """See Translation. A stream that says not why it ended is not complete: its end is an error."""
+        """The last events. A stream that does not say why it ended is not complete: its end is an error."""
         if self._failed:
             return b""
         if self._garbled or self._finish is None:
@@ -125,7 +111,7 @@ class ResponseTranslation:
         return self._written([*events, (f"response.{status}", {"response": final, **self._timings})])
 
     def param(self, of_chat: str) -> str:
-        """See Translation."""
+        """The name of a field of the chat in the request."""
         return param_of(of_chat)
 
     # --- inside ---------------------------------------------------------------------------------------
@@ -142,7 +128,7 @@ class ResponseTranslation:
             self._finish = choice.finish_reason or self._finish
             if self._prewarms:
                 continue  # the prompt is computed, and the token that it took is nobody's
-            yield from self._output.add(choice.delta or choice.message or Said(), logprobs or [])
+            yield from self._output.add(choice.delta or choice.message or ChatMessage(), logprobs or [])
 
     def _error(self, error: Error | str) -> Event:
         self._failed = True
@@ -165,7 +151,7 @@ class ResponseTranslation:
         items = self._output.items
         content = msgspec.json.encode(self._response(status, items))
         if self._turn is not None:
-            self._turn.answered = {item.id: msgspec.json.encode(item) for item in items}
+            self._turn.answered = {item["id"]: msgspec.json.encode(item) for item in items}
             self._keep(content, self._turn)
         return content
 

@@ -6,11 +6,10 @@ import secrets
 from collections.abc import Container, Iterator
 from typing import Any
 
-from msgspec import Raw, Struct
+from msgspec import Raw
 
-from proxy.translate.chats import Call, Said
+from proxy.translate.chats import ChatMessage, ChatUsage, ToolCall
 from proxy.translate.responses_items import custom_input, sealed
-from proxy.translate.usage import ChatUsage
 
 
 def usage_of(usage: ChatUsage, tokens_per_block: int | None, *, prewarms: bool = False) -> dict[str, Any]:
@@ -28,66 +27,7 @@ def usage_of(usage: ChatUsage, tokens_per_block: int | None, *, prewarms: bool =
     }
 
 
-class Text(Struct, tag="output_text"):
-    """A part of a message."""
-
-    text: str
-    annotations: list[Any] = []
-    logprobs: list[Raw] = []
-
-
-class Refusal(Struct, tag="refusal"):
-    """A part of a message."""
-
-    refusal: str
-
-
-class Thought(Struct, tag="reasoning_text"):
-    """A part of reasoning."""
-
-    text: str
-
-
-class Message(Struct, tag="message"):
-    """An item: what the model says."""
-
-    id: str
-    status: str
-    content: list[Text | Refusal]
-    role: str = "assistant"
-
-
-class Reasoning(Struct, tag="reasoning"):
-    """An item: what the model thinks."""
-
-    id: str
-    status: str
-    content: list[Thought]
-    summary: list[Any] = []
-    encrypted_content: str | None = None
-
-
-class FunctionCall(Struct, tag="function_call"):
-    """An item: a call of a function."""
-
-    id: str
-    status: str
-    call_id: str
-    name: str
-    arguments: str
-
-
-class CustomCall(Struct, tag="custom_tool_call"):
-    """An item: a call of a custom tool."""
-
-    id: str
-    status: str
-    call_id: str
-    name: str
-    input: str
-
-
-Item = Message | Reasoning | FunctionCall | CustomCall
+Item = dict[str, Any]
 # The type of an event, and its fields beside the number of its item.
 Event = tuple[str, dict[str, Any]]
 
@@ -102,21 +42,17 @@ class _Part:
         self.logprobs: list[Raw] = []
 
     def item(self, status: str, *, seals: bool = False) -> Item:
-        text = "".join(self.pieces)
-        if self.kind == "reasoning_text":
-            content = [Thought(text)] if self.pieces else []
-            return Reasoning(self.id, status, content, encrypted_content=sealed(text) if seals else None)
-        return Message(self.id, status, [self._part()] if self.pieces else [])
+        known = {"id": self.id, "status": status, "content": [self._part()] if self.pieces else []}
+        if self.kind != "reasoning_text":
+            return {"type": "message", **known, "role": "assistant"}
+        secret = sealed("".join(self.pieces)) if seals else None
+        return {"type": "reasoning", **known, "summary": [], "encrypted_content": secret}
 
-    def _part(self) -> Any:  # noqa: ANN401 - a part of the item
+    def _part(self) -> dict[str, Any]:
         text = "".join(self.pieces)
-        match self.kind:
-            case "reasoning_text":
-                return Thought(text)
-            case "refusal":
-                return Refusal(text)
-            case _:
-                return Text(text, logprobs=self.logprobs)
+        if self.kind == "output_text":
+            return {"type": self.kind, "text": text, "annotations": [], "logprobs": self.logprobs}
+        return {"type": self.kind, "refusal" if self.kind == "refusal" else "text": text}
 
     def begin(self) -> Iterator[Event]:
         yield "response.output_item.added", {"item": self.item("in_progress")}
@@ -132,18 +68,17 @@ class _Part:
         )
 
     def end(self, item: Item) -> Iterator[Event]:
-        at = {"item_id": self.id, "content_index": 0}
-        whole = {"refusal" if self.kind == "refusal" else "text": "".join(self.pieces)}
-        known = {"logprobs": self.logprobs} if self.kind == "output_text" else {}
-        yield f"response.{self.kind}.done", {**at, **whole, **known}
-        yield "response.content_part.done", {**at, "part": self._part()}
+        at, part = {"item_id": self.id, "content_index": 0}, self._part()
+        whole = {name: value for name, value in part.items() if name not in ("type", "annotations")}
+        yield f"response.{self.kind}.done", {**at, **whole}
+        yield "response.content_part.done", {**at, "part": part}
         yield "response.output_item.done", {"item": item}
 
 
 class _CallItem:
     """A call, while it is written."""
 
-    def __init__(self, call: Call, custom: Container[str]) -> None:
+    def __init__(self, call: ToolCall, custom: Container[str]) -> None:
         self.name = call.name
         self.call_id = call.id or f"call_{secrets.token_hex(12)}"
         self.is_custom = self.name in custom
@@ -152,10 +87,10 @@ class _CallItem:
 
     def item(self, status: str, *, seals: bool = False) -> Item:  # noqa: ARG002 - reasoning is
         given = "".join(self.pieces)
+        known = {"id": self.id, "status": status, "call_id": self.call_id, "name": self.name}
         if self.is_custom:
-            made = custom_input(given) if given else ""
-            return CustomCall(self.id, status, self.call_id, self.name, made)
-        return FunctionCall(self.id, status, self.call_id, self.name, given)
+            return {"type": "custom_tool_call", **known, "input": custom_input(given) if given else ""}
+        return {"type": "function_call", **known, "arguments": given}
 
     def begin(self) -> Iterator[Event]:
         yield "response.output_item.added", {"item": self.item("in_progress")}
@@ -166,9 +101,9 @@ class _CallItem:
             yield "response.function_call_arguments.delta", {"item_id": self.id, "delta": text}
 
     def end(self, item: Item) -> Iterator[Event]:
-        if isinstance(item, CustomCall):
-            yield "response.custom_tool_call_input.delta", {"item_id": self.id, "delta": item.input}
-            yield "response.custom_tool_call_input.done", {"item_id": self.id, "input": item.input}
+        if self.is_custom:
+            yield "response.custom_tool_call_input.delta", {"item_id": self.id, "delta": item["input"]}
+            yield "response.custom_tool_call_input.done", {"item_id": self.id, "input": item["input"]}
         else:
             done = {"item_id": self.id, "name": self.name, "arguments": "".join(self.pieces)}
             yield "response.function_call_arguments.done", done
@@ -193,7 +128,7 @@ class Output:
         """The items that are complete, in order."""
         return [item for _, item in sorted(self._done.items(), key=lambda pair: pair[0])]
 
-    def add(self, delta: Said, logprobs: list[Raw]) -> Iterator[Event]:
+    def add(self, delta: ChatMessage, logprobs: list[Raw]) -> Iterator[Event]:
         """Takes what a chunk adds, and gives the events that say so."""
         if thought := delta.thoughts:
             yield from self._write("reasoning_text", thought, [])
@@ -215,7 +150,7 @@ class Output:
             yield from self._begin(kind, _Part(kind))
         yield from self._at(kind, self._open[kind][1].add(text, logprobs))
 
-    def _call(self, index: int, call: Call) -> Iterator[Event]:
+    def _call(self, index: int, call: ToolCall) -> Iterator[Event]:
         if index not in self._open:
             yield from self._end_text()
             yield from self._begin(index, _CallItem(call, self._custom))

@@ -12,7 +12,7 @@ from engine_adapter import JsonBody
 from proxy.error_codes import Code
 from proxy.errors import BadRequest, NotFound
 from proxy.translate.responses_items import CUSTOM_ARGUMENT, Json, Messages, listed
-from proxy.translate.responses_store import Shelf, Turn
+from proxy.translate.responses_store import TenantResponses, Turn
 
 # Fields of the API that say nothing to an engine. All others, such as `cache_salt`, stay in the chat.
 _NOT_OF_A_CHAT = (
@@ -57,7 +57,7 @@ _LOGPROBS, _SEALED = "message.output_text.logprobs", "reasoning.encrypted_conten
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ResponseRequest:
     """A request for a response, read.
 
     Attributes:
@@ -79,7 +79,7 @@ class Asked:
     prewarms: bool
 
 
-def read_request(body: JsonBody, shelf: Shelf, response_id: str) -> Asked:
+def read_request(body: JsonBody, shelf: TenantResponses, response_id: str) -> ResponseRequest:
     """Reads a request. `shelf`: the responses of its tenant. `response_id`: that of the answer.
 
     Raises:
@@ -114,7 +114,7 @@ def read_request(body: JsonBody, shelf: Shelf, response_id: str) -> Asked:
     if body.get("stream") is True:
         changes["stream_options"] = {"include_usage": True}
     stores = body.get("store") is not False
-    return Asked(
+    return ResponseRequest(
         body.replace(**changes),
         _turn(previous, items, response_id) if stores else None,
         _repeated(body, tools, text, reasoning),
@@ -137,7 +137,7 @@ def param_of(of_chat: str) -> str:
     return _PARAMS.get(name, of_chat)
 
 
-def _previous(body: JsonBody, shelf: Shelf) -> Turn | None:
+def _previous(body: JsonBody, shelf: TenantResponses) -> Turn | None:
     name = body.get("previous_response_id")
     if not name:
         return None
@@ -176,7 +176,7 @@ class _Room:
             )
 
 
-def _items(body: JsonBody, shelf: Shelf, room: _Room, *, needed: bool) -> list[Json]:
+def _items(body: JsonBody, shelf: TenantResponses, room: _Room, *, needed: bool) -> list[Json]:
     """The items of the request's own input; references are replaced by what they name."""
     given = body.get("input")
     if isinstance(given, str):
@@ -188,7 +188,7 @@ def _items(body: JsonBody, shelf: Shelf, room: _Room, *, needed: bool) -> list[J
     return [_resolved(item, shelf, room, f"input[{index}]") for index, item in enumerate(given)]
 
 
-def _resolved(item: Any, shelf: Shelf, room: _Room, param: str) -> Json:  # noqa: ANN401 - JSON
+def _resolved(item: Any, shelf: TenantResponses, room: _Room, param: str) -> Json:  # noqa: ANN401 - JSON
     match item:
         case {"id": str(item_id), **rest} if rest in ({}, {"type": "item_reference"}, {"type": None}):
             found = shelf.item(item_id)

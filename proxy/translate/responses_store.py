@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from threading import RLock
 
@@ -74,7 +74,7 @@ class Turn:
 
 
 @dataclass(slots=True)
-class Stored:
+class StoredResponse:
     """A response that is kept.
 
     Attributes:
@@ -88,13 +88,13 @@ class Stored:
     used_at: float
 
 
-class Shelf:
+class TenantResponses:
     """The responses of one tenant. Threads may use it at once: long requests are read in some."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.bytes = 0
         self._clock = clock
-        self._stored: OrderedDict[str, Stored] = OrderedDict()  # the one used longest ago first
+        self._stored: OrderedDict[str, StoredResponse] = OrderedDict()  # the one used longest ago first
         self._items: dict[str, Turn] = {}
         self._lock = RLock()  # no answer waits for long: nothing is done under it but looking up and counting
 
@@ -102,13 +102,13 @@ class Shelf:
         """Keeps a response. Others, or this one, go if there is no room for all."""
         with self._lock:
             self._expire()
-            self._stored[response_id] = Stored(content, turn, self._clock())
+            self._stored[response_id] = StoredResponse(content, turn, self._clock())
             self.bytes += len(content) + _OVERHEAD
             self._keep(turn)
             while self.bytes > room:
                 self._drop(next(iter(self._stored)))
 
-    def get(self, response_id: str) -> Stored | None:
+    def get(self, response_id: str) -> StoredResponse | None:
         """The response; None if it is not, or no longer, kept."""
         with self._lock:
             self._expire()
@@ -167,22 +167,28 @@ class ResponseStore:
     """The responses of all tenants."""
 
     def __init__(
-        self, tenants: int = 1, *, max_bytes: int = MAX_BYTES, clock: Callable[[], float] = time.monotonic
+        self,
+        tenants: Iterable[str] = (),
+        *,
+        max_bytes: int = MAX_BYTES,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`tenants`: among how many the room is divided."""
+        """`tenants`: see `divide`."""
         self._max_bytes = max_bytes
         self._clock = clock
+        self._shelves: dict[str | None, TenantResponses] = {}
         self.divide(tenants)
-        self._shelves: dict[str | None, Shelf] = {}
 
-    def divide(self, tenants: int) -> None:
-        """Divides the room among that many tenants. A tenant that has more than its part loses its oldest
-        responses when it gets its next one."""
-        self._room = self._max_bytes // max(tenants, 1)
+    def divide(self, tenants: Iterable[str]) -> None:
+        """Divides the room among these tenants; none are one without a name. What others had is dropped. A
+        tenant that has more than its part loses its oldest responses when it gets its next one."""
+        names: set[str | None] = {*tenants} or {None}
+        self._room = self._max_bytes // len(names)
+        self._shelves = {name: self._shelves.get(name) or TenantResponses(self._clock) for name in names}
 
-    def of(self, tenant: str | None) -> Shelf:
-        """The responses of a tenant."""
-        return self._shelves.setdefault(tenant, Shelf(self._clock))
+    def of(self, tenant: str | None) -> TenantResponses:
+        """The responses of a tenant. Of one that was removed, none are kept."""
+        return self._shelves.get(tenant) or TenantResponses(self._clock)
 
     def put(self, tenant: str | None, response_id: str, content: bytes, turn: Turn) -> None:
         """Keeps a response of a tenant."""

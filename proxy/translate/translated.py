@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import msgspec
+from typing_extensions import override
 
 from engine_adapter import HeaderPairs
 from proxy.request.calls import Client, Through
@@ -29,23 +30,23 @@ class Translated(Through):
         self._whole: list[bytes] = []  # pieces of any other answer
         self._head: tuple[int, HeaderPairs] = 200, []  # of any other answer
 
+    @override
     def start(self, status: int, headers: HeaderPairs) -> None:
-        """See Client."""
         if (b"content-type", True) in ((name, value.startswith(_STREAM)) for name, value in headers):
             self._events = Events()
             self._client.start(status, headers)
         else:
             self._head = status, [pair for pair in headers if pair[0] != b"content-length"]
 
+    @override
     def write(self, chunk: bytes) -> None:
-        """See Client."""
         if self._events is None:
             self._whole.append(chunk)
         elif events := self._translated(self._events, chunk):
             self._client.write(events)
 
+    @override
     def finish(self, chunk: bytes) -> None:
-        """See Client."""
         if self._events is not None:
             events = self._translated(self._events, chunk)
             self._client.finish(events if self._ended else events + self._translation.end())

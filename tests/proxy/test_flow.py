@@ -711,7 +711,7 @@ class TestAdapters:
         assert "LoRA adapter 'ada'" in response.json()["error"]["message"]
         proxy.fleet.leave(proxy.fleet.engines["b"])
         assert is_openai_error(await client.post(CHAT, json={**ASK, "model": "ada"}), 503, "no_engine")
-        proxy.fleet.remove("b")
+        proxy.fleet.remove(proxy.fleet.engine("b"))
         response = await client.post(CHAT, json={**ASK, "model": "ada"})
         assert is_openai_error(response, 404, "model_not_found", "model")
         assert not engine.seen

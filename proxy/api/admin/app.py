@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 
+import structlog
 from starlette.exceptions import HTTPException
 from starlette.requests import HTTPConnection, Request
 from starlette.responses import Response
 from starlette.routing import Mount, Route, Router
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine_adapter import EngineError
-from proxy.api.admin.audit import audited
 from proxy.api.admin.endpoint import Endpoint
 from proxy.api.admin.openapi import with_document
 from proxy.api.auth import AdminGuard
@@ -22,9 +22,14 @@ from proxy.api.errors import error_response, handle_http
 from proxy.errors import ProxyError
 from proxy.headers import REQUEST_ID_HEADER
 
+log = structlog.get_logger(__name__)
+
 PREFIX = "/admin/v1"
 # Methods that change nothing.
 _READS = ("GET", "HEAD")
+_REFUSED = (401, 403)
+# Characters of a path that a line of the log repeats.
+_MOST = 200
 
 
 def admin_mount(endpoints: Iterable[Endpoint], guard: AdminGuard) -> Mount:
@@ -81,3 +86,28 @@ class _Guarded:
         except HTTPException as error:
             response = await handle_http(Request(scope), error)
             return await response(scope, receive, send)
+
+
+def audited(connection: HTTPConnection, send: Send, right: str) -> Send:
+    """`send`, which also logs who asked for what, by which right, and the status of the answer; nothing of
+    bodies."""
+
+    async def send_and_log(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            log.info(
+                "admin action",
+                method=connection.scope["method"],
+                path=_path(connection),
+                status=int(message["status"]),
+                peer=connection.client.host if connection.client is not None else None,
+                by=right if message["status"] not in _REFUSED else None,
+            )
+        await send(message)
+
+    return send_and_log
+
+
+def _path(connection: HTTPConnection) -> str:
+    """The path as it was sent, in ASCII: a decoded one could hold control characters."""
+    raw: bytes = connection.scope["raw_path"]
+    return raw[:_MOST].decode("ascii", "backslashreplace")

@@ -41,94 +41,76 @@ class EngineList(msgspec.Struct):
     sources: list[SourceAnswer]
 
 
-class EngineRoutes:
+def engine_routes(
+    fleet: Fleet,
+    engines: Engines,
+    pinning: Pinning,
+    sources: Mapping[str, Source],
+    peers: Peers | None = None,
+    *,
+    reuse: bool,
+) -> tuple[Endpoint, ...]:
     """Lists, adds, removes and drains engines, and tells what they hold."""
 
-    def __init__(
-        self,
-        fleet: Fleet,
-        engines: Engines,
-        pinning: Pinning,
-        sources: Mapping[str, Source],
-        peers: Peers | None = None,
-        *,
-        reuse: bool,
-    ) -> None:
-        self._fleet = fleet
-        self._engines = engines
-        self._pinning = pinning
-        self._sources = sources
-        self._peers = peers
-        self._reuse = reuse
+    def named(request: Request) -> Engine:
+        return fleet.engine(request.path_params["engine_id"])
 
-    async def get_stats(self, _request: Request) -> Response:
-        """Answers with what all pools and engines hold."""
-        return answer(await stats(self._fleet, self._pinning.active(), self._peers, reuse=self._reuse))
+    def described(engine: Engine) -> EngineAnswer:
+        return describe_engine(engine, fleet.pool_of(engine))
 
-    async def list_engines(self, _request: Request) -> Response:
-        """All engines."""
-        engines = [self._described(engine) for engine in self._fleet.engines.values()]
-        sources = [
+    async def get_stats(_request: Request) -> Response:
+        return answer(await stats(fleet, pinning.active(), peers, reuse=reuse))
+
+    async def list_engines(_request: Request) -> Response:
+        found = [
             SourceAnswer(source.name, [each.entry.id for each in source.found], source.error)
-            for source in self._sources.values()
+            for source in sources.values()
         ]
-        return answer(EngineList(engines, sources))
+        return answer(EngineList([described(engine) for engine in fleet.engines.values()], found))
 
-    async def post_engine(self, request: Request) -> Response:
-        """Adds an engine."""
+    async def post_engine(request: Request) -> Response:
         spec = _spec(await read_body(request, dict[str, Any]))
         if not spec.id:
-            spec = replace(spec, id=self._engines.free_id(spec.kind))
-        return answer(self._described(self._engines.add(spec)), 201)
+            spec = replace(spec, id=engines.free_id(spec.kind))
+        return answer(described(engines.add(spec)), 201)
 
-    async def delete_engine(self, request: Request) -> Response:
-        """Drops an engine."""
-        await self._engines.remove(request.path_params["engine_id"])
+    async def delete_engine(request: Request) -> Response:
+        await engines.remove(named(request))
         return Response(status_code=204)
 
-    async def post_drain(self, request: Request) -> Response:
-        """Sends an engine no new requests, or requests again."""
+    async def post_drain(request: Request) -> Response:
         body = await read_body(request, Drain)
-        return answer(self._described(self._engines.drain(request.path_params["engine_id"], undo=body.undo)))
+        return answer(described(engines.drain(named(request), undo=body.undo)))
 
-    def endpoints(self) -> tuple[Endpoint, ...]:
-        """The routes as data."""
-        return (
-            Endpoint(
-                "GET", "/stats", self.get_stats, "What every pool and engine holds and has predicted.", Stats
-            ),
-            Endpoint(
-                "GET", "/engines", self.list_engines, "All engines, and where they were found.", EngineList
-            ),
-            Endpoint(
-                "POST",
-                "/engines",
-                self.post_engine,
-                "Adds an engine and starts watching it; 409 when its id or its address is taken.",
-                EngineAnswer,
-                body=EngineSettings,
-                statuses=(201,),
-            ),
-            Endpoint(
-                "DELETE",
-                "/engines/{engine_id}",
-                self.delete_engine,
-                "Drops an engine that kvpin did not start; its requests in flight go on to their end.",
-                None,
-                statuses=(204,),
-            ),
-            Endpoint(
-                "POST",
-                "/engines/{engine_id}/drain",
-                self.post_drain,
-                "Sends an engine no new requests; with `undo`, sends it requests again.",
-                EngineAnswer,
-                body=Drain,
-            ),
-        )
-
-    def _described(self, engine: Engine) -> EngineAnswer:
-        return describe_engine(engine, self._fleet.pool_of(engine))
+    return (
+        Endpoint("GET", "/stats", get_stats, "What every pool and engine holds and has predicted.", Stats),
+        Endpoint("GET", "/engines", list_engines, "All engines, and where they were found.", EngineList),
+        Endpoint(
+            "POST",
+            "/engines",
+            post_engine,
+            "Adds an engine and starts watching it; 409 when its id or its address is taken.",
+            EngineAnswer,
+            body=EngineSettings,
+            statuses=(201,),
+        ),
+        Endpoint(
+            "DELETE",
+            "/engines/{engine_id}",
+            delete_engine,
+            "Drops an engine that kvpin did not start; its requests in flight go on to their end.",
+            None,
+            statuses=(204,),
+        ),
+        Endpoint(
+            "POST",
+            "/engines/{engine_id}/drain",
+            post_drain,
+            "Sends an engine no new requests; with `undo`, sends it requests again.",
+            EngineAnswer,
+            body=Drain,
+        ),
+    )
 
 
 def _spec(body: dict[str, Any]) -> EngineSpec:

@@ -31,31 +31,24 @@ class LiveEvents(msgspec.Struct, kw_only=True):
     missed: Missed
 
 
-class EventRoutes:
+def event_routes(live: Live) -> tuple[Endpoint, ...]:
     """Lets clients watch."""
 
-    def __init__(self, live: Live) -> None:
-        self._live = live
-
-    async def get_events(self, request: Request) -> Response:
+    async def get_events(request: Request) -> Response:
         """The stream; HEAD gets its headers alone."""
-        if request.method == "HEAD":
-            return Response(headers=_HEADERS)
-        return _EventStream(self._live, self._live.join())
+        return Response(headers=_HEADERS) if request.method == "HEAD" else _EventStream(live, live.join())
 
-    def endpoints(self) -> tuple[Endpoint, ...]:
-        """The routes as data."""
-        return (
-            Endpoint(
-                "GET",
-                "/events",
-                self.get_events,
-                "What happens, as server-sent events: each is named as a field here, with its data as value. "
-                "No prompt text.",
-                LiveEvents,
-                is_stream=True,
-            ),
-        )
+    return (
+        Endpoint(
+            "GET",
+            "/events",
+            get_events,
+            "What happens, as server-sent events: each is named as a field here, with its data as value. "
+            "No prompt text.",
+            LiveEvents,
+            is_stream=True,
+        ),
+    )
 
 
 class _EventStream(Response):

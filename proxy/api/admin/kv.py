@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import TypeVar
 
 import msgspec
@@ -27,78 +28,56 @@ class OperationList(msgspec.Struct):
     operations: list[OperationAnswer]
 
 
-class KvRoutes:
+def kv_routes(
+    kv: KvVerbs, warming: Warming, pinning: Pinning, operations: Operations
+) -> tuple[Endpoint, ...]:
     """Starts operations, lists them, and cancels them."""
+    flush, offload = partial(kv.operate, KvVerb.FLUSH), partial(kv.operate, KvVerb.OFFLOAD)
 
-    def __init__(self, kv: KvVerbs, warming: Warming, pinning: Pinning, operations: Operations) -> None:
-        self._kv = kv
-        self._warming = warming
-        self._pinning = pinning
-        self._operations = operations
+    async def restore(body: Restore) -> Operation:
+        return await kv.operate(KvVerb.RESTORE, body, warm_instead=body.fallback == "warm")
 
-    async def flush(self, body: Flush) -> Operation:
-        """Drops KV."""
-        return await self._kv.operate(KvVerb.FLUSH, body)
+    async def unpin(body: Unpin) -> Operation:
+        return pinning.unpin(body.pin_id)
 
-    async def offload(self, body: Offload) -> Operation:
-        """GPU → host."""
-        return await self._kv.operate(KvVerb.OFFLOAD, body)
+    async def list_operations(_request: Request) -> Response:
+        return answer(OperationList([_described(operation) for operation in operations.newest()]))
 
-    async def restore(self, body: Restore) -> Operation:
-        """Host → GPU."""
-        return await self._kv.operate(KvVerb.RESTORE, body, warm_instead=body.fallback == "warm")
+    async def get_operation(request: Request) -> Response:
+        return answer(_described(operations.get(request.path_params["operation_id"])))
 
-    async def warm(self, body: Warm) -> Operation:
-        """Computes a prefix."""
-        return await self._warming.warm(body, everywhere=body.engines == "all")
+    async def delete_operation(request: Request) -> Response:
+        return answer(_described(operations.cancel(request.path_params["operation_id"])))
 
-    async def pin(self, body: Pin) -> Operation:
-        """Keeps a prefix."""
-        return await self._pinning.pin(body, body.ttl_s)
-
-    async def unpin(self, body: Unpin) -> Operation:
-        """Ends a pin."""
-        return self._pinning.unpin(body.pin_id)
-
-    async def list_operations(self, _request: Request) -> Response:
-        """All operations, newest first."""
-        return answer(OperationList([_described(operation) for operation in self._operations.newest()]))
-
-    async def get_operation(self, request: Request) -> Response:
-        """One operation."""
-        return answer(_described(self._operations.get(request.path_params["operation_id"])))
-
-    async def delete_operation(self, request: Request) -> Response:
-        """Cancels an operation."""
-        return answer(_described(self._operations.cancel(request.path_params["operation_id"])))
-
-    def endpoints(self) -> tuple[Endpoint, ...]:
-        """The routes as data."""
-        return (
-            _start("/flush", Flush, self.flush, "Drops KV, and the KV that follows it."),
-            _start("/offload", Offload, self.offload, "Moves KV from the GPU tier to host memory."),
-            _start("/restore", Restore, self.restore, "Moves KV from host memory to the GPU tier."),
-            _start("/warm", Warm, self.warm, "Computes a prefix before it is needed."),
-            _start("/pin", Pin, self.pin, "Protects a prefix from eviction for a time."),
-            _start("/unpin", Unpin, self.unpin, "Ends a pin."),
-            Endpoint(
-                "GET", "/operations", self.list_operations, "Running and recent operations.", OperationList
-            ),
-            Endpoint(
-                "GET",
-                "/operations/{operation_id}",
-                self.get_operation,
-                f"An operation's progress and state: {_STATES}.",
-                OperationAnswer,
-            ),
-            Endpoint(
-                "DELETE",
-                "/operations/{operation_id}",
-                self.delete_operation,
-                "Cancels an operation; what is done stays done.",
-                OperationAnswer,
-            ),
-        )
+    one = "/operations/{operation_id}"
+    progress = f"An operation's progress and state: {_STATES}."
+    return (
+        _start("/flush", Flush, flush, "Drops KV, and the KV that follows it."),
+        _start("/offload", Offload, offload, "Moves KV from the GPU tier to host memory."),
+        _start("/restore", Restore, restore, "Moves KV from host memory to the GPU tier."),
+        _start(
+            "/warm",
+            Warm,
+            lambda body: warming.warm(body, everywhere=body.engines == "all"),
+            "Computes a prefix before it is needed.",
+        ),
+        _start(
+            "/pin",
+            Pin,
+            lambda body: pinning.pin(body, body.ttl_s),
+            "Protects a prefix from eviction for a time.",
+        ),
+        _start("/unpin", Unpin, unpin, "Ends a pin."),
+        Endpoint("GET", "/operations", list_operations, "Running and recent operations.", OperationList),
+        Endpoint("GET", one, get_operation, progress, OperationAnswer),
+        Endpoint(
+            "DELETE",
+            one,
+            delete_operation,
+            "Cancels an operation; what is done stays done.",
+            OperationAnswer,
+        ),
+    )
 
 
 def _start(

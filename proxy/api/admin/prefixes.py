@@ -11,37 +11,27 @@ from proxy.control.prefixes import MAX_DEPTH, MAX_PREFIXES, Prefixes, PrefixesAn
 DEPTH, PREFIXES = 8, 200
 
 
-class PrefixRoutes:
+def prefix_routes(prefixes: Prefixes) -> tuple[Endpoint, ...]:
     """Shows what engines hold of the last prompts."""
 
-    def __init__(self, prefixes: Prefixes) -> None:
-        self._prefixes = prefixes
-
-    async def get_prefixes(self, request: Request) -> Response:
-        """The widest prefixes."""
+    async def get_prefixes(request: Request) -> Response:
         depth = int_query(request, "depth", DEPTH, MAX_DEPTH)
         most = int_query(request, "limit", PREFIXES, MAX_PREFIXES)
-        return answer(await self._prefixes.look(request.query_params.get("under"), depth, most))
+        return answer(await prefixes.look(request.query_params.get("under"), depth, most))
 
-    def endpoints(self) -> tuple[Endpoint, ...]:
-        """The routes as data."""
-        return (
-            Endpoint(
-                "GET",
-                "/prefixes",
-                self.get_prefixes,
-                "The prefix tree of the last prompts, and which engines hold what of it; no prompt text.",
-                PrefixesAnswer,
-                query=(
-                    Query("under", "string", "The id of the prefix to begin with; by default all prompts."),
-                    Query(
-                        "depth",
-                        "integer",
-                        f"How many below each other, 1 to {MAX_DEPTH}; {DEPTH} by default.",
-                    ),
-                    Query(
-                        "limit", "integer", f"How many in all, 1 to {MAX_PREFIXES}; {PREFIXES} by default."
-                    ),
+    return (
+        Endpoint(
+            "GET",
+            "/prefixes",
+            get_prefixes,
+            "The prefix tree of the last prompts, and which engines hold what of it; no prompt text.",
+            PrefixesAnswer,
+            query=(
+                Query("under", "string", "The id of the prefix to begin with; by default all prompts."),
+                Query(
+                    "depth", "integer", f"How many below each other, 1 to {MAX_DEPTH}; {DEPTH} by default."
                 ),
+                Query("limit", "integer", f"How many in all, 1 to {MAX_PREFIXES}; {PREFIXES} by default."),
             ),
-        )
+        ),
+    )

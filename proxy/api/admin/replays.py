@@ -11,20 +11,17 @@ from proxy.control.replays import MAX_TRACE_BYTES, OPTIONS, ReplayAnswer, Replay
 from proxy.errors import BadRequest, ProxyError
 
 
-class ReplayRoutes:
+def replay_routes(replays: Replays) -> tuple[Endpoint, ...]:
     """Shows what other engines, sizes and policies would do with recorded traffic."""
 
-    def __init__(self, replays: Replays) -> None:
-        self._replays = replays
-
-    async def post_replay(self, request: Request) -> Response:
+    async def post_replay(request: Request) -> Response:
         """Replays the body; ends if the client leaves."""
         trace = await read_bytes(request, MAX_TRACE_BYTES)
         outcome: ReplayAnswer | ProxyError = BadRequest("the client left")
         async with anyio.create_task_group() as group:
             group.start_soon(until_left, request.receive, group)
             try:
-                outcome = await self._replays.play(trace, dict(request.query_params))
+                outcome = await replays.play(trace, dict(request.query_params))
             except ProxyError as error:
                 outcome = error
             group.cancel_scope.cancel()
@@ -32,17 +29,15 @@ class ReplayRoutes:
             raise outcome
         return answer(outcome)
 
-    def endpoints(self) -> tuple[Endpoint, ...]:
-        """The routes as data."""
-        return (
-            Endpoint(
-                "POST",
-                "/replays",
-                self.post_replay,
-                "Replays the recording in the body (JSON lines, not compressed, 32 MiB at most) on simulated "
-                "engines, as `kvpin replay` does; one at a time, 10 minutes at most each.",
-                ReplayAnswer,
-                raw_body=True,
-                query=tuple(Query(name, "string", f"As --{name.replace('_', '-')}.") for name in OPTIONS),
-            ),
-        )
+    return (
+        Endpoint(
+            "POST",
+            "/replays",
+            post_replay,
+            "Replays the recording in the body (JSON lines, not compressed, 32 MiB at most) on simulated "
+            "engines, as `kvpin replay` does; one at a time, 10 minutes at most each.",
+            ReplayAnswer,
+            raw_body=True,
+            query=tuple(Query(name, "string", f"As --{name.replace('_', '-')}.") for name in OPTIONS),
+        ),
+    )

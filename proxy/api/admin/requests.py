@@ -27,67 +27,57 @@ class RequestList(msgspec.Struct):
     passed_on: dict[str, int]
 
 
-class RequestRoutes:
+def request_routes(flow: Flow) -> tuple[Endpoint, ...]:
     """Asks the read path about requests."""
 
-    def __init__(self, flow: Flow) -> None:
-        self._flow = flow
-
-    async def post_route(self, request: Request) -> Response:
-        """A dry run of placement."""
+    async def post_route(request: Request) -> Response:
         raw = await read_bytes(request) or b"{}"
         decode(raw, DryRun)
-        return answer(await route(self._flow, JsonBody(raw)))
+        return answer(await route(flow, JsonBody(raw)))
 
-    async def list_requests(self, request: Request) -> Response:
-        """The last requests, newest first."""
+    async def list_requests(request: Request) -> Response:
         limit = int_query(request, "limit", 50, MOST)
-        records = list(self._flow.requests)[: -limit - 1 : -1]
         summaries = []
-        for record in records:
-            summaries.append(summarize(self._flow, record))
+        for record in list(flow.requests)[: -limit - 1 : -1]:
+            summaries.append(summarize(flow, record))
             await asyncio.sleep(0)  # each is compared with all others: requests get their turn in between
-        return answer(RequestList(summaries, dict(self._flow.fleet.passed_on)))
+        return answer(RequestList(summaries, dict(flow.fleet.passed_on)))
 
-    async def get_request(self, request: Request) -> Response:
-        """One request, explained."""
+    async def get_request(request: Request) -> Response:
         request_id = request.path_params["request_id"]
-        record = self._flow.requests.get(request_id, request.query_params.get("tenant"))
+        record = flow.requests.get(request_id, request.query_params.get("tenant"))
         if record is None:
-            others = ", ".join(self._flow.fleet.passed_on)
+            others = ", ".join(flow.fleet.passed_on)
             passed_on = f"; requests were passed on to another kvpin, which has their records: {others}"
             problem = f"no recent request has the id {request_id!r}{passed_on if others else ''}"
             raise NotFound(problem, param="request_id")
-        return answer(explain(self._flow, record))
+        return answer(explain(flow, record))
 
-    def endpoints(self) -> tuple[Endpoint, ...]:
-        """The routes as data."""
-        return (
-            Endpoint(
-                "POST",
-                "/route",
-                self.post_route,
-                "Where a request would go now and why, without sending it; the body is the request's own.",
-                RouteAnswer,
-                body=DryRun,
-                open_body=True,
-            ),
-            Endpoint(
-                "GET",
-                "/requests",
-                self.list_requests,
-                "The last requests, newest first.",
-                RequestList,
-                query=(Query("limit", "integer", f"How many, 1 to {MOST}; 50 by default."),),
-            ),
-            Endpoint(
-                "GET",
-                "/requests/{request_id}",
-                self.get_request,
-                "One request, by kvpin's id or its client's: why its cache missed or hit.",
-                RequestAnswer,
-                query=(
-                    Query("tenant", "string", "Whose request it is, where several clients send the same id."),
-                ),
-            ),
-        )
+    whose = Query("tenant", "string", "Whose request it is, where several clients send the same id.")
+    return (
+        Endpoint(
+            "POST",
+            "/route",
+            post_route,
+            "Where a request would go now and why, without sending it; the body is the request's own.",
+            RouteAnswer,
+            body=DryRun,
+            open_body=True,
+        ),
+        Endpoint(
+            "GET",
+            "/requests",
+            list_requests,
+            "The last requests, newest first.",
+            RequestList,
+            query=(Query("limit", "integer", f"How many, 1 to {MOST}; 50 by default."),),
+        ),
+        Endpoint(
+            "GET",
+            "/requests/{request_id}",
+            get_request,
+            "One request, by kvpin's id or its client's: why its cache missed or hit.",
+            RequestAnswer,
+            query=(whose,),
+        ),
+    )

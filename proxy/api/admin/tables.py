@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from engine_adapter.off_loop import JSON_BYTES_PER_MS, off_loop
 from proxy.api.admin.bodies import PutTable
 from proxy.api.admin.endpoint import Endpoint, Query, answer, decode, read_bytes
 from proxy.control.tables import SharedTables, TableAnswer
@@ -20,62 +23,56 @@ class TableList(msgspec.Struct):
     prompt_tables: list[TableAnswer]
 
 
-class TableRoutes:
+def table_routes(tables: SharedTables) -> tuple[Endpoint, ...]:
     """Registers, lists and forgets prompt tables."""
 
-    def __init__(self, tables: SharedTables) -> None:
-        self._tables = tables
+    async def list_tables(_request: Request) -> Response:
+        return answer(TableList(tables.described()))
 
-    async def list_tables(self, _request: Request) -> Response:
-        """All tables."""
-        return answer(TableList(self._tables.described()))
-
-    async def post_table(self, request: Request) -> Response:
-        """Registers a table here and on every engine that holds tables."""
+    async def post_table(request: Request) -> Response:
         raw = await read_bytes(request)
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind in RAW:
             extra_id = _extra_id(request.query_params.get("extra_id"))
             body = PutTable(data=raw, id=request.query_params.get("id"), extra_id=extra_id)
         else:
-            body = decode(raw, PutTable)
-        return answer(await self._tables.put(body.data, table_id=body.id, extra_id=body.extra_id))
+            read = partial(decode, raw, PutTable)
+            body = await off_loop(read, ms=len(raw) / JSON_BYTES_PER_MS)
+        return answer(await tables.put(body.data, table_id=body.id, extra_id=body.extra_id))
 
-    async def delete_table(self, request: Request) -> Response:
-        """Forgets a table."""
-        await self._tables.delete(request.path_params["table_id"])
+    async def delete_table(request: Request) -> Response:
+        await tables.delete(request.path_params["table_id"])
         return Response(status_code=204)
 
-    def endpoints(self) -> tuple[Endpoint, ...]:
-        """The routes as data."""
-        return (
-            Endpoint("GET", "/prompt_tables", self.list_tables, "All registered p-tuning tables.", TableList),
-            Endpoint(
-                "POST",
-                "/prompt_tables",
-                self.post_table,
-                "Registers a table here and on every engine that holds tables, or nowhere.",
-                TableAnswer,
-                body=PutTable,
-                raw_body=True,
-                query=(
-                    Query("id", "string", "With a raw body: the table's name; by default from its content."),
-                    Query(
-                        "extra_id",
-                        "integer",
-                        "With a raw body: its identity; by default it is derived from the content.",
-                    ),
-                ),
-            ),
-            Endpoint(
-                "DELETE",
-                "/prompt_tables/{table_id}",
-                self.delete_table,
-                "Forgets a table here and on the engines.",
-                None,
-                statuses=(204,),
-            ),
-        )
+    ids = (
+        Query("id", "string", "With a raw body: the table's name; by default from its content."),
+        Query(
+            "extra_id",
+            "integer",
+            "With a raw body: its identity; by default it is derived from the content.",
+        ),
+    )
+    return (
+        Endpoint("GET", "/prompt_tables", list_tables, "All registered p-tuning tables.", TableList),
+        Endpoint(
+            "POST",
+            "/prompt_tables",
+            post_table,
+            "Registers a table here and on every engine that holds tables, or nowhere.",
+            TableAnswer,
+            body=PutTable,
+            raw_body=True,
+            query=ids,
+        ),
+        Endpoint(
+            "DELETE",
+            "/prompt_tables/{table_id}",
+            delete_table,
+            "Forgets a table here and on the engines.",
+            None,
+            statuses=(204,),
+        ),
+    )
 
 
 def _extra_id(text: str | None) -> int | None:

@@ -1,9 +1,8 @@
 """Which engine holds which block, on which tier.
 
 blocks.py        prompt → chain of block hashes
-prefix_index.py  chain → how many leading blocks each engine holds
+prefix_index.py  chain → how many leading blocks each engine holds, or will once requests in flight end
 locations.py     where blocks lie                     segments.py  64 blocks of a chain, stored together
-flights.py       blocks that running requests will leave behind
 view.py          an engine's KV events, re-hashed into the index
 runs.py          engine block names → our chain       slices.py    long events in parts
 learned.py       what engines without events probably hold

@@ -10,13 +10,14 @@ prefix gathers on one engine. They end with the request; by then events or usage
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 import msgspec
 
 from engine_adapter.types import Tier
 from proxy.core.index.blocks import BlockHash
-from proxy.core.index.flights import InFlight
 from proxy.core.index.locations import Locations
 
 # Which of an engine's bits.
@@ -75,6 +76,51 @@ class Match(msgspec.Struct, frozen=True, gc=False, eq=False):
     @property
     def _tiers(self) -> tuple[int, int, int, int]:
         return self.gpu, self.host, self.disk, self.pending
+
+
+@dataclass(frozen=True, slots=True)
+class InFlight:
+    """Pending blocks of one engine: what requests in flight are about to leave there.
+
+    Attributes:
+        starts: last block of a chain → for each request for it, the place where its pending blocks begin.
+        awaited: block → requests that will leave it, without the first; the location bit stands for that one.
+    """
+
+    starts: dict[BlockHash, list[int]] = field(default_factory=dict)
+    awaited: Counter[BlockHash] = field(default_factory=Counter)
+
+    def begin(self, last: BlockHash, start: int) -> None:
+        """A request for the chain that ends in `last` has pending blocks from `start` on."""
+        self.starts.setdefault(last, []).append(start)
+
+    def end(self, last: BlockHash) -> int | None:
+        """One of those requests has ended; of several, the one with the fewest pending blocks. Returns where
+        they began; None if there is no such request."""
+        starts = self.starts.get(last)
+        if not starts:
+            return None
+        start = max(starts)
+        starts.remove(start)
+        if not starts:
+            del self.starts[last]
+        return start
+
+    def last_of(self, blocks: tuple[BlockHash, ...]) -> tuple[BlockHash, ...]:
+        """Counts each block down by one request. Returns the blocks that no other request will leave."""
+        awaited = self.awaited
+        if awaited.keys().isdisjoint(blocks):
+            return blocks
+        last = []
+        for block in blocks:
+            others = awaited.get(block, 0)
+            if others > 1:
+                awaited[block] = others - 1
+            elif others:
+                del awaited[block]
+            else:
+                last.append(block)
+        return tuple(last)
 
 
 class PrefixIndex:

@@ -32,7 +32,7 @@ from proxy.core.placement.answers import Report
 from proxy.core.placement.placer import PlacedRequest, Placer
 
 
-class Site(Protocol):
+class LocalEngine(Protocol):
     """An engine of this kvpin on which a peer's requests run."""
 
     @property
@@ -62,7 +62,7 @@ class _Request:
     """A peer's request. It has no site while this kvpin does not have its engine."""
 
     begun: Begun
-    site: Site | None = None
+    site: LocalEngine | None = None
     placed: PlacedRequest | None = None
     step: int = 0
 
@@ -79,7 +79,7 @@ class Follower:
         divergences: how often its own count of its requests was another one without that.
     """
 
-    def __init__(self, owner: int, site_of: Callable[[int, str], Site | None], now: float) -> None:
+    def __init__(self, owner: int, site_of: Callable[[int, str], LocalEngine | None], now: float) -> None:
         """`site_of` finds the engine that this owner calls by that id; None if it is not here now."""
         self.owner = owner
         self.heard = now

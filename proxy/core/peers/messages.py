@@ -153,7 +153,7 @@ class Learned(_Message, tag=8, frozen=True):
     stretches: list[bytes]
 
     def __post_init__(self) -> None:
-        """See Begun."""
+        """Raises ValueError for hashes that are not whole."""
         for stretch in self.stretches:
             _check_packed(stretch)
 
@@ -166,7 +166,7 @@ class Sessions(_Message, tag=9, frozen=True):
     digests: bytes
 
     def __post_init__(self) -> None:
-        """See Begun."""
+        """Raises ValueError for hashes that are not whole."""
         _check_packed(self.digests)
 
 

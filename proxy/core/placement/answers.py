@@ -48,7 +48,7 @@ class Report(msgspec.Struct, frozen=True, gc=False):
     prefill: tuple[int, float] | None = None
 
 
-class Answer(msgspec.Struct, frozen=True, gc=False):
+class AnswerSample(msgspec.Struct, frozen=True, gc=False):
     """One whole answer.
 
     Attributes:
@@ -73,7 +73,7 @@ class Fit(msgspec.Struct, frozen=True, gc=False):
     token_s: float
     step_s: float
 
-    def seconds(self, answer: Answer) -> float:
+    def seconds(self, answer: AnswerSample) -> float:
         """Seconds that the answer should have taken."""
         return answer.prefilled * self.token_s + answer.output * self.step_s
 
@@ -82,11 +82,11 @@ class AnswerFit:
     """Fits the last answers of a pool."""
 
     def __init__(self) -> None:
-        self._answers = deque[Answer](maxlen=WINDOW)
+        self._answers = deque[AnswerSample](maxlen=WINDOW)
         self._until_fit = MIN_ANSWERS
         self._not_before = -inf
 
-    def add(self, now: float, answer: Answer) -> Fit | None:
+    def add(self, now: float, answer: AnswerSample) -> Fit | None:
         """Notes an answer. Returns a new fit from time to time, None in between."""
         self._answers.append(answer)
         self._until_fit -= 1
@@ -98,7 +98,7 @@ class AnswerFit:
         return fit(self._answers)
 
 
-def fit(answers: Sequence[Answer]) -> Fit | None:
+def fit(answers: Sequence[AnswerSample]) -> Fit | None:
     """The rates that explain these answers best; None where they contradict each other."""
     token_s = weighted_median(_token_seconds(answers))
     if token_s <= 0:
@@ -112,7 +112,7 @@ def fit(answers: Sequence[Answer]) -> Fit | None:
     return Fit(token_s, max(step_s, 0.0))
 
 
-def _token_seconds(answers: Sequence[Answer]) -> Iterable[tuple[float, float]]:
+def _token_seconds(answers: Sequence[AnswerSample]) -> Iterable[tuple[float, float]]:
     """Seconds for each prompt token, with a weight: by each two answers, and by each with the guess."""
     for each in answers:
         yield each.seconds / (each.prefilled + STEP_TOKENS * each.output), GUESS_WEIGHT

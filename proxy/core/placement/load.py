@@ -2,8 +2,8 @@
 
 A ledger holds the prefills that were placed and not yet answered, in seconds of the engine's time, and the
 streams being decoded. It assumes that an engine computes one prompt after the other, which chunked prefill
-amounts to. First tokens and the load that the engine reports correct the ledger, so that no lost request
-stays in it.
+amounts to. A request stays until it ends, or the engine reports that it has none. `TimeoutSettings` says when
+a request is given up.
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ import msgspec
 
 from proxy.core.admission import Backlog
 
-# A prefill without a first token is dropped after this time: its request has been given up by then.
-FORGET_S = 600.0
 # An engine's reported load counts for this time: a few health checks.
 REPORT_S = 15.0
 # Prompts that are measured together. Engines mix prompts in their steps; with this many, the part of the next
@@ -281,16 +279,15 @@ class EngineLedger:
             self._turn = now
 
     def _settle(self, now: float) -> _Prefill | None:
-        """Drops prefills that are over: those whose end is not seen when they were expected to end, others
-        after FORGET_S. Returns the prefill that the engine is computing."""
+        """Moves prefills whose end is not seen to the streams when they were expected to end. Returns the
+        prefill that the engine is computing."""
         while (first := self._first) is not None:
-            ends = self._turn + (FORGET_S if first.seen else first.expected_s)
-            if now < ends:
+            ends = self._turn + first.expected_s
+            if first.seen or now < ends:
                 return first
-            self._drop(first.ticket, computed=not first.seen)
+            self._drop(first.ticket, computed=True)
             self._turn = max(ends, (self._first or first).placed)
-            if not first.seen:
-                self._decoding.add(first.ticket)
+            self._decoding.add(first.ticket)
         return None
 
     def _drop(self, ticket: int, *, computed: bool = False) -> None:

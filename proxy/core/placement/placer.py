@@ -17,7 +17,7 @@ from itertools import islice
 from engine_adapter.hold import Forecast
 from proxy.core.index.blocks import BlockHash, Chain
 from proxy.core.index.prefix_index import Match, PrefixIndex
-from proxy.core.placement.answers import Answer, Report
+from proxy.core.placement.answers import AnswerSample, Report
 from proxy.core.placement.decision import NOTHING, Candidate, Outlook, Placement, place, place_least_loaded
 from proxy.core.placement.demand import Demand
 from proxy.core.placement.in_use import InUse
@@ -323,7 +323,7 @@ class Placer:
             rates.learn(Sample(Work(tokens), seconds, spent.decoding, blurred=others > 0))
         elif output is not None:
             computing_s = spent.seconds - rates.restore_s(work.host, work.disk)
-            rates.answered(now, Answer(own + others, output, computing_s))
+            rates.answered(now, AnswerSample(own + others, output, computing_s))
         if output is not None and self.rates.fit is not None:
             self.demand.answered(now, output * self.rates.fit.step_s)
 

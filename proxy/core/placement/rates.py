@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 import msgspec
 
 from engine_adapter.types import Tier
-from proxy.core.placement.answers import REFIT, Answer, AnswerFit, Fit
+from proxy.core.placement.answers import REFIT, AnswerFit, AnswerSample, Fit
 from proxy.core.placement.load import Sample, Work
 
 # Prior: a small model on a CPU. Only ratios between engines matter at first.
@@ -51,7 +51,7 @@ class Timings(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     prefills: list[tuple[int, float]]
     are_blurred: bool
-    answers: list[Answer]
+    answers: list[AnswerSample]
 
 
 class PoolRates:
@@ -118,7 +118,7 @@ class PoolRates:
         self._points[octave] = median([n for n, _ in samples]), median([s for _, s in samples])
         self._redraw()
 
-    def answered(self, now: float, answer: Answer) -> None:
+    def answered(self, now: float, answer: AnswerSample) -> None:
         """Learns from a whole answer. Does nothing once a first token has been seen."""
         if self._samples:
             return
@@ -204,7 +204,7 @@ class EngineRates:
         self.pool = pool
         self.pace = 1.0
         self._samples = deque[tuple[int, float]](maxlen=WINDOW)  # (tokens, seconds with nothing decoding)
-        self._answers = deque[Answer](maxlen=WINDOW)
+        self._answers = deque[AnswerSample](maxlen=WINDOW)
         self._until_pace = REFIT
 
     @property
@@ -263,11 +263,11 @@ class EngineRates:
             self._samples.append((work.computed, alone_s))
             self._relearn_pace([seconds / pool.prefill_s(tokens) for tokens, seconds in self._samples])
 
-    def answered(self, now: float, answer: Answer) -> None:
+    def answered(self, now: float, answer: AnswerSample) -> None:
         """Learns from a whole answer of the engine."""
         if answer.seconds <= 0 or answer.prefilled < 1:
             return
-        self.pool.answered(now, Answer(answer.prefilled, answer.output, answer.seconds / self.pace))
+        self.pool.answered(now, AnswerSample(answer.prefilled, answer.output, answer.seconds / self.pace))
         self._answers.append(answer)
         self._until_pace -= 1
         fit = self.pool.fit

@@ -8,6 +8,7 @@ import contextlib
 import pytest
 
 from engine_adapter.errors import EngineUnavailable
+from engine_adapter.http import origin
 from engine_adapter.http.transport import OutgoingRequest
 from tests.engine_adapter.http.raw_engine import raw_engine
 
@@ -105,3 +106,19 @@ async def test_after_hanging_up_on_a_socket_all_that_was_asked_there_fails_and_w
         for _ in range(3):
             await closed.get()
         await asyncio.sleep(0)  # the event loop closes sockets in its next cycle
+
+
+async def test_an_address_that_nothing_is_asked_at_any_more_is_forgotten(transport, monkeypatch):
+    async def serve(wire):
+        while await wire.head():
+            await wire.write(OK)
+
+    async with raw_engine(serve) as (url, _), raw_engine(serve) as (other, _):
+        await fetch(transport, url, "GET")
+        monkeypatch.setattr(origin, "UNUSED_S", 0.0)
+        with pytest.raises(EngineUnavailable):  # an engine of which no connection is open
+            await fetch(transport, "http://127.0.0.1:1/", "GET")
+        await asyncio.sleep(0.01)
+        await fetch(transport, other, "GET")
+        kept = {address for address, _, _ in transport._origins}
+        assert kept == {url.rstrip("/"), other.rstrip("/")}

@@ -1,13 +1,16 @@
 import struct
 from array import array
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import safetensors.numpy
+import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
 from engine_adapter.errors import PromptTableError
+from engine_adapter.prompt import extra_ids
 from engine_adapter.prompt.extra_ids import (
     UINT64_MAX,
     TableRef,
@@ -38,6 +41,14 @@ def resolve(tokens, *, explicit=None, table=None, registered=(A, B)):
     )
 
 
+class Zero:
+    def update(self, part):
+        pass
+
+    def intdigest(self):
+        return 0
+
+
 class TestIdentity:
     def test_kinds_and_contents_are_told_apart(self):
         pairs = [
@@ -56,8 +67,15 @@ class TestIdentity:
         assert extra_id(kind, content) == extra_id(kind, content)
 
     def test_0_is_given_to_text_alone(self, monkeypatch):
-        monkeypatch.setattr("engine_adapter.prompt.extra_ids.xxhash.xxh3_64_intdigest", lambda _: 0)
+        monkeypatch.setattr(extra_ids, "xxhash", SimpleNamespace(xxh3_64=lambda _: Zero()))
         assert extra_id("a", b"b") == 1
+
+    def test_an_id_stays_what_it_was(self):
+        # They are in files, in KV and in the tables of engines.
+        framed = b"\x01" + bytes(7) + b"a" + b"\x02" + bytes(7) + b"bc"
+        assert extra_id("a", b"bc") == extra_id("a", b"b", b"c") == xxhash.xxh3_64_intdigest(framed)
+        assert prompt_table_extra_id(embeddings([[1.0, 2.0], [3.0, 4.0]])) == 8322146074992061750
+        assert embeddings([[1.0, 2.0], [3.0, 4.0]]).content().hex() == "68fd955bd5baa2100ec69e32000fcb68"
 
     def test_the_same_values_in_another_shape_or_type_are_another_table(self):
         zeros = [

@@ -81,7 +81,7 @@ async def test_the_owner_answers_as_if_it_had_been_asked(bus, engine):
         wrong = await client.post(COMPLETIONS, content=BODY, headers={"authorization": "Bearer no"})
         assert is_openai_error(wrong, 401)
         assert (await client.get("/health/ready")).json()["elsewhere"]["slots"].startswith("used through the")
-        name = owner.peers._voice.name
+        name = owner.peers._announcer.name
         told = await stats(other.fleet, [], other.peers, reuse=True)
         (unconnected,) = told.unconnected
         assert (unconnected.last_error, unconnected.owner) == (None, name)
@@ -223,12 +223,12 @@ async def test_of_an_owner_that_cannot_be_reached_the_machine_is_named(bus, engi
     async with two(bus, engine, is_reachable=False) as (owner, other), client_of(other) as client:
         answer = await client.post(COMPLETIONS, content=BODY)
         assert is_openai_error(answer, 503, "no_engine")
-        machine, _, process = owner.peers._voice.name.rpartition(":")
+        machine, _, process = owner.peers._announcer.name.rpartition(":")
         assert f"send them to the kvpin on {machine}" in answer.text
         assert process not in answer.text
         ready = await client.get("/health/ready")
         assert ready.status_code == 503
-        assert owner.peers._voice.name in ready.json()["elsewhere"]["slots"]
+        assert owner.peers._announcer.name in ready.json()["elsewhere"]["slots"]
 
 
 async def test_an_owner_that_goes_away_is_a_503_and_a_broken_stream_says_so(bus, engine, stream):
@@ -327,7 +327,7 @@ def silent(monkeypatch):
 
     def silence(owner):
         monkeypatch.setattr(peers, "LOST_S", 0.5)  # not before: a busy machine is silent for longer
-        owner.peers._voice._is_over = True
+        owner.peers._announcer._is_over = True
 
     return silence
 

@@ -144,7 +144,7 @@ async def test_an_engine_that_takes_any_name_gets_the_form_as_it_is(world):
     engine = world.proxy.fleet.engines["b"]
     world.proxy.fleet.leave(engine)
     world.proxy.add(FakeAdapter("c", world.b.url), model="n", any_model=True)
-    world.proxy.fleet.remove("b")
+    world.proxy.fleet.remove(world.proxy.fleet.engine("b"))
     for name in (b"bar", b"whisper-1"):
         body = form(part("model", name), FILE)
         assert (await send(world, body)).headers["x-kvpin-engine"] == "c"

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 
 import pytest
+import structlog
 
 from engine_adapter import EngineSpec, EngineSpecError, HttpTransport
 from proxy.app import Proxy
@@ -127,3 +128,58 @@ async def test_an_engine_that_the_supervisor_starts_is_known_as_one():
         started = StartedSettings(kind="openai_compatible", url=server.url, id="a")
         async with running(started, named("b", other.url)) as proxy:
             assert [engine.has_supervisor for engine in proxy.fleet.engines.values()] == [True, False]
+
+
+async def test_an_engine_that_leaves_takes_no_namesake_along_that_joined_meanwhile():
+    async with (
+        FakeEngine("a") as first,
+        FakeEngine("a2") as second,
+        running(named("a", first.url)) as proxy,
+    ):
+        old = proxy.fleet.engine("a")
+        old.leases.add(request := object())
+        proxy.configured.follow([], grace_s=60)
+        await until(lambda: old.state is EngineState.DRAINING)
+        await proxy.engines.remove(old)
+        namesake = proxy.engines.add(EngineSpec("openai_compatible", second.url, "a"))
+        await until(lambda: namesake.state is EngineState.READY)
+        with structlog.testing.capture_logs() as logs:
+            old.leases.discard(request)
+            await until(lambda: not any(name.startswith("leave") for name in proxy.tasks._tasks))
+        assert proxy.fleet.engines == {"a": namesake}
+        assert proxy.fleet.pool_of(namesake) is not None
+        assert [each for each in logs if each["log_level"] == "error"] == []
+
+
+async def test_an_engine_that_leaves_stops_no_process_of_a_namesake():
+    async with FakeEngine("a") as server, running(named("a", server.url)) as proxy:
+        old = proxy.fleet.engine("a")
+        old.leases.add(request := object())
+        proxy.configured.follow([], grace_s=60)
+        await until(lambda: old.state is EngineState.DRAINING)
+        await proxy.engines.remove(old)
+        started = ManagedSettings(kind="openai_compatible", id="a", command="sh -c 'sleep 100 # {port}'")
+        proxy.configured.follow([started], grace_s=60)
+        process = proxy.configured.processes["a"]
+        old.leases.discard(request)
+        await until(lambda: not any(name.startswith("leave") for name in proxy.tasks._tasks))
+        assert (proxy.configured.processes, proxy.fleet.engine("a").process) == ({"a": process}, process)
+
+
+async def test_an_engine_that_the_admin_api_removed_may_change_or_leave_the_settings():
+    async with FakeEngine("a") as a, FakeEngine("b") as b, FakeEngine("c") as c:
+        entries = [named("a", a.url), named("b", b.url), named("c", c.url)]
+        async with running(*entries) as proxy:
+            for engine in list(proxy.fleet.engines.values()):
+                await proxy.engines.remove(engine)
+            proxy.configured.follow([named("a", a.url, api_key="k"), entries[1]], grace_s=60)
+            # Other settings let it join again; the same do not.
+            assert list(proxy.fleet.engines) == ["a"]
+            assert proxy.fleet.engine("a").adapter.spec.api_key == "k"
+            await proxy.engines.remove(proxy.fleet.engine("a"))
+            namesake = proxy.engines.add(EngineSpec("openai_compatible", a.url, "a"))
+            with pytest.raises(Conflict, match="'a' exists"):
+                proxy.configured.follow([named("a", a.url, api_key="l")], grace_s=60)
+            proxy.configured.follow([], grace_s=60)
+            await asyncio.sleep(0.1)
+            assert proxy.fleet.engines == {"a": namesake}

@@ -215,3 +215,20 @@ async def test_an_engine_that_is_found_where_another_is_named_counts_once(tmp_pa
         async with running(engines=[named], engines_file=path) as proxy:
             await until(lambda: set(proxy.fleet.engines) == {"a", "found-b"}, 60)
             assert len(proxy.discovered.sources[str(path)].found) == 2
+
+
+async def test_an_engine_that_the_admin_api_removed_may_stop_being_ready_at_its_source(tmp_path):
+    source = Scripted()
+    async with FakeEngine("a") as a, running(engines_file=tmp_path / "none.toml") as proxy:
+        proxy.discovered.follow([], [("one", source)], grace_s=60)
+        source.say(engine("a", a.url))
+        await until(lambda: state(proxy, "a") is EngineState.READY)
+        await proxy.engines.remove(proxy.fleet.engine("a"))
+        source.say(engine("a", a.url, is_ready=False))
+        await until(lambda: not proxy.discovered.sources["one"].found[0].is_ready)
+        namesake = proxy.engines.add(EngineSpec("openai_compatible", a.url, "a"))
+        await until(lambda: namesake.state is EngineState.READY)
+        source.say()
+        await until(lambda: not proxy.discovered.sources["one"].found)
+        assert proxy.fleet.engines == {"a": namesake}
+        assert namesake.state is EngineState.READY

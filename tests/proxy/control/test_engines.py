@@ -3,7 +3,7 @@ import pytest
 from engine_adapter import EngineSpec, EngineSpecError, KvVerb
 from proxy.control.engines import describe_engine
 from proxy.control.target import Target
-from proxy.errors import Conflict, NotFound
+from proxy.errors import Conflict
 from proxy.fleet.engine import EngineState
 from proxy.process.managed import ManagedEngine
 from proxy.settings import ManagedSettings
@@ -23,7 +23,7 @@ async def test_an_added_engine_is_looked_after(world):
         with pytest.raises(Conflict, match="engine 'new' is already at ") as caught:
             world.engine_set.add(EngineSpec("vllm", server.url.replace("127.0.0.1", "localhost"), "other"))
         assert caught.value.param == "url"
-        await world.engine_set.remove("new")
+        await world.engine_set.remove(world.fleet.engine("new"))
         assert world.fleet.engines == {}
 
 
@@ -46,18 +46,18 @@ async def test_a_removed_engine_ends_its_part_of_operations(world, pair):
     a.gate.clear()
     operation = await world.kv.operate(KvVerb.FLUSH, Target(all=True))
     await until(lambda: not b.tiers)
-    await world.engine_set.remove("a")
+    removed = world.fleet.engine("a")
+    await world.engine_set.remove(removed)
     assert await operation.wait(5)
     assert operation.error == "1 of 2 engine(s) failed: a: the engine was removed"
     assert a.closed
-    with pytest.raises(NotFound):
-        await world.engine_set.remove("a")
+    await world.engine_set.remove(removed)  # a second time has no effect
 
 
 async def test_an_engine_kvpin_runs_is_not_removed(world, pair):
     process = world.engines["a"].process = ManagedEngine(ManagedSettings(kind="embedded", id="a"))
     with pytest.raises(Conflict, match="runs 'a' itself"):
-        await world.engine_set.remove("a")
+        await world.engine_set.remove(world.fleet.engine("a"))
     shown = describe_engine(world.engines["a"], world.pool).process
     assert (shown["state"], shown["port"], shown["pid"]) == ("stopped", process.port, None)
     assert describe_engine(world.engines["b"], world.pool).process is None
@@ -72,30 +72,28 @@ async def test_why_its_process_does_not_run_is_its_last_error(world, pair, monke
 
 
 async def test_draining_and_back(world, pair):
-    engine = world.engine_set.drain("a", undo=False)
+    engine = world.engine_set.drain(world.fleet.engine("a"), undo=False)
     assert engine.state is EngineState.DRAINING
     assert [candidate.engine for candidate in world.pool.candidates(None)] == ["b"]
-    world.engine_set.drain("a", undo=True)
+    world.engine_set.drain(world.fleet.engine("a"), undo=True)
     # It is asked before it is trusted.
     assert engine.state is EngineState.SUSPECT
     assert engine.check_now.is_set()
-    assert world.engine_set.drain("b", undo=True).state is EngineState.READY
-    with pytest.raises(NotFound):
-        world.engine_set.drain("z", undo=False)
+    assert world.engine_set.drain(world.fleet.engine("b"), undo=True).state is EngineState.READY
 
 
 async def test_undo_on_an_engine_that_is_refused_does_not_let_requests_in(world, pair, monkeypatch):
     monkeypatch.setattr(world.engine_set._monitor, "allows", lambda _: False)
     for name in "ab":
-        world.engine_set.drain(name, undo=False)
-        assert world.engine_set.drain(name, undo=True).state is EngineState.REFUSED
+        world.engine_set.drain(world.fleet.engine(name), undo=False)
+        assert world.engine_set.drain(world.fleet.engine(name), undo=True).state is EngineState.REFUSED
     assert world.pool.candidates(None) == []
 
 
 async def test_undo_on_an_engine_that_is_gone(world, pair):
-    world.engine_set.drain("a", undo=False)
+    world.engine_set.drain(world.fleet.engine("a"), undo=False)
     world.fleet.leave(world.engines["a"])
-    assert world.engine_set.drain("a", undo=True).state is EngineState.DOWN
+    assert world.engine_set.drain(world.fleet.engine("a"), undo=True).state is EngineState.DOWN
 
 
 async def test_its_key_is_not_shown(world):

@@ -3,7 +3,7 @@
 import msgspec
 
 from proxy.control import kept_prompts
-from proxy.control.kept_prompts import Kept
+from proxy.control.kept_prompts import PromptsAndPins
 from proxy.core.peers.messages import unpacked
 from tests.kv_world import tokens
 
@@ -15,7 +15,7 @@ async def test_a_worker_tells_hashes_and_no_tokens(world, pair):
     world.record("r2", PROMPT, model="gone")
     world.record("r3", None)
     told = await world.prompts.told()
-    (prompt,) = msgspec.msgpack.decode(told, type=Kept).prompts
+    (prompt,) = msgspec.msgpack.decode(told, type=PromptsAndPins).prompts
     assert (prompt.request_id, prompt.model, prompt.tenant, prompt.lora) == ("r1", "m", "t", None)
     assert unpacked(prompt.hashes) == tuple(world.pool.chain(record.prompt).hashes)
     assert msgspec.msgpack.encode(PROMPT)[3:] not in told

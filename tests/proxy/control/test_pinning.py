@@ -95,7 +95,7 @@ async def test_a_restart_ends_the_pins_on_that_engine(world, pair):
     engine = world.engines["a"]
     engine.info = replace(engine.info, instance="another")
     assert [held.engines for held in world.pinning.active()] == [["b"]]
-    world.fleet.remove("b")
+    world.fleet.remove(world.fleet.engine("b"))
     assert world.pinning.active() == []
 
 

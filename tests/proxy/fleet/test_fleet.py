@@ -61,7 +61,7 @@ class TestAdapters:
         fleet.join(engine, replace(INFO, loras=frozenset({"lin"})))
         assert sorted(fleet.served()) == ["lin", "m", "n"]
         fleet.leave(engine)
-        fleet.remove("a")
+        fleet.remove(fleet.engine("a"))
         assert sorted(fleet.served()) == ["m", "n"]
 
     @pytest.mark.parametrize("adapter_first", [True, False])
@@ -228,23 +228,31 @@ class TestPools:
         fleet.leave(engine)
         assert fleet.pool("m") is pool
         assert fleet.join(engine, INFO) is pool
-        fleet.remove("a")
+        fleet.remove(fleet.engine("a"))
         assert fleet.pools == {}
 
     def test_an_engine_that_is_removed_while_down_takes_no_pool_along(self, fleet):
         add_ready(fleet, "a")
-        down = fleet.add(FakeAdapter("b"))
-        assert fleet.remove("b") is down
+        fleet.remove(fleet.add(FakeAdapter("b")))
         assert list(fleet.pools) == ["m"]
 
     def test_a_pool_waits_for_engines_that_are_lost_and_ends_with_the_last_of_them(self, fleet):
         a, b = add_ready(fleet, "a"), add_ready(fleet, "b")
         fleet.leave(a)
-        fleet.remove("b")
+        fleet.remove(fleet.engine("b"))
         assert b.id not in fleet.engines
         assert list(fleet.pools) == ["m"]
-        fleet.remove("a")
+        fleet.remove(fleet.engine("a"))
         assert fleet.pools == {}
+
+    def test_an_engine_that_was_removed_takes_no_namesake_along(self, fleet):
+        old = add_ready(fleet, "a")
+        fleet.remove(old)
+        new = add_ready(fleet, "a")
+        assert fleet.pool_of(old) is None
+        fleet.leave(old)
+        fleet.remove(old)
+        assert fleet.engines == fleet.pool_of(new).engines == {"a": new}
 
     def test_one_that_comes_back_with_another_model_leaves_its_pool(self, fleet):
         engine = add_ready(fleet, "a")

@@ -76,7 +76,7 @@ class TestLease:
         add_ready(fleet, "a")
         pool, _, leasing = self.lease(fleet)
         with leasing as lease:
-            fleet.remove("a")
+            fleet.remove(fleet.engine("a"))
             lease.succeeded = True
         await asyncio.sleep(PENDING_LINGER_S * 1.2)
         assert len(pool.index) == 0

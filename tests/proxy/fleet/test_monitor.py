@@ -376,7 +376,7 @@ async def test_a_forgotten_engine_is_looked_after_no_more(world):
     await world.state(engine, EngineState.READY)
     world.monitor.forget(engine)
     assert world.monitor._findings == {}
-    world.fleet.remove("a")
+    world.fleet.remove(world.fleet.engine("a"))
     await asyncio.sleep(0)
     before = adapter.checks
     await asyncio.sleep(INTERVAL_S * 3)
@@ -400,7 +400,7 @@ async def test_the_prompts_of_a_pool_outlive_the_engine_they_were_made_with(worl
     prompts = world.fleet.pools["m"].prompts
     assert (await prompts.build("/v1/responses", body, salt=None)).token_ids == array("i", [1])
     world.monitor.forget(first)
-    world.fleet.remove("a")
+    world.fleet.remove(world.fleet.engine("a"))
     assert (await prompts.build("/v1/responses", body, salt=None)).token_ids == array("i", [2])
 
 

@@ -168,7 +168,7 @@ async def test_what_is_gone_cannot_come_back(world):
 
 async def test_a_pool_that_is_gone_is_left_alone(world):
     world.talk(1)
-    world.fleet.remove("a")
+    world.fleet.remove(world.fleet.engine("a"))
     await world.tick()
     assert world.restored == 0
 
@@ -353,7 +353,7 @@ async def test_a_prompt_known_in_part_is_no_turn(world):
 async def test_an_engine_that_left_meanwhile_leaves_nothing(world):
     world.talk(1)
     await world.tick()
-    world.fleet.remove("a")
+    world.fleet.remove(world.fleet.engine("a"))
     world.now += 60.0
     await world.tick()
 

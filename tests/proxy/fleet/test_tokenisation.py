@@ -135,7 +135,7 @@ async def test_a_pool_whose_engines_were_all_removed_gets_its_tokenizer_again(wo
     world.join("a")
     world.loader.go.set()
     await world.settled()
-    world.fleet.remove("a")
+    world.fleet.remove(world.fleet.engine("a"))
     world.join("a")
     await world.settled()
     assert world.prompts.exactness.source == "local"
@@ -225,5 +225,5 @@ async def test_a_pool_without_ready_engines_is_not_checked_and_one_that_is_gone_
     await asyncio.sleep(0.01)
     assert world.tasks._tasks
     assert engine.adapter.asked == 0
-    world.fleet.remove("a")
+    world.fleet.remove(world.fleet.engine("a"))
     await world.settled()

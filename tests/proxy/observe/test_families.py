@@ -86,7 +86,8 @@ def test_openmetrics_is_as_theirs():
 
 
 def test_a_gauge():
-    page = gauge(Family("kvpin_z", "gauge", "What z is", ("engine",)), [(("a",), True), ((NASTY,), 7)])
+    family = Family("kvpin_z", "gauge", "What z is", ("engine",))
+    page = "".join(gauge(family, [(("a",), True), ((NASTY,), 7)]))
     assert list(samples(page).values()) == [1, 7]
     assert page.startswith("# HELP kvpin_z What z is\n# TYPE kvpin_z gauge\n")
 

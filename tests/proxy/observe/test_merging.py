@@ -14,7 +14,7 @@ def page(*, openmetrics, requests, seconds, size, engine="e"):
     histogram = Histogram("kvpin_s", "Seconds", (), (1, 2))
     histogram.of().observe(seconds, "trace" if openmetrics else None)
     lines = [*counter.lines(openmetrics=openmetrics), *histogram.lines(openmetrics=openmetrics)]
-    shown = gauge(Family("kvpin_size", "gauge", "Size", ("of",)), [((ODD,), size)])
+    shown = "".join(gauge(Family("kvpin_size", "gauge", "Size", ("of",)), [((ODD,), size)]))
     return "".join((*lines, shown, "# EOF\n" if openmetrics else ""))
 
 

@@ -1,3 +1,4 @@
+import asyncio
 from array import array
 
 import pytest
@@ -5,7 +6,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from proxy.core.placement.decision import Cost, Placement
 from proxy.fleet.fleet import Fleet
-from proxy.observe.metrics import OTHER_TENANTS, Metrics
+from proxy.observe.metrics import LEFT, OTHER_TENANTS, Metrics
 from proxy.prompt import Prompt
 from proxy.request.records import RequestRecord
 from tests.fakes import INFO, FakeAdapter
@@ -15,7 +16,9 @@ LABELS = {"model": "m", "engine": "a"}
 
 @pytest.fixture
 def fleet():
-    return Fleet()
+    fleet = Fleet()
+    fleet.add(FakeAdapter("a"))
+    return fleet
 
 
 def samples(metrics):
@@ -53,8 +56,8 @@ def test_a_finished_request_is_counted(fleet):
     assert value(metrics, "kvpin_predicted_cached_tokens_total", **LABELS) == 64
     assert value(metrics, "kvpin_cached_tokens_total", **LABELS) == 48
     assert value(metrics, "kvpin_available_cached_tokens_total", **LABELS) == 64
-    assert value(metrics, "kvpin_saved_prefill_seconds_total", **LABELS) == 0  # its engine has left
-    assert metrics.requests() == 2
+    assert value(metrics, "kvpin_saved_prefill_seconds_total", **LABELS) == 0  # its engine has not connected
+    assert metrics.ended == 2
     assert metrics.reuse()["a"].delivered_tokens == 48
     assert value(metrics, "kvpin_mispredictions_total", **LABELS) == 1
     assert value(metrics, "kvpin_generation_tokens_total", **LABELS) == 7
@@ -158,3 +161,46 @@ def test_the_lag_of_the_loop(fleet):
     metrics.loop_lag.observe(0.3)
     assert value(metrics, "kvpin_loop_lag_seconds_bucket", le="0.2") == 0
     assert value(metrics, "kvpin_loop_lag_seconds_bucket", le="0.5") == 1
+
+
+async def test_engines_that_came_and_went_leave_no_series_and_stay_in_the_totals(fleet):
+    metrics = Metrics(fleet)
+    page = metrics.render()
+    for number in range(2000):
+        engine = fleet.add(FakeAdapter(f"pod-{number}"))
+        fleet.join(engine, INFO)
+        placement = Placement.of(engine.id, 32, 40, (Cost(engine.id),), "lowest cost")
+        done = record(placement=placement, reported_tokens=32, first_byte_s=0.04, duration_s=1.5)
+        metrics.observe(done)
+        fleet.remove(engine)
+        metrics.observe(done)  # one of its requests ends after it has left
+    # Also where nobody reads the page, nothing is kept of engines that have left.
+    assert sum(len(family._series) for family in metrics._families) < 100
+    later = metrics.render()
+    assert b"pod-" not in later
+    assert len(later) < len(page) + 20_000
+    assert await metrics.page() == later
+    assert value(metrics, "kvpin_requests_total", model="m", engine=LEFT, status="200") == 2000
+    assert metrics.ended == 4000
+    assert metrics.total_reuse.delivered_tokens == 4000 * 32
+    assert set(metrics.reuse()) == {LEFT}
+
+
+async def test_requests_are_served_while_the_page_of_many_engines_is_written(fleet):
+    metrics = Metrics(fleet)
+    for number in range(2000):
+        engine = fleet.add(FakeAdapter(f"pod-{number}"))
+        metrics.observe(record(placement=Placement.of(engine.id, 32, 40, (Cost(engine.id),), "lowest cost")))
+    served = 0
+
+    async def serve():
+        nonlocal served
+        while True:
+            await asyncio.sleep(0)
+            served += 1
+
+    serving = asyncio.create_task(serve())
+    page = await metrics.page()
+    serving.cancel()
+    assert page == metrics.render()
+    assert served > 2000 / 100

@@ -56,5 +56,5 @@ def test_nothing_is_saved_without_reuse(fleet, reported):
 
 
 def test_an_engine_that_has_left_saves_nothing(fleet):
-    fleet.remove("a")
+    fleet.remove(fleet.engine("a"))
     assert saved_s(fleet, record(placed(1008), 1008)) == 0

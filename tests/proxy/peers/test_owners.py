@@ -53,7 +53,7 @@ class Kvpin:
         self.number, self.wire = number, Wire(wires)
         self.fleet, self.tasks = Fleet(), Supervisor()
         self.peers = Peers(self.wire, number, self.fleet, Tenants([]))
-        self.peers._voice.name = f"kvpin {number}"
+        self.peers._announcer.name = f"kvpin {number}"
         ingest = Ingest(self.fleet, self.tasks)
         monitor = Monitor(self.fleet, self.tasks, ingest, PromptTables(), interval_s=0.05, timeout_s=5)
         self.adapter = Slots(number, users, lock)
@@ -122,7 +122,7 @@ async def test_it_goes_to_another_one_when_its_owner_dies_or_leaves(kvpin):
     await until(lambda: nine.is_owner)
     six = kvpin(6)
     await until(lambda: six.sees_at(9))
-    nine.fleet.remove("slots")
+    nine.fleet.remove(nine.fleet.engine("slots"))
     await nine.adapter.leave()
     await nine.peers.aclose()
     await until(lambda: six.is_owner)

@@ -9,7 +9,7 @@ from structlog.testing import capture_logs
 from proxy.core.peers import round_trip
 from proxy.peers import peers as peers_module
 from proxy.peers import redis_channel
-from proxy.peers.exchange import Ears
+from proxy.peers.exchange import ExchangeCallbacks
 from proxy.peers.redis_channel import RedisExchange
 from tests.fakes import client_of
 from tests.kv_world import tokens
@@ -89,7 +89,8 @@ async def test_namespaces_do_not_hear_each_other(server):
     exchanges = {name: RedisExchange(server.url, name) for name in heard}
     async with asyncio.TaskGroup() as group:
         tasks = [
-            group.create_task(exchanges[name].run(Ears(heard[name].append, lambda: None))) for name in heard
+            group.create_task(exchanges[name].run(ExchangeCallbacks(heard[name].append, lambda: None)))
+            for name in heard
         ]
         await until(lambda: all(each.is_connected for each in exchanges.values()))
         assert all(each.is_alone for each in exchanges.values())
@@ -123,8 +124,8 @@ async def test_what_waited_when_the_server_died_is_dropped_and_what_comes_after_
     heard, one, two = [], RedisExchange(server.url, "n"), RedisExchange(server.url, "n")
     async with asyncio.TaskGroup() as group:
         tasks = [
-            group.create_task(one.run(Ears(lambda _: None, lambda: None))),
-            group.create_task(two.run(Ears(heard.append, lambda: None))),
+            group.create_task(one.run(ExchangeCallbacks(lambda _: None, lambda: None))),
+            group.create_task(two.run(ExchangeCallbacks(heard.append, lambda: None))),
         ]
         await until(lambda: one.is_connected and two.is_connected)
         server.pause()

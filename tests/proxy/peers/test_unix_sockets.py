@@ -8,7 +8,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from proxy.peers import unix_sockets
-from proxy.peers.exchange import Ears
+from proxy.peers.exchange import ExchangeCallbacks
 from proxy.peers.unix_sockets import UnixExchange, prepare
 
 
@@ -18,7 +18,7 @@ class Member:
     def __init__(self, directory, owner):
         self.heard, self.joined, self.ended = [], 0, []
         self.exchange = UnixExchange(directory, owner)
-        self.ears = Ears(self.heard.append, self._join, self.ended.append)
+        self.ears = ExchangeCallbacks(self.heard.append, self._join, self.ended.append)
 
     def _join(self):
         self.joined += 1

@@ -43,7 +43,7 @@ async def test_what_was_known_of_an_engine_is_kept_until_it_connects(tmp_path):
         await later.save()
     memory = later.keeper.memories.of("a")
     assert (memory.instance, len(memory.learned)) == ("i1", 1)
-    later.fleet.remove("a")
+    later.fleet.remove(later.fleet.engine("a"))
     await later.save()
     assert World(tmp_path).keeper.memories.of("a") is None
 

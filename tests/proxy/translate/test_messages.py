@@ -9,7 +9,7 @@ import pytest
 from engine_adapter import JsonBody
 from engine_adapter.types import MESSAGES_ROUTES
 from proxy.errors import BadRequest
-from proxy.translate.messages import CountTokens, Messages
+from proxy.translate.messages import MessageTranslation
 from tests.fakes import DONE, INFO, FakeAdapter, client_of, event, proxy_over
 from tests.proxy.translate.message_events import USAGE, chunk, events_of
 
@@ -247,11 +247,11 @@ class TestErrors:
 class TestCounting:
     def test_the_count(self):
         body = {name: value for name, value in ASK.items() if name != "max_tokens"}
-        translation = CountTokens(JsonBody(json.dumps(body).encode()))
+        translation = MessageTranslation(JsonBody(json.dumps(body).encode()), counts=True)
         assert translation.counts
         assert json.loads(translation.count(7)) == {"input_tokens": 7}
 
     def test_messages_need_a_limit(self):
         body = {name: value for name, value in ASK.items() if name != "max_tokens"}
         with pytest.raises(BadRequest, match="max_tokens"):
-            Messages(JsonBody(json.dumps(body).encode()))
+            MessageTranslation(JsonBody(json.dumps(body).encode()))

@@ -2,26 +2,29 @@
 
 import json
 
-import msgspec
 import pytest
 
 from proxy.errors import EngineFailed
-from proxy.translate.messages_answer import MessageStream, message_of
-from proxy.translate.translation import Predicted
+from proxy.translate.messages_answer import MessageAnswer
 from tests.proxy.translate.message_events import USAGE, chunk, events_of
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "tide", "arguments": '{"port": "Brest"}'}}
 
 
+def told_of(answer, model="m", prewarms=False, marks=False):
+    made = MessageAnswer(model, prewarms=prewarms, marks=marks)
+    return json.loads(made.answer(json.dumps(answer).encode()))
+
+
 def whole(said, finish="stop", usage=None, marks=False, **choice):
     answer = {"choices": [{"message": said, "finish_reason": finish, **choice}], "usage": usage}
-    return message_of(json.dumps(answer).encode(), "msg_1", "m", prewarms=False, marks=marks)
+    return told_of(answer, marks=marks)
 
 
 def streamed(*chunks, **options):
     """The events of a stream of these chunks, without its first two."""
-    stream = MessageStream("msg_1", "m", prewarms=options.pop("prewarms", False))
-    sent = [stream.event(json.dumps(each).encode(), Predicted()) for each in chunks]
+    stream = MessageAnswer("m", prewarms=options.pop("prewarms", False))
+    sent = [stream.event(json.dumps(each).encode()) for each in chunks]
     return events_of(b"".join([*sent, stream.end()]))[2:]
 
 
@@ -37,27 +40,26 @@ class TestWhole:
     @pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
     def test_thoughts_text_and_calls(self, name):
         message = whole({name: "hm", "content": "I look.", "tool_calls": [CALL]}, "tool_calls")
-        encoded = json.loads(msgspec.json.encode(message))
-        assert encoded["content"] == [
+        assert message["content"] == [
             {"type": "thinking", "thinking": "hm", "signature": "kvpin"},
             {"type": "text", "text": "I look."},
             {"type": "tool_use", "id": "c1", "name": "tide", "input": {"port": "Brest"}},
         ]
-        assert encoded["stop_reason"] == "tool_use"
+        assert message["stop_reason"] == "tool_use"
 
     @pytest.mark.parametrize("arguments", ['{"port": "Br', "[1]", "", None])
     def test_arguments_that_were_cut_off(self, arguments):
         call = {"function": {"name": "tide", "arguments": arguments}}
-        (block,) = json.loads(msgspec.json.encode(whole({"tool_calls": [call]}, "length")))["content"]
+        (block,) = whole({"tool_calls": [call]}, "length")["content"]
         assert block.pop("id").startswith("toolu_")
         assert block == {"type": "tool_use", "name": "tide", "input": {}}
 
     @pytest.mark.parametrize(("asked", "told"), [("alias", "alias"), (None, "m")])
     def test_the_model_is_named_as_asked_or_by_the_engine(self, asked, told):
         chat = {"model": "m", "choices": [{"message": {"content": "hi"}, "finish_reason": "stop"}]}
-        assert message_of(json.dumps(chat).encode(), "msg_1", asked, prewarms=False)["model"] == told
-        stream = MessageStream("msg_1", asked, prewarms=False)
-        sent = stream.event(json.dumps(chunk({"content": "hi"}, model="m")).encode(), Predicted())
+        assert told_of(chat, asked)["model"] == told
+        stream = MessageAnswer(asked, prewarms=False)
+        sent = stream.event(json.dumps(chunk({"content": "hi"}, model="m")).encode())
         first, *_ = events_of(sent)
         assert first["message"]["model"] == told
 
@@ -88,9 +90,9 @@ class TestWhole:
             "choices": [{"message": {"content": "x"}, "finish_reason": "length"}],
             "usage": USAGE["usage"],
         }
-        message = message_of(json.dumps(answer).encode(), "msg_1", "m", prewarms=True)
+        message = told_of(answer, prewarms=True)
         assert (message["content"], message["stop_reason"]) == ([], "max_tokens")
-        assert (message["usage"].cache_read_input_tokens, message["usage"].output_tokens) == (32, 0)
+        assert (message["usage"]["cache_read_input_tokens"], message["usage"]["output_tokens"]) == (32, 0)
 
     def test_a_call_that_was_asked_for(self):
         assert whole({"tool_calls": [CALL]}, "stop")["stop_reason"] == "tool_use"
@@ -110,21 +112,21 @@ class TestWhole:
         usage = {"prompt_tokens": 40, "completion_tokens": 2, "prompt_tokens_details": details}
         told = whole({"content": "x"}, usage=usage, marks=True)["usage"]
         assert counts == (
-            told.input_tokens,
-            told.cache_creation_input_tokens,
-            told.cache_read_input_tokens,
+            told["input_tokens"],
+            told["cache_creation_input_tokens"],
+            told["cache_read_input_tokens"],
         )
-        assert told.output_tokens == 2
+        assert told["output_tokens"] == 2
 
     def test_without_a_mark_nothing_counts_as_written(self):
         details = {"cached_tokens": 16, "cache_write_tokens": 20}
         told = whole({"content": "x"}, usage={"prompt_tokens": 40, "prompt_tokens_details": details})["usage"]
-        assert (told.input_tokens, told.cache_creation_input_tokens) == (24, 0)
+        assert (told["input_tokens"], told["cache_creation_input_tokens"]) == (24, 0)
 
     @pytest.mark.parametrize("content", [b"{}", b"no", b'{"choices": [{}]}', b'{"choices": 1}', b"\xff"])
     def test_what_is_no_chat(self, content):
         with pytest.raises(EngineFailed):
-            message_of(content, "msg_1", "m", prewarms=False)
+            MessageAnswer("m", prewarms=False).answer(content)
 
 
 class TestStream:

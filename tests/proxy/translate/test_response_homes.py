@@ -6,7 +6,7 @@ import pytest
 
 from engine_adapter.types import RESPONSES_ROUTES
 from proxy.request.tenants import ApiKey, Tenants
-from proxy.translate.response_homes import MAX_NAMES, Home, Homes, Noting
+from proxy.translate.response_homes import MAX_NAMES, ResponseHome, ResponseHomes, ResponseNoter
 from tests.fakes import INFO, FakeAdapter, FakeEngine, client_of, event, is_openai_error, proxy_over
 
 ROUTE = "/v1/responses"
@@ -79,7 +79,7 @@ async def test_a_home_that_was_restarted_or_is_gone(engines):
         body = {"model": "m", "input": "more", "previous_response_id": name}
         again = await client.post(ROUTE, json=body)
         assert is_openai_error(again, 404, "previous_response_not_found", "previous_response_id")
-        proxy.fleet.remove(home)
+        proxy.fleet.remove(proxy.fleet.engine(home))
         assert is_openai_error(await client.get(f"{ROUTE}/{name}"), 404)
         await proxy.settled()
 
@@ -115,14 +115,14 @@ async def test_engines_that_get_chats_keep_nothing(engines):
 
 
 def test_the_oldest_names_are_forgotten():
-    homes = Homes()
+    homes = ResponseHomes()
     for number in range(MAX_NAMES + 1):
-        homes.keep("a", f"r{number}", Home("e", "i"))
-    homes.keep("b", "r0", Home("f", "i"))
+        homes.keep("a", f"r{number}", ResponseHome("e", "i"))
+    homes.keep("b", "r0", ResponseHome("f", "i"))
     assert (homes.find("a", "r0"), homes.find("a", "r1"), homes.find("b", "r0")) == (
         None,
-        Home("e", "i"),
-        Home("f", "i"),
+        ResponseHome("e", "i"),
+        ResponseHome("f", "i"),
     )
     assert homes.find(None, "r1") is None
 
@@ -142,7 +142,7 @@ def test_an_answer_without_a_name_passes(content):
         finish = write
 
     sink, noted = Sink(), []
-    noting = Noting(sink, noted.append)
+    noting = ResponseNoter(sink, noted.append)
     noting.start(200, [(b"content-type", b"application/json")])
     noting.finish(content)
     assert (sink.got, noted, noting.is_full) == (content, [], False)

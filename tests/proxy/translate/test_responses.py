@@ -64,7 +64,7 @@ class TestState:
         assert store.of(None).bytes == 0
 
     def test_another_tenants_response_never_was(self):
-        store = ResponseStore(2)
+        store = ResponseStore("ab")
         response = answered(translation("a", store), content="secret")
         with pytest.raises(NotFound) as stolen:
             translation("b", store, previous_response_id=response["id"])

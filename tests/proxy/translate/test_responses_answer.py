@@ -5,8 +5,8 @@ import json
 import pytest
 
 from proxy.errors import EngineFailed
+from proxy.translate.chats import ChatUsage
 from proxy.translate.responses_answer import usage_of
-from proxy.translate.usage import ChatUsage
 from tests.proxy.translate.response_world import (
     TOOL,
     answered,

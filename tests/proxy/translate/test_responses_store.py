@@ -73,7 +73,7 @@ def test_an_item_that_a_later_turn_has_too_stays():
 
 
 def test_tenants_do_not_see_or_crowd_out_each_other(clock):
-    store = ResponseStore(2, max_bytes=4 * 1024, clock=clock)
+    store = ResponseStore("ab", max_bytes=4 * 1024, clock=clock)
     store.put("a", "r1", b"{}", turn(name="1"))
     for name in range(50):
         store.put("b", f"r{name + 2}", b"{}", turn(asked=b"q" * 500, name=str(name + 2)))
@@ -81,6 +81,18 @@ def test_tenants_do_not_see_or_crowd_out_each_other(clock):
     assert store.of("b").get("r1") is None
     assert store.of("b").item("msg_1") is None
     assert 0 < store.of("b").bytes <= 2 * 1024
+
+
+def test_a_tenant_that_was_removed_leaves_nothing():
+    store = ResponseStore(("acme", "globex"))
+    for tenant in ("acme", "globex"):
+        store.put(tenant, "r1", b"{}", turn(name="1"))
+    store.divide(["acme"])
+    store.put("globex", "r2", b"{}", turn(name="2"))  # of a request that was in flight
+    assert list(store._shelves) == ["acme"]
+    assert store.of("acme").get("r1") is not None
+    store.divide(["acme", "globex"])
+    assert (store.of("globex").get("r1"), store.of("globex").get("r2")) == (None, None)
 
 
 def test_what_nobody_uses_expires(clock):

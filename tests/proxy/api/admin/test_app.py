@@ -1,4 +1,5 @@
 import pytest
+from structlog.testing import capture_logs
 
 from proxy.api.admin.app import routes
 from proxy.api.auth import AdminGuard
@@ -51,3 +52,29 @@ async def test_head_is_answered_as_get(client):
 def test_every_endpoint_has_a_route_and_every_route_an_endpoint(world):
     served = {(method, route.path) for route in routes(world.endpoints) for method in route.methods}
     assert served - {("HEAD", path) for _, path in served} == {(e.method, e.path) for e in world.endpoints}
+
+
+def actions(entries):
+    names = ("method", "path", "status", "peer", "by")
+    return [tuple(e[name] for name in names) for e in entries if e["event"] == "admin action"]
+
+
+async def test_each_action_is_one_line_without_its_body_and_reading_is_none(world, pair):
+    key = {"authorization": "Bearer admin-key"}
+    async with world.client(AdminGuard("admin-key")) as client:
+        with capture_logs() as entries:
+            await client.get("/engines", headers=key)
+            await client.post("/flush", json={"prompt": "a secret"}, headers=key)
+            await client.post("/engines/a/drain", headers=key)
+            await client.post("/engines/%1b/drain", headers={"authorization": "Bearer wrong"})
+            await client.delete("/engines/b")
+    prefix = "/admin/v1/engines"
+    flush, *others = actions(entries)
+    assert flush[:2] == ("POST", "/admin/v1/flush")
+    assert others == [
+        ("POST", f"{prefix}/a/drain", 200, "127.0.0.1", "admin_key"),
+        ("POST", f"{prefix}/%1b/drain", 401, "127.0.0.1", None),
+        ("DELETE", f"{prefix}/b", 401, "127.0.0.1", None),
+    ]
+    assert "secret" not in str(entries)
+    assert "admin-key" not in str(entries)

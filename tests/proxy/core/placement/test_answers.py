@@ -10,8 +10,8 @@ from proxy.core.placement.answers import (
     REFIT_S,
     STEP_TOKENS,
     WINDOW,
-    Answer,
     AnswerFit,
+    AnswerSample,
     Fit,
     fit,
     weighted_median,
@@ -30,10 +30,10 @@ def answers(seed, tok_s, step_s, *, count=WINDOW, noise=0.0, held_up=0.0):
     """Answers of mixed lengths; a share of them was held up for as long as they took, or thrice that."""
     random = Random(seed)  # noqa: S311 - a test
     for _ in range(count):
-        answer = Answer(between(random, 100, 8000), between(random, 16, 600), 0.0)
+        answer = AnswerSample(between(random, 100, 8000), between(random, 16, 600), 0.0)
         seconds = Fit(1 / tok_s, step_s).seconds(answer) * random.gauss(1.0, noise)
         late = random.uniform(2, 4) if random.random() < held_up else 1.0
-        yield Answer(answer.prefilled, answer.output, seconds * late)
+        yield AnswerSample(answer.prefilled, answer.output, seconds * late)
 
 
 @pytest.mark.parametrize(("tok_s", "step_s"), HARDWARE)
@@ -59,34 +59,34 @@ def test_on_average_it_is_right():
 
 
 def test_answers_that_are_all_alike_are_split_by_the_guess():
-    found = fit([Answer(1000, 100, 7.4)] * MIN_ANSWERS)
+    found = fit([AnswerSample(1000, 100, 7.4)] * MIN_ANSWERS)
     assert (found.token_s, found.step_s) == pytest.approx((0.001, 0.001 * STEP_TOKENS))
 
 
 def test_without_output_all_of_it_is_prefill():
-    assert fit([Answer(1000, 0, 0.5)] * MIN_ANSWERS) == Fit(0.0005, 0.0)
+    assert fit([AnswerSample(1000, 0, 0.5)] * MIN_ANSWERS) == Fit(0.0005, 0.0)
 
 
 def test_longer_prompts_that_take_less_time_say_nothing():
-    assert fit([Answer(1000 * n, 10, 100.0 - 9 * n) for n in range(1, 11)]) is None
+    assert fit([AnswerSample(1000 * n, 10, 100.0 - 9 * n) for n in range(1, 11)]) is None
 
 
 def test_longer_answers_that_take_less_time_cost_no_less_than_nothing():
-    assert fit([Answer(64_000, n, 64.0 - n) for n in range(1, 40)]).step_s == 0.0
+    assert fit([AnswerSample(64_000, n, 64.0 - n) for n in range(1, 40)]).step_s == 0.0
 
 
 def test_it_is_made_of_the_last_answers_every_few_of_them_then_once_a_window():
     fits = AnswerFit()
-    made = [fits.add(float(at), Answer(1000, 0, 1.0)) for at in range(3 * WINDOW)]
+    made = [fits.add(float(at), AnswerSample(1000, 0, 1.0)) for at in range(3 * WINDOW)]
     found = [at for at, each in enumerate(made, 1) if each]
     assert found == [*range(MIN_ANSWERS, WINDOW + 1, REFIT), 2 * WINDOW, 3 * WINDOW]
-    last = [found for at in range(WINDOW) if (found := fits.add(1000.0 + at, Answer(1000, 0, 3.0)))]
+    last = [found for at in range(WINDOW) if (found := fits.add(1000.0 + at, AnswerSample(1000, 0, 3.0)))]
     assert last == [Fit(0.003, 0.0)]
 
 
 def test_a_full_window_is_fitted_once_in_a_while_however_many_answers_come():
     fits, a_second = AnswerFit(), 20 * WINDOW
-    made = [fits.add(at / a_second * REFIT_S, Answer(1000, 0, 1.0)) for at in range(3 * a_second)]
+    made = [fits.add(at / a_second * REFIT_S, AnswerSample(1000, 0, 1.0)) for at in range(3 * a_second)]
     assert [at for at, each in enumerate(made, 1) if each] == [
         *range(MIN_ANSWERS, WINDOW + 1, REFIT),
         *(WINDOW + seconds * a_second for seconds in (1, 2)),

@@ -3,7 +3,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from proxy.core.placement.load import (
-    FORGET_S,
     IDLE,
     MANY,
     REPORT_S,
@@ -220,11 +219,14 @@ class TestLearning:
 
 
 class TestForgetting:
-    def test_a_first_token_that_never_comes(self, ledger):
-        begin(ledger), begin(ledger, 1.0)
-        assert ledger.view(FORGET_S - 1).in_flight == 2
-        assert ledger.view(FORGET_S) == LoadView(1, 1.0, 0)
-        assert ledger.view(2 * FORGET_S) is IDLE
+    def test_a_prefill_counts_until_its_request_ends_however_long_that_takes(self, ledger):
+        # Requests may wait 1,800 s for their first byte, and longer where the settings say so.
+        first, second = begin(ledger), begin(ledger, 1.0)
+        assert ledger.view(1799.0).in_flight == 2
+        ledger.end(1800.0, first)
+        assert ledger.view(3599.0).in_flight == 1
+        ledger.end(3600.0, second)
+        assert ledger.view(3600.0) is IDLE
 
     def test_the_engine_knows_of_none_twice_in_a_row(self, ledger):
         stream, lost = begin(ledger), begin(ledger, 0.0, 5.0)

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine_adapter import Tier
-from proxy.core.placement.answers import REFIT, Answer
+from proxy.core.placement.answers import REFIT, AnswerSample
 from proxy.core.placement.load import Sample, Work
 from proxy.core.placement.rates import (
     DEFAULT_PREFILL_TOK_S,
@@ -169,7 +169,7 @@ class TestOthers:
 
 def answer(rates, prefilled, output, seconds, *, times=1):
     for _ in range(times):
-        rates.answered(0.0, Answer(prefilled, output, seconds))
+        rates.answered(0.0, AnswerSample(prefilled, output, seconds))
 
 
 class TestWholeAnswers:
@@ -280,7 +280,7 @@ class TestANewcomer:
 
     def test_whole_answers_too(self, rates):
         for tokens in range(512, 512 + WINDOW):
-            rates.answered(1.0, Answer(tokens, 10, tokens / 1000 + 0.1))
+            rates.answered(1.0, AnswerSample(tokens, 10, tokens / 1000 + 0.1))
         new = EngineRates(PoolRates())
         new.adopt(1.0, rates.timings)
         assert new.pool.fit == rates.pool.fit
