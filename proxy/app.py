@@ -80,7 +80,7 @@ from proxy.settings import (
     Settings,
     SettingsError,
 )
-from proxy.state.keeper import StateKeeper
+from proxy.state.keeper import StateSaver
 from proxy.tasks import Supervisor
 from proxy.translate import ResponseStore, translations
 
@@ -101,7 +101,7 @@ class Proxy:
         self.tenants = Tenants(_keys(settings), settings.tenant_limits)
         self.peers = self._peers()
         self.responses = ResponseStore(len(self.tenants.names))
-        self.state = StateKeeper(settings.state_dir, self.tenants) if settings.state_dir is not None else None
+        self.state = StateSaver(settings.state_dir, self.tenants) if settings.state_dir is not None else None
         memories = self.state.memories if self.state is not None else None
         self.ingest = Ingest(self.fleet, self.tasks, self.tenants.owner, memories) if settings.reuse else None
         self.monitor = Monitor(

@@ -6,6 +6,7 @@ Units are in the names. The texts are Markdown; links are relative to docs/.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from typing import Annotated, Literal, Self
 from urllib.parse import urlsplit
 
@@ -13,7 +14,15 @@ from pydantic import AfterValidator, BaseModel, ByteSize, ConfigDict, Field, Sec
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from proxy.core.quotas import TenantLimits
-from proxy.settings.engines import DiscoverySettings, EngineSettings, ManagedSettings, numbered
+from proxy.settings.engines import (
+    DiscoverySettings,
+    EngineSettings,
+    ManagedSettings,
+    numbered,
+    repeated_engines,
+    repeated_ids,
+    require_none,
+)
 from proxy.settings.fields import (
     Count,
     Hosts,
@@ -27,7 +36,6 @@ from proxy.settings.fields import (
     Size,
     key_digest,
 )
-from proxy.settings.together import faults_together, require_none
 
 
 class _Part(BaseModel):
@@ -271,5 +279,36 @@ class Settings(BaseSettings):
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
-        require_none(faults_together(self))
+        require_none((*self._faults_of_engines(), *self._faults_of_keys(), *self._faults_of_traffic()))
         return self
+
+    # Settings that are right by themselves, and wrong together: a sentence for each fault.
+
+    def _faults_of_engines(self) -> Iterator[str]:
+        yield from repeated_ids((*self.engines, *self.managed))
+        yield from repeated_engines(self.engines)
+        if len({entry.source for entry in self.discovery}) < len(self.discovery):
+            yield "discovery names the same source twice"
+        for alias, model in self.model_aliases.items():
+            if model in self.model_aliases:
+                yield f"model_aliases: {alias!r} stands for {model!r}, which is an alias too: name its model"
+
+    def _faults_of_keys(self) -> Iterator[str]:
+        digests = {entry.digest for entry in self.api_keys}
+        if len(digests) < len(self.api_keys):
+            yield "api_keys contains the same key twice"
+        if self.admin_digest in digests:
+            yield "admin_key must differ from every key in api_keys"
+        for entry in self.api_keys:
+            if entry.limits not in (TenantLimits(), self.tenant_limits.get(entry.tenant_id)):
+                yield f"the keys of tenant {entry.tenant_id!r} have different limits: name them with one key"
+
+    def _faults_of_traffic(self) -> Iterator[str]:
+        if self.record_traffic is not None:
+            if self.record_traffic.suffix == ".gz":
+                yield "record_traffic writes plain lines: name a file without .gz, and gzip it afterwards"
+            if self.workers > 1:
+                yield "record_traffic needs one worker: several would write to one file"
+        for name in ("record_traffic", "exchange"):
+            if getattr(self, name) is not None and not self.reuse:
+                yield f"{name} needs reuse: without reuse kvpin does not read prompts"

@@ -28,7 +28,7 @@ SAVE_S = 60.0
 FILE = "state"
 
 
-class StateKeeper:
+class StateSaver:
     """Keeps the state.
 
     Attributes:

@@ -161,10 +161,24 @@ async def test_a_third_interrupt_ends_it_at_once(monkeypatch):
     ended = []
     monkeypatch.setattr(server.os, "_exit", ended.append)
     proxy = server.Proxy(Settings(engines=(ELSEWHERE,)), HttpTransport())
-    running = server._Server(proxy, None, 0)
+    running = server._Server(proxy, None, [])
     for _ in range(2):
         running.on_signal(signal.SIGINT)
-    assert (running.should_exit, running.force_exit, ended) == (True, True, [])
+    assert (running.uvicorn.should_exit, running.uvicorn.force_exit, ended) == (True, True, [])
     running.on_signal(signal.SIGINT)
     assert ended == [130]
+    await proxy.stop()
+
+
+async def test_a_new_drain_s_counts_without_a_restart():
+    before, now = (Settings(engines=(ELSEWHERE,), drain_s=drain_s) for drain_s in (3600, 0.01))
+    proxy = server.Proxy(before, HttpTransport())
+    with listen("127.0.0.1", 0) as listener, capture_logs() as entries:
+        running = server._Server(proxy, lambda: now, [listener])
+        running.on_signal(signal.SIGHUP)
+        running.on_signal(signal.SIGTERM)
+        async with asyncio.timeout(60):
+            await running.serve()
+    assert [entry["drain_s"] for entry in entries if "drain_s" in entry] == [0.01]
+    assert not [entry for entry in entries if "settings" in entry]  # none needs a restart
     await proxy.stop()
