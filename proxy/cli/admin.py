@@ -7,21 +7,12 @@ from typing import Annotated, Any
 import typer
 
 from proxy.cli.client import AdminClient, JsonOption, fail, path_part, print_json, refuse_early_options, show
-from proxy.cli.examples import example
 from proxy.cli.help import App
 from proxy.cli.options import with_options
 from proxy.cli.targets import PrefixOptions, RequestOptions, TargetOptions
 
 EngineId = Annotated[str, typer.Argument(metavar="ENGINE", help="As `kvpin engines` lists it.")]
-engines_app = App(help="List, add, remove and drain engines.", rich_markup_mode=None)
-
-
-def register(app: typer.Typer) -> None:
-    """Adds the commands."""
-    app.command("stats", epilog=example("stats"))(with_options(stats))
-    app.add_typer(engines_app, name="engines", epilog=example("engines"))
-    for command in (flush, offload, restore, warm, pin, route, unpin, requests):
-        app.command(command.__name__, epilog=example(command.__name__))(with_options(command))
+engines_app = App("List, add, remove and drain engines.", "engines")
 
 
 def stats(*, kvpin: AdminClient, as_json: JsonOption = False) -> None:
@@ -118,15 +109,13 @@ def engines(*, context: typer.Context, kvpin: AdminClient, as_json: JsonOption =
         _show_engines(kvpin, as_json=as_json)
 
 
-@engines_app.command("list", epilog=example("engines list"))
-@with_options
+@engines_app.command("list")
 def engines_list(*, kvpin: AdminClient, as_json: JsonOption = False) -> None:
     """List engines, as `kvpin engines` alone does."""
     _show_engines(kvpin, as_json=as_json)
 
 
-@engines_app.command("add", epilog=example("engines add"))
-@with_options
+@engines_app.command("add")
 def engines_add(
     *, description: Annotated[str, typer.Argument(metavar="KIND=URL[,name=value…]")], kvpin: AdminClient
 ) -> None:
@@ -143,16 +132,14 @@ def engines_add(
     )
 
 
-@engines_app.command("remove", epilog=example("engines remove"))
-@with_options
+@engines_app.command("remove")
 def engines_remove(*, engine_id: EngineId, kvpin: AdminClient) -> None:
     """Remove an engine."""
     kvpin.delete(f"/engines/{path_part(engine_id)}")
     typer.echo(f"removed {engine_id}")
 
 
-@engines_app.command("drain", epilog=example("engines drain"))
-@with_options
+@engines_app.command("drain")
 def engines_drain(
     *,
     engine_id: EngineId,

@@ -17,6 +17,8 @@ from urllib.parse import quote
 
 import typer
 
+from proxy.cli.options import option
+
 if TYPE_CHECKING:
     import httpx
 
@@ -62,10 +64,8 @@ class AdminClient:
         admin_key: its admin key; None takes the one in the file that KVPIN_ADMIN_KEY_FILE names, if any.
     """
 
-    url: Annotated[str, typer.Option(envvar="KVPIN_URL", metavar="URL", help="Address of kvpin.")] = _URL
-    admin_key: Annotated[
-        str | None, typer.Option(envvar="KVPIN_ADMIN_KEY", metavar="KEY", help="Key of the admin API.")
-    ] = None
+    url: str = option("URL", "Address of kvpin.", _URL, envvar="KVPIN_URL")
+    admin_key: str | None = option("KEY", "Key of the admin API.", envvar="KVPIN_ADMIN_KEY")
 
     def get(self, path: str, **query: str | int) -> Any:  # noqa: ANN401 - JSON
         """Sends a GET; returns the decoded answer."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from proxy.cli.client import show
-from proxy.cli.examples import example
+from proxy.cli.options import option
 
 if TYPE_CHECKING:
     from engine_adapter import EngineSpec
@@ -25,9 +26,14 @@ class UnusableEngine(Exception):
     """An engine cannot be examined: why, in one sentence that names it."""
 
 
-def register(app: typer.Typer) -> None:
-    """Adds the command."""
-    app.command("doctor", epilog=example("doctor"))(doctor)
+@dataclass(frozen=True, slots=True)
+class DoctorOptions:
+    """Options of the engine that `kvpin doctor` examines."""
+
+    kind: str | None = option("KIND", "Its framework [detected].")
+    api_key: str | None = option("KEY", "The engine's key, if it needs one.")
+    events: str | None = option("ADDRESS", "Address of its KV events [the engine's own].")
+    tokenizer: str | None = option("DIR_OR_ID", "Its model's tokenizer [the engine's own].")
 
 
 def doctor(
@@ -39,16 +45,7 @@ def doctor(
         ),
     ],
     *,
-    kind: Annotated[str | None, typer.Option(metavar="KIND", help="Its framework [detected].")] = None,
-    api_key: Annotated[
-        str | None, typer.Option(metavar="KEY", help="The engine's key, if it needs one.")
-    ] = None,
-    events: Annotated[
-        str | None, typer.Option(metavar="ADDRESS", help="Address of its KV events [the engine's own].")
-    ] = None,
-    tokenizer: Annotated[
-        str | None, typer.Option(metavar="DIR_OR_ID", help="Its model's tokenizer [the engine's own].")
-    ] = None,
+    options: DoctorOptions,
     probe: Annotated[bool, typer.Option("--probe", help="Send two short requests and compare.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the examination as JSON.")] = False,
 ) -> None:
@@ -57,8 +54,7 @@ def doctor(
     Findings name the flag that would let kvpin do more.
     Exit status 0: no findings; 1: findings; 2: the engine cannot be examined.
     """
-    options = {"kind": kind, "api_key": api_key, "events": events, "tokenizer": tokenizer}
-    given = {name: value for name, value in options.items() if value is not None}
+    given = {name: value for name, value in asdict(options).items() if value is not None}
     try:
         (examination,) = examined([engine], given, probe=probe)
     except UnusableEngine as error:
@@ -119,8 +115,6 @@ def _engine_of(text: str, options: dict[str, str]) -> tuple[EngineSpec, dict[str
     Raises:
         SettingsError: saying what is wrong.
     """
-    from dataclasses import replace  # noqa: PLC0415 - see above
-
     from proxy.settings import SettingsError, UndetectedSettings, parse_engine_flag  # noqa: PLC0415 - see above
 
     if "://" not in text:

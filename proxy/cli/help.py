@@ -13,6 +13,9 @@ from typing import Any, TypeVar
 import typer
 from typer.core import TyperArgument, TyperCommand
 
+from proxy.cli.examples import EXAMPLES
+from proxy.cli.options import with_options
+
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
@@ -40,8 +43,27 @@ class Command(TyperCommand):
 
 
 class App(typer.Typer):
-    """Commands with this help."""
+    """Commands with this help, and with the example of each below it. Their options may be dataclasses."""
 
-    def command(self, name: str | None = None, **settings: Any) -> Callable[[_Function], _Function]:  # noqa: ANN401
-        """Adds a command; takes what typer's takes."""
-        return super().command(name, cls=Command, **settings)
+    def __init__(self, text: str, group: str = "", **settings: Any) -> None:  # noqa: ANN401 - as typer has it
+        """`group`: the word of the command line that these commands stand behind."""
+        super().__init__(
+            name=group or None, help=text, epilog=_example(group), rich_markup_mode=None, **settings
+        )
+
+    def command(self, name: str | None = None, **settings: Any) -> Callable[[_Function], _Function]:  # noqa: ANN401 - as typer has it
+        """Adds a command."""
+
+        def add(function: _Function) -> _Function:
+            word = name or function.__name__.replace("_", "-")
+            words = f"{self.info.name} {word}" if self.info.name else word
+            register = super(App, self).command(word, cls=Command, epilog=_example(words), **settings)
+            register(with_options(function))
+            return function
+
+        return add
+
+
+def _example(words: str) -> str | None:
+    """The text below the options of a command's help. Its first line keeps click from folding it."""
+    return f"\b\nExample:\n  {EXAMPLES[words]}" if words in EXAMPLES else None

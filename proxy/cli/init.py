@@ -11,7 +11,6 @@ import typer
 
 from proxy.cli.client import fail
 from proxy.cli.doctor import UnusableEngine, examined
-from proxy.cli.examples import example
 
 if TYPE_CHECKING:
     from proxy.doctor.doctor import Examination
@@ -33,11 +32,6 @@ reuse = true          # route by KV cache
 # key = "…"
 # tenant = "acme"     # keys of one tenant share KV
 """
-
-
-def register(app: typer.Typer) -> None:
-    """Adds the command."""
-    app.command("init", epilog=example("init"))(init)
 
 
 def init(

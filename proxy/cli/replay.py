@@ -8,12 +8,11 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from io import BufferedReader, RawIOBase
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, NamedTuple, cast
+from typing import TYPE_CHECKING, Annotated, BinaryIO, cast
 
 import typer
 
-from proxy.cli import replay_options as given
-from proxy.cli.examples import example
+from proxy.cli.replay_options import ReplayOptions
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -31,83 +30,24 @@ _PIECE_BYTES = 1 << 20
 _FILE_WIDTH = 140
 
 
-class _Outputs(NamedTuple):
-    """The files that were asked for."""
-
-    json: Path | None
-    csv: Path | None
-    plot: Path | None
-    html: Path | None
-
-
-def register(app: typer.Typer) -> None:
-    """Adds the command."""
-    app.command("replay", epilog=example("replay"))(replay)
-
-
 def replay(
-    trace: given.TraceFile,
+    trace: Annotated[
+        Path, typer.Argument(metavar="FILE", help="Mooncake jsonl or kvpin's recording, plain or .gz.")
+    ],
     *,
-    engines: given.Engines = None,
-    gpu_tokens: given.GpuTokens = "500k",
-    host_tokens: given.HostTokens = "0",
-    bytes_per_token: given.BytesPerToken = None,
-    model: given.Model = "fifo",
-    prefill_rate: given.PrefillRate = "20k",
-    restore_rate: given.RestoreRate = "200k",
-    context_tokens: given.ContextTokens = "0",
-    chunk_tokens: given.ChunkTokens = "2048",
-    decode_step_ms: given.DecodeStepMs = 15.0,
-    decode_stream_ms: given.DecodeStreamMs = 0.3,
-    load: given.Load = None,
-    speedup: given.Speedup = None,
-    target_p99: given.TargetP99 = None,
-    max_engines: given.MaxEngines = 64,
-    policies: given.Policies = None,
-    seeds: given.Seeds = "0",
-    limit: given.Limit = None,
-    model_name: given.ModelName = None,
-    jobs: given.Jobs = None,
-    json_path: given.JsonFile = None,
-    csv_path: given.CsvFile = None,
-    plot_path: given.PlotFile = None,
-    html_path: given.HtmlFile = None,
+    options: ReplayOptions,
 ) -> None:
     """Replay a trace on simulated engines.
 
     Compares placement policies, or finds how many engines the trace needs.
     Exit status 2: the trace or an option cannot be used.
     """
-    from proxy.replay import options  # noqa: PLC0415 - the other commands start quicker without
-
     with _refusals():
-        models = options.engine_models(
-            gpu_tokens=gpu_tokens,
-            host_tokens=host_tokens,
-            bytes_per_token=bytes_per_token,
-            model=model,
-            prefill_rate=prefill_rate,
-            restore_rate=restore_rate,
-            context_tokens=context_tokens,
-            chunk_tokens=chunk_tokens,
-            decode_step_ms=decode_step_ms,
-            decode_stream_ms=decode_stream_ms,
-        )
-        plan = options.plan(
-            models,
-            engines=engines,
-            policies=policies,
-            seeds=seeds,
-            load=load,
-            speedup=speedup,
-            target_p99=target_p99,
-            max_engines=max_engines,
-        )
-        outputs = _Outputs(json_path, csv_path, plot_path, html_path)
-        _check_outputs(outputs)
-        read = _read(trace, limit, model_name)
-        needs, outcomes = _run_plan(plan, read, jobs or os.cpu_count() or 1)
-        _write_all(plan, read, needs, outcomes, outputs)
+        plan = options.plan()
+        _check_outputs(options)
+        read = _read(trace, options.limit, options.model_name)
+        needs, outcomes = _run_plan(plan, read, options.jobs or os.cpu_count() or 1)
+        _write_all(plan, read, needs, outcomes, options)
 
 
 @contextmanager
@@ -170,7 +110,7 @@ def _write_all(
     trace: Trace,
     needs: Sequence[Need],
     outcomes: Sequence[Outcome],
-    outputs: _Outputs,
+    options: ReplayOptions,
 ) -> None:
     """Writes the files that were asked for, and the table unless a file goes to the standard output."""
     from proxy.replay.doubts import doubts  # noqa: PLC0415 - see above
@@ -180,21 +120,23 @@ def _write_all(
     each, title, why_not = rows(outcomes), plan.title(trace), doubts(trace, outcomes)
     noted = notes(trace, outcomes)
     said = [*map(str, needs), *why_not, *noted]
-    if outputs.json is not None:
-        _write(outputs.json, as_json(plan.settings(trace), each, why_not, needs, title=title, notes=noted))
-    if outputs.csv is not None:
-        _write(outputs.csv, as_csv(each))
-    if outputs.html is not None:
+    if options.json_path is not None:
+        _write(
+            options.json_path, as_json(plan.settings(trace), each, why_not, needs, title=title, notes=noted)
+        )
+    if options.csv_path is not None:
+        _write(options.csv_path, as_csv(each))
+    if options.html_path is not None:
         from proxy.api.page import text_of  # noqa: PLC0415 - see above
         from proxy.replay.html_report import as_html  # noqa: PLC0415 - see above
 
-        _write(outputs.html, as_html(title, each, said, text_of))
-    if outputs.plot is not None:
+        _write(options.html_path, as_html(title, each, said, text_of))
+    if options.plot_path is not None:
         from proxy.replay.plot import draw  # noqa: PLC0415 - an extra
 
-        with _writing(outputs.plot):
-            draw(outputs.plot, each, title)
-    if _STDOUT not in outputs:
+        with _writing(options.plot_path):
+            draw(options.plot_path, each, title)
+    if _STDOUT not in options.paths:
         with _writing(_STDOUT):
             _show(title, each, said)
 
@@ -215,18 +157,18 @@ def _show(title: str, each: Sequence[Row], notes: Sequence[str]) -> None:
         console.print(note, soft_wrap=True)
 
 
-def _check_outputs(outputs: _Outputs) -> None:
+def _check_outputs(options: ReplayOptions) -> None:
     """Checks the output files before the work.
 
     Raises:
         ValueError: one of them cannot be written.
     """
-    if outputs.plot == _STDOUT:
+    if options.plot_path == _STDOUT:
         raise ValueError("--plot -: a picture cannot be printed; name a file, such as runs.png")
-    for path in outputs:
-        if path is not None and path != _STDOUT:
+    for path in options.paths:
+        if path != _STDOUT:
             _try(path)
-    if outputs.plot is not None and find_spec("matplotlib") is None:
+    if options.plot_path is not None and find_spec("matplotlib") is None:
         raise ValueError("--plot needs matplotlib: pip install 'kvpin[replay]'")
 
 

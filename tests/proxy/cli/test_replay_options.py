@@ -1,24 +1,25 @@
 from math import inf, nan
+from pathlib import Path
 
 import pytest
 
+from proxy.cli.replay_options import ReplayOptionError, ReplayOptions
 from proxy.replay.engine import EngineModel
-from proxy.replay.options import OptionError, engine_models, plan
 from proxy.replay.plan import Target
 from proxy.replay.registry import POLICIES
 
 
 def test_what_is_not_said_is_what_the_model_says():
-    assert engine_models(gpu_tokens="500k") == (EngineModel(500_000),)
+    assert ReplayOptions().models() == (EngineModel(500_000),)
 
 
 def test_several_sizes():
-    models = engine_models(gpu_tokens="2M,500k,2M", host_tokens="9M")
+    models = ReplayOptions(gpu_tokens="2M,500k,2M", host_tokens="9M").models()
     assert models == (EngineModel(2_000_000, 9_000_000), EngineModel(500_000, 9_000_000))
 
 
 def test_all_of_an_engine():
-    assert engine_models(
+    options = ReplayOptions(
         gpu_tokens="40GiB",
         host_tokens="2M",
         bytes_per_token="128KiB",
@@ -29,7 +30,8 @@ def test_all_of_an_engine():
         chunk_tokens="8192",
         decode_step_ms=20,
         decode_stream_ms=0.5,
-    ) == (
+    )
+    assert options.models() == (
         EngineModel(
             327_680,
             2_000_000,
@@ -60,24 +62,24 @@ def test_all_of_an_engine():
     ],
 )
 def test_engines_that_cannot_be(options, message):
-    with pytest.raises(OptionError) as told:
-        engine_models(**{"gpu_tokens": "1k", **options})
+    with pytest.raises(ReplayOptionError) as told:
+        ReplayOptions(**options).models()
     assert message in str(told.value)
 
 
 def test_a_plan():
-    models = (EngineModel(1000), EngineModel(2000))
-    made = plan(models, engines="4,8,4", policies="all", seeds="0,1", load=0.9)
-    assert (made.models, made.engines, made.seeds) == (models, (4, 8), (0, 1))
+    options = ReplayOptions(gpu_tokens="1k,2k", engines="4,8,4", policies="all", seeds="0,1", load=0.9)
+    made = options.plan()
+    assert (made.models, made.engines, made.seeds) == (options.models(), (4, 8), (0, 1))
     assert (made.load, made.speedup) == (0.9, 1.0)
     assert made.policies == (*POLICIES, "oracle")
-    assert plan(models, speedup=2.0).speedup == 2.0
+    assert ReplayOptions(speedup=2.0).plan().speedup == 2.0
 
 
 def test_a_plan_that_searches():
-    made = plan((EngineModel(1000),), target_p99=2.0, max_engines=9)
+    made = ReplayOptions(target_p99=2.0, max_engines=9).plan()
     assert (made.engines, made.policies, made.target) == ((), ("kvpin",), Target(2.0, 9))
-    assert plan((EngineModel(1000),), target_p99=2.0, policies="all").policies == tuple(POLICIES)
+    assert ReplayOptions(target_p99=2.0, policies="all").plan().policies == tuple(POLICIES)
 
 
 @pytest.mark.parametrize(
@@ -98,11 +100,15 @@ def test_a_plan_that_searches():
     ],
 )
 def test_plans_that_cannot_be(options, message):
-    with pytest.raises(OptionError) as told:
-        plan((EngineModel(1000),), **options)
+    with pytest.raises(ReplayOptionError) as told:
+        ReplayOptions(**options).plan()
     assert message in str(told.value)
 
 
 def test_a_search_is_for_one_size():
-    with pytest.raises(OptionError, match="engines of one size"):
-        plan((EngineModel(1000), EngineModel(2000)), target_p99=1.0)
+    with pytest.raises(ReplayOptionError, match="engines of one size"):
+        ReplayOptions(gpu_tokens="1k,2k", target_p99=1.0).plan()
+
+
+def test_files_that_are_written():
+    assert ReplayOptions(json_path=Path("-"), html_path=Path("x")).paths == [Path("-"), Path("x")]
