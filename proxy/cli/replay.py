@@ -17,6 +17,7 @@ from proxy.cli.replay_options import ReplayOptions
 if TYPE_CHECKING:
     from rich.progress import Progress
 
+    from proxy.cli.grid import Grid
     from proxy.replay.capacity import Need
     from proxy.replay.plan import Plan
     from proxy.replay.report import Row
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
 _UNUSABLE = 2
 _STDOUT = Path("-")
 _PIECE_BYTES = 1 << 20
-# Width of the table if the output is no terminal.
-_FILE_WIDTH = 140
 
 
 def replay(
@@ -143,18 +142,39 @@ def _write_all(
 
 def _show(title: str, each: Sequence[Row], notes: Sequence[str]) -> None:
     """Prints the table and the notes."""
-    from rich.console import Console  # noqa: PLC0415 - see above
+    from proxy.cli.grid import console  # noqa: PLC0415 - see above
 
-    from proxy.replay.report import table, width_of  # noqa: PLC0415 - see above
-
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=_FILE_WIDTH)
-    console.print(title, soft_wrap=True)
-    shown = table(each, console.width)
-    console.print(shown, width=max(console.width, width_of(shown)), crop=False)
+    out = console()
+    out.print(title, soft_wrap=True, markup=False)
+    table_of(each).print(out)
     for note in notes:
-        console.print(note, soft_wrap=True)
+        out.print(note, soft_wrap=True, markup=False)
+
+
+def table_of(each: Sequence[Row]) -> Grid:
+    """A line for each policy, number of engines and size, the best times first."""
+    from proxy.cli.grid import Grid  # noqa: PLC0415 - see above
+    from proxy.replay.report import COLUMNS, cell, on, over_seeds  # noqa: PLC0415 - see above
+
+    figures = [heading for _, heading, _ in COLUMNS]
+    sizes = ["GPU tokens"] if len({row["gpu_tokens"] for row in each}) > 1 else []
+    table = Grid(
+        ("engines", *sizes, "policy", *figures),
+        less=("busiest ÷ mean", "evicted", "exact %", "p50"),
+        numbers=("engines", *sizes, *figures),
+        lined=True,
+        whole="--csv -",
+    )
+    before = None
+    for row in over_seeds(each):
+        if before not in (None, on(row)):
+            table.end_section()
+        before = on(row)
+        size = [f"{row['gpu_tokens']:,}"] * len(sizes)
+        table.add(
+            row["engines"], *size, row["policy"], *(cell(row, key, digits) for key, _, digits in COLUMNS)
+        )
+    return table
 
 
 def _check_outputs(options: ReplayOptions) -> None:

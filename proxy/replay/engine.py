@@ -4,11 +4,10 @@ It serves prompts in the order they came, one prefill at a time, and matches its
 Only three things happen: a restore ends, a prefill ends, a stream ends. Between them everything runs at
 constant rates, so no token and no step is simulated.
 
-`fifo`      prefill alone: decode takes no time.
-`chunked`   prefill and decode share steps of a bounded number of tokens, as in vLLM and SGLang. Streams slow
-a
-            prefill, and a prefill slows them much more. The KV of streams takes room until they end; a prompt
-            waits until there is room for it and its answer.
+fifo: prefill alone; decode takes no time.
+chunked: prefill and decode share steps of a bounded number of tokens, as in vLLM and SGLang. Streams slow a
+prefill, and a prefill slows them much more. The KV of streams takes room until they end; a prompt waits until
+there is room for it and its answer.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from math import inf
-from typing import Protocol
 
 from engine_adapter.types import Tier
 from proxy.core.index.blocks import BlockHash, Chain, reusable_tokens
@@ -88,28 +86,23 @@ def _found(chain: Chain, gpu: int, host: int) -> tuple[int, int]:
     return cached, max(cached - gpu * size, 0)
 
 
-class Listener(Protocol):
-    """Is called for what happens on an engine. `engine` is its position."""
+class Listener:
+    """Is called for what happens on an engine, and ignores it. `engine` is its position."""
 
     def started(self, now: float, engine: int, request: Request, gpu: int, host: int) -> None:
         """The request's prefill starts, with these cached tokens on each tier."""
-        ...
 
     def first_token(self, now: float, engine: int, request: Request) -> None:
         """Its prefill has ended."""
-        ...
 
     def finished(self, now: float, engine: int, request: Request) -> None:
         """It was answered in full."""
-        ...
 
     def stored(self, engine: int, tier: Tier, hashes: Sequence[BlockHash]) -> None:
-        """These blocks lie on a tier now."""
-        ...
+        """KV event: these blocks lie on a tier now."""
 
     def removed(self, engine: int, tier: Tier, hashes: Sequence[BlockHash]) -> None:
-        """These blocks left a tier."""
-        ...
+        """KV event: these blocks left a tier."""
 
 
 class SimEngine:

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 
 from proxy.core.index.blocks import BlockHash, Chain
 from proxy.core.index.prefix_index import Match
-from proxy.replay.policy import Blind, Choice, Counting, EngineTruth, Fleet, Seeing, cached_tokens
+from proxy.replay.engine import SimEngine
+from proxy.replay.policy import Choice, Counting, Fleet, Policy, Seeing, cached_tokens
 from proxy.replay.trace import Request
 
 
@@ -44,7 +45,7 @@ class SglangCacheAware(Counting):
         self._max_blocks = self.MAX_TREE_CHARS // (self.CHARS_PER_TOKEN * fleet.tokens_per_block)
         self._evict_at = self.EVICTION_INTERVAL_S
 
-    def choose(self, now: float, request: Request, engines: Sequence[EngineTruth]) -> Choice:
+    def choose(self, now: float, request: Request, engines: Sequence[SimEngine]) -> Choice:
         """Chooses by load or by its tree of prompts."""
         if now >= self._evict_at:
             self._evict(now)
@@ -102,7 +103,7 @@ class LlmdDefault(Seeing):
         self._tokens = [0.0] * fleet.engines
         self._placed: dict[int, float] = {}
 
-    def choose(self, now: float, request: Request, engines: Sequence[EngineTruth]) -> Choice:
+    def choose(self, now: float, request: Request, engines: Sequence[SimEngine]) -> Choice:
         """The least loaded of those kept."""
         chain = request.chain
         matches = self.matches(chain)
@@ -147,7 +148,7 @@ class DynamoLike(Seeing):
         self._placed: dict[int, float] = {}
         self._active: list[dict[BlockHash, int]] = [{} for _ in range(fleet.engines)]  # block → users
 
-    def choose(self, now: float, request: Request, engines: Sequence[EngineTruth]) -> Choice:
+    def choose(self, now: float, request: Request, engines: Sequence[SimEngine]) -> Choice:
         """The lowest sum of blocks."""
         chain = request.chain
         matches = self.matches(chain)
@@ -191,12 +192,12 @@ class DynamoLike(Seeing):
         return len(active) + len(hashes) - shared
 
 
-class MinTtft(Blind):
+class MinTtft(Policy):
     """The engine that answers first, as the engines themselves foresee it: with the requests that wait there
     and the blocks those will leave. Ties go to the engine that holds least. This is the best that a rule
     without regard for other requests can reach."""
 
-    def choose(self, now: float, request: Request, engines: Sequence[EngineTruth]) -> Choice:
+    def choose(self, now: float, request: Request, engines: Sequence[SimEngine]) -> Choice:
         """The lowest time to the first token."""
         foreseen = [engine.foresee(now, request.chain) for engine in engines]
         best = min(range(len(engines)), key=lambda at: (foreseen[at][0], engines[at].held))

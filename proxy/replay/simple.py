@@ -8,18 +8,19 @@ from math import ceil
 
 from xxhash import xxh3_64_intdigest
 
-from proxy.replay.policy import Blind, Choice, Counting, EngineTruth, Fleet
+from proxy.replay.engine import SimEngine
+from proxy.replay.policy import Choice, Counting, Fleet, Policy
 from proxy.replay.trace import Request
 
 
-class RoundRobin(Blind):
+class RoundRobin(Policy):
     """Each engine in turn."""
 
     def __init__(self, fleet: Fleet, seed: int) -> None:
         super().__init__(fleet, seed)
         self._next = 0
 
-    def choose(self, now: float, request: Request, engines: Sequence[EngineTruth]) -> Choice:
+    def choose(self, now: float, request: Request, engines: Sequence[SimEngine]) -> Choice:
         """The next one."""
         engine, self._next = self._next, (self._next + 1) % self.fleet.engines
         return Choice(engine)
@@ -28,7 +29,7 @@ class RoundRobin(Blind):
 class LeastLoaded(Counting):
     """The engine with the fewest requests in flight."""
 
-    def choose(self, now: float, request: Request, engines: Sequence[EngineTruth]) -> Choice:
+    def choose(self, now: float, request: Request, engines: Sequence[SimEngine]) -> Choice:
         """The least busy one."""
         return self.placed(self.least(self.in_flight))
 
@@ -45,7 +46,7 @@ class Sticky(Counting):
         self._homes: dict[str, int] = {}
         self._sessions = [0] * fleet.engines
 
-    def choose(self, now: float, request: Request, engines: Sequence[EngineTruth]) -> Choice:
+    def choose(self, now: float, request: Request, engines: Sequence[SimEngine]) -> Choice:
         """Where the session is."""
         key = affinity(request, self.fleet)
         home = self._homes.get(key)
@@ -77,7 +78,7 @@ class BoundedHash(Counting):
         self._points = [point for point, _ in ring]
         self._owners = [engine for _, engine in ring]
 
-    def choose(self, now: float, request: Request, engines: Sequence[EngineTruth]) -> Choice:
+    def choose(self, now: float, request: Request, engines: Sequence[SimEngine]) -> Choice:
         """The first engine on the ring that is below its bound."""
         bound = ceil(self.LOAD_FACTOR * (sum(self.in_flight) + 1) / self.fleet.engines)
         key = affinity(request, self.fleet)

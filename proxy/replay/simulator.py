@@ -10,7 +10,7 @@ from math import ceil, inf
 from engine_adapter.types import Tier
 from proxy.core.index.blocks import BlockHash
 from proxy.replay.arrivals import arrivals, fitting
-from proxy.replay.engine import EngineModel, SimEngine
+from proxy.replay.engine import EngineModel, Listener, SimEngine
 from proxy.replay.oracle import oracle_hits
 from proxy.replay.policy import Fleet, Policy
 from proxy.replay.registry import ORACLE, make
@@ -131,7 +131,7 @@ def simulate(trace: Trace, run: Run, progress: Callable[[int], None] | None = No
     return outcome
 
 
-class _Simulation:
+class _Simulation(Listener):
     """The event loop, which also collects what the engines report."""
 
     def __init__(self, fleet: Fleet, policy: Policy) -> None:

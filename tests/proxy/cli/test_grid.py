@@ -2,7 +2,7 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
-from proxy.cli.grid import Grid, of_count, of_state
+from proxy.cli.grid import Grid, of_state
 
 ID = "req-0123456789abcdef0123456789abcdef"
 
@@ -61,7 +61,12 @@ def test_a_name_is_no_command_to_the_terminal(capsys):
     assert "\nsecond line" in out
 
 
-def test_cells_of_states_and_numbers():
-    assert (of_count(None), of_count(0)) == ("", "0")
+def test_cells_are_read_from_items(capsys):
+    columns = {"id": "id", "tokens": "n", "state": lambda item: of_state(item["state"])}
+    grid = Grid.of([{"id": "a", "n": 0, "state": "ready"}, {"id": "b", "n": None, "state": ""}], columns)
+    assert printed(grid, capsys, 40)[1:] == ["a   0       ready", "b"]
+
+
+def test_cells_of_states():
     assert (of_state("down").plain, of_state("down").style) == ("down", "red")
     assert of_state("ready", " (why)").plain == "ready (why)"
