@@ -25,10 +25,6 @@ class Target:
 
     Attributes:
         base_url: ends in `/v1`.
-        model: its name in requests.
-        api_key: None for none.
-        output_len: the most tokens of an answer.
-        max_concurrency: the most requests at a time.
     """
 
     base_url: str
@@ -46,7 +42,6 @@ class Sample:
         error: why it failed; empty for one that did not.
         ttft_s: to the first text.
         gaps_s: between the parts of the answer.
-        latency_s: to the end.
         prompt_tokens, cached_tokens, output_tokens: as the server counts them; cached is None where it
             does not tell.
     """

@@ -124,11 +124,8 @@ class AdminClient:
             fail(f"{self.url} {_NO_KVPIN}")
 
     def events(self, path: str) -> Iterator[tuple[str, Any]]:
-        """The server-sent events of a GET: names and decoded data, until kvpin ends the stream.
-
-        Raises:
-            AdminError: kvpin does not answer, refuses, or breaks off.
-        """
+        """The server-sent events of a GET: names and decoded data, until kvpin ends the stream. Raises
+        AdminError if kvpin does not answer, refuses, or breaks off."""
         with self._stream("GET", path, timeout=EVENT_S, headers={}) as answer:
             name, rest = "", b""
             for data in answer.iter_bytes():

@@ -110,11 +110,7 @@ async def _examine(text: str, options: dict[str, str], *, probe: bool) -> Examin
 
 def _engine_of(text: str, options: dict[str, str]) -> tuple[EngineSpec, dict[str, str]]:
     """The description of an engine given as URL or KIND=URL[,name=value…], and the options of its kind. The
-    kind is empty where kvpin detects it.
-
-    Raises:
-        SettingsError: saying what is wrong.
-    """
+    kind is empty where kvpin detects it. Raises SettingsError."""
     from proxy.settings import SettingsError, UndetectedSettings, parse_engine_flag  # noqa: PLC0415 - see above
 
     if "://" not in text:

@@ -178,11 +178,7 @@ def table_of(each: Sequence[Row]) -> Grid:
 
 
 def _check_outputs(options: ReplayOptions) -> None:
-    """Checks the output files before the work.
-
-    Raises:
-        ValueError: one of them cannot be written.
-    """
+    """Checks the output files before the work. Raises ValueError if one of them cannot be written."""
     if options.plot_path == _STDOUT:
         raise ValueError("--plot -: a picture cannot be printed; name a file, such as runs.png")
     for path in options.paths:
@@ -214,11 +210,8 @@ def _write(path: Path, text: str) -> None:
 
 @contextmanager
 def _writing(path: Path) -> Iterator[None]:
-    """Names the file in errors of writing.
-
-    Raises:
-        ValueError: the file cannot be written. A closed pipe is left to `main`.
-    """
+    """Names the file in errors of writing. Raises ValueError if the file cannot be written. A closed pipe is
+    left to `main`."""
     try:
         yield
     except BrokenPipeError:

@@ -50,7 +50,6 @@ class TopView:
     """The state of the screen. `take` gets the events of `/admin/v1/events`; rich draws it.
 
     Attributes:
-        url: the kvpin it watches.
         problem: why no events come; empty while they do.
     """
 

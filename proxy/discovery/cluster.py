@@ -19,7 +19,6 @@ class Cluster:
     """Where the API server is.
 
     Attributes:
-        url: its address.
         account: directory of the service account: `token`, `ca.crt` and `namespace`.
     """
 

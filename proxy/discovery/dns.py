@@ -33,7 +33,6 @@ class DnsFinder:
     """Asks for the records of a name.
 
     Attributes:
-        settings: what all of its engines have in common.
         resolver: by default, the machine's own (`/etc/resolv.conf`).
     """
 

@@ -32,11 +32,8 @@ class Finder(Protocol):
     """Asks one source."""
 
     def found(self) -> AsyncIterator[Found]:
-        """The whole set of its engines, now and whenever it may have changed. Never ends.
-
-        Raises:
-            SourceError: the source fails. Call again later.
-        """
+        """The whole set of its engines, now and whenever it may have changed. Never ends. Raises SourceError:
+        the source fails. Call again later."""
 
 
 @dataclass(slots=True)
@@ -44,7 +41,6 @@ class Source:
     """A source as it is now.
 
     Attributes:
-        name: the address or the file.
         found: its engines, as it last told.
         error: why `found` may be old; None if its last answer could be used.
     """

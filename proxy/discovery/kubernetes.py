@@ -101,7 +101,6 @@ class KubernetesFinder:
     """Follows the slices that a selector matches.
 
     Attributes:
-        settings: what all of its engines have in common.
         cluster: None for the one that this process runs in.
     """
 

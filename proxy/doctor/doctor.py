@@ -37,14 +37,10 @@ class Examination:
     """Everything an examination found.
 
     Attributes:
-        spec: the engine, with its kind.
         detected: kvpin detected the kind; the operator did not name it.
-        info, load: what the engine says of itself.
         missing: the capabilities it lacks, each with what kvpin does instead.
-        tokenisation: how prompts become tokens.
         view: what its KV events show of its cache.
         probe: the two requests; None without `probe`.
-        findings: what keeps kvpin from using the engine fully.
     """
 
     spec: EngineSpec

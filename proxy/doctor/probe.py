@@ -52,7 +52,6 @@ class View:
             sends none; `unasked` if reading would take them from another reader.
         blocks: engine blocks in the first view.
         complete: False if the engine may hold more.
-        detail: one sentence.
     """
 
     state: Literal["current", "late", "unfit", "none", "unasked"]

@@ -18,11 +18,7 @@ MAX_DURATION_S = 1e9
 
 
 def fitting(trace: Trace, model: EngineModel) -> list[Request]:
-    """The requests that fit into an engine.
-
-    Raises:
-        ValueError: when there is none.
-    """
+    """The requests that fit into an engine. Raises ValueError if there is none."""
     fit = [request for request in trace.requests if model.fits(request)]
     if not fit:
         raise ValueError("no request of the trace fits an engine: give it more GPU tokens")
@@ -31,11 +27,7 @@ def fitting(trace: Trace, model: EngineModel) -> list[Request]:
 
 def speedup_for_load(trace: Trace, model: EngineModel, engines: int, load: float) -> float:
     """Factor by which the trace must arrive faster so that `engines` engines would be busy for `load` of the
-    time if nothing were cached.
-
-    Raises:
-        ValueError: the whole trace arrives at once, or no request fits.
-    """
+    time if nothing were cached. Raises ValueError if the whole trace arrives at once, or no request fits."""
     requests = fitting(trace, model)
     duration = requests[-1].at - requests[0].at
     if duration <= 0:

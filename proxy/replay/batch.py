@@ -20,11 +20,7 @@ def run_all(
     trace: Trace, runs: Sequence[Run], *, jobs: int = 1, progress: Callable[[int], None] | None = None
 ) -> list[Outcome]:
     """The outcomes, in the order of the runs. `progress` is called with the number of requests served since
-    its last call.
-
-    Raises:
-        ValueError: no request of the trace fits an engine.
-    """
+    its last call. Raises ValueError if no request of the trace fits an engine."""
     tell = progress or _nobody
     if jobs == 1 or len(runs) == 1:
         return [simulate(trace, run, tell) for run in runs]

@@ -21,8 +21,6 @@ class Need:
     """The engines that one policy needs.
 
     Attributes:
-        policy: its name.
-        target: the p99 TTFT to keep.
         engines: the fewest that keep it; None if the allowed maximum does not.
         p99_s: p99 with `engines`, or with the allowed maximum; of several seeds the worst.
         p99_s_with_one_less: the same with one engine less; None if one engine is enough.

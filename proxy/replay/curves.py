@@ -29,9 +29,7 @@ class Curves:
     """One plot.
 
     Attributes:
-        title: what it shows.
         axis: what its places are.
-        x: the places.
         lines: one for each policy that has a value.
         is_log: values differ by factors: draw them on a logarithmic scale.
     """

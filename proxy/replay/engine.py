@@ -112,7 +112,6 @@ class SimEngine:
         due: when something happens next; `inf` if nothing will.
         computed: prompt tokens computed so far.
         evicted: blocks that left its GPU so far.
-        cache: its blocks.
     """
 
     def __init__(self, position: int, model: EngineModel, tokens_per_block: int, listener: Listener) -> None:

@@ -30,11 +30,9 @@ class Plan:
     Attributes:
         models: what each engine of a run can do; they differ in GPU tokens alone.
         engines: numbers of them; empty for as many as the trace names, or else `ENGINES`.
-        policies: names.
         seeds: 0 for arrivals as recorded.
         load: share of the time that engines would be busy if nothing were cached; None for arrivals as
             recorded, or at `speedup`.
-        speedup: how much faster than recorded requests arrive.
         target: with it the number of engines is searched for.
     """
 
@@ -47,11 +45,7 @@ class Plan:
     target: Target | None = None
 
     def runs(self, trace: Trace) -> list[Run]:
-        """All runs.
-
-        Raises:
-            ValueError: the trace cannot be scaled to the load.
-        """
+        """All runs. Raises ValueError if the trace cannot be scaled to the load."""
         return [
             Run(policy, engines, model, self._speedup(trace, model, engines), seed)
             for engines in self.engines or (trace.engines or ENGINES,)

@@ -31,9 +31,6 @@ class Fleet:
     """The engines of a run, which are all equal.
 
     Attributes:
-        engines: how many.
-        model: what each of them can do.
-        tokens_per_block: of the trace.
         common_blocks: leading blocks that all requests of the trace share.
     """
 

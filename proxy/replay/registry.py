@@ -40,11 +40,8 @@ class UnknownPolicy(ValueError):
 
 
 def resolve(names: Iterable[str]) -> tuple[str, ...]:
-    """Names with groups spelled out, each once, in the order given.
-
-    Raises:
-        UnknownPolicy: a name is unknown.
-    """
+    """Names with groups spelled out, each once, in the order given. Raises UnknownPolicy if a name is
+    unknown."""
     resolved: dict[str, None] = {}
     for name in names:
         if name not in GROUPS and name not in NAMES:

@@ -26,9 +26,6 @@ class Run:
     """A run to simulate.
 
     Attributes:
-        policy: its name.
-        engines: how many.
-        model: what each of them can do.
         speedup: how much faster than recorded requests arrive.
         seed: 0 for arrivals as recorded.
     """
@@ -45,15 +42,9 @@ class Outcome:
     """The outcome of one run. Times in seconds, of all served requests.
 
     Attributes:
-        run: what was simulated.
-        requests: how many were served.
         too_long: requests that fit into no engine; they were left out.
-        prompt_tokens: of the served requests.
-        gpu_hits: cached tokens found on GPUs.
-        host_hits: those on host tiers.
         ttfts: times to the first token, sorted; empty for the oracle.
         computed: prompt tokens that each engine computed.
-        evicted: blocks that left GPUs.
         predicted: requests whose cached tokens the policy predicted.
         exact: requests where the prediction was right.
         off_tokens: mean error of the predictions, in tokens.

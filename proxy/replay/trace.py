@@ -38,12 +38,9 @@ class Line(msgspec.Struct, omit_defaults=True):
 
     Attributes:
         timestamp: its arrival in milliseconds since the recording began.
-        input_length: prompt tokens.
-        output_length: tokens of the answer.
         hash_ids: one id per full block; it stands for that block and all before it. One more, for a tail that
             fills no block, may follow.
         session_id: the conversation it belongs to, if known.
-        block_tokens: tokens of a block.
         model, engine: the model and the engine that served it, if known.
         status: the HTTP status that the client got, if known.
     """
@@ -70,9 +67,7 @@ class Request:
 
     Attributes:
         id: its position in the trace.
-        at: arrival in seconds.
         chain: its full blocks.
-        output_tokens: tokens of the answer.
         session: the conversation it belongs to; None if unknown.
     """
 
@@ -93,8 +88,6 @@ class Trace:
     """Requests in the order of arrival, and what is true of all of them.
 
     Attributes:
-        name: of the file.
-        requests: at least one.
         tokens_per_block: the same for all of them.
         common_blocks: leading blocks that all of them share, as of one system prompt.
         engines: engines that served them, as the file names them; 0 if it names none.

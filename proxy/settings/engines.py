@@ -208,11 +208,8 @@ class ManagedSettings(_EngineSettings):
         return self
 
     def spec(self, port: int) -> EngineSpec:
-        """The description of the engine that listens on `port`.
-
-        Raises:
-            EngineSpecError: the command contradicts the other settings.
-        """
+        """The description of the engine that listens on `port`. Raises EngineSpecError if the command
+        contradicts the other settings."""
         return managed_spec(self._spec(f"http://127.0.0.1:{port}"), self.command)
 
 

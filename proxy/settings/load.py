@@ -159,10 +159,7 @@ def _admin_key_in_its_file(settings: Settings) -> SecretStr:
 
 def read_engines(path: Path) -> tuple[EngineSettings, ...]:
     """The engines of a file, in the shape of the settings' `engines`: TOML, or JSON if it ends in `.json`.
-
-    Raises:
-        SettingsError: it cannot be read, or an engine cannot be used.
-    """
+    Raises SettingsError if it cannot be read, or an engine cannot be used."""
     values, faults = _read_file(path, EnginesFile)
     if faults:
         raise SettingsError(faults[0])
@@ -178,11 +175,8 @@ def read_engines(path: Path) -> tuple[EngineSettings, ...]:
 
 
 def _read_file(config: Path, model: type[BaseModel]) -> tuple[dict[str, Any], list[str]]:
-    """The values of a file under names that are in the model, and a sentence for each other name.
-
-    Raises:
-        SettingsError: the file cannot be read.
-    """
+    """The values of a file under names that are in the model, and a sentence for each other name. Raises
+    SettingsError if the file cannot be read."""
     read, language = (json.loads, "JSON") if config.suffix == ".json" else (tomllib.loads, "TOML")
     try:
         values = read(config.read_text(encoding="utf-8"))

@@ -55,11 +55,8 @@ class Workers:
         *,
         watchdog: Watchdog | None = None,
     ) -> None:
-        """`load` reads the settings again. `watchdog`: that of this process.
-
-        Raises:
-            SettingsError: there is no place for the workers' sockets.
-        """
+        """`load` reads the settings again. `watchdog`: that of this process. Raises SettingsError if there is
+        no place for the workers' sockets."""
         self._watchdog = watchdog
         self._silent_s = watchdog.silent_s if watchdog is not None else SILENT_S
         self._settings, self._load, self._listeners = settings, load, listeners
