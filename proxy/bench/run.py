@@ -21,11 +21,7 @@ class BenchError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The server to measure, and the load on it.
-
-    Attributes:
-        base_url: ends in `/v1`.
-    """
+    """The server to measure, and the load on it. `base_url`: ends in `/v1`."""
 
     base_url: str
     model: str

@@ -47,11 +47,8 @@ _REQUESTS: Columns = {
 
 @dataclass(slots=True)
 class TopView:
-    """The state of the screen. `take` gets the events of `/admin/v1/events`; rich draws it.
-
-    Attributes:
-        problem: why no events come; empty while they do.
-    """
+    """The state of the screen. `take` gets the events of `/admin/v1/events`; rich draws it. `problem`: why no
+    events come; empty while they do."""
 
     url: str
     problem: str = ""

@@ -16,11 +16,8 @@ _ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Where the API server is.
-
-    Attributes:
-        account: directory of the service account: `token`, `ca.crt` and `namespace`.
-    """
+    """Where the API server is. `account`: directory of the service account: `token`, `ca.crt` and
+    `namespace`."""
 
     url: str
     account: Path = _ACCOUNT

@@ -30,11 +30,7 @@ _NEGATIVE_TTL_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class DnsFinder:
-    """Asks for the records of a name.
-
-    Attributes:
-        resolver: by default, the machine's own (`/etc/resolv.conf`).
-    """
+    """Asks for the records of a name. `resolver`: by default, the machine's own (`/etc/resolv.conf`)."""
 
     settings: DiscoverySettings
     source: DnsSource | SrvSource

@@ -15,11 +15,7 @@ class SourceError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class FoundEngine:
-    """An engine of a source.
-
-    Attributes:
-        is_ready: False if its source says that it should get no new requests.
-    """
+    """An engine of a source. `is_ready`: False if its source says that it should get no new requests."""
 
     entry: EngineSettings
     is_ready: bool = True

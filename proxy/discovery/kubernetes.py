@@ -98,11 +98,7 @@ class _Gone(Exception):
 
 @dataclass(frozen=True, slots=True)
 class KubernetesFinder:
-    """Follows the slices that a selector matches.
-
-    Attributes:
-        cluster: None for the one that this process runs in.
-    """
+    """Follows the slices that a selector matches. `cluster`: None for the one that this process runs in."""
 
     settings: DiscoverySettings
     source: KubernetesSource

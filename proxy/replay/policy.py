@@ -28,11 +28,8 @@ class Choice(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """The engines of a run, which are all equal.
-
-    Attributes:
-        common_blocks: leading blocks that all requests of the trace share.
-    """
+    """The engines of a run, which are all equal. `common_blocks`: leading blocks that all requests of the
+    trace share."""
 
     engines: int
     model: EngineModel

@@ -24,11 +24,8 @@ _MOST_BYTES = 4096
 
 
 class Watchdog:
-    """Tells who started this process that its event loop turns.
-
-    Attributes:
-        silent_s: after that long without a word, this process counts as hung.
-    """
+    """Tells who started this process that its event loop turns. `silent_s`: after that long without a word,
+    this process counts as hung."""
 
     def __init__(self, address: str, silent_s: float) -> None:
         self.silent_s = silent_s
