@@ -46,7 +46,7 @@ from proxy.runtime import settle, steady
 from proxy.settings import Settings, SettingsError, needs_restart
 from proxy.uvicorn_inner import UvicornServer
 from proxy.workers.catch_up import carry_out, catch_up
-from proxy.workers.fairness import Door, Tally, tallied
+from proxy.workers.fairness import ConnectionTally, FairAcceptor, tallied
 from proxy.workers.orders import Orders
 from proxy.workers.supervisor import Workers
 from proxy.workers.watchdog import Watchdog
@@ -184,10 +184,10 @@ class _Server:
         self._hurry = asyncio.Event()  # no waiting for requests that may still come
         self._protocol = _protocol(proxy)
         self._peer_ports = list[PeerPort]()
-        self._door: Door | None = None
+        self._door: FairAcceptor | None = None
         tls = proxy.settings.tls
         self._context = server_context(tls) if tls is not None else None
-        self._tally = Tally(Path(orders.directory), orders.of) if orders is not None else None
+        self._tally = ConnectionTally(Path(orders.directory), orders.of) if orders is not None else None
         http = self._protocol
         if orders is not None and self._tally is not None:
             http = tallied(http, self._tally, orders.number)
@@ -218,7 +218,7 @@ class _Server:
             await self.uvicorn.serve(self._listeners)
         else:
             number, tasks = self._orders.number, self._proxy.tasks
-            self._door = Door(self._listeners, self._tally, number, self.uvicorn.connect(), tasks)
+            self._door = FairAcceptor(self._listeners, self._tally, number, self.uvicorn.connect(), tasks)
             tasks.start("join", self._join(self._tally, number))
             await self.uvicorn.serve([])
         running = self._cancel_answers()
@@ -281,7 +281,7 @@ class _Server:
                         return
                     await asyncio.sleep(_POLL_S)
 
-    async def _join(self, tally: Tally, worker: int) -> None:
+    async def _join(self, tally: ConnectionTally, worker: int) -> None:
         """Tells the other workers when this one has engines."""
         fleet = self._proxy.fleet
         while not fleet.serves:

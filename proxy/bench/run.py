@@ -20,7 +20,7 @@ class BenchError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class BenchTarget:
     """The server to measure, and the load on it. `base_url`: ends in `/v1`."""
 
     base_url: str
@@ -31,7 +31,7 @@ class Target:
 
 
 @dataclass(slots=True)
-class Sample:
+class RequestSample:
     """One request. Times in seconds.
 
     Attributes:
@@ -52,8 +52,8 @@ class Sample:
 
 
 async def run(
-    target: Target, workload: Workload, salt: str, progress: Callable[[], None]
-) -> tuple[list[Sample], float]:
+    target: BenchTarget, workload: Workload, salt: str, progress: Callable[[], None]
+) -> tuple[list[RequestSample], float]:
     """Sends everything; returns the samples and the seconds from the first request to the last answer.
 
     One request that does not count goes ahead, to see that the server answers.
@@ -69,7 +69,7 @@ async def run(
         free = asyncio.Semaphore(target.max_concurrency)
         start = time.perf_counter()
 
-        async def send(prompt: str, at: float) -> Sample:
+        async def send(prompt: str, at: float) -> RequestSample:
             await asyncio.sleep(start + at - time.perf_counter())
             async with free:
                 sample = await _ask(client, target, prompt)
@@ -98,7 +98,7 @@ async def first_model(base_url: str, api_key: str | None) -> str:
             raise BenchError(f"{base_url}/models lists no model: name one with --model") from error
 
 
-async def _ask(client: httpx.AsyncClient, target: Target, prompt: str) -> Sample:
+async def _ask(client: httpx.AsyncClient, target: BenchTarget, prompt: str) -> RequestSample:
     body = {
         "model": target.model,
         "messages": [{"role": "user", "content": prompt}],
@@ -107,7 +107,7 @@ async def _ask(client: httpx.AsyncClient, target: Target, prompt: str) -> Sample
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    sample = Sample()
+    sample = RequestSample()
     start = last = time.perf_counter()
     try:
         async with client.stream(
@@ -115,14 +115,14 @@ async def _ask(client: httpx.AsyncClient, target: Target, prompt: str) -> Sample
         ) as answer:
             if answer.is_error:
                 await answer.aread()
-                return Sample(error=_error_of(answer))
+                return RequestSample(error=_error_of(answer))
             async for line in _lines(answer):
                 if not line.startswith(b"data:") or line.endswith(b"[DONE]"):
                     continue
                 now = time.perf_counter()
                 chunk = json.loads(line[5:])
                 if "error" in chunk:
-                    return Sample(error=str(chunk["error"]))
+                    return RequestSample(error=str(chunk["error"]))
                 _read_usage(chunk.get("usage"), sample)
                 if not any(choice["delta"].get(name) for choice in chunk["choices"] for name in _TEXT_FIELDS):
                     continue
@@ -132,11 +132,11 @@ async def _ask(client: httpx.AsyncClient, target: Target, prompt: str) -> Sample
                     sample.ttft_s = now - start
                 last = now
     except (httpx.InvalidURL, httpx.HTTPError) as error:
-        return Sample(error=str(error) or type(error).__name__)
+        return RequestSample(error=str(error) or type(error).__name__)
     except (ValueError, LookupError, TypeError, AttributeError):
-        return Sample(error="its answer is not a stream of chat completion chunks")
+        return RequestSample(error="its answer is not a stream of chat completion chunks")
     sample.latency_s = last - start
-    return sample if sample.ttft_s else Sample(error="its answer has no text")
+    return sample if sample.ttft_s else RequestSample(error="its answer has no text")
 
 
 async def _lines(answer: httpx.Response) -> AsyncIterator[bytes]:
@@ -148,7 +148,7 @@ async def _lines(answer: httpx.Response) -> AsyncIterator[bytes]:
             yield line.removesuffix(b"\r")
 
 
-def _read_usage(usage: dict[str, object] | None, sample: Sample) -> None:
+def _read_usage(usage: dict[str, object] | None, sample: RequestSample) -> None:
     if not usage:
         return
     sample.prompt_tokens, sample.output_tokens = (

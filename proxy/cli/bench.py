@@ -15,7 +15,7 @@ from proxy.cli.options import option
 
 if TYPE_CHECKING:
     from proxy.bench.figures import Figures
-    from proxy.bench.run import Sample, Target
+    from proxy.bench.run import BenchTarget, RequestSample
     from proxy.bench.workload import Workload
 
 _TITLES = {
@@ -70,7 +70,7 @@ def bench(
     cache holds yet. Exit status 1: a request failed.
     """
     from proxy.bench.figures import figures  # noqa: PLC0415 - the other commands start quicker
-    from proxy.bench.run import BenchError, Target, first_model  # noqa: PLC0415 - likewise
+    from proxy.bench.run import BenchError, BenchTarget, first_model  # noqa: PLC0415 - likewise
     from proxy.bench.workload import Workload  # noqa: PLC0415 - likewise
 
     if not options.request_rate > 0:
@@ -85,7 +85,7 @@ def bench(
         base_url = f"{base}/v1"
         try:
             name = options.model or asyncio.run(first_model(base_url, options.api_key))
-            target = Target(base_url, name, options.api_key, options.output_len, options.max_concurrency)
+            target = BenchTarget(base_url, name, options.api_key, options.output_len, options.max_concurrency)
             samples, seconds = _measure(target, load)
         except BenchError as error:
             fail(str(error))
@@ -99,7 +99,7 @@ def bench(
         fail(f"{len(errors)} requests failed, the first one: {errors[0]}")
 
 
-def _measure(target: Target, load: Workload) -> tuple[list[Sample], float]:
+def _measure(target: BenchTarget, load: Workload) -> tuple[list[RequestSample], float]:
     """Runs the load, with a progress bar on a terminal; raises BenchError."""
     from rich.console import Console  # noqa: PLC0415 - see above
     from rich.progress import Progress  # noqa: PLC0415 - see above
@@ -114,9 +114,9 @@ def _measure(target: Target, load: Workload) -> tuple[list[Sample], float]:
 
 def _show(results: dict[str, Figures]) -> None:
     """Prints a column for each address."""
-    from proxy.cli.grid import Grid, console  # noqa: PLC0415 - see above
+    from proxy.cli.grid import TerminalTable, console  # noqa: PLC0415 - see above
 
-    table = Grid(("", *results), numbers=tuple(results))
+    table = TerminalTable(("", *results), numbers=tuple(results))
     for name, title in _TITLES.items():
         table.add(title, *(_written(each[name]) for each in results.values()))
     table.print(console(), header=len(results) > 1)

@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from proxy.cli.grid import Columns, Grid, console
+from proxy.cli.grid import Columns, TerminalTable, console
 
 # The terms of a cost and the titles of their columns. They fit into 80 characters without `_RARE`, which is
 # shown only where it is not zero.
@@ -58,7 +58,7 @@ def show_list(answer: dict[str, Any]) -> None:
 def show_requests(requests: list[dict[str, Any]]) -> None:
     """Prints one row per request."""
     less = ("predicted", "first byte", "tokens", "took")
-    Grid.of(requests, _REQUESTS, text="why", less=less).print(console())
+    TerminalTable.of(requests, _REQUESTS, text="why", less=less).print(console())
 
 
 def show_request(request: dict[str, Any]) -> None:
@@ -94,14 +94,14 @@ def _show_costs(
 ) -> None:
     """Prints the terms of each engine's cost, in milliseconds."""
     if decision["rule"] == "least loaded":
-        table = Grid(("engine", "in flight"))
+        table = TerminalTable(("engine", "in flight"))
         for cost in costs:
             table.add(_bold(cost["engine"], cost["engine"] == chosen), cost["in_flight"])
         table.print(out)
         return
     shown = [name for name in _TERMS if name != _RARE or any(cost[name] for cost in costs)]
     numbers = ("cached", *map(_TERMS.__getitem__, shown))
-    table = Grid(("engine", *numbers), numbers=numbers, gap=1)
+    table = TerminalTable(("engine", *numbers), numbers=numbers, gap=1)
     for cost in sorted(costs, key=lambda cost: (cost["engine"] != chosen, cost["total_s"])):
         terms = (_milliseconds(cost[name]) for name in shown)
         table.add(_bold(cost["engine"], cost["engine"] == chosen), f"{cost['cached_tokens']:,}", *terms)

@@ -7,13 +7,13 @@ from typing import Any
 
 from rich.text import Text
 
-from proxy.cli.grid import Grid, console
+from proxy.cli.grid import TerminalTable, console
 
 
 def show_examination(found: dict[str, Any]) -> None:
     """An examined engine, and what keeps kvpin from using it fully."""
     out = console()
-    table = Grid(("name", "text"), text="text")
+    table = TerminalTable(("name", "text"), text="text")
     for name, text in _of_engine(found):
         table.add(Text(name, "bold"), text)
     table.print(out, header=False)

@@ -31,7 +31,7 @@ def console() -> Console:
 
 
 @dataclass(slots=True)
-class Grid:
+class TerminalTable:
     """Rows under titles.
 
     Attributes:

@@ -17,11 +17,11 @@ from proxy.cli.replay_options import ReplayOptions
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-    from proxy.cli.grid import Grid
+    from proxy.cli.grid import TerminalTable
     from proxy.replay.capacity import Need
-    from proxy.replay.plan import Plan
+    from proxy.replay.plan import ReplayPlan
     from proxy.replay.report import Row
-    from proxy.replay.simulator import Outcome, Run
+    from proxy.replay.simulator import ReplayRun, RunResult
     from proxy.replay.trace import Trace
 
 _UNUSABLE = 2
@@ -86,7 +86,7 @@ def _progress() -> Iterator[Progress]:
         yield progress
 
 
-def _run_plan(plan: Plan, trace: Trace, jobs: int) -> tuple[Sequence[Need], Sequence[Outcome]]:
+def _run_plan(plan: ReplayPlan, trace: Trace, jobs: int) -> tuple[Sequence[Need], Sequence[RunResult]]:
     """The engines that policies need, if asked for, and the outcomes of all runs."""
     if plan.target is None:
         return (), _run(trace, plan.runs(trace), jobs)
@@ -95,7 +95,7 @@ def _run_plan(plan: Plan, trace: Trace, jobs: int) -> tuple[Sequence[Need], Sequ
     return search(plan, plan.target, trace, lambda runs: _run(trace, runs, jobs))
 
 
-def _run(trace: Trace, runs: Sequence[Run], jobs: int) -> list[Outcome]:
+def _run(trace: Trace, runs: Sequence[ReplayRun], jobs: int) -> list[RunResult]:
     """All runs, with a progress bar on a terminal."""
     from proxy.replay.batch import run_all  # noqa: PLC0415 - see above
 
@@ -105,10 +105,10 @@ def _run(trace: Trace, runs: Sequence[Run], jobs: int) -> list[Outcome]:
 
 
 def _write_all(
-    plan: Plan,
+    plan: ReplayPlan,
     trace: Trace,
     needs: Sequence[Need],
-    outcomes: Sequence[Outcome],
+    outcomes: Sequence[RunResult],
     options: ReplayOptions,
 ) -> None:
     """Writes the files that were asked for, and the table unless a file goes to the standard output."""
@@ -151,14 +151,14 @@ def _show(title: str, each: Sequence[Row], notes: Sequence[str]) -> None:
         out.print(note, soft_wrap=True, markup=False)
 
 
-def table_of(each: Sequence[Row]) -> Grid:
+def table_of(each: Sequence[Row]) -> TerminalTable:
     """A line for each policy, number of engines and size, the best times first."""
-    from proxy.cli.grid import Grid  # noqa: PLC0415 - see above
+    from proxy.cli.grid import TerminalTable  # noqa: PLC0415 - see above
     from proxy.replay.report import COLUMNS, cell, on, over_seeds  # noqa: PLC0415 - see above
 
     figures = [heading for _, heading, _ in COLUMNS]
     sizes = ["GPU tokens"] if len({row["gpu_tokens"] for row in each}) > 1 else []
-    table = Grid(
+    table = TerminalTable(
         ("engines", *sizes, "policy", *figures),
         less=("busiest ÷ mean", "evicted", "exact %", "p50"),
         numbers=("engines", *sizes, *figures),

@@ -13,7 +13,7 @@ from proxy.replay.units import AmountError, parse_amount, parse_count, parse_tok
 
 if TYPE_CHECKING:
     from proxy.replay.engine import EngineModel
-    from proxy.replay.plan import Plan
+    from proxy.replay.plan import ReplayPlan
 
 _MODELS = ("fifo", "chunked")
 # Options that cannot be given together, and why.
@@ -108,9 +108,9 @@ class ReplayOptions:
         )
         return tuple(replace(smallest, gpu_tokens=size) for size in sizes)
 
-    def plan(self) -> Plan:
+    def plan(self) -> ReplayPlan:
         """The runs. Raises ReplayOptionError."""
-        from proxy.replay.plan import Plan, Target  # noqa: PLC0415 - see above
+        from proxy.replay.plan import P99Target, ReplayPlan  # noqa: PLC0415 - see above
 
         models = self.models()
         for one, other, why in _APART:
@@ -119,14 +119,14 @@ class ReplayOptions:
         self._check_numbers("load", "speedup", "target_p99", are="more than 0")
         if self.target_p99 is not None and len(models) > 1:
             raise ReplayOptionError("--target-p99 and --gpu-tokens: the search is for engines of one size")
-        return Plan(
+        return ReplayPlan(
             models=models,
             engines=self._read_all("engines", parse_count, 1) if self.engines is not None else (),
             policies=self._policies(),
             seeds=self._read_all("seeds", parse_count),
             load=self.load,
             speedup=self.speedup or 1.0,
-            target=Target(self.target_p99, self.max_engines) if self.target_p99 is not None else None,
+            target=P99Target(self.target_p99, self.max_engines) if self.target_p99 is not None else None,
         )
 
     def _policies(self) -> tuple[str, ...]:

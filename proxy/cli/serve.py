@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class ServeOptions:
+class ServeFlags:
     """The flags of `kvpin serve`, in the order of its help. None stands for one that is not given."""
 
     host: str | None = option("ADDRESS[,ADDRESS…]", "Addresses to listen on [127.0.0.1].")
@@ -94,7 +94,7 @@ class ServeOptions:
         return load_settings(self.config, **flags)
 
 
-def serve(*, options: ServeOptions) -> None:
+def serve(*, options: ServeFlags) -> None:
     """Serve OpenAI's API under /v1 and the admin API under /admin/v1."""
     from proxy.server import serve as run  # noqa: PLC0415 - likewise
     from proxy.settings import SettingsError  # noqa: PLC0415 - likewise

@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
-from proxy.cli.grid import Columns, Grid, console, of_state
+from proxy.cli.grid import Columns, TerminalTable, console, of_state
 
 _ENGINES: Columns = {
     "engine": "id",
@@ -80,7 +80,7 @@ _PARTS: Columns = {
 def show_engines(answer: dict[str, Any]) -> None:
     """Prints one row per engine."""
     less = ("served", "kind", "view", "in flight", "model")
-    Grid.of(answer["engines"], _ENGINES, text="last error", less=less).print(console())
+    TerminalTable.of(answer["engines"], _ENGINES, text="last error", less=less).print(console())
 
 
 def show_stats(stats: dict[str, Any]) -> None:
@@ -90,7 +90,7 @@ def show_stats(stats: dict[str, Any]) -> None:
         _show_pool(out, pool, is_shared=exchange is not None)
     _show_unconnected(out, stats)
     if stats["pins"]:
-        Grid.of(stats["pins"], _PINS, text="engines").print(out)
+        TerminalTable.of(stats["pins"], _PINS, text="engines").print(out)
     if exchange is not None:
         _show_exchange(out, exchange)
     out.print(
@@ -110,7 +110,7 @@ def _show_pool(out: Console, pool: dict[str, Any], *, is_shared: bool) -> None:
     """The engines of a pool. `is_shared`: there are other kvpins, which may own some of them."""
     title = f"{pool['model']}: {pool['index_entries']} blocks of {pool['tokens_per_block']} tokens"
     less = ("disk", "host", "served", "cached", "exact")
-    Grid.of(pool["engines"], _POOL, text="view", less=less, title=title).print(out)
+    TerminalTable.of(pool["engines"], _POOL, text="view", less=less, title=title).print(out)
     if pool["tokenisation"] is not None:
         out.print(pool["tokenisation"]["detail"], markup=False)
     for engine in pool["engines"]:
@@ -136,7 +136,9 @@ def _show_unconnected(out: Console, stats: dict[str, Any]) -> None:
 def show_prompt_tables(answer: dict[str, Any]) -> None:
     """Prints one row per prompt table."""
     numbers = ("rows", "hidden", "bytes")
-    Grid.of(answer["prompt_tables"], _PROMPT_TABLES, less=("extra id",), numbers=numbers).print(console())
+    TerminalTable.of(answer["prompt_tables"], _PROMPT_TABLES, less=("extra id",), numbers=numbers).print(
+        console()
+    )
 
 
 def show_prompt_table(prompt_table: dict[str, Any]) -> None:
@@ -156,7 +158,7 @@ def _show_exchange(out: Console, exchange: dict[str, Any]) -> None:
     if not exchange["connected"]:
         out.print("the exchange is gone: this kvpin goes on alone")
     if exchange["peers"]:
-        Grid.of(exchange["peers"], _PEERS).print(out)
+        TerminalTable.of(exchange["peers"], _PEERS).print(out)
 
 
 def _round_trip(seconds: float | None, is_behind: bool) -> str:
@@ -168,7 +170,7 @@ def _show_slots(out: Console, engine: dict[str, Any]) -> None:
     """The slots and files of an engine that has some, and its findings."""
     kv = engine["kv"]
     if kv.get("slots"):
-        Grid.of(kv["slots"], _SLOTS, title=f"slots of {engine['id']}").print(out)
+        TerminalTable.of(kv["slots"], _SLOTS, title=f"slots of {engine['id']}").print(out)
     for tier, held in kv.get("files", {}).get("tiers", {}).items():
         out.print(
             f"{engine['id']}: {held['entries']} files on {tier}, "
@@ -182,7 +184,7 @@ def show_operation(operation: dict[str, Any]) -> None:
     """Prints what an operation did, by engine."""
     out = console()
     if operation["engines"]:
-        Grid.of(operation["engines"], _PARTS, text="error", less=("verb", "bytes")).print(out)
+        TerminalTable.of(operation["engines"], _PARTS, text="error", less=("verb", "bytes")).print(out)
     for name, value in operation["result"].items():
         out.print(f"{name}: {value}", markup=False)
     if operation["note"]:

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.text import Text
 
-from proxy.cli.grid import Columns, Grid, of_state
+from proxy.cli.grid import Columns, TerminalTable, of_state
 from proxy.cli.tables import ready_engines
 
 # Seconds that rates are taken over.
@@ -83,14 +83,14 @@ class TopView:
         yield Group(
             self._head(self._snapshot),
             Text(),
-            Grid.of(
+            TerminalTable.of(
                 shown,
                 _ENGINES,
                 less=("host", "view", "model", "cached", "gpu"),
                 numbers=("queue", "streams", "gpu", "host", "cached"),
             ).fitted(options.max_width),
             Text(f"and {len(engines) - len(shown)} more engines" if len(engines) > len(shown) else "", "dim"),
-            Grid.of(
+            TerminalTable.of(
                 requests,
                 _REQUESTS,
                 less=("why", "available", "time", "predicted", "first byte"),

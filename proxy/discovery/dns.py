@@ -18,7 +18,7 @@ from dns.flags import AA
 from dns.message import Message
 from dns.resolver import NXDOMAIN, Answer
 
-from proxy.discovery.found import Found, FoundEngine, SourceError
+from proxy.discovery.found import FoundEngine, FoundEngines, SourceError
 from proxy.settings import DiscoverySettings, DnsSource, SrvSource
 
 # The TTL counts between these, in seconds.
@@ -36,7 +36,7 @@ class DnsFinder:
     source: DnsSource | SrvSource
     resolver: Resolver = field(default_factory=Resolver, compare=False)
 
-    async def found(self) -> AsyncIterator[Found]:
+    async def found(self) -> AsyncIterator[FoundEngines]:
         """See Finder."""
         while True:
             places, ttl_s = await self._ask()

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from proxy.discovery.found import Found, FoundEngine, SourceError
+from proxy.discovery.found import FoundEngine, FoundEngines, SourceError
 from proxy.settings import EngineSettings, SettingsError, read_engines
 
 PAUSE_S = 1.0
@@ -24,7 +24,7 @@ class FileFinder:
 
     path: Path
 
-    async def found(self) -> AsyncIterator[Found]:
+    async def found(self) -> AsyncIterator[FoundEngines]:
         """See Finder."""
         seen: _Stamp | None = None
         while True:

@@ -21,13 +21,13 @@ class FoundEngine:
     is_ready: bool = True
 
 
-Found = tuple[FoundEngine, ...]
+FoundEngines = tuple[FoundEngine, ...]
 
 
 class Finder(Protocol):
     """Asks one source."""
 
-    def found(self) -> AsyncIterator[Found]:
+    def found(self) -> AsyncIterator[FoundEngines]:
         """The whole set of its engines, now and whenever it may have changed. Never ends. Raises SourceError:
         the source fails. Call again later."""
 
@@ -43,5 +43,5 @@ class Source:
 
     name: str
     finder: Finder
-    found: Found = ()
+    found: FoundEngines = ()
     error: str | None = "not asked yet"

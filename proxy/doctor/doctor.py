@@ -23,7 +23,7 @@ from engine_adapter import (
     make_adapter,
     make_options,
 )
-from proxy.doctor.probe import Probe, ProbedEngine, View
+from proxy.doctor.probe import ProbedEngine, ProbeResult, View
 from proxy.prompt import Exactness, PromptBuilder, PromptTables, verify_exactness
 
 CONNECT_S = 30.0
@@ -50,7 +50,7 @@ class Examination:
     missing: dict[str, str]
     tokenisation: Exactness
     view: View
-    probe: Probe | None
+    probe: ProbeResult | None
     findings: tuple[Finding, ...]
 
     def as_json(self) -> dict[str, Any]:
@@ -150,7 +150,7 @@ def _of_view(view: View) -> tuple[Finding, ...]:
     return ()
 
 
-def _of_probe(probe: Probe | None, view: View) -> tuple[Finding, ...]:
+def _of_probe(probe: ProbeResult | None, view: View) -> tuple[Finding, ...]:
     if probe is None or probe.reported == probe.predicted != 0:
         return ()
     second = f"the second of two equal requests of {probe.n_tokens} tokens"

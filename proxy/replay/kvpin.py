@@ -15,8 +15,8 @@ from proxy.core.index.prefix_index import Match
 from proxy.core.placement.decision import Candidate, Placement, place
 from proxy.core.placement.placer import PlacedRequest, Placer
 from proxy.replay.engine import SimEngine
-from proxy.replay.policy import Choice, Fleet, Seeing
-from proxy.replay.trace import Request
+from proxy.replay.policy import PolicyChoice, Seeing, SimFleet
+from proxy.replay.trace import TraceRequest
 
 
 def _without_restore(candidate: Candidate) -> Candidate:
@@ -44,7 +44,7 @@ TERMS = (*_CANDIDATES, "congestion", "pending")
 class Kvpin(Seeing):
     """The proxy's `Placer` on the simulator's clock."""
 
-    def __init__(self, fleet: Fleet, seed: int, *, without: str | None = None) -> None:
+    def __init__(self, fleet: SimFleet, seed: int, *, without: str | None = None) -> None:
         """`without` is one of `TERMS`."""
         super().__init__(fleet, seed)
         self._placer = Placer(fleet.tokens_per_block)
@@ -59,7 +59,7 @@ class Kvpin(Seeing):
         self._alter = _CANDIDATES.get(without or "")
         self._placed: dict[int, tuple[PlacedRequest, int]] = {}  # request → placed, tokens computed
 
-    def choose(self, now: float, request: Request, engines: Sequence[SimEngine]) -> Choice:
+    def choose(self, now: float, request: TraceRequest, engines: Sequence[SimEngine]) -> PolicyChoice:
         """The engine that costs least."""
         placer, chain = self._placer, request.chain
         matches = placer.match(chain)
@@ -73,13 +73,13 @@ class Kvpin(Seeing):
         if self._without == "pending":
             placer.settled(placed)
         self._placed[request.id] = placed, placement.work.computed
-        return Choice(at, placement.predicted_tokens)
+        return PolicyChoice(at, placement.predicted_tokens)
 
-    def first_token(self, now: float, engine: int, request: Request) -> None:
+    def first_token(self, now: float, engine: int, request: TraceRequest) -> None:
         """Its answer has begun."""
         self._placer.first_token(now, self._placed[request.id][0])
 
-    def finished(self, now: float, engine: int, request: Request) -> None:
+    def finished(self, now: float, engine: int, request: TraceRequest) -> None:
         """Its answer has ended."""
         placed, computed = self._placed.pop(request.id)
         self._placer.end(now, placed, computed)

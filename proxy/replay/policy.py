@@ -12,13 +12,13 @@ from engine_adapter.types import Tier
 from proxy.core.index.blocks import BlockHash, Chain, reusable_tokens
 from proxy.core.index.prefix_index import Match, PrefixIndex
 from proxy.replay.engine import EngineModel, Listener, SimEngine
-from proxy.replay.trace import Request
+from proxy.replay.trace import TraceRequest
 
 # A number, or two where the second decides among equals of the first.
 Cost = TypeVar("Cost", float, tuple[int, int])
 
 
-class Choice(NamedTuple):
+class PolicyChoice(NamedTuple):
     """The position of the engine that a request goes to, and its predicted cached tokens; None if the policy
     predicts none."""
 
@@ -27,7 +27,7 @@ class Choice(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Fleet:
+class SimFleet:
     """The engines of a run, which are all equal. `common_blocks`: leading blocks that all requests of the
     trace share."""
 
@@ -43,12 +43,12 @@ class Policy(Listener, ABC):
     Ties are broken at random, by the seed.
     """
 
-    def __init__(self, fleet: Fleet, seed: int) -> None:
+    def __init__(self, fleet: SimFleet, seed: int) -> None:
         self.fleet = fleet
         self.random = Random(seed)  # noqa: S311 - a simulation
 
     @abstractmethod
-    def choose(self, now: float, request: Request, engines: Sequence[SimEngine]) -> Choice:
+    def choose(self, now: float, request: TraceRequest, engines: Sequence[SimEngine]) -> PolicyChoice:
         """Chooses the engine, and counts the request as placed there.
 
         `engines` know what a router does not: for policies that are a limit.
@@ -64,16 +64,16 @@ class Policy(Listener, ABC):
 class Counting(Policy):
     """Counts the requests in flight of each engine."""
 
-    def __init__(self, fleet: Fleet, seed: int) -> None:
+    def __init__(self, fleet: SimFleet, seed: int) -> None:
         super().__init__(fleet, seed)
         self.in_flight = [0] * fleet.engines
 
-    def placed(self, engine: int, predicted_tokens: int | None = None) -> Choice:
+    def placed(self, engine: int, predicted_tokens: int | None = None) -> PolicyChoice:
         """Counts the request as placed there."""
         self.in_flight[engine] += 1
-        return Choice(engine, predicted_tokens)
+        return PolicyChoice(engine, predicted_tokens)
 
-    def finished(self, now: float, engine: int, request: Request) -> None:
+    def finished(self, now: float, engine: int, request: TraceRequest) -> None:
         """One request less in flight."""
         self.in_flight[engine] -= 1
 
@@ -81,7 +81,7 @@ class Counting(Policy):
 class Seeing(Policy):
     """Knows what each engine holds, by its KV events."""
 
-    def __init__(self, fleet: Fleet, seed: int) -> None:
+    def __init__(self, fleet: SimFleet, seed: int) -> None:
         super().__init__(fleet, seed)
         self.index = PrefixIndex()
         self.names = [f"e{at}" for at in range(fleet.engines)]

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from proxy.replay.capacity import Need
-from proxy.replay.simulator import Outcome
+from proxy.replay.simulator import RunResult
 
 # Columns that also show how far runs are apart.
 _SPREAD = ("hit_percent", "mean_ttft_s", "p99_ttft_s")
@@ -30,7 +30,7 @@ COLUMNS: tuple[tuple[str, str, int], ...] = (
 )
 
 
-def rows(outcomes: Iterable[Outcome]) -> list[dict[str, Any]]:
+def rows(outcomes: Iterable[RunResult]) -> list[dict[str, Any]]:
     """One row for each run; None for a figure that it does not have.
 
     Shares of tokens are in percent, times in seconds. `imbalance` is the busiest engine's computed tokens
@@ -39,7 +39,7 @@ def rows(outcomes: Iterable[Outcome]) -> list[dict[str, Any]]:
     return [_row(outcome) for outcome in outcomes]
 
 
-def _row(outcome: Outcome) -> dict[str, Any]:
+def _row(outcome: RunResult) -> dict[str, Any]:
     run, tokens = outcome.run, outcome.prompt_tokens
     exact = outcome.exact_share
     return {

@@ -38,11 +38,11 @@ from proxy.settings.fields import (
 )
 
 
-class _Part(BaseModel):
+class _SettingsPart(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
 
-class ApiKeySettings(_Part):
+class ApiKeySettings(_SettingsPart):
     """A client's key, and the tenant it belongs to."""
 
     key: Key
@@ -80,7 +80,7 @@ class ApiKeySettings(_Part):
         return f"key:{digest.hexdigest()}"
 
 
-class LimitSettings(_Part):
+class LimitSettings(_SettingsPart):
     """Limits on memory, and on waiting for engines that are busy."""
 
     body_bytes: Size = ByteSize(64 * 2**20)
@@ -97,7 +97,7 @@ class LimitSettings(_Part):
     """The most bytes that their bodies have together."""
 
 
-class TlsSettings(_Part):
+class TlsSettings(_SettingsPart):
     """TLS of kvpin's own port."""
 
     cert: Place
@@ -108,7 +108,7 @@ class TlsSettings(_Part):
     """File of the authorities (PEM) that sign clients' certificates. Without it, clients need none."""
 
 
-class LogSettings(_Part):
+class LogSettings(_SettingsPart):
     """Log lines on standard error."""
 
     format: Literal["auto", "json", "pretty"] = "auto"
@@ -117,7 +117,7 @@ class LogSettings(_Part):
     """The lowest level that is written."""
 
 
-class HealthSettings(_Part):
+class HealthSettings(_SettingsPart):
     """Health checks of engines."""
 
     interval_s: Seconds = 1.0
@@ -127,7 +127,7 @@ class HealthSettings(_Part):
     checks in a row, or at once if its connections are refused or break."""
 
 
-class TimeoutSettings(_Part):
+class TimeoutSettings(_SettingsPart):
     """The longest times that engines may take. Checked with each health check."""
 
     connect_s: Seconds = 5.0
@@ -151,7 +151,7 @@ def _exchange(value: SecretStr) -> SecretStr:
     return value
 
 
-class ExchangeSettings(_Part):
+class ExchangeSettings(_SettingsPart):
     """The exchange with other kvpins."""
 
     url: Annotated[SecretStr, AfterValidator(_exchange)]

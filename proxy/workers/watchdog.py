@@ -1,6 +1,6 @@
 """Notices a process whose event loop stands still, by systemd's protocol: see sd_watchdog_enabled(3).
 
-    worker, `Watchdog` ──WATCHDOG=1──→ supervisor, `Pulse`      supervisor or single kvpin ──→ systemd
+    worker, `Watchdog` ──WATCHDOG=1──→ supervisor, `WorkerPulse`      supervisor or single kvpin ──→ systemd
 
 systemd sets the two variables if the unit has WatchdogSec=, and the supervisor sets them for its workers.
 """
@@ -50,7 +50,7 @@ class Watchdog:
                 await asyncio.sleep(self.silent_s / _BEATS)
 
 
-class Pulse:
+class WorkerPulse:
     """Listens to the watchdog of one worker."""
 
     def __init__(self, path: Path, silent_s: float) -> None:

@@ -16,10 +16,10 @@ from proxy.fleet.restore_ahead import RestoreAhead
 from proxy.replay import registry
 from proxy.replay.engine import EngineModel
 from proxy.replay.kvpin import Kvpin
-from proxy.replay.simulator import Run, simulate
-from proxy.replay.trace import Request, Trace
+from proxy.replay.simulator import ReplayRun, simulate
+from proxy.replay.trace import Trace, TraceRequest
 from proxy.request.calls import Call, Reply
-from proxy.request.forward import Outcome
+from proxy.request.forward import RunResult
 from tests.fakes import FakeEngine, client_of, proxy_over
 
 PREFILL_TOK_S, STEP_S = 40_000, 0.001
@@ -99,7 +99,7 @@ def trace(random, requests=400):
         now += random.expovariate(4.0)
         tokens = length(200, 8000)
         chain = Chain(tuple(1000 * at + n for n in range(tokens // 16)), tokens, 16)
-        made.append(Request(at, now, chain, length(16, 400)))
+        made.append(TraceRequest(at, now, chain, length(16, 400)))
     return Trace("t", tuple(made), 16, 0)
 
 
@@ -121,7 +121,7 @@ def test_streams_and_whole_answers_agree(monkeypatch, prefill_tok_s, seed):
     model = EngineModel(gpu_tokens=1_000_000, prefill_tok_s=prefill_tok_s, chunked=True)
     for policy in (Streams, Answers):
         monkeypatch.setitem(registry.POLICIES, "kvpin", policy)
-        simulate(trace(Random(seed)), Run("kvpin", 4, model))  # noqa: S311 - a test
+        simulate(trace(Random(seed)), ReplayRun("kvpin", 4, model))  # noqa: S311 - a test
     by_stream, by_answer = learned
     assert by_answer.fit is not None
     for tokens in (500, 2000, 8000):
@@ -133,7 +133,7 @@ def test_streams_and_whole_answers_agree(monkeypatch, prefill_tok_s, seed):
 async def test_the_chain_of_a_request_is_computed_once(monkeypatch):
     class Forwarder:
         async def forward(self, *_):
-            return Outcome(200)
+            return RunResult(200)
 
     made, chain = [], Pool.chain
     monkeypatch.setattr(Pool, "chain", lambda *prompt: made.append(prompt) or chain(*prompt))

@@ -5,7 +5,7 @@ import pytest
 
 from proxy.cli.replay_options import ReplayOptionError, ReplayOptions
 from proxy.replay.engine import EngineModel
-from proxy.replay.plan import Target
+from proxy.replay.plan import P99Target
 from proxy.replay.registry import POLICIES
 
 
@@ -78,7 +78,7 @@ def test_a_plan():
 
 def test_a_plan_that_searches():
     made = ReplayOptions(target_p99=2.0, max_engines=9).plan()
-    assert (made.engines, made.policies, made.target) == ((), ("kvpin",), Target(2.0, 9))
+    assert (made.engines, made.policies, made.target) == ((), ("kvpin",), P99Target(2.0, 9))
     assert ReplayOptions(target_p99=2.0, policies="all").plan().policies == tuple(POLICIES)
 
 

@@ -1,13 +1,13 @@
 from engine_adapter.types import Tier
 from proxy.core.index.prefix_index import Match
-from proxy.replay.policy import Choice, Seeing, cached_tokens
+from proxy.replay.policy import PolicyChoice, Seeing, cached_tokens
 from proxy.replay.simple import LeastLoaded
 from tests.proxy.replay.making import ask, fleet_of
 
 
 class Looking(Seeing):
     def choose(self, now, request, engines):
-        return Choice(0)
+        return PolicyChoice(0)
 
 
 def test_ties_are_broken_by_the_seed():
@@ -23,7 +23,7 @@ def test_ties_are_broken_by_the_seed():
 
 def test_requests_in_flight_are_counted():
     policy = LeastLoaded(fleet_of(2), 0)
-    assert policy.placed(1, 200) == Choice(1, 200)
+    assert policy.placed(1, 200) == PolicyChoice(1, 200)
     policy.placed(1)
     policy.first_token(0.0, 1, ask((1,)))
     policy.finished(0.0, 1, ask((1,)))

@@ -6,7 +6,7 @@ import pytest
 
 from proxy.replay.batch import run_all
 from proxy.replay.report import as_csv, as_json, over_seeds, rows
-from proxy.replay.simulator import Run
+from proxy.replay.simulator import ReplayRun
 from tests.proxy.replay.making import ask, model_of, trace_of
 
 
@@ -14,7 +14,7 @@ from tests.proxy.replay.making import ask, model_of, trace_of
 def each():
     trace = trace_of(*(ask((n % 3, 10 + n), at=n / 10) for n in range(30)))
     runs = [
-        Run(name, n, model_of(5), 1.0, seed)
+        ReplayRun(name, n, model_of(5), 1.0, seed)
         for n in (2, 1)
         for seed in (0, 1)
         for name in ("kvpin", "oracle")
@@ -54,7 +54,7 @@ def test_seeds_are_merged_and_the_quickest_come_first(each):
 
 def test_runs_of_several_sizes_stand_apart():
     trace = trace_of(*(ask((n % 3, 10 + n), at=n / 10) for n in range(30)))
-    each = rows(run_all(trace, [Run("kvpin", 1, model_of(size)) for size in (50, 5)]))
+    each = rows(run_all(trace, [ReplayRun("kvpin", 1, model_of(size)) for size in (50, 5)]))
     small, large = over_seeds(each)
     assert (small["gpu_tokens"], large["gpu_tokens"]) == (500, 5000)
     assert small["hit_percent"] < large["hit_percent"]
