@@ -76,50 +76,35 @@ _INTERRUPTED = 130
 def serve(load: Load) -> int:
     """Runs the proxy until SIGTERM or SIGINT; returns the exit status.
 
-    `load` reads the settings; SIGHUP calls it again. Raises SettingsError if its first call does.
+    `load` reads the settings; SIGHUP calls it again. Raises SettingsError or EngineSpecError.
     """
     orders, watchdog = Orders.take(), Watchdog.take()
     if orders is not None:
-        return _work(load, orders, watchdog)
+        load = partial(orders.settings, load)
+        settings = load()
+        configure_logs(settings.logs, worker=orders.number)
+        return _until_done(_run(settings, orders.sockets(), load, orders=orders, watchdog=watchdog))
     settings = load()
     configure_logs(settings.logs)
+    check(settings)
     try:
-        check(settings)
         handed_on = inherited()
         listeners = handed_on or listen_on(settings.hosts, settings.port)
-    except (EngineSpecError, SettingsError) as error:
-        return _refuse(error)
     except OSError as error:
         # The text that Python adds in brackets repeats the address.
         reason = (error.strerror or str(error)).partition(" (")[0]
-        _refuse(f"cannot listen on {settings.host}:{settings.port}: {reason}")
+        sys.stderr.write(f"kvpin: cannot listen on {settings.host}:{settings.port}: {reason}\n")
         return 1
     _warn(settings, listeners)
     if settings.workers > 1:
-        try:
-            workers = Workers(settings, load, listeners, watchdog=watchdog)
-        except SettingsError as error:
-            return _refuse(error)
-        return _until_done(workers.run())
+        return _until_done(Workers(settings, load, listeners, watchdog=watchdog).run())
     return _until_done(_run(settings, listeners, load, are_shared=bool(handed_on), watchdog=watchdog))
-
-
-def _work(load: Load, orders: Orders, watchdog: Watchdog | None) -> int:
-    """Runs one of several workers."""
-    load = partial(orders.settings, load)
-    settings = load()
-    configure_logs(settings.logs, worker=orders.number)
-    return _until_done(
-        _run(settings, orders.sockets(), load, are_shared=True, orders=orders, watchdog=watchdog)
-    )
 
 
 def _until_done(work: Coroutine[Any, Any, int]) -> int:
     try:
         with steady(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(work)
-    except EngineSpecError as error:
-        return _refuse(error)
     finally:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # a late Ctrl-C ends Python without a traceback
 
@@ -133,16 +118,16 @@ async def _run(
     orders: Orders | None = None,
     watchdog: Watchdog | None = None,
 ) -> int:
-    """`are_shared`: the sockets are not this process's alone: another kvpin may serve them, now or later.
-    `orders`: those of a worker. `watchdog`: that of this process."""
+    """`are_shared`: another kvpin may serve the sockets, now or later. `orders`: those of a worker.
+    `watchdog`: that of this process. Raises SettingsError or EngineSpecError."""
     transport = HttpTransport(connect_timeout_s=settings.timeouts.connect_s)
     try:
         siblings = Siblings(orders.siblings, orders.http_socket) if orders is not None else None
         proxy = Proxy(settings, transport, siblings)
         server = _Server(proxy, load, listeners, orders)
-    except SettingsError as error:
+    except SettingsError:
         await transport.aclose()
-        return _refuse(error)
+        raise
     for number in _SIGNALS:
         asyncio.get_running_loop().add_signal_handler(number, server.on_signal, number)
     host, port = listeners[0].getsockname()[:2]
@@ -159,13 +144,11 @@ async def _run(
         if orders is None or (orders.number == 1 and not orders.follows):
             banner.print_addresses()
             proxy.tasks.start("banner", banner.print_when_ready())
-        if are_shared:
+        if are_shared or orders is not None:
             await server.until_tried()
         if orders is not None and late:
             await carry_out(late, orders)
         await server.serve()
-    except (EngineSpecError, SettingsError) as error:
-        return _refuse(error)
     finally:
         await proxy.stop()
         server.close_peer_ports()
@@ -361,9 +344,3 @@ def _warn(settings: Settings, listeners: list[socket.socket]) -> None:
 def _is_local(listeners: list[socket.socket]) -> bool:
     """Whether only this machine can connect."""
     return all(is_loopback(listener.getsockname()[0]) for listener in listeners)
-
-
-def _refuse(reason: object) -> int:
-    """Says why kvpin does not start, each fault in a line; returns the exit status."""
-    sys.stderr.writelines(f"kvpin: {line}\n" for line in str(reason).splitlines())
-    return 2

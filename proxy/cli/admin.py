@@ -6,9 +6,8 @@ from typing import Annotated, Any
 
 import typer
 
-from proxy.cli.client import AdminClient, JsonOption, fail, path_part, print_json, refuse_early_options, show
+from proxy.cli.client import AdminClient, JsonOption, fail, path_part, print_json, show
 from proxy.cli.help import App
-from proxy.cli.options import with_options
 from proxy.cli.targets import PrefixOptions, RequestOptions, TargetOptions
 
 EngineId = Annotated[str, typer.Argument(metavar="ENGINE", help="As `kvpin engines` lists it.")]
@@ -100,19 +99,10 @@ def requests(
         show(kvpin.get("/requests", limit=limit), "decisions.show_list", as_json=as_json)
 
 
-@engines_app.callback(invoke_without_command=True)
-@with_options
-def engines(*, context: typer.Context, kvpin: AdminClient, as_json: JsonOption = False) -> None:
-    """List engines; or add, remove, drain one."""
-    refuse_early_options(context)
-    if context.invoked_subcommand is None:
-        _show_engines(kvpin, as_json=as_json)
-
-
-@engines_app.command("list")
-def engines_list(*, kvpin: AdminClient, as_json: JsonOption = False) -> None:
+@engines_app.list_command
+def engines(*, kvpin: AdminClient, as_json: JsonOption = False) -> None:
     """List engines, as `kvpin engines` alone does."""
-    _show_engines(kvpin, as_json=as_json)
+    show(kvpin.get("/engines"), "tables.show_engines", as_json=as_json)
 
 
 @engines_app.command("add")
@@ -149,10 +139,6 @@ def engines_drain(
     """Give an engine no new requests."""
     engine = kvpin.post(f"/engines/{path_part(engine_id)}/drain", {"undo": undo})
     typer.echo(f"{engine_id} is {engine['state']}, {engine['in_flight']} requests in flight")
-
-
-def _show_engines(kvpin: AdminClient, *, as_json: bool) -> None:
-    show(kvpin.get("/engines"), "tables.show_engines", as_json=as_json)
 
 
 def _run(kvpin: AdminClient, verb: str, body: dict[str, Any], *, as_json: bool) -> None:

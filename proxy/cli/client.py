@@ -190,17 +190,6 @@ def key_header(key: str | None) -> dict[str, str]:
     return {"authorization": f"Bearer {key}"} if key else {}
 
 
-def refuse_early_options(context: typer.Context) -> None:
-    """Refuses options between a group and its command, as in `kvpin engines --url X drain`: the command does
-    not see them, and would act on another kvpin."""
-    if context.invoked_subcommand is None:
-        return
-    for parameter in context.command.params:
-        source = context.get_parameter_source(parameter.name or "")
-        if source is not None and source.name == "COMMANDLINE":
-            fail(f"write {parameter.opts[0]} after {context.invoked_subcommand}")
-
-
 def fail(message: str) -> NoReturn:
     """Ends the program with one line on standard error and status 1."""
     typer.echo(f"kvpin: {message}", err=True)

@@ -6,6 +6,7 @@ own.
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -13,6 +14,7 @@ from typing import Any, TypeVar
 import typer
 from typer.core import TyperArgument, TyperCommand
 
+from proxy.cli.client import fail
 from proxy.cli.examples import EXAMPLES
 from proxy.cli.options import with_options
 
@@ -62,6 +64,30 @@ class App(typer.Typer):
             return function
 
         return add
+
+    def list_command(self, function: Callable[..., None]) -> Callable[..., None]:
+        """Adds a command `list`, which the group alone runs, too. Refuses options between the group and its
+        command, as in `kvpin engines --url X drain`: the command would not see them, and act on another
+        kvpin."""
+        self.command("list")(function)
+        listing = with_options(function)
+
+        def alone(context: typer.Context, **given: Any) -> None:  # noqa: ANN401 - typer passes what it parsed
+            following = context.invoked_subcommand
+            if following is None:
+                listing(**given)
+                return
+            for each in context.command.params:
+                source = context.get_parameter_source(each.name or "")
+                if source is not None and source.name == "COMMANDLINE":
+                    fail(f"write {each.opts[0]} after {following}")
+
+        own = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
+        parameters = [own, *inspect.signature(listing).parameters.values()]
+        alone.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # what typer reads
+        alone.__annotations__ = {each.name: each.annotation for each in parameters}
+        self.callback(invoke_without_command=True)(alone)
+        return function
 
 
 def _example(words: str) -> str | None:

@@ -37,7 +37,7 @@ class DnsFinder:
     resolver: Resolver = field(default_factory=Resolver, compare=False)
 
     async def found(self) -> AsyncIterator[FoundEngines]:
-        """See Finder."""
+        """The engines that the name has, asked for again after each TTL."""
         while True:
             places, ttl_s = await self._ask()
             yield tuple(

@@ -25,7 +25,7 @@ class FileFinder:
     path: Path
 
     async def found(self) -> AsyncIterator[FoundEngines]:
-        """See Finder."""
+        """The engines of the file, now and whenever it has changed."""
         seen: _Stamp | None = None
         while True:
             # In a thread: the file may be on a network's disk.

@@ -105,7 +105,7 @@ class KubernetesFinder:
     cluster: ApiServer | None = None
 
     async def found(self) -> AsyncIterator[FoundEngines]:
-        """See Finder."""
+        """The engines of the slices, now and after each change."""
         cluster = self.cluster or ApiServer.of_pod()
         namespace = self.source.namespace or cluster.namespace()
         path = f"/apis/discovery.k8s.io/v1/namespaces/{namespace}/endpointslices"

@@ -155,13 +155,13 @@ def tallied(protocol: type[Any], tally: ConnectionTally, worker: int) -> type[An
         total = 0
 
         def connection_made(self, transport: asyncio.BaseTransport) -> None:
-            """See asyncio.Protocol."""
+            """Counts one connection more."""
             Tallied.total += 1
             tally.put(worker, Tallied.total)
             super().connection_made(transport)
 
         def connection_lost(self, exc: Exception | None) -> None:
-            """See asyncio.Protocol."""
+            """Counts one connection less."""
             Tallied.total -= 1
             tally.put(worker, Tallied.total)
             super().connection_lost(exc)
