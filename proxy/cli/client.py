@@ -92,13 +92,7 @@ class AdminClient:
         return self._call("DELETE", path)
 
     def run(self, verb: str, body: dict[str, Any], show: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-        """Starts an operation and waits for its end. Ctrl-C cancels it.
-
-        Args:
-            verb: e.g. `flush`.
-            body: its target and options.
-            show: called with the operation after each poll.
-        """
+        """Starts an operation and waits for its end. Ctrl-C cancels it. `show` gets it after each poll."""
         operation: dict[str, Any] = self.post(f"/{verb}", {**body, "wait_s": 0.1})
         try:
             while operation["state"] == "running":
@@ -197,13 +191,8 @@ def fail(message: str) -> NoReturn:
 
 
 def show(answer: Any, view: str, *, as_json: bool) -> None:  # noqa: ANN401 - JSON
-    """Prints an answer as JSON, or by a function that is imported late, because rich is slow to import.
-
-    Args:
-        answer: the answer.
-        view: module and name of the function, e.g. `tables.show_stats`.
-        as_json: print it as JSON.
-    """
+    """Prints an answer as JSON, or by the function that `view` names, as in `tables.show_stats`. That is
+    imported late, because rich is slow to import."""
     if as_json:
         print_json(answer)
         return

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from proxy.cli.client import fail
-from proxy.cli.doctor import UnusableEngine, examined
 
 if TYPE_CHECKING:
     from proxy.doctor.doctor import Examination
@@ -50,6 +49,8 @@ def init(
 
     Each setting has a comment; the file is for `kvpin serve --config`.
     """
+    from proxy.cli.examination import UnusableEngine, examined  # noqa: PLC0415 - slow to import
+
     if output != _STDOUT and output.exists() and not force:
         fail(f"{str(output)!r} exists: name another file with --output, or give --force")
     try:

@@ -1,32 +1,178 @@
-"""`kvpin replay`."""
+"""`kvpin replay`: the command, and what its options ask for. Errors name the option."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from importlib.util import find_spec
-from io import BufferedReader, RawIOBase
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, BinaryIO, cast
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from proxy.cli.replay_options import ReplayOptions
+from proxy.cli.options import option
+from proxy.replay.units import AmountError, parse_amount, parse_count, parse_tokens
 
 if TYPE_CHECKING:
-    from rich.progress import Progress
-
-    from proxy.cli.grid import TerminalTable
-    from proxy.replay.capacity import Need
+    from proxy.replay.engine import EngineModel
     from proxy.replay.plan import ReplayPlan
-    from proxy.replay.report import Row
-    from proxy.replay.simulator import ReplayRun, RunResult
-    from proxy.replay.trace import Trace
 
 _UNUSABLE = 2
-_STDOUT = Path("-")
-_PIECE_BYTES = 1 << 20
+_MODELS = ("fifo", "chunked")
+# Options that cannot be given together, and why.
+_APART = (
+    ("load", "speedup", "both set when requests arrive; give one of them"),
+    ("target_p99", "engines", "the search finds the number; bound it by --max-engines"),
+    ("target_p99", "load", "a load grows with the engines; say --speedup instead"),
+)
+
+
+class ReplayOptionError(ValueError):
+    """An option that cannot be used; the message says which and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayOptions:
+    """The options, in the order of the help."""
+
+    # The simulated engines.
+    engines: str | None = option(
+        "N[,N…]", "How many engines [those that the recording names, else 4].", show_default=False
+    )
+    gpu_tokens: str = option("SIZE[,SIZE…]", "KV on the GPU of each engine: tokens or bytes.", "500k")
+    host_tokens: str = option("SIZE", "KV on its host tier: tokens or bytes; 0: none.", "0")
+    bytes_per_token: str | None = option("BYTES", "KV bytes of a token, if sizes are in bytes: 128KiB.")
+    model: str = option("fifo|chunked", "fifo: prefill alone; chunked: with decode.", "fifo")
+    prefill_rate: str = option("TOKENS", "Prompt tokens an engine computes per second.", "20k")
+    restore_rate: str = option("TOKENS", "Tokens per second from its host tier.", "200k")
+    context_tokens: str = option(
+        "TOKENS", "Context at which attention takes half the time; 0: prefill is linear.", "0"
+    )
+    chunk_tokens: str = option("TOKENS", "Tokens of a step with prefill.", "2048")
+    decode_step_ms: float = option("MS", "Time of a decode step.", 15.0, min=0)
+    decode_stream_ms: float = option("MS", "Time each stream adds to a step.", 0.3, min=0)
+    # Which runs.
+    load: float | None = option("SHARE", "Scale arrivals to this utilisation, if nothing were cached: 0.9.")
+    speedup: float | None = option("TIMES", "Arrivals this many times faster than recorded [1].")
+    target_p99: float | None = option(
+        "SECONDS", "Find how many engines keep this p99 TTFT, in place of --engines."
+    )
+    max_engines: int = option("N", "The most that --target-p99 tries.", 64, min=1)
+    policies: str | None = option(
+        "NAME[,NAME…]", "all, ablations, or some: kvpin,sglang,oracle [all; with --target-p99 kvpin]."
+    )
+    seeds: str = option("N[,N…]", "0: arrivals as recorded; others vary.", "0")
+    limit: int | None = option("N", "Read only this many lines.", min=1)
+    model_name: str | None = option("NAME", "Which model of a recording of several.")
+    jobs: int | None = option("N", "Processes [one a CPU].", min=1)
+    # What is written.
+    json_path: Path | None = option("FILE", "Write every run as JSON; - prints.", None, "--json")
+    csv_path: Path | None = option("FILE", "Write every run as CSV; - prints.", None, "--csv")
+    plot_path: Path | None = option("FILE", "Draw a PNG.", None, "--plot")
+    html_path: Path | None = option(
+        "FILE", "Write curves and table as one HTML file; - prints.", None, "--html"
+    )
+
+    @property
+    def paths(self) -> list[Path]:
+        """The files that are written."""
+        named = (self.json_path, self.csv_path, self.plot_path, self.html_path)
+        return [path for path in named if path is not None]
+
+    def models(self) -> tuple[EngineModel, ...]:
+        """The simulated engine, in each size of `gpu_tokens`. Raises ReplayOptionError."""
+        from proxy.replay.engine import EngineModel  # noqa: PLC0415 - the other commands start quicker
+
+        if self.model not in _MODELS:
+            raise ReplayOptionError(f"--model {self.model!r}: must be {' or '.join(_MODELS)}")
+        self._check_numbers("decode_step_ms", "decode_stream_ms", are="0 or more")
+        if self.decode_step_ms + self.decode_stream_ms <= 0:
+            raise ReplayOptionError(
+                "--decode-step-ms and --decode-stream-ms: one of them must be more than 0"
+            )
+        per_token = None
+        if self.bytes_per_token is not None:
+            per_token = self._read("bytes_per_token", lambda text: parse_amount(text)[0], 1)
+
+        def tokens(text: str) -> int:
+            return parse_tokens(text, per_token)
+
+        sizes = self._read_all("gpu_tokens", tokens, 1)
+        smallest = EngineModel(
+            gpu_tokens=min(sizes),
+            host_tokens=self._read("host_tokens", tokens),
+            prefill_tok_s=self._read("prefill_rate", parse_count, 1),
+            restore_tok_s=self._read("restore_rate", parse_count, 1),
+            context_tokens=self._read("context_tokens", parse_count),
+            chunked=self.model == "chunked",
+            chunk_tokens=self._read("chunk_tokens", parse_count, 1),
+            step_s=self.decode_step_ms / 1000,
+            stream_s=self.decode_stream_ms / 1000,
+        )
+        return tuple(replace(smallest, gpu_tokens=size) for size in sizes)
+
+    def plan(self) -> ReplayPlan:
+        """The runs. Raises ReplayOptionError."""
+        from proxy.replay.plan import P99Target, ReplayPlan  # noqa: PLC0415 - see above
+
+        models = self.models()
+        for one, other, why in _APART:
+            if getattr(self, one) is not None and getattr(self, other) is not None:
+                raise ReplayOptionError(f"{_flag(one)} and {_flag(other)}: {why}")
+        self._check_numbers("load", "speedup", "target_p99", are="more than 0")
+        if self.target_p99 is not None and len(models) > 1:
+            raise ReplayOptionError("--target-p99 and --gpu-tokens: the search is for engines of one size")
+        return ReplayPlan(
+            models=models,
+            engines=self._read_all("engines", parse_count, 1) if self.engines is not None else (),
+            policies=self._policies(),
+            seeds=self._read_all("seeds", parse_count),
+            load=self.load,
+            speedup=self.speedup or 1.0,
+            target=P99Target(self.target_p99, self.max_engines) if self.target_p99 is not None else None,
+        )
+
+    def _policies(self) -> tuple[str, ...]:
+        """Those that are named, else all; with a target kvpin, and never the oracle, which has no times."""
+        from proxy.replay.registry import ORACLE, resolve  # noqa: PLC0415 - see above
+
+        try:
+            names = resolve((self.policies or ("all" if self.target_p99 is None else "kvpin")).split(","))
+        except ValueError as error:
+            raise ReplayOptionError(f"--policies: {error}") from error
+        if self.target_p99 is None:
+            return names
+        if names == (ORACLE,):
+            raise ReplayOptionError(f"--target-p99: the policy {ORACLE} has no times")
+        return tuple(name for name in names if name != ORACLE)
+
+    def _check_numbers(self, *names: str, are: str) -> None:
+        """Raises ReplayOptionError for an option that is not what all of them `are`."""
+        for name in names:
+            value = getattr(self, name)
+            is_positive = value is None or value > 0 or (value == 0 and are == "0 or more")
+            if value is not None and not (isfinite(value) and is_positive):
+                raise ReplayOptionError(f"{_flag(name)} {value:g}: must be a number, {are}")
+
+    def _read(self, name: str, parse: Callable[[str], int], least: int = 0, text: str | None = None) -> int:
+        """The number that an option, or `text` of it, stands for; raises ReplayOptionError."""
+        text = getattr(self, name) if text is None else text
+        try:
+            number = parse(text)
+        except AmountError as error:
+            raise ReplayOptionError(f"{_flag(name)}: {error}") from error
+        if number < least:
+            raise ReplayOptionError(f"{_flag(name)} {text}: must be {least:,} or more")
+        return number
+
+    def _read_all(self, name: str, parse: Callable[[str], int], least: int = 0) -> tuple[int, ...]:
+        """The numbers of an option with several, each once; raises ReplayOptionError."""
+        parts = getattr(self, name).split(",")
+        return tuple(dict.fromkeys(self._read(name, parse, least, part) for part in parts))
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def replay(
@@ -41,181 +187,11 @@ def replay(
     Compares placement policies, or finds how many engines the trace needs.
     Exit status 2: the trace or an option cannot be used.
     """
-    with _refusals():
-        plan = options.plan()
-        _check_outputs(options)
-        read = _read(trace, options.limit, options.model_name)
-        needs, outcomes = _run_plan(plan, read, options.jobs or os.cpu_count() or 1)
-        _write_all(plan, read, needs, outcomes, options)
-
-
-@contextmanager
-def _refusals() -> Iterator[None]:
-    """Ends the program with one sentence where the trace or an option cannot be used."""
-    from proxy.replay.trace import TraceError  # noqa: PLC0415 - see above
+    from proxy.cli.replay_run import run  # noqa: PLC0415 - the other commands start quicker without
+    from proxy.replay.trace import TraceError  # noqa: PLC0415 - likewise
 
     try:
-        yield
+        run(trace, options)
     except (ValueError, TraceError) as error:
         typer.echo(f"kvpin: {error}", err=True)
         raise typer.Exit(_UNUSABLE) from error
-
-
-def _read(path: Path, limit: int | None, model: str | None) -> Trace:
-    """Reads the trace, with a progress bar on a terminal; raises TraceError."""
-    from proxy.replay.trace import read_trace  # noqa: PLC0415 - see above
-
-    with _progress() as progress:
-
-        def opened(path: Path) -> BinaryIO:
-            raw = progress.open(path, "rb", buffering=0, description=f"reading {path.name}")
-            # In pieces: a step of the bar takes as long as a line.
-            return BufferedReader(cast("RawIOBase", raw), _PIECE_BYTES)
-
-        return read_trace(path, limit=limit, model=model, opened=opened)
-
-
-@contextmanager
-def _progress() -> Iterator[Progress]:
-    """Progress bars on standard error; none where that is no terminal."""
-    from rich.console import Console  # noqa: PLC0415 - see above
-    from rich.progress import Progress  # noqa: PLC0415 - see above
-
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        yield progress
-
-
-def _run_plan(plan: ReplayPlan, trace: Trace, jobs: int) -> tuple[Sequence[Need], Sequence[RunResult]]:
-    """The engines that policies need, if asked for, and the outcomes of all runs."""
-    if plan.target is None:
-        return (), _run(trace, plan.runs(trace), jobs)
-    from proxy.replay.capacity import search  # noqa: PLC0415 - see above
-
-    return search(plan, plan.target, trace, lambda runs: _run(trace, runs, jobs))
-
-
-def _run(trace: Trace, runs: Sequence[ReplayRun], jobs: int) -> list[RunResult]:
-    """All runs, with a progress bar on a terminal."""
-    from proxy.replay.batch import run_all  # noqa: PLC0415 - see above
-
-    with _progress() as progress:
-        task = progress.add_task(f"{len(runs)} runs", total=len(runs) * len(trace.requests))
-        return run_all(trace, runs, jobs=jobs, progress=lambda done: progress.advance(task, done))
-
-
-def _write_all(
-    plan: ReplayPlan,
-    trace: Trace,
-    needs: Sequence[Need],
-    outcomes: Sequence[RunResult],
-    options: ReplayOptions,
-) -> None:
-    """Writes the files that were asked for, and the table unless a file goes to the standard output."""
-    from proxy.replay.doubts import doubts  # noqa: PLC0415 - see above
-    from proxy.replay.plan import notes  # noqa: PLC0415 - see above
-    from proxy.replay.report import as_csv, as_json, rows  # noqa: PLC0415 - see above
-
-    each, title, why_not = rows(outcomes), plan.title(trace), doubts(trace, outcomes)
-    noted = notes(trace, outcomes)
-    said = [*map(str, needs), *why_not, *noted]
-    if options.json_path is not None:
-        _write(
-            options.json_path, as_json(plan.settings(trace), each, why_not, needs, title=title, notes=noted)
-        )
-    if options.csv_path is not None:
-        _write(options.csv_path, as_csv(each))
-    if options.html_path is not None:
-        from proxy.api.page import text_of  # noqa: PLC0415 - see above
-        from proxy.replay.html_report import as_html  # noqa: PLC0415 - see above
-
-        _write(options.html_path, as_html(title, each, said, text_of))
-    if options.plot_path is not None:
-        from proxy.replay.plot import draw  # noqa: PLC0415 - an extra
-
-        with _writing(options.plot_path):
-            draw(options.plot_path, each, title)
-    if _STDOUT not in options.paths:
-        with _writing(_STDOUT):
-            _show(title, each, said)
-
-
-def _show(title: str, each: Sequence[Row], notes: Sequence[str]) -> None:
-    """Prints the table and the notes."""
-    from proxy.cli.grid import console  # noqa: PLC0415 - see above
-
-    out = console()
-    out.print(title, soft_wrap=True, markup=False)
-    table_of(each).print(out)
-    for note in notes:
-        out.print(note, soft_wrap=True, markup=False)
-
-
-def table_of(each: Sequence[Row]) -> TerminalTable:
-    """A line for each policy, number of engines and size, the best times first."""
-    from proxy.cli.grid import TerminalTable  # noqa: PLC0415 - see above
-    from proxy.replay.report import COLUMNS, cell, on, over_seeds  # noqa: PLC0415 - see above
-
-    figures = [heading for _, heading, _ in COLUMNS]
-    sizes = ["GPU tokens"] if len({row["gpu_tokens"] for row in each}) > 1 else []
-    table = TerminalTable(
-        ("engines", *sizes, "policy", *figures),
-        less=("busiest ÷ mean", "evicted", "exact %", "p50"),
-        numbers=("engines", *sizes, *figures),
-        lined=True,
-        whole="--csv -",
-    )
-    before = None
-    for row in over_seeds(each):
-        if before not in (None, on(row)):
-            table.end_section()
-        before = on(row)
-        size = [f"{row['gpu_tokens']:,}"] * len(sizes)
-        table.add(
-            row["engines"], *size, row["policy"], *(cell(row, key, digits) for key, _, digits in COLUMNS)
-        )
-    return table
-
-
-def _check_outputs(options: ReplayOptions) -> None:
-    """Checks the output files before the work. Raises ValueError if one of them cannot be written."""
-    if options.plot_path == _STDOUT:
-        raise ValueError("--plot -: a picture cannot be printed; name a file, such as runs.png")
-    for path in options.paths:
-        if path != _STDOUT:
-            _try(path)
-    if options.plot_path is not None and find_spec("matplotlib") is None:
-        raise ValueError("--plot needs matplotlib: pip install 'kvpin[replay]'")
-
-
-def _try(path: Path) -> None:
-    """Opens a file for writing and leaves it unchanged."""
-    with _writing(path):
-        if not path.parent.is_dir():
-            raise ValueError(f"{path}: cannot be written: there is no folder {path.parent}")
-        is_new = not path.exists()
-        # Without O_NONBLOCK, opening a pipe would wait for a reader.
-        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o666))
-        if is_new:
-            path.resolve().unlink()
-
-
-def _write(path: Path, text: str) -> None:
-    with _writing(path):
-        if path == _STDOUT:
-            typer.echo(text, nl=False)
-        else:
-            path.write_text(text, encoding="utf-8")
-
-
-@contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    """Names the file in errors of writing. Raises ValueError if the file cannot be written. A closed pipe is
-    left to `main`."""
-    try:
-        yield
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        name = "the standard output" if path == _STDOUT else str(path)
-        raise ValueError(f"{name}: cannot be written: {error.strerror or error}") from error

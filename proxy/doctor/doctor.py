@@ -81,12 +81,8 @@ class Examination:
 async def examine(
     spec: EngineSpec, *, probe: bool, options: Mapping[str, object] = MappingProxyType({})
 ) -> Examination:
-    """Examines the engine at `spec.url`.
-
-    Args:
-        spec: the engine; an empty `kind` is detected.
-        probe: send two short requests.
-        options: options of the detected kind.
+    """Examines the engine at `spec.url`, with two short requests if `probe` is set. An empty `kind` is
+    detected, and has these options.
 
     Raises:
         EngineSpecError: the description cannot be used.

@@ -36,12 +36,9 @@ _SWITCH_VALUES = {"1": True, "true": True, "0": False, "false": False}
 def load_settings(config: Path | None = None, **flags: Any) -> Settings:  # noqa: ANN401 - checked by the model
     """The settings. Lowest to highest: defaults, TOML file, reuse switches, KVPIN_ variables, flags.
 
-    Args:
-        config: a TOML file; None takes the file that KVPIN_CONFIG names, if any.
-        flags: settings by name, nested ones as mappings; None means "not given".
-
-    Raises:
-        SettingsError: a line for each fault: an unknown key, or a value that kvpin cannot use.
+    `config` is a TOML file; None takes the one that KVPIN_CONFIG names. `flags` are settings by name, nested
+    ones as mappings; None means "not given". Raises SettingsError with a line for each fault: an unknown key,
+    or a value that kvpin cannot use.
     """
     settings, faults = _checked(config, flags, makes_key=True)
     if settings is None or faults:
