@@ -19,7 +19,7 @@ from proxy.replay.kvpin import Kvpin
 from proxy.replay.simulator import ReplayRun, simulate
 from proxy.replay.trace import Trace, TraceRequest
 from proxy.request.calls import Call, Reply
-from proxy.request.forward import RunResult
+from proxy.request.forward import Outcome
 from tests.fakes import FakeEngine, client_of, proxy_over
 
 PREFILL_TOK_S, STEP_S = 40_000, 0.001
@@ -133,7 +133,7 @@ def test_streams_and_whole_answers_agree(monkeypatch, prefill_tok_s, seed):
 async def test_the_chain_of_a_request_is_computed_once(monkeypatch):
     class Forwarder:
         async def forward(self, *_):
-            return RunResult(200)
+            return Outcome(200)
 
     made, chain = [], Pool.chain
     monkeypatch.setattr(Pool, "chain", lambda *prompt: made.append(prompt) or chain(*prompt))
