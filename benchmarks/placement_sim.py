@@ -19,7 +19,7 @@ from typing import Any
 
 from proxy.replay.batch import run_all
 from proxy.replay.engine import EngineModel
-from proxy.replay.plan import Plan
+from proxy.replay.plan import ReplayPlan
 from proxy.replay.registry import ORACLE, resolve
 from proxy.replay.report import over_seeds, rows
 from proxy.replay.trace import Trace, TraceError, read_trace
@@ -71,7 +71,7 @@ def play(
         for name, trace in traces.items():
             for tier, host_tokens in TIERS.items():
                 model = EngineModel(GPU_TOKENS, host_tokens, chunked=args.model == "chunked")
-                plan = Plan((model,), ENGINES, resolve(policies.split(",")), seeds, load=load)
+                plan = ReplayPlan((model,), ENGINES, resolve(policies.split(",")), seeds, load=load)
                 began = time.monotonic()
                 outcomes = run_all(trace, plan.runs(trace), jobs=args.jobs)
                 merged = {(row["policy"], row["engines"]): row for row in over_seeds(rows(outcomes))}

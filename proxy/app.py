@@ -85,7 +85,7 @@ from proxy.settings import (
     Settings,
     SettingsError,
 )
-from proxy.state.keeper import StateKeeper
+from proxy.state.keeper import StateSaver
 from proxy.tasks import Supervisor
 from proxy.translate import ResponseStore, translations
 
@@ -110,7 +110,7 @@ class Proxy:
         self.gate = Gate(self.tenants, ByteBudget(_bodies_bytes(settings)))
         self.peers = self._peers()
         self.responses = ResponseStore(self.tenants.names)
-        self.state = StateKeeper(settings.state_dir, self.tenants) if settings.state_dir is not None else None
+        self.state = StateSaver(settings.state_dir, self.tenants) if settings.state_dir is not None else None
         memories = self.state.memories if self.state is not None else None
         self.ingest = Ingest(self.fleet, self.tasks, self.tenants.owner, memories) if settings.reuse else None
         self.monitor = Monitor(

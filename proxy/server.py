@@ -17,16 +17,14 @@ import contextlib
 import os
 import signal
 import socket
-import ssl
 import sys
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import structlog
-import uvicorn
 import uvloop
 
 from engine_adapter import EngineSpecError, HttpTransport
@@ -38,7 +36,6 @@ from proxy.api.http1 import Http1Protocol
 from proxy.api.listeners import inherited, listen_on
 from proxy.api.peer_port import PeerPort
 from proxy.api.siblings import Siblings
-from proxy.api.site import Site
 from proxy.api.tls import load_certificate, server_context
 from proxy.app import Proxy, build_app
 from proxy.checks import check
@@ -48,8 +45,9 @@ from proxy.observe.banner import Banner
 from proxy.observe.logs import configure_logs
 from proxy.runtime import settle, steady
 from proxy.settings import Settings, SettingsError, needs_restart
+from proxy.uvicorn_inner import UvicornServer
 from proxy.workers.catch_up import carry_out, catch_up
-from proxy.workers.fairness import Door, Tally, tallied
+from proxy.workers.fairness import ConnectionTally, FairAcceptor, tallied
 from proxy.workers.orders import Orders
 from proxy.workers.supervisor import Workers
 from proxy.workers.watchdog import Watchdog
@@ -79,50 +77,35 @@ _INTERRUPTED = 130
 def serve(load: Load) -> int:
     """Runs the proxy until SIGTERM or SIGINT; returns the exit status.
 
-    `load` reads the settings; SIGHUP calls it again. Raises SettingsError if its first call does.
+    `load` reads the settings; SIGHUP calls it again. Raises SettingsError or EngineSpecError.
     """
     orders, watchdog = Orders.take(), Watchdog.take()
     if orders is not None:
-        return _work(load, orders, watchdog)
+        load = partial(orders.settings, load)
+        settings = load()
+        configure_logs(settings.logs, worker=orders.number)
+        return _until_done(_run(settings, orders.sockets(), load, orders=orders, watchdog=watchdog))
     settings = load()
     configure_logs(settings.logs)
+    check(settings)
     try:
-        check(settings)
         handed_on = inherited()
         listeners = handed_on or listen_on(settings.hosts, settings.port)
-    except (EngineSpecError, SettingsError) as error:
-        return _refuse(error)
     except OSError as error:
         # The text that Python adds in brackets repeats the address.
         reason = (error.strerror or str(error)).partition(" (")[0]
-        _refuse(f"cannot listen on {settings.host}:{settings.port}: {reason}")
+        sys.stderr.write(f"kvpin: cannot listen on {settings.host}:{settings.port}: {reason}\n")
         return 1
     _warn(settings, listeners)
     if settings.workers > 1:
-        try:
-            workers = Workers(settings, load, listeners, watchdog=watchdog)
-        except SettingsError as error:
-            return _refuse(error)
-        return _until_done(workers.run())
+        return _until_done(Workers(settings, load, listeners, watchdog=watchdog).run())
     return _until_done(_run(settings, listeners, load, are_shared=bool(handed_on), watchdog=watchdog))
-
-
-def _work(load: Load, orders: Orders, watchdog: Watchdog | None) -> int:
-    """Runs one of several workers."""
-    load = partial(orders.settings, load)
-    settings = load()
-    configure_logs(settings.logs, worker=orders.number)
-    return _until_done(
-        _run(settings, orders.sockets(), load, are_shared=True, orders=orders, watchdog=watchdog)
-    )
 
 
 def _until_done(work: Coroutine[Any, Any, int]) -> int:
     try:
         with steady(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(work)
-    except EngineSpecError as error:
-        return _refuse(error)
     finally:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # a late Ctrl-C ends Python without a traceback
 
@@ -136,16 +119,16 @@ async def _run(
     orders: Orders | None = None,
     watchdog: Watchdog | None = None,
 ) -> int:
-    """`are_shared`: the sockets are not this process's alone: another kvpin may serve them, now or later.
-    `orders`: those of a worker. `watchdog`: that of this process."""
+    """`are_shared`: another kvpin may serve the sockets, now or later. `orders`: those of a worker.
+    `watchdog`: that of this process. Raises SettingsError or EngineSpecError."""
     transport = HttpTransport(connect_timeout_s=settings.timeouts.connect_s)
     try:
         siblings = Siblings(orders.siblings, orders.http_socket) if orders is not None else None
         proxy = Proxy(settings, transport, siblings)
-        server = _Server(proxy, load, _drain_s(settings, listeners), orders)
-    except SettingsError as error:
+        server = _Server(proxy, load, listeners, orders)
+    except SettingsError:
         await transport.aclose()
-        return _refuse(error)
+        raise
     for number in _SIGNALS:
         asyncio.get_running_loop().add_signal_handler(number, server.on_signal, number)
     host, port = listeners[0].getsockname()[:2]
@@ -162,40 +145,40 @@ async def _run(
         if orders is None or (orders.number == 1 and not orders.follows):
             banner.print_addresses()
             proxy.tasks.start("banner", banner.print_when_ready())
-        if are_shared:
+        if are_shared or orders is not None:
             await server.until_tried()
         if orders is not None and late:
             await carry_out(late, orders)
-        await server.serve(sockets=listeners)
-        await server.cut_short()
-    except (EngineSpecError, SettingsError) as error:
-        return _refuse(error)
+        await server.serve()
     finally:
         await proxy.stop()
         server.close_peer_ports()
-    return 0 if server.started else 1
+    return 0
 
 
-class _Server(uvicorn.Server):
-    """uvicorn under kvpin's own signal handlers, with kvpin's own way to stop."""
+class _Server:
+    """A running kvpin: its port, those for its peers, what signals do to it, and how it stops."""
 
-    def __init__(self, proxy: Proxy, load: Load, drain_s: float, orders: Orders | None = None) -> None:
+    def __init__(
+        self, proxy: Proxy, load: Load, listeners: list[socket.socket], orders: Orders | None = None
+    ) -> None:
         """Raises SettingsError if the port's TLS cannot be used."""
-        self._proxy, self._load, self._drain_s = proxy, load, drain_s
+        self._proxy, self._load, self._listeners, self._orders = proxy, load, listeners, orders
         self._site = build_app(proxy)
         self._hurry = asyncio.Event()  # no waiting for requests that may still come
+        self._protocol = _protocol(proxy)
+        self._peer_ports = list[PeerPort]()
+        self._door: FairAcceptor | None = None
         tls = proxy.settings.tls
         self._context = server_context(tls) if tls is not None else None
-        self._protocol = _protocol(proxy)
-        self._orders, self._peer_ports = orders, list[PeerPort]()
-        self._door: Door | None = None
-        self._tally = Tally(Path(orders.directory), orders.of) if orders is not None else None
-        if orders is None or self._tally is None:
-            protocol = self._protocol
-        else:
-            protocol = tallied(self._protocol, self._tally, orders.number)
-        super().__init__(_config(self._site, protocol, self._context))
-        self.config.load()
+        self._tally = ConnectionTally(Path(orders.directory), orders.of) if orders is not None else None
+        http = self._protocol
+        if orders is not None and self._tally is not None:
+            http = tallied(http, self._tally, orders.number)
+        context = self._context
+        self.uvicorn = UvicornServer(
+            self._site, http if context is None else over_tls(http, context), self._stop
+        )
 
     async def listen_to_peers(self) -> None:
         """Serves other kvpins of this machine: other workers, and those of its exchange. Raises OSError."""
@@ -203,7 +186,7 @@ class _Server(uvicorn.Server):
         paths = {peers.http_socket if peers is not None else None}
         paths |= {self._orders.http_socket if self._orders is not None else None}
         protocol = type("PeerProtocol", (self._protocol,), {"__slots__": (), "is_of_peer": True})
-        connect = partial(protocol, self.config, self.server_state, {})
+        connect = self.uvicorn.connect(protocol)
         for path in paths:
             if path is not None:
                 self._peer_ports.append(await PeerPort.open(path, connect))
@@ -213,27 +196,36 @@ class _Server(uvicorn.Server):
         for port in self._peer_ports:
             port.close()
 
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Replaces uvicorn's handlers, which skip the stop of the engines on a second SIGINT."""
-        yield
+    async def serve(self) -> None:
+        """Accepts connections until kvpin has stopped; of several workers, each accepts its share."""
+        if self._orders is None or self._tally is None:
+            await self.uvicorn.serve(self._listeners)
+        else:
+            number, tasks = self._orders.number, self._proxy.tasks
+            self._door = FairAcceptor(self._listeners, self._tally, number, self.uvicorn.connect(), tasks)
+            tasks.start("join", self._join(self._tally, number))
+            await self.uvicorn.serve([])
+        running = self._cancel_answers()
+        if running:
+            await asyncio.wait(running, timeout=_CUT_S)
 
     def on_signal(self, number: int) -> None:
         """Handles a signal as the module's docstring says."""
+        uvicorn = self.uvicorn
         if number == signal.SIGHUP:
             self.reload()
-        elif number == signal.SIGINT and self.force_exit:
+        elif number == signal.SIGINT and uvicorn.force_exit:
             log.warning("ended at once by the third SIGINT; the engines that kvpin started get a SIGTERM")
             os._exit(_INTERRUPTED)
-        elif self.should_exit:
+        elif uvicorn.should_exit:
             log.warning(
                 "told to stop again: running answers are cut short", signal=signal.Signals(number).name
             )
-            self.force_exit = True
+            uvicorn.force_exit = True
             self._hurry.set()
             self._cancel_answers()
         else:
-            self.should_exit = True
+            uvicorn.should_exit = True
             self._proxy.draining.set()
             if number == signal.SIGINT:
                 self._hurry.set()
@@ -262,32 +254,18 @@ class _Server(uvicorn.Server):
         if names := needs_restart(old, settings):
             log.warning("these settings count when kvpin starts again", settings=names)
 
-    @property
-    def _has_joined(self) -> bool:
-        """Whether engines are ready, and this kvpin knows what the others know."""
-        peers = self._proxy.peers
-        return self._proxy.fleet.is_ready() and (peers is None or peers.is_ready)
-
     async def until_tried(self) -> None:
-        """Waits until an engine is ready and none is in its first start, but not long. Meanwhile connections
-        wait in the queue of the socket, or another kvpin takes them."""
+        """Waits until an engine is ready, and this kvpin knows what the others know, but not long. Meanwhile
+        connections wait in the queue of the socket, or another kvpin takes them."""
+        fleet, peers = self._proxy.fleet, self._proxy.peers
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_FIRST_S):
-                while not (self._has_joined or self.should_exit):  # noqa: ASYNC110 - at start
+                while not self.uvicorn.should_exit:
+                    if fleet.is_ready() and (peers is None or peers.is_ready):
+                        return
                     await asyncio.sleep(_POLL_S)
 
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accepts connections; of several workers, each takes its share of them."""
-        if self._orders is None or self._tally is None:
-            await super().startup(sockets)
-            return
-        await super().startup([])
-        protocol: Callable[..., asyncio.Protocol] = self.config.http_protocol_class
-        connect = partial(protocol, self.config, self.server_state, {})
-        self._door = Door(sockets or (), self._tally, self._orders.number, connect, self._proxy.tasks)
-        self._proxy.tasks.start("join", self._join(self._tally, self._orders.number))
-
-    async def _join(self, tally: Tally, worker: int) -> None:
+    async def _join(self, tally: ConnectionTally, worker: int) -> None:
         """Tells the other workers when this one has engines."""
         fleet = self._proxy.fleet
         while not fleet.serves:
@@ -296,61 +274,41 @@ class _Server(uvicorn.Server):
                     await fleet.until_ready()
         tally.be_ready(worker)
 
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Replaces uvicorn's, which closes the port at once and cuts clients off between two requests."""
-        if self._drain_s and not self._hurry.is_set():
-            log.info("stopping: not ready, still accepting requests", drain_s=self._drain_s)
+    async def _stop(self) -> None:
+        """Waits for `drain_s`, closes the port, and waits for running answers."""
+        settings = self._proxy.settings
+        drain_s = _drain_s(settings, self._listeners)
+        if drain_s and not self._hurry.is_set():
+            log.info("stopping: not ready, still accepting requests", drain_s=drain_s)
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._drain_s):
+                async with asyncio.timeout(drain_s):
                     await self._hurry.wait()
-        for server in self.servers:
+        for server in self.uvicorn.servers:
             server.close()
         self.close_peer_ports()
         if self._door is not None:
             self._door.close()
-        for listener in sockets or ():
+        for listener in self._listeners:
             listener.close()
-        for connection in list(self.server_state.connections):
-            connection.hurry()  # type: ignore[union-attr]  # all are Http1Protocol or Handshake
-        log.info("stopping: waiting for running answers", answers=len(self.server_state.tasks))
+        for connection in self.uvicorn.connections:
+            connection.hurry()
+        log.info("stopping: waiting for running answers", answers=len(self.uvicorn.answers))
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._proxy.settings.graceful_shutdown_s):
+            async with asyncio.timeout(settings.graceful_shutdown_s):
                 await self._until_answered()
 
     async def _until_answered(self) -> None:
         """Waits for the last answer, and closes each connection once its client has none to wait for."""
-        while self.server_state.connections and not self.force_exit:
-            idle_s = _HURRIED_IDLE_S if self._hurry.is_set() else _IDLE_S
-            for connection in list(self.server_state.connections):
-                connection.close_if_idle(idle_s)  # type: ignore[union-attr]  # as above
+        while (connections := self.uvicorn.connections) and not self.uvicorn.force_exit:
+            for connection in connections:
+                connection.close_if_idle(_HURRIED_IDLE_S if self._hurry.is_set() else _IDLE_S)
             await asyncio.sleep(_POLL_S)
 
-    async def cut_short(self) -> None:
-        """Cancels the answers that still run, and lets them close their connections."""
-        running = self._cancel_answers()
-        if running:
-            await asyncio.wait(running, timeout=_CUT_S)
-
     def _cancel_answers(self) -> set[asyncio.Task[None]]:
-        running = set(self.server_state.tasks)
+        running = self.uvicorn.answers
         for task in running:
             task.cancel(Cause.STOPPING)
         return running
-
-
-def _config(site: Site, protocol: type[Http1Protocol], context: ssl.SSLContext | None) -> uvicorn.Config:
-    return uvicorn.Config(
-        site,
-        interface="asgi3",  # uvicorn need not look: it hands the site to Http1Protocol
-        http=protocol if context is None else over_tls(protocol, context),
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        access_log=False,
-        proxy_headers=False,  # an address a client claims must not open the admin API
-        server_header=False,
-        timeout_keep_alive=75,
-    )
 
 
 def _drain_s(settings: Settings, listeners: list[socket.socket]) -> float:
@@ -387,9 +345,3 @@ def _warn(settings: Settings, listeners: list[socket.socket]) -> None:
 def _is_local(listeners: list[socket.socket]) -> bool:
     """Whether only this machine can connect."""
     return all(is_loopback(listener.getsockname()[0]) for listener in listeners)
-
-
-def _refuse(reason: object) -> int:
-    """Says why kvpin does not start, each fault in a line; returns the exit status."""
-    sys.stderr.writelines(f"kvpin: {line}\n" for line in str(reason).splitlines())
-    return 2

@@ -12,7 +12,7 @@ from starlette.applications import Starlette
 from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Route
 
-from proxy.discovery.cluster import Cluster
+from proxy.discovery.cluster import ApiServer
 from tests.fakes import serving
 
 
@@ -111,4 +111,4 @@ async def kubernetes(tmp_path, authority):
     (tmp_path / "token").write_text("first\n")
     (tmp_path / "namespace").write_text("llm")
     async with serving(Starlette(routes=[Route(path, api.answer)])) as url:
-        yield api, Cluster(url, tmp_path)
+        yield api, ApiServer(url, tmp_path)

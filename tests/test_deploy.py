@@ -12,7 +12,7 @@ import pytest
 import yaml
 from helm_python import chart
 
-from proxy.cli.serve import ServeOptions
+from proxy.cli.serve import ServeFlags
 from proxy.settings import load_settings
 
 ROOT = Path(__file__).parent.parent
@@ -89,7 +89,7 @@ def test_the_image_has_no_finding_and_compose_starts_what_kvpin_understands():
     (command,) = {tuple(services[name]["command"]) for name in kvpins}
     engines = [text.removeprefix("--engine=") for text in command if text.startswith("--engine=")]
     (exchange,) = [text.removeprefix("--exchange=") for text in command if text.startswith("--exchange=")]
-    settings = ServeOptions(reuse=True, exchange=exchange, engine=engines).settings()
+    settings = ServeFlags(reuse=True, exchange=exchange, engine=engines).settings()
     directory = settings.exchange.url.get_secret_value().removeprefix("unix:")
     assert all(f"run:{directory}" in services[name]["volumes"] for name in kvpins)
     hosts = {re.fullmatch(r"http://([a-z0-9-]+):8080", each.url)[1] for each in settings.engines}

@@ -19,7 +19,6 @@ ELSEWHERE = {
     "engine_adapter/types.py": "classes of data: tests of everything that uses them",
     "engine_adapter/torch_engine/__main__.py": "one line: managed engines are started by it",
     "proxy/cli/__main__.py": "one line: tests/live and benchmarks start kvpin by it",
-    "proxy/cli/replay_options.py": "a table: tests/proxy/cli/test_replay.py",
     "proxy/discovery/found.py": "data and a Protocol: tests/proxy/discovery, tests/proxy/control",
     "proxy/peers/exchange.py": "a Protocol: tests of the two that are one",
     "proxy/peers/stats.py": "classes of data: tests/proxy/peers, tests/test_observe.py",

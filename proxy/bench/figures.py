@@ -5,12 +5,12 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from proxy.bench.run import Sample
+from proxy.bench.run import RequestSample
 
 Figures = dict[str, float | None]
 
 
-def figures(samples: Sequence[Sample], duration_s: float) -> Figures:
+def figures(samples: Sequence[RequestSample], duration_s: float) -> Figures:
     """Times in milliseconds, throughput a second. None where no request tells.
 
     TTFT: to the first text. TPOT: of each token after the first. ITL: between two parts of an answer.

@@ -20,16 +20,8 @@ class BenchError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
-    """The server to measure, and the load on it.
-
-    Attributes:
-        base_url: ends in `/v1`.
-        model: its name in requests.
-        api_key: None for none.
-        output_len: the most tokens of an answer.
-        max_concurrency: the most requests at a time.
-    """
+class BenchTarget:
+    """The server to measure, and the load on it. `base_url`: ends in `/v1`."""
 
     base_url: str
     model: str
@@ -39,14 +31,13 @@ class Target:
 
 
 @dataclass(slots=True)
-class Sample:
+class RequestSample:
     """One request. Times in seconds.
 
     Attributes:
         error: why it failed; empty for one that did not.
         ttft_s: to the first text.
         gaps_s: between the parts of the answer.
-        latency_s: to the end.
         prompt_tokens, cached_tokens, output_tokens: as the server counts them; cached is None where it
             does not tell.
     """
@@ -61,8 +52,8 @@ class Sample:
 
 
 async def run(
-    target: Target, workload: Workload, salt: str, progress: Callable[[], None]
-) -> tuple[list[Sample], float]:
+    target: BenchTarget, workload: Workload, salt: str, progress: Callable[[], None]
+) -> tuple[list[RequestSample], float]:
     """Sends everything; returns the samples and the seconds from the first request to the last answer.
 
     One request that does not count goes ahead, to see that the server answers.
@@ -78,7 +69,7 @@ async def run(
         free = asyncio.Semaphore(target.max_concurrency)
         start = time.perf_counter()
 
-        async def send(prompt: str, at: float) -> Sample:
+        async def send(prompt: str, at: float) -> RequestSample:
             await asyncio.sleep(start + at - time.perf_counter())
             async with free:
                 sample = await _ask(client, target, prompt)
@@ -107,7 +98,7 @@ async def first_model(base_url: str, api_key: str | None) -> str:
             raise BenchError(f"{base_url}/models lists no model: name one with --model") from error
 
 
-async def _ask(client: httpx.AsyncClient, target: Target, prompt: str) -> Sample:
+async def _ask(client: httpx.AsyncClient, target: BenchTarget, prompt: str) -> RequestSample:
     body = {
         "model": target.model,
         "messages": [{"role": "user", "content": prompt}],
@@ -116,7 +107,7 @@ async def _ask(client: httpx.AsyncClient, target: Target, prompt: str) -> Sample
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    sample = Sample()
+    sample = RequestSample()
     start = last = time.perf_counter()
     try:
         async with client.stream(
@@ -124,14 +115,14 @@ async def _ask(client: httpx.AsyncClient, target: Target, prompt: str) -> Sample
         ) as answer:
             if answer.is_error:
                 await answer.aread()
-                return Sample(error=_error_of(answer))
+                return RequestSample(error=_error_of(answer))
             async for line in _lines(answer):
                 if not line.startswith(b"data:") or line.endswith(b"[DONE]"):
                     continue
                 now = time.perf_counter()
                 chunk = json.loads(line[5:])
                 if "error" in chunk:
-                    return Sample(error=str(chunk["error"]))
+                    return RequestSample(error=str(chunk["error"]))
                 _read_usage(chunk.get("usage"), sample)
                 if not any(choice["delta"].get(name) for choice in chunk["choices"] for name in _TEXT_FIELDS):
                     continue
@@ -141,11 +132,11 @@ async def _ask(client: httpx.AsyncClient, target: Target, prompt: str) -> Sample
                     sample.ttft_s = now - start
                 last = now
     except (httpx.InvalidURL, httpx.HTTPError) as error:
-        return Sample(error=str(error) or type(error).__name__)
+        return RequestSample(error=str(error) or type(error).__name__)
     except (ValueError, LookupError, TypeError, AttributeError):
-        return Sample(error="its answer is not a stream of chat completion chunks")
+        return RequestSample(error="its answer is not a stream of chat completion chunks")
     sample.latency_s = last - start
-    return sample if sample.ttft_s else Sample(error="its answer has no text")
+    return sample if sample.ttft_s else RequestSample(error="its answer has no text")
 
 
 async def _lines(answer: httpx.Response) -> AsyncIterator[bytes]:
@@ -157,7 +148,7 @@ async def _lines(answer: httpx.Response) -> AsyncIterator[bytes]:
             yield line.removesuffix(b"\r")
 
 
-def _read_usage(usage: dict[str, object] | None, sample: Sample) -> None:
+def _read_usage(usage: dict[str, object] | None, sample: RequestSample) -> None:
     if not usage:
         return
     sample.prompt_tokens, sample.output_tokens = (

@@ -17,10 +17,8 @@ class Workload:
     """Requests in random order over some prefixes, each with an end of its own.
 
     Attributes:
-        num_prompts: requests.
         num_prefixes: different prefixes. As many as requests: nothing is shared.
         prefix_len: words of a prefix.
-        suffix_len: words of a request's own end.
         request_rate: requests a second, as a Poisson process; infinite: all at once.
         seed: of words, order and arrivals.
     """

@@ -3,7 +3,7 @@
 main.py       the commands
 serve.py      kvpin serve, kvpin engine
 doctor.py     kvpin doctor
-replay.py     kvpin replay                  replay_options.py  its options
+replay.py     kvpin replay                  replay_run.py  its work
 init.py       kvpin init                    config.py  kvpin config
 top.py        kvpin top                     top_view.py  what it shows
 bench.py      kvpin bench

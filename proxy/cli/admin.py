@@ -6,22 +6,12 @@ from typing import Annotated, Any
 
 import typer
 
-from proxy.cli.client import AdminClient, JsonOption, fail, path_part, print_json, refuse_early_options, show
-from proxy.cli.examples import example
+from proxy.cli.client import AdminClient, JsonOption, fail, path_part, print_json, show
 from proxy.cli.help import App
-from proxy.cli.options import with_options
 from proxy.cli.targets import PrefixOptions, RequestOptions, TargetOptions
 
 EngineId = Annotated[str, typer.Argument(metavar="ENGINE", help="As `kvpin engines` lists it.")]
-engines_app = App(help="List, add, remove and drain engines.", rich_markup_mode=None)
-
-
-def register(app: typer.Typer) -> None:
-    """Adds the commands."""
-    app.command("stats", epilog=example("stats"))(with_options(stats))
-    app.add_typer(engines_app, name="engines", epilog=example("engines"))
-    for command in (flush, offload, restore, warm, pin, route, unpin, requests):
-        app.command(command.__name__, epilog=example(command.__name__))(with_options(command))
+engines_app = App("List, add, remove and drain engines.", "engines")
 
 
 def stats(*, kvpin: AdminClient, as_json: JsonOption = False) -> None:
@@ -109,24 +99,13 @@ def requests(
         show(kvpin.get("/requests", limit=limit), "decisions.show_list", as_json=as_json)
 
 
-@engines_app.callback(invoke_without_command=True)
-@with_options
-def engines(*, context: typer.Context, kvpin: AdminClient, as_json: JsonOption = False) -> None:
-    """List engines; or add, remove, drain one."""
-    refuse_early_options(context)
-    if context.invoked_subcommand is None:
-        _show_engines(kvpin, as_json=as_json)
-
-
-@engines_app.command("list", epilog=example("engines list"))
-@with_options
-def engines_list(*, kvpin: AdminClient, as_json: JsonOption = False) -> None:
+@engines_app.list_command
+def engines(*, kvpin: AdminClient, as_json: JsonOption = False) -> None:
     """List engines, as `kvpin engines` alone does."""
-    _show_engines(kvpin, as_json=as_json)
+    show(kvpin.get("/engines"), "tables.show_engines", as_json=as_json)
 
 
-@engines_app.command("add", epilog=example("engines add"))
-@with_options
+@engines_app.command("add")
 def engines_add(
     *, description: Annotated[str, typer.Argument(metavar="KIND=URL[,name=value…]")], kvpin: AdminClient
 ) -> None:
@@ -143,16 +122,14 @@ def engines_add(
     )
 
 
-@engines_app.command("remove", epilog=example("engines remove"))
-@with_options
+@engines_app.command("remove")
 def engines_remove(*, engine_id: EngineId, kvpin: AdminClient) -> None:
     """Remove an engine."""
     kvpin.delete(f"/engines/{path_part(engine_id)}")
     typer.echo(f"removed {engine_id}")
 
 
-@engines_app.command("drain", epilog=example("engines drain"))
-@with_options
+@engines_app.command("drain")
 def engines_drain(
     *,
     engine_id: EngineId,
@@ -162,10 +139,6 @@ def engines_drain(
     """Give an engine no new requests."""
     engine = kvpin.post(f"/engines/{path_part(engine_id)}/drain", {"undo": undo})
     typer.echo(f"{engine_id} is {engine['state']}, {engine['in_flight']} requests in flight")
-
-
-def _show_engines(kvpin: AdminClient, *, as_json: bool) -> None:
-    show(kvpin.get("/engines"), "tables.show_engines", as_json=as_json)
 
 
 def _run(kvpin: AdminClient, verb: str, body: dict[str, Any], *, as_json: bool) -> None:

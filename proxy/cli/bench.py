@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from dataclasses import dataclass
+from math import inf
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from proxy.cli.client import JsonOption, base_of, fail, print_json
-from proxy.cli.examples import example
+from proxy.cli.options import option
 
 if TYPE_CHECKING:
     from proxy.bench.figures import Figures
-    from proxy.bench.run import Sample, Target
+    from proxy.bench.run import BenchTarget, RequestSample
     from proxy.bench.workload import Workload
 
 _TITLES = {
@@ -34,9 +36,20 @@ _TITLES = {
 }
 
 
-def register(app: typer.Typer) -> None:
-    """Adds the command."""
-    app.command("bench", epilog=example("bench"))(bench)
+@dataclass(frozen=True, slots=True)
+class BenchOptions:
+    """The options of `kvpin bench`."""
+
+    model: str | None = option("NAME", "The model [the first listed].")
+    api_key: str | None = option("KEY", "The client's key.", envvar="OPENAI_API_KEY")
+    num_prompts: int = option("N", "Requests.", 100, min=1)
+    num_prefixes: int = option("N", "Different prefixes among them.", 10, min=1)
+    prefix_len: int = option("N", "Words of a prefix.", 1000, min=0)
+    suffix_len: int = option("N", "Words of each request's own end.", 50, min=1)
+    output_len: int = option("N", "The most tokens of an answer.", 32, min=1)
+    max_concurrency: int = option("N", "The most requests at a time.", 8, min=1)
+    request_rate: float = option("PER_S", "Requests a second, at random times; inf: all at once.", inf)
+    seed: int = option("N", "Of words, order and times.", 0)
 
 
 def bench(
@@ -47,26 +60,7 @@ def bench(
         ),
     ],
     *,
-    model: Annotated[str | None, typer.Option(metavar="NAME", help="The model [the first listed].")] = None,
-    api_key: Annotated[
-        str | None, typer.Option(envvar="OPENAI_API_KEY", metavar="KEY", help="The client's key.")
-    ] = None,
-    num_prompts: Annotated[int, typer.Option(metavar="N", min=1, help="Requests.")] = 100,
-    num_prefixes: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Different prefixes among them.")
-    ] = 10,
-    prefix_len: Annotated[int, typer.Option(metavar="N", min=0, help="Words of a prefix.")] = 1000,
-    suffix_len: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Words of each request's own end.")
-    ] = 50,
-    output_len: Annotated[int, typer.Option(metavar="N", min=1, help="The most tokens of an answer.")] = 32,
-    max_concurrency: Annotated[
-        int, typer.Option(metavar="N", min=1, help="The most requests at a time.")
-    ] = 8,
-    request_rate: Annotated[
-        float, typer.Option(metavar="PER_S", help="Requests a second, at random times; inf: all at once.")
-    ] = float("inf"),
-    seed: Annotated[int, typer.Option(metavar="N", help="Of words, order and times.")] = 0,
+    options: BenchOptions,
     as_json: JsonOption = False,
 ) -> None:
     """Measure streamed chats whose prompts share prefixes.
@@ -76,22 +70,23 @@ def bench(
     cache holds yet. Exit status 1: a request failed.
     """
     from proxy.bench.figures import figures  # noqa: PLC0415 - the other commands start quicker
-    from proxy.bench.run import BenchError, Target, first_model  # noqa: PLC0415 - likewise
+    from proxy.bench.run import BenchError, BenchTarget, first_model  # noqa: PLC0415 - likewise
     from proxy.bench.workload import Workload  # noqa: PLC0415 - likewise
 
-    if not request_rate > 0:
+    if not options.request_rate > 0:
         fail("--request-rate must be above 0; inf sends all at once")
     bases = [base_of(url) for url in urls]
     if len(set(bases)) < len(bases):
         fail("an address is given twice: name each server once")
-    load = Workload(num_prompts, num_prefixes, prefix_len, suffix_len, request_rate, seed)
+    load = Workload(**{name: getattr(options, name) for name in Workload.__slots__})
     results: dict[str, Figures] = {}
     errors: list[str] = []
     for url, base in zip(urls, bases, strict=True):
         base_url = f"{base}/v1"
         try:
-            name = model or asyncio.run(first_model(base_url, api_key))
-            samples, seconds = _measure(Target(base_url, name, api_key, output_len, max_concurrency), load)
+            name = options.model or asyncio.run(first_model(base_url, options.api_key))
+            target = BenchTarget(base_url, name, options.api_key, options.output_len, options.max_concurrency)
+            samples, seconds = _measure(target, load)
         except BenchError as error:
             fail(str(error))
         results[url] = figures(samples, seconds)
@@ -104,7 +99,7 @@ def bench(
         fail(f"{len(errors)} requests failed, the first one: {errors[0]}")
 
 
-def _measure(target: Target, load: Workload) -> tuple[list[Sample], float]:
+def _measure(target: BenchTarget, load: Workload) -> tuple[list[RequestSample], float]:
     """Runs the load, with a progress bar on a terminal; raises BenchError."""
     from rich.console import Console  # noqa: PLC0415 - see above
     from rich.progress import Progress  # noqa: PLC0415 - see above
@@ -119,9 +114,9 @@ def _measure(target: Target, load: Workload) -> tuple[list[Sample], float]:
 
 def _show(results: dict[str, Figures]) -> None:
     """Prints a column for each address."""
-    from proxy.cli.grid import Grid, console  # noqa: PLC0415 - see above
+    from proxy.cli.grid import TerminalTable, console  # noqa: PLC0415 - see above
 
-    table = Grid(("", *results), numbers=tuple(results))
+    table = TerminalTable(("", *results), numbers=tuple(results))
     for name, title in _TITLES.items():
         table.add(title, *(_written(each[name]) for each in results.values()))
     table.print(console(), header=len(results) > 1)

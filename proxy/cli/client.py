@@ -17,6 +17,8 @@ from urllib.parse import quote
 
 import typer
 
+from proxy.cli.options import option
+
 if TYPE_CHECKING:
     import httpx
 
@@ -62,10 +64,8 @@ class AdminClient:
         admin_key: its admin key; None takes the one in the file that KVPIN_ADMIN_KEY_FILE names, if any.
     """
 
-    url: Annotated[str, typer.Option(envvar="KVPIN_URL", metavar="URL", help="Address of kvpin.")] = _URL
-    admin_key: Annotated[
-        str | None, typer.Option(envvar="KVPIN_ADMIN_KEY", metavar="KEY", help="Key of the admin API.")
-    ] = None
+    url: str = option("URL", "Address of kvpin.", _URL, envvar="KVPIN_URL")
+    admin_key: str | None = option("KEY", "Key of the admin API.", envvar="KVPIN_ADMIN_KEY")
 
     def get(self, path: str, **query: str | int) -> Any:  # noqa: ANN401 - JSON
         """Sends a GET; returns the decoded answer."""
@@ -92,13 +92,7 @@ class AdminClient:
         return self._call("DELETE", path)
 
     def run(self, verb: str, body: dict[str, Any], show: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-        """Starts an operation and waits for its end. Ctrl-C cancels it.
-
-        Args:
-            verb: e.g. `flush`.
-            body: its target and options.
-            show: called with the operation after each poll.
-        """
+        """Starts an operation and waits for its end. Ctrl-C cancels it. `show` gets it after each poll."""
         operation: dict[str, Any] = self.post(f"/{verb}", {**body, "wait_s": 0.1})
         try:
             while operation["state"] == "running":
@@ -124,11 +118,8 @@ class AdminClient:
             fail(f"{self.url} {_NO_KVPIN}")
 
     def events(self, path: str) -> Iterator[tuple[str, Any]]:
-        """The server-sent events of a GET: names and decoded data, until kvpin ends the stream.
-
-        Raises:
-            AdminError: kvpin does not answer, refuses, or breaks off.
-        """
+        """The server-sent events of a GET: names and decoded data, until kvpin ends the stream. Raises
+        AdminError if kvpin does not answer, refuses, or breaks off."""
         with self._stream("GET", path, timeout=EVENT_S, headers={}) as answer:
             name, rest = "", b""
             for data in answer.iter_bytes():
@@ -193,17 +184,6 @@ def key_header(key: str | None) -> dict[str, str]:
     return {"authorization": f"Bearer {key}"} if key else {}
 
 
-def refuse_early_options(context: typer.Context) -> None:
-    """Refuses options between a group and its command, as in `kvpin engines --url X drain`: the command does
-    not see them, and would act on another kvpin."""
-    if context.invoked_subcommand is None:
-        return
-    for parameter in context.command.params:
-        source = context.get_parameter_source(parameter.name or "")
-        if source is not None and source.name == "COMMANDLINE":
-            fail(f"write {parameter.opts[0]} after {context.invoked_subcommand}")
-
-
 def fail(message: str) -> NoReturn:
     """Ends the program with one line on standard error and status 1."""
     typer.echo(f"kvpin: {message}", err=True)
@@ -211,13 +191,8 @@ def fail(message: str) -> NoReturn:
 
 
 def show(answer: Any, view: str, *, as_json: bool) -> None:  # noqa: ANN401 - JSON
-    """Prints an answer as JSON, or by a function that is imported late, because rich is slow to import.
-
-    Args:
-        answer: the answer.
-        view: module and name of the function, e.g. `tables.show_stats`.
-        as_json: print it as JSON.
-    """
+    """Prints an answer as JSON, or by the function that `view` names, as in `tables.show_stats`. That is
+    imported late, because rich is slow to import."""
     if as_json:
         print_json(answer)
         return

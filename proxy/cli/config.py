@@ -8,19 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from proxy.cli.examples import example
 from proxy.cli.help import App
 
 if TYPE_CHECKING:
     from proxy.settings import Settings
 
 _FAULTS = 2
-config_app = App(help="Check settings.", rich_markup_mode=None, no_args_is_help=True)
-
-
-def register(app: typer.Typer) -> None:
-    """Adds the commands."""
-    app.add_typer(config_app, name="config", epilog=example("config"))
+config_app = App("Check settings.", "config", no_args_is_help=True)
 
 
 @config_app.callback()
@@ -28,7 +22,7 @@ def config() -> None:
     """Check settings."""
 
 
-@config_app.command("check", epilog=example("config check"))
+@config_app.command("check")
 def check(
     config: Annotated[
         Path | None,

@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from proxy.cli.grid import Grid, console, of_count
+from proxy.cli.grid import Columns, TerminalTable, console
 
 # The terms of a cost and the titles of their columns. They fit into 80 characters without `_RARE`, which is
 # shown only where it is not zero.
@@ -24,6 +24,19 @@ _TERMS = {
 }
 _RARE = "room_s"
 _MEANINGS = "others: requests after it wait; later: its next turns wait; regret: KV it evicts"
+
+
+_REQUESTS: Columns = {
+    "request": "request_id",
+    "engine": "engine",
+    "status": "status",
+    "tokens": "n_tokens",
+    "predicted": "predicted_tokens",
+    "cached": "reported_tokens",
+    "first byte": lambda request: _ms(request["first_byte_s"]),
+    "took": lambda request: _ms(request["duration_s"]),
+    "why": lambda request: _why(request, request["queued_s"], request["differs_at"]),
+}
 
 
 def show_route(route: dict[str, Any]) -> None:
@@ -44,22 +57,8 @@ def show_list(answer: dict[str, Any]) -> None:
 
 def show_requests(requests: list[dict[str, Any]]) -> None:
     """Prints one row per request."""
-    table = Grid(
-        ("request", "engine", "status", "tokens", "predicted", "cached", "first byte", "took", "why"),
-        text="why",
-        less=("predicted", "first byte", "tokens", "took"),
-    )
-    for request in requests:
-        table.add(
-            request["request_id"],
-            request["engine"] or "",
-            of_count(request["status"]),
-            *(of_count(request[name]) for name in ("n_tokens", "predicted_tokens", "reported_tokens")),
-            _ms(request["first_byte_s"]),
-            _ms(request["duration_s"]),
-            _why(request),
-        )
-    table.print(console())
+    less = ("predicted", "first byte", "tokens", "took")
+    TerminalTable.of(requests, _REQUESTS, text="why", less=less).print(console())
 
 
 def show_request(request: dict[str, Any]) -> None:
@@ -95,14 +94,14 @@ def _show_costs(
 ) -> None:
     """Prints the terms of each engine's cost, in milliseconds."""
     if decision["rule"] == "least loaded":
-        table = Grid(("engine", "in flight"))
+        table = TerminalTable(("engine", "in flight"))
         for cost in costs:
-            table.add(_bold(cost["engine"], cost["engine"] == chosen), str(cost["in_flight"]))
+            table.add(_bold(cost["engine"], cost["engine"] == chosen), cost["in_flight"])
         table.print(out)
         return
     shown = [name for name in _TERMS if name != _RARE or any(cost[name] for cost in costs)]
     numbers = ("cached", *map(_TERMS.__getitem__, shown))
-    table = Grid(("engine", *numbers), numbers=numbers, gap=1)
+    table = TerminalTable(("engine", *numbers), numbers=numbers, gap=1)
     for cost in sorted(costs, key=lambda cost: (cost["engine"] != chosen, cost["total_s"])):
         terms = (_milliseconds(cost[name]) for name in shown)
         table.add(_bold(cost["engine"], cost["engine"] == chosen), f"{cost['cached_tokens']:,}", *terms)
@@ -112,10 +111,9 @@ def _show_costs(
     out.print(_MEANINGS, style="dim")
 
 
-def _why(request: dict[str, Any]) -> str:
+def _why(request: dict[str, Any], waited: float | None, at: str | None) -> str:
     """Text on a request: the seconds it waited for busy engines, then why it failed, or why no more of its
     prompt was reused and what differs first."""
-    waited, at = request["queued_s"], request["differs_at"]
     queued = f"queued {waited:.1f} s; " if waited is not None else ""
     if request["error"] is not None:
         return queued + str(request["error"])

@@ -32,8 +32,3 @@ EXAMPLES = {
     "replay": "kvpin replay traffic.jsonl --engines 1,2",
 }
 """By the words of the command. A test runs them in this order."""
-
-
-def example(command: str) -> str:
-    """The text below the options of a command's help. Its first line keeps click from folding it."""
-    return f"\b\nExample:\n  {EXAMPLES[command]}"

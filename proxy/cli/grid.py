@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Self
 
 from rich.cells import cell_len
-from rich.console import Console
-from rich.padding import PaddingDimensions
+from rich.console import Console, JustifyMethod
 from rich.table import Table
 from rich.text import Text
 
@@ -20,6 +20,10 @@ _STATE_STYLES = {"ready": "green", "done": "green", "precise": "green", "failed"
 _CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")
 
 
+# Title → a key of each item, or what makes the cell of it.
+Columns = Mapping[str, str | Callable[[Any], object]]
+
+
 def console() -> Console:
     """Standard output."""
     made = Console(highlight=False)
@@ -27,17 +31,17 @@ def console() -> Console:
 
 
 @dataclass(slots=True)
-class Grid:
+class TerminalTable:
     """Rows under titles.
 
     Attributes:
-        columns: their titles.
         text: the column of free text: folded where the rest leaves too little room.
         less: columns that are left out, in this order, until the others fit.
         numbers: columns that are aligned to the right.
         gap: spaces between columns.
         title: a line above.
-        rows: the cells, as `add` takes them.
+        lined: lines between the columns, and below the last row of each section.
+        whole: the option that shows every column.
     """
 
     columns: Sequence[str]
@@ -46,12 +50,32 @@ class Grid:
     numbers: Sequence[str] = ()
     gap: int = 2
     title: str | None = None
-    rows: list[tuple[str | Text, ...]] = field(default_factory=list)
+    lined: bool = False
+    whole: str = "--json"
+    _rows: list[tuple[Text, ...]] = field(default_factory=list)
+    _ends: set[int] = field(default_factory=set)
 
-    def add(self, *cells: str | Text) -> None:
-        """Adds a row. Plain text is never read as markup, nor as commands to the terminal: engines choose
-        names and errors."""
-        self.rows.append(tuple(_shown(cell) if isinstance(cell, str) else cell for cell in cells))
+    @classmethod
+    def of(
+        cls,
+        items: Iterable[Any],
+        columns: Columns,
+        **layout: Any,  # noqa: ANN401 - as above
+    ) -> Self:
+        """A row for each item. A cell is the item's value of that name, or what the function says of it."""
+        grid = cls(tuple(columns), **layout)
+        for item in items:
+            grid.add(*(item[how] if isinstance(how, str) else how(item) for how in columns.values()))
+        return grid
+
+    def add(self, *cells: object) -> None:
+        """Adds a row; None is an empty cell. Plain text is never read as markup, nor as commands to the
+        terminal: engines choose names and errors."""
+        self._rows.append(tuple(each if isinstance(each, Text) else Text(_shown(each)) for each in cells))
+
+    def end_section(self) -> None:
+        """Draws a line below the last row."""
+        self._ends.add(len(self._rows) - 1)
 
     def fitted(self, width: int) -> Table:
         """The table with the columns that fit."""
@@ -66,7 +90,7 @@ class Grid:
         out.print(table, crop=False)
         out.width = terminal
         if hidden:
-            out.print(f"no room for: {', '.join(hidden)} (--json shows everything)", style="dim")
+            out.print(f"no room for: {', '.join(hidden)} ({self.whole} shows everything)", style="dim")
 
     def _hidden(self, width: int) -> list[str]:
         """The columns that find no room."""
@@ -79,29 +103,25 @@ class Grid:
         """Width that the columns need, without the hidden ones."""
         widths = [
             min(width, _TEXT_WIDTH) if title == self.text else width
-            for title, width in zip(
-                self.columns, map(_widest, zip(self.columns, *self.rows, strict=True)), strict=True
-            )
+            for at, title in enumerate(self.columns)
             if title not in hidden
+            for width in [max(cell_len(title), *(row[at].cell_len for row in self._rows), 0)]
         ]
+        if self.lined:
+            return sum(widths) + 3 * len(widths) + 1
         return sum(widths) + self.gap * (len(widths) - 1)
 
     def _table(self, hidden: Sequence[str]) -> Table:
-        padding: PaddingDimensions = (0, self.gap, 0, 0)
-        table = Table(box=None, pad_edge=False, header_style="bold", title_justify="left", padding=padding)
+        table = Table(box=None, pad_edge=False, padding=(0, self.gap, 0, 0)) if not self.lined else Table()
+        table.header_style, table.title_justify = "bold", "left"
         table.title = Text(_shown(self.title)) if self.title is not None else None
         shown = [at for at, title in enumerate(self.columns) if title not in hidden]
         for at in shown:
             title = self.columns[at]
-            table.add_column(
-                title,
-                overflow="fold",
-                no_wrap=title != self.text,
-                justify="right" if title in self.numbers else "left",
-            )
-        for row in self.rows:
-            cells = (row[at] for at in shown)
-            table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in cells))
+            justify: JustifyMethod = "right" if title in self.numbers else "left"
+            table.add_column(title, overflow="fold", no_wrap=title != self.text, justify=justify)
+        for number, row in enumerate(self._rows):
+            table.add_row(*(row[at] for at in shown), end_section=number in self._ends)
         return table
 
 
@@ -110,15 +130,6 @@ def of_state(state: str, more: str = "") -> Text:
     return Text(state, _STATE_STYLES.get(state, "")).append(more, "default")
 
 
-def of_count(value: int | None) -> str:
-    """The cell of a number; empty where it is not known."""
-    return "" if value is None else str(value)
-
-
-def _shown(text: str) -> str:
-    """The text with a mark in place of each control character."""
-    return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
-
-
-def _widest(cells: Iterable[str | Text]) -> int:
-    return max(cell.cell_len if isinstance(cell, Text) else cell_len(cell) for cell in cells)
+def _shown(value: object) -> str:
+    """A value as text, with a mark in place of each control character."""
+    return "" if value is None else _CONTROL.sub("\N{REPLACEMENT CHARACTER}", str(value))

@@ -6,12 +6,17 @@ own.
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import typer
 from typer.core import TyperArgument, TyperCommand
+
+from proxy.cli.client import fail
+from proxy.cli.examples import EXAMPLES
+from proxy.cli.options import with_options
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -40,8 +45,51 @@ class Command(TyperCommand):
 
 
 class App(typer.Typer):
-    """Commands with this help."""
+    """Commands with this help, and with the example of each below it. Their options may be dataclasses."""
 
-    def command(self, name: str | None = None, **settings: Any) -> Callable[[_Function], _Function]:  # noqa: ANN401
-        """Adds a command; takes what typer's takes."""
-        return super().command(name, cls=Command, **settings)
+    def __init__(self, text: str, group: str = "", **settings: Any) -> None:  # noqa: ANN401 - as typer has it
+        """`group`: the word of the command line that these commands stand behind."""
+        super().__init__(
+            name=group or None, help=text, epilog=_example(group), rich_markup_mode=None, **settings
+        )
+
+    def command(self, name: str | None = None, **settings: Any) -> Callable[[_Function], _Function]:  # noqa: ANN401 - as typer has it
+        """Adds a command."""
+
+        def add(function: _Function) -> _Function:
+            word = name or function.__name__.replace("_", "-")
+            words = f"{self.info.name} {word}" if self.info.name else word
+            register = super(App, self).command(word, cls=Command, epilog=_example(words), **settings)
+            register(with_options(function))
+            return function
+
+        return add
+
+    def list_command(self, function: Callable[..., None]) -> Callable[..., None]:
+        """Adds a command `list`, which the group alone runs, too. Refuses options between the group and its
+        command, as in `kvpin engines --url X drain`: the command would not see them, and act on another
+        kvpin."""
+        self.command("list")(function)
+        listing = with_options(function)
+
+        def alone(context: typer.Context, **given: Any) -> None:  # noqa: ANN401 - typer passes what it parsed
+            following = context.invoked_subcommand
+            if following is None:
+                listing(**given)
+                return
+            for each in context.command.params:
+                source = context.get_parameter_source(each.name or "")
+                if source is not None and source.name == "COMMANDLINE":
+                    fail(f"write {each.opts[0]} after {following}")
+
+        own = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
+        parameters = [own, *inspect.signature(listing).parameters.values()]
+        alone.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # what typer reads
+        alone.__annotations__ = {each.name: each.annotation for each in parameters}
+        self.callback(invoke_without_command=True)(alone)
+        return function
+
+
+def _example(words: str) -> str | None:
+    """The text below the options of a command's help. Its first line keeps click from folding it."""
+    return f"\b\nExample:\n  {EXAMPLES[words]}" if words in EXAMPLES else None

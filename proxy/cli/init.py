@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from proxy.cli.client import fail
-from proxy.cli.doctor import UnusableEngine, examined
-from proxy.cli.examples import example
 
 if TYPE_CHECKING:
     from proxy.doctor.doctor import Examination
@@ -35,11 +33,6 @@ reuse = true          # route by KV cache
 """
 
 
-def register(app: typer.Typer) -> None:
-    """Adds the command."""
-    app.command("init", epilog=example("init"))(init)
-
-
 def init(
     engines: Annotated[
         list[str],
@@ -56,6 +49,8 @@ def init(
 
     Each setting has a comment; the file is for `kvpin serve --config`.
     """
+    from proxy.cli.examination import UnusableEngine, examined  # noqa: PLC0415 - slow to import
+
     if output != _STDOUT and output.exists() and not force:
         fail(f"{str(output)!r} exists: name another file with --output, or give --force")
     try:

@@ -10,12 +10,8 @@ import typer
 from proxy.cli import admin, bench, config, doctor, init, prompt_tables, replay, serve, top
 from proxy.cli.help import App
 
-app = App(
-    no_args_is_help=True,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    help="An OpenAI-compatible reverse proxy that makes the KV caches of serving engines count.",
-)
+_WHAT = "An OpenAI-compatible reverse proxy that makes the KV caches of serving engines count."
+app = App(_WHAT, no_args_is_help=True, pretty_exceptions_enable=False)
 
 
 def _print_version(wanted: bool) -> None:
@@ -26,7 +22,7 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
+@app.callback(help=_WHAT)
 def root(
     _version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
@@ -35,15 +31,29 @@ def root(
     """An OpenAI-compatible reverse proxy that makes the KV caches of serving engines count."""
 
 
-serve.register(app)
-admin.register(app)
-prompt_tables.register(app)
-doctor.register(app)
-replay.register(app)
-init.register(app)
-config.register(app)
-top.register(app)
-bench.register(app)
+app.command()(serve.serve)
+app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+)(serve.engine)
+for _function in (
+    admin.stats,
+    admin.flush,
+    admin.offload,
+    admin.restore,
+    admin.warm,
+    admin.pin,
+    admin.route,
+    admin.unpin,
+    admin.requests,
+    doctor.doctor,
+    replay.replay,
+    init.init,
+    top.top,
+    bench.bench,
+):
+    app.command()(_function)
+for _group in (admin.engines_app, prompt_tables.tables_app, config.config_app):
+    app.add_typer(_group)
 
 
 def main() -> None:

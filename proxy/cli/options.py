@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import fields, is_dataclass
+from dataclasses import field, fields, is_dataclass
 from functools import wraps
-from typing import Any, get_type_hints
+from typing import Annotated, Any, get_type_hints
+
+import typer
 
 _KEYWORD = inspect.Parameter.KEYWORD_ONLY
+
+
+def option(value: str | None, text: str, default: Any = None, *names: str, **more: Any) -> Any:  # noqa: ANN401 - of any type
+    """A field that is an option: the word for its value and its help; else as `typer.Option` takes it."""
+    return field(default=default, metadata={"option": typer.Option(*names, metavar=value, help=text, **more)})
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -37,6 +44,11 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
 def _options_of(kind: Any) -> list[inspect.Parameter]:  # noqa: ANN401 - a dataclass
     hints = get_type_hints(kind, include_extras=True)
     return [
-        inspect.Parameter(each.name, _KEYWORD, default=each.default, annotation=hints[each.name])
+        inspect.Parameter(
+            each.name,
+            _KEYWORD,
+            default=each.default,
+            annotation=Annotated[hints[each.name], each.metadata["option"]],
+        )
         for each in fields(kind)
     ]

@@ -7,39 +7,21 @@ from typing import Annotated
 
 import typer
 
-from proxy.cli.client import AdminClient, JsonOption, fail, path_part, print_json, refuse_early_options, show
-from proxy.cli.examples import example
+from proxy.cli.client import AdminClient, JsonOption, fail, path_part, print_json, show
 from proxy.cli.help import App
-from proxy.cli.options import with_options
 
-tables_app = App(help="List, show, put and delete prompt tables.", rich_markup_mode=None)
+tables_app = App("List, show, put and delete prompt tables.", "tables")
 _PATH = "/prompt_tables"
 TableId = Annotated[str, typer.Argument(metavar="ID", help="As `kvpin tables` lists it.")]
 
 
-def register(app: typer.Typer) -> None:
-    """Adds the commands."""
-    app.add_typer(tables_app, name="tables", epilog=example("tables"))
-
-
-@tables_app.callback(invoke_without_command=True)
-@with_options
-def tables(*, context: typer.Context, kvpin: AdminClient, as_json: JsonOption = False) -> None:
-    """List prompt tables (p-tuning); or show, register, delete one."""
-    refuse_early_options(context)
-    if context.invoked_subcommand is None:
-        _show_all(kvpin, as_json=as_json)
-
-
-@tables_app.command("list", epilog=example("tables list"))
-@with_options
+@tables_app.list_command
 def list_tables(*, kvpin: AdminClient, as_json: JsonOption = False) -> None:
     """List the registered tables."""
-    _show_all(kvpin, as_json=as_json)
+    show(kvpin.get(_PATH), "tables.show_prompt_tables", as_json=as_json)
 
 
-@tables_app.command("show", epilog=example("tables show"))
-@with_options
+@tables_app.command("show")
 def show_table(*, table_id: TableId, kvpin: AdminClient, as_json: JsonOption = False) -> None:
     """Show a table, and how a request names it."""
     registered = kvpin.get(_PATH)["prompt_tables"]
@@ -49,8 +31,7 @@ def show_table(*, table_id: TableId, kvpin: AdminClient, as_json: JsonOption = F
     show(table, "tables.show_prompt_table", as_json=as_json)
 
 
-@tables_app.command("put", epilog=example("tables put"))
-@with_options
+@tables_app.command("put")
 def put(
     *,
     file: Annotated[
@@ -83,13 +64,8 @@ def put(
         typer.echo(f"registered {table['table_id']}: {table['rows']} rows of {table['hidden']} values")
 
 
-@tables_app.command("delete", epilog=example("tables delete"))
-@with_options
+@tables_app.command("delete")
 def delete(*, table_id: TableId, kvpin: AdminClient) -> None:
     """Delete a table here and on the engines."""
     kvpin.delete(f"{_PATH}/{path_part(table_id)}")
     typer.echo(f"deleted {table_id}")
-
-
-def _show_all(kvpin: AdminClient, *, as_json: bool) -> None:
-    show(kvpin.get(_PATH), "tables.show_prompt_tables", as_json=as_json)

@@ -1,266 +1,197 @@
-"""`kvpin replay`."""
+"""`kvpin replay`: the command, and what its options ask for. Errors name the option."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from importlib.util import find_spec
-from io import BufferedReader, RawIOBase
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, NamedTuple, cast
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from proxy.cli import replay_options as given
-from proxy.cli.examples import example
+from proxy.cli.options import option
+from proxy.replay.units import AmountError, parse_amount, parse_count, parse_tokens
 
 if TYPE_CHECKING:
-    from rich.progress import Progress
-
-    from proxy.replay.capacity import Need
-    from proxy.replay.plan import Plan
-    from proxy.replay.report import Row
-    from proxy.replay.simulator import Outcome, Run
-    from proxy.replay.trace import Trace
+    from proxy.replay.engine import EngineModel
+    from proxy.replay.plan import ReplayPlan
 
 _UNUSABLE = 2
-_STDOUT = Path("-")
-_PIECE_BYTES = 1 << 20
-# Width of the table if the output is no terminal.
-_FILE_WIDTH = 140
+_MODELS = ("fifo", "chunked")
+# Options that cannot be given together, and why.
+_APART = (
+    ("load", "speedup", "both set when requests arrive; give one of them"),
+    ("target_p99", "engines", "the search finds the number; bound it by --max-engines"),
+    ("target_p99", "load", "a load grows with the engines; say --speedup instead"),
+)
 
 
-class _Outputs(NamedTuple):
-    """The files that were asked for."""
-
-    json: Path | None
-    csv: Path | None
-    plot: Path | None
-    html: Path | None
+class ReplayOptionError(ValueError):
+    """An option that cannot be used; the message says which and why."""
 
 
-def register(app: typer.Typer) -> None:
-    """Adds the command."""
-    app.command("replay", epilog=example("replay"))(replay)
+@dataclass(frozen=True, slots=True)
+class ReplayOptions:
+    """The options, in the order of the help."""
+
+    # The simulated engines.
+    engines: str | None = option(
+        "N[,N…]", "How many engines [those that the recording names, else 4].", show_default=False
+    )
+    gpu_tokens: str = option("SIZE[,SIZE…]", "KV on the GPU of each engine: tokens or bytes.", "500k")
+    host_tokens: str = option("SIZE", "KV on its host tier: tokens or bytes; 0: none.", "0")
+    bytes_per_token: str | None = option("BYTES", "KV bytes of a token, if sizes are in bytes: 128KiB.")
+    model: str = option("fifo|chunked", "fifo: prefill alone; chunked: with decode.", "fifo")
+    prefill_rate: str = option("TOKENS", "Prompt tokens an engine computes per second.", "20k")
+    restore_rate: str = option("TOKENS", "Tokens per second from its host tier.", "200k")
+    context_tokens: str = option(
+        "TOKENS", "Context at which attention takes half the time; 0: prefill is linear.", "0"
+    )
+    chunk_tokens: str = option("TOKENS", "Tokens of a step with prefill.", "2048")
+    decode_step_ms: float = option("MS", "Time of a decode step.", 15.0, min=0)
+    decode_stream_ms: float = option("MS", "Time each stream adds to a step.", 0.3, min=0)
+    # Which runs.
+    load: float | None = option("SHARE", "Scale arrivals to this utilisation, if nothing were cached: 0.9.")
+    speedup: float | None = option("TIMES", "Arrivals this many times faster than recorded [1].")
+    target_p99: float | None = option(
+        "SECONDS", "Find how many engines keep this p99 TTFT, in place of --engines."
+    )
+    max_engines: int = option("N", "The most that --target-p99 tries.", 64, min=1)
+    policies: str | None = option(
+        "NAME[,NAME…]", "all, ablations, or some: kvpin,sglang,oracle [all; with --target-p99 kvpin]."
+    )
+    seeds: str = option("N[,N…]", "0: arrivals as recorded; others vary.", "0")
+    limit: int | None = option("N", "Read only this many lines.", min=1)
+    model_name: str | None = option("NAME", "Which model of a recording of several.")
+    jobs: int | None = option("N", "Processes [one a CPU].", min=1)
+    # What is written.
+    json_path: Path | None = option("FILE", "Write every run as JSON; - prints.", None, "--json")
+    csv_path: Path | None = option("FILE", "Write every run as CSV; - prints.", None, "--csv")
+    plot_path: Path | None = option("FILE", "Draw a PNG.", None, "--plot")
+    html_path: Path | None = option(
+        "FILE", "Write curves and table as one HTML file; - prints.", None, "--html"
+    )
+
+    @property
+    def paths(self) -> list[Path]:
+        """The files that are written."""
+        named = (self.json_path, self.csv_path, self.plot_path, self.html_path)
+        return [path for path in named if path is not None]
+
+    def models(self) -> tuple[EngineModel, ...]:
+        """The simulated engine, in each size of `gpu_tokens`. Raises ReplayOptionError."""
+        from proxy.replay.engine import EngineModel  # noqa: PLC0415 - the other commands start quicker
+
+        if self.model not in _MODELS:
+            raise ReplayOptionError(f"--model {self.model!r}: must be {' or '.join(_MODELS)}")
+        self._check_numbers("decode_step_ms", "decode_stream_ms", are="0 or more")
+        if self.decode_step_ms + self.decode_stream_ms <= 0:
+            raise ReplayOptionError(
+                "--decode-step-ms and --decode-stream-ms: one of them must be more than 0"
+            )
+        per_token = None
+        if self.bytes_per_token is not None:
+            per_token = self._read("bytes_per_token", lambda text: parse_amount(text)[0], 1)
+
+        def tokens(text: str) -> int:
+            return parse_tokens(text, per_token)
+
+        sizes = self._read_all("gpu_tokens", tokens, 1)
+        smallest = EngineModel(
+            gpu_tokens=min(sizes),
+            host_tokens=self._read("host_tokens", tokens),
+            prefill_tok_s=self._read("prefill_rate", parse_count, 1),
+            restore_tok_s=self._read("restore_rate", parse_count, 1),
+            context_tokens=self._read("context_tokens", parse_count),
+            chunked=self.model == "chunked",
+            chunk_tokens=self._read("chunk_tokens", parse_count, 1),
+            step_s=self.decode_step_ms / 1000,
+            stream_s=self.decode_stream_ms / 1000,
+        )
+        return tuple(replace(smallest, gpu_tokens=size) for size in sizes)
+
+    def plan(self) -> ReplayPlan:
+        """The runs. Raises ReplayOptionError."""
+        from proxy.replay.plan import P99Target, ReplayPlan  # noqa: PLC0415 - see above
+
+        models = self.models()
+        for one, other, why in _APART:
+            if getattr(self, one) is not None and getattr(self, other) is not None:
+                raise ReplayOptionError(f"{_flag(one)} and {_flag(other)}: {why}")
+        self._check_numbers("load", "speedup", "target_p99", are="more than 0")
+        if self.target_p99 is not None and len(models) > 1:
+            raise ReplayOptionError("--target-p99 and --gpu-tokens: the search is for engines of one size")
+        return ReplayPlan(
+            models=models,
+            engines=self._read_all("engines", parse_count, 1) if self.engines is not None else (),
+            policies=self._policies(),
+            seeds=self._read_all("seeds", parse_count),
+            load=self.load,
+            speedup=self.speedup or 1.0,
+            target=P99Target(self.target_p99, self.max_engines) if self.target_p99 is not None else None,
+        )
+
+    def _policies(self) -> tuple[str, ...]:
+        """Those that are named, else all; with a target kvpin, and never the oracle, which has no times."""
+        from proxy.replay.registry import ORACLE, resolve  # noqa: PLC0415 - see above
+
+        try:
+            names = resolve((self.policies or ("all" if self.target_p99 is None else "kvpin")).split(","))
+        except ValueError as error:
+            raise ReplayOptionError(f"--policies: {error}") from error
+        if self.target_p99 is None:
+            return names
+        if names == (ORACLE,):
+            raise ReplayOptionError(f"--target-p99: the policy {ORACLE} has no times")
+        return tuple(name for name in names if name != ORACLE)
+
+    def _check_numbers(self, *names: str, are: str) -> None:
+        """Raises ReplayOptionError for an option that is not what all of them `are`."""
+        for name in names:
+            value = getattr(self, name)
+            is_positive = value is None or value > 0 or (value == 0 and are == "0 or more")
+            if value is not None and not (isfinite(value) and is_positive):
+                raise ReplayOptionError(f"{_flag(name)} {value:g}: must be a number, {are}")
+
+    def _read(self, name: str, parse: Callable[[str], int], least: int = 0, text: str | None = None) -> int:
+        """The number that an option, or `text` of it, stands for; raises ReplayOptionError."""
+        text = getattr(self, name) if text is None else text
+        try:
+            number = parse(text)
+        except AmountError as error:
+            raise ReplayOptionError(f"{_flag(name)}: {error}") from error
+        if number < least:
+            raise ReplayOptionError(f"{_flag(name)} {text}: must be {least:,} or more")
+        return number
+
+    def _read_all(self, name: str, parse: Callable[[str], int], least: int = 0) -> tuple[int, ...]:
+        """The numbers of an option with several, each once; raises ReplayOptionError."""
+        parts = getattr(self, name).split(",")
+        return tuple(dict.fromkeys(self._read(name, parse, least, part) for part in parts))
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def replay(
-    trace: given.TraceFile,
+    trace: Annotated[
+        Path, typer.Argument(metavar="FILE", help="Mooncake jsonl or kvpin's recording, plain or .gz.")
+    ],
     *,
-    engines: given.Engines = None,
-    gpu_tokens: given.GpuTokens = "500k",
-    host_tokens: given.HostTokens = "0",
-    bytes_per_token: given.BytesPerToken = None,
-    model: given.Model = "fifo",
-    prefill_rate: given.PrefillRate = "20k",
-    restore_rate: given.RestoreRate = "200k",
-    context_tokens: given.ContextTokens = "0",
-    chunk_tokens: given.ChunkTokens = "2048",
-    decode_step_ms: given.DecodeStepMs = 15.0,
-    decode_stream_ms: given.DecodeStreamMs = 0.3,
-    load: given.Load = None,
-    speedup: given.Speedup = None,
-    target_p99: given.TargetP99 = None,
-    max_engines: given.MaxEngines = 64,
-    policies: given.Policies = None,
-    seeds: given.Seeds = "0",
-    limit: given.Limit = None,
-    model_name: given.ModelName = None,
-    jobs: given.Jobs = None,
-    json_path: given.JsonFile = None,
-    csv_path: given.CsvFile = None,
-    plot_path: given.PlotFile = None,
-    html_path: given.HtmlFile = None,
+    options: ReplayOptions,
 ) -> None:
     """Replay a trace on simulated engines.
 
     Compares placement policies, or finds how many engines the trace needs.
     Exit status 2: the trace or an option cannot be used.
     """
-    from proxy.replay import options  # noqa: PLC0415 - the other commands start quicker without
-
-    with _refusals():
-        models = options.engine_models(
-            gpu_tokens=gpu_tokens,
-            host_tokens=host_tokens,
-            bytes_per_token=bytes_per_token,
-            model=model,
-            prefill_rate=prefill_rate,
-            restore_rate=restore_rate,
-            context_tokens=context_tokens,
-            chunk_tokens=chunk_tokens,
-            decode_step_ms=decode_step_ms,
-            decode_stream_ms=decode_stream_ms,
-        )
-        plan = options.plan(
-            models,
-            engines=engines,
-            policies=policies,
-            seeds=seeds,
-            load=load,
-            speedup=speedup,
-            target_p99=target_p99,
-            max_engines=max_engines,
-        )
-        outputs = _Outputs(json_path, csv_path, plot_path, html_path)
-        _check_outputs(outputs)
-        read = _read(trace, limit, model_name)
-        needs, outcomes = _run_plan(plan, read, jobs or os.cpu_count() or 1)
-        _write_all(plan, read, needs, outcomes, outputs)
-
-
-@contextmanager
-def _refusals() -> Iterator[None]:
-    """Ends the program with one sentence where the trace or an option cannot be used."""
-    from proxy.replay.trace import TraceError  # noqa: PLC0415 - see above
+    from proxy.cli.replay_run import run  # noqa: PLC0415 - the other commands start quicker without
+    from proxy.replay.trace import TraceError  # noqa: PLC0415 - likewise
 
     try:
-        yield
+        run(trace, options)
     except (ValueError, TraceError) as error:
         typer.echo(f"kvpin: {error}", err=True)
         raise typer.Exit(_UNUSABLE) from error
-
-
-def _read(path: Path, limit: int | None, model: str | None) -> Trace:
-    """Reads the trace, with a progress bar on a terminal; raises TraceError."""
-    from proxy.replay.trace import read_trace  # noqa: PLC0415 - see above
-
-    with _progress() as progress:
-
-        def opened(path: Path) -> BinaryIO:
-            raw = progress.open(path, "rb", buffering=0, description=f"reading {path.name}")
-            # In pieces: a step of the bar takes as long as a line.
-            return BufferedReader(cast("RawIOBase", raw), _PIECE_BYTES)
-
-        return read_trace(path, limit=limit, model=model, opened=opened)
-
-
-@contextmanager
-def _progress() -> Iterator[Progress]:
-    """Progress bars on standard error; none where that is no terminal."""
-    from rich.console import Console  # noqa: PLC0415 - see above
-    from rich.progress import Progress  # noqa: PLC0415 - see above
-
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        yield progress
-
-
-def _run_plan(plan: Plan, trace: Trace, jobs: int) -> tuple[Sequence[Need], Sequence[Outcome]]:
-    """The engines that policies need, if asked for, and the outcomes of all runs."""
-    if plan.target is None:
-        return (), _run(trace, plan.runs(trace), jobs)
-    from proxy.replay.capacity import search  # noqa: PLC0415 - see above
-
-    return search(plan, plan.target, trace, lambda runs: _run(trace, runs, jobs))
-
-
-def _run(trace: Trace, runs: Sequence[Run], jobs: int) -> list[Outcome]:
-    """All runs, with a progress bar on a terminal."""
-    from proxy.replay.batch import run_all  # noqa: PLC0415 - see above
-
-    with _progress() as progress:
-        task = progress.add_task(f"{len(runs)} runs", total=len(runs) * len(trace.requests))
-        return run_all(trace, runs, jobs=jobs, progress=lambda done: progress.advance(task, done))
-
-
-def _write_all(
-    plan: Plan,
-    trace: Trace,
-    needs: Sequence[Need],
-    outcomes: Sequence[Outcome],
-    outputs: _Outputs,
-) -> None:
-    """Writes the files that were asked for, and the table unless a file goes to the standard output."""
-    from proxy.replay.doubts import doubts  # noqa: PLC0415 - see above
-    from proxy.replay.plan import notes  # noqa: PLC0415 - see above
-    from proxy.replay.report import as_csv, as_json, rows  # noqa: PLC0415 - see above
-
-    each, title, why_not = rows(outcomes), plan.title(trace), doubts(trace, outcomes)
-    noted = notes(trace, outcomes)
-    said = [*map(str, needs), *why_not, *noted]
-    if outputs.json is not None:
-        _write(outputs.json, as_json(plan.settings(trace), each, why_not, needs, title=title, notes=noted))
-    if outputs.csv is not None:
-        _write(outputs.csv, as_csv(each))
-    if outputs.html is not None:
-        from proxy.api.page import text_of  # noqa: PLC0415 - see above
-        from proxy.replay.html_report import as_html  # noqa: PLC0415 - see above
-
-        _write(outputs.html, as_html(title, each, said, text_of))
-    if outputs.plot is not None:
-        from proxy.replay.plot import draw  # noqa: PLC0415 - an extra
-
-        with _writing(outputs.plot):
-            draw(outputs.plot, each, title)
-    if _STDOUT not in outputs:
-        with _writing(_STDOUT):
-            _show(title, each, said)
-
-
-def _show(title: str, each: Sequence[Row], notes: Sequence[str]) -> None:
-    """Prints the table and the notes."""
-    from rich.console import Console  # noqa: PLC0415 - see above
-
-    from proxy.replay.report import table, width_of  # noqa: PLC0415 - see above
-
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=_FILE_WIDTH)
-    console.print(title, soft_wrap=True)
-    shown = table(each, console.width)
-    console.print(shown, width=max(console.width, width_of(shown)), crop=False)
-    for note in notes:
-        console.print(note, soft_wrap=True)
-
-
-def _check_outputs(outputs: _Outputs) -> None:
-    """Checks the output files before the work.
-
-    Raises:
-        ValueError: one of them cannot be written.
-    """
-    if outputs.plot == _STDOUT:
-        raise ValueError("--plot -: a picture cannot be printed; name a file, such as runs.png")
-    for path in outputs:
-        if path is not None and path != _STDOUT:
-            _try(path)
-    if outputs.plot is not None and find_spec("matplotlib") is None:
-        raise ValueError("--plot needs matplotlib: pip install 'kvpin[replay]'")
-
-
-def _try(path: Path) -> None:
-    """Opens a file for writing and leaves it unchanged."""
-    with _writing(path):
-        if not path.parent.is_dir():
-            raise ValueError(f"{path}: cannot be written: there is no folder {path.parent}")
-        is_new = not path.exists()
-        # Without O_NONBLOCK, opening a pipe would wait for a reader.
-        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o666))
-        if is_new:
-            path.resolve().unlink()
-
-
-def _write(path: Path, text: str) -> None:
-    with _writing(path):
-        if path == _STDOUT:
-            typer.echo(text, nl=False)
-        else:
-            path.write_text(text, encoding="utf-8")
-
-
-@contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    """Names the file in errors of writing.
-
-    Raises:
-        ValueError: the file cannot be written. A closed pipe is left to `main`.
-    """
-    try:
-        yield
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        name = "the standard output" if path == _STDOUT else str(path)
-        raise ValueError(f"{name}: cannot be written: {error.strerror or error}") from error

@@ -9,33 +9,78 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
-from proxy.cli.grid import Grid, console, of_state
+from proxy.cli.grid import Columns, TerminalTable, console, of_state
+
+_ENGINES: Columns = {
+    "engine": "id",
+    "kind": "kind",
+    "address": "url",
+    "state": lambda engine: of_state(engine["state"]),
+    "model": "model",
+    "view": lambda engine: of_state(engine["trust"]),
+    "in flight": "in_flight",
+    "served": "served",
+    "last error": lambda engine: " ".join((engine["last_error"] or "").split()),
+}
+_POOL: Columns = {
+    "engine": "id",
+    "state": lambda engine: of_state(engine["state"]),
+    "view": lambda engine: of_state(engine["trust"], f" ({engine['why']})"),
+    "gpu": lambda engine: engine["blocks"]["gpu"],
+    "host": lambda engine: engine["blocks"]["host"],
+    "disk": lambda engine: engine["blocks"]["disk"],
+    "in flight": "in_flight",
+    "served": "served",
+    "exact": lambda engine: f"{engine['audit']['exact']} of {engine['audit']['checked']}",
+    "cached": lambda engine: f"{engine['audit']['reported_tokens']} tokens",
+}
+_PINS: Columns = {
+    "pin": "pin_id",
+    "target": "target",
+    "engines": lambda pin: ", ".join(pin["engines"]),
+    "blocks": "blocks",
+    "ends in": lambda pin: f"{pin['expires_in_s']:.0f} s",
+}
+_PROMPT_TABLES: Columns = {
+    "table": "table_id",
+    "rows": "rows",
+    "hidden": "hidden",
+    "bytes": "bytes",
+    "extra id": "extra_id",
+}
+_PEERS: Columns = {
+    "peer": "name",
+    "engines shared": "engines",
+    "in flight": "in_flight",
+    "in step": lambda peer: "yes" if peer["in_step"] else "no",
+    "round trip": lambda peer: _round_trip(peer["round_trip_s"], peer["behind"]),
+    "heard": lambda peer: f"{peer['silent_s']:.1f} s ago",
+    "gaps": "gaps",
+    "divergences": "divergences",
+}
+_SLOTS: Columns = {
+    "slot": "id",
+    "tokens": "tokens",
+    "unknown": "unknown",
+    "in a file": "saved",
+    "runs": "operation",
+    "pinned for": lambda slot: f"{slot['pinned_s']:.0f} s" if slot["pinned_s"] else "",
+}
+_PARTS: Columns = {
+    "engine": "engine",
+    "verb": "verb",
+    "state": lambda part: of_state(part["state"]),
+    "blocks": lambda part: f"{part['done']} of {part['total']}",
+    "bytes": "bytes",
+    "left": lambda part: ", ".join(f"{count} {reason}" for reason, count in part["left"].items() if count),
+    "error": "error",
+}
 
 
 def show_engines(answer: dict[str, Any]) -> None:
     """Prints one row per engine."""
-    _show_engines(answer["engines"])
-
-
-def _show_engines(engines: list[dict[str, Any]]) -> None:
-    table = Grid(
-        ("engine", "kind", "address", "state", "model", "view", "in flight", "served", "last error"),
-        text="last error",
-        less=("served", "kind", "view", "in flight", "model"),
-    )
-    for engine in engines:
-        table.add(
-            engine["id"],
-            engine["kind"],
-            engine["url"],
-            of_state(engine["state"]),
-            engine["model"] or "",
-            of_state(engine["trust"]),
-            str(engine["in_flight"]),
-            str(engine["served"]),
-            " ".join((engine["last_error"] or "").split()),
-        )
-    table.print(console())
+    less = ("served", "kind", "view", "in flight", "model")
+    TerminalTable.of(answer["engines"], _ENGINES, text="last error", less=less).print(console())
 
 
 def show_stats(stats: dict[str, Any]) -> None:
@@ -45,7 +90,7 @@ def show_stats(stats: dict[str, Any]) -> None:
         _show_pool(out, pool, is_shared=exchange is not None)
     _show_unconnected(out, stats)
     if stats["pins"]:
-        _show_pins(out, stats["pins"])
+        TerminalTable.of(stats["pins"], _PINS, text="engines").print(out)
     if exchange is not None:
         _show_exchange(out, exchange)
     out.print(
@@ -63,39 +108,15 @@ def ready_engines(ready: int, of: int, elsewhere: int) -> str:
 
 def _show_pool(out: Console, pool: dict[str, Any], *, is_shared: bool) -> None:
     """The engines of a pool. `is_shared`: there are other kvpins, which may own some of them."""
-    table = Grid(
-        ("engine", "state", "view", "gpu", "host", "disk", "in flight", "served", "exact", "cached"),
-        text="view",
-        less=("disk", "host", "served", "cached", "exact"),
-        title=f"{pool['model']}: {pool['index_entries']} blocks of {pool['tokens_per_block']} tokens",
-    )
-    for engine in pool["engines"]:
-        audit, blocks = engine["audit"], engine["blocks"]
-        table.add(
-            engine["id"],
-            of_state(engine["state"]),
-            of_state(engine["trust"], f" ({engine['why']})"),
-            *(str(blocks[tier]) for tier in ("gpu", "host", "disk")),
-            str(engine["in_flight"]),
-            str(engine["served"]),
-            f"{audit['exact']} of {audit['checked']}",
-            f"{audit['reported_tokens']} tokens",
-        )
-    table.print(out)
+    title = f"{pool['model']}: {pool['index_entries']} blocks of {pool['tokens_per_block']} tokens"
+    less = ("disk", "host", "served", "cached", "exact")
+    TerminalTable.of(pool["engines"], _POOL, text="view", less=less, title=title).print(out)
     if pool["tokenisation"] is not None:
         out.print(pool["tokenisation"]["detail"], markup=False)
     for engine in pool["engines"]:
         _show_slots(out, engine)
         if is_shared and engine["owner"] is not None:
             out.print(f"{engine['id']}: used only by this kvpin, {engine['owner']}", markup=False)
-
-
-def _show_pins(out: Console, pins: list[dict[str, Any]]) -> None:
-    table = Grid(("pin", "target", "engines", "blocks", "ends in"), text="engines")
-    for pin in pins:
-        ends, engines = f"{pin['expires_in_s']:.0f} s", ", ".join(pin["engines"])
-        table.add(pin["pin_id"], pin["target"], engines, str(pin["blocks"]), ends)
-    table.print(out)
 
 
 def _show_unconnected(out: Console, stats: dict[str, Any]) -> None:
@@ -109,17 +130,15 @@ def _show_unconnected(out: Console, stats: dict[str, Any]) -> None:
         out.print(f"{said}: {stats['passed_on'].get(engine['owner'], 0)} so far", markup=False)
     if lost:
         out.print("not connected:")
-        _show_engines(lost)
+        show_engines({"engines": lost})
 
 
 def show_prompt_tables(answer: dict[str, Any]) -> None:
     """Prints one row per prompt table."""
-    columns = ("table", "rows", "hidden", "bytes", "extra id")
-    table = Grid(columns, less=("extra id",), numbers=("rows", "hidden", "bytes"))
-    for each in answer["prompt_tables"]:
-        counts = (str(each[name]) for name in ("rows", "hidden", "bytes", "extra_id"))
-        table.add(each["table_id"], *counts)
-    table.print(console())
+    numbers = ("rows", "hidden", "bytes")
+    TerminalTable.of(answer["prompt_tables"], _PROMPT_TABLES, less=("extra id",), numbers=numbers).print(
+        console()
+    )
 
 
 def show_prompt_table(prompt_table: dict[str, Any]) -> None:
@@ -138,43 +157,20 @@ def _show_exchange(out: Console, exchange: dict[str, Any]) -> None:
     """The other kvpins."""
     if not exchange["connected"]:
         out.print("the exchange is gone: this kvpin goes on alone")
-    table = Grid(
-        ("peer", "engines shared", "in flight", "in step", "round trip", "heard", "gaps", "divergences")
-    )
-    for peer in exchange["peers"]:
-        table.add(
-            peer["name"],
-            str(peer["engines"]),
-            str(peer["in_flight"]),
-            "yes" if peer["in_step"] else "no",
-            _round_trip(peer),
-            f"{peer['silent_s']:.1f} s ago",
-            str(peer["gaps"]),
-            str(peer["divergences"]),
-        )
     if exchange["peers"]:
-        table.print(out)
+        TerminalTable.of(exchange["peers"], _PEERS).print(out)
 
 
-def _round_trip(peer: dict[str, Any]) -> str:
+def _round_trip(seconds: float | None, is_behind: bool) -> str:
     """How long a message to another kvpin and back takes, and whether its load counts."""
-    seconds = peer["round_trip_s"]
-    if seconds is None:
-        return "–"
-    return f"{1000 * seconds:.0f} ms" + (", behind" if peer["behind"] else "")
+    return "–" if seconds is None else f"{1000 * seconds:.0f} ms" + ", behind" * is_behind
 
 
 def _show_slots(out: Console, engine: dict[str, Any]) -> None:
     """The slots and files of an engine that has some, and its findings."""
     kv = engine["kv"]
     if kv.get("slots"):
-        columns = ("slot", "tokens", "unknown", "in a file", "runs", "pinned for")
-        table = Grid(columns, title=f"slots of {engine['id']}")
-        for slot in kv["slots"]:
-            counts = (str(slot[name]) for name in ("id", "tokens", "unknown", "saved"))
-            pinned = f"{slot['pinned_s']:.0f} s" if slot["pinned_s"] else ""
-            table.add(*counts, slot["operation"] or "", pinned)
-        table.print(out)
+        TerminalTable.of(kv["slots"], _SLOTS, title=f"slots of {engine['id']}").print(out)
     for tier, held in kv.get("files", {}).get("tiers", {}).items():
         out.print(
             f"{engine['id']}: {held['entries']} files on {tier}, "
@@ -187,21 +183,8 @@ def _show_slots(out: Console, engine: dict[str, Any]) -> None:
 def show_operation(operation: dict[str, Any]) -> None:
     """Prints what an operation did, by engine."""
     out = console()
-    columns = ("engine", "verb", "state", "blocks", "bytes", "left", "error")
-    table = Grid(columns, text="error", less=("verb", "bytes"))
-    for part in operation["engines"]:
-        left = ", ".join(f"{count} {reason}" for reason, count in part["left"].items() if count)
-        table.add(
-            part["engine"],
-            part["verb"],
-            of_state(part["state"]),
-            f"{part['done']} of {part['total']}",
-            str(part["bytes"]),
-            left,
-            part["error"] or "",
-        )
     if operation["engines"]:
-        table.print(out)
+        TerminalTable.of(operation["engines"], _PARTS, text="error", less=("verb", "bytes")).print(out)
     for name, value in operation["result"].items():
         out.print(f"{name}: {value}", markup=False)
     if operation["note"]:

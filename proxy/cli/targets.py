@@ -6,11 +6,10 @@ import json
 import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from proxy.cli.client import fail
+from proxy.cli.options import option
 
 # Flags that name a prompt or a prefix → their fields.
 _PREFIXES = {
@@ -26,24 +25,13 @@ _PREFIXES = {
 class RequestOptions:
     """The options of a command that takes a request, in the order of its help."""
 
-    messages_file: Annotated[
-        str | None,
-        typer.Option(metavar="FILE", help="JSON: a list of messages, or a request body; - for stdin."),
-    ] = None
-    prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="Text of a completion.")] = None
-    prompt_file: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Text of a completion, from a file; - for stdin.")
-    ] = None
-    token_ids: Annotated[
-        str | None, typer.Option(metavar="1,2,3", help="Token ids; @FILE reads a JSON list.")
-    ] = None
-    tenant: Annotated[str | None, typer.Option(metavar="NAME", help="The tenant whose request it is.")] = None
-    model: Annotated[
-        str | None, typer.Option(metavar="NAME", help="The model, where several are served.")
-    ] = None
-    cache_salt: Annotated[
-        str | None, typer.Option(metavar="SALT", help="The cache_salt of the client's requests.")
-    ] = None
+    messages_file: str | None = option("FILE", "JSON: a list of messages, or a request body; - for stdin.")
+    prompt: str | None = option("TEXT", "Text of a completion.")
+    prompt_file: str | None = option("FILE", "Text of a completion, from a file; - for stdin.")
+    token_ids: str | None = option("1,2,3", "Token ids; @FILE reads a JSON list.")
+    tenant: str | None = option("NAME", "The tenant whose request it is.")
+    model: str | None = option("NAME", "The model, where several are served.")
+    cache_salt: str | None = option("SALT", "The cache_salt of the client's requests.")
 
     def body(self) -> dict[str, Any]:
         """The target as the admin API takes it."""
@@ -87,24 +75,18 @@ class RequestOptions:
 class PrefixOptions(RequestOptions):
     """The options of a command that takes a prefix."""
 
-    prompt_cache_key: Annotated[
-        str | None, typer.Option(metavar="KEY", help="The last prompt with this prompt_cache_key.")
-    ] = None
-    engine: Annotated[str | None, typer.Option(metavar="ID", help="Only on this engine.")] = None
-    tenant: Annotated[str | None, typer.Option(metavar="NAME", help="The tenant whose prefix it is.")] = None
+    prompt_cache_key: str | None = option("KEY", "The last prompt with this prompt_cache_key.")
+    engine: str | None = option("ID", "Only on this engine.")
+    tenant: str | None = option("NAME", "The tenant whose prefix it is.")
 
 
 @dataclass(frozen=True, slots=True)
 class TargetOptions(PrefixOptions):
     """The options of a command that takes any target."""
 
-    engine: Annotated[
-        str | None, typer.Option(metavar="ID", help="Everything on this engine; with a prefix, only there.")
-    ] = None
-    tenant: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Everything of this tenant; with a prefix, its owner.")
-    ] = None
-    everything: Annotated[bool, typer.Option("--all", help="Everything on all engines.")] = False
+    engine: str | None = option("ID", "Everything on this engine; with a prefix, only there.")
+    tenant: str | None = option("NAME", "Everything of this tenant; with a prefix, its owner.")
+    everything: bool = option(None, "Everything on all engines.", False, "--all")
 
     def body(self) -> dict[str, Any]:
         """The target as the admin API takes it."""

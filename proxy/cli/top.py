@@ -7,15 +7,8 @@ import time
 import typer
 
 from proxy.cli.client import AdminClient, AdminError, fail
-from proxy.cli.examples import example
-from proxy.cli.options import with_options
 
 _AGAIN_S = 1.0
-
-
-def register(app: typer.Typer) -> None:
-    """Adds the command."""
-    app.command("top", epilog=example("top"))(with_options(top))
 
 
 def top(*, kvpin: AdminClient) -> None:

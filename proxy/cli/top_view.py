@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.text import Text
 
-from proxy.cli.grid import Grid, of_count, of_state
+from proxy.cli.grid import Columns, TerminalTable, of_state
 from proxy.cli.tables import ready_engines
 
 # Seconds that rates are taken over.
@@ -21,14 +21,34 @@ _KEPT = 200
 _OTHER_LINES = 8
 
 
+_ENGINES: Columns = {
+    "engine": "id",
+    "model": "model",
+    "state": lambda engine: of_state(engine["state"]),
+    "view": lambda engine: of_state(engine["trust"]),
+    "queue": lambda engine: f"{engine['queue_s']:.2f} s",
+    "streams": "in_flight",
+    "gpu": lambda engine: _filled(engine, "gpu"),
+    "host": lambda engine: _filled(engine, "host"),
+    "cached": lambda engine: _share(engine["reuse"]["delivered_tokens"], engine["reuse"]["prompt_tokens"]),
+}
+_REQUESTS: Columns = {
+    "time": lambda request: time.strftime("%H:%M:%S", time.localtime(request["started"])),
+    "engine": "engine",
+    "status": lambda request: request["status"] or "…",
+    "tokens": "n_tokens",
+    "available": "available_tokens",
+    "predicted": "predicted_tokens",
+    "reported": "reported_tokens",
+    "first byte": lambda request: _ms(request["first_byte_s"]),
+    "why": "why",
+}
+
+
 @dataclass(slots=True)
 class TopView:
-    """The state of the screen. `take` gets the events of `/admin/v1/events`; rich draws it.
-
-    Attributes:
-        url: the kvpin it watches.
-        problem: why no events come; empty while they do.
-    """
+    """The state of the screen. `take` gets the events of `/admin/v1/events`; rich draws it. `problem`: why no
+    events come; empty while they do."""
 
     url: str
     problem: str = ""
@@ -63,9 +83,19 @@ class TopView:
         yield Group(
             self._head(self._snapshot),
             Text(),
-            self._engines(shown).fitted(options.max_width),
+            TerminalTable.of(
+                shown,
+                _ENGINES,
+                less=("host", "view", "model", "cached", "gpu"),
+                numbers=("queue", "streams", "gpu", "host", "cached"),
+            ).fitted(options.max_width),
             Text(f"and {len(engines) - len(shown)} more engines" if len(engines) > len(shown) else "", "dim"),
-            self._table(requests).fitted(options.max_width)
+            TerminalTable.of(
+                requests,
+                _REQUESTS,
+                less=("why", "available", "time", "predicted", "first byte"),
+                numbers=("tokens", "available", "predicted", "reported", "first byte"),
+            ).fitted(options.max_width)
             if requests
             else Text(_before(self._snapshot["requests"]), "dim"),
         )
@@ -94,50 +124,6 @@ class TopView:
             head.append(f"\n{self.problem}", "red")
         return head
 
-    @staticmethod
-    def _engines(engines: list[dict[str, Any]]) -> Grid:
-        table = Grid(
-            ("engine", "model", "state", "view", "queue", "streams", "gpu", "host", "cached"),
-            less=("host", "view", "model", "cached", "gpu"),
-            numbers=("queue", "streams", "gpu", "host", "cached"),
-        )
-        for engine in engines:
-            reuse = engine["reuse"]
-            table.add(
-                engine["id"],
-                engine["model"] or "",
-                of_state(engine["state"]),
-                of_state(engine["trust"]),
-                f"{engine['queue_s']:.2f} s",
-                str(engine["in_flight"]),
-                _filled(engine, "gpu"),
-                _filled(engine, "host"),
-                _share(reuse["delivered_tokens"], reuse["prompt_tokens"]),
-            )
-        return table
-
-    @staticmethod
-    def _table(requests: list[dict[str, Any]]) -> Grid:
-        table = Grid(
-            ("time", "engine", "status", "tokens", "available", "predicted", "reported", "first byte", "why"),
-            less=("why", "available", "time", "predicted", "first byte"),
-            numbers=("tokens", "available", "predicted", "reported", "first byte"),
-        )
-        for request in requests:
-            first_byte = request["first_byte_s"]
-            table.add(
-                time.strftime("%H:%M:%S", time.localtime(request["started"])),
-                request["engine"] or "",
-                str(request["status"] or "…"),
-                of_count(request["n_tokens"]),
-                of_count(request["available_tokens"]),
-                of_count(request["predicted_tokens"]),
-                of_count(request["reported_tokens"]),
-                "" if first_byte is None else f"{first_byte * 1000:.0f} ms",
-                request["why"] or "",
-            )
-        return table
-
 
 def _before(requests: int) -> str:
     """A line about the requests that ended before the watch began."""
@@ -154,3 +140,7 @@ def _filled(engine: dict[str, Any], tier: str) -> str:
 
 def _share(part: int, whole: int) -> str:
     return f"{part / whole:.0%}" if whole else ""
+
+
+def _ms(seconds: float | None) -> str:
+    return "" if seconds is None else f"{seconds * 1000:.0f} ms"

@@ -21,7 +21,7 @@ from engine_adapter import EngineSpec, EngineSpecError
 from proxy.control.configured import ConfiguredEngines
 from proxy.control.engines import Engines
 from proxy.control.ranks import Ranks
-from proxy.discovery import Finder, Found, FoundEngine, Source, SourceError
+from proxy.discovery import Finder, FoundEngine, FoundEngines, Source, SourceError
 from proxy.errors import Conflict
 from proxy.fleet.engine import Engine
 from proxy.fleet.fleet import Fleet
@@ -142,7 +142,7 @@ class DiscoveredEngines:
             await asyncio.sleep(backoff_s)
             backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
 
-    def _take(self, source: Source, found: Found) -> None:
+    def _take(self, source: Source, found: FoundEngines) -> None:
         """A source has answered. Raises Conflict or EngineSpecError if its engines cannot be used."""
         before, source.found = source.found, found
         if found != before:

@@ -10,6 +10,6 @@ A finder raises SourceError if its source fails. It is asked again; until it ans
 """
 
 from proxy.discovery.finders import finders_of
-from proxy.discovery.found import Finder, Found, FoundEngine, Source, SourceError
+from proxy.discovery.found import Finder, FoundEngine, FoundEngines, Source, SourceError
 
-__all__ = ["Finder", "Found", "FoundEngine", "Source", "SourceError", "finders_of"]
+__all__ = ["Finder", "FoundEngine", "FoundEngines", "Source", "SourceError", "finders_of"]

@@ -15,19 +15,15 @@ _ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
 
 @dataclass(frozen=True, slots=True)
-class Cluster:
-    """Where the API server is.
-
-    Attributes:
-        url: its address.
-        account: directory of the service account: `token`, `ca.crt` and `namespace`.
-    """
+class ApiServer:
+    """Where the API server is. `account`: directory of the service account: `token`, `ca.crt` and
+    `namespace`."""
 
     url: str
     account: Path = _ACCOUNT
 
     @classmethod
-    def of_pod(cls) -> Cluster:
+    def of_pod(cls) -> ApiServer:
         """The cluster that this process runs in. Raises SourceError if it runs in none."""
         host, port = (os.environ.get(f"KUBERNETES_SERVICE_{name}", "") for name in ("HOST", "PORT"))
         if not host or not port:

@@ -18,7 +18,7 @@ from dns.flags import AA
 from dns.message import Message
 from dns.resolver import NXDOMAIN, Answer
 
-from proxy.discovery.found import Found, FoundEngine, SourceError
+from proxy.discovery.found import FoundEngine, FoundEngines, SourceError
 from proxy.settings import DiscoverySettings, DnsSource, SrvSource
 
 # The TTL counts between these, in seconds.
@@ -30,19 +30,14 @@ _NEGATIVE_TTL_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class DnsFinder:
-    """Asks for the records of a name.
-
-    Attributes:
-        settings: what all of its engines have in common.
-        resolver: by default, the machine's own (`/etc/resolv.conf`).
-    """
+    """Asks for the records of a name. `resolver`: by default, the machine's own (`/etc/resolv.conf`)."""
 
     settings: DiscoverySettings
     source: DnsSource | SrvSource
     resolver: Resolver = field(default_factory=Resolver, compare=False)
 
-    async def found(self) -> AsyncIterator[Found]:
-        """See Finder."""
+    async def found(self) -> AsyncIterator[FoundEngines]:
+        """The engines that the name has, asked for again after each TTL."""
         while True:
             places, ttl_s = await self._ask()
             yield tuple(

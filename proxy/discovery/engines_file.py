@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from proxy.discovery.found import Found, FoundEngine, SourceError
+from proxy.discovery.found import FoundEngine, FoundEngines, SourceError
 from proxy.settings import EngineSettings, SettingsError, read_engines
 
 PAUSE_S = 1.0
@@ -24,8 +24,8 @@ class FileFinder:
 
     path: Path
 
-    async def found(self) -> AsyncIterator[Found]:
-        """See Finder."""
+    async def found(self) -> AsyncIterator[FoundEngines]:
+        """The engines of the file, now and whenever it has changed."""
         seen: _Stamp | None = None
         while True:
             # In a thread: the file may be on a network's disk.

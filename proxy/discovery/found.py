@@ -15,28 +15,21 @@ class SourceError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class FoundEngine:
-    """An engine of a source.
-
-    Attributes:
-        is_ready: False if its source says that it should get no new requests.
-    """
+    """An engine of a source. `is_ready`: False if its source says that it should get no new requests."""
 
     entry: EngineSettings
     is_ready: bool = True
 
 
-Found = tuple[FoundEngine, ...]
+FoundEngines = tuple[FoundEngine, ...]
 
 
 class Finder(Protocol):
     """Asks one source."""
 
-    def found(self) -> AsyncIterator[Found]:
-        """The whole set of its engines, now and whenever it may have changed. Never ends.
-
-        Raises:
-            SourceError: the source fails. Call again later.
-        """
+    def found(self) -> AsyncIterator[FoundEngines]:
+        """The whole set of its engines, now and whenever it may have changed. Never ends. Raises SourceError:
+        the source fails. Call again later."""
 
 
 @dataclass(slots=True)
@@ -44,12 +37,11 @@ class Source:
     """A source as it is now.
 
     Attributes:
-        name: the address or the file.
         found: its engines, as it last told.
         error: why `found` may be old; None if its last answer could be used.
     """
 
     name: str
     finder: Finder
-    found: Found = ()
+    found: FoundEngines = ()
     error: str | None = "not asked yet"

@@ -17,8 +17,8 @@ from http import HTTPStatus
 import httpx
 import msgspec
 
-from proxy.discovery.cluster import Cluster
-from proxy.discovery.found import Found, FoundEngine, SourceError
+from proxy.discovery.cluster import ApiServer
+from proxy.discovery.found import FoundEngine, FoundEngines, SourceError
 from proxy.settings import DiscoverySettings, KubernetesSource
 
 # How long a watch lasts. The server may add some seconds.
@@ -32,7 +32,7 @@ class _Object(msgspec.Struct, rename="camel"):
     """Base of the API's objects, whose fields are in camel case."""
 
 
-class _Metadata(_Object):
+class _ObjectMeta(_Object):
     name: str = ""
     namespace: str = ""
     resource_version: str = ""
@@ -63,10 +63,10 @@ class _Endpoint(_Object):
         return self.conditions is None or self.conditions.ready is not False
 
 
-class _Slice(_Object):
+class _EndpointSlice(_Object):
     """An EndpointSlice; or the Status that an error event has in its place."""
 
-    metadata: _Metadata = msgspec.field(default_factory=_Metadata)
+    metadata: _ObjectMeta = msgspec.field(default_factory=_ObjectMeta)
     address_type: str = ""
     endpoints: list[_Endpoint] | None = None
     ports: list[_Port] | None = None
@@ -80,16 +80,16 @@ class _Slice(_Object):
 
 
 class _List(_Object):
-    metadata: _Metadata
-    items: list[_Slice]
+    metadata: _ObjectMeta
+    items: list[_EndpointSlice]
 
 
-class _Event(_Object):
+class _WatchEvent(_Object):
     type: str
-    object: _Slice
+    object: _EndpointSlice
 
 
-_Slices = dict[tuple[str, str, str], _Slice]
+_Slices = dict[tuple[str, str, str], _EndpointSlice]
 
 
 class _Gone(Exception):
@@ -98,20 +98,15 @@ class _Gone(Exception):
 
 @dataclass(frozen=True, slots=True)
 class KubernetesFinder:
-    """Follows the slices that a selector matches.
-
-    Attributes:
-        settings: what all of its engines have in common.
-        cluster: None for the one that this process runs in.
-    """
+    """Follows the slices that a selector matches. `cluster`: None for the one that this process runs in."""
 
     settings: DiscoverySettings
     source: KubernetesSource
-    cluster: Cluster | None = None
+    cluster: ApiServer | None = None
 
-    async def found(self) -> AsyncIterator[Found]:
-        """See Finder."""
-        cluster = self.cluster or Cluster.of_pod()
+    async def found(self) -> AsyncIterator[FoundEngines]:
+        """The engines of the slices, now and after each change."""
+        cluster = self.cluster or ApiServer.of_pod()
         namespace = self.source.namespace or cluster.namespace()
         path = f"/apis/discovery.k8s.io/v1/namespaces/{namespace}/endpointslices"
         try:
@@ -143,7 +138,7 @@ class KubernetesFinder:
                 yield slices
             await asyncio.sleep(PAUSE_S)
 
-    async def _watch(self, client: httpx.AsyncClient, path: str, version: str) -> AsyncIterator[_Event]:
+    async def _watch(self, client: httpx.AsyncClient, path: str, version: str) -> AsyncIterator[_WatchEvent]:
         """The changes after a version, for WATCH_S."""
         params = {
             "labelSelector": self.source.selector,
@@ -157,14 +152,14 @@ class KubernetesFinder:
                 await answer.aread()
             _check(answer)
             async for line in answer.aiter_lines():
-                event = msgspec.json.decode(line, type=_Event)
+                event = msgspec.json.decode(line, type=_WatchEvent)
                 if event.type == "ERROR":
                     if event.object.code == HTTPStatus.GONE:
                         raise _Gone
                     raise SourceError(f"Kubernetes ended a watch: {event.object.message}")
                 yield event
 
-    def _engines(self, slices: _Slices) -> Found:
+    def _engines(self, slices: _Slices) -> FoundEngines:
         found = dict[str, FoundEngine]()
         for key in sorted(slices):
             each = slices[key]
@@ -178,7 +173,7 @@ class KubernetesFinder:
                     found[entry.id] = FoundEngine(entry, endpoint.is_ready)
         return tuple(found.values())
 
-    def _endpoints(self, each: _Slice) -> Iterator[tuple[int, _Endpoint]]:
+    def _endpoints(self, each: _EndpointSlice) -> Iterator[tuple[int, _Endpoint]]:
         port = self._port(each.ports or ())
         if port is not None:
             yield from ((port, endpoint) for endpoint in each.endpoints or ())
@@ -202,7 +197,7 @@ def _check(answer: httpx.Response) -> None:
     if answer.is_error:
         status = f"{answer.status_code} {answer.reason_phrase}"
         try:
-            reason = msgspec.json.decode(answer.content, type=_Slice).message
+            reason = msgspec.json.decode(answer.content, type=_EndpointSlice).message
         except msgspec.DecodeError:
             reason = ""
         raise SourceError(

@@ -23,7 +23,7 @@ from engine_adapter import (
     make_adapter,
     make_options,
 )
-from proxy.doctor.probe import Probe, ProbedEngine, View
+from proxy.doctor.probe import ProbedEngine, ProbeResult, View
 from proxy.prompt import Exactness, PromptBuilder, PromptTables, verify_exactness
 
 CONNECT_S = 30.0
@@ -37,14 +37,10 @@ class Examination:
     """Everything an examination found.
 
     Attributes:
-        spec: the engine, with its kind.
         detected: kvpin detected the kind; the operator did not name it.
-        info, load: what the engine says of itself.
         missing: the capabilities it lacks, each with what kvpin does instead.
-        tokenisation: how prompts become tokens.
         view: what its KV events show of its cache.
         probe: the two requests; None without `probe`.
-        findings: what keeps kvpin from using the engine fully.
     """
 
     spec: EngineSpec
@@ -54,7 +50,7 @@ class Examination:
     missing: dict[str, str]
     tokenisation: Exactness
     view: View
-    probe: Probe | None
+    probe: ProbeResult | None
     findings: tuple[Finding, ...]
 
     def as_json(self) -> dict[str, Any]:
@@ -85,12 +81,8 @@ class Examination:
 async def examine(
     spec: EngineSpec, *, probe: bool, options: Mapping[str, object] = MappingProxyType({})
 ) -> Examination:
-    """Examines the engine at `spec.url`.
-
-    Args:
-        spec: the engine; an empty `kind` is detected.
-        probe: send two short requests.
-        options: options of the detected kind.
+    """Examines the engine at `spec.url`, with two short requests if `probe` is set. An empty `kind` is
+    detected, and has these options.
 
     Raises:
         EngineSpecError: the description cannot be used.
@@ -154,7 +146,7 @@ def _of_view(view: View) -> tuple[Finding, ...]:
     return ()
 
 
-def _of_probe(probe: Probe | None, view: View) -> tuple[Finding, ...]:
+def _of_probe(probe: ProbeResult | None, view: View) -> tuple[Finding, ...]:
     if probe is None or probe.reported == probe.predicted != 0:
         return ()
     second = f"the second of two equal requests of {probe.n_tokens} tokens"

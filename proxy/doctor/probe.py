@@ -55,7 +55,6 @@ class View:
             sends none; `unasked` if reading would take them from another reader.
         blocks: engine blocks in the first view.
         complete: False if the engine may hold more.
-        detail: one sentence.
     """
 
     state: Literal["current", "late", "unfit", "none", "unasked"]
@@ -65,7 +64,7 @@ class View:
 
 
 @dataclass(frozen=True, slots=True)
-class Probe:
+class ProbeResult:
     """The second of two equal requests.
 
     Attributes:
@@ -138,7 +137,7 @@ class ProbedEngine:
         detail = f"the view is current, with {view.counts.stored} blocks{more}"
         return View("current", detail, view.counts.stored, view.complete)
 
-    async def probe(self) -> Probe:
+    async def probe(self) -> ProbeResult:
         """Sends the engine a new prompt twice."""
         info, pool = self._engine.info, self._pool
         block = max((info and info.tokens_per_block) or TOKENS_PER_BLOCK, pool.tokens_per_block)
@@ -148,11 +147,11 @@ class ProbedEngine:
         ids = random.choices(_IDS, k=n_tokens)  # noqa: S311 - only to be new
         first = await self._ask(ids)
         if first.error is not None:
-            return Probe(n_tokens, error=first.error)
+            return ProbeResult(n_tokens, error=first.error)
         await _until(lambda: self._holds(first), SETTLE_S)
         second = await self._ask(ids)
         predicted = second.placement.predicted_tokens if second.placement is not None else 0
-        return Probe(n_tokens, predicted, second.reported_tokens, second.error)
+        return ProbeResult(n_tokens, predicted, second.reported_tokens, second.error)
 
     async def _ask(self, ids: list[int]) -> RequestRecord:
         fields = {"model": self._pool.model, "prompt": ids, "max_tokens": 1, "temperature": 0}

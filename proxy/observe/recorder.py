@@ -29,7 +29,7 @@ import msgspec
 import structlog
 
 from proxy.prompt import Prompt
-from proxy.replay.trace import Line
+from proxy.replay.trace import TraceLine
 from proxy.request.records import RequestRecord
 from proxy.request.session import Session
 from proxy.settings import SettingsError
@@ -49,7 +49,7 @@ _TEXT = bytes(8 * BLOCK_TOKENS)  # extra ids of a block without any
 _Waiting = tuple[float, RequestRecord, Prompt]
 
 
-class RecordedLine(Line, kw_only=True):
+class RecordedLine(TraceLine, kw_only=True):
     """A request of a recording, with fields that replay ignores.
 
     Attributes:

@@ -62,10 +62,6 @@ class ProcessStatus:
     """A managed engine's process, as data.
 
     Attributes:
-        state: its state.
-        port: its port on 127.0.0.1.
-        pid: its process id, None when it does not run.
-        restarts: how often it was started again.
         last_exit_code: exit code of the last process that ended, −N for signal N; None before the first end.
         error: why it does not run: the exit code and the last lines it wrote; None while nothing is wrong.
     """
@@ -83,12 +79,8 @@ class Timing:
     """When a managed engine is checked, restarted and given up; times in seconds.
 
     Attributes:
-        backoff_s: wait before the first restart; each further restart doubles it.
-        max_backoff_s: the longest wait.
         healthy_s: time in `ready` after which the wait is `backoff_s` again.
-        poll_s: time between health checks.
         unhealthy_s: a ready engine without a successful check for this long is restarted.
-        grace_s: time from SIGTERM to SIGKILL.
         attempts: starts after which an engine that was never healthy is given up.
     """
 
@@ -105,7 +97,6 @@ class ManagedEngine:
     """Keeps one engine process running while `run` runs.
 
     Attributes:
-        id: the engine's name in kvpin.
         port: chosen once; a restarted engine has the same port.
         spec: the description its adapter is made from.
 

@@ -28,12 +28,8 @@ async def log_output(
     Lines beyond 8 KiB are split. The level is info. While the engine is ready, lines that call themselves
     information have the level debug: there are several for each request.
 
-    Args:
-        output: the end of the pipe to read; this function closes it.
-        last_lines: gets each line that may say why a process ends, so none of information; its `maxlen`
-            bounds it.
-        engine: the engine's id.
-        is_ready: whether the engine serves.
+    `last_lines` gets each line that may say why a process ends, so none of information; its `maxlen` bounds
+    it. The pipe is closed in the end.
     """
 
     def log_line(line: bytes) -> None:

@@ -1,9 +1,9 @@
 """`kvpin replay`: how placement policies perform on a trace, and how many engines it needs.
 
-    options → plan → read_trace → simulate → report
+    plan → read_trace → simulate → report
 
 trace.py      a file of block hashes → requests    arrivals.py  when they arrive
-options.py    flags → plan                         plan.py      plan → runs
+plan.py       plan → runs
 simulator.py  one run, on a virtual clock          batch.py     many runs, over processes
 engine.py     prefill, decode and restores         cache.py     blocks of an engine: GPU and host tier
 policy.py     the interface of policies            registry.py  their names

@@ -8,7 +8,7 @@ from random import Random
 
 from proxy.core.index.blocks import BlockHash
 from proxy.replay.engine import EngineModel
-from proxy.replay.trace import Request, Trace
+from proxy.replay.trace import Trace, TraceRequest
 
 # Seeds other than 0 move each arrival by up to this. It is less than the turns of people vary, and changes
 # which requests meet in a queue.
@@ -17,12 +17,8 @@ JITTER_S = 2.0
 MAX_DURATION_S = 1e9
 
 
-def fitting(trace: Trace, model: EngineModel) -> list[Request]:
-    """The requests that fit into an engine.
-
-    Raises:
-        ValueError: when there is none.
-    """
+def fitting(trace: Trace, model: EngineModel) -> list[TraceRequest]:
+    """The requests that fit into an engine. Raises ValueError if there is none."""
     fit = [request for request in trace.requests if model.fits(request)]
     if not fit:
         raise ValueError("no request of the trace fits an engine: give it more GPU tokens")
@@ -31,11 +27,7 @@ def fitting(trace: Trace, model: EngineModel) -> list[Request]:
 
 def speedup_for_load(trace: Trace, model: EngineModel, engines: int, load: float) -> float:
     """Factor by which the trace must arrive faster so that `engines` engines would be busy for `load` of the
-    time if nothing were cached.
-
-    Raises:
-        ValueError: the whole trace arrives at once, or no request fits.
-    """
+    time if nothing were cached. Raises ValueError if the whole trace arrives at once, or no request fits."""
     requests = fitting(trace, model)
     duration = requests[-1].at - requests[0].at
     if duration <= 0:
@@ -44,7 +36,7 @@ def speedup_for_load(trace: Trace, model: EngineModel, engines: int, load: float
     return load * duration * engines / work_s
 
 
-def arrivals(trace: Trace, speedup: float, seed: int) -> list[tuple[float, Request]]:
+def arrivals(trace: Trace, speedup: float, seed: int) -> list[tuple[float, TraceRequest]]:
     """Requests with their arrival times in seconds, in order. With seed 0 the first arrives at 0.
 
     Seed 0 is the trace as recorded. Other seeds move arrivals at random and keep the turns of a conversation

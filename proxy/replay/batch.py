@@ -7,7 +7,7 @@ from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from multiprocessing import get_context
 from multiprocessing.sharedctypes import Synchronized
 
-from proxy.replay.simulator import Outcome, Run, simulate
+from proxy.replay.simulator import ReplayRun, RunResult, simulate
 from proxy.replay.trace import Trace
 
 # Seconds between looks at what the processes have done.
@@ -17,14 +17,10 @@ _given: list[tuple[Trace, Synchronized[int]]] = []
 
 
 def run_all(
-    trace: Trace, runs: Sequence[Run], *, jobs: int = 1, progress: Callable[[int], None] | None = None
-) -> list[Outcome]:
+    trace: Trace, runs: Sequence[ReplayRun], *, jobs: int = 1, progress: Callable[[int], None] | None = None
+) -> list[RunResult]:
     """The outcomes, in the order of the runs. `progress` is called with the number of requests served since
-    its last call.
-
-    Raises:
-        ValueError: no request of the trace fits an engine.
-    """
+    its last call. Raises ValueError if no request of the trace fits an engine."""
     tell = progress or _nobody
     if jobs == 1 or len(runs) == 1:
         return [simulate(trace, run, tell) for run in runs]
@@ -47,7 +43,7 @@ def _take(trace: Trace, served: Synchronized[int]) -> None:
     _given.append((trace, served))
 
 
-def _run(run: Run) -> Outcome:
+def _run(run: ReplayRun) -> RunResult:
     trace, served = _given[0]
 
     def count(requests: int) -> None:

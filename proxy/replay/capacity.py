@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from proxy.replay.plan import Plan, Target
-from proxy.replay.simulator import Outcome, Run
+from proxy.replay.plan import P99Target, ReplayPlan
+from proxy.replay.simulator import ReplayRun, RunResult
 from proxy.replay.trace import Trace
 
 P99 = 0.99
@@ -21,15 +21,13 @@ class Need:
     """The engines that one policy needs.
 
     Attributes:
-        policy: its name.
-        target: the p99 TTFT to keep.
         engines: the fewest that keep it; None if the allowed maximum does not.
         p99_s: p99 with `engines`, or with the allowed maximum; of several seeds the worst.
         p99_s_with_one_less: the same with one engine less; None if one engine is enough.
     """
 
     policy: str
-    target: Target
+    target: P99Target
     engines: int | None
     p99_s: float
     p99_s_with_one_less: float | None = None
@@ -59,10 +57,13 @@ class Need:
 
 
 def search(
-    plan: Plan, target: Target, trace: Trace, run_all: Callable[[Sequence[Run]], Sequence[Outcome]]
-) -> tuple[list[Need], list[Outcome]]:
+    plan: ReplayPlan,
+    target: P99Target,
+    trace: Trace,
+    run_all: Callable[[Sequence[ReplayRun]], Sequence[RunResult]],
+) -> tuple[list[Need], list[RunResult]]:
     """Finds how many engines each policy of the plan needs. Also returns the outcomes of all runs."""
-    outcomes = list[Outcome]()
+    outcomes = list[RunResult]()
     tried: dict[str, dict[int, float]] = {policy: {} for policy in plan.policies}
     while wanted := _wanted(tried, target):
         done = run_all([run for policy, engines in wanted for run in plan.seeded(trace, policy, engines)])
@@ -73,13 +74,13 @@ def search(
     return [_need(policy, p99s, target) for policy, p99s in tried.items()], outcomes
 
 
-def _wanted(tried: Mapping[str, Mapping[int, float]], target: Target) -> list[tuple[str, int]]:
+def _wanted(tried: Mapping[str, Mapping[int, float]], target: P99Target) -> list[tuple[str, int]]:
     """The number of engines to try next, for each policy whose need is not known."""
     following = ((policy, next_count(p99s, target)) for policy, p99s in tried.items())
     return [(policy, engines) for policy, engines in following if engines is not None]
 
 
-def next_count(p99s: Mapping[int, float], target: Target) -> int | None:
+def next_count(p99s: Mapping[int, float], target: P99Target) -> int | None:
     """The number of engines to try after these, by their p99; None where the search is over."""
     enough = _enough(p99s, target)
     if enough is None:
@@ -89,14 +90,14 @@ def next_count(p99s: Mapping[int, float], target: Target) -> int | None:
     return None if enough - too_few == 1 else (enough + too_few) // 2
 
 
-def _need(policy: str, p99s: Mapping[int, float], target: Target) -> Need:
+def _need(policy: str, p99s: Mapping[int, float], target: P99Target) -> Need:
     enough = _enough(p99s, target)
     if enough is None:
         return Need(policy, target, None, p99s[target.max_engines])
     return Need(policy, target, enough, p99s[enough], p99s.get(enough - 1))
 
 
-def _enough(p99s: Mapping[int, float], target: Target) -> int | None:
+def _enough(p99s: Mapping[int, float], target: P99Target) -> int | None:
     """The fewest engines tried that keep the target."""
     return min((engines for engines, p99_s in p99s.items() if p99_s <= target.p99_s), default=None)
 

@@ -17,7 +17,7 @@ _OTHER = {"engines": "gpu_tokens", "gpu_tokens": "engines"}
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class Curve:
     """One policy: a value for each place on the axis, None where there is none."""
 
     policy: str
@@ -29,9 +29,7 @@ class Curves:
     """One plot.
 
     Attributes:
-        title: what it shows.
         axis: what its places are.
-        x: the places.
         lines: one for each policy that has a value.
         is_log: values differ by factors: draw them on a logarithmic scale.
     """
@@ -39,7 +37,7 @@ class Curves:
     title: str
     axis: str
     x: Sequence[int]
-    lines: Sequence[Line]
+    lines: Sequence[Curve]
     is_log: bool = False
 
 
@@ -68,9 +66,9 @@ def curves(each: Sequence[Row]) -> list[Curves]:
 
 def _lines(
     rows: Sequence[Row], policies: Sequence[str], x: str, places: Sequence[int], figure: str
-) -> Iterator[Line]:
+) -> Iterator[Curve]:
     values = {(row["policy"], row[x]): row[figure] for row in rows}
     for policy in policies:
         y = [values.get((policy, place)) for place in places]
         if any(value is not None for value in y):
-            yield Line(policy, y)
+            yield Curve(policy, y)

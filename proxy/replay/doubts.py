@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from proxy.replay.registry import ORACLE
-from proxy.replay.simulator import Outcome
+from proxy.replay.simulator import RunResult
 from proxy.replay.trace import Trace
 
 # With fewer requests, policies differ by a few percent by chance.
@@ -14,7 +14,7 @@ MIN_REQUESTS = 1000
 MIN_BUSY = 0.1
 
 
-def doubts(trace: Trace, outcomes: Sequence[Outcome]) -> list[str]:
+def doubts(trace: Trace, outcomes: Sequence[RunResult]) -> list[str]:
     """One sentence for each reason; none where fewer than two policies are compared."""
     simulated = [outcome for outcome in outcomes if outcome.run.policy != ORACLE]
     if len({outcome.run.policy for outcome in simulated}) < 2:  # noqa: PLR2004 - two are compared
@@ -35,7 +35,7 @@ def doubts(trace: Trace, outcomes: Sequence[Outcome]) -> list[str]:
     return found
 
 
-def _light(trace: Trace, outcomes: Sequence[Outcome]) -> list[int]:
+def _light(trace: Trace, outcomes: Sequence[RunResult]) -> list[int]:
     """Numbers of engines that were hardly busy under every policy."""
     busy: dict[int, float] = {}
     for outcome in outcomes:
@@ -44,7 +44,7 @@ def _light(trace: Trace, outcomes: Sequence[Outcome]) -> list[int]:
     return sorted(engines for engines, share in busy.items() if share < MIN_BUSY)
 
 
-def _busy(trace: Trace, outcome: Outcome) -> float:
+def _busy(trace: Trace, outcome: RunResult) -> float:
     """Share of the trace's time that engines computed prompts."""
     run = outcome.run
     lasts_s = (trace.requests[-1].at - trace.requests[0].at) / run.speedup

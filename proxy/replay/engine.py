@@ -4,11 +4,10 @@ It serves prompts in the order they came, one prefill at a time, and matches its
 Only three things happen: a restore ends, a prefill ends, a stream ends. Between them everything runs at
 constant rates, so no token and no step is simulated.
 
-`fifo`      prefill alone: decode takes no time.
-`chunked`   prefill and decode share steps of a bounded number of tokens, as in vLLM and SGLang. Streams slow
-a
-            prefill, and a prefill slows them much more. The KV of streams takes room until they end; a prompt
-            waits until there is room for it and its answer.
+fifo: prefill alone; decode takes no time.
+chunked: prefill and decode share steps of a bounded number of tokens, as in vLLM and SGLang. Streams slow a
+prefill, and a prefill slows them much more. The KV of streams takes room until they end; a prompt waits until
+there is room for it and its answer.
 """
 
 from __future__ import annotations
@@ -18,12 +17,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from math import inf
-from typing import Protocol
 
 from engine_adapter.types import Tier
 from proxy.core.index.blocks import BlockHash, Chain, reusable_tokens
 from proxy.replay.cache import Taken, TieredCache
-from proxy.replay.trace import Request
+from proxy.replay.trace import TraceRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +62,12 @@ class EngineModel:
         """Seconds to compute that on an idle engine."""
         return self.work(cached, n_tokens) / self.prefill_tok_s
 
-    def blocks_of(self, request: Request) -> int:
+    def blocks_of(self, request: TraceRequest) -> int:
         """GPU blocks that a request needs while it runs."""
         tokens = request.n_tokens + (request.output_tokens if self.chunked else 0)
         return -(-tokens // request.chain.tokens_per_block)
 
-    def fits(self, request: Request) -> bool:
+    def fits(self, request: TraceRequest) -> bool:
         """Whether the request fits into an empty engine."""
         return self.blocks_of(request) <= self.gpu_tokens // request.chain.tokens_per_block
 
@@ -88,28 +86,23 @@ def _found(chain: Chain, gpu: int, host: int) -> tuple[int, int]:
     return cached, max(cached - gpu * size, 0)
 
 
-class Listener(Protocol):
-    """Is called for what happens on an engine. `engine` is its position."""
+class Listener:
+    """Is called for what happens on an engine, and ignores it. `engine` is its position."""
 
-    def started(self, now: float, engine: int, request: Request, gpu: int, host: int) -> None:
+    def started(self, now: float, engine: int, request: TraceRequest, gpu: int, host: int) -> None:
         """The request's prefill starts, with these cached tokens on each tier."""
-        ...
 
-    def first_token(self, now: float, engine: int, request: Request) -> None:
+    def first_token(self, now: float, engine: int, request: TraceRequest) -> None:
         """Its prefill has ended."""
-        ...
 
-    def finished(self, now: float, engine: int, request: Request) -> None:
+    def finished(self, now: float, engine: int, request: TraceRequest) -> None:
         """It was answered in full."""
-        ...
 
     def stored(self, engine: int, tier: Tier, hashes: Sequence[BlockHash]) -> None:
-        """These blocks lie on a tier now."""
-        ...
+        """KV event: these blocks lie on a tier now."""
 
     def removed(self, engine: int, tier: Tier, hashes: Sequence[BlockHash]) -> None:
-        """These blocks left a tier."""
-        ...
+        """KV event: these blocks left a tier."""
 
 
 class SimEngine:
@@ -119,7 +112,6 @@ class SimEngine:
         due: when something happens next; `inf` if nothing will.
         computed: prompt tokens computed so far.
         evicted: blocks that left its GPU so far.
-        cache: its blocks.
     """
 
     def __init__(self, position: int, model: EngineModel, tokens_per_block: int, listener: Listener) -> None:
@@ -130,12 +122,12 @@ class SimEngine:
         self.due = inf
         self.computed = 0
         self.evicted = 0
-        self._waiting: deque[Request] = deque()
-        self._current: Request | None = None
+        self._waiting: deque[TraceRequest] = deque()
+        self._current: TraceRequest | None = None
         self._restored_at = 0.0  # when the restore for the current request ends
         self._left = 0.0  # work left of the current request
         self._decoded = 0.0  # tokens that a stream running since the beginning would have
-        self._streams: list[tuple[float, int, Request]] = []  # heap by the `_decoded` at which they end
+        self._streams: list[tuple[float, int, TraceRequest]] = []  # heap by the `_decoded` at which they end
         self._last = 0.0  # the time up to which all of this is counted
         self._prefill_due = self._stream_due = inf
         self._uncached = 0
@@ -169,7 +161,7 @@ class SimEngine:
             coming.update(each.hashes)
         return seconds, cached
 
-    def submit(self, now: float, request: Request) -> None:
+    def submit(self, now: float, request: TraceRequest) -> None:
         """A request arrives."""
         self._waiting.append(request)
         if self._current is None:
@@ -243,7 +235,7 @@ class SimEngine:
         if gone:
             listener.removed(self._position, Tier.HOST, gone)
 
-    def _end_prefill(self, now: float, request: Request) -> None:
+    def _end_prefill(self, now: float, request: TraceRequest) -> None:
         self._current = None
         self.computed += self._uncached
         new = self.cache.fill(request.chain.hashes)
@@ -257,6 +249,6 @@ class SimEngine:
         else:
             self._finish(now, request)
 
-    def _finish(self, now: float, request: Request) -> None:
+    def _finish(self, now: float, request: TraceRequest) -> None:
         self.cache.release(request.chain.hashes, self._model.blocks_of(request))
         self._listener.finished(now, self._position, request)

@@ -10,24 +10,16 @@ from collections.abc import Callable, Mapping, Sequence
 
 from msgspec.structs import replace
 
-from engine_adapter.types import Tier
-from proxy.core.index.blocks import BlockHash, Chain
+from proxy.core.index.blocks import Chain
 from proxy.core.index.prefix_index import Match
 from proxy.core.placement.decision import Candidate, Placement, place
 from proxy.core.placement.placer import PlacedRequest, Placer
-from proxy.replay.policy import Choice, EngineTruth, Fleet
-from proxy.replay.trace import Request
+from proxy.replay.engine import SimEngine
+from proxy.replay.policy import PolicyChoice, Seeing, SimFleet
+from proxy.replay.trace import TraceRequest
 
 
-def _no_queue(candidate: Candidate) -> Candidate:
-    return replace(candidate, load=replace(candidate.load, queue_s=0.0))
-
-
-def _no_room(candidate: Candidate) -> Candidate:
-    return replace(candidate, in_use=None)
-
-
-def _no_restore(candidate: Candidate) -> Candidate:
+def _without_restore(candidate: Candidate) -> Candidate:
     """Blocks on lower tiers count as on the GPU."""
     match = candidate.match
     if not match.host and not match.disk:
@@ -35,39 +27,29 @@ def _no_restore(candidate: Candidate) -> Candidate:
     return replace(candidate, match=Match(match.gpu + match.host + match.disk, pending=match.pending))
 
 
-def _no_interference(candidate: Candidate) -> Candidate:
-    return replace(candidate, load=replace(candidate.load, decoding=0))
-
-
-def _no_lost(candidate: Candidate) -> Candidate:
-    return replace(candidate, residents=None, on_gpu=None)
-
-
-def _no_later(candidate: Candidate) -> Candidate:
-    return replace(candidate, busy=0.0)
-
-
+# Term → the candidate without it.
 _CANDIDATES: Mapping[str, Callable[[Candidate], Candidate]] = {
-    "queue": _no_queue,
-    "room": _no_room,
-    "restore": _no_restore,
-    "interference": _no_interference,
-    "lost": _no_lost,
-    "later": _no_later,
+    "queue": lambda candidate: replace(candidate, load=replace(candidate.load, queue_s=0.0)),
+    "room": lambda candidate: replace(candidate, in_use=None),
+    "restore": _without_restore,
+    "interference": lambda candidate: replace(candidate, load=replace(candidate.load, decoding=0)),
+    "lost": lambda candidate: replace(candidate, residents=None, on_gpu=None),
+    "later": lambda candidate: replace(candidate, busy=0.0),
 }
 # Terms that can be left out. `congestion` is the division by 1 - utilisation; `pending` are the blocks that
 # requests in flight will leave.
 TERMS = (*_CANDIDATES, "congestion", "pending")
 
 
-class Kvpin:
+class Kvpin(Seeing):
     """The proxy's `Placer` on the simulator's clock."""
 
-    def __init__(self, fleet: Fleet, seed: int, *, without: str | None = None) -> None:
+    def __init__(self, fleet: SimFleet, seed: int, *, without: str | None = None) -> None:
         """`without` is one of `TERMS`."""
+        super().__init__(fleet, seed)
         self._placer = Placer(fleet.tokens_per_block)
-        self._names = [f"e{at}" for at in range(fleet.engines)]
-        for name in self._names:
+        self.index = self._placer.index
+        for name in self.names:
             self._placer.add(
                 name,
                 gpu_blocks=fleet.model.gpu_tokens // fleet.tokens_per_block,
@@ -77,40 +59,32 @@ class Kvpin:
         self._alter = _CANDIDATES.get(without or "")
         self._placed: dict[int, tuple[PlacedRequest, int]] = {}  # request → placed, tokens computed
 
-    def choose(self, now: float, request: Request, engines: Sequence[EngineTruth]) -> Choice:
+    def choose(self, now: float, request: TraceRequest, engines: Sequence[SimEngine]) -> PolicyChoice:
         """The engine that costs least."""
         placer, chain = self._placer, request.chain
         matches = placer.match(chain)
         last = placer.last_engine(request.session)
         candidates = [
-            placer.candidate(now, name, matches.get(name), is_last=name == last) for name in self._names
+            placer.candidate(now, name, matches.get(name), is_last=name == last) for name in self.names
         ]
         placement = self._place(now, candidates, chain)
-        at = self._names.index(placement.engine)
+        at = self.names.index(placement.engine)
         placed = placer.begin(now, placement, chain, session=request.session)
         if self._without == "pending":
             placer.settled(placed)
         self._placed[request.id] = placed, placement.work.computed
-        return Choice(at, placement.predicted_tokens)
+        return PolicyChoice(at, placement.predicted_tokens)
 
-    def first_token(self, now: float, engine: int, request: Request) -> None:
+    def first_token(self, now: float, engine: int, request: TraceRequest) -> None:
         """Its answer has begun."""
         self._placer.first_token(now, self._placed[request.id][0])
 
-    def finished(self, now: float, engine: int, request: Request) -> None:
+    def finished(self, now: float, engine: int, request: TraceRequest) -> None:
         """Its answer has ended."""
         placed, computed = self._placed.pop(request.id)
         self._placer.end(now, placed, computed)
         if self._without != "pending":
             self._placer.settled(placed)
-
-    def stored(self, engine: int, tier: Tier, hashes: Sequence[BlockHash]) -> None:
-        """Into the index."""
-        self._placer.index.store(self._names[engine], tier, hashes)
-
-    def removed(self, engine: int, tier: Tier, hashes: Sequence[BlockHash]) -> None:
-        """Out of the index."""
-        self._placer.index.remove(self._names[engine], tier, hashes)
 
     def _place(self, now: float, candidates: list[Candidate], chain: Chain) -> Placement:
         """The decision. An ablation chooses without its term; the full rule then prices the engine it

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from proxy.core.index.blocks import reusable_tokens
 from proxy.replay.cache import TieredCache
 from proxy.replay.engine import EngineModel
-from proxy.replay.trace import Request
+from proxy.replay.trace import TraceRequest
 
 
-def oracle_hits(requests: Sequence[Request], engines: int, model: EngineModel) -> int:
+def oracle_hits(requests: Sequence[TraceRequest], engines: int, model: EngineModel) -> int:
     """Cached tokens of the requests, in this order, in an LRU cache with the room of all engines."""
     size = requests[0].chain.tokens_per_block
     cache = TieredCache(engines * (model.gpu_tokens // size + model.host_tokens // size))

@@ -12,8 +12,9 @@ from collections.abc import Sequence
 
 from proxy.core.index.blocks import BlockHash, Chain
 from proxy.core.index.prefix_index import Match
-from proxy.replay.policy import Blind, Choice, Counting, EngineTruth, Fleet, Seeing, cached_tokens
-from proxy.replay.trace import Request
+from proxy.replay.engine import SimEngine
+from proxy.replay.policy import Counting, Policy, PolicyChoice, Seeing, SimFleet, cached_tokens
+from proxy.replay.trace import TraceRequest
 
 
 class SglangCacheAware(Counting):
@@ -37,14 +38,14 @@ class SglangCacheAware(Counting):
     EVICTION_INTERVAL_S = 120.0
     CHARS_PER_TOKEN = 4
 
-    def __init__(self, fleet: Fleet, seed: int) -> None:
+    def __init__(self, fleet: SimFleet, seed: int) -> None:
         super().__init__(fleet, seed)
         self._trees = [OrderedDict[BlockHash, None]() for _ in range(fleet.engines)]
         self._holders: dict[BlockHash, set[int]] = {}  # block → in whose trees it is
         self._max_blocks = self.MAX_TREE_CHARS // (self.CHARS_PER_TOKEN * fleet.tokens_per_block)
         self._evict_at = self.EVICTION_INTERVAL_S
 
-    def choose(self, now: float, request: Request, engines: Sequence[EngineTruth]) -> Choice:
+    def choose(self, now: float, request: TraceRequest, engines: Sequence[SimEngine]) -> PolicyChoice:
         """Chooses by load or by its tree of prompts."""
         if now >= self._evict_at:
             self._evict(now)
@@ -58,7 +59,7 @@ class SglangCacheAware(Counting):
         self._insert(engine, request.chain.hashes)
         return self.placed(engine)
 
-    def _holder(self, request: Request) -> int | None:
+    def _holder(self, request: TraceRequest) -> int | None:
         """An engine that was sent the deepest matching node of the tree; None if the match is too short."""
         hashes, holders = request.chain.hashes, self._holders
         matched = bisect_left(range(len(hashes)), True, key=lambda at: hashes[at] not in holders)
@@ -97,12 +98,12 @@ class LlmdDefault(Seeing):
     MIN_MATCH = 0.8
     MAX_TTFT_PENALTY_S = 18.0
 
-    def __init__(self, fleet: Fleet, seed: int) -> None:
+    def __init__(self, fleet: SimFleet, seed: int) -> None:
         super().__init__(fleet, seed)
         self._tokens = [0.0] * fleet.engines
         self._placed: dict[int, float] = {}
 
-    def choose(self, now: float, request: Request, engines: Sequence[EngineTruth]) -> Choice:
+    def choose(self, now: float, request: TraceRequest, engines: Sequence[SimEngine]) -> PolicyChoice:
         """The least loaded of those kept."""
         chain = request.chain
         matches = self.matches(chain)
@@ -119,9 +120,9 @@ class LlmdDefault(Seeing):
         self._tokens[engine] += uncached[engine]
         self._placed[request.id] = uncached[engine]
         self.index.add_pending(self.names[engine], chain.hashes)
-        return Choice(engine, cached_tokens(chain, matches[engine]))
+        return PolicyChoice(engine, cached_tokens(chain, matches[engine]))
 
-    def first_token(self, now: float, engine: int, request: Request) -> None:
+    def first_token(self, now: float, engine: int, request: TraceRequest) -> None:
         """Its prompt is computed."""
         self._tokens[engine] -= self._placed.pop(request.id)
         self.index.end_pending(self.names[engine], request.chain.hashes)
@@ -141,13 +142,13 @@ class DynamoLike(Seeing):
     HOST_CREDIT = 0.75
     DISK_CREDIT = 0.25
 
-    def __init__(self, fleet: Fleet, seed: int) -> None:
+    def __init__(self, fleet: SimFleet, seed: int) -> None:
         super().__init__(fleet, seed)
         self._prefill = [0.0] * fleet.engines  # tokens
         self._placed: dict[int, float] = {}
         self._active: list[dict[BlockHash, int]] = [{} for _ in range(fleet.engines)]  # block → users
 
-    def choose(self, now: float, request: Request, engines: Sequence[EngineTruth]) -> Choice:
+    def choose(self, now: float, request: TraceRequest, engines: Sequence[SimEngine]) -> PolicyChoice:
         """The lowest sum of blocks."""
         chain = request.chain
         matches = self.matches(chain)
@@ -167,13 +168,13 @@ class DynamoLike(Seeing):
         active = self._active[engine]
         for block in chain.hashes:
             active[block] = active.get(block, 0) + 1
-        return Choice(engine, cached_tokens(chain, matches[engine]))
+        return PolicyChoice(engine, cached_tokens(chain, matches[engine]))
 
-    def first_token(self, now: float, engine: int, request: Request) -> None:
+    def first_token(self, now: float, engine: int, request: TraceRequest) -> None:
         """Its prompt is computed."""
         self._prefill[engine] -= self._placed.pop(request.id)
 
-    def finished(self, now: float, engine: int, request: Request) -> None:
+    def finished(self, now: float, engine: int, request: TraceRequest) -> None:
         """Its blocks are no longer in use."""
         active = self._active[engine]
         for block in request.chain.hashes:
@@ -191,13 +192,13 @@ class DynamoLike(Seeing):
         return len(active) + len(hashes) - shared
 
 
-class MinTtft(Blind):
+class MinTtft(Policy):
     """The engine that answers first, as the engines themselves foresee it: with the requests that wait there
     and the blocks those will leave. Ties go to the engine that holds least. This is the best that a rule
     without regard for other requests can reach."""
 
-    def choose(self, now: float, request: Request, engines: Sequence[EngineTruth]) -> Choice:
+    def choose(self, now: float, request: TraceRequest, engines: Sequence[SimEngine]) -> PolicyChoice:
         """The lowest time to the first token."""
         foreseen = [engine.foresee(now, request.chain) for engine in engines]
         best = min(range(len(engines)), key=lambda at: (foreseen[at][0], engines[at].held))
-        return Choice(best, foreseen[best][1])
+        return PolicyChoice(best, foreseen[best][1])

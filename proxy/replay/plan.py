@@ -8,7 +8,7 @@ from typing import Any
 
 from proxy.replay.arrivals import speedup_for_load
 from proxy.replay.engine import EngineModel
-from proxy.replay.simulator import Outcome, Run
+from proxy.replay.simulator import ReplayRun, RunResult
 from proxy.replay.trace import Trace
 
 # Where neither the options nor the trace say how many.
@@ -16,7 +16,7 @@ ENGINES = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class P99Target:
     """The target that engines have to keep: a p99 time to first token, with at most `max_engines` engines."""
 
     p99_s: float
@@ -24,17 +24,15 @@ class Target:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ReplayPlan:
     """Every policy, with every seed, on every number of engines of every size.
 
     Attributes:
         models: what each engine of a run can do; they differ in GPU tokens alone.
         engines: numbers of them; empty for as many as the trace names, or else `ENGINES`.
-        policies: names.
         seeds: 0 for arrivals as recorded.
         load: share of the time that engines would be busy if nothing were cached; None for arrivals as
             recorded, or at `speedup`.
-        speedup: how much faster than recorded requests arrive.
         target: with it the number of engines is searched for.
     """
 
@@ -44,27 +42,23 @@ class Plan:
     seeds: Sequence[int] = (0,)
     load: float | None = None
     speedup: float = 1.0
-    target: Target | None = None
+    target: P99Target | None = None
 
-    def runs(self, trace: Trace) -> list[Run]:
-        """All runs.
-
-        Raises:
-            ValueError: the trace cannot be scaled to the load.
-        """
+    def runs(self, trace: Trace) -> list[ReplayRun]:
+        """All runs. Raises ValueError if the trace cannot be scaled to the load."""
         return [
-            Run(policy, engines, model, self._speedup(trace, model, engines), seed)
+            ReplayRun(policy, engines, model, self._speedup(trace, model, engines), seed)
             for engines in self.engines or (trace.engines or ENGINES,)
             for model in self.models
             for seed in self.seeds
             for policy in self.policies
         ]
 
-    def seeded(self, trace: Trace, policy: str, engines: int) -> list[Run]:
+    def seeded(self, trace: Trace, policy: str, engines: int) -> list[ReplayRun]:
         """One policy on a number of engines of the first size, with every seed."""
         model = self.models[0]
         speedup = self._speedup(trace, model, engines)
-        return [Run(policy, engines, model, speedup, seed) for seed in self.seeds]
+        return [ReplayRun(policy, engines, model, speedup, seed) for seed in self.seeds]
 
     def _speedup(self, trace: Trace, model: EngineModel, engines: int) -> float:
         if self.load is None:
@@ -95,7 +89,7 @@ class Plan:
         return f"{trace.name}: {len(trace.requests):,} requests{fleet}, {pace}; each engine {tiers}, {kind}"
 
 
-def notes(trace: Trace, outcomes: Sequence[Outcome]) -> list[str]:
+def notes(trace: Trace, outcomes: Sequence[RunResult]) -> list[str]:
     """Notes on what was left out or assumed, one sentence each."""
     left_out = {outcome.run.model.gpu_tokens: outcome.too_long for outcome in outcomes}
     noted = [

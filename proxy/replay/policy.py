@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, TypeVar
 
 from engine_adapter.types import Tier
 from proxy.core.index.blocks import BlockHash, Chain, reusable_tokens
 from proxy.core.index.prefix_index import Match, PrefixIndex
-from proxy.replay.engine import EngineModel
-from proxy.replay.trace import Request
+from proxy.replay.engine import EngineModel, Listener, SimEngine
+from proxy.replay.trace import TraceRequest
 
-NOTHING = Match()
 # A number, or two where the second decides among equals of the first.
 Cost = TypeVar("Cost", float, tuple[int, int])
 
 
-class Choice(NamedTuple):
+class PolicyChoice(NamedTuple):
     """The position of the engine that a request goes to, and its predicted cached tokens; None if the policy
     predicts none."""
 
@@ -27,15 +27,9 @@ class Choice(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Fleet:
-    """The engines of a run, which are all equal.
-
-    Attributes:
-        engines: how many.
-        model: what each of them can do.
-        tokens_per_block: of the trace.
-        common_blocks: leading blocks that all requests of the trace share.
-    """
+class SimFleet:
+    """The engines of a run, which are all equal. `common_blocks`: leading blocks that all requests of the
+    trace share."""
 
     engines: int
     model: EngineModel
@@ -43,62 +37,22 @@ class Fleet:
     common_blocks: int = 0
 
 
-class EngineTruth(Protocol):
-    """Facts that only the engine itself knows. Real routers do not know them; a policy that is a limit may
-    use them."""
+class Policy(Listener, ABC):
+    """Chooses an engine for each request. Like a router, it gets the events that follow.
 
-    @property
-    def held(self) -> int:
-        """Blocks on its GPU."""
-        ...
+    Ties are broken at random, by the seed.
+    """
 
-    def foresee(self, now: float, chain: Chain) -> tuple[float, int]:
-        """Seconds until the first token of a prompt that came now, and the cached tokens it would find."""
-        ...
-
-
-class Policy(Protocol):
-    """Chooses an engine for each request. Like a router, it gets the events that follow."""
-
-    def choose(self, now: float, request: Request, engines: Sequence[EngineTruth]) -> Choice:
-        """Chooses the engine, and counts the request as placed there."""
-        ...
-
-    def first_token(self, now: float, engine: int, request: Request) -> None:
-        """Its answer has begun."""
-        ...
-
-    def finished(self, now: float, engine: int, request: Request) -> None:
-        """Its answer has ended."""
-        ...
-
-    def stored(self, engine: int, tier: Tier, hashes: Sequence[BlockHash]) -> None:
-        """KV event: these blocks lie on a tier of the engine."""
-        ...
-
-    def removed(self, engine: int, tier: Tier, hashes: Sequence[BlockHash]) -> None:
-        """KV event: these blocks left a tier of the engine."""
-        ...
-
-
-class Blind:
-    """A policy that ignores all events. Ties are broken at random, by the seed."""
-
-    def __init__(self, fleet: Fleet, seed: int) -> None:
+    def __init__(self, fleet: SimFleet, seed: int) -> None:
         self.fleet = fleet
         self.random = Random(seed)  # noqa: S311 - a simulation
 
-    def first_token(self, now: float, engine: int, request: Request) -> None:
-        """Ignored."""
+    @abstractmethod
+    def choose(self, now: float, request: TraceRequest, engines: Sequence[SimEngine]) -> PolicyChoice:
+        """Chooses the engine, and counts the request as placed there.
 
-    def finished(self, now: float, engine: int, request: Request) -> None:
-        """Ignored."""
-
-    def stored(self, engine: int, tier: Tier, hashes: Sequence[BlockHash]) -> None:
-        """Ignored."""
-
-    def removed(self, engine: int, tier: Tier, hashes: Sequence[BlockHash]) -> None:
-        """Ignored."""
+        `engines` know what a router does not: for policies that are a limit.
+        """
 
     def least(self, costs: Sequence[Cost]) -> int:
         """The position of the lowest cost."""
@@ -107,27 +61,27 @@ class Blind:
         return ties[0] if len(ties) == 1 else self.random.choice(ties)
 
 
-class Counting(Blind):
+class Counting(Policy):
     """Counts the requests in flight of each engine."""
 
-    def __init__(self, fleet: Fleet, seed: int) -> None:
+    def __init__(self, fleet: SimFleet, seed: int) -> None:
         super().__init__(fleet, seed)
         self.in_flight = [0] * fleet.engines
 
-    def placed(self, engine: int, predicted_tokens: int | None = None) -> Choice:
+    def placed(self, engine: int, predicted_tokens: int | None = None) -> PolicyChoice:
         """Counts the request as placed there."""
         self.in_flight[engine] += 1
-        return Choice(engine, predicted_tokens)
+        return PolicyChoice(engine, predicted_tokens)
 
-    def finished(self, now: float, engine: int, request: Request) -> None:
+    def finished(self, now: float, engine: int, request: TraceRequest) -> None:
         """One request less in flight."""
         self.in_flight[engine] -= 1
 
 
-class Seeing(Blind):
+class Seeing(Policy):
     """Knows what each engine holds, by its KV events."""
 
-    def __init__(self, fleet: Fleet, seed: int) -> None:
+    def __init__(self, fleet: SimFleet, seed: int) -> None:
         super().__init__(fleet, seed)
         self.index = PrefixIndex()
         self.names = [f"e{at}" for at in range(fleet.engines)]
@@ -145,7 +99,7 @@ class Seeing(Blind):
     def matches(self, chain: Chain) -> list[Match]:
         """The match of a prompt on each engine."""
         found = self.index.match(chain.hashes)
-        return [found.get(name, NOTHING) for name in self.names]
+        return [found.get(name, Match()) for name in self.names]
 
 
 def cached_tokens(chain: Chain, match: Match) -> int:

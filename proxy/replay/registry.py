@@ -7,13 +7,13 @@ from functools import partial
 
 from proxy.replay.kvpin import TERMS, Kvpin
 from proxy.replay.peers import DynamoLike, LlmdDefault, MinTtft, SglangCacheAware
-from proxy.replay.policy import Fleet, Policy
+from proxy.replay.policy import Policy, SimFleet
 from proxy.replay.simple import BoundedHash, LeastLoaded, RoundRobin, Sticky
 
 # An upper bound: one cache that all engines share. It has hits and no times.
 ORACLE = "oracle"
 
-POLICIES: dict[str, Callable[[Fleet, int], Policy]] = {
+POLICIES: dict[str, Callable[[SimFleet, int], Policy]] = {
     "kvpin": Kvpin,
     "round-robin": RoundRobin,
     "least-loaded": LeastLoaded,
@@ -24,7 +24,7 @@ POLICIES: dict[str, Callable[[Fleet, int], Policy]] = {
     "dynamo": DynamoLike,
     "min-ttft": MinTtft,
 }
-ABLATIONS: dict[str, Callable[[Fleet, int], Policy]] = {
+ABLATIONS: dict[str, Callable[[SimFleet, int], Policy]] = {
     f"kvpin-no-{term}": partial(Kvpin, without=term) for term in TERMS
 }
 # Names that stand for several policies.
@@ -40,11 +40,8 @@ class UnknownPolicy(ValueError):
 
 
 def resolve(names: Iterable[str]) -> tuple[str, ...]:
-    """Names with groups spelled out, each once, in the order given.
-
-    Raises:
-        UnknownPolicy: a name is unknown.
-    """
+    """Names with groups spelled out, each once, in the order given. Raises UnknownPolicy if a name is
+    unknown."""
     resolved: dict[str, None] = {}
     for name in names:
         if name not in GROUPS and name not in NAMES:
@@ -54,6 +51,6 @@ def resolve(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(resolved)
 
 
-def make(name: str, fleet: Fleet, seed: int) -> Policy:
+def make(name: str, fleet: SimFleet, seed: int) -> Policy:
     """A policy by its name, other than the oracle."""
     return {**POLICIES, **ABLATIONS}[name](fleet, seed)

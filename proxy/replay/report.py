@@ -9,11 +9,9 @@ from statistics import fmean
 from typing import Any
 
 import msgspec
-from rich.console import Console
-from rich.table import Table
 
 from proxy.replay.capacity import Need
-from proxy.replay.simulator import Outcome
+from proxy.replay.simulator import RunResult
 
 # Columns that also show how far runs are apart.
 _SPREAD = ("hit_percent", "mean_ttft_s", "p99_ttft_s")
@@ -30,13 +28,9 @@ COLUMNS: tuple[tuple[str, str, int], ...] = (
     ("evicted_blocks", "evicted", 0),
     ("exact_percent", "exact %", 1),
 )
-# Columns that a narrow terminal does not show, in the order in which they go.
-_LESS = ("imbalance", "evicted_blocks", "exact_percent", "p50_ttft_s")
-# Wide enough to measure any table.
-_ENDLESS = Console(width=10_000)
 
 
-def rows(outcomes: Iterable[Outcome]) -> list[dict[str, Any]]:
+def rows(outcomes: Iterable[RunResult]) -> list[dict[str, Any]]:
     """One row for each run; None for a figure that it does not have.
 
     Shares of tokens are in percent, times in seconds. `imbalance` is the busiest engine's computed tokens
@@ -45,7 +39,7 @@ def rows(outcomes: Iterable[Outcome]) -> list[dict[str, Any]]:
     return [_row(outcome) for outcome in outcomes]
 
 
-def _row(outcome: Outcome) -> dict[str, Any]:
+def _row(outcome: RunResult) -> dict[str, Any]:
     run, tokens = outcome.run, outcome.prompt_tokens
     exact = outcome.exact_share
     return {
@@ -96,49 +90,6 @@ def _merge(group: Sequence[Row]) -> dict[str, Any]:
         merged[column] = mean = fmean(values)
         merged["spread"][column] = max(abs(value - mean) for value in values)
     return merged
-
-
-def table(each: Sequence[Row], width: int | None = None) -> Table:
-    """A table: one line for each policy, number of engines and size, the best times first.
-
-    With `width`, columns of `_LESS` are left out until the table has at most that many characters; a line
-    below names them.
-    """
-    left_out = 0
-    shown = _table(each, ())
-    while width is not None and width_of(shown) > width and left_out < len(_LESS):
-        left_out += 1
-        shown = _table(each, _LESS[:left_out])
-    return shown
-
-
-def width_of(shown: Table) -> int:
-    """The characters of a line of the table when nothing is cut."""
-    return _ENDLESS.measure(shown).maximum
-
-
-def _table(each: Sequence[Row], hidden: Sequence[str]) -> Table:
-    columns = [column for column in COLUMNS if column[0] not in hidden]
-    shown = Table(caption_justify="left", caption_style="dim")
-    if hidden:
-        names = ", ".join(heading for key, heading, _ in COLUMNS if key in hidden)
-        shown.caption = f"no room for: {names} (--csv - shows everything)"
-    sizes = {row["gpu_tokens"] for row in each}
-    shown.add_column("engines", justify="right", no_wrap=True)
-    if len(sizes) > 1:
-        shown.add_column("GPU tokens", justify="right", no_wrap=True)
-    shown.add_column("policy", no_wrap=True)
-    for _, heading, _ in columns:
-        shown.add_column(heading, justify="right", no_wrap=True)
-    before = None
-    for row in over_seeds(each):
-        if before is not None and on(row) != before:
-            shown.add_section()
-        before = on(row)
-        size = [f"{row['gpu_tokens']:,}"] if len(sizes) > 1 else []
-        cells = (cell(row, column, digits) for column, _, digits in columns)
-        shown.add_row(str(row["engines"]), *size, row["policy"], *cells)
-    return shown
 
 
 def cell(row: Row, column: str, digits: int) -> str:

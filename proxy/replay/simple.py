@@ -8,27 +8,28 @@ from math import ceil
 
 from xxhash import xxh3_64_intdigest
 
-from proxy.replay.policy import Blind, Choice, Counting, EngineTruth, Fleet
-from proxy.replay.trace import Request
+from proxy.replay.engine import SimEngine
+from proxy.replay.policy import Counting, Policy, PolicyChoice, SimFleet
+from proxy.replay.trace import TraceRequest
 
 
-class RoundRobin(Blind):
+class RoundRobin(Policy):
     """Each engine in turn."""
 
-    def __init__(self, fleet: Fleet, seed: int) -> None:
+    def __init__(self, fleet: SimFleet, seed: int) -> None:
         super().__init__(fleet, seed)
         self._next = 0
 
-    def choose(self, now: float, request: Request, engines: Sequence[EngineTruth]) -> Choice:
+    def choose(self, now: float, request: TraceRequest, engines: Sequence[SimEngine]) -> PolicyChoice:
         """The next one."""
         engine, self._next = self._next, (self._next + 1) % self.fleet.engines
-        return Choice(engine)
+        return PolicyChoice(engine)
 
 
 class LeastLoaded(Counting):
     """The engine with the fewest requests in flight."""
 
-    def choose(self, now: float, request: Request, engines: Sequence[EngineTruth]) -> Choice:
+    def choose(self, now: float, request: TraceRequest, engines: Sequence[SimEngine]) -> PolicyChoice:
         """The least busy one."""
         return self.placed(self.least(self.in_flight))
 
@@ -40,12 +41,12 @@ class Sticky(Counting):
     If a trace names no sessions, requests with the same first blocks form one: see `affinity`.
     """
 
-    def __init__(self, fleet: Fleet, seed: int) -> None:
+    def __init__(self, fleet: SimFleet, seed: int) -> None:
         super().__init__(fleet, seed)
         self._homes: dict[str, int] = {}
         self._sessions = [0] * fleet.engines
 
-    def choose(self, now: float, request: Request, engines: Sequence[EngineTruth]) -> Choice:
+    def choose(self, now: float, request: TraceRequest, engines: Sequence[SimEngine]) -> PolicyChoice:
         """Where the session is."""
         key = affinity(request, self.fleet)
         home = self._homes.get(key)
@@ -67,7 +68,7 @@ class BoundedHash(Counting):
     LOAD_FACTOR = 1.25
     REPLICATION = 256
 
-    def __init__(self, fleet: Fleet, seed: int) -> None:
+    def __init__(self, fleet: SimFleet, seed: int) -> None:
         super().__init__(fleet, seed)
         ring = sorted(
             (xxh3_64_intdigest(f"e{engine}/{copy}".encode(), seed=seed), engine)
@@ -77,7 +78,7 @@ class BoundedHash(Counting):
         self._points = [point for point, _ in ring]
         self._owners = [engine for _, engine in ring]
 
-    def choose(self, now: float, request: Request, engines: Sequence[EngineTruth]) -> Choice:
+    def choose(self, now: float, request: TraceRequest, engines: Sequence[SimEngine]) -> PolicyChoice:
         """The first engine on the ring that is below its bound."""
         bound = ceil(self.LOAD_FACTOR * (sum(self.in_flight) + 1) / self.fleet.engines)
         key = affinity(request, self.fleet)
@@ -88,7 +89,7 @@ class BoundedHash(Counting):
         return self.placed(owners[at % len(owners)])
 
 
-def affinity(request: Request, fleet: Fleet) -> str:
+def affinity(request: TraceRequest, fleet: SimFleet) -> str:
     """The key of a conversation: its session, or else the first block that not all requests share. A prompt
     without such a block is a conversation of its own.
 

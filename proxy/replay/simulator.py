@@ -10,11 +10,11 @@ from math import ceil, inf
 from engine_adapter.types import Tier
 from proxy.core.index.blocks import BlockHash
 from proxy.replay.arrivals import arrivals, fitting
-from proxy.replay.engine import EngineModel, SimEngine
+from proxy.replay.engine import EngineModel, Listener, SimEngine
 from proxy.replay.oracle import oracle_hits
-from proxy.replay.policy import Fleet, Policy
+from proxy.replay.policy import Policy, SimFleet
 from proxy.replay.registry import ORACLE, make
-from proxy.replay.trace import Request, Trace
+from proxy.replay.trace import Trace, TraceRequest
 
 # Requests between two reports of progress.
 REPORT_EVERY = 256
@@ -22,13 +22,10 @@ _ROUNDING = 1e-9  # 0.99 of 100 is 99
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class ReplayRun:
     """A run to simulate.
 
     Attributes:
-        policy: its name.
-        engines: how many.
-        model: what each of them can do.
         speedup: how much faster than recorded requests arrive.
         seed: 0 for arrivals as recorded.
     """
@@ -41,25 +38,19 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class RunResult:
     """The outcome of one run. Times in seconds, of all served requests.
 
     Attributes:
-        run: what was simulated.
-        requests: how many were served.
         too_long: requests that fit into no engine; they were left out.
-        prompt_tokens: of the served requests.
-        gpu_hits: cached tokens found on GPUs.
-        host_hits: those on host tiers.
         ttfts: times to the first token, sorted; empty for the oracle.
         computed: prompt tokens that each engine computed.
-        evicted: blocks that left GPUs.
         predicted: requests whose cached tokens the policy predicted.
         exact: requests where the prediction was right.
         off_tokens: mean error of the predictions, in tokens.
     """
 
-    run: Run
+    run: ReplayRun
     requests: int
     too_long: int
     prompt_tokens: int
@@ -104,7 +95,7 @@ def quantile_of(ordered: Sequence[float], share: float) -> float:
     return ordered[max(ceil(share * len(ordered) - _ROUNDING) - 1, 0)]
 
 
-def simulate(trace: Trace, run: Run, progress: Callable[[int], None] | None = None) -> Outcome:
+def simulate(trace: Trace, run: ReplayRun, progress: Callable[[int], None] | None = None) -> RunResult:
     """The outcome of a run; the same run always has the same outcome. `progress` is called with the number of
     requests placed since its last call.
 
@@ -121,8 +112,8 @@ def simulate(trace: Trace, run: Run, progress: Callable[[int], None] | None = No
         hits = oracle_hits([request for _, request in timed], run.engines, run.model)
         if progress is not None:
             progress(len(timed))
-        return Outcome(run, len(served), too_long, prompt_tokens, hits, 0)
-    fleet = Fleet(run.engines, run.model, trace.tokens_per_block, trace.common_blocks)
+        return RunResult(run, len(served), too_long, prompt_tokens, hits, 0)
+    fleet = SimFleet(run.engines, run.model, trace.tokens_per_block, trace.common_blocks)
     simulation = _Simulation(fleet, make(run.policy, fleet, run.seed))
     simulation.play(timed, progress)
     outcome = simulation.outcome(run, too_long, prompt_tokens)
@@ -131,10 +122,10 @@ def simulate(trace: Trace, run: Run, progress: Callable[[int], None] | None = No
     return outcome
 
 
-class _Simulation:
+class _Simulation(Listener):
     """The event loop, which also collects what the engines report."""
 
-    def __init__(self, fleet: Fleet, policy: Policy) -> None:
+    def __init__(self, fleet: SimFleet, policy: Policy) -> None:
         self._policy = policy
         self._engines = [
             SimEngine(at, fleet.model, fleet.tokens_per_block, self) for at in range(fleet.engines)
@@ -144,7 +135,9 @@ class _Simulation:
         self._gpu_hits = self._host_hits = 0
         self._predicted = self._exact = self._off = 0
 
-    def play(self, timed: Sequence[tuple[float, Request]], progress: Callable[[int], None] | None) -> None:
+    def play(
+        self, timed: Sequence[tuple[float, TraceRequest]], progress: Callable[[int], None] | None
+    ) -> None:
         """Plays all requests, to the last token of the last one."""
         engines, agenda = self._engines, list[tuple[float, int]]()
         for count, (now, request) in enumerate(timed, 1):
@@ -174,9 +167,9 @@ class _Simulation:
             if engine.due < inf:
                 heappush(agenda, (engine.due, at))
 
-    def outcome(self, run: Run, too_long: int, prompt_tokens: int) -> Outcome:
+    def outcome(self, run: ReplayRun, too_long: int, prompt_tokens: int) -> RunResult:
         """The outcome."""
-        return Outcome(
+        return RunResult(
             run=run,
             requests=len(self._ttfts),
             too_long=too_long,
@@ -193,7 +186,7 @@ class _Simulation:
 
     # --- called by the engines ----------------------------------------------------------------------
 
-    def started(self, now: float, engine: int, request: Request, gpu: int, host: int) -> None:
+    def started(self, now: float, engine: int, request: TraceRequest, gpu: int, host: int) -> None:
         """Counts its cached tokens."""
         self._gpu_hits += gpu
         self._host_hits += host
@@ -203,12 +196,12 @@ class _Simulation:
             self._exact += predicted == gpu + host
             self._off += abs(predicted - gpu - host)
 
-    def first_token(self, now: float, engine: int, request: Request) -> None:
+    def first_token(self, now: float, engine: int, request: TraceRequest) -> None:
         """Notes its time to first token."""
         self._ttfts.append(now - self._arrived.pop(request.id)[0])
         self._policy.first_token(now, engine, request)
 
-    def finished(self, now: float, engine: int, request: Request) -> None:
+    def finished(self, now: float, engine: int, request: TraceRequest) -> None:
         """Its answer has ended."""
         self._policy.finished(now, engine, request)
 

@@ -33,17 +33,14 @@ class TraceError(Exception):
     """The trace cannot be replayed; the message says where and why."""
 
 
-class Line(msgspec.Struct, omit_defaults=True):
+class TraceLine(msgspec.Struct, omit_defaults=True):
     """One line of a trace file: a request.
 
     Attributes:
         timestamp: its arrival in milliseconds since the recording began.
-        input_length: prompt tokens.
-        output_length: tokens of the answer.
         hash_ids: one id per full block; it stands for that block and all before it. One more, for a tail that
             fills no block, may follow.
         session_id: the conversation it belongs to, if known.
-        block_tokens: tokens of a block.
         model, engine: the model and the engine that served it, if known.
         status: the HTTP status that the client got, if known.
     """
@@ -65,14 +62,12 @@ class Line(msgspec.Struct, omit_defaults=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class TraceRequest:
     """One request of a trace.
 
     Attributes:
         id: its position in the trace.
-        at: arrival in seconds.
         chain: its full blocks.
-        output_tokens: tokens of the answer.
         session: the conversation it belongs to; None if unknown.
     """
 
@@ -93,8 +88,6 @@ class Trace:
     """Requests in the order of arrival, and what is true of all of them.
 
     Attributes:
-        name: of the file.
-        requests: at least one.
         tokens_per_block: the same for all of them.
         common_blocks: leading blocks that all of them share, as of one system prompt.
         engines: engines that served them, as the file names them; 0 if it names none.
@@ -104,7 +97,7 @@ class Trace:
     """
 
     name: str
-    requests: tuple[Request, ...]
+    requests: tuple[TraceRequest, ...]
     tokens_per_block: int
     common_blocks: int
     engines: int = 0
@@ -159,7 +152,7 @@ def read_trace(
         chains = _chained(chains)
     order = sorted(range(len(lines)), key=lambda at: lines[at].timestamp)
     requests = tuple(
-        Request(
+        TraceRequest(
             id=position,
             at=lines[at].timestamp / 1000,
             chain=Chain(chains[at], lines[at].input_length, size),
@@ -180,7 +173,7 @@ def read_trace(
     )
 
 
-def _of_one_model(path: Path, lines: list[Line], model: str | None) -> list[Line]:
+def _of_one_model(path: Path, lines: list[TraceLine], model: str | None) -> list[TraceLine]:
     """The lines of that model; all lines if no model is given and the trace names at most one."""
     names = sorted({line.model for line in lines if line.model})
     if model is None and len(names) > 1:
@@ -193,9 +186,9 @@ def _of_one_model(path: Path, lines: list[Line], model: str | None) -> list[Line
     return lines if model is None else [line for line in lines if line.model == model]
 
 
-def _lines(path: Path, limit: int | None, opened: Callable[[Path], BinaryIO]) -> Iterator[Line | None]:
+def _lines(path: Path, limit: int | None, opened: Callable[[Path], BinaryIO]) -> Iterator[TraceLine | None]:
     """Yields the lines of a file; None in place of an incomplete last line."""
-    decoder = msgspec.json.Decoder(Line)
+    decoder = msgspec.json.Decoder(TraceLine)
     at = 0
     try:
         with opened(path) as packed, gzip.open(packed) if path.suffix == ".gz" else packed as file:
@@ -210,7 +203,7 @@ def _lines(path: Path, limit: int | None, opened: Callable[[Path], BinaryIO]) ->
         raise TraceError(f"{path}, line {at}: {error}") from error
 
 
-def _last(decoder: msgspec.json.Decoder[Line], text: bytes) -> Line | None:
+def _last(decoder: msgspec.json.Decoder[TraceLine], text: bytes) -> TraceLine | None:
     """A last line without a newline: whole, or None if its writer was killed while writing it."""
     try:
         return _checked(decoder.decode(text))
@@ -220,7 +213,7 @@ def _last(decoder: msgspec.json.Decoder[Line], text: bytes) -> Line | None:
         return None
 
 
-def _checked(line: Line) -> Line:
+def _checked(line: TraceLine) -> TraceLine:
     """Raises ValueError for a line that contradicts itself."""
     full = line.input_length // line.block_tokens
     if len(line.hash_ids) < full:

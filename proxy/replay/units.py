@@ -20,11 +20,8 @@ class AmountError(ValueError):
 
 
 def parse_amount(text: str) -> tuple[int, bool]:
-    """The number, and whether it is in bytes: `k`, `M` and `G` are plain, `kB` and `KiB` are bytes.
-
-    Raises:
-        AmountError: the text is not an amount.
-    """
+    """The number, and whether it is in bytes: `k`, `M` and `G` are plain, `kB` and `KiB` are bytes. Raises
+    AmountError if the text is not an amount."""
     matched = _AMOUNT.fullmatch(text.strip())
     if matched is not None:
         unit = matched[2].lower()
@@ -38,11 +35,7 @@ def parse_amount(text: str) -> tuple[int, bool]:
 
 
 def parse_count(text: str) -> int:
-    """A number that is not in bytes.
-
-    Raises:
-        AmountError: the text is no such number.
-    """
+    """A number that is not in bytes. Raises AmountError if the text is no such number."""
     number, of_bytes = parse_amount(text)
     if of_bytes:
         raise AmountError(f"{text!r} is in bytes; write a count like 500k or 2M")
@@ -50,11 +43,8 @@ def parse_count(text: str) -> int:
 
 
 def parse_tokens(text: str, bytes_per_token: int | None) -> int:
-    """Tokens, written as a count or as the bytes of their KV.
-
-    Raises:
-        AmountError: the text is neither, or is in bytes without `bytes_per_token`.
-    """
+    """Tokens, written as a count or as the bytes of their KV. Raises AmountError if the text is neither, or
+    is in bytes without `bytes_per_token`."""
     number, of_bytes = parse_amount(text)
     if not of_bytes:
         return number

@@ -1,13 +1,12 @@
 """The operator's settings. Flags win over environment variables, which win over the TOML file.
 
-models.py   the settings, typed, with their defaults
+models.py   the settings, typed, with their defaults; what must not be together
 engines.py  those of engines                 fields.py  what single values may be
 load.py     flags, environment and file → Settings; an unknown key is an error at start
 flags.py    the short forms of `--engine`, `--managed`, `--engines-from` and `--model-alias`
 changes.py  what differs when the settings are read again
 sources.py  the addresses of `[[discovery]]`
 key_file.py the admin key in a file of its own
-together.py what settings must not be together
 sentences.py  validation errors in plain English
 
 A setting that every engine has is a field of `EngineSpec` and of `_EngineSettings` in engines.py. A setting

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import re
 import shlex
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from itertools import chain, count
 from typing import Annotated, Any, Self, TypeVar
 
@@ -33,7 +35,6 @@ from engine_adapter import (
 )
 from proxy.settings.fields import HOST, Kind, Name, Secret, SettingsError, SourceUrl, Url
 from proxy.settings.sources import DnsSource, KubernetesSource, SrvSource, parse_source
-from proxy.settings.together import faults_between, repeated, require_none
 
 _ID_LENGTH = 64
 
@@ -206,11 +207,8 @@ class ManagedSettings(_EngineSettings):
         return self
 
     def spec(self, port: int) -> EngineSpec:
-        """The description of the engine that listens on `port`.
-
-        Raises:
-            EngineSpecError: the command contradicts the other settings.
-        """
+        """The description of the engine that listens on `port`. Raises EngineSpecError if the command
+        contradicts the other settings."""
         return managed_kind(self.kind).complete(self._spec(f"http://127.0.0.1:{port}"), self.command)
 
 
@@ -228,8 +226,34 @@ class EnginesFile(BaseModel):
     def _name_engines(self) -> Self:
         named = [_named_by_address(engine) for engine in self.engines]
         object.__setattr__(self, "engines", tuple(named))
-        require_none((*repeated(engine.id for engine in named), *faults_between(named)))
+        require_none((*repeated_ids(named), *repeated_engines(named)))
         return self
+
+
+def require_none(faults: Iterable[str]) -> None:
+    """Raises ValueError with one line for each fault, if there are some."""
+    if lines := "\n".join(faults):
+        raise ValueError(lines)
+
+
+def repeated_engines(engines: Iterable[EngineSettings]) -> Iterator[str]:
+    """A sentence for each engine that is named twice."""
+    at: dict[str, list[EngineSpec]] = defaultdict(list)
+    for engine in engines:
+        spec = engine.spec()
+        if same := next((other for other in at[spec.server] if other.is_same(spec)), None):
+            names = f"{same.id!r} and {spec.id!r}" if same.id and spec.id else "two engines"
+            yield f"{names} are one engine, at {spec.server}: name it once"
+        at[spec.server].append(spec)
+
+
+def repeated_ids(engines: Iterable[EngineSettings | ManagedSettings]) -> Iterator[str]:
+    """A sentence for each id that engines have twice."""
+    seen = set[str]()
+    for engine in engines:
+        if engine.id in seen:
+            yield f"two engines have the id {engine.id!r}"
+        seen.add(engine.id)
 
 
 def _named_by_address(engine: EngineSettings) -> EngineSettings:

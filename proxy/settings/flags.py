@@ -5,13 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
+from typing import TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from proxy.settings.engines import DiscoverySettings, EngineSettings, ManagedSettings, option_names
 from proxy.settings.fields import SettingsError
 from proxy.settings.sentences import details_of, plain_message
 
+_Model = TypeVar("_Model", bound=BaseModel)
 _COMMON = tuple(name for name in EngineSettings.model_fields if name not in ("kind", "url"))
 
 _COMMAND_LINE = re.compile(r"\s*[A-Za-z][A-Za-z0-9_-]*:(\s|-|$)")
@@ -34,20 +36,10 @@ def parse_engine_flag(
 ) -> EngineSettings:
     """Reads `KIND=URL[,name=value…]`, e.g. `vllm=http://gpu1:8000,tokenizer=Qwen/Qwen3-8B`.
 
-    Args:
-        text: what the operator wrote.
-        flag: the flag, for the error.
-        reads_as: what it becomes.
-        more: options that other flags gave.
-
-    Raises:
-        SettingsError: what is wrong, without the options' values: one may be a key.
+    `more`: options that other flags gave. Raises SettingsError without the options' values: one may be a key.
     """
     values = split_engine_flag(text, flag=flag, more=more)
-    try:
-        return reads_as.model_validate(values)
-    except ValidationError as error:
-        raise SettingsError(f"{_label(flag, values['kind'])}: {_first(error)}") from None
+    return _checked(reads_as, values, _label(flag, values["kind"]))
 
 
 def parse_discovery_flag(text: str) -> DiscoverySettings:
@@ -55,10 +47,7 @@ def parse_discovery_flag(text: str) -> DiscoverySettings:
     flag = "--engines-from"
     values = split_engine_flag(text, flag=flag, form="KIND=SOURCE, e.g. vllm=dns://vllm.example:8000")
     values["source"] = values.pop("url")
-    try:
-        return DiscoverySettings.model_validate(values)
-    except ValidationError as error:
-        raise SettingsError(f"{_label(flag, values['kind'])}: {_first(error)}") from None
+    return _checked(DiscoverySettings, values, _label(flag, values["kind"]))
 
 
 def split_engine_flag(
@@ -97,23 +86,12 @@ def _label(flag: str, kind: str) -> str:
 
 def parse_managed_flag(text: str, *, flag: str = "--managed") -> ManagedSettings:
     """Reads `KIND: command line`, e.g. `llama-server: -m model.gguf` or `vllm: vllm serve qwen3
-    --port {port}`. `embedded` may stand alone.
-
-    Args:
-        text: what the operator wrote.
-        flag: the flag, for the error.
-
-    Raises:
-        SettingsError: what is wrong.
-    """
+    --port {port}`. `embedded` may stand alone. Raises SettingsError."""
     kind, colon, command = text.partition(":")
     kind = kind.strip()
     if not kind or (not colon and " " in kind):
         raise SettingsError(f"{flag} {text!r}: write KIND: command line, e.g. 'embedded: --kv-blocks 512'")
-    try:
-        return ManagedSettings.model_validate({"kind": kind, "command": command})
-    except ValidationError as error:
-        raise SettingsError(f"{flag} {kind!r}: {_first(error)}") from None
+    return _checked(ManagedSettings, {"kind": kind, "command": command}, f"{flag} {kind!r}")
 
 
 def parse_alias_flags(texts: Iterable[str]) -> dict[str, str]:
@@ -129,7 +107,10 @@ def parse_alias_flags(texts: Iterable[str]) -> dict[str, str]:
     return aliases
 
 
-def _first(error: ValidationError) -> str:
-    first = details_of(error)[0]
-    where = f"{first['loc'][0]}: " if first["loc"] else ""
-    return where + plain_message(first)
+def _checked(reads_as: type[_Model], values: Mapping[str, str], label: str) -> _Model:
+    try:
+        return reads_as.model_validate(values)
+    except ValidationError as error:
+        first = details_of(error)[0]
+        where = f"{first['loc'][0]}: " if first["loc"] else ""
+        raise SettingsError(f"{label}: {where}{plain_message(first)}") from None

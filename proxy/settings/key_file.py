@@ -17,11 +17,8 @@ _KEY_BYTES = 32
 
 
 def key_in(path: Path) -> str:
-    """The key in a file; a missing file is made, with a random key and mode 0600.
-
-    Raises:
-        ValueError: it cannot be read or made, is not a file, or others may read or change it.
-    """
+    """The key in a file; a missing file is made, with a random key and mode 0600. Raises ValueError if it
+    cannot be read or made, is not a file, or others may read or change it."""
     try:
         if not path.exists():
             _make(path)

@@ -14,6 +14,7 @@ from pydantic import BaseModel, SecretStr, ValidationError
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource
 from pydantic_settings import SettingsError as SourceError
+from typing_extensions import override
 
 from proxy.settings.engines import EngineSettings, EnginesFile, option_names
 from proxy.settings.fields import SettingsError
@@ -35,34 +36,14 @@ _SWITCH_VALUES = {"1": True, "true": True, "0": False, "false": False}
 def load_settings(config: Path | None = None, **flags: Any) -> Settings:  # noqa: ANN401 - checked by the model
     """The settings. Lowest to highest: defaults, TOML file, reuse switches, KVPIN_ variables, flags.
 
-    Args:
-        config: a TOML file; None takes the file that KVPIN_CONFIG names, if any.
-        flags: settings by name, nested ones as mappings; None means "not given".
-
-    Raises:
-        SettingsError: a line for each fault: an unknown key, or a value that kvpin cannot use.
+    `config` is a TOML file; None takes the one that KVPIN_CONFIG names. `flags` are settings by name, nested
+    ones as mappings; None means "not given". Raises SettingsError with a line for each fault: an unknown key,
+    or a value that kvpin cannot use.
     """
-    settings, faults = check_settings(config, **flags)
-    if settings is not None and settings.admin_key_file is not None and settings.admin_key is None:
-        _make_key(settings.admin_key_file)
-        settings, faults = check_settings(config, **flags)
+    settings, faults = _checked(config, flags, makes_key=True)
     if settings is None or faults:
         raise SettingsError("\n".join(faults))
     return settings
-
-
-def _make_key(path: Path) -> None:
-    """Makes the file of the admin key; raises SettingsError."""
-    try:
-        key_in(path)
-    except ValueError as error:
-        raise SettingsError(f"setting 'admin_key_file' cannot be used: {error}") from error
-
-
-def settings_file(config: Path | None) -> Path | None:
-    """The TOML file: `config`, else the one that KVPIN_CONFIG names, if any."""
-    named = os.environ.get(CONFIG_VARIABLE)
-    return Path(named) if config is None and named else config
 
 
 def check_settings(config: Path | None = None, **flags: Any) -> tuple[Settings | None, list[str]]:  # noqa: ANN401
@@ -71,6 +52,19 @@ def check_settings(config: Path | None = None, **flags: Any) -> tuple[Settings |
     What depends on several settings is checked only where each of them can be used. A missing file of the
     admin key is no fault: `load_settings` makes it.
     """
+    return _checked(config, flags, makes_key=False)
+
+
+def settings_file(config: Path | None) -> Path | None:
+    """The TOML file: `config`, else the one that KVPIN_CONFIG names, if any."""
+    named = os.environ.get(CONFIG_VARIABLE)
+    return Path(named) if config is None and named else config
+
+
+def _checked(
+    config: Path | None, flags: Mapping[str, Any], *, makes_key: bool
+) -> tuple[Settings | None, list[str]]:
+    """As `check_settings`; with `makes_key`, a missing file of the admin key is made."""
     given = {name: value for name, value in flags.items() if value is not None}
     config = settings_file(config)
     from_file, switches = dict[str, Any](), dict[str, bool]()
@@ -85,51 +79,55 @@ def check_settings(config: Path | None = None, **flags: Any) -> tuple[Settings |
         switches = _read_switches()
     except SettingsError as error:
         faults.append(str(error))
-    settings, wrong = _validated(given, switches, from_file, config)
-    return settings, faults + wrong
-
-
-def _validated(
-    given: Mapping[str, Any],
-    switches: Mapping[str, bool],
-    from_file: Mapping[str, Any],
-    config: Path | None,
-) -> tuple[Settings | None, list[str]]:
-    """The settings of all sources, None if a value cannot be used; and a sentence for each such value."""
-
-    class LoadedSettings(Settings):
-        """Settings with this call's sources."""
-
-        @classmethod
-        def settings_customise_sources(
-            cls,
-            settings_cls: type[BaseSettings],
-            init_settings: PydanticBaseSettingsSource,
-            env_settings: PydanticBaseSettingsSource,
-            dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003 - the base class names it
-            file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003 - likewise
-        ) -> tuple[PydanticBaseSettingsSource, ...]:
-            lower = [
-                InitSettingsSource(settings_cls, init_kwargs=dict(layer)) for layer in (switches, from_file)
-            ]
-            return (init_settings, env_settings, *lower)
-
+    loaded = _with_sources(from_file | switches)
     try:
-        settings = LoadedSettings(**given)
-        if settings.admin_key_file is not None and settings.admin_key_file.exists():
-            settings = LoadedSettings(**given, admin_key=_admin_key_in_its_file(settings))
+        settings = loaded(**given)
+        file = settings.admin_key_file
+        if file is not None and (makes_key or file.exists()):
+            settings = loaded(**given, admin_key=_admin_key_in(file, settings))
     except ValidationError as error:
         wrong = (
             _sentence(each, given, from_file, config)
             for each in details_of(error)
             if not _is_unknown_variable(each)
         )
-        return None, list(dict.fromkeys(line for each in wrong for line in each.splitlines()))
+        return None, faults + list(dict.fromkeys(line for each in wrong for line in each.splitlines()))
     except SourceError as error:
-        return None, [_not_json(error)]
+        return None, [*faults, _not_json(error)]
     except SettingsError as error:
-        return None, [str(error)]
-    return settings, []
+        return None, [*faults, str(error)]
+    return settings, faults
+
+
+def _with_sources(lower: dict[str, Any]) -> type[Settings]:
+    """The settings whose sources are their arguments, the environment, and `lower`."""
+
+    class LoadedSettings(Settings):
+        """Settings with this call's sources."""
+
+        @override
+        @classmethod
+        def settings_customise_sources(
+            cls,
+            settings_cls: type[BaseSettings],
+            init_settings: PydanticBaseSettingsSource,
+            env_settings: PydanticBaseSettingsSource,
+            dotenv_settings: PydanticBaseSettingsSource,
+            file_secret_settings: PydanticBaseSettingsSource,
+        ) -> tuple[PydanticBaseSettingsSource, ...]:
+            return init_settings, env_settings, InitSettingsSource(settings_cls, init_kwargs=lower)
+
+    return LoadedSettings
+
+
+def _admin_key_in(file: Path, settings: Settings) -> SecretStr:
+    """The admin key of the file that the settings name; raises SettingsError."""
+    if settings.admin_key is not None:
+        raise SettingsError("admin_key and admin_key_file are both set: set only one")
+    try:
+        return SecretStr(key_in(file))
+    except ValueError as error:
+        raise SettingsError(f"setting 'admin_key_file' cannot be used: {error}") from error
 
 
 def _not_json(error: SourceError) -> str:
@@ -147,22 +145,9 @@ def _is_unknown_variable(error: ErrorDetails) -> bool:
     return error["type"] == "extra_forbidden" and _variable_of(error["loc"]) == variable
 
 
-def _admin_key_in_its_file(settings: Settings) -> SecretStr:
-    """The admin key of the file that the settings name; raises SettingsError."""
-    if settings.admin_key is not None:
-        raise SettingsError("admin_key and admin_key_file are both set: set only one")
-    try:
-        return SecretStr(key_in(settings.admin_key_file or Path()))
-    except ValueError as error:
-        raise SettingsError(f"setting 'admin_key_file' cannot be used: {error}") from error
-
-
 def read_engines(path: Path) -> tuple[EngineSettings, ...]:
     """The engines of a file, in the shape of the settings' `engines`: TOML, or JSON if it ends in `.json`.
-
-    Raises:
-        SettingsError: it cannot be read, or an engine cannot be used.
-    """
+    Raises SettingsError if it cannot be read, or an engine cannot be used."""
     values, faults = _read_file(path, EnginesFile)
     if faults:
         raise SettingsError(faults[0])
@@ -178,11 +163,8 @@ def read_engines(path: Path) -> tuple[EngineSettings, ...]:
 
 
 def _read_file(config: Path, model: type[BaseModel]) -> tuple[dict[str, Any], list[str]]:
-    """The values of a file under names that are in the model, and a sentence for each other name.
-
-    Raises:
-        SettingsError: the file cannot be read.
-    """
+    """The values of a file under names that are in the model, and a sentence for each other name. Raises
+    SettingsError if the file cannot be read."""
     read, language = (json.loads, "JSON") if config.suffix == ".json" else (tomllib.loads, "TOML")
     try:
         values = read(config.read_text(encoding="utf-8"))

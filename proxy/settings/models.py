@@ -6,6 +6,7 @@ Units are in the names. The texts are Markdown; links are relative to docs/.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from typing import Annotated, Literal, Self
 from urllib.parse import urlsplit
 
@@ -13,7 +14,15 @@ from pydantic import AfterValidator, BaseModel, ByteSize, ConfigDict, Field, Sec
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from proxy.core.quotas import TenantLimits
-from proxy.settings.engines import DiscoverySettings, EngineSettings, ManagedSettings, numbered
+from proxy.settings.engines import (
+    DiscoverySettings,
+    EngineSettings,
+    ManagedSettings,
+    numbered,
+    repeated_engines,
+    repeated_ids,
+    require_none,
+)
 from proxy.settings.fields import (
     Count,
     Hosts,
@@ -27,14 +36,13 @@ from proxy.settings.fields import (
     Size,
     key_digest,
 )
-from proxy.settings.together import faults_together, require_none
 
 
-class _Part(BaseModel):
+class _SettingsPart(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
 
-class ApiKeySettings(_Part):
+class ApiKeySettings(_SettingsPart):
     """A client's key, and the tenant it belongs to."""
 
     key: Key
@@ -72,7 +80,7 @@ class ApiKeySettings(_Part):
         return f"key:{digest.hexdigest()}"
 
 
-class LimitSettings(_Part):
+class LimitSettings(_SettingsPart):
     """Limits on memory, and on waiting for engines that are busy."""
 
     body_bytes: Size = ByteSize(64 * 2**20)
@@ -92,7 +100,7 @@ class LimitSettings(_Part):
     """The most bytes that their bodies have together."""
 
 
-class TlsSettings(_Part):
+class TlsSettings(_SettingsPart):
     """TLS of kvpin's own port."""
 
     cert: Place
@@ -103,7 +111,7 @@ class TlsSettings(_Part):
     """File of the authorities (PEM) that sign clients' certificates. Without it, clients need none."""
 
 
-class LogSettings(_Part):
+class LogSettings(_SettingsPart):
     """Log lines on standard error."""
 
     format: Literal["auto", "json", "pretty"] = "auto"
@@ -112,7 +120,7 @@ class LogSettings(_Part):
     """The lowest level that is written."""
 
 
-class HealthSettings(_Part):
+class HealthSettings(_SettingsPart):
     """Health checks of engines."""
 
     interval_s: Seconds = 1.0
@@ -122,7 +130,7 @@ class HealthSettings(_Part):
     checks in a row, or at once if its connections are refused or break."""
 
 
-class TimeoutSettings(_Part):
+class TimeoutSettings(_SettingsPart):
     """The longest times that engines may take."""
 
     connect_s: Seconds = 5.0
@@ -146,7 +154,7 @@ def _exchange(value: SecretStr) -> SecretStr:
     return value
 
 
-class ExchangeSettings(_Part):
+class ExchangeSettings(_SettingsPart):
     """The exchange with other kvpins."""
 
     url: Annotated[SecretStr, AfterValidator(_exchange)]
@@ -274,5 +282,39 @@ class Settings(BaseSettings):
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
-        require_none(faults_together(self))
+        require_none((*self._faults_of_engines(), *self._faults_of_keys(), *self._faults_of_traffic()))
         return self
+
+    # Settings that are right by themselves, and wrong together: a sentence for each fault.
+
+    def _faults_of_engines(self) -> Iterator[str]:
+        yield from repeated_ids((*self.engines, *self.managed))
+        yield from repeated_engines(self.engines)
+        if len({entry.source for entry in self.discovery}) < len(self.discovery):
+            yield "discovery names the same source twice"
+        for alias, model in self.model_aliases.items():
+            if model in self.model_aliases:
+                yield f"model_aliases: {alias!r} stands for {model!r}, which is an alias too: name its model"
+
+    def _faults_of_keys(self) -> Iterator[str]:
+        digests = {entry.digest for entry in self.api_keys}
+        if len(digests) < len(self.api_keys):
+            yield "api_keys contains the same key twice"
+        if self.admin_digest in digests:
+            yield "admin_key must differ from every key in api_keys"
+        for entry in self.api_keys:
+            if entry.limits not in (TenantLimits(), self.tenant_limits.get(entry.tenant_id)):
+                yield f"the keys of tenant {entry.tenant_id!r} have different limits: name them with one key"
+
+    def _faults_of_traffic(self) -> Iterator[str]:
+        limits = self.limits
+        if limits.bodies_bytes is not None and limits.bodies_bytes < limits.body_bytes:
+            yield "limits.bodies_bytes is less than limits.body_bytes: the longest bodies would never fit"
+        if self.record_traffic is not None:
+            if self.record_traffic.suffix == ".gz":
+                yield "record_traffic writes plain lines: name a file without .gz, and gzip it afterwards"
+            if self.workers > 1:
+                yield "record_traffic needs one worker: several would write to one file"
+        for name in ("record_traffic", "exchange"):
+            if getattr(self, name) is not None and not self.reuse:
+                yield f"{name} needs reuse: without reuse kvpin does not read prompts"

@@ -21,10 +21,7 @@ _LEFT_S = 600.0
 
 def make_directory(directory: Path) -> None:
     """Makes the directory, which may exist, and removes parts of files that killed processes left there.
-
-    Raises:
-        SettingsError: it cannot be written.
-    """
+    Raises SettingsError if it cannot be written."""
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         write(directory / "writable", b"")
@@ -51,11 +48,7 @@ def write(path: Path, data: bytes) -> None:
 
 
 def read(path: Path) -> bytes:
-    """The file's bytes.
-
-    Raises:
-        OSError: it cannot be read, or may be of another user: it is a link, or others may change it.
-    """
+    """The file's bytes. Raises OSError if it cannot be read, is a link, or others may change it."""
     with open(path, "rb", opener=_open) as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):

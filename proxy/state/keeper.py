@@ -19,7 +19,7 @@ from proxy.fleet.recall import EngineMemory, Memories, keep
 from proxy.prompt import PromptTables
 from proxy.request.tenants import Tenants
 from proxy.state.files import make_directory, read, write
-from proxy.state.snapshot import KeptPin, Snapshot, UnusableSnapshotError, decode, encode
+from proxy.state.snapshot import SavedState, UnusableSnapshotError, decode, encode, on_other_clock
 from proxy.state.tables import TableFiles
 
 log = structlog.get_logger(__name__)
@@ -28,7 +28,7 @@ SAVE_S = 60.0
 FILE = "state"
 
 
-class StateKeeper:
+class StateSaver:
     """Keeps the state.
 
     Attributes:
@@ -37,11 +37,8 @@ class StateKeeper:
     """
 
     def __init__(self, directory: Path, tenants: Tenants) -> None:
-        """Reads the snapshot. If it cannot be used, logs a warning and begins without one.
-
-        Raises:
-            SettingsError: the directory cannot be written.
-        """
+        """Reads the snapshot. If it cannot be used, logs a warning and begins without one. Raises
+        SettingsError if the directory cannot be written."""
         make_directory(directory)
         self._path = directory / FILE
         self._tenants = tenants
@@ -56,7 +53,7 @@ class StateKeeper:
         """Gives back the pins and prompt tables. From now on, a change of pins is saved at once."""
         ahead_s = time.time() - time.monotonic()
         for kept in self._before.pins:
-            pins.add(kept.pin(ahead_s))
+            pins.add(on_other_clock(kept, -ahead_s))
         pins.changed = self._wanted.set
         self.tables.load(tables)
 
@@ -73,9 +70,9 @@ class StateKeeper:
         """Writes the state, if it has changed. Logs a failure."""
         async with self._saving:
             ahead_s = time.time() - time.monotonic()
-            kept = [KeptPin.of(pin, ahead_s) for pin in pins.active(time.monotonic())]
+            kept = [on_other_clock(pin, ahead_s) for pin in pins.active(time.monotonic())]
             engines = [memory for each in list(fleet.engines) if (memory := await self._memory(fleet, each))]
-            data = encode(Snapshot(self._tenants.isolated, kept, engines))
+            data = encode(SavedState(self._tenants.isolated, kept, engines))
             if (digest := xxhash.xxh3_128_digest(data)) == self._saved:
                 return
             try:
@@ -97,9 +94,9 @@ class StateKeeper:
             return self.memories.of(engine_id)
         return await keep(engine, pool)
 
-    def _read(self) -> Snapshot:
+    def _read(self) -> SavedState:
         isolated = self._tenants.isolated
-        nothing = Snapshot(isolated, [], [])
+        nothing = SavedState(isolated, [], [])
         try:
             return decode(read(self._path), isolated=isolated)
         except FileNotFoundError:

@@ -33,7 +33,7 @@ class Complaints(logging.Handler):
         logger.handlers, logger.propagate = [cls()], False
 
     def emit(self, record: logging.LogRecord) -> None:
-        """See logging.Handler."""
+        """Logs the record, if none was logged in the last `EVERY_S`."""
         now = self._clock()
         if self._quiet_until is not None and now < self._quiet_until:
             return

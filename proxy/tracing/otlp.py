@@ -55,11 +55,8 @@ class Telemetry:
     trace_id = staticmethod(trace_id)
 
     def __init__(self, page: Callable[[], bytes]) -> None:
-        """`page` renders the metrics.
-
-        Raises:
-            SettingsError: OpenTelemetry's variables ask for something that kvpin cannot do.
-        """
+        """`page` renders the metrics. Raises SettingsError if OpenTelemetry's variables ask for what kvpin
+        cannot do."""
         resource = _resource()
         Complaints.take()
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)

@@ -25,13 +25,8 @@ from prometheus_client.samples import Sample
 
 
 def read(page: str, since_ns: int, now_ns: int) -> Iterator[Metric]:
-    """The metrics of a page.
-
-    Args:
-        page: its text, in the format of Prometheus.
-        since_ns: Unix time in ns from which its counters count.
-        now_ns: Unix time of the page.
-    """
+    """The metrics of a page in the format of Prometheus. Times are Unix times in ns: from when its counters
+    count, and when it was read."""
     for family in text_string_to_metric_families(page):
         name = f"{family.name}_total" if family.type == "counter" else family.name
         unit = "s" if "_seconds" in name else ""

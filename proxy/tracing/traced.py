@@ -96,7 +96,7 @@ class TracedDataPlane(DataPlane):
     tracer: Tracer = field(kw_only=True)
 
     async def serve(self, exchange: Exchange) -> None:
-        """See DataPlane."""
+        """Serves a request in a span that goes on from the client's."""
         path = exchange.target.partition(b"?")[0].decode("latin-1")
         with self.tracer.start_as_current_span(
             f"{exchange.method} {spans.route_name(path)}",
@@ -145,7 +145,7 @@ class TracedFlow(Flow):
     tracer: Tracer = field(kw_only=True)
 
     async def prepare(self, call: Call) -> Ready:
-        """See Flow."""
+        """Prepares a request in a span."""
         with _span(self.tracer, spans.TOKENISE) as span:
             ready = await super().prepare(call)
             if ready.prompt is not None:

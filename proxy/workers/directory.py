@@ -21,11 +21,7 @@ class OwnDirectory:
     """A directory that only its owner may open.
 
     While it is there, it is locked: systemd-tmpfiles removes old files of temporary directories, but nothing
-    below a directory with a lock (tmpfiles.d(5)).
-
-    Attributes:
-        path: where it is.
-    """
+    below a directory with a lock (tmpfiles.d(5))."""
 
     def __init__(self) -> None:
         """Makes it. Raises SettingsError if that is not possible."""

@@ -30,11 +30,8 @@ class SharedEngines:
     def follow(self, settings: Settings) -> None:
         """Changes the engines to those of the settings, and tells the workers. One that leaves, or changes,
         goes on for `graceful_shutdown_s`, in which the workers' requests on it end. Changed ones are replaced
-        one after the other: the others serve meanwhile.
-
-        Raises:
-            EngineSpecError: an engine cannot be used. Nothing changed.
-        """
+        one after the other: the others serve meanwhile. Raises EngineSpecError if an engine cannot be used;
+        then nothing changed."""
         changes = engine_changes(self._entries, managed_engines(settings))
         new = {
             entry.id: (entry, ManagedEngine(entry))

@@ -33,7 +33,7 @@ _FILE = "connections"
 _BYTES = 8
 
 
-class Tally:
+class ConnectionTally:
     """How many connections each worker has, in memory that all share."""
 
     def __init__(self, directory: Path, workers: int) -> None:
@@ -72,13 +72,13 @@ class Tally:
         return self._counts[worker - 1] < _UNREADY or min(self._counts) >= _UNREADY
 
 
-class Door:
+class FairAcceptor:
     """Accepts connections for one worker, while it is its turn."""
 
     def __init__(
         self,
         listeners: Sequence[socket.socket],
-        tally: Tally,
+        tally: ConnectionTally,
         worker: int,
         connect: Callable[[], asyncio.Protocol],
         tasks: Supervisor,
@@ -147,7 +147,7 @@ class Door:
             connection.close()
 
 
-def tallied(protocol: type[Any], tally: Tally, worker: int) -> type[Any]:
+def tallied(protocol: type[Any], tally: ConnectionTally, worker: int) -> type[Any]:
     """The protocol, each of whose connections is told to the other workers."""
 
     class Tallied(protocol):  # type: ignore[misc]  # its base is only known here
@@ -155,13 +155,13 @@ def tallied(protocol: type[Any], tally: Tally, worker: int) -> type[Any]:
         total = 0
 
         def connection_made(self, transport: asyncio.BaseTransport) -> None:
-            """See asyncio.Protocol."""
+            """Counts one connection more."""
             Tallied.total += 1
             tally.put(worker, Tallied.total)
             super().connection_made(transport)
 
         def connection_lost(self, exc: Exception | None) -> None:
-            """See asyncio.Protocol."""
+            """Counts one connection less."""
             Tallied.total -= 1
             tally.put(worker, Tallied.total)
             super().connection_lost(exc)

@@ -31,7 +31,6 @@ class Orders(msgspec.Struct, frozen=True):
 
     Attributes:
         number: from 1 to `of`.
-        of: how many workers there are.
         listeners: descriptors of the listening sockets.
         directory: the supervisor's own directory, for sockets and the file of engines.
         follows: it takes the place of a worker that ended.
@@ -45,11 +44,8 @@ class Orders(msgspec.Struct, frozen=True):
 
     @classmethod
     def take(cls) -> Orders | None:
-        """This process's orders; None if it is no worker. What it starts does not inherit them.
-
-        Raises:
-            SettingsError: the variable is there, but no supervisor of this process set it.
-        """
+        """This process's orders; None if it is no worker. What it starts does not inherit them. Raises
+        SettingsError if the variable is there, but no supervisor of this process set it."""
         text = os.environ.pop(WORKER_VARIABLE, None)
         if text is None:
             return None

@@ -29,9 +29,9 @@ from proxy.settings import Settings, SettingsError
 from proxy.tasks import Supervisor
 from proxy.workers.directory import OwnDirectory
 from proxy.workers.engines import SharedEngines
-from proxy.workers.fairness import Tally
+from proxy.workers.fairness import ConnectionTally
 from proxy.workers.orders import Orders
-from proxy.workers.watchdog import SILENT_S, Pulse, Watchdog
+from proxy.workers.watchdog import SILENT_S, Watchdog, WorkerPulse
 
 log = structlog.get_logger(__name__)
 
@@ -55,17 +55,14 @@ class Workers:
         *,
         watchdog: Watchdog | None = None,
     ) -> None:
-        """`load` reads the settings again. `watchdog`: that of this process.
-
-        Raises:
-            SettingsError: there is no place for the workers' sockets.
-        """
+        """`load` reads the settings again. `watchdog`: that of this process. Raises SettingsError if there is
+        no place for the workers' sockets."""
         self._watchdog = watchdog
         self._silent_s = watchdog.silent_s if watchdog is not None else SILENT_S
         self._settings, self._load, self._listeners = settings, load, listeners
         self._directory = OwnDirectory()
         self._tasks = Supervisor()
-        self._tally = Tally(self._directory.path, settings.workers)
+        self._tally = ConnectionTally(self._directory.path, settings.workers)
         for number in range(1, settings.workers + 1):
             self._tally.leave(number)  # until it has started
         self._running: dict[int, Process] = {}
@@ -131,7 +128,7 @@ class Workers:
             directory=str(self._directory.path),
             follows=follows,
         )
-        with closing(Pulse(self._directory.path / f"worker-{number}.alive", self._silent_s)) as pulse:
+        with closing(WorkerPulse(self._directory.path / f"worker-{number}.alive", self._silent_s)) as pulse:
             process = await asyncio.create_subprocess_exec(
                 *ends_with_parent([sys.executable, "-m", "proxy.cli", *sys.argv[1:]]),
                 env={**os.environ, **orders.variable(), **pulse.variables()},
@@ -150,7 +147,7 @@ class Workers:
                 del self._running[number]
                 self._tally.leave(number)
 
-    async def _watch(self, number: int, process: Process, pulse: Pulse) -> None:
+    async def _watch(self, number: int, process: Process, pulse: WorkerPulse) -> None:
         """Kills a worker when it hangs."""
         await pulse.until_silent()
         log.error(

@@ -1,6 +1,6 @@
 """Notices a process whose event loop stands still, by systemd's protocol: see sd_watchdog_enabled(3).
 
-    worker, `Watchdog` ──WATCHDOG=1──→ supervisor, `Pulse`      supervisor or single kvpin ──→ systemd
+    worker, `Watchdog` ──WATCHDOG=1──→ supervisor, `WorkerPulse`      supervisor or single kvpin ──→ systemd
 
 systemd sets the two variables if the unit has WatchdogSec=, and the supervisor sets them for its workers.
 """
@@ -24,11 +24,8 @@ _MOST_BYTES = 4096
 
 
 class Watchdog:
-    """Tells who started this process that its event loop turns.
-
-    Attributes:
-        silent_s: after that long without a word, this process counts as hung.
-    """
+    """Tells who started this process that its event loop turns. `silent_s`: after that long without a word,
+    this process counts as hung."""
 
     def __init__(self, address: str, silent_s: float) -> None:
         self.silent_s = silent_s
@@ -53,7 +50,7 @@ class Watchdog:
                 await asyncio.sleep(self.silent_s / _BEATS)
 
 
-class Pulse:
+class WorkerPulse:
     """Listens to the watchdog of one worker."""
 
     def __init__(self, path: Path, silent_s: float) -> None:

@@ -10,7 +10,7 @@ from proxy.api.page import text_of
 from proxy.replay.batch import run_all
 from proxy.replay.html_report import as_html
 from proxy.replay.report import rows
-from proxy.replay.simulator import Run
+from proxy.replay.simulator import ReplayRun
 from tests.proxy.replay.making import ask, model_of, trace_of
 
 TITLE = "<img src=x onerror=alert(1)>"
@@ -19,7 +19,7 @@ TITLE = "<img src=x onerror=alert(1)>"
 @pytest.fixture
 def report(tmp_path) -> Path:
     trace = trace_of(*(ask((n % 3, 10 + n), at=n / 10) for n in range(20)))
-    runs = [Run(name, n, model_of(5)) for n in (1, 2, 4) for name in ("kvpin", "sticky", "oracle")]
+    runs = [ReplayRun(name, n, model_of(5)) for n in (1, 2, 4) for name in ("kvpin", "sticky", "oracle")]
     path = tmp_path / "report.html"
     path.write_text(as_html(TITLE, rows(run_all(trace, runs)), [], text_of), encoding="utf-8")
     return path

@@ -16,8 +16,8 @@ from proxy.fleet.restore_ahead import RestoreAhead
 from proxy.replay import registry
 from proxy.replay.engine import EngineModel
 from proxy.replay.kvpin import Kvpin
-from proxy.replay.simulator import Run, simulate
-from proxy.replay.trace import Request, Trace
+from proxy.replay.simulator import ReplayRun, simulate
+from proxy.replay.trace import Trace, TraceRequest
 from proxy.request.admitted import Admitted
 from proxy.request.calls import Call, Reply
 from proxy.request.forward import Forwarded, Forwarding
@@ -100,7 +100,7 @@ def trace(random, requests=400):
         now += random.expovariate(4.0)
         tokens = length(200, 8000)
         chain = Chain(tuple(1000 * at + n for n in range(tokens // 16)), tokens, 16)
-        made.append(Request(at, now, chain, length(16, 400)))
+        made.append(TraceRequest(at, now, chain, length(16, 400)))
     return Trace("t", tuple(made), 16, 0)
 
 
@@ -122,7 +122,7 @@ def test_streams_and_whole_answers_agree(monkeypatch, prefill_tok_s, seed):
     model = EngineModel(gpu_tokens=1_000_000, prefill_tok_s=prefill_tok_s, chunked=True)
     for policy in (Streams, Answers):
         monkeypatch.setitem(registry.POLICIES, "kvpin", policy)
-        simulate(trace(Random(seed)), Run("kvpin", 4, model))  # noqa: S311 - a test
+        simulate(trace(Random(seed)), ReplayRun("kvpin", 4, model))  # noqa: S311 - a test
     by_stream, by_answer = learned
     assert by_answer.fit is not None
     for tokens in (500, 2000, 8000):

@@ -17,29 +17,28 @@ from engine_adapter import HttpTransport
 from proxy import server
 from proxy.api.listeners import listen
 from proxy.server import serve
-from proxy.settings import EngineSettings, ManagedSettings, Settings
+from proxy.settings import EngineSettings, ManagedSettings, Settings, SettingsError
 from tests.fakes import serving
 
 ELSEWHERE = EngineSettings(kind="vllm", url="http://127.0.0.1:1", id="v")
 
 
-def test_an_engine_that_could_never_start_is_one_sentence_and_status_2(tmp_path, capfd):
+def test_an_engine_that_could_never_start_is_one_sentence(tmp_path):
     words = ("/nowhere/llama-server", "-m", "model.gguf", "--slot-save-path", str(tmp_path / "kv"))
     engine = ManagedSettings(kind="llama_server", id="mine", command=words)
-    assert serve(lambda: Settings(managed=(engine,))) == 2
-    said = capfd.readouterr().err
-    assert said.startswith("kvpin: engine 'mine': there is no program '/nowhere/llama-server'")
-    assert said.count("\n") == 1
+    with pytest.raises(SettingsError) as told:
+        serve(lambda: Settings(managed=(engine,)))
+    said = str(told.value)
+    assert said.startswith("engine 'mine': there is no program '/nowhere/llama-server'")
+    assert "\n" not in said
     assert "scripts/llama-server" in said
 
 
-async def test_where_nothing_can_be_recorded_nothing_is_started(tmp_path, capfd):
+async def test_where_nothing_can_be_recorded_nothing_is_started(tmp_path):
     settings = Settings(reuse=True, record_traffic=tmp_path / "none" / "traffic.jsonl")
-    with listen("127.0.0.1", 0) as listener:
-        assert await server._run(settings, [listener], None) == 2
-    said = capfd.readouterr().err
-    assert said.startswith("kvpin: record_traffic: ")
-    assert said.endswith("cannot be written: No such file or directory\n")
+    expected = "record_traffic: .* cannot be written: No such file or directory"
+    with listen("127.0.0.1", 0) as listener, pytest.raises(SettingsError, match=expected):
+        await server._run(settings, [listener], None)
 
 
 @pytest.mark.parametrize(
@@ -161,10 +160,24 @@ async def test_a_third_interrupt_ends_it_at_once(monkeypatch):
     ended = []
     monkeypatch.setattr(server.os, "_exit", ended.append)
     proxy = server.Proxy(Settings(engines=(ELSEWHERE,)), HttpTransport())
-    running = server._Server(proxy, None, 0)
+    running = server._Server(proxy, None, [])
     for _ in range(2):
         running.on_signal(signal.SIGINT)
-    assert (running.should_exit, running.force_exit, ended) == (True, True, [])
+    assert (running.uvicorn.should_exit, running.uvicorn.force_exit, ended) == (True, True, [])
     running.on_signal(signal.SIGINT)
     assert ended == [130]
+    await proxy.stop()
+
+
+async def test_a_new_drain_s_counts_without_a_restart():
+    before, now = (Settings(engines=(ELSEWHERE,), drain_s=drain_s) for drain_s in (3600, 0.01))
+    proxy = server.Proxy(before, HttpTransport())
+    with listen("127.0.0.1", 0) as listener, capture_logs() as entries:
+        running = server._Server(proxy, lambda: now, [listener])
+        running.on_signal(signal.SIGHUP)
+        running.on_signal(signal.SIGTERM)
+        async with asyncio.timeout(60):
+            await running.serve()
+    assert [entry["drain_s"] for entry in entries if "drain_s" in entry] == [0.01]
+    assert not [entry for entry in entries if "settings" in entry]  # none needs a restart
     await proxy.stop()

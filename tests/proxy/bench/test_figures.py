@@ -1,16 +1,18 @@
 import pytest
 
 from proxy.bench.figures import figures
-from proxy.bench.run import Sample
+from proxy.bench.run import RequestSample
 
 
 def test_the_words_of_vllm():
     samples = [
-        Sample(
+        RequestSample(
             ttft_s=0.1, gaps_s=[0.1, 0.1], latency_s=0.3, prompt_tokens=10, cached_tokens=4, output_tokens=3
         ),
-        Sample(ttft_s=0.3, gaps_s=[0.2], latency_s=0.5, prompt_tokens=20, cached_tokens=0, output_tokens=5),
-        Sample(error="503"),
+        RequestSample(
+            ttft_s=0.3, gaps_s=[0.2], latency_s=0.5, prompt_tokens=20, cached_tokens=0, output_tokens=5
+        ),
+        RequestSample(error="503"),
     ]
     found = figures(samples, 2.0)
     assert (found["completed"], found["failed"], found["duration"]) == (2, 1, 2.0)
@@ -29,6 +31,6 @@ def test_the_words_of_vllm():
 
 
 def test_what_nobody_tells_is_unknown():
-    found = figures([Sample(ttft_s=0.1, latency_s=0.1, output_tokens=1)], 1.0)
+    found = figures([RequestSample(ttft_s=0.1, latency_s=0.1, output_tokens=1)], 1.0)
     assert (found["mean_tpot_ms"], found["p99_itl_ms"], found["cached_input_tokens"]) == (None, None, None)
     assert found["p99_ttft_ms"] == found["mean_ttft_ms"] == pytest.approx(100)

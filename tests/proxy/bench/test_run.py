@@ -5,7 +5,7 @@ from starlette.applications import Starlette
 from starlette.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from starlette.routing import Route
 
-from proxy.bench.run import BenchError, Target, first_model, run
+from proxy.bench.run import BenchError, BenchTarget, first_model, run
 from proxy.bench.workload import Workload
 from tests.engines import served
 
@@ -13,7 +13,7 @@ LOAD = Workload(2, 1, prefix_len=3, suffix_len=1, request_rate=float("inf"), see
 
 
 def target(url, model="m"):
-    return Target(f"{url}/v1", model, None, output_len=4, max_concurrency=2)
+    return BenchTarget(f"{url}/v1", model, None, output_len=4, max_concurrency=2)
 
 
 @pytest.mark.live

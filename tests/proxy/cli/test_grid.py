@@ -2,7 +2,7 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
-from proxy.cli.grid import Grid, of_count, of_state
+from proxy.cli.grid import TerminalTable, of_state
 
 ID = "req-0123456789abcdef0123456789abcdef"
 
@@ -13,7 +13,7 @@ def printed(grid, capsys, width):
 
 
 def requests():
-    grid = Grid(("request", "engine", "status", "tokens", "took"), less=("tokens", "took"))
+    grid = TerminalTable(("request", "engine", "status", "tokens", "took"), less=("tokens", "took"))
     grid.add(ID, "tensorrt_llm-12", "200", "4000", "1500.0 ms")
     return grid
 
@@ -39,7 +39,7 @@ def test_an_id_is_whole_on_any_terminal(capsys, width):
 
 
 def test_free_text_is_folded(capsys):
-    grid = Grid(("engine", "last error"), text="last error")
+    grid = TerminalTable(("engine", "last error"), text="last error")
     grid.add("vllm-0", "GET /v1/models: all connection attempts failed")
     lines = printed(grid, capsys, 40)
     assert lines[1] == "vllm-0  GET /v1/models: all connection"
@@ -47,21 +47,28 @@ def test_free_text_is_folded(capsys):
 
 
 def test_numbers_stand_to_the_right_and_nothing_is_markup(capsys):
-    grid = Grid(("engine", "cached"), numbers=("cached",), gap=1, title="[m]")
+    grid = TerminalTable(("engine", "cached"), numbers=("cached",), gap=1, title="[m]")
     grid.add("[e0]", "5")
     grid.add(Text("e1", "bold"), "1,000")
     assert printed(grid, capsys, 40) == ["[m]", "engine cached", "[e0]        5", "e1      1,000"]
 
 
 def test_a_name_is_no_command_to_the_terminal(capsys):
-    grid = Grid(("model",), title="\x1b[2Jm")
+    grid = TerminalTable(("model",), title="\x1b[2Jm")
     grid.add("\x1b]0;title\x07x\x9b2J\nsecond line")
     out = "\n".join(printed(grid, capsys, 40))
     assert not any(mark in out for mark in "\x1b\x07\x9b")
     assert "\nsecond line" in out
 
 
-def test_cells_of_states_and_numbers():
-    assert (of_count(None), of_count(0)) == ("", "0")
+def test_cells_are_read_from_items(capsys):
+    columns = {"id": "id", "tokens": "n", "state": lambda item: of_state(item["state"])}
+    grid = TerminalTable.of(
+        [{"id": "a", "n": 0, "state": "ready"}, {"id": "b", "n": None, "state": ""}], columns
+    )
+    assert printed(grid, capsys, 40)[1:] == ["a   0       ready", "b"]
+
+
+def test_cells_of_states():
     assert (of_state("down").plain, of_state("down").style) == ("down", "red")
     assert of_state("ready", " (why)").plain == "ready (why)"

@@ -6,13 +6,13 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from proxy.cli.options import with_options
+from proxy.cli.options import option, with_options
 
 
 @dataclass(frozen=True)
 class Place:
-    host: Annotated[str, typer.Option(envvar="THE_HOST", help="Where.")] = "here"
-    port: int = 8000
+    host: str = option("NAME", "Where.", "here", envvar="THE_HOST")
+    port: int = option("N", "Which.", 8000)
 
 
 @with_options

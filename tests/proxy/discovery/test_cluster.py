@@ -5,7 +5,7 @@ import pytest
 import trustme
 
 from proxy.discovery import SourceError
-from proxy.discovery.cluster import Cluster
+from proxy.discovery.cluster import ApiServer
 
 
 @pytest.mark.parametrize(
@@ -14,17 +14,17 @@ from proxy.discovery.cluster import Cluster
 def test_a_pod_knows_its_cluster(monkeypatch, host, url):
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", host)
     monkeypatch.setenv("KUBERNETES_SERVICE_PORT", "443")
-    assert Cluster.of_pod() == Cluster(url)
+    assert ApiServer.of_pod() == ApiServer(url)
 
 
 def test_elsewhere_there_is_none(monkeypatch, tmp_path):
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     with pytest.raises(SourceError, match="kvpin does not run in a Kubernetes pod"):
-        Cluster.of_pod()
+        ApiServer.of_pod()
     with pytest.raises(SourceError, match=r"ca\.crt cannot be used: .*No such file"):
-        Cluster("https://x", tmp_path).client(1)
+        ApiServer("https://x", tmp_path).client(1)
     with pytest.raises(SourceError, match="namespace cannot be read: No such file"):
-        Cluster("https://x", tmp_path).namespace()
+        ApiServer("https://x", tmp_path).namespace()
 
 
 async def test_the_server_must_have_a_certificate_of_its_authority_and_gets_the_token_of_now(tmp_path):
@@ -41,7 +41,7 @@ async def test_the_server_must_have_a_certificate_of_its_authority_and_gets_the_
     authority.issue_cert("127.0.0.1").configure_cert(context)
     authority.cert_pem.write_to_path(str(tmp_path / "ca.crt"))
     server = await asyncio.start_server(answer, "127.0.0.1", 0, ssl=context)
-    cluster = Cluster(f"https://127.0.0.1:{server.sockets[0].getsockname()[1]}", tmp_path)
+    cluster = ApiServer(f"https://127.0.0.1:{server.sockets[0].getsockname()[1]}", tmp_path)
     async with server, cluster.client(30) as client:
         for token in ("one", "two"):
             (tmp_path / "token").write_text(token + "\n")

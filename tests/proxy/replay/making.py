@@ -6,8 +6,8 @@ from random import Random
 
 from proxy.core.index.blocks import Chain
 from proxy.replay.engine import EngineModel, SimEngine
-from proxy.replay.policy import Fleet
-from proxy.replay.trace import Request, Trace
+from proxy.replay.policy import SimFleet
+from proxy.replay.trace import Trace, TraceRequest
 
 SIZE = 100
 TRACES = Path(__file__).parents[2] / "data" / "traces"
@@ -16,12 +16,12 @@ TRACES = Path(__file__).parents[2] / "data" / "traces"
 def ask(blocks, *, at=0.0, name=0, tail=50, output=1, session=None):
     """A request of whole blocks and a tail that fills none."""
     blocks = tuple(blocks)
-    return Request(name, at, Chain(blocks, len(blocks) * SIZE + tail, SIZE), output, session)
+    return TraceRequest(name, at, Chain(blocks, len(blocks) * SIZE + tail, SIZE), output, session)
 
 
 def trace_of(*requests, common=0):
     """They are numbered in the order given."""
-    numbered = [Request(i, r.at, r.chain, r.output_tokens, r.session) for i, r in enumerate(requests)]
+    numbered = [TraceRequest(i, r.at, r.chain, r.output_tokens, r.session) for i, r in enumerate(requests)]
     return Trace("made", tuple(numbered), SIZE, common)
 
 
@@ -44,7 +44,7 @@ def model_of(blocks=10, host=0, **options):
 
 
 def fleet_of(engines=2, *, common=0, **options):
-    return Fleet(engines, model_of(**options), SIZE, common)
+    return SimFleet(engines, model_of(**options), SIZE, common)
 
 
 class Diary:

@@ -1,14 +1,14 @@
 from proxy.replay.batch import run_all
-from proxy.replay.curves import Curves, Line, curves
+from proxy.replay.curves import Curve, Curves, curves
 from proxy.replay.report import rows
-from proxy.replay.simulator import Run
+from proxy.replay.simulator import ReplayRun
 from tests.proxy.replay.making import ask, model_of, trace_of
 
 TRACE = trace_of(*(ask((n % 3, 10 + n), at=n / 10) for n in range(20)))
 
 
 def drawn(names, engines, sizes):
-    runs = [Run(name, n, model_of(size)) for n in engines for size in sizes for name in names]
+    runs = [ReplayRun(name, n, model_of(size)) for n in engines for size in sizes for name in names]
     each = rows(run_all(TRACE, runs))
     return each, curves(each)
 
@@ -20,7 +20,7 @@ def test_hits_and_times_over_the_engines():
         "token hits, %",
         "engines",
         [1, 2],
-        [Line(name, [value[name, 1], value[name, 2]]) for name in ("oracle", "kvpin")],
+        [Curve(name, [value[name, 1], value[name, 2]]) for name in ("oracle", "kvpin")],
     )
     for times in (mean, p99):
         assert [line.policy for line in times.lines] == ["kvpin"]

@@ -3,7 +3,7 @@ import pytest
 from proxy.replay import doubts as module
 from proxy.replay.batch import run_all
 from proxy.replay.doubts import doubts
-from proxy.replay.plan import Plan
+from proxy.replay.plan import ReplayPlan
 from tests.proxy.replay.making import ask, model_of, trace_of
 
 # 20 prompts of 10 s each, one a second.
@@ -15,7 +15,7 @@ SHORT = (
 
 
 def found(trace, *policies, engines=(2,), speedup=1.0):
-    plan = Plan((model_of(1000),), engines, policies, speedup=speedup)
+    plan = ReplayPlan((model_of(1000),), engines, policies, speedup=speedup)
     return doubts(trace, run_all(trace, plan.runs(trace)))
 
 

@@ -10,7 +10,7 @@ from proxy.api.page import text_of
 from proxy.replay.batch import run_all
 from proxy.replay.html_report import as_html
 from proxy.replay.report import rows
-from proxy.replay.simulator import Run
+from proxy.replay.simulator import ReplayRun
 from tests.proxy.replay.making import ask, model_of, trace_of
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(1)>\"'&"
@@ -19,7 +19,9 @@ HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(1)>\"'&"
 @pytest.fixture(scope="module")
 def each():
     trace = trace_of(*(ask((n % 3, 10 + n), at=n / 10) for n in range(20)))
-    return rows(run_all(trace, [Run(name, n, model_of(5)) for n in (1, 2) for name in ("kvpin", "oracle")]))
+    return rows(
+        run_all(trace, [ReplayRun(name, n, model_of(5)) for n in (1, 2) for name in ("kvpin", "oracle")])
+    )
 
 
 def scripts(page):

@@ -6,7 +6,7 @@ from proxy.replay.arrivals import speedup_for_load
 from proxy.replay.engine import EngineModel
 from proxy.replay.kvpin import TERMS, Kvpin
 from proxy.replay.registry import POLICIES
-from proxy.replay.simulator import Run, simulate
+from proxy.replay.simulator import ReplayRun, simulate
 from tests.proxy.replay.making import ask, chats, fleet_of
 
 
@@ -119,7 +119,7 @@ def test_engines_that_decode_and_have_no_room_teach_it_no_slow_restores(monkeypa
     trace = chats(60, 12, seed=1)
     model = EngineModel(120_000, 480_000, chunked=True)
     speedup = speedup_for_load(trace, model, 4, 0.9)
-    own, in_turn = (simulate(trace, Run(name, 4, model, speedup)) for name in ("kvpin", "round-robin"))
+    own, in_turn = (simulate(trace, ReplayRun(name, 4, model, speedup)) for name in ("kvpin", "round-robin"))
     assert own.mean_ttft_s < in_turn.mean_ttft_s
     assert own.hit_share > in_turn.hit_share
     learned = made[0]._placer.rates.restore_tok_s(Tier.HOST)

@@ -1,7 +1,7 @@
 from proxy.replay.batch import run_all
 from proxy.replay.plot import draw
 from proxy.replay.report import rows
-from proxy.replay.simulator import Run
+from proxy.replay.simulator import ReplayRun
 from tests.proxy.replay.making import ask, model_of, trace_of
 
 
@@ -9,7 +9,7 @@ def test_a_picture(tmp_path):
     trace = trace_of(*(ask((n % 3, 10 + n), at=n / 10) for n in range(10)))
     sizes = model_of(5), model_of(9)
     names = "kvpin", "sticky", "oracle"
-    runs = [Run(name, n, model) for n in (1, 2) for model in sizes for name in names]
+    runs = [ReplayRun(name, n, model) for n in (1, 2) for model in sizes for name in names]
     draw(tmp_path / "p.png", rows(run_all(trace, runs)), "a title")
     picture = (tmp_path / "p.png").read_bytes()
     assert picture.startswith(b"\x89PNG\r\n")
@@ -18,5 +18,5 @@ def test_a_picture(tmp_path):
 
 def test_bounds_alone_have_no_times(tmp_path):
     trace = trace_of(ask((1,)))
-    draw(tmp_path / "p.png", rows(run_all(trace, [Run("oracle", 1, model_of(5))])), "hits")
+    draw(tmp_path / "p.png", rows(run_all(trace, [ReplayRun("oracle", 1, model_of(5))])), "hits")
     assert (tmp_path / "p.png").stat().st_size > 1000

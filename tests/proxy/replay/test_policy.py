@@ -1,23 +1,29 @@
 from engine_adapter.types import Tier
 from proxy.core.index.prefix_index import Match
-from proxy.replay.policy import Blind, Choice, Counting, Seeing, cached_tokens
+from proxy.replay.policy import PolicyChoice, Seeing, cached_tokens
+from proxy.replay.simple import LeastLoaded
 from tests.proxy.replay.making import ask, fleet_of
+
+
+class Looking(Seeing):
+    def choose(self, now, request, engines):
+        return PolicyChoice(0)
 
 
 def test_ties_are_broken_by_the_seed():
     def draws(seed):
-        policy = Blind(fleet_of(4), seed)
+        policy = Looking(fleet_of(4), seed)
         return [policy.least([1, 0, 0, 0]) for _ in range(20)]
 
     assert draws(1) == draws(1) != draws(2)
     assert set(draws(1)) == {1, 2, 3}
-    assert Blind(fleet_of(4), 0).least([3, 2, 1, 2]) == 2
-    assert Blind(fleet_of(3), 0).least([(1, 5), (0, 7), (0, 6)]) == 2
+    assert Looking(fleet_of(4), 0).least([3, 2, 1, 2]) == 2
+    assert Looking(fleet_of(3), 0).least([(1, 5), (0, 7), (0, 6)]) == 2
 
 
 def test_requests_in_flight_are_counted():
-    policy = Counting(fleet_of(2), 0)
-    assert policy.placed(1, 200) == Choice(1, 200)
+    policy = LeastLoaded(fleet_of(2), 0)
+    assert policy.placed(1, 200) == PolicyChoice(1, 200)
     policy.placed(1)
     policy.first_token(0.0, 1, ask((1,)))
     policy.finished(0.0, 1, ask((1,)))
@@ -25,7 +31,7 @@ def test_requests_in_flight_are_counted():
 
 
 def test_events_reach_the_index():
-    policy = Seeing(fleet_of(2), 0)
+    policy = Looking(fleet_of(2), 0)
     policy.stored(1, Tier.GPU, [1, 2])
     policy.stored(1, Tier.HOST, [3])
     policy.removed(1, Tier.GPU, [2])

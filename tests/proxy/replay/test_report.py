@@ -3,11 +3,10 @@ import json
 from io import StringIO
 
 import pytest
-from rich.console import Console
 
 from proxy.replay.batch import run_all
-from proxy.replay.report import as_csv, as_json, over_seeds, rows, table
-from proxy.replay.simulator import Run
+from proxy.replay.report import as_csv, as_json, over_seeds, rows
+from proxy.replay.simulator import ReplayRun
 from tests.proxy.replay.making import ask, model_of, trace_of
 
 
@@ -15,7 +14,7 @@ from tests.proxy.replay.making import ask, model_of, trace_of
 def each():
     trace = trace_of(*(ask((n % 3, 10 + n), at=n / 10) for n in range(30)))
     runs = [
-        Run(name, n, model_of(5), 1.0, seed)
+        ReplayRun(name, n, model_of(5), 1.0, seed)
         for n in (2, 1)
         for seed in (0, 1)
         for name in ("kvpin", "oracle")
@@ -55,34 +54,10 @@ def test_seeds_are_merged_and_the_quickest_come_first(each):
 
 def test_runs_of_several_sizes_stand_apart():
     trace = trace_of(*(ask((n % 3, 10 + n), at=n / 10) for n in range(30)))
-    each = rows(run_all(trace, [Run("kvpin", 1, model_of(size)) for size in (50, 5)]))
+    each = rows(run_all(trace, [ReplayRun("kvpin", 1, model_of(size)) for size in (50, 5)]))
     small, large = over_seeds(each)
     assert (small["gpu_tokens"], large["gpu_tokens"]) == (500, 5000)
     assert small["hit_percent"] < large["hit_percent"]
-    shown = table(each)
-    sizes = [column for column in shown.columns if column.header == "GPU tokens"]
-    assert [list(column.cells) for column in sizes] == [["500", "5,000"]]
-
-
-def test_the_table_shows_them(each):
-    console = Console(width=140, file=StringIO())
-    console.print(table(each))
-    shown = console.file.getvalue()
-    lines = [line for line in shown.splitlines() if "kvpin" in line or "oracle" in line]
-    assert len(lines) == 4
-    assert "±" in lines[0]
-    assert lines[1].count("–") == 6
-
-
-@pytest.mark.parametrize(("width", "hidden"), [(140, ()), (100, ("busiest",)), (40, ("busiest", "p50"))])
-def test_a_narrow_terminal_shows_fewer_columns_and_says_so(each, width, hidden):
-    shown = table(each, width)
-    headings = [str(column.header) for column in shown.columns]
-    assert headings[:4] == ["engines", "policy", "hit %", "mean TTFT s"]
-    for name in hidden:
-        assert not any(heading.startswith(name) for heading in headings)
-        assert name in str(shown.caption)
-    assert (shown.caption is None) == (not hidden)
 
 
 def test_json_and_csv_hold_every_run(each):

@@ -5,7 +5,7 @@ import pytest
 from proxy.replay.arrivals import speedup_for_load
 from proxy.replay.engine import EngineModel
 from proxy.replay.registry import NAMES, ORACLE, POLICIES
-from proxy.replay.simulator import Outcome, Run, quantile_of, simulate
+from proxy.replay.simulator import ReplayRun, RunResult, quantile_of, simulate
 from proxy.replay.trace import read_trace
 from tests.proxy.replay.making import TRACES, ask, model_of, trace_of
 
@@ -17,7 +17,9 @@ def agents():
 
 def busy(trace, policy, *, seed=0, engines=4, **options):
     model = EngineModel(150_000, **options)
-    return simulate(trace, Run(policy, engines, model, speedup_for_load(trace, model, engines, 0.9), seed))
+    return simulate(
+        trace, ReplayRun(policy, engines, model, speedup_for_load(trace, model, engines, 0.9), seed)
+    )
 
 
 def test_times_hits_and_work_of_a_little_trace():
@@ -27,7 +29,7 @@ def test_times_hits_and_work_of_a_little_trace():
         ask((1, 2, 3)),  # engine 0, after the first: 200 tokens are cached, 0.25 + 0.15 s
         ask((1, 2, 3), at=1.0),  # engine 1: nothing of it there, 0.35 s, and 7 has to go
     )
-    outcome = simulate(trace, Run("round-robin", 2, model_of(4)))
+    outcome = simulate(trace, ReplayRun("round-robin", 2, model_of(4)))
     assert outcome.ttfts == pytest.approx([0.15, 0.25, 0.35, 0.40])
     assert (outcome.requests, outcome.prompt_tokens, outcome.gpu_hits) == (4, 1100, 200)
     assert (outcome.computed, outcome.evicted) == ([400, 500], 1)
@@ -40,17 +42,17 @@ def test_times_hits_and_work_of_a_little_trace():
 def test_predictions_are_held_against_what_is_found():
     # When the last one is placed, the one before it waits, and is to evict block 2.
     trace = trace_of(ask((1, 2)), ask((1,), at=1.0), ask((7, 8), at=1.01), ask((1, 2), at=1.02))
-    outcome = simulate(trace, Run("min-ttft", 1, model_of(4)))
+    outcome = simulate(trace, ReplayRun("min-ttft", 1, model_of(4)))
     assert (outcome.predicted, outcome.exact, outcome.exact_share) == (4, 3, 0.75)
     assert (outcome.gpu_hits, outcome.off_tokens) == (200, 25)
 
 
 def test_what_fits_no_engine_is_left_out_and_counted():
     trace = trace_of(ask((1, 2, 3, 4)), ask((1,)), ask((2,), at=1.0))
-    outcome = simulate(trace, Run("kvpin", 2, model_of(4)))
+    outcome = simulate(trace, ReplayRun("kvpin", 2, model_of(4)))
     assert (outcome.requests, outcome.too_long, outcome.prompt_tokens) == (2, 1, 300)
     with pytest.raises(ValueError, match="no request of the trace fits an engine"):
-        simulate(trace, Run("kvpin", 2, model_of(1)))
+        simulate(trace, ReplayRun("kvpin", 2, model_of(1)))
 
 
 @pytest.mark.parametrize("policy", NAMES)
@@ -97,7 +99,7 @@ def test_no_policy_finds_more_than_the_oracle(agents):
 def test_a_quantile_is_the_least_that_so_many_do_not_exceed(count, share, rank):
     values = list(range(1, count + 1))
     assert quantile_of(values, share) == rank
-    outcome = Outcome(Run("kvpin", 1, model_of()), count, 0, 1, 0, 0, ttfts=values)
+    outcome = RunResult(ReplayRun("kvpin", 1, model_of()), count, 0, 1, 0, 0, ttfts=values)
     assert outcome.ttft_s(share) == rank
 
 
@@ -105,17 +107,17 @@ def test_a_run_that_leaves_requests_unserved_is_none():
     for_ever = model_of(20_000, prefill_tok_s=1e-303)
     trace = trace_of(ask((1,)), ask((2,), tail=10**6))  # of which one takes longer than there are numbers
     with pytest.raises(RuntimeError, match="round-robin: of 2 requests 1 were served"):
-        simulate(trace, Run("round-robin", 2, for_ever))
+        simulate(trace, ReplayRun("round-robin", 2, for_ever))
 
 
 def test_progress_tells_of_every_request(agents):
     told = []
     requests = [replace(request, id=n) for n, request in enumerate(agents.requests * 3)]
-    run = Run("round-robin", 2, EngineModel(500_000))
+    run = ReplayRun("round-robin", 2, EngineModel(500_000))
     simulate(replace(agents, requests=tuple(requests)), run, told.append)
     assert told == [256, 256, 88]
 
 
 def test_nothing_to_divide_by():
-    outcome = Outcome(Run("kvpin", 1, model_of()), 0, 0, 1, 0, 0)
+    outcome = RunResult(ReplayRun("kvpin", 1, model_of()), 0, 0, 1, 0, 0)
     assert (outcome.imbalance, outcome.exact_share, outcome.mean_ttft_s) == (None, None, None)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from proxy.replay.trace import Line, TraceError, read_trace
+from proxy.replay.trace import TraceError, TraceLine, read_trace
 from tests.proxy.replay.making import TRACES
 
 LINE = {"timestamp": 1500, "input_length": 1100, "output_length": 7, "hash_ids": [5, 6, 7]}
@@ -190,5 +190,5 @@ def test_a_file_that_cannot_be_read(tmp_path):
 
 
 def test_a_line_as_kvpin_writes_it():
-    line = Line(1.5, 17, 3, [9], block_tokens=16)
-    assert line == Line(1.5, 17, 3, [9], None, 16)
+    line = TraceLine(1.5, 17, 3, [9], block_tokens=16)
+    assert line == TraceLine(1.5, 17, 3, [9], None, 16)

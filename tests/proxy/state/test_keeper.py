@@ -11,7 +11,7 @@ from proxy.fleet.fleet import Fleet
 from proxy.prompt import PromptTables
 from proxy.request.tenants import Tenants
 from proxy.state import keeper as module
-from proxy.state.keeper import FILE, StateKeeper
+from proxy.state.keeper import FILE, StateSaver
 from tests.fakes import INFO, FakeAdapter
 
 DAY_S = 86_400
@@ -21,7 +21,7 @@ class World:
     """One kvpin: its engine "a" has learned something if it is connected."""
 
     def __init__(self, directory, *, connected=True):
-        self.keeper = StateKeeper(directory, Tenants(()))
+        self.keeper = StateSaver(directory, Tenants(()))
         self.fleet, self.pins, self.path = Fleet(), PinBook(), directory / FILE
         self.engine = self.fleet.add(FakeAdapter("a"))
         if connected:

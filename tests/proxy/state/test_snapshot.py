@@ -5,7 +5,7 @@ from engine_adapter import EventPosition
 from proxy.core.pins import Pin
 from proxy.fleet.recall import EngineMemory
 from proxy.fleet.salts import KeptSalts
-from proxy.state.snapshot import KeptPin, Snapshot, UnusableSnapshotError, decode, encode
+from proxy.state.snapshot import SavedState, UnusableSnapshotError, decode, encode, on_other_clock
 
 PIN = Pin("pin-1", {"a": "own"}, 3, 500.0, "prefix", 2**64 - 1, {"a": "i1"}, 7)
 ENGINE = EngineMemory(
@@ -17,7 +17,7 @@ ENGINE = EngineMemory(
     EventPosition(7, 2**64 - 1, complete=True),
     learned=[b"12345678"],
 )
-SNAPSHOT = Snapshot(False, [KeptPin.of(PIN, 1000.0)], [ENGINE])
+SNAPSHOT = SavedState(False, [on_other_clock(PIN, 1000.0)], [ENGINE])
 
 
 def test_what_was_written_is_read():
@@ -26,8 +26,8 @@ def test_what_was_written_is_read():
 
 def test_a_pin_ends_at_the_same_time_on_another_clock():
     assert SNAPSHOT.pins[0].expires == 1500.0
-    assert SNAPSHOT.pins[0].pin(1400.0).expires == 100.0
-    assert SNAPSHOT.pins[0].pin(1000.0) == PIN
+    assert on_other_clock(SNAPSHOT.pins[0], -1400.0).expires == 100.0
+    assert on_other_clock(SNAPSHOT.pins[0], -1000.0) == PIN
 
 
 def damaged(data):

@@ -9,11 +9,11 @@ import pytest
 
 from proxy.api.listeners import listen
 from proxy.tasks import Supervisor
-from proxy.workers.fairness import Door, Tally, tallied
+from proxy.workers.fairness import ConnectionTally, FairAcceptor, tallied
 
 
 def test_it_is_the_turn_of_those_with_the_fewest_connections(tmp_path):
-    one, two = Tally(tmp_path, 2), Tally(tmp_path, 2)  # as two processes have them
+    one, two = ConnectionTally(tmp_path, 2), ConnectionTally(tmp_path, 2)  # as two processes have them
     one.put(1, 3)
     two.put(2, 2)
     assert [one.is_due(1), one.is_due(2)] == [False, True]
@@ -26,7 +26,7 @@ def test_it_is_the_turn_of_those_with_the_fewest_connections(tmp_path):
 
 
 def test_while_one_has_engines_it_is_not_the_turn_of_one_that_has_none(tmp_path):
-    one, two = Tally(tmp_path, 2), Tally(tmp_path, 2)
+    one, two = ConnectionTally(tmp_path, 2), ConnectionTally(tmp_path, 2)
 
     def turns():
         return [(each.is_due(number), each.may_take(number)) for number, each in ((1, one), (2, two))]
@@ -62,12 +62,12 @@ class Named(asyncio.Protocol):
 @pytest.fixture
 async def port(tmp_path):
     """A port with two workers; gives its address, the doors and the tallies."""
-    tasks, doors, tallies = Supervisor(), [], [Tally(tmp_path, 2) for _ in range(2)]
+    tasks, doors, tallies = Supervisor(), [], [ConnectionTally(tmp_path, 2) for _ in range(2)]
     with listen("127.0.0.1", 0) as listener:
         for worker, tally in enumerate(tallies, 1):
             protocol = tallied(Named, tally, worker)
             own = socket.socket(fileno=os.dup(listener.fileno()))
-            doors.append(Door([own], tally, worker, lambda p=protocol, n=worker: p(n), tasks))
+            doors.append(FairAcceptor([own], tally, worker, lambda p=protocol, n=worker: p(n), tasks))
         yield listener.getsockname(), doors, tallies
     for door in doors:
         door.close()

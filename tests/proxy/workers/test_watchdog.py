@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from proxy.workers.watchdog import Pulse, Watchdog
+from proxy.workers.watchdog import Watchdog, WorkerPulse
 from tests.live.conftest import starting_kvpin
 
 
@@ -71,7 +71,7 @@ async def test_who_is_asked_says_that_it_lives_and_its_children_do_not(environme
 
 
 async def test_one_that_was_heard_and_is_no_more_hangs(directory, environment):
-    pulse = Pulse(directory / "alive", 0.2)
+    pulse = WorkerPulse(directory / "alive", 0.2)
     watch = asyncio.create_task(pulse.until_silent())
     await asyncio.sleep(0.5)
     assert not watch.done()  # it starts

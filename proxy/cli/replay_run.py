@@ -1,0 +1,180 @@
+"""The work of `kvpin replay`: reads the trace, runs the plan, writes files and the table."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
+from io import BufferedReader, RawIOBase
+from pathlib import Path
+from typing import BinaryIO, cast
+
+import typer
+from rich.console import Console
+from rich.progress import Progress
+
+from proxy.cli.grid import TerminalTable, console
+from proxy.cli.replay import ReplayOptions
+from proxy.replay.batch import run_all
+from proxy.replay.capacity import Need, search
+from proxy.replay.doubts import doubts
+from proxy.replay.plan import ReplayPlan, notes
+from proxy.replay.report import COLUMNS, Row, as_csv, as_json, cell, on, over_seeds, rows
+from proxy.replay.simulator import ReplayRun, RunResult
+from proxy.replay.trace import Trace, read_trace
+
+_STDOUT = Path("-")
+_PIECE_BYTES = 1 << 20
+
+
+def run(trace: Path, options: ReplayOptions) -> None:
+    """Replays the trace, and writes what was asked for. Raises ValueError or TraceError."""
+    plan = options.plan()
+    _check_outputs(options)
+    read = _read(trace, options.limit, options.model_name)
+    needs, outcomes = _run_plan(plan, read, options.jobs or os.cpu_count() or 1)
+    _write_all(plan, read, needs, outcomes, options)
+
+
+def _read(path: Path, limit: int | None, model: str | None) -> Trace:
+    """Reads the trace, with a progress bar on a terminal; raises TraceError."""
+    with _progress() as progress:
+
+        def opened(path: Path) -> BinaryIO:
+            raw = progress.open(path, "rb", buffering=0, description=f"reading {path.name}")
+            # In pieces: a step of the bar takes as long as a line.
+            return BufferedReader(cast("RawIOBase", raw), _PIECE_BYTES)
+
+        return read_trace(path, limit=limit, model=model, opened=opened)
+
+
+@contextmanager
+def _progress() -> Iterator[Progress]:
+    """Progress bars on standard error; none where that is no terminal."""
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        yield progress
+
+
+def _run_plan(plan: ReplayPlan, trace: Trace, jobs: int) -> tuple[Sequence[Need], Sequence[RunResult]]:
+    """The engines that policies need, if asked for, and the outcomes of all runs."""
+    if plan.target is None:
+        return (), _run(trace, plan.runs(trace), jobs)
+
+    return search(plan, plan.target, trace, lambda runs: _run(trace, runs, jobs))
+
+
+def _run(trace: Trace, runs: Sequence[ReplayRun], jobs: int) -> list[RunResult]:
+    """All runs, with a progress bar on a terminal."""
+    with _progress() as progress:
+        task = progress.add_task(f"{len(runs)} runs", total=len(runs) * len(trace.requests))
+        return run_all(trace, runs, jobs=jobs, progress=lambda done: progress.advance(task, done))
+
+
+def _write_all(
+    plan: ReplayPlan,
+    trace: Trace,
+    needs: Sequence[Need],
+    outcomes: Sequence[RunResult],
+    options: ReplayOptions,
+) -> None:
+    """Writes the files that were asked for, and the table unless a file goes to the standard output."""
+    each, title, why_not = rows(outcomes), plan.title(trace), doubts(trace, outcomes)
+    noted = notes(trace, outcomes)
+    said = [*map(str, needs), *why_not, *noted]
+    if options.json_path is not None:
+        _write(
+            options.json_path, as_json(plan.settings(trace), each, why_not, needs, title=title, notes=noted)
+        )
+    if options.csv_path is not None:
+        _write(options.csv_path, as_csv(each))
+    if options.html_path is not None:
+        from proxy.api.page import text_of  # noqa: PLC0415 - slow to import, and seldom needed
+        from proxy.replay.html_report import as_html  # noqa: PLC0415 - likewise
+
+        _write(options.html_path, as_html(title, each, said, text_of))
+    if options.plot_path is not None:
+        from proxy.replay.plot import draw  # noqa: PLC0415 - an extra
+
+        with _writing(options.plot_path):
+            draw(options.plot_path, each, title)
+    if _STDOUT not in options.paths:
+        with _writing(_STDOUT):
+            _show(title, each, said)
+
+
+def _show(title: str, each: Sequence[Row], notes: Sequence[str]) -> None:
+    """Prints the table and the notes."""
+    out = console()
+    out.print(title, soft_wrap=True, markup=False)
+    table_of(each).print(out)
+    for note in notes:
+        out.print(note, soft_wrap=True, markup=False)
+
+
+def table_of(each: Sequence[Row]) -> TerminalTable:
+    """A line for each policy, number of engines and size, the best times first."""
+    figures = [heading for _, heading, _ in COLUMNS]
+    sizes = ["GPU tokens"] if len({row["gpu_tokens"] for row in each}) > 1 else []
+    table = TerminalTable(
+        ("engines", *sizes, "policy", *figures),
+        less=("busiest ÷ mean", "evicted", "exact %", "p50"),
+        numbers=("engines", *sizes, *figures),
+        lined=True,
+        whole="--csv -",
+    )
+    before = None
+    for row in over_seeds(each):
+        if before not in (None, on(row)):
+            table.end_section()
+        before = on(row)
+        size = [f"{row['gpu_tokens']:,}"] * len(sizes)
+        table.add(
+            row["engines"], *size, row["policy"], *(cell(row, key, digits) for key, _, digits in COLUMNS)
+        )
+    return table
+
+
+def _check_outputs(options: ReplayOptions) -> None:
+    """Checks the output files before the work. Raises ValueError if one of them cannot be written."""
+    if options.plot_path == _STDOUT:
+        raise ValueError("--plot -: a picture cannot be printed; name a file, such as runs.png")
+    for path in options.paths:
+        if path != _STDOUT:
+            _try(path)
+    if options.plot_path is not None and find_spec("matplotlib") is None:
+        raise ValueError("--plot needs matplotlib: pip install 'kvpin[replay]'")
+
+
+def _try(path: Path) -> None:
+    """Opens a file for writing and leaves it unchanged."""
+    with _writing(path):
+        if not path.parent.is_dir():
+            raise ValueError(f"{path}: cannot be written: there is no folder {path.parent}")
+        is_new = not path.exists()
+        # Without O_NONBLOCK, opening a pipe would wait for a reader.
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o666))
+        if is_new:
+            path.resolve().unlink()
+
+
+def _write(path: Path, text: str) -> None:
+    with _writing(path):
+        if path == _STDOUT:
+            typer.echo(text, nl=False)
+        else:
+            path.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Names the file in errors of writing. Raises ValueError if the file cannot be written. A closed pipe is
+    left to `main`."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        name = "the standard output" if path == _STDOUT else str(path)
+        raise ValueError(f"{name}: cannot be written: {error.strerror or error}") from error
