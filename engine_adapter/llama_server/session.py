@@ -135,7 +135,7 @@ class Session:
 
     async def _try_out_on(self, contents: Contents, slot: Slot) -> None:
         contents.mark_unknown(slot, slot.length)
-        self.facts = await self._probed(self.facts, slot.id)
+        await self._probe(slot.id)
         self._note_probe()
         contents.mark_unknown(slot, (await read_slots(self._control))[slot.id].n_tokens or 0)
 
@@ -147,7 +147,7 @@ class Session:
             if told is not None:  # by an earlier kvpin's probe: no slot loses its content again
                 self.facts = replace(self.facts, ram_cache=told.ram_cache, is_unified=told.is_unified)
             elif self._may_try and not any(state.is_processing for state in states):
-                self.facts = await self._probed(self.facts, spare_slot(states))
+                await self._probe(spare_slot(states))
         if not self.facts.has_slots or self.facts.looks_unified:
             return
         saved = await self._usable(registry)
@@ -181,15 +181,12 @@ class Session:
                 log.exception("%s: writing slots back crashed; it starts again in 1 s", self._spec.id)
                 await asyncio.sleep(1.0)
 
-    async def _probed(self, facts: ServerFacts, slot_id: int) -> ServerFacts:
-        leaves_a_file = facts.can_save and facts.is_unified is None
-        file = probe_file()
-        facts = await probe(self._control, facts, slot_id, file=file)
-        if self._spec.options.host_cache_dir is not None and leaves_a_file:
-            self._shares_directory = await asyncio.to_thread(
-                _take_probe, self._spec.options.host_cache_dir, file
-            )
-        return facts
+    async def _probe(self, slot_id: int) -> None:
+        leaves_a_file = self.facts.can_save and self.facts.is_unified is None
+        directory, file = self._spec.options.host_cache_dir, probe_file()
+        self.facts = await probe(self._control, self.facts, slot_id, file=file)
+        if directory is not None and leaves_a_file:
+            self._shares_directory = await asyncio.to_thread(_take_probe, directory, file)
 
     def _note_probe(self) -> None:
         """Spares the next kvpin the probe of this process."""

@@ -13,6 +13,7 @@ import pytest
 
 from engine_adapter.body import JsonBody
 from engine_adapter.errors import EngineUnavailable
+from engine_adapter.llama_server.rates import WINDOW
 from engine_adapter.llama_server.saved import salt_digest
 from engine_adapter.llama_server.server_files import UNKNOWN_OWNER
 from engine_adapter.llama_server.slot_io import read_slots
@@ -523,6 +524,8 @@ class TestOthers:
     async def test_what_happens_meanwhile_is_nobody_elses(self, world):
         """Slots in use, and ones used since the question was sent, are not held against the answer."""
         await fill(world, 1, 2)
+        for _ in range(WINDOW):  # where computing costs nothing, no slot is saved first
+            world.contents.rates.prefilled(10**6, 1e-3)
         with stopped(world.server):
             question = asyncio.create_task(world.scheduler.reconcile())
             await asyncio.sleep(0)
