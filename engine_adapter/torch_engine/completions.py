@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Coroutine
+from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.types import Message, Receive, Scope, Send
@@ -59,16 +60,14 @@ async def _client_leaves(receive: Receive) -> None:
         message = await receive()
 
 
+@dataclass
 class CompletionAnswer:
     """The answer to one request while it is generated."""
 
-    def __init__(self, service: EngineService, metrics: EngineMetrics, prepared: Prepared) -> None:
-        self._service = service
-        self._metrics = metrics
-        self._prepared = prepared
-        self._readers = prepared.readers
-        self._writer = prepared.writer
-        self._has_token = False
+    service: EngineService
+    metrics: EngineMetrics
+    prepared: Prepared
+    _has_token: bool = field(default=False, init=False)
 
     async def serve(self, send: Send) -> None:
         """Sends the answer. Nothing is sent before the first token, so that a failure has its own status.
@@ -77,14 +76,14 @@ class CompletionAnswer:
             RequestFailed, RequestRefused, EngineUnavailable: before anything was sent.
         """
         started = time.perf_counter()
-        async with Generation(self._service.engine, self._prepared.requests) as generation:
-            if self._prepared.streams:
+        async with Generation(self.service.engine, self.prepared.requests) as generation:
+            if self.prepared.streams:
                 await self._stream(generation, send, started)
             else:
                 await self._send_whole(generation, send, started)
 
     async def _send_head(self, send: Send, cached_tokens: int) -> None:
-        streams = self._prepared.streams
+        streams = self.prepared.streams
         content_type = b"text/event-stream; charset=utf-8" if streams else b"application/json"
         headers = [(b"content-type", content_type), (b"x-kv-cached-tokens", str(cached_tokens).encode())]
         if streams:
@@ -96,9 +95,9 @@ class CompletionAnswer:
         while not self._has_token:
             pieces += await self._next_pieces(generation, started)
         await self._send_head(send, generation.cached_tokens)
-        pending = self._writer.opening()
+        pending = self.prepared.writer.opening()
         while True:
-            pending += b"".join(self._writer.piece(index, piece) for index, piece in pieces)
+            pending += b"".join(self.prepared.writer.piece(index, piece) for index, piece in pieces)
             if self._is_done:
                 break
             if pending:
@@ -109,35 +108,37 @@ class CompletionAnswer:
             except (RequestFailed, RequestRefused, EngineUnavailable) as error:
                 await _end_broken(send, error)
                 return
-        await _send_last(send, pending + self._writer.end(self._usage(generation)))
+        await _send_last(send, pending + self.prepared.writer.end(self._usage(generation)))
 
     async def _send_whole(self, generation: Generation, send: Send, started: float) -> None:
-        choices = [Piece() for _ in self._readers]
+        choices = [Piece() for _ in self.prepared.readers]
         while not self._is_done:
             for index, piece in await self._next_pieces(generation, started):
                 choices[index].add(piece)
-        body = self._writer.whole(choices, self._usage(generation))
+        body = self.prepared.writer.whole(choices, self._usage(generation))
         await self._send_head(send, generation.cached_tokens)
         await _send_last(send, body)
 
     @property
     def _is_done(self) -> bool:
-        return all(reader.finish_reason is not None for reader in self._readers)
+        return all(reader.finish_reason is not None for reader in self.prepared.readers)
 
     async def _next_pieces(self, generation: Generation, started: float) -> list[tuple[int, Piece]]:
         """New text and tokens of each choice."""
         for index, outputs in (await generation.outputs()).items():
             if not self._has_token and any(isinstance(output, Token) for output in outputs):
                 self._has_token = True
-                self._metrics.first_token_seconds.observe(time.perf_counter() - started)
-            self._readers[index].accept(outputs)
-            if self._readers[index].finish_reason is not None:
+                self.metrics.first_token_seconds.observe(time.perf_counter() - started)
+            self.prepared.readers[index].accept(outputs)
+            if self.prepared.readers[index].finish_reason is not None:
                 generation.cancel(index)
-        return [(index, piece) for index, reader in enumerate(self._readers) if (piece := reader.take())]
+        return [
+            (index, piece) for index, reader in enumerate(self.prepared.readers) if (piece := reader.take())
+        ]
 
     def _usage(self, generation: Generation) -> TokenUsage:
-        prompt = self._prepared.prompt_tokens
-        made = sum(self._prepared.answered + reader.completion_tokens for reader in self._readers)
+        prompt = self.prepared.prompt_tokens
+        made = sum(self.prepared.answered + reader.completion_tokens for reader in self.prepared.readers)
         return TokenUsage(prompt, min(generation.cached_tokens, prompt), made)
 
 

@@ -34,6 +34,7 @@ from engine_adapter.torch_engine.requests import (
     PromptScores,
     RequestRefused,
     Scheduled,
+    Token,
 )
 from engine_adapter.torch_engine.runner import LoadedModel, Runner
 from engine_adapter.torch_engine.sampling import Sampler
@@ -277,9 +278,7 @@ class Engine:
         outputs: list[tuple[Active, list[Output]]] = []
         if items:
             self._announce_scheduled(items)
-            outcomes = self._compute(items)
-            self._end_failed(items, outcomes)
-            outputs = self._record(items, outcomes)
+            outputs = self._record(items, self._compute(items))
         self._publish_events()
         for active, tokens in outputs:
             self._deliver(active, tokens)
@@ -311,21 +310,6 @@ class Engine:
                 self._finish(item.active, "error", _describe(error))
             raise
 
-    def _end_failed(self, items: list[Item], outcomes: list[Outcome]) -> None:
-        """Ends the requests that failed. Raises when the engine is to end, see `MAX_FAILED_STEPS`."""
-        last: Exception | None = None
-        for item, outcome in zip(items, outcomes, strict=True):
-            if isinstance(outcome, Exception):
-                if isinstance(outcome, RequestRefused):
-                    self._finish(item.active, "refused", str(outcome), outcome.param)
-                    continue
-                last = outcome
-                self._fail(item.active, outcome)
-        if last is not None and all(isinstance(outcome, Exception) for outcome in outcomes):
-            self._count_failed_step(last)
-        else:
-            self._failed_steps = 0
-
     def _fail(self, active: Active, error: Exception) -> None:
         _log.error("a request failed and ends; the others go on", exc_info=error)
         self._finish(active, "error", _describe(error))
@@ -340,27 +324,40 @@ class Engine:
             ) from error
 
     def _record(self, items: list[Item], outcomes: list[Outcome]) -> list[tuple[Active, list[Output]]]:
-        """Enters the outcomes into the cache and the requests; returns the outputs to deliver."""
+        """Enters the outcomes into the cache and the requests; returns the outputs to deliver. Ends the
+        requests that failed. Raises when the engine is to end, see `MAX_FAILED_STEPS`."""
         outputs: list[tuple[Active, list[Output]]] = []
+        failure: Exception | None = None
         for item, outcome in zip(items, outcomes, strict=True):
-            if isinstance(outcome, Exception):
-                continue
             active = item.active
-            self._cache.advance(active.sequence, item.count)
-            if outcome is None:
-                continue
-            made: list[Output] = []
-            if active.scores is not None:
-                made.append(PromptScores(active.scores))
-                active.scores = None
-            made.append(outcome)
-            self.counters.generated_tokens += 1
-            reason = active.accept(outcome.token_id)
-            if reason is not None:
-                self._forget(active, reason)
-                made.append(Finished(reason))
-            outputs.append((active, made))
+            if isinstance(outcome, RequestRefused):
+                self._finish(active, "refused", str(outcome), outcome.param)
+            elif isinstance(outcome, Exception):
+                failure = outcome
+                self._fail(active, outcome)
+            else:
+                self._cache.advance(active.sequence, item.count)
+                if outcome is not None:
+                    outputs.append((active, self._accept(active, outcome)))
+        if failure is not None and all(isinstance(outcome, Exception) for outcome in outcomes):
+            self._count_failed_step(failure)
+        else:
+            self._failed_steps = 0
         return outputs
+
+    def _accept(self, active: Active, token: Token) -> list[Output]:
+        """Adds a token to its request; returns what to deliver."""
+        made: list[Output] = []
+        if active.scores is not None:
+            made.append(PromptScores(active.scores))
+            active.scores = None
+        made.append(token)
+        self.counters.generated_tokens += 1
+        reason = active.accept(token.token_id)
+        if reason is not None:
+            self._forget(active, reason)
+            made.append(Finished(reason))
+        return made
 
     def _announce_scheduled(self, items: list[Item]) -> None:
         for item in items:

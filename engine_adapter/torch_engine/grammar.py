@@ -14,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -36,12 +37,12 @@ _SPACES = r"[\x20\x0A\x0D\x09]{1,20}"
 _FAULT_OF_REGEX = re.compile(r"^error: (.+)$", re.MULTILINE)
 
 
+@dataclass
 class Grammar(Constraint):
     """A compiled structure, after a part of an answer."""
 
-    def __init__(self, matcher: Any, param: str) -> None:  # noqa: ANN401 - llguidance is loaded when used
-        self._matcher = matcher
-        self._param = param
+    _matcher: Any  # llguidance is loaded when used
+    _param: str
 
     def begin(self, answered: Sequence[int]) -> Grammar:
         """A copy that goes on after the beginning of an answer. Raises RequestRefused if that breaks the

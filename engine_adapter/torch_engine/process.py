@@ -60,7 +60,7 @@ class _EngineProcess:
     def __init__(self, options: EmbeddedOptions) -> None:
         self.host = EngineHost()
         self.failure: Exception | None = None
-        self.end: Callable[[], None] = _nothing
+        self.end: Callable[[], None] = lambda: None  # until the server exists
         self._options = options
 
     @asynccontextmanager
@@ -117,10 +117,6 @@ def _signals_end_quietly() -> Iterator[None]:
     finally:
         for number, handler in zip(numbers, before, strict=True):
             signal.signal(number, handler)
-
-
-def _nothing() -> None:
-    """Stands for `end` until the server exists."""
 
 
 def _listen(host: str, port: int) -> socket.socket:

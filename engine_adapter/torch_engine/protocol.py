@@ -98,7 +98,8 @@ class _Generation(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def asked_tokens(self) -> int | None:
         """The client's token limit, None without one."""
-        return self.max_tokens
+        limit: int | None = getattr(self, self.limit_name)
+        return limit
 
     @property
     def limit_name(self) -> str:
@@ -139,13 +140,8 @@ class ChatRequest(_Generation, frozen=True, kw_only=True):
         return "messages"
 
     @property
-    def asked_tokens(self) -> int | None:
-        """The client's token limit, None without one. The newer field wins."""
-        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-
-    @property
     def limit_name(self) -> str:
-        """The field that limits the answer."""
+        """The field that limits the answer. The newer one wins."""
         return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
 
