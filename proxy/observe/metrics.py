@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from http import HTTPStatus
 
 from proxy.core.budget import ByteBudget
+from proxy.core.life import Cause
 from proxy.discovery import Source
 from proxy.fleet.fleet import Fleet
 from proxy.observe.families import Counter, Family, Histogram
@@ -78,6 +79,7 @@ class Metrics:
             "sent; status: failed where kvpin crashed",
             (*_BY_ENGINE, "status"),
         )
+        self._ends = counter("kvpin_request_ends_total", "Requests that ended, by cause", ("cause",))
         self._retries = counter("kvpin_retries_total", "Attempts beyond a request's first", ("model",))
         self._interrupted = counter(
             "kvpin_interrupted_streams_total",
@@ -202,6 +204,7 @@ class Metrics:
         engine = self._label(placement.engine) if placement is not None else ""
         self.ended += 1
         self._requests.of(model, engine, str(record.status or "failed")).add()
+        self._ends.of(record.cause or Cause.BUG).add()
         self._retries.of(model).add(max(len(record.attempts) - 1, 0))
         if record.interrupted:
             self._interrupted.of(model, "migrated" if record.error is None else "broken").add()

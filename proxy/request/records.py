@@ -43,6 +43,7 @@ class RequestFacts(msgspec.Struct):
         note: what the engine's adapter says about this answer.
         queued_s: how long it waited because all engines were busy; None if it did not.
         interrupted: how often an engine died in mid-answer. Without an error, another one went on with it.
+        cause: why it ended, see docs/reference/causes.md; None while it runs.
     """
 
     request_id: str
@@ -63,6 +64,7 @@ class RequestFacts(msgspec.Struct):
     note: str = ""
     queued_s: float | None = None
     interrupted: int = 0
+    cause: Cause | None = None
 
 
 class RequestRecord(RequestFacts, kw_only=True):
@@ -81,7 +83,6 @@ class RequestRecord(RequestFacts, kw_only=True):
         runs_prompt: it had a prompt, whether kvpin knew that or not.
         answer_id: the id that the answer carries, of responses and messages.
         diagnosis: why no more was reused, once somebody asked.
-        cause: why it ended; None while it runs.
         events: events of the answer's stream that the client was sent.
     """
 
@@ -100,7 +101,6 @@ class RequestRecord(RequestFacts, kw_only=True):
     runs_prompt: bool = True
     answer_id: str | None = None
     diagnosis: Diagnosis | None = None
-    cause: Cause | None = None
 
     @classmethod
     def of(cls, call: Call) -> RequestRecord:
