@@ -28,9 +28,9 @@ import uvloop
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from proxy.core.placement.placer import Placer
-from proxy.peers.exchange import Exchange
-from proxy.peers.redis_channel import RedisExchange
-from proxy.peers.unix_sockets import UnixExchange
+from proxy.peers.bus import Bus
+from proxy.peers.redis_bus import RedisBus
+from proxy.peers.unix_bus import UnixBus
 from tests.fakes import INFO, FakeAdapter, FakeEngine, FakeProxy, client_of, proxy_over
 
 ENGINES = 8
@@ -39,7 +39,7 @@ TURNS = 5
 SYSTEM_TOKENS, TURN_TOKENS = 160, 480
 RUNNING = 4
 PREFILL_TOK_S = 20_000
-Make = Callable[[int], Exchange]
+Make = Callable[[int], Bus]
 
 
 @dataclass
@@ -154,10 +154,10 @@ async def _main(requests: int, redis: str | None) -> None:
         setups: list[tuple[str, int, Make | None]] = [
             ("one kvpin", 1, None),
             ("two, no exchange", 2, None),
-            ("two, Unix sockets", 2, lambda owner: UnixExchange(bus, owner)),
+            ("two, Unix sockets", 2, lambda owner: UnixBus(bus, owner)),
         ]
         if redis is not None:
-            setups.append(("two, Redis", 2, lambda _: RedisExchange(redis, "benchmark")))
+            setups.append(("two, Redis", 2, lambda _: RedisBus(redis, "benchmark")))
         print("| setup | cached / prompt tokens | CPU ms a request, engines included | seen ms | p99 |")
         print("|---|---|---|---|---|")
         for title, count, make in setups:

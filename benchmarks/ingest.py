@@ -42,7 +42,7 @@ from proxy.core.index.blocks import namespace_root
 from proxy.core.index.prefix_index import PrefixIndex
 from proxy.core.index.slices import slices
 from proxy.core.index.view import EngineView
-from proxy.runtime import settle, steady
+from proxy.runtime.interpreter import settle, steady
 
 POOL = 16
 VOCABULARY = 128_000

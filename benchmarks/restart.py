@@ -27,7 +27,7 @@ from pathlib import Path
 import harness
 import httpx
 
-from proxy.api.listeners import listen
+from proxy.http.listeners import listen
 
 HAND_ON = (
     "import os, sys; os.dup2(int(sys.argv[1]), 3); "

@@ -4,8 +4,8 @@ Only work that computes belongs here. What waits for a disk uses `asyncio.to_thr
 threads. uvloop looks up names in threads of its own.
 
 All threads share the interpreter's lock. An encoder releases it, and Python code gives it up every 0.5 ms
-(`proxy/runtime.py`). A single call of a C function that keeps it still blocks the loop: decoding 1 MiB of
-JSON takes about 1 ms.
+(`proxy/runtime/interpreter.py`). A single call of a C function that keeps it still blocks the loop: decoding
+1 MiB of JSON takes about 1 ms.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     Prepare   request → parse → render + tokenise → block chain
     Place     index.match → cost of each engine → the cheapest; wait for a turn if all are busy
-    Run       lease → gather → hold → forward → audit → release      (attempt.py)
+    Run       lease → gather → hold → forward → audit → release      (proxy/steps/attempt.py)
     End       the client knows how it ended
 
 `core/life/` decides what follows what: which failure is made up for on another engine, and how long each
@@ -22,7 +22,6 @@ from functools import partial
 from http import HTTPStatus
 
 from engine_adapter import Capability, EngineLate, EngineLost, JsonBody, NotSupported, RequestBody
-from proxy.attempt import Attempts, Serving, cause_for
 from proxy.core.life import (
     Answered,
     BlameEngine,
@@ -47,7 +46,6 @@ from proxy.fleet.engine import TOKENS_PER_BLOCK
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.ingest import Ingest
 from proxy.fleet.pool import no_engine_for
-from proxy.ready import Preparation, Ready
 from proxy.request.admitted import Admitted
 from proxy.request.alarm import Alarm
 from proxy.request.calls import Call, Reply
@@ -57,8 +55,10 @@ from proxy.request.error_table import ANSWERED, status_of
 from proxy.request.records import RequestLog, RequestRecord
 from proxy.request.retries import final_error
 from proxy.request.tenants import Tenants
+from proxy.request.translate import RESPONSES_PATH, ResponseNoter, Translated, Translation
 from proxy.request.urgency import deadline_of, priority_of, prompt_tokens_of, tokens_of
-from proxy.translate import RESPONSES_PATH, ResponseNoter, Translated, Translation
+from proxy.steps.attempt import Attempts, Serving, cause_for
+from proxy.steps.preparation import Preparation, Ready
 
 # Status of a request whose client left, as in nginx.
 CLIENT_LEFT = 499

@@ -62,7 +62,7 @@ def serve(flags: list[str]) -> int:
 def ready(path: str) -> None:
     """Forks a kvpin for each connection, which sends its arguments. It ends with the connection."""
     from proxy.cli.main import main  # noqa: PLC0415 - `serve` starts quickly without it
-    from proxy.server import serve as _  # noqa: PLC0415 - imported before the forks
+    from proxy.server.run import serve as _  # noqa: PLC0415 - imported before the forks
 
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     with socket.socket(socket.AF_UNIX) as listening:

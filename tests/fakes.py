@@ -19,14 +19,12 @@ from engine_adapter import EngineInfo, EngineLoad, EngineSpec, HttpTransport
 from engine_adapter.openai_compatible import OpenAICompatibleAdapter
 from engine_adapter.prompt.chat import ChatTokenizer
 from proxy.api.cors import Cors
-from proxy.api.elsewhere import PassedToOwner
-from proxy.api.http1 import Http1Protocol
-from proxy.api.keepers import PassedToKeeper
+from proxy.api.dispatch import Dispatcher
+from proxy.api.kept_responses import KeptResponses
 from proxy.api.openai import DataPlane
 from proxy.api.ops import Ops
-from proxy.api.responses import KeptResponses
-from proxy.api.site import Site
-from proxy.attempt import Attempts
+from proxy.api.relay.to_owner import PassedToOwner
+from proxy.api.relay.to_response_home import PassedToKeeper
 from proxy.core.budget import ByteBudget
 from proxy.core.life import Rules
 from proxy.fleet.destinations import Destinations
@@ -34,18 +32,20 @@ from proxy.fleet.engine import Engine, EngineState
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.ingest import Ingest
 from proxy.flow import Flow
+from proxy.http.http1 import Http1Protocol
 from proxy.observe.metrics import Metrics
-from proxy.peers.exchange import Exchange as PeerExchange
+from proxy.peers.bus import Bus as PeerExchange
 from proxy.peers.peers import Peers
 from proxy.prompt import MediaUuids, PromptBuilder, PromptTables
-from proxy.ready import Preparation
 from proxy.request.admitted import Gate
 from proxy.request.migration import Room
 from proxy.request.records import RequestLog
 from proxy.request.tenants import Tenants
+from proxy.request.translate import ResponseStore, Translate, translations
+from proxy.runtime.tasks import Supervisor
 from proxy.settings import LimitSettings
-from proxy.tasks import Supervisor
-from proxy.translate import ResponseStore, Translate, translations
+from proxy.steps.attempt import Attempts
+from proxy.steps.preparation import Preparation
 
 CHAT = "/v1/chat/completions"
 ASK = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
@@ -59,7 +59,7 @@ ANSWER = {
 }
 
 
-class Exchange:
+class Bus:
     """One request an engine received, and its way back."""
 
     def __init__(self, connection: "_Connection", method: str, target: str, headers: list[tuple[str, str]]):
@@ -117,10 +117,10 @@ class Exchange:
         transport.abort() if abort else transport.close()
 
 
-Script = Callable[[Exchange], Awaitable[None]]
+Script = Callable[[Bus], Awaitable[None]]
 
 
-async def answer(exchange: Exchange) -> None:
+async def answer(exchange: Bus) -> None:
     """What a well engine says."""
     if exchange.target == "/health":
         await exchange.send({"status": "ok"})
@@ -146,7 +146,7 @@ class _Connection(asyncio.Protocol):
         self._room = asyncio.Event()
         self._room.set()
         self.lost = False
-        self.exchange: Exchange | None = None
+        self.exchange: Bus | None = None
 
     def connection_made(self, transport):
         if not self._engine.is_up:
@@ -207,7 +207,7 @@ class _Connection(asyncio.Protocol):
                 while (line := (await self._line()).decode("latin-1").strip()) != "":
                     name, _, value = line.partition(":")
                     headers.append((name.lower(), value.strip()))
-                exchange = self.exchange = Exchange(self, method, target, headers)
+                exchange = self.exchange = Bus(self, method, target, headers)
                 self._engine.seen.append(exchange)
                 self._engine.arrived.set()
                 script = self._engine.script
@@ -229,7 +229,7 @@ class FakeEngine:
     def __init__(self, engine_id="a", script: Script = answer):
         self.id = engine_id
         self.script = script
-        self.seen: list[Exchange] = []
+        self.seen: list[Bus] = []
         self.connections: list[_Connection] = []
         self.arrived = asyncio.Event()
 
@@ -255,7 +255,7 @@ class FakeEngine:
             connection._task.cancel()
         await asyncio.gather(*(c._task for c in self.connections), return_exceptions=True)
 
-    async def request(self, number=0) -> Exchange:
+    async def request(self, number=0) -> Bus:
         """The request of that number, once it is here."""
         while len(self.seen) <= number:
             self.arrived.clear()
@@ -353,7 +353,7 @@ class _Server(uvicorn.Server):
 async def serving(app, listener: socket.socket | None = None, protocol=Http1Protocol) -> AsyncIterator[str]:
     """A site of kvpin's or an ASGI application on a socket, in this loop; gives its address."""
     listener = listener or socket.create_server(("127.0.0.1", 0))
-    protocol = protocol if isinstance(app, Site) else "httptools"
+    protocol = protocol if isinstance(app, Dispatcher) else "httptools"
     server = _Server(
         uvicorn.Config(
             app,
@@ -438,7 +438,7 @@ class FakeProxy:
             keepers,
         )
         ops = Ops(self.fleet, self.metrics, peers=self.peers)
-        self.site = Site(data_plane, Starlette(routes=ops.routes()))
+        self.site = Dispatcher(data_plane, Starlette(routes=ops.routes()))
 
     def add(self, fake: FakeEngine | FakeAdapter, **info) -> Engine:
         adapter = fake if isinstance(fake, FakeAdapter) else FakeAdapter(fake.id, fake.url)

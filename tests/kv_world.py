@@ -32,8 +32,7 @@ from proxy.api.admin import (
     table_routes,
 )
 from proxy.api.auth import AdminGuard
-from proxy.api.errors import handle_http
-from proxy.app import Proxy
+from proxy.api.error_answers import handle_http
 from proxy.control.engines import Engines
 from proxy.control.kept_prompts import KeptPrompts
 from proxy.control.kv import KvVerbs
@@ -42,13 +41,14 @@ from proxy.control.pinning import Pinning
 from proxy.control.prefixes import Prefixes
 from proxy.control.replays import Replays
 from proxy.control.tables import SharedTables
-from proxy.control.targets import Targets
+from proxy.control.target_engines import Targets
 from proxy.control.warm import Warming
 from proxy.core.pins import PinBook
 from proxy.fleet.engine import Engine, EngineState
 from proxy.flow import Flow
 from proxy.prompt import Prompt
 from proxy.request.records import RequestRecord
+from proxy.server.app import Proxy
 from proxy.settings import load_settings
 from tests.fakes import INFO, FakeAdapter, prompts_of
 

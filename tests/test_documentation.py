@@ -14,12 +14,12 @@ from pydantic import BaseModel
 from engine_adapter.torch_engine.engine import Counters
 from engine_adapter.torch_engine.metrics import EngineMetrics
 from engine_adapter.types import EngineSpec
-from proxy.cli.examination import show_examination
+from proxy.cli.engine_check.display import show_examination
+from proxy.cli.engine_check.examine import _of_view
+from proxy.cli.engine_check.probe import View
 from proxy.cli.main import app
 from proxy.core.misses import Miss
-from proxy.core.placement import answers, demand, load, rates
-from proxy.doctor.doctor import _of_view
-from proxy.doctor.probe import View
+from proxy.core.placement import demand, load, rates, whole_answers
 from proxy.observe.reasons import Reason
 from proxy.settings import Settings, check_settings
 
@@ -86,7 +86,7 @@ def test_every_reason_of_a_placement(reason):
     [
         f"the last {rates.WINDOW} samples",
         f"the last {4 * rates.WINDOW} samples",
-        f"the last {answers.WINDOW} whole answers",
+        f"the last {whole_answers.WINDOW} whole answers",
         f"requested again. Prior: {demand.PRIOR}",
         f"{rates.DEFAULT_PREFILL_TOK_S:,.0f} tokens a second",
         f"{rates.OWN_PACE} times faster",

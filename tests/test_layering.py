@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 # Source files without a test file of their own, and where they are tested.
 ELSEWHERE = {
-    "engine_adapter/errors.py": "classes of data: tests/proxy/api/test_errors.py",
+    "engine_adapter/errors.py": "classes of data: tests/proxy/api/test_error_answers.py",
     "engine_adapter/hold.py": "classes of data and a Protocol: tests of every adapter",
     **{
         f"engine_adapter/{kind}/routes.py": "a table: tests/engine_adapter/test_routes.py"
@@ -19,14 +19,14 @@ ELSEWHERE = {
     "engine_adapter/types.py": "classes of data: tests of everything that uses them",
     "engine_adapter/torch_engine/__main__.py": "one line: managed engines are started by it",
     "proxy/cli/__main__.py": "one line: tests/live and benchmarks start kvpin by it",
-    "proxy/discovery/found.py": "data and a Protocol: tests/proxy/discovery, tests/proxy/control",
-    "proxy/peers/exchange.py": "a Protocol: tests of the two that are one",
-    "proxy/peers/stats.py": "classes of data: tests/proxy/peers, tests/test_observe.py",
-    "proxy/error_codes.py": "a table: tests/proxy/api/test_errors.py",
+    "proxy/fleet/discovery/found.py": "data and a Protocol: tests/proxy/fleet/discovery, tests/proxy/control",
+    "proxy/peers/bus.py": "a Protocol: tests of the two that are one",
+    "proxy/peers/exchange_stats.py": "classes of data: tests/proxy/peers, tests/test_observe.py",
+    "proxy/errors/codes.py": "a table: tests/proxy/api/test_error_answers.py",
     "proxy/headers.py": "a table: tests of those that read and set them",
-    "proxy/errors.py": "classes of data: tests/proxy/api/test_errors.py",
-    "proxy/translate/registry.py": "a table: tests/proxy/translate/test_messages.py",
-    "proxy/translate/translation.py": "a Protocol: tests/proxy/translate/test_translated.py",
+    "proxy/errors/exceptions.py": "classes of data: tests/proxy/api/test_error_answers.py",
+    "proxy/request/translate/translations.py": "a table: tests/proxy/request/translate/test_messages_api.py",
+    "proxy/request/translate/translation.py": "a Protocol: tests/proxy/request/translate/test_translated.py",
 }
 SOURCES = sorted(
     path.relative_to(ROOT).as_posix()
@@ -36,7 +36,7 @@ SOURCES = sorted(
 )
 
 
-@pytest.mark.parametrize("module", ["proxy", "proxy.server", "proxy.cli", "engine_adapter"])
+@pytest.mark.parametrize("module", ["proxy", "proxy.server.run", "proxy.cli", "engine_adapter"])
 def test_importing_loads_neither_torch_nor_transformers(module):
     code = f"import sys, {module}; print(sorted({{'torch', 'transformers'}} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True, cwd=ROOT)

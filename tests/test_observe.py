@@ -7,11 +7,11 @@ import promql_parser
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from proxy.discovery import Source
+from proxy.fleet.discovery import Source
 from proxy.fleet.fleet import Fleet
 from proxy.observe.metrics import Metrics
 from proxy.peers.peers import Peers
-from proxy.peers.unix_sockets import UnixExchange
+from proxy.peers.unix_bus import UnixBus
 from proxy.request.tenants import Tenants
 from tests.fakes import add_ready
 from tests.proxy.observe.test_metrics import record
@@ -31,7 +31,7 @@ def labels(tmp_path_factory):
     """Every series that a page may have, with its labels."""
     fleet, tenants = Fleet(), Tenants(())
     add_ready(fleet, "a")
-    peers = Peers(UnixExchange(tmp_path_factory.mktemp("x"), 1), 1, fleet, tenants)
+    peers = Peers(UnixBus(tmp_path_factory.mktemp("x"), 1), 1, fleet, tenants)
     metrics = Metrics(fleet, {"dns": Source("dns://x", None)}, peers, tenants=1)
     done = record(
         placed=1.0, arrived=0.5, queued_s=0.1, first_byte_s=0.2, duration_s=3.0, output_tokens=9,

@@ -9,8 +9,8 @@ import structlog
 from starlette.types import ASGIApp, Message
 
 from proxy.api.auth import FROM_PEER
-from proxy.api.errors import error_response
-from proxy.api.exchange import ClientLeft, Exchange
+from proxy.api.error_answers import error_response
+from proxy.http.exchange import ClientLeft, Exchange
 
 log = structlog.get_logger(__name__)
 

@@ -19,21 +19,22 @@ from starlette.responses import Response
 
 from engine_adapter import NATIVE_ROUTES, Headers, JsonBody, RequestBody, Upload, route_of
 from proxy.api.auth import authenticate, passed_on_headers
-from proxy.api.bodies import parse
 from proxy.api.cors import METHODS, Cors, check_origin, is_preflight, preflight
-from proxy.api.elsewhere import PassedToOwner
-from proxy.api.errors import error_response
-from proxy.api.exchange import ClientLeft, Exchange
+from proxy.api.error_answers import error_response
+from proxy.api.fan_out import serve
 from proxy.api.forms import new_spool, read_form
-from proxy.api.keepers import PassedToKeeper, is_asked
+from proxy.api.json_bodies import parse
+from proxy.api.kept_responses import KeptResponses, may_be_kept, name_of
 from proxy.api.models import ALLOW_READS, answer_models, is_of_models, name_in
 from proxy.api.paths import check_native, checked_path
-from proxy.api.responses import KeptResponses, may_be_kept, name_of
+from proxy.api.relay.to_owner import PassedToOwner
+from proxy.api.relay.to_response_home import PassedToKeeper, is_asked
 from proxy.api.websockets import WebSocketClient, check_websocket, with_key
 from proxy.core.life import Cause
 from proxy.errors import BodyTooLarge, EncodedBody, NoEngine, NoMemory, RateLimited
 from proxy.flow import Flow
 from proxy.headers import REQUEST_ID_HEADER
+from proxy.http.exchange import ClientLeft, Exchange
 from proxy.request.admitted import Admitted, Gate
 from proxy.request.calls import Call, Reply
 from proxy.request.dialects import dialect_of
@@ -41,8 +42,7 @@ from proxy.request.error_table import ANSWERED, status_of
 from proxy.request.records import RequestRecord
 from proxy.request.session import session_of
 from proxy.request.tenants import Tenants
-from proxy.several import serve
-from proxy.translate import ResponseStore, response_named
+from proxy.request.translate import ResponseStore, response_named
 
 log = structlog.get_logger(__name__)
 

@@ -8,7 +8,7 @@ import typer
 
 from proxy.cli.client import AdminClient, JsonOption, fail, path_part, print_json, show
 from proxy.cli.help import App
-from proxy.cli.targets import PrefixOptions, RequestOptions, TargetOptions
+from proxy.cli.target_options import PrefixOptions, RequestOptions, TargetOptions
 
 EngineId = Annotated[str, typer.Argument(metavar="ENGINE", help="As `kvpin engines` lists it.")]
 engines_app = App("List, add, remove and drain engines.", "engines")
@@ -16,7 +16,7 @@ engines_app = App("List, add, remove and drain engines.", "engines")
 
 def stats(*, kvpin: AdminClient, as_json: JsonOption = False) -> None:
     """Show what each engine holds, and how exact predictions were."""
-    show(kvpin.get("/stats"), "tables.show_stats", as_json=as_json)
+    show(kvpin.get("/stats"), "answer_tables.show_stats", as_json=as_json)
 
 
 def flush(*, target: TargetOptions, kvpin: AdminClient, as_json: JsonOption = False) -> None:
@@ -102,7 +102,7 @@ def requests(
 @engines_app.list_command
 def engines(*, kvpin: AdminClient, as_json: JsonOption = False) -> None:
     """List engines, as `kvpin engines` alone does."""
-    show(kvpin.get("/engines"), "tables.show_engines", as_json=as_json)
+    show(kvpin.get("/engines"), "answer_tables.show_engines", as_json=as_json)
 
 
 @engines_app.command("add")
@@ -143,13 +143,13 @@ def engines_drain(
 
 def _run(kvpin: AdminClient, verb: str, body: dict[str, Any], *, as_json: bool) -> None:
     """Runs an operation and prints its result; status 1 if it failed."""
-    from proxy.cli import tables  # noqa: PLC0415 - rich is slow to import
+    from proxy.cli import answer_tables  # noqa: PLC0415 - rich is slow to import
 
-    with tables.progress_bar(verb) as show_progress:
+    with answer_tables.progress_bar(verb) as show_progress:
         operation = kvpin.run(verb, body, show_progress)
     if as_json:
         print_json(operation)
     else:
-        tables.show_operation(operation)
+        answer_tables.show_operation(operation)
     if operation["state"] != "done":
         fail(operation["error"] or f"the operation is {operation['state']}")

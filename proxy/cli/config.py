@@ -48,7 +48,7 @@ def check(
 
 def _faults_of_this_machine(settings: Settings) -> Iterator[str]:
     """A sentence for each engine and file that cannot be used here."""
-    from proxy.checks import faults_here  # noqa: PLC0415 - see above
+    from proxy.server.checks import faults_here  # noqa: PLC0415 - see above
     from proxy.settings import SettingsError, read_engines  # noqa: PLC0415 - see above
 
     yield from faults_here(settings)

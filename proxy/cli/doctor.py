@@ -41,7 +41,7 @@ def doctor(
     Findings name the flag that would let kvpin do more.
     Exit status 0: no findings; 1: findings; 2: the engine cannot be examined.
     """
-    from proxy.cli.examination import UnusableEngine, examined  # noqa: PLC0415 - slow to import
+    from proxy.cli.engine_check.display import UnusableEngine, examined  # noqa: PLC0415 - slow to import
 
     given = {name: value for name, value in asdict(options).items() if value is not None}
     try:

@@ -12,7 +12,7 @@ import typer
 from proxy.cli.client import fail
 
 if TYPE_CHECKING:
-    from proxy.doctor.doctor import Examination
+    from proxy.cli.engine_check.examine import Examination
 
 _STDOUT = Path("-")
 _FILE = Path("kvpin.toml")
@@ -49,7 +49,7 @@ def init(
 
     Each setting has a comment; the file is for `kvpin serve --config`.
     """
-    from proxy.cli.examination import UnusableEngine, examined  # noqa: PLC0415 - slow to import
+    from proxy.cli.engine_check.display import UnusableEngine, examined  # noqa: PLC0415 - slow to import
 
     if output != _STDOUT and output.exists() and not force:
         fail(f"{str(output)!r} exists: name another file with --output, or give --force")

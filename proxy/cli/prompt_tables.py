@@ -18,7 +18,7 @@ TableId = Annotated[str, typer.Argument(metavar="ID", help="As `kvpin tables` li
 @tables_app.list_command
 def list_tables(*, kvpin: AdminClient, as_json: JsonOption = False) -> None:
     """List the registered tables."""
-    show(kvpin.get(_PATH), "tables.show_prompt_tables", as_json=as_json)
+    show(kvpin.get(_PATH), "answer_tables.show_prompt_tables", as_json=as_json)
 
 
 @tables_app.command("show")
@@ -28,7 +28,7 @@ def show_table(*, table_id: TableId, kvpin: AdminClient, as_json: JsonOption = F
     table = next((each for each in registered if each["table_id"] == table_id), None)
     if table is None:
         fail(f"there is no prompt table {table_id!r}")
-    show(table, "tables.show_prompt_table", as_json=as_json)
+    show(table, "answer_tables.show_prompt_table", as_json=as_json)
 
 
 @tables_app.command("put")

@@ -14,8 +14,8 @@ from proxy.cli.options import option
 from proxy.replay.units import AmountError, parse_amount, parse_count, parse_tokens
 
 if TYPE_CHECKING:
-    from proxy.replay.engine import EngineModel
     from proxy.replay.plan import ReplayPlan
+    from proxy.replay.simulated_engine import EngineModel
 
 _UNUSABLE = 2
 _MODELS = ("fifo", "chunked")
@@ -81,7 +81,7 @@ class ReplayOptions:
 
     def models(self) -> tuple[EngineModel, ...]:
         """The simulated engine, in each size of `gpu_tokens`. Raises ReplayOptionError."""
-        from proxy.replay.engine import EngineModel  # noqa: PLC0415 - the other commands start quicker
+        from proxy.replay.simulated_engine import EngineModel  # noqa: PLC0415 - the other commands start quicker
 
         if self.model not in _MODELS:
             raise ReplayOptionError(f"--model {self.model!r}: must be {' or '.join(_MODELS)}")
@@ -134,7 +134,7 @@ class ReplayOptions:
 
     def _policies(self) -> tuple[str, ...]:
         """Those that are named, else all; with a target kvpin, and never the oracle, which has no times."""
-        from proxy.replay.registry import ORACLE, resolve  # noqa: PLC0415 - see above
+        from proxy.replay.policy_names import ORACLE, resolve  # noqa: PLC0415 - see above
 
         try:
             names = resolve((self.policies or ("all" if self.target_p99 is None else "kvpin")).split(","))

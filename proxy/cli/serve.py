@@ -97,7 +97,7 @@ class ServeFlags:
 def serve(*, options: ServeFlags) -> None:
     """Serve OpenAI's API under /v1 and the admin API under /admin/v1."""
     from engine_adapter import EngineSpecError  # noqa: PLC0415 - other commands start quicker
-    from proxy.server import serve as run  # noqa: PLC0415 - likewise
+    from proxy.server.run import serve as run  # noqa: PLC0415 - likewise
     from proxy.settings import SettingsError  # noqa: PLC0415 - likewise
 
     try:

@@ -10,8 +10,8 @@ from typing import Any
 from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.text import Text
 
+from proxy.cli.answer_tables import ready_engines
 from proxy.cli.grid import Columns, TerminalTable, of_state
-from proxy.cli.tables import ready_engines
 
 # Seconds that rates are taken over.
 WINDOW_S = 10.0

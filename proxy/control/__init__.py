@@ -1,14 +1,23 @@
 """The control plane's logic: what operators ask, done through the same fleet, index and flow as requests.
 
-target.py      what an operation acts on, as named     targets.py   and resolved to engines
-operations.py  long work, its progress and history     kv.py        flush, offload, restore
-warm.py        compute a prefix ahead of need          pinning.py   pins over engines
-engines.py     add, remove, drain                      tables.py    prompt tables, on all engines or on none
-configured.py  the engines of the settings             discovered.py and those found elsewhere
-stats.py       what everything holds                   merging.py   answers of several workers as one
-routing.py     where would this go?                    explain.py   why did the cache miss?
-prefixes.py    the prefix tree of the last prompts    kept_prompts.py  those of all workers
-replays.py     recorded traffic on simulated engines  ranks.py     engines of one server
+target.py          what an operation acts on, as it is named
+target_engines.py  a target → the engines it concerns
+operations.py      long work, its progress and history
+kv.py              flush, offload, restore
+warm.py            compute a prefix ahead of need
+pinning.py         pins over engines
+engines.py         add, remove, drain
+tables.py          prompt tables, on all engines or on none
+configured.py      the engines of the settings join and leave
+discovered.py      likewise those found elsewhere
+stats.py           what everything holds
+merged_answers.py  answers of several workers as one
+dry_run.py         where would this request go?
+explain.py         why did the cache miss?
+prefixes.py        the prefix tree of the last prompts
+kept_prompts.py    those prompts, of all workers
+replays.py         recorded traffic on simulated engines
+ranks.py           engines of one server
 
 Each class takes the few collaborators it uses. The structs named `…Answer` are what the admin API answers.
 """

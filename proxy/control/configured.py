@@ -21,9 +21,9 @@ from proxy.errors import Conflict
 from proxy.fleet.engine import Engine, EngineState
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.monitor import Monitor
-from proxy.process.managed import ManagedEngine
+from proxy.fleet.process.managed_engine import ManagedEngine
+from proxy.runtime.tasks import Supervisor
 from proxy.settings import EngineChanges, EngineEntry, ManagedSettings, StartedSettings, engine_changes
-from proxy.tasks import Supervisor
 
 log = structlog.get_logger(__name__)
 

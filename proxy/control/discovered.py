@@ -21,12 +21,12 @@ from engine_adapter import EngineSpec, EngineSpecError
 from proxy.control.configured import ConfiguredEngines
 from proxy.control.engines import Engines
 from proxy.control.ranks import Ranks
-from proxy.discovery import Finder, FoundEngine, FoundEngines, Source, SourceError
 from proxy.errors import Conflict
+from proxy.fleet.discovery import Finder, FoundEngine, FoundEngines, Source, SourceError
 from proxy.fleet.engine import Engine
 from proxy.fleet.fleet import Fleet
+from proxy.runtime.tasks import Supervisor
 from proxy.settings import EngineChanges, EngineEntry, EngineSettings, SettingsError
-from proxy.tasks import Supervisor
 
 log = structlog.get_logger(__name__)
 

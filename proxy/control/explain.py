@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from engine_adapter.types import TokenIds
-from proxy.control.routing import CostAnswer, Decision, cost_answer, reasons
+from proxy.control.dry_run import CostAnswer, Decision, cost_answer, reasons
 from proxy.core.differences import Difference
 from proxy.core.misses import Diagnosis, Miss
 from proxy.core.placement.decision import Placement

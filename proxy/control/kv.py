@@ -9,7 +9,7 @@ from functools import partial
 from engine_adapter import Capability, KvTarget, KvVerb
 from proxy.control.operations import Operation, Operations, Part, new_operation, run_parts
 from proxy.control.target import Target
-from proxy.control.targets import Selection, Share, Targets, parts_of, require_able
+from proxy.control.target_engines import Selection, Share, Targets, parts_of, require_able
 from proxy.control.warm import Warming
 from proxy.core.audit import Trust
 from proxy.core.pins import Pin, PinBook

@@ -17,7 +17,7 @@ import msgspec
 from engine_adapter import EngineError, KvProgress
 from proxy.errors import NotFound, ProxyError
 from proxy.request.error_table import status_of
-from proxy.tasks import Supervisor
+from proxy.runtime.tasks import Supervisor
 
 HISTORY = 256
 

@@ -13,7 +13,7 @@ import msgspec
 from engine_adapter import Capability
 from proxy.control.operations import Operation, Operations, OperationState, Part, new_operation, run_parts
 from proxy.control.target import PREFIXES, Target, kind_of
-from proxy.control.targets import Share, Targets, parts_of, require_able
+from proxy.control.target_engines import Share, Targets, parts_of, require_able
 from proxy.core.index.blocks import BlockHash
 from proxy.core.pins import Pin, PinBook
 from proxy.errors import BadRequest, NotFound

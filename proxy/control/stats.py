@@ -16,8 +16,8 @@ from proxy.core.placement.tiering import AheadCounts
 from proxy.fleet.engine import Engine, EngineState
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.pool import Pool
+from proxy.peers.exchange_stats import ExchangeStats
 from proxy.peers.peers import Peers
-from proxy.peers.stats import ExchangeStats
 from proxy.prompt import Exactness, PromptBuilder
 
 ASK_TIMEOUT_S = 2.0

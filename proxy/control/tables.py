@@ -12,9 +12,9 @@ from engine_adapter.off_loop import TABLE_BYTES_PER_MS, off_loop
 from proxy.errors import BadRequest, Conflict
 from proxy.fleet.engine import Engine
 from proxy.fleet.fleet import Fleet
+from proxy.fleet.state_dir.table_files import TableFiles
 from proxy.prompt import PromptTables
-from proxy.prompt.tables import read_table
-from proxy.state.tables import TableFiles
+from proxy.prompt.registered_tables import read_table
 
 
 class TableAnswer(msgspec.Struct, kw_only=True):

@@ -15,17 +15,17 @@ from msgspec.structs import replace
 from engine_adapter import Capability, EngineRejected, Headers, JsonBody
 from proxy.control.operations import Operation, Operations, Part, new_operation, run_parts
 from proxy.control.target import Target
-from proxy.control.targets import Prefix, Targets
+from proxy.control.target_engines import Prefix, Targets
 from proxy.core.admission import MAX_PRIORITY
 from proxy.errors import BadRequest, NoEngine
 from proxy.fleet.engine import Engine
 from proxy.fleet.pool import no_engine_for
 from proxy.flow import Flow
 from proxy.headers import PRIORITY_HEADER
-from proxy.ready import Ready
 from proxy.request.admitted import Admitted
 from proxy.request.calls import Call, Nobody, Reply
 from proxy.request.records import RequestRecord
+from proxy.steps.preparation import Ready
 
 _PATH = "/v1/completions"
 _LAST = b"%d" % MAX_PRIORITY

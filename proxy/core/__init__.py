@@ -1,16 +1,18 @@
 """The pure core: no await, no I/O, no clock, no logging. Times come in, decisions go out as data.
 
-index/        which engine holds which block, on which tier
-placement/    which engine a request goes to, with the reasons
-peers/        what several kvpins tell each other, replayed
-admission.py  which requests wait for an engine, and who goes first
-quotas.py     what one tenant may use
-budget.py     memory that requests share
-breaker.py    whether an engine that fails requests gets more
-retry_budget.py  retries of all requests together
-audit.py      predicted against reported cached tokens → trust
-pins.py       what operators asked to keep
-retention.py  what clients asked to keep
-misses.py     why a prompt's KV was not reused      diagnostics.py  the same in the words of the APIs
-differences.py  where two requests differ
+index/              which engine holds which block, on which tier
+placement/          which engine a request goes to, with the reasons
+peers/              what several kvpins tell each other, replayed
+admission.py        which requests wait for an engine, and who goes first
+quotas.py           what one tenant may use
+budget.py           memory that requests share
+breaker.py          whether an engine that fails requests gets more
+retry_budget.py     retries of all requests together
+audit.py            predicted against reported cached tokens → trust
+pins.py             what operators asked to keep
+retention.py        what clients asked to keep
+misses.py           why a prompt's KV was not reused
+api_diagnostics.py  why KV was not reused, in the words of OpenAI's and Anthropic's APIs
+differences.py      where two requests differ
+life/               the life of a request as a state machine: causes, states, events
 """

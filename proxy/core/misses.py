@@ -4,7 +4,7 @@
     what the earlier request shares with it → KV that was not found    EVICTED, RESTARTED, ELSEWHERE, …
     what it does not share                  → the prompt differs       TOOLS, SYSTEM, INPUT, …
 
-`diagnostics.py` says it in the words of the APIs.
+`api_diagnostics.py` says it in the words of the APIs.
 """
 
 from __future__ import annotations

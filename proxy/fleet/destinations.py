@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from proxy.error_codes import Code
 from proxy.errors import NotFound
+from proxy.errors.codes import Code
 from proxy.fleet.engine import Engine
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.pool import Pool
 from proxy.request.calls import Call
-from proxy.translate import CONTINUING, RESPONSES_PATH, ResponseHome, ResponseHomes, response_named
+from proxy.request.translate import CONTINUING, RESPONSES_PATH, ResponseHome, ResponseHomes, response_named
 
 
 class Destination(Struct, frozen=True):

@@ -14,8 +14,8 @@ import structlog
 
 from engine_adapter import EngineAdapter, EngineInfo
 from proxy.core.peers.telling import OwnRequests
-from proxy.error_codes import Code
 from proxy.errors import Conflict, NoEngine, NotFound
+from proxy.errors.codes import Code
 from proxy.fleet.engine import TOKENS_PER_BLOCK, Engine, EngineState
 from proxy.fleet.pool import Pool
 from proxy.settings import LimitSettings

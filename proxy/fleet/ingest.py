@@ -21,7 +21,7 @@ from proxy.fleet.engine import Engine
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.pool import Pool
 from proxy.fleet.recall import Memories, recall_learned, recall_view
-from proxy.tasks import Supervisor
+from proxy.runtime.tasks import Supervisor
 
 log = structlog.get_logger(__name__)
 

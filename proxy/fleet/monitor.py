@@ -24,7 +24,7 @@ from proxy.fleet.fleet import Fleet
 from proxy.fleet.ingest import Ingest
 from proxy.fleet.tokenisation import Tokenisation
 from proxy.prompt import PromptTables
-from proxy.tasks import Supervisor
+from proxy.runtime.tasks import Supervisor
 
 log = structlog.get_logger(__name__)
 

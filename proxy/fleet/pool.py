@@ -15,13 +15,13 @@ from proxy.core.audit import Trust
 from proxy.core.index.blocks import BlockHash, Chain, chain, namespace_root
 from proxy.core.index.prefix_index import PrefixIndex
 from proxy.core.peers.telling import OwnRequests
-from proxy.core.placement.answers import Report
 from proxy.core.placement.decision import Candidate, Cost, Placement
 from proxy.core.placement.placer import PlacedRequest, Placer
+from proxy.core.placement.whole_answers import Report
 from proxy.errors import NoEngine, NotFound
 from proxy.fleet.engine import Engine, EngineState
 from proxy.fleet.lease import Lease
-from proxy.fleet.line import Line
+from proxy.fleet.wait_queue import Line
 from proxy.prompt import Prompt, PromptBuilder
 from proxy.request.session import Session
 from proxy.settings import LimitSettings

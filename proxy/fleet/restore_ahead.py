@@ -24,7 +24,7 @@ from proxy.fleet.fleet import Fleet
 from proxy.fleet.pool import Pool
 from proxy.prompt import Prompt
 from proxy.request.records import RequestRecord
-from proxy.tasks import Supervisor
+from proxy.runtime.tasks import Supervisor
 
 log = structlog.get_logger(__name__)
 

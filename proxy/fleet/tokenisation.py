@@ -17,8 +17,8 @@ from engine_adapter.prompt.tokenizer_process import load_tokenizer
 from proxy.fleet.engine import Engine
 from proxy.fleet.pool import Pool
 from proxy.prompt import Exactness, Load, PromptBuilder, PromptTables, verify_exactness
-from proxy.runtime import settle
-from proxy.tasks import Supervisor
+from proxy.runtime.interpreter import settle
+from proxy.runtime.tasks import Supervisor
 
 log = structlog.get_logger(__name__)
 

@@ -9,7 +9,7 @@ from importlib.metadata import version
 
 from proxy.fleet.engine import Engine, EngineState
 from proxy.fleet.fleet import Fleet
-from proxy.observe.waiting import waiting_bar
+from proxy.observe.startup_bar import waiting_bar
 from proxy.settings import Settings
 
 POLL_S = 0.1

@@ -10,11 +10,11 @@ from typing import NamedTuple
 from engine_adapter import Tier
 from proxy.core.audit import Trust
 from proxy.core.budget import ByteBudget
-from proxy.discovery import Source
+from proxy.fleet.discovery import Source
 from proxy.fleet.engine import EngineState
 from proxy.fleet.fleet import Fleet
-from proxy.observe.families import Counter, Family, gauge
-from proxy.observe.merging import Combine
+from proxy.observe.merged_metrics import Combine
+from proxy.observe.metric_families import Counter, Family, gauge
 from proxy.peers.peers import Peers
 
 _VERSION = version("kvpin")

@@ -24,7 +24,7 @@ from proxy.observe.metrics import Metrics
 from proxy.observe.reasons import Reason, reason_of, why
 from proxy.observe.reuse import ReuseCounts, available_tokens
 from proxy.request.records import RequestRecord
-from proxy.tasks import Supervisor
+from proxy.runtime.tasks import Supervisor
 
 # Seconds between two snapshots.
 TICK_S = 1.0

@@ -8,10 +8,10 @@ from http import HTTPStatus
 
 from proxy.core.budget import ByteBudget
 from proxy.core.life import Cause
-from proxy.discovery import Source
+from proxy.fleet.discovery import Source
 from proxy.fleet.fleet import Fleet
-from proxy.observe.families import Counter, Family, Histogram
 from proxy.observe.gauges import GAUGES, State, counters_of, gauges_of
+from proxy.observe.metric_families import Counter, Family, Histogram
 from proxy.observe.reasons import reason_of
 from proxy.observe.reuse import ReuseCounts, reuse_of
 from proxy.peers.peers import Peers

@@ -11,8 +11,8 @@ from proxy.core.peers.follower import Follower
 from proxy.core.peers.matching import disagreement, hash_alike, match
 from proxy.core.peers.messages import Heard, Times, ToldEngine
 from proxy.core.peers.round_trip import RoundTrip
+from proxy.peers.exchange_stats import PeerStats
 from proxy.peers.owners import ToldClaim
-from proxy.peers.stats import PeerStats
 
 log = structlog.get_logger(__name__)
 

@@ -1,7 +1,7 @@
 """One kvpin among several: listens to the others, replays their requests, and notices who is lost.
 
-    this kvpin ──→ Announcer ──→ exchange ──→ the others
-    the others ──→ exchange ──→ Follower ──→ Placer, as for own requests
+    this kvpin ──→ Announcer ──→ bus ──→ the others
+    the others ──→ bus ──→ Follower ──→ Placer, as for own requests
 
 A request never waits for any of it. Everything expires: a kvpin that is silent for `LOST_S` is lost, and its
 requests are over.
@@ -35,15 +35,15 @@ from proxy.core.peers.messages import (
     unpacked,
 )
 from proxy.fleet.fleet import Fleet
-from proxy.peers.exchange import Exchange, ExchangeCallbacks
+from proxy.peers.announcer import Announcer
+from proxy.peers.bus import Bus, BusCallbacks
+from proxy.peers.exchange_stats import ExchangeCounts, ExchangeStats
 from proxy.peers.joining import Joining
 from proxy.peers.owners import Owners, ToldClaim
 from proxy.peers.peer import Peer
-from proxy.peers.site import PooledEngine
-from proxy.peers.stats import ExchangeCounts, ExchangeStats
-from proxy.peers.voice import Announcer
+from proxy.peers.pooled_engine import PooledEngine
 from proxy.request.tenants import Tenants
-from proxy.tasks import Supervisor
+from proxy.runtime.tasks import Supervisor
 
 log = structlog.get_logger(__name__)
 
@@ -61,7 +61,7 @@ class Peers:
 
     def __init__(
         self,
-        exchange: Exchange,
+        bus: Bus,
         owner: int,
         fleet: Fleet,
         tenants: Tenants,
@@ -70,9 +70,9 @@ class Peers:
         """Tells of the pools that `fleet` makes from now on. `owner` is a number that no other kvpin has.
         `hang_up` drops the connections to the socket of a kvpin that is lost, for that reason."""
         self.counts, self._hang_up = ExchangeCounts(), hang_up
-        self._exchange, self._owner, self._fleet, self._tenants = exchange, owner, fleet, tenants
+        self._bus, self._owner, self._fleet, self._tenants = bus, owner, fleet, tenants
         self._owners, self._joining = Owners(owner, fleet), Joining(fleet)
-        self._announcer = Announcer(exchange, owner, fleet, tenants, self._owners.claim_of, self.counts)
+        self._announcer = Announcer(bus, owner, fleet, tenants, self._owners.claim_of, self.counts)
         self._peers: dict[int, Peer] = {}
         self._has_bid = asyncio.Event()
         self._complained = set[str]()
@@ -81,15 +81,15 @@ class Peers:
 
     def start(self, tasks: Supervisor) -> None:
         """Begins to exchange."""
-        callbacks = ExchangeCallbacks(self._receive, self._announcer.introduce, self._lose)
-        tasks.keep("exchange", lambda: self._exchange.run(callbacks))
+        callbacks = BusCallbacks(self._receive, self._announcer.introduce, self._lose)
+        tasks.keep("exchange", lambda: self._bus.run(callbacks))
         tasks.keep("exchange watch", self._watch)
         tasks.keep("exchange answers", self._announcer.answer)
 
     async def aclose(self) -> None:
         """Tells the others that all requests here are over."""
         self._announcer.leave()
-        await self._exchange.aclose()
+        await self._bus.aclose()
 
     @property
     def is_ready(self) -> bool:
@@ -99,12 +99,12 @@ class Peers:
     @property
     def is_connected(self) -> bool:
         """Whether the exchange works."""
-        return self._exchange.is_connected
+        return self._bus.is_connected
 
     @property
     def http_socket(self) -> Path | None:
         """Where this kvpin serves HTTP to the others; None if none can reach its sockets."""
-        return self._exchange.http_socket
+        return self._bus.http_socket
 
     @property
     def claims_engines(self) -> bool:
@@ -126,7 +126,7 @@ class Peers:
         return ExchangeStats(
             connected=self.is_connected,
             peers=[peer.stats(now) for peer in self._peers.values()],
-            dropped=self._exchange.dropped,
+            dropped=self._bus.dropped,
             lost=self.counts.lost,
         )
 
@@ -178,7 +178,7 @@ class Peers:
         """A peer says who it is, and which engines it has."""
         is_new, path = peer.name is None, state.http_socket
         peer.name, peer.engines = state.name, state.engines
-        peer.socket = path if path is not None and self._exchange.reaches(path) else None
+        peer.socket = path if path is not None and self._bus.reaches(path) else None
         self._match(now, peer)
         self._decide_owners(now)
         if is_new:
@@ -229,7 +229,7 @@ class Peers:
             for engine, claim in peer.claims():
                 others.setdefault(engine, {})[owner] = claim
         was_bidding = self._owners.is_bidding
-        is_alone = self._exchange.is_alone and not self._peers
+        is_alone = self._bus.is_alone and not self._peers
         self._owners.decide(now, others, is_heard=self.is_connected, is_alone=is_alone)
         if self._owners.is_bidding and not was_bidding:
             self._has_bid.set()
@@ -271,7 +271,7 @@ class Peers:
                 elif not peer.follower.in_step or self._joining.wants_contents(owner):
                     self._ask(now, owner, peer)
             followers = [peer.follower for peer in self._peers.values()]
-            self._joining.look(now, followers, is_alone=self._exchange.is_alone and not followers)
+            self._joining.look(now, followers, is_alone=self._bus.is_alone and not followers)
 
     def _times(self, now: float) -> Times:
         answers = (peer.answer(now, owner) for owner, peer in self._peers.items())

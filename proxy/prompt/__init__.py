@@ -1,12 +1,15 @@
 """Turns a request body into the prompt exactly as the engine will see it.
 
-render.py      reads the fields that make the prompt         tokenizer.py   tokenises here, or asks an engine
-tables.py      registered p-tuning tables, their extra ids   known_chats.py ids and blocks of earlier turns
-media.py       images, audio and video                       exactness.py   compares our ids with the engine's
-builder.py     all of it: body → Prompt
+render.py             reads the fields that make the prompt
+tokenizer.py          tokenises here, or asks an engine
+registered_tables.py  registered p-tuning tables, their extra ids
+known_chats.py        ids and blocks of earlier turns
+media.py              images, audio and video
+exactness.py          compares our ids with the engine's
+builder.py            all of it: body → Prompt
 """
 
 from proxy.prompt.builder import Exactness, Load, Prompt, PromptBuilder
 from proxy.prompt.exactness import audit_tokens, verify_exactness
 from proxy.prompt.media import MediaUuids
-from proxy.prompt.tables import PromptTables
+from proxy.prompt.registered_tables import PromptTables

@@ -25,10 +25,11 @@ from engine_adapter.prompt.embeds import read_embeds, reading_ms
 from engine_adapter.prompt.forms import has_own_template
 from engine_adapter.prompt.tokenizer_process import load_tokenizer
 from engine_adapter.types import ExtraIds, TokenIds
-from proxy.error_codes import Code
 from proxy.errors import BadRequest
+from proxy.errors.codes import Code
 from proxy.prompt.known_chats import KnownBeginning, Owner
 from proxy.prompt.media import find_media, media_fields, not_plain, texts_only
+from proxy.prompt.registered_tables import PromptTables
 from proxy.prompt.render import (
     CHAT_PATH,
     COMPLETIONS_PATH,
@@ -41,7 +42,6 @@ from proxy.prompt.render import (
     read_native,
     read_prompt,
 )
-from proxy.prompt.tables import PromptTables
 from proxy.prompt.tokenizer import EngineTokenizer, LocalTokenizer
 
 Source = Literal["local", "engine", "client"]

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Iterator
 from random import Random
 
 from proxy.core.index.blocks import BlockHash
-from proxy.replay.engine import EngineModel
+from proxy.replay.simulated_engine import EngineModel
 from proxy.replay.trace import Trace, TraceRequest
 
 # Seeds other than 0 move each arrival by up to this. It is less than the turns of people vary, and changes

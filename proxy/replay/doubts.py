@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from proxy.replay.registry import ORACLE
+from proxy.replay.policy_names import ORACLE
 from proxy.replay.simulator import RunResult
 from proxy.replay.trace import Trace
 

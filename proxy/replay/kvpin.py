@@ -14,8 +14,8 @@ from proxy.core.index.blocks import Chain
 from proxy.core.index.prefix_index import Match
 from proxy.core.placement.decision import Candidate, Placement, place
 from proxy.core.placement.placer import PlacedRequest, Placer
-from proxy.replay.engine import SimEngine
 from proxy.replay.policy import PolicyChoice, Seeing, SimFleet
+from proxy.replay.simulated_engine import SimEngine
 from proxy.replay.trace import TraceRequest
 
 

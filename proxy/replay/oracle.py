@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from proxy.core.index.blocks import reusable_tokens
 from proxy.replay.cache import TieredCache
-from proxy.replay.engine import EngineModel
+from proxy.replay.simulated_engine import EngineModel
 from proxy.replay.trace import TraceRequest
 
 

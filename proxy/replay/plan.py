@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from proxy.replay.arrivals import speedup_for_load
-from proxy.replay.engine import EngineModel
+from proxy.replay.simulated_engine import EngineModel
 from proxy.replay.simulator import ReplayRun, RunResult
 from proxy.replay.trace import Trace
 

@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeVar
 from engine_adapter.types import Tier
 from proxy.core.index.blocks import BlockHash, Chain, reusable_tokens
 from proxy.core.index.prefix_index import Match, PrefixIndex
-from proxy.replay.engine import EngineModel, Listener, SimEngine
+from proxy.replay.simulated_engine import EngineModel, Listener, SimEngine
 from proxy.replay.trace import TraceRequest
 
 # A number, or two where the second decides among equals of the first.

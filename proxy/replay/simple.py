@@ -8,8 +8,8 @@ from math import ceil
 
 from xxhash import xxh3_64_intdigest
 
-from proxy.replay.engine import SimEngine
 from proxy.replay.policy import Counting, Policy, PolicyChoice, SimFleet
+from proxy.replay.simulated_engine import SimEngine
 from proxy.replay.trace import TraceRequest
 
 

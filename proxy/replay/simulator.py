@@ -10,10 +10,10 @@ from math import ceil, inf
 from engine_adapter.types import Tier
 from proxy.core.index.blocks import BlockHash
 from proxy.replay.arrivals import arrivals, fitting
-from proxy.replay.engine import EngineModel, Listener, SimEngine
 from proxy.replay.oracle import oracle_hits
 from proxy.replay.policy import Policy, SimFleet
-from proxy.replay.registry import ORACLE, make
+from proxy.replay.policy_names import ORACLE, make
+from proxy.replay.simulated_engine import EngineModel, Listener, SimEngine
 from proxy.replay.trace import Trace, TraceRequest
 
 # Requests between two reports of progress.

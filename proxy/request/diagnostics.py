@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from engine_adapter import UNREADABLE, HeaderPairs, JsonBody, WholeEvents, decode_object, read_streamed_usage
-from proxy.core.diagnostics import anthropic_diagnostics, openai_diagnostics
+from proxy.core.api_diagnostics import anthropic_diagnostics, openai_diagnostics
 from proxy.core.misses import Diagnosis
 from proxy.request.calls import Client, Through
 

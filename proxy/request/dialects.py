@@ -10,7 +10,7 @@ from typing import Protocol
 
 import msgspec
 
-from proxy.error_codes import Code
+from proxy.errors.codes import Code
 from proxy.headers import ANTHROPICS_ID_HEADER, REQUEST_ID_HEADER
 from proxy.request.error_table import NO_MORE, error_body
 

@@ -25,7 +25,7 @@ from engine_adapter import (
 )
 from proxy import errors
 from proxy.core.life import Cause
-from proxy.error_codes import Code
+from proxy.errors.codes import Code
 
 NO_MORE: Mapping[str, object] = MappingProxyType({})
 # Errors with an answer of their own. Any other is a bug.

@@ -36,7 +36,7 @@ from engine_adapter import (
     read_error,
     read_streamed_usage,
 )
-from proxy.error_codes import Code
+from proxy.errors.codes import Code
 from proxy.headers import REQUEST_ID_HEADER, SHOULD_RETRY_HEADER
 from proxy.request.answer_headers import of_cached, of_json, pairs, passed_on, told_with_error
 from proxy.request.calls import Call, Reply

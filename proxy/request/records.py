@@ -1,6 +1,6 @@
 """The last requests, for `GET /admin/v1/requests`: prediction, outcome, and why the cache missed.
 
-Memory is limited by a number of records, a number of tokens, and the bytes of bodies in `sources.py`.
+Memory is limited by a number of records, a number of tokens, and the bytes of bodies in `kept_bodies.py`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from proxy.core.misses import Diagnosis
 from proxy.core.placement.decision import Placement
 from proxy.prompt import Prompt
 from proxy.request.calls import Call
+from proxy.request.kept_bodies import Sources
 from proxy.request.session import Session
-from proxy.request.sources import Sources
 
 MAX_TOKENS = 2_000_000
 # Characters kept of a client's model name, and of an error, which may repeat what a client or an engine sent.

@@ -1,21 +1,23 @@
 """The operator's settings. Flags win over environment variables, which win over the TOML file.
 
-models.py   the settings, typed, with their defaults; what must not be together
-engines.py  those of engines                 fields.py  what single values may be
-load.py     flags, environment and file → Settings; an unknown key is an error at start
-flags.py    the short forms of `--engine`, `--managed`, `--engines-from` and `--model-alias`
-changes.py  what differs when the settings are read again
-sources.py  the addresses of `[[discovery]]`
-key_file.py the admin key in a file of its own
-sentences.py  validation errors in plain English
+schema.py             the settings, typed, with their defaults
+engine_settings.py    the settings of engines
+fields.py             what single values may be
+loading.py            flags, environment and file → Settings; an unknown key is an error at start
+flags.py              the short forms of `--engine`, `--managed`, `--engines-from` and `--model-alias`
+changes.py            what differs when the settings are read again
+discovery_sources.py  the addresses of `[[discovery]]`
+key_file.py           the admin key in a file of its own
+sentences.py          validation errors in plain English
 
-A setting that every engine has is a field of `EngineSpec` and of `_EngineSettings` in engines.py. A setting
-of one kind of engine is a field of that kind's options in engine_adapter. Flags, TOML and the admin API
-read both.
+A setting that every engine has is a field of `EngineSpec` and of `_EngineSettings` in engine_settings.py. A
+setting of one kind of engine is a field of that kind's options in engine_adapter. Flags, TOML and the admin
+API read both.
 """
 
 from proxy.settings.changes import EngineChanges, EngineEntry, engine_changes, needs_restart
-from proxy.settings.engines import (
+from proxy.settings.discovery_sources import DnsSource, KubernetesSource, SrvSource
+from proxy.settings.engine_settings import (
     DiscoverySettings,
     EngineSettings,
     ManagedSettings,
@@ -31,8 +33,8 @@ from proxy.settings.flags import (
     parse_managed_flag,
     split_engine_flag,
 )
-from proxy.settings.load import WORKER_VARIABLE, check_settings, load_settings, read_engines, settings_file
-from proxy.settings.models import (
+from proxy.settings.loading import WORKER_VARIABLE, check_settings, load_settings, read_engines, settings_file
+from proxy.settings.schema import (
     ApiKeySettings,
     ExchangeSettings,
     HealthSettings,
@@ -42,7 +44,6 @@ from proxy.settings.models import (
     TimeoutSettings,
     TlsSettings,
 )
-from proxy.settings.sources import DnsSource, KubernetesSource, SrvSource
 
 __all__ = [
     "WORKER_VARIABLE",

@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from proxy.settings.engines import EngineSettings, ManagedSettings, numbered
-from proxy.settings.models import Settings
+from proxy.settings.engine_settings import EngineSettings, ManagedSettings, numbered
+from proxy.settings.schema import Settings
 
 EngineEntry = EngineSettings | ManagedSettings
 

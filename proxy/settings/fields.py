@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, BeforeValidator, ByteSize, Field, SecretStr, StringConstraints
 from pydantic_core import PydanticCustomError
 
-from proxy.settings.sources import parse_source
+from proxy.settings.discovery_sources import parse_source
 
 _ORIGIN = re.compile(r"([a-z][a-z0-9+.-]*)://([a-z0-9._-]+|\[[0-9a-f:.]+\])(?::([0-9]{1,5}))?")
 HOST = re.compile(r"[\w.:%-]+")

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from proxy.settings.engines import DiscoverySettings, EngineSettings, ManagedSettings, option_names
+from proxy.settings.engine_settings import DiscoverySettings, EngineSettings, ManagedSettings, option_names
 from proxy.settings.fields import SettingsError
 from proxy.settings.sentences import details_of, plain_message
 

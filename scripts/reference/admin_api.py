@@ -11,7 +11,7 @@ import httpx
 from starlette.applications import Starlette
 
 from engine_adapter import HttpTransport
-from proxy.app import Proxy, admin_api
+from proxy.server.app import Proxy, admin_api
 from proxy.settings import Settings
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from proxy.error_codes import Code
+from proxy.errors.codes import Code
 from scripts.reference.markdown import page, table
 
 
@@ -13,7 +13,7 @@ def errors_page() -> str:
         """
         # Error codes
 
-        `scripts/docs` writes this page from `proxy/error_codes.py`: the `error.code` of kvpin's own errors.
+        `scripts/docs` writes this page from `proxy/errors/codes.py`: the `error.code` of kvpin's own errors.
         An error of an engine keeps its status, code and further fields; some engines give a number or null as
         code. The [embedded engine](../engines/embedded.md) uses these codes, and a few of its own.
 

@@ -10,12 +10,12 @@ import pytest
 
 from engine_adapter import Capability, Headers, JsonBody
 from proxy.core.index.blocks import Chain
-from proxy.core.placement.answers import MIN_ANSWERS, Report
+from proxy.core.placement.whole_answers import MIN_ANSWERS, Report
 from proxy.fleet.pool import Pool
 from proxy.fleet.restore_ahead import RestoreAhead
-from proxy.replay import registry
-from proxy.replay.engine import EngineModel
+from proxy.replay import policy_names
 from proxy.replay.kvpin import Kvpin
+from proxy.replay.simulated_engine import EngineModel
 from proxy.replay.simulator import ReplayRun, simulate
 from proxy.replay.trace import Trace, TraceRequest
 from proxy.request.admitted import Admitted
@@ -121,7 +121,7 @@ def test_streams_and_whole_answers_agree(monkeypatch, prefill_tok_s, seed):
 
     model = EngineModel(gpu_tokens=1_000_000, prefill_tok_s=prefill_tok_s, chunked=True)
     for policy in (Streams, Answers):
-        monkeypatch.setitem(registry.POLICIES, "kvpin", policy)
+        monkeypatch.setitem(policy_names.POLICIES, "kvpin", policy)
         simulate(trace(Random(seed)), ReplayRun("kvpin", 4, model))  # noqa: S311 - a test
     by_stream, by_answer = learned
     assert by_answer.fit is not None

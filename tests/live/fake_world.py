@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import httpx
 
 from engine_adapter import HttpTransport
-from proxy.app import Proxy, build_app
 from proxy.fleet.engine import Engine, EngineState
 from proxy.request.records import RequestRecord
+from proxy.server.app import Proxy, build_app
 from proxy.settings import ApiKeySettings, EngineSettings, HealthSettings, Settings
 from tests.fakes import is_tokenised, serving
 

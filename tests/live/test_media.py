@@ -12,9 +12,9 @@ import httpx
 import pytest
 
 from engine_adapter import HttpTransport
-from proxy.app import Proxy, build_app
 from proxy.core.audit import Trust
 from proxy.fleet import pool
+from proxy.server.app import Proxy, build_app
 from proxy.settings import ApiKeySettings, EngineSettings, HealthSettings, Settings
 from tests.fake_engines.vllm import running_vllm
 from tests.fakes import is_tokenised, serving

@@ -18,7 +18,7 @@ from starlette.applications import Starlette
 from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Route
 
-from proxy.api.listeners import listen
+from proxy.http.listeners import listen
 from tests.fakes import serving
 
 pytestmark = pytest.mark.live

@@ -10,8 +10,8 @@ from structlog.testing import capture_logs
 
 from engine_adapter import HttpTransport
 from engine_adapter.http import connection
-from proxy.app import Proxy, build_app
 from proxy.request.tenants import ApiKey, Tenants
+from proxy.server.app import Proxy, build_app
 from proxy.settings import Settings
 from tests.fakes import ANSWER, ASK, CHAT, FakeEngine, client_of, connect_to, post, proxy_over, serving
 

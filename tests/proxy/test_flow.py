@@ -25,9 +25,9 @@ from proxy.core.index.view import EngineView
 from proxy.core.life import Cause, Rules, machine
 from proxy.core.placement.demand import MIN_UTILISATION
 from proxy.fleet.engine import EngineState
-from proxy.ready import Ready
 from proxy.request.session import Session
 from proxy.request.tenants import ApiKey, Tenants
+from proxy.steps.preparation import Ready
 from tests.fakes import (
     ANSWER,
     ASK,

@@ -1,20 +1,28 @@
 """The admin API, `/admin/v1/*`: HTTP around `proxy.control`.
 
-endpoint.py   a route as data: handler, body, answer     bodies.py    what requests may say
-engines.py  kv.py  requests.py  prefixes.py  tables.py  events.py  replays.py   the routes, one subject each
-openapi.py    the document of all routes                 app.py       guard, routing, errors, audit log
+endpoint.py        a route as data: handler, body, answer
+request_bodies.py  what requests may say
+engine_routes.py   engines: list, add, remove, drain
+kv_routes.py       flush, offload, restore, pin, warm
+request_routes.py  the last requests, dry runs, explanations
+prefix_routes.py   the prefix tree
+table_routes.py    prompt tables
+event_routes.py    events for those who watch, as a stream
+replay_routes.py   recorded traffic on simulated engines
+openapi.py         the document of all routes
+mount.py           guard, routing, errors, audit log
 
 The structs that are answered are declared where they are filled, in `proxy.control`.
 """
 
-from proxy.api.admin.app import admin_mount
-from proxy.api.admin.engines import engine_routes
-from proxy.api.admin.events import event_routes
-from proxy.api.admin.kv import kv_routes
-from proxy.api.admin.prefixes import prefix_routes
-from proxy.api.admin.replays import replay_routes
-from proxy.api.admin.requests import request_routes
-from proxy.api.admin.tables import table_routes
+from proxy.api.admin.engine_routes import engine_routes
+from proxy.api.admin.event_routes import event_routes
+from proxy.api.admin.kv_routes import kv_routes
+from proxy.api.admin.mount import admin_mount
+from proxy.api.admin.prefix_routes import prefix_routes
+from proxy.api.admin.replay_routes import replay_routes
+from proxy.api.admin.request_routes import request_routes
+from proxy.api.admin.table_routes import table_routes
 
 __all__ = [
     "admin_mount",

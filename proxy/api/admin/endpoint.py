@@ -18,8 +18,8 @@ from starlette.types import Receive
 
 from engine_adapter import UNREADABLE, plain_error
 from engine_adapter.off_loop import off_loop
-from proxy.error_codes import Code
 from proxy.errors import BadRequest, BodyTooLarge
+from proxy.errors.codes import Code
 
 Handler = Callable[[Request], Awaitable[Response]]
 Body = TypeVar("Body")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from enum import Enum, StrEnum
 from typing import Self
 
-from proxy.error_codes import Code
+from proxy.errors.codes import Code
 
 
 class Blame(Enum):

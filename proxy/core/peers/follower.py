@@ -28,8 +28,8 @@ from proxy.core.peers.messages import (
     chain_of,
 )
 from proxy.core.peers.telling import digest_of
-from proxy.core.placement.answers import Report
 from proxy.core.placement.placer import PlacedRequest, Placer
+from proxy.core.placement.whole_answers import Report
 
 
 class LocalEngine(Protocol):

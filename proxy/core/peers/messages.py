@@ -16,9 +16,9 @@ import msgspec
 
 from proxy.core.index.blocks import BlockHash, Chain
 from proxy.core.peers.claims import Claim
-from proxy.core.placement.answers import Report
 from proxy.core.placement.load import Work
 from proxy.core.placement.rates import Timings
+from proxy.core.placement.whole_answers import Report
 from proxy.core.quotas import Use
 
 # Kvpins of other versions of this format do not understand each other: they ignore each other's frames.

@@ -19,8 +19,8 @@ from proxy.core.peers.messages import (
     Refined,
     packed,
 )
-from proxy.core.placement.answers import Report
 from proxy.core.placement.load import Work
+from proxy.core.placement.whole_answers import Report
 
 
 def digest_of(ids: Iterable[int]) -> int:

@@ -1,11 +1,14 @@
 """Which engine a request goes to.
 
-decision.py   the cost of each candidate, and the choice
-placer.py     all state of one pool that the choice uses
-load.py       each engine's work in flight            rates.py      how fast each engine is
-demand.py     how likely a prompt is requested again  residents.py  prompts an engine would evict
-in_use.py     blocks held by running requests         recent.py     sums that fade with time
-answers.py    rates from answers that do not stream
-gather.py     whether to wait for another request that computes the same prefix
-tiering.py    what to restore ahead of the next turn
+decision.py       the cost of each candidate, and the choice
+placer.py         all state of one pool that the choice uses
+load.py           each engine's work in flight
+rates.py          how fast each engine is
+demand.py         how likely a prompt is requested again
+residents.py      prompts an engine would evict
+in_use.py         blocks held by running requests
+recent.py         sums that fade with time
+whole_answers.py  rates from answers that do not stream
+prefix_wait.py    whether to wait for another request that computes the same prefix
+tiering.py        what to restore ahead of the next turn
 """

@@ -17,7 +17,6 @@ from itertools import islice
 from engine_adapter.hold import Forecast
 from proxy.core.index.blocks import BlockHash, Chain
 from proxy.core.index.prefix_index import Match, PrefixIndex
-from proxy.core.placement.answers import AnswerSample, Report
 from proxy.core.placement.decision import NOTHING, Candidate, Outlook, Placement, place, place_least_loaded
 from proxy.core.placement.demand import Demand
 from proxy.core.placement.in_use import InUse
@@ -25,6 +24,7 @@ from proxy.core.placement.load import EngineLedger, Sample, Spent, Work
 from proxy.core.placement.rates import EngineRates, PoolRates
 from proxy.core.placement.recent import Rate
 from proxy.core.placement.residents import Residents
+from proxy.core.placement.whole_answers import AnswerSample, Report
 
 # Conversations whose last engine is remembered: more than run at a time.
 MAX_SESSIONS = 50_000

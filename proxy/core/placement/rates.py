@@ -18,8 +18,8 @@ from weakref import WeakKeyDictionary
 import msgspec
 
 from engine_adapter.types import Tier
-from proxy.core.placement.answers import REFIT, AnswerFit, AnswerSample, Fit
 from proxy.core.placement.load import Sample, Work
+from proxy.core.placement.whole_answers import REFIT, AnswerFit, AnswerSample, Fit
 
 # Prior: a small model on a CPU. Only ratios between engines matter at first.
 DEFAULT_PREFILL_TOK_S = 4000.0

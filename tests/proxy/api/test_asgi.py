@@ -6,7 +6,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Route
 
-from proxy.api.site import Site
+from proxy.api.dispatch import Dispatcher
 from tests.fakes import client_of, serving
 
 
@@ -42,7 +42,7 @@ class Page:
 @pytest.fixture
 async def client():
     routes = [Route("/echo a", echo, methods=["POST"]), Route("/parts", parts), Route("/crash", crash)]
-    async with serving(Site(None, Starlette(routes=routes))) as url, client_of(Page(url)) as client:
+    async with serving(Dispatcher(None, Starlette(routes=routes))) as url, client_of(Page(url)) as client:
         yield client
 
 
@@ -63,6 +63,6 @@ async def test_a_crash_is_a_500_that_tells_nothing(client):
 
 
 async def test_so_is_one_of_the_application_itself():
-    async with serving(Site(None, odd)) as url, client_of(Page(url)) as client:
+    async with serving(Dispatcher(None, odd)) as url, client_of(Page(url)) as client:
         answer = await client.get("/x")
     assert (answer.status_code, "secret" in answer.text) == (500, False)

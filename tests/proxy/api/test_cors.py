@@ -5,8 +5,8 @@ import json
 import httpx
 import pytest
 
-from proxy.app import Proxy, build_app
 from proxy.request.tenants import ApiKey, Tenants
+from proxy.server.app import Proxy, build_app
 from proxy.settings import Settings
 from tests.fakes import ASK, CHAT, STREAM, client_of, event, is_openai_error, proxy_over, serving
 

@@ -9,7 +9,7 @@ from starlette.applications import Starlette
 
 from engine_adapter import HttpTransport
 from proxy.api.page import WebPage
-from proxy.app import Proxy, build_app
+from proxy.server.app import Proxy, build_app
 from proxy.settings import load_settings
 from tests.fakes import serving
 

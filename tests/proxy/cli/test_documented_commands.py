@@ -17,8 +17,8 @@ import typer
 import yaml
 from helm_python import chart
 
-from proxy import server
 from proxy.cli.main import app
+from proxy.server import run
 from scripts.documented_commands import NOT_RUN, READ, ROOT, RULES, RUN, commands, rule_of, shown
 from tests.llama import llama_server
 
@@ -106,7 +106,7 @@ def test_kvpin_reads_it(kvpin, page, command, monkeypatch):
     if words[0] == "scripts/serve":
         words[:1] = ["kvpin", "serve"]
     if words[1] == "serve":
-        monkeypatch.setattr(server, "serve", lambda load: load() and 0)
+        monkeypatch.setattr(run, "serve", lambda load: load() and 0)
         result = kvpin(*words[1:])
         assert result.exit_code == 0 or result.stderr.strip() in (ROOT / page).read_text(encoding="utf-8")
         return

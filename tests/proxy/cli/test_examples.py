@@ -10,9 +10,9 @@ import pytest
 import typer
 from safetensors.numpy import save_file
 
-from proxy import server
 from proxy.cli.examples import EXAMPLES
 from proxy.cli.main import app
+from proxy.server import run
 
 TRACE = Path(__file__).parents[2] / "data" / "traces" / "agents.jsonl.gz"
 
@@ -55,7 +55,7 @@ def files(tmp_path, monkeypatch):
 def test_each_works(kvpin, live_proxy, embedded_engine, monkeypatch):
     monkeypatch.setenv("KVPIN_URL", live_proxy)
     monkeypatch.setenv("KVPIN_ADMIN_KEY", "secret")
-    monkeypatch.setattr(server, "serve", lambda load: load() and 0)
+    monkeypatch.setattr(run, "serve", lambda load: load() and 0)
     assert kvpin("warm", "--messages-file", "chat.json").exit_code == 0
     pinned = ""
     for command, line in EXAMPLES.items():

@@ -2,7 +2,7 @@ import tomllib
 
 import pytest
 
-from proxy import server
+from proxy.server import run
 from tests.fake_engines.vllm import running_vllm
 
 
@@ -19,7 +19,7 @@ def test_serve_takes_what_it_writes(kvpin, embedded_engine, file, monkeypatch, t
     assert result.exit_code == 0, result.output
     assert result.stdout == f"wrote {file}; start with: kvpin serve --config {file}\n"
     served = []
-    monkeypatch.setattr(server, "serve", lambda load: served.append(load()) or 0)
+    monkeypatch.setattr(run, "serve", lambda load: served.append(load()) or 0)
     assert kvpin("config", "check", "--config", str(file)).exit_code == 0
     assert kvpin("serve", "--config", str(file)).exit_code == 0
     settings = served[0]

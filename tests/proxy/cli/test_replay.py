@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from proxy.cli.replay import ReplayOptionError, ReplayOptions
-from proxy.replay.engine import EngineModel
 from proxy.replay.plan import P99Target
-from proxy.replay.registry import POLICIES
+from proxy.replay.policy_names import POLICIES
+from proxy.replay.simulated_engine import EngineModel
 
 TRACES = Path(__file__).parents[2] / "data" / "traces"
 DOCS = Path(__file__).parents[3] / "docs" / "replay.md"

@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from proxy import server
+from proxy.server import run
 from scripts.make_gguf import gguf_path
 from tests.llama import llama_server
 
@@ -24,7 +24,7 @@ def served(monkeypatch):
         seen.append(load())
         return 0
 
-    monkeypatch.setattr(server, "serve", take)
+    monkeypatch.setattr(run, "serve", take)
     return seen
 
 
@@ -123,7 +123,7 @@ def test_no_traceback_from_the_program():
 
 
 def test_the_servers_exit_status_is_the_programs(kvpin, monkeypatch):
-    monkeypatch.setattr(server, "serve", lambda _settings: 1)
+    monkeypatch.setattr(run, "serve", lambda _settings: 1)
     assert kvpin("serve").exit_code == 1
 
 

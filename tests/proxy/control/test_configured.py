@@ -7,9 +7,9 @@ import pytest
 import structlog
 
 from engine_adapter import EngineSpec, EngineSpecError, HttpTransport
-from proxy.app import Proxy
 from proxy.errors import Conflict
 from proxy.fleet.engine import EngineState
+from proxy.server.app import Proxy
 from proxy.settings import EngineSettings, ManagedSettings, Settings, StartedSettings
 from tests.fakes import FakeEngine
 from tests.kv_world import until

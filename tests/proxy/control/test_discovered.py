@@ -9,11 +9,11 @@ import pytest
 import trustme
 
 from engine_adapter import EngineSpec, HttpTransport
-from proxy.app import Proxy, build_app
 from proxy.control import discovered
-from proxy.discovery import FoundEngine, SourceError, engines_file, kubernetes
-from proxy.discovery.kubernetes import KubernetesFinder
+from proxy.fleet.discovery import FoundEngine, SourceError, engines_file, kubernetes
+from proxy.fleet.discovery.kubernetes import KubernetesFinder
 from proxy.fleet.engine import EngineState
+from proxy.server.app import Proxy, build_app
 from proxy.settings import DiscoverySettings, EngineSettings, Settings
 from tests import kubernetes_api
 from tests.fakes import FakeEngine, serving

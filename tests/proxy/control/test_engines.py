@@ -5,7 +5,7 @@ from proxy.control.engines import describe_engine
 from proxy.control.target import Target
 from proxy.errors import Conflict
 from proxy.fleet.engine import EngineState
-from proxy.process.managed import ManagedEngine
+from proxy.fleet.process.managed_engine import ManagedEngine
 from proxy.settings import ManagedSettings
 from tests.fakes import FakeEngine
 from tests.kv_world import KvFake, tokens, until

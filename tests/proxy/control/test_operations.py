@@ -5,7 +5,7 @@ import pytest
 from engine_adapter import EngineUnavailable, KvProgress
 from proxy.control.operations import HISTORY, Operations, OperationState, Part, new_operation, run_parts
 from proxy.errors import BadRequest, NotFound
-from proxy.tasks import Supervisor
+from proxy.runtime.tasks import Supervisor
 
 
 @pytest.fixture

@@ -8,11 +8,11 @@ import httpx
 import pytest
 
 from engine_adapter import EngineSpec, HttpTransport
-from proxy.app import Proxy, build_app
 from proxy.control.ranks import Ranks
 from proxy.core.audit import Trust
-from proxy.discovery import FoundEngine
+from proxy.fleet.discovery import FoundEngine
 from proxy.fleet.engine import EngineState
+from proxy.server.app import Proxy, build_app
 from proxy.settings import EngineSettings, HealthSettings, ManagedSettings, Settings
 from tests.fake_engines.sglang import running_sglang
 from tests.fake_engines.vllm import running_vllm

@@ -6,7 +6,7 @@ import pytest
 from engine_adapter import Capability, NotSupported
 from proxy.control.operations import OperationState, Part
 from proxy.control.target import Target
-from proxy.control.targets import Prefix
+from proxy.control.target_engines import Prefix
 from proxy.control.warm import Warming
 from proxy.errors import BadRequest, NoEngine
 from proxy.fleet.engine import EngineState

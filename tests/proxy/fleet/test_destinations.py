@@ -1,4 +1,4 @@
-"""Where a request may go. Over real sockets: tests/proxy/translate/test_response_homes.py."""
+"""Where a request may go. Over real sockets: tests/proxy/request/translate/test_response_homes.py."""
 
 from dataclasses import replace
 

@@ -27,7 +27,7 @@ from proxy.fleet.fleet import Fleet
 from proxy.fleet.ingest import Ingest
 from proxy.fleet.monitor import Monitor
 from proxy.prompt import PromptTables
-from proxy.tasks import Supervisor
+from proxy.runtime.tasks import Supervisor
 from tests.fakes import INFO, FakeAdapter
 
 INTERVAL_S = 0.02

@@ -24,7 +24,7 @@ from proxy.core.index.prefix_index import Match
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.ingest import Ingest
 from proxy.fleet.recall import SLICE_RUNS, EngineMemory, Memories, keep
-from proxy.tasks import Supervisor
+from proxy.runtime.tasks import Supervisor
 from tests.fakes import INFO, FakeAdapter
 
 PROMPTS = 2 * SLICE_RUNS

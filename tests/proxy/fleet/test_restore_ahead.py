@@ -16,7 +16,7 @@ from proxy.fleet.fleet import Fleet
 from proxy.fleet.restore_ahead import LOOK_S, MOST_TIME, RestoreAhead
 from proxy.prompt import Prompt
 from proxy.request.records import RequestRecord
-from proxy.tasks import Supervisor
+from proxy.runtime.tasks import Supervisor
 from tests.fakes import INFO
 from tests.kv_world import KvFake
 

@@ -12,7 +12,7 @@ from proxy.fleet.engine import EngineState
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.tokenisation import Tokenisation
 from proxy.prompt import PromptTables
-from proxy.tasks import Supervisor
+from proxy.runtime.tasks import Supervisor
 from tests.fakes import INFO, FakeAdapter
 
 COMPLETIONS = "/v1/completions"

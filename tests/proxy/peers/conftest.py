@@ -2,7 +2,7 @@
 
 import pytest
 
-from proxy.peers.unix_sockets import UnixExchange
+from proxy.peers.unix_bus import UnixBus
 
 
 @pytest.fixture
@@ -13,4 +13,4 @@ def wires():
 @pytest.fixture
 def unix(tmp_path):
     directory = tmp_path / "bus"
-    return lambda owner: UnixExchange(directory, owner)
+    return lambda owner: UnixBus(directory, owner)

@@ -3,7 +3,7 @@
 import contextlib
 import socket
 
-from proxy.api.http1 import Http1Protocol
+from proxy.http.http1 import Http1Protocol
 from tests.fakes import serving
 
 

@@ -16,7 +16,7 @@ from proxy.peers import peers as peers_module
 from proxy.peers.peers import Peers
 from proxy.prompt import PromptTables
 from proxy.request.tenants import Tenants
-from proxy.tasks import Supervisor
+from proxy.runtime.tasks import Supervisor
 from tests.fakes import FakeAdapter
 from tests.proxy.peers.world import Wire, until
 

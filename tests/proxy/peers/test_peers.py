@@ -19,7 +19,7 @@ async def test_each_knows_where_the_other_serves_its_peers(unix):
 
 async def test_only_paths_that_the_exchange_reaches_are_believed(wires):
     async with world(lambda _owner: Wire(wires)) as (_engines, (one, two)):
-        one.peers._exchange.reaches = lambda socket: socket == "/run/two.http"
+        one.peers._bus.reaches = lambda socket: socket == "/run/two.http"
         for number, path in enumerate(("/etc/socket", "/run/two.http", None)):
             other = frame_of(two.peers._owner, Batch(10**6 + number, [State("x", [], path)]))
             one.peers._receive(other)

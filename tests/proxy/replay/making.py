@@ -5,8 +5,8 @@ from pathlib import Path
 from random import Random
 
 from proxy.core.index.blocks import Chain
-from proxy.replay.engine import EngineModel, SimEngine
 from proxy.replay.policy import SimFleet
+from proxy.replay.simulated_engine import EngineModel, SimEngine
 from proxy.replay.trace import Trace, TraceRequest
 
 SIZE = 100

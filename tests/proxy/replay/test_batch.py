@@ -4,7 +4,7 @@ import pytest
 
 from proxy.replay import batch
 from proxy.replay.batch import run_all
-from proxy.replay.engine import EngineModel
+from proxy.replay.simulated_engine import EngineModel
 from proxy.replay.simulator import ReplayRun
 from proxy.replay.trace import read_trace
 from tests.proxy.replay.making import TRACES, ask, chats, model_of, trace_of

@@ -3,9 +3,9 @@ import pytest
 from engine_adapter.types import Tier
 from proxy.core.placement.recent import Rate
 from proxy.replay.arrivals import speedup_for_load
-from proxy.replay.engine import EngineModel
 from proxy.replay.kvpin import TERMS, Kvpin
-from proxy.replay.registry import POLICIES
+from proxy.replay.policy_names import POLICIES
+from proxy.replay.simulated_engine import EngineModel
 from proxy.replay.simulator import ReplayRun, simulate
 from tests.proxy.replay.making import ask, chats, fleet_of
 

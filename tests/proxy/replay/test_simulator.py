@@ -3,8 +3,8 @@ from dataclasses import replace
 import pytest
 
 from proxy.replay.arrivals import speedup_for_load
-from proxy.replay.engine import EngineModel
-from proxy.replay.registry import NAMES, ORACLE, POLICIES
+from proxy.replay.policy_names import NAMES, ORACLE, POLICIES
+from proxy.replay.simulated_engine import EngineModel
 from proxy.replay.simulator import ReplayRun, RunResult, quantile_of, simulate
 from proxy.replay.trace import read_trace
 from tests.proxy.replay.making import TRACES, ask, model_of, trace_of

@@ -1,6 +1,6 @@
 from engine_adapter import EngineRejected
 from proxy import errors
-from proxy.error_codes import Code
+from proxy.errors.codes import Code
 from proxy.request.error_table import code_of, status_of
 
 

@@ -2,8 +2,8 @@ import msgspec
 import pytest
 
 from proxy.api.admin import endpoint
-from proxy.api.admin.bodies import Flush, Pin, Unpin
 from proxy.api.admin.endpoint import answer, decode
+from proxy.api.admin.request_bodies import Flush, Pin, Unpin
 from proxy.errors import BadRequest
 
 

@@ -1,6 +1,6 @@
 import re
 
-from proxy.api.admin.app import PREFIX, routes
+from proxy.api.admin.mount import PREFIX, routes
 from proxy.api.admin.openapi import with_document
 from proxy.core.placement.decision import Cost
 from proxy.settings import EngineSettings

@@ -16,8 +16,8 @@ from proxy.core.peers.messages import (
     packed,
     unpacked,
 )
-from proxy.core.placement.answers import Report
 from proxy.core.placement.load import Work
+from proxy.core.placement.whole_answers import Report
 from proxy.core.quotas import Use
 
 BEGUN = Begun(1, "a", packed([7, 2**64 - 1]), 40, Work(8, 16), streams=True, known=False, session=2**63)

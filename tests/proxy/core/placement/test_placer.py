@@ -11,9 +11,9 @@ from engine_adapter import Forecast, Tier
 from proxy.core.index.blocks import Chain
 from proxy.core.index.prefix_index import Match
 from proxy.core.placement import placer as module
-from proxy.core.placement.answers import MIN_ANSWERS, Report
 from proxy.core.placement.load import IDLE, EngineLedger, Work
 from proxy.core.placement.placer import Placer
+from proxy.core.placement.whole_answers import MIN_ANSWERS, Report
 
 
 def prompt(name, blocks=10, size=16):

@@ -5,7 +5,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine_adapter import Tier
-from proxy.core.placement.answers import REFIT, AnswerSample
 from proxy.core.placement.load import Sample, Work
 from proxy.core.placement.rates import (
     DEFAULT_PREFILL_TOK_S,
@@ -15,6 +14,7 @@ from proxy.core.placement.rates import (
     EngineRates,
     PoolRates,
 )
+from proxy.core.placement.whole_answers import REFIT, AnswerSample
 
 
 @pytest.fixture

@@ -1,0 +1,129 @@
+"""Engines and statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+from pydantic import ValidationError
+from starlette.requests import Request
+from starlette.responses import Response
+
+from engine_adapter import EngineSpec, EngineSpecError
+from proxy.api.admin.endpoint import Endpoint, answer, read_body
+from proxy.api.admin.request_bodies import Drain
+from proxy.control.engines import EngineAnswer, Engines, describe_engine
+from proxy.control.pinning import Pinning
+from proxy.control.stats import Stats, stats
+from proxy.errors import BadRequest
+from proxy.fleet.discovery import Source
+from proxy.fleet.engine import Engine
+from proxy.fleet.fleet import Fleet
+from proxy.peers.peers import Peers
+from proxy.settings import EngineSettings
+
+
+class SourceAnswer(msgspec.Struct):
+    """A source that kvpin finds engines in. `engines` are the ids that it named last. They may be
+    old if there is an `error`."""
+
+    source: str
+    engines: list[str]
+    error: str | None
+
+
+class EngineList(msgspec.Struct):
+    """All engines, and the sources that some of them were found in."""
+
+    engines: list[EngineAnswer]
+    sources: list[SourceAnswer]
+
+
+def engine_routes(
+    fleet: Fleet,
+    engines: Engines,
+    pinning: Pinning,
+    sources: Mapping[str, Source],
+    peers: Peers | None = None,
+    *,
+    reuse: bool,
+) -> tuple[Endpoint, ...]:
+    """Lists, adds, removes and drains engines, and tells what they hold."""
+
+    def named(request: Request) -> Engine:
+        return fleet.engine(request.path_params["engine_id"])
+
+    def described(engine: Engine) -> EngineAnswer:
+        return describe_engine(engine, fleet.pool_of(engine))
+
+    async def get_stats(_request: Request) -> Response:
+        return answer(await stats(fleet, pinning.active(), peers, reuse=reuse))
+
+    async def list_engines(_request: Request) -> Response:
+        found = [
+            SourceAnswer(source.name, [each.entry.id for each in source.found], source.error)
+            for source in sources.values()
+        ]
+        return answer(EngineList([described(engine) for engine in fleet.engines.values()], found))
+
+    async def post_engine(request: Request) -> Response:
+        spec = _spec(await read_body(request, dict[str, Any]))
+        if not spec.id:
+            spec = replace(spec, id=engines.free_id(spec.kind))
+        return answer(described(engines.add(spec)), 201)
+
+    async def delete_engine(request: Request) -> Response:
+        await engines.remove(named(request))
+        return Response(status_code=204)
+
+    async def post_drain(request: Request) -> Response:
+        body = await read_body(request, Drain)
+        return answer(described(engines.drain(named(request), undo=body.undo)))
+
+    return (
+        Endpoint("GET", "/stats", get_stats, "What every pool and engine holds and has predicted.", Stats),
+        Endpoint("GET", "/engines", list_engines, "All engines, and where they were found.", EngineList),
+        Endpoint(
+            "POST",
+            "/engines",
+            post_engine,
+            "Adds an engine and starts watching it; 409 when its id or its address is taken.",
+            EngineAnswer,
+            body=EngineSettings,
+            statuses=(201,),
+        ),
+        Endpoint(
+            "DELETE",
+            "/engines/{engine_id}",
+            delete_engine,
+            "Drops an engine that kvpin did not start; its requests in flight go on to their end.",
+            None,
+            statuses=(204,),
+        ),
+        Endpoint(
+            "POST",
+            "/engines/{engine_id}/drain",
+            post_drain,
+            "Sends an engine no new requests; with `undo`, sends it requests again.",
+            EngineAnswer,
+            body=Drain,
+        ),
+    )
+
+
+def _spec(body: dict[str, Any]) -> EngineSpec:
+    """The engine that a body describes, checked as in the settings; raises BadRequest naming the field."""
+    values = {name: value for name, value in body.items() if value is not None}
+    try:
+        return EngineSettings.model_validate(values).spec()
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        message = first["msg"].removeprefix("Value error, ")
+        if not first["loc"]:  # about several fields; the message names them
+            raise BadRequest(message, param=first.get("ctx", {}).get("param")) from error
+        name = str(first["loc"][0])
+        if name == "kind" and message.startswith("unknown engine kind"):
+            raise EngineSpecError(message) from error
+        raise BadRequest(f"{name}: {message}", param=name) from error

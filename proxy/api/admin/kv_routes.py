@@ -1,0 +1,102 @@
+"""Operations on KV, flush, offload, restore, warm, pin and unpin, and their progress."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from engine_adapter import KvVerb
+from proxy.api.admin.endpoint import Endpoint, answer, read_body
+from proxy.api.admin.request_bodies import Flush, Offload, OnTarget, Pin, Restore, Unpin, Warm
+from proxy.control.kv import KvVerbs
+from proxy.control.operations import Operation, OperationAnswer, Operations, OperationState
+from proxy.control.pinning import Pinning
+from proxy.control.warm import Warming
+
+_Body = TypeVar("_Body", bound=OnTarget | Unpin)
+_STATES = ", ".join(state.value for state in OperationState)
+
+
+class OperationList(msgspec.Struct):
+    """Operations, newest first."""
+
+    operations: list[OperationAnswer]
+
+
+def kv_routes(
+    kv: KvVerbs, warming: Warming, pinning: Pinning, operations: Operations
+) -> tuple[Endpoint, ...]:
+    """Starts operations, lists them, and cancels them."""
+    flush, offload = partial(kv.operate, KvVerb.FLUSH), partial(kv.operate, KvVerb.OFFLOAD)
+
+    async def restore(body: Restore) -> Operation:
+        return await kv.operate(KvVerb.RESTORE, body, warm_instead=body.fallback == "warm")
+
+    async def unpin(body: Unpin) -> Operation:
+        return pinning.unpin(body.pin_id)
+
+    async def list_operations(_request: Request) -> Response:
+        return answer(OperationList([_described(operation) for operation in operations.newest()]))
+
+    async def get_operation(request: Request) -> Response:
+        return answer(_described(operations.get(request.path_params["operation_id"])))
+
+    async def delete_operation(request: Request) -> Response:
+        return answer(_described(operations.cancel(request.path_params["operation_id"])))
+
+    one = "/operations/{operation_id}"
+    progress = f"An operation's progress and state: {_STATES}."
+    return (
+        _start("/flush", Flush, flush, "Drops KV, and the KV that follows it."),
+        _start("/offload", Offload, offload, "Moves KV from the GPU tier to host memory."),
+        _start("/restore", Restore, restore, "Moves KV from host memory to the GPU tier."),
+        _start(
+            "/warm",
+            Warm,
+            lambda body: warming.warm(body, everywhere=body.engines == "all"),
+            "Computes a prefix before it is needed.",
+        ),
+        _start(
+            "/pin",
+            Pin,
+            lambda body: pinning.pin(body, body.ttl_s),
+            "Protects a prefix from eviction for a time.",
+        ),
+        _start("/unpin", Unpin, unpin, "Ends a pin."),
+        Endpoint("GET", "/operations", list_operations, "Running and recent operations.", OperationList),
+        Endpoint("GET", one, get_operation, progress, OperationAnswer),
+        Endpoint(
+            "DELETE",
+            one,
+            delete_operation,
+            "Cancels an operation; what is done stays done.",
+            OperationAnswer,
+        ),
+    )
+
+
+def _start(
+    path: str, kind: type[_Body], begin: Callable[[_Body], Awaitable[Operation]], summary: str
+) -> Endpoint:
+    """An endpoint that starts an operation and waits for it as long as the body says.
+
+    It answers with the operation: 200 when it has ended, 202 while it runs, 502 if it failed on an engine. An
+    operation that failed for another reason has the status of that error.
+    """
+
+    async def handler(request: Request) -> Response:
+        body = await read_body(request, kind)
+        operation = await begin(body)
+        await operation.wait(body.wait_s)
+        return answer(_described(operation), operation.status)
+
+    return Endpoint("POST", path, handler, summary, OperationAnswer, body=kind, statuses=(200, 202, 502))
+
+
+def _described(operation: Operation) -> OperationAnswer:
+    return msgspec.convert(operation, OperationAnswer, from_attributes=True)

@@ -1,0 +1,57 @@
+"""Failed requests as Starlette responses, by their codes: `proxy/request/error_table.py`."""
+
+from __future__ import annotations
+
+import msgspec
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from proxy.errors.codes import Code
+from proxy.headers import REQUEST_ID_HEADER
+from proxy.request.dialects import OPENAI, Dialect
+from proxy.request.error_table import ANSWERED, NO_MORE, code_of, error_body, status_of
+
+NOT_FOUND = 404
+_CODES = {code.status: code for code in (Code.INVALID_VALUE, Code.NOT_FOUND, Code.METHOD_NOT_ALLOWED)}
+
+
+def error_response(error: Exception, request_id: str | None = None, dialect: Dialect = OPENAI) -> Response:
+    """The answer to a failed request. The text of a bug, which may hold anything, stays in the log."""
+    code, message = code_of(error), str(error)
+    if not isinstance(error, ANSWERED):
+        message = "kvpin failed on this request; the log has the details"
+    elif isinstance(error, msgspec.DecodeError) and not isinstance(error, msgspec.ValidationError):
+        message = f"the body is not valid JSON: {error}"
+    status = status_of(error)
+    body = dialect.error(
+        status,
+        message,
+        kind=getattr(error, "type", None) or code.type,
+        param=getattr(error, "param", None),
+        code=getattr(error, "code", None) or code,
+        request_id=request_id,
+        more=getattr(error, "more", NO_MORE),
+    )
+    headers = dict(getattr(error, "headers", {}))
+    if request_id:
+        headers |= dict.fromkeys(dialect.id_headers, request_id)
+    return Response(body, status, headers, media_type="application/json")
+
+
+async def handle(request: Request, error: Exception) -> Response:
+    """Starlette's exception handler for every class of `ANSWERED`."""
+    return error_response(error, request.headers.get(REQUEST_ID_HEADER))
+
+
+async def handle_http(request: Request, error: Exception) -> Response:
+    """Starlette's own refusals (no such route, wrong method), in the same shape."""
+    status = error.status_code if isinstance(error, HTTPException) else 500
+    message = f"{request.method} {request.url.path}: {getattr(error, 'detail', 'failed').lower()}"
+    if status == NOT_FOUND:
+        message = f"there is no route {request.method} {request.url.path}"
+        if not request.url.path.startswith("/admin"):
+            message += f"; OpenAI's API is under /v1: set base_url to {request.base_url}v1"
+    code = _CODES.get(status)
+    body = error_body(message, kind="invalid_request_error", code=code)
+    return Response(body, status, getattr(error, "headers", None), media_type="application/json")

@@ -1,0 +1,18 @@
+"""Requests that are several: `n` choices, or a completion of many prompts; served one by one, and joined.
+
+split.py        which requests are several for the engines of a pool, and the single requests they consist
+                of
+join.py         the answers of those, as the one answer that the client asked for
+listed.py       the same on routes beside `/v1` that answer with a list
+serve_parts.py  serves the parts side by side
+prefill.py      computes a prompt once for all its choices, where an engine would not
+
+The flow serves each single request like any other: it renders, places and audits it, and keeps a record. An
+engine that runs several choices well gets them in one request: `EngineInfo` says so.
+"""
+
+from __future__ import annotations
+
+from proxy.api.fan_out.serve_parts import serve
+
+__all__ = ["serve"]

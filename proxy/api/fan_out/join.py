@@ -1,0 +1,195 @@
+"""The answers of single requests, joined into the one that the client asked for.
+
+Id, time, model and all fields that are not named here are those of the first answer. Usage is counted as in
+engines that run several choices themselves: the tokens of a prompt, and how many of them were cached, count
+once, for its first choice; the tokens of all answers are added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+from msgspec import Raw
+
+from engine_adapter import UNREADABLE, RawFields, decode_object
+from proxy.api.fan_out.split import Part, Several
+from proxy.errors import EngineFailed
+from proxy.request.translate.sse import DONE
+
+_decode_choices = msgspec.json.Decoder(list[RawFields]).decode
+_encode = msgspec.json.encode
+_NOTHING = Raw(b"null")
+_LAST = b"data: " + DONE + b"\n\n"
+# Fields of a stream's events that are equal in all of them.
+_OF_ALL = ("id", "created", "model")
+_OF_THE_ANSWER = ("completion_tokens", "completion_tokens_details")
+
+
+class Answer(msgspec.Struct):
+    """The JSON answer to a single request; `usage` is None if the engine reported none."""
+
+    fields: RawFields
+    choices: list[RawFields]
+    usage: dict[str, Any] | None
+
+    @classmethod
+    def of(cls, content: bytes) -> Answer:
+        """Raises EngineFailed if it is no chat or completion."""
+        try:
+            fields = decode_object(content)
+            choices = _decode_choices(fields["choices"])
+        except (*UNREADABLE, KeyError) as error:
+            raise EngineFailed("an engine's answer to a single request has no choices") from error
+        choices.sort(key=_index)
+        return cls(fields, choices, _usage_in(fields))
+
+
+def joined(several: Several, answers: Iterable[tuple[Part, Answer]], cached: int | None = None) -> bytes:
+    """The one answer. `answers` are those of all parts, in their order; `cached`: see `usage_of`."""
+    pairs = list(answers)
+    of_prompts: dict[int, list[RawFields]] = {}
+    for part, answer in pairs:
+        of_prompts.setdefault(part.prompt, []).extend(answer.choices)
+    choices = []
+    for number, made in of_prompts.items():
+        kept = sorted(made, key=_score, reverse=True)[: several.choices] if several.picks else made
+        for at, choice in enumerate(kept):
+            choice["index"] = _raw(number * several.choices + at)
+            if several.hides_logprobs:
+                choice["logprobs"] = _NOTHING
+            choices.append(choice)
+    fields = {**pairs[0][1].fields, "choices": _raw(choices)}
+    usage = usage_of(((part, answer.usage) for part, answer in pairs), cached)
+    if usage is not None:
+        fields["usage"] = _raw(usage)
+    return _encode(fields)
+
+
+def usage_of(
+    usages: Iterable[tuple[Part, Mapping[str, Any] | None]], cached: int | None = None
+) -> dict[str, Any] | None:
+    """The usage of all parts, which come in their order; None if no engine reported any.
+
+    Args:
+        usages: each part's.
+        cached: prompt tokens that were cached before kvpin let the prompt be computed; None if it did not.
+    """
+    total: dict[str, Any] = {}
+    prompt = None
+    for part, usage in usages:
+        if usage is None:
+            continue
+        is_first, prompt = part.prompt != prompt, part.prompt
+        _add(total, usage if is_first else {name: usage.get(name) for name in _OF_THE_ANSWER})
+    match total:
+        case {"prompt_tokens": int() | float() as asked, "completion_tokens": int() | float() as made}:
+            total["total_tokens"] = asked + made
+    if cached is not None and isinstance(total.get("prompt_tokens_details"), dict):
+        total["prompt_tokens_details"]["cached_tokens"] = cached
+    return total or None
+
+
+class JoinedStream:
+    """The events of several streams, as those of one."""
+
+    def __init__(self) -> None:
+        self._head: RawFields = {}
+        self._usages: dict[int, tuple[Part, RawFields, dict[str, Any]]] = {}
+
+    def event(self, part: Part, data: bytes) -> bytes:
+        """The event for the client, from one of a part; b"" for its usage, which is held back, and its end.
+
+        Raises:
+            EngineFailed: it is no event of a chat or completion.
+        """
+        if data == DONE:
+            return b""
+        try:
+            fields = decode_object(data)
+            choices = _decode_choices(fields.get("choices", b"[]"))
+            usage = _usage_in(fields) if not choices else None
+        except UNREADABLE as error:
+            raise EngineFailed("an engine's stream has an event that is none of a chat") from error
+        if not self._head:
+            self._head = {name: fields[name] for name in _OF_ALL if name in fields}
+        fields |= self._head
+        if usage is not None:
+            self._usages[part.index] = part, fields, usage
+            return b""
+        if choices:
+            for choice in choices:
+                choice["index"] = _raw(part.index + _index(choice))
+            fields["choices"] = _raw(choices)
+        return b"data: " + _encode(fields) + b"\n\n"
+
+    @staticmethod
+    def ends(data: bytes) -> bool:
+        """Whether an event is the last of a part."""
+        return data == DONE
+
+    def end(self, cached: int | None = None) -> bytes:
+        """The last events, when all streams have ended: usage, if the engines sent it, and the end. `cached`:
+        see `usage_of`."""
+        if not self._usages:
+            return _LAST
+        usages = [self._usages[index] for index in sorted(self._usages)]
+        total = usage_of(((part, usage) for part, _, usage in usages), cached)
+        return b"data: " + _encode({**usages[0][1], "usage": total}) + b"\n\n" + _LAST
+
+
+def is_error(data: bytes) -> bool:
+    """Whether the data of an event says that the stream has failed."""
+    if b'"error"' not in data:
+        return False
+    try:
+        return decode_object(data).get("error", _NOTHING) != _NOTHING
+    except UNREADABLE:
+        return False
+
+
+def _value(fields: RawFields, name: str) -> Any:  # noqa: ANN401 - JSON
+    """A field's value; None if there is none, or none that can be read."""
+    try:
+        return msgspec.json.decode(fields.get(name, _NOTHING))
+    except UNREADABLE:
+        return None
+
+
+def _usage_in(fields: RawFields) -> dict[str, Any] | None:
+    usage = _value(fields, "usage")
+    return usage if isinstance(usage, dict) else None
+
+
+def _raw(value: object) -> Raw:
+    return Raw(_encode(value))
+
+
+def _index(choice: RawFields) -> int:
+    """A choice's own index; 0 if it has none."""
+    index = _value(choice, "index")
+    return index if isinstance(index, int) else 0
+
+
+def _add(total: dict[str, Any], more: Mapping[str, Any]) -> None:
+    """Adds each count of `more` to that of `total`. One of another kind than the first is left out."""
+    for name, value in more.items():
+        known = total.get(name)
+        if isinstance(value, dict) and (known is None or isinstance(known, dict)):
+            _add(total.setdefault(name, {}), value)
+        elif isinstance(value, int | float) and not isinstance(known, dict):
+            total[name] = (known or 0) + value
+
+
+def _score(choice: RawFields) -> float:
+    """Mean log probability of a choice's tokens; as low as can be if it does not tell them."""
+    match _value(choice, "logprobs"):
+        case {"token_logprobs": list(values)}:
+            pass
+        case {"content": list(tokens)}:
+            values = [token.get("logprob") for token in tokens if isinstance(token, dict)]
+        case _:
+            values = []
+    known = [value for value in values if isinstance(value, int | float)]
+    return sum(known) / len(known) if known else float("-inf")

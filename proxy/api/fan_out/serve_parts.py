@@ -1,0 +1,279 @@
+"""Serves the single requests of one that is several, side by side.
+
+The first part that fails decides. Before anything was sent, its error is the answer. Later, its error is an
+event of the stream, which then breaks off. The other parts are cancelled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any, NamedTuple
+
+from msgspec.structs import replace
+
+from engine_adapter import NATIVE_ROUTES, HeaderPairs, JsonBody
+from engine_adapter.off_loop import off_loop
+from proxy.api.fan_out.join import Answer, JoinedStream, is_error, joined
+from proxy.api.fan_out.listed import ListedStream, joined_list, read_listed
+from proxy.api.fan_out.prefill import compute_once
+from proxy.api.fan_out.split import CHAT, COMPLETIONS, Part, Several, several_of
+from proxy.core.life import Cause
+from proxy.errors import EngineFailed, NoEngine, NotFound
+from proxy.flow import Flow
+from proxy.request.admitted import Admitted
+from proxy.request.calls import Call, Reply
+from proxy.request.error_table import ANSWERED, error_body
+from proxy.request.translate.sse import Events
+
+# Parts of one request that are served at the same time, and the most that their bodies take. Others wait.
+AT_ONCE = 128
+BYTES_AT_ONCE = 256 << 20
+# Answers that are joined in about 1 ms.
+_JOINED_PER_MS = 128
+_ROUTES = frozenset({CHAT, COMPLETIONS})
+_OK = 200
+_BROKEN_OFF = "an engine's answer broke off"
+
+
+class _Shape(NamedTuple):
+    """How the answers of parts are read, joined, and joined as streams."""
+
+    read: Callable[[bytes], Any]
+    join: Callable[[Several, list[tuple[Part, Any]], int | None], bytes]
+    stream: Callable[[], JoinedStream | ListedStream]
+
+
+_CHOICES = _Shape(Answer.of, joined, JoinedStream)
+_LISTED = _Shape(read_listed, joined_list, ListedStream)
+
+
+def serve(flow: Flow, call: Call, reply: Reply, admitted: Admitted) -> Coroutine[Any, Any, object]:
+    """Answers a request, which may be several. The caller closes `admitted`.
+
+    Raises:
+        ProxyError, EngineError: the request failed before the answer began.
+    """
+    several = _several(flow, call)
+    if several is None:
+        return flow.serve(call, reply, admitted)
+    return _serve(flow, call, several, reply, admitted)
+
+
+def _several(flow: Flow, call: Call) -> Several | None:
+    listed = call.route not in _ROUTES and _is_listed(call)
+    if not (listed or call.route in _ROUTES) or not isinstance(call.body, JsonBody):
+        return None
+    try:
+        return several_of(
+            call.route,
+            call.body,
+            lambda: flow.fleet.pool(call.model),
+            reuse=flow.ingest is not None,
+            listed=listed,
+        )
+    except (NoEngine, NotFound):
+        return None  # the flow finds that, too, and keeps a record
+
+
+def _is_listed(call: Call) -> bool:
+    """Whether its route answers several prompts with a list."""
+    native = NATIVE_ROUTES.get(call.native or "")
+    return native is not None and native.lists
+
+
+async def _serve(flow: Flow, call: Call, several: Several, reply: Reply, admitted: Admitted) -> None:
+    answer = _Answer(reply, several, streams=call.streams)
+    size = several.part_bytes
+    at_once = max(min(AT_ONCE, BYTES_AT_ONCE // size), 1)
+
+    def parts() -> Iterator[Coroutine[Any, Any, None]]:
+        for number, part in enumerate(several.parts()):
+            yield _serve_part(flow, call, number, part, answer, admitted.part(len(part.body.raw)))
+        several.forget()
+        admitted.free_body()
+
+    reply.recorded = True
+    try:
+        if several.shares_prompt:
+            answer.cached = await compute_once(flow, call, next(several.parts()).body, admitted)
+        await _run(parts(), lambda running: running < at_once and admitted.has_room(size))
+    except _Failed as failed:
+        if failed.status is None or reply.started:
+            await answer.fail(failed.content, failed.headers)
+        else:
+            await reply.start(failed.status, failed.headers)
+            await reply.finish(failed.content)
+    except ANSWERED as error:
+        if not reply.started:
+            raise
+        await answer.fail(error_body(str(error), kind="server_error"))
+    else:
+        await answer.finish()
+
+
+async def _run(works: Iterator[Coroutine[Any, Any, None]], may_begin: Callable[[int], bool]) -> None:
+    """Does all works side by side. If one fails, or the caller is cancelled, cancels all that run and waits
+    for their end. Raises the first error.
+
+    `may_begin` is asked before each work, with how many run now. One always may.
+    """
+    running: set[asyncio.Task[None]] = set()
+    why: Cause = Cause.PART_FAILED
+    try:
+        for work in works:
+            running.add(asyncio.create_task(work))
+            while running and not may_begin(len(running)):
+                running = await _some_end(running)
+        while running:
+            running = await _some_end(running)
+    except asyncio.CancelledError as cancelled:
+        why = cancelled.args[0] if cancelled.args else Cause.CLIENT_LEFT
+        raise
+    finally:
+        for task in running:
+            task.cancel(why)
+        await asyncio.gather(*running, return_exceptions=True)
+
+
+async def _some_end(running: set[asyncio.Task[None]]) -> set[asyncio.Task[None]]:
+    """Those that still run when one or more have ended; the error of one that failed."""
+    ended, left = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+    errors = [task.exception() for task in ended]
+    running -= ended
+    ended.clear()
+    failed = list(filter(None, errors))
+    errors.clear()
+    if failed:
+        # No name for it: a traceback holds this frame, and what failed would stay until garbage collection.
+        raise failed.pop()
+    return left
+
+
+async def _serve_part(
+    flow: Flow, call: Call, number: int, part: Part, answer: _Answer, admitted: Admitted
+) -> None:
+    """Serves a part as a request of its own. Its record has the whole request's id, and a number."""
+    client = _PartClient(part, answer)
+    own = replace(
+        call,
+        request_id=f"{call.request_id}-{number}",
+        client_id=call.answer_id,
+        body=part.body,
+    )
+    with admitted:
+        await flow.serve(own, Reply(client), admitted)
+    client.check()
+
+
+class _Failed(Exception):
+    """An engine failed a part.
+
+    Attributes:
+        content: its error, as JSON.
+        headers: those of its answer.
+        status: that of its answer; None if that began as a stream.
+    """
+
+    def __init__(self, content: bytes, headers: HeaderPairs, status: int | None = None) -> None:
+        super().__init__()
+        self.content, self.headers, self.status = content, headers, status
+
+
+class _Answer:
+    """The one answer that all parts give.
+
+    Attributes:
+        streams: the client asked for a stream.
+        cached: prompt tokens that were cached before the prompt was computed for all choices, if it was.
+        shape: of the answers.
+        stream: joins the events of the parts.
+        whole: the parts' answers that are no streams, and their headers; by the index of their first choice.
+    """
+
+    def __init__(self, reply: Reply, several: Several, *, streams: bool) -> None:
+        self.streams = streams
+        self.cached: int | None = None
+        self.shape = _LISTED if several.listed else _CHOICES
+        self.stream = self.shape.stream()
+        self.whole: dict[int, tuple[Part, Any, HeaderPairs]] = {}
+        self._several = several
+        self._reply = reply
+        self._turn = asyncio.Lock()
+
+    async def send(self, events: bytes, headers: HeaderPairs) -> None:
+        """Sends events of a part, whose answer has these headers. A slow client slows all parts down."""
+        async with self._turn:
+            if not self._reply.started:
+                await self._reply.start(_OK, headers)
+            await self._reply.write(events)
+
+    async def fail(self, error: bytes, headers: HeaderPairs = ()) -> None:  # type: ignore[assignment]
+        """Breaks the stream off. No `finish`, on purpose: clients take a clean end for a complete answer."""
+        await self.send(b"data: " + error + b"\n\n", headers)
+
+    async def finish(self) -> None:
+        """Sends the end of a stream, or the joined answer with the headers of the first part."""
+        if self.streams:
+            await self._reply.finish(self.stream.end(self.cached))
+            return
+        parts = [self.whole[index] for index in sorted(self.whole)]
+        pairs = [(part, answer) for part, answer, _ in parts]
+        content = await off_loop(
+            lambda: self.shape.join(self._several, pairs, self.cached), ms=len(pairs) / _JOINED_PER_MS
+        )
+        await self._reply.start(_OK, parts[0][2])
+        await self._reply.finish(content)
+
+
+class _PartClient:
+    """The client of one part. Holds the events that it got until it is drained."""
+
+    def __init__(self, part: Part, answer: _Answer) -> None:
+        self._part, self._answer = part, answer
+        self._events = Events() if answer.streams else None
+        self._status, self._headers = _OK, HeaderPairs()
+        self._content: list[bytes] = []  # of an answer that is no stream
+        self._to_send = b""
+        self._error: bytes | None = None
+        self._is_complete = False
+
+    @property
+    def is_full(self) -> bool:
+        return bool(self._to_send)
+
+    async def drain(self) -> None:
+        events, self._to_send = self._to_send, b""
+        await self._answer.send(events, self._headers)
+
+    def start(self, status: int, headers: HeaderPairs) -> None:
+        self._status, self._headers = status, [pair for pair in headers if pair[0] != b"content-length"]
+
+    def write(self, chunk: bytes) -> None:
+        if self._events is None or self._status != _OK:
+            self._content.append(chunk)
+            return
+        for data in self._events.feed(chunk):
+            if self._answer.stream.ends(data):
+                self._is_complete = True
+            if self._error is None and is_error(data):
+                self._error = data
+            elif self._error is None:
+                self._to_send += self._answer.stream.event(self._part, data)
+
+    def finish(self, chunk: bytes) -> None:
+        self.write(chunk)
+        self._is_complete = self._is_complete or self._events is None
+
+    def check(self) -> None:
+        """The part has ended: notes its answer. Raises _Failed if that is an error or not complete."""
+        content = b"".join(self._content)
+        if self._status != _OK:
+            raise _Failed(content, self._headers, self._status)
+        if self._events is None and not self._is_complete:
+            raise EngineFailed(_BROKEN_OFF)
+        if self._error is not None or not self._is_complete:
+            error = self._error or error_body(_BROKEN_OFF, kind="server_error")
+            raise _Failed(error, self._headers)
+        if self._events is None:
+            self._answer.whole[self._part.index] = self._part, self._answer.shape.read(content), self._headers

@@ -1,0 +1,115 @@
+"""`/v1/responses/{id}`: reads and deletes the responses that kvpin keeps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import parse_qs, unquote
+
+import msgspec
+from starlette.responses import Response
+
+from engine_adapter.off_loop import off_loop
+from proxy.errors import BadRequest, NotFound
+from proxy.request.translate import ResponseStore
+from proxy.request.translate.responses_store import StoredResponse, TenantResponses
+
+_ROUTE = "/v1/responses/"
+_MOST_ITEMS, _ITEMS = 100, 20
+_ORDERS = ("asc", "desc")
+# Items that are listed or deleted in about 1 ms.
+_ITEMS_PER_MS = 1024
+
+
+def may_be_kept(path: str) -> bool:
+    """Whether a request for this path may be about a response that kvpin keeps."""
+    return path.startswith(_ROUTE)
+
+
+def name_of(path: str) -> str:
+    """The id of the response that a request for such a path is about."""
+    return unquote(path.partition("?")[0].removeprefix(_ROUTE).partition("/")[0])
+
+
+@dataclass(frozen=True, slots=True)
+class KeptResponses:
+    """The routes of responses that kvpin keeps itself, because their engines got chats."""
+
+    store: ResponseStore
+
+    def keeps(self, tenant: str | None, response_id: str) -> bool:
+        """Whether a tenant's response is kept."""
+        return self.store.of(tenant).get(response_id) is not None
+
+    async def answer(self, method: str, target: str, tenant: str | None) -> Response | None:
+        """The answer to a request for one of the tenant's responses; None if it names none of them.
+
+        Raises:
+            BadRequest: a parameter is wrong, or the response cannot be cancelled.
+            NotFound: there is no such route.
+        """
+        path, _, query = target.partition("?")
+        if path == f"{_ROUTE}compact":
+            raise NotFound("conversations are not compacted here: send a shorter input")
+        part = path.removeprefix(_ROUTE).partition("/")[2]
+        shelf, response_id = self.store.of(tenant), name_of(path)
+        stored = shelf.get(response_id)
+        if stored is None:
+            return None
+        long = stored.turn.n_items / _ITEMS_PER_MS
+        match method, part:
+            case "GET", "":
+                return _json(_whole(stored, parse_qs(query)))
+            case "DELETE", "":
+                return _json(await off_loop(lambda: _deleted(shelf, response_id), ms=long))
+            case "POST", "cancel":
+                raise BadRequest("Only responses that are made in the background can be cancelled.")
+            case "GET", "input_items":
+                return _json(await off_loop(lambda: _listed(stored, parse_qs(query)), ms=long))
+            case _:
+                raise NotFound(f"there is no route {method} {path!r}")
+
+
+def _json(content: bytes) -> Response:
+    return Response(content, media_type="application/json")
+
+
+def _whole(stored: StoredResponse, query: dict[str, list[str]]) -> bytes:
+    if query.get("stream") == ["true"]:
+        raise BadRequest("a response is streamed while it is made, and not again", param="stream")
+    return stored.content
+
+
+def _deleted(shelf: TenantResponses, response_id: str) -> bytes:
+    shelf.delete(response_id)
+    return msgspec.json.encode({"id": response_id, "object": "response", "deleted": True})
+
+
+def _listed(stored: StoredResponse, query: dict[str, list[str]]) -> bytes:
+    """A page of the items that were the input of a response, the turns before it included."""
+    items = dict[str, bytes]()
+    for part in stored.turn.input():
+        items.update(part)  # ten times as fast as from single items
+    names = list(items)
+    order, limit, after = query.get("order", ["desc"])[-1], _limit(query), query.get("after", [""])[-1]
+    if order not in _ORDERS:
+        raise BadRequest("order must be asc or desc", param="order")
+    if order == "desc":
+        names.reverse()
+    if after:
+        if after not in items:
+            raise BadRequest(
+                f"after must be the id of an item of this response; {after!r} is none", param="after"
+            )
+        names = names[names.index(after) + 1 :]
+    page = names[:limit]
+    ends: dict[str, Any] = {"first_id": page[0] if page else None, "last_id": page[-1] if page else None}
+    data = [msgspec.Raw(items[name]) for name in page]
+    return msgspec.json.encode({"object": "list", "data": data, **ends, "has_more": len(names) > len(page)})
+
+
+def _limit(query: dict[str, list[str]]) -> int:
+    given = query.get("limit", [str(_ITEMS)])[-1]
+    if not given.isdecimal() or not 1 <= int(given) <= _MOST_ITEMS:
+        raise BadRequest(f"limit must be a number from 1 to {_MOST_ITEMS}", param="limit")
+    return int(given)

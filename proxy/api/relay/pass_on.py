@@ -1,0 +1,77 @@
+"""Passes a request on to another kvpin of this machine.
+
+The whole request goes there as the client sent it, with its key, and the answer comes back as it is. What was
+passed on is never passed on again.
+"""
+
+from __future__ import annotations
+
+from engine_adapter import EngineUnavailable, HeaderPairs, JsonBody, OutgoingRequest, Transport, Upload
+from proxy.http.exchange import Exchange
+from proxy.request.calls import Call, Reply
+
+HOST = "http://kvpin"
+"""The host of URLs that are asked over a Unix socket."""
+# Headers that end at each server, and those that the transport writes itself.
+_OF_ONE_HOP = frozenset(
+    {
+        b"connection",
+        b"content-length",
+        b"expect",
+        b"host",
+        b"keep-alive",
+        b"te",
+        b"trailer",
+        b"transfer-encoding",
+        b"upgrade",
+    }
+)
+# Headers of an answer that this kvpin writes itself.
+_OWN = frozenset({b"connection", b"date", b"keep-alive", b"trailer", b"transfer-encoding", b"upgrade"})
+_CORS = b"access-control-"
+_EVENTS = "text/event-stream"
+
+
+async def pass_on(transport: Transport, socket: str, call: Call, exchange: Exchange, reply: Reply) -> None:
+    """Lets the kvpin that serves HTTP at `socket` answer a request.
+
+    Raises:
+        EngineUnavailable: it went away before its answer began.
+    """
+    try:
+        # Nothing here keeps the request: its body may be long.
+        async with await transport.send(_request(socket, call, exchange)) as response:
+            if isinstance(call.body, JsonBody):
+                call.body.forget()
+            is_stream = response.headers.get("content-type", "").startswith(_EVENTS)
+            await reply.start(response.status, _kept(response.headers.raw), is_events=is_stream)
+            if call.socket is not None:
+                await reply.write(b"")  # the client waits for the head before it sends
+            while chunk := await response.receive():
+                await reply.write(chunk)
+    except EngineUnavailable as error:
+        if not reply.started:
+            raise
+        await reply.break_off(error)
+        return  # without an end, on purpose: clients take that for a whole answer
+    await reply.finish()
+
+
+def headers_of(exchange: Exchange) -> HeaderPairs:
+    """The client's headers, as far as they are not those of its connection or its body's length."""
+    return [pair for pair in exchange.headers.raw if pair[0] not in _OF_ONE_HOP]
+
+
+def _request(socket: str, call: Call, exchange: Exchange) -> OutgoingRequest:
+    """The client's request, for the other kvpin."""
+    headers = headers_of(exchange)
+    body = call.body.raw if isinstance(call.body, JsonBody) else None
+    chunks = call.body.chunks if isinstance(call.body, Upload) else None
+    if isinstance(call.body, Upload) and call.body.length is not None:
+        headers.append((b"content-length", b"%d" % call.body.length))
+    url = f"{HOST}{exchange.target.decode('latin-1')}"
+    return OutgoingRequest(exchange.method, url, headers, chunks or body, socket=call.socket, unix=socket)
+
+
+def _kept(headers: HeaderPairs) -> HeaderPairs:
+    return [pair for pair in headers if pair[0] not in _OWN and not pair[0].startswith(_CORS)]

@@ -1,0 +1,70 @@
+"""Responses that another kvpin of this machine keeps: their requests are passed on to that one.
+
+A kvpin keeps the responses that it served, or knows which engine does. Where a request names another one, the
+kvpins of the machine are asked side by side, with the client's key: each knows only what that key may see.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from http import HTTPStatus
+from urllib.parse import quote
+
+from engine_adapter import EngineUnavailable, OutgoingRequest, Transport
+from proxy.api.relay.pass_on import HOST, headers_of, pass_on
+from proxy.http.exchange import Exchange
+from proxy.request.calls import Call, Reply
+from proxy.request.translate import RESPONSES_PATH
+
+# One that does not say by then that it keeps the response does not count.
+ASK_S = 1.0
+_ASKS = "HEAD"
+
+
+class PassedToKeeper:
+    """Finds the kvpin that keeps a response, and passes requests on to it."""
+
+    def __init__(self, sockets: Callable[[], Sequence[str]], transport: Transport) -> None:
+        """`sockets`: where the other kvpins of this machine serve HTTP now."""
+        self._sockets, self._transport = sockets, transport
+
+    async def serve(self, name: str, call: Call, exchange: Exchange, reply: Reply) -> bool:
+        """Lets the kvpin that keeps the response `name` answer a request. False if there is none."""
+        socket = await self._find(name, exchange)
+        if socket is None:
+            return False
+        try:
+            await pass_on(self._transport, socket, call, exchange, reply)
+        except EngineUnavailable:
+            return False  # it went away, and with it what it kept
+        return True
+
+    async def _find(self, name: str, exchange: Exchange) -> str | None:
+        """The socket of the kvpin that keeps a response; None if none says that it does."""
+        async with asyncio.TaskGroup() as group:
+            asked = [group.create_task(self._ask(each, name, exchange)) for each in self._sockets()]
+            try:
+                for answer in asyncio.as_completed(asked, timeout=ASK_S):
+                    if (socket := await answer) is not None:
+                        return socket
+            except TimeoutError:
+                pass
+            finally:
+                for each in asked:
+                    each.cancel()
+        return None
+
+    async def _ask(self, socket: str, name: str, exchange: Exchange) -> str | None:
+        url = f"{HOST}{RESPONSES_PATH}/{quote(name, safe='')}"
+        request = OutgoingRequest(_ASKS, url, headers_of(exchange), unix=socket)
+        try:
+            async with await self._transport.send(request) as response:
+                return socket if response.status == HTTPStatus.NO_CONTENT else None
+        except EngineUnavailable:
+            return None
+
+
+def is_asked(exchange: Exchange) -> bool:
+    """Whether another kvpin asks whether this one keeps a response."""
+    return exchange.is_from_peer and exchange.method == _ASKS

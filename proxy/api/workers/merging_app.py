@@ -1,0 +1,221 @@
+"""Lets one worker answer for all, beside the data plane: its answer is merged with those of the others.
+
+The worker answers first, so that keys and bodies are checked once. Then it asks the others, who answer for
+themselves alone, and merges the answers. Changes are carried out by all, and those of engines are noted.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from http import HTTPStatus
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from engine_adapter import HeaderPairs
+from proxy.api.auth import FROM_PEER
+from proxy.api.workers.merged_events import MergedEvents
+from proxy.api.workers.missed_changes import PATH, Change, Changes, Kind
+from proxy.api.workers.siblings import Answer, Siblings
+from proxy.control.kept_prompts import PROMPTS_PATH
+from proxy.control.merged_answers import (
+    merge_engines,
+    merge_operation,
+    merge_operations,
+    merge_requests,
+    merge_stats,
+)
+from proxy.observe.gauges import of_workers
+from proxy.observe.merged_metrics import merge_pages
+
+_ADMIN = "/admin/v1"
+_EVENTS, _CHANGES, _PROMPTS = ("GET", f"{_ADMIN}/events"), ("GET", PATH), ("GET", PROMPTS_PATH)
+_DEFAULT_LIMIT = 50
+# Headers that the others need to understand the request.
+_PASSED_ON = (b"accept", b"content-type", b"x-request-id")
+
+Merge = Callable[[Scope, list[Answer]], bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    """How the answers to one route become one.
+
+    Attributes:
+        path: matches the paths.
+        merge: makes the body of all good answers; None takes the first good one.
+        once: one worker is enough. Others are asked only where this one does not know what is named.
+        named: the others use the id that this worker gave to what it made.
+        change: the change of an engine, which a worker that is started later is told; None for no change.
+    """
+
+    method: str
+    path: str
+    merge: Merge | None = None
+    once: bool = False
+    named: bool = False
+    change: Kind | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """A request as the others get it."""
+
+    method: str
+    target: str
+    body: bytes
+
+
+class MergedAnswers:
+    """An ASGI application around one that answers for this worker alone."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        siblings: Siblings,
+        changes: Changes,
+        prompts: Callable[[], Awaitable[bytes]],
+        *,
+        shared: bool,
+    ) -> None:
+        """Adds to `changes`. `prompts` gives what the others are told of this worker's prompts. `shared`: the
+        workers know each other's requests."""
+        self._app, self._siblings, self._shared = app, siblings, shared
+        self._changes, self._prompts = changes, prompts
+        self._rules = [(re.compile(rule.path), rule) for rule in _rules(shared=shared)]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers one request, for all workers where a rule says so."""
+        from_peer, asked = scope.get(FROM_PEER, False), (scope["method"], scope["path"])
+        if asked == _EVENTS and not from_peer:
+            await MergedEvents(self._app, self._siblings, shared=self._shared).serve(scope, receive, send)
+            return
+        if asked in (_CHANGES, _PROMPTS) and from_peer:
+            told = self._changes.told() if asked == _CHANGES else await self._prompts()
+            await _send(_answer(HTTPStatus.OK, [], told), send)
+            return
+        rule = self._rule(scope)
+        if rule is None or (from_peer and rule.change is None):
+            await self._app(scope, receive, send)
+            return
+        body = bytearray()
+
+        async def receive_and_keep() -> Message:
+            message = await receive()
+            body.extend(message.get("body", b""))
+            return message
+
+        own = await _answer_of(self._app, scope, receive_and_keep)
+        request = _request(rule, scope, own, bytes(body))
+        if own.is_good and rule.change is not None:
+            engine = _engine_of(scope["path"]) or msgspec.json.decode(own.body)["id"]
+            self._changes.note(engine, Change(rule.change, request.method, request.target, request.body))
+        is_unknown = own.status == HTTPStatus.NOT_FOUND
+        if not from_peer and (is_unknown or (own.is_good and not rule.once)):
+            own = await self._ask_others(rule, scope, own, request)
+        await _send(own, send)
+
+    def _rule(self, scope: Scope) -> _Rule | None:
+        for path, rule in self._rules:
+            if scope["method"] == rule.method and path.fullmatch(scope["path"]):
+                return rule
+        return None
+
+    async def _ask_others(self, rule: _Rule, scope: Scope, own: Answer, request: _Request) -> Answer:
+        """The answer of all."""
+        headers = [pair for pair in scope["headers"] if pair[0] in _PASSED_ON]
+        others = await self._siblings.ask(request.method, request.target, headers, request.body)
+        good = [answer for answer in (own, *others) if answer.is_good]
+        if not good:
+            known = (answer for answer in others if answer.status != HTTPStatus.NOT_FOUND)
+            return next(known, own)
+        if rule.merge is None or len(good) == 1:
+            return good[0]
+        status = max(answer.status for answer in good)  # 202 while one of them is not done
+        return _answer(status, good[0].headers, rule.merge(scope, good))
+
+
+def _engine_of(path: str) -> str:
+    """The engine that a path below `/engines` names; empty if it names none."""
+    return path.removeprefix(f"{_ADMIN}/engines").strip("/").partition("/")[0]
+
+
+def _request(rule: _Rule, scope: Scope, own: Answer, body: bytes) -> _Request:
+    """The request for the others, after this worker's own answer."""
+    if rule.named and own.is_good:
+        given: dict[str, Any] = msgspec.json.decode(body)
+        body = msgspec.json.encode({**given, "id": msgspec.json.decode(own.body)["id"]})
+    target = scope["raw_path"].decode("latin-1")
+    if scope["query_string"]:
+        target += f"?{scope['query_string'].decode('latin-1')}"
+    return _Request(scope["method"], target, body)
+
+
+async def _answer_of(app: ASGIApp, scope: Scope, receive: Receive) -> Answer:
+    """The answer of an application."""
+    status, headers, body = 500, HeaderPairs(), bytearray()
+
+    async def keep(message: Message) -> None:
+        nonlocal status, headers
+        if message["type"] == "http.response.start":
+            status, headers = message["status"], list(message.get("headers", ()))
+        else:
+            body.extend(message.get("body", b""))
+
+    await app(scope, receive, keep)
+    return Answer(status, headers, bytes(body))
+
+
+async def _send(answer: Answer, send: Send) -> None:
+    await send({"type": "http.response.start", "status": answer.status, "headers": answer.headers})
+    await send({"type": "http.response.body", "body": answer.body})
+
+
+def _answer(status: int, headers: HeaderPairs, body: bytes) -> Answer:
+    kept = [pair for pair in headers if pair[0] != b"content-length"]
+    return Answer(status, [*kept, (b"content-length", b"%d" % len(body))], body)
+
+
+def _rules(*, shared: bool) -> tuple[_Rule, ...]:
+    gauges = of_workers(shared=shared)
+
+    def pages(_scope: Scope, answers: Sequence[Answer]) -> bytes:
+        return merge_pages([answer.body.decode() for answer in answers], gauges).encode()
+
+    return (
+        _Rule("GET", "/metrics", pages),
+        _Rule("GET", f"{_ADMIN}/stats", _json(partial(merge_stats, shared=shared))),
+        _Rule("GET", f"{_ADMIN}/engines", _json(partial(merge_engines, shared=shared))),
+        _Rule("POST", f"{_ADMIN}/engines", named=True, change=Kind.ADD),
+        _Rule("DELETE", f"{_ADMIN}/engines/[^/]+", change=Kind.REMOVE),
+        _Rule("POST", f"{_ADMIN}/engines/[^/]+/drain", change=Kind.DRAIN),
+        _Rule("GET", f"{_ADMIN}/requests", _requests),
+        _Rule("GET", f"{_ADMIN}/requests/[^/]+", once=True),
+        _Rule("POST", f"{_ADMIN}/(pin|warm|offload|restore)", once=True),
+        _Rule("POST", f"{_ADMIN}/flush", _json(merge_operation)),
+        _Rule("POST", f"{_ADMIN}/unpin", once=True),
+        _Rule("GET", f"{_ADMIN}/operations", _json(merge_operations)),
+        _Rule("GET", f"{_ADMIN}/operations/[^/]+", once=True),
+        _Rule("DELETE", f"{_ADMIN}/operations/[^/]+", once=True),
+        _Rule("POST", f"{_ADMIN}/prompt_tables"),
+        _Rule("DELETE", f"{_ADMIN}/prompt_tables/[^/]+"),
+    )
+
+
+def _json(merge: Callable[[Sequence[dict[str, Any]]], dict[str, Any]]) -> Merge:
+    def merged(_scope: Scope, answers: Sequence[Answer]) -> bytes:
+        return msgspec.json.encode(merge([msgspec.json.decode(answer.body) for answer in answers]))
+
+    return merged
+
+
+def _requests(scope: Scope, answers: Sequence[Answer]) -> bytes:
+    limit = int(Request(scope).query_params.get("limit", _DEFAULT_LIMIT))  # this worker has checked it
+    return msgspec.json.encode(
+        merge_requests([msgspec.json.decode(answer.body) for answer in answers], limit)
+    )

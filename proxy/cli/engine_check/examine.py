@@ -1,0 +1,164 @@
+"""The examination of one engine: what it is, what it can do, and what keeps kvpin from using it fully.
+
+connect → tokenisation → first view of its KV events → with `probe`: two equal requests → findings
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from types import MappingProxyType
+from typing import Any
+
+from engine_adapter import (
+    Capability,
+    EngineAdapter,
+    EngineInfo,
+    EngineLoad,
+    EngineSpec,
+    EngineUnavailable,
+    Finding,
+    detect_kind,
+    make_adapter,
+    make_options,
+)
+from proxy.cli.engine_check.probe import ProbedEngine, ProbeResult, View
+from proxy.prompt import Exactness, PromptBuilder, PromptTables, verify_exactness
+
+CONNECT_S = 30.0
+_REACH_EVENTS = (
+    "make its event address reachable from this machine, or name one that is: events=tcp://HOST:PORT"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Examination:
+    """Everything an examination found.
+
+    Attributes:
+        detected: kvpin detected the kind; the operator did not name it.
+        missing: the capabilities it lacks, each with what kvpin does instead.
+        view: what its KV events show of its cache.
+        probe: the two requests; None without `probe`.
+    """
+
+    spec: EngineSpec
+    detected: bool
+    info: EngineInfo
+    load: EngineLoad
+    missing: dict[str, str]
+    tokenisation: Exactness
+    view: View
+    probe: ProbeResult | None
+    findings: tuple[Finding, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        """The same as JSON, without secrets."""
+        info = self.info
+        return {
+            "url": self.spec.url,
+            "kind": self.spec.kind,
+            "detected": self.detected,
+            "version": info.version,
+            "model": info.model,
+            "loras": sorted(info.loras),
+            "max_model_len": info.max_model_len,
+            "tokens_per_block": info.tokens_per_block,
+            "gpu_blocks": info.gpu_blocks,
+            "host_blocks": info.host_blocks,
+            "running": self.load.running,
+            "waiting": self.load.waiting,
+            "can": sorted(info.capabilities),
+            "cannot": self.missing,
+            "tokenisation": asdict(self.tokenisation),
+            "view": asdict(self.view),
+            "probe": asdict(self.probe) if self.probe is not None else None,
+            "findings": [asdict(finding) for finding in self.findings],
+        }
+
+
+async def examine(
+    spec: EngineSpec, *, probe: bool, options: Mapping[str, object] = MappingProxyType({})
+) -> Examination:
+    """Examines the engine at `spec.url`, with two short requests if `probe` is set. An empty `kind` is
+    detected, and has these options.
+
+    Raises:
+        EngineSpecError: the description cannot be used.
+        EngineUnavailable: the engine does not answer.
+        EngineRejected: the engine refuses a request that every engine of its kind answers.
+    """
+    detected = not spec.kind
+    if detected:
+        kind = await detect_kind(spec)
+        spec = replace(spec, kind=kind, options=make_options(kind, options))
+    adapter = make_adapter(spec)
+    adapter.may_try = probe  # else a slot of a llama-server that a kvpin manages would lose its content
+    try:
+        try:
+            async with asyncio.timeout(CONNECT_S):
+                info, load = await adapter.connect(), await adapter.load()
+        except TimeoutError:
+            raise EngineUnavailable(f"{spec.url} does not answer within {CONNECT_S:.0f} s") from None
+        builder = PromptBuilder(info, tables=PromptTables(), engines=lambda: (adapter,))
+        source = spec.tokenizer or info.tokenizer
+        if source is not None:
+            await builder.load(source)
+        tokenisation = await verify_exactness(builder, adapter)
+        async with ProbedEngine(adapter, info, builder) as probed_engine:
+            view = await probed_engine.first_view(takes_events=probe)
+            probed = await probed_engine.probe() if probe else None
+        findings = (
+            *adapter.findings(),
+            *_of_tokenisation(tokenisation),
+            *_of_view(view),
+            *_of_probe(probed, view),
+        )
+        return Examination(
+            spec, detected, info, load, _missing(adapter, info), tokenisation, view, probed, findings
+        )
+    finally:
+        await adapter.aclose()
+
+
+def _missing(adapter: EngineAdapter, info: EngineInfo) -> dict[str, str]:
+    lacking = sorted(set(Capability) - info.capabilities)
+    return {capability.value: adapter.not_supported(capability).instead for capability in lacking}
+
+
+def _of_tokenisation(found: Exactness) -> tuple[Finding, ...]:
+    if found.source != "none":
+        return ()
+    return (Finding(found.detail, "name its model's tokenizer: tokenizer=DIR_OR_HUB_ID"),)
+
+
+def _of_view(view: View) -> tuple[Finding, ...]:
+    if view.state == "unfit":
+        return (
+            Finding(
+                f"kvpin cannot use its KV events: {view.detail}",
+                "set its block size to a power of two",
+            ),
+        )
+    if view.state == "late":
+        return (Finding(f"its KV events do not arrive: {view.detail}", _REACH_EVENTS),)
+    return ()
+
+
+def _of_probe(probe: ProbeResult | None, view: View) -> tuple[Finding, ...]:
+    if probe is None or probe.reported == probe.predicted != 0:
+        return ()
+    second = f"the second of two equal requests of {probe.n_tokens} tokens"
+    if probe.error is not None:
+        finding = Finding(f"it did not serve a prompt of {probe.n_tokens} token ids: {probe.error}")
+    elif probe.reported is None:
+        finding = Finding(f"{second} reported no cached tokens: predictions cannot be checked")
+    elif probe.reported == 0:
+        finding = Finding(f"{second} reused nothing", "turn prefix caching on")
+    elif probe.reported > probe.predicted and view.state == "current":
+        announced = f"{second} reused {probe.reported} tokens; its KV events announced {probe.predicted}"
+        finding = Finding(announced, _REACH_EVENTS)
+    else:
+        finding = Finding(f"{second} reused {probe.reported} tokens; kvpin predicted {probe.predicted}")
+    return (finding,)

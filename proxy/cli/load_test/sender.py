@@ -1,0 +1,173 @@
+"""Sends a workload to a server and times the streams of its answers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+
+import httpx
+
+from proxy.cli.load_test.workload import Workload
+
+_TEXT_FIELDS = ("content", "reasoning_content", "reasoning", "tool_calls")
+
+
+class BenchError(Exception):
+    """The server cannot be measured: why, in one sentence."""
+
+
+@dataclass(frozen=True, slots=True)
+class BenchTarget:
+    """The server to measure, and the load on it. `base_url`: ends in `/v1`."""
+
+    base_url: str
+    model: str
+    api_key: str | None
+    output_len: int
+    max_concurrency: int
+
+
+@dataclass(slots=True)
+class RequestSample:
+    """One request. Times in seconds.
+
+    Attributes:
+        error: why it failed; empty for one that did not.
+        ttft_s: to the first text.
+        gaps_s: between the parts of the answer.
+        prompt_tokens, cached_tokens, output_tokens: as the server counts them; cached is None where it
+            does not tell.
+    """
+
+    error: str = ""
+    ttft_s: float = 0.0
+    gaps_s: list[float] = field(default_factory=list)
+    latency_s: float = 0.0
+    prompt_tokens: int = 0
+    cached_tokens: int | None = None
+    output_tokens: int = 0
+
+
+async def run(
+    target: BenchTarget, workload: Workload, salt: str, progress: Callable[[], None]
+) -> tuple[list[RequestSample], float]:
+    """Sends everything; returns the samples and the seconds from the first request to the last answer.
+
+    One request that does not count goes ahead, to see that the server answers.
+
+    Raises:
+        BenchError: it does not.
+    """
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(timeout=None, limits=limits, trust_env=False) as client:  # noqa: S113 - a load
+        first = await _ask(client, target, "Hello!")
+        if first.error:
+            raise BenchError(f"{target.base_url}: {first.error}")
+        free = asyncio.Semaphore(target.max_concurrency)
+        start = time.perf_counter()
+
+        async def send(prompt: str, at: float) -> RequestSample:
+            await asyncio.sleep(start + at - time.perf_counter())
+            async with free:
+                sample = await _ask(client, target, prompt)
+            progress()
+            return sample
+
+        both = zip(workload.prompts(salt), workload.arrivals(), strict=True)
+        samples = await asyncio.gather(*(send(prompt, at) for prompt, at in both))
+        return samples, time.perf_counter() - start
+
+
+async def first_model(base_url: str, api_key: str | None) -> str:
+    """The first model that a server lists; raises BenchError."""
+    async with httpx.AsyncClient(trust_env=False) as client:
+        try:
+            answer = await client.get(f"{base_url}/models", headers=_headers(api_key))
+            answer.raise_for_status()
+            return str(answer.json()["data"][0]["id"])
+        except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
+            raise BenchError(f"{base_url!r} is not an address: {error}") from error
+        except httpx.HTTPStatusError as error:
+            raise BenchError(f"{base_url}/models: {_error_of(error.response)}") from error
+        except httpx.HTTPError as error:
+            raise BenchError(f"nothing answers at {base_url}: {error}") from error
+        except (ValueError, LookupError, TypeError) as error:
+            raise BenchError(f"{base_url}/models lists no model: name one with --model") from error
+
+
+async def _ask(client: httpx.AsyncClient, target: BenchTarget, prompt: str) -> RequestSample:
+    body = {
+        "model": target.model,
+        "messages": [{"role": "user", "content": prompt}],
+        "max_tokens": target.output_len,
+        "temperature": 0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    sample = RequestSample()
+    start = last = time.perf_counter()
+    try:
+        async with client.stream(
+            "POST", f"{target.base_url}/chat/completions", json=body, headers=_headers(target.api_key)
+        ) as answer:
+            if answer.is_error:
+                await answer.aread()
+                return RequestSample(error=_error_of(answer))
+            async for line in _lines(answer):
+                if not line.startswith(b"data:") or line.endswith(b"[DONE]"):
+                    continue
+                now = time.perf_counter()
+                chunk = json.loads(line[5:])
+                if "error" in chunk:
+                    return RequestSample(error=str(chunk["error"]))
+                _read_usage(chunk.get("usage"), sample)
+                if not any(choice["delta"].get(name) for choice in chunk["choices"] for name in _TEXT_FIELDS):
+                    continue
+                if sample.ttft_s:
+                    sample.gaps_s.append(now - last)
+                else:
+                    sample.ttft_s = now - start
+                last = now
+    except (httpx.InvalidURL, httpx.HTTPError) as error:
+        return RequestSample(error=str(error) or type(error).__name__)
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return RequestSample(error="its answer is not a stream of chat completion chunks")
+    sample.latency_s = last - start
+    return sample if sample.ttft_s else RequestSample(error="its answer has no text")
+
+
+async def _lines(answer: httpx.Response) -> AsyncIterator[bytes]:
+    """The lines of a stream. httpx also ends a line where a text has a line separator."""
+    rest = b""
+    async for data in answer.aiter_bytes():
+        *lines, rest = (rest + data).split(b"\n")
+        for line in lines:
+            yield line.removesuffix(b"\r")
+
+
+def _read_usage(usage: dict[str, object] | None, sample: RequestSample) -> None:
+    if not usage:
+        return
+    sample.prompt_tokens, sample.output_tokens = (
+        int(str(usage.get(name) or 0)) for name in ("prompt_tokens", "completion_tokens")
+    )
+    details = usage.get("prompt_tokens_details")
+    if isinstance(details, dict):
+        sample.cached_tokens = details.get("cached_tokens")
+
+
+def _error_of(answer: httpx.Response) -> str:
+    """The status, and the message of an error in OpenAI's shape."""
+    try:
+        message = f": {answer.json()['error']['message']}"
+    except (ValueError, LookupError, TypeError):
+        message = ""
+    remedy = "; --api-key gives a client's key" if answer.status_code == httpx.codes.UNAUTHORIZED else ""
+    return f"{answer.status_code} {answer.reason_phrase}{message}{remedy}"
+
+
+def _headers(api_key: str | None) -> dict[str, str]:
+    return {"authorization": f"Bearer {api_key}"} if api_key else {}

@@ -1,0 +1,43 @@
+"""The errors that kvpin answers with: their classes, and their codes.
+
+exceptions.py  the classes; `from proxy.errors import …`
+codes.py       the codes, their HTTP statuses, and what they mean
+"""
+
+from proxy.errors.exceptions import (
+    BadRequest,
+    BodyTooLarge,
+    Conflict,
+    EncodedBody,
+    EngineFailed,
+    Forbidden,
+    MethodNotAllowed,
+    NoEngine,
+    NoMemory,
+    NotFound,
+    Overloaded,
+    ProxyError,
+    RateLimited,
+    SlowBody,
+    TimeLimit,
+    Unauthorized,
+)
+
+__all__ = [
+    "BadRequest",
+    "BodyTooLarge",
+    "Conflict",
+    "EncodedBody",
+    "EngineFailed",
+    "Forbidden",
+    "MethodNotAllowed",
+    "NoEngine",
+    "NoMemory",
+    "NotFound",
+    "Overloaded",
+    "ProxyError",
+    "RateLimited",
+    "SlowBody",
+    "TimeLimit",
+    "Unauthorized",
+]

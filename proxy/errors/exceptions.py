@@ -1,0 +1,127 @@
+"""Errors that kvpin itself answers with. `request/error_table.py` gives each class its code.
+
+ProxyError
+├── BadRequest           a field is wrong; names the field
+├── NotFound             no such model, route, engine, operation, request or table
+├── MethodNotAllowed     the route exists, for other methods
+├── Conflict             the name exists with other content
+├── Unauthorized         no key, or a wrong one
+├── Forbidden            the admin API without a key, from another machine
+├── BodyTooLarge         over the limit
+├── SlowBody             not sent in time
+├── EncodedBody          compressed
+├── RateLimited          over a limit of its tenant: retry in `retry_after_s`
+├── Overloaded           all engines are busy: retry in `retry_after_s`
+│   └── NoMemory         requests' bodies take all the memory for them
+├── TimeLimit            it took longer than `timeouts.total_s`
+├── NoEngine             no engine can take it now: retry in a second
+└── EngineFailed         the engines that were asked went away
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from proxy.errors.codes import Code
+from proxy.headers import RETRY_AFTER_HEADER
+
+
+class ProxyError(Exception):
+    """Base of every error kvpin answers with.
+
+    Attributes:
+        param: the request field at fault, if any.
+        code: its code; None takes that of the class.
+        more: further fields of the error, in OpenAI's shape.
+        headers: added to the answer; `retry_after_s` becomes one.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        code: Code | None = None,
+        more: Mapping[str, Any] | None = None,
+        retry_after_s: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.code = code
+        self.more = more or {}
+        self.headers: Mapping[str, str] = (
+            {} if retry_after_s is None else {RETRY_AFTER_HEADER: str(retry_after_s)}
+        )
+
+
+class BadRequest(ProxyError):
+    """The request is wrong."""
+
+
+class NotFound(ProxyError):
+    """The request names something that does not exist."""
+
+
+class MethodNotAllowed(ProxyError):
+    """The route takes other methods, which the answer names."""
+
+    def __init__(self, message: str, *, allow: str) -> None:
+        super().__init__(message)
+        self.headers = {"allow": allow}
+
+
+class Conflict(ProxyError):
+    """The request would create something that exists with other content."""
+
+
+class Unauthorized(ProxyError):
+    """The key is missing or wrong."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.headers = {"www-authenticate": "Bearer"}
+
+
+class Forbidden(ProxyError):
+    """The caller may not do this from where it is."""
+
+
+class BodyTooLarge(ProxyError):
+    """The request body is over the limit."""
+
+
+class SlowBody(ProxyError):
+    """The request body did not arrive in time."""
+
+
+class EncodedBody(ProxyError):
+    """The request body is compressed, which kvpin does not read."""
+
+
+class RateLimited(ProxyError):
+    """The tenant is over one of its limits."""
+
+
+class Overloaded(ProxyError):
+    """Engines are ready, but too busy."""
+
+
+class NoMemory(Overloaded):
+    """The bodies of requests take all the memory that they may."""
+
+
+class TimeLimit(ProxyError):
+    """The request took longer than kvpin allows."""
+
+
+class NoEngine(ProxyError):
+    """No engine can take the request now. The client should retry in a second."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, retry_after_s=1)
+
+
+class EngineFailed(ProxyError):
+    """The engines that were asked went away before the answer began."""

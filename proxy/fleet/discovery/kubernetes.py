@@ -1,0 +1,205 @@
+"""The engines behind Kubernetes services, from their EndpointSlices: list once, then watch.
+
+A pod that is not ready gets no new requests, and one that is gone leaves. Its engine is named after it:
+`<pod>.<namespace>`. Each watch ends after a minute and goes on from the version that it has seen, so that a
+lost connection is noticed. If the server no longer has that version (410), all slices are listed again.
+
+https://kubernetes.io/docs/reference/using-api/api-concepts/#efficient-detection-of-changes
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable, Iterator
+from dataclasses import dataclass
+from http import HTTPStatus
+
+import httpx
+import msgspec
+
+from proxy.fleet.discovery.cluster import ApiServer
+from proxy.fleet.discovery.found import FoundEngine, FoundEngines, SourceError
+from proxy.settings import DiscoverySettings, KubernetesSource
+
+# How long a watch lasts. The server may add some seconds.
+WATCH_S = 60
+_READ_S = WATCH_S + 15.0
+# Between two watches: a server that ends each at once must not be asked all the time.
+PAUSE_S = 0.5
+
+
+class _Object(msgspec.Struct, rename="camel"):
+    """Base of the API's objects, whose fields are in camel case."""
+
+
+class _ObjectMeta(_Object):
+    name: str = ""
+    namespace: str = ""
+    resource_version: str = ""
+
+
+class _Port(_Object):
+    name: str | None = None
+    port: int | None = None
+
+
+class _Conditions(_Object):
+    ready: bool | None = None
+
+
+class _Target(_Object):
+    kind: str = ""
+    name: str = ""
+
+
+class _Endpoint(_Object):
+    addresses: list[str]
+    conditions: _Conditions | None = None
+    target_ref: _Target | None = None
+
+    @property
+    def is_ready(self) -> bool:
+        """Nothing said means ready."""
+        return self.conditions is None or self.conditions.ready is not False
+
+
+class _EndpointSlice(_Object):
+    """An EndpointSlice; or the Status that an error event has in its place."""
+
+    metadata: _ObjectMeta = msgspec.field(default_factory=_ObjectMeta)
+    address_type: str = ""
+    endpoints: list[_Endpoint] | None = None
+    ports: list[_Port] | None = None
+    code: int = 0
+    message: str = ""
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """IPv4 sorts before IPv6: a pod may have both, and one is enough."""
+        return self.address_type, self.metadata.namespace, self.metadata.name
+
+
+class _List(_Object):
+    metadata: _ObjectMeta
+    items: list[_EndpointSlice]
+
+
+class _WatchEvent(_Object):
+    type: str
+    object: _EndpointSlice
+
+
+_Slices = dict[tuple[str, str, str], _EndpointSlice]
+
+
+class _Gone(Exception):
+    """The server no longer has the version to watch from."""
+
+
+@dataclass(frozen=True, slots=True)
+class KubernetesFinder:
+    """Follows the slices that a selector matches. `cluster`: None for the one that this process runs in."""
+
+    settings: DiscoverySettings
+    source: KubernetesSource
+    cluster: ApiServer | None = None
+
+    async def found(self) -> AsyncIterator[FoundEngines]:
+        """The engines of the slices, now and after each change."""
+        cluster = self.cluster or ApiServer.of_pod()
+        namespace = self.source.namespace or cluster.namespace()
+        path = f"/apis/discovery.k8s.io/v1/namespaces/{namespace}/endpointslices"
+        try:
+            async with cluster.client(_READ_S) as client:
+                while True:
+                    try:
+                        async for slices in self._follow(client, path):
+                            yield self._engines(slices)
+                    except _Gone:
+                        await asyncio.sleep(PAUSE_S)
+        except (httpx.HTTPError, msgspec.DecodeError) as error:
+            raise SourceError(f"Kubernetes: {str(error) or type(error).__name__}") from error
+
+    async def _follow(self, client: httpx.AsyncClient, path: str) -> AsyncIterator[_Slices]:
+        """All slices, now and after each change. Ends only by an error."""
+        answer = await client.get(path, params={"labelSelector": self.source.selector})
+        _check(answer)
+        listed = msgspec.json.decode(answer.content, type=_List)
+        slices = {each.key: each for each in listed.items}
+        version = listed.metadata.resource_version
+        yield slices
+        while True:
+            async for event in self._watch(client, path, version):
+                version = event.object.metadata.resource_version
+                if event.type == "DELETED":
+                    slices.pop(event.object.key, None)
+                elif event.type != "BOOKMARK":
+                    slices[event.object.key] = event.object
+                yield slices
+            await asyncio.sleep(PAUSE_S)
+
+    async def _watch(self, client: httpx.AsyncClient, path: str, version: str) -> AsyncIterator[_WatchEvent]:
+        """The changes after a version, for WATCH_S."""
+        params = {
+            "labelSelector": self.source.selector,
+            "watch": "true",
+            "allowWatchBookmarks": "true",
+            "resourceVersion": version,
+            "timeoutSeconds": str(WATCH_S),
+        }
+        async with client.stream("GET", path, params=params) as answer:
+            if answer.is_error:
+                await answer.aread()
+            _check(answer)
+            async for line in answer.aiter_lines():
+                event = msgspec.json.decode(line, type=_WatchEvent)
+                if event.type == "ERROR":
+                    if event.object.code == HTTPStatus.GONE:
+                        raise _Gone
+                    raise SourceError(f"Kubernetes ended a watch: {event.object.message}")
+                yield event
+
+    def _engines(self, slices: _Slices) -> FoundEngines:
+        found = dict[str, FoundEngine]()
+        for key in sorted(slices):
+            each = slices[key]
+            for port, endpoint in self._endpoints(each):
+                host, target = endpoint.addresses[0], endpoint.target_ref
+                name = f"{target.name}.{each.metadata.namespace}" if target else f"{host}-{port}"
+                entry = self.settings.engine(name, host, port)
+                known = found.get(entry.id)
+                # While an endpoint moves, it is in two slices.
+                if known is None or (endpoint.is_ready and not known.is_ready):
+                    found[entry.id] = FoundEngine(entry, endpoint.is_ready)
+        return tuple(found.values())
+
+    def _endpoints(self, each: _EndpointSlice) -> Iterator[tuple[int, _Endpoint]]:
+        port = self._port(each.ports or ())
+        if port is not None:
+            yield from ((port, endpoint) for endpoint in each.endpoints or ())
+
+    def _port(self, ports: Iterable[_Port]) -> int | None:
+        """The engines' port in a slice; None if it has none of that name."""
+        if self.source.port.isdecimal():
+            return int(self.source.port)
+        named = [each.port for each in ports if self.source.port in ("", each.name)]
+        if len(named) > 1:
+            raise SourceError(
+                "Kubernetes: the service has several ports: name one, as in kubernetes://llm/vllm:http"
+            )
+        return named[0] if named else None
+
+
+def _check(answer: httpx.Response) -> None:
+    """Raises SourceError or _Gone for an error."""
+    if answer.status_code == HTTPStatus.GONE:
+        raise _Gone
+    if answer.is_error:
+        status = f"{answer.status_code} {answer.reason_phrase}"
+        try:
+            reason = msgspec.json.decode(answer.content, type=_EndpointSlice).message
+        except msgspec.DecodeError:
+            reason = ""
+        raise SourceError(
+            f"Kubernetes answers {status}: {reason}" if reason else f"Kubernetes answers {status}"
+        )

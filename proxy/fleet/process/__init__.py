@@ -1,0 +1,5 @@
+"""Engines that kvpin starts itself.
+
+managed_engine.py  starts, watches, restarts and stops a process
+output.py          writes the process's output to the log
+"""

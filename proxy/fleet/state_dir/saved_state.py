@@ -1,0 +1,113 @@
+"""Saves kvpin's state once a minute, when pins change, and when kvpin stops. Reads it when kvpin starts.
+
+Knowledge of an engine counts once the engine has proved it: see `proxy/fleet/recall.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import structlog
+import xxhash
+
+from proxy.core.pins import PinBook
+from proxy.fleet.fleet import Fleet
+from proxy.fleet.recall import EngineMemory, Memories, keep
+from proxy.fleet.state_dir.private_files import make_directory, read, write
+from proxy.fleet.state_dir.snapshot import SavedState, UnusableSnapshotError, decode, encode, on_other_clock
+from proxy.fleet.state_dir.table_files import TableFiles
+from proxy.prompt import PromptTables
+from proxy.request.tenants import Tenants
+
+log = structlog.get_logger(__name__)
+
+SAVE_S = 60.0
+FILE = "state"
+
+
+class StateSaver:
+    """Keeps the state.
+
+    Attributes:
+        memories: the memories of engines that have not connected since the start.
+        tables: the files of prompt tables.
+    """
+
+    def __init__(self, directory: Path, tenants: Tenants) -> None:
+        """Reads the snapshot. If it cannot be used, logs a warning and begins without one. Raises
+        SettingsError if the directory cannot be written."""
+        make_directory(directory)
+        self._path = directory / FILE
+        self._tenants = tenants
+        self._before = self._read()
+        self._saved = b""  # digest of the file
+        self._saving = asyncio.Lock()
+        self._wanted = asyncio.Event()
+        self.memories = Memories(self._before.engines)
+        self.tables = TableFiles(directory / "tables")
+
+    def restore(self, pins: PinBook, tables: PromptTables) -> None:
+        """Gives back the pins and prompt tables. From now on, a change of pins is saved at once."""
+        ahead_s = time.time() - time.monotonic()
+        for kept in self._before.pins:
+            pins.add(on_other_clock(kept, -ahead_s))
+        pins.changed = self._wanted.set
+        self.tables.load(tables)
+
+    async def run(self, fleet: Fleet, pins: PinBook) -> None:
+        """Saves now and then, until it is cancelled."""
+        while True:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(SAVE_S):
+                    await self._wanted.wait()
+            self._wanted.clear()
+            await self.save(fleet, pins)
+
+    async def save(self, fleet: Fleet, pins: PinBook) -> None:
+        """Writes the state, if it has changed. Logs a failure."""
+        async with self._saving:
+            ahead_s = time.time() - time.monotonic()
+            kept = [on_other_clock(pin, ahead_s) for pin in pins.active(time.monotonic())]
+            engines = [memory for each in list(fleet.engines) if (memory := await self._memory(fleet, each))]
+            data = encode(SavedState(self._tenants.isolated, kept, engines))
+            if (digest := xxhash.xxh3_128_digest(data)) == self._saved:
+                return
+            try:
+                await asyncio.to_thread(write, self._path, data)
+            except OSError as error:
+                log.warning(
+                    "state is not saved: the next kvpin will know less; check the room in state_dir",
+                    file=str(self._path),
+                    error=error.strerror,
+                )
+            else:
+                self._saved = digest
+
+    async def _memory(self, fleet: Fleet, engine_id: str) -> EngineMemory | None:
+        """The memory of an engine: a new one, or until the engine has connected the one that was read."""
+        engine = fleet.engines.get(engine_id)
+        pool = fleet.pool_of(engine) if engine is not None else None
+        if engine is None or pool is None:
+            return self.memories.of(engine_id)
+        return await keep(engine, pool)
+
+    def _read(self) -> SavedState:
+        isolated = self._tenants.isolated
+        nothing = SavedState(isolated, [], [])
+        try:
+            return decode(read(self._path), isolated=isolated)
+        except FileNotFoundError:
+            return nothing
+        except OSError as error:
+            why = error.strerror or str(error)
+        except UnusableSnapshotError as error:
+            why = str(error)
+        log.warning(
+            "the saved state cannot be used: kvpin begins without it",
+            file=str(self._path),
+            why=why,
+        )
+        return nothing

@@ -1,0 +1,11 @@
+"""HTTP/1.1 towards clients: connections, requests and answers, TLS. It knows no route.
+
+http1.py              the HTTP/1.1 protocol of a connection
+exchange.py           one request and its answer
+connection_limits.py  the limit on connections
+handshake.py          TLS handshakes under the limit
+listeners.py          sockets, own or handed on
+tls.py                TLS of the port
+uvicorn_inner.py      what kvpin needs of uvicorn beyond its documented surface
+uvicorn_port.py       what connections take from uvicorn
+"""

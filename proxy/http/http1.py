@@ -1,0 +1,453 @@
+"""The HTTP/1.1 protocol of the server, over httptools' parser.
+
+    bytes → parser → Exchange → the dispatcher, in a task of its own → bytes
+
+uvicorn accepts connections and counts them and their tasks. A connection serves one request at a
+time: while an answer runs, pipelined requests wait. When many wait, the connection is not read. A request
+for a WebSocket is the last one: its exchange gets the bytes that follow as they come.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import select
+import termios
+import time
+from itertools import chain
+from typing import Any, ClassVar
+
+import httptools
+import structlog
+import uvicorn
+from typing_extensions import override
+from uvicorn.server import ServerState
+
+from engine_adapter import HeaderPairs, Headers
+from proxy.http.connection_limits import MAX_CONNECTIONS, ConnectionLimits, Permission
+from proxy.http.exchange import STOPPING_S, Exchange
+from proxy.http.uvicorn_port import Port
+
+log = structlog.get_logger(__name__)
+
+# The longest head of a request, in bytes, and the most between two pieces of its body or after the last one.
+MAX_HEAD = 65_536
+# Characters of a header's line beside its name and value: a colon, a space, the line's end.
+_HEADER_MARKS = 4
+# Pipelined requests at which a connection is not read any more.
+MAX_WAITING = 8
+# Seconds between two looks whether the client of a connection that is not read has left.
+LOOK_S = 1.0
+# Seconds in which a client must take `SEND_BYTES` of an answer that fills its socket.
+SEND_S = 60.0
+SEND_BYTES = 16_384
+# Seconds that a connection beyond the limit may idle, or take for a head.
+RESERVED_IDLE_S = 5.0
+_TOO_LONG = 431, b"The head of the request is too long."
+_NOT_ONE_HOST = 400, b"The request must have one host header."  # RFC 9112 3.2
+# The client has closed its side, or the connection is broken.
+_LEFT = getattr(select, "POLLRDHUP", 0) | select.POLLHUP | select.POLLERR
+
+
+class Http1Protocol(asyncio.Protocol):
+    """One connection.
+
+    Attributes:
+        limits: the limit on connections.
+        is_of_peer: other kvpins of this machine make these connections; their requests are trusted.
+        transport: its socket.
+        is_full: the socket takes no more bytes for now.
+    """
+
+    limits: ClassVar[ConnectionLimits] = ConnectionLimits(MAX_CONNECTIONS, time.monotonic)
+    is_of_peer: ClassVar[bool] = False
+    __slots__ = (
+        "_close_after", "_current", "_fault", "_head_bytes", "_headers", "_idle_s", "_idle_since",
+        "_is_reserved", "_lookout", "_loop", "_parser", "_paused", "_port", "_reading", "_room", "_socket",
+        "_target", "_timer", "_to_websocket", "_unsent", "_waiting", "is_full", "transport",
+    )  # fmt: skip
+
+    @staticmethod
+    def refused(status: int) -> None:
+        """Called with the status of each request that no handler sees."""
+
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],  # noqa: ARG002 - uvicorn's
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        """Called by uvicorn; the configured app is the handler of exchanges."""
+        self.transport: asyncio.Transport
+        self.is_full = False
+        self._port = Port(config, server_state)
+        self._idle_s = self._port.idle_s
+        self._loop = _loop or asyncio.get_running_loop()
+        self._parser: Any = _parser(self)  # httptools has no types
+        self._target = b""
+        self._headers: HeaderPairs = []
+        self._head_bytes = 0  # of a head that is not complete, or of what follows a piece of a body
+        self._reading: Exchange | None = None  # its body arrives
+        self._current: Exchange | None = None  # its answer runs
+        self._waiting: list[Exchange] = []  # pipelined behind it
+        self._to_websocket = False  # the request that is parsed asks for that
+        self._socket: Exchange | None = None  # it asked, and gets all that follows
+        self._close_after = False  # no request after the current one
+        self._fault: tuple[int, bytes] | None = None  # of a complete head: status, reason
+        self._paused = False
+        self._room: asyncio.Future[None] | None = None
+        self._idle_since = self._loop.time()
+        self._timer: asyncio.TimerHandle | None = None
+        self._lookout: asyncio.TimerHandle | None = None  # while it is not read
+        self._unsent: int | None = None  # bytes of a full socket when it was last looked at
+        self._is_reserved = False  # beyond the limit on connections
+
+    # --- the connection -------------------------------------------------------------------------------
+
+    @override
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = transport  # type: ignore[assignment]  # asyncio names its base class
+        self._port.connections.add(self)
+        place = self.limits.admit(self, self._port.connections)
+        if place is Permission.NONE:
+            self.transport.abort()
+        elif place is Permission.RESERVED:
+            self._is_reserved, self._idle_s = True, min(self._idle_s, RESERVED_IDLE_S)
+        self._timer = self._loop.call_later(self._idle_s, self._watch)
+
+    @override
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._port.connections.discard(self)
+        for timer in (self._timer, self._lookout):
+            if timer is not None:
+                timer.cancel()
+        self._waiting.clear()
+        self._end_fullness()
+        left, self._current, self._reading = self._current, None, None
+        self._parser = None  # it refers to this connection
+        if left is not None:
+            left.leave()
+
+    def shutdown(self) -> None:
+        """Closes the connection, after its answer if one runs. uvicorn calls it when kvpin stops."""
+        self._end()
+
+    def _end(self) -> None:
+        """No request follows: closes the connection, after its answer if one runs."""
+        self._close_after = True
+        self._waiting.clear()
+        if self._current is None:
+            self.transport.close()
+        else:
+            self._current.keep_alive = False
+            self._current.hurry()
+
+    def hurry(self) -> None:
+        """Kvpin stops: what has begun to arrive gets a few seconds."""
+        if self._current is not None:
+            self._current.hurry()
+        self._loop.call_later(STOPPING_S, self._give_up)
+
+    def _give_up(self) -> None:
+        if self._current is None:
+            self.transport.close()
+
+    def close_if_idle(self, for_s: float) -> None:
+        """Closes the connection if it has had no request for that long, and none is on its way here."""
+        is_idle = self._current is None and not (self._waiting or self._reading or self._head_bytes)
+        if is_idle and self._loop.time() - self._idle_since >= for_s and not _unread(self.transport):
+            self.transport.close()
+
+    @property
+    def idle_since(self) -> float | None:
+        """When its last answer ended; None while a request runs. A request runs from the end of its head."""
+        return self._idle_since if self._current is None and not self._waiting else None
+
+    def evict(self) -> None:
+        """Closes it at once, for another connection."""
+        if self.is_full:
+            self.transport.abort()
+        else:
+            self.transport.close()
+
+    def _watch(self) -> None:
+        """Closes the connection if its client sends no request for too long, or does not take an answer."""
+        if self.is_full or self.transport.is_closing():
+            self._end_if_stuck()
+            return
+        since = self.idle_since
+        idle_s = self._loop.time() - since if since is not None else 0.0
+        if idle_s >= self._idle_s:
+            self.transport.close()
+        self._timer = self._loop.call_later(max(self._idle_s - idle_s, LOOK_S), self._watch)
+
+    def _end_if_stuck(self) -> None:
+        """Breaks the connection off if its client has taken next to nothing since the last look."""
+        unsent = self.transport.get_write_buffer_size()
+        if self._unsent is not None and unsent > self._unsent - SEND_BYTES:
+            if self._current is not None:
+                self._current.is_slow = True
+            self.transport.abort()
+            return
+        self._unsent = unsent
+        self._timer = self._loop.call_later(SEND_S, self._watch)
+
+    def _look_out(self) -> None:
+        """Notices that the client has left, though what it sent before was not read yet."""
+        self._lookout = None
+        if not self._paused or self.transport.is_closing():
+            return
+        poll = select.poll()
+        poll.register(self.transport.get_extra_info("socket").fileno(), _LEFT)
+        if poll.poll(0):
+            self.transport.abort()
+        else:
+            self._lookout = self._loop.call_later(LOOK_S, self._look_out)
+
+    # --- what the client sends ------------------------------------------------------------------------
+
+    @override
+    def data_received(self, data: bytes) -> None:
+        if self._socket is not None:
+            self._socket.feed(data)
+            return
+        if self._close_after and self._reading is None:
+            return
+        self._head_bytes += len(data)
+        try:
+            self._parse(memoryview(data))
+        except httptools.HttpParserError as error:
+            is_bug = isinstance(error, httptools.HttpParserCallbackError)
+            if is_bug and not isinstance(error.__context__, httptools.HttpParserInvalidURLError):
+                log.exception("request crashed")
+            self._refuse(400, b"Invalid HTTP request received.")
+        fault = _TOO_LONG if self._head_bytes > MAX_HEAD else self._fault
+        if fault is not None:
+            self._refuse(*fault)
+
+    def _parse(self, data: memoryview) -> None:
+        """Raises HttpParserError for what is no HTTP."""
+        while data and not (self._close_after and self._reading is None):
+            try:
+                self._parser.feed_data(data)
+            except httptools.HttpParserUpgrade as offer:
+                data = data[offer.args[0] :]
+            else:
+                return
+            self._consider()
+            if self._socket is not None and data:
+                self._socket.feed(bytes(data))
+                return
+            self._head_bytes += len(data)
+
+    def on_message_begin(self) -> None:
+        """The parser found the beginning of a request."""
+        self._target, self._headers, self._reading = b"", [], None
+
+    def on_url(self, url: bytes) -> None:
+        """The parser found a piece of the target."""
+        self._target += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """The parser found a header, or a trailer, which nobody reads."""
+        self._headers.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        """The parser found the end of the head. A request with an offer begins when it is parsed again."""
+        if self._close_after or self._parser.should_upgrade():
+            return
+        is_1_0 = self._parser.get_http_version() == "1.0"
+        self._fault = _fault_of(self._target, self._headers, is_1_0=is_1_0)
+        if self._fault is not None:
+            self._close_after = True
+            return
+        target = self._target
+        if not target.startswith(b"/") or b"#" in target:
+            target = _origin_form(target)
+        exchange = self._reading = Exchange(
+            self,
+            self._parser.get_method().decode("ascii"),
+            target,
+            Headers(self._headers),
+            is_1_0=is_1_0,
+            keep_alive=self._parser.should_keep_alive() and not (self._to_websocket or self._is_reserved),
+            asks_for_websocket=self._to_websocket,
+            is_reserved=self._is_reserved,
+        )
+        if self._to_websocket:
+            self._socket = exchange
+        self._headers = []  # trailers must not become headers
+        self._close_after = not exchange.keep_alive
+        if self._current is None and not self.is_full:
+            self._begin(exchange)
+        else:
+            self._waiting.append(exchange)
+            if len(self._waiting) >= MAX_WAITING:
+                self.pause_reading()
+
+    def on_body(self, body: bytes) -> None:
+        """The parser found a piece of a body."""
+        self._head_bytes = 0
+        if self._reading is not None:
+            self._reading.feed(body)
+
+    def on_message_complete(self) -> None:
+        """The parser found the end of a request."""
+        self._head_bytes = 0
+        if self._reading is not None:
+            self._reading.feed_end()
+            self._reading = None
+            if self._current is None:  # it was answered before: only now may the next request begin
+                self._idle_since = self._loop.time()
+
+    def _consider(self) -> None:
+        """Parses a request with an offer to upgrade to another protocol again, without the offer. Only the
+        offer of a WebSocket is noted.
+
+        Java's HttpClient offers h2c with every request. The parser stops at the offer and leaves the body
+        unread.
+        """
+        method, version = self._parser.get_method(), self._parser.get_http_version().encode()
+        if method == b"CONNECT":
+            self._refuse(400, b"CONNECT is not served.")
+            return
+        head = [method, b" ", self._target, b" HTTP/", version, b"\r\n"]
+        for name, value in self._headers:
+            if name != b"upgrade":
+                head += [name, b": ", value, b"\r\n"]
+        self._to_websocket = version == b"1.1" and _asks_for_websocket(method, Headers(self._headers))
+        self._parser = _parser(self)
+        self._head_bytes = sum(map(len, head))
+        self._parser.feed_data(b"".join([*head, b"\r\n"]))
+
+    def _refuse(self, status: int, reason: bytes) -> None:
+        """The client sent no HTTP: it can be read no further. An answer to an earlier request still ends."""
+        current = self._current
+        if self._waiting or (current is not None and current is not self._reading):
+            self._reading = None
+            self._end()
+            return
+        if current is None or not current.started:
+            head = b"HTTP/1.1 %d \r\ncontent-type: text/plain; charset=utf-8\r\ncontent-length: %d\r\n"
+            close = b"connection: close\r\n\r\n"
+            self.refused(status)
+            self.transport.write(head % (status, len(reason)) + close + reason)
+        self._reading = None
+        self._close_after = True
+        self.transport.close()
+
+    # --- requests -------------------------------------------------------------------------------------
+
+    def _begin(self, exchange: Exchange) -> None:
+        self._current = exchange
+        task = exchange.task = self._loop.create_task(self._port.handler(exchange))
+        self._port.tasks.add(task)
+        task.add_done_callback(lambda task: self._over(exchange, task))
+
+    def _over(self, exchange: Exchange, task: asyncio.Task[None]) -> None:
+        """The handler ended. If its answer is not complete, the client must not take it for complete."""
+        self._port.tasks.discard(task)
+        exchange.task = exchange.on_left = None
+        if not task.cancelled() and task.exception() is not None:
+            log.error("request crashed", exc_info=task.exception())
+        if not exchange.finished:
+            self.transport.close()
+
+    def answered(self, exchange: Exchange) -> None:
+        """Goes on with the next request, or closes."""
+        if exchange.left or self.transport.is_closing():
+            return
+        self._current, self._idle_since = None, self._loop.time()
+        if not exchange.keep_alive:
+            self._close_after = True
+            self.transport.close()
+            return
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """Begins the next request, once the client has read enough of the answers before it."""
+        if self._waiting and not self.is_full:
+            self._begin(self._waiting.pop(0))
+        self.resume_reading()
+
+    # --- flow control ---------------------------------------------------------------------------------
+
+    @property
+    def date(self) -> bytes:
+        """The `date` header of an answer, as a line."""
+        return self._port.date
+
+    @override
+    def pause_writing(self) -> None:
+        self.is_full = True
+
+    @override
+    def resume_writing(self) -> None:
+        self._end_fullness()
+        if self._current is None:
+            self._go_on()
+
+    def _end_fullness(self) -> None:
+        self.is_full, self._unsent = False, None
+        if self._room is not None and not self._room.done():
+            self._room.set_result(None)
+
+    async def drain(self) -> None:
+        """Waits until the socket takes more bytes, or the client has left."""
+        while self.is_full:
+            self._room = self._loop.create_future()
+            await self._room
+
+    def pause_reading(self) -> None:
+        """Lets the client wait with what it sends, and looks now and then whether it has left."""
+        if not self._paused:
+            self._paused = True
+            self.transport.pause_reading()
+            if self._lookout is None:
+                self._lookout = self._loop.call_later(LOOK_S, self._look_out)
+
+    def resume_reading(self) -> None:
+        """Goes on reading, unless a pipelined request waits."""
+        if self._paused and not self._waiting:
+            self._paused = False
+            self.transport.resume_reading()
+
+
+def _fault_of(target: bytes, headers: HeaderPairs, *, is_1_0: bool) -> tuple[int, bytes] | None:
+    """Status and reason for a head that cannot be served; None for a good one."""
+    size = len(target) + sum(map(len, chain.from_iterable(headers)))
+    if size + _HEADER_MARKS * len(headers) > MAX_HEAD:
+        return _TOO_LONG
+    hosts = [name for name, _ in headers].count(b"host")
+    return None if hosts == 1 or (is_1_0 and not hosts) else _NOT_ONE_HOST
+
+
+def _unread(transport: asyncio.Transport) -> bool:
+    """Whether its socket holds bytes that the event loop has not read yet."""
+    held = bytearray(4)
+    fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.FIONREAD, held)
+    return any(held)
+
+
+def _parser(protocol: Http1Protocol) -> httptools.HttpRequestParser:
+    parser = httptools.HttpRequestParser(protocol)
+    # A client that sends something after `connection: close` still gets its answer.
+    parser.set_dangerous_leniencies(lenient_data_after_close=True)
+    return parser
+
+
+def _asks_for_websocket(method: bytes, headers: Headers) -> bool:
+    """Whether a request with an offer is the opening handshake of a WebSocket (RFC 6455 4.1)."""
+    is_whole = "content-length" not in headers and "transfer-encoding" not in headers
+    is_websocket = headers.get("upgrade", "").lower() == "websocket" and "sec-websocket-key" in headers
+    return method == b"GET" and is_whole and is_websocket
+
+
+def _origin_form(target: bytes) -> bytes:
+    """Path and query of a target that is a whole address or has a fragment; the parser's error for others."""
+    url = httptools.parse_url(target)
+    path: bytes = url.path or b"/"
+    if not path.startswith(b"/"):
+        raise httptools.HttpParserInvalidURLError(f"{target!r} names no path")
+    return path + b"?" + url.query if url.query else path

@@ -1,0 +1,214 @@
+"""Tells the other kvpins of this one's requests, engines, and tenants' use of their limits.
+
+    own requests ──→ Telling ──→ OwnRequests ──batches, 1 ms──→ bus ──→ the others
+
+Who asks is told of all requests in flight, and a newcomer also what engines hold.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable, Iterator, Sequence
+
+from engine_adapter import EngineSpec
+from proxy.core.audit import Trust
+from proxy.core.peers.claims import Claim
+from proxy.core.peers.messages import (
+    Batch,
+    Learned,
+    Left,
+    Message,
+    Sessions,
+    State,
+    Timed,
+    Times,
+    Told,
+    ToldEngine,
+    Used,
+    frame_of,
+    packed,
+)
+from proxy.core.peers.telling import OwnRequests
+from proxy.fleet.engine import Engine, this_kvpin
+from proxy.fleet.fleet import Fleet
+from proxy.fleet.pool import Pool
+from proxy.peers.bus import Bus
+from proxy.peers.exchange_stats import ExchangeCounts
+from proxy.request.tenants import Tenants
+
+# How long messages are collected for one batch.
+BATCH_S = 0.001
+# A listing goes out in batches of about this many bytes of hashes.
+_PART_BYTES = 256 * 1024
+# Blocks or digests in one message: half a millisecond to read.
+PART = 4096
+# Conversations whose engine is told, the last placed first.
+MAX_SESSIONS = 20_000
+
+
+class Announcer:
+    """Tells the other kvpins of this one.
+
+    Attributes:
+        engines: as they were told last.
+        name: this kvpin, for people.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        owner: int,
+        fleet: Fleet,
+        tenants: Tenants,
+        claim_of: Callable[[Engine], Claim | None],
+        counts: ExchangeCounts,
+    ) -> None:
+        """Tells of the pools that `fleet` makes from now on. Counts what it tells in `counts`."""
+        self.engines = list[ToldEngine]()
+        self.name = this_kvpin()
+        self._bus, self._owner, self._fleet, self._tenants = bus, owner, fleet, tenants
+        self._claim_of, self._counts = claim_of, counts
+        self._own = fleet.told = OwnRequests(self._flush_soon)
+        self._number = 0
+        self._flush_at: asyncio.TimerHandle | None = None
+        self._asked: dict[int, bool] = {}  # who waits for a listing → with contents
+        self._somebody_asked = asyncio.Event()
+        self._is_over = False
+
+    def say(self, messages: Sequence[Message]) -> None:
+        """Sends messages at once."""
+        if self._is_over:
+            return
+        self._number += 1
+        self._counts.told += len(messages)
+        self._bus.publish(frame_of(self._owner, Batch(self._number, list(messages))))
+
+    def flush(self) -> None:
+        """Sends what is to be told."""
+        if self._flush_at is not None:
+            self._flush_at.cancel()
+            self._flush_at = None
+        messages = self._own.take()
+        messages += [Used(tenant, use) for tenant, use in self._tenants.take_used()]
+        if messages:
+            self.say(messages)
+
+    def introduce(self) -> None:
+        """Says who this is, to those who do not know it."""
+        self.engines = described(self._fleet, self._claim_of)
+        self._own.tell(self._state())
+        self._own.tell(self._own.heartbeat())
+        self.flush()
+
+    def follow_engines(self) -> bool:
+        """Tells of engines that came, left, or have connected. Returns whether any did."""
+        engines = described(self._fleet, self._claim_of)
+        if engines == self.engines:
+            return False
+        self.engines = engines
+        self._own.tell(self._state())
+        return True
+
+    def beat(self, times: Times) -> None:
+        """Gives a sign of life."""
+        self._own.tell(self._own.heartbeat())
+        self._own.tell(times)
+        self.flush()
+
+    def leave(self) -> None:
+        """Says that all requests here are over. Nothing follows."""
+        self._own.tell(Left())
+        self.flush()
+        self._is_over = True
+
+    def is_asked(self, by: int, *, with_contents: bool) -> None:
+        """Another kvpin asks for a listing, and what engines hold."""
+        self._asked[by] = self._asked.get(by, False) or with_contents
+        self._somebody_asked.set()
+
+    async def answer(self) -> None:
+        """Tells those who ask, for ever. What takes longer is told between requests."""
+        while True:
+            await self._somebody_asked.wait()
+            self._somebody_asked.clear()
+            asked, self._asked = self._asked, {}
+            for to in (owner for owner, with_contents in asked.items() if with_contents):
+                for message in contents(self._fleet, to):
+                    self.say([message])
+                    await asyncio.sleep(0)
+            self.flush()
+            uses = self._tenants.take_used(anew=True)
+            self.say([self._state(), *(Used(tenant, use) for tenant, use in uses)])
+            for part in self._listing():
+                self.say(part)
+
+    def _flush_soon(self) -> None:
+        if self._flush_at is None:
+            self._flush_at = asyncio.get_running_loop().call_later(BATCH_S, self.flush)
+
+    def _state(self) -> State:
+        path = self._bus.http_socket
+        return State(self.name, self.engines, str(path) if path is not None else None)
+
+    def _listing(self) -> Iterator[list[Message]]:
+        part, size = list[Message](), 0
+        for message in self._own.listing():
+            part.append(message)
+            size += len(getattr(message, "hashes", None) or b"")
+            if size > _PART_BYTES:
+                yield part
+                part, size = [], 0
+        yield part
+
+
+def described(fleet: Fleet, claim_of: Callable[[Engine], Claim | None]) -> list[ToldEngine]:
+    """All engines as they are now. `claim_of` gives this kvpin's claim to an engine that only one may use."""
+    told = list[ToldEngine]()
+    for engine in fleet.engines.values():
+        pool = fleet.pool_of(engine)
+        address, is_local = address_of(engine.adapter.spec)
+        model, tokens_per_block = (pool.model, pool.tokens_per_block) if pool is not None else (None, None)
+        told.append(ToldEngine(engine.id, address, is_local, model, tokens_per_block, claim_of(engine)))
+    return told
+
+
+def address_of(spec: EngineSpec) -> tuple[str, bool]:
+    """An engine's address as peers are told it, with its rank, and whether only this machine can reach it."""
+    return (f"{socket.gethostname()} {spec.address}", True) if spec.is_local else (spec.address, False)
+
+
+def contents(fleet: Fleet, to: int) -> Iterator[Message]:
+    """What a newcomer, `to`, is told beyond requests in flight, in parts that each take little time: how fast
+    engines are, what engines without events have learned to hold, and the engines of conversations."""
+    for pool in list(fleet.pools.values()):
+        for engine in list(pool.engines.values()):
+            timings = pool.placer.books[engine.id].rates.timings
+            if timings is not None:
+                yield Timed(to, engine.id, timings)
+            if engine.audit.trust is Trust.APPROXIMATE:
+                yield from _learned(engine.id, engine.learned.recent(), to)
+        yield from _sessions(pool, to)
+    yield Told(to)
+
+
+def _learned(engine: str, stretches: list[tuple[int, ...]], to: int) -> Iterator[Message]:
+    part, blocks = list[bytes](), 0
+    for stretch in stretches:
+        part.append(packed(stretch))
+        blocks += len(stretch)
+        if blocks >= PART:
+            yield Learned(to, engine, part)
+            part, blocks = [], 0
+    if part:
+        yield Learned(to, engine, part)
+
+
+def _sessions(pool: Pool, to: int) -> Iterator[Message]:
+    by_engine: dict[str, list[int]] = {}
+    for session, engine in pool.placer.recent_sessions(MAX_SESSIONS):
+        if isinstance(session, int):
+            by_engine.setdefault(engine, []).append(session)
+    for engine, digests in by_engine.items():
+        for start in range(0, len(digests), PART):
+            yield Sessions(to, engine, packed(digests[start : start + PART]))

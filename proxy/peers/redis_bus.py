@@ -1,0 +1,170 @@
+"""Frames between kvpins of several machines, through a channel of Redis or Valkey.
+
+A channel carries a message to those who listen now, and keeps none. That is enough: who missed one asks for a
+listing. While the server is gone, this kvpin goes on alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import structlog
+from redis.asyncio import Redis
+from redis.asyncio.client import PubSub
+from redis.asyncio.connection import parse_url
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError
+
+from proxy.peers.bus import BusCallbacks
+
+log = structlog.get_logger(__name__)
+
+# What waits while the server is slow. The server itself cuts off readers at 32 MB.
+OUTBOX_BYTES = 16 * 2**20
+_RETRY_S = 1.0
+# A server that does not answer for that long is gone.
+_TIMEOUT_S = 2.0
+_POLL_S = 0.5
+_CLOSE_S = 0.5
+
+
+class RedisBus:
+    """Carries frames through a channel of a server, see `Exchange`.
+
+    Attributes:
+        dropped: frames that were not sent because too much was waiting.
+        http_socket: where a worker serves HTTP to the other workers; None for a kvpin without workers.
+    """
+
+    def __init__(
+        self, url: str, namespace: str, http_socket: Path | None = None, siblings: Collection[str] = ()
+    ) -> None:
+        """Kvpins of one `namespace` hear each other. `siblings`: where the other workers serve HTTP. Raises
+        ValueError if the URL cannot be used."""
+        self.dropped = 0
+        self.http_socket, self._siblings = http_socket, siblings
+        self._url, self._channel = url, f"kvpin:{namespace}"
+        parse_url(url)
+        self._outbox = deque[bytes]()
+        self._waiting_bytes = 0
+        self._has_waiting = asyncio.Event()
+        self._is_connected = self._is_alone = False
+        self._has_complained = False
+
+    def _client(self) -> Any:  # noqa: ANN401 - redis has no types for the asynchronous client
+        never = Retry(NoBackoff(), 0)
+        return Redis.from_url(
+            self._url,
+            socket_timeout=_TIMEOUT_S,
+            socket_connect_timeout=_TIMEOUT_S,
+            retry=never,
+            single_connection_client=True,
+        )
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether the server answers."""
+        return self._is_connected
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether nobody else listens to the channel."""
+        return self._is_connected and self._is_alone
+
+    def reaches(self, socket: str) -> bool:
+        """Whether it is that of another worker. Kvpins of other machines say where they serve, too."""
+        return socket in self._siblings
+
+    def publish(self, frame: bytes) -> None:
+        """Sends a frame soon. It is dropped while the server is gone, and where too much is waiting."""
+        if not self._is_connected:
+            return
+        if self._waiting_bytes + len(frame) > OUTBOX_BYTES:
+            self.dropped += 1
+            return
+        self._outbox.append(frame)
+        self._waiting_bytes += len(frame)
+        self._has_waiting.set()
+
+    async def run(self, callbacks: BusCallbacks) -> None:
+        """Connects, and connects again whenever the server was gone."""
+        while True:
+            try:
+                await self._serve(callbacks)
+            except* (RedisError, OSError) as errors:
+                if not self._has_complained:
+                    self._has_complained = True
+                    reason = str(_first(errors)) or "no answer in time"
+                    log.warning(
+                        "the exchange is gone: this kvpin goes on alone until it is back", error=reason
+                    )
+            finally:
+                self._is_connected = False
+                self._outbox.clear()
+                self._has_waiting.clear()
+                self._waiting_bytes = 0
+            await asyncio.sleep(_RETRY_S)
+
+    async def _serve(self, callbacks: BusCallbacks) -> None:
+        """Carries frames over one connection for each direction, until one of them breaks."""
+        sender, receiver = self._client(), self._client()
+        try:
+            channel = receiver.pubsub(ignore_subscribe_messages=True)
+            await channel.subscribe(self._channel)
+            await self._count(sender)
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._send(sender))
+                group.create_task(self._listen(channel, callbacks))
+                self._is_connected = True
+                if self._has_complained:
+                    self._has_complained = False
+                    log.info("the exchange is back")
+                callbacks.joined()
+        finally:
+            await sender.aclose()
+            await receiver.aclose()
+
+    async def _count(self, client: Any) -> None:  # noqa: ANN401 - likewise
+        ((_, listeners),) = await client.pubsub_numsub(self._channel)
+        self._is_alone = listeners <= 1
+
+    async def _send(self, client: Any) -> None:  # noqa: ANN401 - likewise
+        while True:
+            await self._has_waiting.wait()
+            self._has_waiting.clear()
+            frames = [*self._outbox]
+            self._outbox.clear()
+            pipeline = client.pipeline(transaction=False)
+            for frame in frames:
+                pipeline.publish(self._channel, frame)
+            listeners = await pipeline.execute()
+            self._waiting_bytes -= sum(map(len, frames))
+            self._is_alone = listeners[-1] <= 1
+
+    async def _listen(self, channel: PubSub, callbacks: BusCallbacks) -> None:
+        while True:
+            message = await channel.get_message(timeout=_POLL_S)
+            if message is not None:
+                callbacks.receive(message["data"])
+
+    async def aclose(self) -> None:
+        """Waits until the server has what was published, but not for long."""
+        try:
+            async with asyncio.timeout(_CLOSE_S):
+                while self._is_connected and self._waiting_bytes:  # noqa: ASYNC110 - at the end
+                    await asyncio.sleep(0.01)
+        except TimeoutError:
+            pass
+
+
+def _first(errors: BaseExceptionGroup[Exception]) -> BaseException:
+    """The first error of a group that may hold groups."""
+    error: BaseException = errors
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

@@ -1,5 +1,0 @@
-"""Engines that kvpin starts itself.
-
-managed.py  starts, watches, restarts and stops a process
-output.py   writes the process's output to the log
-"""

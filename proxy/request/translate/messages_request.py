@@ -1,0 +1,444 @@
+"""Anthropic's requests (`/v1/messages`), as chats.
+
+A message always becomes the same chat messages, whatever stands before or after it. So the prompt of a
+conversation's next turn begins with the same bytes, and its KV is reused.
+
+    system                        one system message; its blocks are joined
+    tool_use, tool_result         tool_calls of the assistant, messages of the role `tool`
+    thinking                      reasoning_content of the assistant
+    image                         image_url; those of tool results follow in the user's message
+    text documents, search results    text
+    the assistant's last message  is continued, as Anthropic's models do
+
+Fields that only Anthropic's service knows (service_tier, metadata …) are left out, all others are kept. What
+would change the answer and cannot be served is refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import msgspec
+from msgspec import Raw, Struct
+
+from engine_adapter import UNREADABLE, JsonBody
+from engine_adapter.options import plain_error
+from proxy.errors import BadRequest
+from proxy.errors.codes import Code
+
+# --- the fields that are read -------------------------------------------------------------------------
+
+
+class _Base64(Struct, tag="base64"):
+    media_type: str
+    data: str
+
+
+class _Url(Struct, tag="url"):
+    url: str
+
+
+class _PlainText(Struct, tag="text"):
+    data: str
+
+
+class _Content(Struct, tag="content"):
+    content: str | list[_Text | _Image]
+
+
+class _File(Struct, tag="file"):
+    pass
+
+
+class _Text(Struct, tag="text"):
+    text: str
+
+
+class _Image(Struct, tag="image"):
+    source: _Base64 | _Url
+
+
+class _Document(Struct, tag="document"):
+    source: _PlainText | _Content | _Base64 | _Url | _File
+    title: str | None = None
+    context: str | None = None
+
+
+class _SearchResult(Struct, tag="search_result"):
+    source: str
+    title: str
+    content: list[_Text]
+
+
+class _Thinking(Struct, tag="thinking"):
+    thinking: str
+
+
+class _RedactedThinking(Struct, tag="redacted_thinking"):
+    pass
+
+
+class _ToolUse(Struct, tag="tool_use"):
+    id: str
+    name: str
+    input: dict[str, Raw]
+
+
+class _ToolReference(Struct, tag="tool_reference"):
+    pass
+
+
+class _ToolResult(Struct, tag="tool_result"):
+    tool_use_id: str
+    content: str | list[_Text | _Image | _Document | _SearchResult | _ToolReference] | None = None
+    is_error: bool | None = None
+
+
+_Shown = _Text | _Image | _Document | _SearchResult | _ToolReference
+_Block = _Shown | _Thinking | _RedactedThinking | _ToolUse | _ToolResult
+
+
+class _Message(Struct):
+    role: Literal["user", "assistant", "system"]
+    content: str | list[_Block]
+
+
+class _Tool(Struct):
+    name: str | None = None
+    type: str | None = None
+    description: str | None = None
+    input_schema: dict[str, Raw] | None = None
+    strict: bool | None = None
+
+
+class _ToolChoice(Struct):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class _Thought(Struct):
+    type: str
+
+
+class _Format(Struct):
+    type: Literal["json_schema"]
+    schema: dict[str, Raw]
+
+
+class _Output(Struct):
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: _Format | None = None
+
+
+class _Metadata(Struct):
+    user_id: str | None = None
+
+
+class Request(Struct):
+    """The fields of a request that differ from those of a chat."""
+
+    messages: list[_Message]
+    max_tokens: int | None = None
+    system: str | list[_Text] | None = None
+    tools: list[_Tool] | None = None
+    tool_choice: _ToolChoice | None = None
+    stop_sequences: list[str] | None = None
+    stream: bool | None = None
+    thinking: _Thought | None = None
+    output_config: _Output | None = None
+    output_format: _Format | None = None
+    metadata: _Metadata | None = None
+    container: Any = None
+    mcp_servers: Any = None
+
+    @property
+    def prewarms(self) -> bool:
+        """Whether the prompt is only to be computed, and no answer is wanted."""
+        return self.max_tokens == 0
+
+
+_decode = msgspec.json.Decoder(Request).decode
+# Fields of Anthropic's that a chat does not have.
+_LEFT_OUT = (
+    "cache_control",
+    "container",
+    "context_management",
+    "diagnostics",
+    "inference_geo",
+    "mcp_servers",
+    "metadata",
+    "output_config",
+    "output_format",
+    "service_tier",
+    "speed",
+    "stop_sequences",
+    "system",
+    "thinking",
+    "user_profile_id",
+    "workspace_id",
+)
+# Claude Code begins its system prompt with this line. It has a number that changes with each request, which
+# would make every prompt a new one.
+_BILLING = re.compile(r"x-anthropic-billing-header:(?: *\w+=[^;\n]*;)*\s*")
+_MISSING = re.compile(r"Object missing required field `(\w+)`")
+_EFFORTS = {"xhigh": "high", "max": "high"}
+
+
+def read_request(body: JsonBody) -> Request:
+    """The request's own fields.
+
+    Raises:
+        BadRequest: naming the field that is wrong.
+    """
+    try:
+        request = _decode(body.raw)
+    except msgspec.ValidationError as error:
+        raise _invalid(str(error)) from error
+    except UNREADABLE as error:
+        raise BadRequest(f"the body cannot be read: {error}", code=Code.INVALID_JSON) from error
+    for name in ("container", "mcp_servers"):
+        if getattr(request, name):
+            raise BadRequest(
+                f"kvpin cannot serve {name}, which needs Anthropic's own service: leave it out", param=name
+            )
+    if not request.messages:
+        raise BadRequest("messages must have at least one message", param="messages")
+    return request
+
+
+def _invalid(fault: str) -> BadRequest:
+    """The error of a fault as msgspec words it."""
+    reason, _, path = fault.partition(" - at `$")
+    param = path.rstrip("`").removeprefix(".")
+    if (missing := _MISSING.fullmatch(reason)) is not None:
+        param, reason = f"{param}.{missing[1]}".removeprefix("."), "It is missing"
+    reason = plain_error(reason)
+    return BadRequest(f"{param}: {reason[:1].lower()}{reason[1:]}", param=param)
+
+
+def chat_of(request: Request, body: JsonBody) -> JsonBody:
+    """The chat that is served in place of the request.
+
+    Raises:
+        BadRequest: naming a field that cannot be served.
+    """
+    changes: dict[str, Any] = dict.fromkeys(_LEFT_OUT)
+    changes["messages"] = list(_messages(request))
+    changes |= _tool_fields(request)
+    if request.prewarms:
+        changes["max_tokens"] = 1
+    if request.stop_sequences:
+        changes["stop"] = request.stop_sequences
+    if request.stream:
+        changes["stream_options"] = {"include_usage": True}
+    if request.metadata is not None and request.metadata.user_id:
+        changes["user"] = request.metadata.user_id
+    if _is_prefill(request.messages[-1]):
+        changes |= {"continue_final_message": True, "add_generation_prompt": False}
+    return body.replace(**changes, **_thinking_fields(request, body), **_output_fields(request))
+
+
+def _tool_fields(request: Request) -> dict[str, Any]:
+    tools = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(request.tools or ())]
+    fields: dict[str, Any] = {"tools": tools or None, "tool_choice": None}
+    choice = request.tool_choice
+    if choice is None:
+        return fields
+    if choice.disable_parallel_tool_use:
+        fields["parallel_tool_calls"] = False
+    if choice.type == "none":
+        fields["tool_choice"] = "none"
+    elif choice.type == "any" or (choice.type == "tool" and len(tools) == 1):
+        fields["tool_choice"] = "required"  # llama-server does not know the other form
+    elif choice.type == "tool":
+        fields["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
+    return fields
+
+
+def _tool(tool: _Tool, path: str) -> dict[str, Any]:
+    if tool.type not in (None, "custom"):
+        raise BadRequest(
+            f"{path}.type: {tool.type!r} works only in Anthropic's service; "
+            "give a tool of your own a name and an input_schema",
+            param=f"{path}.type",
+        )
+    if tool.name is None or tool.input_schema is None:
+        missing = "name" if tool.name is None else "input_schema"
+        raise BadRequest(f"{path}.{missing} is missing", param=f"{path}.{missing}")
+    # A field that is always there keeps prompts in the form that all engines render alike.
+    function: dict[str, Any] = {"name": tool.name, "description": tool.description or ""}
+    function["parameters"] = tool.input_schema
+    if tool.strict:
+        function["strict"] = True
+    return {"type": "function", "function": function}
+
+
+def _thinking_fields(request: Request, body: JsonBody) -> dict[str, Any]:
+    """Templates of models that can think know `enable_thinking`; others ignore it. A client's own counts."""
+    kind = request.thinking.type if request.thinking is not None else None
+    if kind not in ("enabled", "disabled"):
+        return {}
+    given = body.get("chat_template_kwargs")
+    if given is not None and not isinstance(given, dict):
+        raise BadRequest("chat_template_kwargs must be an object", param="chat_template_kwargs")
+    return {"chat_template_kwargs": {"enable_thinking": kind == "enabled", **(given or {})}}
+
+
+def _output_fields(request: Request) -> dict[str, Any]:
+    output, fields = request.output_config or _Output(), dict[str, Any]()
+    if (wanted := output.format or request.output_format) is not None:
+        schema = {"name": "answer", "schema": wanted.schema, "strict": True}
+        fields["response_format"] = {"type": "json_schema", "json_schema": schema}
+    if output.effort is not None:
+        fields["reasoning_effort"] = _EFFORTS.get(output.effort, output.effort)
+    return fields
+
+
+# --- messages -----------------------------------------------------------------------------------------
+
+
+def _messages(request: Request) -> Iterator[dict[str, Any]]:
+    if (system := _system_text(request.system)) is not None:
+        yield {"role": "system", "content": system}
+    for index, message in enumerate(request.messages):
+        path = f"messages[{index}].content"
+        content = message.content
+        blocks: list[_Block] = [_Text(content)] if isinstance(content, str) else content
+        if message.role == "user":
+            yield from _user(blocks, path)
+        elif message.role == "assistant":
+            yield _assistant(blocks, path)
+        else:
+            texts = (_text(block, f"{path}[{i}]") for i, block in enumerate(blocks))
+            yield {"role": "system", "content": "".join(texts)}
+
+
+def _system_text(system: str | list[_Text] | None) -> str | None:
+    """The blocks' texts, joined as vLLM and llama-server join them."""
+    texts = [system] if isinstance(system, str) else [block.text for block in system or ()]
+    text = "".join(_BILLING.sub("", text, count=1) if _BILLING.match(text) else text for text in texts)
+    return text or None
+
+
+def _user(blocks: list[_Block], path: str) -> Iterator[dict[str, Any]]:
+    """The results of tools, then what the user says."""
+    parts: list[dict[str, Any]] = []
+    results = 0
+    for index, block in enumerate(blocks):
+        at = f"{path}[{index}]"
+        if isinstance(block, _ToolResult):
+            text, images = _result(block, at)
+            yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": text}
+            parts += images
+            results += 1
+        elif isinstance(block, _Shown):
+            parts += _parts(block, at)
+        else:
+            raise _misplaced(block, at, "user")
+    if parts or not results:
+        yield {"role": "user", "content": _content(parts)}
+
+
+def _assistant(blocks: list[_Block], path: str) -> dict[str, Any]:
+    texts, thoughts, calls = list[str](), list[str](), list[dict[str, Any]]()
+    for index, block in enumerate(blocks):
+        match block:
+            case _Text():
+                texts.append(block.text)
+            case _Thinking():
+                thoughts.append(block.thinking)
+            case _ToolUse():
+                arguments = msgspec.json.encode(block.input).decode()
+                function = {"name": block.name, "arguments": arguments}
+                calls.append({"id": block.id, "type": "function", "function": function})
+            case _RedactedThinking():
+                pass
+            case _:
+                raise _misplaced(block, f"{path}[{index}]", "assistant")
+    message: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}
+    if calls:
+        message["tool_calls"] = calls
+    if thoughts:
+        message["reasoning_content"] = "".join(thoughts)
+    return message
+
+
+def _result(block: _ToolResult, path: str) -> tuple[str, list[dict[str, Any]]]:
+    """Text and images of a tool's result: chats have only text in it."""
+    content = block.content
+    shown: list[_Shown] = [_Text(content)] if isinstance(content, str) else list(content or ())
+    parts = [part for i, each in enumerate(shown) for part in _parts(each, f"{path}.content[{i}]")]
+    text = "\n".join(part["text"] for part in parts if part["type"] == "text")
+    images = [part for part in parts if part["type"] != "text"]
+    return f"Error: {text}" if block.is_error else text, images
+
+
+def _parts(block: _Shown, path: str) -> list[dict[str, Any]]:
+    """The content of a block, as parts of a chat's message."""
+    match block:
+        case _Text():
+            return [_text_part(block.text)]
+        case _Image():
+            return [{"type": "image_url", "image_url": {"url": _address(block.source)}}]
+        case _Document():
+            return _document(block, path)
+        case _SearchResult():
+            return [
+                _text_part("\n".join([block.title, block.source, *(each.text for each in block.content)]))
+            ]
+        case _ToolReference():
+            return []  # all tools are in the prompt
+
+
+def _document(block: _Document, path: str) -> list[dict[str, Any]]:
+    heads = [_text_part(head) for head in (block.title, block.context) if head]
+    match block.source:
+        case _PlainText():
+            return [*heads, _text_part(block.source.data)]
+        case _Content():
+            content = block.source.content
+            inner = [_Text(content)] if isinstance(content, str) else content
+            return [*heads, *(part for each in inner for part in _parts(each, path))]
+        case _:
+            raise BadRequest(
+                f"{path}.source: PDFs and files cannot be read here; send the document's text or images",
+                param=f"{path}.source",
+            )
+
+
+def _address(source: _Base64 | _Url) -> str:
+    if isinstance(source, _Url):
+        return source.url
+    return f"data:{source.media_type};base64,{source.data}"
+
+
+def _content(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+    """A single text stays a string: for Anthropic, both mean the same."""
+    if not parts:
+        return ""
+    return parts[0]["text"] if len(parts) == 1 and parts[0]["type"] == "text" else parts
+
+
+def _text_part(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}
+
+
+def _text(block: _Block, path: str) -> str:
+    if not isinstance(block, _Text):
+        raise _misplaced(block, path, "system")
+    return block.text
+
+
+def _misplaced(block: _Block, path: str, role: str) -> BadRequest:
+    kind = block.__struct_config__.tag
+    return BadRequest(f"{path}.type: a message of the role {role!r} has no {kind!r}", param=f"{path}.type")
+
+
+def _is_prefill(message: _Message) -> bool:
+    """Whether the message is the beginning of the answer."""
+    blocks = message.content
+    is_text = isinstance(blocks, str) or not any(isinstance(block, _ToolUse) for block in blocks)
+    return message.role == "assistant" and bool(blocks) and is_text

@@ -1,0 +1,318 @@
+"""The chat of a request to OpenAI's Responses API, and what its answer repeats of the request."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from engine_adapter import JsonBody
+from proxy.errors import BadRequest, NotFound
+from proxy.errors.codes import Code
+from proxy.request.translate.responses_items import CUSTOM_ARGUMENT, Json, Messages, listed
+from proxy.request.translate.responses_store import TenantResponses, Turn
+
+# Fields of the API that say nothing to an engine. All others, such as `cache_salt`, stay in the chat.
+_NOT_OF_A_CHAT = (
+    "input", "instructions", "previous_response_id", "max_output_tokens", "text", "reasoning", "include",
+    "store", "background", "background_options", "truncation", "metadata", "client_metadata", "conversation",
+    "prompt", "max_tool_calls", "context_management", "stream_options", "top_logprobs", "tools",
+    "tool_choice", "service_tier", "moderation", "access_programs", "image", "n", "messages",
+)  # fmt: skip
+# Fields that ask for what kvpin cannot do, and why.
+_REFUSED = {
+    "background": "responses are not made in the background: leave out `background`, and stream",
+    "conversation": "there is no Conversations API here: use previous_response_id",
+    "prompt": "there are no prompt templates here: send the prompt itself",
+    "moderation": "nothing is moderated here",
+}
+# Fields of its request that a response repeats, each with the value that stands for nothing.
+_REPEATED: Mapping[str, Any] = {
+    "instructions": None, "max_output_tokens": None, "max_tool_calls": None, "metadata": {},
+    "parallel_tool_calls": True, "previous_response_id": None, "prompt_cache_key": None,
+    "prompt_cache_retention": None, "safety_identifier": None, "store": True, "temperature": None,
+    "tool_choice": "auto", "top_logprobs": 0, "top_p": None, "user": None,
+}  # fmt: skip
+_PLAIN_TEXT = {"type": "text"}
+_INPUT_OF_A_CUSTOM_TOOL = {
+    "type": "object",
+    "properties": {CUSTOM_ARGUMENT: {"type": "string"}},
+    "required": [CUSTOM_ARGUMENT],
+}
+# Fields of a chat → those of a request for a response.
+_PARAMS = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+    "logprobs": "top_logprobs",
+}
+_KINDS: Mapping[type[Any], str] = {str: "a text", list: "a list", dict: "an object"}
+MAX_NAMED_BYTES = 64 << 20
+"""The most that a request may name of what is kept: as much as the body of a request, by default."""
+_LOGPROBS, _SEALED = "message.output_text.logprobs", "reasoning.encrypted_content"
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseRequest:
+    """A request for a response, read.
+
+    Attributes:
+        chat: the chat with the same prompt.
+        turn: its items, which the next turn needs; None if nothing is to be stored.
+        repeated: what the response repeats of the request.
+        source: the body with the items that it only names; None if it names none.
+        custom: names of custom tools, which the chat offers as functions.
+        seals: the client wants reasoning as `encrypted_content`, too.
+        prewarms: the prompt is only to be computed, and no output is wanted.
+    """
+
+    chat: JsonBody = field(repr=False)
+    turn: Turn | None = field(repr=False)
+    repeated: Json = field(repr=False)
+    source: JsonBody | None = field(repr=False)
+    custom: frozenset[str]
+    seals: bool
+    prewarms: bool
+
+
+def read_request(body: JsonBody, shelf: TenantResponses, response_id: str) -> ResponseRequest:
+    """Reads a request. `shelf`: the responses of its tenant. `response_id`: that of the answer.
+
+    Raises:
+        BadRequest: a field is wrong, or cannot be served.
+        NotFound: it names a response or an item that is not kept.
+    """
+    for name, reason in _REFUSED.items():
+        if body.get(name):
+            raise BadRequest(reason, param=name)
+    previous = _previous(body, shelf)
+    room = _Room(previous)
+    items = _items(body, shelf, room, needed=previous is None)
+    messages = Messages(_of(body, "instructions", str))
+    if previous is not None:
+        for _, stored in previous.conversation():
+            messages.add(msgspec.json.decode(stored), "previous_response_id")
+    for index, item in enumerate(items):
+        messages.add(item, f"input[{index}]")
+    include = _of(body, "include", list) or []
+    tools, choice = _tools(body), body.get("tool_choice")
+    text, reasoning = _of(body, "text", dict) or {}, _of(body, "reasoning", dict) or {}
+    changes: dict[str, Any] = dict.fromkeys(_NOT_OF_A_CHAT)
+    changes["messages"] = messages.all
+    changes |= _choice(choice, tools)
+    prewarms = (_of(body, "prompt_cache_options", dict) or {}).get("prewarm") is True
+    changes |= _limit(1 if prewarms else body.get("max_output_tokens"))
+    changes |= _format(text.get("format"))
+    if (effort := reasoning.get("effort")) is not None:
+        changes["reasoning_effort"] = effort
+    if body.get("top_logprobs") or _LOGPROBS in include:
+        changes |= {"logprobs": True, "top_logprobs": body.get("top_logprobs") or 0}
+    if body.get("stream") is True:
+        changes["stream_options"] = {"include_usage": True}
+    stores = body.get("store") is not False
+    return ResponseRequest(
+        body.replace(**changes),
+        _turn(previous, items, response_id) if stores else None,
+        _repeated(body, tools, text, reasoning),
+        body.replace(input=items) if room.has_items else None,
+        frozenset(tool["name"] for tool in tools if tool["type"] == "custom"),
+        _SEALED in include,
+        prewarms,
+    )
+
+
+def may_name_more(body: JsonBody) -> bool:
+    """Whether a request may name responses or items that are kept: much longer ones, maybe, than itself."""
+    raw = body.raw
+    return b'"id"' in raw or b"\\u" in raw or isinstance(body.hint("previous_response_id"), str)
+
+
+def param_of(of_chat: str) -> str:
+    """The client's name of a field of the chat. Of a message it says no more than that it is in the input."""
+    name = of_chat.partition("[")[0].partition(".")[0]
+    return _PARAMS.get(name, of_chat)
+
+
+def _previous(body: JsonBody, shelf: TenantResponses) -> Turn | None:
+    name = body.get("previous_response_id")
+    if not name:
+        return None
+    stored = shelf.get(name) if isinstance(name, str) else None
+    if stored is None:
+        raise NotFound(
+            f"Previous response with id {name!r} not found.",
+            param="previous_response_id",
+            code=Code.PREVIOUS_RESPONSE_NOT_FOUND,
+        )
+    return stored.turn
+
+
+class _Room:
+    """Counts what a request adds to its own body by naming responses and items, each maybe many times.
+
+    Attributes:
+        has_items: it names items.
+    """
+
+    def __init__(self, previous: Turn | None) -> None:
+        """Raises BadRequest if the turns up to `previous` are more than a chat may have."""
+        self._left = MAX_NAMED_BYTES
+        self.has_items = False
+        if previous is not None:
+            self.take(previous.total, "previous_response_id")
+
+    def take(self, n_bytes: int, param: str) -> None:
+        """Raises BadRequest if it is too much."""
+        self._left -= n_bytes
+        if self._left < 0:
+            raise BadRequest(
+                f"the conversation is longer than {MAX_NAMED_BYTES} bytes: shorten it and send it as input",
+                param=param,
+                code=Code.CONTEXT_LENGTH_EXCEEDED,
+            )
+
+
+def _items(body: JsonBody, shelf: TenantResponses, room: _Room, *, needed: bool) -> list[Json]:
+    """The items of the request's own input; references are replaced by what they name."""
+    given = body.get("input")
+    if isinstance(given, str):
+        return [{"type": "message", "role": "user", "content": given}]
+    if given is None and not needed:
+        return []
+    if not isinstance(given, list) or (needed and not given):
+        raise BadRequest("input must be a text or a list of at least one item", param="input")
+    return [_resolved(item, shelf, room, f"input[{index}]") for index, item in enumerate(given)]
+
+
+def _resolved(item: Any, shelf: TenantResponses, room: _Room, param: str) -> Json:  # noqa: ANN401 - JSON
+    match item:
+        case {"id": str(item_id), **rest} if rest in ({}, {"type": "item_reference"}, {"type": None}):
+            found = shelf.item(item_id)
+            if found is None:
+                raise NotFound(f"Item with id {item_id!r} not found.", param=f"{param}.id")
+            room.take(len(found), f"{param}.id")
+            room.has_items = True
+            named: Json = msgspec.json.decode(found)
+            return named
+        case dict():
+            return item
+        case _:
+            raise BadRequest(f"{param} must be an object", param=param)
+
+
+def _turn(previous: Turn | None, items: list[Json], response_id: str) -> Turn:
+    """The request as it is stored. Items without an id get one."""
+    asked = {}
+    for index, item in enumerate(items):
+        given = item.get("id")
+        item_id = given if isinstance(given, str) and given else f"{_prefix(item)}_{response_id[5:]}{index}"
+        asked[item_id] = msgspec.json.encode(listed(item, item_id))
+    return Turn(previous, asked, {})
+
+
+def _prefix(item: Json) -> str:
+    prefixes = {"reasoning": "rs", "function_call": "fc", "custom_tool_call": "ctc"}
+    return prefixes.get(str(item.get("type")), "msg")
+
+
+def _of(body: JsonBody, name: str, kind: type[Any]) -> Any:  # noqa: ANN401 - of `kind`, or None
+    value = body.get(name)
+    if value is not None and not isinstance(value, kind):
+        raise BadRequest(f"{name} must be {_KINDS[kind]}", param=name)
+    return value
+
+
+def _tools(body: JsonBody) -> list[Json]:
+    """The tools that a model here can call. Others, which OpenAI runs itself, are left out: agents offer them
+    with every request."""
+    tools = []
+    for index, tool in enumerate(_of(body, "tools", list) or []):
+        match tool:
+            case {"type": "function" | "custom", "name": str()}:
+                tools.append(tool)
+            case {"type": str(kind)} if kind not in ("function", "custom"):
+                continue
+            case _:
+                param = f"tools[{index}]"
+                raise BadRequest(f"{param} is no tool: it must have a type and a name", param=param)
+    return tools
+
+
+def _limit(tokens: Any) -> dict[str, Any]:  # noqa: ANN401 - JSON
+    """The most tokens of the answer, if there is a limit."""
+    if tokens is not None and not (type(tokens) is int and tokens > 0):
+        raise BadRequest("max_output_tokens must be a whole number of at least 1", param="max_output_tokens")
+    return {} if tokens is None else {"max_tokens": tokens}
+
+
+def _choice(choice: Any, tools: list[Json]) -> Json:  # noqa: ANN401 - JSON
+    """The chat's tools, and its choice among them. `auto` is what every engine does without a choice."""
+    match choice:
+        case None | "auto":
+            chosen: Any = None
+        case "none" | "required":
+            chosen = choice
+        case {"type": "function" | "custom", "name": str(name)}:
+            chosen = {"type": "function", "function": {"name": name}}
+        case {"type": "allowed_tools", "mode": "auto" | "required" as mode, "tools": [*allowed]}:
+            names = {tool.get("name") for tool in allowed if isinstance(tool, dict) and _is_named(tool)}
+            tools = [tool for tool in tools if tool["name"] in names]
+            chosen = None if mode == "auto" else mode
+        case _:
+            raise BadRequest(
+                "tool_choice must be none, auto, required, a function, a custom tool or allowed tools: tools "
+                "that OpenAI runs itself are not served here",
+                param="tool_choice",
+            )
+    return {"tools": list(map(_function, tools)) or None, "tool_choice": chosen}
+
+
+def _is_named(tool: Json) -> bool:
+    return isinstance(tool.get("name"), str)
+
+
+def _function(tool: Json) -> Json:
+    """A tool of a chat, with its fields in the order that all engines keep."""
+    parameters = _INPUT_OF_A_CUSTOM_TOOL if tool["type"] == "custom" else tool.get("parameters")
+    fields = {"name": tool["name"], "description": tool.get("description"), "parameters": parameters}
+    strict = {"strict": True} if tool.get("strict") is True else {}
+    kept = {name: value for name, value in fields.items() if value is not None}
+    return {"type": "function", "function": kept | strict}
+
+
+def _format(wanted: Any) -> Json:  # noqa: ANN401 - JSON
+    match wanted:
+        case None | {"type": "text"}:
+            return {}
+        case {"type": "json_object"}:
+            return {"response_format": {"type": "json_object"}}
+        case {"type": "json_schema", "name": str(), "schema": dict(), **rest}:
+            kept = {name: value for name, value in rest.items() if value is not None}
+            schema = {"name": wanted["name"], "schema": wanted["schema"], **kept}
+            return {"response_format": {"type": "json_schema", "json_schema": schema}}
+        case _:
+            raise BadRequest(
+                "text.format must be of type text, json_object or json_schema, the last with a name and a "
+                "schema",
+                param="text.format",
+            )
+
+
+def _repeated(body: JsonBody, tools: list[Json], text: Json, reasoning: Json) -> Json:
+    given = {name: value for name in _REPEATED if (value := body.get(name)) is not None}
+    if not all(isinstance(value, str) for value in (_of(body, "metadata", dict) or {}).values()):
+        raise BadRequest("metadata must have texts as values", param="metadata")
+    return {
+        **_REPEATED,
+        **given,
+        "tools": tools,
+        "text": {**text, "format": text.get("format") or _PLAIN_TEXT},
+        "reasoning": {"effort": None, "summary": None, **reasoning},
+        "background": False,
+        "service_tier": "default",
+        "truncation": "disabled",
+    }

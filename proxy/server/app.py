@@ -1,0 +1,363 @@
+"""The composition root: the only file that builds the collaborators and connects them.
+
+    settings → fleet, tables, tenants → ingest → monitor → flow → data plane, admin, ops → one dispatcher
+
+`run.py` runs it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Coroutine, Mapping
+from dataclasses import replace
+from functools import cache, partial
+from typing import Any
+
+import structlog
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.routing import Mount
+
+from engine_adapter import Transport, make_adapter
+from engine_adapter.memory import available_bytes
+from proxy.api.admin import (
+    admin_mount,
+    engine_routes,
+    event_routes,
+    kv_routes,
+    prefix_routes,
+    replay_routes,
+    request_routes,
+    table_routes,
+)
+from proxy.api.auth import AdminGuard
+from proxy.api.cors import Cors
+from proxy.api.dispatch import Dispatcher
+from proxy.api.error_answers import handle, handle_http
+from proxy.api.kept_responses import KeptResponses
+from proxy.api.openai import DataPlane
+from proxy.api.ops import Ops
+from proxy.api.page import WebPage
+from proxy.api.relay.to_owner import PassedToOwner
+from proxy.api.relay.to_response_home import PassedToKeeper
+from proxy.api.workers.merging_app import MergedAnswers
+from proxy.api.workers.missed_changes import Changes
+from proxy.api.workers.siblings import Siblings
+from proxy.control.configured import ConfiguredEngines
+from proxy.control.discovered import DiscoveredEngines
+from proxy.control.engines import Engines
+from proxy.control.kept_prompts import PROMPTS_PATH, KeptPrompts
+from proxy.control.kv import KvVerbs
+from proxy.control.operations import Operations
+from proxy.control.pinning import Pinning
+from proxy.control.prefixes import Prefixes
+from proxy.control.replays import Replays
+from proxy.control.tables import SharedTables
+from proxy.control.target_engines import Targets
+from proxy.control.warm import Warming
+from proxy.core.budget import ByteBudget
+from proxy.core.life import Rules
+from proxy.core.pins import PinBook
+from proxy.fleet.destinations import Destinations
+from proxy.fleet.discovery import finders_of
+from proxy.fleet.fleet import Fleet
+from proxy.fleet.ingest import Ingest
+from proxy.fleet.monitor import Monitor
+from proxy.fleet.restore_ahead import RestoreAhead
+from proxy.fleet.state_dir.saved_state import StateSaver
+from proxy.flow import Flow
+from proxy.observe.live import Live
+from proxy.observe.loop_lag import LoopLag
+from proxy.observe.metrics import Metrics
+from proxy.observe.recorder import Recorder
+from proxy.peers.peers import Peers
+from proxy.prompt import MediaUuids, PromptTables
+from proxy.request.admitted import Gate
+from proxy.request.error_table import ANSWERED
+from proxy.request.migration import Room
+from proxy.request.records import RequestLog, RequestRecord
+from proxy.request.tenants import ApiKey, Tenants
+from proxy.request.translate import ResponseStore, translations
+from proxy.runtime.tasks import Supervisor
+from proxy.server.checks import all_engines, check, make_bus, telemetry_module
+from proxy.settings import (
+    EngineChanges,
+    Settings,
+    SettingsError,
+)
+from proxy.steps.attempt import Attempts
+from proxy.steps.preparation import Preparation
+
+log = structlog.get_logger(__name__)
+
+# Where the system does not tell how much memory is available.
+_USUAL_MEMORY = 4 << 30
+
+
+class Proxy:
+    """All collaborators of one proxy."""
+
+    def __init__(self, settings: Settings, transport: Transport, siblings: Siblings | None = None) -> None:
+        """`siblings`: the other workers of this kvpin."""
+        self.settings = settings
+        self.siblings, self.changes = siblings, Changes()
+        self.transport = transport
+        self.tasks = Supervisor()
+        self.fleet = Fleet(settings.model_aliases, settings.default_model, settings.limits)
+        self.tables = PromptTables(max_bytes=settings.limits.prompt_table_bytes)
+        self.tenants = Tenants(_keys(settings), settings.tenant_limits)
+        self.gate = Gate(self.tenants, ByteBudget(_bodies_bytes(settings)))
+        self.peers = self._peers()
+        self.responses = ResponseStore(self.tenants.names)
+        self.state = StateSaver(settings.state_dir, self.tenants) if settings.state_dir is not None else None
+        memories = self.state.memories if self.state is not None else None
+        self.ingest = Ingest(self.fleet, self.tasks, self.tenants.owner, memories) if settings.reuse else None
+        self.monitor = Monitor(
+            self.fleet,
+            self.tasks,
+            self.ingest,
+            self.tables,
+            interval_s=settings.health.interval_s,
+            timeout_s=settings.health.timeout_s,
+            isolated=self.tenants.isolated,
+        )
+        self.ahead = (
+            RestoreAhead(self.fleet, self.tasks) if settings.reuse and settings.restore_ahead else None
+        )
+        self.operations, self.pins = Operations(self.tasks), PinBook()
+        if self.state is not None:
+            self.state.restore(self.pins, self.tables)
+        self.engines = Engines(self.fleet, self.monitor, self.pins, self.operations, make_adapter)
+        self.configured = ConfiguredEngines(self.fleet, self.monitor, self.engines, self.tasks, make_adapter)
+        self.discovered = DiscoveredEngines(self.fleet, self.configured, self.engines, self.tasks)
+        self.monitor.split = self.discovered.split
+        self.metrics = Metrics(
+            self.fleet,
+            self.discovered.sources,
+            self.peers,
+            tenants=settings.tenant_metrics,
+            bodies=self.gate.bodies,
+        )
+        self.telemetry = telemetry_module()(self.metrics.render) if settings.otel else None
+        self.draining = asyncio.Event()
+        self.live = Live(self.fleet, self.metrics, self.tasks, self.draining, reuse=settings.reuse)
+        self.recorder = (
+            Recorder(settings.record_traffic, int(settings.record_traffic_bytes))
+            if settings.record_traffic is not None
+            else None
+        )
+        self.destinations = Destinations(self.fleet, isolated=self.tenants.isolated)
+        make_flow = Flow if self.telemetry is None else self.telemetry.flow
+        make_attempts = Attempts if self.telemetry is None else self.telemetry.attempts
+        self.flow = make_flow(
+            fleet=self.fleet,
+            preparation=Preparation(
+                self.destinations,
+                self.tenants,
+                MediaUuids(trusted=settings.trust_media_uuids),
+                translations(self.responses),
+                reuse=settings.reuse,
+            ),
+            attempts=make_attempts(transport, self.ingest, self.tenants, Room()),
+            tenants=self.tenants,
+            requests=RequestLog(settings.limits.request_records),
+            rules=_rules(settings),
+            observe=self.observe,
+            placed=self.live.placed,
+        )
+        self.prompts = KeptPrompts(self.fleet, self.flow.requests, self.pins, self._told_prompts)
+
+    def _peers(self) -> Peers | None:
+        """The link to other kvpins, None without an exchange. Raises SettingsError if it cannot be used."""
+        if self.settings.exchange is None:
+            return None
+        owner = secrets.randbits(63)
+        bus = make_bus(self.settings.exchange, owner, self.siblings)
+        return Peers(bus, owner, self.fleet, self.tenants, self.transport.hang_up)
+
+    async def _told_prompts(self) -> list[bytes]:
+        """The prompts that the other workers keep, encoded."""
+        return await self.siblings.told(PROMPTS_PATH) if self.siblings is not None else []
+
+    def observe(self, record: RequestRecord) -> None:
+        """Counts and records a finished request."""
+        trace_id = self.telemetry.trace_id() if self.telemetry is not None else None
+        self.metrics.observe(record, trace_id)
+        self.live.finished(record)
+        if self.recorder is not None:
+            self.recorder.observe(record)
+        if self.ahead is not None:
+            self.ahead.observe(record)
+
+    def start(self) -> None:
+        """Starts the managed engines, the watch of every engine, and the search for others.
+
+        Raises:
+            SettingsError, EngineSpecError: the settings cannot be used.
+        """
+        lag = LoopLag(self.metrics.loop_lag.observe, explain=self.settings.logs.level == "debug")
+        self.tasks.keep("loop lag", lag.run)
+        if self.recorder is not None:
+            self.tasks.start("recorder", self.recorder.run())
+        if self.telemetry is not None:
+            self.tasks.keep("telemetry", self.telemetry.run)
+        if self.ahead is not None:
+            self.tasks.keep("restore ahead", self.ahead.run)
+        if self.state is not None:
+            self.tasks.keep("state", partial(self.state.run, self.fleet, self.pins))
+        self._follow(self.settings)
+        if self.peers is not None:
+            self.peers.start(self.tasks)
+
+    def reload(self, settings: Settings) -> EngineChanges:
+        """Takes over the settings that `RELOADED` names. Requests in flight go on with the old ones.
+
+        Raises:
+            SettingsError, EngineSpecError, Conflict: they cannot be used. Nothing changed.
+        """
+        if self.settings.api_keys and not settings.api_keys:
+            raise SettingsError(
+                "api_keys is empty: anyone could use the engines; restart kvpin to run without keys"
+            )
+        check(settings)
+        changes = self._follow(settings)
+        self.settings = settings
+        self.tenants.replace(_keys(settings), settings.tenant_limits)
+        self.destinations.isolated = self.tenants.isolated
+        self.monitor.isolate(isolated=self.tenants.isolated)
+        self.responses.divide(self.tenants.names)
+        self.fleet.aliases, self.fleet.default_model = settings.model_aliases, settings.default_model
+        self.fleet.bound_queues(settings.limits)
+        self.tables.max_bytes = int(settings.limits.prompt_table_bytes)
+        self.flow.requests.capacity = settings.limits.request_records
+        self.gate.bodies.limit = _bodies_bytes(settings)
+        self.flow = replace(self.flow, rules=_rules(settings))
+        self.live.end()  # viewers show their key again, which may be an old one
+        return changes
+
+    def _follow(self, settings: Settings) -> EngineChanges:
+        return self.discovered.follow(
+            all_engines(settings), finders_of(settings), grace_s=settings.graceful_shutdown_s
+        )
+
+    async def stop(self) -> None:
+        """Saves the state, then closes adapters, background work, the engines kvpin started, and connections.
+
+        A failure of one is logged and does not keep the others from being closed.
+        """
+        if self.state is not None:
+            await self.state.save(self.fleet, self.pins)
+        for engine in self.fleet.engines.values():
+            self.monitor.forget(engine)
+        # Managed engines still run here: an adapter may have KV to save.
+        await _close_all({engine.id: engine.adapter.aclose() for engine in self.fleet.engines.values()})
+        if self.peers is not None:
+            await self.peers.aclose()
+        await self.tasks.stop()
+        if self.recorder is not None:
+            await self.recorder.aclose()
+        if self.telemetry is not None:
+            await self.telemetry.aclose()
+        await _close_all({process.id: process.stop() for process in self.configured.processes.values()})
+        await self.transport.aclose()
+        if self.siblings is not None:
+            await self.siblings.aclose()
+
+
+async def _close_all(closing: Mapping[str, Coroutine[Any, Any, None]]) -> None:
+    """Runs all of them side by side, by engine id."""
+    results = await asyncio.gather(*closing.values(), return_exceptions=True)
+    for engine_id, result in zip(closing, results, strict=True):
+        if isinstance(result, Exception):
+            log.error("engine not closed cleanly while kvpin stops", engine=engine_id, exc_info=result)
+
+
+@cache
+def _memory() -> int:
+    """Bytes of memory that were available when this was first asked."""
+    return available_bytes() or _USUAL_MEMORY
+
+
+def _bodies_bytes(settings: Settings) -> int:
+    """Memory of this process for requests' bodies: by default a quarter of what was available at start, which
+    the workers share, but enough for the longest body."""
+    limits = settings.limits
+    if limits.bodies_bytes is not None:
+        return int(limits.bodies_bytes)
+    return max(_memory() // 4 // settings.workers, int(limits.body_bytes))
+
+
+def _keys(settings: Settings) -> list[ApiKey]:
+    return [ApiKey(entry.tenant_id, entry.digest) for entry in settings.api_keys]
+
+
+def _rules(settings: Settings) -> Rules:
+    times = settings.timeouts
+    return Rules(times.first_byte_s, times.idle_s, times.total_s, settings.retries)
+
+
+def build_app(proxy: Proxy) -> Dispatcher:
+    """All that is served, over a proxy's collaborators and by its settings as they are now; the caller starts
+    and stops the collaborators."""
+    settings = proxy.settings
+    cors = Cors(settings.cors_origins) if settings.cors_origins else None
+    limit = int(settings.limits.body_bytes)
+    make_data_plane = DataPlane if proxy.telemetry is None else proxy.telemetry.data_plane
+    data_plane = make_data_plane(
+        proxy.flow,
+        proxy.tenants,
+        proxy.gate,
+        limit,
+        KeptResponses(proxy.responses),
+        cors,
+        proxy.metrics.refuse,
+        PassedToOwner(proxy.fleet, proxy.peers, proxy.transport) if proxy.peers is not None else None,
+        _keepers(proxy),
+    )
+    ops = Ops(proxy.fleet, proxy.metrics, proxy.draining, proxy.peers, has_page=settings.ui)
+    page = WebPage().routes() if settings.ui else []
+    rest = Starlette(
+        routes=[admin_api(proxy), *ops.routes(), *page],
+        exception_handlers={
+            **dict.fromkeys(ANSWERED, handle),
+            HTTPException: handle_http,
+        },
+    )
+    rest.router.redirect_slashes = False  # such an answer leads to the host that the client named
+    if proxy.siblings is None:
+        return Dispatcher(data_plane, rest, proxy.draining)
+    together = MergedAnswers(
+        rest, proxy.siblings, proxy.changes, proxy.prompts.told, shared=proxy.peers is not None
+    )
+    return Dispatcher(data_plane, together, proxy.draining)
+
+
+def _keepers(proxy: Proxy) -> PassedToKeeper | None:
+    """The other kvpins of this machine that may keep responses; None if there can be none."""
+    peers, siblings = proxy.peers, proxy.siblings
+    if peers is not None and peers.http_socket is not None:
+        return PassedToKeeper(peers.sockets, proxy.transport)
+    return PassedToKeeper(lambda: siblings.sockets, proxy.transport) if siblings is not None else None
+
+
+def admin_api(proxy: Proxy) -> Mount:
+    """The admin API over a proxy's collaborators."""
+    fleet, flow, reuse = proxy.fleet, proxy.flow, proxy.ingest is not None
+    operations, pins = proxy.operations, proxy.pins
+    files = proxy.state.tables if proxy.state is not None else None
+    targets = Targets(fleet, proxy.tenants, flow.requests, has_views=reuse)
+    warming = Warming(flow, targets, operations)
+    pinning = Pinning(fleet, targets, pins, operations)
+    kv = KvVerbs(targets, warming, pins, proxy.ingest, operations)
+    endpoints = (
+        *engine_routes(fleet, proxy.engines, pinning, proxy.discovered.sources, proxy.peers, reuse=reuse),
+        *kv_routes(kv, warming, pinning, operations),
+        *request_routes(flow),
+        *prefix_routes(Prefixes(fleet, proxy.prompts)),
+        *event_routes(proxy.live),
+        *replay_routes(Replays()),
+        *table_routes(SharedTables(fleet, proxy.tables, files)),
+    )
+    key = proxy.settings.admin_key
+    return admin_mount(endpoints, AdminGuard(key.get_secret_value() if key else None))

@@ -1,0 +1,140 @@
+"""Checks that this machine has what the settings need, for `kvpin serve` and `kvpin config check`."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from engine_adapter import EngineSpecError, managed_kind
+from proxy.fleet.discovery import finders_of
+from proxy.http.tls import server_context
+from proxy.peers.bus import Bus
+from proxy.peers.unix_bus import UnixBus, prepare
+from proxy.settings import EngineEntry, ExchangeSettings, ManagedSettings, Settings, SettingsError
+
+if TYPE_CHECKING:
+    from proxy.api.workers.siblings import Siblings
+    from proxy.server.tracing import otlp
+
+
+def check(settings: Settings) -> None:
+    """Raises SettingsError with a line for each fault."""
+    if lines := "\n".join(faults_here(settings)):
+        raise SettingsError(lines)
+
+
+def faults_here(settings: Settings) -> Iterator[str]:
+    """A sentence for each setting that cannot be used on this machine. Nothing is started; directories
+    for the caches of engines are made."""
+    for each in _checks(settings):
+        try:
+            each()
+        except (EngineSpecError, SettingsError) as error:
+            yield str(error)
+
+
+def managed_engines(settings: Settings) -> tuple[ManagedSettings, ...]:
+    """The engines that kvpin starts. If no engine is named: two embedded ones that share the cores."""
+    if settings.engines or settings.managed or settings.finds_engines:
+        return settings.managed
+    threads = max((os.cpu_count() or 2) // 2, 1)
+    command = ("--threads", str(threads), "--host-cache-bytes", "256MiB")
+    return tuple(ManagedSettings(kind="embedded", id=f"embedded-{n}", command=command) for n in range(2))
+
+
+def all_engines(settings: Settings) -> tuple[EngineEntry, ...]:
+    """The engines that run already and those that kvpin starts."""
+    return (*settings.engines, *managed_engines(settings))
+
+
+def make_bus(settings: ExchangeSettings, owner: int, siblings: Siblings | None = None) -> Bus:
+    """The exchange of the kvpin `owner`. `siblings`: the other workers of this kvpin.
+
+    Raises:
+        SettingsError: it cannot be used.
+    """
+    directory = _directory(settings)
+    try:
+        if directory is not None:
+            prepare(directory)
+            return UnixBus(directory, owner)
+        from proxy.peers.redis_bus import RedisBus  # noqa: PLC0415 - it needs an extra
+
+        url, namespace = settings.url.get_secret_value(), settings.namespace
+        if siblings is None:
+            return RedisBus(url, namespace)
+        return RedisBus(url, namespace, siblings.own, siblings.sockets)
+    except ModuleNotFoundError as error:
+        raise SettingsError("exchange by Redis needs a package: pip install 'kvpin[redis]'") from error
+    except (OSError, ValueError) as error:
+        raise SettingsError(f"exchange cannot be used: {error}") from error
+
+
+def telemetry_module() -> type[otlp.Telemetry]:
+    """The class that sends traces and metrics. Raises SettingsError if its packages are missing."""
+    try:
+        from proxy.server.tracing.otlp import Telemetry  # noqa: PLC0415 - it needs an extra
+    except ModuleNotFoundError as error:
+        raise SettingsError("otel needs packages: pip install 'kvpin[otel]'") from error
+    return Telemetry
+
+
+def _checks(settings: Settings) -> Iterator[Callable[[], object]]:
+    yield from (partial(_check_managed, engine) for engine in managed_engines(settings))
+    yield lambda: list(finders_of(settings))
+    if settings.exchange is not None:
+        yield partial(_check_exchange, settings.exchange)
+    if settings.otel:
+        yield lambda: telemetry_module().check()
+    if settings.tls is not None:
+        yield partial(server_context, settings.tls)
+    if settings.admin_key_file is not None and not settings.admin_key_file.exists():
+        yield partial(_check_parent, "admin_key_file", settings.admin_key_file)
+    if settings.state_dir is not None:
+        yield partial(_check_place, "state_dir", settings.state_dir)
+    if settings.record_traffic is not None:
+        yield partial(_check_parent, "record_traffic", settings.record_traffic)
+
+
+def _check_managed(engine: ManagedSettings) -> None:
+    try:
+        managed_kind(engine.kind).prepare(engine.spec(0), engine.command)
+    except EngineSpecError as error:
+        raise SettingsError(f"engine {engine.id!r}: {error}") from error
+
+
+def _check_exchange(settings: ExchangeSettings) -> None:
+    directory = _directory(settings)
+    if directory is None or directory.exists():
+        make_bus(settings, 0)
+    else:
+        _check_place("exchange", directory)
+
+
+def _directory(settings: ExchangeSettings) -> Path | None:
+    """The directory of sockets; None where the exchange is elsewhere."""
+    parts = urlsplit(settings.url.get_secret_value())
+    return Path(parts.path) if parts.scheme == "unix" else None
+
+
+def _check_parent(name: str, file: Path) -> None:
+    if not file.absolute().parent.is_dir():
+        raise SettingsError(f"{name}: {str(file)!r} cannot be written: No such file or directory")
+    _check_place(name, file.absolute().parent)
+
+
+def _check_place(name: str, directory: Path) -> None:
+    """Raises SettingsError if the directory, or the one in which it would be made, cannot be written."""
+    whole = directory.absolute()
+    there = next(each for each in (whole, *whole.parents) if each.exists())
+    try:  # the rights alone do not tell: root has them on a file system that takes no files
+        with tempfile.TemporaryDirectory(prefix=".kvpin-", dir=there):
+            return
+    except OSError as error:
+        why = "may not be written" if there.is_dir() else "is no directory"
+        raise SettingsError(f"{name}: {str(directory)!r} cannot be used: {str(there)!r} {why}") from error

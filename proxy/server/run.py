@@ -1,0 +1,347 @@
+"""Runs kvpin: opens the port, serves the app, and does what signals say.
+
+    SIGTERM         stop. First not ready, and requests are accepted for `drain_s`; then running answers may
+                    end; then the engines that kvpin started stop
+    SIGINT          the same without `drain_s`, and idle clients get less time: a person waits
+    either, again   stop without waiting for running answers
+    a third SIGINT  end at once, whatever is still running
+    SIGHUP          read the settings again
+
+The port is opened before anything is started, so that a port in use costs no engine start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Coroutine
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import structlog
+import uvloop
+
+from engine_adapter import EngineSpecError, HttpTransport
+from proxy.api.auth import is_loopback
+from proxy.api.workers.missed_changes import Change
+from proxy.api.workers.peer_port import PeerPort
+from proxy.api.workers.siblings import Siblings
+from proxy.core.life import Cause
+from proxy.errors import Conflict
+from proxy.http.connection_limits import ConnectionLimits, connection_limit
+from proxy.http.handshake import over_tls
+from proxy.http.http1 import Http1Protocol
+from proxy.http.listeners import inherited, listen_on
+from proxy.http.tls import load_certificate, server_context
+from proxy.http.uvicorn_inner import UvicornServer
+from proxy.observe.banner import Banner
+from proxy.observe.logs import configure_logs
+from proxy.runtime.interpreter import settle, steady
+from proxy.server.app import Proxy, build_app
+from proxy.server.checks import check
+from proxy.server.workers.catch_up import carry_out, catch_up
+from proxy.server.workers.fairness import ConnectionTally, FairAcceptor, tallied
+from proxy.server.workers.orders import Orders
+from proxy.server.workers.supervisor import Workers
+from proxy.server.workers.watchdog import Watchdog
+from proxy.settings import Settings, SettingsError, needs_restart
+
+log = structlog.get_logger(__name__)
+
+Load = Callable[[], Settings]
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+# A load balancer needs about that long to notice that kvpin is not ready, where one may be in front.
+_DRAIN_S = 5.0
+# A connection without a request for that long is closed when kvpin stops. Its client got an answer that does
+# not say so, and may just be sending its next request. Measured on a busy machine, 200 clients that pause for
+# 0 to 0.6 s: up to 17 were cut off after 0.25 s, and none after 2 s.
+_IDLE_S = 2.0
+_HURRIED_IDLE_S = 0.25
+_POLL_S = 0.02
+# Between two looks whether a worker has engines by now.
+_LOOK_S = 0.1
+# Seconds that engines get to become ready before requests are taken from a socket that was handed on.
+_FIRST_S = 10.0
+# Seconds that cancelled answers get to close their connections.
+_CUT_S = 1.0
+_INTERRUPTED = 130
+
+
+def serve(load: Load) -> int:
+    """Runs the proxy until SIGTERM or SIGINT; returns the exit status.
+
+    `load` reads the settings; SIGHUP calls it again. Raises SettingsError or EngineSpecError.
+    """
+    orders, watchdog = Orders.take(), Watchdog.take()
+    if orders is not None:
+        load = partial(orders.settings, load)
+        settings = load()
+        configure_logs(settings.logs, worker=orders.number)
+        return _until_done(_run(settings, orders.sockets(), load, orders=orders, watchdog=watchdog))
+    settings = load()
+    configure_logs(settings.logs)
+    check(settings)
+    try:
+        handed_on = inherited()
+        listeners = handed_on or listen_on(settings.hosts, settings.port)
+    except OSError as error:
+        # The text that Python adds in brackets repeats the address.
+        reason = (error.strerror or str(error)).partition(" (")[0]
+        sys.stderr.write(f"kvpin: cannot listen on {settings.host}:{settings.port}: {reason}\n")
+        return 1
+    _warn(settings, listeners)
+    if settings.workers > 1:
+        return _until_done(Workers(settings, load, listeners, watchdog=watchdog).run())
+    return _until_done(_run(settings, listeners, load, are_shared=bool(handed_on), watchdog=watchdog))
+
+
+def _until_done(work: Coroutine[Any, Any, int]) -> int:
+    try:
+        with steady(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(work)
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a late Ctrl-C ends Python without a traceback
+
+
+async def _run(
+    settings: Settings,
+    listeners: list[socket.socket],
+    load: Load,
+    *,
+    are_shared: bool = False,
+    orders: Orders | None = None,
+    watchdog: Watchdog | None = None,
+) -> int:
+    """`are_shared`: another kvpin may serve the sockets, now or later. `orders`: those of a worker.
+    `watchdog`: that of this process. Raises SettingsError or EngineSpecError."""
+    transport = HttpTransport(connect_timeout_s=settings.timeouts.connect_s)
+    try:
+        siblings = Siblings(orders.siblings, orders.http_socket) if orders is not None else None
+        proxy = Proxy(settings, transport, siblings)
+        server = _Server(proxy, load, listeners, orders)
+    except SettingsError:
+        await transport.aclose()
+        raise
+    for number in _SIGNALS:
+        asyncio.get_running_loop().add_signal_handler(number, server.on_signal, number)
+    host, port = listeners[0].getsockname()[:2]
+    banner = Banner(proxy.fleet, host, port, settings, lambda: proxy.peers is None or proxy.peers.is_ready)
+    if watchdog is not None:
+        proxy.tasks.keep("watchdog", watchdog.run)
+    try:
+        await server.listen_to_peers()  # before they are told of it
+        proxy.start()
+        late = list[Change]()
+        if proxy.siblings is not None and orders is not None and orders.follows:
+            late = await catch_up(proxy.siblings, orders)
+        settle()
+        if orders is None or (orders.number == 1 and not orders.follows):
+            banner.print_addresses()
+            proxy.tasks.start("banner", banner.print_when_ready())
+        if are_shared or orders is not None:
+            await server.until_tried()
+        if orders is not None and late:
+            await carry_out(late, orders)
+        await server.serve()
+    finally:
+        await proxy.stop()
+        server.close_peer_ports()
+    return 0
+
+
+class _Server:
+    """A running kvpin: its port, those for its peers, what signals do to it, and how it stops."""
+
+    def __init__(
+        self, proxy: Proxy, load: Load, listeners: list[socket.socket], orders: Orders | None = None
+    ) -> None:
+        """Raises SettingsError if the port's TLS cannot be used."""
+        self._proxy, self._load, self._listeners, self._orders = proxy, load, listeners, orders
+        self._site = build_app(proxy)
+        self._hurry = asyncio.Event()  # no waiting for requests that may still come
+        self._protocol = _protocol(proxy)
+        self._peer_ports = list[PeerPort]()
+        self._door: FairAcceptor | None = None
+        tls = proxy.settings.tls
+        self._context = server_context(tls) if tls is not None else None
+        self._tally = ConnectionTally(Path(orders.directory), orders.of) if orders is not None else None
+        http = self._protocol
+        if orders is not None and self._tally is not None:
+            http = tallied(http, self._tally, orders.number)
+        context = self._context
+        self.uvicorn = UvicornServer(
+            self._site, http if context is None else over_tls(http, context), self._stop
+        )
+
+    async def listen_to_peers(self) -> None:
+        """Serves other kvpins of this machine: other workers, and those of its exchange. Raises OSError."""
+        peers = self._proxy.peers
+        paths = {peers.http_socket if peers is not None else None}
+        paths |= {self._orders.http_socket if self._orders is not None else None}
+        protocol = type("PeerProtocol", (self._protocol,), {"__slots__": (), "is_of_peer": True})
+        connect = self.uvicorn.connect(protocol)
+        for path in paths:
+            if path is not None:
+                self._peer_ports.append(await PeerPort.open(path, connect))
+
+    def close_peer_ports(self) -> None:
+        """Accepts no more connections of other kvpins."""
+        for port in self._peer_ports:
+            port.close()
+
+    async def serve(self) -> None:
+        """Accepts connections until kvpin has stopped; of several workers, each accepts its share."""
+        if self._orders is None or self._tally is None:
+            await self.uvicorn.serve(self._listeners)
+        else:
+            number, tasks = self._orders.number, self._proxy.tasks
+            self._door = FairAcceptor(self._listeners, self._tally, number, self.uvicorn.connect(), tasks)
+            tasks.start("join", self._join(self._tally, number))
+            await self.uvicorn.serve([])
+        running = self._cancel_answers()
+        if running:
+            await asyncio.wait(running, timeout=_CUT_S)
+
+    def on_signal(self, number: int) -> None:
+        """Handles a signal as the module's docstring says."""
+        uvicorn = self.uvicorn
+        if number == signal.SIGHUP:
+            self.reload()
+        elif number == signal.SIGINT and uvicorn.force_exit:
+            log.warning("ended at once by the third SIGINT; the engines that kvpin started get a SIGTERM")
+            os._exit(_INTERRUPTED)
+        elif uvicorn.should_exit:
+            log.warning(
+                "told to stop again: running answers are cut short", signal=signal.Signals(number).name
+            )
+            uvicorn.force_exit = True
+            self._hurry.set()
+            self._cancel_answers()
+        else:
+            uvicorn.should_exit = True
+            self._proxy.draining.set()
+            if number == signal.SIGINT:
+                self._hurry.set()
+
+    def reload(self) -> None:
+        """Reads the settings again and takes them over. If that fails, the old ones stay."""
+        proxy, old = self._proxy, self._proxy.settings
+        try:
+            settings = self._load()
+            if settings.tls is not None:
+                server_context(settings.tls)  # files that cannot be used must change nothing
+            changes = proxy.reload(settings)
+        except (SettingsError, EngineSpecError, Conflict) as error:
+            log.error("settings not reloaded: the old ones stay", error=str(error))  # noqa: TRY400
+            return
+        if settings.tls is not None and self._context is not None:
+            load_certificate(self._context, settings.tls)
+        self._site.become(build_app(proxy))
+        log.info(
+            "settings reloaded",
+            added=[entry.id for entry in changes.added],
+            removed=list(changes.removed),
+            changed=[entry.id for entry in changes.changed],
+            api_keys=len(settings.api_keys),
+        )
+        if names := needs_restart(old, settings):
+            log.warning("these settings count when kvpin starts again", settings=names)
+
+    async def until_tried(self) -> None:
+        """Waits until an engine is ready, and this kvpin knows what the others know, but not long. Meanwhile
+        connections wait in the queue of the socket, or another kvpin takes them."""
+        fleet, peers = self._proxy.fleet, self._proxy.peers
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_FIRST_S):
+                while not self.uvicorn.should_exit:
+                    if fleet.is_ready() and (peers is None or peers.is_ready):
+                        return
+                    await asyncio.sleep(_POLL_S)
+
+    async def _join(self, tally: ConnectionTally, worker: int) -> None:
+        """Tells the other workers when this one has engines."""
+        fleet = self._proxy.fleet
+        while not fleet.serves:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_LOOK_S):  # nothing tells of engines at another kvpin
+                    await fleet.until_ready()
+        tally.be_ready(worker)
+
+    async def _stop(self) -> None:
+        """Waits for `drain_s`, closes the port, and waits for running answers."""
+        settings = self._proxy.settings
+        drain_s = _drain_s(settings, self._listeners)
+        if drain_s and not self._hurry.is_set():
+            log.info("stopping: not ready, still accepting requests", drain_s=drain_s)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(drain_s):
+                    await self._hurry.wait()
+        for server in self.uvicorn.servers:
+            server.close()
+        self.close_peer_ports()
+        if self._door is not None:
+            self._door.close()
+        for listener in self._listeners:
+            listener.close()
+        for connection in self.uvicorn.connections:
+            connection.hurry()
+        log.info("stopping: waiting for running answers", answers=len(self.uvicorn.answers))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(settings.graceful_shutdown_s):
+                await self._until_answered()
+
+    async def _until_answered(self) -> None:
+        """Waits for the last answer, and closes each connection once its client has none to wait for."""
+        while (connections := self.uvicorn.connections) and not self.uvicorn.force_exit:
+            for connection in connections:
+                connection.close_if_idle(_HURRIED_IDLE_S if self._hurry.is_set() else _IDLE_S)
+            await asyncio.sleep(_POLL_S)
+
+    def _cancel_answers(self) -> set[asyncio.Task[None]]:
+        running = self.uvicorn.answers
+        for task in running:
+            task.cancel(Cause.STOPPING)
+        return running
+
+
+def _drain_s(settings: Settings, listeners: list[socket.socket]) -> float:
+    """Seconds for which requests are accepted after SIGTERM."""
+    if settings.drain_s is not None:
+        return settings.drain_s
+    return 0.0 if _is_local(listeners) else _DRAIN_S
+
+
+def _protocol(proxy: Proxy) -> type[Http1Protocol]:
+    """The protocol of connections, without TLS."""
+
+    class Protocol(Http1Protocol):
+        __slots__ = ()
+        limits = ConnectionLimits(connection_limit(), time.monotonic)
+
+        @staticmethod
+        def refused(status: int) -> None:
+            proxy.metrics.refuse(status)
+
+    return Protocol
+
+
+def _warn(settings: Settings, listeners: list[socket.socket]) -> None:
+    """Warns if other machines can use the engines without a key."""
+    if not settings.api_keys and not _is_local(listeners):
+        log.warning(
+            "no API key is set and other machines can connect: anyone may use these engines; "
+            "set --api-key or KVPIN_API_KEYS, or leave --host at 127.0.0.1",
+            host=settings.host,
+        )
+
+
+def _is_local(listeners: list[socket.socket]) -> bool:
+    """Whether only this machine can connect."""
+    return all(is_loopback(listener.getsockname()[0]) for listener in listeners)

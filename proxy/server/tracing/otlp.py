@@ -1,0 +1,160 @@
+"""Sends spans and metrics to a collector by OTLP over HTTP. OpenTelemetry's own variables say where and how.
+
+Spans wait in memory and leave from a thread. Once a minute, another thread reads the metrics page.
+A collector that does not answer costs log lines, never a request.
+
+The variables: https://opentelemetry.io/docs/languages/sdk-configuration/
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from importlib.metadata import version
+from urllib.parse import urlsplit
+from uuid import uuid4
+
+from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.metrics.export import MetricsData, ResourceMetrics, ScopeMetrics
+from opentelemetry.sdk.resources import OTELResourceDetector, Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+
+from proxy.api.openai import DataPlane
+from proxy.flow import Flow
+from proxy.server.tracing.complaints import Complaints
+from proxy.server.tracing.points import read
+from proxy.server.tracing.traced import TracedAttempts, TracedDataPlane, TracedFlow, trace_id
+from proxy.settings import SettingsError
+from proxy.steps.attempt import Attempts
+
+_NAME = "kvpin"
+_ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
+# Between two exports of metrics, in ms, as OpenTelemetry has it.
+_EVERY_MS = "60000"
+# Seconds that what is left may take when kvpin stops.
+STOP_S = 3.0
+
+
+class Telemetry:
+    """Sends spans and metrics of this kvpin to its collector.
+
+    Attributes:
+        flow: makes a flow, whose requests have traces if these are sent; takes the arguments of `Flow`.
+        attempts: makes what runs attempts likewise.
+        data_plane: makes a data plane likewise.
+        trace_id: the id of the running request's trace, if the trace is kept.
+    """
+
+    trace_id = staticmethod(trace_id)
+
+    def __init__(self, page: Callable[[], bytes]) -> None:
+        """`page` renders the metrics. Raises SettingsError if OpenTelemetry's variables ask for what kvpin
+        cannot do."""
+        resource = _resource()
+        Complaints.take()
+        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+        self.flow: Callable[..., Flow] = Flow
+        self.attempts: Callable[..., Attempts] = Attempts
+        self.data_plane: Callable[..., DataPlane] = DataPlane
+        if _sends("TRACES"):
+            self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+            tracer = self._provider.get_tracer(_NAME, version(_NAME))
+            self.flow = partial(TracedFlow, tracer=tracer)
+            self.attempts = partial(TracedAttempts, tracer=tracer)
+            self.data_plane = partial(TracedDataPlane, tracer=tracer)
+        self._resource, self._page, self._since_ns = resource, page, time.time_ns()
+        self._metrics = OTLPMetricExporter() if _sends("METRICS") else None
+        self._every_s = _every_s()
+
+    @staticmethod
+    def check() -> None:
+        """Raises SettingsError if OpenTelemetry's variables ask for something that kvpin cannot do."""
+        _every_s()
+        for signal in ("TRACES", "METRICS"):
+            _sends(signal)
+
+    async def run(self) -> None:
+        """Sends metrics until cancelled."""
+        while True:
+            await asyncio.sleep(self._every_s)
+            if self._metrics is not None:
+                await asyncio.to_thread(self._send, self._metrics, self._page(), time.time_ns())
+
+    async def aclose(self) -> None:
+        """Sends what is left, for at most `STOP_S`."""
+        # A thread of its own: the loop's own threads would keep the process until they end.
+        last = threading.Thread(target=self._close, args=(self._page(), time.time_ns()), daemon=True)
+        last.start()
+        await asyncio.to_thread(last.join, STOP_S)
+
+    def _close(self, page: bytes, now_ns: int) -> None:
+        self._provider.shutdown()
+        if self._metrics is not None:
+            self._send(self._metrics, page, now_ns)
+            self._metrics.shutdown()
+
+    def _send(self, exporter: OTLPMetricExporter, page: bytes, now_ns: int) -> None:
+        metrics = [*read(page.decode(), self._since_ns, now_ns)]
+        scope = ScopeMetrics(InstrumentationScope(_NAME, version(_NAME)), metrics, "")
+        exporter.export(MetricsData([ResourceMetrics(self._resource, [scope], "")]))
+
+
+def _resource() -> Resource:
+    """Who sends: this process of kvpin. Names in OpenTelemetry's variables win."""
+    own = Resource(
+        {"service.name": _NAME, "service.version": version(_NAME), "service.instance.id": str(uuid4())}
+    )
+    return Resource.create(dict(own.merge(OTELResourceDetector().detect()).attributes))
+
+
+def _sends(signal: str) -> bool:
+    """Whether TRACES, or METRICS, are sent."""
+    if os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
+        return False
+    exporter = os.environ.get(f"OTEL_{signal}_EXPORTER") or "otlp"
+    if exporter == "none":
+        return False
+    if exporter != "otlp":
+        raise SettingsError(f"OTEL_{signal}_EXPORTER is {exporter!r}: kvpin knows 'otlp' and 'none'")
+    general = os.environ.get("OTEL_EXPORTER_OTLP_PROTOCOL")
+    protocol = os.environ.get(f"OTEL_EXPORTER_OTLP_{signal}_PROTOCOL") or general or "http/protobuf"
+    if protocol != "http/protobuf":
+        raise SettingsError(
+            f"kvpin sends OTLP as 'http/protobuf' only, and OpenTelemetry is to use {protocol!r}"
+        )
+    for name in (f"OTEL_EXPORTER_OTLP_{signal}_ENDPOINT", _ENDPOINT):
+        _check_address(name)
+    return True
+
+
+def _check_address(name: str) -> None:
+    """Raises SettingsError for a variable whose value is no address."""
+    given = os.environ.get(name)
+    if not given:
+        return
+    try:
+        parts = urlsplit(given)
+        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_address = False
+    if not is_address:
+        raise SettingsError(f"{name} is {given!r}: it must look like http://host:4318")
+
+
+def _every_s() -> float:
+    """Seconds between two exports of metrics."""
+    given = os.environ.get("OTEL_METRIC_EXPORT_INTERVAL") or _EVERY_MS
+    try:
+        ms = float(given)
+    except ValueError:
+        ms = 0.0
+    if not 0 < ms < float("inf"):
+        raise SettingsError(f"OTEL_METRIC_EXPORT_INTERVAL is {given!r}: it must be a number of milliseconds")
+    return ms / 1000

@@ -1,0 +1,202 @@
+"""The data plane and the flow with a span around each step of a request.
+
+    POST /v1/chat/completions     from the request's head to the end of its answer
+        parse                     receive and parse the body
+        tokenise                  render, tokenise, hash
+        place                     look up, compute costs, decide
+            queue                 wait for busy engines
+        hold                      wait for another request's prefix and for the adapter
+        chat qwen3                the engine's part
+
+The trace goes on from the client's `traceparent`, and the engine gets one that leads to the last span. Each
+attempt has spans of its own, and so has each part of a request for several answers.
+
+While tracing is off, none of this is in the way of a request: `Flow` and `DataPlane` serve it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+from msgspec.structs import replace
+from opentelemetry.trace import (
+    INVALID_SPAN,
+    Span,
+    SpanKind,
+    StatusCode,
+    Tracer,
+    format_span_id,
+    format_trace_id,
+    get_current_span,
+)
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+from structlog.contextvars import STRUCTLOG_KEY_PREFIX
+
+from engine_adapter import Headers, Hold, JsonBody, RequestBody
+from proxy.api.openai import DataPlane
+from proxy.core.life import Place
+from proxy.core.placement.decision import Placement
+from proxy.fleet.engine import Engine
+from proxy.fleet.lease import Lease
+from proxy.flow import CLIENT_LEFT, Flow
+from proxy.http.exchange import Exchange
+from proxy.request.admitted import Admitted
+from proxy.request.calls import Call
+from proxy.request.forward import Forwarded
+from proxy.request.records import RequestRecord
+from proxy.server.tracing import spans
+from proxy.steps.attempt import Attempts, Serving
+from proxy.steps.preparation import Ready
+
+_W3C = TraceContextTextMapPropagator()
+_W3C_HEADERS = frozenset(name.encode() for name in _W3C.fields)
+_SERVER_ERROR = 500
+# The ids on the log lines of a request; see `_OWN_ID` in proxy/api/openai.py.
+_TRACE_ID = ContextVar[str](f"{STRUCTLOG_KEY_PREFIX}trace_id")
+_SPAN_ID = ContextVar[str](f"{STRUCTLOG_KEY_PREFIX}span_id")
+
+
+def trace_id() -> str | None:
+    """The id of the running request's trace, if the trace is kept."""
+    context = get_current_span().get_span_context()
+    return format_trace_id(context.trace_id) if context.trace_flags.sampled else None
+
+
+@contextmanager
+def _span(tracer: Tracer, name: str, kind: SpanKind = SpanKind.INTERNAL) -> Iterator[Span]:
+    """A span around a step of a request whose trace is kept."""
+    if not get_current_span().is_recording():
+        yield INVALID_SPAN
+        return
+    with tracer.start_as_current_span(
+        name, kind=kind, record_exception=False, set_status_on_exception=False
+    ) as span:
+        try:
+            yield span
+        except (Exception, asyncio.CancelledError) as error:
+            # Not its text, which may repeat the prompt.
+            _fail(span, type(error).__name__)
+            raise
+
+
+def _fail(span: Span, kind: str) -> None:
+    span.set_attribute("error.type", kind)
+    span.set_status(StatusCode.ERROR)
+
+
+@dataclass(frozen=True)
+class TracedDataPlane(DataPlane):
+    """A data plane whose requests have traces."""
+
+    tracer: Tracer = field(kw_only=True)
+
+    async def serve(self, exchange: Exchange) -> None:
+        """Serves a request in a span that goes on from the client's."""
+        path = exchange.target.partition(b"?")[0].decode("latin-1")
+        with self.tracer.start_as_current_span(
+            f"{exchange.method} {spans.route_name(path)}",
+            context=_W3C.extract(exchange.headers),
+            kind=SpanKind.SERVER,
+            attributes=spans.of_exchange(exchange.method, path),
+            record_exception=False,
+            set_status_on_exception=False,
+        ) as span:
+            context = span.get_span_context()
+            _TRACE_ID.set(format_trace_id(context.trace_id))
+            _SPAN_ID.set(format_span_id(context.span_id))
+            exchange.headers = _leading_here(exchange.headers)  # another kvpin may answer it
+            try:
+                await super().serve(exchange)
+            finally:
+                status = CLIENT_LEFT if exchange.status is None else exchange.status
+                span.set_attribute("http.response.status_code", status)
+                if status >= _SERVER_ERROR:
+                    _fail(span, str(status))
+
+    async def _body(self, exchange: Exchange, admitted: Admitted) -> JsonBody | None:
+        with _span(self.tracer, spans.PARSE):
+            return await super()._body(exchange, admitted)
+
+    def _call(
+        self,
+        exchange: Exchange,
+        path: str,
+        tenant: str | None,
+        own_id: str,
+        client_id: str | None,
+        body: RequestBody,
+    ) -> Call:
+        span = get_current_span()
+        span.set_attribute("kvpin.request.id", own_id)
+        if tenant is not None:
+            span.set_attribute("kvpin.tenant", tenant)
+        return super()._call(exchange, path, tenant, own_id, client_id, body)
+
+
+@dataclass(frozen=True)
+class TracedFlow(Flow):
+    """A flow whose steps have spans."""
+
+    tracer: Tracer = field(kw_only=True)
+
+    async def prepare(self, call: Call) -> Ready:
+        """Prepares a request in a span."""
+        with _span(self.tracer, spans.TOKENISE) as span:
+            ready = await super().prepare(call)
+            if ready.prompt is not None:
+                span.set_attribute("gen_ai.usage.input_tokens", len(ready.prompt.token_ids))
+            return ready
+
+    async def _placement(self, serving: Serving, step: Place) -> tuple[Placement, int] | None:
+        with _span(self.tracer, spans.PLACE) as span:
+            placed = await super()._placement(serving, step)
+            if placed is not None:
+                span.set_attributes(spans.of_placement(placed[0], serving.record))
+            return placed
+
+    async def _in_turn(self, ready: Ready, record: RequestRecord) -> None:
+        with _span(self.tracer, spans.QUEUE):
+            await super()._in_turn(ready, record)
+
+
+@dataclass(frozen=True)
+class TracedAttempts(Attempts):
+    """Runs attempts that have spans."""
+
+    tracer: Tracer = field(kw_only=True)
+
+    async def forward(
+        self, serving: Serving, ready: Ready, engine: Engine, lease: Lease, hold: Hold
+    ) -> Forwarded:
+        """Sends the request to the engine that it holds, within a span."""
+        self._add_hold(lease)
+        record = serving.record
+        with _span(self.tracer, spans.engine_span_name(record), SpanKind.CLIENT) as span:
+            if span.is_recording():
+                span.set_attributes(spans.of_engine_request(record, engine.adapter.spec))
+            ready = replace(ready, call=replace(ready.call, headers=_leading_here(ready.call.headers)))
+            answer = await super().forward(serving, ready, engine, lease, hold)
+            if span.is_recording():
+                span.set_attributes(spans.of_answer(record, answer))
+                if answer.error is not None:
+                    _fail(span, str(answer.status))
+            return answer
+
+    def _add_hold(self, lease: Lease) -> None:
+        """Adds the span from a request's placement until now. It is over only once the hold is entered."""
+        if get_current_span().is_recording():
+            began = time.time_ns() - round((time.monotonic() - lease.started) * 1e9)
+            self.tracer.start_span(spans.HOLD, start_time=began).end()
+
+
+def _leading_here(headers: Headers) -> Headers:
+    """The headers with the running span in their trace context."""
+    here: dict[str, str] = {}
+    _W3C.inject(here)
+    kept = [pair for pair in headers.raw if pair[0] not in _W3C_HEADERS]
+    return Headers(kept + Headers.of(here.items()).raw)

@@ -1,0 +1,185 @@
+"""Starts the workers, watches them, and passes on what signals say.
+
+    SIGTERM, SIGINT  go to all workers, each of which stops as one kvpin does; then the engines stop
+    SIGHUP           the engines follow the settings, and the workers read them again
+    a worker ends    it is started again, after a wait that doubles up to `MAX_BACKOFF_S`
+    a worker hangs   it is killed, and so ends
+
+The supervisor serves no request. If it is killed, its workers stop in order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+import time
+from asyncio.subprocess import Process
+from collections.abc import Callable
+from contextlib import closing, suppress
+
+import structlog
+
+from engine_adapter import EngineSpecError, ends_with_parent
+from proxy.fleet.process.managed_engine import end_of
+from proxy.runtime.tasks import Supervisor
+from proxy.server.checks import check
+from proxy.server.workers.directory import OwnDirectory
+from proxy.server.workers.fairness import ConnectionTally
+from proxy.server.workers.orders import Orders
+from proxy.server.workers.shared_engines import SharedEngines
+from proxy.server.workers.watchdog import SILENT_S, Watchdog, WorkerPulse
+from proxy.settings import Settings, SettingsError
+
+log = structlog.get_logger(__name__)
+
+# Wait before a worker is started again: at first, and at most. A worker that ran for `STEADY_S` begins anew.
+BACKOFF_S = 0.5
+MAX_BACKOFF_S = 30.0
+STEADY_S = 60.0
+_BAD_SETTINGS = 2
+_THIRD = 3
+_INTERRUPTED = 130
+
+
+class Workers:
+    """The workers of one port, and the engines that they share."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        load: Callable[[], Settings],
+        listeners: list[socket.socket],
+        *,
+        watchdog: Watchdog | None = None,
+    ) -> None:
+        """`load` reads the settings again. `watchdog`: that of this process. Raises SettingsError if there is
+        no place for the workers' sockets."""
+        self._watchdog = watchdog
+        self._silent_s = watchdog.silent_s if watchdog is not None else SILENT_S
+        self._settings, self._load, self._listeners = settings, load, listeners
+        self._directory = OwnDirectory()
+        self._tasks = Supervisor()
+        self._tally = ConnectionTally(self._directory.path, settings.workers)
+        for number in range(1, settings.workers + 1):
+            self._tally.leave(number)  # until it has started
+        self._running: dict[int, Process] = {}
+        self._engines = SharedEngines(self._directory.path, self._tasks, lambda: self._tell(signal.SIGHUP))
+        self._status = 0
+        self._stops = 0
+        self._stopping = asyncio.Event()
+
+    async def run(self) -> int:
+        """Runs until SIGTERM or SIGINT; returns the exit status. Raises EngineSpecError."""
+        loop = asyncio.get_running_loop()
+        for each in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(each, self._stop, each)
+        loop.add_signal_handler(signal.SIGHUP, self._reload)
+        if self._watchdog is not None:
+            self._tasks.keep("watchdog", self._watchdog.run)
+        try:
+            self._engines.follow(self._settings)
+            async with asyncio.TaskGroup() as group:
+                for number in range(1, self._settings.workers + 1):
+                    group.create_task(self._keep(number))
+        finally:
+            await self._engines.aclose()
+            await self._tasks.stop()
+            self._directory.remove()
+        return self._status
+
+    # --- workers ------------------------------------------------------------------------------------
+
+    async def _keep(self, number: int) -> None:
+        """Starts a worker, and starts it again whenever it ends, until kvpin stops."""
+        backoff_s, follows = BACKOFF_S, False
+        while not self._stopping.is_set():
+            begun = time.monotonic()
+            try:
+                status = await self._run_once(number, follows=follows)
+                error = end_of(status)
+            except OSError as not_started:  # e.g. no memory or no file descriptor is free: one may be later
+                status, error = None, f"it cannot be started: {not_started.strerror or not_started}"
+            if self._stopping.is_set():
+                return
+            if status == _BAD_SETTINGS and not follows:
+                self._status = status
+                self._stop(signal.SIGTERM)
+                return
+            if time.monotonic() - begun >= STEADY_S:
+                backoff_s = BACKOFF_S
+            log.warning(
+                "worker ended; it is started again", worker=number, error=error, restart_in_s=backoff_s
+            )
+            with suppress(TimeoutError):
+                async with asyncio.timeout(backoff_s):
+                    await self._stopping.wait()
+            backoff_s, follows = min(2 * backoff_s, MAX_BACKOFF_S), True
+
+    async def _run_once(self, number: int, *, follows: bool) -> int:
+        """Runs a worker once; returns its exit status, −N for signal N. Raises OSError if it cannot start."""
+        descriptors = tuple(listener.fileno() for listener in self._listeners)
+        orders = Orders(
+            number=number,
+            of=self._settings.workers,
+            listeners=descriptors,
+            directory=str(self._directory.path),
+            follows=follows,
+        )
+        with closing(WorkerPulse(self._directory.path / f"worker-{number}.alive", self._silent_s)) as pulse:
+            process = await asyncio.create_subprocess_exec(
+                *ends_with_parent([sys.executable, "-m", "proxy.cli", *sys.argv[1:]]),
+                env={**os.environ, **orders.variable(), **pulse.variables()},
+                pass_fds=descriptors,
+                start_new_session=True,  # Ctrl-C reaches the supervisor alone, which passes it on
+            )
+            self._running[number] = process
+            self._tasks.start(f"watch of worker {number}", self._watch(number, process, pulse))
+            if self._stopping.is_set():  # kvpin was told during the start
+                process.terminate()
+            log.info("worker started", worker=number, pid=process.pid)
+            try:
+                return await process.wait()
+            finally:
+                self._tasks.cancel(f"watch of worker {number}")
+                del self._running[number]
+                self._tally.leave(number)
+
+    async def _watch(self, number: int, process: Process, pulse: WorkerPulse) -> None:
+        """Kills a worker when it hangs."""
+        await pulse.until_silent()
+        log.error(
+            "worker hangs: it is killed, and the answers that it was giving are lost",
+            worker=number,
+            pid=process.pid,
+            silent_s=self._silent_s,
+        )
+        process.kill()
+
+    def _tell(self, number: signal.Signals) -> None:
+        for process in self._running.values():
+            with suppress(ProcessLookupError):
+                process.send_signal(number)
+
+    def _stop(self, number: signal.Signals) -> None:
+        """All workers stop; told again, they hurry."""
+        self._stops += 1
+        self._stopping.set()
+        for listener in self._listeners:
+            listener.close()  # the port closes when the last worker closes it
+        self._tell(number)
+        if self._stops >= _THIRD and number == signal.SIGINT:
+            os._exit(_INTERRUPTED)
+
+    # --- settings -----------------------------------------------------------------------------------
+
+    def _reload(self) -> None:
+        """Reads the settings again. If they cannot be used, nobody follows them."""
+        try:
+            settings = self._load()
+            check(settings)
+            self._engines.follow(settings)
+        except (SettingsError, EngineSpecError) as error:
+            log.error("settings not reloaded: the old ones stay", error=str(error))  # noqa: TRY400 - one sentence

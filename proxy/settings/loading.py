@@ -1,0 +1,290 @@
+"""Flags, environment and TOML file → Settings. Every error is one sentence that says where it is."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, get_args
+
+from pydantic import BaseModel, SecretStr, ValidationError
+from pydantic_core import ErrorDetails
+from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource
+from pydantic_settings import SettingsError as SourceError
+from typing_extensions import override
+
+from proxy.settings.engine_settings import EngineSettings, EnginesFile, option_names
+from proxy.settings.fields import SettingsError
+from proxy.settings.key_file import key_in
+from proxy.settings.schema import Settings
+from proxy.settings.sentences import details_of, plain_message
+
+PREFIX = "KVPIN_"
+DELIMITER = "__"
+CONFIG_VARIABLE = "KVPIN_CONFIG"
+# In the environment of a worker: its orders.
+WORKER_VARIABLE = "KVPIN_WORKER"
+# Variables that are no settings: commands and scripts read them.
+_NOT_SETTINGS = (CONFIG_VARIABLE, WORKER_VARIABLE, "KVPIN_URL", "KVPIN_CACHE")
+REUSE_SWITCHES = ("ENABLE_KV_CACHE_REUSE", "NIM_ENABLE_KV_CACHE_REUSE")
+_SWITCH_VALUES = {"1": True, "true": True, "0": False, "false": False}
+
+
+def load_settings(config: Path | None = None, **flags: Any) -> Settings:  # noqa: ANN401 - checked by the model
+    """The settings. Lowest to highest: defaults, TOML file, reuse switches, KVPIN_ variables, flags.
+
+    `config` is a TOML file; None takes the one that KVPIN_CONFIG names. `flags` are settings by name, nested
+    ones as mappings; None means "not given". Raises SettingsError with a line for each fault: an unknown key,
+    or a value that kvpin cannot use.
+    """
+    settings, faults = _checked(config, flags, makes_key=True)
+    if settings is None or faults:
+        raise SettingsError("\n".join(faults))
+    return settings
+
+
+def check_settings(config: Path | None = None, **flags: Any) -> tuple[Settings | None, list[str]]:  # noqa: ANN401
+    """The settings as `load_settings` takes them, None if they cannot be used, and every fault in a sentence.
+
+    What depends on several settings is checked only where each of them can be used. A missing file of the
+    admin key is no fault: `load_settings` makes it.
+    """
+    return _checked(config, flags, makes_key=False)
+
+
+def settings_file(config: Path | None) -> Path | None:
+    """The TOML file: `config`, else the one that KVPIN_CONFIG names, if any."""
+    named = os.environ.get(CONFIG_VARIABLE)
+    return Path(named) if config is None and named else config
+
+
+def _checked(
+    config: Path | None, flags: Mapping[str, Any], *, makes_key: bool
+) -> tuple[Settings | None, list[str]]:
+    """As `check_settings`; with `makes_key`, a missing file of the admin key is made."""
+    given = {name: value for name, value in flags.items() if value is not None}
+    config = settings_file(config)
+    from_file, switches = dict[str, Any](), dict[str, bool]()
+    faults: list[str] = []
+    try:
+        if config is not None:
+            from_file, faults = _read_file(config, Settings)
+    except SettingsError as error:
+        faults.append(str(error))
+    faults += _unknown_variables()
+    try:
+        switches = _read_switches()
+    except SettingsError as error:
+        faults.append(str(error))
+    loaded = _with_sources(from_file | switches)
+    try:
+        settings = loaded(**given)
+        file = settings.admin_key_file
+        if file is not None and (makes_key or file.exists()):
+            settings = loaded(**given, admin_key=_admin_key_in(file, settings))
+    except ValidationError as error:
+        wrong = (
+            _sentence(each, given, from_file, config)
+            for each in details_of(error)
+            if not _is_unknown_variable(each)
+        )
+        return None, faults + list(dict.fromkeys(line for each in wrong for line in each.splitlines()))
+    except SourceError as error:
+        return None, [*faults, _not_json(error)]
+    except SettingsError as error:
+        return None, [*faults, str(error)]
+    return settings, faults
+
+
+def _with_sources(lower: dict[str, Any]) -> type[Settings]:
+    """The settings whose sources are their arguments, the environment, and `lower`."""
+
+    class LoadedSettings(Settings):
+        """Settings with this call's sources."""
+
+        @override
+        @classmethod
+        def settings_customise_sources(
+            cls,
+            settings_cls: type[BaseSettings],
+            init_settings: PydanticBaseSettingsSource,
+            env_settings: PydanticBaseSettingsSource,
+            dotenv_settings: PydanticBaseSettingsSource,
+            file_secret_settings: PydanticBaseSettingsSource,
+        ) -> tuple[PydanticBaseSettingsSource, ...]:
+            return init_settings, env_settings, InitSettingsSource(settings_cls, init_kwargs=lower)
+
+    return LoadedSettings
+
+
+def _admin_key_in(file: Path, settings: Settings) -> SecretStr:
+    """The admin key of the file that the settings name; raises SettingsError."""
+    if settings.admin_key is not None:
+        raise SettingsError("admin_key and admin_key_file are both set: set only one")
+    try:
+        return SecretStr(key_in(file))
+    except ValueError as error:
+        raise SettingsError(f"setting 'admin_key_file' cannot be used: {error}") from error
+
+
+def _not_json(error: SourceError) -> str:
+    """One sentence for a variable whose text must be JSON; the library names only the setting."""
+    name = str(error).split('"')[1]
+    return (
+        f"setting {name!r} (from environment variable {_variable_of((name,))}) cannot be used: "
+        "the variable must be JSON, as in '[…]' or '{…}'"
+    )
+
+
+def _is_unknown_variable(error: ErrorDetails) -> bool:
+    """Whether `_unknown_variables` names it."""
+    variable = PREFIX + DELIMITER.join(str(part).upper() for part in error["loc"])
+    return error["type"] == "extra_forbidden" and _variable_of(error["loc"]) == variable
+
+
+def read_engines(path: Path) -> tuple[EngineSettings, ...]:
+    """The engines of a file, in the shape of the settings' `engines`: TOML, or JSON if it ends in `.json`.
+    Raises SettingsError if it cannot be read, or an engine cannot be used."""
+    values, faults = _read_file(path, EnginesFile)
+    if faults:
+        raise SettingsError(faults[0])
+    try:
+        return EnginesFile.model_validate(values).engines
+    except ValidationError as error:
+        first = details_of(error)[0]
+        if first["type"] == "missing" and first["loc"] == ("engines",):
+            raise SettingsError(
+                f"{str(path)!r} has no engines: write engines = [] if there are none"
+            ) from None
+        raise SettingsError(_sentence(first, {}, values, path).splitlines()[0]) from None
+
+
+def _read_file(config: Path, model: type[BaseModel]) -> tuple[dict[str, Any], list[str]]:
+    """The values of a file under names that are in the model, and a sentence for each other name. Raises
+    SettingsError if the file cannot be read."""
+    read, language = (json.loads, "JSON") if config.suffix == ".json" else (tomllib.loads, "TOML")
+    try:
+        values = read(config.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise SettingsError(f"settings file {str(config)!r} cannot be read: {reason}") from error
+    except (ValueError, RecursionError) as error:
+        why = "it is nested too deeply" if isinstance(error, RecursionError) else error
+        raise SettingsError(f"settings file {str(config)!r} is not {language}: {why}") from error
+    if not isinstance(values, dict):
+        raise SettingsError(f"settings file {str(config)!r} must be an object")
+    faults = []
+    for holder, parents, name, known in list(_unknown_keys(values, model, ())):
+        full = ".".join((*parents, name))
+        faults.append(f"unknown setting {full!r} in {str(config)!r}: {_hint(name, known)}")
+        del holder[name]
+    return values, faults
+
+
+def _unknown_keys(
+    values: dict[str, Any], model: type[BaseModel], parents: tuple[str, ...]
+) -> Iterator[tuple[dict[str, Any], tuple[str, ...], str, list[str]]]:
+    """Unknown keys, each with the object that has it, its parents and the names that exist there."""
+    options = option_names(values.get("kind")) if model.model_config.get("extra") == "allow" else ()
+    for name, value in values.items():
+        if name in options:
+            continue
+        if name not in model.model_fields:
+            yield values, parents, name, [*model.model_fields, *options]
+            continue
+        part = _part_model(model, name)
+        if part is None:
+            continue
+        if isinstance(value, dict):
+            yield from _unknown_keys(value, part, (*parents, name))
+        elif isinstance(value, list):
+            for index, item in enumerate(value):
+                if isinstance(item, dict):
+                    yield from _unknown_keys(item, part, (*parents, f"{name}[{index}]"))
+
+
+def _part_model(model: type[BaseModel], name: str) -> type[BaseModel] | None:
+    """The model of a nested setting, or of the entries of a list of them."""
+    annotation = model.model_fields[name].annotation
+    for candidate in (annotation, *get_args(annotation)):
+        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
+            return candidate
+    return None
+
+
+def _unknown_variables() -> Iterator[str]:
+    """A sentence for each KVPIN_ variable that no setting reads: a misspelt one must not pass in silence."""
+    for variable in os.environ:
+        if not variable.upper().startswith(PREFIX) or variable in _NOT_SETTINGS:
+            continue
+        model: type[BaseModel] | None = Settings
+        prefix = PREFIX
+        for name in variable[len(PREFIX) :].lower().split(DELIMITER):
+            if model is None or name not in model.model_fields:
+                known = list(model.model_fields) if model is not None else []
+                yield f"unknown environment variable {variable!r}: {_hint(name, known, prefix)}"
+                break
+            model, prefix = _part_model(model, name), f"{prefix}{name.upper()}{DELIMITER}"
+
+
+def _read_switches() -> dict[str, bool]:
+    """`reuse`, from the variables that NIM's users know."""
+    found: dict[str, bool] = {}
+    for name in REUSE_SWITCHES:
+        text = os.environ.get(name)
+        if not text:  # compose files set a variable they lack to the empty string
+            continue
+        value = _SWITCH_VALUES.get(text.strip().lower())
+        if value is None:
+            raise SettingsError(f"environment variable {name} is {text!r}: use 1, 0, true or false")
+        found[name] = value
+    if len(set(found.values())) > 1:
+        raise SettingsError(f"{' and '.join(found)} contradict each other: set only one")
+    return {"reuse": any(found.values())} if found else {}
+
+
+def _hint(name: str, known: list[str], variable: str = "") -> str:
+    """The nearest names, or all. `variable`: what stands before them where they are environment variables."""
+    near = difflib.get_close_matches(name.lower(), known, n=2, cutoff=0.6)
+    near = near or [candidate for candidate in known if name.lower() in candidate]
+    if variable:
+        near, known = ([f"{variable}{each.upper()}" for each in names] for names in (near, known))
+    if near:
+        return f"did you mean {' or '.join(repr(match) for match in near)}?"
+    return f"known here: {', '.join(known)}" if known else "this setting has no parts"
+
+
+def _sentence(
+    error: ErrorDetails, given: Mapping[str, Any], from_file: Mapping[str, Any], config: Path | None
+) -> str:
+    """One sentence for a validation error, without the value: it may be secret."""
+    location = error["loc"]
+    message = plain_message(error)
+    if not location:
+        return message
+    name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location)[1:]
+    top = str(location[0])
+    variable = _variable_of(location)
+    if top in given:
+        origin = "given as a flag"
+    elif variable is not None:
+        origin = f"from environment variable {variable}"
+    elif top in from_file:
+        origin = f"in {str(config)!r}"
+    else:
+        origin = "by default"
+    return f"setting {name!r} ({origin}) cannot be used: {message[:1].lower()}{message[1:]}"
+
+
+def _variable_of(location: tuple[int | str, ...]) -> str | None:
+    """The KVPIN_ variable that sets `location` or one of its parents; the longest name wins."""
+    parts = [str(part).upper() for part in location]
+    names = {name.upper(): name for name in os.environ}
+    for length in range(len(parts), 0, -1):
+        found = names.get(PREFIX + DELIMITER.join(parts[:length]))
+        if found is not None:
+            return found
+    return None

@@ -1,0 +1,5 @@
+"""The steps of `proxy/flow.py`.
+
+preparation.py  prepare: reads and tokenises the request, finds the pool that may serve it
+attempt.py      run: one attempt on one engine, from the lease to its release
+"""

@@ -1,0 +1,306 @@
+"""One attempt of a request on one engine.
+
+    lease → gather → hold → forward → audit → release
+
+Running takes an `InTurn`, which only the machine of the request's life makes (`core/life/`). Whatever fails
+is raised; the machine decides whether another engine is tried.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import dataclass
+from http import HTTPStatus
+from time import monotonic
+
+import structlog
+from msgspec.structs import replace
+
+from engine_adapter import (
+    EngineRejected,
+    Hold,
+    IncomingResponse,
+    JsonBody,
+    Transport,
+)
+from proxy.core.life import (
+    Answered,
+    Answering,
+    Attempt,
+    Began,
+    Blame,
+    Cause,
+    Command,
+    Entered,
+    Event,
+    Failed,
+    InTurn,
+    Life,
+    Sent,
+)
+from proxy.core.placement.decision import Placement
+from proxy.core.placement.whole_answers import Report
+from proxy.fleet.engine import Engine
+from proxy.fleet.ingest import Ingest
+from proxy.fleet.lease import Lease
+from proxy.fleet.lower_tiers import expect_below, look_below
+from proxy.fleet.pool import Pool
+from proxy.headers import ENGINE_HEADER, NOTE_HEADER, POLICY_HEADER, PREDICTED_HEADER
+from proxy.prompt import audit_tokens
+from proxy.request.admitted import Admitted
+from proxy.request.alarm import Alarm
+from proxy.request.calls import Call, Reply
+from proxy.request.error_table import cause_of
+from proxy.request.forward import Forwarded, Forwarding
+from proxy.request.migration import Passage, Room, passage_for
+from proxy.request.records import RequestRecord
+from proxy.request.retries import PASSED_ON, is_not_here, refusals_of
+from proxy.request.tenants import Tenants
+from proxy.request.transcript import Told
+from proxy.steps.preparation import Ready
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class Serving:
+    """A request that is being served: what the steps of its life have made so far.
+
+    Attributes:
+        call: the request as it came.
+        reply: the way back to its client.
+        record: kept of it.
+        life: the machine that decides what comes next.
+        alarm: ends a step that takes too long.
+        admitted: the permission to serve it: its tenant's quota, and memory for its body.
+        ready: the request as the next attempt gets it; `first`: as the first one got it.
+        placement: the engine it goes to, one of `n_candidates`.
+        engine: the engine of the running attempt, or of the last one.
+        passage: what the running attempt's stream passes; None if it ends with its engine.
+        cached: prompt tokens that the engine of the running attempt reused, as its headers tell.
+        told: what the client has of the answer; None before another engine goes on with it.
+        kept: bytes of its body that are kept so that another engine can go on.
+    """
+
+    call: Call
+    reply: Reply
+    record: RequestRecord
+    life: Life
+    alarm: Alarm
+    admitted: Admitted
+    ready: Ready | None = None
+    first: Ready | None = None
+    placement: Placement | None = None
+    n_candidates: int = 0
+    engine: Engine | None = None
+    passage: Passage | None = None
+    cached: int | None = None
+    told: Told | None = None
+    kept: int = 0
+
+    def take(self, event: Event) -> tuple[Command, ...]:
+        """Lets the machine take an event, and sets the alarm to the new state's deadline."""
+        commands = self.life.take(monotonic(), event)
+        self.alarm.set()
+        return commands
+
+    def is_ready(self, ready: Ready) -> None:
+        """The request was read. No name is left for the body that the client sent, if engines get another."""
+        self.ready = self.first = ready
+        self.call = ready.call
+
+    def failure(self, cause: Cause, error: Exception) -> Failed:
+        """The running step failed. Notes what the client has, for the engine that goes on with it."""
+        has_begun = self.reply.started
+        if has_begun and isinstance(self.life.state, Answering) and cause is not Cause.DIVERGED:
+            self.record.interrupted += 1
+            self.record.died.append(self.record.attempts[-1])
+        if has_begun and self.passage is not None:
+            self.told = self.passage.told(self.cached)
+        self.passage = None
+        if self.told is not None and self.first is not None:
+            self.ready = self.first.going_on(self.told)
+        error.__traceback__ = None  # it holds frames, and they hold the body
+        return Failed(cause, error, has_begun, can_go_on=self.told is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class Attempts:
+    """Runs attempts.
+
+    Attributes:
+        transport: sends requests to engines.
+        ingest: audits predictions; None when reuse is off.
+        tenants: whose KV lies under which salt.
+        room: memory for what running streams need to go on when their engine dies.
+    """
+
+    transport: Transport
+    ingest: Ingest | None
+    tenants: Tenants
+    room: Room
+
+    async def run(self, serving: Serving, turn: InTurn) -> Answered:
+        """Leases the engine whose turn it is, sends the request there, and audits the prediction.
+
+        Raises:
+            EngineUnavailable, EngineRejected: the engine failed.
+        """
+        ready, placement, record = serving.ready, serving.placement, serving.record
+        assert ready is not None and placement is not None  # noqa: S101, PT018 - `turn` says so
+        pool, engine = ready.pool, ready.pool.engines[turn.engine]
+        serving.engine, serving.passage, serving.cached, record.placement = engine, None, None, placement
+        known = ready.prompt is not None and ready.prompt.whole
+        with pool.lease(
+            placement,
+            ready.chain,
+            streams=ready.call.streams,
+            known=known,
+            session=ready.session,
+            on_lost=serving.alarm.engine_lost,
+        ) as lease:
+            serving.take(Entered())
+            engine.salts.note(self.tenants.owner(ready.salt), ready.salt)
+            await lease.gather()
+            async with self._hold(engine, ready) as hold:
+                await look_below(pool, engine, lease, ready.prompt, ready.chain)
+                record.placement, record.note = lease.refine(hold), hold.note
+                forwarded = await self.forward(serving, ready, engine, lease, hold)
+            self._close(serving, ready, engine, lease, hold, forwarded)
+        return Answered(is_error=forwarded.error is not None)
+
+    async def forward(
+        self, serving: Serving, ready: Ready, engine: Engine, lease: Lease, hold: Hold
+    ) -> Forwarded:
+        """Sends the request to the engine that it holds, and the answer to the client."""
+        call, reply, record = ready.call_for(engine), serving.reply, serving.record
+
+        def began(answer: IncomingResponse, cached: int | None) -> None:
+            serving.cached = cached
+            serving.alarm.progress = lambda: (answer.received, reply.waits)
+            serving.take(Began(is_socket=answer.status == HTTPStatus.SWITCHING_PROTOCOLS))
+            lease.first_byte(streamed=call.streams)
+            if not reply.started:
+                # Now, because the client may leave before the end.
+                record.first_byte_s, record.placed = lease.first_byte_s, lease.started
+
+        if ready.translation is not None:
+            ready.translation.predicted = ready.predicted(lease.placement, engine)
+        passage = serving.passage = self._passage(serving, ready, call, hold, engine)
+        kept = serving.call.body if serving.kept else None
+        reply.on_start = lambda: _forget_bodies(call, hold, kept)
+        headers = _headers(call, lease.placement, hold, reply)
+        refusals = refusals_of(call, serving.n_candidates)
+        serving.take(Sent())
+        return await Forwarding(engine.adapter, call, hold, reply, headers, refusals, passage, began).run(
+            self.transport
+        )
+
+    def blame(self, serving: Serving, attempt: Attempt) -> None:
+        """Notes what a failed attempt says about its engine."""
+        engine, error, route = serving.engine, attempt.error, serving.call.route
+        if engine is None:
+            return
+        match attempt.cause.blame:
+            case Blame.SUSPECT:
+                engine.suspect(error)
+            case Blame.CHECK:
+                engine.check_now.set()
+            case Blame.REFUSED:
+                status = getattr(error, "status", None)
+                log.warning("the engine refused a request", engine=engine.id, status=status, error=str(error))
+                engine.refused(error)
+            case Blame.LACKS if route in PASSED_ON:
+                engine.lacks.add(route)
+
+    def _passage(
+        self, serving: Serving, ready: Ready, call: Call, hold: Hold, engine: Engine
+    ) -> Passage | None:
+        """What the stream passes, if another engine could go on with it. Keeps the body for that."""
+        if ready.home is not None or len(ready.pool.engines) == 1:
+            return None
+        passage = passage_for(call, hold, engine.adapter.spec.kind, serving.told)
+        if passage is not None and not serving.kept and isinstance(call.body, JsonBody):
+            size = len(call.body.raw)
+            if not self.room.take(size):
+                return None
+            serving.kept = size
+        return passage
+
+    def _close(
+        self, serving: Serving, ready: Ready, engine: Engine, lease: Lease, hold: Hold, forwarded: Forwarded
+    ) -> None:
+        """Notes what the engine reported of a complete answer, and what it holds now."""
+        record, pool = serving.record, ready.pool
+        lease.report = Report(forwarded.cached_tokens, forwarded.output_tokens, forwarded.prefill)
+        record.status, record.error = forwarded.status, forwarded.error
+        record.reported_tokens, record.output_tokens = forwarded.cached_tokens, forwarded.output_tokens
+        self._check_tokens(pool, engine, hold, record)
+        lease.succeeded = forwarded.error is None and record.tokens_agree is not False
+        if lease.succeeded:
+            expect_below(pool, engine, ready.chain)
+        self._audit(engine, ready, lease, record)
+
+    def _audit(self, engine: Engine, ready: Ready, lease: Lease, record: RequestRecord) -> None:
+        """Compares a firm prediction with the engine's report."""
+        placement, reported = lease.placement, record.reported_tokens
+        is_known = ready.prompt is not None and placement.firm and record.tokens_agree is not False
+        if self.ingest is not None and is_known and reported is not None:
+            self.ingest.audit(engine, placement.predicted_tokens, reported, evicted_since=lease.evicted_since)
+
+    def _check_tokens(self, pool: Pool, engine: Engine, hold: Hold, record: RequestRecord) -> None:
+        """Compares our token ids of the prompt with the engine's, if the engine returned them."""
+        theirs = hold.answer.prompt_tokens() if hold.answer is not None else None
+        if theirs is None or record.prompt is None or not record.prompt.whole or pool.prompts is None:
+            return
+        record.tokens_agree = record.prompt.token_ids == theirs
+        difference = audit_tokens(pool.prompts, record.prompt, theirs)
+        if difference is not None:
+            log.warning(
+                "the engine's tokens of a prompt differ from kvpin's: its prediction is not used",
+                engine=engine.id,
+                request=record.request_id,
+                difference=difference,
+            )
+
+    def _hold(self, engine: Engine, ready: Ready) -> AbstractAsyncContextManager[Hold]:
+        """The request's hold on its engine. When reuse is off, the adapter holds no request with a body."""
+        call, prompt, body = ready.call, ready.prompt, ready.body_for(engine)
+        if self.ingest is None and body is not None:
+            return nullcontext(Hold(body))
+        if prompt is None or not prompt.whole:
+            return engine.adapter.hold(call.route, body, None)
+        return engine.adapter.hold(call.route, body, replace(prompt.kv, retention=ready.retention))
+
+
+def cause_for(error: Exception, serving: Serving) -> Cause:
+    """The cause that an error of an attempt is."""
+    if not isinstance(error, EngineRejected):
+        return cause_of(error)
+    if is_not_here(error) and error.status in refusals_of(serving.call, serving.n_candidates):
+        return Cause.ENGINE_LACKS
+    # In the middle of a stream, another engine may still go on with it, whatever this one says.
+    is_refusal = serving.reply.started or error.status in refusals_of(serving.call, serving.n_candidates)
+    return Cause.ENGINE_REFUSED if is_refusal else Cause.ENGINE_REJECTED
+
+
+def _forget_bodies(call: Call, hold: Hold, kept: object) -> None:
+    """Frees a request's bodies, which no engine gets any more. A stream may run for minutes.
+
+    `kept`: the body that another engine may get.
+    """
+    for body in {call.body, hold.body}:
+        if isinstance(body, JsonBody) and body is not kept:
+            body.forget()
+
+
+def _headers(call: Call, placement: Placement, hold: Hold, reply: Reply) -> dict[str, str]:
+    """The headers kvpin adds to the answer."""
+    headers = {
+        **dict.fromkeys(reply.dialect.id_headers, call.answer_id),
+        ENGINE_HEADER: placement.engine,
+        PREDICTED_HEADER: str(placement.predicted_tokens),
+        # A page that an engine answered must not act as kvpin's own page, which may use the admin API.
+        POLICY_HEADER: "sandbox",
+    }
+    return {**headers, NOTE_HEADER: hold.note} if hold.note else headers

@@ -1,0 +1,217 @@
+"""A request that can be placed: how it is read, and what the engine it is placed on gets of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from engine_adapter import Capability, JsonBody, RequestBody, Retention, Upload
+from engine_adapter.off_loop import JSON_BYTES_PER_MS, off_loop
+from proxy.core.admission import Needs
+from proxy.core.index.blocks import Chain
+from proxy.core.placement.decision import Placement
+from proxy.core.retention import retention_of
+from proxy.errors import MethodNotAllowed
+from proxy.fleet.destinations import Destination, Destinations
+from proxy.fleet.engine import Engine
+from proxy.fleet.pool import Pool
+from proxy.prompt import MediaUuids, Prompt
+from proxy.request.calls import Call
+from proxy.request.error_table import ANSWERED
+from proxy.request.retries import PASSED_ON
+from proxy.request.session import Session
+from proxy.request.tenants import Tenants
+from proxy.request.transcript import Told
+from proxy.request.translate import (
+    CHAT_PATH,
+    RESPONSES_PATH,
+    Predicted,
+    Translate,
+    Translation,
+    may_name_more,
+)
+from proxy.request.urgency import priority_in
+
+
+class Ready(Struct, frozen=True):
+    """A request that can be placed.
+
+    Attributes:
+        call: the request, its media checked, with a model name that its engines take.
+        pool: the engines that serve its model.
+        salt: the cache salt its KV lies under.
+        lora: the LoRA adapter it runs with.
+        prompt: its prompt as the engine will see it; None when reuse is off or the prompt cannot be known.
+        chain: the prompt's blocks; None without a prompt.
+        session: the conversation it belongs to; None when reuse is off.
+        retention: how long its client wants its KV kept; None when reuse is off.
+        translation: turns the answer to a chat into that of the API the client asked; None for its own.
+        home: the only engine that can serve it, which made the response that it names; None for any.
+        kind: the only kind of engine that can serve it, because one of them died in mid-answer; None for any.
+    """
+
+    call: Call
+    pool: Pool
+    salt: str | None
+    lora: str | None
+    prompt: Prompt | None
+    chain: Chain | None
+    session: Session | None = None
+    retention: Retention | None = None
+    translation: Translation | None = None
+    home: str | None = None
+    kind: str | None = None
+
+    @property
+    def needs(self) -> Needs:
+        """What it needs of an engine."""
+        call = self.call
+        route = call.route if call.route in PASSED_ON else None
+        return Needs(self.lora, call.native, route, self.home, self.kind)
+
+    def call_for(self, engine: Engine) -> Call:
+        """The request, with the engine's own model name in its query if it has no body."""
+        name = self._own_name(engine) if self.call.body is None else None
+        return self.call if name is None else self.call.naming(name)
+
+    def body_for(self, engine: Engine) -> RequestBody:
+        """The client's body, with the tenant's salt and the engine's own model name where these differ.
+
+        A LoRA adapter has the same name on every engine.
+        """
+        body, own_name = self.call.body, self._own_name(engine)
+        if isinstance(body, Upload):
+            return body if own_name is None else body.renamed(own_name)
+        if body is None:
+            return None
+        changes = {}
+        if self.salt != body.get("cache_salt") and engine.can(Capability.CACHE_SALT):
+            changes["cache_salt"] = self.salt
+        if own_name is not None:
+            changes["model"] = own_name
+        return body.replace(**changes) if changes else body
+
+    def _own_name(self, engine: Engine) -> str | None:
+        """The engine's own name of the model, where the request has another."""
+        model, info = self.pool.model, engine.info
+        return info.model if info is not None and self.call.model == model != info.model else None
+
+    def predicted(self, placement: Placement, engine: Engine) -> Predicted:
+        """The facts known of the prompt. If not all of the prompt is known: only the engine's block size."""
+        prompt, block = self.prompt, engine.info.tokens_per_block if engine.info is not None else None
+        if prompt is None or not prompt.whole:
+            return Predicted(tokens_per_block=block)
+        return Predicted(len(prompt.token_ids), placement.predicted_tokens, block)
+
+    def going_on(self, told: Told) -> Ready:
+        """The request for the engine that goes on with a stream. If that takes tokens, those that the client
+        has of the answer are part of its prompt."""
+        prompt, resumption, call = self.prompt, told.resumption, self.call
+        if resumption is None or not isinstance(call.body, JsonBody):
+            return replace(self, kind=told.kind)
+        call = replace(call, body=call.body.replace(**resumption.fields))
+        if prompt is None or prompt.extra_ids is not None:
+            return replace(self, call=call, kind=told.kind)
+        token_ids = prompt.token_ids + resumption.token_ids
+        prompt = dataclasses.replace(prompt, token_ids=token_ids, beginning=None)
+        return replace(self, call=call, kind=told.kind, prompt=prompt, chain=self.pool.chain(prompt))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Preparation:
+    """Reads requests as far as placement needs it.
+
+    Attributes:
+        destinations: which pool, or which engine, may serve a request.
+        tenants: tenant → cache salt.
+        media: the content behind clients' names of images.
+        translations: route → what translates a request there into a chat, for engines that want chats.
+        reuse: prompts are followed; without reuse, only those that are to be counted.
+    """
+
+    destinations: Destinations
+    tenants: Tenants
+    media: MediaUuids
+    translations: Mapping[str, Translate]
+    reuse: bool
+
+    async def prepare(self, call: Call) -> Ready:
+        """See `Flow.prepare`."""
+        priority_in(call.headers)  # a wrong one is refused even where no request waits
+        to = self.destinations.find(call)
+        if call.native is not None:
+            to.pool.check_serves(call.native)
+        translation = await self._translation(call, to.pool)
+        if translation is None:
+            return await self._ready(call, to, call.body)
+        chat = replace(call, path=CHAT_PATH, body=translation.chat)
+        with _in_the_words_of(translation):
+            ready = await self._ready(chat, to, call.body, counts=translation.counts)
+        return replace(ready, translation=translation)
+
+    async def _translation(self, call: Call, pool: Pool) -> Translation | None:
+        """The request's translation into a chat; None if the engines of the pool serve it as it is.
+
+        Raises:
+            MethodNotAllowed: it is translated, and only a POST is.
+        """
+        translate, body = self.translations.get(call.route), call.body
+        is_chat = translate is not None and call.route in pool.served_as_chats
+        if is_chat and call.method != "POST":
+            allow = "POST, OPTIONS"
+            raise MethodNotAllowed(f"{call.route} takes {allow}, not {call.method}", allow=allow)
+        if translate is None or not is_chat or not isinstance(body, JsonBody):
+            return None
+        is_long = call.route.startswith(RESPONSES_PATH) and may_name_more(body)
+        ms = math.inf if is_long else len(body.raw) / JSON_BYTES_PER_MS
+        return await off_loop(lambda: translate(body, call.tenant), ms=ms)
+
+    async def _ready(self, call: Call, to: Destination, asked: RequestBody, *, counts: bool = False) -> Ready:
+        """A request that engines understand.
+
+        Args:
+            call: the request.
+            to: where it may go.
+            asked: the body that the client sent.
+            counts: its prompt is only counted.
+        """
+        pool, salt = to.pool, None
+        if isinstance(call.body, JsonBody):
+            salt = self.tenants.salt(call.tenant, call.body.get("cache_salt"))
+            body = await self.media.admit(self.tenants.without_private(call.body), salt)
+            call = call if body is call.body else replace(call, body=body)
+        lora, call = pool.lora_of(to.model), _naming(call, to)
+        prompt = retention = None
+        if (self.reuse or counts) and pool.prompts is not None and isinstance(call.body, JsonBody):
+            prompt = await pool.prompts.build(
+                call.route, call.body, salt=salt, lora=lora, tenant=call.tenant, bounded=not counts
+            )
+            retention = retention_of(asked, call.tenant) if isinstance(asked, JsonBody) else None
+        session = call.session if self.reuse else None
+        return Ready(call, pool, salt, lora, prompt, pool.chain(prompt), session, retention, home=to.home)
+
+
+def _naming(call: Call, to: Destination) -> Call:
+    """The request with the engines' name of its model in place of the client's, unless they take any name."""
+    body, name = call.body, to.model
+    if name is None or name == call.model or to.pool.any_model:
+        return call
+    if body is None:
+        return call.naming(name)
+    return replace(call, body=body.renamed(name) if isinstance(body, Upload) else body.replace(model=name))
+
+
+@contextmanager
+def _in_the_words_of(translation: Translation) -> Iterator[None]:
+    """Lets errors of the block name the client's fields instead of those of the chat."""
+    try:
+        yield
+    except ANSWERED as error:
+        param = getattr(error, "param", None)
+        error.param = param and translation.param(param)  # type: ignore[union-attr]  # most have one
+        raise

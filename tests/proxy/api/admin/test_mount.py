@@ -1,0 +1,80 @@
+import pytest
+from structlog.testing import capture_logs
+
+from proxy.api.admin.mount import routes
+from proxy.api.auth import AdminGuard
+
+
+async def test_nothing_is_answered_without_the_key(world):
+    async with world.client(AdminGuard("admin-key")) as client:
+        for endpoint in world.endpoints:
+            answer = await client.request(endpoint.method, endpoint.path)
+            assert answer.status_code == 401, endpoint.path
+            assert answer.headers["www-authenticate"] == "Bearer"
+            assert answer.json()["error"]["code"] == "invalid_api_key"
+        assert (await client.get("/nowhere")).status_code == 401
+        good = await client.get("/stats", headers={"authorization": "Bearer admin-key"})
+        assert good.status_code == 200
+        assert (await client.get("/stats", headers={"authorization": "Bearer no"})).status_code == 401
+
+
+async def test_without_a_key_it_answers_this_machine_alone(world):
+    async with world.client(peer="10.0.0.7") as client:
+        answer = await client.get("/stats")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (403, "forbidden")
+    async with world.client() as client:
+        assert (await client.get("/stats", headers={"origin": "http://evil.example"})).status_code == 403
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/nowhere", 404),
+        ("GET", "/stats/", 404),
+        ("GET", "/flush", 405),
+        ("DELETE", "/stats", 405),
+        ("POST", "/stats", 405),
+    ],
+)
+async def test_routers_refusals_have_the_one_shape(client, method, path, status):
+    answer = await client.request(method, path)
+    assert answer.status_code == status
+    error = answer.json()["error"]
+    assert error["type"] == "invalid_request_error"
+    assert f"{method} /admin/v1{path}" in error["message"]
+
+
+async def test_head_is_answered_as_get(client):
+    answer = await client.head("/stats")
+    assert (answer.status_code, answer.content) == (200, b"")
+
+
+def test_every_endpoint_has_a_route_and_every_route_an_endpoint(world):
+    served = {(method, route.path) for route in routes(world.endpoints) for method in route.methods}
+    assert served - {("HEAD", path) for _, path in served} == {(e.method, e.path) for e in world.endpoints}
+
+
+def actions(entries):
+    names = ("method", "path", "status", "peer", "by")
+    return [tuple(e[name] for name in names) for e in entries if e["event"] == "admin action"]
+
+
+async def test_each_action_is_one_line_without_its_body_and_reading_is_none(world, pair):
+    key = {"authorization": "Bearer admin-key"}
+    async with world.client(AdminGuard("admin-key")) as client:
+        with capture_logs() as entries:
+            await client.get("/engines", headers=key)
+            await client.post("/flush", json={"prompt": "a secret"}, headers=key)
+            await client.post("/engines/a/drain", headers=key)
+            await client.post("/engines/%1b/drain", headers={"authorization": "Bearer wrong"})
+            await client.delete("/engines/b")
+    prefix = "/admin/v1/engines"
+    flush, *others = actions(entries)
+    assert flush[:2] == ("POST", "/admin/v1/flush")
+    assert others == [
+        ("POST", f"{prefix}/a/drain", 200, "127.0.0.1", "admin_key"),
+        ("POST", f"{prefix}/%1b/drain", 401, "127.0.0.1", None),
+        ("DELETE", f"{prefix}/b", 401, "127.0.0.1", None),
+    ]
+    assert "secret" not in str(entries)
+    assert "admin-key" not in str(entries)

@@ -1,0 +1,101 @@
+import base64
+import threading
+
+import numpy as np
+import pytest
+from safetensors.numpy import save
+
+from engine_adapter.prompt import extra_ids
+from proxy.api.admin import table_routes as routes
+from tests.kv_world import rejected, safetensors_of
+
+RAW = {"content-type": "application/octet-stream"}
+
+
+async def test_raw_bytes(client, pair):
+    answer = await client.post("/prompt_tables?id=t&extra_id=7", content=safetensors_of(), headers=RAW)
+    table = answer.json()
+    assert (answer.status_code, table["table_id"], table["extra_id"]) == (200, "t", 7)
+    assert (table["rows"], table["hidden"]) == (2, 4)
+    assert "t" in pair[0].prompt_tables
+    assert (await client.get("/prompt_tables")).json()["prompt_tables"] == [table]
+    assert (await client.delete("/prompt_tables/t")).status_code == 204
+    assert (await client.delete("/prompt_tables/t")).status_code == 404
+
+
+async def test_json_and_ids_from_content(client, pair):
+    data = base64.b64encode(safetensors_of()).decode()
+    first = (await client.post("/prompt_tables", json={"data": data})).json()
+    again = (await client.post("/prompt_tables", content=safetensors_of(), headers=RAW)).json()
+    assert first == again
+    assert first["extra_id"] > 0
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "x", "1.5", "18446744073709551616", "9" * 40, "٣"])
+async def test_extra_ids_are_uint64_above_0(client, pair, text):
+    answer = await client.post(
+        "/prompt_tables", params={"extra_id": text}, content=safetensors_of(), headers=RAW
+    )
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "extra_id")
+
+
+async def test_the_largest_extra_id(client, pair):
+    answer = await client.post(
+        "/prompt_tables", params={"extra_id": 2**64 - 1}, content=safetensors_of(), headers=RAW
+    )
+    assert answer.json()["extra_id"] == 2**64 - 1
+
+
+@pytest.mark.parametrize(
+    ("content", "said"), [(b"\x80\x04pickle", "pickle"), (b"PK\x03\x04", "pickle"), (b"xx", "safetensors")]
+)
+async def test_other_formats_are_refused(client, pair, content, said):
+    answer = await client.post("/prompt_tables", content=content, headers=RAW)
+    assert answer.status_code == 400
+    assert said in answer.json()["error"]["message"]
+
+
+async def test_other_content_under_the_same_id_is_a_conflict(client, pair):
+    await client.post("/prompt_tables?id=t", content=safetensors_of(), headers=RAW)
+    answer = await client.post("/prompt_tables?id=t", content=safetensors_of(value=0.25), headers=RAW)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (409, "conflict")
+
+
+async def test_what_an_engine_refuses_is_not_registered(client, pair):
+    pair[1].failure = rejected(400, "hidden size 4, the model has 256")
+    answer = await client.post("/prompt_tables", content=safetensors_of(), headers=RAW)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "table")
+    assert "hidden size 4" in answer.json()["error"]["message"]
+    assert (await client.get("/prompt_tables")).json() == {"prompt_tables": []}
+
+
+@pytest.mark.parametrize(
+    ("body", "param"), [({}, "data"), ({"data": "%%"}, "data"), ({"data": "", "name": "x"}, "name")]
+)
+async def test_wrong_json_names_its_field(client, pair, body, param):
+    answer = await client.post("/prompt_tables", json=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+@pytest.mark.parametrize("as_json", [True, False])
+async def test_a_large_table_is_read_off_the_event_loop(client, pair, monkeypatch, as_json):
+    """A table may have 128 MiB: reading and hashing it took 445 ms, in which no request was served."""
+    data = save({"t": np.zeros((512, 1024), np.float32)})
+    threads = {"hashed": [], "decoded": []}
+    content, decode = extra_ids.Embeddings.content, routes.decode
+    loop = threading.current_thread()
+
+    def noted(name, work):
+        threads[name].append(threading.current_thread())
+        return work()
+
+    monkeypatch.setattr(extra_ids.Embeddings, "content", lambda self: noted("hashed", lambda: content(self)))
+    monkeypatch.setattr(routes, "decode", lambda *given: noted("decoded", lambda: decode(*given)))
+    if as_json:
+        answer = await client.post("/prompt_tables", json={"data": base64.b64encode(data).decode()})
+    else:
+        answer = await client.post("/prompt_tables", content=data, headers=RAW)
+    assert answer.json()["rows"] == 512
+    assert len(threads["decoded"]) == as_json
+    assert len(threads["hashed"]) == 1
+    assert loop not in threads["hashed"] + threads["decoded"]

@@ -1,0 +1,417 @@
+"""Requests for several, over real sockets and a scripted engine."""
+
+import asyncio
+import gc
+import json
+from importlib import import_module
+
+import pytest
+
+from engine_adapter import JsonBody
+from proxy.api.fan_out import serve
+from tests.fakes import (
+    ASK,
+    CHAT,
+    DONE,
+    STREAM,
+    FakeEngine,
+    client_of,
+    connect_to,
+    event,
+    is_openai_error,
+    post,
+)
+
+COMPLETIONS = "/v1/completions"
+AT_ONCE = 16
+USAGE = {"prompt_tokens": 10, "completion_tokens": 2, "total_tokens": 12}
+HEAD = {"object": "text_completion", "created": 1, "model": "m"}
+
+
+@pytest.fixture(autouse=True)
+def few_at_once(monkeypatch):
+    """Fewer connections than in earnest, which a busy machine opens in time."""
+    monkeypatch.setattr(import_module("proxy.api.fan_out.serve_parts"), "AT_ONCE", AT_ONCE)
+
+
+def events_of(text):
+    return [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+
+
+def asked(exchange):
+    """What tells the parts of a request apart."""
+    return exchange.json.get("prompt", exchange.json.get("seed"))
+
+
+async def echo(exchange):
+    """Answers with what was asked; a stream by pieces."""
+    text, name = str(asked(exchange)), f"id-{asked(exchange)}"
+    if not exchange.json.get("stream"):
+        choices = [{"index": 0, "text": text, "finish_reason": "stop"}]
+        await exchange.send({"id": name, **HEAD, "choices": choices, "usage": USAGE})
+        return
+    pieces = [event({"id": name, **HEAD, "choices": [{"index": 0, "text": letter}]}) for letter in text]
+    if exchange.json.get("stream_options"):
+        pieces.append(event({"id": name, **HEAD, "choices": [], "usage": USAGE}))
+    await exchange.stream(*pieces, DONE)
+
+
+async def only(exchange, *, fails, script):
+    """`script` for the part that asks for `fails`, `echo` for the others."""
+    await (script if asked(exchange) == fails else echo)(exchange)
+
+
+async def never(exchange):
+    await exchange.left.wait()
+
+
+class TestWhole:
+    async def test_prompts_and_choices(self, engine, client):
+        engine.script = echo
+        body = {"model": "m", "prompt": ["one", "two"], "n": 2, "user": "u"}
+        response = await client.post(COMPLETIONS, json=body)
+        assert response.status_code == 200
+        made = response.json()
+        assert [(choice["index"], choice["text"]) for choice in made["choices"]] == [
+            (0, "one"), (1, "one"), (2, "two"), (3, "two"),
+        ]  # fmt: skip
+        assert made["id"] == "id-one"
+        assert made["usage"] == {"prompt_tokens": 20, "completion_tokens": 8, "total_tokens": 28}
+        assert sorted(exchange.body for exchange in engine.seen) == sorted(
+            b'{"model":"m","prompt":"%b","user":"u"}' % prompt
+            for prompt in (b"one", b"two")
+            for _ in range(2)
+        )
+
+    async def test_each_part_has_a_record_with_the_number_after_its_id(self, engine, proxy, client):
+        engine.script = echo
+        response = await client.post(CHAT, json={**ASK, "n": 3})
+        own = response.headers["x-request-id"]
+        assert response.headers["x-kvpin-engine"] == "a"
+        assert sorted(record.request_id for record in proxy.requests) == [f"{own}-{at}" for at in range(3)]
+        assert proxy.requests.get(own).client_request_id == own
+        assert all(record.output_tokens == 2 for record in proxy.requests)
+
+    async def test_a_clients_own_id_is_kept(self, engine, proxy, client):
+        engine.script = echo
+        response = await client.post(CHAT, json={**ASK, "n": 2}, headers={"x-request-id": "mine"})
+        assert response.headers["x-request-id"] == "mine"
+        assert proxy.requests.get("mine").client_request_id == "mine"
+
+    async def test_the_best_choices(self, engine, client):
+        scores = iter([-3.0, -1.0, -2.0])
+
+        async def script(exchange):
+            assert exchange.json["logprobs"] == 1
+            score = next(scores)
+            logprobs = {"token_logprobs": [score]}
+            await exchange.send({"choices": [{"index": 0, "text": str(score), "logprobs": logprobs}]})
+
+        engine.script = script
+        body = {"model": "m", "prompt": "one", "n": 2, "best_of": 3}
+        made = (await client.post(COMPLETIONS, json=body)).json()
+        assert made["choices"] == [
+            {"index": 0, "text": "-1.0", "logprobs": None},
+            {"index": 1, "text": "-2.0", "logprobs": None},
+        ]
+
+    async def test_many_prompts_are_served_some_at_a_time(self, engine, client):
+        most = now = 0
+
+        async def script(exchange):
+            nonlocal most, now
+            now += 1
+            most = max(most, now)
+            await asyncio.sleep(0.001)
+            now -= 1
+            await echo(exchange)
+
+        engine.script = script
+        prompts = [f"p{number}" for number in range(2048)]
+        response = await client.post(COMPLETIONS, json={"model": "m", "prompt": prompts}, timeout=60)
+        made = response.json()
+        assert [choice["text"] for choice in made["choices"]] == prompts
+        assert made["usage"]["prompt_tokens"] == 10 * len(prompts)
+        assert 1 < most <= AT_ONCE
+
+    async def test_long_bodies_wait_for_memory(self, engine, client, monkeypatch):
+        monkeypatch.setattr(import_module("proxy.api.fan_out.serve_parts"), "BYTES_AT_ONCE", 5000)
+        at_once = most = 0
+
+        async def script(exchange):
+            nonlocal at_once, most
+            at_once += 1
+            most = max(most, at_once)
+            await asyncio.sleep(0.02)
+            at_once -= 1
+            await echo(exchange)
+
+        engine.script = script
+        body = {"model": "m", "prompt": ["a" * 2000] * 7}
+        assert len((await client.post(COMPLETIONS, json=body)).json()["choices"]) == 7
+        assert most == 2
+        body["prompt"] = ["a" * 9000] * 2
+        assert len((await client.post(COMPLETIONS, json=body)).json()["choices"]) == 2
+
+    async def test_a_wrong_number_is_refused(self, engine, client):
+        response = await client.post(CHAT, json={**ASK, "n": 129})
+        assert is_openai_error(response, 400, param="n")
+        assert not engine.seen
+
+    async def test_an_engine_that_can_gets_it_as_it_is(self, engine, proxy):
+        proxy.add(engine)
+        async with client_of(proxy) as client:
+            body = b'{"model":"m", "messages":[], "n":2}'
+            await client.post(CHAT, content=body)
+        assert [exchange.body for exchange in engine.seen] == [body]
+
+    async def test_an_unknown_model_is_refused_with_a_record(self, proxy, client):
+        response = await client.post(CHAT, json={**ASK, "model": "other", "n": 2})
+        assert is_openai_error(response, 404, "model_not_found")
+        assert proxy.last.status == 404
+
+
+class TestStream:
+    async def test_events_are_merged(self, engine, client):
+        engine.script = echo
+        body = {
+            "model": "m",
+            "prompt": ["one", "three"],
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        response = await client.post(COMPLETIONS, json=body)
+        assert response.headers["content-type"] == "text/event-stream"
+        assert response.headers["x-kvpin-engine"] == "a"
+        assert response.text.count("[DONE]") == 1
+        assert response.text.endswith("data: [DONE]\n\n")
+        *events, last = events_of(response.text)
+        assert {sent["id"] for sent in events} == {last["id"]}
+        texts = ["", ""]
+        for sent in events:
+            texts[sent["choices"][0]["index"]] += sent["choices"][0]["text"]
+        assert texts == ["one", "three"]
+        assert last["choices"] == []
+        assert last["usage"] == {"prompt_tokens": 20, "completion_tokens": 4, "total_tokens": 24}
+
+    async def test_usage_only_if_asked(self, engine, client):
+        engine.script = echo
+        response = await client.post(CHAT, json={**STREAM, "n": 2, "seed": 4})
+        assert all(sent["choices"] for sent in events_of(response.text))
+        assert response.text.endswith("data: [DONE]\n\n")
+
+    async def test_events_arrive_as_they_are_made(self, engine, client):
+        go_on = asyncio.Event()
+
+        async def script(exchange):
+            await exchange.start()
+            await exchange.chunk(event({"id": "x", "choices": [{"index": 0, "text": asked(exchange)}]}))
+            await go_on.wait()
+            await exchange.chunk(DONE)
+            await exchange.end()
+
+        engine.script = script
+        body = {"model": "m", "prompt": ["one", "two"], "stream": True}
+        async with client.stream("POST", COMPLETIONS, json=body) as response:
+            lines = response.aiter_lines()
+            early = [line async for line in _some(lines, 4)]
+            assert {events_of(line)[0]["choices"][0]["index"] for line in early if line} == {0, 1}
+            go_on.set()
+            assert [line async for line in lines if line] == ["data: [DONE]"]
+
+    async def test_a_slow_client_slows_all_parts_down(self, engine, proxy, client):
+        sent = 0
+
+        async def script(exchange):
+            nonlocal sent
+            await exchange.start()
+            while not exchange.left.is_set() and sent < 1000:
+                await exchange.chunk(event({"id": "x", "choices": [{"index": 0, "text": "x" * 65536}]}))
+                sent += 1
+            await exchange.chunk(DONE)
+            await exchange.end()
+
+        engine.script = script
+        body = json.dumps({"model": "m", "prompt": ["one", "two"], "stream": True}).encode()
+        reader, writer = await connect_to(proxy)
+        writer.write(post(COMPLETIONS, body))
+        await engine.request(1)
+        await asyncio.sleep(0.5)
+        assert sent < 900
+        whole = await asyncio.wait_for(reader.read(-1), 60)
+        writer.close()
+        assert whole.count(b'"text":') == sent
+        assert b"[DONE]" in whole
+
+
+async def _some(lines, number):
+    async for line in lines:
+        yield line
+        number -= 1
+        if not number:
+            return
+
+
+class TestFailures:
+    @pytest.mark.parametrize("stream", [False, True])
+    async def test_an_error_before_anything_was_sent_is_the_answer(self, engine, proxy, client, stream):
+        begun = asyncio.Event()
+
+        async def script(exchange):
+            if asked(exchange) == "bad":
+                await begun.wait()
+                await exchange.send({"error": {"message": "no such prompt", "param": "prompt"}}, status=400)
+            else:
+                begun.set()
+                await exchange.left.wait()  # it is cancelled
+
+        engine.script = script
+        body = {"model": "m", "prompt": ["good", "bad"], "stream": stream}
+        response = await client.post(COMPLETIONS, json=body)
+        assert is_openai_error(response, 400, param="prompt")
+        await asyncio.wait_for(engine.seen[0].left.wait(), 5)
+        errors = {record.status: record.error for record in proxy.requests}
+        assert errors == {400: "no such prompt", 499: "another part of the request failed"}
+
+    async def test_so_is_the_error_of_a_part_that_no_engine_takes(self, engine, client):
+        async def script(exchange):
+            await exchange.send({"error": {"message": "full"}}, status=503)
+
+        engine.script = script
+        response = await client.post(CHAT, json={**ASK, "n": 2})
+        assert is_openai_error(response, 503)
+
+    async def test_what_failed_is_let_go_at_once(self, engine, proxy, client):
+        async def script(exchange):
+            await exchange.send({"error": {"message": "full"}}, status=503)
+
+        engine.script = script
+        gc.collect()
+        gc.disable()
+        try:
+            before = bodies()
+            for _ in range(3):
+                await client.post(COMPLETIONS, json={"model": "m", "prompt": ["one", "two"]})
+            await proxy.settled()
+            assert bodies() == before
+        finally:
+            gc.enable()
+
+    @pytest.mark.parametrize("how", ["dies", "error event", "refused", "ends early", "no event"])
+    async def test_in_mid_stream_the_stream_breaks_off(self, engine, proxy, client, how):
+        async def fail(exchange):
+            await begun.wait()
+            if how == "refused":
+                await exchange.send({"error": {"message": "oh no"}}, status=400)
+                return
+            await exchange.start()
+            await exchange.chunk(event({"id": "b", "choices": [{"index": 0, "text": "b"}]}))
+            if how == "dies":
+                exchange.die()
+                return
+            if how != "ends early":
+                await exchange.chunk(
+                    event({"error": {"message": "oh no"}}) if how == "error event" else b"data: x\n\n"
+                )
+            await exchange.end()
+
+        async def go_on(exchange):
+            await exchange.start()
+            await exchange.chunk(event({"id": "a", "choices": [{"index": 0, "text": "a"}]}))
+            begun.set()
+            await exchange.left.wait()
+
+        begun = asyncio.Event()
+        engine.script = lambda exchange: (fail if asked(exchange) == "bad" else go_on)(exchange)
+        body = json.dumps({"model": "m", "prompt": ["good", "bad"], "stream": True}).encode()
+        reader, writer = await connect_to(proxy)
+        writer.write(post(COMPLETIONS, body))
+        whole = await asyncio.wait_for(reader.read(-1), 10)
+        writer.close()
+        sent = events_of(whole.decode())
+        assert sent[0]["choices"][0] == {"index": 0, "text": "a"}
+        assert sent[-1]["error"]["message"]
+        assert b"[DONE]" not in whole
+        assert not whole.endswith(b"0\r\n\r\n")
+        await proxy.settled()
+
+    async def test_a_stream_that_begins_with_an_error(self, engine, proxy):
+        async def script(exchange):
+            await exchange.stream(event({"error": {"message": "oh no"}}))
+
+        engine.script = script
+        proxy.add(engine, runs_several=False)
+        reader, writer = await connect_to(proxy)
+        writer.write(post(CHAT, json.dumps({**STREAM, "n": 2}).encode()))
+        whole = await asyncio.wait_for(reader.read(-1), 10)
+        writer.close()
+        assert whole.startswith(b"HTTP/1.1 200")
+        assert [sent["error"]["message"] for sent in events_of(whole.decode())] == ["oh no"]
+        assert not whole.endswith(b"0\r\n\r\n")
+
+    async def test_a_whole_answer_that_breaks_off(self, engine, client):
+        async def script(exchange):
+            await exchange.start(200, [("content-type", "text/plain")])
+            await exchange.chunk(b"{")
+            exchange.die()
+
+        engine.script = script
+        assert is_openai_error(await client.post(CHAT, json={**ASK, "n": 2}), 502, "engine_failed")
+
+    async def test_an_answer_without_choices(self, engine, client):
+        async def script(exchange):
+            await exchange.send({"object": "list"})
+
+        engine.script = script
+        assert is_openai_error(await client.post(CHAT, json={**ASK, "n": 2}), 502, "engine_failed")
+
+    async def test_a_part_is_tried_on_another_engine(self, engine, proxy, client):
+        async def refuse(exchange):
+            await exchange.send({"error": {"message": "full"}}, status=503)
+
+        async with FakeEngine("b", echo) as other:
+            proxy.add(other, runs_several=False)
+            engine.script = refuse
+            response = await client.post(COMPLETIONS, json={"model": "m", "prompt": ["one", "two"]})
+            assert [choice["text"] for choice in response.json()["choices"]] == ["one", "two"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_when_the_client_leaves_all_parts_are_cancelled(engine, proxy, client, stream):
+    engine.script = never
+    _, writer = await connect_to(proxy)
+    prompts = [str(number) for number in range(AT_ONCE + 5)]
+    writer.write(post(COMPLETIONS, json.dumps({"model": "m", "prompt": prompts, "stream": stream}).encode()))
+    await engine.request(AT_ONCE - 1)
+    writer.close()
+    for exchange in engine.seen:
+        await asyncio.wait_for(exchange.left.wait(), 5)
+    await proxy.settled()
+    assert len(engine.seen) == AT_ONCE
+    assert {(record.status, record.error) for record in proxy.requests} == {(499, "the client left")}
+
+
+async def test_a_plain_request_is_the_flows_own_work(proxy, client, monkeypatch):
+    """Nothing stands between: no task, no frame."""
+    seen = []
+
+    async def plain(call, reply, admitted):
+        seen.append((call, reply, admitted))
+
+    class Flow:
+        fleet, ingest, serve = proxy.fleet, None, staticmethod(plain)
+
+    from proxy.request.admitted import Admitted
+    from proxy.request.calls import Call, Nobody, Reply
+
+    call, reply = Call("r", "POST", CHAT, {}, JsonBody(json.dumps(ASK).encode())), Reply(Nobody())
+    admitted = Admitted.of_kvpin()
+    work = serve(Flow, call, reply, admitted)
+    assert work.cr_code is plain.__code__
+    await work
+    assert seen == [(call, reply, admitted)]
+
+
+def bodies():
+    """Bodies in memory that were not let go."""
+    return sum(type(thing) is JsonBody and hasattr(thing, "raw") for thing in gc.get_objects())

@@ -1,0 +1,395 @@
+"""Two proxies before an engine that only one may use: what the other one is asked goes to its owner."""
+
+import asyncio
+import contextlib
+from dataclasses import replace
+from types import SimpleNamespace
+
+import httpx
+import pytest
+from websockets.asyncio.client import connect
+from websockets.asyncio.server import serve
+
+from engine_adapter import EngineUnavailable
+from engine_adapter.openai_compatible import ROUTES
+from proxy.api.relay import to_owner
+from proxy.control.stats import stats
+from proxy.core.peers import claims
+from proxy.core.quotas import TenantLimits
+from proxy.fleet.engine import EngineState
+from proxy.peers import peers
+from proxy.peers.peers import _JOIN_POLL_S
+from proxy.peers.unix_bus import UnixBus
+from proxy.request.tenants import ApiKey, Tenants
+from tests.fakes import DONE, INFO, FakeAdapter, client_of, event, is_openai_error, proxy_over
+from tests.proxy.peers.reachable import reachable
+from tests.proxy.peers.world import until
+
+COMPLETIONS = "/v1/completions"
+BODY = b'{"model": "m",  "prompt": "caf\xc3\xa9", "max_tokens": 1 }'
+KEY = {"authorization": "Bearer key"}
+
+
+class Owned(FakeAdapter):
+    one_owner = True
+
+
+def slots(engine):
+    return Owned("slots", engine.url, replace(INFO, routes=ROUTES))
+
+
+@pytest.fixture
+def bus(tmp_path, monkeypatch):
+    monkeypatch.setattr(claims, "SETTLE_S", 0.2)
+    monkeypatch.setattr(to_owner, "WAIT_S", 0.5)
+    return lambda owner: UnixBus(tmp_path / "bus", owner)
+
+
+@contextlib.asynccontextmanager
+async def two(bus, engine, *others, is_reachable=True, **options):
+    """The owner of an engine, and another proxy, which has further engines. `tenants` may be a function that
+    makes those of each."""
+    tenants = options.pop("tenants", lambda: Tenants(()))
+    made = tenants if callable(tenants) else lambda: tenants
+    async with contextlib.AsyncExitStack() as stack:
+        options["tenants"] = made()
+        owner = await stack.enter_async_context(
+            proxy_over(slots(engine), reuse=True, exchange=bus, **options)
+        )
+        options["tenants"] = made()
+        if is_reachable:
+            await stack.enter_async_context(reachable(owner))
+        else:
+            owner.peers._bus.http_socket = None
+        await until(owner.fleet.engines["slots"].mine.is_set)
+        other = await stack.enter_async_context(proxy_over(*others, reuse=True, exchange=bus, **options))
+        other.fleet.add(slots(engine))
+        await until(lambda: other.fleet.engines["slots"].state is EngineState.ELSEWHERE)
+        yield owner, other
+
+
+async def test_the_owner_answers_as_if_it_had_been_asked(bus, engine):
+    tenants = Tenants([ApiKey.of("key", "t")], {})
+    async with two(bus, engine, tenants=tenants) as (owner, other), client_of(other, headers=KEY) as client:
+        sent = {"content-type": "application/json", "x-request-id": "mine", "openai-organization": "o"}
+        answer = await client.post(COMPLETIONS, content=BODY, headers=sent)
+        assert answer.status_code == 200
+        assert answer.headers["x-request-id"] == "mine"
+        assert answer.headers["x-kvpin-engine"] == "slots"
+        assert (await client.get("/v1/models")).json()["data"][0]["id"] == "m"
+        assert (await client.get("/v1/models/m")).json()["id"] == "m"
+        wrong = await client.post(COMPLETIONS, content=BODY, headers={"authorization": "Bearer no"})
+        assert is_openai_error(wrong, 401)
+        assert (await client.get("/health/ready")).json()["elsewhere"]["slots"].startswith("used through the")
+        name = owner.peers._announcer.name
+        told = await stats(other.fleet, [], other.peers, reuse=True)
+        (unconnected,) = told.unconnected
+        assert (unconnected.last_error, unconnected.owner) == (None, name)
+        assert (told.totals.elsewhere, told.passed_on) == (1, {name: 1})
+    assert owner.last.tenant == "t"
+    assert list(other.requests) == []
+    (seen,) = engine.seen
+    assert BODY[:-2] in seen.body  # the tenant's salt comes after it
+    assert seen.headers["openai-organization"] == "o"
+
+
+async def test_who_is_asked_counts_the_request_and_the_owner_its_tokens(bus, engine, stream):
+    def tenants():
+        limits = TenantLimits(tokens_per_minute=1000, concurrent_requests=1)
+        return Tenants([ApiKey.of("key", "t")], {"t": limits})
+
+    async with two(bus, engine, tenants=tenants) as (owner, other), client_of(other, headers=KEY) as client:
+        used = [proxy.tenants.quota("t") for proxy in (owner, other)]
+        async with client.stream("POST", COMPLETIONS, json=STREAM) as answer:
+            await anext(answer.aiter_bytes())
+            assert [quota._running for quota in used] == [0, 1]
+            refused = await client.post(COMPLETIONS, content=BODY)
+            assert is_openai_error(refused, 429, "rate_limit_exceeded")
+            assert (other.last.status, len(engine.seen)) == (429, 1)
+            stream.set()
+        await owner.settled()
+        assert [quota._running for quota in used] == [0, 0]
+        assert owner.last.tenant == "t"
+        await until(lambda: used[1]._tokens._left < 1000)  # the owner has told of the tokens
+
+
+async def test_errors_and_uploads_pass_as_they_are(bus, engine):
+    async def refuse(exchange):
+        await exchange.send({"error": {"message": "no", "param": "n"}}, status=400)
+
+    async def take(exchange):
+        await exchange.send({"text": "heard"})
+
+    engine.script = take
+    async with two(bus, engine) as (_, other), client_of(other) as client:
+        files = {"file": ("a.wav", b"sound" * 1000), "model": (None, "m")}
+        assert (await client.post("/v1/audio/transcriptions", files=files)).status_code == 200
+        engine.script = refuse
+        assert is_openai_error(await client.post(COMPLETIONS, content=BODY), 400, param="n")
+        assert is_openai_error(await client.post(COMPLETIONS, content=b"{"), 400)
+    assert b"sound" * 1000 in engine.seen[0].body
+
+
+@pytest.fixture
+def stream(engine):
+    """The engine streams one event, and the rest when this is set."""
+    more = asyncio.Event()
+
+    async def script(exchange):
+        await exchange.start()
+        await exchange.chunk(event({"choices": []}))
+        await more.wait()
+        await exchange.chunk(DONE)
+        await exchange.end()
+
+    engine.script = script
+    return more
+
+
+STREAM = {"model": "m", "prompt": "a", "stream": True}
+
+
+async def test_a_stream_passes_as_it_comes_and_ends_with_its_client(bus, engine, stream):
+    async with two(bus, engine) as (owner, other), client_of(other) as client:
+        async with client.stream("POST", COMPLETIONS, json=STREAM) as answer:
+            assert (await anext(answer.aiter_bytes())).startswith(b"data: ")
+            assert owner.fleet.engines["slots"].ledger.in_flight == 1
+        await owner.settled()
+        assert owner.last.status == 499
+        stream.set()
+        whole = await client.post(COMPLETIONS, json=STREAM)
+        assert whole.content.endswith(b"data: [DONE]\n\n")
+
+
+async def test_a_websocket_passes_both_ways(bus):
+    async def echo(connection):
+        async for message in connection:
+            await connection.send(message)
+
+    async with serve(echo, "127.0.0.1", 0) as server:
+        engine = SimpleNamespace(url=f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        async with two(bus, engine) as (owner, other):
+            url = f"{other.url.replace('http', 'ws', 1)}/v1/realtime?model=m"
+            async with connect(url, proxy=None) as client:
+                for message in ("hello", b"\x00" * 300_000):
+                    await client.send(message)
+                    assert await client.recv() == message
+                assert owner.fleet.engines["slots"].ledger.in_flight == 1
+            await owner.settled()
+
+
+async def test_a_request_stays_here_where_an_engine_of_its_model_does(bus, engine, other):
+    async with two(bus, engine, other) as (_, second), client_of(second) as client:
+        assert (await client.post(COMPLETIONS, content=BODY)).headers["x-kvpin-engine"] == "b"
+        assert is_openai_error(
+            await client.post(COMPLETIONS, json={"model": "n", "prompt": "a"}), 404, "model_not_found"
+        )
+    assert engine.seen == []
+
+
+async def test_it_goes_to_the_owner_of_its_model_where_there_are_other_engines_too(bus, engine, other):
+    adapter = FakeAdapter("b", other.url, model="n")
+    async with two(bus, engine, adapter, aliases={"alias": "m"}) as (_, second), client_of(second) as client:
+        for name in ("m", "alias"):
+            answer = await client.post(COMPLETIONS, json={"model": name, "prompt": "a"})
+            assert answer.headers["x-kvpin-engine"] == "slots"
+        names = [each["id"] for each in (await client.get("/v1/models")).json()["data"]]
+        assert set(names) == {"m", "n"}
+    assert other.seen == []
+
+
+async def test_one_that_stands_by_has_joined_and_is_quiet(bus, engine):
+    async with two(bus, engine, is_reachable=False) as (owner, other), client_of(other) as client:
+        await until(lambda: owner.peers.is_ready)
+        answer = await client.get("/health/ready")
+        assert answer.status_code == 503
+        assert (answer.json()["engines"], answer.json()["exchange"]) == ({"slots": "elsewhere"}, "ok")
+        told = other.peers.counts.told
+        await asyncio.sleep(2 * _JOIN_POLL_S * 10)
+        assert other.peers.counts.told - told <= 8  # not with each look
+
+
+async def test_what_was_passed_on_is_not_passed_on_again(bus, engine):
+    async with two(bus, engine) as (_, other), reachable(other):
+        transport = httpx.AsyncHTTPTransport(uds=str(other.peers.http_socket))
+        async with httpx.AsyncClient(transport=transport, base_url="http://kvpin") as peer:
+            answer = await peer.post(COMPLETIONS, content=BODY)
+            assert is_openai_error(answer, 503, "no_engine")
+            assert answer.headers["retry-after"] == "1"
+    assert engine.seen == []
+
+
+async def test_of_an_owner_that_cannot_be_reached_the_machine_is_named(bus, engine):
+    async with two(bus, engine, is_reachable=False) as (owner, other), client_of(other) as client:
+        answer = await client.post(COMPLETIONS, content=BODY)
+        assert is_openai_error(answer, 503, "no_engine")
+        machine, _, process = owner.peers._announcer.name.rpartition(":")
+        assert f"send them to the kvpin on {machine}" in answer.text
+        assert process not in answer.text
+        ready = await client.get("/health/ready")
+        assert ready.status_code == 503
+        assert owner.peers._announcer.name in ready.json()["elsewhere"]["slots"]
+
+
+async def test_an_owner_that_goes_away_is_a_503_and_a_broken_stream_says_so(bus, engine, stream):
+    async with two(bus, engine) as (owner, other), client_of(other) as client:
+        await until(lambda: other.peers.is_ready)
+        assert (await client.get("/health/ready")).status_code == 200
+        async with client.stream("POST", COMPLETIONS, json=STREAM) as answer:
+            chunks = answer.aiter_bytes()
+            await anext(chunks)
+            owner.peers.http_socket.unlink()
+            (origin,) = [each for each in other.transport._origins.values() if each._unix]
+            for connection in list(origin._open):
+                connection.fail(EngineUnavailable("the connection broke"))
+            rest = b""
+            with contextlib.suppress(httpx.RemoteProtocolError):
+                async for chunk in chunks:
+                    rest += chunk
+            assert b"the connection broke" in rest
+        answer = await client.post(COMPLETIONS, content=BODY)
+        assert is_openai_error(answer, 503, "no_engine")
+        assert answer.headers["retry-after"] == "1"
+        stream.set()
+        await owner.settled()
+
+
+async def test_a_request_waits_while_the_engine_changes_hands(bus, engine, monkeypatch):
+    monkeypatch.setattr(to_owner, "WAIT_S", 20)
+    async with two(bus, engine) as (owner, other), client_of(other) as client:
+        slots = other.fleet.engines["slots"]
+        owner.peers.http_socket.unlink()
+        async with asyncio.TaskGroup() as group:
+            asked = [
+                group.create_task(client.post(COMPLETIONS, content=BODY)),
+                group.create_task(client.get("/v1/models")),
+            ]
+            await asyncio.sleep(0.1)
+            await owner.peers.aclose()
+            await until(slots.mine.is_set)
+            assert not any(task.done() for task in asked)
+            other.fleet.join(slots, INFO)
+            slots.state = EngineState.READY
+        first, second = [task.result() for task in asked]
+        assert first.headers["x-kvpin-engine"] == "slots"
+        assert [each["id"] for each in second.json()["data"]] == ["m"]
+
+
+def break_passed_on(proxy):
+    """The connections break on which requests were passed on."""
+    (origin,) = [each for each in proxy.transport._origins.values() if each._unix]
+    for connection in list(origin._open):
+        connection.fail(EngineUnavailable("the connection broke", dropped=True))
+
+
+@pytest.fixture
+def never(engine):
+    """The engine answers no request until the second of these is called; the first tells each that came."""
+    answer, reached = engine.script, asyncio.Queue()
+
+    async def hang(_exchange):
+        reached.put_nowait(None)
+        await asyncio.Event().wait()
+
+    engine.script = hang
+
+    def recover():
+        engine.script = answer
+
+    return reached, recover
+
+
+async def test_a_request_without_an_answer_goes_from_a_dead_owner_to_the_next(
+    bus, engine, never, monkeypatch
+):
+    monkeypatch.setattr(to_owner, "WAIT_S", 20)
+    reached, recover = never
+    async with two(bus, engine) as (owner, other), client_of(other) as client:
+        slots = other.fleet.engines["slots"]
+        async with asyncio.TaskGroup() as group:
+            asked = group.create_task(client.post(COMPLETIONS, content=BODY))
+            await reached.get()
+            recover()
+            owner.peers.http_socket.unlink()
+            break_passed_on(other)
+            await owner.peers.aclose()
+            await until(slots.mine.is_set)
+            other.fleet.join(slots, INFO)
+            slots.state = EngineState.READY
+        assert asked.result().headers["x-kvpin-engine"] == "slots"
+        assert [record.engine for record in other.requests] == ["slots"]
+
+
+@pytest.fixture
+def silent(monkeypatch):
+    """Makes an owner say nothing more, while its connections stay open, as if its process were stopped."""
+    monkeypatch.setattr(peers, "HEARTBEAT_S", 0.1)
+
+    def silence(owner):
+        monkeypatch.setattr(peers, "LOST_S", 0.5)  # not before: a busy machine is silent for longer
+        owner.peers._announcer._is_over = True
+
+    return silence
+
+
+async def test_a_request_without_an_answer_goes_from_an_owner_that_hangs_to_the_next(
+    bus, engine, never, silent, monkeypatch
+):
+    monkeypatch.setattr(to_owner, "WAIT_S", 20)
+    reached, recover = never
+    async with two(bus, engine) as (owner, other), client_of(other) as client:
+        slots = other.fleet.engines["slots"]
+        async with asyncio.TaskGroup() as group:
+            asked = group.create_task(client.post(COMPLETIONS, content=BODY))
+            await reached.get()
+            recover()
+            silent(owner)
+            await until(slots.mine.is_set)
+            other.fleet.join(slots, INFO)
+            slots.state = EngineState.READY
+        assert asked.result().headers["x-kvpin-engine"] == "slots"
+
+
+async def test_while_an_owner_that_hangs_keeps_the_lock_its_requests_are_a_503_and_its_streams_end(
+    bus, engine, silent
+):
+    reached = asyncio.Queue()
+
+    async def hang(exchange):
+        if exchange.json.get("stream"):
+            await exchange.start()
+            await exchange.chunk(event({"choices": []}))
+        reached.put_nowait(None)
+        await asyncio.Event().wait()
+
+    engine.script = hang
+    async with two(bus, engine) as (owner, other), client_of(other) as client:
+        slots = other.fleet.engines["slots"]
+        async with client.stream("POST", COMPLETIONS, json=STREAM) as answer:
+            await reached.get()
+            chunks = answer.aiter_bytes()
+            async with asyncio.TaskGroup() as group:
+                asked = group.create_task(client.post(COMPLETIONS, content=BODY))
+                await reached.get()
+                silent(owner)
+                await until(slots.mine.is_set)
+                slots.state = EngineState.ELSEWHERE  # as the monitor says where another process has the lock
+            rest = b""
+            with contextlib.suppress(httpx.RemoteProtocolError):
+                async for chunk in chunks:
+                    rest += chunk
+            assert b"the kvpin that was to answer was lost" in rest
+        assert is_openai_error(asked.result(), 503, "no_engine")
+        assert "another one does" in asked.result().text
+
+
+async def test_a_request_that_its_owner_dies_of_twice_fails(bus, engine, never, monkeypatch):
+    monkeypatch.setattr(to_owner, "WAIT_S", 20)
+    reached, _ = never
+    async with two(bus, engine) as (_, other), client_of(other) as client, asyncio.TaskGroup() as group:
+        asked = group.create_task(client.post(COMPLETIONS, content=BODY))
+        for _ in range(2):
+            await reached.get()
+            break_passed_on(other)
+        assert is_openai_error(await asked, 503, "no_engine")
+    assert len(engine.seen) == 2

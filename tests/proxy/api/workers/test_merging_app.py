@@ -1,0 +1,145 @@
+"""One worker answers for two."""
+
+import contextlib
+
+import httpx
+import pytest
+from starlette.applications import Starlette
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+from proxy.api.workers.merging_app import MergedAnswers
+from proxy.api.workers.missed_changes import PATH, Changes, heard
+from proxy.api.workers.siblings import Siblings
+from proxy.control.kept_prompts import PROMPTS_PATH
+from tests.proxy.api.workers.test_siblings import at_socket
+
+ADMIN = "/admin/v1"
+
+
+class Worker:
+    """What one worker would answer for itself, and what it was asked."""
+
+    def __init__(self, number, *, refuses=False):
+        self.number, self.refuses, self.asked = number, refuses, []
+        self.app = Starlette(routes=[Route("/{path:path}", self.serve, methods=["GET", "POST", "DELETE"])])
+
+    async def serve(self, request):
+        path = request.url.path.removeprefix(ADMIN)
+        body = await request.body()
+        self.asked.append((request.method, path, body))
+        if self.refuses:
+            return JSONResponse({"error": "no"}, 401)
+        part = {"engine": "a", "state": "done", "done": self.number}
+        is_second = self.number == 2
+        found = {
+            "/metrics": PlainTextResponse(f"# TYPE kvpin_x_total counter\nkvpin_x_total {self.number}.0\n"),
+            "/requests": JSONResponse({"requests": [{"id": self.number, "started": self.number}]}),
+            "/requests/two": JSONResponse({"of": self.number}, 200 if is_second else 404),
+            "/flush": JSONResponse(
+                {"id": f"op-{self.number}", "state": "done", "engines": [part]}, 202 if is_second else 200
+            ),
+            "/engines": JSONResponse({"id": f"vllm-{self.number}"}, 201),
+            "/pin": JSONResponse({"of": self.number}, 200 if is_second else 404),
+            "/offload": JSONResponse({"of": self.number}, 502 if is_second else 404),
+            "/engines/x": Response(status_code=204 if is_second else 404),
+        }
+        refused = JSONResponse({"error": "no"}, 401)
+        return refused if self.refuses else found.get(path, JSONResponse({"of": self.number}))
+
+
+async def nothing():
+    return b""
+
+
+@contextlib.asynccontextmanager
+async def two(tmp_path, **options):
+    """A client of worker 1, and both workers."""
+    own, other = Worker(1, **options), Worker(2)
+    siblings = Siblings([tmp_path / "2.http"])
+    app = MergedAnswers(own.app, siblings, Changes(), nothing, shared=True)
+    async with at_socket(other.app, tmp_path / "2.http"):
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
+            yield client, own, other
+        await siblings.aclose()
+
+
+async def test_reads_show_both_as_one(tmp_path):
+    async with two(tmp_path) as (client, _, other):
+        assert (await client.get("/metrics")).text.splitlines()[1] == "kvpin_x_total 3.0"
+        listed = (await client.get(f"{ADMIN}/requests?limit=1")).json()
+        assert [each["id"] for each in listed["requests"]] == [2]
+        repeated = (await client.get(f"{ADMIN}/requests?limit=x&limit=1")).json()  # the last one counts
+        assert repeated == listed
+        assert (await client.get(f"{ADMIN}/requests/two")).json() == {"of": 2}
+        for path in ("/health/ready", f"{ADMIN}/requests/one"):
+            assert (await client.get(path)).json() == {"of": 1}
+        assert not [path for _, path, _ in other.asked if path in ("/health/ready", "/requests/one")]
+
+
+async def test_changes_are_carried_out_by_both(tmp_path):
+    async with two(tmp_path) as (client, _, other):
+        flushed = await client.post(f"{ADMIN}/flush", json={"engine": "a"})
+        assert (flushed.status_code, flushed.json()["engines"][0]["done"]) == (202, 2)
+        assert other.asked[-1] == ("POST", "/flush", b'{"engine":"a"}')
+        added = await client.post(f"{ADMIN}/engines", json={"kind": "vllm"})
+        assert (added.status_code, added.json()) == (201, {"id": "vllm-1"})
+        assert other.asked[-1][2] == b'{"kind":"vllm","id":"vllm-1"}'
+        assert (await client.delete(f"{ADMIN}/engines/x")).status_code == 204
+
+
+@pytest.mark.parametrize(("method", "path"), [("POST", "/flush"), ("GET", "/stats")])
+async def test_what_one_refuses_the_other_is_not_asked(tmp_path, method, path):
+    async with two(tmp_path, refuses=True) as (client, _, other):
+        assert (await client.request(method, f"{ADMIN}{path}")).status_code == 401
+        assert other.asked == []
+
+
+async def test_what_a_worker_was_asked_by_another_goes_no_further(tmp_path):
+    async with two(tmp_path) as (_, own, other):
+
+        async def from_peer(scope, receive, send):
+            await MergedAnswers(own.app, Siblings([tmp_path / "2.http"]), Changes(), nothing, shared=True)(
+                {**scope, "kvpin.from_peer": True}, receive, send
+            )
+
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(from_peer), base_url="http://x") as peer:
+            assert (await peer.get("/metrics")).text.splitlines()[1] == "kvpin_x_total 1.0"
+        assert other.asked == []
+
+
+async def test_one_does_what_names_a_request_that_only_it_knows(tmp_path):
+    async with two(tmp_path) as (client, own, other):
+        assert (await client.post(f"{ADMIN}/pin", json={"request_id": "r"})).json() == {"of": 2}
+        assert (await client.post(f"{ADMIN}/offload", json={"request_id": "r"})).status_code == 502
+        assert [path for _, path, _ in other.asked] == ["/pin", "/offload"]
+        assert (await client.post(f"{ADMIN}/warm", json={"prompt": "x"})).json() == {"of": 1}
+        assert len(other.asked) == 2
+        assert len(own.asked) == 3
+
+
+async def test_it_tells_another_worker_and_nobody_else_of_changes_and_prompts(tmp_path):
+    async def prompts():
+        return b"prompts"
+
+    own, is_peer = Worker(2), True  # it knows the engine x
+    app = MergedAnswers(own.app, Siblings([]), Changes(), prompts, shared=True)
+
+    async def asked(scope, receive, send):
+        await app({**scope, "kvpin.from_peer": is_peer}, receive, send)
+
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(asked), base_url="http://x") as client:
+        await client.post(f"{ADMIN}/engines", json={"kind": "vllm"})
+        await client.post(f"{ADMIN}/engines/y/drain", json={})
+        await client.delete(f"{ADMIN}/engines/x")
+        await client.post(f"{ADMIN}/flush", json={})
+        told = heard((await client.get(PATH)).content)
+        assert [(each.method, each.target, each.body) for each in told] == [
+            ("POST", f"{ADMIN}/engines", b'{"kind":"vllm","id":"vllm-2"}'),
+            ("POST", f"{ADMIN}/engines/y/drain", b"{}"),
+            ("DELETE", f"{ADMIN}/engines/x", b""),
+        ]
+        assert (await client.get(PROMPTS_PATH)).content == b"prompts"
+        is_peer = False
+        for path in (PATH, PROMPTS_PATH):
+            assert (await client.get(path)).json() == {"of": 2}

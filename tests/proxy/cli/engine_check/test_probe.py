@@ -1,0 +1,116 @@
+"""One engine on kvpin's own paths: its first view, and two equal requests."""
+
+from array import array
+from dataclasses import replace
+
+import pytest
+
+from engine_adapter import BlocksStored, Capability, EngineUnavailable, Tier, ViewCurrent, ViewLost
+from proxy.cli.engine_check import probe
+from proxy.cli.engine_check.probe import ProbedEngine
+from proxy.prompt import PromptBuilder, PromptTables
+from tests.fakes import INFO, FakeAdapter, FakeEngine
+
+EVENTS = frozenset({Capability.KV_EVENTS})
+STORED = BlocksStored(Tier.GPU, None, (1, 2), array("i", range(32)), 16)
+
+
+def ward_of(adapter, **info):
+    info = replace(INFO, **info)
+    return ProbedEngine(adapter, info, PromptBuilder(info, tables=PromptTables()))
+
+
+class TestFirstView:
+    @pytest.mark.parametrize(
+        ("current", "said"),
+        [
+            (ViewCurrent(), "the view is current, with 2 blocks"),
+            (ViewCurrent(complete=False), "the view is current, with 2 blocks; it may hold more from before"),
+        ],
+    )
+    async def test_comes_with_what_the_engine_holds(self, current, said):
+        adapter = FakeAdapter()
+        for event in (ViewLost("connected"), STORED, current):
+            adapter.feed.put_nowait(event)
+        async with ward_of(adapter, capabilities=EVENTS) as ward:
+            view = await ward.first_view(takes_events=False)
+        assert (view.state, view.blocks, view.complete, view.detail) == ("current", 2, current.complete, said)
+
+    @pytest.mark.parametrize("event", [ViewLost("no snapshot"), EngineUnavailable("refused")])
+    async def test_does_not_come_and_why(self, monkeypatch, event):
+        monkeypatch.setattr(probe, "VIEW_S", 0.1)
+        adapter = FakeAdapter()
+        adapter.feed.put_nowait(event)
+        async with ward_of(adapter, capabilities=EVENTS) as ward:
+            view = await ward.first_view(takes_events=False)
+        assert view.state == "late"
+        assert str(event.reason if isinstance(event, ViewLost) else event) in view.detail
+
+    @pytest.mark.parametrize(
+        ("info", "state"), [({}, "none"), ({"capabilities": EVENTS, "tokens_per_block": 24}, "unfit")]
+    )
+    async def test_is_not_waited_for_where_none_can_come(self, info, state):
+        adapter = FakeAdapter()
+        async with ward_of(adapter, **info) as ward:
+            assert (await ward.first_view(takes_events=True)).state == state
+        assert adapter.subscriptions == 0
+
+    @pytest.mark.parametrize(("takes", "state"), [(False, "unasked"), (True, "current")])
+    async def test_of_events_that_are_had_once_is_taken_on_demand(self, takes, state):
+        adapter = FakeAdapter()
+        adapter.feed.put_nowait(ViewCurrent())
+        async with ward_of(adapter, capabilities=EVENTS, events_read_once=True) as ward:
+            assert (await ward.first_view(takes_events=takes)).state == state
+        assert adapter.subscriptions == takes
+
+
+class TestProbe:
+    @pytest.fixture
+    async def engine(self):
+        async with FakeEngine() as engine:
+            yield engine
+
+    @pytest.mark.parametrize(
+        ("info", "n_tokens"),
+        [
+            ({}, 49),
+            ({"tokens_per_block": 64}, 193),
+            ({"tokens_per_block": 1}, 49),
+            ({"max_model_len": 20}, 19),
+        ],
+    )
+    async def test_is_a_few_blocks_of_the_engines_and_one_token_twice(self, engine, info, n_tokens):
+        async with ward_of(FakeAdapter(engine.id, engine.url), **info) as ward:
+            found = await ward.probe()
+        first, second = (exchange.json["prompt"] for exchange in engine.seen)
+        assert (len(first), found.n_tokens) == (n_tokens, n_tokens)
+        assert first == second
+        assert found.reported == 32
+
+    async def test_waits_for_the_events_of_the_first_request(self, engine):
+        adapter = FakeAdapter(engine.id, engine.url)
+        adapter.feed.put_nowait(ViewCurrent())
+
+        async def script(exchange):
+            await exchange.send(
+                {"usage": {"prompt_tokens_details": {"cached_tokens": 48 * len(adapter.feeds)}}}
+            )
+            ids = array("i", exchange.json["prompt"][:48])
+            adapter.feeds.append(BlocksStored(Tier.GPU, None, (1, 2, 3), ids, 16))
+            adapter.feed.put_nowait(adapter.feeds[-1])
+
+        adapter.feeds = []
+        engine.script = script
+        async with ward_of(adapter, capabilities=EVENTS) as ward:
+            await ward.first_view(takes_events=True)
+            found = await ward.probe()
+        assert (found.predicted, found.reported, found.error) == (48, 48, None)
+
+    async def test_that_fails_says_why(self, engine):
+        async def script(exchange):
+            await exchange.send({"error": {"message": "no ids"}}, status=400)
+
+        engine.script = script
+        async with ward_of(FakeAdapter(engine.id, engine.url)) as ward:
+            found = await ward.probe()
+        assert (found.error, found.reported, len(engine.seen)) == ("no ids", None, 1)

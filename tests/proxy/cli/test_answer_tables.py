@@ -1,0 +1,97 @@
+import pytest
+
+from proxy.cli import answer_tables
+
+OPERATION = {
+    "engines": [
+        {
+            "engine": "e0",
+            "verb": "flush",
+            "state": "failed",
+            "done": 1,
+            "total": 3,
+            "bytes": 64,
+            "left": {"in_use": 2, "pinned": 0},
+            "error": "gone [x]",
+        }
+    ],
+    "result": {"pin_id": "pin-1"},
+    "note": "a [note]",
+}
+
+
+def test_an_operation_shows_what_was_left_and_why(capsys):
+    answer_tables.show_operation(OPERATION)
+    output = capsys.readouterr().out
+    for text in ("e0", "1 of 3", "2 in_use", "gone [x]", "pin_id: pin-1", "a [note]"):
+        assert text in output
+    assert "pinned" not in output
+
+
+def test_an_operation_without_engines_shows_its_note_alone(capsys):
+    answer_tables.show_operation({"engines": [], "result": {}, "note": "nothing to do"})
+    assert capsys.readouterr().out == "nothing to do\n"
+
+
+def test_slots_and_files_are_shown_where_an_engine_has_them(capsys):
+    slots = [
+        {"id": 0, "tokens": 812, "unknown": 3, "saved": 700, "operation": "save", "pinned_s": 0.0},
+        {"id": 1, "tokens": 0, "unknown": 0, "saved": 0, "operation": None, "pinned_s": 59.6},
+    ]
+    files = {"tiers": {"host": {"entries": 5, "bytes": 3 << 20, "cap": 64 << 20}}}
+    engine = {
+        "id": "llama-0", "state": "ready", "trust": "precise", "why": "w", "in_flight": 0, "served": 1,
+        "audit": {"exact": 1, "checked": 1, "reported_tokens": 1},
+        "blocks": {"gpu": 50, "host": 43, "disk": 0},
+        "kv": {"slots": slots, "files": files}, "findings": ["-kvu is on [x]"],
+    }  # fmt: skip
+    pool = {"model": "m", "index_entries": 1, "tokens_per_block": 16, "engines": [engine]}
+    pool["tokenisation"] = {"detail": "tokenised [here]"}
+    totals = {"ready": 1, "elsewhere": 0, "engines": 1, "in_flight": 0, "served": 1}
+    answer_tables.show_stats(
+        {"pools": [pool], "unconnected": [], "pins": [], "totals": totals, "reuse": True, "exchange": None}
+    )
+    output = capsys.readouterr().out
+    for text in (
+        "slots of llama-0",
+        "812",
+        "700",
+        "save",
+        "60 s",
+        "5 files on host, 3 of 64 MiB",
+        "on [x]",
+        "[here]",
+    ):
+        assert text in output
+
+
+def test_an_engine_that_another_kvpin_uses_for_this_one_is_not_lost(capsys):
+    engine = {"id": "llama-0", "state": "elsewhere", "owner": "vm:7", "last_error": None}
+    lost = {
+        "id": "llama-1", "kind": "llama_server", "url": "http://b", "state": "down", "model": None,
+        "trust": "lost", "in_flight": 0, "served": 0, "last_error": "gone", "owner": None,
+    }  # fmt: skip
+    totals = {"ready": 0, "elsewhere": 1, "engines": 2, "in_flight": 0, "served": 0}
+    told = {"pools": [], "pins": [], "totals": totals, "reuse": True, "exchange": None}
+    answer_tables.show_stats(told | {"unconnected": [engine], "passed_on": {"vm:7": 3}})
+    output = capsys.readouterr().out
+    assert "llama-0: used through the kvpin vm:7, which answers its requests: 3 so far\n" in output
+    assert "0 of 2 engines ready and 1 used through another kvpin" in output
+    assert "not connected" not in output
+    answer_tables.show_stats(told | {"unconnected": [engine, lost], "passed_on": {}})
+    output = capsys.readouterr().out
+    assert "0 so far" in output
+    assert "gone" in output.partition("not connected:")[2]
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_the_bar_follows_each_engine(monkeypatch, capsys, terminal):
+    if terminal:
+        monkeypatch.setenv("FORCE_COLOR", "1")
+        monkeypatch.setenv("TERM", "xterm")
+    with answer_tables.progress_bar("flush") as show:
+        show(OPERATION)
+        show({"engines": [OPERATION["engines"][0] | {"done": 3, "total": 3}]})
+    streams = capsys.readouterr()
+    assert streams.out == ""
+    assert ("flush e0" in streams.err) == terminal

@@ -1,0 +1,273 @@
+from dataclasses import replace
+
+import msgspec
+import pytest
+
+from engine_adapter import Capability, KvTarget, NotSupported
+from proxy.control.target import Target
+from proxy.control.target_engines import require_able
+from proxy.errors import BadRequest, NoEngine, NotFound
+from tests.kv_world import ALL, KvFake, kv_world, tokens
+
+MESSAGES = [{"role": "user", "content": "What is the weather in Paris today? " * 8}]
+KEYS = ({"key": "ka", "tenant": "alice"}, {"key": "kb", "tenant": "bob"})
+
+
+async def test_a_chat_is_the_data_planes_prompt_without_the_turn_to_answer(world, pair):
+    from engine_adapter import JsonBody
+
+    prefix = await world.targets.prefix_of(Target(messages=MESSAGES))
+    body = JsonBody(msgspec.json.encode({"model": "m", "messages": MESSAGES}))
+    served = await world.pool.prompts.build("/v1/chat/completions", body, salt=None)
+    length = len(prefix.prompt.token_ids)
+    assert prefix.prompt.token_ids == served.token_ids[:length]
+    assert length < len(served.token_ids)
+    whole = await world.targets.prefix_of(Target(messages=MESSAGES, add_generation_prompt=True))
+    assert whole.prompt == served
+    assert whole.chain == world.pool.chain(served)
+
+
+async def test_tools_and_template_options_are_part_of_it(world, pair):
+    tool = {"type": "function", "function": {"name": "f"}}
+    plain = await world.targets.prefix_of(Target(messages=MESSAGES))
+    tooled = await world.targets.prefix_of(Target(messages=MESSAGES, tools=[tool]))
+    assert tooled.chain.hashes[0] != plain.chain.hashes[0]
+
+
+async def test_text_and_token_ids(world, pair):
+    text = await world.targets.prefix_of(Target(prompt="The cache", add_special_tokens=False))
+    ids = text.prompt.token_ids.tolist()
+    assert (await world.targets.prefix_of(Target(token_ids=ids))).prompt == text.prompt
+    assert text.label == f"prompt ({len(ids)} tokens)"
+
+
+async def test_the_last_prompt_of_a_cache_key(world, pair):
+    record = world.record("r1", tokens(40), prompt_cache_key="k")
+    prefix = await world.targets.prefix_of(Target(prompt_cache_key="k"))
+    assert prefix.prompt is record.prompt
+    with pytest.raises(NotFound) as caught:
+        await world.targets.prefix_of(Target(prompt_cache_key="other"))
+    assert caught.value.param == "prompt_cache_key"
+    with pytest.raises(NotFound) as caught:
+        await world.targets.prefix_of(Target(prompt_cache_key="k", model="n"))
+    assert caught.value.param == "model"
+    world.add(KvFake("n", model="n"))
+    with pytest.raises(BadRequest, match="was for 'm'") as caught:
+        await world.targets.prefix_of(Target(prompt_cache_key="k", model="n"))
+    assert caught.value.param == "model"
+
+
+async def test_the_beginning_of_a_requests_prompt(world, pair):
+    record = world.record("r1", tokens(40), salt="s", tenant="t")
+    whole = await world.targets.prefix_of(Target(request_id="r1"))
+    assert whole.prompt == record.prompt
+    part = await world.targets.prefix_of(Target(request_id="r1", tokens=32))
+    assert part.chain.hashes == world.pool.chain(record.prompt).hashes
+    assert (part.prompt.salt, part.label) == ("s", "request_id (32 tokens)")
+    world.record("unknown", None)
+    world.add(KvFake("n", model="n"))
+    for fields, error, param in (
+        ({"request_id": "r2"}, NotFound, "request_id"),
+        ({"request_id": "r1", "tenant": "other"}, NotFound, "request_id"),
+        ({"request_id": "unknown"}, BadRequest, "request_id"),
+        ({"request_id": "r1", "tokens": 41}, BadRequest, "tokens"),
+        ({"request_id": "r1", "model": "n"}, BadRequest, "model"),
+    ):
+        with pytest.raises(error) as caught:
+            await world.targets.prefix_of(Target(**fields))
+        assert caught.value.param == param
+
+
+async def test_an_alias_names_its_model_and_its_adapter(world, pair):
+    world.fleet.aliases = {"gpt": "m", "tuned": "ada", "m": "ada"}
+    world.add(KvFake("c", loras=("ada",)))
+    for name, lora in (("gpt", None), ("tuned", "ada"), ("m", None)):
+        for engine in (None, "c"):
+            prefix = await world.targets.prefix_of(Target(token_ids=tokens(40), model=name, engine=engine))
+            assert prefix.prompt.lora == lora
+    with pytest.raises(BadRequest, match="engine 'a' serves 'm'"):
+        await world.targets.prefix_of(Target(token_ids=tokens(40), model="tuned", engine="a"))
+    world.record("r1", tokens(40), model="gpt", served_as="m", prompt_cache_key="k")
+    for name in (None, "gpt", "m"):
+        prefix = await world.targets.prefix_of(Target(prompt_cache_key="k", model=name))
+        assert prefix.pool.model == "m"
+
+
+@pytest.mark.parametrize("unlike_text", [{"media": True}, {"whole": False}])
+async def test_a_prefix_that_holds_images_is_none(world, pair, unlike_text):
+    record = world.record("r1", tokens(40), prompt_cache_key="k")
+    record.prompt = replace(record.prompt, **unlike_text)
+    with pytest.raises(BadRequest, match="images") as caught:
+        await world.targets.prefix_of(Target(prompt_cache_key="k"))
+    assert caught.value.param == "prompt_cache_key"
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "param"),
+    [
+        ({"token_ids": []}, BadRequest, "token_ids"),
+        ({"token_ids": [1] * 5000}, BadRequest, "prompt"),
+        ({"token_ids": [600], "extra_ids": [9]}, Exception, "extra_ids[0]"),
+        ({"prompt": "x", "model": "n"}, NotFound, "model"),
+        ({"prompt": "x", "model": "n", "engine": "a"}, BadRequest, "model"),
+        ({"prompt": "x", "engine": "z"}, NotFound, "engine"),
+        ({"prompt": "x", "tenant": "t"}, NotFound, "tenant"),
+        ({"engine": "a"}, BadRequest, "engine"),
+    ],
+)
+async def test_a_prefix_that_cannot_be_named(world, pair, fields, error, param):
+    world.pool.prompts.info = replace(world.pool.prompts.info, max_model_len=4096)
+    with pytest.raises(error) as caught:
+        await world.targets.prefix_of(Target(**fields))
+    assert caught.value.param == param
+
+
+async def test_an_engine_that_is_down_has_no_pool(world, pair):
+    world.fleet.leave(world.engines["a"])
+    with pytest.raises(NoEngine, match="'a' is not connected"):
+        await world.targets.prefix_of(Target(prompt="x", engine="a"))
+
+
+async def test_a_prefix_concerns_engines_that_hold_any_of_it_or_may(world, pair):
+    a, _ = pair
+    for engine in world.engines.values():
+        engine.audit.synced()
+    ids = tokens(64)
+    prompt = world.served(a, ids[:32])
+    world.pool.index.store("a", "gpu", world.pool.chain(prompt).hashes)
+    selection = await world.targets.select(Target(token_ids=ids), Capability.FLUSH)
+    assert [share.engine.id for share in selection.shares] == ["a"]
+    assert selection.note is None
+    world.engines["b"].audit.lost("in doubt")
+    selection = await world.targets.select(Target(token_ids=ids), Capability.FLUSH)
+    assert [share.engine.id for share in selection.shares] == ["a", "b"]
+
+
+async def test_nobody_holds_it_and_the_note_says_so(world, pair):
+    for engine in world.engines.values():
+        engine.audit.synced()
+    selection = await world.targets.select(Target(token_ids=tokens(40)), Capability.FLUSH)
+    assert (selection.shares, selection.note) == ((), "no engine holds any of it")
+    with pytest.raises(BadRequest, match="caches keep full blocks of 16 tokens, and the prefix has only 15"):
+        await world.targets.select(Target(token_ids=tokens(15)), Capability.FLUSH)
+
+
+async def test_tiers_that_no_event_tells_of_may_hold_it(world, pair):
+    for engine in world.engines.values():
+        engine.audit.synced()
+    world.engines["b"].info = replace(world.engines["b"].info, tokens_per_chunk=16)
+    selection = await world.targets.select(Target(token_ids=tokens(40)), Capability.RESTORE)
+    assert [share.engine.id for share in selection.shares] == ["b"]
+
+
+async def test_engines_that_cannot_are_told_apart(world):
+    world.add(KvFake("a"))
+    world.add(KvFake("b", ALL - {Capability.OFFLOAD}))
+    selection = await world.targets.select(Target(all=True), Capability.OFFLOAD)
+    assert [s.engine.id for s in selection.shares] == ["a"]
+    assert [s.engine.id for s in selection.unable] == ["b"]
+    require_able(selection, Capability.OFFLOAD)
+    selection = await world.targets.select(Target(engine="b"), Capability.OFFLOAD)
+    with pytest.raises(NotSupported, match="'offload'") as caught:
+        require_able(selection, Capability.OFFLOAD)
+    assert str(caught.value) == str(world.fleet.engine("b").adapter.not_supported(Capability.OFFLOAD))
+
+
+async def test_all_of_a_salt(world, pair):
+    selection = await world.targets.select(Target(all=True, cache_salt="s"), Capability.FLUSH)
+    assert [share.targets for share in selection.shares] == [(KvTarget(cache_salt="s"),)] * 2
+    selection = await world.targets.select(Target(engine="b", model="m"), Capability.FLUSH)
+    assert [(s.engine.id, s.targets) for s in selection.shares] == [("b", (KvTarget(),))]
+
+
+async def test_a_tenant_is_every_salt_it_has_been_seen_with(tokenizer_dir):
+    async with kv_world(tokenizer_dir, api_keys=KEYS) as world:
+        engine = world.add(KvFake("a"))
+        tenants = world.tenants
+        for tenant, salt in (("alice", None), ("alice", "x"), ("bob", None)):
+            engine.salts.note(tenant, tenants.salt(tenant, salt))
+        selection = await world.targets.select(Target(tenant="alice"), Capability.FLUSH)
+        expected = {tenants.salt("alice", None), tenants.salt("alice", "x")}
+        assert {target.cache_salt for target in selection.shares[0].targets} == expected
+        narrow = await world.targets.select(Target(tenant="alice", cache_salt="x"), Capability.FLUSH)
+        assert narrow.shares[0].targets == (KvTarget(cache_salt=tenants.salt("alice", "x")),)
+
+
+async def test_a_prefix_lies_under_its_tenants_salt(tokenizer_dir):
+    async with kv_world(tokenizer_dir, api_keys=KEYS) as world:
+        world.add(KvFake("a"))
+        salt = world.tenants.salt("alice", "x")
+        prefix = await world.targets.prefix_of(Target(prompt="x", tenant="alice", cache_salt="x"))
+        assert prefix.kv.cache_salt == salt
+        for target in (Target(prompt="x"), Target(prompt_cache_key="k")):
+            with pytest.raises(BadRequest) as caught:
+                await world.targets.prefix_of(target)
+            assert caught.value.param == "tenant"
+        world.record("r1", tokens(20), tenant="bob", prompt_cache_key="k")
+        found = await world.targets.prefix_of(Target(prompt_cache_key="k", tenant="bob"))
+        assert len(found.prompt.token_ids) == 20
+        with pytest.raises(NotFound):
+            await world.targets.prefix_of(Target(prompt_cache_key="k", tenant="alice"))
+        with pytest.raises(NotFound):
+            await world.targets.prefix_of(Target(prompt_cache_key="k", tenant="carol"))
+
+
+async def test_one_tenant_alone_shares_with_everybody(tokenizer_dir):
+    async with kv_world(tokenizer_dir, api_keys=KEYS[:1]) as world:
+        world.add(KvFake("a"))
+        with pytest.raises(BadRequest) as caught:
+            await world.targets.select(Target(tenant="alice"), Capability.FLUSH)
+        assert caught.value.param == "tenant"
+        world.record("r1", tokens(20), tenant="alice", prompt_cache_key="k")
+        assert (await world.targets.prefix_of(Target(prompt_cache_key="k"))).prompt.salt is None
+
+
+class TestAdapters:
+    """Targets that are KV of a LoRA adapter."""
+
+    IDS = tokens(64)
+
+    @pytest.fixture
+    def ada(self, world, pair):
+        ada = KvFake("c", loras=("ada", "lin"))
+        world.add(ada)
+        return ada
+
+    @pytest.mark.parametrize(
+        "fields", [{"messages": MESSAGES}, {"prompt": "some words " * 20}, {"token_ids": IDS}]
+    )
+    async def test_a_prefix_is_the_adapters_that_model_names(self, world, ada, fields):
+        plain = await world.targets.prefix_of(Target(**fields))
+        own = await world.targets.prefix_of(Target(**fields, model="ada"))
+        assert (own.kv.lora, plain.kv.lora) == ("ada", None)
+        assert own.kv.token_ids == plain.kv.token_ids
+        assert own.chain.hashes[0] != plain.chain.hashes[0]
+
+    async def test_only_engines_that_serve_it_are_concerned(self, world, pair, ada):
+        target = Target(token_ids=self.IDS, model="ada")
+        chosen = await world.targets.select(target, Capability.FLUSH)
+        assert [share.engine.id for share in chosen.shares] == ["c"]
+        assert chosen.shares[0].targets[0].lora == "ada"
+
+    async def test_the_salt_goes_with_it(self, world, ada):
+        kv = (await world.targets.prefix_of(Target(token_ids=self.IDS, model="ada", cache_salt="s"))).kv
+        assert (kv.lora, kv.cache_salt) == ("ada", "s")
+
+    async def test_one_engines_adapters_are_named(self, world, ada):
+        prefix = await world.targets.prefix_of(Target(token_ids=self.IDS, model="ada", engine="c"))
+        assert prefix.kv.lora == "ada"
+        with pytest.raises(BadRequest, match=r"engine 'a' serves 'm'$"):
+            await world.targets.prefix_of(Target(token_ids=self.IDS, model="ada", engine="a"))
+        with pytest.raises(BadRequest, match=r"engine 'c' serves 'm', 'ada', 'lin'$"):
+            await world.targets.prefix_of(Target(token_ids=self.IDS, model="bob", engine="c"))
+
+    async def test_the_last_prompt_of_a_cache_key_keeps_it(self, world, ada):
+        record = world.record("r", self.IDS, model="ada", lora="ada", prompt_cache_key="k")
+        prefix = await world.targets.prefix_of(Target(prompt_cache_key="k"))
+        assert (prefix.prompt, prefix.kv.lora) == (record.prompt, "ada")
+
+    @pytest.mark.parametrize("fields", [{"all": True}, {"engine": "c"}])
+    async def test_all_of_an_adapters_kv_cannot_be_told_from_the_rest(self, world, ada, fields):
+        with pytest.raises(BadRequest, match="only by a prefix") as caught:
+            await world.targets.select(Target(**fields, model="ada"), Capability.FLUSH)
+        assert caught.value.param == "model"

@@ -1,0 +1,360 @@
+"""Real child processes, with short times."""
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+import pytest
+from structlog.testing import capture_logs
+
+from proxy.fleet.process.managed_engine import ManagedEngine, ProcessState, Timing
+from proxy.settings import ManagedSettings
+from scripts.make_gguf import gguf_path
+from tests.llama import llama_server
+
+SERVER = """
+import http.server, os, pathlib, signal, subprocess, sys
+home, mode = pathlib.Path(sys.argv[2]), sys.argv[3]
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        well = self.path == "/health" and not (home / "sick").exists()
+        self.send_response(200 if well else 503)
+        self.send_header("content-length", "0")
+        self.end_headers()
+    def log_message(self, *args):
+        pass
+if mode == "stubborn":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if mode == "parent":
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    (home / "child").write_text(str(child.pid))
+print("says hello", os.environ.get("KVPIN_ADMIN_KEY"), flush=True)
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+QUICK = Timing(backoff_s=0.02, max_backoff_s=0.08, healthy_s=60, poll_s=0.02, unhealthy_s=0.1, grace_s=5)
+
+
+def engine_of(*command, timing=QUICK):
+    return ManagedEngine(ManagedSettings(kind="vllm", id="e-0", command=command), timing=timing)
+
+
+def server(tmp_path, mode="plain", timing=QUICK):
+    return engine_of(sys.executable, "-c", SERVER, "{port}", str(tmp_path), mode, timing=timing)
+
+
+@contextlib.asynccontextmanager
+async def running(engine):
+    task = asyncio.create_task(engine.run())
+    try:
+        yield task
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+async def until(condition, limit_s=30):
+    async with asyncio.timeout(limit_s):
+        while not condition():  # noqa: ASYNC110 - what is waited for is another process
+            await asyncio.sleep(0.01)
+
+
+def is_alive(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    stat = Path(f"/proc/{pid}/stat")  # a zombie of another parent counts as gone
+    return not (stat.exists() and stat.read_text().rpartition(")")[2].split()[0] == "Z")
+
+
+def open_files():
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def is_ready(engine):
+    return lambda: engine.status.state is ProcessState.READY
+
+
+async def test_an_engine_becomes_ready_and_stops(tmp_path):
+    engine = server(tmp_path)
+    assert engine.status.state is ProcessState.STOPPED
+    async with running(engine):
+        await until(is_ready(engine))
+        pid = engine.status.pid
+        assert is_alive(pid)
+    assert not is_alive(pid)
+    assert engine.status.state is ProcessState.STOPPED
+    assert (engine.status.pid, engine.status.restarts) == (None, 0)
+    assert engine.status.last_exit_code == -signal.SIGTERM
+
+
+async def test_a_killed_engine_comes_back_on_its_port(tmp_path):
+    engine = server(tmp_path)
+    async with running(engine):
+        await until(is_ready(engine))
+        first = engine.status
+        os.kill(first.pid, signal.SIGKILL)
+        await until(lambda: engine.status.restarts == 1 and is_ready(engine)())
+        assert engine.status.pid != first.pid
+        assert engine.status.port == first.port
+        assert engine.status.last_exit_code == -signal.SIGKILL
+
+
+async def test_its_children_end_with_it(tmp_path):
+    engine = server(tmp_path, "parent")
+    async with running(engine):
+        await until(is_ready(engine))
+        child = int((tmp_path / "child").read_text())
+        assert is_alive(child)
+        os.kill(engine.status.pid, signal.SIGKILL)
+        await until(lambda: not is_alive(child))
+        await until(lambda: engine.status.restarts == 1 and is_ready(engine)())
+        child = int((tmp_path / "child").read_text())
+        await engine.stop()
+        await until(lambda: not is_alive(child))
+
+
+async def test_one_that_ignores_sigterm_is_killed(tmp_path):
+    engine = server(tmp_path, "stubborn", Timing(poll_s=0.02, grace_s=0.1))
+    async with running(engine):
+        await until(is_ready(engine))
+    assert engine.status.last_exit_code == -signal.SIGKILL
+
+
+async def test_one_that_stays_unhealthy_is_restarted(tmp_path):
+    engine = server(tmp_path)
+    async with running(engine):
+        await until(is_ready(engine))
+        (tmp_path / "sick").touch()
+        await until(lambda: engine.status.restarts == 1)
+        assert engine.status.state in (ProcessState.STARTING, ProcessState.BACKING_OFF)
+        (tmp_path / "sick").unlink()
+        await until(is_ready(engine))
+
+
+async def test_stop_ends_run_without_restart(tmp_path):
+    engine = server(tmp_path)
+    async with running(engine) as task:
+        await until(is_ready(engine))
+        await engine.stop()
+        await asyncio.wait_for(task, 10)
+        assert engine.status.restarts == 0
+        assert engine.status.state is ProcessState.STOPPED
+        await engine.stop()  # again is fine
+
+
+async def test_stop_while_backing_off_ends_run():
+    engine = engine_of(sys.executable, "-c", "", "{port}", timing=Timing(backoff_s=0.2))
+    async with running(engine) as task:
+        await until(lambda: engine.status.state is ProcessState.BACKING_OFF)
+        await engine.stop()
+        await asyncio.wait_for(task, 10)
+        assert engine.status.restarts == 0
+
+
+BROKEN = "import sys; print('loading'); sys.exit('no GPU found')"
+
+
+async def test_a_command_that_ends_at_once_is_given_up_and_says_why():
+    engine = engine_of(sys.executable, "-c", BROKEN, "{port}", timing=replace(QUICK, attempts=3))
+    with capture_logs() as entries:
+        await asyncio.wait_for(engine.run(), 30)
+    error = "exit code 1\nloading\nno GPU found"
+    ends = [entry for entry in entries if "exit_code" in entry]
+    assert [(entry["log_level"], entry["error"]) for entry in ends] == [
+        ("warning", error),
+        ("warning", error),
+        ("error", error),
+    ]
+    assert ends[-1]["event"].startswith("managed engine given up")
+    assert (engine.status.state, engine.status.error, engine.error) == (ProcessState.FAILED, error, error)
+    assert not engine.starting
+    await engine.stop()
+    assert engine.status.state is ProcessState.FAILED
+
+
+async def test_a_usage_error_is_final():
+    engine = engine_of(sys.executable, "-c", "import sys; print('no such option'); sys.exit(2)", "{port}")
+    with capture_logs() as entries:
+        await asyncio.wait_for(engine.run(), 30)
+    assert [entry["starts"] for entry in entries if "exit_code" in entry] == [1]
+    assert engine.given_up
+    assert engine.error == "exit code 2\nno such option"
+
+
+async def test_one_that_was_healthy_once_is_never_given_up(tmp_path):
+    engine = server(tmp_path, timing=replace(QUICK, attempts=1))
+    async with running(engine):
+        await until(is_ready(engine))
+        for restarts in (1, 2):
+            os.kill(engine.status.pid, signal.SIGKILL)
+            await until(lambda: engine.error is not None)
+            assert engine.error.startswith("ended by signal 9 (Killed)\nsays hello")
+            await until(lambda n=restarts: engine.status.restarts == n and is_ready(engine)())
+            assert engine.error is None
+
+
+SIGNALLED = """
+import os
+for line in ("one", "two", "three", "2026-11-23 05:12:10,123 INFO kvpin.engine: all is well"):
+    print(line, flush=True)
+os.kill(os.getpid(), 9)
+"""
+
+
+async def test_after_a_signal_the_last_words_are_few_and_none_is_information():
+    engine = engine_of(sys.executable, "-c", SIGNALLED, "{port}", timing=replace(QUICK, attempts=1))
+    await asyncio.wait_for(engine.run(), 30)
+    assert engine.error == "ended by signal 9 (Killed)\ntwo\nthree"
+
+
+async def test_one_that_is_told_to_stop_has_no_error(tmp_path):
+    engine = server(tmp_path)
+    async with running(engine):
+        await until(is_ready(engine))
+    assert engine.error is None
+
+
+async def test_the_wait_doubles_up_to_its_limit():
+    engine = engine_of(sys.executable, "-c", "raise SystemExit(3)", "{port}")
+    with capture_logs() as entries:
+        async with running(engine):
+            await until(lambda: engine.status.restarts == 4)
+            assert engine.status.last_exit_code == 3
+    waits = [entry["restart_in_s"] for entry in entries if "restart_in_s" in entry]
+    assert waits[:4] == [0.02, 0.04, 0.08, 0.08]
+
+
+async def test_the_wait_starts_over_after_a_healthy_time(tmp_path):
+    engine = server(tmp_path, timing=Timing(backoff_s=0.02, max_backoff_s=9, healthy_s=0.0, poll_s=0.02))
+    with capture_logs() as entries:
+        async with running(engine):
+            for n in range(3):
+                await until(lambda n=n: engine.status.restarts == n and is_ready(engine)())
+                os.kill(engine.status.pid, signal.SIGKILL)
+            await until(lambda: engine.status.restarts == 3)
+    waits = [entry["restart_in_s"] for entry in entries if "restart_in_s" in entry]
+    assert waits[:3] == [0.02, 0.02, 0.02]
+
+
+async def test_a_program_that_does_not_exist_is_told_and_tried_again():
+    engine = engine_of("/nowhere/engine", "{port}")
+    with capture_logs() as entries:
+        async with running(engine):
+            await until(lambda: engine.status.restarts == 1)
+    assert any("no program '/nowhere/engine'" in entry.get("error", "") for entry in entries)
+    assert "no program '/nowhere/engine'" in engine.error
+    assert engine.status.last_exit_code is None
+
+
+async def test_what_it_says_is_logged_and_our_settings_are_not_its(tmp_path, monkeypatch):
+    monkeypatch.setenv("KVPIN_ADMIN_KEY", "hush")
+    engine = server(tmp_path)
+    with capture_logs() as entries:
+        async with running(engine):
+            await until(is_ready(engine))
+    assert {
+        "event": "engine output",
+        "engine": "e-0",
+        "line": "says hello None",
+        "log_level": "info",
+    } in entries
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc")
+async def test_nothing_is_left_open(tmp_path):
+    async with running(server(tmp_path)) as _:
+        pass  # whatever asyncio itself opens once
+    before = open_files()
+    engine = engine_of(sys.executable, "-c", "", "{port}")
+    async with running(engine):
+        await until(lambda: engine.status.restarts == 3)
+    assert open_files() == before
+
+
+def test_an_engine_is_started_with_its_port():
+    engine = ManagedEngine(ManagedSettings(kind="embedded", id="e-0", command=("--kv-blocks", "64")))
+    assert engine.command()[-4:] == ["--port", str(engine.port), "--kv-blocks", "64"]
+    assert engine.spec.url == f"http://127.0.0.1:{engine.port}"
+
+
+@pytest.fixture
+def llama(tmp_path):
+    """A real llama-server, not started yet; its directory does not exist."""
+    words = (llama_server(), "-m", str(gguf_path("tiny")), "-c", "2048", "-t", "1")
+    settings = ManagedSettings(
+        kind="llama_server",
+        id="l-0",
+        command=words,
+        host_cache_dir=str(tmp_path / "kv"),
+        host_cache_bytes=2**20,
+    )
+    return ManagedEngine(settings, timing=QUICK)
+
+
+async def test_a_llama_server_comes_back_on_its_port_with_its_slots(llama, tmp_path):
+    async with running(llama), httpx.AsyncClient(base_url=llama.spec.url, trust_env=False) as client:
+        for restarts in (0, 1):
+            await until(lambda n=restarts: llama.status.restarts == n and is_ready(llama)())
+            slots = (await client.get("/slots")).json()
+            assert [slot["n_ctx"] for slot in slots] == [512] * 4
+            await client.post("/completion", json={"prompt": "a b c", "n_predict": 2, "id_slot": 3})
+            saved = await client.post("/slots/3?action=save", json={"filename": f"{restarts}.bin"})
+            assert saved.json()["n_saved"] > 0
+            assert (tmp_path / "kv" / f"{restarts}.bin").stat().st_size == saved.json()["n_written"]
+            shutil.rmtree(tmp_path / "kv")  # it is made again
+            os.kill(llama.status.pid, signal.SIGKILL)
+
+
+async def test_what_works_against_reuse_is_told_once(tmp_path):
+    words = (sys.executable, "-m", str(tmp_path / "m.gguf"), "-kvu", "--no-slots")
+    settings = ManagedSettings(kind="llama_server", id="l-0", command=words, host_cache_dir=str(tmp_path))
+    engine = ManagedEngine(settings, timing=QUICK)
+    with capture_logs() as entries:
+        async with running(engine):
+            await until(lambda: engine.status.restarts == 1)
+    advice = [entry["advice"] for entry in entries if "advice" in entry]
+    assert [sentence.split()[0] for sentence in advice] == ["-kvu", "--no-slots"]
+
+
+async def test_an_engines_stdin_stays_open(tmp_path):
+    code = f"import sys; open({str(tmp_path / 'open')!r}, 'w').close(); sys.stdin.read(); sys.exit(7)"
+    engine = engine_of(sys.executable, "-c", code, "{port}")
+    async with running(engine):
+        await until((tmp_path / "open").exists)
+        assert engine.status.state is ProcessState.STARTING
+        assert engine.status.last_exit_code is None
+
+
+async def test_stop_while_it_is_being_started(tmp_path, monkeypatch):
+    engine = server(tmp_path)
+    start = asyncio.create_subprocess_exec
+
+    async def start_slowly(*args, **options):
+        process = await start(*args, **options)
+        await engine.stop()
+        return process
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", start_slowly)
+    await asyncio.wait_for(engine.run(), 10)
+    assert engine.status.last_exit_code == -signal.SIGKILL
+    assert engine.status.state is ProcessState.STOPPED
+
+
+async def test_it_tells_its_first_start_from_later_ones(tmp_path):
+    engine = server(tmp_path)
+    assert engine.starting
+    async with running(engine):
+        await until(is_ready(engine))
+        assert not engine.starting
+        os.kill(engine.status.pid, signal.SIGKILL)
+        await until(lambda: engine.status.restarts == 1)
+        assert not engine.starting

@@ -1,0 +1,98 @@
+"""The keeper's own work; that a kvpin knows it again: tests/live/test_warm_restarts.py."""
+
+import asyncio
+import time
+
+import pytest
+from structlog.testing import capture_logs
+
+from proxy.core.pins import Pin, PinBook
+from proxy.fleet.fleet import Fleet
+from proxy.fleet.state_dir import saved_state as module
+from proxy.fleet.state_dir.saved_state import FILE, StateSaver
+from proxy.prompt import PromptTables
+from proxy.request.tenants import Tenants
+from tests.fakes import INFO, FakeAdapter
+
+DAY_S = 86_400
+
+
+class World:
+    """One kvpin: its engine "a" has learned something if it is connected."""
+
+    def __init__(self, directory, *, connected=True):
+        self.keeper = StateSaver(directory, Tenants(()))
+        self.fleet, self.pins, self.path = Fleet(), PinBook(), directory / FILE
+        self.engine = self.fleet.add(FakeAdapter("a"))
+        if connected:
+            self.fleet.join(self.engine, INFO).learn(self.engine, (1, 2))
+        self.keeper.restore(self.pins, PromptTables())
+
+    async def save(self):
+        await self.keeper.save(self.fleet, self.pins)
+
+
+def pin(pin_id="p"):
+    return Pin(pin_id, {"a": "own"}, 1, time.monotonic() + DAY_S, "prefix")
+
+
+async def test_what_was_known_of_an_engine_is_kept_until_it_connects(tmp_path):
+    await World(tmp_path).save()
+    for _ in range(2):
+        later = World(tmp_path, connected=False)
+        await later.save()
+    memory = later.keeper.memories.of("a")
+    assert (memory.instance, len(memory.learned)) == ("i1", 1)
+    later.fleet.remove(later.fleet.engine("a"))
+    await later.save()
+    assert World(tmp_path).keeper.memories.of("a") is None
+
+
+async def test_a_change_of_pins_is_saved_at_once(tmp_path):
+    world = World(tmp_path)
+    running = asyncio.create_task(world.keeper.run(world.fleet, world.pins))
+    world.pins.add(pin())
+    async with asyncio.timeout(10):
+        while not world.path.exists():  # noqa: ASYNC110 - no event tells
+            await asyncio.sleep(0.01)
+    running.cancel()
+    (again,) = World(tmp_path).pins.active(time.monotonic())
+    assert again.engine_pins == {"a": "own"}
+    assert 80_000 < again.expires - time.monotonic() <= DAY_S + 1
+
+
+async def test_it_is_saved_now_and_then_and_only_what_has_changed(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "SAVE_S", 0.01)
+    written = []
+    monkeypatch.setattr(module, "write", lambda _path, data: written.append(data))
+    world = World(tmp_path)
+    running = asyncio.create_task(world.keeper.run(world.fleet, world.pins))
+    async with asyncio.timeout(10):
+        while len(written) < 2:
+            await asyncio.sleep(0.05)
+            if written:
+                world.pins.add(pin())
+    running.cancel()
+    assert len(set(written)) == len(written)
+
+
+async def test_a_disk_that_is_full_is_told(tmp_path, monkeypatch):
+    world = World(tmp_path)
+
+    def full(_path, _data):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(module, "write", full)
+    with capture_logs() as logs:
+        await world.save()
+    assert logs[0]["error"] == "No space left on device"
+
+
+@pytest.mark.parametrize("make", [lambda path: path.write_bytes(b"?"), lambda path: path.mkdir()])
+def test_a_file_that_cannot_be_used_is_one_warning(tmp_path, make):
+    make(tmp_path / FILE)
+    with capture_logs() as logs:
+        world = World(tmp_path)
+    assert world.keeper.memories.of("a") is None
+    assert [log["log_level"] for log in logs] == ["warning"]
+    assert logs[0]["why"] in ("it is damaged", "Is a directory")

@@ -1,0 +1,246 @@
+"""Connections on real sockets that idle, stall or are too many."""
+
+import contextlib
+import resource
+import socket
+import time
+
+import pytest
+from structlog.testing import capture_logs
+
+import proxy.http.connection_limits
+import proxy.http.exchange
+import proxy.http.http1
+from proxy.api.error_answers import error_response
+from proxy.errors import NoEngine, ProxyError
+from proxy.http.connection_limits import RESERVE, ConnectionLimits, Permission, connection_limit
+from proxy.http.http1 import Http1Protocol
+from tests.engines import served
+
+WAIT_S = 20
+HEAD = b"POST %b HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n"
+GET = b"GET %b HTTP/1.1\r\nhost: localhost\r\n\r\n"
+LIMIT = 8
+
+
+async def handler(exchange):
+    """`/health` is what the reserve is for; `/busy` never ends; `/much` is more than a socket holds; all
+    others give the body back."""
+    try:
+        if exchange.target == b"/health":
+            exchange.start(200, [])
+            exchange.finish(b"ok")
+            return
+        if exchange.is_reserved:
+            raise NoEngine("no connection is left")
+        if exchange.target == b"/busy":
+            await exchange.until_left()
+            return
+        body = await exchange.read(1 << 20)
+    except ProxyError as error:
+        answer = error_response(error)
+        exchange.start(answer.status_code, answer.raw_headers)
+        exchange.finish(bytes(answer.body))
+        return
+    exchange.start(200, [])
+    exchange.finish(bytes(64 << 20) if exchange.target == b"/much" else body)
+
+
+@contextlib.contextmanager
+def serving(limit=1000, **options):
+    class Protocol(Http1Protocol):
+        __slots__ = ()
+        limits = ConnectionLimits(limit, time.monotonic)
+
+    with served(handler, interface="asgi3", http=Protocol, ws="none", proxy_headers=False, **options) as url:
+        port = int(url.rpartition(":")[2])
+        with contextlib.ExitStack() as opened:
+
+            def connect():
+                return opened.enter_context(socket.create_connection(("127.0.0.1", port), timeout=WAIT_S))
+
+            yield connect
+
+
+def everything(connection):
+    parts = []
+    with contextlib.suppress(ConnectionResetError):
+        while part := connection.recv(65536):
+            parts.append(part)
+    return b"".join(parts)
+
+
+def ask(connection, target=b"/health"):
+    with contextlib.suppress(ConnectionError):
+        connection.sendall(GET % target)
+    with contextlib.suppress(ConnectionResetError):
+        return connection.recv(4096)
+    return b""
+
+
+class TestSlowClients:
+    def test_a_body_that_stops_gets_a_408_and_its_connection_is_closed(self, monkeypatch):
+        monkeypatch.setattr(proxy.http.exchange, "BODY_S", 0.3)
+        with serving() as connect:
+            connection = connect()
+            connection.sendall(HEAD % (b"/", 10) + b"hello")
+            answer = everything(connection)
+        assert answer.startswith(b"HTTP/1.1 408 ")
+        assert b"connection: close" in answer
+        assert b'"code":"slow_body"' in answer
+
+    def test_a_body_that_drips_does_too(self, monkeypatch):
+        monkeypatch.setattr(proxy.http.exchange, "BODY_S", 0.5)
+        with serving() as connect:
+            connection = connect()
+            connection.sendall(HEAD % (b"/", 10_000))
+            connection.settimeout(0.05)
+            answer, until = b"", time.monotonic() + WAIT_S
+            while not answer and time.monotonic() < until:
+                connection.sendall(b"x")
+                with contextlib.suppress(TimeoutError):
+                    answer = connection.recv(4096)
+        assert answer.startswith(b"HTTP/1.1 408 ")
+
+    def test_a_body_that_drips_after_much_of_it_came_at_once_does_too(self, monkeypatch):
+        monkeypatch.setattr(proxy.http.exchange, "BODY_S", 0.5)
+        sent = 512 * 1024  # at once: ten minutes at the least rate
+        with serving() as connect:
+            connection = connect()
+            connection.sendall(HEAD % (b"/", sent + 10_000) + bytes(sent))
+            connection.settimeout(0.05)
+            answer, until = b"", time.monotonic() + WAIT_S
+            while not answer and time.monotonic() < until:
+                connection.sendall(b"x")
+                with contextlib.suppress(TimeoutError):
+                    answer = connection.recv(4096)
+        assert answer.startswith(b"HTTP/1.1 408 ")
+
+    def test_a_head_that_drips_is_cut_off(self):
+        with serving(timeout_keep_alive=1) as connect:
+            connection = connect()
+            connection.settimeout(0.05)
+            closed, until = False, time.monotonic() + WAIT_S
+            with contextlib.suppress(ConnectionError):
+                while not closed and time.monotonic() < until:
+                    connection.sendall(b"G" if not closed else b"")
+                    with contextlib.suppress(TimeoutError):
+                        closed = connection.recv(4096) == b""
+            assert time.monotonic() < until
+
+    def test_an_answer_that_is_not_taken_is_broken_off(self, monkeypatch):
+        monkeypatch.setattr(proxy.http.http1, "SEND_S", 0.3)
+        with serving(timeout_keep_alive=1) as connect:
+            connection = connect()
+            connection.sendall(GET % b"/much")
+            time.sleep(3)
+            assert len(everything(connection)) < 64 << 20
+
+    def test_an_answer_that_is_taken_slowly_arrives(self, monkeypatch):
+        monkeypatch.setattr(proxy.http.http1, "SEND_S", 0.5)
+        with serving(timeout_keep_alive=1) as connect:
+            connection = connect()
+            connection.sendall(GET % b"/much")
+            begun = time.monotonic()
+            got = 0
+            while time.monotonic() < begun + 3:
+                got += len(connection.recv(1 << 20))
+                time.sleep(0.01)
+            connection.settimeout(WAIT_S)
+            while got < 64 << 20:
+                got += len(connection.recv(1 << 20)) or pytest.fail(f"it ended after {got} bytes")
+
+    def test_a_stop_does_not_wait_for_half_a_body(self, monkeypatch):
+        monkeypatch.setattr(proxy.http.exchange, "STOPPING_S", 0.2)
+        with contextlib.ExitStack() as opened:
+            with serving(timeout_graceful_shutdown=60) as connect:
+                connection = opened.enter_context(connect().dup())
+                connection.sendall(HEAD % (b"/", 10) + b"hello")
+                time.sleep(0.2)
+                begun = time.monotonic()
+            assert time.monotonic() - begun < WAIT_S
+            assert b"kvpin is stopping" in everything(connection)
+
+    def test_a_client_that_leaves_behind_many_pipelined_requests_is_noticed(self):
+        with serving(limit=1) as connect:
+            connection = connect()
+            connection.sendall(GET % b"/busy" * 20)
+            assert b" 503 " in ask(connect(), b"/")
+            connection.close()
+            until = time.monotonic() + WAIT_S
+            while b" 200 " not in ask(connect(), b"/"):
+                assert time.monotonic() < until
+                time.sleep(0.1)
+
+
+class TestTooMany:
+    def test_the_longest_idle_ones_make_room(self):
+        with serving(LIMIT) as connect, capture_logs() as logs:
+            idle = [connect() for _ in range(LIMIT)]
+            assert ask(idle[0]).startswith(b"HTTP/1.1 200 ")
+            half = [connect() for _ in range(2 * LIMIT)]
+            for each in half:
+                each.sendall(b"POST / HTTP/1.1\r\nhost")
+            assert ask(connect(), b"/").startswith(b"HTTP/1.1 200 ")
+            assert everything(idle[1]) == b""
+        assert [each["event"].partition(":")[0] for each in logs] == ["connection limit reached"]
+
+    def test_health_answers_while_all_are_busy_and_requests_are_refused(self):
+        with serving(LIMIT) as connect:
+            busy = [connect() for _ in range(LIMIT)]
+            for each in busy:
+                each.sendall(GET % b"/busy")
+            until = time.monotonic() + WAIT_S
+            while b" 503 " not in ask(connect(), b"/"):
+                assert time.monotonic() < until
+            for _ in range(3):
+                health = ask(connect())
+                assert health.startswith(b"HTTP/1.1 200 ")
+                assert b"connection: close" in health
+
+    def test_beyond_the_reserve_they_are_closed(self, monkeypatch):
+        with serving(LIMIT) as connect:
+            for busy in [connect() for _ in range(LIMIT)]:
+                busy.sendall(GET % b"/busy")
+            until = time.monotonic() + WAIT_S
+            while b" 503 " not in ask(connect(), b"/"):
+                assert time.monotonic() < until
+            monkeypatch.setattr(proxy.http.connection_limits, "RESERVE", 0)
+            assert ask(connect()) == b""
+
+
+class Waiting:
+    def __init__(self, idle_since):
+        self.idle_since, self.evicted = idle_since, False
+
+    def evict(self):
+        self.evicted = True
+
+
+def test_who_is_let_in():
+    crowd = ConnectionLimits(4, lambda: 0.0)
+    busy = {Waiting(None) for _ in range(4)}
+    new = Waiting(9.0)
+    assert crowd.admit(new, {*list(busy)[:3], new}) is Permission.FREE
+    assert crowd.admit(new, {*busy, new}) is Permission.RESERVED
+    assert crowd.admit(new, {*busy, *(Waiting(None) for _ in range(RESERVE)), new}) is Permission.NONE
+    old, older = Waiting(2.0), Waiting(1.0)
+    connections = {*busy, old, older, new}
+    assert crowd.admit(new, connections) is Permission.FREE
+    assert (old.evicted, older.evicted, new.evicted) == (False, True, False)
+    assert older not in connections
+
+
+def test_the_limit_follows_the_files_that_the_machine_allows(monkeypatch):
+    limits = [(1024, 4096)]
+    monkeypatch.setattr(resource, "getrlimit", lambda _: limits[-1])
+    monkeypatch.setattr(resource, "setrlimit", lambda _, new: limits.append(new))
+    assert connection_limit() == (4096 - 256) // 2
+    assert limits[-1] == (4096, 4096)
+    for files, limit in (
+        (256, 32),
+        (65_536, proxy.http.connection_limits.MAX_CONNECTIONS),
+        (resource.RLIM_INFINITY, 16_384),
+    ):
+        limits.append((files, files))
+        assert connection_limit() == limit

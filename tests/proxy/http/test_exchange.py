@@ -1,0 +1,115 @@
+"""What an exchange writes, piece by piece. How requests are read is tested on sockets in test_http1.py."""
+
+import tracemalloc
+
+import pytest
+
+from engine_adapter import Headers
+from proxy.http.exchange import Exchange
+
+HEAD = b"HTTP/1.1 200 OK\r\ndate: now\r\nx-a: 1\r\n"
+
+
+class Connection:
+    """Notes each write."""
+
+    def __init__(self):
+        self.transport = self
+        self.date = b"date: now\r\n"
+        self.is_full = False
+        self.writes = []
+        self.ended = []
+
+    def write(self, data):
+        self.writes.append(data)
+
+    def pause_reading(self):
+        pass
+
+    def answered(self, exchange):
+        self.ended.append(exchange)
+
+
+@pytest.fixture
+def connection():
+    return Connection()
+
+
+def exchange_on(connection, method="GET", *, is_1_0=False):
+    return Exchange(connection, method, b"/", Headers([]), is_1_0=is_1_0, keep_alive=True)
+
+
+def test_head_and_body_are_one_write_with_a_length(connection):
+    exchange = exchange_on(connection)
+    exchange.start(200, [(b"x-a", b"1")])
+    assert connection.writes == []
+    exchange.finish(b"hello")
+    assert connection.writes == [HEAD + b"content-length: 5\r\n\r\nhello"]
+    assert connection.ended == [exchange]
+
+
+def test_head_and_first_chunk_are_one_write_and_each_other_chunk_is_one(connection):
+    exchange = exchange_on(connection)
+    exchange.start(200, [(b"x-a", b"1")])
+    for chunk in (b"one", b"", b"two"):
+        exchange.write(chunk)
+    exchange.finish()
+    head = HEAD + b"transfer-encoding: chunked\r\n\r\n"
+    assert connection.writes == [head + b"3\r\none\r\n", b"3\r\ntwo\r\n", b"0\r\n\r\n"]
+
+
+@pytest.mark.parametrize("status", [299, 599])
+def test_a_status_without_a_name(connection, status):
+    exchange = exchange_on(connection)
+    exchange.start(status, [])
+    exchange.finish()
+    assert connection.writes[0].startswith(b"HTTP/1.1 %d \r\n" % status)
+
+
+@pytest.mark.parametrize(("sent", "fault"), [(b"1234", "shorter"), (b"123456", "longer")])
+def test_a_length_is_kept(connection, sent, fault):
+    exchange = exchange_on(connection)
+    exchange.start(200, [(b"content-length", b"5")])
+    with pytest.raises(RuntimeError, match=fault):
+        exchange.finish(sent)
+    assert not exchange.finished
+
+
+def test_the_length_of_a_body_that_is_not_sent_is_passed_on(connection):
+    exchange = exchange_on(connection, "HEAD")
+    exchange.start(200, [(b"content-length", b"5")])
+    exchange.finish()
+    assert connection.writes == [b"HTTP/1.1 200 OK\r\ndate: now\r\ncontent-length: 5\r\n\r\n"]
+
+
+@pytest.mark.parametrize("value", [b"a\r\nx: y", b"a\nx", b"a\rx", b"a\0x"])
+def test_no_header_smuggles_another_in(connection, value):
+    exchange = exchange_on(connection)
+    with pytest.raises(ValueError, match="line break"):
+        exchange.start(200, [(b"x-a", value)])
+    assert (exchange.started, connection.writes) == (False, [])
+
+
+def test_who_has_left_is_sent_nothing(connection):
+    exchange = exchange_on(connection)
+    told = []
+    exchange.on_left = lambda: told.append(exchange.left)
+    exchange.leave()
+    exchange.start(200, [])
+    exchange.write(b"one")
+    exchange.finish()
+    assert (told, connection.writes) == ([True], [])
+
+
+async def test_a_body_in_small_pieces_takes_little_more_than_its_length(connection):
+    exchange, pieces = exchange_on(connection, "POST"), 200_000
+    tracemalloc.start()
+    for _ in range(pieces):
+        exchange.feed(bytes(bytearray(b"ab")))  # an object of its own, as the parser gives it
+    taken, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    exchange.feed(b"c" * 1000)
+    exchange.feed(b"d")
+    exchange.feed_end()
+    assert taken < 3 * 2 * pieces
+    assert await exchange.read(1 << 20) == b"ab" * pieces + b"c" * 1000 + b"d"

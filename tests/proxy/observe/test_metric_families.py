@@ -1,0 +1,105 @@
+"""The page is compared with what prometheus_client writes and reads."""
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import Counter as TheirCounter
+from prometheus_client import Histogram as TheirHistogram
+from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as read_openmetrics
+from prometheus_client.parser import text_string_to_metric_families
+
+from proxy.observe.metric_families import Counter, Family, Histogram, gauge
+
+NASTY = 'a "quoted" \\ name,\nwith 100%d of it} 1'
+
+
+def samples(page):
+    families = text_string_to_metric_families(page)
+    return {
+        (family.name, family.type, sample.name, frozenset(sample.labels.items())): sample.value
+        for family in families
+        for sample in family.samples
+        if not sample.name.endswith("_created")
+    }
+
+
+def test_counters_are_as_theirs():
+    registry = CollectorRegistry()
+    theirs = TheirCounter("kvpin_x", "What x is", ("model", "status"), registry=registry)
+    ours = Counter("kvpin_x_total", "What x is", ("model", "status"))
+    for model, number in (("m", 1), (NASTY, 12_345_678), ("m", 2), ("zero", 0)):
+        theirs.labels(model, "200").inc(number)
+        ours.of(model, "200").add(number)
+    assert samples("".join(ours.lines())) == samples(generate_latest(registry).decode())
+    assert len(samples("".join(ours.lines()))) == 3
+
+
+def test_a_counter_sums_up_by_one_label_and_counts_parts():
+    counter = Counter("kvpin_x_total", "What x is", ("model", "engine"))
+    for model, engine, number in (("m", "a", 1), ("n", "a", 0.5), ("m", "b", 4)):
+        counter.of(model, engine).add(number)
+    assert counter.sums("engine") == {"a": 1.5, "b": 4}
+    assert 'kvpin_x_total{engine="a",model="n"} 0.5' in "".join(counter.lines())
+
+
+@pytest.mark.parametrize("labels", [(), ("model",)])
+def test_histograms_are_as_theirs(labels):
+    registry = CollectorRegistry()
+    bounds = (0.001, 0.5, 2)
+    theirs = TheirHistogram("kvpin_y", "What y is", labels, buckets=bounds, registry=registry)
+    ours = Histogram("kvpin_y", "What y is", labels, bounds)
+    values = (NASTY,) * len(labels)
+    for number in (0, 0.001, 0.0011, 0.5, 1, 2, 2.1, 1e9):
+        (theirs.labels(*values) if labels else theirs).observe(number)
+        ours.of(*values).observe(number)
+    assert samples("".join(ours.lines())) == samples(generate_latest(registry).decode())
+
+
+def test_openmetrics_is_as_theirs():
+    registry = CollectorRegistry()
+    theirs = TheirCounter("kvpin_x", "What x is", ("model",), registry=registry)
+    timed = TheirHistogram("kvpin_y", "What y is", ("model",), buckets=(0.5, 2), registry=registry)
+    ours, our_timed = (
+        Counter("kvpin_x_total", "What x is", ("model",)),
+        Histogram("kvpin_y", "What y is", ("model",), (0.5, 2)),
+    )
+    theirs.labels(NASTY).inc(3)
+    ours.of(NASTY).add(3)
+    for number, trace in ((0.1, None), (0.2, "ab12"), (0.3, "cd34"), (9.0, "ef56")):
+        timed.labels(NASTY).observe(number, {"trace_id": trace} if trace else None)
+        our_timed.of(NASTY).observe(number, trace)
+    page = "".join((*ours.lines(openmetrics=True), *our_timed.lines(openmetrics=True), "# EOF\n"))
+
+    def read(text):
+        return [
+            (family.name, family.type, sample.name, frozenset(sample.labels.items()), sample.value)
+            + ((sample.exemplar.labels, sample.exemplar.value) if sample.exemplar else ())
+            for family in read_openmetrics(text)
+            for sample in family.samples
+            if not sample.name.endswith("_created")
+        ]
+
+    assert read(page) == read(generate_openmetrics(registry).decode())
+    assert "cd34" in page
+    assert "ab12" not in page
+    assert "cd34" not in "".join(our_timed.lines())
+
+
+def test_a_gauge():
+    family = Family("kvpin_z", "gauge", "What z is", ("engine",))
+    page = "".join(gauge(family, [(("a",), True), ((NASTY,), 7)]))
+    assert list(samples(page).values()) == [1, 7]
+    assert page.startswith("# HELP kvpin_z What z is\n# TYPE kvpin_z gauge\n")
+
+
+def test_a_family_without_series_is_on_the_page():
+    pages = ("".join(f.lines()) for f in (Counter("c_total", "C", ("l",)), Histogram("h", "H", ("l",), (1,))))
+    found = [family for page in pages for family in text_string_to_metric_families(page)]
+    assert [(family.type, family.samples) for family in found] == [("counter", []), ("histogram", [])]
+
+
+def test_a_series_is_made_once():
+    family = Counter("c_total", "C", ("l",))
+    assert family.of("a") is family.of("a")
+    with pytest.raises(ValueError, match="zip"):
+        family.of("a", "b")

@@ -1,0 +1,152 @@
+"""What goes over the wire, and what those who ask are told."""
+
+import asyncio
+import contextlib
+import json
+
+import pytest
+
+from engine_adapter import Tier
+from proxy.core.audit import Trust
+from proxy.core.peers.matching import match
+from proxy.core.peers.messages import Learned, Sessions, Timed, Told, ToldEngine, unpacked
+from proxy.core.placement.load import Sample, Work
+from proxy.core.placement.rates import Timings
+from proxy.core.quotas import TenantLimits
+from proxy.fleet.fleet import Fleet
+from proxy.peers import announcer
+from proxy.peers import peers as peers_module
+from proxy.peers.announcer import address_of, contents, described
+from proxy.request.tenants import ApiKey, Tenants
+from proxy.settings import EngineSettings
+from tests.fakes import INFO, FakeAdapter, add_ready, client_of, proxy_over
+from tests.proxy.peers.world import COMPLETIONS, Gated, Wire, ask, in_step, until, world
+
+
+async def test_after_a_gap_they_agree_again(wires, monkeypatch):
+    monkeypatch.setattr(peers_module, "HEARTBEAT_S", 0.05)
+    async with world(lambda _: Wire(wires)) as (engines, (one, two)), client_of(one) as client:
+        for engine in engines:
+            engine.gate.clear()
+        async with asyncio.TaskGroup() as group:
+            wires[0].is_cut = True
+            running = group.create_task(ask(client, stream=True))
+            await until(lambda: any(e.ledger.in_flight for e in one.fleet.engines.values()))
+            await until(lambda: wires[0].dropped)
+            wires[0].is_cut = False
+            await until(lambda: any(e.ledger.in_flight for e in two.fleet.engines.values()))
+            await until(lambda: in_step(two))
+            assert two.peers.stats().peers[0].gaps == 1
+            assert b'kvpin_exchange_faults_total{fault="gap"} 1.0' in two.metrics.render()
+            for engine in engines:
+                engine.gate.set()
+            await running
+        await two.settled()
+
+
+async def test_the_limits_of_a_tenant_hold_for_all_together(unix):
+    limits = {"t": TenantLimits(concurrent_requests=1, requests_per_minute=3)}
+
+    def tenants():
+        return Tenants([ApiKey.of("key", "t")], limits)
+
+    async with contextlib.AsyncExitStack() as stack:
+        engine = await stack.enter_async_context(Gated("a"))
+        one, two = [
+            await stack.enter_async_context(proxy_over(engine, reuse=True, exchange=unix, tenants=tenants()))
+            for _ in range(2)
+        ]
+        await until(lambda: in_step(one) and in_step(two))
+        headers = {"authorization": "Bearer key"}
+        first = await stack.enter_async_context(client_of(one, headers=headers))
+        second = await stack.enter_async_context(client_of(two, headers=headers))
+        engine.gate.clear()
+        async with asyncio.TaskGroup() as group:
+            running = group.create_task(ask(first, stream=True))
+            await until(lambda: any(e.ledger.in_flight for e in two.fleet.engines.values()))
+            refused = await ask(second)
+            assert refused.status_code == 429
+            assert "concurrent_requests" in refused.text
+            engine.gate.set()
+            await running
+        await two.settled()
+        statuses = []
+        for client in (first, second, first):
+            statuses.append((await ask(client)).status_code)
+            await one.settled()
+            await two.settled()
+            await asyncio.sleep(0.05)
+        assert statuses == [200, 200, 429]
+        assert "requests_per_minute" in (await ask(second)).text
+
+
+async def test_nothing_of_a_prompt_or_a_name_goes_over_the_wire(wires):
+    async with world(lambda _: Wire(wires)) as (_, (one, _two)), client_of(one) as client:
+        frames = []
+        wires[0].publish = frames.append
+        await client.post(
+            COMPLETIONS,
+            json={"model": "m", "prompt": [5] * 64, "max_tokens": 1, "prompt_cache_key": "my secret chat"},
+        )
+        await until(lambda: len(b"".join(frames)) > 200)
+        assert b"secret" not in b"".join(frames)
+        assert json.dumps([5] * 10).encode() not in b"".join(frames)
+
+
+def test_what_is_learned_and_where_conversations_were_is_told_in_parts(monkeypatch):
+    monkeypatch.setattr(announcer, "PART", 3)
+    fleet = Fleet()
+    learned, precise = add_ready(fleet, "a"), add_ready(fleet, "b")
+    learned.audit.lost("no events")
+    precise.audit.synced()
+    assert (learned.audit.trust, precise.audit.trust) == (Trust.APPROXIMATE, Trust.PRECISE)
+    pool = fleet.pools["m"]
+    for chain in ((1, 2), (3, 4), (5,)):
+        pool.learn(learned, chain)
+    for session in (10, 11, 12, 13):
+        pool.placer._note(session, "a")
+    pool.placer._note("a name", "a")
+    pool.placer.books["a"].rates.learn(Sample(Work(512), 0.5, 0.0))
+    timed, first, second, *others = contents(fleet, 9)
+    assert timed == Timed(9, "a", Timings([(512, 0.5)], are_blurred=False, answers=[]))
+    assert isinstance(first, Learned)
+    assert [unpacked(each) for each in first.stretches] == [(5,), (3, 4)]
+    assert [unpacked(each) for each in second.stretches] == [(1, 2)]
+    *sessions, last = others
+    assert all(isinstance(each, Sessions) for each in sessions)
+    assert [unpacked(each.digests) for each in sessions] == [(13, 12, 11), (10,)]
+    assert last == Told(9)
+
+
+def test_what_is_adopted_is_older_than_all_that_is_known():
+    fleet = Fleet()
+    engine = add_ready(fleet, "a", gpu_blocks=4)
+    engine.audit.lost("no events")
+    pool = fleet.pools["m"]
+    pool.learn(engine, (1, 2))
+    pool.adopt(engine, (1, 2, 3))
+    pool.adopt(engine, (8, 9))
+    assert pool.index.held("a", Tier.GPU) == 4  # there is room for one block of the last
+    pool.learn(engine, (20,))
+    assert not pool.index.holds("a", 8)
+    assert all(pool.index.holds("a", block) for block in (1, 2, 3, 20))
+    engine.audit.synced()
+    pool.adopt(engine, (30,))
+    assert not pool.index.holds("a", 30)
+
+
+@pytest.mark.parametrize("url", ["http://gpu7:8000", "http://127.0.0.1:8000"])
+def test_ranks_of_one_server_are_engines_of_their_own(url):
+    specs = [EngineSettings(kind="vllm", id="v", url=url).of_rank(rank).spec() for rank in (0, 1)]
+    told = [ToldEngine(spec.id, *address_of(spec), "m", 16) for spec in specs]
+    assert [match(each, told) for each in told] == told
+
+
+def test_an_engine_has_a_model_once_it_is_connected():
+    fleet = Fleet()
+    engine = fleet.add(FakeAdapter("a", "http://gpu:1"))
+    (told,) = described(fleet, lambda _: None)
+    assert told == ToldEngine("a", "http://gpu:1", is_local=False, model=None, tokens_per_block=None)
+    fleet.join(engine, INFO)
+    (told,) = described(fleet, lambda _: None)
+    assert (told.model, told.tokens_per_block) == ("m", 16)

@@ -1,0 +1,151 @@
+"""A real Valkey server, which is killed and comes back."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from structlog.testing import capture_logs
+
+from proxy.core.peers import round_trip
+from proxy.peers import peers as peers_module
+from proxy.peers import redis_bus
+from proxy.peers.bus import BusCallbacks
+from proxy.peers.redis_bus import RedisBus
+from tests.fakes import client_of
+from tests.kv_world import tokens
+from tests.proxy.peers.world import ask, in_step, placer, until, world
+from tests.relay import Relay
+from tests.valkey import Valkey
+
+
+def behind(proxy):
+    return [peer.behind for peer in proxy.peers.stats().peers] == [True]
+
+
+@pytest.fixture
+def server():
+    server = Valkey()
+    yield server
+    server.kill()
+
+
+async def test_what_one_served_the_other_predicts_until_the_server_dies_and_again_after(server, monkeypatch):
+    monkeypatch.setattr(redis_bus, "_RETRY_S", 0.05)
+    async with (
+        world(lambda _: RedisBus(server.url, "n")) as (_, (one, two)),
+        client_of(one) as first,
+        client_of(two) as second,
+    ):
+        home = (await ask(first)).headers["x-kvpin-engine"]  # no stream: nobody learns that prefill is free
+        await until(lambda: placer(two).index.held(home, "gpu") == 20)
+        assert (await ask(second)).headers["x-kvpin-predicted-tokens"] == "320"
+        with capture_logs() as logs:
+            server.kill()
+            await until(lambda: not one.peers.is_connected and not two.peers.is_connected)
+            assert (await ask(first)).status_code == (await ask(second)).status_code == 200
+            ready = (await first.get("/health/ready")).json()
+            assert ready["exchange"] == "gone: this kvpin goes on alone"
+            await until(lambda: not one.peers.stats().peers and not two.peers.stats().peers)
+            server.start()
+            await until(lambda: in_step(one) and in_step(two), 20)
+        gone = [entry for entry in logs if entry["event"].startswith("the exchange is gone")]
+        assert len(gone) == 2  # once each
+        engine = (await ask(first, tokens(400, 3))).headers["x-kvpin-engine"]
+        chain = one.fleet.pools["m"].chain(one.last.prompt)
+        await until(lambda: engine in placer(two).match(chain))
+        assert placer(two).match(chain)[engine].blocks == 25
+
+
+async def test_a_partition_and_a_delay_lose_no_request_and_heal(server, monkeypatch):
+    monkeypatch.setattr(redis_bus, "_RETRY_S", 0.05)
+    monkeypatch.setattr(redis_bus, "_TIMEOUT_S", 1.5)
+    monkeypatch.setattr(peers_module, "LOST_S", 2.0)
+    monkeypatch.setattr(peers_module, "HEARTBEAT_S", 0.05)
+    monkeypatch.setattr(round_trip, "BEHIND_S", 0.3)
+    async with Relay(server.port) as relay:
+        urls = iter([f"redis://127.0.0.1:{relay.port}/0", server.url])
+        async with (
+            world(lambda _: RedisBus(next(urls), "n")) as (_, (one, two)),
+            client_of(one) as first,
+            client_of(two) as second,
+        ):
+            relay.cut()
+            await until(lambda: not one.peers.is_connected and not two.peers.stats().peers)
+            home = (await ask(first)).headers["x-kvpin-engine"]
+            assert (await ask(second, tokens(400, 3))).status_code == 200
+            assert placer(two).index.held(home, "gpu") in {0, 25}  # not what the first one served
+            relay.heal()
+            await until(lambda: in_step(one) and in_step(two), 20)
+            await until(lambda: placer(two).index.held(home, "gpu") in {20, 45})
+            relay.delay_s = 0.2
+            await until(lambda: behind(one) and behind(two), 20)
+            assert (await ask(first, tokens(400, 5))).status_code == 200
+            relay.delay_s = 0.0
+            await until(lambda: not behind(one) and not behind(two) and in_step(one) and in_step(two), 20)
+
+
+async def test_namespaces_do_not_hear_each_other(server):
+    heard = {"a": [], "b": []}
+    exchanges = {name: RedisBus(server.url, name) for name in heard}
+    async with asyncio.TaskGroup() as group:
+        tasks = [
+            group.create_task(exchanges[name].run(BusCallbacks(heard[name].append, lambda: None)))
+            for name in heard
+        ]
+        await until(lambda: all(each.is_connected for each in exchanges.values()))
+        assert all(each.is_alone for each in exchanges.values())
+        exchanges["a"].publish(b"one")
+        exchanges["a"].publish(b"two")
+        await until(lambda: heard["a"] == [b"one", b"two"])  # its own come back: peers ignore them
+        await exchanges["a"].aclose()
+        assert heard["b"] == []
+        for task in tasks:
+            task.cancel()
+
+
+async def test_without_a_server_nothing_is_kept_and_too_much_is_dropped(monkeypatch):
+    exchange = RedisBus("redis://127.0.0.1:1/0", "n")
+    exchange.publish(b"x")
+    assert not exchange._outbox
+    exchange._is_connected = True
+    monkeypatch.setattr(redis_bus, "OUTBOX_BYTES", 10)
+    exchange.publish(bytes(8))
+    exchange.publish(bytes(8))
+    assert exchange.dropped == 1
+
+
+def test_an_url_that_cannot_be_used():
+    with pytest.raises(ValueError, match="must specify"):
+        RedisBus("http://x", "n")
+
+
+async def test_what_waited_when_the_server_died_is_dropped_and_what_comes_after_arrives(server, monkeypatch):
+    monkeypatch.setattr(redis_bus, "_RETRY_S", 0.05)
+    heard, one, two = [], RedisBus(server.url, "n"), RedisBus(server.url, "n")
+    async with asyncio.TaskGroup() as group:
+        tasks = [
+            group.create_task(one.run(BusCallbacks(lambda _: None, lambda: None))),
+            group.create_task(two.run(BusCallbacks(heard.append, lambda: None))),
+        ]
+        await until(lambda: one.is_connected and two.is_connected)
+        server.pause()
+        one.publish(b"asked")
+        await until(lambda: not one._outbox)  # the server is asked to take it, and does not answer
+        one.publish(b"waits")
+        server.kill()
+        await until(lambda: not one.is_connected and not two.is_connected)
+        server.start()
+        await until(lambda: one.is_connected and two.is_connected)
+        one.publish(b"after")
+        await until(lambda: b"after" in heard)
+        for task in tasks:
+            task.cancel()
+
+
+def test_of_all_kvpins_only_the_other_workers_are_reached():
+    sockets = ["/run/kvpin-x/worker-2.http"]
+    worker = RedisBus("redis://h", "n", Path("/run/kvpin-x/worker-1.http"), sockets)
+    assert worker.http_socket.name == "worker-1.http"
+    assert worker.reaches(sockets[0])
+    assert not worker.reaches("/run/kvpin-y/worker-2.http")
+    assert not RedisBus("redis://h", "n").reaches(sockets[0])

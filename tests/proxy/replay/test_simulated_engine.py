@@ -1,0 +1,247 @@
+from dataclasses import replace
+from math import inf
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from proxy.replay.simulated_engine import SimEngine
+from tests.proxy.replay.making import SIZE, Diary, ask, model_of, play
+
+
+class TestFifo:
+    """10 blocks of room and a second for each 1000 tokens."""
+
+    def test_one_after_the_other(self):
+        engine, diary = play(
+            model_of(), ask((1, 2), name=1), ask((7,), at=0.1, name=2), ask((8,), at=5.0, name=3)
+        )
+        assert diary.of("started", "first") == [
+            ("started", 0.0, 1, 0, 0),
+            ("first", 0.25, 1),
+            ("started", 0.25, 2, 0, 0),
+            ("first", 0.4, 2),
+            ("started", 5.0, 3, 0, 0),
+            ("first", 5.15, 3),
+        ]
+        assert (engine.computed, engine.running) == (250 + 150 + 150, 0)
+
+    def test_what_the_one_before_leaves_is_found(self):
+        _, diary = play(model_of(), ask((1, 2), name=1), ask((1, 2, 3), name=2))
+        assert diary.of("started")[1] == ("started", 0.25, 2, 200, 0)
+        assert diary.of("first")[1] == ("first", 0.4, 2)
+
+    def test_the_last_token_is_always_computed(self):
+        _, diary = play(model_of(), ask((1, 2), tail=0, name=1), ask((1, 2), tail=0, name=2))
+        assert diary.of("started")[1] == ("started", 0.2, 2, 100, 0)
+        assert diary.of("first")[1] == ("first", 0.3, 2)
+
+    def test_events(self):
+        engine, diary = play(
+            model_of(4),
+            ask((1, 2, 3), tail=0, name=1),
+            ask((7, 8), tail=0, name=2),
+        )
+        assert diary.lines == [
+            ("started", 0.0, 1, 0, 0),
+            ("stored", "gpu", [1, 2, 3]),
+            ("first", 0.3, 1),
+            ("finished", 0.3, 1),
+            ("removed", "gpu", [3]),
+            ("started", 0.3, 2, 0, 0),
+            ("stored", "gpu", [7, 8]),
+            ("first", 0.5, 2),
+            ("finished", 0.5, 2),
+        ]
+        assert engine.evicted == 1
+
+    def test_answers_take_neither_time_nor_room(self):
+        model = model_of(2)
+        assert model.fits(ask((1, 2), tail=0, output=1000))
+        _, diary = play(model, ask((1,), tail=0, output=1000))
+        assert diary.of("finished") == [("finished", 0.1, 0)]
+
+    def test_a_host_tier_is_restored_before_the_prefill(self):
+        _, diary = play(
+            model_of(3, host=10),
+            ask((1, 2), name=1),
+            ask((7, 8), name=2),
+            ask((1, 2), at=2.0, name=3),
+        )
+        assert ("stored", "host", [1, 2]) in diary.lines
+        # One block of the three was the tail's, so 1 and 2 had to go: 200 tokens at 10,000 a second.
+        assert diary.of("started")[2] == ("started", 2.0, 3, 0, 200)
+        assert diary.of("first")[2] == ("first", 2.07, 3)
+
+    def test_longer_contexts_take_longer(self):
+        model = model_of(context_tokens=1000)
+        assert model.prefill_s(0, 1000) == pytest.approx(1.5)
+        assert model.prefill_s(0, 500) + model.prefill_s(500, 1000) == pytest.approx(1.5)
+        _, diary = play(model, ask(range(9), tail=0), ask(range(9), tail=100, name=1))
+        assert diary.of("first")[1] == ("first", pytest.approx(0.9 + 0.405 + 0.195), 1)
+
+    def test_it_foresees_what_waits_and_what_that_leaves_behind(self):
+        engine = SimEngine(0, model_of(), SIZE, Diary())
+        prompt = ask((1, 2, 3, 4)).chain
+        assert engine.foresee(0.0, prompt) == (pytest.approx(0.45), 0)
+        engine.submit(0.0, ask((1, 2)))
+        engine.submit(0.0, ask((1, 2, 3), name=1))
+        # The second finds two blocks of the first, the prompt three of the second.
+        assert engine.foresee(0.1, prompt) == (pytest.approx(0.25 - 0.1 + 0.15 + 0.15), 300)
+        engine.advance(engine.due)
+        assert engine.foresee(0.25, prompt) == (pytest.approx(0.15 + 0.15), 300)
+
+    def test_it_foresees_restores_of_what_waits(self):
+        engine, _ = play(model_of(5, host=10, restore_tok_s=100.0), ask((1, 2)), ask((7, 8, 9), name=2))
+        now = 10.0
+        engine.submit(now, ask((21, 22), tail=0, name=3))
+        engine.submit(now, ask((1, 2), name=4))
+        # 0.2 s for the first, then 200 tokens from host memory and 50 to compute; the prompt's own last.
+        assert engine.foresee(now, ask((31,), tail=0).chain) == (pytest.approx(0.2 + 2.05 + 0.1), 0)
+        assert engine.foresee(now, ask((1, 2)).chain) == (pytest.approx(0.2 + 2.05 + 0.05), 200)
+
+
+class TestChunked:
+    """Steps take 0.1 s, with 100 tokens of prefill or without, and 0.1 s more for each stream."""
+
+    def model(self, blocks=100, **options):
+        given = {"chunk_tokens": 100, "step_s": 0.1, "stream_s": 0.1, **options}
+        return model_of(blocks, chunked=True, **given)
+
+    def test_alone_a_stream_runs_at_its_own_pace(self):
+        _, diary = play(self.model(), ask((1,), tail=0, output=6))
+        assert diary.of("first", "finished") == [("first", 0.1, 0), ("finished", 1.1, 0)]
+
+    def test_a_stream_and_a_prefill_slow_each_other(self):
+        _, diary = play(self.model(), ask((1,), tail=0, output=6, name=1), ask((7,), tail=0, at=0.1, name=2))
+        # A step of both takes 0.2 s, of which one token is the stream's and 99 the prompt's.
+        prompt_s = 100 / (99 / 0.2)
+        left = 5 - prompt_s / 0.2
+        assert diary.of("first", "finished") == [
+            ("first", 0.1, 1),
+            ("first", pytest.approx(0.1 + prompt_s, abs=1e-6), 2),
+            ("finished", pytest.approx(0.1 + prompt_s, abs=1e-6), 2),
+            ("finished", pytest.approx(0.1 + prompt_s + left * 0.2, abs=1e-6), 1),
+        ]
+
+    def test_streams_share_steps(self):
+        _, diary = play(
+            self.model(), ask((1,), tail=0, output=4, name=1), ask((1,), tail=0, output=2, name=2)
+        )
+        # 2 recomputes its only block: streams end together with what they have left.
+        first = 0.1 + 100 / (99 / 0.2)
+        behind = 3 - (first - 0.1) / 0.2
+        assert diary.of("finished") == [
+            ("finished", pytest.approx(first + 0.3, abs=1e-6), 2),
+            ("finished", pytest.approx(first + 0.3 + (behind - 1) * 0.2, abs=1e-6), 1),
+        ]
+
+    def test_a_prompt_waits_for_room(self):
+        _, diary = play(
+            self.model(3),
+            ask((1,), tail=0, output=6, name=1),
+            ask((7, 8), tail=0, output=1, name=2),
+        )
+        assert diary.of("started", "finished") == [
+            ("started", 0.0, 1, 0, 0),
+            ("finished", 1.1, 1),
+            ("started", 1.1, 2, 0, 0),
+            ("finished", 1.3, 2),
+        ]
+
+    def test_a_restore_leaves_streams_their_pace(self):
+        _, diary = play(
+            self.model(5, host=10, restore_tok_s=100.0),
+            ask((1, 2), name=1),
+            ask((7, 8), name=2),
+            ask((9,), output=21, name=3),
+            ask((1, 2), at=1.0, name=4),
+        )
+        # While block 2 is on its way, the stream of 3 makes a token each 0.2 s as if it were alone.
+        assert diary.of("started")[-2:] == [("started", 0.5, 3, 0, 0), ("started", 1.0, 4, 100, 100)]
+        prompt_s = 50 / (99 / 0.2)
+        assert diary.of("first")[-1] == ("first", pytest.approx(2.0 + prompt_s, abs=1e-6), 4)
+        left = 20 - (2.0 - 0.65) / 0.2 - prompt_s / 0.2
+        assert diary.of("finished")[-1] == (
+            "finished",
+            pytest.approx(2.0 + prompt_s + left * 0.2, abs=1e-6),
+            3,
+        )
+
+    def test_answers_need_room(self):
+        assert self.model(3).fits(ask((1, 2), tail=0, output=100))
+        assert not self.model(3).fits(ask((1, 2), tail=0, output=101))
+
+    def test_nothing_is_due_of_an_idle_engine(self):
+        engine, _ = play(self.model(), ask((1,), output=3))
+        assert (engine.due, engine.running) == (inf, 0)
+
+
+REQUESTS = st.lists(
+    st.tuples(
+        st.floats(0, 3),
+        st.lists(st.sampled_from([1, 2]), min_size=1, max_size=4).map(
+            lambda bits: tuple(int("".join(map(str, bits[: n + 1]))) for n in range(len(bits)))
+        ),
+        st.integers(1, 60),
+    ),
+    min_size=1,
+    max_size=15,
+).map(
+    lambda drawn: [
+        ask(blocks, at=at, tail=tail, name=name, output=1 + name % 4)
+        for name, (at, blocks, tail) in enumerate(sorted(drawn))
+    ]
+)
+
+
+@given(REQUESTS, st.integers(6, 12), st.integers(0, 10), st.booleans(), st.sampled_from([0, 500]))
+def test_work_done_is_what_was_not_cached(requests, blocks, host, chunked, context_tokens):
+    model = model_of(blocks, host, chunked=chunked, context_tokens=context_tokens)
+    engine, diary = play(model, *requests)
+    started = {name: (gpu, below) for _, _, name, gpu, below in diary.of("started")}
+    assert sorted(started) == sorted(request.id for request in requests)
+    assert engine.computed == sum(request.n_tokens - sum(started[request.id]) for request in requests)
+    assert [line[2] for line in diary.of("started")] == [line[2] for line in diary.of("first")]
+    assert sorted(line[2] for line in diary.of("finished")) == sorted(started)
+    assert engine.cache.occupied == engine.cache.held
+    held = {"gpu": set(), "host": set()}
+    for kind, tier, hashes in diary.of("stored", "removed"):
+        held[tier] = held[tier] | set(hashes) if kind == "stored" else held[tier] - set(hashes)
+    assert held["gpu"] == {*engine.cache._idle}
+    assert held["host"] == {*engine.cache._host}
+
+
+@given(REQUESTS, st.integers(6, 12), st.integers(0, 10))
+def test_without_answers_both_models_agree(requests, blocks, host):
+    silent = [replace(request, output_tokens=1) for request in requests]
+    fifo, chunked = (play(model_of(blocks, host, chunked=kind), *silent)[1].lines for kind in (False, True))
+    assert fifo == chunked
+
+
+def test_late_in_a_long_trace_rounding_stops_nothing():
+    # A month in, a step is shorter than what can be told apart.
+    late = 3e6
+    model = model_of(chunked=True, chunk_tokens=100, step_s=1e-10, stream_s=0.0)
+    _, diary = play(model, *(ask((n,), at=late, tail=1 + n, output=2 + n, name=n) for n in range(5)))
+    assert sorted(line[2] for line in diary.of("finished")) == list(range(5))
+
+
+@given(REQUESTS, st.sampled_from([0, 500]))
+def test_what_it_foresees_holds_where_nothing_is_evicted(requests, context_tokens):
+    diary = Diary()
+    engine = SimEngine(0, model_of(80, context_tokens=context_tokens), SIZE, diary)
+    foreseen = {}
+    for request in requests:
+        while engine.due <= request.at:
+            engine.advance(engine.due)
+        foreseen[request.id] = engine.foresee(request.at, request.chain)
+        engine.submit(request.at, request)
+    while engine.due < inf:
+        engine.advance(engine.due)
+    cached = {name: gpu + below for _, _, name, gpu, below in diary.of("started")}
+    first = {name: now for _, now, name in diary.of("first")}
+    for request in requests:
+        seconds, tokens = foreseen[request.id]
+        assert first[request.id] - request.at == pytest.approx(seconds, abs=1e-5)
+        assert cached[request.id] == tokens

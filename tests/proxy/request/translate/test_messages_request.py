@@ -1,0 +1,319 @@
+"""Anthropic's requests, as chats."""
+
+import json
+
+import pytest
+
+from engine_adapter import JsonBody
+from proxy.errors import BadRequest
+from proxy.request.translate.messages_request import chat_of, read_request
+
+IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
+IMAGE_PART = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+
+
+CALL = {"type": "tool_use", "id": "t1", "name": "tide", "input": {"port": "Brest", "at": 1.0}}
+CALLED = {"id": "t1", "type": "function", "function": {"name": "tide"}}
+
+
+def result(content=None, **fields):
+    return {"type": "tool_result", "tool_use_id": "t1", "content": content, **fields}
+
+
+def text(words):
+    return {"type": "text", "text": words}
+
+
+def user(content):
+    return {"role": "user", "content": content}
+
+
+def assistant(content):
+    return {"role": "assistant", "content": content}
+
+
+def translated(messages=("Hi",), **fields):
+    """The chat of a request; messages that are strings are the user's."""
+    messages = [user(each) if isinstance(each, str) else each for each in messages]
+    body = JsonBody(json.dumps({"model": "m", "max_tokens": 9, "messages": messages, **fields}).encode())
+    return json.loads(chat_of(read_request(body), body).raw)
+
+
+def chat(*messages, **fields):
+    """The messages of a chat."""
+    return translated(messages, **fields)["messages"]
+
+
+def test_what_chats_have_too_stays():
+    kept = {"temperature": 0.5, "top_p": 0.9, "top_k": 4, "cache_salt": "s", "session_id": "x", "seed": 1}
+    assert translated(**kept) == {"model": "m", "max_tokens": 9, "messages": [user("Hi")], **kept}
+
+
+def test_what_only_anthropics_service_knows_goes():
+    fields = {
+        "service_tier": "auto", "metadata": {}, "cache_control": {"type": "ephemeral"}, "speed": "fast",
+        "inference_geo": "us", "diagnostics": {}, "context_management": {}, "container": None,
+    }  # fmt: skip
+    assert translated(**fields) == translated()
+
+
+class TestSystem:
+    def test_a_text_and_blocks_are_one_message(self):
+        assert chat("Hi", system="Be brief.") == [{"role": "system", "content": "Be brief."}, user("Hi")]
+        blocks = [{**text("Be"), "cache_control": {"type": "ephemeral"}}, text(" brief.")]
+        assert chat("Hi", system=blocks) == chat("Hi", system="Be brief.")
+
+    @pytest.mark.parametrize("system", [None, "", []])
+    def test_none(self, system):
+        assert chat("Hi", system=system) == [user("Hi")]
+
+    @pytest.mark.parametrize("number", ["a5145", "00000"])
+    def test_a_number_of_each_request_is_left_out(self, number):
+        line = f"x-anthropic-billing-header: cc_version=2.1; cc_entrypoint=cli; cch={number};"
+        wanted = chat("Hi", system="You are")
+        assert chat("Hi", system=[text(line), text("You are")]) == wanted
+        assert chat("Hi", system=line + "You are") == chat("Hi", system=line + "\nYou are") == wanted
+
+    def test_within_the_conversation(self):
+        said = {"role": "system", "content": [text("Now "), text("brief.")]}
+        assert chat("Hi", said) == [user("Hi"), {"role": "system", "content": "Now brief."}]
+
+
+class TestUser:
+    def test_one_text_is_a_string_however_it_is_written(self):
+        marked = {**text("Hi"), "cache_control": {"type": "ephemeral", "ttl": "1h"}}
+        assert chat("Hi") == chat(user([text("Hi")])) == chat(user([marked])) == [user("Hi")]
+
+    def test_texts_and_images_are_parts(self):
+        by_url = {"type": "image", "source": {"type": "url", "url": "https://x/y.png"}}
+        assert chat(user([text("a"), IMAGE, by_url, text("b")])) == [
+            user(
+                [
+                    text("a"),
+                    IMAGE_PART,
+                    {"type": "image_url", "image_url": {"url": "https://x/y.png"}},
+                    text("b"),
+                ]
+            )
+        ]
+
+    def test_nothing(self):
+        assert chat(user([])) == [user("")]
+
+    @pytest.mark.parametrize(
+        ("source", "parts"),
+        [
+            ({"type": "text", "media_type": "text/plain", "data": "d"}, [text("d")]),
+            ({"type": "content", "content": "d"}, [text("d")]),
+            ({"type": "content", "content": [text("d"), IMAGE]}, [text("d"), IMAGE_PART]),
+        ],
+    )
+    def test_documents(self, source, parts):
+        block = {"type": "document", "source": source, "title": "T", "context": "C"}
+        assert chat(user([block, text("?")])) == [user([text("T"), text("C"), *parts, text("?")])]
+
+    def test_search_results(self):
+        block = {"type": "search_result", "source": "s", "title": "T", "content": [text("a"), text("b")]}
+        assert chat(user([block])) == [user("T\ns\na\nb")]
+
+
+class TestTools:
+    def test_a_call(self):
+        (message,) = chat(assistant([text("I look."), CALL]))
+        (call,) = message.pop("tool_calls")
+        assert json.loads(call["function"].pop("arguments")) == CALL["input"]
+        assert (message, call) == (assistant("I look."), CALLED)
+
+    def test_a_call_alone(self):
+        (message,) = chat(assistant([CALL]))
+        assert message["content"] == ""
+
+    def test_numbers_keep_their_digits(self):
+        body = JsonBody(
+            b'{"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "i", "name": "n",'
+            b'"input": {"a": 123456789012345678901234567890, "b": 1.10}}]}]}'
+        )
+        (message,) = json.loads(chat_of(read_request(body), body).raw)["messages"]
+        arguments = message["tool_calls"][0]["function"]["arguments"]
+        assert arguments == '{"a":123456789012345678901234567890,"b":1.10}'
+
+    @pytest.mark.parametrize(
+        ("content", "said"),
+        [("4 m", "4 m"), ([text("4"), text("m")], "4\nm"), (None, ""), ([{"type": "tool_reference"}], "")],
+    )
+    def test_a_result(self, content, said):
+        assert chat(user([result(content)])) == [{"role": "tool", "tool_call_id": "t1", "content": said}]
+
+    def test_a_failure(self):
+        (message,) = chat(user([result("no boat", is_error=True)]))
+        assert message["content"] == "Error: no boat"
+
+    def test_what_the_user_says_and_images_of_results_follow_all_results(self):
+        blocks = [result([text("a"), IMAGE]), result("b"), text("And?")]
+        assert [(each["role"], each["content"]) for each in chat(user(blocks))] == [
+            ("tool", "a"),
+            ("tool", "b"),
+            ("user", [IMAGE_PART, text("And?")]),
+        ]
+
+    def test_offered(self):
+        schema = {"type": "object", "properties": {"b": {}, "a": {}}}
+        named = {"name": "n", "input_schema": schema}
+        full = {**named, "type": "custom", "description": "d", "strict": True, "cache_control": None}
+        assert translated(tools=[named, full])["tools"] == [
+            {"type": "function", "function": {"name": "n", "description": "", "parameters": schema}},
+            {
+                "type": "function",
+                "function": {"name": "n", "description": "d", "parameters": schema, "strict": True},
+            },
+        ]
+        assert translated(tools=[]) == translated()
+
+    @pytest.mark.parametrize(
+        ("choice", "n", "fields"),
+        [
+            ({"type": "auto"}, 1, {}),
+            ({"type": "any"}, 2, {"tool_choice": "required"}),
+            ({"type": "none"}, 1, {"tool_choice": "none"}),
+            ({"type": "tool", "name": "n"}, 1, {"tool_choice": "required"}),
+            (
+                {"type": "tool", "name": "n"},
+                2,
+                {"tool_choice": {"type": "function", "function": {"name": "n"}}},
+            ),
+            ({"type": "auto", "disable_parallel_tool_use": True}, 1, {"parallel_tool_calls": False}),
+        ],
+    )
+    def test_chosen(self, choice, n, fields):
+        tools = [{"name": "n", "input_schema": {}}] * n
+        assert translated(tools=tools, tool_choice=choice) == {**translated(tools=tools), **fields}
+
+
+class TestThinking:
+    def test_that_of_earlier_turns(self):
+        blocks = [
+            {"type": "thinking", "thinking": "hm", "signature": "s"},
+            {"type": "redacted_thinking", "data": "x"},
+            text("Yes."),
+        ]
+        assert chat("Hi", assistant(blocks), "Why?")[1] == {**assistant("Yes."), "reasoning_content": "hm"}
+
+    @pytest.mark.parametrize(
+        ("thinking", "kwargs"),
+        [
+            ({"type": "enabled", "budget_tokens": 2048}, {"enable_thinking": True}),
+            ({"type": "disabled"}, {"enable_thinking": False}),
+            ({"type": "adaptive"}, None),
+            (None, None),
+        ],
+    )
+    def test_asked_of_the_template(self, thinking, kwargs):
+        assert translated(thinking=thinking).get("chat_template_kwargs") == kwargs
+
+    def test_what_the_client_gives_the_template_counts(self):
+        given = {"enable_thinking": True, "tone": "calm"}
+        sent = translated(thinking={"type": "disabled"}, chat_template_kwargs=given)
+        assert sent["chat_template_kwargs"] == given
+
+
+@pytest.mark.parametrize(
+    ("fields", "wanted"),
+    [
+        ({"stop_sequences": ["x", "y"]}, {"stop": ["x", "y"]}),
+        ({"stop_sequences": []}, {}),
+        ({"stream": True}, {"stream": True, "stream_options": {"include_usage": True}}),
+        ({"metadata": {"user_id": "u"}}, {"user": "u"}),
+        ({"max_tokens": 0}, {"max_tokens": 1}),
+        ({"output_config": {"effort": "low"}}, {"reasoning_effort": "low"}),
+        ({"output_config": {"effort": "max"}}, {"reasoning_effort": "high"}),
+    ],
+)
+def test_fields_with_other_names(fields, wanted):
+    assert translated(**fields) == {**translated(), **wanted}
+
+
+@pytest.mark.parametrize("name", ["output_config", "output_format"])
+def test_structured_output(name):
+    given = {"type": "json_schema", "schema": {"type": "object"}}
+    sent = translated(**{name: {"format": given} if name == "output_config" else given})
+    assert sent["response_format"] == {
+        "type": "json_schema",
+        "json_schema": {"name": "answer", "schema": {"type": "object"}, "strict": True},
+    }
+
+
+class TestTheLastMessage:
+    def test_of_the_assistant_is_continued(self):
+        sent = translated(["Hi", assistant("The sea")])
+        assert (sent["continue_final_message"], sent["add_generation_prompt"]) == (True, False)
+
+    @pytest.mark.parametrize("last", ["Hi", assistant(""), assistant([CALL])])
+    def test_any_other_is_not(self, last):
+        assert "continue_final_message" not in translated(["Hi", last])
+
+
+def test_the_next_turn_begins_with_the_same_messages():
+    turns = ["Hi", assistant([text("a"), CALL]), user([result("4"), text("So?")])]
+    first = chat(*turns[:1], system="s")
+    second = chat(*turns, assistant([text("b")]), "Go on", system="s")
+    assert second[: len(first)] == first
+    third = chat(*turns, assistant([text("b")]), "Go on", assistant("c"), "More", system="s")
+    assert third[: len(second)] == second
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "says"),
+    [
+        ({"messages": None}, "messages", "must be a list"),
+        ({"messages": []}, "messages", "at least one"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content", "missing"),
+        ({"messages": [{"role": "cook", "content": "x"}]}, "messages[0].role", "cook"),
+        ({"messages": [user([{"type": "sound"}])]}, "messages[0].content[0].type", "sound"),
+        ({"messages": [user([text("a"), {"type": "text"}])]}, "messages[0].content[1].text", "missing"),
+        (
+            {"messages": [user([{"type": "thinking", "thinking": "x"}])]},
+            "messages[0].content[0].type",
+            "'thinking'",
+        ),
+        ({"messages": [assistant([IMAGE])]}, "messages[0].content[0].type", "'image'"),
+        ({"messages": [{"role": "system", "content": [IMAGE]}]}, "messages[0].content[0].type", "'image'"),
+        (
+            {"messages": [user([{**IMAGE, "source": {"type": "file", "file_id": "f"}}])]},
+            "messages[0].content[0].source.type",
+            "file",
+        ),
+        (
+            {"messages": [user([{"type": "document", "source": {"type": "url", "url": "x.pdf"}}])]},
+            "messages[0].content[0].source",
+            "PDFs",
+        ),
+        ({"tools": [{"type": "web_search_20250305", "name": "w"}]}, "tools[0].type", "web_search"),
+        ({"tools": [{"name": "w"}]}, "tools[0].input_schema", "missing"),
+        ({"tools": [{"input_schema": {}}]}, "tools[0].name", "missing"),
+        ({"tool_choice": {"type": "maybe"}}, "tool_choice.type", "maybe"),
+        ({"container": "c"}, "container", "Anthropic's own service"),
+        ({"mcp_servers": [{}]}, "mcp_servers", "Anthropic's own service"),
+        (
+            {"thinking": {"type": "enabled"}, "chat_template_kwargs": 1},
+            "chat_template_kwargs",
+            "object",
+        ),
+    ],
+)
+def test_what_cannot_be_served_is_named(fields, param, says):
+    with pytest.raises(BadRequest) as caught:
+        raw({"messages": [user("Hi")], **fields})
+    assert caught.value.param == param
+    assert param in str(caught.value)
+    assert says in str(caught.value)
+
+
+def raw(fields):
+    body = JsonBody(json.dumps(fields).encode())
+    return chat_of(read_request(body), body)
+
+
+def test_text_that_is_no_text():
+    with pytest.raises(BadRequest) as caught:
+        read_request(JsonBody(b'{"messages": [{"role": "user", "content": "\xff"}]}'))
+    assert caught.value.code == "invalid_json"

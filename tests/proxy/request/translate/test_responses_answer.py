@@ -1,0 +1,245 @@
+"""Chats' answers as responses, whole and streamed."""
+
+import json
+
+import pytest
+
+from proxy.errors import EngineFailed
+from proxy.request.translate.chats import ChatUsage
+from proxy.request.translate.responses_answer import usage_of
+from tests.proxy.request.translate.response_world import (
+    TOOL,
+    answered,
+    events_of,
+    streamed,
+    translation,
+)
+
+
+class TestAnswers:
+    def test_a_text(self):
+        response = answered(translation(metadata={"a": "b"}, temperature=0.5), content="hello")
+        assert response["output"][0].pop("id").startswith("msg_")
+        assert response["output"] == [
+            {
+                "type": "message",
+                "role": "assistant",
+                "status": "completed",
+                "content": [{"type": "output_text", "text": "hello", "annotations": [], "logprobs": []}],
+            }
+        ]
+        assert response["id"].startswith("resp_")
+        assert response["usage"] == {
+            "input_tokens": 40,
+            "input_tokens_details": {"cached_tokens": 32, "cache_write_tokens": 8},
+            "output_tokens": 2,
+            "output_tokens_details": {"reasoning_tokens": 1},
+            "total_tokens": 42,
+        }
+        shown = {
+            name: response[name] for name in ("status", "model", "metadata", "temperature", "text", "tools")
+        }
+        assert shown == {
+            "status": "completed",
+            "model": "m",
+            "metadata": {"a": "b"},
+            "temperature": 0.5,
+            "text": {"format": {"type": "text"}},
+            "tools": [],
+        }
+
+    def test_reasoning_and_calls(self):
+        calls = [
+            {"id": "c1", "type": "function", "function": {"name": "tide", "arguments": "{}"}},
+            {"type": "function", "function": {"name": "patch", "arguments": '{"input": "x"}'}},
+        ]
+        made = translation(
+            tools=[TOOL, {"type": "custom", "name": "patch"}], include=["reasoning.encrypted_content"]
+        )
+        thought, call, custom = answered(made, "tool_calls", reasoning="Hm.", content=None, tool_calls=calls)[
+            "output"
+        ]
+        assert thought["content"] == [{"type": "reasoning_text", "text": "Hm."}]
+        assert thought["encrypted_content"] == "kvpin.SG0u"
+        assert (call["type"], call["call_id"], call["name"], call["arguments"]) == (
+            "function_call",
+            "c1",
+            "tide",
+            "{}",
+        )
+        assert (custom["type"], custom["name"], custom["input"]) == ("custom_tool_call", "patch", "x")
+        assert custom["call_id"].startswith("call_")
+
+    @pytest.mark.parametrize(
+        ("finish", "status", "reason"),
+        [
+            ("stop", "completed", None),
+            ("tool_calls", "completed", None),
+            ("length", "incomplete", "max_output_tokens"),
+            ("content_filter", "incomplete", "content_filter"),
+        ],
+    )
+    def test_how_it_ended(self, finish, status, reason):
+        response = answered(translation(), finish, content="a")
+        assert (response["status"], response["output"][0]["status"]) == (status, status)
+        assert response["incomplete_details"] == (reason and {"reason": reason})
+
+    def test_no_words_and_no_usage(self):
+        response = answered(translation(), usage=None, content="")
+        assert (response["output"], response["usage"]["total_tokens"]) == ([], 0)
+
+    @pytest.mark.parametrize("content", [b"", b"{}", b'{"choices": []}', b'{"choices": 7}', b'"\xff"'])
+    def test_what_is_no_chat(self, content):
+        with pytest.raises(EngineFailed, match="not that of a chat"):
+            translation().answer(content)
+
+
+class TestStreams:
+    def test_each_item_in_its_events(self):
+        call = {"index": 0, "id": "c1", "function": {"name": "tide", "arguments": ""}}
+        events = streamed(
+            translation(tools=[TOOL]),
+            {"role": "assistant", "content": ""},
+            {"reasoning_content": "H"},
+            {"reasoning_content": "m."},
+            {"content": "hel"},
+            {"content": "lo"},
+            {"tool_calls": [call]},
+            {"tool_calls": [{"index": 0, "function": {"arguments": "{"}}]},
+            {"tool_calls": [{"index": 0, "function": {"arguments": "}"}}]},
+            finish="tool_calls",
+        )
+        assert [each["type"].removeprefix("response.") for each in events] == [
+            "created",
+            "in_progress",
+            "output_item.added",
+            "content_part.added",
+            "reasoning_text.delta",
+            "reasoning_text.delta",
+            "reasoning_text.done",
+            "content_part.done",
+            "output_item.done",
+            "output_item.added",
+            "content_part.added",
+            "output_text.delta",
+            "output_text.delta",
+            "output_text.done",
+            "content_part.done",
+            "output_item.done",
+            "output_item.added",
+            "function_call_arguments.delta",
+            "function_call_arguments.delta",
+            "function_call_arguments.done",
+            "output_item.done",
+            "completed",
+        ]
+        response = events[-1]["response"]
+        done = [each for each in events if each["type"] == "response.output_item.done"]
+        assert [each["item"] for each in done] == response["output"]
+        assert [each["output_index"] for each in done] == [0, 1, 2]
+        assert response["output"][2]["arguments"] == "{}"
+        assert events[0]["response"]["output"] == []
+        assert events[0]["response"]["usage"] is None
+        assert response["usage"]["output_tokens"] == 2
+
+    def test_calls_that_are_written_side_by_side(self):
+        def call(index, name=None, arguments=None):
+            return {"tool_calls": [{"index": index, "function": {"name": name, "arguments": arguments}}]}
+
+        events = streamed(
+            translation(tools=[TOOL, {"type": "custom", "name": "patch"}]),
+            call(0, "ti"),
+            call(0, "tide"),
+            call(1, "patch"),
+            call(0, None, "{}"),
+            call(1, None, '{"input":'),
+            call(1, None, '"x"}'),
+        )
+        tide, patch = events[-1]["response"]["output"]
+        assert (tide["name"], tide["arguments"], patch["input"]) == ("tide", "{}", "x")
+        assert [
+            each["delta"] for each in events if each["type"].endswith("custom_tool_call_input.delta")
+        ] == ["x"]
+
+    def test_a_refusal(self):
+        events = streamed(translation(), {"refusal": "No."})
+        assert events[-1]["response"]["output"][0]["content"] == [{"type": "refusal", "refusal": "No."}]
+        assert "response.refusal.done" in [each["type"] for each in events]
+
+    def test_logprobs(self):
+        made, one = (
+            translation(top_logprobs=1),
+            {"token": "a", "logprob": -1.0, "bytes": [97], "top_logprobs": []},
+        )
+        chunk = {"choices": [{"delta": {"content": "a"}, "logprobs": {"content": [one]}}]}
+        events = events_of(made.event(json.dumps(chunk).encode()))
+        assert events[-1]["logprobs"] == [one]
+
+    def test_telemetry_passes(self):
+        made = translation()
+        timings = {"timings": {"prompt_ms": 1.5}}
+        chunk = {"choices": [{"delta": {"content": "a"}, "finish_reason": "stop"}], **timings}
+        progress = {"choices": [{"delta": {"content": None}}], "prompt_progress": {"total": 3}}
+        raw = made.event(json.dumps(progress).encode()) + made.event(json.dumps(chunk).encode())
+        events = events_of(raw + made.end())
+        shown = [each["type"] for each in events if "prompt_progress" in each]
+        assert (shown, events[2]["prompt_progress"]) == (["response.in_progress"], {"total": 3})
+        timed = {each["type"] for each in events if "timings" in each}
+        assert {"response.output_text.delta", "response.completed"} <= timed
+        assert events[-1]["timings"] == {"prompt_ms": 1.5}
+
+    @pytest.mark.parametrize(
+        ("error", "code"),
+        [({"message": "no room", "code": "full", "param": None}, "full"), ("no room", "server_error")],
+    )
+    def test_an_error_is_the_last_event(self, error, code):
+        made = translation()
+        raw = made.event(b'{"choices": [{"delta": {"content": "a"}}]}')
+        raw += made.event(json.dumps({"error": error}).encode()) + made.end()
+        last = events_of(raw)[-1]
+        assert (last["type"], last["message"], last["code"]) == ("error", "no room", code)
+
+    def test_a_stream_without_a_reason_ends_with_an_error(self):
+        made = translation()
+        raw = made.event(b'{"choices": [{"delta": {"content": "a"}}]}') + made.end()
+        last = events_of(raw)[-1]
+        assert (last["type"], last["code"]) == ("error", "server_error")
+        assert made.end() == b""
+
+    def test_nothing_follows_an_error(self):
+        made = translation()
+        raw = made.event(b'{"error": "no room"}') + made.event(b'{"choices": [{"delta": {"content": "a"}}]}')
+        assert events_of(raw)[-1]["type"] == "error"
+
+    @pytest.mark.parametrize(
+        "garbage", [b"what?", b'{"choices": 5}', b'{"choices": [{"de', b"[" * 9999, b"\xff"]
+    )
+    def test_what_is_no_chunk_is_an_error_in_its_words(self, garbage):
+        made = translation()
+        raw = made.event(b'{"choices": [{"delta": {"content": "a"}}]}') + made.event(garbage)
+        raw += made.event(b'{"choices": [{"delta": {"content": "b"}, "finish_reason": "stop"}]}') + made.end()
+        *_, before, last = events_of(raw)
+        assert (before["delta"], last["type"]) == ("a", "error")
+
+
+def test_a_prewarmed_prompt_has_no_output():
+    usage = usage_of(ChatUsage(prompt_tokens=10, completion_tokens=1), None, prewarms=True)
+    assert (usage["output_tokens"], usage["total_tokens"]) == (0, 10)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_prewarm_computes_one_token_and_shows_none(streams):
+    made = translation(prompt_cache_options={"prewarm": True}, max_output_tokens=50)
+    assert json.loads(made.chat.raw)["max_tokens"] == 1
+    choice = {"finish_reason": "length", "delta" if streams else "message": {"content": "a"}}
+    chunk = json.dumps({"choices": [choice], "usage": {"prompt_tokens": 9, "completion_tokens": 1}}).encode()
+    if streams:
+        kinds = [event["type"] for event in events_of(made.event(chunk) + made.end())]
+        assert kinds == ["response.created", "response.in_progress", "response.completed"]
+    else:
+        response = json.loads(made.answer(chunk))
+        assert (response["status"], response["output"], response["usage"]["output_tokens"]) == (
+            "completed",
+            [],
+            0,
+        )

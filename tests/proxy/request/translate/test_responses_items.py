@@ -1,0 +1,159 @@
+"""Items of the Responses API as messages of a chat."""
+
+import pytest
+
+from proxy.errors import BadRequest
+from proxy.request.translate.responses_items import Messages, custom_arguments, custom_input, listed, sealed
+
+CALL = {"type": "function_call", "call_id": "c1", "name": "tide", "arguments": '{"port": "Brest"}'}
+CALLED = {"id": "c1", "type": "function", "function": {"name": "tide", "arguments": '{"port": "Brest"}'}}
+OUTPUT = {"type": "function_call_output", "call_id": "c1", "output": "4 m"}
+THOUGHT = {
+    "type": "reasoning",
+    "id": "rs_1",
+    "summary": [],
+    "content": [{"type": "reasoning_text", "text": "Hm."}],
+}
+IMAGE = {"type": "input_image", "image_url": "data:,x", "detail": "auto"}
+
+
+def messages_of(*items, instructions=None):
+    made = Messages(instructions)
+    for index, item in enumerate(items):
+        made.add(item, f"input[{index}]")
+    return made.all
+
+
+def text(words, kind="input_text"):
+    return {"type": kind, "text": words}
+
+
+def said(*texts, **fields):
+    return {
+        "type": "message",
+        "role": "assistant",
+        "content": [text(each, "output_text") for each in texts],
+        **fields,
+    }
+
+
+def user(content):
+    return {"role": "user", "content": content}
+
+
+@pytest.mark.parametrize(
+    ("item", "message"),
+    [
+        (user("hi"), user("hi")),
+        (user([text("hi")]) | {"type": "message", "id": "msg_1", "status": "completed"}, user("hi")),
+        (
+            user([text("a"), text("b")]),
+            user([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]),
+        ),
+        ({"role": "developer", "content": "Be brief."}, {"role": "developer", "content": "Be brief."}),
+        (user([IMAGE]), user([{"type": "image_url", "image_url": {"url": "data:,x"}}])),
+        (
+            user([IMAGE | {"detail": "low", "uuid": "u"}]),
+            user([{"type": "image_url", "image_url": {"url": "data:,x", "detail": "low"}, "uuid": "u"}]),
+        ),
+        (
+            user([{"type": "input_audio", "input_audio": {"data": "AA", "format": "wav"}}]),
+            user([{"type": "input_audio", "input_audio": {"data": "AA", "format": "wav"}}]),
+        ),
+        (said("a", "b"), {"role": "assistant", "content": "ab"}),
+        ({"role": "assistant", "content": "ab"}, {"role": "assistant", "content": "ab"}),
+        (
+            said() | {"content": [{"type": "refusal", "refusal": "no"}]},
+            {"role": "assistant", "content": "no"},
+        ),
+        (CALL, {"role": "assistant", "content": None, "tool_calls": [CALLED]}),
+        (OUTPUT, {"role": "tool", "content": "4 m", "tool_call_id": "c1"}),
+        (OUTPUT | {"output": [text("4 m")]}, {"role": "tool", "content": "4 m", "tool_call_id": "c1"}),
+        (THOUGHT, {"role": "assistant", "content": None, "reasoning_content": "Hm."}),
+        (
+            {"type": "reasoning", "summary": [], "encrypted_content": sealed("Hm.")},
+            {"role": "assistant", "content": None, "reasoning_content": "Hm."},
+        ),
+    ],
+)
+def test_each_item_is_one_message(item, message):
+    assert messages_of(item) == [message]
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        {"type": "reasoning", "summary": [{"type": "summary_text", "text": "thought"}]},
+        {"type": "reasoning", "summary": [], "encrypted_content": "gAAAA"},
+        {"type": "reasoning", "summary": [], "encrypted_content": "kvpin.?"},
+    ],
+)
+def test_reasoning_that_cannot_be_read_is_left_out(item):
+    assert messages_of(item) == []
+
+
+def test_the_items_of_a_turn_are_one_message():
+    assert messages_of(THOUGHT, said("Let me see."), CALL, CALL | {"call_id": "c2"}, OUTPUT, said("4 m")) == [
+        {
+            "role": "assistant",
+            "content": "Let me see.",
+            "reasoning_content": "Hm.",
+            "tool_calls": [CALLED, CALLED | {"id": "c2"}],
+        },
+        {"role": "tool", "content": "4 m", "tool_call_id": "c1"},
+        {"role": "assistant", "content": "4 m"},
+    ]
+    assert len(messages_of(said("a"), said("b"))) == 2
+    assert len(messages_of(said("a"), THOUGHT, said("b"))) == 2
+
+
+def test_instructions_come_first():
+    assert messages_of(user("a"), instructions="Be brief.")[0] == {"role": "system", "content": "Be brief."}
+
+
+def test_a_custom_tool_is_a_function_with_one_argument():
+    called = {"type": "custom_tool_call", "call_id": "c1", "name": "patch", "input": 'a "b"'}
+    result = {"type": "custom_tool_call_output", "call_id": "c1", "output": "done"}
+    made = messages_of(called, result)
+    arguments = made[0]["tool_calls"][0]["function"]["arguments"]
+    assert arguments == custom_arguments('a "b"') == '{"input":"a \\"b\\""}'
+    assert custom_input(arguments) == 'a "b"'
+    assert custom_input('{"a": 1}') == '{"a": 1}'
+    assert made[1] == {"role": "tool", "content": "done", "tool_call_id": "c1"}
+
+
+@pytest.mark.parametrize(
+    ("item", "param"),
+    [
+        ({"role": "user"}, "input[0]"),
+        ({"role": "sorcerer", "content": "a"}, "input[0].role"),
+        ({"type": "web_search_call", "id": "ws_1"}, "input[0]"),
+        (CALL | {"arguments": {}}, "input[0]"),
+        (user([text("a"), {"type": "input_file", "file_id": "f"}]), "input[0].content[1]"),
+        (user([{"type": "input_image", "file_id": "f"}]), "input[0].content[0]"),
+        (user([{"type": "input_text", "text": 1}]), "input[0].content[0]"),
+        (user(["a"]), "input[0].content[0]"),
+        (said() | {"content": [text("a", "other")]}, "input[0].content[0]"),
+        (OUTPUT | {"output": [7]}, "input[0].output[0]"),
+    ],
+)
+def test_what_cannot_be_served_is_named(item, param):
+    with pytest.raises(BadRequest) as caught:
+        messages_of(item)
+    assert caught.value.param == param
+
+
+def test_listed_items_have_ids_and_parts():
+    assert listed(user("a"), "msg_1") == {
+        "id": "msg_1",
+        "status": "completed",
+        "type": "message",
+        "role": "user",
+        "content": [text("a")],
+    }
+    assert listed({"role": "assistant", "content": "a"}, "msg_1")["content"] == [
+        {"type": "output_text", "text": "a", "annotations": []}
+    ]
+    assert listed(CALL, "fc_1") == {"id": "fc_1", "status": "completed", **CALL}
+    for item in (user("a"), {"role": "assistant", "content": "a"}, CALL, OUTPUT, said("a"), THOUGHT):
+        assert messages_of(listed(item, "x_1")) == messages_of(item)

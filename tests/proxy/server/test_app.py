@@ -1,0 +1,149 @@
+import asyncio
+import json
+import time
+from array import array
+
+import httpx
+import numpy as np
+import pytest
+from safetensors.numpy import save
+from structlog.testing import capture_logs
+
+from engine_adapter import HttpTransport, JsonBody
+from proxy.control.tables import SharedTables
+from proxy.core.pins import Pin
+from proxy.errors import BodyTooLarge
+from proxy.prompt import Prompt
+from proxy.request.records import RequestRecord
+from proxy.server.app import Proxy, build_app
+from proxy.settings import EngineSettings, Settings
+from tests.fakes import FakeAdapter, serving
+from tests.kv_world import safetensors_of
+
+ELSEWHERE = EngineSettings(kind="vllm", url="http://127.0.0.1:1", id="v")
+
+
+async def test_every_limit_reaches_what_it_limits():
+    settings = Settings(
+        reuse=True,
+        retries=5,
+        trust_media_uuids=True,
+        limits={"body_bytes": 1000, "request_records": 3, "prompt_table_bytes": 10},
+        health={"interval_s": 0.25, "timeout_s": 0.75},
+    )
+    proxy = Proxy(settings, HttpTransport())
+    try:
+        assert proxy.flow.retries == 5
+        for data in ("eA==", "eQ=="):
+            part = {"image_url": f"data:;base64,{data}", "uuid": "u"}
+            body = JsonBody(json.dumps({"input": [{"content": [part]}]}).encode())
+            assert await proxy.flow.preparation.media.admit(body, None) is body
+        assert (proxy.monitor._interval_s, proxy.monitor._timeout_s) == (0.25, 0.75)
+        with pytest.raises(BodyTooLarge, match="more than 10 bytes"):
+            proxy.tables.put(save({"t": np.zeros((2, 4), np.float32)}))
+        for number in range(5):
+            proxy.flow.requests.add(RequestRecord(str(number), 0.0, "/v1/x", None, None, False))
+        assert [record.request_id for record in proxy.flow.requests] == ["2", "3", "4"]
+        async with serving(build_app(proxy)) as url, httpx.AsyncClient(verify=False) as client:  # noqa: S501
+            answer = await client.post(f"{url}/v1/completions", content=b" " * 1001)
+        assert answer.status_code == 413
+    finally:
+        await proxy.stop()
+
+
+async def test_without_reuse_nothing_is_followed():
+    proxy = Proxy(Settings(), HttpTransport())
+    assert proxy.ingest is None
+    assert proxy.flow.ingest is None
+    await proxy.stop()
+
+
+async def test_pins_and_tables_outlive_a_proxy_that_was_stopped(tmp_path):
+    settings = Settings(state_dir=tmp_path)
+    first = Proxy(settings, HttpTransport())
+    first.pins.add(Pin("p", {"e": "own"}, 1, time.monotonic() + 86_400, "prefix"))
+    await SharedTables(first.fleet, first.tables, first.state.tables).put(safetensors_of(), table_id="t")
+    await first.stop()
+    for _ in range(2):  # one that was never started loses nothing
+        then = Proxy(settings, HttpTransport())
+        assert [pin.pin_id for pin in then.pins.active(time.monotonic())] == ["p"]
+        assert then.tables.get("t").data == safetensors_of()
+        await then.stop()
+    await SharedTables(then.fleet, then.tables, then.state.tables).delete("t")
+    assert Proxy(settings, HttpTransport()).tables.list() == []
+
+
+async def test_every_request_is_counted_and_recorded(tmp_path):
+    path = tmp_path / "traffic.jsonl"
+    proxy = Proxy(Settings(reuse=True, record_traffic=path, record_traffic_bytes=1000), HttpTransport())
+    try:
+        for number in range(3):
+            prompt = Prompt(array("i", range(700)))
+            proxy.flow.observe(RequestRecord(str(number), 0.0, "/v1/x", "m", None, False, prompt=prompt))
+        assert b"kvpin_requests_total" in proxy.metrics.render()
+    finally:
+        await proxy.stop()
+    assert [len(json.loads(line)["hash_ids"]) for line in path.read_text().splitlines()] == [10] * 3
+
+
+async def test_a_recording_ends_before_it_is_too_long(tmp_path):
+    path = tmp_path / "traffic.jsonl"
+    proxy = Proxy(Settings(reuse=True, record_traffic=path, record_traffic_bytes=100), HttpTransport())
+    try:
+        proxy.flow.observe(
+            RequestRecord("r", 0.0, "/v1/x", "m", None, False, prompt=Prompt(array("i", range(700))))
+        )
+    finally:
+        await proxy.stop()
+    assert path.stat().st_size == 0
+
+
+class FailsToClose(FakeAdapter):
+    async def aclose(self):
+        raise OSError("disk full")
+
+
+async def test_a_failure_to_close_one_engine_does_not_keep_the_others_open():
+    proxy = Proxy(Settings(), HttpTransport())
+    closed = []
+
+    class Closes(FakeAdapter):
+        async def aclose(self):
+            closed.append(self.spec.id)
+
+    class Stops:
+        def __init__(self, name):
+            self.id = name
+
+        async def stop(self):
+            closed.append(self.id)
+            if self.id == "p0":
+                raise OSError("gone")
+
+    for adapter in (Closes("a"), FailsToClose("b"), Closes("c")):
+        proxy.fleet.add(adapter)
+    proxy.configured.processes |= {name: Stops(name) for name in ("p0", "p1")}
+    with capture_logs() as entries:
+        await proxy.stop()
+    assert closed == ["a", "c", "p0", "p1"]
+    assert [(entry["engine"], str(entry["exc_info"])) for entry in entries] == [
+        ("b", "disk full"),
+        ("p0", "gone"),
+    ]
+
+
+@pytest.mark.parametrize(("level", "explained"), [("info", 0), ("debug", 1)])
+async def test_a_blocked_loop_is_measured_and_at_debug_explained(level, explained):
+    proxy = Proxy(Settings(engines=(ELSEWHERE,), logs={"level": level}), HttpTransport())
+    with capture_logs() as logs:
+        proxy.start()
+        await asyncio.sleep(0.1)
+        time.sleep(0.3)  # noqa: ASYNC251 - the block
+        await asyncio.sleep(0.1)
+        await proxy.stop()
+    page = proxy.metrics.render().decode()
+    assert 'kvpin_loop_lag_seconds_bucket{le="0.2"} ' in page
+    assert proxy.metrics.loop_lag.sum > 0.2
+    blocked = [line for line in logs if line["event"].startswith("the event loop was blocked")]
+    assert bool(blocked) == bool(explained)
+    assert all("test_app.py" in str(line["running"]) for line in blocked if line["blocked_s"] > 0.2)

@@ -1,0 +1,119 @@
+import contextlib
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from proxy.server.checks import check, faults_here, managed_engines
+from proxy.settings import EngineSettings, ManagedSettings, Settings, SettingsError
+from scripts.make_gguf import gguf_path
+from tests.llama import llama_server
+
+ELSEWHERE = EngineSettings(kind="vllm", url="http://127.0.0.1:1", id="v")
+
+
+def test_two_embedded_engines_when_none_is_named():
+    engines = managed_engines(Settings())
+    assert [(engine.kind, engine.id) for engine in engines] == [
+        ("embedded", "embedded-0"),
+        ("embedded", "embedded-1"),
+    ]
+
+
+def test_no_engine_is_added_to_those_that_are_named():
+    assert managed_engines(Settings(engines=(ELSEWHERE,))) == ()
+    mine = ManagedSettings(kind="embedded", id="mine")
+    assert managed_engines(Settings(managed=(mine,))) == (mine,)
+
+
+def test_without_torch_only_embedded_engines_are_refused(monkeypatch):
+    monkeypatch.setattr("engine_adapter.managed.find_spec", lambda name: None)
+    check(Settings(engines=(ELSEWHERE,)))
+    with pytest.raises(SettingsError, match=r"engine 'embedded-0': .*pip install 'kvpin\[engine\]'"):
+        check(Settings())
+
+
+def test_what_a_llama_server_needs_is_there_before_it_starts(tmp_path):
+    words = (llama_server(), "-m", str(gguf_path("tiny")), "--slot-save-path", str(tmp_path / "kv"))
+    check(Settings(managed=(ManagedSettings(kind="llama_server", command=words),)))
+    assert (tmp_path / "kv").is_dir()
+
+
+def faults(**settings):
+    return list(faults_here(Settings(engines=(ELSEWHERE,), **settings)))
+
+
+def test_every_fault_is_told(tmp_path, monkeypatch):
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "foo")
+    file = tmp_path / "file"
+    file.touch()
+    found = faults(
+        reuse=True,
+        otel=True,
+        managed=({"kind": "llama_server", "command": "/no/llama-server -m m.gguf"},),
+        exchange={"url": f"unix:{file}/bus"},
+        tls={"cert": "/no/cert.pem"},
+        state_dir=file / "state",
+        record_traffic=tmp_path / "none" / "traffic.jsonl",
+    )
+    for line, said in zip(
+        found,
+        (
+            "engine 'llama_server-0': there is no program '/no/llama-server'",
+            "exchange: ",
+            "OTEL_EXPORTER_OTLP_ENDPOINT is 'foo': it must look like http://host:4318",
+            "tls.cert: '/no/cert.pem' cannot be read",
+            f"state_dir: '{file}/state' cannot be used: '{file}' is no directory",
+            "record_traffic: ",
+        ),
+        strict=True,
+    ):
+        assert line.startswith(said), (line, said)
+
+
+def test_a_place_that_takes_no_files_not_even_of_root():
+    said = "cannot be used: '/proc' may not be written"
+    assert faults(reuse=True, exchange={"url": "unix:/proc/x"}, state_dir="/proc/foo") == [
+        f"exchange: '/proc/x' {said}",
+        f"state_dir: '/proc/foo' {said}",
+    ]
+
+
+def test_an_admin_key_that_could_not_be_made(tmp_path):
+    assert faults(admin_key_file=tmp_path / "key") == []
+    assert faults(admin_key_file=tmp_path / "none" / "key") == [
+        f"admin_key_file: '{tmp_path}/none/key' cannot be written: No such file or directory"
+    ]
+
+
+@contextlib.contextmanager
+def as_nobody():
+    """Root may write everywhere."""
+    user = os.geteuid()
+    if user == 0:
+        os.setresuid(65534, 65534, 0)
+    try:
+        yield
+    finally:
+        os.setresuid(user, user, user)
+
+
+def test_a_directory_that_may_not_be_written():
+    with tempfile.TemporaryDirectory(prefix="kvpin-test-") as directory:
+        os.chmod(directory, 0o555)  # noqa: S103, PTH101 - to be read by nobody, too
+        with as_nobody():
+            found = faults(state_dir=Path(directory, "a", "b"))
+    assert found == [f"state_dir: '{directory}/a/b' cannot be used: '{directory}' may not be written"]
+
+
+def test_nothing_is_made_where_nothing_is_wrong(tmp_path):
+    places = {"state_dir": tmp_path / "state", "record_traffic": tmp_path / "traffic.jsonl"}
+    assert faults(reuse=True, exchange={"url": f"unix:{tmp_path}/bus"}, **places) == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_exchange_that_others_may_read(tmp_path):
+    tmp_path.chmod(0o755)
+    (fault,) = faults(reuse=True, exchange={"url": f"unix:{tmp_path}"})
+    assert "closed to others (chmod 700)" in fault

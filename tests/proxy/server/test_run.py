@@ -1,0 +1,183 @@
+"""The port, the warnings at start, and what each signal does to a running kvpin."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+
+import httpx
+import pytest
+from starlette.applications import Starlette
+from starlette.responses import JSONResponse, StreamingResponse
+from starlette.routing import Route
+from structlog.testing import capture_logs
+
+from engine_adapter import HttpTransport
+from proxy.http.listeners import listen
+from proxy.server import run
+from proxy.server.run import serve
+from proxy.settings import EngineSettings, ManagedSettings, Settings, SettingsError
+from tests.fakes import serving
+
+ELSEWHERE = EngineSettings(kind="vllm", url="http://127.0.0.1:1", id="v")
+
+
+def test_an_engine_that_could_never_start_is_one_sentence(tmp_path):
+    words = ("/nowhere/llama-server", "-m", "model.gguf", "--slot-save-path", str(tmp_path / "kv"))
+    engine = ManagedSettings(kind="llama_server", id="mine", command=words)
+    with pytest.raises(SettingsError) as told:
+        serve(lambda: Settings(managed=(engine,)))
+    said = str(told.value)
+    assert said.startswith("engine 'mine': there is no program '/nowhere/llama-server'")
+    assert "\n" not in said
+    assert "scripts/llama-server" in said
+
+
+async def test_where_nothing_can_be_recorded_nothing_is_started(tmp_path):
+    settings = Settings(reuse=True, record_traffic=tmp_path / "none" / "traffic.jsonl")
+    expected = "record_traffic: .* cannot be written: No such file or directory"
+    with listen("127.0.0.1", 0) as listener, pytest.raises(SettingsError, match=expected):
+        await run._run(settings, [listener], None)
+
+
+@pytest.mark.parametrize(
+    ("host", "keys", "warns"),
+    [
+        ("0.0.0.0", (), True),
+        ("0.0.0.0", ({"key": "k"},), False),
+        ("127.0.0.1", (), False),
+        ("127.0.0.1,0.0.0.0", (), True),
+        ("127.0.0.1,127.0.0.2", (), False),
+    ],
+)
+def test_engines_that_anyone_can_use_are_warned_of(host, keys, warns):
+    settings = Settings(host=host, port=0, api_keys=keys, reuse=True)
+    with contextlib.ExitStack() as stack, capture_logs() as entries:
+        run._warn(settings, [stack.enter_context(listen(each, 0)) for each in settings.hosts])
+    assert [entry["host"] for entry in entries] == [host] * warns
+
+
+async def models(_request):
+    return JSONResponse({"object": "list", "data": [{"id": "m", "object": "model", "owned_by": "x"}]})
+
+
+async def endless(_request):
+    """A stream that ends when the client leaves."""
+
+    async def events():
+        while True:
+            yield b'data: {"choices": [{"delta": {"content": "x"}}]}\n\n'
+            await asyncio.sleep(0.05)
+
+    return StreamingResponse(events(), media_type="text/event-stream")
+
+
+ENGINE = Starlette(
+    routes=[Route("/v1/models", models), Route("/v1/chat/completions", endless, methods=["POST"])]
+)
+
+
+@contextlib.asynccontextmanager
+async def a_running_stream(log):
+    """kvpin as a process with one endless stream through it; gives the process and the stream's task."""
+    async with serving(ENGINE) as engine:
+        with listen("127.0.0.1", 0) as free:
+            port = free.getsockname()[1]
+        command = [sys.executable, "-m", "proxy.cli", "serve", "--port", str(port), "--log-format", "json"]
+        with log.open("wb") as output:
+            process = await asyncio.create_subprocess_exec(
+                *command, "--engine", f"openai_compatible={engine},model=m", stdout=output, stderr=output
+            )
+        try:
+            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False) as client:
+                await ready(client, process, log)
+                begun = asyncio.Event()
+                stream = asyncio.create_task(read(client, begun))
+                async with asyncio.timeout(30):
+                    await begun.wait()
+                yield process, stream
+                await stream
+        finally:
+            if process.returncode is None:
+                process.kill()
+            await process.wait()
+
+
+async def ready(client, process, log):
+    async with asyncio.timeout(60):
+        while True:
+            with contextlib.suppress(httpx.TransportError):
+                if (await client.get("/health/ready")).is_success:
+                    return
+            assert process.returncode is None, log.read_text()
+            await asyncio.sleep(0.05)
+
+
+async def read(client, begun):
+    body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "stream": True}
+    with contextlib.suppress(httpx.TransportError):
+        async with client.stream("POST", "/v1/chat/completions", json=body, timeout=60) as answer:
+            async for _chunk in answer.aiter_bytes():
+                begun.set()
+
+
+async def until_logged(log, text):
+    async with asyncio.timeout(30):
+        while text not in log.read_text():  # noqa: ASYNC110 - another process writes it
+            await asyncio.sleep(0.02)
+
+
+async def test_a_second_interrupt_cuts_answers_short_without_a_traceback(tmp_path):
+    log = tmp_path / "log"
+    async with a_running_stream(log) as (process, stream):
+        process.send_signal(signal.SIGINT)
+        await until_logged(log, "waiting for running answers")
+        assert not stream.done()
+        process.send_signal(signal.SIGINT)
+        async with asyncio.timeout(20):  # the grace is 30 s
+            assert await process.wait() == 0
+    said = log.read_text()
+    assert "told to stop again: running answers are cut short" in said
+    assert "Traceback" not in said
+    assert '"exception"' not in said
+
+
+async def test_a_signal_during_the_start_is_not_lost(monkeypatch):
+    start = run.Proxy.start
+
+    def start_and_be_told_to_stop(proxy):
+        start(proxy)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(run.Proxy, "start", start_and_be_told_to_stop)
+    with listen("127.0.0.1", 0) as listener:
+        async with asyncio.timeout(60):
+            assert await run._run(Settings(engines=(ELSEWHERE,)), [listener], None) == 0
+
+
+async def test_a_third_interrupt_ends_it_at_once(monkeypatch):
+    ended = []
+    monkeypatch.setattr(run.os, "_exit", ended.append)
+    proxy = run.Proxy(Settings(engines=(ELSEWHERE,)), HttpTransport())
+    running = run._Server(proxy, None, [])
+    for _ in range(2):
+        running.on_signal(signal.SIGINT)
+    assert (running.uvicorn.should_exit, running.uvicorn.force_exit, ended) == (True, True, [])
+    running.on_signal(signal.SIGINT)
+    assert ended == [130]
+    await proxy.stop()
+
+
+async def test_a_new_drain_s_counts_without_a_restart():
+    before, now = (Settings(engines=(ELSEWHERE,), drain_s=drain_s) for drain_s in (3600, 0.01))
+    proxy = run.Proxy(before, HttpTransport())
+    with listen("127.0.0.1", 0) as listener, capture_logs() as entries:
+        running = run._Server(proxy, lambda: now, [listener])
+        running.on_signal(signal.SIGHUP)
+        running.on_signal(signal.SIGTERM)
+        async with asyncio.timeout(60):
+            await running.serve()
+    assert [entry["drain_s"] for entry in entries if "drain_s" in entry] == [0.01]
+    assert not [entry for entry in entries if "settings" in entry]  # none needs a restart
+    await proxy.stop()

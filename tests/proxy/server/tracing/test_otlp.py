@@ -1,0 +1,92 @@
+import asyncio
+import sys
+
+import pytest
+
+from engine_adapter import HttpTransport
+from proxy.server.app import Proxy
+from proxy.server.tracing.otlp import Telemetry
+from proxy.settings import Settings, SettingsError
+from tests.fakes import ASK, CHAT
+
+
+async def test_metrics_are_sent_again_and_again(traced, collector, monkeypatch):
+    monkeypatch.setenv("OTEL_METRIC_EXPORT_INTERVAL", "50")
+    async with traced() as (_, client):
+        await client.post(CHAT, json=ASK)
+        for _ in range(2):
+            collector.got_metrics.clear()
+            assert await asyncio.to_thread(collector.got_metrics.wait, 30)
+    (point,) = collector.metrics["kvpin_requests_total"].sum.data_points
+    assert point.as_double == 1
+    (point,) = collector.metrics["kvpin_request_duration_seconds"].histogram.data_points
+    assert point.count == 1
+    assert not point.HasField("min")
+
+
+async def test_each_process_has_a_name_of_its_own(traced, collector, monkeypatch):
+    async with traced() as (_, client):
+        await client.post(CHAT, json=ASK)
+    monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "service.name=front,deployment.environment.name=test")
+    async with traced() as (_, client):
+        await client.post(CHAT, json=ASK)
+    first, second = collector.spans[0].resource, collector.spans[-1].resource
+    assert (first["service.name"], second["service.name"]) == ("kvpin", "front")
+    assert second["deployment.environment.name"] == "test"
+    assert first["service.instance.id"] != second["service.instance.id"]
+
+
+async def test_what_is_not_wanted_is_not_sent(traced, collector, engine, monkeypatch):
+    monkeypatch.setenv("OTEL_METRICS_EXPORTER", "none")
+    async with traced() as (_, client):
+        await client.post(CHAT, json=ASK)
+    assert collector.spans
+    assert not collector.metrics
+    collector.spans.clear()
+    monkeypatch.setenv("OTEL_SDK_DISABLED", "true")
+    async with traced() as (_, client):
+        await client.post(CHAT, json=ASK, headers={"traceparent": "the client's own"})
+    assert not collector.spans
+    assert engine.seen[-1].headers["traceparent"] == "the client's own"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("OTEL_TRACES_EXPORTER", "zipkin", "'zipkin': kvpin knows 'otlp' and 'none'"),
+        ("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc", "'http/protobuf' only"),
+        ("OTEL_EXPORTER_OTLP_METRICS_PROTOCOL", "grpc", "'http/protobuf' only"),
+        ("OTEL_EXPORTER_OTLP_ENDPOINT", "foo", "must look like http://host:4318"),
+        ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "http://h:x", "must look like http://host:4318"),
+        ("OTEL_METRIC_EXPORT_INTERVAL", "often", "must be a number of milliseconds"),
+    ],
+)
+def test_what_kvpin_cannot_do_is_said_at_start(name, value, said, monkeypatch):
+    monkeypatch.setenv(name, value)
+    with pytest.raises(SettingsError, match=said):
+        Telemetry(bytes)
+
+
+def test_without_the_extra_it_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "proxy.server.tracing.otlp", None)
+    with pytest.raises(SettingsError, match=r"pip install 'kvpin\[otel\]'"):
+        Proxy(Settings(otel=True), HttpTransport())
+
+
+async def test_a_collector_that_hangs_holds_nothing_up(traced, monkeypatch):
+    hanging = []
+    async with await asyncio.start_server(lambda *streams: hanging.append(streams), "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{port}")
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "600")
+        monkeypatch.setenv("OTEL_METRICS_EXPORTER", "none")
+        monkeypatch.setattr("proxy.server.tracing.otlp.STOP_S", 0.1)
+        async with traced() as (_, client):
+            assert (await client.post(CHAT, json=ASK)).status_code == 200
+        while not hanging:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        (reader, writer), *_ = hanging
+        assert not reader.at_eof()  # kvpin has stopped, and its thread still waits for the collector
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
+        await writer.drain()
+        writer.close()

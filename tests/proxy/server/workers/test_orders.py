@@ -1,0 +1,76 @@
+"""What a worker is told, and the settings that it makes of it."""
+
+import os
+import socket
+
+import pytest
+
+from engine_adapter import EngineSpec
+from proxy.server.workers.orders import Orders, write_engines
+from proxy.settings import WORKER_VARIABLE, ManagedSettings, Settings, SettingsError, StartedSettings
+
+
+@pytest.fixture
+def orders(tmp_path):
+    with socket.socket() as listener:
+        yield Orders(number=2, of=3, listeners=(listener.fileno(),), directory=str(tmp_path), follows=False)
+
+
+def test_orders_travel_by_the_environment_and_are_taken_once(orders, monkeypatch):
+    for name, value in orders.variable().items():
+        monkeypatch.setenv(name, value)
+    assert Orders.take() == orders
+    assert Orders.take() is None
+    assert not any(name.startswith("KVPIN_W") for name in os.environ)
+
+
+WRONG = [
+    "",
+    "1",
+    "{",
+    '{"number": 1}',
+    "\udcff",
+    ('"number":2', '"number":"x"'),
+    ('"listeners":[', '"listeners":[99999,'),
+    ('"directory":"', '"directory":"/nowhere'),
+    ('"directory":"', '"directory":"\\u0000'),
+]
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=repr)
+def test_a_variable_that_no_supervisor_set_is_one_sentence(orders, wrong, monkeypatch):
+    value = wrong if isinstance(wrong, str) else orders.variable()[WORKER_VARIABLE].replace(*wrong)
+    monkeypatch.setenv(WORKER_VARIABLE, value)
+    with pytest.raises(SettingsError, match="KVPIN_WORKER is set, but this process is no worker"):
+        Orders.take()
+
+
+def test_a_worker_finds_the_others(orders):
+    assert orders.http_socket.name == "worker-2.http"
+    assert [path.name for path in orders.siblings] == ["worker-1.http", "worker-3.http"]
+
+
+@pytest.mark.parametrize("kind", ["llama_server", "embedded"])
+def test_engines_that_the_supervisor_started_run_already(orders, tmp_path, kind):
+    words = ("-m", "x.gguf", "--slot-save-path", "/kv", "--api-key", "k") if kind == "llama_server" else ()
+    given = {"host_cache_bytes": "3GiB"} if kind == "llama_server" else {}
+    started = ManagedSettings(kind=kind, id="mine", command=words, headers="a: b", **given)
+    spec = started.spec(1234)
+    write_engines(tmp_path, [spec])
+    settings = orders.settings(lambda: Settings(managed=(started,), reuse=True, state_dir=tmp_path / "state"))
+    assert settings.managed == ()
+    (engine,) = settings.engines
+    assert isinstance(spec, EngineSpec)
+    assert isinstance(engine, StartedSettings)
+    assert engine.spec() == spec
+    assert engine.spec().url == "http://127.0.0.1:1234"
+    assert settings.exchange.url.get_secret_value() == f"unix:{tmp_path}"
+    assert settings.state_dir == tmp_path / "state" / "worker-2"
+
+
+def test_the_exchange_that_the_user_set_stays_and_without_reuse_there_is_none(orders, tmp_path):
+    write_engines(tmp_path, [])
+    set_by_user = {"url": "redis://host"}
+    settings = orders.settings(lambda: Settings(reuse=True, exchange=set_by_user))
+    assert settings.exchange.url.get_secret_value() == "redis://host"
+    assert orders.settings(Settings).exchange is None

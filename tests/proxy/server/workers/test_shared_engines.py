@@ -1,0 +1,92 @@
+"""Engines that several workers share: real processes that listen."""
+
+import asyncio
+import json
+import sys
+
+import pytest
+
+from engine_adapter import EngineSpecError
+from proxy.runtime.tasks import Supervisor
+from proxy.server.workers.shared_engines import SharedEngines
+from proxy.settings import ManagedSettings, Settings
+
+SERVER = f"{sys.executable} -m http.server --bind 127.0.0.1 {{port}}"
+
+
+def engine(name, **more):
+    return ManagedSettings(kind="openai_compatible", id=name, command=SERVER, **more)
+
+
+def settings(*engines):
+    return Settings(managed=engines, graceful_shutdown_s=0)
+
+
+@pytest.fixture
+async def shared(tmp_path, monkeypatch):
+    (tmp_path / "health").touch()  # what the engines serve
+    monkeypatch.chdir(tmp_path)
+    tasks = Supervisor()
+    shared = SharedEngines(tmp_path, tasks, lambda: None)
+    yield shared
+    await shared.aclose()
+    await tasks.stop()
+
+
+def told(tmp_path):
+    return {each["id"]: each for each in json.loads((tmp_path / "engines.json").read_text())["engines"]}
+
+
+async def listens(url):
+    port = int(url.rpartition(":")[2])
+    try:
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+    except OSError:
+        return False
+    writer.close()
+    return True
+
+
+async def test_engines_follow_the_settings(shared, tmp_path):
+    shared.follow(settings(engine("a"), engine("b")))
+    first = told(tmp_path)
+    assert sorted(first) == ["a", "b"]
+    async with asyncio.timeout(30):
+        while not (await listens(first["a"]["url"]) and await listens(first["b"]["url"])):  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+    shared.follow(settings(engine("a", model="other"), engine("c")))
+    assert sorted(told(tmp_path)) == ["a", "c"]
+    async with asyncio.timeout(30):
+        while (second := told(tmp_path))["a"].get("model") != "other":  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+        while not await listens(second["a"]["url"]) or await listens(first["b"]["url"]):  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+    assert not await listens(first["a"]["url"])
+
+
+async def test_an_engine_that_cannot_be_used_changes_nothing(shared, tmp_path):
+    shared.follow(settings(engine("a")))
+    before = told(tmp_path)
+    bad = ManagedSettings(
+        kind="llama_server", id="x", command=("-m", "x", "--slot-save-path", "/one"), host_cache_dir="/two"
+    )
+    with pytest.raises(EngineSpecError, match="differ"):
+        shared.follow(settings(bad))
+    assert told(tmp_path) == before
+
+
+async def test_changed_engines_are_replaced_one_after_the_other(shared, tmp_path):
+    shared.follow(settings(engine("a"), engine("b")))
+    first = told(tmp_path)
+    async with asyncio.timeout(30):
+        while not (await listens(first["a"]["url"]) and await listens(first["b"]["url"])):  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+    shared.follow(settings(engine("a", model="new"), engine("b", model="new")))
+    async with asyncio.timeout(30):
+        while (now := told(tmp_path))["b"] == first["b"]:
+            assert await listens(first["b"]["url"])
+            await asyncio.sleep(0.02)
+        assert now["a"]["model"] == now["b"]["model"] == "new"
+        assert await listens(now["a"]["url"])
+        while not await listens(now["b"]["url"]):  # noqa: ASYNC110
+            await asyncio.sleep(0.02)

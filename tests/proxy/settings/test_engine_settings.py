@@ -1,0 +1,113 @@
+import pytest
+from pydantic import ValidationError
+
+from proxy.settings import (
+    DiscoverySettings,
+    EngineSettings,
+    ManagedSettings,
+    Settings,
+    SettingsError,
+    check_settings,
+    read_engines,
+)
+from proxy.settings.engine_settings import EnginesFile, option_names, repeated_engines
+
+
+def test_engines_without_id_are_numbered_by_kind_around_ids_taken():
+    settings = Settings(
+        engines=[
+            EngineSettings(kind="vllm", url="http://a:1"),
+            EngineSettings(kind="vllm", url="http://b:1", id="vllm-1"),
+            EngineSettings(kind="vllm", url="http://c:1"),
+            EngineSettings(kind="tensorrt-llm", url="http://d:1"),
+        ],
+        managed=[ManagedSettings(kind="embedded"), ManagedSettings(kind="embedded", id="main")],
+    )
+    assert [e.id for e in settings.engines] == ["vllm-0", "vllm-1", "vllm-2", "tensorrt_llm-0"]
+    assert [e.id for e in settings.managed] == ["embedded-0", "main"]
+
+
+def test_engines_of_a_file_are_named_after_their_addresses():
+    engines = [{"kind": "vllm", "url": "http://gpu-1:8000"}, {"kind": "vllm", "url": "http://b", "id": "b"}]
+    assert [each.id for each in EnginesFile(engines=engines).engines] == ["gpu-1.8000", "b"]
+    with pytest.raises(ValidationError, match="are one engine"):
+        EnginesFile(engines=[engines[0], {**engines[0], "id": "again"}])
+
+
+def test_an_engine_that_is_found_has_the_settings_of_its_source():
+    source = DiscoverySettings(kind="vllm", id="pool", source="dns://gpus:8000", api_key="k")
+    found = source.engine("a/b", "10.0.0.1", 8000)
+    assert (found.id, found.url, found.spec().api_key) == ("pool-a.b", "http://10.0.0.1:8000", "k")
+    assert source.engine("x" * 80, "::1", 1).url == "http://[::1]:1"
+    assert len(source.engine("x" * 80, "::1", 1).id) == 64
+
+
+def test_a_rank_is_an_engine_with_addresses_of_its_own():
+    server = EngineSettings(kind="vllm", url="http://gpu:8000", id="e", events="tcp://gpu:5557")
+    assert server.may_have_ranks
+    rank = server.of_rank(1)
+    assert (rank.id, rank.model_extra["dp_rank"], rank.model_extra["events"]) == (
+        "e-dp1",
+        1,
+        "tcp://gpu:5558",
+    )
+    assert not rank.may_have_ranks
+
+
+def test_options_of_a_kind():
+    assert "dp_rank" in option_names("vllm")
+    assert option_names("llama-server") == option_names("llama_server")
+    assert {*option_names("vllm"), *option_names("llama-server")} <= {*option_names("unknown")}
+
+
+def engine(url="http://127.0.0.1:8000", kind="vllm", **fields):
+    return EngineSettings(kind=kind, url=url, **fields)
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["http://localhost:8000", "http://127.0.0.1:8000/", "http://[::1]:8000/v1", "http://LOCALHOST:8000/v1/"],
+)
+def test_one_engine_under_two_names(url):
+    assert list(repeated_engines([engine(id="a"), engine(url, id="b")])) == [
+        "'a' and 'b' are one engine, at http://127.0.0.1:8000: name it once"
+    ]
+    assert list(repeated_engines([engine(), engine(url, kind="openai_compatible")])) == [
+        "two engines are one engine, at http://127.0.0.1:8000: name it once"
+    ]
+
+
+def test_the_port_of_a_scheme():
+    assert list(repeated_engines([engine("https://GPU-1:443"), engine("https://gpu-1")])) != []
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"dp_rank": 0}, {"dp_rank": 1}),
+        ({"model": "a"}, {"model": "b"}),
+        ({"headers": {"x-to": "a"}}, {"headers": {"x-to": "b"}}),
+        ({"url": "http://127.0.0.1:8000/a"}, {"url": "http://127.0.0.1:8000/b"}),
+        ({"url": "http://127.0.0.1"}, {"url": "https://127.0.0.1"}),
+    ],
+)
+def test_several_engines_of_one_server(one, other):
+    assert list(repeated_engines([engine(**one), engine(**other)])) == []
+    assert list(repeated_engines([engine(**one), engine(**one)])) != []
+
+
+def test_all_that_does_not_go_together_is_told_at_once():
+    flags = {
+        "record_traffic": "t.gz",
+        "workers": 2,
+        "exchange": {"url": "unix:/x"},
+        "engines": [engine(), engine()],
+    }
+    assert len(check_settings(**flags)[1]) == 5
+
+
+def test_an_engine_twice_in_a_file_of_engines(tmp_path):
+    file = tmp_path / "engines.toml"
+    file.write_text('[[engines]]\nkind = "vllm"\nurl = "http://gpu-1"\n' * 2)
+    with pytest.raises(SettingsError, match="two engines have the id 'gpu-1'"):
+        read_engines(file)
