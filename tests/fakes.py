@@ -38,7 +38,6 @@ from proxy.peers.bus import Bus as PeerExchange
 from proxy.peers.peers import Peers
 from proxy.prompt import MediaUuids, PromptBuilder, PromptTables
 from proxy.request.admitted import Gate
-from proxy.request.migration import Room
 from proxy.request.records import RequestLog
 from proxy.request.tenants import Tenants
 from proxy.request.translate import ResponseStore, Translate, translations
@@ -415,7 +414,7 @@ class FakeProxy:
         self.flow = Flow(
             fleet=self.fleet,
             preparation=Preparation(destinations, self.tenants, MediaUuids(), translated, reuse=self.reuse),
-            attempts=Attempts(self.transport, self.ingest, self.tenants, Room()),
+            attempts=Attempts(self.transport, self.ingest, self.tenants),
             tenants=self.tenants,
             requests=self.requests,
             rules=self.rules,

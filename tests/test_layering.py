@@ -16,9 +16,10 @@ ELSEWHERE = {
         f"engine_adapter/{kind}/routes.py": "a table: tests/engine_adapter/test_routes.py"
         for kind in ("llama_server", "sglang", "tensorrt_llm", "torch_engine", "vllm")
     },
-    "engine_adapter/types.py": "classes of data: tests of everything that uses them",
     "engine_adapter/torch_engine/__main__.py": "one line: managed engines are started by it",
     "proxy/cli/__main__.py": "one line: tests/live and benchmarks start kvpin by it",
+    "proxy/cli/replay_options.py": "options: tests/proxy/cli/test_replay.py",
+    "proxy/core/life/states.py": "classes of data: tests/proxy/core/life/test_machine.py",
     "proxy/fleet/discovery/found.py": "data and a Protocol: tests/proxy/fleet/discovery, tests/proxy/control",
     "proxy/peers/bus.py": "a Protocol: tests of the two that are one",
     "proxy/peers/exchange_stats.py": "classes of data: tests/proxy/peers, tests/test_observe.py",

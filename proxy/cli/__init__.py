@@ -4,6 +4,7 @@ main.py            the commands
 serve.py           kvpin serve, kvpin engine
 doctor.py          kvpin doctor
 replay.py          kvpin replay
+replay_options.py  its options
 replay_run.py      its work
 init.py            kvpin init
 config.py          kvpin config

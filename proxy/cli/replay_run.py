@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from proxy.cli.grid import TerminalTable, console
-from proxy.cli.replay import ReplayOptions
+from proxy.cli.replay_options import ReplayOptions
 from proxy.replay.batch import run_all
 from proxy.replay.capacity import Need, search
 from proxy.replay.doubts import doubts

@@ -22,28 +22,6 @@ MAX_BODIES = 256 << 20
 """Bytes of bodies that running streams keep together. Beyond it, streams end with their engines."""
 
 
-class Room:
-    """Memory for the bodies of running streams.
-
-    Attributes:
-        used: bytes taken.
-    """
-
-    def __init__(self, size: int = MAX_BODIES) -> None:
-        self.used = 0
-        self._size = size
-
-    def take(self, size: int) -> bool:
-        """Takes bytes; False if there are not so many left."""
-        fits = self.used + size <= self._size
-        self.used += size if fits else 0
-        return fits
-
-    def give_back(self, size: int) -> None:
-        """Gives bytes back."""
-        self.used -= size
-
-
 class Passage:
     """What one attempt's stream passes on its way to the client, so that another engine can go on with it."""
 

@@ -75,7 +75,6 @@ from proxy.peers.peers import Peers
 from proxy.prompt import MediaUuids, PromptTables
 from proxy.request.admitted import Gate
 from proxy.request.error_table import ANSWERED
-from proxy.request.migration import Room
 from proxy.request.records import RequestLog, RequestRecord
 from proxy.request.tenants import ApiKey, Tenants
 from proxy.request.translate import ResponseStore, translations
@@ -159,7 +158,7 @@ class Proxy:
                 translations(self.responses),
                 reuse=settings.reuse,
             ),
-            attempts=make_attempts(transport, self.ingest, self.tenants, Room()),
+            attempts=make_attempts(transport, self.ingest, self.tenants),
             tenants=self.tenants,
             requests=RequestLog(settings.limits.request_records),
             rules=_rules(settings),

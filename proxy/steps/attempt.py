@@ -9,7 +9,7 @@ is raised; the machine decides whether another engine is tried.
 from __future__ import annotations
 
 from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from time import monotonic
 
@@ -23,6 +23,7 @@ from engine_adapter import (
     JsonBody,
     Transport,
 )
+from proxy.core.budget import ByteBudget
 from proxy.core.life import (
     Answered,
     Answering,
@@ -52,7 +53,7 @@ from proxy.request.alarm import Alarm
 from proxy.request.calls import Call, Reply
 from proxy.request.error_table import cause_of
 from proxy.request.forward import Forwarded, Forwarding
-from proxy.request.migration import Passage, Room, passage_for
+from proxy.request.migration import MAX_BODIES, Passage, passage_for
 from proxy.request.records import RequestRecord
 from proxy.request.retries import PASSED_ON, is_not_here, refusals_of
 from proxy.request.tenants import Tenants
@@ -138,7 +139,7 @@ class Attempts:
     transport: Transport
     ingest: Ingest | None
     tenants: Tenants
-    room: Room
+    room: ByteBudget = field(default_factory=lambda: ByteBudget(MAX_BODIES))
 
     async def run(self, serving: Serving, turn: InTurn) -> Answered:
         """Leases the engine whose turn it is, sends the request there, and audits the prediction.
@@ -222,8 +223,9 @@ class Attempts:
         passage = passage_for(call, hold, engine.adapter.spec.kind, serving.told)
         if passage is not None and not serving.kept and isinstance(call.body, JsonBody):
             size = len(call.body.raw)
-            if not self.room.take(size):
+            if not self.room.has(size):
                 return None
+            self.room.take(size)
             serving.kept = size
         return passage
 

@@ -31,7 +31,6 @@ from proxy.flow import Flow
 from proxy.prompt import MediaUuids, PromptBuilder
 from proxy.request.admitted import Admitted
 from proxy.request.calls import Call, Nobody, Reply
-from proxy.request.migration import Room
 from proxy.request.records import RequestLog, RequestRecord
 from proxy.request.tenants import Tenants
 from proxy.runtime.tasks import Supervisor
@@ -99,7 +98,7 @@ class ProbedEngine:
             preparation=Preparation(
                 Destinations(fleet, isolated=False), tenants, MediaUuids(), {}, reuse=True
             ),
-            attempts=Attempts(self._transport, self._ingest, tenants, Room()),
+            attempts=Attempts(self._transport, self._ingest, tenants),
             tenants=tenants,
             requests=self._records,
             rules=Rules(retries=0),

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from proxy.cli.replay import ReplayOptionError, ReplayOptions
+from proxy.cli.replay_options import ReplayOptionError, ReplayOptions
 from proxy.replay.plan import P99Target
 from proxy.replay.policy_names import POLICIES
 from proxy.replay.simulated_engine import EngineModel

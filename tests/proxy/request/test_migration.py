@@ -10,7 +10,6 @@ import pytest
 
 from engine_adapter import Hold, Resumption
 from proxy.core.life import Rules
-from proxy.request.migration import Room
 from tests.fakes import CHAT, DONE, STREAM, FakeAdapter, client_of, event, proxy_over
 from tests.holding import HoldingAdapter
 
@@ -254,14 +253,7 @@ class TestNotAgain:
 
 
 async def test_bodies_have_limited_room(engine, other, client):
-    client.proxy.flow.attempts.room._size = 10
+    client.proxy.flow.attempts.room.limit = 10
     engine.script = dying(*whole()[:3])
     assert b"stopped in mid-answer" in await broken(client)
     assert not other.seen
-
-
-def test_room_is_taken_and_given_back():
-    room = Room(10)
-    assert (room.take(6), room.take(5), room.used) == (True, False, 6)
-    room.give_back(6)
-    assert (room.take(10), room.used) == (True, 10)
