@@ -197,6 +197,8 @@ class Flow:
                 return Answered()
             return serving.failure(cause, self._late(cause, serving.reply))
         except ANSWERED as error:
+            if (cause := serving.alarm.interrupted()) is not None:  # what was interrupted failed, too
+                return serving.failure(cause, self._late(cause, serving.reply))
             return serving.failure(cause_for(error, serving), error)
 
     def _take(self, serving: Serving, event: Event) -> Step:
@@ -232,7 +234,7 @@ class Flow:
                 text = f"the engine had no room for the request within {rules.first_byte_s:g} s"
                 return Overloaded(text, retry_after_s=1)
             case _:
-                limit_s = rules.first_byte_s if rules.total_s is None else rules.total_s
+                limit_s = rules.placed_s if rules.total_s is None else rules.total_s
                 return TimeLimit(f"the request took longer than {limit_s:g} s")
 
     # --- Prepare --------------------------------------------------------------------------------------

@@ -37,10 +37,10 @@ class Alarm:
         self.progress: Callable[[], tuple[int, bool]] = lambda: (0, False)
 
     def set(self) -> None:
-        """The state has changed: rings at its deadline. A timer that rings earlier stays."""
+        """The state has changed: rings at its deadline. A timer that rings earlier stays, until the end."""
         at = self._life.deadline
         if self._handle is not None:
-            if self._at <= at:
+            if self._at <= at < inf:
                 return
             self._handle.cancel()
         self._at = at

@@ -52,15 +52,22 @@ class Rules(Struct, frozen=True):
     """The limits of a request's life, in seconds, and the engines tried after the first.
 
     Attributes:
-        first_byte_s: from placement to the beginning of an answer, and from arrival to placement.
+        first_byte_s: from placement to the beginning of an answer.
         idle_s: from one piece of an answer to the next.
         total_s: from arrival to the end; None without an end.
+        queue_s: in the queue. Together with `first_byte_s`: from arrival, or from a failed attempt, to placement.
     """
 
     first_byte_s: float = 1800.0
     idle_s: float = 600.0
     total_s: float | None = None
     retries: int = 2
+    queue_s: float = 60.0
+
+    @property
+    def placed_s(self) -> float:
+        """From arrival, or from a failed attempt, to placement."""
+        return self.first_byte_s + self.queue_s
 
 
 _Transition = Callable[[Any, Any, Any, float], tuple[Command, ...]]
@@ -102,9 +109,9 @@ class Life:
         total = inf if rules.total_s is None else self._arrived + rules.total_s
         match state:
             case Admitted():
-                return min(state.since + rules.first_byte_s, total)
+                return min(state.since + rules.placed_s, total)
             case InTurn(admitted=admitted):
-                return min(admitted.since + rules.first_byte_s, total)
+                return min(admitted.since + rules.placed_s, total)
             case Leased():
                 return min(state.since + rules.first_byte_s, total)
             case Answering():

@@ -35,9 +35,9 @@ from proxy.core.life import (
 )
 from proxy.core.retry_budget import FLOOR, RetryBudget
 
-RULES = Rules(first_byte_s=10, idle_s=8, total_s=100, retries=2)
+RULES = Rules(first_byte_s=10, idle_s=8, total_s=100, retries=2, queue_s=5)
 RULES_UNDER = {
-    "without a total time": Rules(first_byte_s=10, idle_s=8, retries=2),
+    "without a total time": Rules(first_byte_s=10, idle_s=8, retries=2, queue_s=5),
     "without retries": Rules(first_byte_s=10, idle_s=8, total_s=100, retries=0),
 }
 
