@@ -114,9 +114,9 @@ class Life:
                 return inf
 
     @property
-    def runs(self) -> bool:
-        """Whether it is on an engine."""
-        return isinstance(self.state, (Leased, Answering))
+    def turn(self) -> InTurn | None:
+        """The attempt that is on an engine now; None if none is."""
+        return _turn_of(self.state) if isinstance(self.state, (Leased, Answering)) else None
 
     def ended(self, now: float) -> Cause:
         """The cause of its end. If its task ends before it has one, its client has left."""
