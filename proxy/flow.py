@@ -188,7 +188,9 @@ class Flow:
                 return Answered()
             return serving.failure(cause, self._late(cause, serving))
         except ANSWERED as error:
-            return serving.failure(cause_for(error, serving), error)
+            # The error of a step that was interrupted may take the interruption's place.
+            cause = serving.alarm.interrupted() or cause_for(error, serving)
+            return serving.failure(cause, error)
 
     def _take(self, serving: Serving, event: Event) -> Step:
         """Lets the machine take an event; returns the next step."""

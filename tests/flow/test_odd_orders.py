@@ -10,6 +10,7 @@ from dataclasses import replace
 import httpx
 import pytest
 
+from engine_adapter import EngineUnavailable
 from engine_adapter.types import MESSAGES_ROUTES, RESPONSES_ROUTES
 from proxy.core.life import Cause, Rules
 from proxy.fleet.engine import EngineState
@@ -198,6 +199,75 @@ class TestTheTotalLimit:
             got, is_clean = await stream(client, CHAT, GREEDY)
             assert (text_of(got), is_clean) == ("The capital ", False)
             assert (proxy.last.cause, proxy.last.attempts) == (Cause.OUR_LIMIT, ["a", "b"])
+            assert proxy.flow.attempts.room.used == 0
+
+
+class TestAnAttemptThatIsInterrupted:
+    async def test_its_hold_fails_to_end(self, engines):
+        """The hold's error takes the place of the interruption: the next attempt still has its limits."""
+        a, b, _ = engines
+        a.script, b.script = stalling(), stalling(*words("The capital"))
+
+        class Failing(FakeAdapter):
+            @asynccontextmanager
+            async def hold(self, *asked):
+                async with super().hold(*asked) as hold:
+                    try:
+                        yield hold
+                    except asyncio.CancelledError:
+                        raise EngineUnavailable("the slot was not saved") from None
+
+        rules = Rules(first_byte_s=0.1, idle_s=0.1)
+        async with proxy_over(Failing("a", a.url), b, rules=rules, reuse=True) as proxy:
+            async with client_of(proxy) as client:
+                got, is_clean = await asyncio.wait_for(stream(client, CHAT, STREAM), 5)
+            assert (text_of(got), is_clean) == ("The capital ", False)
+            assert (proxy.last.attempts, proxy.last.cause) == (["a", "b"], Cause.ENGINE_SILENT)
+
+
+class TestOnePartOfSeveral:
+    @pytest.mark.parametrize("rest", [FRANCE, "The capital city"])
+    async def test_goes_on_elsewhere_while_the_other_is_served(self, engines, rest):
+        """Where no engine tells the same text, the whole answer breaks off."""
+        a, b, c = engines
+        died = asyncio.Event()
+
+        async def first(exchange):
+            a.script = telling(*whole(rest))
+            await exchange.start()
+            for part in words("The capital of"):
+                await exchange.chunk(part)
+            await asyncio.sleep(0.05)
+            died.set()
+            exchange.die()
+
+        async def second(exchange):
+            b.script = telling(*whole(rest))
+            await exchange.start()
+            await exchange.chunk(words(FRANCE)[0])
+            await died.wait()
+            for part in whole(FRANCE)[1:]:
+                await exchange.chunk(part)
+            await exchange.end()
+
+        a.script, b.script, c.script = first, second, telling(*whole(rest))
+        info = replace(INFO, runs_several=False)
+        adapters = [FakeAdapter(each.id, each.url, info) for each in engines[: 3 if rest == FRANCE else 2]]
+        async with proxy_over(*adapters) as proxy, client_of(proxy) as client:
+            got, is_clean = await stream(client, CHAT, {**GREEDY, "n": 2})
+            events = [json.loads(line[6:]) for line in got.split(b"\n") if line.startswith(b"data: {")]
+            choices = [each["choices"][0] for each in events if each.get("choices")]
+            texts = [
+                "".join(each["delta"].get("content") or "" for each in choices if each["index"] == index)
+                for index in (0, 1)
+            ]
+            assert is_clean is (rest == FRANCE)
+            if is_clean:
+                assert texts == [f"{FRANCE} ", f"{FRANCE} "]
+            else:
+                assert all(f"{FRANCE} ".startswith(text) for text in texts)
+                assert b"[DONE]" not in got
+            await proxy.settled()
             assert proxy.flow.attempts.room.used == 0
 
 
