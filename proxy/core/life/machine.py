@@ -55,7 +55,7 @@ class Rules(Struct, frozen=True):
         first_byte_s: from placement to the beginning of an answer.
         idle_s: from one piece of an answer to the next.
         total_s: from arrival to the end; None without an end.
-        queue_s: in the queue. Together with `first_byte_s`: from arrival, or from a failed attempt, to placement.
+        queue_s: in the queue.
     """
 
     first_byte_s: float = 1800.0
@@ -121,9 +121,9 @@ class Life:
                 return inf
 
     @property
-    def runs(self) -> bool:
-        """Whether it is on an engine."""
-        return isinstance(self.state, (Leased, Answering))
+    def turn(self) -> InTurn | None:
+        """The attempt that is on an engine now; None if none is."""
+        return _turn_of(self.state) if isinstance(self.state, (Leased, Answering)) else None
 
     def ended(self, now: float, why: Cause = Cause.BUG) -> Cause:
         """The cause of its end; `why`, if its task ends before it has one."""
