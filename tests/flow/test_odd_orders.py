@@ -56,7 +56,7 @@ class TestAnEngineThatIsRemovedWhileItAnswers:
             asked = asyncio.create_task(stream(client, CHAT, GREEDY))
             await a.request()
             await asyncio.sleep(0.05)
-            proxy.fleet.remove("a")
+            proxy.fleet.remove(proxy.fleet.engine("a"))
             removed.set()
             got, is_clean = await asked
             assert (text_of(got), is_clean) == (f"{FRANCE} ", True)
