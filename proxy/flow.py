@@ -165,10 +165,11 @@ class Flow:
                 step = self._take(serving, await self._do(serving, step))
             if (error := _error_of(step, serving)) is None:
                 return
-            if not serving.reply.started:
+            reply = serving.reply
+            if not (reply.is_events or reply.has_written):
                 raise error
-            serving.record.status, serving.record.error = serving.reply.status, str(error)
-            serving.reply.break_off(error)
+            serving.record.status, serving.record.error = reply.status, str(error)
+            reply.break_off(error)
         except asyncio.CancelledError as cancelled:
             serving.life.ended(time.monotonic(), _why(cancelled))
             raise

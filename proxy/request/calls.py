@@ -182,6 +182,7 @@ class Reply:
         started: status and headers were sent.
         status: that was sent.
         is_events: the answer is a stream of events.
+        has_written: bytes of the body were sent.
         waits: a write waits until the client takes more.
         complete: the client has the whole answer. A disconnect from now on is no cancellation.
         completed: when the client got the end of the answer, in monotonic seconds; None before that.
@@ -192,8 +193,8 @@ class Reply:
     """
 
     __slots__ = (
-        "_client", "_is_over", "complete", "completed", "dialect", "events", "is_events", "on_begin",
-        "on_start", "recorded", "started", "status", "waits",
+        "_client", "_is_over", "complete", "completed", "dialect", "events", "has_written", "is_events",
+        "on_begin", "on_start", "recorded", "started", "status", "waits",
     )  # fmt: skip
 
     def __init__(self, client: Client, dialect: Dialect = OPENAI) -> None:
@@ -201,7 +202,7 @@ class Reply:
         self.dialect = dialect
         self.on_begin: Callable[[], None] | None = None
         self.on_start: Callable[[], None] | None = None
-        self.started = self._is_over = False
+        self.started = self.has_written = self._is_over = False
         self.status: int | None = None
         self.complete = self.recorded = self.is_events = self.waits = False
         self.completed: float | None = None
@@ -225,7 +226,7 @@ class Reply:
 
     async def write(self, chunk: bytes) -> None:
         """Sends body bytes."""
-        self.complete = chunk.endswith(_STREAM_END)
+        self.has_written, self.complete = True, chunk.endswith(_STREAM_END)
         if self.complete:
             self.completed = time.monotonic()
         self.events += chunk.count(_EVENT_END) or chunk.count(_EVENT_END_CR)

@@ -141,7 +141,7 @@ class TestAClientThatDoesNotRead:
 
         a.script = script
         loop = asyncio.get_running_loop()
-        async with proxy_over(a, rules=Rules(total_s=0.4)) as proxy, _small_socket(proxy) as sock:
+        async with proxy_over(a, rules=Rules(total_s=2)) as proxy, _small_socket(proxy) as sock:
             for number in (1, 2):
                 asked = post("/v1/completions", json.dumps({**ASK, "n": number, "prompt": "x"}).encode())
                 await loop.sock_sendall(sock, asked.replace(b"connection: close\r\n", b""))
@@ -170,7 +170,7 @@ class TestTheTotalLimit:
 
     async def test_the_error_names_the_limit_that_was_exceeded(self, engines):
         a, _, _ = engines
-        rules = Rules(first_byte_s=0.1, total_s=60)
+        rules = Rules(first_byte_s=0.1, total_s=60, queue_s=0)
         async with proxy_over(a, rules=rules, wait_s=60) as proxy, client_of(proxy) as client:
             proxy.fleet.engines["a"].state = EngineState.DOWN
             response = await client.post(CHAT, json=ASK)
