@@ -132,16 +132,16 @@ class Nobody:
     is_full = False
 
     async def drain(self) -> None:
-        """See Client."""
+        """Returns at once: nothing is kept."""
 
     def start(self, status: int, headers: HeaderPairs) -> None:
-        """See Client."""
+        """Drops status and headers."""
 
     def write(self, chunk: bytes) -> None:
-        """See Client."""
+        """Drops the bytes."""
 
     def finish(self, chunk: bytes) -> None:
-        """See Client."""
+        """Drops the last bytes."""
 
 
 class Through:
@@ -152,23 +152,23 @@ class Through:
 
     @property
     def is_full(self) -> bool:
-        """See Client."""
+        """Whether the client's socket takes no more bytes for now."""
         return self._client.is_full
 
     async def drain(self) -> None:
-        """See Client."""
+        """Waits until the client's socket takes more bytes."""
         await self._client.drain()
 
     def start(self, status: int, headers: HeaderPairs) -> None:
-        """See Client."""
+        """Passes status and headers on."""
         self._client.start(status, headers)
 
     def write(self, chunk: bytes) -> None:
-        """See Client."""
+        """Passes bytes of the body on."""
         self._client.write(chunk)
 
     def finish(self, chunk: bytes) -> None:
-        """See Client."""
+        """Passes the last bytes of the body on."""
         self._client.finish(chunk)
 
 

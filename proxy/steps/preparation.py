@@ -141,7 +141,11 @@ class Preparation:
     reuse: bool
 
     async def prepare(self, call: Call) -> Ready:
-        """See `Flow.prepare`."""
+        """Finds the pool of a request, and reads its prompt.
+
+        Raises:
+            ProxyError, EngineError: the request is wrong, or no engine serves its model.
+        """
         priority_in(call.headers)  # a wrong one is refused even where no request waits
         to = self.destinations.find(call)
         if call.native is not None:

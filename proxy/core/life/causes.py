@@ -52,7 +52,7 @@ class Cause(StrEnum):
         blame: Blame = Blame.NOBODY,
         *flags: str,
     ) -> Self:
-        """See the attributes. `flags`: `elsewhere`, `poison`."""
+        """A cause of this table. `flags` may hold "elsewhere" and "poison"; an absent flag is False."""
         self = str.__new__(cls, word)
         self._value_, self.code, self.meaning, self.blame = word, code, meaning, blame
         self.elsewhere, self.is_poison = "elsewhere" in flags, "poison" in flags
