@@ -29,7 +29,7 @@ class Call(msgspec.Struct, frozen=True):
     Attributes:
         request_id: kvpin's own, unique.
         method, path: as sent; the path keeps its query string.
-        headers: without those that end here, such as kvpin's key.
+        headers: the client's, without those meant for kvpin, such as its key.
         body: a parsed JSON object, an upload that is passed on as it arrives, None if empty.
         tenant: who sends it; None when no keys are set.
         client_id: the client's `x-request-id`, if it sent one; for one of several parts, the id of the whole.
@@ -71,7 +71,7 @@ class Call(msgspec.Struct, frozen=True):
 
     @property
     def runs_prompt(self) -> bool:
-        """Whether it asks an engine to go on from a prompt, which has a KV cache."""
+        """Whether an engine computes a prompt for this request."""
         native = NATIVE_ROUTES.get(self.native or "")
         if native is not None:
             return native.runs
@@ -127,7 +127,7 @@ class Client(Protocol):
 
 
 class Nobody:
-    """The client of kvpin's own requests: drops the answer, of which only the effect is wanted."""
+    """The client of kvpin's own requests. It drops the answer: only the effect on the engine matters."""
 
     is_full = False
 
@@ -145,7 +145,7 @@ class Nobody:
 
 
 class Through:
-    """A client that gives all it gets to another one. Subclasses change what passes."""
+    """Passes the answer on to another client. Subclasses change the answer on its way."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
@@ -206,12 +206,12 @@ class Reply:
         self.events = 0
 
     def through(self, wrap: Callable[[Client], Client]) -> None:
-        """Lets what `wrap` makes of the client get the answer, which has not begun."""
+        """Wraps the client, before the answer begins, in what `wrap` returns."""
         self._client = wrap(self._client)
 
     async def start(self, status: int, headers: HeaderPairs, *, is_events: bool = False) -> None:
-        """Sends status and headers; names are in lower case. Those of another engine that goes on with the
-        answer are not sent."""
+        """Sends status and headers; names are in lower case. If another engine goes on with the answer, its
+        status and headers are dropped."""
         if not self.started:
             self._client.start(status, headers)
             if self.on_begin is not None:
@@ -239,8 +239,8 @@ class Reply:
             await self._drain()
 
     async def break_off(self, error: Exception) -> None:
-        """Tells the client that its stream ends before its answer does. Without the end of the body: clients
-        take a clean end for a whole answer."""
+        """Tells the client that its stream broke off. Leaves out the end of the body: clients would take a
+        clean end for a complete answer."""
         if self.is_events and not self.complete:
             body = self.dialect.error(502, str(error), kind="server_error")
             await self.write(b"\n\n" + self.dialect.error_event(body))
