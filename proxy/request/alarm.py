@@ -54,7 +54,7 @@ class Alarm:
         asyncio.get_running_loop().call_soon(self._engine_lost)
 
     def interrupted(self) -> Cause | None:
-        """Why this alarm cancelled the request's task; None if the client left (too)."""
+        """Why this alarm cancelled the request's task; None if its client has left."""
         cause, self._cause = self._cause, None
         if cause is None or self._task is None or self._task.uncancel() > self._cancelled_before:
             return None
