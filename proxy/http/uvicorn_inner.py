@@ -1,5 +1,4 @@
-"""All that `proxy/server/run.py` uses of uvicorn beyond its documented surface. A test compares it with the
-release.
+"""The undocumented parts of uvicorn that `proxy/server/run.py` uses. A test compares them with the release.
 
 uvicorn accepts connections on sockets, counts them and the tasks of their answers, and keeps the Date header.
 """

@@ -99,7 +99,7 @@ class JoinedStream:
         self._usages: dict[int, tuple[Part, RawFields, dict[str, Any]]] = {}
 
     def event(self, part: Part, data: bytes) -> bytes:
-        """The event for the client, from one of a part; b"" for its usage, which is held back, and its end.
+        """Turns a part's event into the client's. Returns b"" for usage, which is held back, and for the end.
 
         Raises:
             EngineFailed: it is no event of a chat or completion.
@@ -173,7 +173,7 @@ def _index(choice: RawFields) -> int:
 
 
 def _add(total: dict[str, Any], more: Mapping[str, Any]) -> None:
-    """Adds each count of `more` to that of `total`. One of another kind than the first is left out."""
+    """Adds each count of `more` to the same count of `total`. Counts of different types are left out."""
     for name, value in more.items():
         known = total.get(name)
         if isinstance(value, dict) and (known is None or isinstance(known, dict)):

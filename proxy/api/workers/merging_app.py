@@ -1,4 +1,4 @@
-"""Lets one worker answer for all, beside the data plane: its answer is merged with those of the others.
+"""Lets one worker answer for all on the routes beside the data plane: it merges all answers.
 
 The worker answers first, so that keys and bodies are checked once. Then it asks the others, who answer for
 themselves alone, and merges the answers. Changes are carried out by all, and those of engines are noted.
@@ -49,7 +49,7 @@ class _Rule:
     Attributes:
         path: matches the paths.
         merge: makes the body of all good answers; None takes the first good one.
-        once: one worker is enough. Others are asked only where this one does not know what is named.
+        once: one worker is enough. The others are asked only if this one does not know the named thing.
         named: the others use the id that this worker gave to what it made.
         change: the change of an engine, which a worker that is started later is told; None for no change.
     """
@@ -83,7 +83,8 @@ class MergedAnswers:
         *,
         shared: bool,
     ) -> None:
-        """Adds to `changes`. `prompts` gives what the others are told of this worker's prompts. `shared`: the
+        """Adds to `changes`. `prompts` gives this worker's prompts, in the form that the others get.
+        `shared`: the
         workers know each other's requests."""
         self._app, self._siblings, self._shared = app, siblings, shared
         self._changes, self._prompts = changes, prompts
@@ -136,7 +137,7 @@ class MergedAnswers:
             return next(known, own)
         if rule.merge is None or len(good) == 1:
             return good[0]
-        status = max(answer.status for answer in good)  # 202 while one of them is not done
+        status = max(answer.status for answer in good)  # 202 while any worker is not done
         return _answer(status, good[0].headers, rule.merge(scope, good))
 
 

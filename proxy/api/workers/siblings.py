@@ -11,8 +11,8 @@ import httpx
 
 from engine_adapter import HeaderPairs
 
-# An operation may be waited for as long as a minute. What only shows something is shown without a worker that
-# hangs: `kvpin stats` itself waits 2 s for an engine, Prometheus 10 s for a page.
+# An operation may be waited for as long as a minute. Other requests leave a hanging worker out: `kvpin stats`
+# itself waits 2 s for an engine, Prometheus 10 s for a page.
 _ASK_S = 70.0
 _SHOW_S = 5.0
 _CONNECT_S = 1.0
@@ -34,7 +34,7 @@ class Answer:
 
 
 class Siblings:
-    """Asks them. One that does not run, or does not answer in time, is passed over.
+    """Asks the other workers. A worker that does not run or answer in time is left out.
 
     Attributes:
         sockets: what they listen on while they run.
