@@ -19,7 +19,7 @@ from typing_extensions import override
 MakesProtocol = Callable[..., asyncio.Protocol]
 
 
-class Connection(Protocol):
+class CountedConnection(Protocol):
     """A connection that uvicorn counts: an Http1Protocol, or the handshake before it."""
 
     def hurry(self) -> None:
@@ -51,9 +51,9 @@ class UvicornServer(uvicorn.Server):
         self._protocol, self._stop = protocol, stop
 
     @property
-    def connections(self) -> list[Connection]:
+    def connections(self) -> list[CountedConnection]:
         """The open connections."""
-        return cast("list[Connection]", list(self.server_state.connections))
+        return cast("list[CountedConnection]", list(self.server_state.connections))
 
     @property
     def answers(self) -> set[asyncio.Task[None]]:

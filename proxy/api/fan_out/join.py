@@ -27,7 +27,7 @@ _OF_ALL = ("id", "created", "model")
 _OF_THE_ANSWER = ("completion_tokens", "completion_tokens_details")
 
 
-class Answer(msgspec.Struct):
+class PartAnswer(msgspec.Struct):
     """The JSON answer to a single request; `usage` is None if the engine reported none."""
 
     fields: RawFields
@@ -35,7 +35,7 @@ class Answer(msgspec.Struct):
     usage: dict[str, Any] | None
 
     @classmethod
-    def of(cls, content: bytes) -> Answer:
+    def of(cls, content: bytes) -> PartAnswer:
         """Raises EngineFailed if it is no chat or completion."""
         try:
             fields = decode_object(content)
@@ -46,7 +46,7 @@ class Answer(msgspec.Struct):
         return cls(fields, choices, _usage_in(fields))
 
 
-def joined(several: Several, answers: Iterable[tuple[Part, Answer]], cached: int | None = None) -> bytes:
+def joined(several: Several, answers: Iterable[tuple[Part, PartAnswer]], cached: int | None = None) -> bytes:
     """The one answer. `answers` are those of all parts, in their order; `cached`: see `usage_of`."""
     pairs = list(answers)
     of_prompts: dict[int, list[RawFields]] = {}

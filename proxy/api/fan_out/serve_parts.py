@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from engine_adapter import NATIVE_ROUTES, HeaderPairs, JsonBody
 from engine_adapter.off_loop import off_loop
-from proxy.api.fan_out.join import Answer, JoinedStream, is_error, joined
+from proxy.api.fan_out.join import JoinedStream, PartAnswer, is_error, joined
 from proxy.api.fan_out.listed import ListedStream, joined_list, read_listed
 from proxy.api.fan_out.prefill import compute_once
 from proxy.api.fan_out.split import CHAT, COMPLETIONS, Part, Several, several_of
@@ -44,7 +44,7 @@ class _Shape(NamedTuple):
     stream: Callable[[], JoinedStream | ListedStream]
 
 
-_CHOICES = _Shape(Answer.of, joined, JoinedStream)
+_CHOICES = _Shape(PartAnswer.of, joined, JoinedStream)
 _LISTED = _Shape(read_listed, joined_list, ListedStream)
 
 

@@ -20,7 +20,7 @@ _AGAIN_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class WorkerAnswer:
     """The answer of one worker."""
 
     status: int
@@ -51,16 +51,16 @@ class Siblings:
             for path in sockets
         ]
 
-    async def ask(self, method: str, target: str, headers: HeaderPairs, body: bytes) -> list[Answer]:
+    async def ask(self, method: str, target: str, headers: HeaderPairs, body: bytes) -> list[WorkerAnswer]:
         """The answers of those that answer in time. The request is not passed on any further."""
         timeout = httpx.Timeout(_SHOW_S if method == "GET" else _ASK_S, connect=_CONNECT_S)
 
-        async def of(client: httpx.AsyncClient) -> Answer | None:
+        async def of(client: httpx.AsyncClient) -> WorkerAnswer | None:
             try:
                 answer = await client.request(method, target, headers=headers, content=body, timeout=timeout)
             except httpx.TransportError:
                 return None
-            return Answer(answer.status_code, answer.headers.raw, answer.content)
+            return WorkerAnswer(answer.status_code, answer.headers.raw, answer.content)
 
         answers = await asyncio.gather(*map(of, self._clients))
         return [answer for answer in answers if answer is not None]
