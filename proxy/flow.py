@@ -1,12 +1,12 @@
-"""The read path: a request's life, from what the machine commands to what has come of it.
+"""The read path: carries out what a request's state machine commands, and reports the outcome to it.
 
     Prepare   request → parse → render + tokenise → block chain
     Place     index.match → cost of each engine → the cheapest; wait for a turn if all are busy
     Run       lease → gather → hold → forward → audit → release      (proxy/steps/attempt.py)
     End       the client knows how it ended
 
-`core/life/` decides what follows what: which failure is made up for on another engine, and how long each
-state may last. All requests live so, kvpin's own included: warming, and prompts that several choices share.
+`core/life/` decides the order: which failed attempt is repeated on another engine, and how long each state
+may last. kvpin's own requests take the same path: warming, and prompts that several choices share.
 KV on a lower tier is restored by the engine or by its adapter's `hold`; the placement's cost includes that
 time.
 """
@@ -178,7 +178,7 @@ class Flow:
             del step, error  # a traceback holds this frame: the body would stay until garbage collection
 
     async def _do(self, serving: Serving, step: Step) -> Event:
-        """Carries a step out; returns what has come of it."""
+        """Carries a step out; returns the outcome as an event."""
         try:
             match step:
                 case Prepare():
@@ -213,7 +213,7 @@ class Flow:
         raise TypeError(f"nothing follows {event!r}")
 
     def _close(self, serving: Serving) -> None:
-        """The request is over, however it ended."""
+        """Frees what the request holds, however it ended."""
         serving.alarm.stop()
         self.attempts.room.give_back(serving.kept)
         serving.record.cause = serving.life.ended(time.monotonic())
@@ -270,7 +270,7 @@ class Flow:
         return await self.preparation.prepare(call)
 
     def _note_home(self, record: RequestRecord, response_id: str) -> None:
-        """The engine that answers now has made a response."""
+        """Remembers that the answering engine made this response."""
         self.preparation.destinations.note(record.tenant, response_id, record.attempts[-1])
 
     def _keep_for_diagnosis(self, body: RequestBody, record: RequestRecord, reply: Reply) -> None:
@@ -340,7 +340,8 @@ class Flow:
         return found
 
     async def _in_turn(self, ready: Ready, record: RequestRecord) -> None:
-        """Waits until it is the request's turn and an engine is not too busy, or none is there any more.
+        """Waits for the request's turn on an engine that is not too busy. Also returns when no engine is
+        left.
 
         Raises:
             Overloaded: that takes too long.
@@ -366,13 +367,13 @@ class Flow:
 
 
 def _why(cancelled: asyncio.CancelledError) -> Cause:
-    """Why the task of a request was cancelled, by whom."""
+    """The cause given by the caller that cancelled the request's task."""
     why = cancelled.args[0] if cancelled.args else None
     return why if isinstance(why, Cause) else Cause.CLIENT_LEFT
 
 
 def _error_of(end: End, serving: Serving) -> Exception | None:
-    """What the client is told; None if it has its answer."""
+    """The error that the client gets; None if it has its answer."""
     if end.cause is Cause.ANSWERED or (end.cause is Cause.ENGINE_REJECTED and end.error is None):
         return None
     if end.attempts and end.cause.elsewhere and not serving.reply.started:

@@ -79,7 +79,7 @@ class HttpResponse:
             await self._more()
 
     async def receive(self) -> bytes:
-        """See `IncomingResponse.receive`."""
+        """The next bytes of the body; b"" at its end."""
         while not self._parts:
             if self.is_complete:
                 return b""
@@ -90,7 +90,7 @@ class HttpResponse:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     async def read(self) -> bytes:
-        """See `IncomingResponse.read`."""
+        """The whole body. Raises EngineGarbled if it is longer than MAX_WHOLE_BYTES."""
         parts, size = [], 0
         while part := await self.receive():
             parts.append(part)
@@ -283,13 +283,13 @@ class Connection(asyncio.Protocol):
     # --- asyncio.Protocol -----------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """See asyncio.Protocol. The event loop has switched Nagle's algorithm off."""
+        """The connection is open. The event loop has switched Nagle's algorithm off."""
         self._transport = cast("asyncio.Transport", transport)
         self._poll = select.poll()
         self._poll.register(transport.get_extra_info("socket").fileno(), select.POLLIN)
 
     def data_received(self, data: bytes) -> None:
-        """See asyncio.Protocol."""
+        """Parses bytes from the engine. Stops reading while the answer is full."""
         answer = self._answer
         if answer is None:
             self.close()  # nobody asked for anything
@@ -319,7 +319,7 @@ class Connection(asyncio.Protocol):
         answer.wake()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """See asyncio.Protocol."""
+        """The connection is closed: ends the running answer, or fails it."""
         self._is_lost = True
         self._owner.lost(self)
         self.resume_writing()
@@ -337,11 +337,11 @@ class Connection(asyncio.Protocol):
             self.fail(EngineDied(f"the engine gave no answer: {why}"))
 
     def pause_writing(self) -> None:
-        """See asyncio.BaseProtocol."""
+        """The socket is full: senders wait."""
         self._room = asyncio.get_running_loop().create_future()
 
     def resume_writing(self) -> None:
-        """See asyncio.BaseProtocol."""
+        """The socket has room again: senders go on."""
         room, self._room = self._room, None
         if room is not None and not room.done():
             room.set_result(None)

@@ -2,8 +2,8 @@
 
 dispatch.py        which part of kvpin serves a request
 openai.py          /v1/*: the data plane
-paths.py           which of its paths are open
-websockets.py      which of them are passed on
+paths.py           which paths below /v1 are open
+websockets.py      which WebSockets are passed on
 models.py          /v1/models
 json_bodies.py     JSON bodies, and how long their lists may be
 ops.py             /health/*, /metrics
@@ -17,5 +17,5 @@ forms.py           the model that a form names
 page.py            /ui/: the page, files in static/
 fan_out/           requests for several answers (`n`, several prompts), split and joined
 relay/             requests that another kvpin answers
-workers/           several workers answer as one
+workers/           answers that several workers give as one
 """

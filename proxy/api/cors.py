@@ -48,8 +48,8 @@ def is_preflight(headers: Headers) -> bool:
 
 
 def check_origin(cors: Cors | None, headers: Headers) -> None:
-    """Raises Forbidden for a request of a page whose origin may not use the data plane. Browsers ask this
-    of no server before they open a WebSocket."""
+    """Raises Forbidden for a page whose origin may not use the data plane. For WebSockets kvpin must check
+    this itself: browsers send no preflight for them."""
     origin = headers.get("origin")
     if origin is not None and (cors is None or not cors.allows(origin)):
         raise Forbidden(f"pages of {origin!r} may not use kvpin: start it with --cors-origin {origin}")

@@ -30,7 +30,7 @@ class Dispatcher:
     draining: asyncio.Event = field(default_factory=asyncio.Event)
 
     def become(self, other: Dispatcher) -> None:
-        """Serves new requests as another dispatcher does."""
+        """Takes over the handlers of another dispatcher, for new requests."""
         self.data_plane, self.rest = other.data_plane, other.rest
 
     def __call__(self, exchange: Exchange) -> Coroutine[Any, Any, None]:

@@ -28,7 +28,7 @@ def name_in(path: str) -> str | None:
 
 def answer_models(fleet: Fleet, method: str, path: str, elsewhere: Collection[str] = ()) -> Response:
     """The list of models, or one of them. An alias has the name it stands for as `root`, as in vLLM. So has a
-    name that only engines which take any name serve. `elsewhere`: models of other kvpins, for the list.
+    name that only engines which take any name serve. `elsewhere`: models of other kvpins, added to the list.
 
     Raises:
         MethodNotAllowed: it is no read.

@@ -52,7 +52,7 @@ MAX_ENCODING = 40
 # Routes whose bodies may be files. On all others the body must be JSON, whatever its content type says: some
 # engines ignore the content type, and kvpin must check which tenant's KV a request may use.
 FILE_ROUTES = ("/v1/audio/", "/v1/files", "/v1/images/", "/v1/uploads", "/v1/videos")
-# Seconds an engine may take to end a stream after its client has read all of it.
+# Seconds that an engine has to end a stream after its client has read [DONE].
 ENGINE_END_S = 1.0
 # The ids on the log lines of a request, which runs in a task of its own. structlog adds every variable with
 # its prefix; to bind one through structlog would look at all of them.
@@ -70,8 +70,8 @@ class DataPlane:
         cors: the web pages that may use it from a browser; None for none.
         refused: called with the status of each request that is refused before the flow, and with a reason of
             `kvpin_refused_total` where there is one.
-        elsewhere: passes requests on whose engines only another kvpin may use; None for a single kvpin.
-        keepers: passes requests on that name a response of another kvpin; None if there is no other.
+        elsewhere: passes requests on to the kvpin that owns their engine; None for a single kvpin.
+        keepers: passes requests on to the kvpin that keeps the named response; None for a single kvpin.
     """
 
     flow: Flow
@@ -150,7 +150,7 @@ class DataPlane:
         *,
         is_upload: bool = False,
     ) -> Admitted:
-        """Admits a request. One that its tenant's limits refuse gets a record, made of its `head`.
+        """Admits a request. A request over its tenant's limits gets a record, made of its `head`.
 
         With `is_upload`, its body is passed on as it arrives: its length is not the memory that it takes.
 
@@ -173,7 +173,7 @@ class DataPlane:
         return admitted
 
     async def _answer_kept(self, exchange: Exchange, path: str, tenant: str | None) -> Response | None:
-        """The answer about a response that is kept here; to another kvpin, only whether it is."""
+        """The answer about a response that is kept here. Another kvpin is only told whether it is."""
         if is_asked(exchange):
             return Response(status_code=204 if self._keeps(tenant, name_of(path)) else 404)
         return await self.responses.answer(exchange.method, path, tenant)
@@ -181,7 +181,7 @@ class DataPlane:
     def _work(
         self, call: Call, exchange: Exchange, reply: Reply, admitted: Admitted
     ) -> Coroutine[Any, Any, object]:
-        """The work of a request: on an engine, or at the kvpin that keeps the response that it names."""
+        """Serves a request on an engine, or passes it on to the kvpin that keeps the named response."""
         name = response_named(call)
         if self.keepers is None or name is None or exchange.is_from_peer or self._keeps(call.tenant, name):
             return self._at_engine(call, exchange, reply, admitted)
@@ -213,7 +213,7 @@ class DataPlane:
         return serve(self.flow, call, reply, admitted)
 
     async def _serve_models(self, exchange: Exchange, reply: Reply, path: str, own_id: str) -> None:
-        """Answers which models there are, those of other kvpins included."""
+        """Answers with the models, those of other kvpins included."""
         elsewhere, fleet = self.elsewhere, self.flow.fleet
         if elsewhere is None:
             return _send(answer_models(fleet, exchange.method, path), exchange)
@@ -285,7 +285,7 @@ class DataPlane:
         return int(given)
 
     def _options(self, exchange: Exchange) -> Response:
-        """The answer to an OPTIONS. Which methods a route of engines has, only they know."""
+        """Answers an OPTIONS request. Engines decide about the methods of their own routes."""
         if is_preflight(exchange.headers):
             return Response(status_code=204, headers=preflight(self.cors, exchange.headers))
         path = checked_path(exchange.target)
@@ -298,8 +298,8 @@ def _cancel(exchange: Exchange, reply: Reply) -> None:
     """The client disconnected: cancels its request, so that the engine's connection closes and its blocks are
     freed.
 
-    Clients disconnect after [DONE]. The engine may end its stream first: its connection is then reused. What
-    was sent on a WebSocket still reaches its engine.
+    Clients disconnect after [DONE]. The engine gets time to end its stream, so that its connection can be
+    reused. Bytes already sent on a WebSocket still reach the engine.
     """
     ends_itself = reply.complete or (exchange.asks_for_websocket and reply.started)
     why = Cause.CLIENT_SLOW if exchange.is_slow else Cause.CLIENT_LEFT

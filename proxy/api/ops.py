@@ -53,7 +53,7 @@ class Ops:
         ]
 
     async def root(self, request: Request) -> Response:
-        """Leads browsers to the page, where there is one, and tells others where to find what."""
+        """Redirects browsers to the page, if there is one. Lists the routes for other clients."""
         if self.has_page and "text/html" in request.headers.get("accept", ""):
             return Response(status_code=307, headers={"location": "ui/", "vary": "accept"})
         base = request.base_url
@@ -90,7 +90,7 @@ class Ops:
 
 
 def _where(engine: Engine) -> str | None:
-    """Who uses an engine in place of this kvpin."""
+    """The kvpin that uses an engine in place of this one."""
     if engine.is_served_there:
         return f"used through the kvpin {engine.owner}, which answers its requests"
     return engine.last_error

@@ -10,7 +10,7 @@ from proxy.errors import Forbidden, NotFound
 
 # kvpin does not serve these routes, because they change an engine for all clients.
 ENGINE_ADMIN_ROUTES = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
-# Nor these, by which llama-server's clients read, find, change and end each other's running answers.
+# Nor these: llama-server's clients could read, find, change and end each other's running answers.
 STREAM_ROUTES = ("/v1/stream/", "/v1/streams/", "/v1/chat/completions/control/")
 # A client adds this to a base URL that ends with it already.
 _TWICE = "/v1/v1/"
@@ -41,7 +41,7 @@ def checked_path(target: bytes) -> str:
 
 
 def _hint(path: str) -> str:
-    """The end of the sentence about a path that a wrong base URL makes."""
+    """A hint for the error message if the path looks like the result of a wrong base URL."""
     if path == "/v1":
         return ": OpenAI's API begins here; /v1/models lists the models"
     return ": write /v1 once, as the end of base_url" if path.startswith(_TWICE) else ""
@@ -51,7 +51,7 @@ def check_native(method: str, path: str, *, isolated: bool) -> None:
     """Checks a request for a native route.
 
     Raises:
-        NotFound: the method is its engine's operator's, or nobody's.
+        NotFound: only the engine's operator may use the method, or no engine has it.
         Forbidden: it shows requests of other tenants, where there are several (`isolated`).
     """
     native = NATIVE_ROUTES.get(path.partition("?")[0])

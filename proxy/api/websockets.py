@@ -32,7 +32,7 @@ def check_websocket(path: str, *, isolated: bool) -> None:
 
 
 def with_key(headers: Headers) -> Headers:
-    """The headers of an opening handshake, with a key among the subprotocols in `authorization` instead."""
+    """The headers of an opening handshake. A key among the subprotocols moves to `authorization`."""
     offered = _offered(headers)
     keys = [each for each in offered if each.startswith(_KEY)]
     if not keys:

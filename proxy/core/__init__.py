@@ -2,7 +2,7 @@
 
 index/              which engine holds which block, on which tier
 placement/          which engine a request goes to, with the reasons
-peers/              what several kvpins tell each other, replayed
+peers/              messages between kvpins, and their replay
 admission.py        which requests wait for an engine, and who goes first
 quotas.py           what one tenant may use
 budget.py           memory that requests share
@@ -11,8 +11,8 @@ retry_budget.py     retries of all requests together
 audit.py            predicted against reported cached tokens → trust
 pins.py             what operators asked to keep
 retention.py        what clients asked to keep
-misses.py           why a prompt's KV was not reused
-api_diagnostics.py  why KV was not reused, in the words of OpenAI's and Anthropic's APIs
+misses.py           the reason that a prompt's KV was not reused
+api_diagnostics.py  that reason, in the terms of OpenAI's and Anthropic's APIs
 differences.py      where two requests differ
 life/               the life of a request as a state machine: causes, states, events
 """

@@ -4,8 +4,7 @@ An engine serves its own queue first come, first served. A request therefore wai
 once every engine that can take it has `HOLD_S` seconds of work before it: enough that no engine runs dry,
 little enough that the order is still open. Tenants take turns by deficit round robin (Shreedhar and Varghese,
 1995), measured in tokens. Among the requests of one tenant the lowest priority value goes first, then the
-oldest. All this holds among requests that an engine can take now: one whose engines are all busy holds up
-nobody else.
+oldest. A request whose engines are all busy does not hold up the others.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ HOLD_S = 1.0
 KEPT_BUSY = 2
 # Tokens that a tenant may send in each of its turns.
 QUANTUM = 2048
-# Requests that placement is asked about in one look. It may refuse one although an engine is free, for want
-# of memory. Half of them are the first in order, and half those that were not refused lately.
+# Requests that one look offers to placement, which may refuse one for lack of memory although an engine is
+# free. Half of them are the first in order, half were not refused lately.
 MAX_LOOKS = 8
 # Lowest and highest priority value. 0 is usual; a lower value goes first.
 MIN_PRIORITY, MAX_PRIORITY = -8, 8
@@ -50,7 +49,7 @@ class Needs(msgspec.Struct, frozen=True, cache_hash=True):
     Attributes:
         lora: the LoRA adapter it runs with; None for the model itself.
         native: the route, if only engines that declare it have it.
-        route: the route, if engines may turn out to lack it. Those that do come last.
+        route: the route, if some engines may lack it. Engines that lacked it before come last.
         home: the only engine that can take it; None for any.
         kind: the only kind of engine that can take it; None for any.
     """
@@ -139,8 +138,8 @@ class FairQueue(Generic[Item]):
         return self._entries
 
     def ahead(self, tenant: str | None, priority: int, tokens: int, needs: Collection[Needs]) -> int:
-        """Tokens that would leave the queue up to the end of a new request, its own included. Only requests
-        that have one of these `needs` count."""
+        """Tokens that leave the queue before a new request ends, its own included. Only requests with one of
+        these `needs` count."""
         others = Counter[str | None]()
         for each in needs:
             others.update(self.tokens[each])
@@ -188,10 +187,10 @@ class FairQueue(Generic[Item]):
             del self._shares[entry.tenant]
 
     def take(self, free: Container[Needs], may_go: Callable[[Item], bool]) -> Entry[Item] | None:
-        """Takes the next request out, of those whose needs are `free`: an engine that can take them is. None
-        if there is none.
+        """Takes the next request out whose needs are `free`: an engine that meets them is free. None without
+        one.
 
-        `may_go` says whether placement finds it so, too. It is asked about few requests.
+        `may_go` asks placement whether the request may go. It is called for few requests.
         """
         asked = 0
         for place, entry in enumerate(self._in_turn(free)):
@@ -254,11 +253,11 @@ class Pace:
         self._tokens = self._seconds = self._since = 0.0
 
     def begin(self, now: float) -> None:
-        """None waited up to now."""
+        """Starts to measure: the first request waits from now on."""
         self._since = now
 
     def took(self, now: float, tokens: int) -> None:
-        """So many tokens have left."""
+        """Counts tokens that left the queue."""
         seconds, self._since = now - self._since, now
         kept = exp(-seconds / PACE_S)
         self._tokens = self._tokens * kept + tokens
@@ -271,7 +270,7 @@ class Pace:
 
 
 class Backlog:
-    """Requests that an engine reports to wait there, for whatever reason: for memory, or for others to end.
+    """Requests that wait inside an engine by its own report, for memory or for other requests.
 
     Attributes:
         waiting: how many, by now.
@@ -284,13 +283,13 @@ class Backlog:
         self._began = Rate()
 
     def reported(self, waiting: int) -> None:
-        """The engine reports so many."""
+        """Notes the count that the engine reports."""
         if not self.waiting:
             self._began = Rate()
         self.waiting = waiting
 
     def placed(self) -> None:
-        """A request goes there."""
+        """Counts a request that is sent to the engine."""
         if self.waiting:
             self.waiting += 1
 
@@ -307,6 +306,5 @@ class Backlog:
 
 
 def retry_after_s(wait_s: float | None, limit_s: float) -> int:
-    """Seconds after which a client that was refused should come back: when the wait is within the limit
-    again, as far as that is known."""
+    """Seconds after which a refused client should retry: an estimate of when the wait is within the limit."""
     return min(max(ceil(wait_s - limit_s), 1), MAX_RETRY_S) if wait_s is not None else 1

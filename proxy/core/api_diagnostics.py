@@ -39,7 +39,7 @@ _ANTHROPIC = {
 def openai_diagnostics(diagnosis: Diagnosis | None) -> dict[str, Any]:
     """The `prompt_cache_diagnostics` of a response; None: the compared response is not known.
 
-    `unavailable` stands for all that the API has no word for; `kvpin` has the word then.
+    `unavailable` stands for reasons that the API has no word for; the field `kvpin` then names the reason.
     """
     if diagnosis is None:
         return {"type": "comparison_response_not_found"}
@@ -60,8 +60,8 @@ def openai_diagnostics(diagnosis: Diagnosis | None) -> dict[str, Any]:
 
 
 def anthropic_diagnostics(diagnosis: Diagnosis | None) -> dict[str, Any] | None:
-    """The `diagnostics` of a message; the argument is None if the earlier message is not known. None is the
-    API's word for a prompt that does not diverge."""
+    """The `diagnostics` of a message. The argument is None if the earlier message is not known. The result
+    is None if the prompt does not diverge, as in Anthropic's API."""
     if diagnosis is None:
         return {"cache_miss_reason": {"type": "previous_message_not_found"}}
     if diagnosis.miss is Miss.HIT:

@@ -14,7 +14,7 @@ WINDOW = 50
 # A view is doubted when more than this share of the last WINDOW predictions missed, and at least this many.
 MAX_MISS_SHARE = 0.2
 MIN_MISSES = 5
-# Each resync that did not help doubles the misses that the next one needs, up to this.
+# A resync without effect doubles the misses before the next one, up to this.
 MAX_PATIENCE = 40
 
 

@@ -43,7 +43,7 @@ class Breaker:
         return True
 
     def answered(self, now: float) -> None:
-        """A request was answered. One that was sent before it opened says nothing."""
+        """Counts an answer. Answers to requests from before the breaker opened do not count."""
         if now >= self._until:
             self._failures, self._allowed = 0, min(2 * self._allowed, ENOUGH)
 

@@ -7,7 +7,7 @@ class ByteBudget:
     """Counts bytes in memory up to a limit.
 
     Attributes:
-        limit: the most bytes; who lowers it takes nothing back.
+        limit: the most bytes. Bytes already taken stay if the limit is lowered.
         used: bytes taken.
     """
 

@@ -1,7 +1,7 @@
 """Where the prompt fields of two requests differ first, in the words of the API that the client speaks.
 
-A list that only goes on does not differ: the next turn of a chat has the same messages and more. Marks for
-the cache are no part of a prompt.
+A longer list with the same beginning is no difference: a chat's next turn adds messages. Cache marks
+(`cache_control`) are not part of a prompt.
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ class Difference(msgspec.Struct, frozen=True):
 
 
 def difference(now: Mapping[str, Any], before: Mapping[str, Any]) -> Difference | None:
-    """The first difference between the fields of two requests; None if one only goes on, or if their inputs
-    continue different responses and so stand at different places in the prompts."""
+    """The first difference between the fields of two requests. None if one only continues the other, or if
+    their inputs continue different responses, so that their positions cannot be compared."""
     for name in _TOOLS:
         if (tools := _of_tools(name, now.get(name), before.get(name))) is not None:
             return tools
@@ -117,8 +117,8 @@ def difference(now: Mapping[str, Any], before: Mapping[str, Any]) -> Difference 
 
 
 def are_alike(now: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
-    """Whether two requests seem to be versions of one: they begin with texts that are equal for the most
-    part, from the front and the back."""
+    """Whether two requests seem to be versions of one: the first texts agree for the most part, counted from
+    the front and from the back."""
     one, other = _beginning(now), _beginning(before)
     shortest = min(len(one), len(other))
     front = common_prefix(one, other)

@@ -1,8 +1,8 @@
-"""Why a prompt's cached KV was not reused: one word, from what is known of this request and an earlier one.
+"""Why a prompt's cached KV was not reused: one word, found by comparing the request with an earlier one.
 
     how much was reused → all it could           HIT
-    what the earlier request shares with it → KV that was not found    EVICTED, RESTARTED, ELSEWHERE, …
-    what it does not share                  → the prompt differs       TOOLS, SYSTEM, INPUT, …
+    tokens that both requests share         → KV that was not found    EVICTED, RESTARTED, ELSEWHERE, …
+    tokens that differ                      → the prompt differs       TOOLS, SYSTEM, INPUT, …
 
 `api_diagnostics.py` says it in the words of the APIs.
 """
@@ -112,7 +112,7 @@ class Diagnosis(msgspec.Struct, frozen=True):
         miss: the reason.
         detail: one sentence.
         request_id: the earlier request that it was compared with.
-        at: what differs first.
+        at: the first difference.
         common_tokens: leading tokens that both share.
         missed_tokens: tokens of the earlier prompt that could not be reused.
         changed_tokens: tokens of this prompt from the first that differs.
@@ -158,13 +158,13 @@ def miss_of(facts: Facts) -> Miss:
     if compared is None and reused < facts.predicted_tokens:
         return Miss.EVICTED
     if compared is None:
-        # Some request that is not known began like it, unless that is no more than a template's first words.
+        # An unknown request began the same way, unless only the template's first words were reused.
         return Miss.HIT if 4 * reused > (facts.n_tokens or 0) else Miss.FIRST
     if not (compared.same_model and compared.same_lora):
         return Miss.LORA if compared.same_model else Miss.MODEL
     shared = facts.reusable(compared.common_tokens)
     lost = max(shared, facts.predicted_tokens) - reused
-    # Both may be so: what cost more tokens counts.
+    # If both apply, the reason that cost more tokens counts.
     is_lost = lost > max(facts.reusable(compared.n_tokens) - shared, 0)
     return _loss(facts, compared) if is_lost else _change(facts, compared)
 

@@ -40,7 +40,7 @@ class Denied(msgspec.Struct, frozen=True):
 
 
 class Use(msgspec.Struct, frozen=True):
-    """Requests and tokens of a tenant since the last time, and its requests that run now."""
+    """Requests and tokens of a tenant since the last message, and its running requests."""
 
     requests: int
     tokens: int
@@ -106,7 +106,7 @@ class Quota:
         self._concurrent = limits.concurrent_requests
 
     def enter(self, now: float) -> Denied | None:
-        """A request comes. It counts, and must `leave`, unless it is denied."""
+        """Counts a new request, unless it is denied. A counted request must `leave`."""
         if self._concurrent is not None and not self.has_room:
             return Denied("concurrent_requests", self._concurrent, SOON_S)
         if self._tokens is not None and (short_s := self._tokens.short_s(now, 1)) > 0:

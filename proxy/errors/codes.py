@@ -26,7 +26,7 @@ class Code(StrEnum):
     meaning: str
 
     def __new__(cls, code: str, status: int, meaning: str) -> Self:
-        """See the attributes."""
+        """A code of this table; each argument becomes the attribute of its name."""
         self = str.__new__(cls, code)
         self._value_, self.status, self.meaning = code, status, meaning
         return self

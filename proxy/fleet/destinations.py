@@ -1,4 +1,4 @@
-"""Where a request may go: to the pool of its model or, if it names a response of an engine, to that one."""
+"""Where a request may go: to the pool of its model, or to the engine that made the response it names."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Destination(Struct, frozen=True):
 
 
 class Destinations:
-    """Finds them, and remembers which engine made which response.
+    """Finds destinations, and remembers which engine made which response.
 
     Attributes:
         isolated: there are several tenants, who must not reach each other's responses.
@@ -42,11 +42,12 @@ class Destinations:
     def find(self, call: Call) -> Destination:
         """The destination of a request.
 
-        A response that kvpin did not see may be any engine's, but with several tenants also anyone's.
+        A response that kvpin did not see may be on any engine. With several tenants it may be another
+        tenant's, so it is refused.
 
         Raises:
             NotFound: nothing serves its model, or the response cannot be reached.
-            NoEngine: no engine has connected yet, or the model may be that of one that still connects.
+            NoEngine: no engine has connected yet, or an engine that may serve the model is still connecting.
         """
         name = response_named(call)
         home = self._homes.find(call.tenant, name) if name is not None else None
@@ -84,12 +85,12 @@ class Destinations:
 
 
 def _instance_of(engine: Engine | None) -> str | None:
-    """The process that it is now; None if it is gone, or has not connected."""
+    """The engine's present process; None if the engine is gone or not connected."""
     return engine.info.instance if engine is not None and engine.info is not None else None
 
 
 def _no_response(call: Call, name: str, why: str = "") -> NotFound:
-    """The error for a response that cannot be reached, whether it never was or is another tenant's."""
+    """The error for an unknown response. Another tenant's response gets the same error."""
     if call.route in CONTINUING:
         return NotFound(
             f"Previous response with id {name!r} not found{why}.",

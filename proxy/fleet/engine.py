@@ -79,7 +79,7 @@ class Engine:
         learned: blocks learned from responses, for engines without events.
         below: blocks on lower tiers that its events do not report.
         ahead: counts of restores ahead of need.
-        lacks: routes that kvpin passes on and that it answered it does not have.
+        lacks: routes that the engine said it does not have.
         view: its KV cache, from its events; None without events.
         process: its process, if kvpin runs it.
         has_supervisor: kvpin's supervisor starts it, and says what is wrong with it.
@@ -90,9 +90,9 @@ class Engine:
         of_peers: requests that other kvpins have on it and that have no answer yet, by ticket.
         from_peers: requests that other kvpins have placed on it so far.
         breaker: lets few requests through after several failed in a row; None after none did.
-        mine: set while this kvpin may use it.
-        owner: who uses it, where only one kvpin may; None while nobody is known to.
-        is_served_there: that is another kvpin, which takes requests from this one.
+        mine: an event, set while this kvpin may use the engine.
+        owner: the kvpin that uses the engine, if only one may; None while unknown.
+        is_served_there: the owner is another kvpin, and takes requests from this one.
     """
 
     def __init__(self, adapter: EngineAdapter, on_ready: Callable[[], None] = lambda: None) -> None:
@@ -144,7 +144,7 @@ class Engine:
 
     @property
     def underway(self) -> list[Lease | PeerRequest]:
-        """The same, with the requests of other kvpins."""
+        """Requests whose answer has not begun, those of other kvpins included."""
         return [*self.unanswered, *self.of_peers.values()]
 
     def can(self, capability: Capability) -> bool:
@@ -171,11 +171,11 @@ class Engine:
         return self.view.counts.removed if self.view is not None else 0
 
     def has_emptied(self) -> None:
-        """The engine lost its cache: it was restarted or flushed."""
+        """Notes that the engine lost its cache: it was restarted or flushed."""
         self.emptied.append(time.time())
 
     def give_to(self, owner: str | None, *, is_served_there: bool = False) -> None:
-        """Another kvpin uses it, or may soon (None). It gets no more requests, and the monitor lets go."""
+        """Leaves the engine to another kvpin; None if its owner is not known yet. New requests stop."""
         self.mine.clear()
         self.owner, self.is_served_there = owner, is_served_there
         if owner is None:
@@ -212,7 +212,7 @@ class Engine:
         self.check_now.set()
 
     def refused(self, error: Exception) -> None:
-        """It answered a request with an error of its own. After several in a row it gets few for a while."""
+        """Counts a refused request. After several in a row, the engine gets few requests for a while."""
         if self._has_opened():
             log.warning(
                 "requests keep failing: the engine gets few until one is answered",
@@ -239,10 +239,10 @@ class Engine:
         return self.breaker is None or self.breaker.allows(time.monotonic(), len(self.unanswered))
 
     def abandon(self) -> None:
-        """The engine is lost: ends its requests. Those whose answer has not begun are retried elsewhere.
+        """Ends the requests of a lost engine. A request whose answer has not begun is retried elsewhere.
 
-        Called again at each failed attempt to connect. Logs each request once: an answer that is still read
-        stays a while.
+        Called again at each failed attempt to connect. Logs each request once: an answer that is still
+        being read remains for a while.
         """
         failed, self._failed = self._failed + sum(not lease.is_lost for lease in self.leases), 0
         if failed:

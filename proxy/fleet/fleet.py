@@ -32,7 +32,7 @@ class Fleet:
     """All engines and their pools.
 
     Attributes:
-        told: tells other kvpins of the requests of pools that are made from now on; None if there are none.
+        told: tells other kvpins of requests, in pools made from now on; None without other kvpins.
         claims_engines: an engine that only one kvpin may use waits until it is claimed.
         passed_on: requests that other kvpins answered for this one so far, by the names of these kvpins.
     """
@@ -87,8 +87,8 @@ class Fleet:
             self._not_away(engine.id)
 
     def replace(self, old: Engine, adapter: EngineAdapter) -> Engine:
-        """Puts an engine in place of another of its id, whose requests in flight go on to their end. Until it
-        has connected, requests for the model wait as for one that comes back."""
+        """Replaces the engine with the same id. The old engine finishes its requests. Until the new one has
+        connected, requests for the model wait."""
         self.leave(old)
         return self._made(adapter)
 
@@ -143,7 +143,7 @@ class Fleet:
                 pool.away[engine.id] = engine.info
 
     def _not_away(self, engine_id: str) -> None:
-        """A lost engine came back or was removed. Ends pools without engines, present or lost."""
+        """Forgets a lost engine that came back or was removed. Ends pools without present or lost engines."""
         for pool in list(self.pools.values()):
             pool.away.pop(engine_id, None)
             if not pool.engines and not pool.away:
@@ -177,7 +177,7 @@ class Fleet:
 
     @property
     def stands_by(self) -> bool:
-        """Whether another kvpin uses all engines in place of this one."""
+        """Whether another kvpin owns all engines."""
         return {engine.state for engine in self.engines.values()} == {EngineState.ELSEWHERE}
 
     async def until_ready(self) -> None:
@@ -203,7 +203,7 @@ class Fleet:
         return {alias: own for alias, own in self.aliases.items() if own in served and alias not in served}
 
     def lost_names(self) -> dict[str, str]:
-        """Models that aliases or the default model stand for, and that nothing serves → what names them."""
+        """Models that nothing serves, though settings name them → the aliases or settings that do."""
         lost = {own: f"alias {alias!r}" for alias, own in self.aliases.items() if self._named(alias) is None}
         if self.default_model is not None and self._named(self.default_model) is None:
             lost[self.default_model] = "default model"
@@ -221,7 +221,7 @@ class Fleet:
         return self.find(model)[0]
 
     def find(self, model: str | None) -> tuple[Pool, str | None]:
-        """The pool that serves a request's `model`, and the name by which its engines know that.
+        """The pool that serves a request's `model`, and the engines' name of that model.
 
         In this order: the model or LoRA adapter of that name; the one that an alias of that name stands for;
         the only pool that takes any name; the default model. A request without a name goes to the only pool,
@@ -229,7 +229,7 @@ class Fleet:
 
         Raises:
             NotFound: nothing serves that model.
-            NoEngine: no engine has connected yet, or the model may be that of one that still connects.
+            NoEngine: no engine has connected yet, or an engine that may serve the model is still connecting.
         """
         if model is not None:
             if model in self.pools:
@@ -287,7 +287,7 @@ class Fleet:
         return None
 
     def _require_all_known(self, model: str | None) -> None:
-        """Raises NoEngine while an engine is in its first start: the model may be its own."""
+        """Raises NoEngine while an engine starts for the first time: it may serve the model."""
         what = "no model is named" if model is None else f"the model {model[:MAX_NAME]!r} is not served yet"
         for engine in self.engines.values():
             if engine.state is EngineState.CONNECTING:

@@ -42,8 +42,9 @@ class Ingest:
         owner_of: Callable[[str], str | None] = lambda _salt: None,
         memories: Memories | None = None,
     ) -> None:
-        """`owner_of` names the tenant of a cache salt, None for a salt of no tenant. `memories` come from the
-        kvpin before this one."""
+        """`owner_of` names the tenant of a cache salt, None for a salt of no tenant. `memories` were saved
+        before the restart.
+        """
         self._fleet = fleet
         self._tasks = tasks
         self._owner_of = owner_of
@@ -130,7 +131,7 @@ class Ingest:
 
 
 def has_exact_events(engine: Engine, pool: Pool) -> bool:
-    """Whether the engine sends events, and its block size fits the pool's: one is a multiple of the other."""
+    """Whether the engine sends events, and one of the two block sizes is a multiple of the other."""
     own = engine.info.tokens_per_block if engine.info is not None else None
     fits = own is not None and (own % pool.tokens_per_block == 0 or _has_pages(engine, pool))
     return engine.can(Capability.KV_EVENTS) and fits

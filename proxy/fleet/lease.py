@@ -83,7 +83,7 @@ class Lease:
         on_lost: called if its engine is lost meanwhile.
         telling: tells other kvpins of it; None if there are none.
         first_byte_s: seconds from placement to the first byte; None before that.
-        succeeded: the answer is complete, and its tokens are as predicted: the engine now holds the prompt.
+        succeeded: the answer is complete, and kvpin's token ids were right: the engine now holds the prompt.
         found: leading blocks that the engine is expected to hold; the request computes the others.
         begun: the answer has begun, or never will.
         report: what the engine reported about its answer.
@@ -131,7 +131,7 @@ class Lease:
             self._compute(chain)
 
     def _compute(self, chain: Chain) -> None:
-        """This request computes all that the engine does not hold, also what others have pending."""
+        """Notes that this request computes every block that the engine lacks, pending blocks included."""
         book, placement = self.placed.book, self.placement
         match = self.placer.match(chain).get(book.engine, NOTHING)
         predicted = predict(chain, match.blocks - match.pending, book.tokens_per_block)
@@ -174,7 +174,7 @@ class Lease:
         return self.first_byte_s is not None
 
     def refine(self, hold: Hold) -> Placement:
-        """The placement, corrected by what the engine's hold knows."""
+        """The placement, with the hold's own prediction of cached tokens if it has one."""
         if hold.cached_tokens is not None:
             self.placement = replace(self.placement, predicted_tokens=hold.cached_tokens, firm=hold.firm)
         elif not hold.firm:
@@ -193,7 +193,7 @@ class Lease:
         return self.engine.removals != self.removals
 
     def give_up(self) -> None:
-        """The engine is lost."""
+        """Ends the lease: the engine was lost."""
         self.is_lost = True
         self.on_lost()
 

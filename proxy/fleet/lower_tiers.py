@@ -1,8 +1,9 @@
-"""Asks what lies below an engine's GPU, where its events do not report it.
+"""Asks host and disk tiers for their blocks, where the engine's events do not report these.
 
-Once a request is placed, such tiers are asked if they can hold more of its prompt than the GPU does. Their
-answer is the prediction, exact to the token. It also goes into the index, and so does what the request will
-leave there. Later placements count with these entries; predictions do not, as they are only hints.
+After placement, kvpin asks such tiers if they may hold more of the prompt than the GPU. Their answer is the
+prediction, exact to the token. The index keeps the answer, and the blocks that the request will store there,
+as
+hints: later placements use hints, predictions do not.
 """
 
 from __future__ import annotations

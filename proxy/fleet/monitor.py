@@ -57,8 +57,8 @@ class Monitor:
             `share_kv` allows it.
 
     Attributes:
-        split: told of each engine that connects, with the data-parallel ranks of its server. Whether the
-            engine leaves, because its ranks come in its place.
+        split: called with each engine that connects and its server's data-parallel ranks. True if the ranks
+            replace the engine.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Monitor:
         self.split: Split = lambda _engine, _ranks: False
 
     def isolate(self, *, isolated: bool) -> None:
-        """There are several tenants from now on, or no longer: what engines may be used changes with that."""
+        """Sets whether there are several tenants. This changes which engines may be used."""
         self._isolated = isolated
         for engine in self._fleet.engines.values():
             if engine.state in (EngineState.READY, EngineState.SUSPECT) and not self.allows(engine):
@@ -148,7 +148,7 @@ class Monitor:
         pause_s, failures = self._interval_s * _phase(engine.id), 0
         while True:
             if failures:
-                await asyncio.sleep(self._interval_s)  # requests that fail do not hasten it
+                await asyncio.sleep(self._interval_s)  # failed requests do not shorten this wait
             else:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(pause_s):
@@ -169,7 +169,7 @@ class Monitor:
             _require_mine(engine)
 
     async def _check_in_time(self, engine: Engine) -> None:
-        """A health check; another one if kvpin itself was held up meanwhile, which is not the engine's fault.
+        """Checks the engine's health. Repeats a late check if kvpin itself was held up.
 
         Raises:
             EngineError, TimeoutError: it failed.
@@ -240,7 +240,7 @@ class Monitor:
                 log.info("finding is gone", engine=engine.id, finding=finding.problem)
 
     def _lose(self, engine: Engine, error: Exception) -> None:
-        """Drops a lost engine and all that was known of its KV."""
+        """Drops a lost engine and the knowledge of its KV."""
         owner = error.holder if isinstance(error, EngineTaken) else None
         if owner is not None:
             if engine.mine.is_set() and engine.last_error != str(error):
@@ -255,7 +255,7 @@ class Monitor:
                 error=str(error) or "no answer in time",
             )
         starting = engine.process is not None and engine.process.starting
-        if engine.mine.is_set():  # else it is known whose it is
+        if engine.mine.is_set():  # otherwise its owner is known
             if engine.state is not EngineState.DRAINING and not starting:
                 engine.state = EngineState.DOWN if owner is None else EngineState.ELSEWHERE
             engine.owner = owner
@@ -288,5 +288,5 @@ def _require_mine(engine: Engine) -> None:
 
 
 def _phase(engine_id: str) -> float:
-    """Where in the interval an engine is checked, 0–1: not where others are that connected with it."""
+    """The engine's place in the check interval, 0–1. It spreads engines that connected together."""
     return crc32(engine_id.encode()) / 2**32

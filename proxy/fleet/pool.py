@@ -81,18 +81,18 @@ class Pool:
 
     @property
     def any_model(self) -> bool:
-        """Whether each of its engines serves its model whatever name a request gives."""
+        """Whether every engine ignores the model name of a request."""
         return all(info.any_model for info in self._infos)
 
     @property
     def _infos(self) -> Iterator[EngineInfo]:
-        """Its engines, those that were lost included."""
+        """Declarations of its engines, lost engines included."""
         yield from (engine.info for engine in self.engines.values() if engine.info is not None)
         yield from self.away.values()
 
     @property
     def served_as_chats(self) -> frozenset[str]:
-        """Routes of which one engine or more wants a chat instead: all get the same request."""
+        """Routes that at least one engine wants as chats: then all engines get the chat."""
         return frozenset().union(*(info.served_as_chats for info in self._infos))
 
     @property
@@ -200,8 +200,8 @@ class Pool:
         return frozenset(engine.id for engine in self._able(needs))
 
     def _able(self, needs: Needs, without: Container[str] = ()) -> list[Engine]:
-        """The ready engines that can take a request; if there is none, the suspect ones. One broken
-        connection must not empty a small pool."""
+        """The ready engines that can take a request; without one, the suspect engines: one broken connection
+        must not empty a small pool."""
         lora, native, home, kind = needs.lora, needs.native, needs.home, needs.kind
         for state in (EngineState.READY, EngineState.SUSPECT):
             able = [
@@ -231,8 +231,8 @@ class Pool:
     def is_busy(self, placement: Placement) -> bool:
         """Whether every engine would begin a placed request so late that it had better wait here.
 
-        While one would not, it does not wait: the costs already hold the wait at each engine, and what is
-        sent to one raises its cost for the next request.
+        If any engine is free, the request does not wait here: costs already contain the wait at each engine,
+        and each placed request raises its engine's cost for the next one.
         """
         return self._begins_late(placement.chosen) and all(map(self._begins_late, placement.all_costs()))
 
@@ -248,7 +248,9 @@ class Pool:
         return self._is_late(self.engines[cost.engine], cost.queue_s + cost.room_s)
 
     def _is_late(self, engine: Engine, wait_s: float) -> bool:
-        """Whether a request waits long on the engine, by its own reckoning or by ours: `wait_s`."""
+        """Whether a request would wait long at the engine, by the engine's report or by `wait_s`, our
+        estimate.
+        """
         wait_s = wait_s if self.placer.rates.learned else 0.0
         if engine.ledger.backlog.waiting:
             wait_s = max(wait_s, engine.ledger.backlog.wait_s(monotonic()))
@@ -285,7 +287,7 @@ class Pool:
         )
 
     def _key_of(self, session: Session | None) -> Hashable:
-        """By what placement knows a conversation. Kvpins that share their requests use the digest."""
+        """Placement's key of a conversation. Kvpins that share their requests use the digest."""
         return session if session is None or self._told is None else session.digest
 
     def _ended(self, engine: Engine, lease: Lease) -> None:
@@ -320,8 +322,9 @@ class Pool:
         self.index.drop(engine.id, hashes)
 
     def adopt(self, engine: Engine, stretch: tuple[BlockHash, ...]) -> None:
-        """Another kvpin has learned that the engine holds these consecutive blocks of a chain; it used them
-        before all that is known here. Ignored if the engine's events tell what it holds."""
+        """Learns from another kvpin that the engine holds these consecutive blocks, used before all known
+        here.
+        Does nothing for an engine with events."""
         if engine.audit.trust is Trust.APPROXIMATE:
             new = tuple(block for block in stretch if not self.index.holds(engine.id, block))
             self.index.store(engine.id, Tier.GPU, engine.learned.adopt(new))

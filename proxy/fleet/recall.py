@@ -1,11 +1,10 @@
-"""kvpin's knowledge of the engines' caches, over a restart of kvpin.
+"""Keeps the knowledge of engines' caches over a restart of kvpin.
 
     keep     an engine → its memory: plain data, to be written to disk
-    recall   a memory, and an engine that proved to be the same process → view, or model, of its cache
+    recall   a memory, and an engine with the same process → view, or model, of its cache
 
-An engine with events proves it by the last batch that was read: it still has that batch, and replays the
-later ones. An engine without events proves it by the identity of its process. A memory without proof is
-dropped.
+An engine with events is the same if it still has the last batch that kvpin read; it then replays the later
+batches. An engine without events is the same if its process is. Any other memory is dropped.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ class EngineMemory(msgspec.Struct, frozen=True):
 
 
 async def keep(engine: Engine, pool: Pool) -> EngineMemory | None:
-    """The memory of an engine; None if kvpin knows nothing that the engine could prove later."""
+    """The memory of an engine; None if kvpin could not verify it later."""
     view, info = engine.view, engine.info
     position = engine.adapter.event_position() if engine.audit.trust is Trust.PRECISE else None
     if info is None or (position is None and not engine.learned):

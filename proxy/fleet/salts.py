@@ -22,8 +22,8 @@ class KeptSalts(msgspec.Struct, frozen=True):
 class TenantSalts:
     """The salts of each tenant, the last used last. One tenant's salts never push out another's.
 
-    At the limit, the salt that was not used for the longest time is forgotten. Its KV is the oldest, so the
-    engine has probably evicted it, but nobody knows: the tenant counts as incomplete from then on.
+    At the limit, the least recently used salt is forgotten. The engine has probably evicted its KV, but this
+    is not certain: the tenant counts as incomplete from then on.
     """
 
     def __init__(self) -> None:
@@ -66,5 +66,5 @@ class TenantSalts:
         self._incomplete.update(kept.incomplete)
 
     def emptied(self) -> None:
-        """The engine dropped all its KV: what was forgotten does not matter any more."""
+        """Starts afresh: the engine dropped all its KV, so forgotten salts no longer matter."""
         self._incomplete.clear()

@@ -26,7 +26,7 @@ class _Waiter:
 
 
 class Line:
-    """The queue of a pool. It has no task: while nothing waits it costs nothing.
+    """The queue of a pool. It has no task of its own, so an empty queue costs nothing.
 
     A request waits for the engines that can take it. Requests *compete* if one engine can take both.
     """
@@ -51,12 +51,12 @@ class Line:
         return len(self._queue)
 
     def bound(self, limits: LimitSettings) -> None:
-        """Other bounds. Beyond lower ones, some that wait are refused when the next one comes."""
+        """Changes the bounds. Requests beyond lower bounds are refused when the next request comes."""
         self._limits = limits
         self._queue.max_entries, self._queue.max_bytes = limits.queue_requests, limits.queue_bytes
 
     def competes(self, needs: Needs) -> bool:
-        """Whether requests wait that compete with one with these needs."""
+        """Whether any waiting request competes with a request with these needs."""
         if not self._queue:
             return False
         engines = self._engines_for(needs)
@@ -114,8 +114,8 @@ class Line:
     def _wait_s(
         self, now: float, tenant: str | None, needs: Needs, priority: int, tokens: int
     ) -> float | None:
-        """Seconds until a new request goes to the one of its engines for which the fewest tokens wait. None
-        if none does, or if that is not known."""
+        """Seconds until a new request goes to the least awaited of its engines. None if nothing waits, or
+        if the pace is unknown."""
         self._look()
         waiting = {each: sum(tenants.values()) for each, tenants in self._queue.tokens.items()}
         by_engine = (
@@ -130,7 +130,7 @@ class Line:
         return self._queue.ahead(tenant, priority, tokens, rivals) / sum(filter(None, paces))
 
     def _look(self) -> None:
-        """Asks which engines can take each of those that wait."""
+        """Looks up which engines can take each waiting request."""
         before = set(self._engines.values())
         self._engines = {needs: self._engines_for(needs) for needs in self._queue.tokens}
         found = set(self._engines.values())
@@ -140,11 +140,11 @@ class Line:
             self._paces.setdefault(engines, Pace()).begin(monotonic())
 
     def _call_next(self) -> None:
-        """Calls the next request that may go. One at a time: each changes what the others may do."""
+        """Calls the next request that may go. Only one at a time: each changes the load for the others."""
         if self._called is None and self._queue:
             self._look()
             free = set(filter(self._is_free, frozenset().union(*self._engines.values())))
-            # A request that no engine can take any more goes, too: its caller finds that out.
+            # A request that no engine can take any more is called too: its caller then raises the error.
             may_go = {needs for needs, able in self._engines.items() if not able or not able.isdisjoint(free)}
             self._called = self._queue.take(may_go, lambda waiter: waiter.may_go())
             if self._called is not None:

@@ -6,6 +6,6 @@ connection_limits.py  the limit on connections
 handshake.py          TLS handshakes under the limit
 listeners.py          sockets, own or handed on
 tls.py                TLS of the port
-uvicorn_inner.py      what kvpin needs of uvicorn beyond its documented surface
-uvicorn_port.py       what connections take from uvicorn
+uvicorn_inner.py      the undocumented parts of uvicorn that kvpin's server uses
+uvicorn_port.py       the values that connections read from uvicorn
 """

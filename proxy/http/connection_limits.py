@@ -24,7 +24,8 @@ RESERVE = 32
 _OWN_FILES = 256
 # The most files that kvpin asks the machine for.
 _MAX_FILES = 65_536
-# Idle connections are closed in batches of this fraction of the limit: finding them takes a look at all.
+# Idle connections are closed in batches of this fraction of the limit, because finding them means a scan of
+# all.
 _BATCH = 64
 # Seconds between two warnings.
 _WARN_S = 60.0
@@ -63,8 +64,7 @@ class ConnectionLimits:
         self._warned = float("-inf")
 
     def admit(self, new: _Connection, connections: MutableSet[_Connection]) -> Permission:
-        """The place of a new connection, which is in `connections` already. May close others, and removes
-        them from there."""
+        """Admits a new connection, already in `connections`. May close others and remove them there."""
         if len(connections) <= self._limit:
             return Permission.FREE
         evicted = _longest_idle((each for each in connections if each is not new), self._limit)
@@ -96,7 +96,7 @@ def _longest_idle(connections: Iterable[_Connection], limit: int) -> Collection[
 
 
 def connection_limit() -> int:
-    """Connections that this process has files for. Raises the process's own limit as far as it may.
+    """The number of connections for which this process has file descriptors. Raises the soft limit first.
 
     A request takes two files: its client's connection, and one to an engine.
     """

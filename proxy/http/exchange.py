@@ -14,9 +14,9 @@ from proxy.errors import BodyTooLarge, NoEngine, SlowBody
 _SMALL = 512
 # Unread bytes of a streamed body at which its connection is not read any more.
 HIGH_WATER = 65_536
-# The patience with a body, in seconds. It is used up while a reader waits, and each `BODY_BYTES_PER_S` that
-# arrive give a second back, but it never exceeds `BODY_S`. So a client may be silent for `BODY_S`, and may be
-# slower than that rate only for a short time, whatever it sent before.
+# The most seconds that a reader waits for a body. Waiting uses the seconds up. Each `BODY_BYTES_PER_S` that
+# arrive give one back, up to `BODY_S`. So a client may be silent for `BODY_S`, and slower than that rate only
+# for a short time.
 BODY_S = 60.0
 BODY_BYTES_PER_S = 1024
 # Seconds that the rest of a body gets when kvpin stops.
@@ -52,7 +52,7 @@ class Connection(Protocol):
         """Waits until the socket takes more bytes, or the client has left."""
 
     def pause_reading(self) -> None:
-        """Lets the client wait with what it sends."""
+        """Stops reading from the client."""
 
     def resume_reading(self) -> None:
         """Goes on reading, unless a pipelined request waits."""
@@ -72,12 +72,12 @@ class Exchange:
         target: path and query as sent; begins with a slash.
         headers: those of the request.
         task: the handler's task.
-        asks_for_websocket: its client asks to go on as a WebSocket. It does if the answer has status 101.
+        asks_for_websocket: the client asks for a WebSocket, which begins if the answer has status 101.
         added: headers of every answer to it.
         on_left: called once if the client disconnects before its answer is complete.
         left: the client has disconnected.
-        is_slow: it was cut off, because it took next to nothing of its answer.
-        started, finished: the beginning, and all of the answer, was sent.
+        is_slow: the client was disconnected because it read almost nothing of its answer.
+        started, finished: the beginning of the answer was sent; all of it was.
         status: of the answer; None before it begins.
         keep_alive: the connection stays open after the answer.
         is_reserved: the connection is one beyond the limit, which is not for the data plane.
@@ -185,7 +185,7 @@ class Exchange:
             await self._woken()
 
     def feed(self, chunk: bytes) -> None:
-        """Takes bytes of the body. What arrives after the answer, for which nobody reads it, is dropped."""
+        """Takes bytes of the body. Bytes that arrive after the answer are dropped: nothing reads them."""
         if self.finished:
             return
         if self._chunks and len(chunk) < _SMALL:
@@ -224,7 +224,7 @@ class Exchange:
             raise ClientLeft
 
     async def _arrival(self) -> None:
-        """Waits as long as the client may take. Raises SlowBody and NoEngine."""
+        """Waits for more bytes, within the client's time limit. Raises SlowBody and NoEngine."""
         loop = asyncio.get_running_loop()
         begun = loop.time()
         earned_s = (self._arrived - self._credited) / BODY_BYTES_PER_S
@@ -243,7 +243,7 @@ class Exchange:
             self._patience_s -= loop.time() - begun
 
     def hurry(self) -> None:
-        """Gives what is missing of the body a few seconds, because kvpin stops."""
+        """Limits the rest of the body to a few seconds, because kvpin stops."""
         self._is_hurried = True
         if self._silence is not None and not self._silence.expired():
             self._silence.reschedule(asyncio.get_running_loop().time() + STOPPING_S)

@@ -38,7 +38,7 @@ class Accepted(asyncio.Protocol):
     TLS, so the socket moves to another one.
 
     Attributes:
-        context: the port's certificate, and whom it lets in.
+        context: the port's certificate, and the clients that it accepts.
         http: the protocol of connections after the handshake.
     """
 

@@ -183,7 +183,7 @@ class Http1Protocol(asyncio.Protocol):
         self._timer = self._loop.call_later(max(self._idle_s - idle_s, LOOK_S), self._watch)
 
     def _end_if_stuck(self) -> None:
-        """Breaks the connection off if its client has taken next to nothing since the last look."""
+        """Breaks the connection off if its client has read almost nothing since the last check."""
         unsent = self.transport.get_write_buffer_size()
         if self._unsent is not None and unsent > self._unsent - SEND_BYTES:
             if self._current is not None:
@@ -194,7 +194,7 @@ class Http1Protocol(asyncio.Protocol):
         self._timer = self._loop.call_later(SEND_S, self._watch)
 
     def _look_out(self) -> None:
-        """Notices that the client has left, though what it sent before was not read yet."""
+        """Notices that the client has left, although its earlier bytes are not read yet."""
         self._lookout = None
         if not self._paused or self.transport.is_closing():
             return
@@ -227,7 +227,7 @@ class Http1Protocol(asyncio.Protocol):
             self._refuse(*fault)
 
     def _parse(self, data: memoryview) -> None:
-        """Raises HttpParserError for what is no HTTP."""
+        """Parses bytes. Raises HttpParserError if they are not HTTP."""
         while data and not (self._close_after and self._reading is None):
             try:
                 self._parser.feed_data(data)
@@ -322,7 +322,7 @@ class Http1Protocol(asyncio.Protocol):
         self._parser.feed_data(b"".join([*head, b"\r\n"]))
 
     def _refuse(self, status: int, reason: bytes) -> None:
-        """The client sent no HTTP: it can be read no further. An answer to an earlier request still ends."""
+        """Refuses bytes that are not HTTP and stops reading. A running answer is still completed."""
         current = self._current
         if self._waiting or (current is not None and current is not self._reading):
             self._reading = None
@@ -346,7 +346,9 @@ class Http1Protocol(asyncio.Protocol):
         task.add_done_callback(lambda task: self._over(exchange, task))
 
     def _over(self, exchange: Exchange, task: asyncio.Task[None]) -> None:
-        """The handler ended. If its answer is not complete, the client must not take it for complete."""
+        """Ends the exchange after its handler. An incomplete answer breaks the connection, so that the client
+        notices.
+        """
         self._port.tasks.discard(task)
         exchange.task = exchange.on_left = None
         if not task.cancelled() and task.exception() is not None:
@@ -400,7 +402,7 @@ class Http1Protocol(asyncio.Protocol):
             await self._room
 
     def pause_reading(self) -> None:
-        """Lets the client wait with what it sends, and looks now and then whether it has left."""
+        """Stops reading from the client. Checks now and then whether it has left."""
         if not self._paused:
             self._paused = True
             self.transport.pause_reading()

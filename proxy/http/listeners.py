@@ -19,7 +19,8 @@ _VARIABLES = ("LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES")
 
 
 def inherited() -> list[socket.socket]:
-    """The sockets that were handed to this process; empty for none. The variables that say so are removed.
+    """The sockets that a service manager gave to this process. Removes the environment variables that name
+    them.
 
     Raises:
         SettingsError: one of them is no listening TCP socket.

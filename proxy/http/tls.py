@@ -56,5 +56,5 @@ def _check_file(name: str, path: Path) -> None:
 
 
 def _no_password() -> str:
-    """Replaces OpenSSL's question for a password on the terminal."""
+    """Fails where OpenSSL would ask for a password on the terminal."""
     raise ValueError("the private key is encrypted")

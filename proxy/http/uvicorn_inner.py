@@ -1,5 +1,4 @@
-"""All that `proxy/server/run.py` uses of uvicorn beyond its documented surface. A test compares it with the
-release.
+"""The undocumented parts of uvicorn that `proxy/server/run.py` uses. A test compares them with the release.
 
 uvicorn accepts connections on sockets, counts them and the tasks of their answers, and keeps the Date header.
 """
@@ -20,7 +19,7 @@ from typing_extensions import override
 MakesProtocol = Callable[..., asyncio.Protocol]
 
 
-class Connection(Protocol):
+class CountedConnection(Protocol):
     """A connection that uvicorn counts: an Http1Protocol, or the handshake before it."""
 
     def hurry(self) -> None:
@@ -52,9 +51,9 @@ class UvicornServer(uvicorn.Server):
         self._protocol, self._stop = protocol, stop
 
     @property
-    def connections(self) -> list[Connection]:
+    def connections(self) -> list[CountedConnection]:
         """The open connections."""
-        return cast("list[Connection]", list(self.server_state.connections))
+        return cast("list[CountedConnection]", list(self.server_state.connections))
 
     @property
     def answers(self) -> set[asyncio.Task[None]]:

@@ -1,6 +1,6 @@
-"""What kvpin's connections take from uvicorn, which opens their port: all of it is read in this file.
+"""The values that kvpin's connections read from uvicorn, which opens their port.
 
-uvicorn documents none of it. tests/proxy/http/test_uvicorn_port.py fails when a release changes it.
+uvicorn documents none of them. tests/proxy/http/test_uvicorn_port.py fails when a release changes it.
 """
 
 from __future__ import annotations

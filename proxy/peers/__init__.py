@@ -1,16 +1,16 @@
 """Several kvpins in front of the same engines act as one.
 
-They share what the engines' events do not tell: requests in flight, what engines without events hold,
-conversations, rates, and what tenants have used. Nothing is decided together: each kvpin places its requests
-by what it knows, and all know nearly the same. `proxy/core/peers/` says what is told.
+They share the facts that engines' events lack: requests in flight, what engines without events hold,
+conversations, rates, and what tenants have used. Each kvpin decides alone; since all know nearly the
+same, they decide alike. `proxy/core/peers/` defines the messages.
 
 peers.py           one kvpin among several: listens, notices who is lost
-announcer.py       what this kvpin tells the others
+announcer.py       tells the others of this kvpin
 joining.py         when a newcomer is ready
-peer.py            another one, as it sees it
+peer.py            another kvpin, as seen here
 pooled_engine.py   an engine of this kvpin on which requests of others run
 owners.py          claims engines that only one kvpin may use
-exchange_stats.py  what people see of it
+exchange_stats.py  statistics for people
 bus.py             the seam: how frames reach the others
 unix_bus.py        frames through Unix sockets, on one machine
 redis_bus.py       frames through Redis or Valkey, between machines

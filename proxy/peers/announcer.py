@@ -2,7 +2,7 @@
 
     own requests ──→ Telling ──→ OwnRequests ──batches, 1 ms──→ bus ──→ the others
 
-Who asks is told of all requests in flight, and a newcomer also what engines hold.
+A kvpin that asks is told of all requests in flight. A newcomer is also told the contents of engines.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Announcer:
         self._bus.publish(frame_of(self._owner, Batch(self._number, list(messages))))
 
     def flush(self) -> None:
-        """Sends what is to be told."""
+        """Sends the collected messages."""
         if self._flush_at is not None:
             self._flush_at.cancel()
             self._flush_at = None
@@ -95,7 +95,7 @@ class Announcer:
             self.say(messages)
 
     def introduce(self) -> None:
-        """Says who this is, to those who do not know it."""
+        """Introduces this kvpin to the others."""
         self.engines = described(self._fleet, self._claim_of)
         self._own.tell(self._state())
         self._own.tell(self._own.heartbeat())
@@ -123,12 +123,12 @@ class Announcer:
         self._is_over = True
 
     def is_asked(self, by: int, *, with_contents: bool) -> None:
-        """Another kvpin asks for a listing, and what engines hold."""
+        """Notes that another kvpin asks for a listing, or for the contents of engines."""
         self._asked[by] = self._asked.get(by, False) or with_contents
         self._somebody_asked.set()
 
     async def answer(self) -> None:
-        """Tells those who ask, for ever. What takes longer is told between requests."""
+        """Answers the kvpins that ask, for ever. Long answers go out in parts, between requests."""
         while True:
             await self._somebody_asked.wait()
             self._somebody_asked.clear()

@@ -35,7 +35,7 @@ class Bus(Protocol):
     http_socket: Path | None
 
     def reaches(self, socket: str) -> bool:
-        """Whether the path at which another kvpin says that it serves HTTP is on this machine, and is its."""
+        """Whether the HTTP socket that another kvpin announced is its own, on this machine."""
 
     @property
     def is_connected(self) -> bool:
@@ -46,7 +46,9 @@ class Bus(Protocol):
         """Whether it is known that there is no other kvpin."""
 
     def publish(self, frame: bytes) -> None:
-        """Sends a frame soon. Never waits: what does not fit is dropped, which the others notice."""
+        """Sends a frame soon. Never waits: if the buffer is full, the frame is dropped, which the others
+        notice.
+        """
 
     async def run(self, callbacks: BusCallbacks) -> None:
         """Carries frames until it is cancelled. Logs when it stops working and when it works again.
@@ -56,4 +58,4 @@ class Bus(Protocol):
         """
 
     async def aclose(self) -> None:
-        """Sends what is waiting, but not for long."""
+        """Sends the waiting frames, but not for long."""

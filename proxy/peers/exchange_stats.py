@@ -16,10 +16,10 @@ class PeerStats(msgspec.Struct, kw_only=True):
         in_flight: its requests.
         in_step: all of them are known.
         round_trip_s: what a message to it and back takes; None before that was measured.
-        behind: that is too long, so its requests count only when they are over.
+        behind: the round trip is too long, so its requests count only after their end.
         silent_s: since it was heard.
         gaps: how often batches of it were lost.
-        divergences: how often its requests were other ones than those known here, without a gap.
+        divergences: how often its requests differed from those known here, without a gap.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""When a kvpin that starts knows what the others know, and so may say that it is ready."""
+"""When a starting kvpin knows enough from the others to report that it is ready."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Joining:
         self._missed.add(kvpin)
 
     def look(self, now: float, others: Collection[Follower], *, is_alone: bool) -> None:
-        """Finds out whether it is over. `is_alone`: it is known that there is no other kvpin."""
+        """Checks whether joining is over. `is_alone`: it is known that there is no other kvpin."""
         if self.is_over or not self._fleet.is_ready():
             return
         if self._until is None:

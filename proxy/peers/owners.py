@@ -40,7 +40,7 @@ class ToldClaim:
 
 
 class Owners:
-    """This kvpin's claims, and whose the other engines are.
+    """This kvpin's claims to engines, and the owners of all other engines.
 
     Attributes:
         elsewhere: engine → the kvpin that uses it in place of this one.
@@ -61,7 +61,7 @@ class Owners:
 
     @property
     def is_bidding(self) -> bool:
-        """Whether it will soon be known whose an engine is."""
+        """Whether the owner of an engine will soon be known."""
         return any(claim.is_bidding for claim in self._claims.values())
 
     def claim_of(self, engine: Engine) -> Claim | None:
@@ -80,7 +80,7 @@ class Owners:
         is_heard: bool,
         is_alone: bool,
     ) -> None:
-        """Takes the engines that are this kvpin's by now, and leaves those that are another one's.
+        """Takes the engines that this kvpin owns by now. Leaves engines that another kvpin owns.
 
         Args:
             now: monotonic seconds.
@@ -108,7 +108,7 @@ class Owners:
         self._claims = claimed
 
     def doubt(self, now: float) -> None:
-        """This kvpin stood still. Where a lock keeps others off, that changes nothing."""
+        """This kvpin was paused. Engines under a lock are not affected."""
         for engine in self._fleet.engines.values():
             own = self._claims.get(engine.adapter.spec.url)
             if own is not None and not engine.adapter.has_lock:

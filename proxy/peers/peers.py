@@ -3,8 +3,7 @@
     this kvpin ──→ Announcer ──→ bus ──→ the others
     the others ──→ bus ──→ Follower ──→ Placer, as for own requests
 
-A request never waits for any of it. Everything expires: a kvpin that is silent for `LOST_S` is lost, and its
-requests are over.
+A request never waits for the exchange. A kvpin that is silent for `LOST_S` is lost, and its requests end.
 """
 
 from __future__ import annotations
@@ -283,7 +282,7 @@ class Peers:
             self._drop(owner)
             self._joining.missed(owner)
             self.counts.lost += 1
-            if peer.socket is not None:  # one that hangs would never answer what was passed on to it
+            if peer.socket is not None:  # a kvpin that hangs would never answer requests passed on to it
                 self._hang_up(peer.socket, "the kvpin that was to answer was lost")
             log.warning("another kvpin is lost: its requests count no more", peer=peer.label)
 

@@ -1,7 +1,7 @@
 """Frames between kvpins of several machines, through a channel of Redis or Valkey.
 
-A channel carries a message to those who listen now, and keeps none. That is enough: who missed one asks for a
-listing. While the server is gone, this kvpin goes on alone.
+A channel carries a message to the present listeners and keeps none. A kvpin that missed one asks for a
+listing. While the server is gone, this kvpin works alone.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from proxy.peers.bus import BusCallbacks
 
 log = structlog.get_logger(__name__)
 
-# What waits while the server is slow. The server itself cuts off readers at 32 MB.
+# The most bytes that wait while the server is slow. The server itself cuts off readers at 32 MB.
 OUTBOX_BYTES = 16 * 2**20
 _RETRY_S = 1.0
 # A server that does not answer for that long is gone.
@@ -34,7 +34,7 @@ _CLOSE_S = 0.5
 
 
 class RedisBus:
-    """Carries frames through a channel of a server, see `Exchange`.
+    """Carries frames through a channel of a server, see `Bus`.
 
     Attributes:
         dropped: frames that were not sent because too much was waiting.
@@ -77,7 +77,7 @@ class RedisBus:
         return self._is_connected and self._is_alone
 
     def reaches(self, socket: str) -> bool:
-        """Whether it is that of another worker. Kvpins of other machines say where they serve, too."""
+        """Whether the path is another worker's. Kvpins of other machines also announce paths."""
         return socket in self._siblings
 
     def publish(self, frame: bytes) -> None:

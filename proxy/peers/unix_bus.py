@@ -28,7 +28,7 @@ _LENGTH_BYTES = 4
 _HTTP = ".http"
 # Names of the sockets on which kvpins hear each other: the number of each.
 _SOCKETS = "[0-9a-f]" * 16 + ".sock"
-# A peer that does not read misses what does not fit here. It asks for a listing when it reads again.
+# A peer that does not read misses frames beyond this size. It asks for a listing when it reads again.
 OUTBOX_BYTES = 32 * 2**20
 # No frame is longer: listings and contents are sent in parts.
 MAX_FRAME_BYTES = 64 * 2**20
@@ -52,7 +52,7 @@ def prepare(directory: Path) -> None:
 
 
 class UnixBus:
-    """Carries frames over sockets in a directory, see `Exchange`.
+    """Carries frames over sockets in a directory, see `Bus`.
 
     Attributes:
         dropped: frames that a peer did not get because it had not read enough.
@@ -86,7 +86,7 @@ class UnixBus:
         return self._has_looked and not self._peers and not self._incoming
 
     def reaches(self, _socket: str) -> bool:
-        """All are of this machine, and of this user."""
+        """True: all kvpins in the directory are on this machine and of this user."""
         return True
 
     def publish(self, frame: bytes) -> None:
@@ -197,7 +197,7 @@ class _Incoming(asyncio.Protocol):
         self._buffer = bytearray()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Somebody new: it listens, too."""
+        """A new kvpin connects: it listens, too."""
         self.transport = cast("asyncio.Transport", transport)
         self._all.add(self)
         self._look_now.set()

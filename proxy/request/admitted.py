@@ -25,7 +25,7 @@ class Admitted:
     """The permission to serve one request. Use it as a context manager, or `close` it.
 
     Attributes:
-        prompt_is_paid: the tokens of the prompt were spent; parts that are made later take this over.
+        prompt_is_paid: the tenant was charged for the prompt; later parts inherit this.
     """
 
     __slots__ = ("_bodies", "_held", "_is_counted", "_parts", "_quota", "_whole", "prompt_is_paid")
@@ -41,10 +41,10 @@ class Admitted:
         """Only `Gate.admit`, `of_kvpin` and `part` make one.
 
         Args:
-            quota: that of the tenant; None without limits.
+            quota: the tenant's; None without limits.
             bodies: memory for bodies.
-            is_counted: it must leave the quota.
-            whole: the request that it is a part of.
+            is_counted: the request counts in the quota until it is closed.
+            whole: the request of which this is a part.
         """
         self._quota, self._bodies, self._is_counted, self._whole = quota, bodies, is_counted, whole
         self._held = 0  # bytes
@@ -102,7 +102,7 @@ class Admitted:
         return part
 
     def close(self) -> None:
-        """Gives back everything, and what its parts still have. A second call does nothing."""
+        """Gives back everything that the request and its parts hold. A second call does nothing."""
         for part in [*self._parts]:
             part.close()
         self.free_body()
@@ -114,7 +114,7 @@ class Admitted:
         self._whole = None
 
     def _end(self, part: Admitted) -> None:
-        """A part is over."""
+        """Takes a finished part off the count."""
         self._parts.discard(part)
         if self._parts and self._quota is not None:
             self._quota.leave()
@@ -147,7 +147,7 @@ class Gate:
             tenant: who sends it; None where requests need no key.
             length: bytes of its body, if its head tells.
             now: monotonic seconds.
-            is_from_peer: another kvpin passes it on, which has counted it. Its tokens are spent here.
+            is_from_peer: another kvpin passes the request on and has counted it. Its tokens are charged here.
 
         Raises:
             RateLimited: the tenant is over one of its limits.

@@ -1,7 +1,7 @@
 """Ends a step of a request's life that takes too long.
 
-One timer a request. It asks the life's machine whether the state has lasted too long, by the state's own
-deadline, and interrupts the request's task if so. No engine and no monitor takes part in that.
+Each request has one timer. At the state's deadline, the timer asks the state machine whether the state has
+lasted too long, and then interrupts the request's task. Engines and monitors take no part in this.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Alarm:
         self.progress: Callable[[], tuple[int, bool]] = lambda: (0, False)
 
     def set(self) -> None:
-        """The state has changed: rings at its deadline. A timer that rings earlier stays, until the end."""
+        """Sets the timer to the new state's deadline. An earlier timer stays, until the end."""
         at = self._life.deadline
         if self._handle is not None:
             if self._at <= at < inf:
@@ -50,13 +50,12 @@ class Alarm:
             self._handle = asyncio.get_running_loop().call_later(wait_s, self._ring)
 
     def engine_lost(self) -> None:
-        """The engine was lost. Takes effect soon: an answer that is being read has begun by then, and its
+        """Reports soon that the engine was lost: by then, an answer that is just being read has begun, and the
         attempt may be over."""
         asyncio.get_running_loop().call_soon(self._engine_lost, self._life.turn)
 
     def interrupted(self) -> Cause | None:
-        """Called when the task was cancelled: why it was interrupted; None if its client left as well, or
-        alone."""
+        """Why this alarm cancelled the request's task; None if its client has left."""
         cause, self._cause = self._cause, None
         if cause is None or self._task is None or self._task.uncancel() > self._cancelled_before:
             return None

@@ -29,7 +29,7 @@ class Call(msgspec.Struct, frozen=True):
     Attributes:
         request_id: kvpin's own, unique.
         method, path: as sent; the path keeps its query string.
-        headers: without those that end here, such as kvpin's key.
+        headers: the client's, without those meant for kvpin, such as its key.
         body: a parsed JSON object, an upload that is passed on as it arrives, None if empty.
         tenant: who sends it; None when no keys are set.
         client_id: the client's `x-request-id`, if it sent one; for one of several parts, the id of the whole.
@@ -71,7 +71,7 @@ class Call(msgspec.Struct, frozen=True):
 
     @property
     def runs_prompt(self) -> bool:
-        """Whether it asks an engine to go on from a prompt, which has a KV cache."""
+        """Whether an engine computes a prompt for this request."""
         native = NATIVE_ROUTES.get(self.native or "")
         if native is not None:
             return native.runs
@@ -127,48 +127,48 @@ class Client(Protocol):
 
 
 class Nobody:
-    """The client of kvpin's own requests: drops the answer, of which only the effect is wanted."""
+    """The client of kvpin's own requests. It drops the answer: only the effect on the engine matters."""
 
     is_full = False
 
     async def drain(self) -> None:
-        """See Client."""
+        """Returns at once: nothing is kept."""
 
     def start(self, status: int, headers: HeaderPairs) -> None:
-        """See Client."""
+        """Drops status and headers."""
 
     def write(self, chunk: bytes) -> None:
-        """See Client."""
+        """Drops the bytes."""
 
     def finish(self, chunk: bytes) -> None:
-        """See Client."""
+        """Drops the last bytes."""
 
 
 class Through:
-    """A client that gives all it gets to another one. Subclasses change what passes."""
+    """Passes the answer on to another client. Subclasses change the answer on its way."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
 
     @property
     def is_full(self) -> bool:
-        """See Client."""
+        """Whether the client's socket takes no more bytes for now."""
         return self._client.is_full
 
     async def drain(self) -> None:
-        """See Client."""
+        """Waits until the client's socket takes more bytes."""
         await self._client.drain()
 
     def start(self, status: int, headers: HeaderPairs) -> None:
-        """See Client."""
+        """Passes status and headers on."""
         self._client.start(status, headers)
 
     def write(self, chunk: bytes) -> None:
-        """See Client."""
+        """Passes bytes of the body on."""
         self._client.write(chunk)
 
     def finish(self, chunk: bytes) -> None:
-        """See Client."""
+        """Passes the last bytes of the body on."""
         self._client.finish(chunk)
 
 
@@ -209,12 +209,12 @@ class Reply:
         self.events = 0
 
     def through(self, wrap: Callable[[Client], Client]) -> None:
-        """Lets what `wrap` makes of the client get the answer, which has not begun."""
+        """Wraps the client, before the answer begins, in what `wrap` returns."""
         self._client = wrap(self._client)
 
     async def start(self, status: int, headers: HeaderPairs, *, is_events: bool = False) -> None:
-        """Sends status and headers; names are in lower case. Those of another engine that goes on with the
-        answer are not sent."""
+        """Sends status and headers; names are in lower case. If another engine goes on with the answer, its
+        status and headers are dropped."""
         if not self.started:
             self._client.start(status, headers)
             self.status = status
@@ -241,7 +241,7 @@ class Reply:
             await self._drain()
 
     def end(self, chunk: bytes = b"") -> None:
-        """The same, without waiting for the client. An answer that has ended stays as it is."""
+        """Ends the answer without waiting for the client. An answer that has ended stays as it is."""
         if not self.complete:
             self.complete, self.completed = True, time.monotonic()
         if not self._is_over:
@@ -249,8 +249,8 @@ class Reply:
             self._client.finish(chunk)
 
     def break_off(self, error: Exception) -> None:
-        """Tells the client that its stream ends before its answer does, without waiting for it. Without the
-        end of the body: clients take a clean end for a whole answer."""
+        """Tells the client that its stream broke off, without waiting for it. Leaves out the end of the body:
+        clients would take a clean end for a complete answer."""
         if self.is_events and not self.complete:
             body = self.dialect.error(502, str(error), kind="server_error")
             self._client.write(b"\n\n" + self.dialect.error_event(body))

@@ -15,7 +15,7 @@ from proxy.request.records import RequestLog, RequestRecord
 
 # Requests that share less than a block with all others are compared with this many by their text.
 _LOOKS = 16
-# A restart is noticed by the next health check, which may come after the first request that it costs.
+# kvpin notices a restart at the next health check. A request may come earlier and miss its cache.
 _NOTICED_S = 10.0
 
 
@@ -115,7 +115,7 @@ class Comparison:
 
     @staticmethod
     def may_compare(record: RequestRecord, other: RequestRecord) -> bool:
-        """Whether the tenant may learn of the other request: it is its own, under the same salt."""
+        """Whether the tenant may learn of the other request: the tenant sent it, under the same salt."""
         return other.tenant == record.tenant and _salt(other) == _salt(record)
 
     def tokens_per_block(self, record: RequestRecord) -> int:
@@ -146,8 +146,8 @@ class Comparison:
         )
 
     def _difference(self, record: RequestRecord, other: RequestRecord) -> tuple[bool, Difference | None]:
-        """Whether the fields tell all that differs, and what differs first. Each API has its own fields. The
-        input of a response only goes on from the response it continues."""
+        """Whether the fields show every difference, and the first difference. Each API has its own fields. A
+        response's `input` holds only what follows the response that it continues."""
         fields, others = self._fields(record), self._fields(other)
         if fields is None or others is None or record.route != other.route:
             return False, None

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+from typing_extensions import override
 
 from engine_adapter import UNREADABLE, HeaderPairs, JsonBody, WholeEvents, decode_object, read_streamed_usage
 from proxy.core.api_diagnostics import anthropic_diagnostics, openai_diagnostics
@@ -103,21 +104,21 @@ class Diagnosed(Through):
         self._is_stream = self._is_error = self._has_id = False
         self._events = WholeEvents()
 
+    @override
     def start(self, status: int, headers: HeaderPairs) -> None:
-        """See Client."""
         self._is_error = status >= _ERROR
         if self._asked is not None:
             headers = [pair for pair in headers if pair[0] != b"content-length"]
         self._client.start(status, headers)
 
+    @override
     def write(self, chunk: bytes) -> None:
-        """See Client."""
         self._is_stream = True
         if whole := self._streamed(chunk):
             self._client.write(whole)
 
+    @override
     def finish(self, chunk: bytes) -> None:
-        """See Client."""
         if self._is_error:
             self._client.finish(chunk)
         elif self._is_stream:

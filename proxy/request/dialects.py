@@ -62,20 +62,20 @@ class OpenAI:
 
     def error(
         self,
-        status: int,  # noqa: ARG002 - see Dialect
+        status: int,  # noqa: ARG002 - only Anthropic uses it
         message: str,
         *,
         kind: str,
         param: str | None = None,
         code: str | None = None,
-        request_id: str | None = None,  # noqa: ARG002 - see Dialect
+        request_id: str | None = None,  # noqa: ARG002 - only Anthropic uses it
         more: Mapping[str, object] = NO_MORE,
     ) -> bytes:
-        """See Dialect."""
+        """The body of an error in OpenAI's shape."""
         return error_body(message, kind=kind, param=param, code=code, more=more)
 
     def error_event(self, error: bytes) -> bytes:
-        """See Dialect."""
+        """A `data:` event that holds the error."""
         return b"data: " + error + b"\n\n"
 
 
@@ -95,7 +95,7 @@ class Anthropic:
         request_id: str | None = None,
         more: Mapping[str, object] = NO_MORE,  # noqa: ARG002 - Anthropic has none
     ) -> bytes:
-        """See Dialect."""
+        """The body of an error in Anthropic's shape."""
         other = "invalid_request_error" if status < 500 else "api_error"  # noqa: PLR2004 - HTTP
         if code == Code.CONTEXT_LENGTH_EXCEEDED:  # with Anthropic's words, agents shorten their chats
             message = f"prompt is too long: {message}"
@@ -103,7 +103,7 @@ class Anthropic:
         return msgspec.json.encode({"type": "error", "error": error, "request_id": request_id})
 
     def error_event(self, error: bytes) -> bytes:
-        """See Dialect."""
+        """An event of the type `error`."""
         return b"event: error\ndata: " + error + b"\n\n"
 
 

@@ -62,8 +62,8 @@ CODES: dict[type[Exception], Code] = {
 }
 
 
-# The causes by which a request's life is decided; see `core/life/`. A subclass that is not listed has that of
-# its nearest base; a request that has none of these is wrong.
+# The cause of each class of errors, see `core/life/`. A class that is not listed has the cause of its nearest
+# base. An error without a cause here means an invalid request.
 CAUSES: dict[type[BaseException], Cause] = {
     EngineUnavailable: Cause.ENGINE_UNREACHABLE,
     EngineDied: Cause.ENGINE_DIED,
@@ -84,12 +84,12 @@ CAUSES: dict[type[BaseException], Cause] = {
 
 
 def cause_of(error: BaseException) -> Cause:
-    """The cause that an error is; `BUG` for one that is not expected."""
+    """The cause of an error; `BUG` for an unexpected one."""
     return next((CAUSES[base] for base in type(error).__mro__ if base in CAUSES), Cause.BUG)
 
 
 def code_of(error: Exception) -> Code:
-    """The code of an error: its own, that of its class, or that of a bug."""
+    """The code of an error: its own, else its class's, else the code of bugs."""
     own = getattr(error, "code", None)
     if isinstance(own, Code):
         return own

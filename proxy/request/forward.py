@@ -73,7 +73,7 @@ class Forwarding:
         reply: the way back to the client.
         headers: added to the answer.
         refusals: statuses with which the engine leaves the request to another one.
-        passage: what a stream passes; None if it ends with its engine.
+        passage: reads the stream for a later engine; None if the stream ends with its engine.
         begins: called with the answer when it begins, and `cached`.
         cached: cached tokens that the headers of the answer tell; None if they do not.
     """
@@ -92,8 +92,7 @@ class Forwarding:
         """Forwards and answers.
 
         Raises:
-            EngineUnavailable, EngineRejected: the engine failed. What the client has of its answer is what
-                `reply` has sent.
+            EngineUnavailable, EngineRejected: the engine failed. The client keeps what `reply` has sent.
         """
         # Nothing here keeps the request: its body may be long.
         async with await transport.send(self._outgoing()) as response:
@@ -130,7 +129,7 @@ class Forwarding:
         return kept + pairs(self.headers)
 
     async def _as_json(self, response: IncomingResponse, headers: HeaderPairs) -> Forwarded:
-        """Sends nothing before all of it is here and readable: until then another engine can be tried."""
+        """Reads the whole JSON answer before sending any of it: until then, another engine can be tried."""
         content, reader = await response.read(), self.hold.answer
         usage = read_answer_usage(content)
         is_plain = response.headers.get("content-encoding") is None
@@ -193,7 +192,7 @@ class Forwarding:
         return Forwarded(response.status, cached, output_tokens=usage.output_tokens)
 
     async def _as_websocket(self, response: IncomingResponse, headers: HeaderPairs) -> Forwarded:
-        """Passes a WebSocket on. What the client sends is sent meanwhile."""
+        """Passes a WebSocket on. The client's frames travel at the same time."""
         self.begins(response, self.cached)
         await self.reply.start(response.status, headers)
         chunk = b""  # the head leaves at once: the client waits for it before it sends
@@ -205,8 +204,8 @@ class Forwarding:
         return Forwarded(response.status)
 
     async def _as_error(self, response: IncomingResponse) -> Forwarded:
-        """Passes the engine's error on: as it is on a route of the engine's own, else in the words of the
-        client's API.
+        """Passes the engine's error on: unchanged on an engine's own route, else in the form of the client's
+        API.
 
         Raises:
             EngineRejected: another engine may succeed.
@@ -214,7 +213,7 @@ class Forwarding:
         content, reply = await response.read(), self.reply
         error, told = read_error(content), told_with_error(response.headers)
         status = HTTPStatus.BAD_REQUEST if error.is_clients else response.status
-        # With this header the engine says: the request itself is the cause.
+        # With this header, the engine says that the request itself is at fault.
         is_refusal = status in self.refusals and told.get(SHOULD_RETRY_HEADER) != "false"
         if is_refusal or reply.started:  # in the middle of a stream, another engine may still go on with it
             raise EngineRejected(
@@ -247,7 +246,8 @@ def _is_of(response: IncomingResponse, content_type: str) -> bool:
 
 
 def _no_websocket(status: int, said: str) -> EngineRejected:
-    """The error of an engine that takes no WebSocket. Of a 403, only the engine knows what it means."""
+    """The error of an engine that takes no WebSocket. A 403 keeps its status: only the engine knows its
+    meaning."""
     text = f"the engine takes no WebSocket here: {said}"
     if status == HTTPStatus.FORBIDDEN:
         return EngineRejected(text, status=status)
@@ -280,7 +280,8 @@ class _Stream:
         """The next bytes for the client; b"" at the end.
 
         Raises:
-            EngineUnavailable: the engine failed, or ended an answer too early with which another can go on.
+            EngineUnavailable: the engine failed, or ended too early a stream that another engine can
+                continue.
         """
         while chunk := await self._response.receive():
             self._note_begin()

@@ -1,7 +1,7 @@
 """The bodies of the last requests: to tell which field of a request differs from an earlier one.
 
-They are kept as the client sent them, so keeping one costs no time. Memory is limited. At the limit, the
-tenant that takes most of it loses its oldest body.
+Bodies are kept undecoded, which takes no time. Memory is limited: at the limit, the tenant that uses most of
+it loses its oldest body.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from engine_adapter import JsonBody
 from proxy.core.differences import PROMPT_FIELDS
 
 LIMIT_BYTES = 16 << 20
-# A larger body is mostly images. Where it differs is then told by tokens alone.
+# A larger body is mostly images. Then only the tokens show where it differs.
 MOST_BYTES = 1 << 20
 
 

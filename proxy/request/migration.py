@@ -1,11 +1,12 @@
-"""Which streams another engine goes on with when theirs dies in mid-answer, and what they pass for it.
+"""Which streams another engine continues after their engine died, and how kvpin prepares for that.
 
 the engine tells its tokens  → another engine of its kind takes them, and computes only what follows
 greedy decoding              → another engine of its kind runs the request again; what was sent is left out
 anything else                → the stream ends with an error event
 
-The second way takes longer, but needs nothing of the engine. It is checked: a different text ends that
-attempt, and the next engine is tried. Each attempt has a passage of its own, made from what the client has.
+The second way takes longer, but needs no support by the engine. kvpin compares the text: a difference ends
+the
+attempt, and the next engine is tried. Each attempt gets a new Passage, made from the client's part.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ MAX_BODIES = 256 << 20
 
 
 class Passage:
-    """What one attempt's stream passes on its way to the client, so that another engine can go on with it."""
+    """Reads one attempt's stream on its way to the client, so that another engine can go on with it."""
 
     def __init__(self, kind: str, resume: Callable[[], Resumption] | None, before: Told | None) -> None:
         """A passage.
@@ -43,7 +44,7 @@ class Passage:
         """Takes the stream's next bytes; returns those for the client.
 
         Raises:
-            EngineDiverged: the engine's answer is not the one that the client has the beginning of.
+            EngineDiverged: the engine's text differs from the beginning that the client has.
         """
         return self._sent.feed(self._splice.feed(chunk) if self._splice is not None else chunk)
 
@@ -53,7 +54,7 @@ class Passage:
         return (self._sent.feed(rest) if rest else b"") + self._sent.finish()
 
     def told(self, cached_tokens: int | None) -> Told | None:
-        """What the client has now, for the next attempt; None if no engine can go on with that.
+        """The client's part of the stream, for the next attempt; None if no engine can continue it.
 
         `cached_tokens`: prompt tokens that this engine reused, if it told.
         """
@@ -79,7 +80,7 @@ def passage_for(call: Call, hold: Hold, kind: str, before: Told | None) -> Passa
         before: what the client has already; the stream goes on with that.
     """
     if before is not None:
-        # An engine that ran the request again has told tokens that the client has from another one.
+        # An engine that ran the request again also reports the tokens that the client got from the first.
         return Passage(kind, None if before.texts else hold.resume, before)
     if not (call.streams and call.route in ROUTES and isinstance(call.body, JsonBody)):
         return None

@@ -38,7 +38,7 @@ class Tenants:
     """
 
     def __init__(self, keys: Iterable[ApiKey], limits: Mapping[str, TenantLimits] | None = None) -> None:
-        """See `replace`."""
+        """Begins with these keys and limits; `replace` changes them later."""
         self._quotas: dict[str, Quota] = {}
         self._changed = set[Quota]()
         self.replace(keys, limits or {})

@@ -2,8 +2,8 @@
 
     lease → gather → hold → forward → audit → release
 
-Running takes an `InTurn`, which only the machine of the request's life makes (`core/life/`). Whatever fails
-is raised; the machine decides whether another engine is tried.
+Running takes an `InTurn`, which only the machine of the request's life makes (`core/life/`). A failure is
+raised; the machine decides whether to try another engine.
 """
 
 from __future__ import annotations
@@ -70,14 +70,14 @@ class Serving:
     Attributes:
         call: the request as it came.
         reply: the way back to its client.
-        record: kept of it.
+        record: the request's entry in the log.
         life: the machine that decides what comes next.
         alarm: ends a step that takes too long.
         admitted: the permission to serve it: its tenant's quota, and memory for its body.
-        ready: the request as the next attempt gets it; `first`: as the first one got it.
+        ready: the request for the next attempt; `first`: the request of the first attempt.
         placement: the engine it goes to, one of `n_candidates`.
         engine: the engine of the running attempt, or of the last one.
-        passage: what the running attempt's stream passes; None if it ends with its engine.
+        passage: reads the running stream for a later engine; None if the stream ends with its engine.
         cached: prompt tokens that the engine of the running attempt reused, as its headers tell.
         told: what the client has of the answer; None before another engine goes on with it.
         kept: bytes of its body that are kept so that another engine can go on.
@@ -106,7 +106,7 @@ class Serving:
         return commands
 
     def is_ready(self, ready: Ready) -> None:
-        """The request was read. No name is left for the body that the client sent, if engines get another."""
+        """Notes the prepared request. Drops the client's body if engines get a translated one."""
         self.ready = self.first = ready
         self.call = ready.call
 
@@ -217,9 +217,9 @@ class Attempts:
     def _passage(
         self, serving: Serving, ready: Ready, call: Call, hold: Hold, engine: Engine
     ) -> Passage | None:
-        """What the stream passes, if another engine could go on with it. Keeps the body for that.
+        """The reader of the stream, if another engine could go on with it. Keeps the body for that engine.
 
-        A stream that goes on always has one: what the client has is left out.
+        A stream that goes on always has one: it leaves out what the client has.
         """
         if serving.told is None and (ready.home is not None or len(ready.pool.engines) == 1):
             return None
@@ -279,18 +279,18 @@ class Attempts:
 
 
 def cause_for(error: Exception, serving: Serving) -> Cause:
-    """The cause that an error of an attempt is."""
+    """The cause of an attempt that failed with this error."""
     if not isinstance(error, EngineRejected):
         return cause_of(error)
     if is_not_here(error) and error.status in refusals_of(serving.call, serving.n_candidates):
         return Cause.ENGINE_LACKS
-    # In the middle of a stream, another engine may still go on with it, whatever this one says.
+    # In the middle of a stream, another engine may still go on, whatever error this one gives.
     is_refusal = serving.reply.started or error.status in refusals_of(serving.call, serving.n_candidates)
     return Cause.ENGINE_REFUSED if is_refusal else Cause.ENGINE_REJECTED
 
 
 def _forget_bodies(call: Call, hold: Hold, kept: object) -> None:
-    """Frees a request's bodies, which no engine gets any more. A stream may run for minutes.
+    """Frees a request's bodies once no further engine needs them: a stream may run for minutes.
 
     `kept`: the body that another engine may get.
     """

@@ -1,4 +1,4 @@
-"""A request that can be placed: how it is read, and what the engine it is placed on gets of it."""
+"""Reads a request until it can be placed, and makes the body that the chosen engine gets."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ class Ready(Struct, frozen=True):
         session: the conversation it belongs to; None when reuse is off.
         retention: how long its client wants its KV kept; None when reuse is off.
         translation: turns the answer to a chat into that of the API the client asked; None for its own.
-        home: the only engine that can serve it, which made the response that it names; None for any.
+        home: the engine that made the response that the request names: only that one can serve it; None for
+            any.
         kind: the only kind of engine that can serve it, because one of them died in mid-answer; None for any.
     """
 
@@ -69,7 +70,7 @@ class Ready(Struct, frozen=True):
 
     @property
     def needs(self) -> Needs:
-        """What it needs of an engine."""
+        """The abilities that an engine must have to take the request."""
         call = self.call
         route = call.route if call.route in PASSED_ON else None
         return Needs(self.lora, call.native, route, self.home, self.kind)
@@ -109,8 +110,8 @@ class Ready(Struct, frozen=True):
         return Predicted(len(prompt.token_ids), placement.predicted_tokens, block)
 
     def going_on(self, told: Told) -> Ready:
-        """The request for the engine that goes on with a stream. If that takes tokens, those that the client
-        has of the answer are part of its prompt."""
+        """The request for the engine that goes on with a stream. If this engine can resume from tokens, the
+        answer's tokens so far become the end of its prompt."""
         prompt, resumption, call = self.prompt, told.resumption, self.call
         if resumption is None or not isinstance(call.body, JsonBody):
             return replace(self, kind=told.kind)
@@ -131,7 +132,7 @@ class Preparation:
         tenants: tenant → cache salt.
         media: the content behind clients' names of images.
         translations: route → what translates a request there into a chat, for engines that want chats.
-        reuse: prompts are followed; without reuse, only those that are to be counted.
+        reuse: every prompt is tokenised; without reuse, only prompts that are counted.
     """
 
     destinations: Destinations
@@ -141,8 +142,12 @@ class Preparation:
     reuse: bool
 
     async def prepare(self, call: Call) -> Ready:
-        """See `Flow.prepare`."""
-        priority_in(call.headers)  # a wrong one is refused even where no request waits
+        """Finds the pool of a request, and reads its prompt.
+
+        Raises:
+            ProxyError, EngineError: the request is wrong, or no engine serves its model.
+        """
+        priority_in(call.headers)  # an invalid priority is refused even if no request waits
         to = self.destinations.find(call)
         if call.native is not None:
             to.pool.check_serves(call.native)
@@ -158,7 +163,7 @@ class Preparation:
         """The request's translation into a chat; None if the engines of the pool serve it as it is.
 
         Raises:
-            MethodNotAllowed: it is translated, and only a POST is.
+            MethodNotAllowed: the route is translated, and the method is not POST.
         """
         translate, body = self.translations.get(call.route), call.body
         is_chat = translate is not None and call.route in pool.served_as_chats
@@ -172,13 +177,13 @@ class Preparation:
         return await off_loop(lambda: translate(body, call.tenant), ms=ms)
 
     async def _ready(self, call: Call, to: Destination, asked: RequestBody, *, counts: bool = False) -> Ready:
-        """A request that engines understand.
+        """The request in a form that engines understand.
 
         Args:
             call: the request.
             to: where it may go.
             asked: the body that the client sent.
-            counts: its prompt is only counted.
+            counts: the client only asks for the length of its prompt.
         """
         pool, salt = to.pool, None
         if isinstance(call.body, JsonBody):
@@ -208,7 +213,7 @@ def _naming(call: Call, to: Destination) -> Call:
 
 @contextmanager
 def _in_the_words_of(translation: Translation) -> Iterator[None]:
-    """Lets errors of the block name the client's fields instead of those of the chat."""
+    """Errors raised inside the block name the client's fields, not the chat's."""
     try:
         yield
     except ANSWERED as error:

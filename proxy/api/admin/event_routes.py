@@ -1,4 +1,4 @@
-"""The stream of events for those who watch: what happens, as it happens."""
+"""The stream of live events for viewers such as the page."""
 
 from __future__ import annotations
 

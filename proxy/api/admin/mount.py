@@ -89,8 +89,7 @@ class _Guarded:
 
 
 def audited(connection: HTTPConnection, send: Send, right: str) -> Send:
-    """`send`, which also logs who asked for what, by which right, and the status of the answer; nothing of
-    bodies."""
+    """Wraps `send` so that it logs client, path, right and status. Bodies are never logged."""
 
     async def send_and_log(message: Message) -> None:
         if message["type"] == "http.response.start":

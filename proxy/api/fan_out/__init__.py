@@ -1,8 +1,7 @@
-"""Requests that are several: `n` choices, or a completion of many prompts; served one by one, and joined.
+"""Requests for several answers (`n` choices, several prompts): split, served one by one, and joined.
 
-split.py        which requests are several for the engines of a pool, and the single requests they consist
-                of
-join.py         the answers of those, as the one answer that the client asked for
+split.py        which requests a pool needs split, and the single requests
+join.py         their answers, joined into the client's one answer
 listed.py       the same on routes beside `/v1` that answer with a list
 serve_parts.py  serves the parts side by side
 prefill.py      computes a prompt once for all its choices, where an engine would not

@@ -27,7 +27,7 @@ _OF_ALL = ("id", "created", "model")
 _OF_THE_ANSWER = ("completion_tokens", "completion_tokens_details")
 
 
-class Answer(msgspec.Struct):
+class PartAnswer(msgspec.Struct):
     """The JSON answer to a single request; `usage` is None if the engine reported none."""
 
     fields: RawFields
@@ -35,7 +35,7 @@ class Answer(msgspec.Struct):
     usage: dict[str, Any] | None
 
     @classmethod
-    def of(cls, content: bytes) -> Answer:
+    def of(cls, content: bytes) -> PartAnswer:
         """Raises EngineFailed if it is no chat or completion."""
         try:
             fields = decode_object(content)
@@ -46,7 +46,7 @@ class Answer(msgspec.Struct):
         return cls(fields, choices, _usage_in(fields))
 
 
-def joined(several: Several, answers: Iterable[tuple[Part, Answer]], cached: int | None = None) -> bytes:
+def joined(several: Several, answers: Iterable[tuple[Part, PartAnswer]], cached: int | None = None) -> bytes:
     """The one answer. `answers` are those of all parts, in their order; `cached`: see `usage_of`."""
     pairs = list(answers)
     of_prompts: dict[int, list[RawFields]] = {}
@@ -99,7 +99,7 @@ class JoinedStream:
         self._usages: dict[int, tuple[Part, RawFields, dict[str, Any]]] = {}
 
     def event(self, part: Part, data: bytes) -> bytes:
-        """The event for the client, from one of a part; b"" for its usage, which is held back, and its end.
+        """Turns a part's event into the client's. Returns b"" for usage, which is held back, and for the end.
 
         Raises:
             EngineFailed: it is no event of a chat or completion.
@@ -173,7 +173,7 @@ def _index(choice: RawFields) -> int:
 
 
 def _add(total: dict[str, Any], more: Mapping[str, Any]) -> None:
-    """Adds each count of `more` to that of `total`. One of another kind than the first is left out."""
+    """Adds each count of `more` to the same count of `total`. Counts of different types are left out."""
     for name, value in more.items():
         known = total.get(name)
         if isinstance(value, dict) and (known is None or isinstance(known, dict)):

@@ -1,4 +1,4 @@
-"""Serves the single requests of one that is several, side by side.
+"""Serves the parts of a split request side by side.
 
 The first part that fails decides. Before anything was sent, its error is the answer. Later, its error is an
 event of the stream, which then breaks off. The other parts are cancelled.
@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from engine_adapter import NATIVE_ROUTES, HeaderPairs, JsonBody
 from engine_adapter.off_loop import off_loop
-from proxy.api.fan_out.join import Answer, JoinedStream, is_error, joined
+from proxy.api.fan_out.join import JoinedStream, PartAnswer, is_error, joined
 from proxy.api.fan_out.listed import ListedStream, joined_list, read_listed
 from proxy.api.fan_out.prefill import compute_once
 from proxy.api.fan_out.split import CHAT, COMPLETIONS, Part, Several, several_of
@@ -44,12 +44,12 @@ class _Shape(NamedTuple):
     stream: Callable[[], JoinedStream | ListedStream]
 
 
-_CHOICES = _Shape(Answer.of, joined, JoinedStream)
+_CHOICES = _Shape(PartAnswer.of, joined, JoinedStream)
 _LISTED = _Shape(read_listed, joined_list, ListedStream)
 
 
 def serve(flow: Flow, call: Call, reply: Reply, admitted: Admitted) -> Coroutine[Any, Any, object]:
-    """Answers a request, which may be several. The caller closes `admitted`.
+    """Answers a request, split if its pool needs that. The caller closes `admitted`.
 
     Raises:
         ProxyError, EngineError: the request failed before the answer began.
@@ -137,7 +137,7 @@ async def _run(works: Iterator[Coroutine[Any, Any, None]], may_begin: Callable[[
 
 
 async def _some_end(running: set[asyncio.Task[None]]) -> set[asyncio.Task[None]]:
-    """Those that still run when one or more have ended; the error of one that failed."""
+    """Waits until a task ends. Returns the tasks that still run, and the error of one that failed."""
     ended, left = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
     errors = [task.exception() for task in ended]
     running -= ended
@@ -209,7 +209,9 @@ class _Answer:
             await self._reply.write(events)
 
     async def fail(self, error: bytes, headers: HeaderPairs = ()) -> None:  # type: ignore[assignment]
-        """Breaks the stream off. No `finish`, on purpose: clients take a clean end for a complete answer."""
+        """Breaks the stream off. It does not call `finish`: clients would take a clean end for a complete
+        answer.
+        """
         await self.send(b"data: " + error + b"\n\n", headers)
 
     async def finish(self) -> None:

@@ -1,4 +1,4 @@
-"""Which requests are several, and the single requests they consist of.
+"""Which requests are split, and the single requests that result.
 
 The rules are those of engines: choice i of a prompt has the request's seed + i, and the choices of several
 prompts are numbered prompt by prompt.
@@ -115,7 +115,7 @@ class Several(Struct, frozen=True):
 def several_of(
     route: str, body: JsonBody, find_pool: Callable[[], Pool], *, reuse: bool, listed: bool = False
 ) -> Several | None:
-    """The request as several; None for one that the engines of the pool get as it is.
+    """The request, split; None if the pool's engines get it unchanged.
 
     Args:
         route: the request's route.
@@ -172,7 +172,7 @@ def _prompts(body: JsonBody) -> list[OnePrompt] | None:
 def _prompts_in(body: JsonBody, name: str) -> list[OnePrompt]:
     """The prompts of a list of texts, of lists of token ids, or of embeddings; else the field itself."""
     items = body.items(name) or []
-    # More than anybody gets is refused, whatever they are.
+    # Too many entries are refused, whatever their type.
     is_mixed = len(items) <= MAX_PARTS and len({memoryview(item)[0] for item in items}) > 1
     if is_mixed or len(items) <= 1:
         return [OnePrompt(name)]

@@ -1,7 +1,7 @@
 """Passes a request on to another kvpin of this machine.
 
-The whole request goes there as the client sent it, with its key, and the answer comes back as it is. What was
-passed on is never passed on again.
+The request goes there unchanged, with the client's key, and the answer comes back unchanged. A request is
+passed on only once.
 """
 
 from __future__ import annotations

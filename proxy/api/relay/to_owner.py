@@ -23,7 +23,7 @@ from proxy.request.calls import Call, Reply
 # The longest wait for an engine that changes hands. That takes 0.1 to 2 s, and longer on a busy machine.
 WAIT_S = 15.0
 _POLL_S = 0.05
-# A request whose owners went away this often is probably the cause.
+# A request that lost this many owners probably kills them: it is not passed on again.
 _MAX_DROPPED = 2
 
 
@@ -40,9 +40,9 @@ class PassedToOwner:
         return frozenset(each.model for each in told if each.model is not None and each.socket is not None)
 
     def way(self, model: str | None, exchange: Exchange) -> ToldClaim | None:
-        """The kvpin to which a request for a model goes; None if it stays here.
+        """The kvpin that gets a request for this model; None if the request stays here.
 
-        A request stays where an engine of its model is this kvpin's, or nobody's.
+        A request stays here if this kvpin, or no kvpin, owns an engine of the model.
 
         Raises:
             NoEngine: that kvpin cannot be reached, or another one has just passed the request on.
@@ -70,7 +70,7 @@ class PassedToOwner:
         reply: Reply,
         here: Callable[[], Awaitable[object]],
     ) -> None:
-        """Lets this kvpin answer a request for a model, by `here`, or the one that uses its engine.
+        """Answers a request for a model: by `here` in this kvpin, or by the owner of its engine.
 
         Raises:
             ProxyError, EngineError: the request failed before the answer began.
@@ -117,8 +117,8 @@ class PassedToOwner:
             return False
 
     def _owner_of(self, model: str | None, told: Sequence[ToldClaim]) -> ToldClaim | None:
-        """The kvpin with the most engines of the model. Without engines of its own, this one does not know
-        which names a model has: then any model is the others' to find."""
+        """The kvpin with the most engines of the model. Without own engines, this kvpin does not know the
+        names of models: then the other kvpin looks the model up."""
         own = any(pool.engines for pool in self._fleet.pools.values())
         names = (model, self._fleet.aliases.get(model or ""), self._fleet.default_model)
         for name in names:

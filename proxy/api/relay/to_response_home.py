@@ -17,7 +17,7 @@ from proxy.http.exchange import Exchange
 from proxy.request.calls import Call, Reply
 from proxy.request.translate import RESPONSES_PATH
 
-# One that does not say by then that it keeps the response does not count.
+# A kvpin that has not answered by then counts as not keeping the response.
 ASK_S = 1.0
 _ASKS = "HEAD"
 

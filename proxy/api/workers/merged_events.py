@@ -77,7 +77,7 @@ class MergedEvents:
             self._is_whole.set()
 
     async def _others_first(self) -> None:
-        """Waits, before the first event, until the snapshots of the other workers are there to be counted."""
+        """Waits before the first event for the other workers' snapshots."""
         if self._unheard and not self._has_begun.is_set():
             with anyio.move_on_after(_FIRST_S):
                 await self._is_whole.wait()

@@ -1,4 +1,4 @@
-"""Lets one worker answer for all, beside the data plane: its answer is merged with those of the others.
+"""Lets one worker answer for all on the routes beside the data plane: it merges all answers.
 
 The worker answers first, so that keys and bodies are checked once. Then it asks the others, who answer for
 themselves alone, and merges the answers. Changes are carried out by all, and those of engines are noted.
@@ -20,8 +20,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from engine_adapter import HeaderPairs
 from proxy.api.auth import FROM_PEER
 from proxy.api.workers.merged_events import MergedEvents
-from proxy.api.workers.missed_changes import PATH, Change, Changes, Kind
-from proxy.api.workers.siblings import Answer, Siblings
+from proxy.api.workers.missed_changes import PATH, Change, ChangeKind, Changes
+from proxy.api.workers.siblings import Siblings, WorkerAnswer
 from proxy.control.kept_prompts import PROMPTS_PATH
 from proxy.control.merged_answers import (
     merge_engines,
@@ -39,7 +39,7 @@ _DEFAULT_LIMIT = 50
 # Headers that the others need to understand the request.
 _PASSED_ON = (b"accept", b"content-type", b"x-request-id")
 
-Merge = Callable[[Scope, list[Answer]], bytes]
+Merge = Callable[[Scope, list[WorkerAnswer]], bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class _Rule:
     Attributes:
         path: matches the paths.
         merge: makes the body of all good answers; None takes the first good one.
-        once: one worker is enough. Others are asked only where this one does not know what is named.
+        once: one worker is enough. The others are asked only if this one does not know the named thing.
         named: the others use the id that this worker gave to what it made.
         change: the change of an engine, which a worker that is started later is told; None for no change.
     """
@@ -59,7 +59,7 @@ class _Rule:
     merge: Merge | None = None
     once: bool = False
     named: bool = False
-    change: Kind | None = None
+    change: ChangeKind | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,8 @@ class MergedAnswers:
         *,
         shared: bool,
     ) -> None:
-        """Adds to `changes`. `prompts` gives what the others are told of this worker's prompts. `shared`: the
+        """Adds to `changes`. `prompts` gives this worker's prompts, in the form that the others get.
+        `shared`: the
         workers know each other's requests."""
         self._app, self._siblings, self._shared = app, siblings, shared
         self._changes, self._prompts = changes, prompts
@@ -126,7 +127,9 @@ class MergedAnswers:
                 return rule
         return None
 
-    async def _ask_others(self, rule: _Rule, scope: Scope, own: Answer, request: _Request) -> Answer:
+    async def _ask_others(
+        self, rule: _Rule, scope: Scope, own: WorkerAnswer, request: _Request
+    ) -> WorkerAnswer:
         """The answer of all."""
         headers = [pair for pair in scope["headers"] if pair[0] in _PASSED_ON]
         others = await self._siblings.ask(request.method, request.target, headers, request.body)
@@ -136,7 +139,7 @@ class MergedAnswers:
             return next(known, own)
         if rule.merge is None or len(good) == 1:
             return good[0]
-        status = max(answer.status for answer in good)  # 202 while one of them is not done
+        status = max(answer.status for answer in good)  # 202 while any worker is not done
         return _answer(status, good[0].headers, rule.merge(scope, good))
 
 
@@ -145,7 +148,7 @@ def _engine_of(path: str) -> str:
     return path.removeprefix(f"{_ADMIN}/engines").strip("/").partition("/")[0]
 
 
-def _request(rule: _Rule, scope: Scope, own: Answer, body: bytes) -> _Request:
+def _request(rule: _Rule, scope: Scope, own: WorkerAnswer, body: bytes) -> _Request:
     """The request for the others, after this worker's own answer."""
     if rule.named and own.is_good:
         given: dict[str, Any] = msgspec.json.decode(body)
@@ -156,7 +159,7 @@ def _request(rule: _Rule, scope: Scope, own: Answer, body: bytes) -> _Request:
     return _Request(scope["method"], target, body)
 
 
-async def _answer_of(app: ASGIApp, scope: Scope, receive: Receive) -> Answer:
+async def _answer_of(app: ASGIApp, scope: Scope, receive: Receive) -> WorkerAnswer:
     """The answer of an application."""
     status, headers, body = 500, HeaderPairs(), bytearray()
 
@@ -168,32 +171,32 @@ async def _answer_of(app: ASGIApp, scope: Scope, receive: Receive) -> Answer:
             body.extend(message.get("body", b""))
 
     await app(scope, receive, keep)
-    return Answer(status, headers, bytes(body))
+    return WorkerAnswer(status, headers, bytes(body))
 
 
-async def _send(answer: Answer, send: Send) -> None:
+async def _send(answer: WorkerAnswer, send: Send) -> None:
     await send({"type": "http.response.start", "status": answer.status, "headers": answer.headers})
     await send({"type": "http.response.body", "body": answer.body})
 
 
-def _answer(status: int, headers: HeaderPairs, body: bytes) -> Answer:
+def _answer(status: int, headers: HeaderPairs, body: bytes) -> WorkerAnswer:
     kept = [pair for pair in headers if pair[0] != b"content-length"]
-    return Answer(status, [*kept, (b"content-length", b"%d" % len(body))], body)
+    return WorkerAnswer(status, [*kept, (b"content-length", b"%d" % len(body))], body)
 
 
 def _rules(*, shared: bool) -> tuple[_Rule, ...]:
     gauges = of_workers(shared=shared)
 
-    def pages(_scope: Scope, answers: Sequence[Answer]) -> bytes:
+    def pages(_scope: Scope, answers: Sequence[WorkerAnswer]) -> bytes:
         return merge_pages([answer.body.decode() for answer in answers], gauges).encode()
 
     return (
         _Rule("GET", "/metrics", pages),
         _Rule("GET", f"{_ADMIN}/stats", _json(partial(merge_stats, shared=shared))),
         _Rule("GET", f"{_ADMIN}/engines", _json(partial(merge_engines, shared=shared))),
-        _Rule("POST", f"{_ADMIN}/engines", named=True, change=Kind.ADD),
-        _Rule("DELETE", f"{_ADMIN}/engines/[^/]+", change=Kind.REMOVE),
-        _Rule("POST", f"{_ADMIN}/engines/[^/]+/drain", change=Kind.DRAIN),
+        _Rule("POST", f"{_ADMIN}/engines", named=True, change=ChangeKind.ADD),
+        _Rule("DELETE", f"{_ADMIN}/engines/[^/]+", change=ChangeKind.REMOVE),
+        _Rule("POST", f"{_ADMIN}/engines/[^/]+/drain", change=ChangeKind.DRAIN),
         _Rule("GET", f"{_ADMIN}/requests", _requests),
         _Rule("GET", f"{_ADMIN}/requests/[^/]+", once=True),
         _Rule("POST", f"{_ADMIN}/(pin|warm|offload|restore)", once=True),
@@ -208,13 +211,13 @@ def _rules(*, shared: bool) -> tuple[_Rule, ...]:
 
 
 def _json(merge: Callable[[Sequence[dict[str, Any]]], dict[str, Any]]) -> Merge:
-    def merged(_scope: Scope, answers: Sequence[Answer]) -> bytes:
+    def merged(_scope: Scope, answers: Sequence[WorkerAnswer]) -> bytes:
         return msgspec.json.encode(merge([msgspec.json.decode(answer.body) for answer in answers]))
 
     return merged
 
 
-def _requests(scope: Scope, answers: Sequence[Answer]) -> bytes:
+def _requests(scope: Scope, answers: Sequence[WorkerAnswer]) -> bytes:
     limit = int(Request(scope).query_params.get("limit", _DEFAULT_LIMIT))  # this worker has checked it
     return msgspec.json.encode(
         merge_requests([msgspec.json.decode(answer.body) for answer in answers], limit)

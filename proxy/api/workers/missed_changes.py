@@ -10,7 +10,7 @@ import msgspec
 PATH = "/admin/v1/changes"
 
 
-class Kind(Enum):
+class ChangeKind(Enum):
     """The kinds of change."""
 
     ADD = "add"
@@ -21,7 +21,7 @@ class Kind(Enum):
 class Change(msgspec.Struct, frozen=True):
     """A request of the admin API that was carried out: its method, its path as it was sent, and its body."""
 
-    kind: Kind
+    kind: ChangeKind
     method: str
     target: str
     body: bytes
@@ -36,13 +36,13 @@ class Changes:
     def note(self, engine: str, change: Change) -> None:
         """A change of an engine was carried out."""
         before = self._of.pop(engine, [])
-        is_new = bool(before) and before[0].kind is Kind.ADD  # the settings do not name it
-        if change.kind is Kind.REMOVE and is_new:
+        is_new = bool(before) and before[0].kind is ChangeKind.ADD  # the settings do not name it
+        if change.kind is ChangeKind.REMOVE and is_new:
             return
         replaced = {
-            Kind.ADD: (Kind.ADD, Kind.DRAIN),
-            Kind.REMOVE: (Kind.ADD, Kind.REMOVE, Kind.DRAIN),
-            Kind.DRAIN: (Kind.DRAIN,),
+            ChangeKind.ADD: (ChangeKind.ADD, ChangeKind.DRAIN),
+            ChangeKind.REMOVE: (ChangeKind.ADD, ChangeKind.REMOVE, ChangeKind.DRAIN),
+            ChangeKind.DRAIN: (ChangeKind.DRAIN,),
         }[change.kind]
         self._of[engine] = [*(each for each in before if each.kind not in replaced), change]
 

@@ -11,8 +11,8 @@ import httpx
 
 from engine_adapter import HeaderPairs
 
-# An operation may be waited for as long as a minute. What only shows something is shown without a worker that
-# hangs: `kvpin stats` itself waits 2 s for an engine, Prometheus 10 s for a page.
+# An operation may be waited for as long as a minute. Other requests leave a hanging worker out: `kvpin stats`
+# itself waits 2 s for an engine, Prometheus 10 s for a page.
 _ASK_S = 70.0
 _SHOW_S = 5.0
 _CONNECT_S = 1.0
@@ -20,7 +20,7 @@ _AGAIN_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class WorkerAnswer:
     """The answer of one worker."""
 
     status: int
@@ -34,7 +34,7 @@ class Answer:
 
 
 class Siblings:
-    """Asks them. One that does not run, or does not answer in time, is passed over.
+    """Asks the other workers. A worker that does not run or answer in time is left out.
 
     Attributes:
         sockets: what they listen on while they run.
@@ -51,16 +51,16 @@ class Siblings:
             for path in sockets
         ]
 
-    async def ask(self, method: str, target: str, headers: HeaderPairs, body: bytes) -> list[Answer]:
+    async def ask(self, method: str, target: str, headers: HeaderPairs, body: bytes) -> list[WorkerAnswer]:
         """The answers of those that answer in time. The request is not passed on any further."""
         timeout = httpx.Timeout(_SHOW_S if method == "GET" else _ASK_S, connect=_CONNECT_S)
 
-        async def of(client: httpx.AsyncClient) -> Answer | None:
+        async def of(client: httpx.AsyncClient) -> WorkerAnswer | None:
             try:
                 answer = await client.request(method, target, headers=headers, content=body, timeout=timeout)
             except httpx.TransportError:
                 return None
-            return Answer(answer.status_code, answer.headers.raw, answer.content)
+            return WorkerAnswer(answer.status_code, answer.headers.raw, answer.content)
 
         answers = await asyncio.gather(*map(of, self._clients))
         return [answer for answer in answers if answer is not None]

@@ -7,13 +7,13 @@
                        may still answer            the last one ────┘
 
 The gate (`core/quotas.py` and `core/budget.py`) admits a request by its head: its tenant's quota, and memory
-for its body. From then on `Life` decides: what comes next, whether a failed attempt is made up for on another
-engine, and how long each state may last. `flow.py` carries the commands out. Running on an engine takes an
+for its body. From then on `Life` decides: what comes next, whether to try another engine after a failed
+attempt, and how long each state may last. `flow.py` carries the commands out. Running on an engine takes an
 `InTurn`, which only `Life` makes.
 
 causes.py   why a request or an attempt ended, and all that follows from it
 states.py   states, events, commands
-machine.py  what follows from what
+machine.py  state + event → new state, commands
 """
 
 from proxy.core.life.causes import Blame, Cause

@@ -1,7 +1,6 @@
-"""Why a request, or its attempt on one engine, ended. All that follows from it stands in this one table.
+"""Why a request, or its attempt on one engine, ended. This one table has all consequences of each cause.
 
-A failed attempt is made up for on another engine where the cause allows it. The cause of the last attempt is
-then that of the request.
+If the cause allows it, another engine is tried. The request's cause is that of its last attempt.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ class Blame(Enum):
     CHECK = "check"
     """Check its health at once."""
     SUSPECT = "suspect"
-    """The same, prefer other engines until then, and count a failure in its circuit breaker."""
+    """Check its health at once, prefer other engines until then, count a failure in its breaker."""
     REFUSED = "refused"
     """Count a failure in its circuit breaker."""
     LACKS = "lacks"
@@ -33,8 +32,8 @@ class Cause(StrEnum):
     Attributes:
         code: kvpin's error if nothing has reached the client; None where there is none, or an engine's own.
         elsewhere: another engine may still answer the request.
-        blame: what it says about the engine.
-        is_poison: the request may be what kills engines. Two such attempts are its last.
+        blame: the consequence for the engine.
+        is_poison: the request itself may kill engines. After two such attempts, no other engine is tried.
         meaning: for people.
     """
 
@@ -52,7 +51,7 @@ class Cause(StrEnum):
         blame: Blame = Blame.NOBODY,
         *flags: str,
     ) -> Self:
-        """See the attributes. `flags`: `elsewhere`, `poison`."""
+        """A cause of this table. `flags` may hold "elsewhere" and "poison"; an absent flag is False."""
         self = str.__new__(cls, word)
         self._value_, self.code, self.meaning, self.blame = word, code, meaning, blame
         self.elsewhere, self.is_poison = "elsewhere" in flags, "poison" in flags

@@ -39,12 +39,12 @@ from proxy.core.life.states import (
 )
 from proxy.core.retry_budget import RetryBudget
 
-# Attempts whose engine died or told nonsense. A request with that many is probably the cause.
+# Attempts in which the engine died or sent nonsense. A request with this many probably causes it.
 MAX_POISON = 2
 # Seconds that an answer of a lost engine may be silent. An engine that only failed its health check, because
 # it is busy, still sends.
 SILENCE_S = 5.0
-# Looks at a running answer in the time that it may be silent.
+# How often a running answer is checked within the time that it may be silent.
 _LOOKS = 4
 
 
@@ -104,7 +104,7 @@ class Life:
 
     @property
     def deadline(self) -> float:
-        """When the next `Tick` is due; infinite for a WebSocket without a limit, and after the end."""
+        """Time of the next `Tick`. Infinite for a WebSocket without a time limit, and after the end."""
         state, rules = self.state, self._rules
         total = inf if rules.total_s is None else self._arrived + rules.total_s
         match state:
@@ -126,7 +126,7 @@ class Life:
         return _turn_of(self.state) if isinstance(self.state, (Leased, Answering)) else None
 
     def ended(self, now: float, why: Cause = Cause.BUG) -> Cause:
-        """The cause of its end; `why`, if its task ends before it has one."""
+        """The cause of the end; `why` if the task ends before the machine has decided."""
         if not isinstance(self.state, Ended):
             self.take(now, Left(why))
         assert isinstance(self.state, Ended)  # noqa: S101 - what follows Left
@@ -164,7 +164,7 @@ class Life:
         return self._end(Cause.ENGINE_REJECTED if event.is_error else Cause.ANSWERED)
 
     def _not_placed(self, state: Admitted, event: Failed, _now: float) -> tuple[Command, ...]:
-        """It could not be read, or would have waited too long."""
+        """Ends a request that is invalid, or would wait too long."""
         return self._end(event.cause, event.error, state.attempts)
 
     def _attempt_failed(
@@ -202,7 +202,7 @@ class Life:
         return ()
 
     def _late(self, state: State, _event: Tick, now: float) -> tuple[Command, ...]:
-        """Before an answer: its time is over, or the look came too early."""
+        """Ends a step before the answer, if its time is over."""
         if now < self.deadline:
             return ()
         if not isinstance(state, Leased) or now < state.since + self._rules.first_byte_s:
@@ -210,7 +210,7 @@ class Life:
         return (Interrupt(Cause.ENGINE_LATE if state.is_sent else Cause.ENGINE_BUSY),)
 
     def _looked(self, state: Answering, event: Tick, now: float) -> tuple[Command, ...]:
-        """In an answer: only the time in which kvpin waits for the engine counts as its silence."""
+        """Checks a running answer. The engine is silent only while kvpin waits for it, not for the client."""
         if self._rules.total_s is not None and now >= self._arrived + self._rules.total_s:
             return (Interrupt(Cause.OUR_LIMIT),)
         if event.received != state.seen or event.at_client:

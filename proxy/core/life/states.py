@@ -22,7 +22,7 @@ class Attempt(Struct, frozen=True):
 
 
 class Admitted(Struct, frozen=True):
-    """Its tenant's quota and the memory for its body are taken. It is read, placed, and waits for its turn.
+    """The request holds quota and body memory. It is read, placed, and waits for its turn.
 
     Attributes:
         since: when it came, or when its last attempt failed.
@@ -38,18 +38,18 @@ class Admitted(Struct, frozen=True):
 
 
 class InTurn(Struct, frozen=True):
-    """It is its turn, and an engine is not too busy. Running on an engine takes this state."""
+    """It is the request's turn, and an engine is free for it. Only this state may lead to an engine."""
 
     admitted: Admitted
     engine: str
 
 
 class Leased(Struct, frozen=True):
-    """It counts as load of its engine, which has not answered yet.
+    """The request counts as load of its engine. The engine has not answered yet.
 
     Attributes:
         since: when it was placed there.
-        is_sent: the engine has got it. Before that, it waits for a slot or for another request's prefix.
+        is_sent: the request was sent. Before that, it waits for a slot or for another request's prefix.
     """
 
     turn: InTurn
@@ -63,7 +63,7 @@ class Answering(Struct, frozen=True):
     Attributes:
         idle_s: how long the answer may be silent; infinite for a WebSocket.
         seen: pieces of the answer that had arrived when it was looked at last.
-        heard: when something new was there, or when the client was last slower than the engine.
+        heard: when a new piece was last seen, or when the client was last slower than the engine.
         looked: when it was looked at last.
         is_lost: the engine was lost, and nothing has come since.
     """
@@ -77,7 +77,7 @@ class Answering(Struct, frozen=True):
 
 
 class Ended(Struct, frozen=True):
-    """It is over, and everything it held was given back."""
+    """The request is over, and everything it held was given back."""
 
     cause: Cause
 

@@ -4,9 +4,9 @@
     any ──a better claim of another kvpin──→ free
 
 The better of two claims is the one whose kvpin uses the engine; then the one with the greater epoch; then
-the one whose kvpin drew the smaller number. A bid has an epoch above all that were heard of. So an owner
-stays when others come, and of two that became owners without contact the later one stays. A claim ends with
-its kvpin.
+the one whose kvpin drew the smaller number. A bid has a greater epoch than all known claims. So an owner
+stays when other kvpins join. If two kvpins
+became owners without contact, the later one stays. A claim ends with its kvpin.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class OwnClaim:
             self.is_owner = True
 
     def doubt(self, now: float) -> None:
-        """This kvpin stood still: another one may own the engine by now. It bids again."""
+        """This kvpin was paused: another one may own the engine by now. It bids again."""
         if self.is_owner:
             self.is_owner, self._since = False, now
 

@@ -2,11 +2,11 @@
 
     unknown ──listing, then a heartbeat that agrees──→ in step ──gap, or a heartbeat that disagrees──→ unknown
 
-What comes is replayed in either state: most of it is right even while a part is missing. A batch that comes
-after a later one is old, and ignored.
+Messages are replayed in both states: most are right even while some are missing. A batch that arrives after
+a later batch is ignored.
 
-While the peer is behind, its load is not known, so its requests count only when they are over: what engines
-hold then stays true for longer.
+While the peer is behind, its load is unknown, so a request counts only after its end: the cached blocks of
+an ended request stay true for longer than its load.
 """
 
 from __future__ import annotations
@@ -74,9 +74,9 @@ class Follower:
         owner: the number that the peer drew when it started.
         heard: when it was heard last.
         in_step: all its requests are known.
-        is_behind: what it tells comes too late to tell its load.
+        is_behind: its messages arrive too late to show its load.
         gaps: how often batches of it were lost.
-        divergences: how often its own count of its requests was another one without that.
+        divergences: how often its own count of requests differed although no batch was lost.
     """
 
     def __init__(self, owner: int, site_of: Callable[[int, str], LocalEngine | None], now: float) -> None:
@@ -138,7 +138,7 @@ class Follower:
             self._step(now, begun.id, begun.step)
 
     def _place(self, now: float, request: _Request, *, is_new: bool = True) -> bool:
-        """Whether its engine is here. If the request is not new, it is not known when what happened."""
+        """Places the request, if its engine is here. Of a request that is not new, the times are unknown."""
         begun = request.begun
         site = request.site = self._site_of(self.owner, begun.engine)
         if site is None:
@@ -216,8 +216,8 @@ class Follower:
 
 
 def _count_out(request: _Request, computed: int | None = None, report: Report | None = None) -> None:
-    """The request counts no more. Unless it is over, with `computed` tokens new on its engine, it may be
-    placed again."""
+    """Takes the request out of the load. If it is over, its engine has `computed` new tokens; otherwise it
+    may be placed again."""
     if request.site is not None and request.placed is not None:
         request.site.end(request.placed, computed, report)
     request.site = request.placed = None

@@ -1,8 +1,9 @@
 """Which of this kvpin's engines is meant by one of a peer.
 
 Engines are matched by address. Kvpins on several machines may reach one engine by different addresses: then
-the operator gives it the same id everywhere. An id that kvpin counted, `vllm-0`, says nothing: the next kvpin
-may count in another order. An address that only one machine can reach is an engine of that machine.
+the operator gives it the same id everywhere. Ids that kvpin made by counting (`vllm-0`) do not count: the
+other kvpin may count in another order. An address that only one machine can reach is an engine of that
+machine.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ _COUNTED = re.compile(r"[a-z][a-z0-9_-]*-\d+(-dp\d+)?")
 
 
 def match(told: ToldEngine, own: Iterable[ToldEngine]) -> ToldEngine | None:
-    """The own engine that a peer's engine is; None if it is none of them."""
+    """The own engine that equals a peer's engine; None without one."""
     named = None
     for each in own:
         if each.address == told.address:

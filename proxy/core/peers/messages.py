@@ -52,9 +52,9 @@ class Begun(_Message, tag=0, frozen=True):
         n_tokens: tokens of its prompt.
         work: its work before the first token.
         streams: its answer is a stream.
-        known: all its tokens are, so its times may teach rates.
+        known: all its tokens are known, so rates may be learned from its times.
         session: digest of its conversation; None without one.
-        step: 0 while there is nothing of its answer, 1 after its first token, 2 when it is answered whole.
+        step: 0 before the answer, 1 after its first token, 2 after its end.
     """
 
     id: _Number
@@ -113,9 +113,9 @@ class ToldEngine(msgspec.Struct, frozen=True, array_like=True):
         id: the name that it has there.
         address: its URL. One that only the kvpin's own machine can reach has that machine's name in front. A
             data-parallel rank has its number behind.
-        is_local: that is the case.
+        is_local: only that machine can reach it.
         model: its pool; None while it is not connected.
-        tokens_per_block: that of the pool.
+        tokens_per_block: the pool's.
         claim: that kvpin's claim to it; None without one.
     """
 
@@ -137,8 +137,8 @@ class State(_Message, tag=6, frozen=True):
 
 
 class Ask(_Message, tag=7, frozen=True):
-    """The sender does not know all requests of the kvpin `of`, and asks for them; with `contents`, also for
-    what that one has learned of engines without events, and for the engines of conversations."""
+    """Asks the kvpin `of` for all its requests. With `contents`, also for the learned contents of engines
+    without events, and for the engines of conversations."""
 
     of: int
     contents: bool

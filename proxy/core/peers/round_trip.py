@@ -2,8 +2,7 @@
 
     here ──sent──→ peer ──sent, held_s──→ here: round trip = now - sent - held_s
 
-The clocks of two machines differ, so a message does not show its age. Its round trip shows the most that it
-can be.
+The clocks of two machines differ, so a message does not show its age. The round trip is an upper bound.
 """
 
 from __future__ import annotations
@@ -49,5 +48,5 @@ class RoundTrip:
 
     @property
     def is_behind(self) -> bool:
-        """Whether what the peer tells of its requests is too old to tell its load."""
+        """Whether the peer's messages are too old to show its load."""
         return self.seconds is not None and self.seconds > BEHIND_S

@@ -58,7 +58,7 @@ class Telling:
         self._own.tell(Ended(self._begun.id, computed, report))
 
     def now(self) -> Begun:
-        """The request as it is now. Who hears of it this late does not know when what happened."""
+        """The request as it is now, for a peer that did not see its earlier steps and so not their times."""
         begun = self._begun
         return Begun(
             begun.id,
@@ -93,7 +93,7 @@ class OwnRequests:
         known: bool,
         session: int | None,
     ) -> Telling:
-        """A request was placed. Returns what tells of it from now on."""
+        """Tells that a request was placed. Returns the object that tells its further steps."""
         self._last += 1
         hashes, n_tokens = (packed(chain.hashes), chain.n_tokens) if chain is not None else (None, 0)
         begun = Begun(
@@ -104,7 +104,7 @@ class OwnRequests:
         return telling
 
     def tell(self, message: Message) -> None:
-        """This is to be told with the next batch."""
+        """Adds a message to the next batch."""
         if not self._untold:
             self._wake()
         self._untold.append(message)

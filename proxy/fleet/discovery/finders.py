@@ -11,7 +11,7 @@ from proxy.settings import DiscoverySettings, KubernetesSource, Settings, Settin
 
 
 def finders_of(settings: Settings) -> Iterator[tuple[str, Finder]]:
-    """Names of sources and what asks them. Raises SettingsError if a package is missing for one."""
+    """Source names and their finders. Raises SettingsError if a package is missing for one."""
     if settings.engines_file is not None:
         yield str(settings.engines_file), FileFinder(settings.engines_file)
     for entry in settings.discovery:

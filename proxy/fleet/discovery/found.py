@@ -37,7 +37,7 @@ class Source:
     """A source as it is now.
 
     Attributes:
-        found: its engines, as it last told.
+        found: its engines by its last usable answer.
         error: why `found` may be old; None if its last answer could be used.
     """
 

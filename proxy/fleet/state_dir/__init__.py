@@ -1,4 +1,4 @@
-"""State that outlives a restart of kvpin, in the directory `state_dir`.
+"""Keeps state over a restart of kvpin, in the directory `state_dir`.
 
 saved_state.py    saves state now and then and at the end; reads it at the start
 snapshot.py       caches of engines and pins, as one file

@@ -1,6 +1,6 @@
 """Saves kvpin's state once a minute, when pins change, and when kvpin stops. Reads it when kvpin starts.
 
-Knowledge of an engine counts once the engine has proved it: see `proxy/fleet/recall.py`.
+Knowledge of an engine counts only after verification, see `proxy/fleet/recall.py`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FILE = "state"
 
 
 class StateSaver:
-    """Keeps the state.
+    """Saves and restores the state.
 
     Attributes:
         memories: the memories of engines that have not connected since the start.
@@ -87,7 +87,7 @@ class StateSaver:
                 self._saved = digest
 
     async def _memory(self, fleet: Fleet, engine_id: str) -> EngineMemory | None:
-        """The memory of an engine: a new one, or until the engine has connected the one that was read."""
+        """The memory of an engine: a new one, or the one from the snapshot until the engine has connected."""
         engine = fleet.engines.get(engine_id)
         pool = fleet.pool_of(engine) if engine is not None else None
         if engine is None or pool is None:

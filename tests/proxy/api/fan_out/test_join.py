@@ -5,7 +5,7 @@ import json
 import pytest
 
 from engine_adapter import JsonBody
-from proxy.api.fan_out.join import Answer, JoinedStream, is_error, joined, usage_of
+from proxy.api.fan_out.join import JoinedStream, PartAnswer, is_error, joined, usage_of
 from proxy.api.fan_out.split import Part, Several
 from proxy.errors import EngineFailed
 
@@ -29,7 +29,7 @@ def usage(prompt, completion, cached):
 def join(*answers, choices=1, per_prompt=1, hides=False):
     """The joined answer of parts in order: (prompt, answer)."""
     pairs = [
-        (part(prompt, at), Answer.of(json.dumps(answer).encode()))
+        (part(prompt, at), PartAnswer.of(json.dumps(answer).encode()))
         for at, (prompt, answer) in enumerate(answers)
     ]
     return json.loads(joined(Several(BODY, None, choices, per_prompt, hides_logprobs=hides), pairs))
@@ -131,7 +131,7 @@ def test_the_best_are_kept(shape, shown):
 @pytest.mark.parametrize("content", [b"", b"[]", b'{"data":[]}', b'{"choices":1}', b"\xff"])
 def test_what_is_no_answer(content):
     with pytest.raises(EngineFailed):
-        Answer.of(content)
+        PartAnswer.of(content)
 
 
 class TestStream:
@@ -227,4 +227,4 @@ def test_choices_with_garbage_for_logprobs_are_the_last(logprobs):
 
 def test_values_that_cannot_be_read():
     content = b'{"choices":[{"index":"\xff","logprobs":"\xff"}],"usage":"\xff"}'
-    assert Answer.of(content).usage is None
+    assert PartAnswer.of(content).usage is None

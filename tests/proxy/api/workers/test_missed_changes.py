@@ -2,11 +2,11 @@
 
 import pytest
 
-from proxy.api.workers.missed_changes import Change, Changes, Kind, heard
+from proxy.api.workers.missed_changes import Change, ChangeKind, Changes, heard
 
 
 def change(kind, number):
-    return Change(Kind(kind), "POST", f"/{number}", b"")
+    return Change(ChangeKind(kind), "POST", f"/{number}", b"")
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from starlette.applications import Starlette
 from starlette.responses import Response
 from starlette.routing import Route
 
-from proxy.api.workers.missed_changes import PATH, Change, Changes, Kind
+from proxy.api.workers.missed_changes import PATH, Change, ChangeKind, Changes
 from proxy.api.workers.siblings import Siblings
 from proxy.server.workers.catch_up import carry_out, catch_up
 from proxy.server.workers.orders import Orders
@@ -26,8 +26,8 @@ async def test_it_does_what_the_one_that_knows_most_tells(orders, tmp_path):
         return Response(status_code=409 if len(done) == 1 else 204)
 
     done, knows = [], Changes()
-    knows.note("a", Change(Kind.DRAIN, "POST", "/admin/v1/engines/a/drain", b"{}"))
-    knows.note("b", Change(Kind.REMOVE, "DELETE", "/admin/v1/engines/b", b""))
+    knows.note("a", Change(ChangeKind.DRAIN, "POST", "/admin/v1/engines/a/drain", b"{}"))
+    knows.note("b", Change(ChangeKind.REMOVE, "DELETE", "/admin/v1/engines/b", b""))
     own = Starlette(routes=[Route("/{path:path}", carry_out, methods=["POST", "DELETE"])])
     siblings = Siblings(orders.siblings)  # the fourth does not run
     async with (
@@ -47,7 +47,7 @@ async def test_what_it_cannot_do_yet_is_done_later(orders, tmp_path):
     there = {"/admin/v1/engines/a/drain"}
     own = Starlette(routes=[Route("/{path:path}", carry_out_if_there, methods=["POST"])])
     of_one, of_rank = [
-        Change(Kind.DRAIN, "POST", f"/admin/v1/engines/{name}/drain", b"{}") for name in ("a", "b-dp1")
+        Change(ChangeKind.DRAIN, "POST", f"/admin/v1/engines/{name}/drain", b"{}") for name in ("a", "b-dp1")
     ]
     async with at_socket(own, tmp_path / "worker-1.http"):
         assert await carry_out([of_one, of_rank], orders) == [of_rank]
