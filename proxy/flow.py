@@ -233,7 +233,7 @@ class Flow:
                 return Overloaded(text, retry_after_s=1)
             case _:
                 limit_s = rules.first_byte_s if rules.total_s is None else rules.total_s
-                return TimeLimit(f"the request took longer than {limit_s:g} s")
+                return TimeLimit(f"the request took longer than {limit_s:g} s, the limit of this kvpin")
 
     # --- Prepare --------------------------------------------------------------------------------------
 

@@ -9,8 +9,19 @@ from urllib.parse import parse_qs, parse_qsl, urlencode
 
 import msgspec
 
-from engine_adapter import NATIVE_ROUTES, HeaderPairs, Headers, JsonBody, RequestBody, route_of, websocket
+from engine_adapter import (
+    NATIVE_ROUTES,
+    EngineUnavailable,
+    HeaderPairs,
+    Headers,
+    JsonBody,
+    RequestBody,
+    route_of,
+    websocket,
+)
+from proxy.errors.codes import Code
 from proxy.request.dialects import OPENAI, Dialect
+from proxy.request.error_table import code_of
 from proxy.request.session import Session
 
 # Routes below `/v1` that go on from a prompt.
@@ -242,7 +253,8 @@ class Reply:
         """Tells the client that its stream ends before its answer does. Without the end of the body: clients
         take a clean end for a whole answer."""
         if self.is_events and not self.complete:
-            body = self.dialect.error(502, str(error), kind="server_error")
+            code = Code.ENGINE_FAILED if isinstance(error, EngineUnavailable) else code_of(error)
+            body = self.dialect.error(code.status, str(error), kind="server_error", code=code)
             await self.write(b"\n\n" + self.dialect.error_event(body))
 
     async def _drain(self) -> None:
