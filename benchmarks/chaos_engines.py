@@ -33,14 +33,14 @@ class Engine:
         model: what it serves.
         command: starts it.
         port: where it listens, after every start.
-        option: what kvpin is told of it: its kind and more, with `{url}` for its address.
+        settings: what kvpin is told of it, but for its id and its address.
     """
 
     id: str
     model: str
     command: Sequence[str]
     port: int
-    option: str
+    settings: dict[str, str]
     relay: Relay
     events: EventRelay | None = None
     process: subprocess.Popen[bytes] = field(init=False)
@@ -66,12 +66,16 @@ class Engine:
                     pass
                 await asyncio.sleep(0.1)
 
-    async def open(self) -> str:
-        """Starts its relays. Returns what kvpin is told of the engine."""
+    @property
+    def entry(self) -> dict[str, str]:
+        """What kvpin is told of it, once its relays listen."""
+        return {"id": self.id, "url": self.relay.url, **self.settings}
+
+    async def open(self) -> None:
+        """Starts its relays."""
         await self.relay.start()
         if self.events is not None:
             self.events.start()
-        return self.option.format(url=self.relay.url)
 
     async def close(self) -> None:
         """Ends it and its relays."""
@@ -99,22 +103,21 @@ def limit_files(pid: int, *, full: bool) -> None:
 
 
 def mock_engine(number: int, dice: random.Random) -> Engine:
-    """A vLLM without a model, with the cache of one. Its events come through a relay."""
+    """A vLLM without a model, with the cache of one and texts of its own. Its events come through a relay."""
     port, events, replay = free_port(), free_port(), free_port()
-    script = ROOT / "benchmarks" / "mock_engine.py"
-    rates = ("--kv-tokens", "12000", "--prefill-rate", "8000", "--token-ms", "40")
-    command = [sys.executable, str(script), *rates, "--event-ports", str(events), str(replay)]
-    name, relay = f"mock-{number}", EventRelay(f"tcp://{HOST}:{events}", dice)
-    option = f"vllm={{url}},id={name},events={relay.endpoint},replay=tcp://{HOST}:{replay}"
-    return Engine(name, MOCK, command, port, option, Relay(port, dice), relay)
+    script = str(ROOT / "benchmarks" / "chaos_mock.py")
+    command = [sys.executable, script, "--number", str(number), "--event-ports", str(events), str(replay)]
+    relay = EventRelay(f"tcp://{HOST}:{events}", dice)
+    settings = {"kind": "vllm", "events": relay.endpoint, "replay": f"tcp://{HOST}:{replay}"}
+    return Engine(f"mock-{number}", MOCK, command, port, settings, Relay(port, dice), relay)
 
 
 def embedded_engine(number: int, dice: random.Random) -> Engine:
     """An embedded engine with its tiny model and a cache that is too small."""
     sizes = ("--threads", "1", "--kv-blocks", "192", "--host-cache-bytes", "4MiB")
     command = [sys.executable, "-m", "engine_adapter.torch_engine", *sizes]
-    name, port = f"embedded-{number}", free_port()
-    return Engine(name, EMBEDDED, command, port, f"embedded={{url}},id={name}", Relay(port, dice))
+    port = free_port()
+    return Engine(f"embedded-{number}", EMBEDDED, command, port, {"kind": "embedded"}, Relay(port, dice))
 
 
 def llama_engine(number: int, dice: random.Random, directory: Path) -> Engine:
@@ -123,9 +126,9 @@ def llama_engine(number: int, dice: random.Random, directory: Path) -> Engine:
     from scripts.make_gguf import gguf_path  # noqa: PLC0415 - needs packages that the other engines do not
 
     command = llama_command(gguf_path("tiny"), "--cache-ram", "0", slots=4, ctx=2048, save_dir=directory)
-    name, port = f"llama-{number}", free_port()
-    option = f"llama_server={{url}},id={name},model={LLAMA},host_cache_dir={directory}"
-    return Engine(name, LLAMA, command, port, option, Relay(port, dice))
+    port = free_port()
+    settings = {"kind": "llama_server", "model": LLAMA, "host_cache_dir": str(directory)}
+    return Engine(f"llama-{number}", LLAMA, command, port, settings, Relay(port, dice))
 
 
 def open_sockets(pid: int) -> int:

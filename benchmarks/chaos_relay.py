@@ -39,6 +39,7 @@ class Spoil(enum.Enum):
     GARBAGE = "garbage in answers"
     FAIL = "status 500"
     SILENT = "half-open sockets"
+    STALL = "engines that go silent in mid-answer"
 
 
 class Relay:
@@ -123,6 +124,9 @@ class Relay:
                 case Spoil.SILENT:
                     await self._healed.wait()
                     return
+                case Spoil.STALL if is_hit:
+                    writer.write(data[:at])
+                    await asyncio.Event().wait()  # until the other side hangs up
                 case Spoil.CUT if is_hit:
                     writer.write(data[:at])
                     writer.close()

@@ -1,7 +1,9 @@
 """The clients of `chaos.py`: their requests, and the check of each answer.
 
-Every prompt is greedy, so that one answer is right. That of a mock is a function of the prompt. The others
-are asked of the engine itself before anything disturbs it. A chat goes on with the right answers.
+An answer is right if one engine of the model gives it as a whole. Those of mocks are functions of the prompt
+and of the engine (`chaos_texts.py`); a client that has the text of one engine up to a point, and that of
+another from there on, is wrong, unless they are the same. The answers of the other engines are greedy and
+alike; they are asked of an engine itself before anything disturbs it. A chat goes on with right answers.
 """
 
 from __future__ import annotations
@@ -9,18 +11,22 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
+import socket
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from operator import itemgetter
+from typing import Any, Protocol
 
+import chaos_texts
 import httpx
 import msgspec
+from chaos_apis import APIS, CHAT, Api, Read
 from chaos_engines import EMBEDDED, LLAMA, MOCK
 from migration import EMBEDDED_TIE, LLAMA_TIE
-from router_work import answer_ids, text_of, tokenizer, words
+from router_work import text_of, tokenizer, words
 
-from engine_adapter import EngineUnavailable, Headers, HttpTransport, IncomingResponse, OutgoingRequest
+from engine_adapter import EngineUnavailable, Headers, HttpTransport, OutgoingRequest
 
 CHATS, TURNS = 12, 4
 """Chats with engines that have a model, and turns of every chat."""
@@ -29,30 +35,70 @@ HUNG_S = 180.0
 """A client that hears nothing for this long hangs."""
 THINKING_S = (0.2, 3.0)
 SLOW_READ_S = 0.3
+PADDING = 10_000
+"""Bytes that a slow client wants in each chunk, so that its socket is full."""
+LONG_SHARE, SAMPLED_SHARE = 0.03, 0.1
+"""Of requests of mocks: those that take longer than kvpin's limit, and those that end with their engine."""
+MOCK_TOKEN_S = 0.04
+_TOO_LONG = "took longer than"
 _TIES = {EMBEDDED: EMBEDDED_TIE, LLAMA: LLAMA_TIE}
 _Message = dict[str, str]
 
 
 @dataclass(frozen=True, slots=True)
+class Whole:
+    """What one engine answers as a whole. `finish` and `tokens`: None where they are not known."""
+
+    text: str
+    finish: str | None = None
+    tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Right:
-    """A request and its answer.
+    """A request and its right answers.
 
     Attributes:
-        text: what an undisturbed engine says.
+        model, messages, count, fields: what it asks, and the longest answer.
+        answers: what an undisturbed engine says, of each of them.
         tie_at: where in it the two best tokens are so close that rounding decides.
+        api: how it is asked.
+        may_break: one of the engines never ends this answer as a stream.
+        is_long: it takes longer than kvpin lets a request take.
     """
 
-    body: dict[str, Any]
-    text: str
+    model: str
+    messages: list[_Message]
+    count: int
+    answers: tuple[Whole, ...]
     tie_at: int
+    fields: dict[str, Any] = field(default_factory=lambda: {"temperature": 0})
+    api: Api = CHAT
+    may_break: bool = False
+    is_long: bool = False
 
-    def matches(self, text: str) -> bool:
-        """Returns whether the text is the expected answer, up to the first near tie."""
-        return text == self.text or text[: self.tie_at] == self.text[: self.tie_at] != self.text
+    @property
+    def body(self) -> dict[str, Any]:
+        """The request."""
+        return {"model": self.model, **self.api.body(self.messages, self.count), **self.fields}
+
+    def matches(self, text: str, finish: str, tokens: int) -> bool:
+        """Returns whether this is the whole answer of one of the engines, up to the first near tie."""
+        return any(
+            _agrees(finish, each.finish) and _agrees(tokens, each.tokens) and self._is_same(text, each.text)
+            for each in self.answers
+        )
 
     def begins(self, text: str) -> bool:
-        """Returns whether the text is a beginning of the expected answer."""
-        return self.text[: self.tie_at].startswith(text[: self.tie_at])
+        """Returns whether the text is a beginning of one of the right answers."""
+        return any(each.text[: self.tie_at].startswith(text[: self.tie_at]) for each in self.answers)
+
+    def _is_same(self, text: str, right: str) -> bool:
+        return text == right or text[: self.tie_at] == right[: self.tie_at] != right
+
+
+def _agrees(found: object, wanted: object) -> bool:
+    return wanted is None or found == wanted
 
 
 @dataclass(slots=True)
@@ -77,14 +123,20 @@ class Answer:
     @property
     def is_error(self) -> bool:
         """Returns whether the client got no whole answer."""
-        return self.fate in {"refused", "ended with an error event", "BROKEN OFF", "WRONG", "HUNG"}
+        return self.is_expectable or self.fate in {"BROKEN OFF", "WRONG", "HUNG"}
+
+    @property
+    def is_expectable(self) -> bool:
+        """Returns whether it is an error that a fault may be the cause of."""
+        return self.fate in {"refused", "ended with an error event"}
 
 
 class Talks:
     """Chats for all models."""
 
-    def __init__(self, models: Sequence[str], dice: random.Random) -> None:
-        self._dice = dice
+    def __init__(self, models: Sequence[str], mocks: int, long_s: float, dice: random.Random) -> None:
+        """`mocks`: engines without a model. `long_s`: what the longest answers take of such an engine."""
+        self._dice, self._mocks, self._long = dice, mocks, round(long_s / MOCK_TOKEN_S)
         self._models = list(models)
         self._words = tuple(words())
         self._systems = [self._text(SYSTEM_TOKENS) for _ in range(6)]
@@ -99,12 +151,13 @@ class Talks:
         chat, messages = [], [{"role": "system", "content": self._dice.choice(self._systems)}]
         for _ in range(TURNS):
             messages = [*messages, self._question()]
-            body = self._body(model, messages)
+            asked = Right(model, messages, self._dice.randint(*ANSWER_TOKENS), (), 0)
             more = {"logprobs": True, "top_logprobs": 2, "cache_prompt": False}
-            answer = await client.post("/v1/chat/completions", json=body | more)
+            answer = await client.post(CHAT.path, json=asked.body | more)
             choice = answer.raise_for_status().json()["choices"][0]
             text = choice["message"]["content"]
-            chat.append(Right(body, text, _tie_at(choice["logprobs"]["content"], _TIES[model])))
+            tie_at = _tie_at(choice["logprobs"]["content"], _TIES[model])
+            chat.append(replace(asked, answers=(Whole(text),), tie_at=tie_at))
             messages = [*messages, {"role": "assistant", "content": text}]
         return chat
 
@@ -115,20 +168,31 @@ class Talks:
 
     def _mock_chat(self) -> Iterator[Right]:
         messages = [{"role": "system", "content": self._dice.choice(self._systems)}]
+        api = self._dice.choice((CHAT, CHAT, *APIS.values()))
         for _ in range(TURNS):
             messages = [*messages, self._question()]
-            body = self._body(MOCK, messages)
-            text = text_of(answer_ids(tokenizer().chat(messages).token_ids, body["max_tokens"]))
-            yield Right(body, text, len(text))
-            messages = [*messages, {"role": "assistant", "content": text}]
+            is_long = self._dice.random() < LONG_SHARE
+            count = self._long if is_long else self._dice.randint(*ANSWER_TOKENS)
+            prompt = tokenizer().chat(messages).token_ids
+            told = [chaos_texts.told(prompt, count, engine) for engine in range(self._mocks)]
+            answers = tuple(Whole(each.text, each.finish, len(each.pieces)) for each in told)
+            temperature = 1 if self._dice.random() < SAMPLED_SHARE else 0
+            stopper = chaos_texts.stopper(prompt, count)
+            yield Right(
+                MOCK,
+                messages,
+                count,
+                answers,
+                tie_at=max(len(each.text) for each in told) + 1,
+                fields={"temperature": temperature},
+                api=api,
+                may_break=stopper is not None and stopper < self._mocks,
+                is_long=is_long,
+            )
+            messages = [*messages, {"role": "assistant", "content": self._dice.choice(told).text}]
 
     def _question(self) -> _Message:
         return {"role": "user", "content": self._text(self._dice.randint(*QUESTION_TOKENS))}
-
-    def _body(self, model: str, messages: list[_Message]) -> dict[str, Any]:
-        tokens = self._dice.randint(*ANSWER_TOKENS)
-        greedy = {"temperature": 0, "max_tokens": tokens, "ignore_eos": True}
-        return {"model": model, "messages": messages, **greedy}
 
     def _text(self, tokens: int) -> str:
         return text_of(self._dice.choices(self._words, k=tokens))
@@ -181,37 +245,46 @@ class Clients:
                     break
 
     async def _ask(self, transport: HttpTransport, right: Right) -> Answer:
-        answer = Answer(right.body["model"], time.monotonic())
+        answer = Answer(right.model, time.monotonic())
         streams = self.dice.random() < 0.75
         leaves_after = self.dice.randint(1, 20) if streams and self.dice.random() < 0.15 else None
         is_slow = streams and self.dice.random() < 0.15
         body = right.body
         if streams:
-            body = body | {"stream": True, "stream_options": {"include_usage": True}}
+            body["stream"] = True
+            if right.api is CHAT:
+                body["stream_options"] = {"include_usage": True}
+                if is_slow and right.model == MOCK:
+                    body["padding"] = PADDING
         name = f"chaos-{next(self._numbers)}"
-        headers = Headers.of([("content-type", "application/json"), ("x-request-id", name)])
-        url = f"{self.url}/v1/chat/completions"
-        request = OutgoingRequest("POST", url, headers.raw, msgspec.json.encode(body))
-        read = _Read()
+        headers = [("content-type", "application/json"), ("x-request-id", name)]
+        read = Read()
+        opening = _Slow if is_slow else _Quick
+        opened = opening(transport, f"{self.url}{right.api.path}", headers, msgspec.json.encode(body))
         try:
             async with asyncio.timeout(HUNG_S):
-                response = await transport.send(request)
-            async with response:
-                answer.status = response.status
-                answer.engine = response.headers.get("x-kvpin-engine", "")
+                response = await opened.__aenter__()
+            try:
+                answer.status, answer.engine = response.status, response.engine
                 if streams and response.status == 200:
-                    await _read_stream(response, read, leaves_after, SLOW_READ_S if is_slow else 0.0)
+                    await _read_stream(response, read, right.api, leaves_after, is_slow=is_slow)
                 else:
                     async with asyncio.timeout(HUNG_S):
                         read.whole = await response.read()
-        except EngineUnavailable as error:
-            read.problem = str(error)
+            finally:
+                await opened.__aexit__(None, None, None)
+        except (EngineUnavailable, httpx.TransportError) as error:
+            read.problem = str(error) or type(error).__name__
         except TimeoutError:
             answer.fate = "HUNG"
         answer.ended = time.monotonic()
         if not answer.fate:
             _judge(answer, read, right)
-        answer.detail = f"{name}: {answer.detail}"
+        if _TOO_LONG in answer.detail and answer.is_expectable and (right.is_long or is_slow):
+            answer.fate = "over the time limit"
+        elif right.may_break and answer.fate == "ended with an error event":
+            answer.fate = "no engine had the same text"
+        answer.detail = f"{name} {right.api.path}: {answer.detail}"
         return answer
 
 
@@ -223,123 +296,137 @@ async def _pause(stop: asyncio.Event, seconds: float) -> None:
         pass
 
 
-@dataclass(slots=True)
-class _Read:
-    """An answer as it came.
+class _Response(Protocol):
+    """An answer that is read."""
 
-    Attributes:
-        whole: one that is no stream.
-        chunks: of a stream.
-        is_done: its end mark came.
-        has_left: the client left.
-        problem: how the connection ended, if not well.
-        odd: an event that is no JSON.
-    """
+    status: int
+    engine: str
 
-    whole: bytes | None = None
-    chunks: list[dict[str, Any]] = field(default_factory=list)
-    is_done: bool = False
-    has_left: bool = False
-    problem: str = ""
-    odd: bytes = b""
+    async def receive(self) -> bytes:
+        """The next bytes; b"" at the end."""
 
-    @property
-    def text(self) -> str:
-        """The text of the stream."""
-        choices = [chunk["choices"][0] for chunk in self.chunks if chunk.get("choices")]
-        return "".join(choice["delta"].get("content") or "" for choice in choices)
+    async def read(self) -> bytes:
+        """All bytes."""
 
-    @property
-    def error(self) -> str:
-        """The message of its error event, "" without one."""
-        return next((chunk["error"]["message"] for chunk in self.chunks if "error" in chunk), "")
 
-    @property
-    def flaw(self) -> str:
-        """The fault in the form of a complete stream, "" if there is none."""
-        ends = sum(
-            bool(chunk["choices"][0].get("finish_reason")) for chunk in self.chunks if chunk["choices"]
+class _Quick:
+    """A request of a client that reads what comes."""
+
+    def __init__(
+        self, transport: HttpTransport, url: str, headers: list[tuple[str, str]], body: bytes
+    ) -> None:
+        self._request = OutgoingRequest("POST", url, Headers.of(headers).raw, body)
+        self._transport = transport
+
+    async def __aenter__(self) -> _Response:
+        response = await self._transport.send(self._request)
+        self._response = await response.__aenter__()
+        self.status, self.engine = response.status, response.headers.get("x-kvpin-engine", "")
+        self.receive, self.read = response.receive, response.read
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self._response.__aexit__(None, None, None)
+
+
+class _Slow:
+    """A request of a client whose socket is small, and full most of the time."""
+
+    def __init__(
+        self, _transport: HttpTransport, url: str, headers: list[tuple[str, str]], body: bytes
+    ) -> None:
+        small = (socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 14)
+        self._client = httpx.AsyncClient(
+            transport=httpx.AsyncHTTPTransport(socket_options=[small], verify=False), timeout=HUNG_S
         )
-        usages = sum(bool(chunk.get("usage")) for chunk in self.chunks)
-        ids = len({(chunk["id"], chunk["model"]) for chunk in self.chunks})
-        if self.odd:
-            return f"an event that is no JSON: {self.odd[:80]!r}"
-        return "" if ends == usages == ids == 1 else f"{ends} ends, {usages} usages, {ids} ids"
+        self._opening = self._client.stream("POST", url, headers=headers, content=body)
+
+    async def __aenter__(self) -> _Response:
+        response = await self._opening.__aenter__()
+        self.status, self.engine = response.status_code, response.headers.get("x-kvpin-engine", "")
+        self._chunks = response.aiter_raw()
+        self.read = response.aread
+        return self
+
+    async def receive(self) -> bytes:
+        """See `_Response`."""
+        return await anext(self._chunks, b"")
+
+    async def __aexit__(self, *error: object) -> None:
+        await self._opening.__aexit__(None, None, None)
+        await self._client.aclose()
 
 
 async def _read_stream(
-    response: IncomingResponse, read: _Read, leaves_after: int | None, slow_s: float
+    response: _Response, read: Read, api: Api, leaves_after: int | None, *, is_slow: bool
 ) -> None:
     buffer = b""
     while True:
         async with asyncio.timeout(HUNG_S):
             piece = await response.receive()
         if not piece:
+            if buffer.strip():
+                read.odd = read.odd or b"half an event: " + buffer
             return
         *events, buffer = (buffer + piece).split(b"\n\n")
         for event in events:
-            _take(event, read)
-        if leaves_after is not None and len(read.chunks) > leaves_after:
+            read.take(event, api)
+        if leaves_after is not None and read.events > leaves_after:
             read.has_left = True
             return
-        if slow_s:
-            await asyncio.sleep(slow_s)
+        if is_slow:
+            await asyncio.sleep(SLOW_READ_S)
 
 
-def _take(event: bytes, read: _Read) -> None:
-    if event == b"data: [DONE]":
-        read.is_done = True
-    elif event and not event.startswith(b":"):
-        try:
-            read.chunks.append(msgspec.json.decode(event.removeprefix(b"data: ")))
-        except msgspec.DecodeError:
-            read.odd = event
-
-
-def _judge(answer: Answer, read: _Read, right: Right) -> None:
+def _judge(answer: Answer, read: Read, right: Right) -> None:
     """Says what became of a request."""
     if answer.status != 200:
         said = (read.whole or b"").decode(errors="replace")
         answer.fate = "refused" if answer.status else "BROKEN OFF"
         answer.detail = f"{answer.status} {said[:300]} {read.problem}"
     elif read.whole is not None:
-        answer.detail, text = _text_of(read.whole)
-        _compare(answer, text, right)
+        answer.detail, said = _said(read.whole, right.api)
+        _compare(answer, said, right)
     elif read.is_done and not read.problem:
         answer.detail = read.flaw
-        _compare(answer, read.text, right)
+        said = (read.text, read.finishes[0], read.tokens[0]) if not answer.detail else (read.text, "", 0)
+        _compare(answer, said, right)
     else:
         answer.fate = "left" if read.has_left else "ended with an error event"
-        answer.detail = (
-            f"{read.error or read.problem}, after {len(read.text)} of {len(right.text)} characters"
-        )
+        answer.detail = f"{read.error or read.problem}, after {len(read.text)} characters"
         if not read.error and not read.has_left:
             answer.fate = "BROKEN OFF"
         if not right.begins(read.text):
-            answer.fate, answer.detail = (
-                "WRONG",
-                f"{answer.fate}, {answer.detail}: {_difference(read.text, right)}",
-            )
+            flaw = _difference(read.text, right)
+            answer.fate, answer.detail = "WRONG", f"{answer.fate}, {answer.detail}: {flaw}"
+        elif read.is_done or (read.error and not read.problem):
+            answer.fate, answer.detail = "WRONG", f"a clean end after {answer.fate}, {answer.detail}"
 
 
-def _text_of(whole: bytes) -> tuple[str, str]:
-    """The fault in an answer without a stream, and its text."""
+def _said(whole: bytes, api: Api) -> tuple[str, tuple[str, str, int]]:
+    """The fault in an answer without a stream, and what it says."""
     try:
-        return "", msgspec.json.decode(whole)["choices"][0]["message"]["content"]
+        return "", api.said(msgspec.json.decode(whole))
     except (msgspec.DecodeError, UnicodeDecodeError, LookupError, TypeError):
-        return f"no answer: {whole[:80]!r}", ""
+        return f"no answer: {whole[:80]!r}", ("", "", 0)
 
 
-def _compare(answer: Answer, text: str, right: Right) -> None:
-    if answer.detail or not right.matches(text):
+def _compare(answer: Answer, said: tuple[str, str, int], right: Right) -> None:
+    if answer.detail or not right.matches(*said):
         answer.fate = "WRONG"
-        answer.detail = answer.detail or _difference(text, right)
+        answer.detail = answer.detail or f"{said[1:]}, {_difference(said[0], right)}"
     else:
-        answer.fate = "equal" if text == right.text else "near tie"
+        answer.fate = "equal" if any(said[0] == each.text for each in right.answers) else "near tie"
 
 
 def _difference(text: str, right: Right) -> str:
-    pairs = zip(text, right.text, strict=False)
-    at = next((at for at, (one, two) in enumerate(pairs) if one != two), min(len(text), len(right.text)))
-    lengths = f"{len(text)} and {len(right.text)} characters"
-    return f"{lengths} differ at {at}: {text[at : at + 40]!r} instead of {right.text[at : at + 40]!r}"
+    """How a text differs from the right one that it has most in common with."""
+    at, best = max(((_common(text, each.text), each) for each in right.answers), key=itemgetter(0))
+    lengths = f"{len(text)} and {len(best.text)} characters"
+    found = f"{text[at : at + 40]!r} instead of {best.text[at : at + 40]!r}"
+    return f"{lengths} differ at {at}: {found}, {best.finish}, {best.tokens} tokens"
+
+
+def _common(one: str, other: str) -> int:
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((at for at, (left, right) in pairs if left != right), min(len(one), len(other)))

@@ -19,7 +19,6 @@ from collections.abc import Callable, Container
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from http import HTTPStatus
 
 from engine_adapter import Capability, EngineLate, EngineLost, JsonBody, NotSupported, RequestBody
 from proxy.core.life import (
@@ -166,10 +165,11 @@ class Flow:
                 step = self._take(serving, await self._do(serving, step))
             if (error := _error_of(step, serving)) is None:
                 return
-            if not serving.reply.started:
+            reply = serving.reply
+            if not (reply.is_events or reply.has_written):
                 raise error
-            serving.record.status, serving.record.error = HTTPStatus.OK, str(error)
-            await serving.reply.break_off(error)
+            serving.record.status, serving.record.error = reply.status, str(error)
+            reply.break_off(error)
         except asyncio.CancelledError as cancelled:
             serving.life.ended(time.monotonic(), _why(cancelled))
             raise
@@ -192,12 +192,15 @@ class Flow:
         except asyncio.CancelledError:
             if (cause := serving.alarm.interrupted()) is None:
                 raise
-            if serving.reply.complete:  # the engine does not end a stream that its client has read
-                await serving.reply.finish()
+            if serving.reply.complete:  # the engine does not end it, or its client does not read the rest
+                serving.reply.end()
+                serving.record.status = serving.reply.status
                 return Answered()
-            return serving.failure(cause, self._late(cause, serving.reply))
+            return serving.failure(cause, self._late(cause, serving))
         except ANSWERED as error:
-            return serving.failure(cause_for(error, serving), error)
+            # The error of a step that was interrupted may take the interruption's place.
+            cause = serving.alarm.interrupted() or cause_for(error, serving)
+            return serving.failure(cause, error)
 
     def _take(self, serving: Serving, event: Event) -> Step:
         """Lets the machine take an event; returns the next step."""
@@ -216,9 +219,9 @@ class Flow:
         serving.record.cause = serving.life.ended(time.monotonic())
         serving.first = serving.ready = None
 
-    def _late(self, cause: Cause, reply: Reply) -> Exception:
+    def _late(self, cause: Cause, serving: Serving) -> Exception:
         """The error of a step that took too long."""
-        rules = self.rules
+        rules, reply = self.rules, serving.reply
         match cause:
             case Cause.ENGINE_LATE:
                 return EngineLate(f"the engine did not answer within {rules.first_byte_s:g} s")
@@ -232,8 +235,10 @@ class Flow:
                 text = f"the engine had no room for the request within {rules.first_byte_s:g} s"
                 return Overloaded(text, retry_after_s=1)
             case _:
-                limit_s = rules.first_byte_s if rules.total_s is None else rules.total_s
-                return TimeLimit(f"the request took longer than {limit_s:g} s, the limit of this kvpin")
+                lasted_s = time.monotonic() - serving.record.arrived
+                is_total = rules.total_s is not None and lasted_s >= rules.total_s
+                limit_s = rules.total_s if is_total else rules.placed_s
+                return TimeLimit(f"the request took longer than {limit_s:g} s, kvpin's limit")
 
     # --- Prepare --------------------------------------------------------------------------------------
 

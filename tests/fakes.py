@@ -58,7 +58,7 @@ ANSWER = {
 }
 
 
-class Bus:
+class Exchange:
     """One request an engine received, and its way back."""
 
     def __init__(self, connection: "_Connection", method: str, target: str, headers: list[tuple[str, str]]):
@@ -116,10 +116,10 @@ class Bus:
         transport.abort() if abort else transport.close()
 
 
-Script = Callable[[Bus], Awaitable[None]]
+Script = Callable[[Exchange], Awaitable[None]]
 
 
-async def answer(exchange: Bus) -> None:
+async def answer(exchange: Exchange) -> None:
     """What a well engine says."""
     if exchange.target == "/health":
         await exchange.send({"status": "ok"})
@@ -145,7 +145,7 @@ class _Connection(asyncio.Protocol):
         self._room = asyncio.Event()
         self._room.set()
         self.lost = False
-        self.exchange: Bus | None = None
+        self.exchange: Exchange | None = None
 
     def connection_made(self, transport):
         if not self._engine.is_up:
@@ -206,7 +206,7 @@ class _Connection(asyncio.Protocol):
                 while (line := (await self._line()).decode("latin-1").strip()) != "":
                     name, _, value = line.partition(":")
                     headers.append((name.lower(), value.strip()))
-                exchange = self.exchange = Bus(self, method, target, headers)
+                exchange = self.exchange = Exchange(self, method, target, headers)
                 self._engine.seen.append(exchange)
                 self._engine.arrived.set()
                 script = self._engine.script
@@ -228,7 +228,7 @@ class FakeEngine:
     def __init__(self, engine_id="a", script: Script = answer):
         self.id = engine_id
         self.script = script
-        self.seen: list[Bus] = []
+        self.seen: list[Exchange] = []
         self.connections: list[_Connection] = []
         self.arrived = asyncio.Event()
 
@@ -254,7 +254,7 @@ class FakeEngine:
             connection._task.cancel()
         await asyncio.gather(*(c._task for c in self.connections), return_exceptions=True)
 
-    async def request(self, number=0) -> Bus:
+    async def request(self, number=0) -> Exchange:
         """The request of that number, once it is here."""
         while len(self.seen) <= number:
             self.arrived.clear()

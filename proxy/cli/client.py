@@ -191,7 +191,7 @@ def fail(message: str) -> NoReturn:
 
 
 def show(answer: Any, view: str, *, as_json: bool) -> None:  # noqa: ANN401 - JSON
-    """Prints an answer as JSON, or by the function that `view` names, as in `answer_tables.show_stats`. That is
+    """Prints an answer as JSON, or by the function that `view` names: `answer_tables.show_stats`. It is
     imported late, because rich is slow to import."""
     if as_json:
         print_json(answer)

@@ -12,7 +12,7 @@ from math import inf
 from time import monotonic
 from typing import Any
 
-from proxy.core.life import Cause, Command, Interrupt, Life, Lost, Tick
+from proxy.core.life import Cause, Command, Interrupt, InTurn, Life, Lost, Tick
 
 # The least time between two looks, in seconds.
 _LEAST_S = 0.01
@@ -37,10 +37,10 @@ class Alarm:
         self.progress: Callable[[], tuple[int, bool]] = lambda: (0, False)
 
     def set(self) -> None:
-        """The state has changed: rings at its deadline. A timer that rings earlier stays."""
+        """The state has changed: rings at its deadline. A timer that rings earlier stays, until the end."""
         at = self._life.deadline
         if self._handle is not None:
-            if self._at <= at:
+            if self._at <= at < inf:
                 return
             self._handle.cancel()
         self._at = at
@@ -50,8 +50,9 @@ class Alarm:
             self._handle = asyncio.get_running_loop().call_later(wait_s, self._ring)
 
     def engine_lost(self) -> None:
-        """The engine was lost. Takes effect soon: an answer that is being read has begun by then."""
-        asyncio.get_running_loop().call_soon(self._engine_lost)
+        """The engine was lost. Takes effect soon: an answer that is being read has begun by then, and its
+        attempt may be over."""
+        asyncio.get_running_loop().call_soon(self._engine_lost, self._life.turn)
 
     def interrupted(self) -> Cause | None:
         """Called when the task was cancelled: why it was interrupted; None if its client left as well, or
@@ -72,8 +73,8 @@ class Alarm:
         received, at_client = self.progress()
         self._carry_out(self._life.take(monotonic(), Tick(received, at_client)))
 
-    def _engine_lost(self) -> None:
-        if self._task is not None and self._life.runs:
+    def _engine_lost(self, turn: InTurn | None) -> None:
+        if self._task is not None and turn is not None and self._life.turn is turn:
             self._carry_out(self._life.take(monotonic(), Lost(self.progress()[0])))
 
     def _carry_out(self, commands: tuple[Command, ...]) -> None:

@@ -191,7 +191,9 @@ class Reply:
     Attributes:
         dialect: how the client's API words errors.
         started: status and headers were sent.
+        status: that was sent.
         is_events: the answer is a stream of events.
+        has_written: bytes of the body were sent.
         waits: a write waits until the client takes more.
         complete: the client has the whole answer. A disconnect from now on is no cancellation.
         completed: when the client got the end of the answer, in monotonic seconds; None before that.
@@ -202,8 +204,8 @@ class Reply:
     """
 
     __slots__ = (
-        "_client", "complete", "completed", "dialect", "events", "is_events", "on_begin", "on_start",
-        "recorded", "started", "waits",
+        "_client", "_is_over", "complete", "completed", "dialect", "events", "has_written", "is_events",
+        "on_begin", "on_start", "recorded", "started", "status", "waits",
     )  # fmt: skip
 
     def __init__(self, client: Client, dialect: Dialect = OPENAI) -> None:
@@ -211,7 +213,8 @@ class Reply:
         self.dialect = dialect
         self.on_begin: Callable[[], None] | None = None
         self.on_start: Callable[[], None] | None = None
-        self.started = False
+        self.started = self.has_written = self._is_over = False
+        self.status: int | None = None
         self.complete = self.recorded = self.is_events = self.waits = False
         self.completed: float | None = None
         self.events = 0
@@ -225,6 +228,7 @@ class Reply:
         answer are not sent."""
         if not self.started:
             self._client.start(status, headers)
+            self.status = status
             if self.on_begin is not None:
                 self.on_begin()
         self.started, self.is_events = True, is_events
@@ -233,7 +237,7 @@ class Reply:
 
     async def write(self, chunk: bytes) -> None:
         """Sends body bytes."""
-        self.complete = chunk.endswith(_STREAM_END)
+        self.has_written, self.complete = True, chunk.endswith(_STREAM_END)
         if self.complete:
             self.completed = time.monotonic()
         self.events += chunk.count(_EVENT_END) or chunk.count(_EVENT_END_CR)
@@ -243,19 +247,25 @@ class Reply:
 
     async def finish(self, chunk: bytes = b"") -> None:
         """Sends the last body bytes."""
-        if not self.complete:
-            self.complete, self.completed = True, time.monotonic()
-        self._client.finish(chunk)
+        self.end(chunk)
         if self._client.is_full:
             await self._drain()
 
-    async def break_off(self, error: Exception) -> None:
-        """Tells the client that its stream ends before its answer does. Without the end of the body: clients
-        take a clean end for a whole answer."""
+    def end(self, chunk: bytes = b"") -> None:
+        """The same, without waiting for the client. An answer that has ended stays as it is."""
+        if not self.complete:
+            self.complete, self.completed = True, time.monotonic()
+        if not self._is_over:
+            self._is_over = True
+            self._client.finish(chunk)
+
+    def break_off(self, error: Exception) -> None:
+        """Tells the client that its stream ends before its answer does, without waiting for it. Without the
+        end of the body: clients take a clean end for a whole answer."""
         if self.is_events and not self.complete:
             code = Code.ENGINE_FAILED if isinstance(error, EngineUnavailable) else code_of(error)
             body = self.dialect.error(code.status, str(error), kind="server_error", code=code)
-            await self.write(b"\n\n" + self.dialect.error_event(body))
+            self._client.write(b"\n\n" + self.dialect.error_event(body))
 
     async def _drain(self) -> None:
         self.waits = True

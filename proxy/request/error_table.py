@@ -74,7 +74,7 @@ CAUSES: dict[type[BaseException], Cause] = {
     errors.RateLimited: Cause.QUOTA,
     errors.Overloaded: Cause.OVERLOADED,
     errors.NoEngine: Cause.NO_ENGINE,
-    errors.EngineFailed: Cause.NO_ENGINE,
+    errors.EngineFailed: Cause.ENGINE_GARBLED,
     errors.SlowBody: Cause.CLIENT_SLOW,
     errors.TimeLimit: Cause.OUR_LIMIT,
     EngineError: Cause.INVALID,

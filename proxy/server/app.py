@@ -293,7 +293,7 @@ def _keys(settings: Settings) -> list[ApiKey]:
 
 def _rules(settings: Settings) -> Rules:
     times = settings.timeouts
-    return Rules(times.first_byte_s, times.idle_s, times.total_s, settings.retries)
+    return Rules(times.first_byte_s, times.idle_s, times.total_s, settings.retries, settings.limits.queue_s)
 
 
 def build_app(proxy: Proxy) -> Dispatcher:

@@ -217,8 +217,11 @@ class Attempts:
     def _passage(
         self, serving: Serving, ready: Ready, call: Call, hold: Hold, engine: Engine
     ) -> Passage | None:
-        """What the stream passes, if another engine could go on with it. Keeps the body for that."""
-        if ready.home is not None or len(ready.pool.engines) == 1:
+        """What the stream passes, if another engine could go on with it. Keeps the body for that.
+
+        A stream that goes on always has one: what the client has is left out.
+        """
+        if serving.told is None and (ready.home is not None or len(ready.pool.engines) == 1):
             return None
         passage = passage_for(call, hold, engine.adapter.spec.kind, serving.told)
         if passage is not None and not serving.kept and isinstance(call.body, JsonBody):

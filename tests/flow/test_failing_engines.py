@@ -1,6 +1,7 @@
 """Engines that answer errors: they get few requests for a while, and retries have a budget. Real sockets."""
 
 import asyncio
+import json
 from contextlib import asynccontextmanager
 from functools import partial
 
@@ -133,7 +134,7 @@ async def test_the_total_time_is_that_of_all_attempts():
         bad.script = good.script = hanging
         response = await client.post(CHAT, json=ASK)
         assert is_openai_error(response, 504, "time_limit")
-        assert response.json()["error"]["message"] == "the request took longer than 0.3 s, the limit of this kvpin"
+        assert response.json()["error"]["message"] == "the request took longer than 0.3 s, kvpin's limit"
         assert (len(bad.seen), len(good.seen)) == (1, 1)
 
 
@@ -141,7 +142,7 @@ async def test_the_total_time_is_that_of_all_attempts():
     ("limit", "said", "code"),
     [
         ("idle_s", "nothing of the answer came for 0.1 s", "engine_failed"),
-        ("total_s", "the request took longer than 0.1 s, the limit of this kvpin", "time_limit"),
+        ("total_s", "the request took longer than 0.1 s, kvpin's limit", "time_limit"),
     ],
 )
 async def test_a_stream_that_stops_or_does_not_end_is_broken_off(limit, said, code):

@@ -179,7 +179,7 @@ class TestB5AnAttemptOwnsItsDeadlines:
             answer = asyncio.create_task(stream(client, CHAT, STREAM))
             while not a.seen:  # noqa: ASYNC110 - the engine has no event for it
                 await asyncio.sleep(0.01)
-            proxy.fleet.remove("a")
+            proxy.fleet.remove(proxy.fleet.engine("a"))
             if gone == "replaced":
                 proxy.add(a)
             got, is_clean = await asyncio.wait_for(answer, 5)

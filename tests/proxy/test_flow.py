@@ -929,7 +929,7 @@ class TestHold:
             "b",
             "16",
         )
-        assert (a.ended, b.ended) == ([EngineUnavailable], [None])
+        assert (a.ended, b.ended) == ([EngineUnreachable], [None])
 
     async def test_a_note_of_an_engine_that_failed_is_not_told(self, a, engine, proxy, client):
         a.make = lambda body: Hold(body, note="alone")

@@ -52,7 +52,7 @@ async def pass_on(transport: Transport, socket: str, call: Call, exchange: Excha
     except EngineUnavailable as error:
         if not reply.started:
             raise
-        await reply.break_off(error)
+        reply.break_off(error)
         return  # without an end, on purpose: clients take that for a whole answer
     await reply.finish()
 

@@ -52,15 +52,22 @@ class Rules(Struct, frozen=True):
     """The limits of a request's life, in seconds, and the engines tried after the first.
 
     Attributes:
-        first_byte_s: from placement to the beginning of an answer, and from arrival to placement.
+        first_byte_s: from placement to the beginning of an answer.
         idle_s: from one piece of an answer to the next.
         total_s: from arrival to the end; None without an end.
+        queue_s: in the queue.
     """
 
     first_byte_s: float = 1800.0
     idle_s: float = 600.0
     total_s: float | None = None
     retries: int = 2
+    queue_s: float = 60.0
+
+    @property
+    def placed_s(self) -> float:
+        """From arrival, or from a failed attempt, to placement."""
+        return self.first_byte_s + self.queue_s
 
 
 _Transition = Callable[[Any, Any, Any, float], tuple[Command, ...]]
@@ -102,9 +109,9 @@ class Life:
         total = inf if rules.total_s is None else self._arrived + rules.total_s
         match state:
             case Admitted():
-                return min(state.since + rules.first_byte_s, total)
+                return min(state.since + rules.placed_s, total)
             case InTurn(admitted=admitted):
-                return min(admitted.since + rules.first_byte_s, total)
+                return min(admitted.since + rules.placed_s, total)
             case Leased():
                 return min(state.since + rules.first_byte_s, total)
             case Answering():
@@ -114,9 +121,9 @@ class Life:
                 return inf
 
     @property
-    def runs(self) -> bool:
-        """Whether it is on an engine."""
-        return isinstance(self.state, (Leased, Answering))
+    def turn(self) -> InTurn | None:
+        """The attempt that is on an engine now; None if none is."""
+        return _turn_of(self.state) if isinstance(self.state, (Leased, Answering)) else None
 
     def ended(self, now: float, why: Cause = Cause.BUG) -> Cause:
         """The cause of its end; `why`, if its task ends before it has one."""

@@ -8,7 +8,7 @@ import socket
 import pytest
 import uvloop
 
-from engine_adapter.errors import EngineUnavailable
+from engine_adapter.errors import EngineUnavailable, EngineUnhealthy, EngineUnreachable
 from engine_adapter.http import origin
 from engine_adapter.http.transport import OutgoingRequest
 from tests.engine_adapter.http.raw_engine import Wire, raw_engine
@@ -65,9 +65,8 @@ async def test_a_name_is_looked_up_again_after_a_while_or_when_it_leads_nowhere(
         names = Names(monkeypatch)
         named = url.replace("127.0.0.1", "engine.internal")
         names.addresses = [DEAF]
-        with pytest.raises(EngineUnavailable, match=r"cannot connect to engine\.internal:\d+: ") as caught:
+        with pytest.raises(EngineUnreachable, match=r"cannot connect to engine\.internal:\d+: "):
             await ask(transport, named)
-        assert not caught.value.dropped
         monkeypatch.setattr(origin, "DNS_S", 0.0)
         names.addresses = ["127.0.0.1"]
         for _ in range(2):
@@ -96,9 +95,8 @@ async def test_a_connection_that_takes_too_long():
 
     async with raw_engine(silent) as (url, _):
         place = origin.Origin(url.replace("http:", "https:").rstrip("/"), None, 0.05)
-        with pytest.raises(EngineUnavailable, match=r"no answer within 0\.05 s") as caught:
+        with pytest.raises(EngineUnhealthy, match=r"no answer within 0\.05 s"):
             await place.connect()
-        assert not caught.value.dropped
 
 
 @pytest.mark.parametrize(

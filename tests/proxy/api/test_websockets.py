@@ -11,6 +11,7 @@ from websockets.asyncio.server import serve
 from websockets.exceptions import ConnectionClosed, ConnectionClosedError, InvalidStatus
 
 from engine_adapter.openai_compatible import ROUTES
+from proxy.core.life import Cause, Rules
 from proxy.request.tenants import ApiKey, Tenants
 from tests.fakes import INFO, FakeAdapter, FakeEngine, connect_to, proxy_over
 
@@ -186,6 +187,14 @@ class TestPassingOn:
             with pytest.raises(ConnectionClosedError):
                 await client.recv()
             assert client.close_code == 1006
+
+    async def test_the_total_limit_ends_both_sides(self):
+        engine = SocketEngine()
+        async with kvpin(engine, rules=Rules(total_s=0.2)) as proxy, over(proxy) as client:
+            with pytest.raises(ConnectionClosedError):
+                await client.recv()
+            assert (await engine.closed.get())[0] == 1006
+        assert (proxy.last.cause, proxy.last.status) == (Cause.OUR_LIMIT, 101)
 
     async def test_a_cancelled_one_ends_both_sides(self):
         """As when kvpin stops, and it outlasts `graceful_shutdown_s`."""

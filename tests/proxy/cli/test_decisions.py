@@ -129,7 +129,9 @@ def test_a_row_says_why_it_missed_or_failed(capsys):
     decisions.show_requests([REQUEST, REQUEST | error | {"miss": None, "differs_at": None}])
     lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
     assert lines[1].endswith("input_changed: messages[1], character 17")
-    assert lines[2].endswith("400     4000    0          0       1010.0 ms   1500.0 ms  invalid: prompt [is] too long")
+    assert lines[2].endswith(
+        "400     4000    0          0       1010.0 ms   1500.0 ms  invalid: prompt [is] too long"
+    )
 
 
 def test_a_row_says_how_long_it_was_queued(capsys):

@@ -37,7 +37,7 @@ ON_A = (Prepared(), Placed("a"), Entered(), Sent())
 @pytest.mark.parametrize(
     ("rules", "events", "cause"),
     [
-        (Rules(first_byte_s=0.05), (), Cause.OUR_LIMIT),
+        (Rules(first_byte_s=0.03, queue_s=0.02), (), Cause.OUR_LIMIT),
         (Rules(first_byte_s=0.05), ON_A[:3], Cause.ENGINE_BUSY),
         (Rules(first_byte_s=0.05), ON_A, Cause.ENGINE_LATE),
         (Rules(idle_s=0.05), (*ON_A, Began()), Cause.ENGINE_SILENT),

@@ -10,7 +10,7 @@ import pytest
 from websockets.asyncio.client import connect
 from websockets.asyncio.server import serve
 
-from engine_adapter import EngineUnavailable
+from engine_adapter import EngineDied, EngineUnavailable
 from engine_adapter.openai_compatible import ROUTES
 from proxy.api.relay import to_owner
 from proxy.control.stats import stats
@@ -279,7 +279,7 @@ def break_passed_on(proxy):
     """The connections break on which requests were passed on."""
     (origin,) = [each for each in proxy.transport._origins.values() if each._unix]
     for connection in list(origin._open):
-        connection.fail(EngineUnavailable("the connection broke", dropped=True))
+        connection.fail(EngineDied("the connection broke"))
 
 
 @pytest.fixture

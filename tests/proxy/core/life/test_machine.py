@@ -35,9 +35,9 @@ from proxy.core.life import (
 )
 from proxy.core.retry_budget import FLOOR, RetryBudget
 
-RULES = Rules(first_byte_s=10, idle_s=8, total_s=100, retries=2)
+RULES = Rules(first_byte_s=10, idle_s=8, total_s=100, retries=2, queue_s=5)
 RULES_UNDER = {
-    "without a total time": Rules(first_byte_s=10, idle_s=8, retries=2),
+    "without a total time": Rules(first_byte_s=10, idle_s=8, retries=2, queue_s=5),
     "without retries": Rules(first_byte_s=10, idle_s=8, total_s=100, retries=0),
 }
 
@@ -161,7 +161,7 @@ def test_an_event_that_does_not_fit_is_an_error_at_once(state, words):
 
 def test_a_life_that_is_given_up_has_a_cause():
     life = Life(RULES, RetryBudget(), 0.0)
-    assert (life.runs, life.ended(1.0, Cause.STOPPING), life.ended(2.0)) == (False, "stopping", "stopping")
+    assert (life.turn, life.ended(1.0, Cause.STOPPING), life.ended(2.0)) == (None, "stopping", "stopping")
     assert life.deadline == float("inf")
-    assert play(START[Leased]).runs
-    assert play(START[Answering]).runs
+    assert play(START[Leased]).turn is not None
+    assert play(START[Answering]).turn is not None

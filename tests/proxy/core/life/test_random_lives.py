@@ -40,7 +40,7 @@ from proxy.core.life import (
 from proxy.core.retry_budget import RetryBudget
 from proxy.request.migration import Passage
 
-RULES = Rules(first_byte_s=10, idle_s=8, total_s=100, retries=3)
+RULES = Rules(first_byte_s=10, idle_s=8, total_s=100, retries=3, queue_s=5)
 ENGINES = ("a", "b", "c", "d")
 ANSWER = "ababababab! The quick brown fox \n\n jumps over [DONE] the lazy dog."
 FAILURES = [cause for cause in Cause if cause.elsewhere and cause is not Cause.DIVERGED]
