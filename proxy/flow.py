@@ -238,7 +238,7 @@ class Flow:
                 lasted_s = time.monotonic() - serving.record.arrived
                 is_total = rules.total_s is not None and lasted_s >= rules.total_s
                 limit_s = rules.total_s if is_total else rules.placed_s
-                return TimeLimit(f"the request took longer than {limit_s:g} s")
+                return TimeLimit(f"the request took longer than {limit_s:g} s, kvpin's limit")
 
     # --- Prepare --------------------------------------------------------------------------------------
 

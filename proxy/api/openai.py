@@ -38,7 +38,7 @@ from proxy.http.exchange import ClientLeft, Exchange
 from proxy.request.admitted import Admitted, Gate
 from proxy.request.calls import Call, Reply
 from proxy.request.dialects import dialect_of
-from proxy.request.error_table import ANSWERED, status_of
+from proxy.request.error_table import ANSWERED, cause_of, status_of
 from proxy.request.records import RequestRecord
 from proxy.request.session import session_of
 from proxy.request.tenants import Tenants
@@ -165,6 +165,7 @@ class DataPlane:
         except RateLimited as error:
             record = RequestRecord.of(head())
             record.status, record.error, record.duration_s = status_of(error), str(error), 0.0
+            record.cause = cause_of(error)
             reply.recorded = True
             self.flow.requests.add(record)
             self.flow.observe(record)

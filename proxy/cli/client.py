@@ -191,12 +191,12 @@ def fail(message: str) -> NoReturn:
 
 
 def show(answer: Any, view: str, *, as_json: bool) -> None:  # noqa: ANN401 - JSON
-    """Prints an answer as JSON, or by the function that `view` names, as in `tables.show_stats`. That is
+    """Prints an answer as JSON, or by the function that `view` names: `answer_tables.show_stats`. It is
     imported late, because rich is slow to import."""
     if as_json:
         print_json(answer)
         return
-    module, _, name = view.partition(".")
+    module, _, name = view.rpartition(".")
     getattr(import_module(f"proxy.cli.{module}"), name)(answer)
 
 

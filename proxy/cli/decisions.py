@@ -112,11 +112,11 @@ def _show_costs(
 
 
 def _why(request: dict[str, Any], waited: float | None, at: str | None) -> str:
-    """Text on a request: the seconds it waited for busy engines, then why it failed, or why no more of its
-    prompt was reused and what differs first."""
+    """Text on a request: the seconds it waited for busy engines, then the cause of its failure and the error,
+    or why no more of its prompt was reused and what differs first."""
     queued = f"queued {waited:.1f} s; " if waited is not None else ""
     if request["error"] is not None:
-        return queued + str(request["error"])
+        return f"{queued}{request['cause']}: {request['error']}"
     return queued + str(request["miss"] or "") + (f": {at}" if at is not None else "")
 
 

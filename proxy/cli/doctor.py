@@ -50,6 +50,6 @@ def doctor(
         typer.echo(f"kvpin: {error}", err=True)
         raise typer.Exit(_UNUSABLE) from None
     found = examination.as_json()
-    show(found, "examination.show_examination", as_json=as_json)
+    show(found, "engine_check.display.show_examination", as_json=as_json)
     if found["findings"]:
         raise typer.Exit(_FINDINGS)

@@ -9,8 +9,19 @@ from urllib.parse import parse_qs, parse_qsl, urlencode
 
 import msgspec
 
-from engine_adapter import NATIVE_ROUTES, HeaderPairs, Headers, JsonBody, RequestBody, route_of, websocket
+from engine_adapter import (
+    NATIVE_ROUTES,
+    EngineUnavailable,
+    HeaderPairs,
+    Headers,
+    JsonBody,
+    RequestBody,
+    route_of,
+    websocket,
+)
+from proxy.errors.codes import Code
 from proxy.request.dialects import OPENAI, Dialect
+from proxy.request.error_table import code_of
 from proxy.request.session import Session
 
 # Routes below `/v1` that go on from a prompt.
@@ -252,7 +263,8 @@ class Reply:
         """Tells the client that its stream broke off, without waiting for it. Leaves out the end of the body:
         clients would take a clean end for a complete answer."""
         if self.is_events and not self.complete:
-            body = self.dialect.error(502, str(error), kind="server_error")
+            code = Code.ENGINE_FAILED if isinstance(error, EngineUnavailable) else code_of(error)
+            body = self.dialect.error(code.status, str(error), kind="server_error", code=code)
             self._client.write(b"\n\n" + self.dialect.error_event(body))
 
     async def _drain(self) -> None:

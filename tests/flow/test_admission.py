@@ -78,7 +78,7 @@ async def test_a_tenant_with_one_request_at_a_time_holds_one_unfinished_body(eng
             assert answer.startswith(b"HTTP/1.1 429 ")
             assert b"the limit concurrent_requests = 1 is reached" in answer
         record = proxy.last
-        assert (record.status, record.tenant, record.route) == (429, "t", path)
+        assert (record.status, record.cause, record.tenant, record.route) == (429, "quota", "t", path)
         assert 'kvpin_refused_total{reason="limit"} 3' in proxy.metrics.render().decode()
         await first.leave()
         await until(lambda: not proxy.tenants.quota("t")._running)

@@ -1,6 +1,7 @@
 """Engines that answer errors: they get few requests for a while, and retries have a budget. Real sockets."""
 
 import asyncio
+import json
 from contextlib import asynccontextmanager
 from functools import partial
 
@@ -133,15 +134,18 @@ async def test_the_total_time_is_that_of_all_attempts():
         bad.script = good.script = hanging
         response = await client.post(CHAT, json=ASK)
         assert is_openai_error(response, 504, "time_limit")
-        assert response.json()["error"]["message"] == "the request took longer than 0.3 s"
+        assert response.json()["error"]["message"] == "the request took longer than 0.3 s, kvpin's limit"
         assert (len(bad.seen), len(good.seen)) == (1, 1)
 
 
 @pytest.mark.parametrize(
-    ("limit", "said"),
-    [("idle_s", "nothing of the answer came for 0.1 s"), ("total_s", "the request took longer than 0.1 s")],
+    ("limit", "said", "code"),
+    [
+        ("idle_s", "nothing of the answer came for 0.1 s", "engine_failed"),
+        ("total_s", "the request took longer than 0.1 s, kvpin's limit", "time_limit"),
+    ],
 )
-async def test_a_stream_that_stops_or_does_not_end_is_broken_off(limit, said):
+async def test_a_stream_that_stops_or_does_not_end_is_broken_off(limit, said, code):
     async with two(rules=Rules(**{limit: 0.1})) as (bad, _, proxy, client):
         bad.script = partial(hanging, chunks=(b"data: 1\n\n", b"data: 2\n\n"))
         text = b""
@@ -149,5 +153,6 @@ async def test_a_stream_that_stops_or_does_not_end_is_broken_off(limit, said):
             async with client.stream("POST", CHAT, json=STREAM) as response:
                 async for chunk in response.aiter_raw():
                     text += chunk
-        assert said in text.decode()
+        error = json.loads(text.rpartition(b"data: ")[2])["error"]
+        assert (error["message"], error["code"]) == (said, code)
         assert proxy.last.error == said

@@ -19,7 +19,8 @@ COSTS = [
 DECISION = {"rule": "lowest cost", "why": WHY, "utilisation": 0.75, "strain": 4.0}
 ROUTE = DECISION | {"engine": "tensorrt_llm-12", "n_tokens": 4000, "candidates": COSTS}
 REQUEST = {
-    "request_id": "r[1]", "engine": "tensorrt_llm-12", "status": 200, "error": None, "n_tokens": 4000,
+    "request_id": "r[1]", "engine": "tensorrt_llm-12", "status": 200, "error": None, "cause": "answered",
+    "n_tokens": 4000,
     "predicted_tokens": 0, "reported_tokens": 0, "stream": True, "expected_first_token_s": 1.0,
     "first_byte_s": 1.01, "duration_s": 1.5, "explanation": "why [bold]", "divergence": None,
     "miss": "input_changed", "differs_at": "messages[1], character 17", "queued_s": None,
@@ -124,19 +125,21 @@ def test_equal_prompts_are_said_to_be_equal(capsys):
 
 
 def test_a_row_says_why_it_missed_or_failed(capsys):
-    failed = REQUEST | {"request_id": "r2", "status": 400, "error": "prompt [is] too long", "miss": None}
-    decisions.show_requests([REQUEST, failed | {"differs_at": None}])
+    error = {"status": 400, "cause": "invalid", "error": "prompt [is] too long"}
+    decisions.show_requests([REQUEST, REQUEST | error | {"miss": None, "differs_at": None}])
     lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
     assert lines[1].endswith("input_changed: messages[1], character 17")
-    assert lines[2].endswith("400     4000    0          0       1010.0 ms   1500.0 ms  prompt [is] too long")
+    assert lines[2].endswith(
+        "400     4000    0          0       1010.0 ms   1500.0 ms  invalid: prompt [is] too long"
+    )
 
 
 def test_a_row_says_how_long_it_was_queued(capsys):
-    refused = REQUEST | {"error": "all engines are busy", "queued_s": 0.04}
+    refused = REQUEST | {"cause": "overloaded", "error": "all engines are busy", "queued_s": 0.04}
     decisions.show_requests([REQUEST | {"queued_s": 3.21}, refused])
     output = capsys.readouterr().out
     assert "queued 3.2 s; input_changed" in output
-    assert "queued 0.0 s; all engines are busy" in output
+    assert "queued 0.0 s; overloaded: all engines are busy" in output
 
 
 def test_a_list_says_where_the_records_of_requests_are_that_were_passed_on(capsys):
