@@ -50,8 +50,8 @@ class Alarm:
             self._handle = asyncio.get_running_loop().call_later(wait_s, self._ring)
 
     def engine_lost(self) -> None:
-        """Reports soon that the engine was lost: by then, an answer that is just being read has begun, and the
-        attempt may be over."""
+        """Reports soon that the engine was lost: by then, an answer that is just being read has begun, or the
+        attempt is over."""
         asyncio.get_running_loop().call_soon(self._engine_lost, self._life.turn)
 
     def interrupted(self) -> Cause | None:
