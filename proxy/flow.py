@@ -45,12 +45,12 @@ from proxy.fleet.engine import TOKENS_PER_BLOCK
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.ingest import Ingest
 from proxy.fleet.pool import no_engine_for
-from proxy.request.admitted import Admitted
 from proxy.request.alarm import Alarm
 from proxy.request.calls import Call, Reply
 from proxy.request.comparison import Comparison
 from proxy.request.diagnostics import APIS, Diagnosed
 from proxy.request.error_table import ANSWERED, status_of
+from proxy.request.gate import Admission
 from proxy.request.records import RequestLog, RequestRecord
 from proxy.request.retries import final_error
 from proxy.request.tenants import Tenants
@@ -109,7 +109,7 @@ class Flow:
         """Tells why the cache of a request missed."""
         return Comparison(self.requests, self.fleet.engines, TOKENS_PER_BLOCK)
 
-    async def serve(self, call: Call, reply: Reply, admitted: Admitted) -> RequestRecord:
+    async def serve(self, call: Call, reply: Reply, admitted: Admission) -> RequestRecord:
         """Answers a request. The caller closes `admitted`.
 
         Raises:
@@ -138,7 +138,7 @@ class Flow:
             self.observe(record)
             record.chain = None  # the log keeps records for long
 
-    async def run(self, ready: Ready, reply: Reply, record: RequestRecord, admitted: Admitted) -> None:
+    async def run(self, ready: Ready, reply: Reply, record: RequestRecord, admitted: Admission) -> None:
         """Runs a request of kvpin's own, which was prepared. It waits for its turn like any other.
 
         Raises:
@@ -150,7 +150,7 @@ class Flow:
         assert isinstance(step, Place)  # noqa: S101 - what follows Prepared
         await self._live(serving, step)
 
-    def _serving(self, call: Call, reply: Reply, record: RequestRecord, admitted: Admitted) -> Serving:
+    def _serving(self, call: Call, reply: Reply, record: RequestRecord, admitted: Admission) -> Serving:
         life = Life(self.rules, self.budget, record.arrived)
         return Serving(call, reply, record, life, Alarm(life), admitted)
 

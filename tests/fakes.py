@@ -37,7 +37,7 @@ from proxy.observe.metrics import Metrics
 from proxy.peers.bus import Bus as PeerExchange
 from proxy.peers.peers import Peers
 from proxy.prompt import MediaUuids, PromptBuilder, PromptTables
-from proxy.request.admitted import Gate
+from proxy.request.gate import Gate
 from proxy.request.records import RequestLog
 from proxy.request.tenants import Tenants
 from proxy.request.translate import ResponseStore, Translate, translations

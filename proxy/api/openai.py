@@ -35,10 +35,10 @@ from proxy.errors import BodyTooLarge, EncodedBody, NoEngine, NoMemory, RateLimi
 from proxy.flow import Flow
 from proxy.headers import REQUEST_ID_HEADER
 from proxy.http.exchange import ClientLeft, Exchange
-from proxy.request.admitted import Admitted, Gate
 from proxy.request.calls import Call, Reply
 from proxy.request.dialects import dialect_of
 from proxy.request.error_table import ANSWERED, cause_of, status_of
+from proxy.request.gate import Admission, Gate
 from proxy.request.records import RequestRecord
 from proxy.request.session import session_of
 from proxy.request.tenants import Tenants
@@ -149,7 +149,7 @@ class DataPlane:
         head: Callable[[], Call],
         *,
         is_upload: bool = False,
-    ) -> Admitted:
+    ) -> Admission:
         """Admits a request. A request over its tenant's limits gets a record, made of its `head`.
 
         With `is_upload`, its body is passed on as it arrives: its length is not the memory that it takes.
@@ -180,7 +180,7 @@ class DataPlane:
         return await self.responses.answer(exchange.method, path, tenant)
 
     def _work(
-        self, call: Call, exchange: Exchange, reply: Reply, admitted: Admitted
+        self, call: Call, exchange: Exchange, reply: Reply, admitted: Admission
     ) -> Coroutine[Any, Any, object]:
         """Serves a request on an engine, or passes it on to the kvpin that keeps the named response."""
         name = response_named(call)
@@ -199,13 +199,13 @@ class DataPlane:
         call: Call,
         exchange: Exchange,
         reply: Reply,
-        admitted: Admitted,
+        admitted: Admission,
     ) -> None:
         if not await keepers.serve(name, call, exchange, reply):
             await self._at_engine(call, exchange, reply, admitted)
 
     def _at_engine(
-        self, call: Call, exchange: Exchange, reply: Reply, admitted: Admitted
+        self, call: Call, exchange: Exchange, reply: Reply, admitted: Admission
     ) -> Coroutine[Any, Any, object]:
         """The work of a request: on an engine, or at the kvpin that may use its engine."""
         if self.elsewhere is not None and self.elsewhere.is_concerned:
@@ -241,7 +241,7 @@ class DataPlane:
             await self._work(call, exchange, reply, admitted)
 
     async def _serve_upload(
-        self, exchange: Exchange, reply: Reply, call: Callable[[RequestBody], Call], admitted: Admitted
+        self, exchange: Exchange, reply: Reply, call: Callable[[RequestBody], Call], admitted: Admission
     ) -> None:
         """Serves a request whose body is passed on as it arrives. A form is read as far as its model's name,
         where that matters."""
@@ -268,7 +268,7 @@ class DataPlane:
         passed_on, session = passed_on_headers(headers, self.tenants), session_of(tenant, headers, body)
         return Call(own_id, exchange.method, path, passed_on, body, tenant, client_id, session)
 
-    async def _body(self, exchange: Exchange, admitted: Admitted) -> JsonBody | None:
+    async def _body(self, exchange: Exchange, admitted: Admission) -> JsonBody | None:
         """The parsed JSON body."""
         raw = await exchange.read(self.max_body_bytes, admitted.hold)
         encoding = exchange.headers.get("content-encoding", "identity")

@@ -22,8 +22,8 @@ from proxy.fleet.engine import Engine
 from proxy.fleet.pool import no_engine_for
 from proxy.flow import Flow
 from proxy.headers import PRIORITY_HEADER
-from proxy.request.admitted import Admitted
 from proxy.request.calls import Call, Nobody, Reply
+from proxy.request.gate import Admission
 from proxy.request.records import RequestRecord
 from proxy.steps.preparation import Ready
 
@@ -71,7 +71,7 @@ class Warming:
             raise NoEngine(f"engine {engine.id!r} takes no requests now")
         part.total = len(prefix.chain.hashes)
         record = RequestRecord.of(ready.call)
-        with Admitted.of_kvpin() as admitted:
+        with Admission.of_kvpin() as admitted:
             await self._flow.run(ready, Reply(Nobody()), record, admitted)
         if record.error is not None:
             raise EngineRejected(record.error, status=record.status or 502)

@@ -24,7 +24,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from proxy.errors.codes import Code
-from proxy.headers import RETRY_AFTER_HEADER
+from proxy.headers import RETRY_AFTER_HEADER, SHOULD_RETRY_HEADER
 
 
 class ProxyError(Exception):
@@ -113,7 +113,11 @@ class NoMemory(Overloaded):
 
 
 class TimeLimit(ProxyError):
-    """The request took longer than kvpin allows."""
+    """The request took longer than kvpin allows. Clients should not repeat it: it would take as long again."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.headers = {SHOULD_RETRY_HEADER: "false"}
 
 
 class NoEngine(ProxyError):

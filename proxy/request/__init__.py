@@ -2,7 +2,7 @@
 
 calls.py           the request and its reply
 session.py         the conversation it belongs to
-admitted.py        the permission to run: the tenant's quota and memory for the body, held to the end
+gate.py            the permission to run: the tenant's quota and memory for the body, held to the end
 forward.py         sends a request to an engine, streams the answer back
 tenants.py         API key → tenant → cache salt
 answer_headers.py  which of the answer's headers the client gets

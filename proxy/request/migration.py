@@ -16,7 +16,7 @@ from collections.abc import Callable
 from engine_adapter import Hold, JsonBody, Resumption
 from proxy.request.calls import Call
 from proxy.request.splice import Splice
-from proxy.request.transcript import Told, Transcript
+from proxy.request.transcript import SentStream, Transcript
 
 ROUTES = frozenset({"/v1/chat/completions", "/v1/completions"})
 MAX_BODIES = 256 << 20
@@ -26,7 +26,7 @@ MAX_BODIES = 256 << 20
 class Passage:
     """Reads one attempt's stream on its way to the client, so that another engine can go on with it."""
 
-    def __init__(self, kind: str, resume: Callable[[], Resumption] | None, before: Told | None) -> None:
+    def __init__(self, kind: str, resume: Callable[[], Resumption] | None, before: SentStream | None) -> None:
         """A passage.
 
         Args:
@@ -53,7 +53,7 @@ class Passage:
         rest = self._splice.finish() if self._splice is not None else b""
         return (self._sent.feed(rest) if rest else b"") + self._sent.finish()
 
-    def told(self, cached_tokens: int | None) -> Told | None:
+    def told(self, cached_tokens: int | None) -> SentStream | None:
         """The client's part of the stream, for the next attempt; None if no engine can continue it.
 
         `cached_tokens`: prompt tokens that this engine reused, if it told.
@@ -67,10 +67,10 @@ class Passage:
         if resumption is not None and not resumption.token_ids:
             resumption = None  # nothing of the answer has come: the request runs again
         sent = self._sent
-        return Told(self._kind, sent.head, sent.has_role, sent.texts, resumption, cached_tokens)
+        return SentStream(self._kind, sent.head, sent.has_role, sent.texts, resumption, cached_tokens)
 
 
-def passage_for(call: Call, hold: Hold, kind: str, before: Told | None) -> Passage | None:
+def passage_for(call: Call, hold: Hold, kind: str, before: SentStream | None) -> Passage | None:
     """The passage of a stream that another engine could go on with; None if it ends with its engine.
 
     Args:

@@ -11,7 +11,7 @@ from collections import deque
 import msgspec
 
 from engine_adapter import EngineDiverged, WholeEvents
-from proxy.request.transcript import NULL, Event, Fields, Told, read_event
+from proxy.request.transcript import NULL, Event, Fields, SentStream, read_event
 
 _decode_fields = msgspec.json.Decoder(Fields).decode
 _NAMES = ("id", "object", "created", "model", "system_fingerprint")
@@ -20,7 +20,7 @@ _NAMES = ("id", "object", "created", "model", "system_fingerprint")
 class Splice:
     """The rest of an answer, as chunks of the stream that the client reads."""
 
-    def __init__(self, told: Told) -> None:
+    def __init__(self, told: SentStream) -> None:
         """`told`: what the client has."""
         head = told.head or {}
         self._head = {name: head[name] for name in _NAMES if name in head}

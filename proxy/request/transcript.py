@@ -115,7 +115,7 @@ def is_whole(tail: bytes) -> bool:
     return _DONE.search(tail) is not None or _FINISHED.search(tail) is not None
 
 
-class Told(msgspec.Struct, frozen=True):
+class SentStream(msgspec.Struct, frozen=True):
     """A stream as its client has it, all that the next attempt is built from.
 
     Attributes:
@@ -140,11 +140,11 @@ class Transcript:
     """Keeps a stream as its client gets it.
 
     Attributes:
-        head, has_role: as of `Told`.
+        head, has_role: as of `SentStream`.
         is_plain: all of it was read, and it is nothing but text; without the text: it has not ended.
     """
 
-    def __init__(self, before: Told | None = None, *, keeps_text: bool) -> None:
+    def __init__(self, before: SentStream | None = None, *, keeps_text: bool) -> None:
         """`before`: what the client has already. `keeps_text`: False if the head is enough to go on."""
         self.head: Fields | None = before.head if before is not None else None
         self.has_role = before is not None and before.has_role

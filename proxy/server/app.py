@@ -73,8 +73,8 @@ from proxy.observe.metrics import Metrics
 from proxy.observe.recorder import Recorder
 from proxy.peers.peers import Peers
 from proxy.prompt import MediaUuids, PromptTables
-from proxy.request.admitted import Gate
 from proxy.request.error_table import ANSWERED
+from proxy.request.gate import Gate
 from proxy.request.records import RequestLog, RequestRecord
 from proxy.request.tenants import ApiKey, Tenants
 from proxy.request.translate import ResponseStore, translations

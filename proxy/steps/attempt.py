@@ -48,16 +48,16 @@ from proxy.fleet.lower_tiers import expect_below, look_below
 from proxy.fleet.pool import Pool
 from proxy.headers import ENGINE_HEADER, NOTE_HEADER, POLICY_HEADER, PREDICTED_HEADER
 from proxy.prompt import audit_tokens
-from proxy.request.admitted import Admitted
 from proxy.request.alarm import Alarm
 from proxy.request.calls import Call, Reply
 from proxy.request.error_table import cause_of
 from proxy.request.forward import Forwarded, Forwarding
+from proxy.request.gate import Admission
 from proxy.request.migration import MAX_BODIES, Passage, passage_for
 from proxy.request.records import RequestRecord
 from proxy.request.retries import PASSED_ON, is_not_here, refusals_of
 from proxy.request.tenants import Tenants
-from proxy.request.transcript import Told
+from proxy.request.transcript import SentStream
 from proxy.steps.preparation import Ready
 
 log = structlog.get_logger(__name__)
@@ -88,7 +88,7 @@ class Serving:
     record: RequestRecord
     life: Life
     alarm: Alarm
-    admitted: Admitted
+    admitted: Admission
     ready: Ready | None = None
     first: Ready | None = None
     placement: Placement | None = None
@@ -96,7 +96,7 @@ class Serving:
     engine: Engine | None = None
     passage: Passage | None = None
     cached: int | None = None
-    told: Told | None = None
+    told: SentStream | None = None
     kept: int = 0
 
     def take(self, event: Event) -> tuple[Command, ...]:

@@ -26,7 +26,7 @@ from proxy.request.error_table import ANSWERED
 from proxy.request.retries import PASSED_ON
 from proxy.request.session import Session
 from proxy.request.tenants import Tenants
-from proxy.request.transcript import Told
+from proxy.request.transcript import SentStream
 from proxy.request.translate import (
     CHAT_PATH,
     RESPONSES_PATH,
@@ -109,7 +109,7 @@ class Ready(Struct, frozen=True):
             return Predicted(tokens_per_block=block)
         return Predicted(len(prompt.token_ids), placement.predicted_tokens, block)
 
-    def going_on(self, told: Told) -> Ready:
+    def going_on(self, told: SentStream) -> Ready:
         """The request for the engine that goes on with a stream. If this engine can resume from tokens, the
         answer's tokens so far become the end of its prompt."""
         prompt, resumption, call = self.prompt, told.resumption, self.call

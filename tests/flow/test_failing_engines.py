@@ -134,6 +134,7 @@ async def test_the_total_time_is_that_of_all_attempts():
         bad.script = good.script = hanging
         response = await client.post(CHAT, json=ASK)
         assert is_openai_error(response, 504, "time_limit")
+        assert response.headers["x-should-retry"] == "false"
         assert response.json()["error"]["message"] == "the request took longer than 0.3 s, kvpin's limit"
         assert (len(bad.seen), len(good.seen)) == (1, 1)
 

@@ -18,9 +18,9 @@ from proxy.replay.kvpin import Kvpin
 from proxy.replay.simulated_engine import EngineModel
 from proxy.replay.simulator import ReplayRun, simulate
 from proxy.replay.trace import Trace, TraceRequest
-from proxy.request.admitted import Admitted
 from proxy.request.calls import Call, Reply
 from proxy.request.forward import Forwarded, Forwarding
+from proxy.request.gate import Admission
 from tests.fakes import FakeEngine, client_of, proxy_over
 
 PREFILL_TOK_S, STEP_S = 40_000, 0.001
@@ -149,7 +149,7 @@ async def test_the_chain_of_a_request_is_computed_once(monkeypatch):
             JsonBody(json.dumps({"model": "m", "prompt": [1] * 40}).encode()),
         )
         flow = replace(proxy.flow, observe=ahead.observe)
-        await flow.serve(call, Reply(None), Admitted.of_kvpin())
+        await flow.serve(call, Reply(None), Admission.of_kvpin())
         assert len(made) == 1
         assert len(ahead._threads) == 1
         assert proxy.last.chain is None

@@ -11,16 +11,16 @@ from msgspec.structs import replace
 from engine_adapter import Capability, JsonBody
 from proxy.errors import Overloaded
 from proxy.flow import Flow
-from proxy.request.admitted import Admitted
 from proxy.request.calls import Call, Nobody, Reply
 from proxy.request.error_table import ANSWERED
+from proxy.request.gate import Admission
 
 # Fewer tokens are computed with each choice. One request more would cost about as much.
 LEAST_TOKENS = 256
 _ONE_TOKEN = {"max_tokens": 1, "max_completion_tokens": 1, "stream": None, "stream_options": None}
 
 
-async def compute_once(flow: Flow, call: Call, body: JsonBody, admitted: Admitted) -> int | None:
+async def compute_once(flow: Flow, call: Call, body: JsonBody, admitted: Admission) -> int | None:
     """Computes the prompt of a choice on the engine it would go to, if that has to compute much of it and can
     restore it afterwards. It waits for its turn like any request, and its tenant pays for its tokens here and
     not again with the choices.

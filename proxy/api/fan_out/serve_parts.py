@@ -21,9 +21,9 @@ from proxy.api.fan_out.split import CHAT, COMPLETIONS, Part, Several, several_of
 from proxy.core.life import Cause
 from proxy.errors import EngineFailed, NoEngine, NotFound
 from proxy.flow import Flow
-from proxy.request.admitted import Admitted
 from proxy.request.calls import Call, Reply
 from proxy.request.error_table import ANSWERED, error_body
+from proxy.request.gate import Admission
 from proxy.request.translate.sse import Events
 
 # Parts of one request that are served at the same time, and the most that their bodies take. Others wait.
@@ -48,7 +48,7 @@ _CHOICES = _Shape(PartAnswer.of, joined, JoinedStream)
 _LISTED = _Shape(read_listed, joined_list, ListedStream)
 
 
-def serve(flow: Flow, call: Call, reply: Reply, admitted: Admitted) -> Coroutine[Any, Any, object]:
+def serve(flow: Flow, call: Call, reply: Reply, admitted: Admission) -> Coroutine[Any, Any, object]:
     """Answers a request, split if its pool needs that. The caller closes `admitted`.
 
     Raises:
@@ -82,7 +82,7 @@ def _is_listed(call: Call) -> bool:
     return native is not None and native.lists
 
 
-async def _serve(flow: Flow, call: Call, several: Several, reply: Reply, admitted: Admitted) -> None:
+async def _serve(flow: Flow, call: Call, several: Several, reply: Reply, admitted: Admission) -> None:
     answer = _Answer(reply, several, streams=call.streams)
     size = several.part_bytes
     at_once = max(min(AT_ONCE, BYTES_AT_ONCE // size), 1)
@@ -151,7 +151,7 @@ async def _some_end(running: set[asyncio.Task[None]]) -> set[asyncio.Task[None]]
 
 
 async def _serve_part(
-    flow: Flow, call: Call, number: int, part: Part, answer: _Answer, admitted: Admitted
+    flow: Flow, call: Call, number: int, part: Part, answer: _Answer, admitted: Admission
 ) -> None:
     """Serves a part as a request of its own. Its record has the whole request's id, and a number."""
     client = _PartClient(part, answer)

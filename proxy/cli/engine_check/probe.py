@@ -29,8 +29,8 @@ from proxy.fleet.fleet import Fleet
 from proxy.fleet.ingest import Ingest, has_exact_events
 from proxy.flow import Flow
 from proxy.prompt import MediaUuids, PromptBuilder
-from proxy.request.admitted import Admitted
 from proxy.request.calls import Call, Nobody, Reply
+from proxy.request.gate import Admission
 from proxy.request.records import RequestLog, RequestRecord
 from proxy.request.tenants import Tenants
 from proxy.runtime.tasks import Supervisor
@@ -158,7 +158,7 @@ class ProbedEngine:
         call = Call("doctor", "POST", _PATH, Headers([(b"content-type", b"application/json")]), body)
         self._engine.state = EngineState.READY
         with suppress(EngineError, ProxyError):  # the record says what went wrong
-            await self._flow.serve(call, Reply(Nobody()), Admitted.of_kvpin())
+            await self._flow.serve(call, Reply(Nobody()), Admission.of_kvpin())
         return list(self._records)[-1]
 
     def _holds(self, record: RequestRecord) -> bool:

@@ -45,9 +45,9 @@ from proxy.fleet.engine import Engine
 from proxy.fleet.lease import Lease
 from proxy.flow import CLIENT_LEFT, Flow
 from proxy.http.exchange import Exchange
-from proxy.request.admitted import Admitted
 from proxy.request.calls import Call
 from proxy.request.forward import Forwarded
+from proxy.request.gate import Admission
 from proxy.request.records import RequestRecord
 from proxy.server.tracing import spans
 from proxy.steps.attempt import Attempts, Serving
@@ -118,7 +118,7 @@ class TracedDataPlane(DataPlane):
                 if status >= _SERVER_ERROR:
                     _fail(span, str(status))
 
-    async def _body(self, exchange: Exchange, admitted: Admitted) -> JsonBody | None:
+    async def _body(self, exchange: Exchange, admitted: Admission) -> JsonBody | None:
         with _span(self.tracer, spans.PARSE):
             return await super()._body(exchange, admitted)
 

@@ -7,7 +7,7 @@ import pytest
 
 from engine_adapter import EngineDiverged, Resumption
 from proxy.request.splice import Splice
-from proxy.request.transcript import Told, Transcript
+from proxy.request.transcript import SentStream, Transcript
 from tests.fakes import DONE, event
 
 
@@ -21,7 +21,7 @@ def spliced(sent, rest, *, again, cached=None):
         transcript.feed(part)
     transcript.read()
     resumption = None if again else Resumption(array("i", [1]), {})
-    told = Told("k", transcript.head, transcript.has_role, transcript.texts, resumption, cached)
+    told = SentStream("k", transcript.head, transcript.has_role, transcript.texts, resumption, cached)
     splice = Splice(told)
     got = b"".join(map(splice.feed, rest)) + splice.finish()
     return [json.loads(part[6:]) if b"{" in part else part for part in got.split(b"\n\n")[:-1]]

@@ -14,9 +14,9 @@ from engine_adapter import (
 from proxy.core.life import Attempt, Cause, Life, Rules
 from proxy.core.retry_budget import RetryBudget
 from proxy.fleet.fleet import Fleet
-from proxy.request.admitted import Admitted
 from proxy.request.alarm import Alarm
 from proxy.request.calls import Call, Nobody, Reply
+from proxy.request.gate import Admission
 from proxy.request.records import RequestRecord
 from proxy.request.tenants import Tenants
 from proxy.steps.attempt import Attempts, Serving, cause_for
@@ -28,7 +28,7 @@ FILES = "/v1/files/f-1"
 async def serving(path=CHAT):
     call = Call("r", "POST", path, Headers([]), None)
     life = Life(Rules(), RetryBudget(), 0.0)
-    made = Serving(call, Reply(Nobody()), RequestRecord.of(call), life, Alarm(life), Admitted.of_kvpin())
+    made = Serving(call, Reply(Nobody()), RequestRecord.of(call), life, Alarm(life), Admission.of_kvpin())
     made.n_candidates = 2
     return made
 

@@ -401,11 +401,11 @@ async def test_a_plain_request_is_the_flows_own_work(proxy, client, monkeypatch)
     class Flow:
         fleet, ingest, serve = proxy.fleet, None, staticmethod(plain)
 
-    from proxy.request.admitted import Admitted
     from proxy.request.calls import Call, Nobody, Reply
+    from proxy.request.gate import Admission
 
     call, reply = Call("r", "POST", CHAT, {}, JsonBody(json.dumps(ASK).encode())), Reply(Nobody())
-    admitted = Admitted.of_kvpin()
+    admitted = Admission.of_kvpin()
     work = serve(Flow, call, reply, admitted)
     assert work.cr_code is plain.__code__
     await work

@@ -1,9 +1,9 @@
 """Admission of a request by its head, before any of its body is read.
 
-    tenant, head → Gate.admit → Admitted → Flow.serve
+    tenant, head → Gate.admit → Admission → Flow.serve
 
-An Admitted holds its request's part of what requests share: the tenant's quota, and memory for bodies that no
-engine has yet. It gives each back exactly once.
+An Admission holds its request's part of what requests share: the tenant's quota, and memory for bodies that
+no engine has yet. It gives each back exactly once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _RETRY_S = 1
 _UNLIMITED = ByteBudget(1 << 62)
 
 
-class Admitted:
+class Admission:
     """The permission to serve one request. Use it as a context manager, or `close` it.
 
     Attributes:
@@ -36,7 +36,7 @@ class Admitted:
         bodies: ByteBudget,
         *,
         is_counted: bool = False,
-        whole: Admitted | None = None,
+        whole: Admission | None = None,
     ) -> None:
         """Only `Gate.admit`, `of_kvpin` and `part` make one.
 
@@ -48,11 +48,11 @@ class Admitted:
         """
         self._quota, self._bodies, self._is_counted, self._whole = quota, bodies, is_counted, whole
         self._held = 0  # bytes
-        self._parts = set[Admitted]()  # those that run
+        self._parts = set[Admission]()  # those that run
         self.prompt_is_paid = False
 
     @classmethod
-    def of_kvpin(cls) -> Admitted:
+    def of_kvpin(cls) -> Admission:
         """Admits a request that kvpin makes itself: it has no tenant, and its body is short."""
         return cls(None, _UNLIMITED)
 
@@ -90,12 +90,12 @@ class Admitted:
             return True
         return self._bodies.has(size) and (self._quota is None or self._quota.has_room)
 
-    def part(self, size: int = 0) -> Admitted:
+    def part(self, size: int = 0) -> Admission:
         """Admits a part of the request, with a body of `size` bytes. The first part that runs takes the place
         of the whole in `concurrent_requests`; each further one counts."""
         if self._parts and self._quota is not None:
             self._quota.join()
-        part = Admitted(self._quota, self._bodies, whole=self)
+        part = Admission(self._quota, self._bodies, whole=self)
         part.prompt_is_paid, part._held = self.prompt_is_paid, size
         self._bodies.take(size)
         self._parts.add(part)
@@ -113,7 +113,7 @@ class Admitted:
             self._whole._end(self)  # noqa: SLF001 - of the same class
         self._whole = None
 
-    def _end(self, part: Admitted) -> None:
+    def _end(self, part: Admission) -> None:
         """Takes a finished part off the count."""
         self._parts.discard(part)
         if self._parts and self._quota is not None:
@@ -140,7 +140,7 @@ class Gate:
 
     def admit(
         self, tenant: str | None, length: int | None, now: float, *, is_from_peer: bool = False
-    ) -> Admitted:
+    ) -> Admission:
         """Admits a request of the tenant. It counts until the result is closed.
 
         Args:
@@ -157,13 +157,13 @@ class Gate:
             raise no_memory()
         quota = self._tenants.quota(tenant)
         if quota is None or is_from_peer:
-            return Admitted(quota, self.bodies)
+            return Admission(quota, self.bodies)
         if (denied := quota.enter(now)) is not None:
             raise RateLimited(
                 f"the limit {denied.what} = {denied.limit} is reached: try again in {denied.retry_after_s} s",
                 retry_after_s=denied.retry_after_s,
             )
-        return Admitted(quota, self.bodies, is_counted=True)
+        return Admission(quota, self.bodies, is_counted=True)
 
 
 def no_memory() -> NoMemory:

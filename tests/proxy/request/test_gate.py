@@ -5,7 +5,7 @@ import pytest
 from proxy.core.budget import ByteBudget
 from proxy.core.quotas import TenantLimits
 from proxy.errors import NoMemory, RateLimited
-from proxy.request.admitted import Admitted, Gate
+from proxy.request.gate import Admission, Gate
 from proxy.request.tenants import Tenants
 
 
@@ -106,7 +106,7 @@ class TestBodies:
             assert gate.bodies.used == 0  # nothing of it has arrived
 
     def test_kvpins_own_requests_need_no_room(self):
-        with Admitted.of_kvpin() as own:
+        with Admission.of_kvpin() as own:
             own.hold(1 << 40)
             own.spend_prompt(5)
 
