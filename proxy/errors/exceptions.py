@@ -113,7 +113,7 @@ class NoMemory(Overloaded):
 
 
 class TimeLimit(ProxyError):
-    """The request took longer than kvpin allows. Clients should not repeat it: it would take as long again."""
+    """The request took longer than kvpin allows. Repeating it would take as long again."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
