@@ -105,7 +105,7 @@ async def _small_socket(proxy):
 
 
 async def _until(condition):
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while not condition():  # noqa: ASYNC110 - nothing tells it
             await asyncio.sleep(0.01)
 

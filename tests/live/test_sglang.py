@@ -154,7 +154,7 @@ async def test_a_flush_of_a_busy_server_is_told_as_such_and_the_view_stays_right
             answer = await world.post("completions", body)
             assert predicted(answer) == world.last.reported_tokens == 64
     assert by_prompt["state"] == "failed"
-    assert "flush the engine, without a prompt or a tenant" in by_prompt["error"]
+    assert "flush the whole engine" in by_prompt["error"]
 
 
 async def test_a_server_without_events_is_learned_from_its_answers():
