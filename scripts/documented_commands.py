@@ -54,7 +54,11 @@ RULES = (
     Rule(r"scripts/(check|install engine,dev)", RUN, "scripts/test"),
     Rule(r"scripts/docs", RUN, "tests/test_site.py::test_every_page_is_in_the_sidebar"),
     Rule(r"scripts/llama-server", RUN, "tests/llama.py::llama_server"),
-    Rule(r"\.venv/bin/python -m pytest tests/contract|scripts/test tests/proxy -k flow", RUN, "scripts/test"),
+    Rule(
+        r"\.venv/bin/python -m pytest tests/contract|scripts/test tests/proxy( -k flow|/core)",
+        RUN,
+        "scripts/test",
+    ),
     Rule(r"\.venv/bin/python examples/ttft_demo\.py", RUN, "tests/live/test_examples.py::test_ttft_demo"),
     Rule(
         r"\.venv/bin/hatchling build",

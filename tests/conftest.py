@@ -1,5 +1,6 @@
 """What tests of several packages share."""
 
+import logging
 from pathlib import Path
 
 import pytest
@@ -48,7 +49,9 @@ CORPUS = [
 @pytest.fixture(autouse=True)
 def default_logging():
     """A test that sets up logging does not do so for the tests after it."""
+    level = logging.getLogger().level
     yield
+    logging.getLogger().setLevel(level)
     structlog.reset_defaults()
 
 

@@ -20,6 +20,7 @@ from engine_adapter import (
     EngineTaken,
     EngineUnavailable,
     EngineUnhealthy,
+    EngineUnreachable,
     NotSupported,
     PromptTableError,
 )
@@ -56,7 +57,18 @@ CODES: dict[type[Exception], Code] = {
     NotSupported: Code.NOT_SUPPORTED,
     EngineTaken: Code.ENGINE_TAKEN,
     EngineUnhealthy: Code.ENGINE_UNAVAILABLE,
-    EngineUnavailable: Code.ENGINE_UNAVAILABLE,
+    **dict.fromkeys(
+        (
+            EngineUnreachable,
+            EngineDied,
+            EngineGarbled,
+            EngineLate,
+            EngineLost,
+            EngineDiverged,
+            EngineUnavailable,
+        ),
+        Code.ENGINE_UNAVAILABLE,
+    ),
     EngineRejected: Code.ENGINE_REJECTED,
     EngineError: Code.ENGINE_ERROR,
 }

@@ -9,12 +9,18 @@ from starlette.requests import Request
 import engine_adapter.errors
 from engine_adapter import (
     ChatError,
+    EngineDied,
+    EngineDiverged,
     EngineError,
+    EngineGarbled,
+    EngineLate,
+    EngineLost,
     EngineRejected,
     EngineSpecError,
     EngineTaken,
     EngineUnavailable,
     EngineUnhealthy,
+    EngineUnreachable,
     NotSupported,
     PromptTableError,
 )
@@ -48,7 +54,19 @@ CASES = [
     (NotSupported("pin", engine="e", instead="x"), 501, "not_supported_error", None, "not_supported"),
     (EngineTaken("m", holder="h"), 503, "server_error", None, "engine_taken"),
     (EngineUnhealthy("m"), 502, "server_error", None, "engine_unavailable"),
-    (EngineUnavailable("m"), 502, "server_error", None, "engine_unavailable"),
+    *(
+        (each("m"), 502, "server_error", None, "engine_unavailable")
+        for each in (
+            EngineUnavailable,
+            EngineUnreachable,
+            EngineDied,
+            EngineGarbled,
+            EngineLate,
+            EngineLost,
+            EngineDiverged,
+        )
+    ),
+    (errors.TimeLimit("m"), 504, "server_error", None, "time_limit"),
     (EngineRejected("m", status=429, param="p"), 429, "server_error", "p", "engine_rejected"),
     (EngineError("m"), 502, "server_error", None, "engine_error"),
     (msgspec.ValidationError("m"), 400, "invalid_request_error", None, "invalid_value"),

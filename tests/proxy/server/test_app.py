@@ -33,7 +33,7 @@ async def test_every_limit_reaches_what_it_limits():
     )
     proxy = Proxy(settings, HttpTransport())
     try:
-        assert proxy.flow.retries == 5
+        assert proxy.flow.rules.retries == 5
         for data in ("eA==", "eQ=="):
             part = {"image_url": f"data:;base64,{data}", "uuid": "u"}
             body = JsonBody(json.dumps({"input": [{"content": [part]}]}).encode())

@@ -1,14 +1,15 @@
 import base64
 import threading
+from importlib import import_module
 
 import numpy as np
 import pytest
 from safetensors.numpy import save
 
 from engine_adapter.prompt import extra_ids
-from proxy.api.admin import table_routes as routes
 from tests.kv_world import rejected, safetensors_of
 
+routes = import_module("proxy.api.admin.table_routes")  # the package has a function of that name
 RAW = {"content-type": "application/octet-stream"}
 
 

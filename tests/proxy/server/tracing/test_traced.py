@@ -103,7 +103,7 @@ async def test_each_attempt_has_its_spans(traced, collector, engine):
         assert (await client.post(CHAT, json=ASK)).status_code == 502
     attempts = [span for span in collector.spans if span.name == "chat m"]
     assert {span.attributes["kvpin.engine"] for span in attempts} == {"a", "b"}
-    assert {span.attributes["error.type"] for span in attempts} == {"EngineUnavailable"}
+    assert {span.attributes["error.type"] for span in attempts} == {"EngineDied"}
     assert collector.span(SERVER).attributes["http.response.status_code"] == 502
 
 
