@@ -145,7 +145,7 @@ class TestAClientThatDoesNotRead:
             for number in (1, 2):
                 asked = post("/v1/completions", json.dumps({**ASK, "n": number, "prompt": "x"}).encode())
                 await loop.sock_sendall(sock, asked.replace(b"connection: close\r\n", b""))
-                await _until(lambda number=number: len(list(proxy.requests)) == number)
+                await _until(lambda number=number: len(list(proxy.requests)) >= number)
                 assert (proxy.last.cause, proxy.last.status) == (Cause.ANSWERED, 200)
                 got = b""
                 while b"\r\n\r\n" not in got:
