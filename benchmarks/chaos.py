@@ -1,8 +1,8 @@
-"""Does kvpin keep its word while everything around it breaks, a random fault every few seconds?
+"""Checks that kvpin keeps its promises while everything around it breaks: a random fault every few seconds.
 
 Mock vLLMs with real caches (`chaos_mock.py`), embedded engines and llama-servers serve many clients, three or
-more engines of each model. The greedy texts of the mocks differ between engines from some point on, so that a
-stream that goes on on another engine must not mix them. Clients send chats of several turns by three APIs, as
+more engines of each model. The greedy texts of the mocks differ between engines from some point on: a stream
+that another engine continues must not mix them. Clients send chats of several turns by three APIs, as
 streams and as whole answers. Some leave in mid-stream, some read slowly, some want more than kvpin's time
 limit allows. Faults hit engines (`FAULTS`), KV events, kvpin's clock, and the disk; engines are removed and
 added again while they answer (`Site`). Every answer is compared with the right ones.
@@ -76,9 +76,9 @@ class Kind:
     """A kind of fault.
 
     Attributes:
-        begin, end: what happens then to the engine.
-        hurts: requests may fail of it.
-        fits: which engines it can hit.
+        begin, end: called with the engine at the start and the end of the fault.
+        hurts: requests may fail because of it.
+        fits: selects the engines that it can hit.
     """
 
     name: str
@@ -153,6 +153,7 @@ class Site:
     url: str = ""
     pid: int = 0
     _left_out: set[str] = field(default_factory=set)
+    _of_admin: set[str] = field(default_factory=set)  # engines that the settings do not rule
     _changes: Counter[str] = field(default_factory=Counter)
 
     @property
@@ -188,23 +189,29 @@ class Site:
         """By the admin API."""
         async with httpx.AsyncClient(base_url=self.url, timeout=60) as client:
             (await client.post("/admin/v1/engines", json=engine.entry)).raise_for_status()
+        self._of_admin.add(engine.id)
 
     async def leave_out(self, engine: Engine) -> None:
-        """By a reload."""
+        """By a reload. What the admin API has added, it has to remove."""
         self._left_out.add(engine.id)
         self._reload()
+        if engine.id in self._of_admin:
+            self._of_admin.remove(engine.id)
+            await self.remove(engine)
 
     async def name_again(self, engine: Engine) -> None:
-        """By a reload, once it has left: until then kvpin takes no engine of that id."""
+        """Names the engine again by a reload, once it has left: kvpin takes no second engine of that id."""
         async with httpx.AsyncClient(base_url=self.url, timeout=60) as client:
             while engine.id in (await client.get("/health/ready")).json()["engines"]:
+                self._reload()  # again: kvpin refuses one while another engine is still leaving
                 await asyncio.sleep(0.5)
         self._left_out.remove(engine.id)
         self._reload()
 
     async def change(self, engine: Engine) -> None:
-        """By a reload."""
+        """By a reload, which also replaces what the admin API has added."""
         self._changes[engine.id] += 1
+        self._of_admin.discard(engine.id)
         self._reload()
 
 
@@ -238,7 +245,7 @@ class Trial:
         others: faults that hit no engine.
         longest_s: how long a fault may last.
         unready: engines that kvpin did not use again.
-        held_up: from when to when this process was.
+        held_up: start and end of each pause of this process.
     """
 
     site: Site
@@ -327,7 +334,7 @@ class Trial:
                 ready = ready + 1 if states.get(engine.id) == "ready" else 0
 
     async def _fill_disks(self) -> None:
-        """Neither kvpin nor the engines can write a file."""
+        """Keeps kvpin and the engines from writing files."""
         pids = [self.site.pid, *(engine.process.pid for engine in self.site.engines)]
         self.others["full disk"] += 1
         for full in (True, False):
@@ -363,7 +370,7 @@ class Trial:
                 await asyncio.sleep(0.5)
 
     def broken(self, answer: Answer) -> set[str]:
-        """The engines of its model that a fault may have kept from answering it."""
+        """Engines of the request's model that a fault may have kept from answering."""
         if any(began <= answer.ended and ended >= answer.began for began, ended in self.held_up):
             return {engine.id for engine in self.site.engines if engine.model == answer.model}
         return {
@@ -417,13 +424,13 @@ class Verdict:
     rows: list[tuple[str, str, str]] = field(default_factory=list)
 
     def hold(self, name: str, found: object, *, holds: bool, in_time: bool = False) -> None:
-        """Notes an invariant and what was found. `in_time`: a busy machine alone may break it."""
+        """Notes an invariant and its result. `in_time`: a busy machine alone may break the invariant."""
         verdict = "yes" if holds else "no: the machine is busy" if in_time and self.is_busy else "**NO**"
         self.rows.append((name, str(found), verdict))
 
     @property
     def holds(self) -> bool:
-        """Whether all invariants hold that must."""
+        """True if all invariants hold that must."""
         return all(row[2] != "**NO**" for row in self.rows)
 
 
@@ -470,7 +477,7 @@ def judge(trial: Trial, before: Books, after: Books, healed_at: float, log: str,
 
 
 def print_tables(trial: Trial, verdict: Verdict) -> None:
-    """In Markdown."""
+    """Prints the tables in Markdown."""
     print("\n| fault | times |\n|---|---:|")
     kinds = Counter(fault.kind.name for fault in trial.faults) + trial.others
     kinds["the machine was too busy for the relays"] = len(trial.held_up)
@@ -495,7 +502,7 @@ def _error_row(trial: Trial, answer: Answer) -> tuple[str, str]:
 
 
 def print_errors(trial: Trial, start: float) -> None:
-    """Every error and every fault, in order, for whoever looks for a cause. Times are in seconds."""
+    """Prints every error and every fault in order of time, in seconds, to find causes."""
     lines = [
         (fault.began, f"FAULT {fault.kind.name} of {fault.engine.id} until {fault.healed - start:.1f}")
         for fault in trial.faults
@@ -566,7 +573,7 @@ def _environment(faketime: Path | None, clock: Path | None) -> dict[str, str]:
 
 
 def _faketime() -> Path | None:
-    """Where Debian's package has it."""
+    """The library of Debian's package."""
     return next(Path("/usr/lib").glob(f"*/{_FAKETIME}"), None)
 
 
@@ -582,7 +589,7 @@ _SIZES: dict[bool, dict[str, float]] = {
 
 
 def main() -> None:
-    """Runs it."""
+    """Reads the arguments and runs the trial."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--busy", action="store_true", help="a short run on a machine with other work")
     parser.add_argument("--minutes", type=float)

@@ -1,4 +1,4 @@
-"""The APIs that the clients of `chaos.py` speak: how each asks, and what its answers and streams say."""
+"""The APIs that the clients of `chaos.py` speak: their requests, answers and streams."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ class Read:
     """An answer as it came.
 
     Attributes:
-        whole: one that is no stream.
+        whole: the body of an answer that is no stream.
         texts: the text of a stream, piece by piece.
-        finishes: why it ended, once for each end that it told.
-        tokens: how many it generated, once for each time that it told.
+        finishes: the reason of each end that was told.
+        tokens: each count of generated tokens that was told.
         ids: ids and models that its events named.
-        events: how many came.
+        events: number of events.
         told_text: the whole text, where an end repeats it.
         is_done: its end mark came.
         has_left: the client left.
-        problem: how the connection ended, if not well.
+        problem: the error of the connection, if it broke.
         odd: an event that is no JSON.
         error: the message of its error event.
     """

@@ -30,10 +30,10 @@ class Engine:
 
     Attributes:
         id: its name at kvpin.
-        model: what it serves.
+        model: the served name.
         command: starts it.
-        port: where it listens, after every start.
-        settings: what kvpin is told of it, but for its id and its address.
+        port: the same after every start.
+        settings: its entry in kvpin's settings, without id and address.
     """
 
     id: str
@@ -68,7 +68,7 @@ class Engine:
 
     @property
     def entry(self) -> dict[str, str]:
-        """What kvpin is told of it, once its relays listen."""
+        """Its entry in kvpin's settings, once its relays listen."""
         return {"id": self.id, "url": self.relay.url, **self.settings}
 
     async def open(self) -> None:
@@ -78,7 +78,7 @@ class Engine:
             self.events.start()
 
     async def close(self) -> None:
-        """Ends it and its relays."""
+        """Ends the engine and its relays."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGCONT)
             self.process.terminate()
@@ -91,7 +91,7 @@ class Engine:
             self.events.stop()
 
     def kill(self) -> None:
-        """SIGKILL."""
+        """Sends SIGKILL."""
         self.process.kill()
         self.process.wait()
 

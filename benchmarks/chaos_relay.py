@@ -114,7 +114,7 @@ class Relay:
             await up_writer.drain()
 
     async def _answers(self, up_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Passes answers on, as the fault of the moment lets them."""
+        """Passes answers on, spoiled by the present fault."""
         while data := await up_reader.read(_READ_BYTES):
             is_hit = self._dice.random() < HIT_SHARE
             at = self._dice.randrange(len(data))
@@ -146,7 +146,7 @@ class Relay:
 
 
 async def _first_of(*works: Coroutine[None, None, None]) -> None:
-    """Runs them until one ends. An error of one is raised."""
+    """Runs all until the first ends. Raises its error."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

@@ -1,8 +1,8 @@
-"""What the mock engines of `chaos.py` answer: the same prompt gets another greedy text from each of them.
+"""The answers of the mock engines of `chaos.py`: each engine has another greedy text for the same prompt.
 
 An answer is a function of the prompt, its longest length and the engine's number. All engines of a prompt
-begin alike; most then differ (`STYLES`). Where a stream goes on with on another engine, only the text of one
-of them as a whole is right.
+begin alike; most then differ (`STYLES`). A stream that another engine continues is right only if its text is
+the whole text of one engine.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _MARKS = (
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What one engine answers.
+    """The answer of one engine.
 
     Attributes:
-        pieces: its text, a chunk of the stream each.
-        finish: why it ends; None for a stream that just stops, which no client may take for a whole answer.
+        pieces: the text of each chunk of the stream.
+        finish: the reason of the end; None for a stream that just stops, which no client may take for whole.
     """
 
     pieces: tuple[str, ...]
@@ -40,7 +40,7 @@ class Told:
 
     @property
     def text(self) -> str:
-        """All of it."""
+        """The whole text."""
         return "".join(self.pieces)
 
 
@@ -69,7 +69,7 @@ def _end_marks(base: _Base, at: int, own: random.Random) -> _Base:
 
 
 def _divided(base: _Base, _at: int, own: random.Random) -> _Base:
-    """The same text in other pieces."""
+    """Divides the text into other pieces."""
     text, pieces = "".join(base), []
     while text and len(pieces) < len(base) - 1:
         size = own.randint(1, 2 * len(text) // (len(base) - len(pieces)) + 1)
@@ -91,8 +91,7 @@ _STOPS_SHARE = 0.03
 
 
 def told(prompt: Sequence[int], count: int, engine: int) -> Told:
-    """What an engine answers to a prompt as a whole, in at most `count` pieces, of which there are two or
-    more."""
+    """The whole answer of an engine to a prompt, in at most `count` pieces; `count` is at least 2."""
     key = xxh3_64_intdigest(array("i", prompt).tobytes(), seed=count)
     shared, own = random.Random(key), random.Random(key * MAX_ENGINES + engine)  # noqa: S311 - not for secrets
     base, at = _words(shared, count), shared.randrange(count)
@@ -101,7 +100,7 @@ def told(prompt: Sequence[int], count: int, engine: int) -> Told:
 
 
 def streamed(prompt: Sequence[int], count: int, engine: int) -> Told:
-    """The same as a stream. Some just stop."""
+    """The answer as a stream. Some streams just stop."""
     whole = told(prompt, count, engine)
     if stopper(prompt, count) != engine:
         return whole

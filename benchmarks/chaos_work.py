@@ -1,9 +1,9 @@
 """The clients of `chaos.py`: their requests, and the check of each answer.
 
-An answer is right if one engine of the model gives it as a whole. Those of mocks are functions of the prompt
-and of the engine (`chaos_texts.py`); a client that has the text of one engine up to a point, and that of
-another from there on, is wrong, unless they are the same. The answers of the other engines are greedy and
-alike; they are asked of an engine itself before anything disturbs it. A chat goes on with right answers.
+An answer is right if one engine of the model gives it as a whole. A mock's answer is a function of the prompt
+and of the engine (`chaos_texts.py`). A text that begins with one engine's answer and ends with another's is
+wrong, unless both answers are the same. The other engines answer greedily and alike: one of them is asked for
+the right answers before the faults begin. A chat goes on with right answers.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SLOW_READ_S = 0.3
 PADDING = 10_000
 """Bytes that a slow client wants in each chunk, so that its socket is full."""
 LONG_SHARE, SAMPLED_SHARE = 0.03, 0.1
-"""Of requests of mocks: those that take longer than kvpin's limit, and those that end with their engine."""
+"""Shares of the mocks' requests: longer than kvpin's time limit; sampled, so that no engine can continue."""
 MOCK_TOKEN_S = 0.04
 _TOO_LONG = "took longer than"
 _TIES = {EMBEDDED: EMBEDDED_TIE, LLAMA: LLAMA_TIE}
@@ -47,7 +47,7 @@ _Message = dict[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """What one engine answers as a whole. `finish` and `tokens`: None where they are not known."""
+    """The whole answer of one engine. `finish` and `tokens`: None where they are not known."""
 
     text: str
     finish: str | None = None
@@ -59,10 +59,11 @@ class Right:
     """A request and its right answers.
 
     Attributes:
-        model, messages, count, fields: what it asks, and the longest answer.
-        answers: what an undisturbed engine says, of each of them.
-        tie_at: where in it the two best tokens are so close that rounding decides.
-        api: how it is asked.
+        model, messages, fields: of the request.
+        count: length of the longest answer.
+        answers: the answer of each undisturbed engine.
+        tie_at: the first position at which the two best tokens are so close that rounding decides.
+        api: of the request.
         may_break: one of the engines never ends this answer as a stream.
         is_long: it takes longer than kvpin lets a request take.
     """
@@ -127,7 +128,7 @@ class Answer:
 
     @property
     def is_expectable(self) -> bool:
-        """Returns whether it is an error that a fault may be the cause of."""
+        """Returns whether a fault may have caused this error."""
         return self.fate in {"refused", "ended with an error event"}
 
 
@@ -135,7 +136,7 @@ class Talks:
     """Chats for all models."""
 
     def __init__(self, models: Sequence[str], mocks: int, long_s: float, dice: random.Random) -> None:
-        """`mocks`: engines without a model. `long_s`: what the longest answers take of such an engine."""
+        """`mocks`: engines without a model. `long_s`: the time of such an engine's longest answers."""
         self._dice, self._mocks, self._long = dice, mocks, round(long_s / MOCK_TOKEN_S)
         self._models = list(models)
         self._words = tuple(words())
@@ -349,7 +350,7 @@ class _Slow:
         return self
 
     async def receive(self) -> bytes:
-        """See `_Response`."""
+        """The next bytes; b"" at the end."""
         return await anext(self._chunks, b"")
 
     async def __aexit__(self, *error: object) -> None:
@@ -379,7 +380,7 @@ async def _read_stream(
 
 
 def _judge(answer: Answer, read: Read, right: Right) -> None:
-    """Says what became of a request."""
+    """The fate of a request."""
     if answer.status != 200:
         said = (read.whole or b"").decode(errors="replace")
         answer.fate = "refused" if answer.status else "BROKEN OFF"
@@ -420,7 +421,7 @@ def _compare(answer: Answer, said: tuple[str, str, int], right: Right) -> None:
 
 
 def _difference(text: str, right: Right) -> str:
-    """How a text differs from the right one that it has most in common with."""
+    """The difference between a text and the right answer that shares most with it."""
     at, best = max(((_common(text, each.text), each) for each in right.answers), key=itemgetter(0))
     lengths = f"{len(text)} and {len(best.text)} characters"
     found = f"{text[at : at + 40]!r} instead of {best.text[at : at + 40]!r}"

@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import httpx
@@ -22,6 +22,8 @@ from router_peers import (
     started,
 )
 
+# Where the programs of this virtual environment are.
+PROGRAMS = Path(sys.executable).parent
 ASGI = ("aiohttp==3.14.5", "uvicorn[standard]==0.54.0")
 # For the tokenizer to be loaded and checked.
 SETTLED_S = 300.0
@@ -30,7 +32,7 @@ POLL_S = 0.2
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a router is to run.
+    """The address and the engines of a router.
 
     Attributes:
         port: to listen on.
@@ -95,9 +97,9 @@ def _wait_tokenised(port: int, source: str) -> None:
     raise RouterUnavailableError(f"kvpin's prompts are not tokenised by {source!r}: {found}")
 
 
-def _kvpin(*, reuse: bool, own_tokenizer: bool) -> Callable[[Place], Start]:
+def _kvpin(*, reuse: bool, own_tokenizer: bool, programs: Path = PROGRAMS) -> Callable[[Place], Start]:
     def start(place: Place) -> Start:
-        command: list[str | Path] = [sys.executable, "-m", "proxy.cli", "serve", "--port", str(place.port)]
+        command: list[str | Path] = [programs / "kvpin", "serve", "--port", str(place.port)]
         option = f",tokenizer={place.tokenizer}" if own_tokenizer else ""
         for url in place.engines:
             command += ["--engine", f"vllm={url}{option}"]
@@ -179,3 +181,17 @@ SUBJECTS = {
     "nginx": Subject("nginx", _nginx),
     "asgi": Subject("plain ASGI + aiohttp", _asgi),
 }
+
+
+def before(checkout: Path) -> dict[str, Subject]:
+    """The subjects for another checkout of kvpin, which has a `.venv` of its own."""
+    return {
+        f"{name}-before": replace(
+            SUBJECTS[name],
+            title=SUBJECTS[name].title.replace("kvpin", "kvpin before", 1),
+            start=_kvpin(
+                reuse=name == KVPIN, own_tokenizer=name == KVPIN, programs=checkout / ".venv" / "bin"
+            ),
+        )
+        for name in (KVPIN, "kvpin-off")
+    }

@@ -3,7 +3,7 @@ brings.
 
     python benchmarks/exchange.py [--requests 600] [--redis redis://127.0.0.1:6379]
 
-`seen` is measured in one process, whose clock both kvpins share: from `begin` at one to `begin_on` at the
+`seen` is measured in one process, whose clock both kvpins share: from `lease` at one to `begin` at the
 other. Engines are scripted and send no KV events. `cpu` is user and system time of all kvpins together.
 """
 
@@ -28,6 +28,7 @@ import uvloop
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from proxy.core.placement.placer import Placer
+from proxy.fleet.pool import Pool
 from proxy.peers.bus import Bus
 from proxy.peers.redis_bus import RedisBus
 from proxy.peers.unix_bus import UnixBus
@@ -90,21 +91,21 @@ def _adapter(engine: FakeEngine) -> FakeAdapter:
 async def measure(count: int, make: Make | None, requests: int) -> Result:
     """Runs the workload over `count` kvpins, clients at random."""
     dice, began, seen = random.Random(1), dict[tuple[int, ...], float](), list[float]()  # noqa: S311
-    begin, begin_on = Placer.begin, Placer.begin_on
+    lease, begin = Pool.lease, Placer.begin
 
-    def noted(self: Placer, now: float, placement: Any, chain: Any, **more: Any) -> Any:  # noqa: ANN401
+    def noted(self: Pool, placement: Any, chain: Any, *rest: Any, **more: Any) -> Any:  # noqa: ANN401
         began[chain.hashes] = time.perf_counter()
-        self.is_own = True
-        placed = begin(self, now, placement, chain, **more)
-        self.is_own = False
-        return placed
+        self.placer.is_own = True
+        leased = lease(self, placement, chain, *rest, **more)
+        self.placer.is_own = False
+        return leased
 
     def watched(self: Placer, now: float, engine: str, work: Any, chain: Any, **more: Any) -> Any:  # noqa: ANN401
         if not getattr(self, "is_own", False):
             seen.append(time.perf_counter() - began[chain.hashes])
-        return begin_on(self, now, engine, work, chain, **more)
+        return begin(self, now, engine, work, chain, **more)
 
-    Placer.begin, Placer.begin_on = noted, watched  # type: ignore[method-assign]
+    Pool.lease, Placer.begin = noted, watched  # type: ignore[method-assign]
     try:
         async with AsyncExitStack() as stack:
             engines = [await stack.enter_async_context(Caching(f"e{n}")) for n in range(ENGINES)]
@@ -125,7 +126,7 @@ async def measure(count: int, make: Make | None, requests: int) -> Result:
             cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
             hits = sum(engine.reused for engine in engines) / sum(engine.prompts for engine in engines)
     finally:
-        Placer.begin, Placer.begin_on = begin, begin_on  # type: ignore[method-assign]
+        Pool.lease, Placer.begin = lease, begin  # type: ignore[method-assign]
     return Result(hits, 1000 * cpu_s / requests, seen)
 
 

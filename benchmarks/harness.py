@@ -40,7 +40,7 @@ def made_model(name: str, *sizes: str) -> Path:
     directory = CACHE / name
     if not (directory / "config.json").exists():
         _need_torch()
-        module = "engine_adapter.torch_engine.make_model"
+        module = "scripts.make_model"
         subprocess.run([sys.executable, "-m", module, *sizes, str(directory)], cwd=ROOT, check=True)
     return directory
 
@@ -88,12 +88,34 @@ def llama_server(
         yield url
 
 
+@contextmanager
+def llama_router(models: Path, *flags: str, save_dir: Path) -> Iterator[str]:
+    """Runs a llama-server with one thread as a router of the models in a directory; yields its address."""
+    command = [_llama_binary(), "--models-dir", str(models), "-t", "1", "--slots", "--no-ui", *flags]
+    command += ["--slot-save-path", str(save_dir)]
+    with _running(command, dict(os.environ), "/health", 120, Path(os.devnull)) as url:
+        yield url
+
+
+def _llama_binary() -> str:
+    script = [ROOT / "scripts" / "llama-server"]
+    return subprocess.run(script, check=True, capture_output=True, text=True).stdout.strip()
+
+
 def llama_command(model: Path, *flags: str, slots: int, ctx: int, save_dir: Path | None = None) -> list[str]:
     """The command line of a llama-server, without its port."""
-    binary = subprocess.run(
-        [ROOT / "scripts" / "llama-server"], check=True, capture_output=True, text=True
-    ).stdout.strip()
-    command = [binary, "-m", str(model), "-t", "1", "-np", str(slots), "-c", str(slots * ctx), *flags]
+    command = [
+        _llama_binary(),
+        "-m",
+        str(model),
+        "-t",
+        "1",
+        "-np",
+        str(slots),
+        "-c",
+        str(slots * ctx),
+        *flags,
+    ]
     command += ["--slots", "--metrics", "--no-ui"]
     return command if save_dir is None else [*command, "--slot-save-path", str(save_dir)]
 

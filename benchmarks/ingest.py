@@ -40,8 +40,7 @@ from engine_adapter.events.wire import EventReader
 from engine_adapter.types import KvEvent
 from proxy.core.index.blocks import namespace_root
 from proxy.core.index.prefix_index import PrefixIndex
-from proxy.core.index.slices import slices
-from proxy.core.index.view import EngineView
+from proxy.core.index.view import EngineView, slices
 from proxy.runtime.interpreter import settle, steady
 
 POOL = 16

@@ -21,6 +21,7 @@ from exactness import shipped_models
 from engine_adapter import EngineRejected, JsonBody, make_adapter
 from engine_adapter.prompt.chat import ChatTokenizer, load_transformers
 from engine_adapter.prompt.encoders import exact_encoder
+from engine_adapter.prompt.forms import Form
 from proxy.prompt import PromptBuilder, PromptTables, verify_exactness
 from proxy.prompt.render import CHAT_PATH
 from scripts.make_gguf import gguf_path
@@ -38,6 +39,10 @@ async def compare(template: Path, tokenizer: ChatTokenizer, log: Path) -> Counte
             builder = PromptBuilder(await adapter.connect(), tables=PromptTables(), engines=lambda: [adapter])
             builder.adopt(tokenizer)
             await verify_exactness(builder, adapter)
+            local = [form for form, row in builder.forms.rows.items() if row.source == "local"]
+            print(
+                f"{template.stem}: {len(local)} of {len(Form)} forms: {builder.exactness.detail}", flush=True
+            )
             for name, fields in FORMS.items():
                 body = JsonBody(msgspec.json.encode({"model": "tiny", **fields}))
                 prompt = await builder.build(CHAT_PATH, body, salt=None)

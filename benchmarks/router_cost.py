@@ -7,9 +7,10 @@ template of Qwen2.5 and as many entries, but is made from the standard library: 
 installed on first use (`router_peers.py`). CPU is the kernel's count for the router and its descendants.
 
     python benchmarks/router_cost.py [--routers kvpin,sglang,…] [--loads 'small c1,…'] [--repeats 3]
-                                     [--out DIRECTORY] [--quick]
+                                     [--before CHECKOUT] [--out DIRECTORY] [--quick]
 
-Writes router_cost.md, router_cost.png and router_cost.json to DIRECTORY, and prints the tables.
+`--before` measures the kvpin of another checkout in the same run, too. Writes router_cost.md, router_cost.png
+and router_cost.json to DIRECTORY, and prints the tables.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from pathlib import Path
 import msgspec
 from cost_native import MockEngine, NativeError, check_machine, mock_engine, play, write_bodies
 from cost_result import FIRST, NEXT, Figure, Figures, Memory, draw, markdown, quantile
-from cost_routers import SUBJECTS, running
+from cost_routers import SUBJECTS, before, running
 from cost_work import LOADS, Chats, Load
 from harness import some_of
 from large_tokenizer import QWEN_ENTRIES, QWEN_TEMPLATE, large_tokenizer
@@ -199,11 +200,19 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--routers", type=some_of(SUBJECTS), default=list(SUBJECTS), help="some of " + ",".join(SUBJECTS)
     )
+    parser.add_argument(
+        "--before", type=Path, metavar="CHECKOUT", help="another checkout of kvpin, with its .venv"
+    )
     parser.add_argument("--loads", type=some_of(names), default=names, help="some of " + ",".join(names))
     parser.add_argument("--repeats", type=int, default=3, help="all routers in turn, so many times (3)")
     parser.add_argument("--out", type=Path, default=Path("router_cost"), help="directory (router_cost)")
     parser.add_argument("--quick", action="store_true", help="one repeat, a sixteenth of the requests")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.before is not None:
+        others = before(arguments.before.resolve())
+        SUBJECTS.update(others)
+        arguments.routers += others
+    return arguments
 
 
 if __name__ == "__main__":

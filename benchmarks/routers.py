@@ -114,11 +114,11 @@ def run(workload: str, router: str, seed: int, work: Sequence[Question], served:
 
 
 @contextmanager
-def engines(mix: Mix, prefill_rate: float, token_ms: float) -> Iterator[list[Engine]]:
+def engines(mix: Mix, prefill_rate: float, token_ms: float, count: int = ENGINES) -> Iterator[list[Engine]]:
     """Starts the engines of a workload; ends them."""
     with ExitStack() as stack:
         started = []
-        for _ in range(ENGINES):
+        for _ in range(count):
             port = free_port()
             command = [sys.executable, ROOT / "benchmarks" / "mock_engine.py", "--port", str(port)]
             command += ["--kv-tokens", str(mix.kv_tokens), "--prefill-rate", str(prefill_rate)]

@@ -15,7 +15,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -101,7 +101,7 @@ class Answer:
     ttft_s: float
 
 
-def ask(client: httpx.Client, messages: list[dict[str, str]], extra: dict[str, int]) -> Answer:
+def ask(client: httpx.Client, messages: list[dict[str, str]], extra: Mapping[str, object]) -> Answer:
     """Streams one greedy answer."""
     body = {"messages": messages, "max_tokens": MAX_TOKENS, "temperature": 0, "stream": True, **extra}
     body["stream_options"] = {"include_usage": True}

@@ -1,7 +1,7 @@
 """All that differs between engines, behind one facade.
 
 `proxy` reaches the adapters only through it. What both sides compute alike, `proxy` imports from its module:
-`prompt/`, `types.py`, `off_loop.py`.
+`prompt/`, `types.py`, `off_loop.py`, `shape.py`.
 
 base.py        the contract of every adapter     types.py       the data both sides share
 errors.py      its errors                        detect.py      address → kind
@@ -14,7 +14,7 @@ openai_compatible.py, vllm/, sglang/, tensorrt_llm/, nim.py, llama_server/, torc
 lmcache/       host and disk tier of vLLM        events/        KV events of engines
 http/          HTTP towards engines              prompt/        text → token ids, as engines do it
 off_loop.py    threads for long computations     routes.py      routes beside `/v1`, and WebSockets
-end_with_parent.py  ends what kvpin started, if kvpin dies
+shape.py       what JSON costs to decode         end_with_parent.py  ends what kvpin started, if kvpin dies
 """
 
 from __future__ import annotations
@@ -37,19 +37,21 @@ from engine_adapter.errors import (
     EngineUnavailable,
     EngineUnhealthy,
     EngineUnreachable,
+    FieldError,
     NotSupported,
     PromptTableError,
+    log_text,
 )
 from engine_adapter.events.options import address_of_rank
 from engine_adapter.hold import AnswerReader, Forecast, Hold, RequestBody, Resumption
 from engine_adapter.http.client import HttpTransport
+from engine_adapter.http.connection import IncomingResponse
 from engine_adapter.http.error_bodies import read_error
 from engine_adapter.http.headers import HeaderPairs, Headers
 from engine_adapter.http.prepare import base_url, route_of
 from engine_adapter.http.sse import WholeEvents
-from engine_adapter.http.transport import IncomingResponse, OutgoingRequest, Transport
+from engine_adapter.http.transport import OutgoingRequest
 from engine_adapter.http.usage import UNREAD, TokenUsage, is_json, read_answer_usage, read_streamed_usage
-from engine_adapter.http.usage import TokenUsage as Usage
 from engine_adapter.managed import managed_kind, run_engine_cli
 from engine_adapter.options import EngineOptions, OptionError, plain_error
 from engine_adapter.private_fields import OWN_IDS, PRIVATE_FIELDS, PRIVATE_HEADERS
@@ -61,7 +63,7 @@ from engine_adapter.registry import (
     make_adapter,
     make_options,
 )
-from engine_adapter.routes import NativeRoute, websocket
+from engine_adapter.routes import websocket
 from engine_adapter.types import (
     BelowGpu,
     BlocksRemoved,
@@ -73,10 +75,10 @@ from engine_adapter.types import (
     EngineSpec,
     EventPosition,
     Finding,
-    KvEvent,
     KvProgress,
     KvTarget,
     KvVerb,
+    ModelState,
     Pinned,
     PromptTable,
     Retention,

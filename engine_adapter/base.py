@@ -27,6 +27,7 @@ from engine_adapter.types import (
     KvProgress,
     KvTarget,
     KvVerb,
+    ModelState,
     Pinned,
     PromptTable,
     RenderedPrompt,
@@ -62,8 +63,8 @@ class EngineAdapter(Protocol):
         one_owner: only one kvpin at a time may use the engine: the adapter manages its cache, and a second
             kvpin would change that unseen.
         has_lock: `connect` finds out by itself that another kvpin uses the engine [`one_owner`].
-        may_try: `connect` may find out what the engine can do by what costs it some of its KV. False where
-            another kvpin may use the engine: what only a trial tells is unknown then.
+        may_try: `connect` may try out what the engine can do, at the cost of some of its KV. False where
+            another kvpin may use the engine: facts that only a trial tells are unknown then.
         capabilities: those of the last `connect`, for `require`; None before the first.
         instead: advice for missing capabilities, where this kind has other advice than any engine.
     """
@@ -75,13 +76,19 @@ class EngineAdapter(Protocol):
     capabilities: frozenset[Capability] | None = None
     instead: ClassVar[Mapping[Capability, str]] = MappingProxyType({})
 
+    @property
+    def model_state(self) -> ModelState | None:
+        """Whether its model is in memory, where the engine loads and unloads it; else None. kvpin's own
+        questions must not load or wake one that is not."""
+        return None
+
     async def connect(self) -> EngineInfo:
         """Asks the engine what it is; called again after each outage. It does not affect other requests. The
         first time, it may send the engine a few one-token requests to find out what it can do. Raises
         EngineTaken if another kvpin uses the engine, and only one may."""
 
     async def leave(self) -> None:
-        """Forgets the engine's cache: another kvpin uses the engine from now on. `connect` begins anew."""
+        """Forgets the engine's cache: another kvpin uses the engine now. `connect` starts again."""
         return  # several kvpins may use it
 
     async def load(self) -> EngineLoad:

@@ -56,11 +56,8 @@ class JsonBody:
         return name in self._fields
 
     def get(self, name: str) -> Any:  # noqa: ANN401 - JSON
-        """The decoded value of a field, None if it is absent or null.
-
-        Raises:
-            UnreadableField: the value cannot be decoded.
-        """
+        """The decoded value of a field, None if it is absent or null. Raises UnreadableField if the value
+        cannot be decoded."""
         if name in self._scalars:
             return self._scalars[name]
         raw = self._fields.get(name)
@@ -80,11 +77,7 @@ class JsonBody:
 
     def items(self, name: str) -> list[msgspec.Raw] | None:
         """The items of a list that begins with a string, a list or an object, undecoded; None if the field is
-        anything else.
-
-        Raises:
-            UnreadableField: the list cannot be decoded.
-        """
+        anything else. Raises UnreadableField if the list cannot be decoded."""
         raw = self._fields.get(name)
         if raw is None or _NO_NUMBERS.match(raw) is None:
             return None
@@ -93,14 +86,27 @@ class JsonBody:
         except msgspec.DecodeError as error:
             raise UnreadableField(name, error) from error
 
+    @property
+    def n_fields(self) -> int:
+        """The number of its fields."""
+        return len(self._fields)
+
+    def raw_of(self, name: str) -> memoryview:
+        """The bytes of a field that is present."""
+        return memoryview(self._fields[name])
+
     def has_any(self, names: AbstractSet[str]) -> bool:
         """Returns whether any of these fields is present; null counts."""
         return not self._fields.keys().isdisjoint(names)
 
     def gives(self, name: str) -> bool:
-        """Whether a field has a value other than null, "" and []; decodes nothing."""
+        """True if a field has a value other than null, "" and []; decodes nothing."""
         raw = self._fields.get(name)
         return raw is not None and _NOTHING.fullmatch(raw) is None
+
+    def decoded(self) -> Any:  # noqa: ANN401 - JSON
+        """The whole body, decoded. Raises msgspec.DecodeError if a value in it cannot be decoded."""
+        return _checked(msgspec.json.decode, self.raw)
 
     def hint(self, name: str) -> Any:  # noqa: ANN401 - JSON
         """Like `get`, but None if the value cannot be decoded: for fields that the engine checks."""

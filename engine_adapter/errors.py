@@ -13,8 +13,9 @@ EngineError
 │   └── EngineTaken        another kvpin uses it, and only one may
 ├── EngineRejected         refused: the engine answered with an error: status, message, field
 ├── NotSupported           the engine cannot do this; says what it can do instead
-├── PromptTableError       a wrong prompt table or wrong extra ids: the client's fault
-└── ChatError              messages that cannot be rendered: the client's fault
+└── FieldError             a wrong field of a request: the client's fault
+    ├── PromptTableError   a wrong prompt table or wrong extra ids
+    └── ChatError          messages that cannot be rendered
 """
 
 from __future__ import annotations
@@ -29,6 +30,14 @@ NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 class EngineError(Exception):
     """Base of every error an adapter raises."""
 
+    own_words: str | None = None
+    """Text for the log, where the message is the engine's: such a message may repeat a prompt."""
+
+
+def log_text(error: Exception) -> str:
+    """An error for a log line, in kvpin's own words."""
+    return getattr(error, "own_words", None) or str(error)
+
 
 class EngineSpecError(EngineError):
     """An engine description is wrong. The text says which part and why."""
@@ -36,6 +45,10 @@ class EngineSpecError(EngineError):
 
 class EngineUnavailable(EngineError):
     """The engine gave no good answer: another one may."""
+
+    def __init__(self, message: str = "", *, own_words: str | None = None) -> None:
+        super().__init__(message)
+        self.own_words = own_words
 
 
 class EngineUnreachable(EngineUnavailable):
@@ -68,11 +81,7 @@ class EngineUnhealthy(EngineUnavailable):
 
 
 class EngineTaken(EngineUnavailable):
-    """Another kvpin uses the engine, and only one may.
-
-    Attributes:
-        holder: who that is, for people.
-    """
+    """Another kvpin uses the engine, and only one may."""
 
     def __init__(self, message: str, *, holder: str) -> None:
         super().__init__(message)
@@ -102,6 +111,7 @@ class EngineRejected(EngineError):
         headers: Mapping[str, str] = NO_HEADERS,
     ) -> None:
         super().__init__(message)
+        self.own_words = f"the engine answered {status}"
         self.status = status
         self.param = param
         self.type = type
@@ -111,12 +121,7 @@ class EngineRejected(EngineError):
 
 
 class NotSupported(EngineError):
-    """The engine lacks a capability.
-
-    Attributes:
-        capability: the missing capability, from `Capability`.
-        instead: what to do instead, in one sentence.
-    """
+    """The engine lacks a capability."""
 
     def __init__(self, capability: str, *, engine: str, instead: str) -> None:
         super().__init__(f"engine {engine!r} has no {capability!r}: {instead}")
@@ -124,11 +129,11 @@ class NotSupported(EngineError):
         self.instead = instead
 
 
-class PromptTableError(EngineError):
-    """A wrong prompt table, prompt embedding or list of extra ids.
+class FieldError(EngineError):
+    """A field of a request is wrong: the client's fault.
 
     Attributes:
-        param: the request field at fault, with the index where there is one, e.g. `extra_ids[3]`.
+        param: the field, with the index where there is one, e.g. `messages[2].content`.
     """
 
     def __init__(self, message: str, *, param: str) -> None:
@@ -136,13 +141,9 @@ class PromptTableError(EngineError):
         self.param = param
 
 
-class ChatError(EngineError):
-    """Messages, tools or template options that cannot be rendered to a prompt.
+class PromptTableError(FieldError):
+    """A wrong prompt table, prompt embedding or list of extra ids."""
 
-    Attributes:
-        param: the request field at fault, e.g. `messages[2].content`.
-    """
 
-    def __init__(self, message: str, *, param: str) -> None:
-        super().__init__(message)
-        self.param = param
+class ChatError(FieldError):
+    """Messages, tools or template options that cannot be rendered to a prompt."""

@@ -56,11 +56,8 @@ class AnswerReader(Protocol):
         for the client; b"" while they are held back, and always if `assembles`."""
 
     def finish(self) -> bytes:
-        """Ends the answer. Returns the bytes still held back, or, if `assembles`, the JSON body.
-
-        Raises:
-            EngineUnavailable: the stream broke off or contains an error.
-        """
+        """Ends the answer. Returns the bytes still held back, or, if `assembles`, the JSON body. Raises
+        EngineUnavailable if the stream broke off or contains an error."""
         return b""
 
     def cached_tokens(self) -> int | None:
@@ -90,11 +87,12 @@ class Hold:
     """A request's hold on an engine.
 
     Attributes:
-        body: the body for the engine.
-        cached_tokens: what the engine will report as reused; None keeps the placement's prediction.
+        cached_tokens: reused tokens that the engine will report; None keeps the placement's prediction.
         firm: False if there may be more.
         answer: reads the answer; None if nothing does.
         note: how it was served, for people.
+        slot: the engine's slot that it runs on; None for an engine without slots.
+        retains: the engine retains the KV as the target of the request asks.
         resume: tells how to go on where the answer stands now; None if the engine cannot begin in the middle.
     """
 
@@ -103,4 +101,6 @@ class Hold:
     firm: bool = True
     answer: AnswerReader | None = None
     note: str = ""
+    slot: int | None = None
+    retains: bool = False
     resume: Callable[[], Resumption] | None = None

@@ -1,4 +1,4 @@
-"""How kvpin starts an engine of each kind, and the `kvpin engine` command. Imports no torch.
+"""Starts an engine of each kind, also for the `kvpin engine` command. Imports no torch.
 
 `proxy` runs the processes; nothing is started here. `words` are the operator's command or options.
 """

@@ -1,4 +1,8 @@
-"""Keeps long computations off the event loop: a few threads of their own.
+"""Keeps long computations off the event loop: a few threads of their own, which tenants share fairly.
+
+A tenant has at most half of the threads. Work that waits for a thread is taken from the tenants in turn, so a
+tenant waits for its own work, and for at most one piece of each other tenant's. All work is charged to the
+tenant of the request: the context variable `PAYER`.
 
 Only work that computes belongs here. What waits for a disk uses `asyncio.to_thread`: it would hold up these
 threads. uvloop looks up names in threads of its own.
@@ -12,9 +16,15 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
+import time
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, TypeVar
 
 _Result = TypeVar("_Result")
 
@@ -26,18 +36,109 @@ TABLE_BYTES_PER_MS = 256 * 1024
 # Work that is expected to take longer leaves the loop.
 MOST_MS = 1.0
 
-# Each thread that encodes holds caches of about 16 MB.
-_threads = ThreadPoolExecutor(min(2, os.cpu_count() or 1), thread_name_prefix="off-loop")
+# Threads of all tenants, and of one. Each thread that encodes holds caches of about 16 MB.
+_EACH = min(2, os.cpu_count() or 1)
+_ALL = 2 * _EACH
+
+What = Literal["parse", "media", "render", "encode"]
+"""Kinds of work: to read JSON and the prompt in it, look for images, make a chat's text, make token ids."""
+PAYER: ContextVar[str | None] = ContextVar("payer", default=None)
+"""The tenant whose request runs; None without one."""
 
 
-async def off_loop(work: Callable[[], _Result], *, ms: float) -> _Result:
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """Work that waits for a thread."""
+
+    work: Callable[[], Any]
+    what: What
+    result: Future[Any]
+
+
+class FairThreads:
+    """Threads that tenants share fairly. Any thread may submit work."""
+
+    def __init__(self, threads: int, each: int) -> None:
+        """`each`: the most threads of one tenant."""
+        self._in_threads: dict[tuple[str | None, What], float] = defaultdict(float)
+        self._on_loop: dict[tuple[str | None, What], float] = defaultdict(float)
+        self._threads, self._each = threads, each
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="off-loop")
+        self._lock = threading.Lock()
+        self._waiting: OrderedDict[str | None, deque[_Job]] = OrderedDict()  # the next tenant comes first
+        self._running = Counter[str | None]()
+
+    @property
+    def spent(self) -> dict[tuple[str | None, What], float]:
+        """CPU seconds by tenant and kind of work. Those on the loop are estimated, which is faster."""
+        spent = dict(self._in_threads)
+        for key, seconds in self._on_loop.items():
+            spent[key] = spent.get(key, 0.0) + seconds
+        return spent
+
+    def charge(self, tenant: str | None, what: What, seconds: float) -> None:
+        """Notes CPU time of a tenant on the loop. Only the loop's thread may call it, as it may `spent`."""
+        self._on_loop[tenant, what] += seconds
+
+    def submit(self, tenant: str | None, what: What, work: Callable[[], _Result]) -> Future[_Result]:
+        """The result of work in a thread. Work that is cancelled while it waits is not done."""
+        result = Future[_Result]()
+        with self._lock:
+            self._waiting.setdefault(tenant, deque()).append(_Job(work, what, result))
+            self._start()
+        return result
+
+    def _start(self) -> None:
+        """Gives free threads to the tenants in turn."""
+        while self._running.total() < self._threads:
+            tenant = next((each for each in self._waiting if self._running[each] < self._each), _NOBODY)
+            if tenant is _NOBODY:
+                return
+            jobs = self._waiting[tenant]
+            job = jobs.popleft()
+            self._waiting.move_to_end(tenant)
+            if not jobs:
+                del self._waiting[tenant]
+            self._running[tenant] += 1
+            self._pool.submit(self._run, tenant, job)
+
+    def _run(self, tenant: str | None, job: _Job) -> None:
+        began, tell = time.thread_time(), None
+        if job.result.set_running_or_notify_cancel():
+            try:
+                tell = partial(job.result.set_result, job.work())
+            except BaseException as error:  # noqa: BLE001 - the caller gets it
+                tell = partial(job.result.set_exception, error)
+        self._end(tenant, job.what, time.thread_time() - began)
+        if tell is not None:
+            tell()
+        del job, tell  # an error's traceback holds this frame
+
+    def _end(self, tenant: str | None, what: What, spent_s: float) -> None:
+        """Charges the tenant, and gives its thread to the next one."""
+        with self._lock:
+            self._in_threads[tenant, what] += spent_s
+            self._running[tenant] -= 1
+            if not self._running[tenant]:
+                del self._running[tenant]
+            self._start()
+
+
+_NOBODY: Any = object()
+THREADS = FairThreads(_ALL, _EACH)
+"""The threads of this process."""
+
+
+async def off_loop(work: Callable[[], _Result], *, ms: float, what: What = "parse") -> _Result:
     """Does `work`, which takes about `ms` milliseconds: here if that is at most 1, else in a thread.
 
     Work that waits for a free thread is dropped if its caller is cancelled.
     """
+    tenant = PAYER.get()
     if ms <= MOST_MS:
+        THREADS.charge(tenant, what, ms / 1000)
         return work()
-    return await asyncio.get_running_loop().run_in_executor(_threads, work)
+    return await asyncio.wrap_future(THREADS.submit(tenant, what, work))
 
 
 async def in_own_thread(work: Callable[[], _Result]) -> _Result:

@@ -62,11 +62,8 @@ class OpenAICompatibleAdapter(HttpAdapter):
         return EngineLoad(running=0, waiting=0, counted=False)
 
     async def _check_health(self) -> bool:
-        """True when `/health` answers 2xx, False where there is no such route.
-
-        Raises:
-            EngineUnavailable: the engine is not healthy or not reachable.
-        """
+        """True when `/health` answers 2xx, False where there is no such route. Raises EngineUnavailable if
+        the engine is not healthy or not reachable."""
         if not self._has_health:
             return False
         try:
@@ -79,7 +76,7 @@ class OpenAICompatibleAdapter(HttpAdapter):
         return True
 
     async def _lacks(self, route: str) -> bool:
-        """Whether the engine lacks a route. It is asked with an empty body, which runs nothing."""
+        """True if the engine lacks a route. It is asked with an empty body, which runs nothing."""
         try:
             return await self._control.status("POST", route, json={}) in NO_SUCH_ROUTE
         except (EngineDied, EngineGarbled):

@@ -68,10 +68,7 @@ _BOUND = re.compile(r"^( of length)? [<>]=? ")
 
 def read_options(kind: str, options: type[_Options], values: Mapping[str, object]) -> _Options:
     """Reads what the operator wrote for an engine of `kind` as its `options`. Text stands for numbers, too.
-
-    Raises:
-        OptionError: saying which option is wrong and why; its value is not repeated.
-    """
+    Raises OptionError, which says which option is wrong and why, and does not repeat its value."""
     known = options.__struct_fields__
     for name in values:
         if name not in known:

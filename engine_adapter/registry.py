@@ -11,10 +11,10 @@ import msgspec
 
 from engine_adapter.base import EngineAdapter
 from engine_adapter.errors import EngineSpecError
-from engine_adapter.events.options import EventOptions
+from engine_adapter.events.options import EventAddresses, EventOptions
 from engine_adapter.llama_server.adapter import LlamaServerAdapter
 from engine_adapter.llama_server.options import LlamaServerOptions
-from engine_adapter.llama_server.routes import ROUTES as LLAMA_SERVER_ROUTES
+from engine_adapter.llama_server.routes import ALL_ROUTES as LLAMA_SERVER_ROUTES
 from engine_adapter.nim import NimOptions, make_nim
 from engine_adapter.openai_compatible import ROUTES as OPENAI_SOCKETS
 from engine_adapter.openai_compatible import OpenAICompatibleAdapter
@@ -37,7 +37,6 @@ class EngineKind:
     """One kind of engine.
 
     Attributes:
-        make: makes its adapter.
         options: those it has beyond the options of `EngineSpec`.
         routes: all routes beside `/v1`, and WebSockets, that its adapter may declare.
     """
@@ -53,7 +52,7 @@ KINDS = {
     "llama_server": EngineKind(LlamaServerAdapter, LlamaServerOptions, LLAMA_SERVER_ROUTES),
     "vllm": EngineKind(make_vllm, VllmOptions, VLLM_ROUTES),
     "sglang": EngineKind(SglangAdapter, EventOptions, SGLANG_ROUTES),
-    "tensorrt_llm": EngineKind(TensorRTLLMAdapter, routes=TENSORRT_LLM_ROUTES),
+    "tensorrt_llm": EngineKind(TensorRTLLMAdapter, EventAddresses, TENSORRT_LLM_ROUTES),
     "nim": EngineKind(lambda spec: make_nim(spec, _as_kind), NimOptions),
 }
 

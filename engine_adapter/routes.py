@@ -1,7 +1,8 @@
 """Routes beside `/v1`, and WebSockets, that an engine offers its clients. Each adapter declares its own.
 
 A declared route changes nothing for other clients of the engine. An engine's other routes beside `/v1`, and
-its other WebSockets, cannot be reached through kvpin.
+its other WebSockets, cannot be reached through kvpin. A declared route needs a line in
+`proxy/request/stored/routes.py`, or several tenants cannot use it.
 """
 
 from __future__ import annotations
@@ -29,11 +30,9 @@ class NativeRoute:
     """A route beside `/v1`.
 
     Attributes:
-        method: GET or POST.
         same_as: the `/v1` route that does the same; a request is sent to that one.
-        prompt: where the prompt stands; None if the route runs none, or kvpin does not follow it.
+        prompt: the fields of the prompt; None if the route runs none, or kvpin does not follow it.
         runs: whether it goes on from a prompt, which has a KV cache.
-        shows_requests: whether it shows what the engine does for others, too. Not for one of several tenants.
         lists: to a list of prompts, or for several choices (`n`, `n_cmpl`), it answers with a list: an object
             for each, which names its `index`. The events of a stream name it, too.
     """
@@ -42,7 +41,6 @@ class NativeRoute:
     same_as: str | None = None
     prompt: PromptFields | None = None
     runs: bool = False
-    shows_requests: bool = False
     lists: bool = False
 
 

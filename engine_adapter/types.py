@@ -19,9 +19,8 @@ from urllib.parse import urlsplit
 import msgspec
 from typing_extensions import TypeVar
 
-from engine_adapter.body import JsonBody
 from engine_adapter.options import EngineOptions
-from engine_adapter.prompt.forms import is_common_form
+from engine_adapter.prompt.template_input import USUAL, TemplateInput
 from engine_adapter.routes import NativeRoute
 
 TokenIds = array  # array('i'): one int32 per token
@@ -55,6 +54,22 @@ class Capability(StrEnum):
     OFFLOAD = "offload"
     RESTORE = "restore"
     PIN = "pin"
+
+
+class ModelState(StrEnum):
+    """Whether the model of an engine that loads and unloads it is in memory."""
+
+    LOADED = "loaded"
+    LOADING = "loading"
+    SLEEPING = "sleeping"  # its process runs, and a request wakes it; its KV is gone
+    UNLOADED = "unloaded"  # a request loads it
+    DOWNLOADING = "downloading"
+    FAILED = "failed"  # it failed to load; the next request tries again
+
+    @classmethod
+    def of(cls, word: str) -> ModelState:
+        """The state that an engine calls so; any other word means that the model is not there."""
+        return cls(word) if word in cls.__members__.values() else cls.UNLOADED
 
 
 class KvVerb(StrEnum):
@@ -102,7 +117,7 @@ class EngineSpec(Generic[Options_co]):
 
     @property
     def is_local(self) -> bool:
-        """Whether its address means this machine."""
+        """True if its address means this machine."""
         return urlsplit(self.url).hostname in _LOOPBACK
 
     @property
@@ -121,7 +136,7 @@ class EngineSpec(Generic[Options_co]):
         return self.server if self.options.rank is None else f"{self.server} rank {self.options.rank}"
 
     def is_same(self, other: EngineSpec[Any]) -> bool:
-        """Whether both describe one engine. A server has several if they differ in rank or, at a gateway,
+        """True if both describe one engine. A server has several if they differ in rank or, at a gateway,
         in model or headers."""
         named = ((self.options.rank, other.options.rank), (self.model, other.model))
         differ = any(one != two and None not in (one, two) for one, two in named)
@@ -147,7 +162,6 @@ class EngineInfo:
     Attributes:
         model: the served name, which clients send as `model`.
         instance: identity of the process; if it changes, all its KV is gone.
-        capabilities: what it can do.
         tokens_per_block: its own block size in tokens, None where unknown.
         max_model_len: longest prompt + output in tokens, None where unknown.
         vocab_size: ids below it are text, ids from it on are fake ids; None where unknown.
@@ -166,8 +180,7 @@ class EngineInfo:
             shares none.
         renders_alike: it renders and tokenises with the code in engine_adapter/prompt, as kvpin does: what
             cannot be rendered here, it refuses.
-        common_form: (a chat, those of its messages that are more than a text) → whether it renders the chat
-            as transformers does with the model's template. It is asked about any other.
+        template_input: how it gives a chat to the model's template.
         runs_several: it takes several choices or prompts in one request. If False, kvpin always splits them.
         splits_choices: it would run several choices of a prompt where kvpin did not place them. With reuse,
             kvpin sends each choice by itself.
@@ -177,6 +190,8 @@ class EngineInfo:
         any_model: it serves its model whatever name a request gives.
         ranks: the data-parallel ranks of its server, each with its own cache, if a request may name one; ()
             where that is not known.
+        models: the models of its server, each an engine of its own, and their states; empty where its server
+            has only one. `model` is "" where the operator named none of them.
         routes: its routes beside `/v1` that clients may use.
         card: its own fields of the model in `/v1/models`, e.g. `max_model_len` or `meta`.
         too_long: (tokens of a prompt, tokens of its context) → the fields that it adds to the error of a
@@ -200,13 +215,14 @@ class EngineInfo:
     events_read_once: bool = False
     shared_tiers: str | None = None
     renders_alike: bool = False
-    common_form: Callable[[JsonBody, Sequence[Any]], bool] = field(default=is_common_form, repr=False)
+    template_input: TemplateInput = field(default=USUAL, repr=False, compare=False)
     runs_several: bool = True
     splits_choices: bool = False
     served_as_chats: frozenset[str] = frozenset()
     renders_embeds: bool = False
     any_model: bool = False
     ranks: tuple[int, ...] = ()
+    models: Mapping[str, ModelState] = field(default_factory=dict, hash=False, compare=False)
     routes: Mapping[str, NativeRoute] = field(default_factory=dict, repr=False, hash=False)
     card: Mapping[str, Any] = field(default_factory=dict, repr=False, hash=False)
     too_long: Callable[[int, int], Mapping[str, Any]] = field(default=_nothing_more, repr=False)
@@ -217,7 +233,7 @@ class Finding:
     """Something that keeps kvpin from using an engine fully.
 
     Attributes:
-        problem: what is missing, and what follows from it.
+        problem: the lack, and its consequence.
         remedy: the flag or setting that fixes it; "" if there is none.
     """
 
@@ -233,8 +249,6 @@ class EngineLoad:
     """The load that an engine reports.
 
     Attributes:
-        running: running requests.
-        waiting: waiting requests.
         counted: False if the engine reports no load and the counts mean nothing.
         gpu_usage: share of its GPU blocks in use, 0 to 1.
         outdated: the `EngineInfo` no longer holds, although the process is the same: connect again.
@@ -250,11 +264,33 @@ class EngineLoad:
 # --- KV events, in the order an engine sends them ------------------------------------------------
 
 
+class Attention(StrEnum):
+    """What a KV cache group must hold of a prompt, so that its KV can be reused up to a boundary."""
+
+    PREFIX = "prefix"  # every block before the boundary: full attention
+    WINDOW = "window"  # the blocks of the last `window` tokens before it
+    CHUNK = "chunk"  # the blocks of its own chunk of `window` tokens
+    STATE = "state"  # the one block that ends there: linear attention, Mamba
+    UNKNOWN = "unknown"
+
+
+class KvGroup(msgspec.Struct, frozen=True):
+    """A KV cache group beside the main one, which has full attention.
+
+    Attributes:
+        number: the engine's number of it.
+        window: tokens of its window or chunk; 0 for other kinds.
+    """
+
+    number: int
+    attention: Attention
+    window: int = 0
+
+
 class BlocksStored(msgspec.Struct, frozen=True, gc=False):
     """A run of full blocks was stored in `tier`; each is the child of the one before it.
 
     Attributes:
-        tier: where they lie.
         parent: engine hash of the block before the first, None at the start of a prompt.
         hashes: engine hashes, one per block. They are only names, never an identity.
         token_ids: all tokens of the run, `len(hashes) * tokens_per_block`. Empty for blocks that were stored
@@ -263,6 +299,7 @@ class BlocksStored(msgspec.Struct, frozen=True, gc=False):
         extra_ids: one per token, None when all are 0.
         salt: cache salt of the chain; set on runs whose `parent` is None.
         lora: name of the LoRA adapter of the chain; set on the same runs.
+        group: the KV cache group that stored them; None for the main one.
     """
 
     tier: Tier
@@ -273,13 +310,19 @@ class BlocksStored(msgspec.Struct, frozen=True, gc=False):
     extra_ids: ExtraIds[int] | None = None
     salt: str | None = None
     lora: str | None = None
+    group: KvGroup | None = None
 
 
 class BlocksRemoved(msgspec.Struct, frozen=True, gc=False):
-    """These blocks were removed from `tier`; other tiers may still hold them."""
+    """These blocks were removed from `tier`; other tiers may still hold them.
+
+    Attributes:
+        group: the KV cache group that removed them; None for the main one.
+    """
 
     tier: Tier
     hashes: tuple[int | bytes, ...]
+    group: KvGroup | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,15 +366,13 @@ class EventPosition(msgspec.Struct, frozen=True):
         sequence: number of the last batch that was read.
         digest: hash of its bytes. No other process of the engine sends the same.
         complete: the engine holds nothing that no event reported.
-        group: the KV cache group that is followed, None without groups.
-        several: there are other groups beside it.
+        group: number of the main KV cache group, None without groups.
     """
 
     sequence: int
     digest: int
     complete: bool
     group: int | None = None
-    several: bool = False
 
 
 # --- prompts with more than text -----------------------------------------------------------------
@@ -393,10 +434,7 @@ class KvTarget(msgspec.Struct, frozen=True):
     only: all KV of that salt. With neither: everything the engine holds.
 
     Attributes:
-        token_ids: the prompt.
         extra_ids: one per token, None when all are 0.
-        cache_salt: the salt it runs under.
-        lora: the LoRA adapter it runs with.
         exact: the token ids are known to equal the engine's own, so they may replace the text.
         retention: how long the request wants its KV retained; None if there is no request.
     """
@@ -410,7 +448,7 @@ class KvTarget(msgspec.Struct, frozen=True):
 
     @property
     def is_everything(self) -> bool:
-        """Whether it means all that the engine holds."""
+        """True if it means all that the engine holds."""
         return self.token_ids is None and self.cache_salt is None and self.lora is None
 
 
@@ -439,6 +477,11 @@ class KvProgress:
     bytes: int = 0
     left: Mapping[str, int] = field(default_factory=dict)
 
+    def plus(self, more: KvProgress) -> KvProgress:
+        """Both together, as of two targets or two tiers."""
+        left = {name: self.left.get(name, 0) + more.left.get(name, 0) for name in [*self.left, *more.left]}
+        return KvProgress(self.done + more.done, self.total + more.total, self.bytes + more.bytes, left)
+
 
 @dataclass(frozen=True, slots=True)
 class Pinned:
@@ -454,7 +497,6 @@ class PromptTable:
     """A p-tuning table.
 
     Attributes:
-        table_id: what requests name.
         extra_id: the uint64 beside each of its fake ids.
         rows: number of virtual tokens.
         hidden: columns; must equal the model's hidden size.

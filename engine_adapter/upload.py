@@ -30,7 +30,7 @@ class Upload:
     named: Named | None = None
 
     def renamed(self, model: str) -> Upload:
-        """The same body with another name of its model. All other bytes stay as they are."""
+        """The body with another name of its model. All other bytes stay as they are."""
         named = self.named
         if named is None:
             return self

@@ -10,14 +10,13 @@ import argparse
 import time
 
 from openai import OpenAI
-from shared import cached_tokens, first_model, one_line_errors
+from shared import add_server_arguments, cached_tokens, first_model, one_line_errors
 
 
 def main() -> None:
     """Asks each conversation about its own document, in rounds."""
     parser = argparse.ArgumentParser(description="More conversations than slots, through kvpin.")
-    parser.add_argument("--base-url", default="http://127.0.0.1:8000/v1")
-    parser.add_argument("--api-key", default="unused")
+    add_server_arguments(parser)
     parser.add_argument("--talks", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()

@@ -10,14 +10,13 @@ import time
 
 import httpx
 from openai import OpenAI
-from shared import admin_url, cached_tokens, first_model, one_line_errors
+from shared import add_server_arguments, admin_url, cached_tokens, first_model, one_line_errors
 
 
 def main() -> None:
     """Runs the demonstration."""
     parser = argparse.ArgumentParser(description="Offload and restore through kvpin.")
-    parser.add_argument("--base-url", default="http://127.0.0.1:8000/v1")
-    parser.add_argument("--api-key", default="unused")
+    add_server_arguments(parser)
     parser.add_argument("--admin-key")
     arguments = parser.parse_args()
 

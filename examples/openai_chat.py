@@ -6,14 +6,13 @@ python examples/openai_chat.py [--base-url http://127.0.0.1:8000/v1] [--api-key 
 import argparse
 
 from openai import OpenAI
-from shared import cached_tokens, first_model, one_line_errors
+from shared import add_server_arguments, cached_tokens, first_model, one_line_errors
 
 
 def main() -> None:
     """Asks once, then again as a stream."""
     parser = argparse.ArgumentParser(description="Chat through kvpin with the OpenAI SDK.")
-    parser.add_argument("--base-url", default="http://127.0.0.1:8000/v1")
-    parser.add_argument("--api-key", default="unused")
+    add_server_arguments(parser)
     arguments = parser.parse_args()
 
     client = OpenAI(base_url=arguments.base_url, api_key=arguments.api_key)

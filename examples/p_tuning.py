@@ -12,7 +12,7 @@ import httpx
 import numpy as np
 from openai import OpenAI
 from safetensors.numpy import save
-from shared import admin_url, cached_tokens, first_model, one_line_errors
+from shared import add_server_arguments, admin_url, cached_tokens, first_model, one_line_errors
 
 ROWS = 32
 
@@ -26,8 +26,7 @@ def table(hidden: int, seed: int) -> bytes:
 def main() -> None:
     """Runs the demonstration."""
     parser = argparse.ArgumentParser(description="Prompt tuning through kvpin.")
-    parser.add_argument("--base-url", default="http://127.0.0.1:8000/v1")
-    parser.add_argument("--api-key", default="unused")
+    add_server_arguments(parser)
     parser.add_argument("--admin-key")
     parser.add_argument("--vocab-size", type=int, default=4096, help="of the model: fake ids start there")
     parser.add_argument("--hidden", type=int, default=256, help="hidden size of the model")

@@ -1,5 +1,7 @@
-"""What the examples share: the admin API, the model to ask, cached tokens, errors as one line."""
+"""What the examples share: kvpin's address and key, its admin API, a model to ask, errors as one line."""
 
+import argparse
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,6 +32,12 @@ def message_of(response: httpx.Response) -> str:
         return response.json()["error"]["message"]
     except (ValueError, KeyError, TypeError):
         return response.text[:200]
+
+
+def add_server_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the address of kvpin and its key, which may come from the environment as in OpenAI's SDK."""
+    parser.add_argument("--base-url", default="http://127.0.0.1:8000/v1")
+    parser.add_argument("--api-key", default=os.environ.get("OPENAI_API_KEY") or "unused")
 
 
 def admin_url(base_url: str) -> str:

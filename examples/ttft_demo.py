@@ -15,7 +15,7 @@ import time
 from dataclasses import asdict, dataclass
 
 from openai import OpenAI
-from shared import cached_tokens, first_model, one_line_errors
+from shared import add_server_arguments, cached_tokens, first_model, one_line_errors
 
 QUESTIONS = (
     "Which station has the highest reading? Answer with its name.",
@@ -75,8 +75,7 @@ def ask(client: OpenAI, model: str, document: str, question: str, max_tokens: in
 def main() -> None:
     """Asks three times and prints the times."""
     parser = argparse.ArgumentParser(description="Time to first token with and without cached KV.")
-    parser.add_argument("--base-url", default="http://127.0.0.1:8000/v1")
-    parser.add_argument("--api-key", default="unused")
+    add_server_arguments(parser)
     parser.add_argument("--model", help="default: the first one served")
     parser.add_argument("--rows", type=int, default=150, help="rows of the table")
     parser.add_argument("--max-tokens", type=int, default=24)

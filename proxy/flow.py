@@ -18,9 +18,10 @@ import time
 from collections.abc import Callable, Container
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 
-from engine_adapter import Capability, EngineLate, EngineLost, JsonBody, NotSupported, RequestBody
+from msgspec.structs import replace
+
+from engine_adapter import Capability, EngineLate, EngineLost, JsonBody, NotSupported
 from proxy.core.life import (
     Answered,
     BlameEngine,
@@ -40,12 +41,14 @@ from proxy.core.life.states import Step
 from proxy.core.misses import Diagnosis
 from proxy.core.placement.decision import Candidate, Placement
 from proxy.core.retry_budget import RetryBudget
-from proxy.errors import Overloaded, TimeLimit
+from proxy.errors import Overloaded, TimeLimit, TooLong
 from proxy.fleet.engine import TOKENS_PER_BLOCK
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.ingest import Ingest
 from proxy.fleet.pool import no_engine_for
 from proxy.request.alarm import Alarm
+from proxy.request.answer_headers import pairs
+from proxy.request.cache_usage import WritesCounted, names_the_cache
 from proxy.request.calls import Call, Reply
 from proxy.request.comparison import Comparison
 from proxy.request.diagnostics import APIS, Diagnosed
@@ -54,7 +57,7 @@ from proxy.request.gate import Admission
 from proxy.request.records import RequestLog, RequestRecord
 from proxy.request.retries import final_error
 from proxy.request.tenants import Tenants
-from proxy.request.translate import RESPONSES_PATH, ResponseNoter, Translated, Translation
+from proxy.request.translate import CHAT_PATH, Translated, Translation
 from proxy.request.urgency import deadline_of, priority_of, prompt_tokens_of, tokens_of
 from proxy.steps.attempt import Attempts, Serving, cause_for
 from proxy.steps.preparation import Preparation, Ready
@@ -116,8 +119,9 @@ class Flow:
             ProxyError, EngineError: the request failed before the answer began.
         """
         record = RequestRecord.of(call)
+        record.came = admitted.came
         reply.recorded, reply.on_begin = True, admitted.free_body
-        self._keep_for_diagnosis(call.body, record, reply)
+        self._keep_for_diagnosis(call, record, reply)
         self.budget.requested()
         try:
             await self._live(self._serving(call, reply, record, admitted), Prepare())
@@ -167,9 +171,11 @@ class Flow:
                 return
             reply = serving.reply
             if not (reply.is_events or reply.has_written):
+                if serving.ready is not None and serving.ready.translation is not None:
+                    serving.ready.translation.wording.reword(error)
                 raise error
             serving.record.status, serving.record.error = reply.status, str(error)
-            reply.break_off(error)
+            reply.break_off(error, serving.call.answer_id)
         except asyncio.CancelledError as cancelled:
             serving.life.ended(time.monotonic(), _why(cancelled))
             raise
@@ -244,8 +250,17 @@ class Flow:
 
     async def _prepare(self, serving: Serving) -> Event:
         record, reply = serving.record, serving.reply
-        ready = await self.prepare(serving.call)
+        try:
+            ready = await self.prepare(serving.call)
+        except TooLong as error:
+            serving.admitted.spend_prompt(error.tokens)
+            raise
+        if isinstance(ready.asked, JsonBody):
+            record.normalised = list(ready.rules)
+            self.requests.keep_source(record, ready.asked.raw)  # later requests are compared with this prompt
+            ready = replace(ready, asked=None)
         serving.is_ready(ready)
+        record.prepared = time.monotonic()
         call = ready.call
         record.prompt, record.chain = ready.prompt, ready.chain
         record.served_as, record.lora = ready.pool.model, ready.lora
@@ -257,8 +272,10 @@ class Flow:
                 await _answer_count(ready, translation, reply, record)
                 return Answered()
             reply.through(lambda client: Translated(client, translation))
-        elif call.route == RESPONSES_PATH and call.socket is None:
-            reply.through(lambda client: ResponseNoter(client, partial(self._note_home, record)))
+        elif call.socket is None:
+            noter = self.preparation.destinations.noter(call, lambda: record.attempts[-1])
+            if noter is not None:
+                reply.through(noter)
         return Prepared(can_repeat=call.body is None or isinstance(call.body, JsonBody))
 
     async def prepare(self, call: Call) -> Ready:
@@ -269,18 +286,16 @@ class Flow:
         """
         return await self.preparation.prepare(call)
 
-    def _note_home(self, record: RequestRecord, response_id: str) -> None:
-        """Remembers that the answering engine made this response."""
-        self.preparation.destinations.note(record.tenant, response_id, record.attempts[-1])
-
-    def _keep_for_diagnosis(self, body: RequestBody, record: RequestRecord, reply: Reply) -> None:
-        """Keeps the body. Notes the answer's id, and adds diagnostics to it if the client asks for them."""
+    def _keep_for_diagnosis(self, call: Call, record: RequestRecord, reply: Reply) -> None:
+        """Keeps the body. Notes the answer's id, and adds to it what the client asks for: diagnostics, and
+        what the cache got."""
+        body = call.body
         if not isinstance(body, JsonBody):
             return
         self.requests.keep_source(record, body.raw)
         if (api := APIS.get(record.route)) is None:
             return
-        asked, comparison = api.asked(body), self.comparison
+        asked, comparison = api.asked(body, call.headers), self.comparison
 
         def diagnose(answer_id: str, reused: int | None) -> Diagnosis | None:
             return comparison.with_answer(answer_id, record, reused)
@@ -289,6 +304,8 @@ class Flow:
             record.answer_id = answer_id
 
         reply.through(lambda client: Diagnosed(client, api, asked=asked, diagnose=diagnose, note_id=note_id))
+        if record.route == CHAT_PATH and names_the_cache(body):
+            reply.through(lambda client: WritesCounted(client, lambda: comparison.tokens_per_block(record)))
 
     # --- Place ----------------------------------------------------------------------------------------
 
@@ -397,5 +414,6 @@ async def _answer_count(ready: Ready, translation: Translation, reply: Reply, re
         )
     record.status, record.prompt = 200, None  # no engine computed it: later prompts are not compared with it
     id_headers = [(name.encode(), ready.call.answer_id.encode()) for name in reply.dialect.id_headers]
-    await reply.start(record.status, [(b"content-type", b"application/json"), *id_headers])
+    headers = [(b"content-type", b"application/json"), *id_headers, *pairs(ready.told)]
+    await reply.start(record.status, headers)
     await reply.finish(translation.count(len(ready.prompt.token_ids)))

@@ -15,11 +15,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from proxy.cli.examples import EXAMPLES  # noqa: E402 - found by the line before
+from proxy.cli.help import EXAMPLES  # noqa: E402 - found by the line before
 
 RUN, READ, NOT_RUN = "run", "read", "not run"
 _HERE = "tests/proxy/cli/test_documented_commands.py::"
-_EXAMPLES = "tests/proxy/cli/test_examples.py::test_each_works"
+_EXAMPLES = "tests/proxy/cli/test_help.py::test_each_works"
 # What a line of a block begins with where the line is a command.
 _PROGRAM = re.compile(
     r"kvpin|scripts/[\w-]+|\.venv/\S+|python3?|pip|docker|helm|curl|mkdir|cp|printf|systemctl|vllm|lmcache|llama-server"

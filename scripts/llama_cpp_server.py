@@ -22,6 +22,12 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
+# Those of the hub that the tests of a router name.
+_ROUTED = (
+    "ggml-org/tinygemma3-GGUF:Q8_0",
+    "ggml-org/test-model-stories260K:F32",
+    "ggml-org/test-model-stories260K-infill:F32",
+)
 _OF_THE_HUB = ("--hf-repo", "--hf-file", "--model-url", "--mmproj-url")
 _PINNED = ("--slots", "--cache-ram", "0")
 _POLL_S = 0.02
@@ -96,10 +102,21 @@ def _with_local_model(flags: list[str]) -> list[str]:
     is_of_the_hub = False
     for name in _OF_THE_HUB:
         is_of_the_hub |= _taken(kept, name, "") != ""
+    if not is_of_the_hub and "--model" not in kept and "--models-preset" not in kept:
+        return [*kept, "--models-preset", _presets()]
     if not is_of_the_hub:
         return kept
     pooling = ["--pooling", "mean"] if "--embedding" in kept and "--pooling" not in kept else []
     return [*kept, "--model", os.environ["LLAMA_CPP_MODEL"], *pooling, "--threads", "1"]
+
+
+def _presets() -> str:
+    """A file of models for a router, all of which are the local one."""
+    path = Path(os.environ["LLAMA_CACHE"], "presets.ini")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    model = os.environ["LLAMA_CPP_MODEL"]
+    path.write_text("".join(f"[{name}]\nmodel = {model}\nthreads = 1\n\n" for name in _ROUTED))
+    return str(path)
 
 
 def _taken(flags: list[str], name: str, default: str) -> str:

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
-from scripts.make_gguf import SHAPES, cache_dir, make_tensors
+from scripts.make_gguf import SHAPES, Shape, cache_dir, make_tensors
 
 VERSION = 1
 """Part of a cached directory's name: raise it whenever the files change."""
@@ -26,7 +26,6 @@ RANK = 8
 
 _DEFAULT_MODEL = Path(__file__).parents[1] / "engine_adapter" / "torch_engine" / "default_model"
 _SHAPE = SHAPES["tiny"]
-_COPIED = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 _NAMES = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
@@ -56,17 +55,35 @@ def checkpoint_path(kind: str, seed: int = 0) -> Path:
     return directory
 
 
-def make_model(directory: Path, seed: int = 0) -> None:
-    """Writes the model: weights in float16, the default model's tokenizer and chat template."""
+def make_model(
+    directory: Path,
+    seed: int = 0,
+    *,
+    shape: Shape = _SHAPE,
+    tokenizer: Path = _DEFAULT_MODEL,
+    context: int = 8192,
+) -> None:
+    """Writes the model: weights in float16, and the `tokenizer` of a directory with its chat template.
+    `context` is in tokens."""
     directory.mkdir(parents=True)
-    for name in _COPIED:
-        shutil.copyfile(_DEFAULT_MODEL / name, directory / name)
-    config = msgspec.json.decode((_DEFAULT_MODEL / "config.json").read_bytes())
-    config |= {"intermediate_size": _SHAPE.hidden, "rms_norm_eps": 1e-5, "dtype": "float16"}
-    (directory / "config.json").write_bytes(msgspec.json.encode(config))
-    vocabulary = msgspec.json.decode((_DEFAULT_MODEL / "tokenizer.json").read_bytes())["model"]["vocab"]
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copyfile(tokenizer / name, directory / name)
+    shutil.copyfile(_DEFAULT_MODEL / "generation_config.json", directory / "generation_config.json")
+    vocabulary = msgspec.json.decode((tokenizer / "tokenizer.json").read_bytes())["model"]["vocab"]
     tokens = sorted(vocabulary, key=vocabulary.__getitem__)
-    weights = make_tensors(_SHAPE, tokens, np.random.default_rng(seed))
+    config = msgspec.json.decode((_DEFAULT_MODEL / "config.json").read_bytes()) | {
+        "hidden_size": shape.width,
+        "intermediate_size": shape.hidden,
+        "num_attention_heads": shape.heads,
+        "num_hidden_layers": shape.layers,
+        "num_key_value_heads": shape.kv_heads,
+        "max_position_embeddings": context,
+        "vocab_size": len(tokens),
+        "rms_norm_eps": 1e-5,
+        "dtype": "float16",
+    }
+    (directory / "config.json").write_bytes(msgspec.json.encode(config))
+    weights = make_tensors(shape, tokens, np.random.default_rng(seed))
     tensors = {_name(name): values.astype(np.float16) for name, values in weights}
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
 

@@ -20,6 +20,8 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Patch
 
+from scripts.reference.gate import STEPS
+
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 PICTURES = DOCS / "pictures"
@@ -137,6 +139,35 @@ def life() -> Figure:
     _say(axes, left[1] + 70, 190, "wrong, queue full,\nno engine", QUIET, size=9)
     _say(axes, left[3] + 70, 190, "retries used up,\ntoo late", QUIET, size=9)
     _say(axes, left[4] + 70, 190, "answered,\nbroken off", QUIET, size=9)
+    return figure
+
+
+def gate() -> Figure:
+    """The gate: its steps, what each needs, and what refuses there."""
+    figure, axes = _canvas(236)
+    notes = {
+        "connection": ("a socket", "closed, 503"),
+        "head": ("64 KiB", "431"),
+        "key": ("a digest", "401"),
+        "quota": ("tenant, length", "429, 503"),
+        "size": ("bytes come", "413, 408"),
+        "shape": ("bytes, counted", "400, 413"),
+        "model": ("one field", "404"),
+        "length": ("text, tokens", "400"),
+        "structure": ("the engine", "400"),
+        "queue": ("a free engine", "503"),
+    }
+    per_row = len(STEPS) // 2
+    for at, step in enumerate(STEPS):
+        x, y = 16 + 150 * (at % per_row), 16 + 112 * (at // per_row)
+        needs, refuses = notes[step]
+        _box(axes, x, y, 126, 56, step, needs, fill=BLUE if step == "quota" else None)
+        _say(axes, x + 63, y + 72, refuses, AMBER, size=9, ha="center")
+        if at % per_row:
+            _arrow(axes, (x - 24, y + 28), (x, y + 28))
+    axes.plot((742, 752, 752, 8, 8), (44, 44, 106, 106, 156), color=QUIET, linewidth=1.3)
+    _arrow(axes, (8, 156), (16, 156))
+    _say(axes, 16, 222, "the body: read after quota, decoded after shape", QUIET, size=9)
     return figure
 
 
@@ -279,6 +310,7 @@ def cost() -> Figure:
 DRAWINGS: dict[str, Callable[[], Figure]] = {
     "request.svg": request,
     "life.svg": life,
+    "gate.svg": gate,
     "sharing.svg": sharing,
     "weighing.svg": weighing,
     "first-token.svg": first_token,

@@ -18,13 +18,15 @@ from starlette.applications import Starlette
 from engine_adapter import EngineInfo, EngineLoad, EngineSpec, HttpTransport
 from engine_adapter.openai_compatible import OpenAICompatibleAdapter
 from engine_adapter.prompt.chat import ChatTokenizer
+from engine_adapter.shape import Shape
 from proxy.api.cors import Cors
 from proxy.api.dispatch import Dispatcher
+from proxy.api.error_answers import handle
 from proxy.api.kept_responses import KeptResponses
 from proxy.api.openai import DataPlane
 from proxy.api.ops import Ops
+from proxy.api.relay.to_object_home import PassedToKeeper
 from proxy.api.relay.to_owner import PassedToOwner
-from proxy.api.relay.to_response_home import PassedToKeeper
 from proxy.core.budget import ByteBudget
 from proxy.core.life import Rules
 from proxy.fleet.destinations import Destinations
@@ -37,7 +39,9 @@ from proxy.observe.metrics import Metrics
 from proxy.peers.bus import Bus as PeerExchange
 from proxy.peers.peers import Peers
 from proxy.prompt import MediaUuids, PromptBuilder, PromptTables
+from proxy.request.error_table import ANSWERED
 from proxy.request.gate import Gate
+from proxy.request.normalising import NO_RULES, Normalising
 from proxy.request.records import RequestLog
 from proxy.request.tenants import Tenants
 from proxy.request.translate import ResponseStore, Translate, translations
@@ -392,6 +396,7 @@ class FakeProxy:
     default_model: str | None = None
     cors_origins: tuple[str, ...] = ()
     queue: LimitSettings | None = None
+    normalising: Normalising = NO_RULES
     exchange: Callable[[int], PeerExchange] | None = None  # owner → what it tells other proxies through
     url: str = ""
 
@@ -409,11 +414,18 @@ class FakeProxy:
         self.requests = RequestLog(100)
         self.responses = ResponseStore(self.tenants.names)
         self.ingest = Ingest(self.fleet, self.tasks) if self.reuse else None
-        destinations = Destinations(self.fleet, isolated=self.tenants.isolated)
+        destinations = Destinations(self.fleet, self.tenants.names)
         translated = translations(self.responses) if self.translations is None else self.translations
         self.flow = Flow(
             fleet=self.fleet,
-            preparation=Preparation(destinations, self.tenants, MediaUuids(), translated, reuse=self.reuse),
+            preparation=Preparation(
+                destinations,
+                self.tenants,
+                MediaUuids(),
+                translated,
+                reuse=self.reuse,
+                normalising=self.normalising,
+            ),
             attempts=Attempts(self.transport, self.ingest, self.tenants),
             tenants=self.tenants,
             requests=self.requests,
@@ -424,20 +436,23 @@ class FakeProxy:
         cors = Cors(self.cors_origins) if self.cors_origins else None
         kept = KeptResponses(self.responses)
         elsewhere = PassedToOwner(self.fleet, self.peers, self.transport) if self.peers is not None else None
-        keepers = PassedToKeeper(self.peers.sockets, self.transport) if self.peers is not None else None
+        to_keeper = PassedToKeeper(self.peers.sockets, self.transport) if self.peers is not None else None
         data_plane = DataPlane(
             self.flow,
             self.tenants,
             Gate(self.tenants, self.bodies),
             self.max_body_bytes,
+            Shape(),
             kept,
             cors,
             self.metrics.refuse,
             elsewhere,
-            keepers,
+            to_keeper,
         )
         ops = Ops(self.fleet, self.metrics, peers=self.peers)
-        self.site = Dispatcher(data_plane, Starlette(routes=ops.routes()))
+        self.site = Dispatcher(
+            data_plane, Starlette(routes=ops.routes(), exception_handlers=dict.fromkeys(ANSWERED, handle))
+        )
 
     def add(self, fake: FakeEngine | FakeAdapter, **info) -> Engine:
         adapter = fake if isinstance(fake, FakeAdapter) else FakeAdapter(fake.id, fake.url)

@@ -34,11 +34,10 @@ from proxy.api.admin import (
 from proxy.api.auth import AdminGuard
 from proxy.api.error_answers import handle_http
 from proxy.control.engines import Engines
-from proxy.control.kept_prompts import KeptPrompts
 from proxy.control.kv import KvVerbs
 from proxy.control.operations import Operations
 from proxy.control.pinning import Pinning
-from proxy.control.prefixes import Prefixes
+from proxy.control.prefixes import KeptPrompts, Prefixes
 from proxy.control.replays import Replays
 from proxy.control.tables import SharedTables
 from proxy.control.target_engines import Targets

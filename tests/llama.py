@@ -43,7 +43,8 @@ def _needs_llama(item: pytest.Item) -> bool:
             files.append(made.func.__globals__)
         elif made.argname in ("llama", "start_llama"):
             return True
-    return any(not {"llama_server", "running_llama_server", "llama_world"}.isdisjoint(file) for file in files)
+    starts = {"llama_server", "running_llama_server", "running_llama_router", "llama_world"}
+    return any(not starts.isdisjoint(file) for file in files)
 
 
 @functools.cache
@@ -103,11 +104,35 @@ def running_llama_server(
     `flags` come last and so win over those this gives; `ctx` is the context of one slot in tokens.
     """
     model = model or gguf_path("tiny")
+    shape = ("--metrics", "-np", str(slots), "-c", str(slots * ctx))
+    with _running(log, model, ("--model", str(model), *shape, *flags), save_dir, port, env) as server:
+        yield server
+
+
+@contextmanager
+def running_llama_router(
+    log: Path, models: Path, *flags: str, save_dir: Path | None = None, port: int = 0
+) -> Iterator[RunningLlama]:
+    """Starts a router of the models in a directory; each has two slots of 2,048 tokens. Yields it once it
+    serves; ends it."""
+    shape = ("--models-dir", str(models), "-np", "2", "-c", "4096")
+    with _running(log, models, (*shape, *flags), save_dir, port) as server:
+        yield server
+
+
+@contextmanager
+def _running(
+    log: Path,
+    model: Path,
+    flags: tuple[str, ...],
+    save_dir: Path | None,
+    port: int,
+    env: Mapping[str, str] | None = None,
+) -> Iterator[RunningLlama]:
     command = [
         *("setpriv", "--pdeathsig", "KILL", llama_server()),  # it never outlives the tests
-        *("--model", str(model), "--port", str(port), "--threads", "1", "--threads-http", "8"),
-        *("--slots", "--metrics", "--cache-ram", "0", "--no-ui"),
-        *("-np", str(slots), "-c", str(slots * ctx)),
+        *("--port", str(port), "--threads", "1", "--threads-http", "8"),
+        *("--slots", "--cache-ram", "0", "--no-ui"),
         *(("--slot-save-path", str(save_dir)) if save_dir else ()),
         *flags,
     ]

@@ -29,6 +29,27 @@ EVERYTHING = {
     "prometheusRule": {"enabled": True, "docs": "https://git.example/kvpin/", "labels": {"release": "p"}},
     "dashboard": {"enabled": True},
     "engineAutoscaling": {"enabled": True, "deployment": "vllm"},
+    "ingress": {
+        "enabled": True,
+        "className": "nginx",
+        "hosts": ["kvpin.example"],
+        "tls": [{"secretName": "tls", "hosts": ["kvpin.example"]}],
+    },
+    "env": [{"name": "HF_ENDPOINT", "value": "https://mirror.example"}],
+    "volumes": [{"name": "keys", "secret": {"secretName": "more"}}],
+    "volumeMounts": [{"name": "keys", "mountPath": "/etc/keys", "readOnly": True}],
+    "annotations": {"a": "of the Deployment"},
+    "podAnnotations": {"b": "of pods"},
+    "podLabels": {"c": "of-pods"},
+    "service": {"annotations": {"d": "of the Service"}},
+    "tokenizerCache": {"enabled": True, "storageClass": "fast"},
+}
+OPTIONAL_KINDS = {
+    "HorizontalPodAutoscaler",
+    "Ingress",
+    "PersistentVolumeClaim",
+    "PrometheusRule",
+    "ServiceMonitor",
 }
 KINDS = {"ConfigMap", "Deployment", "PodDisruptionBudget", "Role", "RoleBinding", "Service", "ServiceAccount"}
 
@@ -43,12 +64,14 @@ def rendered(values):
 def test_the_chart_is_what_kubernetes_and_kvpin_understand(values, tmp_path):
     assert chart.lint(CHART, values, strict=True)["errors"] == []
     objects = rendered(values)
-    extra = {"ServiceMonitor", "PrometheusRule", "HorizontalPodAutoscaler"} if values else set()
-    assert {each["kind"] for each in objects} == KINDS | extra
+    assert {each["kind"] for each in objects} == KINDS | (OPTIONAL_KINDS if values else set())
     for each in objects:
         if each["kind"] not in ("ServiceMonitor", "PrometheusRule"):  # of the Prometheus Operator
             for version in ("1.27", "1.37"):
                 kubernetes_validate.validate(each, version, strict=True)
+        elif each["kind"] == "ServiceMonitor":
+            key = {"name": "keys", "key": "KVPIN_METRICS_KEY"}
+            assert each["spec"]["endpoints"][0]["authorization"] == {"credentials": key}
     data = {}
     for each in objects:
         data |= each["data"] if each["kind"] == "ConfigMap" else {}
@@ -59,6 +82,74 @@ def test_the_chart_is_what_kubernetes_and_kvpin_understand(values, tmp_path):
     assert len(loaded.discovery) == len(values.get("settings", {}).get("discovery", ()))
     pod = next(each for each in objects if each["kind"] == "Deployment")["spec"]["template"]["spec"]
     assert pod["terminationGracePeriodSeconds"] > loaded.drain_s + loaded.graceful_shutdown_s
+
+
+def of_kind(kind, values):
+    (found,) = [each for each in rendered(values) if each["kind"] == kind]
+    return found
+
+
+def test_what_is_added_to_pods_stands_beside_what_the_chart_needs():
+    plain, more = (of_kind("Deployment", values) for values in ({}, EVERYTHING))
+    assert more["metadata"]["annotations"] == EVERYTHING["annotations"]
+    template = more["spec"]["template"]
+    assert template["metadata"]["annotations"].keys() == {"checksum/settings", "b"}
+    assert template["metadata"]["labels"].items() > more["spec"]["selector"]["matchLabels"].items()
+    (before,), (after,) = (each["spec"]["template"]["spec"]["containers"] for each in (plain, more))
+    for kind, added in (
+        ("env", [{"name": "HF_HOME", "value": "/var/cache/kvpin"}, *EVERYTHING["env"]]),
+        (
+            "volumeMounts",
+            [{"name": "tokenizers", "mountPath": "/var/cache/kvpin"}, *EVERYTHING["volumeMounts"]],
+        ),
+    ):
+        assert after[kind] == [*before[kind], *added]
+    claim = {"claimName": of_kind("PersistentVolumeClaim", EVERYTHING)["metadata"]["name"]}
+    *_, cache, added = template["spec"]["volumes"]
+    assert cache == {"name": "tokenizers", "persistentVolumeClaim": claim}
+    assert [added] == EVERYTHING["volumes"]
+
+
+def test_a_claim_that_exists_is_used():
+    values = {"tokenizerCache": {"enabled": True, "claim": "mine"}}
+    assert not [each for each in rendered(values) if each["kind"] == "PersistentVolumeClaim"]
+    *_, cache = of_kind("Deployment", values)["spec"]["template"]["spec"]["volumes"]
+    assert cache["persistentVolumeClaim"] == {"claimName": "mine"}
+
+
+def test_pods_spread_over_nodes_and_what_is_spread_may_be_said():
+    deployment = of_kind("Deployment", {})
+    (rule,) = deployment["spec"]["template"]["spec"]["topologySpreadConstraints"]
+    assert rule.pop("labelSelector") == deployment["spec"]["selector"]
+    assert rule == {
+        "topologyKey": "kubernetes.io/hostname",
+        "maxSkew": 1,
+        "whenUnsatisfiable": "ScheduleAnyway",
+    }
+    own = {
+        "topologyKey": "zone",
+        "maxSkew": 2,
+        "whenUnsatisfiable": "DoNotSchedule",
+        "labelSelector": {"a": "b"},
+    }
+    spec = of_kind("Deployment", {"topologySpreadConstraints": [own]})["spec"]["template"]["spec"]
+    assert spec["topologySpreadConstraints"] == [own]
+    none = of_kind("Deployment", {"topologySpreadConstraints": []})["spec"]["template"]["spec"]
+    assert "topologySpreadConstraints" not in none
+
+
+def test_an_ingress_leads_to_the_service_and_buffers_nothing():
+    ingress, service = (of_kind(kind, EVERYTHING) for kind in ("Ingress", "Service"))
+    (rule,) = ingress["spec"]["rules"]
+    (path,) = rule["http"]["paths"]
+    assert (rule["host"], path["path"]) == ("kvpin.example", "/")
+    assert path["backend"]["service"] == {
+        "name": service["metadata"]["name"],
+        "port": {"name": service["spec"]["ports"][0]["name"]},
+    }
+    assert ingress["metadata"]["annotations"]["nginx.ingress.kubernetes.io/proxy-buffering"] == "off"
+    with pytest.raises(Exception, match=r"ingress\.hosts names the hosts of the Ingress"):
+        rendered({"ingress": {"enabled": True}})
 
 
 def test_the_chart_carries_dashboard_and_alerts():

@@ -11,6 +11,7 @@ import pytest
 import typer
 from pydantic import BaseModel
 
+from engine_adapter.prompt.forms import Form
 from engine_adapter.torch_engine.engine import Counters
 from engine_adapter.torch_engine.metrics import EngineMetrics
 from engine_adapter.types import EngineSpec
@@ -125,13 +126,17 @@ def test_the_output_of_the_demo_is_what_it_prints(monkeypatch):
 
 
 def test_the_output_of_doctor_is_what_it_prints(capsys):
-    view = View("late", "no view within 10 s: no event came")
+    view, asked = View("late", "no view within 10 s: no event came"), (Form.DOCUMENTS, Form.OTHER)
     found = {
-        "kind": "vllm", "version": "0.32.0", "detected": True, "model": "qwen3", "loras": ["ada"],
-        "max_model_len": 32768, "tokens_per_block": 16, "gpu_blocks": 28163, "host_blocks": None,
+        "kind": "vllm", "version": "0.32.0", "detected": True, "model": "qwen3", "models": {},
+        "loras": ["ada"], "max_model_len": 32768, "tokens_per_block": 16, "gpu_blocks": 28163,
+        "host_blocks": None,
         "running": 0, "waiting": 0, "can": ["cache_salt", "cached_tokens", "kv_events", "tokenize"],
         "cannot": {"offload": "connect an LMCache server"}, "view": {"detail": view.detail},
-        "tokenisation": {"detail": "tokenised here with 'Qwen/Qwen3-8B', as the engine does on 10 prompts"},
+        "tokenisation": {
+            "detail": "tokenised here with 'Qwen/Qwen3-8B', as the engine does in 9 forms of prompts",
+            "forms": {form: {"source": "engine" if form in asked else "local"} for form in Form},
+        },
         "probe": {"error": None, "reported": 48, "n_tokens": 49, "predicted": 0},
         "findings": [{"problem": f.problem, "remedy": f.remedy} for f in _of_view(view)],
     }  # fmt: skip

@@ -17,12 +17,11 @@ ELSEWHERE = {
         for kind in ("llama_server", "sglang", "tensorrt_llm", "torch_engine", "vllm")
     },
     "engine_adapter/torch_engine/__main__.py": "one line: managed engines are started by it",
+    "proxy/cli/replay.py": "one call: tests/proxy/cli/test_replay_options.py runs it",
     "proxy/cli/__main__.py": "one line: tests/live and benchmarks start kvpin by it",
-    "proxy/cli/replay_options.py": "options: tests/proxy/cli/test_replay.py",
     "proxy/core/life/states.py": "classes of data: tests/proxy/core/life/test_machine.py",
     "proxy/fleet/discovery/found.py": "data and a Protocol: tests/proxy/fleet/discovery, tests/proxy/control",
     "proxy/peers/bus.py": "a Protocol: tests of the two that are one",
-    "proxy/peers/exchange_stats.py": "classes of data: tests/proxy/peers, tests/test_observe.py",
     "proxy/errors/codes.py": "a table: tests/proxy/api/test_error_answers.py",
     "proxy/headers.py": "a table: tests of those that read and set them",
     "proxy/errors/exceptions.py": "classes of data: tests/proxy/api/test_error_answers.py",

@@ -13,8 +13,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine_adapter.torch_engine.make_model import write_model
 from scripts.make_gguf import convert, gguf_path, make_gguf
+from scripts.make_model import write_model
 from tests.llama import running_llama_server
 
 ROOT = Path(__file__).parents[1]

@@ -11,6 +11,9 @@ import yaml
 from hatchling.builders.sdist import SdistBuilder
 from hatchling.builders.wheel import WheelBuilder
 
+from proxy.core.peers.messages import VERSION
+from proxy.fleet.state_dir.saved_state import SavedState, encode
+
 ROOT = Path(__file__).parent.parent
 PACKAGES = {
     path.relative_to(ROOT).as_posix()
@@ -60,3 +63,11 @@ def test_there_is_one_version():
     chart = yaml.safe_load((ROOT / "deploy" / "helm" / "kvpin" / "Chart.yaml").read_text())
     newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[1]
     assert {chart["version"], chart["appVersion"], newest} == {mine}
+
+
+def test_the_newest_release_names_what_it_understands():
+    changes = (ROOT / "CHANGELOG.md").read_text()
+    said = re.match(r".*?^### Compatibility\n(.*?)^### ", changes, re.MULTILINE | re.DOTALL)[1]
+    state = encode(SavedState(isolated=False, pins=[], engines=[])).split(maxsplit=2)[1].decode()
+    assert f"Exchange between kvpins: version {VERSION[0]}." in said
+    assert f"Files of `state_dir`: version {state}." in said

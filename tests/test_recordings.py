@@ -23,8 +23,7 @@ from engine_adapter.prompt.media import mark_media
 from engine_adapter.types import MediaSpan, Tier, ViewCurrent, token_array
 from proxy.core.index.blocks import chain, namespace_root
 from proxy.core.index.prefix_index import PrefixIndex
-from proxy.core.index.slices import slices
-from proxy.core.index.view import EngineView
+from proxy.core.index.view import EngineView, slices
 from tests.fake_engines.publisher import published
 
 DATA = Path(__file__).parent / "data" / "vllm_events"

@@ -23,7 +23,7 @@ class MalformedEvents(ValueError):
 
 
 class StoredFields(msgspec.Struct, tag_field="type", tag="BlockStored", gc=False):
-    """Fields of stored blocks, in the order of the array form. keys.py and groups.py check those of type
+    """Fields of stored blocks, in the order of the array form. keys.py and wire.py check those of type
     Any."""
 
     block_hashes: tuple[int | bytes, ...]
@@ -36,6 +36,7 @@ class StoredFields(msgspec.Struct, tag_field="type", tag="BlockStored", gc=False
     extra_keys: Any = None
     group_idx: Any = None
     kv_cache_spec_kind: Any = None
+    kv_cache_spec_sliding_window: Any = None
     # SGLang's maps have these two. No array is as long.
     cache_salt: Any = None
     metadata: Any = None
@@ -101,11 +102,8 @@ _array: Callable[[msgspec.Raw], Fields] = msgspec.msgpack.Decoder(
 
 
 def decode_fields(payload: bytes) -> Iterable[Fields | None]:
-    """The events of a batch, None for each that cannot be read.
-
-    Raises:
-        MalformedEvents: the payload is not a batch. Raised at the latest with the first event.
-    """
+    """The events of a batch, None for each that cannot be read. Raises MalformedEvents, at the latest with
+    the first event, if the payload is not a batch."""
     if len(payload) <= _ONE_PASS_BYTES:
         try:
             return _maps(payload).events
@@ -119,7 +117,7 @@ def decode_fields(payload: bytes) -> Iterable[Fields | None]:
 
 
 def _one_by_one(payload: bytes) -> Iterator[Fields | None]:
-    """The same, without a limit on size and with unreadable events among the others."""
+    """The events of a batch of any size, also with unreadable events among the others."""
     try:
         raws = _raws(_batch(payload).events)
     except _UNREADABLE as error:

@@ -125,11 +125,8 @@ def read_vllm_keys(fields: StoredFields) -> BlockKeys:
     The position says what a key is. A string is the LoRA adapter only if it comes first and equals the
     event's `lora_name`. It is the salt only in the first block of a prompt. Older versions of vLLM, without
     offsets, sent items as bare strings: these are unreadable, except that a single one in the first block
-    reads as a salt that no request has.
-
-    Raises:
-        MalformedEvents: a key in an unexpected place, or a LoRA adapter without its name.
-    """
+    reads as a salt that no request has. Raises MalformedEvents for a key in an unexpected place, and for a
+    LoRA adapter without its name."""
     lora = fields.lora_name
     if fields.extra_keys is None and (fields.medium or "GPU").upper() != "GPU":
         # Events of offloaded blocks leave the keys out, also of salted blocks.
@@ -176,11 +173,8 @@ def _read_block(
 
 def read_sglang_keys(fields: StoredFields) -> BlockKeys:
     """Reads SGLang's fields: `lora_name`, `cache_salt` (in `metadata` before 0.5.21) and the tokens. Tokens
-    of images, audio and video are numbers up to 2**62, made from the item's hash.
-
-    Raises:
-        MalformedEvents: keys of another engine, or a token beyond 64 bits.
-    """
+    of images, audio and video are numbers up to 2**62, made from the item's hash. Raises MalformedEvents for
+    keys of another engine, and for a token beyond 64 bits."""
     lora, salt, metadata = fields.lora_name, fields.cache_salt, fields.metadata
     if isinstance(lora, dict):  # the array form of 0.5.18 to 0.5.20 has metadata in this place
         lora, metadata = None, lora
@@ -198,11 +192,8 @@ def read_sglang_keys(fields: StoredFields) -> BlockKeys:
 
 def narrow_tokens(raw: Sequence[int]) -> tuple[TokenIds[int], ExtraIds[int] | None]:
     """Token ids as int32, and extra ids or None. A number beyond int32, such as SGLang's pad values for
-    multimodal items, becomes token 0 with that number's extra id.
-
-    Raises:
-        MalformedEvents: a value is not a 64-bit integer.
-    """
+    multimodal items, becomes token 0 with that number's extra id. Raises MalformedEvents if a value is not a
+    64-bit integer."""
     try:
         return token_array(raw), None
     except OverflowError:

@@ -22,33 +22,25 @@ _LOOPBACKS = ("localhost", "127.", "[::1]")
 _ADDRESS = re.compile(r"tcp://(?:[\w.-]+|\[[0-9A-Fa-f:.]+(?:%\w+)?\]):\d{1,5}|ipc://\S+", re.ASCII)
 
 
-class EventOptions(EngineOptions, frozen=True):
-    """Options of such engines, and all options of `sglang` engines.
+class EventAddresses(EngineOptions, frozen=True):
+    """Options of engines that publish KV events over ZMQ, and all options of `tensorrt_llm` engines.
 
     Attributes:
         events: ZMQ address of its KV events, by default the engine's own.
         replay: ZMQ address that replays missed events, by default the engine's own.
-        dp_rank: the data-parallel rank of this engine. Without it, each rank of a server that kvpin did not
-            start becomes an engine.
     """
 
     events: str | None = None
     replay: str | None = None
-    dp_rank: Annotated[int, msgspec.Meta(ge=0)] | None = None
 
     def __post_init__(self) -> None:
         check_address("events", self.events)
         check_address("replay", self.replay)
 
-    @property
-    @override
-    def rank(self) -> int | None:
-        return self.dp_rank
-
     def endpoints(
         self, url: str, events: str | None, replay: str | None, topic: str = ""
     ) -> EventEndpoints | None:
-        """Where this machine reads an engine's events; None if it does not reach them.
+        """The addresses at which this machine reads an engine's events; None if it does not reach them.
 
         The operator's addresses override `events` and `replay`, which the engine itself names. `url` is that
         of its HTTP server.
@@ -60,6 +52,22 @@ class EventOptions(EngineOptions, frozen=True):
             return None
         own_replay = None if replay is None else reachable_endpoint(replay, url)
         return EventEndpoints(reached, self.replay or own_replay, topic)
+
+
+class EventOptions(EventAddresses, frozen=True):
+    """Options of engines that may also have several ranks, and all options of `sglang` engines.
+
+    Attributes:
+        dp_rank: the data-parallel rank of this engine. Without it, each rank of a server that kvpin did not
+            start becomes an engine.
+    """
+
+    dp_rank: Annotated[int, msgspec.Meta(ge=0)] | None = None
+
+    @property
+    @override
+    def rank(self) -> int | None:
+        return self.dp_rank
 
 
 EventSpec = EngineSpec[EventOptions]

@@ -4,7 +4,7 @@
     resume   subscribe → replay what came after a given position → ViewCurrent
     follow   next number: yield · gap: replay from the last known batch · number falls: start over
     idle     ask the replay socket for newer batches, to notice if the last ones were lost;
-             if it answered before and no longer does, losses would go unnoticed: start over
+             if it answered before and is silent for long, losses would go unnoticed: start over
 
 A replay begins with the last known batch, which must come back unchanged. If it differs, another process
 answers at this address. A view is complete if the engine held nothing before it began, or a snapshot said
@@ -13,7 +13,8 @@ what it held.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass
 
@@ -21,14 +22,15 @@ import xxhash
 
 from engine_adapter.events.fields import MalformedEvents
 from engine_adapter.events.keys import KeyReader
-from engine_adapter.events.wire import EventReader, Snapshot
+from engine_adapter.events.wire import CacheSnapshot, EventReader
 from engine_adapter.events.zmq_inbox import Inbox, ReplayClient, replay_client, subscription
 from engine_adapter.types import CacheCleared, EventPosition, KvEvent, ViewCurrent, ViewLost, ViewResumed
 
 _END_OF_REPLAY = 2**64 - 1
 _SEQUENCE_BYTES = 8
-# A silent replay socket is tried again after this many idle checks, for this many seconds.
-_LOOK_EVERY, _LOOK_S = 10, 0.25
+# Seconds that an idle check waits for an answer: events wait meanwhile. A replay socket that counts as silent
+# is tried again after this many idle checks.
+_LOOK_S, _LOOK_EVERY = 0.25, 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +70,8 @@ class _Cursor:
         digest: hash of that batch's bytes, None if a snapshot replaced it.
         last_live: number of the last batch that came by subscription, not by replay.
         complete: the engine held nothing unknown when the view began.
-        silent: the replay socket did not answer.
+        silent: the replay socket does not answer.
+        asked_at: when an idle check first got no answer, in seconds; None if the last one did.
         idle_checks: idle checks while the replay socket was silent.
         reported: the completeness last reported; None until the view has started.
         taken: number and digest of the last batch whose events were all taken.
@@ -81,6 +84,7 @@ class _Cursor:
     last_live: int | None = None
     complete: bool = False
     silent: bool = False
+    asked_at: float | None = None
     idle_checks: int = 0
     reported: bool | None = None
     taken: tuple[int, int] | None = None
@@ -89,7 +93,7 @@ class _Cursor:
     @classmethod
     def at(cls, reader: EventReader, since: EventPosition) -> _Cursor:
         """A cursor that goes on from a position."""
-        reader.groups.followed, reader.groups.several = since.group, since.several
+        reader.groups.main = since.group
         return cls(
             reader,
             since.sequence,
@@ -101,16 +105,17 @@ class _Cursor:
 
     @property
     def position(self) -> EventPosition | None:
-        """Where another reader can go on; None while the view is not current."""
-        if self.taken is None or self.reported is None:
-            return None
+        """The place from which another reader can go on; None while the view is not current. None for models
+        with several groups, too: what the further ones hold is not kept."""
         groups = self.reader.groups
-        return EventPosition(*self.taken, self.complete, groups.followed, groups.several)
+        if self.taken is None or self.reported is None or groups.others:
+            return None
+        return EventPosition(*self.taken, self.complete, groups.main)
 
     @property
     def is_complete(self) -> bool:
-        # Groups that are not followed may hold less, and no event says so.
-        return self.complete and not self.reader.groups.several
+        # A group of an unknown kind may hold less than a prompt needs, and no event says so.
+        return self.complete and self.reader.groups.are_known
 
     def report(self) -> ViewCurrent:
         self.reported = self.is_complete
@@ -123,30 +128,29 @@ class _Cursor:
 
 
 class KvEventSubscriber:
-    """One engine's event stream, as `EngineAdapter.events` describes it.
-
-    Attributes:
-        counts: batches, events, gaps and replays so far.
-        replay_is_silent: the replay socket does not answer.
-    """
+    """One engine's event stream, as `EngineAdapter.events` describes it."""
 
     def __init__(
         self,
         endpoints: EventEndpoints,
         *,
-        snapshot: Callable[[], Awaitable[Snapshot]] | None = None,
+        snapshot: Callable[[], Awaitable[CacheSnapshot]] | None = None,
         read_keys: KeyReader | None = None,
         idle_check_s: float = 0.5,
         replay_timeout_s: float = 5.0,
-        idle_timeout_s: float = 3.0,
+        idle_timeout_s: float = 30.0,
         since: EventPosition | None = None,
+        between: Callable[[], Iterable[KvEvent]] = tuple,
     ) -> None:
         """Connects when `events` is iterated.
 
         `snapshot` asks the engine what it holds, where it can tell. `read_keys` reads the keys beside the
         tokens, by default the embedded engine's. After `idle_check_s` without a message, the replay socket is
-        asked for missed batches. Its answer is over after a pause of `replay_timeout_s`, on an idle check of
-        `idle_timeout_s`. The view goes on at `since` if the engine has the batches since then.
+        asked for missed batches. Its answer is over after a pause of `replay_timeout_s`, on an idle check
+        sooner: the socket counts as silent once such checks got no answer for `idle_timeout_s`. The view goes
+        on at `since` if the engine has the batches since then.
+        `between` is called before each message is read, and on each idle check: its events come first, and
+        what it raises ends the stream.
         """
         self._endpoints = endpoints
         self._snapshot = snapshot
@@ -155,17 +159,18 @@ class KvEventSubscriber:
         self._replay_timeout_s = replay_timeout_s
         self._idle_timeout_s = idle_timeout_s
         self._since = since
+        self._between = between
         self._cursor: _Cursor | None = None
         self.counts = SubscriberCounts()
         self.replay_is_silent = False
 
     @property
     def position(self) -> EventPosition | None:
-        """Where a later subscriber can go on."""
+        """The place from which a later subscriber can go on."""
         return self._cursor.position if self._cursor is not None else None
 
     async def events(self) -> AsyncGenerator[KvEvent, None]:
-        """What `EngineAdapter.events` yields. Raises EngineUnavailable when the engine goes away."""
+        """Yields as `EngineAdapter.events` does. Raises EngineUnavailable when the engine goes away."""
         reason = "connected"
         with subscription(self._endpoints.events, self._endpoints.topic) as inbox:
             while True:
@@ -190,6 +195,8 @@ class KvEventSubscriber:
                     yield event
             while True:
                 frames = await inbox.receive(self._idle_check_s)
+                for event in self._between():
+                    yield event
                 if frames is None:
                     missed = self._missed(replay, cursor, None)
                 elif (message := self._live(cursor, frames)) is None:
@@ -241,7 +248,7 @@ class KvEventSubscriber:
             if cursor.silent:
                 await self._look_for_replay(replay, cursor)
                 return
-            patience_s = self._idle_timeout_s
+            patience_s = _LOOK_S
         else:
             self.counts.gaps += 1
             self.counts.replays += replay is not None
@@ -251,10 +258,19 @@ class KvEventSubscriber:
             async for event in events:
                 yield event
         if sequence is None:
-            if cursor.silent:
-                raise _StartOverError("the replay socket no longer answers")
+            if cursor.silent and replay is not None:
+                self._bear_silence(replay, cursor)
         elif cursor.last is None or cursor.last < sequence:
             raise _StartOverError(f"batches {first} to {sequence} are lost")
+
+    def _bear_silence(self, replay: ReplayClient, cursor: _Cursor) -> None:
+        """An idle check got no answer, as a busy engine may be late. Raises if it is silent for too long."""
+        now = time.monotonic()
+        cursor.asked_at = now if cursor.asked_at is None else cursor.asked_at
+        if now - cursor.asked_at >= self._idle_timeout_s:
+            raise _StartOverError("the replay socket no longer answers")
+        cursor.silent = self.replay_is_silent = False
+        replay.connect()
 
     async def _look_for_replay(self, replay: ReplayClient, cursor: _Cursor) -> None:
         """Starts the view over once a silent replay socket answers. It is asked again only now and then, and
@@ -296,7 +312,7 @@ class KvEventSubscriber:
         while True:
             frames = await replay.receive(answer.patience_s)
             if frames is None:
-                self._note_silence(cursor, answer)
+                self._note_silence(replay, cursor, answer)
                 return
             message = self._numbered(frames, replayed=True)
             if message is None:
@@ -314,15 +330,17 @@ class KvEventSubscriber:
                 continue
             for event in events:
                 yield event
-        self.replay_is_silent = False
+        self.replay_is_silent, cursor.asked_at = False, None
         if known is not None and not answer.batches:
             raise _StartOverError(f"the engine no longer has batch {known}")
         if cursor.last is None:  # it has published nothing yet
             cursor.last, cursor.complete = -1, True
 
-    def _note_silence(self, cursor: _Cursor, answer: _Replayed) -> None:
-        """An answer stopped. If part of it came, the end mark was dropped; else nobody answers."""
-        if not answer.batches:
+    def _note_silence(self, replay: ReplayClient, cursor: _Cursor, answer: _Replayed) -> None:
+        """An answer stopped. If part of it came, the rest was dropped or is late; else nobody answers."""
+        if answer.batches:
+            replay.connect()
+        else:
             cursor.silent = self.replay_is_silent = True
             self.counts.unanswered += 1
 

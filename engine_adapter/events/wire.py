@@ -19,12 +19,14 @@ from engine_adapter.events.fields import (
     StoredFields,
     decode_fields,
 )
+from engine_adapter.events.groups import KvGroups
 from engine_adapter.events.keys import KeyReader, named_keys, read_named_keys
 from engine_adapter.types import (
     BlocksRemoved,
     BlocksStored,
     CacheCleared,
     KvEvent,
+    KvGroup,
     Tier,
     TokenIds,
     token_array,
@@ -40,7 +42,6 @@ _TIER_OF: dict[str | None, Tier] = {
     "STORAGE": Tier.DISK,
     "EXTERNAL": Tier.DISK,
 }
-_FULL = frozenset({"full_attention", "mla_attention", "sink_full_attention"})
 # Joined events have about as many blocks at most.
 _JOINED_BLOCKS = 64
 _NO_TOKENS: TokenIds[int] = array("i")
@@ -49,61 +50,18 @@ _unpack_snapshot = msgspec.msgpack.Decoder(tuple[int, msgspec.Raw]).decode
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class CacheSnapshot:
     """All that an engine holds, parents first, as of event batch `sequence` (-1: before the first)."""
 
     sequence: int
     events: tuple[KvEvent, ...]
 
 
-class KvGroups:
-    """The KV cache groups that one engine's events have shown: models with several kinds of attention have
-    some.
-
-    vLLM keeps a block table for each group and sends events of each, under the same block hashes. kvpin
-    follows the group with full attention, because a prompt can be reused at most that far. The other groups
-    may hold less, so with more than one group predictions are never firm.
-
-    Attributes:
-        followed: number of the followed group; None while none is.
-        several: there are other groups beside the followed one.
-    """
-
-    def __init__(self) -> None:
-        self.followed: int | None = None
-        self.several = False
-
-    def follows(self, fields: StoredFields | RemovedFields) -> bool:
-        """Whether the event belongs to the followed group, or the engine names no groups.
-
-        A store says what kind its group is; a removal has only the group's number.
-        """
-        group = fields.group_idx
-        if group is None or group == self.followed:
-            return True
-        kind = None
-        if isinstance(fields, StoredFields):
-            kind = fields.kv_cache_spec_kind
-            if self.followed is None and _is_full(fields):
-                self.followed = group
-                return True
-        # A removal before the first store says nothing about the group.
-        self.several = self.several or self.followed is not None or kind is not None
-        return False
-
-
-def _is_full(fields: StoredFields) -> bool:
-    kind = fields.kv_cache_spec_kind
-    if kind is None:
-        return bool(fields.token_ids)
-    return isinstance(kind, str) and kind in _FULL
-
-
 class EventReader:
     """Reads the batches of one engine, in order.
 
     Attributes:
-        groups: the KV cache groups of its model; events of other groups than the followed one are left out.
+        groups: the KV cache groups of its model.
         skipped: events so far that could not be read.
     """
 
@@ -115,11 +73,8 @@ class EventReader:
 
     def read(self, payload: bytes) -> Iterator[KvEvent]:
         """The events of the batch whose last frame is `payload`. An unreadable event is skipped and counted.
-        Events of blocks that belong together are joined.
-
-        Raises:
-            MalformedEvents: on the first event, if the payload is not a batch.
-        """
+        Events of blocks that belong together are joined. Raises MalformedEvents on the first event if the
+        payload is not a batch."""
         before: KvEvent | None = None
         for event in self._events(payload):
             joined = None
@@ -138,17 +93,14 @@ class EventReader:
             except MalformedEvents:
                 self.skipped += 1
             else:
-                if event is not None:
-                    yield event
+                yield event
 
-    def _event(self, fields: Fields | None) -> KvEvent | None:
-        """The event, None if its group is not followed."""
+    def _event(self, fields: Fields | None) -> KvEvent:
         if isinstance(fields, StoredFields):
-            return _stored(fields, self._read_keys) if self.groups.follows(fields) else None
+            group = self.groups.group_of(fields)
+            return _stored(fields, self._read_keys) if group is None else _stored_in(group, fields)
         if isinstance(fields, RemovedFields):
-            if not self.groups.follows(fields):
-                return None
-            return BlocksRemoved(_tier(fields.medium), fields.block_hashes)
+            return BlocksRemoved(_tier(fields.medium), fields.block_hashes, self.groups.group_of(fields))
         if fields is None:
             raise MalformedEvents("an event of an unknown type or form")
         return CacheCleared()
@@ -160,17 +112,19 @@ def _join(first: KvEvent, second: KvEvent) -> KvEvent | None:
     vLLM sends an event for each block that it evicts, SGLang one for each page that it stores or evicts.
     """
     if isinstance(first, BlocksRemoved) and isinstance(second, BlocksRemoved):
-        if first.tier is second.tier and len(first.hashes) < _JOINED_BLOCKS:
-            return BlocksRemoved(first.tier, first.hashes + second.hashes)
+        if (first.tier, first.group) == (second.tier, second.group) and len(first.hashes) < _JOINED_BLOCKS:
+            return BlocksRemoved(first.tier, first.hashes + second.hashes, first.group)
     elif isinstance(first, BlocksStored) and isinstance(second, BlocksStored) and _continues(first, second):
         names, token_ids = first.hashes + second.hashes, first.token_ids + second.token_ids
         tier, size = first.tier, first.tokens_per_block
-        return BlocksStored(tier, first.parent, names, token_ids, size, None, first.salt, first.lora)
+        return BlocksStored(
+            tier, first.parent, names, token_ids, size, None, first.salt, first.lora, first.group
+        )
     return None
 
 
 def _continues(first: BlocksStored, second: BlocksStored) -> bool:
-    """Whether the second run of blocks follows the first, with the same keys. A run that begins a prompt
+    """True if the second run of blocks follows the first, with the same keys. A run that begins a prompt
     stays alone: vLLM may report reuse with it."""
     return (
         first.parent is not None
@@ -194,12 +148,9 @@ def encode_snapshot(sequence: int, events: Sequence[KvEvent]) -> bytes:
     return _pack([sequence, [event_fields(event) for event in events]])
 
 
-def decode_snapshot(payload: bytes) -> Snapshot:
-    """Reads `encode_snapshot`'s bytes.
-
-    Raises:
-        MalformedEvents: the bytes are not a snapshot, or one of its events is unreadable.
-    """
+def decode_snapshot(payload: bytes) -> CacheSnapshot:
+    """Reads `encode_snapshot`'s bytes. Raises MalformedEvents if the bytes are not a snapshot, or one of its
+    events is unreadable."""
     reader = EventReader()
     events = tuple(reader.read(payload))
     try:
@@ -208,15 +159,12 @@ def decode_snapshot(payload: bytes) -> Snapshot:
         raise MalformedEvents(f"a snapshot is [seq, [event…]]: {error}") from error
     if reader.skipped:
         raise MalformedEvents(f"{reader.skipped} events of the snapshot cannot be read")
-    return Snapshot(sequence, events)
+    return CacheSnapshot(sequence, events)
 
 
 def event_fields(event: KvEvent) -> dict[str, Any]:
-    """The map that stands for `event` on the wire.
-
-    Raises:
-        TypeError: for ViewLost and ViewCurrent, which readers make and engines never send.
-    """
+    """The map that stands for `event` on the wire. Raises TypeError for ViewLost and ViewCurrent, which
+    readers make and engines never send."""
     if isinstance(event, BlocksStored):
         return _stored_fields(event)
     if isinstance(event, BlocksRemoved):
@@ -258,6 +206,13 @@ def _stored(fields: StoredFields, read_keys: KeyReader) -> BlocksStored:
     return BlocksStored(tier, parent, hashes, token_ids, size, keys.extra_ids, keys.salt, keys.lora)
 
 
+def _stored_in(group: KvGroup, fields: StoredFields) -> BlocksStored:
+    """Blocks that a further group stored. Their names say which: the event has the tokens of the whole range,
+    but no names of blocks that the group left out, such as those before its window."""
+    tier, parent = _tier(fields.medium), fields.parent_block_hash
+    return BlocksStored(tier, parent, fields.block_hashes, _NO_TOKENS, fields.size, group=group)
+
+
 def _tokens(raw: list[int]) -> TokenIds[int]:
     try:
         return token_array(raw)
@@ -266,7 +221,7 @@ def _tokens(raw: list[int]) -> TokenIds[int]:
 
 
 def _tier(medium: str | None) -> Tier:
-    """Where the blocks lie."""
+    """The tier on which the blocks lie."""
     tier = _TIER_OF.get(medium) or _TIER_OF.get(medium and medium.upper())
     if tier is None:
         raise MalformedEvents(f"unknown medium {medium!r}")

@@ -99,9 +99,32 @@ def _connect(socket: zmq.asyncio.Socket, endpoint: str) -> None:
 class ReplayClient:
     """Asks a ROUTER socket to replay batches."""
 
-    def __init__(self, dealer: zmq.asyncio.Socket) -> None:
-        self._dealer = dealer
-        self._inbox = Inbox(dealer)
+    def __init__(self, context: zmq.asyncio.Context, endpoint: str) -> None:
+        """`connect` comes first."""
+        self._context = context
+        self._endpoint = endpoint
+        self._dealer = self._new_socket()
+        self._inbox = Inbox(self._dealer)
+
+    def connect(self) -> None:
+        """Connects, or connects anew: a late answer to an earlier question is then never read as one to the
+        next. Raises EngineUnavailable for an address that cannot be used."""
+        self._dealer.close(linger=0)
+        self._dealer = self._new_socket()
+        self._inbox = Inbox(self._dealer)
+        _connect(self._dealer, self._endpoint)
+
+    def close(self) -> None:
+        """Drops the connection and what it brought."""
+        self._dealer.close(linger=0)
+
+    def _new_socket(self) -> zmq.asyncio.Socket:
+        dealer = self._context.socket(zmq.DEALER)
+        dealer.setsockopt(zmq.IPV6, 1)
+        # A ROUTER drops what does not fit. The engine's buffer limits how much it sends.
+        dealer.setsockopt(zmq.RCVHWM, 0)
+        dealer.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        return dealer
 
     async def ask(self, start: int) -> None:
         """Asks for batch `start` and all later ones."""
@@ -114,20 +137,15 @@ class ReplayClient:
 
 @contextmanager
 def replay_client(endpoint: str | None) -> Iterator[ReplayClient | None]:
-    """A new client for each view, so that late answers to an abandoned question are never read as answers to
-    the next. None without an endpoint."""
+    """A client, connected; None without an endpoint."""
     if endpoint is None:
         yield None
         return
     context = zmq.asyncio.Context()
-    dealer = context.socket(zmq.DEALER)
-    dealer.setsockopt(zmq.IPV6, 1)
-    # A ROUTER drops what does not fit. The engine's buffer limits how much it sends.
-    dealer.setsockopt(zmq.RCVHWM, 0)
-    dealer.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+    client = ReplayClient(context, endpoint)
     try:
-        _connect(dealer, endpoint)
-        yield ReplayClient(dealer)
+        client.connect()
+        yield client
     finally:
-        dealer.close(linger=0)
+        client.close()
         context.term()

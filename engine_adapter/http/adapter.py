@@ -29,6 +29,7 @@ class HttpAdapter(EngineAdapter):
 
     _own_headers: HeaderPairs = []  # noqa: RUF012 - no adapter changes it
     _subscriber: KvEventSubscriber | None = None
+    _control: ControlClient
 
     def __init__(self, spec: EngineSpec[Any]) -> None:
         """Raises EngineSpecError for an address, a header or a TLS file that cannot be used."""

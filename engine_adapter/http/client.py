@@ -6,12 +6,10 @@ import asyncio
 import re
 import ssl
 
-from typing_extensions import override
-
 from engine_adapter.errors import EngineUnavailable
-from engine_adapter.http.connection import HttpResponse
+from engine_adapter.http.connection import IncomingResponse
 from engine_adapter.http.origin import Origin
-from engine_adapter.http.transport import OutgoingRequest, Transport
+from engine_adapter.http.transport import OutgoingRequest
 
 # Methods that change nothing at the engine (RFC 9110 9.2.1).
 _SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
@@ -22,7 +20,7 @@ _UPGRADE = (b"connection: upgrade", b"upgrade: websocket")
 _TARGET = re.compile(r"/[!-~\x80-\xff]*")
 
 
-class HttpTransport(Transport):
+class HttpTransport:
     """HTTP/1.1: no limit on connections, no decompression, no redirects, no cookies.
 
     A POST that the engine may have read is never sent again: the engine may have died of it. A request that
@@ -33,8 +31,13 @@ class HttpTransport(Transport):
         self._connect_timeout_s = connect_timeout_s
         self._origins: dict[tuple[str, ssl.SSLContext | None, str | None], Origin] = {}
 
-    @override
-    async def send(self, request: OutgoingRequest) -> HttpResponse:
+    async def send(self, request: OutgoingRequest) -> IncomingResponse:
+        """Sends a request and returns when the headers have arrived.
+
+        Raises:
+            EngineUnavailable: they did not arrive. An error raised by a streamed request body is raised as it
+                is, here or while the answer is read.
+        """
         end = request.url.find("/", len("https://"))
         address, target = (request.url[:end], request.url[end:]) if end > 0 else (request.url, "/")
         origin = self._origin(address, request.tls, request.unix)
@@ -49,13 +52,14 @@ class HttpTransport(Transport):
         connection = await origin.connect()
         return await connection.ask(request, head)
 
-    @override
     def hang_up(self, unix: str, reason: str) -> None:
+        """Drops the connections to a Unix socket. Who waits for an answer from there gets EngineUnavailable
+        with that reason."""
         for key in [each for each in self._origins if each[2] == unix]:
             self._origins.pop(key).hang_up(reason)
 
-    @override
     async def aclose(self) -> None:
+        """Closes all connections."""
         for origin in self._origins.values():
             await origin.aclose()
         self._origins.clear()

@@ -1,8 +1,8 @@
 """One HTTP/1.1 connection to an engine, and the answers that come over it.
 
 `Connection` writes requests and feeds what it reads to httptools' parser. Each answer has its own parser,
-which calls the `on_` methods of `HttpResponse`. When the engine agrees to a WebSocket, all that follows is
-the answer's body.
+which calls the `on_` methods of `IncomingResponse`. When the engine agrees to a WebSocket, all that follows
+is the answer's body.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ class Owner(Protocol):
         """The connection is closed."""
 
 
-class HttpResponse:
-    """`IncomingResponse` over a `Connection`.
+class IncomingResponse:
+    """An engine's answer, its body unread. Used as an async context manager.
+
+    A slow reader slows the engine down: only a few socket reads are buffered.
 
     Attributes:
-        is_complete: the whole answer has arrived.
         failure: why the rest of the answer will never come.
-        keeps_connection: the engine keeps the connection open.
         overran: bytes came after the end of the answer, so the connection cannot be used again.
     """
 
@@ -79,7 +79,8 @@ class HttpResponse:
             await self._more()
 
     async def receive(self) -> bytes:
-        """The next bytes of the body; b"" at its end."""
+        """The body bytes that arrived since the last call; waits until there are some. b"" at the end. Raises
+        EngineUnavailable if the engine went away."""
         while not self._parts:
             if self.is_complete:
                 return b""
@@ -111,7 +112,7 @@ class HttpResponse:
 
     @property
     def ends_with_connection(self) -> bool:
-        """Whether the head gives the body no other end than that of the connection."""
+        """True if the head gives the body no other end than that of the connection."""
         coding = self.headers.get("transfer-encoding")
         if coding is not None:
             return not coding.lower().endswith("chunked")
@@ -119,7 +120,7 @@ class HttpResponse:
 
     @property
     def is_full(self) -> bool:
-        """Whether enough waits for the reader."""
+        """True if enough waits for the reader."""
         return self._waiting_bytes > MAX_WAITING_BYTES
 
     @property
@@ -205,7 +206,7 @@ class Connection(asyncio.Protocol):
 
     def __init__(self, owner: Owner) -> None:
         self._owner = owner
-        self._answer: HttpResponse | None = None
+        self._answer: IncomingResponse | None = None
         self.parser: httptools.HttpResponseParser | None = None
         self._head_bytes = 0
         self._closes = False  # the request asked for it
@@ -214,7 +215,7 @@ class Connection(asyncio.Protocol):
         self._is_paused = False
         self._is_lost = False
 
-    async def ask(self, request: OutgoingRequest, head: bytes) -> HttpResponse:
+    async def ask(self, request: OutgoingRequest, head: bytes) -> IncomingResponse:
         """Sends a request; returns when the head of its answer is there. `head`: that of the request.
 
         Raises:
@@ -223,7 +224,7 @@ class Connection(asyncio.Protocol):
         """
         if self._is_lost:
             raise EngineUnreachable("the engine closed the connection before a request was sent")
-        answer = self._answer = HttpResponse(
+        answer = self._answer = IncomingResponse(
             self, has_body=request.method != "HEAD", may_switch=request.socket is not None
         )
         self.parser = httptools.HttpResponseParser(answer)
@@ -247,12 +248,12 @@ class Connection(asyncio.Protocol):
 
     @property
     def is_lost(self) -> bool:
-        """Whether the connection is closed and its owner has been told."""
+        """True if the connection is closed and its owner has been told."""
         return self._is_lost
 
     @property
     def is_usable(self) -> bool:
-        """Whether an idle connection can take a request. Something to read can only be the connection's end,
+        """True if an idle connection can take a request. Something to read can only be the connection's end,
         which the event loop has not seen yet."""
         return not self._transport.is_closing() and not self._poll.poll(0)
 
@@ -348,7 +349,7 @@ class Connection(asyncio.Protocol):
 
     # --- Within ---------------------------------------------------------------------------------------
 
-    def _feed(self, answer: HttpResponse, data: bytes) -> None:
+    def _feed(self, answer: IncomingResponse, data: bytes) -> None:
         """Gives the answer what was read. Raises the errors of httptools for what is not HTTP/1.1."""
         if self.parser is None:
             answer.on_body(data)
@@ -389,7 +390,7 @@ class Connection(asyncio.Protocol):
                 await self._room
         self._transport.close()
 
-    def _end(self, answer: HttpResponse) -> None:
+    def _end(self, answer: IncomingResponse) -> None:
         """The answer is complete. The connection is used again if both sides want that and all was sent."""
         is_sent = self._upload is None or self._upload.done()
         self._forget_answer()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from http import HTTPStatus
 from typing import Any, TypeVar
 from urllib.parse import quote
@@ -13,6 +14,7 @@ import msgspec
 from engine_adapter.body import UNREADABLE
 from engine_adapter.errors import EngineRejected, EngineUnavailable, EngineUnhealthy
 from engine_adapter.http.client import HttpTransport
+from engine_adapter.http.connection import IncomingResponse
 from engine_adapter.http.error_bodies import read_error
 from engine_adapter.http.headers import Headers
 from engine_adapter.http.prepare import parts_of
@@ -24,6 +26,8 @@ NO_SUCH_ROUTE = (HTTPStatus.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED, HTTPStatus
 """Statuses by which servers answer on a route that they lack."""
 # The longest answer: the token ids of the longest prompt fit in it several times.
 MAX_ANSWER_BYTES = 64 << 20
+# Characters that are kept of an error.
+MAX_REASON = 2_000
 _CONNECT_S = 5.0
 # Characters that a path may contain besides letters and digits. The path is percent-encoded already, or a
 # plain name.
@@ -125,8 +129,18 @@ class ControlClient:
         except TimeoutError as error:
             raise EngineUnhealthy(f"{method} {path}: no answer within {answer_s:g} s") from error
         if not 200 <= status < 300:  # noqa: PLR2004 - HTTP
-            raise _rejection(status, raw)
+            raise _rejection(status, raw, has_content=content is not None)
         return raw
+
+    @asynccontextmanager
+    async def stream(self, path: str) -> AsyncIterator[IncomingResponse]:
+        """The answer at `path`, to be read as it comes."""
+        url = self._engine.url + quote(path, _UNQUOTED)
+        request = OutgoingRequest("GET", url, self._engine.headers, None, self._engine.tls)
+        async with await self._transport.send(request) as response:
+            if response.status != HTTPStatus.OK:
+                raise _rejection(response.status, await response.read(), has_content=False)
+            yield response
 
     async def aclose(self) -> None:
         """Closes its connections."""
@@ -145,9 +159,11 @@ class ControlClient:
         return response.status, b"".join(parts)
 
 
-def _rejection(status: int, content: bytes) -> EngineRejected | EngineUnavailable:
-    """The exception for an error answer."""
+def _rejection(status: int, content: bytes, *, has_content: bool) -> EngineRejected | EngineUnavailable:
+    """The exception for an error answer. The answer to content may repeat it: a log line must not."""
     error = read_error(content)
+    reason = error.message[:MAX_REASON]
     if status in (502, 503, 504):
-        return EngineUnhealthy(f"the engine answered {status}: {error.message}")
-    return EngineRejected(error.message, status=status, param=error.param)
+        own_words = f"the engine answered {status}"
+        return EngineUnhealthy(f"{own_words}: {reason}", own_words=own_words if has_content else None)
+    return EngineRejected(reason, status=status, param=error.param)

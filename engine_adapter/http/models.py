@@ -17,7 +17,6 @@ class ServedModel:
     """The base model of an engine.
 
     Attributes:
-        name: the name it is served under.
         max_model_len: its context in tokens, None if the engine does not say.
         root: directory or hub id, None if the engine does not say.
         card: the engine's own fields of it, without those that kvpin sets itself.

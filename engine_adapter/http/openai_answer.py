@@ -183,7 +183,7 @@ def _token_ids(raw: msgspec.Raw) -> TokenIds[int] | None:
 
 
 def _says_nothing(choice: RawFields) -> bool:
-    """Whether a chunk of a chat holds nothing but token ids."""
+    """True if a chunk of a chat holds nothing but token ids."""
     silent = all(choice.get(name, NULL) == NULL for name in ("finish_reason", "logprobs"))
     return silent and choice.get("delta") == msgspec.Raw(b"{}")
 

@@ -65,7 +65,7 @@ class Origin:
         return None
 
     def is_unused(self, now: float) -> bool:
-        """Whether it has no connections, and nothing was asked there for `UNUSED_S`."""
+        """True if it has no connections, and nothing was asked there for `UNUSED_S`."""
         return not self._open and now - self._used_at > UNUSED_S
 
     async def connect(self) -> Connection:

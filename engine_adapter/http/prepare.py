@@ -117,7 +117,6 @@ class RequestParts:
         url: the engine's address without `/v1`.
         headers: the headers that kvpin and the operator add.
         ends_here: names of the client's headers that are not passed on.
-        tls: the TLS context for the engine.
     """
 
     url: str

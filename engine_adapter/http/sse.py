@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import re
+from itertools import pairwise
+
+from engine_adapter.errors import EngineGarbled
 
 ENDS = (b"\n\n", b"\r\n\r\n")
 """The ends of an event. Engines use either; none ends lines with a carriage return alone."""
 END = re.compile(rb"\n\r?\n")  # begins with a line feed: found fast
+MAX_EVENT_BYTES = 8 << 20
+"""The longest event that is collected. The ids of a prompt of a million tokens fit in it."""
+_LAST_BYTES = (b"\n\n", b"\n\r\n")  # of an event
 # Bytes of an end that may be there before its last one arrives.
 _BEFORE_THE_LAST = 2
 
 
 class WholeEvents:
-    """Collects chunks, and gives each event when it is complete. Each byte is looked at once."""
+    """Collects chunks, and gives each event when it is complete. Each byte is looked at once. A method that
+    takes a chunk raises EngineGarbled for an event longer than `MAX_EVENT_BYTES`."""
 
     __slots__ = ("_rest", "_seen")
 
@@ -28,20 +35,23 @@ class WholeEvents:
     def feed(self, chunk: bytes) -> list[bytes]:
         """The events that `chunk` completes, in order, each with its end."""
         self._rest += chunk
-        events, at = list[bytes](), 0
-        for end in END.finditer(self._rest, self._seen):
-            events.append(bytes(self._rest[at : end.end()]))
-            at = end.end()
-        if at:
-            del self._rest[:at]
-        self._seen = max(len(self._rest) - _BEFORE_THE_LAST, 0)
+        ends = [end.end() for end in END.finditer(self._rest, self._seen)]
+        with memoryview(self._rest) as rest:
+            events = [bytes(rest[begin:end]) for begin, end in pairwise((0, *ends))]
+        self._keep_from(ends[-1] if ends else 0)
         return events
 
     def joined(self, chunk: bytes) -> bytes:
         """The same events as one piece: a chunk of whole events passes as it is."""
         if not self._rest and chunk.endswith(ENDS):
             return chunk
-        return b"".join(self.feed(chunk))
+        self._rest += chunk
+        found = ((self._rest.rfind(each, self._seen), len(each)) for each in _LAST_BYTES)
+        end = max((at + length for at, length in found if at >= 0), default=0)
+        with memoryview(self._rest) as rest:
+            events = bytes(rest[:end])
+        self._keep_from(end)
+        return events
 
     def take_rest(self) -> bytes:
         """The beginning of an event that has no end: the stream is over."""
@@ -49,3 +59,12 @@ class WholeEvents:
         self._rest.clear()
         self._seen = 0
         return rest
+
+    def _keep_from(self, end: int) -> None:
+        """Keeps what follows the last whole event."""
+        if end:
+            del self._rest[:end]
+        if len(self._rest) > MAX_EVENT_BYTES:
+            self._rest.clear()
+            raise EngineGarbled(f"an event of the engine's stream is longer than {MAX_EVENT_BYTES >> 20} MiB")
+        self._seen = max(len(self._rest) - _BEFORE_THE_LAST, 0)

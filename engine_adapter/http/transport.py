@@ -1,19 +1,13 @@
-"""The interface of the data plane's HTTP client: `HttpTransport` in `client.py` implements it.
-
-`Transport.send` sends a request and returns when the headers have arrived. The body is then read as the
-engine sends it. Reading slowly slows the engine down: only a few socket reads are buffered. Closing before
-the end drops the connection: this tells the engine that its client left.
-"""
+"""Requests to engines, and what went wrong on the way."""
 
 from __future__ import annotations
 
 import ssl
 from collections.abc import AsyncIterator
-from typing import Protocol, Self
 
 import msgspec
 
-from engine_adapter.http.headers import HeaderPairs, Headers
+from engine_adapter.http.headers import HeaderPairs
 
 
 class OutgoingRequest(msgspec.Struct, frozen=True):
@@ -40,51 +34,6 @@ class OutgoingRequest(msgspec.Struct, frozen=True):
     def __repr__(self) -> str:
         """Without headers and body, which may be secret."""
         return f"OutgoingRequest({self.method!r}, {self.url!r})"
-
-
-class IncomingResponse(Protocol):
-    """An engine's answer, its body unread. Used as an async context manager.
-
-    Attributes:
-        received: pieces of the body that have arrived.
-    """
-
-    status: int
-    headers: Headers
-    received: int
-
-    async def receive(self) -> bytes:
-        """The body bytes that arrived since the last call; waits until there are some. b"" at the end.
-
-        Raises:
-            EngineUnavailable: the engine went away.
-        """
-
-    async def read(self) -> bytes:
-        """The whole body, or what is left of it. Raises EngineUnavailable when the engine goes away."""
-
-    async def __aenter__(self) -> Self: ...
-
-    async def __aexit__(self, *exc: object) -> None: ...
-
-
-class Transport(Protocol):
-    """Sends requests to engines."""
-
-    async def send(self, request: OutgoingRequest) -> IncomingResponse:
-        """Sends a request and returns when the headers have arrived.
-
-        Raises:
-            EngineUnavailable: they did not arrive. An error raised by a streamed request body is raised as it
-                is, here or while the answer is read.
-        """
-
-    def hang_up(self, unix: str, reason: str) -> None:
-        """Drops the connections to a Unix socket. Who waits for an answer from there gets EngineUnavailable
-        with that reason."""
-
-    async def aclose(self) -> None:
-        """Closes all connections."""
 
 
 def describe(error: BaseException) -> str:

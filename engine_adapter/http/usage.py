@@ -15,14 +15,14 @@ class TokenUsage(msgspec.Struct, frozen=True):
     """Token counts of an answer; None where the engine did not report them.
 
     Attributes:
-        cached_tokens: reused prompt tokens.
-        output_tokens: generated tokens.
         prefill: prompt tokens the engine computed, and the seconds that took by its own clock.
+        decode_s: seconds that the other tokens took, by the same clock.
     """
 
     cached_tokens: int | None = None
     output_tokens: int | None = None
     prefill: tuple[int, float] | None = None
+    decode_s: float | None = None
 
 
 class _Details(msgspec.Struct):
@@ -51,10 +51,13 @@ UNREAD = TokenUsage()
 _MAX_TOKENS, _LEAST_MS, _MAX_MS = 1 << 31, 1e-3, 1e9
 _decode_answer = msgspec.json.Decoder(_AnswerFields).decode
 _decode_usage = msgspec.json.Decoder(_UsageFields).decode
+_decode_any = msgspec.json.Decoder().decode
 # Finds a usage object, also in a JSON text that was cut off. Generated text cannot contain it: quotes in JSON
 # strings have a backslash.
 USAGE_KEY = b'"usage"'
 _USAGE = re.compile(USAGE_KEY + rb"\s*:\s*(\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\})")
+_TIMINGS_KEY = b'"timings"'
+_TIMINGS = re.compile(_TIMINGS_KEY + rb"\s*:\s*(\{[^{}]*\})")
 
 
 def read_answer_usage(content: bytes) -> TokenUsage:
@@ -63,12 +66,11 @@ def read_answer_usage(content: bytes) -> TokenUsage:
         answer = _decode_answer(content)
     except UNREADABLE:
         return UNREAD
-    usage, prefill = _read(answer.usage), _prefill(answer.timings)
-    return usage if prefill is None else msgspec.structs.replace(usage, prefill=prefill)
+    return _timed(_read(answer.usage), answer.timings)
 
 
 def is_json(content: bytes) -> bool:
-    """Whether content is JSON as engines write it, which may hold Python's NaN and Infinity."""
+    """True if content is JSON as engines write it, which may hold Python's NaN and Infinity."""
     try:
         json.loads(content)
     except ValueError:
@@ -94,7 +96,16 @@ def read_streamed_usage(part: bytes) -> TokenUsage:
         output = usage.output_tokens if output is None else output
         if cached is not None and output is not None:
             break
-    return TokenUsage(cached, output)
+    return _timed(TokenUsage(cached, output), _last_timings(part))
+
+
+def _last_timings(part: bytes) -> object:
+    """The last `timings` in a part of an event stream; None without one."""
+    found = _TIMINGS.match(part, at) if (at := part.rfind(_TIMINGS_KEY)) >= 0 else None
+    try:
+        return _decode_any(found[1]) if found is not None else None
+    except UNREADABLE:
+        return None
 
 
 def _backwards(part: bytes) -> Iterator[TokenUsage]:
@@ -119,12 +130,21 @@ def _count(tokens: int | None) -> int | None:
     return tokens if tokens is not None and 0 <= tokens <= _MAX_TOKENS else None
 
 
-def _prefill(timings: object) -> tuple[int, float] | None:
-    """The prefill of an answer's `timings`, as llama.cpp writes them."""
-    match timings:
-        case {"prompt_n": int(tokens), "prompt_ms": float() | int() as milliseconds} if (
-            0 < tokens <= _MAX_TOKENS and _LEAST_MS <= milliseconds <= _MAX_MS
-        ):
-            return tokens, milliseconds / 1000
-        case _:
-            return None
+def _timed(usage: TokenUsage, timings: object) -> TokenUsage:
+    """The usage with the times of an answer's `timings`, as llama.cpp writes them."""
+    if not isinstance(timings, dict):
+        return usage
+    tokens, prefill_s = timings.get("prompt_n"), _seconds(timings.get("prompt_ms"))
+    is_counted = isinstance(tokens, int) and 0 < tokens <= _MAX_TOKENS
+    return msgspec.structs.replace(
+        usage,
+        prefill=(tokens, prefill_s) if is_counted and prefill_s is not None else None,
+        decode_s=_seconds(timings.get("predicted_ms")),
+    )
+
+
+def _seconds(milliseconds: object) -> float | None:
+    """A time that an engine reports; None for one that it cannot mean."""
+    if isinstance(milliseconds, float | int) and _LEAST_MS <= milliseconds <= _MAX_MS:
+        return milliseconds / 1000
+    return None

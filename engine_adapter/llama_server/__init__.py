@@ -2,15 +2,16 @@
 
 adapter.py      all of it as an EngineAdapter          session.py        one server process and its scheduler
 scheduler.py    leases slots                           turns.py          whose turn it is
-own_tasks.py    work that no leaving client stops      plan.py           which slot, restore what, save first?
+own_tasks.py    work that no leaving client stops      plan.py           which slot, restore what? rates
 slots.py        what each slot holds and runs          slot_io.py        the routes of slots
-contents.py     moves KV between slots and files       rates.py          how fast this server is
+contents.py     moves KV between slots and files
 verbs.py        flush, offload, restore, pin           routes.py         which routes it has
 server_files.py lock and records beside saved files    mirror_events.py  what is held, as KV events
-answer.py       which tokens an answer left            answer_reader.py  reads an answer as it passes
-assemble.py     a stream as one JSON answer            tokens.py         a request's token ids, by the server
+answer.py       which tokens an answer left            answer_reader.py  reads it on its way; assembles it
+tokens.py       a request's token ids, by the server
 saved.py        the registry of saved prefixes         saved_entry.py    one of them, and eviction order
 saved_files.py  names, sidecars, checked moves         state_file.py     the format of a saved file
-discovery.py    what a server is, asked and tried      fingerprint.py    which model made its KV
+discovery.py    what a server is, asked and tried; which model made its KV
 command.py      how kvpin starts one                   options.py        settings of this kind
+router.py       router mode: states of its models, and whose turn it is to be loaded
 """

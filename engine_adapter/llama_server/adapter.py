@@ -1,14 +1,16 @@
 """llama-server as an engine: slots are leased, prompts pinned to them, their KV saved and restored.
 
-connect → what the server is (discovery.py) → a scheduler for its slots, or none if they cannot be managed
+connect → what the server is (discovery.py) → a scheduler for its slots, or none if they cannot be managed;
+          nothing is asked of a model that is not in memory (router.py): its first request comes before that
 hold    → a slot for the request (scheduler.py) → body with id_slot → what the answer left (answer.py)
 """
 
 from __future__ import annotations
 
 from array import array
+from asyncio import Lock
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, nullcontext
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, nullcontext, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -17,16 +19,21 @@ from msgspec import structs
 from typing_extensions import override
 
 from engine_adapter.body import JsonBody
-from engine_adapter.errors import EngineUnavailable
+from engine_adapter.errors import EngineError, EngineRejected, EngineUnavailable, EngineUnhealthy
 from engine_adapter.hold import Forecast, Hold, RequestBody
 from engine_adapter.http.adapter import HttpAdapter
+from engine_adapter.http.models import read_models
 from engine_adapter.http.transport import OutgoingRequest
 from engine_adapter.llama_server.answer_reader import SlotsAnswer, read_by
 from engine_adapter.llama_server.discovery import discover, findings_of
 from engine_adapter.llama_server.mirror_events import TOKENS_PER_BLOCK, MirrorEvents
 from engine_adapter.llama_server.options import LlamaServerSpec
+from engine_adapter.llama_server.router import Router, ServerClient
 from engine_adapter.llama_server.routes import (
+    ALL_ROUTES,
     INFILL,
+    LOAD,
+    NATIVE_COMPLETIONS,
     PINNED_ROUTES,
     ROUTES,
     SLOTS,
@@ -34,8 +41,8 @@ from engine_adapter.llama_server.routes import (
 from engine_adapter.llama_server.saved import Saved, SavedEvent, SavedPlace, SavedPrefixes, salt_digest
 from engine_adapter.llama_server.scheduler import SlotScheduler
 from engine_adapter.llama_server.server_files import UNKNOWN_OWNER, ServerLock
-from engine_adapter.llama_server.session import Session
-from engine_adapter.llama_server.slot_io import read_pulse
+from engine_adapter.llama_server.session import Probed, ServerSession
+from engine_adapter.llama_server.slot_io import Pulse, read_pulse
 from engine_adapter.llama_server.tokens import tokenize
 from engine_adapter.llama_server.turns import Ask
 from engine_adapter.llama_server.verbs import SlotVerbs
@@ -50,12 +57,14 @@ from engine_adapter.types import (
     KvProgress,
     KvTarget,
     KvVerb,
+    ModelState,
     Pinned,
     TokenIds,
 )
 
 DEFAULT_CACHE_BYTES = 4 * 2**30
 _COMPLETIONS = "/v1/completions"
+_TEXTS = NATIVE_COMPLETIONS | {_COMPLETIONS}
 # The server keeps the stream of a conversation that this header names, and generates on when its client has
 # left: the slot would not be free.
 _CONVERSATION = "x-conversation-id"
@@ -89,13 +98,19 @@ class LlamaServerAdapter(HttpAdapter):
     def __init__(self, spec: LlamaServerSpec) -> None:
         """Raises EngineSpecError for an invalid address, or directories that contradict each other."""
         super().__init__(spec)
+        self._control: ServerClient = ServerClient(spec)
         self._mirror = MirrorEvents()
         place = _place(spec)
         self._registry = SavedPrefixes.shared(place) if place is not None else None
         self._unsubscribe = self._registry.subscribe(self._on_saved) if self._registry else None
         self._lock = ServerLock(place.host if place is not None else None, spec.url)
-        self._session: Session | None = None
-        self._was_asleep = False
+        self._session: ServerSession | None = None
+        self._router: Router | None = None
+        self._known: EngineInfo | None = None  # as of its last session
+        self._told: EngineInfo | None = None  # by `connect`
+        self._probed: Probed | None = None  # likewise
+        self._pulse = Pulse()  # before there is a session
+        self._connecting = Lock()
 
     # --- what it is -----------------------------------------------------------------------------------
 
@@ -104,30 +119,98 @@ class LlamaServerAdapter(HttpAdapter):
     def has_lock(self) -> bool:  # type: ignore[override]  # a constant where no kvpin may be kept off
         return self._lock.is_possible
 
+    @property
+    @override
+    def model_state(self) -> ModelState | None:
+        if self._router is not None:
+            return self._router.state(self.spec.model or "")
+        scheduler = self._scheduler
+        sleeps = self._pulse.is_sleeping if scheduler is None else scheduler.sleeps
+        return ModelState.SLEEPING if sleeps else None
+
     @override
     async def connect(self) -> EngineInfo:
         await self._control.fetch("GET", "/health")
-        self._lock.take()
+        async with self._connecting:
+            if self._session is None:
+                await self._meet()
+            if self._router is not None and self.spec.model is None:
+                return EngineInfo("", self.spec.server, frozenset(), models=self._router.states)
+            self._lock.take()
+            name = self._control.model
+            if self.model_state is None:
+                await self._take_up()
+            elif (
+                self._router and name and self._router.is_open(name) and self.model_state is ModelState.LOADED
+            ):
+                with self._router.keeping(name):
+                    await self._take_up()
+            self._told = self._info()
+            return self._told
+
+    async def _meet(self) -> None:
+        """Finds out whether a router answers, and whether the server sleeps. Wakes and loads nothing."""
+        self._control.model, name = None, self.spec.model
+        router = await Router.at(self.spec, self._control)
+        if router is not self._router:
+            self._router, self._known = router, None
+            if router is not None:
+                router.join(name or "", self)
+        if router is None:
+            self._pulse = await read_pulse(self._control)
+            if self._pulse.is_sleeping:
+                model = read_models(await self._control.get("/v1/models"))
+                self._known = _absent(name or model.name, self._pulse.instance or "", model.card)
+            return
+        await router.refresh()
+        self._control.model = name
+        if name is not None and self._known is None:
+            # Each model of the router has a lock of its own.
+            self._lock.free()
+            self._lock = ServerLock(self._registry.place.host if self._registry else None, self._place.url)
+            keeps_none = router.model(name).flag("--cache-ram") == "0"
+            self._known = _absent(name, self._place.url, {}, keeps_none=keeps_none)
+
+    @property
+    def _place(self) -> LlamaServerSpec:
+        """The engine, under an address that no other model of its server has."""
+        model = self._control.model
+        return self.spec if model is None else replace(self.spec, url=f"{self.spec.url}#{model}")
+
+    async def _take_up(self) -> None:
+        """Begins the session of the process that answers, unless it has begun."""
         session = self._session
         if session is not None and await session.is_busy_moving():
-            return self._info(session)
+            return
         facts = await discover(self._control, self.spec)
         if session is None or session.is_lost or session.facts.identity != facts.identity:
             await self._end(farewell=False)
-            session = Session(self.spec, self._control, facts, may_try=self.may_try)
+            told = self._probed if self._router is not None else None
+            session = ServerSession(self._place, self._control, facts, may_try=self.may_try, told=told)
             await session.begin(self._registry, self._mirror)
-            self._session, self._was_asleep = session, False
+            self._session, self._probed = session, session.probed
             if session.scheduler is not None:
                 for entry in session.scheduler.contents.all_entries():
                     self._on_saved(SavedEvent.ADDED, entry)
-        return self._info(session)
 
-    def _info(self, session: Session) -> EngineInfo:
-        facts, self.capabilities = session.facts, session.capabilities
+    def _info(self) -> EngineInfo:
+        """What is known of it; while its model is not in memory, as it was last."""
+        router, session = self._router, self._session
+        info = self._known if session is None else self._info_of(session)
+        assert info is not None  # noqa: S101 - `_meet` has set it
+        if router is not None and self.spec.model is not None:
+            card, states = router.card(self.spec.model), router.states
+            url = self._place.url
+            info = replace(info, instance=url, any_model=False, routes=ALL_ROUTES, models=states, card=card)
+        self._known, self.capabilities = info, info.capabilities
+        return info
+
+    def _info_of(self, session: ServerSession) -> EngineInfo:
+        facts = session.facts
         return EngineInfo(
             model=self.spec.model or facts.model,
-            instance=facts.identity,
-            capabilities=self.capabilities,
+            instance=facts.instance or facts.fingerprint,
+            capabilities=session.capabilities,
             tokens_per_block=TOKENS_PER_BLOCK,
             max_model_len=facts.slot_ctx,
             vocab_size=facts.vocab_size,
@@ -135,7 +218,7 @@ class LlamaServerAdapter(HttpAdapter):
             gpu_blocks=facts.slots * facts.slot_ctx // TOKENS_PER_BLOCK,
             version=facts.build,
             shares_prefill=True,
-            any_model=True,  # a router, which chooses by the name, is refused on connecting
+            any_model=True,
             served_as_chats=TRANSLATED_ROUTES,
             routes=ROUTES,
             splits_choices=session.scheduler is not None,
@@ -146,37 +229,63 @@ class LlamaServerAdapter(HttpAdapter):
     @override
     async def leave(self) -> None:
         """Saves nothing: the other kvpin moves KV already."""
-        await self._end(farewell=False)
+        await self.is_gone()
         self._lock.free()
 
     @override
     async def load(self) -> EngineLoad:
         await self._control.fetch("GET", "/health")
         session, scheduler = self._session, self._scheduler
-        if session is None or scheduler is None:
-            return EngineLoad(running=0, waiting=0, counted=False)
-        pulse = await read_pulse(self._control)
-        if pulse.instance != session.facts.instance:
-            raise EngineUnavailable("the server was restarted")
-        if pulse.is_sleeping and not self._was_asleep:
-            scheduler.wipe()
-        self._was_asleep = pulse.is_sleeping
+        if session is None:
+            if self._router is None:
+                self._pulse = await read_pulse(self._control)
+            # A model in memory is met, so that its first request finds its tokenizer.
+            is_there = self.model_state in (None, ModelState.LOADED) and not self._connecting.locked()
+            return EngineLoad(running=0, waiting=0, counted=False, outdated=is_there or self._is_outdated)
+        if scheduler is None:
+            return EngineLoad(running=0, waiting=0, counted=False, outdated=self._is_outdated)
+        try:
+            sleeps = await scheduler.look()
+        except EngineError:
+            if self._session is not session:
+                return EngineLoad(running=0, waiting=0, counted=False)  # it was unloaded meanwhile
+            raise
         # Only after requests: reading the slots regularly would keep the server from falling asleep.
-        if scheduler.has_worked and not (scheduler.streams or scheduler.moves_kv or pulse.is_sleeping):
+        if scheduler.has_worked and not (scheduler.streams or scheduler.moves_kv or sleeps):
             await scheduler.reconcile()
             await session.try_out()
             self.capabilities = session.capabilities
-        return EngineLoad(running=scheduler.streams, waiting=scheduler.waiting)
+        return EngineLoad(running=scheduler.streams, waiting=scheduler.waiting, outdated=self._is_outdated)
+
+    @property
+    def _is_outdated(self) -> bool:
+        """True if a request has loaded or woken the model, or if its router has other models by now."""
+        if self._connecting.locked():
+            return False  # a request is about to meet it
+        told, router = self._told, self._router
+        has_others = router is not None and told is not None and told.models.keys() != router.states.keys()
+        return self._known is not told or has_others
 
     @override
     async def tokenize(self, path: str, body: JsonBody) -> TokenIds[int]:
-        return await tokenize(self._control, path, body)
+        router, name = self._router, self._control.model
+        if router is None or name is None:
+            return await tokenize(self._control, path, body)
+        try:
+            with router.keeping(name):
+                return await tokenize(self._control, path, body)
+        except EngineRejected as error:
+            if await router.has(name):
+                raise
+            raise EngineUnhealthy(f"the model {name!r} is not loaded") from error
 
     # --- requests -------------------------------------------------------------------------------------
 
     @override
     def forecast(self, prompt: KvTarget) -> Forecast | None:
         session, scheduler = self._session, self._scheduler
+        if session is None and self._router is not None:
+            return Forecast(0, firm=False, wait_s=self._router.load_s(self.spec.model or ""))
         if session is None or scheduler is None:
             return None
         forecast = scheduler.forecast(self._ask(prompt))
@@ -184,6 +293,40 @@ class LlamaServerAdapter(HttpAdapter):
 
     @override
     def hold(
+        self, path: str, body: RequestBody, prompt: KvTarget | None
+    ) -> AbstractAsyncContextManager[Hold]:
+        if self._router is not None or (self._session is None and self._pulse.is_sleeping):
+            return self._hold_in_memory(path, body, prompt)
+        return self._hold_there(path, body, prompt)
+
+    @asynccontextmanager
+    async def _hold_in_memory(
+        self, path: str, body: RequestBody, prompt: KvTarget | None
+    ) -> AsyncIterator[Hold]:
+        """Loads or wakes the model first, where it is not in memory."""
+        name = self._control.model
+        if path == LOAD and self._router and name:
+            async with self._router.room_for(name):
+                yield Hold(body)
+            return
+        async with self._router.using(name) if self._router and name else nullcontext():
+            if self._session is None and self.model_state in (ModelState.LOADED, ModelState.SLEEPING):
+                has_salt = self._known is not None and Capability.CACHE_SALT in self._known.capabilities
+                async with self._connecting:
+                    try:
+                        await self._take_up()
+                    except EngineRejected as error:
+                        raise EngineUnavailable(f"the model was unloaded meanwhile: {error}") from error
+                self._info()
+                if prompt is None and has_salt and isinstance(body, JsonBody) and path in PINNED_ROUTES:
+                    # The prompt could not be tokenised before.
+                    with suppress(EngineRejected):
+                        ids = await self.tokenize(path, body)
+                        prompt = KvTarget(ids, cache_salt=body.get("cache_salt"))
+            async with self._hold_there(path, body, prompt) as hold:
+                yield hold
+
+    def _hold_there(
         self, path: str, body: RequestBody, prompt: KvTarget | None
     ) -> AbstractAsyncContextManager[Hold]:
         if path == SLOTS:
@@ -244,7 +387,9 @@ class LlamaServerAdapter(HttpAdapter):
         if session is None:
             return ()
         seen = scheduler.contents.findings if scheduler is not None else []
-        return (*findings_of(session.facts), *(Finding(text) for text in (*session.findings, *seen)))
+        has_slept = session.facts.is_sleeping or (scheduler is not None and scheduler.has_slept)
+        facts = replace(session.facts, is_sleeping=has_slept)
+        return (*findings_of(facts), *(Finding(text) for text in (*session.findings, *seen)))
 
     @override
     async def stats(self) -> dict[str, Any]:
@@ -258,18 +403,31 @@ class LlamaServerAdapter(HttpAdapter):
             "violations": contents.table.violations,
             "most_in_flight": contents.table.most_in_flight,
             "counts": asdict(contents.counts),
-            "rates": asdict(contents.rates.view),
+            "rates": contents.rates.measured,
+            "assumed_rates": contents.rates.assumed,
             "files": self._registry.stats() if self._registry is not None else {},
         }
 
     @override
     async def aclose(self) -> None:
         """Saves the slots first, so that a restart loses nothing."""
-        await self._end(farewell=True)
+        await self.put_away()
+        if self._router is not None:
+            await self._router.leave(self.spec.model or "", self)
         self._lock.free()
         if self._unsubscribe is not None:
             self._unsubscribe()
         await super().aclose()
+
+    # --- of a router ----------------------------------------------------------------------------------
+
+    async def put_away(self) -> None:
+        """Saves the slots: the process that holds them is about to end, or kvpin is."""
+        await self._end(farewell=True)
+
+    async def is_gone(self) -> None:
+        """The process has ended, or another kvpin has it."""
+        await self._end(farewell=False)
 
     # --- inside ---------------------------------------------------------------------------------------
 
@@ -286,7 +444,12 @@ class LlamaServerAdapter(HttpAdapter):
 
     @asynccontextmanager
     async def _hold_slot(
-        self, session: Session, scheduler: SlotScheduler, path: str, body: JsonBody, prompt: KvTarget | None
+        self,
+        session: ServerSession,
+        scheduler: SlotScheduler,
+        path: str,
+        body: JsonBody,
+        prompt: KvTarget | None,
     ) -> AsyncIterator[Hold]:
         is_known = prompt is not None and not any(body.get(name) for name in _OTHER_KV)
         ask = self._ask(prompt) if prompt is not None and is_known else _UNKNOWN
@@ -301,10 +464,14 @@ class LlamaServerAdapter(HttpAdapter):
             reuses = lease.may_reuse
             sent, answer = read_by(path, body, lease)
             yield Hold(
-                sent.replace(id_slot=lease.slot, cache_prompt=reuses),
+                sent.replace(id_slot=lease.slot, cache_prompt=reuses, **_ids_for_text(path, body, prompt)),
                 cached_tokens=lease.cached_tokens if reuses else 0,
                 firm=not reuses or (is_known and lease.firm and session.keeps_none_itself),
                 answer=answer,
+                slot=lease.slot,
+                retains=ask.retention is not None
+                and ask.retention.priority > 0
+                and scheduler.contents.can_restore,
             )
 
     def _ask(self, prompt: KvTarget) -> Ask:
@@ -331,6 +498,26 @@ class LlamaServerAdapter(HttpAdapter):
             self._mirror.put(entry.name, entry.tier, entry.tokens, entry.salt)
 
 
+def _absent(model: str, instance: str, card: Mapping[str, Any], *, keeps_none: bool = False) -> EngineInfo:
+    """What is known of a server whose model was not in memory yet. `keeps_none`: it has no `--cache-ram`."""
+    salted = {Capability.CACHE_SALT} if keeps_none else set()
+    return EngineInfo(
+        model=model,
+        instance=instance,
+        capabilities=frozenset(
+            {Capability.CACHED_TOKENS, Capability.KV_EVENTS, Capability.TOKENIZE, *salted}
+        ),
+        tokens_per_block=TOKENS_PER_BLOCK,
+        shares_prefill=True,
+        any_model=True,
+        served_as_chats=TRANSLATED_ROUTES,
+        routes=ROUTES,
+        splits_choices=True,
+        card=card,
+        too_long=_too_long,
+    )
+
+
 def _too_long(tokens: int, limit: int) -> dict[str, Any]:
     """The server's own fields of this error; its clients look for the type."""
     return {"type": "exceed_context_size_error", "n_prompt_tokens": tokens, "n_ctx": limit}
@@ -343,15 +530,26 @@ async def _hold_all(scheduler: SlotScheduler, body: JsonBody) -> AsyncIterator[H
         yield Hold(body, cached_tokens=0, firm=False, note="unpinned: it ran alone on all slots")
 
 
+def _ids_for_text(path: str, body: JsonBody, prompt: KvTarget | None) -> dict[str, object]:
+    """The text of a completion as token ids, so that the server need not tokenise it again.
+
+    A chat stays as it is: the server makes its prompt from the messages, whatever else comes with them.
+    """
+    is_text = path in _TEXTS and isinstance(body.get("prompt"), str)
+    if not is_text or prompt is None or not prompt.exact or not prompt.token_ids:
+        return {}
+    return {"prompt": prompt.token_ids.tolist()}
+
+
 def _is_several(body: JsonBody) -> bool:
-    """Whether the server turns it into several requests. A list with a number in it is one prompt."""
+    """True if the server turns it into several requests. A list with a number in it is one prompt."""
     prompt = body.get("prompt")
     texts = isinstance(prompt, list) and not any(isinstance(token, int) for token in prompt)
     return (texts and len(prompt) > 1) or any(body.get(name) not in (None, 1) for name in _SEVERAL)
 
 
 def _shows_text(path: str, template: str, body: JsonBody) -> bool:
-    """Whether the stream of an answer shows all text that is sampled, as it is sampled.
+    """True if the stream of an answer shows all text that is sampled, as it is sampled.
 
     Stop strings hold text back. The chat parser drops white space before an answer when the template knows
     reasoning, or when the answer is parsed.

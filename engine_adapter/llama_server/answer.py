@@ -102,7 +102,6 @@ class CompletionOutput:
     Attributes:
         pieces: the text of each chunk that has some, in order.
         is_plain: the pieces are all the text there was: no reasoning, no tool call, no second choice.
-        is_complete: the end was seen.
         error: the message of an error that ended the stream.
         token_ids: the leading sampled tokens, if the server reports token ids; else None.
     """
@@ -138,7 +137,7 @@ class CompletionOutput:
 
     @property
     def has_chunk_per_token(self) -> bool:
-        """Whether the counts prove that each sampled token has its own chunk.
+        """True if the counts prove that each sampled token has its own chunk.
 
         The end of a turn has no text. Another token without text, or one whose text was held back because it
         ends inside a character, makes the pieces fewer than the tokens.

@@ -1,5 +1,5 @@
-"""What a llama-server that kvpin starts gets: the operator's words, flags that reuse needs, and a directory
-in memory for its saved KV.
+"""The command line of a llama-server that kvpin starts: the operator's words, flags that reuse needs, and a
+directory in memory for its saved KV.
 
 llama-server does not know `--flag=value`, reads `_` in long flags as `-`, and uses the last of equal flags.
 """
@@ -112,7 +112,7 @@ def advice(words: Sequence[str]) -> tuple[str, ...]:
 
 
 def _hinders(words: Sequence[str], flags: Collection[str], harmless: str | Collection[str]) -> bool:
-    """Whether a flag has another value than the harmless one, or comes after all its opposites."""
+    """True if a flag has another value than the harmless one, or comes after all its opposites."""
     if isinstance(harmless, str):
         return _value(words, flags) not in (None, harmless)
     given = [flag for word in words if (flag := _flag(word)) in flags or flag in harmless]
@@ -202,11 +202,8 @@ def default_save_bytes(directory: Path) -> int:
 
 
 def make_save_dir(directory: Path) -> None:
-    """Makes the directory for this user alone, because it holds prompts. It may exist already.
-
-    Raises:
-        EngineSpecError: it cannot be made, or another user made it in a shared place.
-    """
+    """Makes the directory for this user alone, because it holds prompts. It may exist already. Raises
+    EngineSpecError if it cannot be made, or another user made it in a shared place."""
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = directory.lstat()

@@ -18,7 +18,7 @@ from engine_adapter.http.control import ControlClient
 from engine_adapter.llama_server import saved_files, slot_io
 from engine_adapter.llama_server.discovery import ServerFacts
 from engine_adapter.llama_server.mirror_events import MirrorEvents
-from engine_adapter.llama_server.rates import RateBook
+from engine_adapter.llama_server.plan import RateBook
 from engine_adapter.llama_server.saved import Saved, SavedPrefixes, salt_digest
 from engine_adapter.llama_server.server_files import UNKNOWN_OWNER, SlotOwners
 from engine_adapter.llama_server.slots import Slot, SlotTable
@@ -29,6 +29,8 @@ log = logging.getLogger("kvpin.llama_server")
 
 # Pause after a failed save; it doubles with each further failure.
 SAVE_PAUSE_S, MAX_SAVE_PAUSE_S = 1.0, 60.0
+# Seconds in which the result of a tool comes back to the model that called it, 95% of the time.
+TOOL_S = 10.0
 # After this many unexpected changes, somebody else uses the slots too.
 MANY_CHANGES = 5
 # After this many useless restores in a row (less than half was reused), restoring ends.
@@ -85,13 +87,18 @@ class Contents:
         self._save_pause_s = SAVE_PAUSE_S
 
     @property
+    def instance(self) -> str | None:
+        """The word of the server's process."""
+        return self._facts.instance
+
+    @property
     def can_restore(self) -> bool:
-        """Whether saved prefixes can be restored, and so are worth saving."""
+        """True if saved prefixes can be restored, and so are worth saving."""
         return self._saved is not None and self.reuses_any_prefix
 
     @property
     def can_save(self) -> bool:
-        """Whether a save may be tried now."""
+        """True if a save may be tried now."""
         return self.can_restore and self._clock() >= self._no_save_before
 
     def entries(self) -> Iterator[Saved]:
@@ -135,6 +142,10 @@ class Contents:
         for entry in self.all_entries():
             if self._saved is not None and slot.shared(entry.tokens, entry.salt) == len(entry.tokens):
                 self._saved.keep(entry, retention.ttl_s, slot.kept_for)
+
+    def expect_result(self, slot: Slot) -> None:
+        """The answer that the slot holds called a tool."""
+        slot.due_until = self._clock() + TOOL_S
 
     def mark_unknown(self, slot: Slot, count: int) -> None:
         """The slot holds `count` tokens whose ids are not known."""

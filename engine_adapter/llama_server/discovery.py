@@ -2,13 +2,20 @@
 
 `discover` only reads, except that it uses one slot if the model's file is out of reach. What no route tells,
 `probe` tries out: one slot loses its content, and the caller chooses when.
+
+A digest names the model, because KV of one model is noise to another model of the same shape. A GGUF that
+kvpin can read is identified by its bytes. Otherwise the digest covers what the server says of the model, and
+how the model continues a fixed prompt.
 """
 
 from __future__ import annotations
 
 import asyncio
+import re
+import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -21,9 +28,81 @@ from engine_adapter.errors import EngineRejected, EngineSpecError, EngineUnavail
 from engine_adapter.http.control import ControlClient
 from engine_adapter.http.models import read_models
 from engine_adapter.llama_server import slot_io
-from engine_adapter.llama_server.fingerprint import file_digest, model_parts, remote_digest
 from engine_adapter.llama_server.slot_io import read_slots, spare_slot
 from engine_adapter.types import EngineSpec, Finding
+
+_ENDS = 1 << 20  # bytes read at the head (metadata, vocabulary) and at the tail
+_SAMPLES, _SAMPLE = 512, 4096  # evenly between: a tensor of 0.2% of the file is hit at least once
+_WHOLE = 2 * _ENDS + _SAMPLES * _SAMPLE
+_PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
+# A fixed prompt of different ids, small enough for any vocabulary, and the length of its continuation.
+_PROMPT = tuple(300 + 37 * i % 501 for i in range(24))
+_CONTINUATION = 16
+
+
+def file_digest(path: Path) -> str:
+    """Digest of a GGUF with all its parts: their sizes, and about 4 MiB of each part.
+
+    Takes milliseconds with a warm page cache. Unchanged files are read once.
+    """
+    files = []
+    for part in model_parts(path):
+        status = part.stat()
+        files.append((str(part), status.st_size, status.st_mtime_ns, status.st_ino))
+    return _digest(tuple(files))
+
+
+def model_parts(path: Path) -> list[Path]:
+    """The files of a model: `path`, or all parts if its name is like `…-00001-of-00003.gguf`."""
+    name = _PART.search(path.name)
+    if name is None:
+        return [path]
+    stem = path.name[: name.start()]
+    return [path.with_name(f"{stem}-{i:05}-of-{name[2]}.gguf") for i in range(1, int(name[2]) + 1)]
+
+
+async def remote_digest(control: ControlClient, meta: dict[str, Any], file_name: str, slot_id: int) -> str:
+    """Digest of a model whose file is out of reach, by its `meta` in `/v1/models` and the name of its file.
+
+    Slot `slot_id` continues the fixed prompt: its content is lost. Raises EngineUnavailable if the answer has
+    no tokens.
+    """
+    request = {
+        "prompt": _PROMPT, "n_predict": _CONTINUATION, "temperature": 0, "ignore_eos": True,
+        "return_tokens": True, "cache_prompt": False, "id_slot": slot_id,
+    }  # fmt: skip
+    answer = await control.call("POST", "/completion", json=request)
+    match answer:
+        case {"tokens": [int(), *_] as tokens}:
+            shape = {name: value for name, value in sorted(meta.items()) if name != "n_ctx"}
+            return xxhash.xxh3_128_hexdigest(msgspec.json.encode([shape, file_name, tokens]))
+        case _:
+            raise EngineUnavailable("POST /completion: the answer has no 'tokens'")
+
+
+@lru_cache(maxsize=64)
+def _digest(files: tuple[tuple[str, int, int, int], ...]) -> str:
+    state = xxhash.xxh3_128()
+    for name, size, _mtime, _inode in files:
+        state.update(struct.pack("<Q", size))
+        with Path(name).open("rb", buffering=0) as file:
+            for offset, length in _samples(size):
+                file.seek(offset)
+                state.update(file.read(length))
+    return state.hexdigest()
+
+
+def _samples(size: int) -> Iterator[tuple[int, int]]:
+    """Offsets and lengths of the parts of a file that are read."""
+    if size <= _WHOLE:
+        yield 0, size
+        return
+    yield 0, _ENDS
+    between = size - 2 * _ENDS - _SAMPLE
+    for index in range(_SAMPLES):
+        yield _ENDS + between * index // (_SAMPLES - 1), _SAMPLE
+    yield size - _ENDS, _ENDS
+
 
 _PROBE_TOKENS = 48
 _STATE_WORDS = 7  # of an empty slot's file, before its caches: magic, version, 4 of tokens and their count
@@ -37,7 +116,6 @@ class ServerFacts:
 
     Attributes:
         card: its own fields of the model in `/v1/models`.
-        slots: number of slots.
         slot_ctx: context of each, in tokens.
         train_ctx: context the model was trained with.
         local_model: the file of the model, if kvpin can read it.
@@ -109,9 +187,9 @@ class _Props(msgspec.Struct, frozen=True):
 
 
 async def discover(control: ControlClient, spec: EngineSpec) -> ServerFacts:
-    """Reads what a server is. Wakes a sleeping server."""
+    """Reads what a server is. Wakes a sleeping server. A router's must be asked for one model."""
     props = await _props(control, spec)
-    model = read_models(await control.get("/v1/models"))
+    model = read_models(await control.get("/v1/models"), spec.model)
     meta = model.card.get("meta")
     meta = meta if isinstance(meta, dict) else {}  # facts about the model's file
     local = await asyncio.to_thread(_local_model, props.model_path, meta.get("size"))
@@ -175,7 +253,7 @@ async def _props(control: ControlClient, spec: EngineSpec) -> _Props:
         raise
     except msgspec.ValidationError as error:
         raise EngineSpecError(
-            f"engine {spec.id!r}: {spec.url!r} is no llama-server with one model: /props: {error}"
+            f"engine {spec.id!r}: {spec.url!r} answers /props as no known llama-server does: {error}"
         ) from error
     if props.total_slots < 1:
         raise EngineSpecError(f"engine {spec.id!r}: {spec.url!r} has no slots")
@@ -241,7 +319,7 @@ async def probe(control: ControlClient, facts: ServerFacts, slot_id: int, *, fil
 
 
 async def probe_ram_cache(control: ControlClient, slot_id: int) -> bool:
-    """Whether `--cache-ram` is on: a prompt comes back after another one has replaced it in its slot.
+    """True if `--cache-ram` is on: a prompt comes back after another one has replaced it in its slot.
 
     The content of slot `slot_id` is lost.
     """
@@ -252,7 +330,7 @@ async def probe_ram_cache(control: ControlClient, slot_id: int) -> bool:
 
 
 async def probe_unified(control: ControlClient, slot_id: int, slots: int, *, file: str) -> bool | None:
-    """Whether all slots share one KV pool, by the size of an empty slot's file; None if that does not tell.
+    """True if all slots share one KV pool, by the size of an empty slot's file; None if that does not tell.
 
     The file counts the cells of each stream, and a unified pool is one stream. The content of slot `slot_id`
     is lost, and `file` is left in the server's save directory.

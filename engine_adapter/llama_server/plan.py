@@ -8,14 +8,129 @@ other slots stand still during save and restore. And overwritten content may hav
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
+from statistics import median
 from typing import NamedTuple
 
-from engine_adapter.llama_server.rates import Rates
 from engine_adapter.llama_server.saved_entry import Saved, recency
-from engine_adapter.llama_server.slots import Operation, Slot
-from engine_adapter.types import TokenIds, common_prefix
+from engine_adapter.llama_server.slots import Slot, SlotOperation
+from engine_adapter.types import Tier, TokenIds, common_prefix
+
+WINDOW = 32
+# How often the next turn comes within `TOOL_S` of a tool call: vLLM's router, issue 285.
+AFTER_TOOL_CALL = 0.95
+# The time of a shorter prefill is mostly the round trip.
+MIN_PREFILL_TOKENS = 32
+# The first guess of the prefill rate weighs as much as two prompts of so many tokens.
+_GUESS_TOKENS = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """The rates of this server; every rate is above 0. The defaults are first guesses. Saves count as cheap:
+    its real rate is learned only if it is tried.
+
+    Attributes:
+        save_bytes_s: bytes per second from a slot to the host tier.
+        restore_bytes_s: bytes per second from the host tier to a slot.
+        disk_bytes_s: bytes per second from the disk tier to the host tier.
+        hold_s: usual seconds that a request holds a slot.
+        reuse_probability: prior that a conversation goes on right after an answer.
+        half_life_s: idle seconds that halve this probability.
+        save_overhead_s: seconds of a save that do not depend on its bytes.
+        restore_overhead_s: the same for a restore.
+    """
+
+    prefill_tok_s: float = 500.0
+    save_bytes_s: float = 1e9
+    restore_bytes_s: float = 2e9
+    disk_bytes_s: float = 400e6
+    bytes_per_token: float = 1000.0
+    hold_s: float = 2.0
+    reuse_probability: float = 0.8
+    half_life_s: float = 1800.0
+    save_overhead_s: float = 0.002
+    restore_overhead_s: float = 0.002
+
+    def prefill_s(self, tokens: int) -> float:
+        """Seconds to compute `tokens` prompt tokens."""
+        return tokens / self.prefill_tok_s
+
+    def save_s(self, tokens: int) -> float:
+        """Seconds to save a slot of `tokens` tokens."""
+        return self.save_overhead_s + tokens * self.bytes_per_token / self.save_bytes_s
+
+    def restore_s(self, tokens: int) -> float:
+        """Seconds to restore a file of `tokens` tokens that lies in the host tier."""
+        return self.restore_overhead_s + tokens * self.bytes_per_token / self.restore_bytes_s
+
+    def file_s(self, entry: Saved) -> float:
+        """Seconds to restore this file from its tier."""
+        seconds = self.restore_overhead_s + entry.size / self.restore_bytes_s
+        return seconds + entry.size / self.disk_bytes_s if entry.tier is Tier.DISK else seconds
+
+
+class RateBook:
+    """Learns `Rates` from measured operations. Each is the median of its last samples. The first guess counts
+    as two samples, so one outlier has no effect. A prefill counts by its tokens: what a hit leaves to compute
+    is short, and its time is mostly overhead.
+    """
+
+    def __init__(self) -> None:
+        self.view = Rates()
+        self._samples: dict[str, deque[float]] = {}
+        guess = self.view.prefill_tok_s, _GUESS_TOKENS
+        self._prefills = deque((guess, guess), maxlen=WINDOW)  # rate, tokens
+        self._measured = set[str]()
+
+    @property
+    def measured(self) -> dict[str, float]:
+        """The rates that were measured, by name."""
+        return {name: rate for name, rate in asdict(self.view).items() if name in self._measured}
+
+    @property
+    def assumed(self) -> dict[str, float]:
+        """The other rates: first guesses."""
+        return {name: rate for name, rate in asdict(self.view).items() if name not in self._measured}
+
+    def prefilled(self, tokens: int, seconds: float) -> None:
+        """`tokens` prompt tokens were computed in `seconds`."""
+        if tokens < MIN_PREFILL_TOKENS or seconds <= 0:
+            return
+        self._measured.add("prefill_tok_s")
+        self._prefills.append((tokens / seconds, tokens))
+        below, half = 0, sum(weight for _, weight in self._prefills) / 2
+        for rate, weight in sorted(self._prefills):
+            below += weight
+            if below >= half:
+                self.view = replace(self.view, prefill_tok_s=rate)
+                return
+
+    def saved(self, tokens: int, size: int, seconds: float) -> None:
+        """A slot of `tokens` tokens became a file of `size` bytes in `seconds`."""
+        if tokens:  # exact: it is a property of the model
+            self._measured.add("bytes_per_token")
+            self.view = replace(self.view, bytes_per_token=size / tokens)
+        self._learn("save_bytes_s", size, seconds - self.view.save_overhead_s)
+
+    def restored(self, size: int, seconds: float) -> None:
+        """A file of `size` bytes in the host tier went into a slot in `seconds`."""
+        self._learn("restore_bytes_s", size, seconds - self.view.restore_overhead_s)
+
+    def held(self, seconds: float) -> None:
+        """A request held its slot for `seconds`."""
+        self._learn("hold_s", seconds, 1.0)
+
+    def _learn(self, rate: str, amount: float, per: float) -> None:
+        if amount > 0 and per > 0:
+            self._measured.add(rate)
+            guess = getattr(self.view, rate)
+            samples = self._samples.setdefault(rate, deque((guess, guess), maxlen=WINDOW))
+            samples.append(amount / per)
+            self.view = replace(self.view, **{rate: median(samples)})
+
 
 LEAST_GAIN = 16  # least shared tokens for a restore: all chats share their first tokens
 # Fewer shared tokens than this are no reason to overwrite a conversation: a template and its default system
@@ -27,7 +142,7 @@ LEAST_REST = 0.25  # an overdue operation is expected to take this share of its 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Where a request runs, and its expected costs in seconds.
+    """A choice of slot for a request, with its expected costs in seconds.
 
     Attributes:
         cached_tokens: how many of them the server will report as cached.
@@ -103,7 +218,7 @@ def plan(
     `can_restore` no file counts, and nothing is saved. A pin holds, unless every slot has a pin in the way.
     """
     table = tuple(slots)
-    streams = sum(slot.operation is Operation.REQUEST for slot in table)
+    streams = sum(slot.operation is SlotOperation.REQUEST for slot in table)
     given = _Inputs(prompt, salt, rates, now, streams, can_save and can_restore, can_restore)
     file = _best_file(given, saved) if can_restore and any(slot.is_idle for slot in table) else None
     candidates = [(slot, choice) for slot in table for choice in _choices(slot, file, given)]
@@ -114,7 +229,7 @@ def plan(
 
 
 def worth_saving(slot: Slot, rates: Rates, now: float, streams: int, *, idle_s: float) -> bool:
-    """Whether to write an idle slot back: a file is expected to spare more than the save costs.
+    """True if saving an idle slot pays: a file is expected to spare more than the save costs.
 
     The cost of the save counts once for the slot and once for each of `streams` running streams. A slot is
     never worth saving before it has been idle for `idle_s` seconds.
@@ -161,7 +276,7 @@ def _choices(slot: Slot, file: _File | None, given: _Inputs) -> Iterable[Plan]:
 def _choice(slot: Slot, kept: int, file: _File | None, given: _Inputs) -> Plan:
     """One candidate; `kept` leading tokens of the slot's content stay in place."""
     cached = min(kept, given.most) if file is None else file.reused
-    others = given.streams - (slot.operation is Operation.REQUEST)
+    others = given.streams - (slot.operation is SlotOperation.REQUEST)
     save_s, regret_s = _loss(slot, kept, others, given)
     if kept < min(LEAST_SHARED, len(slot.tokens), len(given.prompt)):
         # An empty slot would have to compute these tokens as well. Without this term, all new conversations
@@ -185,7 +300,7 @@ def _choice(slot: Slot, kept: int, file: _File | None, given: _Inputs) -> Plan:
 
 
 def _may_hold_more(slot: Slot, kept: int, given: _Inputs) -> bool:
-    """Whether unknown tokens, of the content or of a running answer, may be reused too."""
+    """True if unknown tokens, of the content or of a running answer, may be reused too."""
     grows = slot.unknown > 0 or not slot.is_idle
     return grows and slot.salt == given.salt and kept == len(slot.tokens) and kept < given.most
 
@@ -214,6 +329,8 @@ def _regret_s(slot: Slot, kept: int, saved: int, rates: Rates, now: float) -> fl
         later_s += rates.restore_s(saved)
     if slot.kept_until > now:
         return later_s  # a client that retains content is expected to come back
+    if slot.due_until > now:
+        return AFTER_TOOL_CALL * later_s
     idle_s = now - slot.since if slot.is_idle else 0.0
     return rates.reuse_probability * recency(idle_s, rates.half_life_s) * later_s
 
@@ -223,11 +340,11 @@ def _wait_s(slot: Slot, rates: Rates, now: float) -> float:
     match slot.operation:
         case None:
             return 0.0
-        case Operation.SETTLE:
+        case SlotOperation.SETTLE:
             usual_s = SETTLE_S
-        case Operation.SAVE:
+        case SlotOperation.SAVE:
             usual_s = rates.save_s(slot.length)
-        case Operation.RESTORE | Operation.ERASE:
+        case SlotOperation.RESTORE | SlotOperation.ERASE:
             usual_s = rates.restore_s(slot.length)
         case _:
             usual_s = rates.hold_s

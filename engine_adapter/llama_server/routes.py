@@ -1,7 +1,7 @@
 """The routes of llama-server beside `/v1`, and those on which a prompt runs.
 
 Not declared, because they change the server for all clients or belong to its operator: `POST /props`,
-`POST /slots/{id}`, `POST /lora-adapters`, `/metrics`, `/models/load` and `/models/unload`, `/tools`,
+`POST /slots/{id}`, `POST /lora-adapters`, `/metrics`, `/models/unload`, `/models/sse`, `/tools`,
 `/cors-proxy`.
 """
 
@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from engine_adapter.routes import ASK, READ, NativeRoute, PromptFields
 
-INFILL, SLOTS = "/infill", "/slots"
+INFILL, SLOTS, LOAD = "/infill", "/slots", "/models/load"
 NATIVE_COMPLETIONS = frozenset({"/completion", "/completions"})
 """The server's own completions. Their answers are not OpenAI's."""
 PINNED_ROUTES = NATIVE_COMPLETIONS | {"/v1/chat/completions", "/v1/completions", INFILL}
 """The server honours `id_slot` on these routes."""
 
+ROUTER_ROUTES = {LOAD: ASK}
+"""What only a router has. `LOAD` does what any request for the model does."""
 _COMPLETION = NativeRoute(prompt=PromptFields(text="prompt", ids="prompt"), runs=True, lists=True)
 _SAME = {
     "/chat/completions": "/v1/chat/completions",
@@ -36,6 +38,8 @@ ROUTES = {
     "/rerank": ASK,
     "/reranking": ASK,
     "/props": READ,
-    SLOTS: NativeRoute("GET", shows_requests=True),
+    SLOTS: READ,
     "/lora-adapters": READ,
 }
+ALL_ROUTES = ROUTES | ROUTER_ROUTES
+"""Those of a router."""

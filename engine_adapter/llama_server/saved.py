@@ -37,7 +37,7 @@ from engine_adapter.llama_server.saved_entry import (
     salt_digest,
     value,
 )
-from engine_adapter.llama_server.state_file import Reason, StateFileError, writing
+from engine_adapter.llama_server.state_file import FileFault, StateFileError, writing
 from engine_adapter.types import Tier
 
 __all__ = ["Saved", "SavedEvent", "SavedPlace", "SavedPrefixes", "salt_digest"]
@@ -117,9 +117,11 @@ class SavedPrefixes:
             tier.value: {
                 "entries": sum(saved.tier is tier for saved in self._entries.values()),
                 "bytes": self._used(tier),
+                "place": str(directory),
+                "in_memory": saved_files.is_in_memory(directory),
                 "cap": self._caps[tier],
             }
-            for tier in self._dirs
+            for tier, directory in self._dirs.items()
         }
         entries = [
             {
@@ -261,9 +263,9 @@ class SavedPrefixes:
         try:
             await asyncio.shield(saved.work)
         except StateFileError as error:
-            if error.is_damage or error.reason is Reason.MISSING:
+            if error.is_damage or error.reason is FileFault.MISSING:
                 await self.drop(saved)
-            elif error.reason is not Reason.NO_ROOM:
+            elif error.reason is not FileFault.NO_ROOM:
                 saved.retry_at = self._clock() + RETRY_S
             raise
         self._check_registered(saved)
@@ -396,7 +398,7 @@ class SavedPrefixes:
             f"its {saved.size} bytes do not fit into the host tier of {self._caps[Tier.HOST]} bytes"
             " beside pinned entries and those in use"
         )
-        return StateFileError(self.place.host / saved.name, Reason.NO_ROOM, detail)
+        return StateFileError(self.place.host / saved.name, FileFault.NO_ROOM, detail)
 
     # --- Books -----------------------------------------------------------------------------------
 
@@ -422,7 +424,7 @@ class SavedPrefixes:
 
     def _check_registered(self, saved: Saved) -> None:
         if not self._is_registered(saved):
-            raise StateFileError(self.place.host / saved.name, Reason.MISSING, "it was dropped")
+            raise StateFileError(self.place.host / saved.name, FileFault.MISSING, "it was dropped")
 
 
 def _rank(saved: Saved, now: float) -> tuple[bool, float]:

@@ -72,7 +72,7 @@ class Saved(Sidecar, kw_only=True, eq=False):
 
     @property
     def is_busy(self) -> bool:
-        """Whether a file operation is running."""
+        """True if a file operation is running."""
         return self.work is not None and not self.work.done()
 
     async def idle(self) -> None:

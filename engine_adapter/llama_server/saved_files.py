@@ -10,6 +10,7 @@ StateFileError for a file or a directory that cannot be used.
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import os
@@ -17,7 +18,6 @@ import re
 import secrets
 from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,11 @@ import msgspec
 
 from engine_adapter.llama_server import state_file
 from engine_adapter.llama_server.saved_entry import Saved, Sidecar, Stamp
-from engine_adapter.llama_server.state_file import Reason, StateFileError, reading, writing
+from engine_adapter.llama_server.state_file import FileFault, StateFileError, reading, written_whole
 from engine_adapter.types import Tier
 
 FORMAT = 1  # of sidecars
+_MOUNTS = Path("/proc/self/mounts")
 GRACE_S = 600.0  # a file without its sidecar stays this long: another process may be working on it
 
 _log = logging.getLogger("kvpin.llama_server")
@@ -55,16 +56,16 @@ def inspect(
     """Reads a new saved file, and checks it against the server's figures, if given. Its times are unset."""
     before = stamp(path)
     if bytes_expected is not None:
-        _check_count(path, Reason.SIZE, "bytes", before[1], bytes_expected)
+        _check_count(path, FileFault.SIZE, "bytes", before[1], bytes_expected)
     tokens = state_file.read_tokens(path)
     if not tokens:
-        raise StateFileError(path, Reason.TOKENS, "it holds no tokens: the slot was empty")
+        raise StateFileError(path, FileFault.TOKENS, "it holds no tokens: the slot was empty")
     count, size = len(tokens), before[1]
     if tokens_expected is not None:
-        _check_count(path, Reason.TOKENS, "tokens", count, tokens_expected)
+        _check_count(path, FileFault.TOKENS, "tokens", count, tokens_expected)
     checksum = state_file.checksum(path)
     if stamp(path) != before:
-        raise StateFileError(path, Reason.SIZE, "it changed while it was read")
+        raise StateFileError(path, FileFault.SIZE, "it changed while it was read")
     return Saved(
         FORMAT, key, salt, count, size, checksum, 0.0, 0.0, 0, name=path.name, tokens=tokens, seen=before
     )
@@ -73,9 +74,9 @@ def inspect(
 def verify(path: Path, saved: Saved) -> Stamp:
     """Checks a file against its entry. A file that was seen before is not hashed again."""
     found = stamp(path)
-    _check_count(path, Reason.SIZE, "bytes", found[1], saved.size)
+    _check_count(path, FileFault.SIZE, "bytes", found[1], saved.size)
     if state_file.read_tokens(path) != saved.tokens:
-        raise StateFileError(path, Reason.TOKENS, "its tokens are not those it was saved with")
+        raise StateFileError(path, FileFault.TOKENS, "its tokens are not those it was saved with")
     if found != saved.seen:
         _check_checksum(path, state_file.checksum(path), saved.checksum)
     return found
@@ -83,7 +84,7 @@ def verify(path: Path, saved: Saved) -> Stamp:
 
 def move(source: Path, target: Path, saved: Saved) -> Stamp:
     """Moves a saved file and its sidecar to another directory, and verifies the bytes on the way."""
-    _check_count(source, Reason.SIZE, "bytes", stamp(source)[1], saved.size)
+    _check_count(source, FileFault.SIZE, "bytes", stamp(source)[1], saved.size)
     copied = state_file.copy(source, target)
     try:
         _check_checksum(source, copied, saved.checksum)
@@ -95,14 +96,14 @@ def move(source: Path, target: Path, saved: Saved) -> Stamp:
     return stamp(target)
 
 
-def _check_count(path: Path, reason: Reason, unit: str, found: int, expected: int) -> None:
+def _check_count(path: Path, reason: FileFault, unit: str, found: int, expected: int) -> None:
     if found != expected:
         raise StateFileError(path, reason, f"{found} {unit}, of {expected} that were saved")
 
 
 def _check_checksum(path: Path, found: int, expected: int) -> None:
     if found != expected:
-        raise StateFileError(path, Reason.CHECKSUM, "its bytes are not those that were saved")
+        raise StateFileError(path, FileFault.CHECKSUM, "its bytes are not those that were saved")
 
 
 def stamp(path: Path) -> Stamp:
@@ -113,16 +114,8 @@ def stamp(path: Path) -> Stamp:
 
 def write_sidecar(path: Path, saved: Saved) -> None:
     """Writes the sidecar of the saved file `path`, whole or not at all."""
-    target = path.with_suffix(".json")
-    part = target.with_name(f"{target.name}.part")
-    try:
-        with writing(target):
-            part.write_bytes(saved.sidecar())
-            part.replace(target)
-    except StateFileError:
-        with suppress(OSError):
-            part.unlink()
-        raise
+    with written_whole(path.with_suffix(".json")) as part:
+        part.write_bytes(saved.sidecar())
 
 
 def remove(path: Path) -> None:
@@ -172,7 +165,7 @@ def scan(directory: Path, tier: Tier, now: float, taken: AbstractSet[str]) -> tu
                 if error.is_damage:
                     _log.warning("%s; it is deleted", error)
                     remove(directory / name)
-                elif error.reason is not Reason.MISSING:
+                elif error.reason is not FileFault.MISSING:
                     unusable[name] = error
     if unusable:
         first = next(iter(unusable.values()))
@@ -206,10 +199,10 @@ def _read_entry(path: Path, tier: Tier) -> Saved:
         data = target.read_bytes()
     sidecar = _read_sidecar(target, data)
     if sidecar.key != key_of(path.name):
-        raise StateFileError(target, Reason.FOREIGN, f"its key {sidecar.key!r} is not the one of its name")
-    _check_count(path, Reason.SIZE, "bytes", stamp(path)[1], sidecar.size)
+        raise StateFileError(target, FileFault.FOREIGN, f"its key {sidecar.key!r} is not the one of its name")
+    _check_count(path, FileFault.SIZE, "bytes", stamp(path)[1], sidecar.size)
     tokens = state_file.read_tokens(path)
-    _check_count(path, Reason.TOKENS, "tokens", len(tokens), sidecar.count)
+    _check_count(path, FileFault.TOKENS, "tokens", len(tokens), sidecar.count)
     return Saved(**msgspec.structs.asdict(sidecar), name=path.name, tokens=tokens, tier=tier)
 
 
@@ -218,18 +211,22 @@ def _read_sidecar(path: Path, data: bytes) -> Sidecar:
     try:
         record: Any = msgspec.json.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise StateFileError(path, Reason.SIDECAR, f"it is no JSON: {error}") from error
+        raise StateFileError(path, FileFault.SIDECAR, f"it is no JSON: {error}") from error
     except RecursionError as error:
-        raise StateFileError(path, Reason.FOREIGN, "kvpin did not write it: it is nested too deep") from error
+        raise StateFileError(
+            path, FileFault.FOREIGN, "kvpin did not write it: it is nested too deep"
+        ) from error
     if isinstance(record, dict) and record.get("kept_until", 0.0) is None:
         record["kept_until"] = math.inf
     try:
         sidecar = msgspec.convert(record, Sidecar)
     except msgspec.ValidationError as error:
-        raise StateFileError(path, Reason.FOREIGN, f"another version of kvpin wrote it: {error}") from error
+        raise StateFileError(
+            path, FileFault.FOREIGN, f"another version of kvpin wrote it: {error}"
+        ) from error
     if sidecar.format != FORMAT:
         detail = f"another version of kvpin wrote it: format {sidecar.format}, known is {FORMAT}"
-        raise StateFileError(path, Reason.FOREIGN, detail)
+        raise StateFileError(path, FileFault.FOREIGN, detail)
     return sidecar
 
 
@@ -246,3 +243,14 @@ def _remove_leftover(path: Path, now: float) -> None:
         _log.warning("%s cannot be removed: %s", path, error.strerror)
         return
     _log.warning("%s belongs to no saved prefix and is %d s old: removed", path, age_s)
+
+
+@functools.cache
+def is_in_memory(directory: Path) -> bool:
+    """True if a reboot loses the directory's files: it lies on a tmpfs."""
+    try:
+        mounts = [line.split()[1:3] for line in _MOUNTS.read_text(errors="replace").splitlines()]
+    except OSError:
+        return False
+    around = [mount for mount in mounts if directory.absolute().is_relative_to(mount[0])]
+    return max(around, key=lambda mount: len(mount[0]), default=["", ""])[1] in ("tmpfs", "ramfs")

@@ -13,7 +13,7 @@ import logging
 import time
 from array import array
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any, TypeVar
 
 from engine_adapter.errors import EngineError, EngineUnavailable
@@ -28,11 +28,12 @@ from engine_adapter.llama_server.server_files import UNKNOWN_OWNER
 from engine_adapter.llama_server.slot_io import (
     SlotState,
     end_copies,
+    read_pulse,
     read_slots,
     until_all_arrived,
     when_idle,
 )
-from engine_adapter.llama_server.slots import Operation, Slot
+from engine_adapter.llama_server.slots import Slot, SlotOperation
 from engine_adapter.llama_server.turns import Ask, SlotLease, Turns, first_operation
 from engine_adapter.types import TokenIds, common_prefix
 
@@ -40,6 +41,10 @@ log = logging.getLogger("kvpin.llama_server")
 
 # Cost of a prefill to each running stream of another slot, which shares its steps.
 INTERFERENCE_S = 0.002
+# A server does not fall asleep sooner after its last work.
+SLEEPS_AFTER_S = 1.0
+# Longest wait for the answer whether it sleeps.
+PULSE_S = 0.25
 
 _Result = TypeVar("_Result")
 _Work = Callable[[Slot], Coroutine[Any, Any, _Result]]
@@ -49,10 +54,10 @@ class SlotScheduler:
     """Leases slots to requests, one operation per slot at a time.
 
     Attributes:
-        contents: what slots and files hold.
         changed: set whenever a slot becomes idle.
         is_lost: the server turned out to be another process.
         has_worked: something ran since the slots were last read.
+        sleeps: the server was found asleep, and nothing has woken it since; `has_slept`: it was, once.
     """
 
     def __init__(
@@ -66,7 +71,7 @@ class SlotScheduler:
         self.contents = contents
         self.changed = asyncio.Event()
         self.is_lost = False
-        self.has_worked = False
+        self.has_worked = self.sleeps = self.has_slept = False
         self._engine = engine
         self._control = control
         self._table = contents.table
@@ -75,6 +80,7 @@ class SlotScheduler:
         self._tasks = OwnTasks(f"{engine}: work on its slots", EngineError)
         self._used: set[int] = set()  # slots that ran a request of ours
         self._closed = False
+        self._worked_at = clock()
 
     # --- requests ---------------------------------------------------------------------------------
 
@@ -96,6 +102,8 @@ class SlotScheduler:
     async def lease(self, ask: Ask) -> AsyncIterator[SlotLease]:
         """Leases the best slot for a request, after the save and restore that pay."""
         self._check_open()
+        await self.is_asleep()
+        self.sleeps = False  # the request wakes it
         chosen = await self._turns.slot(ask)
         self._check_open()
         lease = await self._prepared(chosen, ask)
@@ -110,13 +118,15 @@ class SlotScheduler:
             self._tasks.start(self._finish(lease))
             raise
         if lease.answer is not None and not self._closed:
-            self._next(self._table[lease.slot], Operation.SETTLE)
+            self._next(self._table[lease.slot], SlotOperation.SETTLE)
         await asyncio.wait([self._tasks.start(self._finish(lease))])
 
     @asynccontextmanager
     async def alone(self) -> AsyncIterator[None]:
         """Takes all slots, for a request that cannot be pinned. The slots it used are unknown afterwards."""
         self._check_open()
+        await self.is_asleep()
+        self.sleeps = False
         await self._turns.all()
         tasks: dict[int, int | None] = {}
         try:
@@ -131,12 +141,12 @@ class SlotScheduler:
     @property
     def streams(self) -> int:
         """Requests that run now."""
-        return sum(slot.operation is Operation.REQUEST for slot in self._table)
+        return sum(slot.operation is SlotOperation.REQUEST for slot in self._table)
 
     @property
     def moves_kv(self) -> bool:
-        """Whether a save or a restore runs. The server answers no question about slots meanwhile."""
-        return any(slot.operation in (Operation.SAVE, Operation.RESTORE) for slot in self._table)
+        """True if a save or a restore runs. The server answers no question about slots meanwhile."""
+        return any(slot.operation in (SlotOperation.SAVE, SlotOperation.RESTORE) for slot in self._table)
 
     @property
     def waiting(self) -> int:
@@ -149,7 +159,7 @@ class SlotScheduler:
 
     # --- other operations -------------------------------------------------------------------------
 
-    async def take(self, slot_id: int, operation: Operation, work: _Work[_Result]) -> _Result:
+    async def take(self, slot_id: int, operation: SlotOperation, work: _Work[_Result]) -> _Result:
         """Runs `work` as the one operation on an idle slot, to its end even if the caller is cancelled.
 
         Raises what `work` raises.
@@ -175,10 +185,10 @@ class SlotScheduler:
                 if save_first:
                     if not await self.contents.save(slot):
                         return False  # keep what the slot holds: no request waits for this restore
-                    self._next(slot, Operation.RESTORE)
+                    self._next(slot, SlotOperation.RESTORE)
                 return await self.contents.restore(slot, entry)
 
-        return await self.take(chosen.id, Operation.SAVE if save_first else Operation.RESTORE, work)
+        return await self.take(chosen.id, SlotOperation.SAVE if save_first else SlotOperation.RESTORE, work)
 
     # --- the server's own word --------------------------------------------------------------------
 
@@ -216,6 +226,28 @@ class SlotScheduler:
                 self.contents.mark_changed(slot, state.n_tokens or 0)
                 self._watch_foreign(slot)
 
+    async def look(self) -> bool:
+        """Whether the server sleeps; asking does not wake it. In its sleep, it loses all KV.
+
+        Raises EngineUnavailable if another process answers.
+        """
+        pulse = await read_pulse(self._control)
+        if pulse.instance != self.contents.instance:
+            raise EngineUnavailable("the server was restarted")
+        if pulse.is_sleeping and not self.sleeps:
+            self.wipe()
+            self.has_slept = True
+        self.sleeps = pulse.is_sleeping
+        return self.sleeps
+
+    async def is_asleep(self) -> bool:
+        """Whether the server sleeps. It is asked if it may; one that does not answer at once is awake."""
+        if not self._table.in_flight and self._clock() - self._worked_at >= SLEEPS_AFTER_S:
+            with suppress(TimeoutError, EngineError):
+                async with asyncio.timeout(PULSE_S):
+                    return await self.look()
+        return False
+
     def wipe(self) -> None:
         """The server lost all KV, for instance because it fell asleep, and its slots look new."""
         self._used.clear()
@@ -248,7 +280,7 @@ class SlotScheduler:
 
     async def _prepared(self, chosen: Plan, ask: Ask) -> SlotLease:
         """Carries out a plan. If the request leaves meanwhile, the slot is released afterwards."""
-        if first_operation(chosen) is Operation.REQUEST:
+        if first_operation(chosen) is SlotOperation.REQUEST:
             return self._leased(self._table[chosen.slot], ask, restored=False)
         task = self._tasks.start(self._prepare(chosen, ask))
         try:
@@ -264,10 +296,12 @@ class SlotScheduler:
             async with self.contents.keeping(chosen.restore):
                 if chosen.save_first:
                     await self.contents.save(slot)
-                    self._next(slot, Operation.REQUEST if chosen.restore is None else Operation.RESTORE)
+                    self._next(
+                        slot, SlotOperation.REQUEST if chosen.restore is None else SlotOperation.RESTORE
+                    )
                 if chosen.restore is not None:
                     is_restored = await self.contents.restore(slot, chosen.restore)
-                    self._next(slot, Operation.REQUEST)
+                    self._next(slot, SlotOperation.REQUEST)
         except BaseException:
             self.contents.mark_unknown(slot, slot.length)
             self._release(slot)
@@ -296,7 +330,7 @@ class SlotScheduler:
         if not task.cancelled() and task.exception() is None:
             self._release(slot)
 
-    def _next(self, slot: Slot, operation: Operation) -> None:
+    def _next(self, slot: Slot, operation: SlotOperation) -> None:
         """Ends one operation and begins the next; nothing can begin in between."""
         now = self._clock()
         self._table.end(slot.id, now)
@@ -318,6 +352,8 @@ class SlotScheduler:
                 self.contents.hold(slot, known, lease.ask.salt, unknown=unknown)
                 self.contents.note_saved(slot)
                 self.contents.keep(slot, lease.ask.retention)
+                if lease.answer is not None and lease.answer.finish_reason == "tool_calls":
+                    self.contents.expect_result(slot)
             else:
                 self.contents.mark_unknown(slot, unknown)
             self._release(slot)
@@ -360,7 +396,7 @@ class SlotScheduler:
             self.contents.note_restored(in_vain=cached < lease.cached_tokens / 2)
 
     def _watch_foreign(self, slot: Slot) -> None:
-        self._table.begin(slot.id, Operation.FOREIGN, self._clock())
+        self._table.begin(slot.id, SlotOperation.FOREIGN, self._clock())
         self._tasks.start(self._until_foreign_ends(slot))
 
     async def _until_foreign_ends(self, slot: Slot) -> None:
@@ -412,7 +448,7 @@ class SlotScheduler:
         self._note_work()
 
     def _note_work(self) -> None:
-        self.has_worked = True
+        self.has_worked, self._worked_at = True, self._clock()
         self.changed.set()
 
     def _check_open(self) -> None:

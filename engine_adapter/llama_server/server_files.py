@@ -1,7 +1,10 @@
-"""What kvpin writes about a server beside its saved files: a lock, and records that outlive a crash of kvpin.
+"""Files about a server, beside its saved files: a lock, and records that outlive a crash of kvpin.
 
 The lock keeps a second kvpin from the server's slots. The kernel frees it when the process that holds it
 ends, however it ends. A kvpin that sees another directory, or none, does not see the lock.
+
+A server that kvpin starts has a new port each time. So whoever takes a lock removes the files about servers
+of this machine that are gone.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from contextlib import suppress
 from io import FileIO
 from pathlib import Path
 from typing import Generic, TypeVar
+from urllib.parse import urlsplit
 from uuid import uuid4
 
 import msgspec
@@ -28,15 +32,18 @@ UNKNOWN_OWNER = uuid4().hex
 
 _log = logging.getLogger("kvpin.llama_server")
 _Content = TypeVar("_Content")
+_CONNECT_S = 0.2
 _LOCALHOST = re.compile(r"(?<=://)(localhost|\[::1\])(?=[:/]|$)")
 
 
 class _Holder(msgspec.Struct, frozen=True):
-    """The holder of a lock: its process, its machine, and the Unix time when it took the lock."""
+    """The holder of a lock: its process, its machine, the Unix time when it took the lock, and the address of
+    the server."""
 
     pid: int
     host: str
     since: float
+    url: str = ""
 
     def __str__(self) -> str:
         since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(self.since))
@@ -48,14 +55,15 @@ class ServerLock:
 
     def __init__(self, directory: Path | None, url: str) -> None:
         self._path: Path | None = None
+        self._url = _LOCALHOST.sub("127.0.0.1", url)
         self._file: FileIO | None = None  # open while the lock is held
         self._has_warned = False
         if directory is not None:
-            self._path = _path(directory, _LOCALHOST.sub("127.0.0.1", url), "lock")
+            self._path = _path(directory, self._url, "lock")
 
     @property
     def is_possible(self) -> bool:
-        """Whether there is a place for the lock, as far as was tried."""
+        """True if there is a place for the lock, as far as was tried."""
         return self._path is not None and not self._has_warned
 
     def take(self) -> None:
@@ -82,11 +90,16 @@ class ServerLock:
             file.close()
             self._warn(error)
             return
+        if not _is_there(file, self._path):  # it was removed in between
+            file.close()
+            self.take()
+            return
         self._file = file
-        own = _Holder(os.getpid(), socket.gethostname(), time.time())
+        own = _Holder(os.getpid(), socket.gethostname(), time.time(), self._url)
         with suppress(OSError):  # a full disk: the lock holds, and only its holder is not known
             file.truncate(0)
             file.write(msgspec.json.encode(own))
+            _remove_gone(self._path)
 
     def free(self) -> None:
         """Frees the lock, if it is held here."""
@@ -106,10 +119,50 @@ class ServerLock:
 
 def _read(file: FileIO) -> str:
     """The holder of the lock, for people."""
+    holder = _holder(file)
+    return "a process that did not say which" if holder is None else str(holder)
+
+
+def _holder(file: FileIO) -> _Holder | None:
     try:
-        return str(msgspec.json.decode(file.read(), type=_Holder))
+        return msgspec.json.decode(file.read(), type=_Holder)
     except (OSError, msgspec.MsgspecError):
-        return "a process that did not say which"
+        return None
+
+
+def _is_there(file: FileIO, path: Path) -> bool:
+    """True if the path still leads to the open file."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except OSError:
+        return False
+
+
+def _remove_gone(own: Path) -> None:
+    """Removes the files about other servers of this machine that no kvpin uses and that do not answer."""
+    for path in own.parent.glob("kvpin-slots-*.lock"):
+        if path == own:
+            continue
+        with suppress(OSError), FileIO(os.open(path, os.O_RDWR), "r+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            holder = _holder(file)
+            if holder is not None and holder.host == socket.gethostname() and _is_gone(holder.url):
+                for each in path.parent.glob(f"{path.stem}.*"):
+                    each.unlink()
+
+
+def _is_gone(url: str) -> bool:
+    """True if nothing listens at an address of this machine."""
+    try:
+        address = urlsplit(url)
+        if address.hostname != "127.0.0.1" or address.port is None:
+            return False
+        with socket.create_connection((address.hostname, address.port), timeout=_CONNECT_S):
+            return False
+    except ConnectionRefusedError:
+        return True
+    except (OSError, ValueError):
+        return False
 
 
 class ServerRecord(Generic[_Content]):

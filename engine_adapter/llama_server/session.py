@@ -23,7 +23,7 @@ from engine_adapter.llama_server.saved import SavedPrefixes
 from engine_adapter.llama_server.scheduler import SlotScheduler
 from engine_adapter.llama_server.server_files import UNKNOWN_OWNER, ServerRecord, SlotOwners
 from engine_adapter.llama_server.slot_io import erase, read_pulse, read_slots, spare_slot
-from engine_adapter.llama_server.slots import Operation, Slot
+from engine_adapter.llama_server.slots import Slot, SlotOperation
 from engine_adapter.llama_server.state_file import StateFileError
 from engine_adapter.llama_server.verbs import RecordedPin, SlotVerbs
 from engine_adapter.types import Capability
@@ -44,25 +44,33 @@ class Probed(msgspec.Struct, frozen=True):
     is_unified: bool | None
 
 
-class Session:
+class ServerSession:
     """A connected server process.
 
     Attributes:
-        findings: what keeps kvpin from using it fully, beyond the findings of the facts.
+        findings: reasons why kvpin cannot use it fully, beyond the findings of the facts.
         scheduler: manages its slots; None if they cannot be managed, and the server chooses them itself.
         verbs: the admin verbs on its slots; None likewise.
     """
 
     def __init__(
-        self, spec: LlamaServerSpec, control: ControlClient, facts: ServerFacts, *, may_try: bool = True
+        self,
+        spec: LlamaServerSpec,
+        control: ControlClient,
+        facts: ServerFacts,
+        *,
+        may_try: bool = True,
+        told: Probed | None = None,
     ) -> None:
-        """`may_try`: it may probe the server, and empty and save slots; else it changes nothing there."""
+        """`may_try`: it may probe the server, and empty and save slots; else it changes nothing there.
+        `told`: what probing a process with the same flags has told."""
         self.facts = facts
         self.scheduler: SlotScheduler | None = None
         self.verbs: SlotVerbs | None = None
         self.findings: list[str] = []
         self._spec = spec
         self._may_try = may_try
+        self._told = told
         self._control = control
         self._has_files = False
         self._shares_directory = True
@@ -89,7 +97,8 @@ class Session:
         if farewell and self._may_try:
             with suppress(TimeoutError):
                 async with asyncio.timeout(FAREWELL_S):
-                    await save_all(scheduler)
+                    if not await scheduler.is_asleep():
+                        await save_all(scheduler)
         await scheduler.aclose()
 
     @property
@@ -108,16 +117,26 @@ class Session:
 
     @property
     def keeps_none_itself(self) -> bool:
-        """Whether the server reuses only what lies in its slots: it has no `--cache-ram`."""
+        """True if the server reuses only what lies in its slots: it has no `--cache-ram`."""
         return self.facts.ram_cache is False
 
     @property
     def is_lost(self) -> bool:
-        """Whether the server turned out to be another process."""
+        """True if the server turned out to be another process."""
         return self.scheduler is not None and self.scheduler.is_lost
 
+    @property
+    def probed(self) -> Probed | None:
+        """What probing the server has told; None if a next process must be probed again."""
+        facts = self.facts
+        return (
+            Probed(facts.ram_cache, facts.is_unified)
+            if self._has_files and facts.ram_cache is not None
+            else None
+        )
+
     async def is_busy_moving(self) -> bool:
-        """Whether the same process is saving or restoring a slot, during which it answers few questions."""
+        """True if the same process is saving or restoring a slot, during which it answers few questions."""
         scheduler, instance = self.scheduler, self.facts.instance
         if scheduler is None or not scheduler.moves_kv or instance is None:
             return False
@@ -131,7 +150,9 @@ class Session:
         idle = scheduler.contents.table.idle()
         if idle and not scheduler.streams and not scheduler.waiting:
             slot = min(idle, key=lambda slot: (slot.dirty, slot.length))
-            await scheduler.take(slot.id, Operation.FOREIGN, partial(self._try_out_on, scheduler.contents))
+            await scheduler.take(
+                slot.id, SlotOperation.FOREIGN, partial(self._try_out_on, scheduler.contents)
+            )
 
     async def _try_out_on(self, contents: Contents, slot: Slot) -> None:
         contents.mark_unknown(slot, slot.length)
@@ -143,8 +164,8 @@ class Session:
         directory = registry.place.host if registry is not None else None
         self._probes = ServerRecord(directory, self._spec.url, self.facts.instance, "probe", Probed)
         if self.facts.has_slots:
-            states, told = await read_slots(self._control), self._probes.read()
-            if told is not None:  # by an earlier kvpin's probe: no slot loses its content again
+            states, told = await read_slots(self._control), self._told or self._probes.read()
+            if told is not None:  # by an earlier probe: no slot loses its content again
                 self.facts = replace(self.facts, ram_cache=told.ram_cache, is_unified=told.is_unified)
             elif self._may_try and not any(state.is_processing for state in states):
                 await self._probe(spare_slot(states))
@@ -190,9 +211,8 @@ class Session:
 
     def _note_probe(self) -> None:
         """Spares the next kvpin the probe of this process."""
-        facts = self.facts
-        if self._probes is not None and self._has_files and facts.ram_cache is not None:
-            self._probes.write(Probed(facts.ram_cache, facts.is_unified))
+        if self._probes is not None and (probed := self.probed) is not None:
+            self._probes.write(probed)
 
     async def _usable(self, registry: SavedPrefixes | None) -> SavedPrefixes | None:
         """The registry, if the server can save and the directory can be used."""
@@ -218,7 +238,7 @@ class Session:
 
 
 def _take_probe(directory: str, file: str) -> bool:
-    """Whether the small file that a probe leaves behind is in the directory; removes it."""
+    """True if the small file that a probe leaves behind is in the directory; removes it."""
     try:
         (Path(directory).expanduser() / file).unlink()
     except OSError:
@@ -240,9 +260,11 @@ async def write_back(scheduler: SlotScheduler) -> None:
                     await scheduler.changed.wait()
             await asyncio.sleep(IDLE_S)
             continue
-        scheduler.contents.counts.write_backs += 1
+        if await scheduler.is_asleep():
+            continue  # a save would wake it, and find nothing
         with suppress(EngineError):
-            await scheduler.take(slot.id, Operation.SAVE, scheduler.contents.save)
+            scheduler.contents.counts.write_backs += 1
+            await scheduler.take(slot.id, SlotOperation.SAVE, scheduler.contents.save)
 
 
 async def save_all(scheduler: SlotScheduler) -> None:
@@ -258,7 +280,7 @@ async def save_idle(scheduler: SlotScheduler) -> None:
         if not slot.is_idle:
             continue
         with suppress(EngineError):
-            if await scheduler.take(slot.id, Operation.SAVE, scheduler.contents.save):
+            if await scheduler.take(slot.id, SlotOperation.SAVE, scheduler.contents.save):
                 continue
         return
 

@@ -104,7 +104,7 @@ async def _act(
 
 
 class Pulse(msgspec.Struct, frozen=True):
-    """Which process answers, and whether it sleeps. Asking is always possible."""
+    """The process that answers, and whether it sleeps. Asking is always possible."""
 
     instance: str | None = msgspec.field(name="media_marker", default=None)
     is_sleeping: bool = False

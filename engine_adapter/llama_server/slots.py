@@ -18,7 +18,7 @@ from engine_adapter.types import TokenIds, common_prefix
 NEVER = -math.inf
 
 
-class Operation(StrEnum):
+class SlotOperation(StrEnum):
     """An operation that can run on a slot."""
 
     REQUEST = "request"
@@ -48,13 +48,14 @@ class Slot:
         pinned: leading tokens that must not be overwritten before `pinned_until`.
         kept_until: a client retains the content until this time: it is not overwritten unsaved.
         kept_for: digest of that client's tenant.
+        due_until: its answer called a tool: the next turn, with the result, is expected until then.
     """
 
     id: int
     tokens: TokenIds[int] = field(default_factory=lambda: array("i"))
     unknown: int = 0
     salt: str | None = None
-    operation: Operation | None = None
+    operation: SlotOperation | None = None
     since: float = 0.0
     uses: int = 0
     saved: int = 0
@@ -63,6 +64,7 @@ class Slot:
     pinned_until: float = NEVER
     kept_until: float = NEVER
     kept_for: str | None = None
+    due_until: float = NEVER
 
     @property
     def length(self) -> int:
@@ -71,17 +73,17 @@ class Slot:
 
     @property
     def is_empty(self) -> bool:
-        """Whether it holds no token, known or not."""
+        """True if it holds no token, known or not."""
         return self.length == 0
 
     @property
     def is_idle(self) -> bool:
-        """Whether no operation is in flight."""
+        """True if no operation is in flight."""
         return self.operation is None
 
     @property
     def dirty(self) -> bool:
-        """Whether part of the content lies in no saved file."""
+        """True if part of the content lies in no saved file."""
         return self.length > self.saved
 
     def shared(self, tokens: TokenIds[int], salt: str | None) -> int:
@@ -120,7 +122,7 @@ class SlotTable:
         """The slots on which nothing runs, by id."""
         return [slot for slot in self._slots if slot.is_idle]
 
-    def begin(self, slot_id: int, operation: Operation, now: float) -> None:
+    def begin(self, slot_id: int, operation: SlotOperation, now: float) -> None:
         """Starts `operation` on an idle slot; on a busy one it raises SlotBusy and changes nothing."""
         slot = self._slots[slot_id]
         self.most_in_flight[slot_id] = max(self.most_in_flight[slot_id], 1 if slot.is_idle else 2)
@@ -138,7 +140,7 @@ class SlotTable:
         slot.operation = None
         slot.since = now
 
-    def begin_all(self, operation: Operation, now: float) -> None:
+    def begin_all(self, operation: SlotOperation, now: float) -> None:
         """Starts `operation` on every slot, for a request that cannot be pinned; SlotBusy if one is busy."""
         for slot in [slot for slot in self._slots if not slot.is_idle] or self._slots:
             self.begin(slot.id, operation, now)
@@ -170,6 +172,7 @@ class SlotTable:
         if kept < len(slot.tokens):
             slot.kept_until, slot.kept_for = NEVER, None
         slot.tokens = tokens
+        slot.due_until = NEVER
         slot.unknown = unknown
         slot.salt = None if slot.is_empty else salt
         slot.saved = min(min(slot.saved, kept) if saved is None else saved, slot.length)

@@ -37,7 +37,7 @@ _CHUNK = 1 << 20  # bytes per read: the fastest measured, and enough for xxhash 
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
-class Reason(StrEnum):
+class FileFault(StrEnum):
     """The fault of a saved file, or of its target."""
 
     MISSING = "missing"
@@ -56,24 +56,27 @@ class Reason(StrEnum):
 
 
 _DAMAGE = frozenset(
-    {Reason.TRUNCATED, Reason.MAGIC, Reason.TOKENS, Reason.SIZE, Reason.CHECKSUM, Reason.SIDECAR}
+    {
+        FileFault.TRUNCATED,
+        FileFault.MAGIC,
+        FileFault.TOKENS,
+        FileFault.SIZE,
+        FileFault.CHECKSUM,
+        FileFault.SIDECAR,
+    }
 )
 
 
 class StateFileError(Exception):
-    """A saved file cannot be used, written or moved; the text is one sentence with its path.
+    """A saved file cannot be used, written or moved; the text is one sentence with its path."""
 
-    Attributes:
-        reason: what is wrong, for decisions and counters.
-    """
-
-    def __init__(self, path: Path, reason: Reason, detail: str) -> None:
+    def __init__(self, path: Path, reason: FileFault, detail: str) -> None:
         super().__init__(f"saved prefix {path}: {detail}")
         self.reason = reason
 
     @property
     def is_damage(self) -> bool:
-        """Whether the file is proven damaged. Any other file may be sound and is not deleted."""
+        """True if the file is proven damaged. Any other file may be sound and is not deleted."""
         return self.reason in _DAMAGE
 
 
@@ -83,7 +86,7 @@ def reading(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        reason = Reason.MISSING if error.errno == errno.ENOENT else Reason.UNREADABLE
+        reason = FileFault.MISSING if error.errno == errno.ENOENT else FileFault.UNREADABLE
         raise StateFileError(path, reason, f"it cannot be read: {error.strerror}") from error
 
 
@@ -95,9 +98,23 @@ def writing(path: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno in _NO_ROOM:
             raise StateFileError(
-                path, Reason.NO_ROOM, f"there is no room to write it: {error.strerror}"
+                path, FileFault.NO_ROOM, f"there is no room to write it: {error.strerror}"
             ) from error
-        raise StateFileError(path, Reason.UNWRITABLE, f"it cannot be written: {error.strerror}") from error
+        raise StateFileError(path, FileFault.UNWRITABLE, f"it cannot be written: {error.strerror}") from error
+
+
+@contextmanager
+def written_whole(target: Path) -> Iterator[Path]:
+    """The file to write, which gets the name `target` at the end. After an error no part of it is left."""
+    part = target.with_name(f"{target.name}.part")
+    try:
+        with writing(target):
+            yield part
+            part.replace(target)
+    except StateFileError:
+        with suppress(OSError):
+            part.unlink()
+        raise
 
 
 def read_tokens(path: Path) -> TokenIds[int]:
@@ -107,7 +124,7 @@ def read_tokens(path: Path) -> TokenIds[int]:
         words = _read_words(path, file)
     tokens = words if not words or words[0] != _FRAMED else _unframe(path, words)
     if tokens and min(tokens) < 0:
-        raise StateFileError(path, Reason.TOKENS, f"token id {min(tokens)} among its tokens is below 0")
+        raise StateFileError(path, FileFault.TOKENS, f"token id {min(tokens)} among its tokens is below 0")
     return tokens
 
 
@@ -122,24 +139,18 @@ def checksum(path: Path) -> int:
 
 
 def copy(source: Path, target: Path) -> int:
-    """Copies a saved file and returns the checksum of the bytes that were copied.
-
-    The file gets the name `target` when it is complete. After an error no part of it is left.
-    """
+    """Copies a saved file, whole or not at all; returns the checksum of the bytes that were copied."""
     regular_file(source)
     digest = xxhash.xxh3_64()
-    part = target.with_name(f"{target.name}.part")
-    try:
-        with reading(source), source.open("rb", buffering=0) as file, writing(target):
-            with part.open("wb", buffering=0) as copied:
-                for chunk in _chunks(source, file):
-                    digest.update(chunk)
-                    _write_all(copied, chunk)
-            part.replace(target)
-    except StateFileError:
-        with suppress(OSError):
-            part.unlink()
-        raise
+    with (
+        reading(source),
+        source.open("rb", buffering=0) as file,
+        written_whole(target) as part,
+        part.open("wb", buffering=0) as copied,
+    ):
+        for chunk in _chunks(source, file):
+            digest.update(chunk)
+            _write_all(copied, chunk)
     return digest.intdigest()
 
 
@@ -148,7 +159,7 @@ def regular_file(path: Path) -> os.stat_result:
     with reading(path):
         status = path.stat()
     if not stat.S_ISREG(status.st_mode):
-        raise StateFileError(path, Reason.UNREADABLE, "it is not a regular file")
+        raise StateFileError(path, FileFault.UNREADABLE, "it is not a regular file")
     return status
 
 
@@ -173,17 +184,17 @@ def _read_words(path: Path, file: BinaryIO) -> TokenIds[int]:
     size = os.fstat(file.fileno()).st_size
     head = file.read(_HEAD.size)
     if len(head) < _HEAD.size:
-        raise StateFileError(path, Reason.TRUNCATED, f"{len(head)} bytes are less than a header")
+        raise StateFileError(path, FileFault.TRUNCATED, f"{len(head)} bytes are less than a header")
     magic, version, count = _HEAD.unpack(head)
     if magic != _MAGIC:
-        raise StateFileError(path, Reason.MAGIC, f"it starts with {magic:#010x}, not {_MAGIC:#010x}")
+        raise StateFileError(path, FileFault.MAGIC, f"it starts with {magic:#010x}, not {_MAGIC:#010x}")
     if version != _VERSION:
-        raise StateFileError(path, Reason.VERSION, f"format version {version}, known is {_VERSION}")
+        raise StateFileError(path, FileFault.VERSION, f"format version {version}, known is {_VERSION}")
     words: TokenIds[int] = array("i")
     wanted = count * words.itemsize
     data = file.read(min(wanted, size))
     if len(data) < wanted:
-        raise StateFileError(path, Reason.TRUNCATED, f"{size} bytes are less than its {count} token words")
+        raise StateFileError(path, FileFault.TRUNCATED, f"{size} bytes are less than its {count} token words")
     words.frombytes(data)
     return words
 
@@ -191,16 +202,18 @@ def _read_words(path: Path, file: BinaryIO) -> TokenIds[int]:
 def _unframe(path: Path, words: TokenIds[int]) -> TokenIds[int]:
     """The tokens between the frame's `-1 · 1 · t` and its `m`."""
     if len(words) < _MIN_FRAME:
-        raise StateFileError(path, Reason.TOKENS, f"{len(words)} words are less than a frame of tokens")
+        raise StateFileError(path, FileFault.TOKENS, f"{len(words)} words are less than a frame of tokens")
     version, count = words[1], words[2]
     if version != _TOKENS_VERSION:
         raise StateFileError(
-            path, Reason.VERSION, f"token list version {version}, known is {_TOKENS_VERSION}"
+            path, FileFault.VERSION, f"token list version {version}, known is {_TOKENS_VERSION}"
         )
     if not 0 <= count <= len(words) - _MIN_FRAME:
-        raise StateFileError(path, Reason.TOKENS, f"{count} tokens do not fit {len(words)} words")
+        raise StateFileError(path, FileFault.TOKENS, f"{count} tokens do not fit {len(words)} words")
     if words[3 + count] != 0:
-        raise StateFileError(path, Reason.MEDIA, "it holds images or audio, which its tokens do not identify")
+        raise StateFileError(
+            path, FileFault.MEDIA, "it holds images or audio, which its tokens do not identify"
+        )
     if len(words) != _MIN_FRAME + count:
-        raise StateFileError(path, Reason.TOKENS, f"{len(words)} words for {count} tokens are too many")
+        raise StateFileError(path, FileFault.TOKENS, f"{len(words)} words for {count} tokens are too many")
     return words[3 : 3 + count]

@@ -16,7 +16,7 @@ from typing import Any
 from engine_adapter.llama_server.answer import CompletionOutput
 from engine_adapter.llama_server.plan import Plan
 from engine_adapter.llama_server.server_files import UNKNOWN_OWNER
-from engine_adapter.llama_server.slots import Operation, Slot, SlotTable
+from engine_adapter.llama_server.slots import Slot, SlotOperation, SlotTable
 from engine_adapter.types import Retention, TokenIds
 
 
@@ -27,7 +27,6 @@ class Ask:
     Attributes:
         tokens: its ids; empty if they are unknown.
         salt: digest of its cache salt.
-        reuse: whether it may reuse KV.
         retention: how long to retain what it leaves; None for no retention.
     """
 
@@ -49,7 +48,7 @@ class SlotLease:
         before: known tokens the slot held, if the request may use them.
         length_before: tokens the slot held, known or not.
         started: when the request could be sent.
-        answer: what the answer said; None until it has ended, or if it never did.
+        answer: its content; None until it has ended, or if it never did.
         has_begun: the first bytes of the answer have come.
         shows_text: the answer's text is all that was sampled: nothing is held back, parsed or trimmed.
     """
@@ -69,7 +68,7 @@ class SlotLease:
 
     @property
     def leaves_own(self) -> bool:
-        """Whether all KV in the slot is now its own client's, although the prompt's tokens are not known."""
+        """True if all KV in the slot is now its own client's, although the prompt's tokens are not known."""
         answer, ask = self.answer, self.ask
         is_done = answer is not None and answer.is_complete and answer.error is None
         return is_done and not ask.tokens and ask.salt != UNKNOWN_OWNER
@@ -148,7 +147,7 @@ class Turns:
             if waiter.ask is None:
                 if self._table.in_flight:
                     break
-                self._table.begin_all(Operation.FOREIGN, self._clock())
+                self._table.begin_all(SlotOperation.FOREIGN, self._clock())
                 self._grant(waiter, None)
                 continue
             plan, patience_s = self._plan(waiter, waiter.ask)
@@ -196,8 +195,8 @@ class Turns:
                 self.release(waiter.turn.result().slot)
 
 
-def first_operation(plan: Plan) -> Operation:
+def first_operation(plan: Plan) -> SlotOperation:
     """The first operation of a plan on its slot."""
     if plan.save_first:
-        return Operation.SAVE
-    return Operation.REQUEST if plan.restore is None else Operation.RESTORE
+        return SlotOperation.SAVE
+    return SlotOperation.REQUEST if plan.restore is None else SlotOperation.RESTORE

@@ -20,12 +20,12 @@ from engine_adapter.llama_server.mirror_events import TOKENS_PER_BLOCK
 from engine_adapter.llama_server.saved import Saved, salt_digest
 from engine_adapter.llama_server.scheduler import SlotScheduler
 from engine_adapter.llama_server.server_files import ServerRecord
-from engine_adapter.llama_server.slots import Operation, Slot
+from engine_adapter.llama_server.slots import Slot, SlotOperation
 from engine_adapter.types import KvProgress, KvTarget, KvVerb, Pinned, TokenIds
 
 _Held = TypeVar("_Held", Slot, Saved)
 # Operations that kvpin itself runs on a slot. They are over soon.
-_OWN_WORK = (Operation.SETTLE, Operation.SAVE, Operation.RESTORE, Operation.ERASE)
+_OWN_WORK = (SlotOperation.SETTLE, SlotOperation.SAVE, SlotOperation.RESTORE, SlotOperation.ERASE)
 _POLL_S = 0.01
 
 
@@ -160,7 +160,7 @@ class SlotVerbs:
             blocks = _blocks(slot)
             await _until_still(slot)
             if slot.is_idle:
-                await scheduler.take(slot.id, Operation.ERASE, self._contents.erase)
+                await scheduler.take(slot.id, SlotOperation.ERASE, self._contents.erase)
                 tally.done += blocks
             else:
                 tally.left["in_use"] += blocks
@@ -202,11 +202,11 @@ class SlotVerbs:
     async def _offload_slot(self, slot: Slot) -> str | None:
         """Saves and erases a slot; returns the reason if it was left."""
         save = self._contents.save
-        if slot.is_idle and slot.dirty and not await self._scheduler.take(slot.id, Operation.SAVE, save):
+        if slot.is_idle and slot.dirty and not await self._scheduler.take(slot.id, SlotOperation.SAVE, save):
             return "not_saved"
         if not slot.is_idle or slot.dirty:
             return "in_use"  # maybe of a request that took it meanwhile
-        await self._scheduler.take(slot.id, Operation.ERASE, self._contents.erase)
+        await self._scheduler.take(slot.id, SlotOperation.ERASE, self._contents.erase)
         return None
 
     async def _restore(self, target: KvTarget) -> AsyncGenerator[KvProgress, None]:
@@ -262,14 +262,14 @@ def _blocks(held: Slot | Saved) -> int:
 
 
 def _concerns(slot: Slot, target: KvTarget) -> bool:
-    """Whether a slot holds any of the target; a target of everything includes unknown content."""
+    """True if a slot holds any of the target; a target of everything includes unknown content."""
     if target.token_ids is None and target.cache_salt is None:
         return not slot.is_empty
     return _matches(slot, target)
 
 
 def _matches(held: Slot | Saved, target: KvTarget) -> bool:
-    """Whether content shares at least one full leading block with the target."""
+    """True if content shares at least one full leading block with the target."""
     if target.token_ids is None:
         return target.cache_salt is None or held.salt == salt_digest(target.cache_salt)
     return _shared(held, target) >= TOKENS_PER_BLOCK

@@ -6,8 +6,10 @@ error.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import Any, ClassVar
 
 import msgspec
@@ -15,6 +17,7 @@ import msgspec
 from engine_adapter.errors import EngineUnavailable
 from engine_adapter.http.control import ControlClient
 from engine_adapter.lmcache.options import LmCacheSpec
+from engine_adapter.types import BelowGpu, KvTarget
 
 _PAGE = 5000
 
@@ -38,7 +41,7 @@ class Key(msgspec.Struct, frozen=True):
     cache_salt: str = ""
 
 
-class Placement(msgspec.Struct, frozen=True):
+class ObjectPlace(msgspec.Struct, frozen=True):
     """One place of an object. `tier` is l1 or l2; `shared` backends belong to every node."""
 
     instance_id: str
@@ -51,7 +54,7 @@ class KeyPlacements(msgspec.Struct, frozen=True):
     """One object and all its places."""
 
     key: Key
-    placements: list[Placement]
+    placements: list[ObjectPlace]
 
 
 class Lookup(msgspec.Struct, frozen=True):
@@ -107,7 +110,7 @@ class Storage(msgspec.Struct, frozen=True):
 
     @property
     def is_storing(self) -> bool:
-        """Whether any object is on its way to L2."""
+        """True if any object is on its way to L2."""
         return any(s.pending_keys_count or s.in_flight_task_count for s in self.store_controllers.values())
 
 
@@ -195,7 +198,7 @@ class _LmCacheServer:
         await self._control.aclose()
 
 
-class Node(_LmCacheServer):
+class LmCacheNode(_LmCacheServer):
     """The LMCache server beside an engine."""
 
     health = "/healthcheck"
@@ -277,3 +280,74 @@ def _prompt(scope: Scope, token_ids: Sequence[int], salt: str) -> dict[str, Any]
         "token_ids": list(token_ids),
         "cache_salt": salt,
     }
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """One chunk of KV.
+
+    Attributes:
+        on_host: all lie in the node's L1.
+        on_disk: all lie on an L2 that the node reaches.
+        bytes: of one copy.
+    """
+
+    keys: tuple[Key, ...]
+    on_host: bool
+    on_disk: bool
+    bytes: int
+
+    @property
+    def held(self) -> bool:
+        """True if any tier of the node holds it."""
+        return self.on_host or self.on_disk
+
+
+def chunks_of(objects: Iterable[KeyPlacements], instance_id: str) -> list[Chunk]:
+    """Groups objects into the chunks of one node, in the order of their first objects."""
+    groups: dict[tuple[str, str, str], list[KeyPlacements]] = {}
+    for each in objects:
+        name = (each.key.chunk_hash_hex, each.key.model_name, each.key.cache_salt)
+        groups.setdefault(name, []).append(each)
+    return [_chunk(group, instance_id) for group in groups.values()]
+
+
+def leading(chunks: Sequence[Chunk]) -> list[Chunk]:
+    """The chunks before the first that is not held."""
+    return list(takewhile(lambda chunk: chunk.held, chunks))
+
+
+def below_gpu(chunks: Sequence[Chunk], n_tokens: int, tokens_per_chunk: int) -> BelowGpu:
+    """The part of a prompt that an engine would reuse with these chunks.
+
+    If every token is held, the engine computes the last one again, so one token less is reused.
+    """
+    held = leading(chunks)
+    host = sum(1 for _ in takewhile(lambda chunk: chunk.on_host, held)) * tokens_per_chunk
+    total = len(held) * tokens_per_chunk
+    return BelowGpu(host, total - host, min(total, n_tokens - 1))
+
+
+def text_of(target: KvTarget, tokens_per_chunk: int) -> array[int]:
+    """The whole chunks of a prompt before its first image, because LMCache names chunks with images
+    differently."""
+    token_ids = target.token_ids if target.token_ids is not None else array("i")
+    end = len(token_ids)
+    if target.extra_ids is not None:
+        end = next((at for at, extra in enumerate(target.extra_ids) if extra), end)
+    return token_ids[: end // tokens_per_chunk * tokens_per_chunk]
+
+
+def _chunk(objects: Sequence[KeyPlacements], instance_id: str) -> Chunk:
+    def lies(tier: str, each: KeyPlacements) -> bool:
+        return any(
+            place.tier == tier and (place.shared or place.instance_id == instance_id)
+            for place in each.placements
+        )
+
+    return Chunk(
+        keys=tuple(each.key for each in objects),
+        on_host=all(lies("l1", each) for each in objects),
+        on_disk=all(lies("l2", each) for each in objects),
+        bytes=sum(max((place.size_bytes for place in each.placements), default=0) for each in objects),
+    )

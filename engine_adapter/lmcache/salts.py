@@ -38,7 +38,7 @@ def without_lora(sent: str | None, lora: str | None) -> str | None:
 
 
 def is_under(sent: str, salt: str) -> bool:
-    """Whether a sent salt belongs to a request with this own salt, with any LoRA adapter."""
+    """True if a sent salt belongs to a request with this own salt, with any LoRA adapter."""
     own = salt_for(salt) or ""
     return sent == own or sent.startswith(f"{own}~")
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from engine_adapter.errors import EngineError
-from engine_adapter.lmcache.client import Context, Coordinator, CoordinatorConfig, Node, Scope, Status
+from engine_adapter.lmcache.client import Context, Coordinator, CoordinatorConfig, LmCacheNode, Scope, Status
 from engine_adapter.lmcache.options import LmCacheSpec
 from engine_adapter.types import Capability, Finding
 
@@ -28,7 +28,6 @@ class Site:
     Attributes:
         coordinator: knows the place of every chunk.
         scope: selects the engine's KV.
-        tokens_per_chunk: chunk size in tokens.
         flush_s: delay in seconds until the coordinator hears of changes on the node.
         capabilities: those they add to the engine's.
     """
@@ -48,7 +47,7 @@ class _Unusable(Exception):
 
 
 async def survey(
-    spec: LmCacheSpec, model: str, node: Node, coordinator_at: Callable[[str], Coordinator]
+    spec: LmCacheSpec, model: str, node: LmCacheNode, coordinator_at: Callable[[str], Coordinator]
 ) -> tuple[Site | None, tuple[Finding, ...]]:
     """Asks the node and its coordinator what they are: the usable site or None, and the findings.
 
@@ -61,7 +60,7 @@ async def survey(
 
 
 async def _survey(
-    spec: LmCacheSpec, model: str, node: Node, coordinator_at: Callable[[str], Coordinator]
+    spec: LmCacheSpec, model: str, node: LmCacheNode, coordinator_at: Callable[[str], Coordinator]
 ) -> tuple[Site, tuple[Finding, ...]]:
     try:
         status, config = await node.status(), await node.config()

@@ -9,13 +9,11 @@ from itertools import takewhile
 from typing import Any
 
 from engine_adapter.errors import EngineError, EngineRejected, EngineUnavailable
-from engine_adapter.lmcache.chunks import below_gpu, text_of
-from engine_adapter.lmcache.client import Coordinator, Node
+from engine_adapter.lmcache.client import Coordinator, LmCacheNode, below_gpu, text_of
 from engine_adapter.lmcache.options import LmCacheSpec
-from engine_adapter.lmcache.pins import TimedPins
 from engine_adapter.lmcache.salts import salt_for
 from engine_adapter.lmcache.survey import Site, survey
-from engine_adapter.lmcache.verbs import KvMover
+from engine_adapter.lmcache.verbs import KvMover, TimedPins
 from engine_adapter.types import (
     BelowGpu,
     Capability,
@@ -44,7 +42,7 @@ class LmCache:
         if spec.options.lmcache is None:
             raise ValueError(f"engine {spec.id!r} names no LMCache server")
         self._spec = spec
-        self._node = Node(spec, spec.options.lmcache)
+        self._node = LmCacheNode(spec, spec.options.lmcache)
         self._coordinators: dict[str, Coordinator] = {}
         if spec.options.lmcache_coordinator is not None:
             self._coordinator_at(spec.options.lmcache_coordinator)
@@ -74,7 +72,7 @@ class LmCache:
         return self._site.tokens_per_chunk if self._site is not None else None
 
     async def has_changed(self) -> bool:
-        """Whether the result of the last `connect` is out of date."""
+        """True if the result of the last `connect` is out of date."""
         try:
             async with asyncio.timeout(_CHECK_S):
                 if self._site is None or self._doubted or self.findings:

@@ -8,13 +8,15 @@ cache is not affected.
 from __future__ import annotations
 
 import asyncio
+import uuid
 from array import array
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing, suppress
+from functools import partial
+from typing import NamedTuple
 
-from engine_adapter.errors import EngineUnavailable
-from engine_adapter.lmcache.chunks import Chunk, chunks_of, leading
-from engine_adapter.lmcache.client import Key, Node
+from engine_adapter.errors import EngineError, EngineUnavailable
+from engine_adapter.lmcache.client import Chunk, Coordinator, Key, LmCacheNode, Scope, chunks_of, leading
 from engine_adapter.lmcache.salts import is_under
 from engine_adapter.lmcache.survey import Site
 from engine_adapter.types import KvProgress
@@ -29,7 +31,7 @@ _PASSES = 4
 class KvMover:
     """Moves KV between the tiers of a node. Progress counts the engine's blocks."""
 
-    def __init__(self, node: Node, site: Site, blocks_per_chunk: int) -> None:
+    def __init__(self, node: LmCacheNode, site: Site, blocks_per_chunk: int) -> None:
         self._node = node
         self._site = site
         self._blocks = blocks_per_chunk
@@ -162,3 +164,63 @@ class KvMover:
 
 def _now() -> float:
     return asyncio.get_running_loop().time()
+
+
+_RETRY_S = 5.0
+_FAREWELL_S = 2.0
+
+
+class _Pin(NamedTuple):
+    unpin: Callable[[], Awaitable[int]]
+    end: asyncio.Task[None]
+
+
+class TimedPins:
+    """kvpin's pins at a coordinator."""
+
+    def __init__(self) -> None:
+        self._pins: dict[str, _Pin] = {}
+
+    def __len__(self) -> int:
+        return len(self._pins)
+
+    async def add(
+        self, coordinator: Coordinator, scope: Scope, token_ids: array[int], salt: str, ttl_s: float
+    ) -> str:
+        """Pins the whole chunks of a prompt on L2 for `ttl_s` seconds; returns the pin's id."""
+        await coordinator.pin(scope, token_ids, salt)
+        pin_id = uuid.uuid4().hex
+        end = asyncio.get_running_loop().create_task(self._end(pin_id, ttl_s))
+        self._pins[pin_id] = _Pin(partial(coordinator.unpin, scope, token_ids, salt), end)
+        return pin_id
+
+    async def remove(self, pin_id: str) -> bool:
+        """Ends a pin; False if there is none with that id."""
+        pin = self._pins.get(pin_id)
+        if pin is None:
+            return False
+        await pin.unpin()
+        if self._pins.pop(pin_id, None) is not None and pin.end is not asyncio.current_task():
+            pin.end.cancel()
+        return True
+
+    async def aclose(self) -> None:
+        """Ends all pins, if the coordinator is reachable."""
+        with suppress(EngineError, TimeoutError):
+            async with asyncio.timeout(_FAREWELL_S):
+                for pin_id in list(self._pins):
+                    await self.remove(pin_id)
+        left = [pin.end for pin in self._pins.values()]
+        for end in left:
+            end.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
+        self._pins.clear()
+
+    async def _end(self, pin_id: str, ttl_s: float) -> None:
+        """Ends a pin when its time is up, and retries until it succeeds."""
+        await asyncio.sleep(ttl_s)
+        while True:
+            with suppress(EngineError):
+                await self.remove(pin_id)
+                return
+            await asyncio.sleep(_RETRY_S)

@@ -4,10 +4,12 @@ chat.py               render + tokenise as transformers does  chat_messages.py  
 templates.py          renders templates                       template_check.py  … as transformers does?
 tokenizer_process.py  loads a tokenizer in a second process   described.py      one from its description
 content_format.py     string or list content                  encoders.py       the fastest exact encoder
-gguf_metadata.py, gguf_tokenizer.py                           tokenizers inside GGUF files
-extra_ids.py          identity of embeddings                  media.py          identity of images
+gguf_tokenizer.py     tokenizers inside GGUF files
+extra_ids.py          identity of embeddings                  media.py          identity of images, embeddings
 sandbox.py            the sandbox templates run in            cuts.py               where a text can be cut
-torch_file.py         reads a saved tensor            embeds.py             embeddings in requests
+torch_file.py         reads a saved tensor
 forms.py              prompts that all engines make alike
 bounds.py             what one call in a template may make
+template_input.py     what an engine gives its template
+lengths.py            refuses texts that cannot fit, before they are encoded whole
 """

@@ -115,7 +115,7 @@ def concat(pieces: Iterable[str]) -> str:
 
 
 def joined(pieces: Iterable[Any]) -> str:
-    """The same for pieces of any kind."""
+    """The length of joined pieces of any kind."""
     return concat(map(str, pieces))
 
 

@@ -10,9 +10,9 @@ import re
 import secrets
 import threading
 from array import array
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypedDict, TypeVar, Unpack
 
@@ -22,10 +22,12 @@ from engine_adapter.errors import ChatError, EngineSpecError
 from engine_adapter.off_loop import off_loop
 from engine_adapter.prompt.chat_messages import NormalMessages, normalize_messages
 from engine_adapter.prompt.content_format import content_format
-from engine_adapter.prompt.embeds import tokens_of
 from engine_adapter.prompt.encoders import Encoder, exact_encoder
 from engine_adapter.prompt.extra_ids import Embeddings
 from engine_adapter.prompt.gguf_tokenizer import load_gguf_tokenizer
+from engine_adapter.prompt.lengths import check_fits
+from engine_adapter.prompt.media import tokens_of
+from engine_adapter.prompt.template_input import USUAL, TemplateInput
 from engine_adapter.prompt.templates import TEMPLATE_ERRORS
 from engine_adapter.types import ExtraIds, TokenIds
 
@@ -50,7 +52,7 @@ class ChatPrompt:
     Attributes:
         token_ids: the prompt; an id at or above the vocabulary size is a row of embeddings.
         extra_ids: one per token, None when it is all text.
-        embeddings: what the fake ids stand for, by extra id.
+        embeddings: the rows of the fake ids, by extra id.
     """
 
     token_ids: TokenIds[int]
@@ -65,7 +67,7 @@ class ChatPrompt:
 
 
 class ChatOptions(TypedDict, total=False):
-    """What a chat template takes beside the messages; `template_kwargs` are the client's own."""
+    """The variables of a chat template beside the messages; `template_kwargs` are the client's own."""
 
     tools: object
     add_generation_prompt: bool
@@ -74,28 +76,36 @@ class ChatOptions(TypedDict, total=False):
 
 
 class ChatTokenizer:
-    """A tokenizer and its chat template. Calls are thread-safe; encoding releases the GIL.
+    """A tokenizer and its chat template. Calls are thread-safe; encoding releases the GIL."""
 
-    Attributes:
-        source: the directory or hub id it was loaded from.
-    """
-
-    def __init__(self, tokenizer: Any, *, source: str, encoder: Encoder | None = None) -> None:  # noqa: ANN401
+    def __init__(
+        self,
+        tokenizer: Any,  # noqa: ANN401 - transformers is untyped
+        *,
+        source: str,
+        encoder: Encoder | None = None,
+        template_input: TemplateInput = USUAL,
+    ) -> None:
         """Wraps a transformers tokenizer; `load` is the usual way to one. `source` is where it comes from,
-        and `encoder` gives its ids: by default it is looked for, which takes seconds."""
+        and `encoder` gives its ids: by default it is looked for, which takes seconds. `template_input`: see
+        `rendering`."""
         self.source = source
         self._tokenizer = tokenizer
         self._encoder = encoder or exact_encoder(tokenizer)
+        self._input = template_input
 
     @classmethod
     def load(cls, source: str) -> ChatTokenizer:
-        """Reads a tokenizer from a directory, from a GGUF file (`….gguf`) or, by its id, from the hub.
-
-        Raises:
-            EngineSpecError: nothing usable is there; one sentence says why.
-        """
+        """Reads a tokenizer from a directory, from a GGUF file (`….gguf`) or, by its id, from the hub. Raises
+        EngineSpecError, which says why, if nothing usable is there."""
         check_source(source)
         return cls(load_transformers(source), source=source)
+
+    def rendering(self, given: TemplateInput) -> ChatTokenizer:
+        """This tokenizer, for an engine that gives chats to the template as `given` says."""
+        if given is self._input:
+            return self
+        return ChatTokenizer(self._tokenizer, source=self.source, encoder=self._encoder, template_input=given)
 
     @property
     def transformers(self) -> Any:  # noqa: ANN401 - transformers is untyped
@@ -142,10 +152,17 @@ class ChatTokenizer:
         """Token ids of `text`, as transformers gives them."""
         return self._encoder.encode(text, add_special_tokens=add_special_tokens)
 
+    def encode_all(
+        self, texts: Sequence[str], *, add_special_tokens: bool, limit: int | None
+    ) -> list[TokenIds[int]]:
+        """Token ids of each text. Raises CannotFit if they have clearly more than `limit` together."""
+        check_fits(texts, limit, partial(self.encode, add_special_tokens=False))
+        return [self.encode(text, add_special_tokens=add_special_tokens) for text in texts]
+
     async def off_loop(self, chars: int, work: Callable[[], _Result]) -> _Result:
         """Does `work`, which encodes a text of `chars` characters: here if it takes about 1 ms at most, else
         in a thread, so that it does not block the event loop."""
-        return await off_loop(work, ms=chars / self._encoder.chars_per_ms)
+        return await off_loop(work, ms=chars / self._encoder.chars_per_ms, what="encode")
 
     def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = False) -> str:
         """The text of `token_ids`; ids outside the vocabulary are left out."""
@@ -159,14 +176,11 @@ class ChatTokenizer:
     def render(self, messages: object, **options: Unpack[ChatOptions]) -> str:
         """The prompt's text, by the tokenizer's chat template.
 
-        A template that loops over parts gets a list of text parts; any other gets them joined by newlines. A
-        tool call's `arguments` are given as an object.
-
-        Raises:
-            ChatError: naming the field that cannot be rendered.
-        """
-        chat = _Chat(self._tokenizer, **options)
-        return chat.render(normalize_messages(messages, chat.format).messages)
+        A template that loops over parts gets a list of text parts; any other gets them joined. A tool call's
+        `arguments` are given as an object. Raises ChatError, which names the field that cannot be
+        rendered."""
+        chat = _Chat(self._tokenizer, self._input, **options)
+        return chat.render(normalize_messages(messages, chat.format, joint=self._input.joint).messages)
 
     def chat(
         self,
@@ -174,6 +188,7 @@ class ChatTokenizer:
         *,
         vocab_size: int | None = None,
         hidden_size: int | None = None,
+        limit: int | None = None,
         **options: Unpack[ChatOptions],
     ) -> ChatPrompt:
         """Token ids of a chat, with prompt embeddings as rows of fake ids.
@@ -185,17 +200,21 @@ class ChatTokenizer:
         Raises:
             ChatError: naming the field that cannot be rendered.
             PromptTableError: embeddings that cannot be read.
+            CannotFit: the text has clearly more than `limit` tokens.
         """
-        chat = _Chat(self._tokenizer, **options)
+        chat = _Chat(self._tokenizer, self._input, **options)
         normal = normalize_messages(
             messages,
             chat.format,
+            joint=self._input.joint,
             make_word=lambda: _word_absent_from(messages, options),
             hidden_size=hidden_size,
         )
         text = chat.render(normal.messages)
         if not normal.embeddings:
-            return ChatPrompt(self.encode(text, add_special_tokens=False))
+            (ids,) = self.encode_all([text], add_special_tokens=False, limit=limit)
+            return ChatPrompt(ids)
+        check_fits([text], limit, partial(self.encode, add_special_tokens=False))
         if vocab_size is None:
             raise ChatError(
                 "this engine takes no prompt_embeds: its vocabulary size is unknown", param="messages"
@@ -233,10 +252,7 @@ def check_source(source: str) -> None:
 
 def load_transformers(source: str, **options: Any) -> Any:  # noqa: ANN401 - transformers is untyped
     """The transformers tokenizer of a directory, a GGUF file or a hub id; `options` are of `from_pretrained`.
-
-    Raises:
-        EngineSpecError: nothing usable is there; one sentence says why.
-    """
+    Raises EngineSpecError, which says why, if nothing usable is there."""
     path = Path(source).expanduser()
     try:
         with _LOADING:
@@ -261,6 +277,7 @@ class _Chat:
     def __init__(
         self,
         tokenizer: Any,  # noqa: ANN401 - transformers is untyped
+        given: TemplateInput,
         *,
         tools: object = None,
         add_generation_prompt: bool = True,
@@ -268,7 +285,9 @@ class _Chat:
         template_kwargs: object = None,
     ) -> None:
         self._tokenizer = tokenizer
-        self._tools = _checked_tools(tools)
+        checked = _checked_tools(tools)
+        self._tools = checked if given.tools is None or checked is None else given.tools(checked)
+        self._message = given.message
         self._kwargs = _checked_kwargs(template_kwargs)
         self._add_generation_prompt = add_generation_prompt
         self._continue_final_message = continue_final_message
@@ -283,10 +302,12 @@ class _Chat:
             raise ChatError(
                 "this model has no chat template: use /v1/completions", param="messages"
             ) from error
-        self.format = content_format(template)
+        self.format = (given.content_format or content_format)(template)
 
     def render(self, messages: list[dict[str, Any]]) -> str:
         """Renders normalised messages."""
+        if self._message is not None:
+            messages = list(map(self._message, messages))
         try:
             text: str = self._tokenizer.apply_chat_template(
                 messages,

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine_adapter.errors import ChatError
-from engine_adapter.prompt.content_format import ContentFormat
-from engine_adapter.prompt.embeds import read_embeds
 from engine_adapter.prompt.extra_ids import Embeddings
+from engine_adapter.prompt.media import read_embeds
+from engine_adapter.prompt.template_input import ContentFormat
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +48,15 @@ def normalize_messages(
     messages: object,
     wanted: ContentFormat,
     *,
+    joint: str = "\n",
     make_word: Callable[[], str] | None = None,
     hidden_size: int | None = None,
 ) -> NormalMessages:
     """Checks and converts `messages`, decoded from JSON; the originals are not changed.
 
-    `wanted` is the form in which the template reads a list of parts. `make_word` gives a word that occurs
-    nowhere in the chat. Without it or the `hidden_size` of the model, embeddings are refused.
+    `wanted` is the form in which the template reads a list of parts, and `joint` joins texts that become one.
+    `make_word` gives a word that occurs nowhere in the chat. Without it or the `hidden_size` of the model,
+    embeddings are refused.
 
     Raises:
         ChatError: naming the field at fault.
@@ -62,7 +64,7 @@ def normalize_messages(
     """
     if not isinstance(messages, list) or not messages:
         raise ChatError("messages must be a list of at least one message", param="messages")
-    reader = _Reader(wanted, make_word, hidden_size)
+    reader = _Reader(wanted, joint, make_word, hidden_size)
     normal = [reader.message(message, f"messages[{i}]") for i, message in enumerate(messages)]
     return NormalMessages(normal, reader.embeddings, reader.word)
 
@@ -71,10 +73,15 @@ class _Reader:
     """Converts the messages of one chat and collects its embeddings."""
 
     def __init__(
-        self, wanted: ContentFormat, make_word: Callable[[], str] | None, hidden_size: int | None
+        self,
+        wanted: ContentFormat,
+        joint: str,
+        make_word: Callable[[], str] | None,
+        hidden_size: int | None,
     ) -> None:
         self.embeddings: list[EmbeddingSlot] = []
         self._wanted = wanted
+        self._joint = joint
         self._make_word = make_word
         self.word = ""
         self._hidden_size = hidden_size
@@ -101,8 +108,8 @@ class _Reader:
         joined = ""
         after_text = False
         for text, is_embedding in texts:
-            # A newline separates two texts; embeddings join their neighbours directly.
-            joined += "\n" + text if after_text and not is_embedding else text
+            # Embeddings join their neighbours directly.
+            joined += self._joint + text if after_text and not is_embedding else text
             after_text = not is_embedding
         return joined
 
@@ -151,5 +158,5 @@ def _arguments(text: str) -> Any:  # noqa: ANN401 - JSON
     """A call's arguments; broken JSON from a model counts as none, as it does in vLLM."""
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}

@@ -7,19 +7,12 @@ rules are those of vLLM's automatic detection, so that both render a list of par
 from __future__ import annotations
 
 from collections.abc import Iterator
-from enum import StrEnum
 from functools import lru_cache
 
 from jinja2 import TemplateError, nodes
 
+from engine_adapter.prompt.template_input import ContentFormat
 from engine_adapter.prompt.templates import environment
-
-
-class ContentFormat(StrEnum):
-    """The form of `message.content` that a template takes when the client sent a list of parts."""
-
-    STRING = "string"
-    PARTS = "parts"
 
 
 @lru_cache(maxsize=64)
@@ -30,6 +23,15 @@ def content_format(template: str) -> ContentFormat:
     except TemplateError:
         return ContentFormat.STRING
     return ContentFormat.PARTS if any(_content_loops(root)) else ContentFormat.STRING
+
+
+def looped(template: str) -> Iterator[str]:
+    """What a template's loops go over, as `name` or `name.key`; nothing of one that does not parse."""
+    try:
+        root = environment.parse(template)
+    except TemplateError:
+        return
+    yield from filter(None, (_source(loop.iter) for loop in root.find_all(nodes.For)))
 
 
 def _content_loops(root: nodes.Template) -> Iterator[nodes.For]:

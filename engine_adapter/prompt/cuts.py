@@ -1,4 +1,4 @@
-"""Where a text can be cut so that its pieces, encoded alone, give the ids of the whole.
+"""Places where a text can be cut so that its pieces, encoded alone, give the ids of the whole.
 
 A tokenizer first finds its added tokens in the text, from left to right. It then normalises, splits and
 encodes what lies between two of them without a look at the rest. So a text can be cut before an added token
@@ -74,7 +74,7 @@ def _is_cut(token: AddedToken, tokens: Iterable[AddedToken]) -> bool:
 
 
 def _hides(other: str, cut: str) -> bool:
-    """Whether an occurrence of `other` can hide one of `cut`: `other` is longer and begins with `cut`, or it
+    """True if an occurrence of `other` can hide one of `cut`: `other` is longer and begins with `cut`, or it
     begins further left and overlaps it."""
     ends = (other[start:] for start in range(1, len(other)))
     is_longer = other != cut and other.startswith(cut)
@@ -97,7 +97,7 @@ def find_cut(tokenizer: ChatEncoder) -> str | None:
 
 
 def _is_exact(tokenizer: ChatEncoder, cut: str, chat: str) -> bool:
-    """Whether texts cut before `cut` give the ids of the whole texts."""
+    """True if texts cut before `cut` give the ids of the whole texts."""
     for text in (chat, *_texts(cut, tokenizer.cuts[:_NEIGHBOURS])):
         head, *tails = text.split(cut)
         ids = array("i")

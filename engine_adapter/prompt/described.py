@@ -77,7 +77,7 @@ def describe(tokenizer: Any) -> Description:  # noqa: ANN401 - transformers is u
 
 
 def _decodes(encoder: FastokensEncoder | TokenizersEncoder, tokenizer: Any) -> bool:  # noqa: ANN401 - as above
-    """Whether random ids, with broken characters and special tokens among them, give the same text."""
+    """True if random ids, with broken characters and special tokens among them, give the same text."""
     draw = random.Random(0)  # noqa: S311 - the same ids each time
     for _ in range(_DECODED):
         ids = [draw.randrange(len(tokenizer)) for _ in range(draw.randrange(1, 40))]
@@ -88,15 +88,23 @@ def _decodes(encoder: FastokensEncoder | TokenizersEncoder, tokenizer: Any) -> b
     return True
 
 
-class DescribedTokenizer:
-    """The part of a transformers tokenizer that `ChatTokenizer` uses.
+class _AddedToken(msgspec.Struct):
+    id: int
+    content: str
+    special: bool
 
-    Attributes:
-        encoder: encodes.
-        chat_template: the template, or several by name.
-        special_tokens_map: special tokens by role.
-        eos_token_id: the id that ends a text, where the tokenizer names one.
-    """
+    def __str__(self) -> str:
+        return self.content
+
+
+class _AddedTokens(msgspec.Struct):
+    """The part of a `tokenizer.json` that lists the added tokens."""
+
+    added_tokens: list[_AddedToken]
+
+
+class DescribedTokenizer:
+    """The part of a transformers tokenizer that `ChatTokenizer` uses."""
 
     def __init__(self, description: Description) -> None:
         """Takes seconds for 150,000 entries: call it in a thread.
@@ -114,6 +122,12 @@ class DescribedTokenizer:
 
     def __len__(self) -> int:
         return self._description.vocab_size
+
+    @cached_property
+    def added_tokens_decoder(self) -> dict[int, _AddedToken]:
+        """Added tokens by id."""
+        tokens = msgspec.json.decode(self._json(), type=_AddedTokens).added_tokens
+        return {token.id: token for token in tokens}
 
     @cached_property
     def _fast(self) -> FastokensEncoder:

@@ -40,7 +40,6 @@ class Embeddings:
 
     Attributes:
         rows: virtual tokens.
-        hidden: columns.
         dtype: safetensors' name of the element type.
         values: row-major bytes, hashed and never copied: a table has up to 128 MiB.
     """
@@ -141,11 +140,8 @@ def resolve_extra_ids(
 
     With `table` (the request names a prompt table), fake ids are its rows; `explicit` ids, if any, are the
     client's labels, hashed together with the table. Without `table`, every non-zero explicit id is the extra
-    id of a table in `registered` (keyed by extra id).
-
-    Raises:
-        PromptTableError: naming the index of the first id that breaks a rule.
-    """
+    id of a table in `registered` (keyed by extra id). Raises PromptTableError, which names the index of the
+    first id that breaks a rule."""
     if explicit is not None:
         _check_alignment(token_ids, explicit, vocab_size)
     if min(token_ids, default=0) < 0:

@@ -1,19 +1,51 @@
-"""Which prompts engines make of the same fields in the same way, and which only the engine itself knows.
+"""The forms that a prompt can have. Which of them kvpin makes as the engine does is found out form by form:
+see proxy/prompt/trust.py.
 
 The common forms of chats were found by sending each form to real servers, with the templates of 70 models,
-and by reading the others. An engine is asked about all other chats.
+and by reading the others.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
+from enum import StrEnum
 from typing import Any
 
 import msgspec
 
 from engine_adapter.body import JsonBody
 
+
+class Form(StrEnum):
+    """A feature of a prompt that engines may tokenise, or give the chat template, in ways of their own."""
+
+    TEXT = "text"
+    """The text of a completion."""
+    PLAIN = "plain"
+    """A chat. All chats have this form, and most only this one."""
+    TEXT_PARTS = "text parts"
+    """A user's message in several parts of text."""
+    TOOLS = "tools"
+    """Tools that the model may call."""
+    TOOL_CALLS = "tool calls"
+    """Calls of tools and their results."""
+    CONTINUED = "continued"
+    """A chat that does not end with a turn of the user's or a tool's, or gets no generation prompt."""
+    SPECIAL_TOKENS = "special tokens"
+    """Texts that contain special tokens of the model."""
+    REASONING = "reasoning"
+    """Messages with the thoughts of the model in `reasoning_content`."""
+    TEMPLATE_KWARGS = "template kwargs"
+    """Values for the chat template in `chat_template_kwargs`, such as `enable_thinking`."""
+    DOCUMENTS = "documents"
+    """Fields that replace the chat template, or change what it adds."""
+    OTHER = "other"
+    """Fields, roles or values that some engines leave out, rename, reorder or join differently."""
+
+
+CHAT_FORMS = frozenset(Form) - {Form.TEXT}
+_PLAIN = frozenset({Form.PLAIN})
 # Fields that make the prompt, or the namespace of its KV, in a way that only the engine knows.
 _OF_THE_ENGINE = frozenset(
     {
@@ -46,7 +78,7 @@ _SPECIAL = frozenset(
 # Roles and fields that all engines give their templates in the same form. Some engines leave out, rename or
 # reorder the others, or join them differently.
 _ROLES = ("system", "user", "assistant", "tool")
-_OF_MESSAGES = frozenset({"role", "content", "tool_calls", "tool_call_id"})
+_OF_MESSAGES = frozenset({"role", "content", "tool_calls", "tool_call_id", "reasoning_content"})
 _OF_TOOLS, _OF_FUNCTIONS = ["type", "function"], ["name", "description", "parameters"]
 _OF_CALLS, _OF_CALLED = ["id", "type", "function"], ["name", "arguments"]
 # Fields that replace a chat's template, or change what it adds.
@@ -55,61 +87,67 @@ _INT64 = 2**63
 
 
 def gives(body: JsonBody, names: AbstractSet[str]) -> bool:
-    """Whether any of these fields has a value."""
+    """True if any of these fields has a value."""
     return body.has_any(names) and any(body.get(name) is not None for name in names)
 
 
 def only_the_engine_knows(body: JsonBody, *, completion: bool = False) -> bool:
-    """Whether fields of the engine's own make the prompt. vLLM takes the ids that another server computed."""
+    """True if fields of the engine's own make the prompt. vLLM takes the ids that another server computed."""
     transfer = body.get("kv_transfer_params")
     brings_token_ids = isinstance(transfer, dict) and transfer.get("prompt_token_ids") is not None
     return brings_token_ids or gives(body, _OF_THE_ENGINE_IN_COMPLETIONS if completion else _OF_THE_ENGINE)
 
 
-def has_own_template(body: JsonBody) -> bool:
-    """Whether a chat brings its own template, or changes what the template adds."""
-    return gives(body, _OWN_TEMPLATE)
-
-
-def is_common_form(body: JsonBody, not_plain: Sequence[Any]) -> bool:
-    """Whether all engines make the same prompt of a chat. It must end with a turn of the user's or a tool's,
-    and have only fields and values that all of them give their templates in the same form.
-
-    `not_plain` are those of its messages that are more than a text.
-    """
+def forms_of(body: JsonBody, not_plain: Sequence[Any]) -> frozenset[Form]:
+    """The forms of a chat, without SPECIAL_TOKENS, which depend on the model. `not_plain` are those of its
+    messages that are more than a text."""
     messages = body.view("messages")
     last = messages[-1] if isinstance(messages, list) and messages else None
+    tools, template_kwargs = body.view("tools"), body.view("chat_template_kwargs")
+    found = {form for message in not_plain for form in _forms_of(message)}
     if (
         (isinstance(last, dict) and last.get("role") == "assistant")
         or body.get("continue_final_message") is True
         or body.get("add_generation_prompt") is False
-        or has_own_template(body)
-        or body.has_any(_SPECIAL)
     ):
-        return False
-    usual = isinstance(messages, list) and all(map(_is_usual, not_plain))
-    tools, template_kwargs = body.view("tools"), body.view("chat_template_kwargs")
-    usual = usual and (not tools or _are_like(tools, _OF_TOOLS, _OF_FUNCTIONS))
-    return usual and _is_usual_json([tools, template_kwargs])
+        found.add(Form.CONTINUED)
+    if gives(body, _OWN_TEMPLATE):
+        found.add(Form.DOCUMENTS)
+    if template_kwargs:
+        found.add(Form.TEMPLATE_KWARGS)
+    if tools:
+        found.add(Form.TOOLS if _are_like(tools, _OF_TOOLS, _OF_FUNCTIONS) else Form.OTHER)
+    if body.has_any(_SPECIAL) or not (
+        isinstance(messages, list) and _is_usual_json([tools, template_kwargs])
+    ):
+        found.add(Form.OTHER)
+    return _PLAIN | found if found else _PLAIN
 
 
-def _is_usual(message: object) -> bool:
-    """Whether all engines read a message in the same way."""
+def _forms_of(message: object) -> tuple[Form, ...]:
+    """The forms that a message adds to its chat."""
     if not isinstance(message, dict):
-        return False
+        return (Form.OTHER,)
     role, content, calls = message.get("role"), message.get("content"), message.get("tool_calls")
+    thoughts = message.get("reasoning_content")
+    found = []
+    if role == "user" and _are_usual_parts(content):
+        found.append(Form.TEXT_PARTS)
+    elif not isinstance(content, str) and (content is not None or not calls):
+        found.append(Form.OTHER)
+    if role == "tool" or calls:
+        found.append(Form.TOOL_CALLS if _are_usual_calls(calls) else Form.OTHER)
+    if thoughts is not None:
+        is_usual = role == "assistant" and isinstance(thoughts, str)
+        found.append(Form.REASONING if is_usual else Form.OTHER)
     given = {name for name, value in message.items() if value is not None and value != []}
-    is_said = isinstance(content, str) or (role == "user" and _are_usual_parts(content))
-    return (
-        role in _ROLES
-        and given <= _OF_MESSAGES
-        and (is_said or (content is None and bool(calls)))
-        and _are_usual_calls(calls)
-    )
+    if role not in _ROLES or not given <= _OF_MESSAGES:
+        found.append(Form.OTHER)
+    return tuple(found)
 
 
 def _are_usual_parts(parts: object) -> bool:
-    """Whether a message's parts all have a text; some engines leave out an empty one, others join it."""
+    """True if a message's parts all have a text; some engines leave out an empty one, others join it."""
     return (
         isinstance(parts, list)
         and bool(parts)
@@ -118,7 +156,7 @@ def _are_usual_parts(parts: object) -> bool:
 
 
 def _are_usual_calls(calls: Any) -> bool:  # noqa: ANN401 - JSON
-    """Whether the calls of a message are usual, and their arguments are objects."""
+    """True if the calls of a message are usual, and their arguments are objects."""
     if not calls:
         return True
     return _are_like(calls, _OF_CALLS, _OF_CALLED) and all(
@@ -136,7 +174,7 @@ def _are_usual_arguments(text: object) -> bool:
 
 
 def _are_like(items: object, names: Sequence[str], of_function: Sequence[str]) -> bool:
-    """Whether tools, or calls of tools, have exactly these fields in this order."""
+    """True if tools, or calls of tools, have exactly these fields in this order."""
     return isinstance(items, list) and all(
         isinstance(item, dict)
         and list(item) == names
@@ -147,7 +185,7 @@ def _are_like(items: object, names: Sequence[str], of_function: Sequence[str]) -
 
 
 def _is_usual_json(value: Any) -> bool:  # noqa: ANN401 - JSON
-    """Whether all engines write a value in the same way: not so fractions (1.0, 1e-7) and large integers."""
+    """True if all engines write a value in the same way: not so fractions (1.0, 1e-7) and large integers."""
     waiting = [value]
     while waiting:
         each = waiting.pop()

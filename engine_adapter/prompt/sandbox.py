@@ -94,11 +94,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
     step = staticmethod(step)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:  # noqa: ANN401
-        """`left * right`, `left ** right` or `left % right` in a template.
-
-        Raises:
-            SecurityError: the result would be too long.
-        """
+        """`left * right`, `left ** right` or `left % right` in a template. Raises SecurityError if the result
+        would be too long."""
         if operator == "%":
             if isinstance(left, str):
                 check_length(len(left) + printf_length(left, right))

@@ -91,7 +91,7 @@ _CHATS: tuple[tuple[list[dict[str, Any]], dict[str, Any]], ...] = (
 
 
 def renders_alike(tokenizer: Any) -> bool:  # noqa: ANN401 - transformers is untyped
-    """Whether templates.py gives what the transformers tokenizer gives, on every test chat."""
+    """True if templates.py gives what the transformers tokenizer gives, on every test chat."""
     own = tokenizer.chat_template
     templates = [*(own.values() if isinstance(own, dict) else [own] if own else [])]
     return _same_environment() and all(
@@ -102,7 +102,7 @@ def renders_alike(tokenizer: Any) -> bool:  # noqa: ANN401 - transformers is unt
 
 
 def _same_environment() -> bool:
-    """Whether templates find the same names here and there."""
+    """True if templates find the same names here and there."""
     try:
         from transformers.utils.chat_template_utils import _compile_jinja_template  # noqa: PLC0415 - slow
 

@@ -139,7 +139,7 @@ def _load(source: str) -> object:
 
 
 def _is_cached(source: str) -> bool:
-    """Whether the hub's cache has files of this model."""
+    """True if the hub's cache has files of this model."""
     from huggingface_hub import try_to_load_from_cache  # noqa: PLC0415 - for the second process alone
 
     try:
@@ -149,7 +149,7 @@ def _is_cached(source: str) -> bool:
 
 
 def _hub_answers() -> bool:
-    """Whether the hub answers in time; a lookup of its address has no time-out of its own."""
+    """True if the hub answers in time; a lookup of its address has no time-out of its own."""
     from huggingface_hub import constants, get_session  # noqa: PLC0415 - likewise
 
     answered = threading.Event()

@@ -33,13 +33,7 @@ class NotPlainTensor(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """A tensor of two dimensions.
-
-    Attributes:
-        count: number of rows.
-        row_bytes: bytes of each.
-        values: the rows' bytes, one row after another.
-    """
+    """A tensor of two dimensions."""
 
     count: int
     row_bytes: int
@@ -47,11 +41,8 @@ class Rows:
 
 
 def read_rows(content: bytes) -> Rows:
-    """The rows of a 2-d tensor, or of a 3-d tensor with one entry in its first dimension.
-
-    Raises:
-        NotPlainTensor: it is something else, or its rows do not lie one after another.
-    """
+    """The rows of a 2-d tensor, or of a 3-d tensor with one entry in its first dimension. Raises
+    NotPlainTensor if it is something else, or its rows do not lie one after another."""
     try:
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
             return _read(archive)

@@ -5,12 +5,14 @@ It rests on the code of SGLang 0.5.23; docs/engines/sglang.md lists the facts.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import replace
 from http import HTTPStatus
 from typing import Any
 
+from msgspec import structs
 from typing_extensions import override
 
 from engine_adapter.body import JsonBody
@@ -24,13 +26,20 @@ from engine_adapter.http.models import read_models
 from engine_adapter.http.prepare import route_of
 from engine_adapter.http.transport import OutgoingRequest
 from engine_adapter.sglang.findings import event_endpoints, find
-from engine_adapter.sglang.loads import Loads
-from engine_adapter.sglang.requests import hold_request, kept_apart, tells_cached_tokens
+from engine_adapter.sglang.requests import (
+    hold_request,
+    kept_apart,
+    tells_cached_tokens,
+    tokenize,
+    tokenizes_chats,
+    uses_jinja,
+)
 from engine_adapter.sglang.routes import ROUTES
-from engine_adapter.sglang.server_info import ServerInfo, read_server_info
-from engine_adapter.sglang.tokens import tokenize, tokenizes_chats, uses_jinja
+from engine_adapter.sglang.server_info import Loads, ServerInfo, read_server_info
+from engine_adapter.sglang.template_input import SGLANG_INPUT
 from engine_adapter.types import (
     TRANSLATED_ROUTES,
+    CacheCleared,
     Capability,
     EngineInfo,
     EngineLoad,
@@ -50,7 +59,12 @@ _INSTEAD = {
     Capability.OFFLOAD: "with --enable-hierarchical-cache SGLang copies to its host tier by itself",
     Capability.RESTORE: 'SGLang loads from its host tier by itself; "fallback": "warm" computes again',
 }
-_RANK_HEADER = b"x-data-parallel-rank"
+_RANK_HEADER = b"x-data-parallel-rank"  # /generate takes the rank in its body
+# Headers by which other servers of a deployment, not its clients, replace fields of a request: the rank, the
+# priority, the server that did the prefill.
+_OVERRIDES = b"x-override-"
+# Seconds that a flush waits for the server to be idle; and then for the event of it, looking every so often.
+_FLUSH_S, _CLEARED_S, _LOOK_S = 5, 1.0, 0.02
 _RANKS_SINCE = (0, 5, 10)  # before, requests cannot name one
 
 
@@ -70,6 +84,7 @@ class SglangAdapter(HttpAdapter):
         self._findings: tuple[Finding, ...] = ()
         self._tells_ready = True
         self._tokenizes = self._jinja = False
+        self._clearings = 0  # of the cache, as its events tell
 
     @override
     async def connect(self) -> EngineInfo:
@@ -100,10 +115,12 @@ class SglangAdapter(HttpAdapter):
     def prepare(
         self, method: str, path: str, headers: Mapping[str, str], body: RequestBody
     ) -> OutgoingRequest:
-        """Namespaces and LoRA adapters are kept apart, also without reuse."""
+        """Namespaces, LoRA adapters and ranks are kept apart, also without reuse."""
         if isinstance(body, JsonBody) and self._info is not None:
-            body = kept_apart(self._info, route_of(path), body)
-        return super().prepare(method, path, headers, body)
+            body = kept_apart(self._info, route_of(path), body, self.spec.options.dp_rank)
+        request = super().prepare(method, path, headers, body)
+        sent = [pair for pair in request.headers if not pair[0].startswith(_OVERRIDES)]
+        return structs.replace(request, headers=sent)
 
     @override
     async def tokenize(self, path: str, body: JsonBody) -> TokenIds[int]:
@@ -118,24 +135,40 @@ class SglangAdapter(HttpAdapter):
         self._subscriber = KvEventSubscriber(endpoints, read_keys=read_sglang_keys, since=since)
         async with aclosing(self._subscriber.events()) as events:
             async for event in events:
+                self._clearings += isinstance(event, CacheCleared)
                 yield event
 
     @override
     async def operate(self, verb: KvVerb, target: KvTarget) -> AsyncGenerator[KvProgress, None]:
-        """Flushes everything, on all data-parallel ranks. What a HiCache storage
-        backend keeps outside the server stays. SGLang does not report how many blocks it dropped."""
+        """Flushes everything, on all data-parallel ranks, once they are idle for a moment. What a HiCache
+        storage backend keeps outside the server stays. SGLang does not report how many blocks it dropped."""
         if verb is not KvVerb.FLUSH:
             raise self.not_supported(Capability(verb.value))
         self.check_flushes_all(target)
+        before = self._clearings
         try:
-            await self._control.fetch("POST", "/flush_cache")
+            await self._control.fetch("POST", f"/flush_cache?timeout={_FLUSH_S}")
+            is_flushed = await self._is_cleared(before)
         except EngineRejected as error:
             if error.status != HTTPStatus.BAD_REQUEST:
                 raise
+            is_flushed = False
+        if is_flushed:
+            yield KvProgress(0, 0)
+        else:
             load = await self._loads.read()
             yield KvProgress(0, 0, left={"busy": max(load.running + load.waiting, 1)})
-        else:
-            yield KvProgress(0, 0)
+
+    async def _is_cleared(self, before: int) -> bool:
+        """Whether the cache was cleared since its `before`-th time. Of several ranks, the server answers as
+        the one does that answers first: then the rank's own events tell."""
+        if self.spec.options.dp_rank is None or self._subscriber is None:
+            return True
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_CLEARED_S):
+                while self._clearings == before:  # noqa: ASYNC110 - events come in another task
+                    await asyncio.sleep(_LOOK_S)
+        return self._clearings > before
 
     @override
     async def stats(self) -> dict[str, Any]:
@@ -206,7 +239,7 @@ class SglangAdapter(HttpAdapter):
             host_blocks=int(blocks * info.host_ratio) or None if blocks is not None else None,
             version=f"SGLang {info.version}",
             loras=info.loras,
-            shares_prefill=True,
+            template_input=SGLANG_INPUT,
             served_as_chats=TRANSLATED_ROUTES,
             ranks=tuple(range(info.dp_ranks)) if info.release >= _RANKS_SINCE else (),
             routes=ROUTES,

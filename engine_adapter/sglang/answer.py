@@ -17,6 +17,8 @@ from engine_adapter.hold import AnswerReader
 from engine_adapter.http.openai_answer import NULL, OpenAIAnswer, pass_marked
 
 _DETAILS = "cached_tokens_details"
+# Stands beside the details where there are several choices, empty if the client did not ask for it.
+_SPECULATION, _NOTHING = "spec_tokens_details", msgspec.Raw(b"[]")
 # The mark of an event that is read.
 _USAGE_OR_EXTENSION = re.compile(rb'"(?:usage|sglext)"\s*:\s*\{')
 # The answer is complete.
@@ -72,6 +74,8 @@ class DetailsAnswer(OpenAIAnswer):
         self._cached = tiers.device + tiers.host + (tiers.storage or 0)
         if not self._hides_details:
             return False
+        if extension.get(_SPECULATION) == _NOTHING:
+            del extension[_SPECULATION]
         if extension:
             fields["sglext"] = msgspec.Raw(msgspec.json.encode(extension))
         else:

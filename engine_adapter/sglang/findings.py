@@ -18,7 +18,7 @@ _LEARNED = "kvpin learns what it holds from its answers"
 
 
 def event_endpoints(info: ServerInfo, spec: EventSpec) -> EventEndpoints | None:
-    """Where this machine reads the server's KV events; None if it cannot follow them."""
+    """The addresses at which this machine reads the server's KV events; None if it cannot follow them."""
     return None if any(_why_not_followed(info, spec)) else _endpoints(info, spec)
 
 

@@ -8,15 +8,20 @@ exact tokens → input_ids of a chat, prompt of a completion, so that SGLang nee
 from __future__ import annotations
 
 import hashlib
+from array import array
+from http import HTTPStatus
+
+import msgspec
 
 from engine_adapter.body import JsonBody
 from engine_adapter.errors import EngineRejected
 from engine_adapter.hold import Hold
+from engine_adapter.http.control import ControlClient
 from engine_adapter.http.openai_answer import hold_openai
 from engine_adapter.sglang.answer import DetailsAnswer, GenerateAnswer
 from engine_adapter.sglang.routes import GENERATE
 from engine_adapter.sglang.server_info import EVENTS_CARRY_SALTS, ServerInfo
-from engine_adapter.types import KvTarget
+from engine_adapter.types import KvTarget, TokenIds
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 _RESPONSES, _MESSAGES = "/v1/responses", "/v1/messages"
@@ -46,15 +51,17 @@ def hold_request(
     return hold
 
 
-def kept_apart(info: ServerInfo, path: str, body: JsonBody) -> JsonBody:
-    """Sets namespace and LoRA adapter, also of requests that are not followed. Leaves what `hold_request`
-    set. Raises EngineRejected like that."""
+def kept_apart(info: ServerInfo, path: str, body: JsonBody, dp_rank: int | None = None) -> JsonBody:
+    """Sets namespace, LoRA adapter and, where no header does, the data-parallel rank, also of requests that
+    are not followed. Leaves what `hold_request` set. Raises EngineRejected like that."""
     changes = _of_the_tenant(info, path, body)
+    if path == GENERATE and dp_rank is not None:
+        changes["routed_dp_rank"] = dp_rank
     return body.replace(**changes) if changes else body
 
 
 def tells_cached_tokens(info: ServerInfo) -> bool:
-    """Whether answers to chats and completions can report cached tokens."""
+    """True if answers to chats and completions can report cached tokens."""
     return info.cache_report or info.release >= _DETAILS_SINCE
 
 
@@ -147,6 +154,55 @@ def _foreseen(info: ServerInfo, path: str, body: JsonBody, prompt: KvTarget) -> 
 
 
 def _is_another_prompt(info: ServerInfo, body: JsonBody) -> bool:
-    """Whether a completion reuses nothing, or has another prompt than kvpin thinks."""
+    """True if a completion reuses nothing, or has another prompt than kvpin thinks."""
     reads_prompt = bool(body.get("echo") and body.get("logprobs"))
     return reads_prompt or (info.completion_template and not isinstance(body.get("prompt"), list))
+
+
+# The fields of a chat that make its prompt. /tokenize refuses some of the others, such as `stream`, and reads
+# some that chats do not have, such as add_generation_prompt.
+_OF_PROMPTS = (
+    "messages", "tools", "tool_choice", "chat_template_kwargs", "reasoning", "reasoning_effort", "thinking",
+    "task", "response_format", "continue_final_message", "input_ids",
+)  # fmt: skip
+_CHAT = {"messages": [{"role": "user", "content": "."}]}
+# First version whose /tokenize reads add_generation_prompt; it refuses it without a Jinja template.
+_REFUSES_SINCE = (0, 5, 23)
+
+
+class _Tokens(msgspec.Struct, frozen=True):
+    tokens: list[int]
+
+
+async def tokenize(control: ControlClient, path: str, body: JsonBody) -> TokenIds[int]:
+    """Token ids of a chat, a completion or a request of `/generate`."""
+    if path == CHAT:
+        fields = {name: msgspec.Raw(body.raw_of(name)) for name in _OF_PROMPTS if name in body}
+        return await _ask(control, msgspec.json.encode(fields))
+    if path not in (COMPLETIONS, GENERATE):
+        raise EngineRejected(f"SGLang cannot tokenise {path}", status=404)
+    prompt = body.get("text" if path == GENERATE else "prompt")
+    if isinstance(prompt, list):
+        if len(prompt) != 1 or not isinstance(prompt[0], str):
+            raise EngineRejected("it is not one text", status=400, param="prompt")
+        prompt = prompt[0]
+    return await _ask(control, msgspec.json.encode({"prompt": prompt}))
+
+
+async def tokenizes_chats(control: ControlClient) -> bool:
+    """True if it can tokenise chats. Old servers cannot, nor servers without a tokenizer."""
+    return await _takes(control, _CHAT)
+
+
+async def uses_jinja(control: ControlClient, info: ServerInfo) -> bool:
+    """True if chats are known to be rendered by a Jinja template. SGLang's own templates also add stop words,
+    which it takes from the messages and not from tokens."""
+    return info.release >= _REFUSES_SINCE and await _takes(control, {**_CHAT, "add_generation_prompt": True})
+
+
+async def _takes(control: ControlClient, body: object) -> bool:
+    return await control.status("POST", "/tokenize", json=body) == HTTPStatus.OK
+
+
+async def _ask(control: ControlClient, raw: bytes) -> TokenIds[int]:
+    return array("i", (await control.read(_Tokens, "POST", "/tokenize", content=raw)).tokens)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +11,10 @@ import msgspec
 
 from engine_adapter.errors import EngineUnavailable
 from engine_adapter.events.options import WILDCARDS
+from engine_adapter.http.control import ControlClient
 from engine_adapter.http.models import read_models
+from engine_adapter.release import release_of
+from engine_adapter.types import EngineLoad
 
 # First version whose events carry the cache salt.
 EVENTS_CARRY_SALTS = (0, 5, 18)
@@ -23,14 +25,13 @@ _PAIRED = ("EAGLE", "NEXTN", "FROZEN_KV_MTP")
 
 
 @dataclass(frozen=True, slots=True)
-class EventPublisher:
+class EventSockets:
     """The server's KV event sockets. Each data-parallel rank has the next port.
 
     Attributes:
-        host: what they are bound to.
+        host: the address that they are bound to.
         port: of rank 0's events.
         replay_port: of rank 0's replay socket, None where there is none.
-        topic: of its events.
         binds: the sockets wait for subscribers; else the server connects to a collector at `host`.
     """
 
@@ -51,10 +52,6 @@ class ServerInfo:
     """The facts kvpin uses.
 
     Attributes:
-        version: as the server gives it.
-        instance: identity of the process.
-        model: the served name.
-        loras: names of the loaded LoRA adapters.
         max_model_len: None where it does not say.
         tokenizer: directory or hub id.
         page_size: tokens of a page, which is what events call a block.
@@ -67,7 +64,6 @@ class ServerInfo:
         hicache: there is a host tier.
         host_ratio: its size as a multiple of the GPU pool, 0 where unknown.
         lora: LoRA adapters may be loaded.
-        speculative: the algorithm of speculative decoding.
         completion_template: text completions are rendered by a template.
         disaggregation: "null" for a server that both prefills and decodes.
         lacks_admin_key: management routes want a key that kvpin was not given.
@@ -83,7 +79,7 @@ class ServerInfo:
     page_size: int | None
     capacity_tokens: int | None
     dp_ranks: int = 1
-    publisher: EventPublisher | None = None
+    publisher: EventSockets | None = None
     dynamo_events: bool = False
     cache_report: bool = False
     radix_cache: bool = True
@@ -99,24 +95,23 @@ class ServerInfo:
     @property
     def release(self) -> tuple[int, ...]:
         """The version as numbers; () where it has none."""
-        numbers = re.match(r"\d+(\.\d+)*", self.version)
-        return tuple(map(int, numbers[0].split("."))) if numbers else ()
+        return release_of(self.version)
 
     @property
     def events_carry_salts(self) -> bool:
-        """Whether events name the cache salt."""
+        """True if events name the cache salt."""
         return self.release >= EVENTS_CARRY_SALTS
 
     @property
     def events_carry_lora(self) -> bool:
-        """Whether events name the LoRA adapter."""
+        """True if events name the LoRA adapter."""
         if self.dynamo_events:
             return self.release >= EVENTS_MAY_CARRY_LORA
         return self.release >= EVENTS_CARRY_LORA
 
     @property
     def pairs_tokens(self) -> bool:
-        """Whether pages are of pairs of tokens."""
+        """True if pages are of pairs of tokens."""
         return (self.speculative or "").upper().startswith(_PAIRED)
 
 
@@ -204,10 +199,10 @@ def _identity(raw: _Raw) -> str:
     return hashlib.blake2b(text, digest_size=8).hexdigest()
 
 
-def _publisher(raw: _Publisher, config: _EventsConfig) -> EventPublisher:
+def _publisher(raw: _Publisher, config: _EventsConfig) -> EventSockets:
     host = raw.endpoint_host
     binds = config.bind if config.bind is not None else host in WILDCARDS
-    return EventPublisher(host, raw.endpoint_port_base, raw.replay_endpoint_port_base, raw.topic, binds)
+    return EventSockets(host, raw.endpoint_port_base, raw.replay_endpoint_port_base, raw.topic, binds)
 
 
 def _events_config(text: str | None) -> _EventsConfig:
@@ -216,3 +211,72 @@ def _events_config(text: str | None) -> _EventsConfig:
         return msgspec.json.decode(text or "{}", type=_EventsConfig)
     except msgspec.DecodeError:
         return _EventsConfig()
+
+
+class _Rank(msgspec.Struct, frozen=True):
+    """One data-parallel rank. The last field counts since the process started."""
+
+    dp_rank: int
+    num_running_reqs: int
+    num_waiting_reqs: int
+    token_usage: float = 0.0
+    cache_hit_rate: float = 0.0
+    total_prefill_uncached_tokens: int = 0
+
+
+class _Loads(msgspec.Struct, frozen=True):
+    loads: list[_Rank]
+
+
+class _OldRank(msgspec.Struct, frozen=True):
+    """One rank of a server before 0.5.10. The first count includes the second."""
+
+    dp_rank: int
+    num_reqs: int
+    num_waiting_reqs: int
+
+
+class Loads:
+    """Reads the load of one rank, or of all ranks together.
+
+    Attributes:
+        cache_hit_rate: share of recent prompt tokens that were reused, as the server reports it.
+    """
+
+    def __init__(self, control: ControlClient, dp_rank: int | None) -> None:
+        self._control = control
+        self._dp_rank = dp_rank
+        self._is_old = False
+        self._prefilled = 0
+        self.cache_hit_rate: float | None = None
+
+    async def read(self) -> EngineLoad:
+        """Raises EngineUnavailable if the rank is missing or its process was replaced."""
+        ranks = [rank for rank in await self._ranks() if self._dp_rank in (None, rank.dp_rank)]
+        if not ranks:
+            has_no_rank = f"it has no dp_rank {self._dp_rank}"
+            raise EngineUnavailable("it does not report its load" if self._dp_rank is None else has_no_rank)
+        prefilled = sum(rank.total_prefill_uncached_tokens for rank in ranks)
+        if prefilled < self._prefilled:
+            self._prefilled = 0
+            raise EngineUnavailable("the engine was restarted")
+        self._prefilled = prefilled
+        self.cache_hit_rate = None if self._is_old else sum(r.cache_hit_rate for r in ranks) / len(ranks)
+        return EngineLoad(
+            running=sum(rank.num_running_reqs for rank in ranks),
+            waiting=sum(rank.num_waiting_reqs for rank in ranks),
+            gpu_usage=None if self._is_old else min(max(rank.token_usage for rank in ranks), 1.0),
+        )
+
+    def forget(self) -> None:
+        """Forgets the process that was read so far."""
+        self._is_old, self._prefilled = False, 0
+
+    async def _ranks(self) -> list[_Rank]:
+        if not self._is_old:
+            found = await self._control.read_optional(_Loads, "/v1/loads?include=core")
+            if found is not None:
+                return found.loads
+            self._is_old = True
+        old = await self._control.read(list[_OldRank], "GET", "/get_load")
+        return [_Rank(r.dp_rank, r.num_reqs - r.num_waiting_reqs, r.num_waiting_reqs) for r in old]

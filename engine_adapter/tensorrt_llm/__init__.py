@@ -3,5 +3,6 @@
 adapter.py   the adapter                       discovery.py  what the server is and which routes it has
 fields.py    request fields the server takes   stats.py      load and cache figures
 poller.py    asks for KV events                wire.py       the JSON of these events
-events.py    these events as kvpin's           routes.py     routes beside `/v1`
+events.py    these events as kvpin's           pushed.py     KV events that come over ZMQ instead
+tools.py     tools as its chat template gets them             routes.py     routes beside `/v1`
 """

@@ -1,7 +1,7 @@
-"""The adapter of trtllm-serve, over HTTP alone.
+"""The adapter of trtllm-serve.
 
-connect → what the server is (discovery.py)         load   → health, and now and then load figures (stats.py)
-hold    → only fields that it takes (fields.py)     events → polled (poller.py, events.py)
+connect → what the server is (discovery.py)      load   → health, and now and then load figures (stats.py)
+hold    → only fields that it takes (fields.py)  events → pushed (pushed.py) or polled (poller.py, events.py)
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import uuid
 from array import array
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, cast
 
 import msgspec
@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from engine_adapter.body import JsonBody
 from engine_adapter.errors import EngineRejected
+from engine_adapter.events.options import EventAddresses
 from engine_adapter.hold import Hold, RequestBody
 from engine_adapter.http.adapter import HttpAdapter
 from engine_adapter.http.openai_answer import hold_openai
@@ -32,10 +33,11 @@ from engine_adapter.tensorrt_llm.discovery import (
     discover,
     read_stats,
 )
-from engine_adapter.tensorrt_llm.events import EventReader
+from engine_adapter.tensorrt_llm.events import PolledEventReader
 from engine_adapter.tensorrt_llm.fields import CHAT, COMPLETIONS, PROMPT_ROUTES, SALT, RequestFields
 from engine_adapter.tensorrt_llm.poller import CONFIG, EventPoller
-from engine_adapter.tensorrt_llm.stats import Stats
+from engine_adapter.tensorrt_llm.pushed import NOTHING_PUSHED, PushedEvents
+from engine_adapter.tensorrt_llm.stats import ServerFigures
 from engine_adapter.types import (
     Capability,
     EngineInfo,
@@ -47,6 +49,7 @@ from engine_adapter.types import (
     KvProgress,
     KvTarget,
     KvVerb,
+    Tier,
     TokenIds,
 )
 
@@ -89,17 +92,20 @@ _RENDERED: Any = _Rendered | list[_Rendered]
 class TensorRTLLMAdapter(HttpAdapter):
     """`EngineAdapter` of trtllm-serve."""
 
+    spec: EngineSpec[EventAddresses]
     instead = _INSTEAD
 
-    def __init__(self, spec: EngineSpec) -> None:
+    def __init__(self, spec: EngineSpec[EventAddresses]) -> None:
         """Raises EngineSpecError for an invalid address."""
         super().__init__(spec)
         self._instance = uuid.uuid4().hex
         self._server: Discovered | None = None
         self._measured: int | None = None
         self._seen: tuple[int, tuple[Finding, ...]] | None = None
-        self._stats, self._next_stats = Stats(), 0.0
+        self._stats, self._next_stats = ServerFigures(), 0.0
         self._poller = EventPoller(lambda: self._control.fetch("POST", EVENTS), self._new_reader)
+        self._pushed: PushedEvents | None = None
+        self._polls_instead = False
 
     @override
     async def connect(self) -> EngineInfo:
@@ -134,10 +140,13 @@ class TensorRTLLMAdapter(HttpAdapter):
         """Includes what its events have shown since."""
         reader = self._poller.reader
         found = list(self._server.findings) if self._server is not None else []
-        if reader.is_measured:
+        if self._tokens_per_block == self._measured:
             found = [finding for finding in found if finding is not BLOCK_SIZE_UNKNOWN]
-        if self._poller.doubt is not None:
-            found.append(self._poller.doubt)
+        doubts = (
+            NOTHING_PUSHED if self._polls_instead else None,
+            self._poller.doubt if self._pushed is None else self._pushed.doubt,
+        )
+        found += [doubt for doubt in doubts if doubt is not None]
         if reader.gaps:
             found.append(EVENTS_LOST)
         if reader.blocks_per_level and not any(reader.blocks_per_level[1:]):
@@ -148,7 +157,12 @@ class TensorRTLLMAdapter(HttpAdapter):
 
     @override
     async def stats(self) -> dict[str, Any]:
-        reader = self._poller.reader
+        reader, pushed = self._poller.reader, self._pushed
+        if pushed is not None:
+            return {
+                "blocks": {"known": {Tier.GPU.value: len(pushed.known)}},
+                "events": asdict(pushed.subscriber.counts),
+            }
         return {
             "blocks": {
                 "capacity": list(reader.blocks_per_level),
@@ -206,8 +220,19 @@ class TensorRTLLMAdapter(HttpAdapter):
 
     @override
     async def events(self, since: EventPosition | None = None) -> AsyncGenerator[KvEvent, None]:
-        """Reading events removes them: see poller.py."""
-        await self._able(Capability.KV_EVENTS)
+        """As the server pushes them, else polled, which removes them from it: see pushed.py and poller.py."""
+        server = await self._able(Capability.KV_EVENTS)
+        endpoints = self.spec.options.endpoints(self.spec.url, None, None)
+        self._polls_instead = False
+        if endpoints is not None:
+            exact, traffic = server.whole_blocks_only, self._poller.traffic
+            self._pushed = PushedEvents(endpoints, traffic, exact=exact, since=since)
+            self._subscriber = self._pushed.subscriber
+            async with aclosing(self._pushed.events()) as events:
+                async for event in events:
+                    yield event
+            self._pushed = self._subscriber = None
+            self._polls_instead = True
         async with aclosing(self._poller.events()) as events:
             async for event in events:
                 yield event
@@ -217,7 +242,8 @@ class TensorRTLLMAdapter(HttpAdapter):
         """Flushes everything the server holds."""
         server = await self._able(Capability(verb.value))
         self.check_flushes_all(target)
-        blocks = await self._poller.reset(lambda: self._control.fetch("POST", server.reset_path or ""))
+        reset = self._poller.reset if self._pushed is None else self._pushed.reset
+        blocks = await reset(lambda: self._control.fetch("POST", server.reset_path or ""))
         yield KvProgress(blocks, blocks)
 
     # --- inside ---------------------------------------------------------------------------------------
@@ -240,7 +266,9 @@ class TensorRTLLMAdapter(HttpAdapter):
     def _tokens_per_block(self) -> int:
         """The block size that events showed, else the reported one."""
         reader = self._poller.reader
-        if reader.is_measured:
+        if self._pushed is not None and self._pushed.tokens_per_block is not None:
+            self._measured = self._pushed.tokens_per_block
+        elif reader.is_measured:
             self._measured = reader.tokens_per_block
         if self._measured is not None or self._server is None:
             return self._measured or DEFAULT_TOKENS_PER_BLOCK
@@ -260,7 +288,7 @@ class TensorRTLLMAdapter(HttpAdapter):
             traffic.in_flight -= 1
             self._poller.wake()
 
-    def _new_reader(self) -> EventReader:
+    def _new_reader(self) -> PolledEventReader:
         if self._server is None:
-            return EventReader(DEFAULT_TOKENS_PER_BLOCK, exact=False)
-        return EventReader(self._tokens_per_block, exact=self._server.whole_blocks_only)
+            return PolledEventReader(DEFAULT_TOKENS_PER_BLOCK, exact=False)
+        return PolledEventReader(self._tokens_per_block, exact=self._server.whole_blocks_only)

@@ -16,10 +16,12 @@ from typing import Any
 from engine_adapter.errors import EngineRejected, EngineUnavailable
 from engine_adapter.http.control import ControlClient
 from engine_adapter.http.models import read_models
+from engine_adapter.prompt.template_input import TemplateInput
 from engine_adapter.tensorrt_llm.fields import CHAT, COMPLETIONS, SALT, RequestFields
 from engine_adapter.tensorrt_llm.poller import CONFIG
 from engine_adapter.tensorrt_llm.routes import ROUTES
-from engine_adapter.tensorrt_llm.stats import Stats, read_iterations, read_prometheus
+from engine_adapter.tensorrt_llm.stats import ServerFigures, read_iterations, read_prometheus
+from engine_adapter.tensorrt_llm.tools import GivenTools
 from engine_adapter.types import TRANSLATED_ROUTES, Capability, EngineInfo, Finding
 
 DEFAULT_TOKENS_PER_BLOCK = 32
@@ -66,8 +68,6 @@ class Discovered:
         info: those that it tells all routers.
         whole_blocks_only: it is known not to reuse parts of blocks.
         reset_path: the route that empties its cache, None where there is none.
-        fields: the request fields it takes.
-        findings: what keeps kvpin from using it fully.
     """
 
     info: EngineInfo
@@ -111,6 +111,7 @@ async def discover(control: ControlClient, instance: str) -> Discovered:
         gpu_blocks=stats.gpu_blocks,
         version=f"TensorRT-LLM {version.get('version', '')}".strip(),
         events_read_once=True,
+        template_input=TemplateInput(tools=GivenTools(routes.openapi)),
         served_as_chats=TRANSLATED_ROUTES,
         routes=ROUTES,
         card=model.card,
@@ -118,16 +119,16 @@ async def discover(control: ControlClient, instance: str) -> Discovered:
     return Discovered(info, stats.partial_reuse is False, reset_path, fields, tuple(_findings(info, stats)))
 
 
-async def read_stats(control: ControlClient) -> Stats:
+async def read_stats(control: ControlClient) -> ServerFigures:
     """The figures that a server reports of its load and cache now. Raises EngineUnavailable."""
     with suppress(EngineRejected):
         return read_prometheus(await control.fetch("GET", PROMETHEUS))
     with suppress(EngineRejected):
         return read_iterations(await control.get(ITERATIONS))
-    return Stats()
+    return ServerFigures()
 
 
-def _findings(info: EngineInfo, stats: Stats) -> Iterable[Finding]:
+def _findings(info: EngineInfo, stats: ServerFigures) -> Iterable[Finding]:
     if stats.block_reuse is False:
         yield NO_REUSE
     if Capability.KV_EVENTS not in info.capabilities:
@@ -178,7 +179,7 @@ class _Routes:
         return cls(control, openapi)
 
     async def has(self, path: str) -> bool:
-        """Whether the route exists. Raises EngineUnavailable."""
+        """True if the route exists. Raises EngineUnavailable."""
         if self._paths:
             methods = self._paths.get(path)
             return isinstance(methods, dict) and "post" in methods

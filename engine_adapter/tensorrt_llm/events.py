@@ -53,16 +53,13 @@ _MIN_BLOCK = 2
 _TIERS = (Tier.GPU, Tier.HOST, Tier.DISK)  # by cache level
 
 
-class EventReader:
+class PolledEventReader:
     """Reads the events of one server.
 
     Attributes:
         tokens_per_block: the block size: the reported one until blocks show it.
         is_measured: blocks have shown it.
         heard: an event came.
-        skipped: unreadable events.
-        gaps: times events were lost.
-        restarts: times another process answered.
         windows: attention windows whose events came.
         ranks: data-parallel ranks whose events came.
         blocks_per_level: capacity of each cache level, () where unknown.

@@ -29,6 +29,7 @@ HINTS = frozenset(
         "prediction",
         "priority",
         "prompt_cache_key",
+        "prompt_cache_options",
         "prompt_cache_retention",
         "request_id",
         "rid",
@@ -58,7 +59,7 @@ class RequestFields:
         self._accepted = {**KNOWN, **{path: names for path, names in described.items() if names is not None}}
 
     def accepts(self, path: str, name: str) -> bool:
-        """Whether the route is known to take the field."""
+        """True if the route is known to take the field."""
         return name in self._accepted.get(path, ())
 
     def droppable(self, path: str, body: JsonBody) -> list[str]:
@@ -95,17 +96,18 @@ class RequestFields:
 
 def accepted_fields(openapi: object, path: str) -> frozenset[str] | None:
     """Fields of the JSON body of `POST path`; None if unknown, or if any field is accepted."""
-    schema = _at(openapi, "paths", path, "post", "requestBody", "content", "application/json", "schema")
-    reference = _at(schema, "$ref")
+    schema = look_up(openapi, "paths", path, "post", "requestBody", "content", "application/json", "schema")
+    reference = look_up(schema, "$ref")
     if isinstance(reference, str):
-        schema = _at(openapi, *reference.removeprefix("#/").split("/"))
-    names = _at(schema, "properties")
-    if _at(schema, "additionalProperties") is not False or not isinstance(names, dict):
+        schema = look_up(openapi, *reference.removeprefix("#/").split("/"))
+    names = look_up(schema, "properties")
+    if look_up(schema, "additionalProperties") is not False or not isinstance(names, dict):
         return None
     return frozenset(names)
 
 
-def _at(value: object, *keys: str) -> object:
+def look_up(value: object, *keys: str) -> object:
+    """The value under nested keys; None where one is missing."""
     for key in keys:
         value = value.get(key) if isinstance(value, dict) else None
     return value

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from engine_adapter.errors import EngineUnavailable
 from engine_adapter.events.fields import MalformedEvents
-from engine_adapter.tensorrt_llm.events import EventReader
+from engine_adapter.tensorrt_llm.events import PolledEventReader
 from engine_adapter.types import CacheCleared, Finding, KvEvent, TokenIds, ViewLost
 
 BUSY_S = 0.05
@@ -27,7 +27,8 @@ SILENT_PROMPTS = 8
 CONFIG = "start trtllm-serve with --config FILE, and in it kv_cache_config: "
 SILENT = Finding(
     "prompts were served, but no KV event came: kvpin learns what it holds from its answers",
-    CONFIG + "{enable_block_reuse: true, event_buffer_max_size: 16384}",
+    CONFIG + "{enable_block_reuse: true, event_buffer_max_size: 16384}; "
+    "if it pushes its events (kv_events_config), give their address: events=tcp://HOST:PORT",
 )
 NO_SALT_IN_EVENTS = Finding(
     "its KV events do not carry cache salts, and a request had one: "
@@ -51,9 +52,6 @@ class Traffic:
     """The requests sent to the server.
 
     Attributes:
-        in_flight: running now.
-        salted: one of them had a cache salt.
-        lora: one of them had a LoRA adapter.
         prompts: hashes of different prompts that were answered, at most `SILENT_PROMPTS`.
     """
 
@@ -62,9 +60,20 @@ class Traffic:
     lora: bool = False
     prompts: set[int] = field(default_factory=set)
 
+    @property
+    def is_enough(self) -> bool:
+        """True if so many prompts were answered that an event must have come."""
+        return len(self.prompts) >= SILENT_PROMPTS
+
+    def hidden_from(self, *, lacks_salt: bool, lacks_lora: bool) -> Finding | None:
+        """Why events that lack these keys do not show what the requests left; None if they do."""
+        if self.salted and lacks_salt:
+            return NO_SALT_IN_EVENTS
+        return NO_LORA_IN_EVENTS if self.lora and lacks_lora else None
+
     def served(self, prompt: TokenIds[int] | None, tokens_per_block: int) -> None:
         """Notes an answered prompt. A prompt shorter than a block stores nothing."""
-        if prompt is not None and len(prompt) > tokens_per_block and len(self.prompts) < SILENT_PROMPTS:
+        if prompt is not None and len(prompt) > tokens_per_block and not self.is_enough:
             self.prompts.add(hash(prompt.tobytes()))
 
 
@@ -72,12 +81,12 @@ class EventPoller:
     """One server's events, as `EngineAdapter.events` describes them.
 
     Attributes:
-        traffic: the requests, as the adapter counts them.
-        reader: reads the current view.
         doubt: why the events are not followed; None while they are.
     """
 
-    def __init__(self, drain: Callable[[], Awaitable[bytes]], new_reader: Callable[[], EventReader]) -> None:
+    def __init__(
+        self, drain: Callable[[], Awaitable[bytes]], new_reader: Callable[[], PolledEventReader]
+    ) -> None:
         """`drain` asks the server for its events; `new_reader` makes a reader for a view."""
         self._drain = drain
         self._new_reader = new_reader
@@ -93,7 +102,7 @@ class EventPoller:
         self._wake.set()
 
     async def events(self) -> AsyncGenerator[KvEvent, None]:
-        """What `EngineAdapter.events` yields. Raises EngineUnavailable for an answer without events, too."""
+        """Yields as `EngineAdapter.events` does. An answer without events raises EngineUnavailable, too."""
         levels = self.reader.blocks_per_level
         self.reader, self.doubt, self._outbox = self._new_reader(), None, []
         self.reader.blocks_per_level = levels  # sent once, when a process starts
@@ -151,13 +160,8 @@ class EventPoller:
         reader, traffic = self.reader, self.traffic
         if len(reader.ranks) > 1:
             return SEVERAL_RANKS
-        if traffic.salted and reader.lacks_salt:
-            return NO_SALT_IN_EVENTS
-        if traffic.lora and reader.lacks_lora:
-            return NO_LORA_IN_EVENTS
-        if not reader.heard and len(traffic.prompts) >= SILENT_PROMPTS:
-            return SILENT
-        return None
+        hidden = traffic.hidden_from(lacks_salt=reader.lacks_salt, lacks_lora=reader.lacks_lora)
+        return hidden or (SILENT if not reader.heard and traffic.is_enough else None)
 
     async def _out_of_doubt(self) -> list[KvEvent]:
         """Waits until an event comes: events then begin a view. Any other doubt lasts."""

@@ -24,16 +24,14 @@ _NAMES = (_RUNNING, _WAITING, _MAX_BLOCKS, _USED_BLOCKS, _BLOCK_SIZE, _MODEL, _C
 
 
 @dataclass(frozen=True, slots=True)
-class Stats:
+class ServerFigures:
     """The figures; None where unknown.
 
     Attributes:
-        running, waiting: requests.
         gpu_usage: share of GPU blocks in use, 0 to 1.
         tokens_per_block, gpu_blocks: block size and capacity.
         block_reuse, partial_reuse: whether blocks, and parts of them, are reused.
         model: directory or hub id.
-        max_model_len: longest prompt and output, in tokens.
     """
 
     running: int | None = None
@@ -59,13 +57,13 @@ class _Iteration(msgspec.Struct, rename="camel"):
     kv_cache_stats: _CacheStats | None = None
 
 
-def read_prometheus(page: bytes) -> Stats:
+def read_prometheus(page: bytes) -> ServerFigures:
     """Reads `/prometheus/metrics`. Raises EngineUnavailable if it has another format."""
     samples = read_samples(page, _NAMES)
     model, cache = samples.labels(_MODEL), samples.labels(_CACHE)
     blocks, used = _most(samples, _MAX_BLOCKS), _most(samples, _USED_BLOCKS)
     length = model.get("max_model_len", "")
-    return Stats(
+    return ServerFigures(
         running=_most(samples, _RUNNING),
         waiting=_most(samples, _WAITING),
         gpu_usage=used / blocks if blocks and used is not None else None,
@@ -78,21 +76,18 @@ def read_prometheus(page: bytes) -> Stats:
     )
 
 
-def read_iterations(steps: Any) -> Stats:  # noqa: ANN401 - JSON
-    """Reads the last step of a `/metrics` answer. Without a step, nothing runs.
-
-    Raises:
-        EngineUnavailable: the answer is not a list of steps.
-    """
+def read_iterations(steps: Any) -> ServerFigures:  # noqa: ANN401 - JSON
+    """Reads the last step of a `/metrics` answer. Without a step, nothing runs. Raises EngineUnavailable if
+    the answer is not a list of steps."""
     try:
         iterations = msgspec.convert(steps, list[_Iteration])
     except msgspec.ValidationError as error:
         raise EngineUnavailable(f"/metrics is not TensorRT-LLM's: {error}") from error
     if not iterations:
-        return Stats(running=0, waiting=0)
+        return ServerFigures(running=0, waiting=0)
     last = iterations[-1]
     cache = last.kv_cache_stats or _CacheStats()
-    return Stats(
+    return ServerFigures(
         running=last.num_active_requests,
         waiting=last.num_queued_requests,
         gpu_usage=cache.used_num_blocks / cache.max_num_blocks if cache.max_num_blocks else None,

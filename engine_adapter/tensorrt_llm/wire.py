@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import TypeVar
 
 import msgspec
@@ -105,12 +106,6 @@ class _Kind(msgspec.Struct, frozen=True):
     type: str
 
 
-_decode_list = msgspec.json.Decoder(list[msgspec.Raw]).decode
-_decode_frame = msgspec.json.Decoder(Frame).decode
-_decode_data: Callable[[bytes | msgspec.Raw], Event] = msgspec.json.Decoder(Event).decode
-_decode_kind = msgspec.json.Decoder(_Kind).decode
-
-
 def _read(decode: Callable[[bytes | msgspec.Raw], _T], raw: bytes | msgspec.Raw) -> _T:
     try:
         return decode(raw)
@@ -118,19 +113,14 @@ def _read(decode: Callable[[bytes | msgspec.Raw], _T], raw: bytes | msgspec.Raw)
         raise MalformedEvents(str(error)) from error
 
 
-def decode_answer(content: bytes) -> list[msgspec.Raw]:
-    """The raw events of an answer. Raises MalformedEvents if it is not a list."""
-    return _read(_decode_list, content)
-
-
-def decode_frame(raw: msgspec.Raw) -> Frame:
-    """Raises MalformedEvents."""
-    return _read(_decode_frame, raw)
-
-
-def decode_data(raw: msgspec.Raw) -> Event:
-    """Raises MalformedEvents, also for an event of an unknown type."""
-    return _read(_decode_data, raw)
+_decode_data: Callable[[bytes | msgspec.Raw], Event] = msgspec.json.Decoder(Event).decode
+_decode_kind = msgspec.json.Decoder(_Kind).decode
+decode_answer = partial(_read, msgspec.json.Decoder(list[msgspec.Raw]).decode)
+"""The raw events of an answer. Raises MalformedEvents if it is not a list."""
+decode_frame = partial(_read, msgspec.json.Decoder(Frame).decode)
+"""Raises MalformedEvents."""
+decode_data = partial(_read, _decode_data)
+"""Raises MalformedEvents, also for an event of an unknown type."""
 
 
 def kind_of(raw: msgspec.Raw) -> str | None:

@@ -10,7 +10,7 @@ serving    serve.py the command · options.py its options · process.py its proc
 engine     engine.py the step loop, in its own thread · requests.py what goes in and out
            admission.py what may run · scheduler.py what runs next · compute.py one step
            sampling.py the next tokens · drawing.py random ones
-model      model.py loads it and checks its answers · make_model.py writes a random one
+model      model.py loads it and checks its answers
            runner.py one forward pass · attention.py attention over paged KV · storage.py where KV lies
            memory.py what memory there is
 KV cache   kv_cache.py sequences and blocks · kv_tree.py the prefix tree over two tiers, and its events

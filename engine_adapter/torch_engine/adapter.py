@@ -16,7 +16,7 @@ from engine_adapter.errors import EngineRejected, EngineUnavailable
 from engine_adapter.events.fields import MalformedEvents
 from engine_adapter.events.options import reachable_endpoint
 from engine_adapter.events.subscriber import EventEndpoints, KvEventSubscriber
-from engine_adapter.events.wire import Snapshot, decode_snapshot
+from engine_adapter.events.wire import CacheSnapshot, decode_snapshot
 from engine_adapter.hold import Hold, RequestBody
 from engine_adapter.http.adapter import HttpAdapter
 from engine_adapter.torch_engine.event_publisher import EventSource
@@ -140,7 +140,8 @@ class EmbeddedAdapter(HttpAdapter):
             return nullcontext(Hold(body))
         retention = prompt.retention if prompt is not None else None
         changes: dict[str, Any] = {}
-        if retention is not None and retention.priority > 0:
+        retains = retention is not None and retention.priority > 0
+        if retention is not None and retains:
             asked = body.get("keep_priority")
             priority = max(asked, retention.priority) if isinstance(asked, int) else retention.priority
             changes = {"keep_priority": priority, "keep_s": retention.ttl_s}
@@ -149,10 +150,11 @@ class EmbeddedAdapter(HttpAdapter):
             changes["keep_for"] = retention.owner if retention is not None else None
         cached = 0 if _computes_all(path, body) else None
         if body.get("stream") is not True or body.get("echo"):  # an echo would be sent twice
-            return nullcontext(Hold(body.replace(**changes) if changes else body, cached_tokens=cached))
+            changed = body.replace(**changes) if changes else body
+            return nullcontext(Hold(changed, cached_tokens=cached, retains=retains))
         told = ToldTokens(body.hint("answer_token_ids"))
         changes["stream_token_ids"] = True
-        return nullcontext(Hold(body.replace(**changes), answer=told, resume=told.resume))
+        return nullcontext(Hold(body.replace(**changes), answer=told, retains=retains, resume=told.resume))
 
     @override
     def cached_tokens(self, headers: Mapping[str, str]) -> int | None:
@@ -216,7 +218,7 @@ class EmbeddedAdapter(HttpAdapter):
     async def stats(self) -> dict[str, Any]:
         return await self._control.read(dict[str, Any], "GET", "/kv/stats")
 
-    async def _snapshot(self) -> Snapshot:
+    async def _snapshot(self) -> CacheSnapshot:
         try:
             return decode_snapshot(await self._control.fetch("GET", "/kv/snapshot"))
         except MalformedEvents as error:
@@ -228,7 +230,7 @@ class EmbeddedAdapter(HttpAdapter):
 
 
 def _computes_all(path: str, body: JsonBody) -> bool:
-    """Whether the engine computes the whole prompt, whatever it holds: logprobs of a prompt need that."""
+    """True if the engine computes the whole prompt, whatever it holds: logprobs of a prompt need that."""
     return path == "/v1/completions" and bool(body.get("echo")) and body.get("logprobs") is not None
 
 

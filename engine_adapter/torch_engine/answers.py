@@ -38,7 +38,7 @@ class Piece:
     finish_reason: str | None = None
 
     def __bool__(self) -> bool:
-        """Whether there is anything in it."""
+        """True if there is anything in it."""
         return bool(self.text or self.tokens or self.calls or self.echoed or self.finish_reason)
 
     def add(self, more: Piece) -> None:
@@ -161,11 +161,7 @@ class AnswerWriter:
     """Writes one answer, whole or as server-sent events.
 
     Attributes:
-        shapes: chat or completion, one per choice.
-        model: served name.
-        with_logprobs: whether the answer carries logprobs.
         prompt_token_ids: returned with the answer; None when the client did not ask.
-        include_usage: whether a stream ends with its usage.
         tells_tokens: whether a comment before each event of a stream holds the ids of its tokens.
         goes_on: whether the answer began before: a stream has no opening then.
     """

@@ -238,18 +238,21 @@ class PagedBatch:
         layers: those of `KvStorage`.
         slots: [N] the token slots of the rows.
         parts: they hold all rows, in order.
+        sums: of the keys and values of each layer: one that is no number or infinite shows in its sum.
     """
 
     layers: Sequence[tuple[Tensor, Tensor]]
     slots: Tensor
     parts: Sequence[Span | Decodes]
     scratch: Scratch
+    sums: list[Tensor] = field(default_factory=list)
 
     def attend(self, call: Call) -> Tensor:
         """The layer's output [N, heads, value_dim]."""
         keys, values = self.layers[call.layer]
         # Attention reads past the end of a sequence and masks the rest, but a mask cannot hide NaN. Without
         # this, the NaN of one request reaches the next owner of its blocks.
+        self.sums.extend(each.sum(dtype=torch.float32) for each in (call.key, call.value))
         keys.index_copy_(0, self.slots, call.key.nan_to_num(0.0, 0.0, 0.0))
         values.index_copy_(0, self.slots, call.value.nan_to_num(0.0, 0.0, 0.0))
         outputs = [part.attend(call, keys, values, self.scratch) for part in self.parts]

@@ -41,7 +41,6 @@ class ChoiceReader:
     Attributes:
         answered: the answer's tokens before it: new text depends on them.
         drops: the client wants no token of it.
-        completion_tokens: tokens that were generated.
         finish_reason: None until it has ended.
     """
 

@@ -12,6 +12,7 @@ from typing import Any
 from starlette.types import Message, Receive, Scope, Send
 
 from engine_adapter.errors import EngineUnavailable
+from engine_adapter.off_loop import JSON_BYTES_PER_MS, off_loop
 from engine_adapter.torch_engine.answers import END_OF_STREAM, Piece, TokenUsage, error_event
 from engine_adapter.torch_engine.generation import Generation
 from engine_adapter.torch_engine.metrics import EngineMetrics
@@ -35,7 +36,8 @@ class CompletionRoute:
         app = scope["app"]
         service: EngineService = app.state.host.ready()
         metrics: EngineMetrics = app.state.metrics
-        request = parse(await read_body(scope, receive, app.state.max_body_bytes), self._kind)
+        body = await read_body(scope, receive, app.state.max_body_bytes)
+        request = await off_loop(lambda: parse(body, self._kind), ms=len(body) / JSON_BYTES_PER_MS)
         answer = CompletionAnswer(service, metrics, await prepare(service, request))
         await while_client_stays(receive, answer.serve(send))
 

@@ -10,9 +10,9 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from engine_adapter.torch_engine.requests import RequestRefused, Token
+from engine_adapter.torch_engine.requests import NoScores, RequestRefused, Token
 from engine_adapter.torch_engine.runner import Runner, Work
-from engine_adapter.torch_engine.sampling import NoScores, choose_all, logprobs_of
+from engine_adapter.torch_engine.sampling import choose_all, logprobs_of
 from engine_adapter.torch_engine.scheduler import Item
 
 Outcome = Token | Exception | None
@@ -47,7 +47,7 @@ def compute(runner: Runner, items: Sequence[Item]) -> list[Outcome]:
         if is_fatal(error):
             raise
         if len(items) == 1:
-            return [error]
+            return [_judged(error, items[0], None)]
         _log.warning("a step of %d requests failed (%r): running them one by one", len(items), error)
     return [outcome for item in items for outcome in compute(runner, [item])]
 

@@ -55,8 +55,6 @@ class Counters:
 
     Attributes:
         prompt_tokens: tokens of all scheduled prompts; `cached_tokens` of them came from cache.
-        finished: requests by finish reason.
-        running, waiting: requests now.
     """
 
     steps: int = 0

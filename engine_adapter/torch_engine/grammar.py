@@ -1,7 +1,8 @@
 """Keeps answers to a structure, by llguidance: it says which tokens may come next.
 
-llguidance bounds the time and the size of compiling and of each step. Compiling runs in a thread of its own:
-a costly structure delays only requests that wait for one. Equal structures are compiled once.
+Compiling runs in a thread of its own: a costly structure delays only requests that wait for one. llguidance
+builds most of a structure when it first needs it, so the thread tries a few tokens, too. `_LIMITS` bounds the
+size of a structure, `_SHARE_S` its time in the engine's steps. Equal structures are compiled once.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ import asyncio
 import hashlib
 import json
 import re
+import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,14 +24,30 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from engine_adapter.prompt.chat import ChatTokenizer
+from engine_adapter.prompt.described import give_back_memory
 from engine_adapter.torch_engine.requests import Constraint, RequestRefused
 from engine_adapter.torch_engine.structure import Structure
 from engine_adapter.torch_engine.web import ApiError
 
 MAX_GRAMMARS = 64
-"""Structures that are kept compiled."""
+"""Structures that are kept compiled: 8 MB each at most, by `_LIMITS`."""
 MAX_WAITING = 16
 """Structures that may wait to be compiled."""
+# Of llguidance. The first takes 40 ms and 8 MB, where its own default takes 1.5 s and 200 MB.
+_LIMITS: dict[str, Any] = {
+    "initial_lexer_fuel": 50_000,
+    "step_lexer_fuel": 30_000,
+    "max_lexer_states": 10_000,
+    "step_max_items": 20_000,
+    "verbose_errors": False,
+}
+# CPU time that a token of a structure may take, on average. Most take 10 µs.
+_SHARE_S = 0.02
+# CPU time beyond that, for a few costly tokens.
+_MOST_S = 0.5
+# Tokens that are tried before a structure is served.
+_TRIED = 3
+_TOO_COMPLEX = re.compile(r"too many|current row has|too complex", re.IGNORECASE)
 # An answer could otherwise consist of spaces.
 _SPACES = r"[\x20\x0A\x0D\x09]{1,20}"
 
@@ -43,32 +61,38 @@ class Grammar(Constraint):
 
     _matcher: Any  # llguidance is loaded when used
     _param: str
+    _is_shared: bool = True
+    _spent_s: float = 0.0
 
     def begin(self, answered: Sequence[int]) -> Grammar:
-        """A copy that goes on after the beginning of an answer. Raises RequestRefused if that breaks the
-        structure."""
-        copy = Grammar(self._matcher.deep_copy(), self._param)
+        """The structure after the beginning of an answer. Raises RequestRefused if that breaks it."""
+        begun = Grammar(self._matcher, self._param)
         for token in answered:
-            copy.accept(token)
-        return copy
+            begun.accept(token)
+        return begun
 
     @override
     def allow(self, words: NDArray[np.int32]) -> bool:
         """Raises RequestRefused when the structure is too complex to go on."""
-        self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
-        self._check()
+        self._advance(lambda matcher: matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes))
         return True
 
     @override
     def accept(self, token: int) -> None:
         if not self._matcher.is_stopped():  # what comes after the end is not its concern
-            self._matcher.consume_token(token)
-            self._check()
+            self._advance(lambda matcher: matcher.consume_token(token))
 
-    def _check(self) -> None:
-        if self._matcher.is_error():
+    def _advance(self, step: Callable[[Any], object]) -> None:
+        """Does `step` on a matcher of its own, which is made here: waiting requests take no memory."""
+        began_s = time.thread_time()
+        if self._is_shared:
+            self._matcher, self._is_shared = self._matcher.deep_copy(), False
+        step(self._matcher)
+        self._spent_s = max(self._spent_s + time.thread_time() - began_s - _SHARE_S / 2, 0.0)
+        error = self._matcher.get_error() if self._matcher.is_error() else ""
+        if error or self._spent_s > _MOST_S:
             raise RequestRefused(
-                f"{self._param} cannot be followed: {_in_short(self._matcher.get_error())}", param=self._param
+                f"{self._param} cannot be followed: {_in_short(error or 'too complex')}", param=self._param
             )
 
 
@@ -134,11 +158,25 @@ class Grammars:
             definition = _definition(structure, self._source)
         except (ValueError, RecursionError) as error:
             raise _refused(structure, str(error)) from error
-        limits = llguidance.LLParserLimits(verbose_errors=False)
+        limits = llguidance.LLParserLimits(**_LIMITS)
         matcher = llguidance.LLMatcher(self._tokenizer, definition, log_level=0, limits=limits)
-        if matcher.is_error():
-            raise _refused(structure, matcher.get_error())
+        fault = matcher.get_error() or self._try(matcher.deep_copy())
+        if fault:
+            del matcher
+            give_back_memory()
+            raise _refused(structure, fault)
         return Grammar(matcher, structure.param)
+
+    def _try(self, matcher: Any) -> str:  # noqa: ANN401 - llguidance is loaded when used
+        """Computes the first masks of a structure; returns llguidance's error, "" for none."""
+        words = np.zeros(-(-self._vocab_size // 32), dtype="<i4")
+        for _ in range(_TRIED):
+            matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+            first = int(np.unpackbits(words.view(np.uint8), bitorder="little").argmax())
+            if not matcher.consume_token(first) or matcher.is_stopped():
+                break
+        fault: str = matcher.get_error()
+        return fault
 
     def _load(self) -> None:
         if self._tokenizer is None and self._ends:
@@ -190,4 +228,6 @@ def _refused(structure: Structure, reason: str) -> ApiError:
 
 
 def _in_short(text: str) -> str:
+    if _TOO_COMPLEX.search(text):
+        return "it is too complex; use fewer and smaller repeats and alternatives"
     return " ".join(text.split())[:300]

@@ -171,10 +171,6 @@ class KvCache(KvAdmin):
         self.tree.release_root(root)
         sequence.root, sequence.path, sequence.blocks, sequence.computed = None, [], array("i"), 0
 
-    def next_block(self, sequence: KvSequence) -> tuple[Node, bytes]:
-        """The place of a sequence's next block in the tree: its parent and its key."""
-        return sequence.tip, self.key_of(sequence, len(sequence.path))
-
     def key_of(self, sequence: KvSequence, index: int) -> bytes:
         """Key (see `Node.key`) of block `index` of a sequence."""
         return block_key(sequence.tokens, sequence.extra_ids, index, self.tokens_per_block)

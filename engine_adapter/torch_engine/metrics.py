@@ -22,11 +22,7 @@ _FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10,
 
 
 class EngineMetrics:
-    """The metrics of `GET /metrics`, in a registry of their own.
-
-    Attributes:
-        first_token_seconds: from the submission of a request to its first token.
-    """
+    """The metrics of `GET /metrics`, in a registry of their own."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()

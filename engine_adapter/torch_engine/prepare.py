@@ -9,6 +9,7 @@ from engine_adapter.torch_engine.admission import check_token_id
 from engine_adapter.torch_engine.answers import AnswerWriter, ChatShape, CompletionShape
 from engine_adapter.torch_engine.choices import ChoiceReader, Echo
 from engine_adapter.torch_engine.detokenize import Detokenizer
+from engine_adapter.torch_engine.grammar import Grammar
 from engine_adapter.torch_engine.prompt_tables import Prompt
 from engine_adapter.torch_engine.protocol import (
     ChatRequest,
@@ -35,7 +36,6 @@ class Prepared:
 
     Attributes:
         requests: to the engine; one per choice, as `readers`.
-        streams: whether the answer is a stream.
         prompt_tokens, answered: tokens of the prompt, and of the answer's beginning.
     """
 
@@ -56,7 +56,6 @@ async def prepare(service: EngineService, request: PromptRequest) -> Prepared:
     default = service.model.default_max_tokens if isinstance(request, ChatRequest) else None
     sampling = sampling_of(request, default_max_tokens=default)
     n = choices_of(request)
-    salt, retention = salt_of(request.cache_salt), retention_of(request)
     use, format_ = _tool_use(service, request)
     structure = _structure(request, use)
     _check_contents(request)
@@ -68,37 +67,12 @@ async def prepare(service: EngineService, request: PromptRequest) -> Prepared:
     grammar = None if structure is None else await service.grammars.compile(structure)
     drops = sampling.max_tokens == 0
     sampling = _within(service, sampling, prompt, answered)
-    extra_ids = prompt.extra_ids
-    first = GenerationRequest(
-        request_id="",
-        token_ids=prompt.token_ids + answered,
-        sampling=sampling,
-        extra_ids=None if extra_ids is None else extra_ids + extra_array([0] * len(answered)),
-        embeddings=prompt.tensors,
-        cache_salt=salt,
-        retention=retention,
-        priority=request.priority or 0,
-        answered=len(answered),
-    )
-    request_id = secrets.token_hex(12)
-    requests = [
-        replace(
-            first,
-            request_id=f"{request_id}-{index}",
-            sampling=_of_choice(sampling, index),
-            constraint=None if grammar is None else grammar.begin(answered),
-        )
-        for index in range(n)
-    ]
-    ends = frozenset() if sampling.ignore_eos else service.model.eos_token_ids
-    ends = ends.union(sampling.stop_token_ids)
     echo = _echo(service, request, prompt, sampling)
+    shows_special = _shows_special(service, use, format_)
     readers = [
         ChoiceReader(
-            Detokenizer(
-                service.tokenizer, request.stops, skips_special=not _shows_special(service, use, format_)
-            ),
-            end_tokens=ends,
+            Detokenizer(service.tokenizer, request.stops, skips_special=not shows_special),
+            end_tokens=_ends(service, sampling),
             answered=answered,
             calls=None if use is None else use.reader(format_),
             echo=echo,
@@ -107,25 +81,72 @@ async def prepare(service: EngineService, request: PromptRequest) -> Prepared:
         for _ in range(n)
     ]
     return Prepared(
-        requests=requests,
+        requests=_requests(request, prompt, sampling, answered, grammar),
         readers=readers,
-        writer=AnswerWriter(
-            shapes=[
-                ChatShape(service.token_bytes)
-                if isinstance(request, ChatRequest)
-                else CompletionShape(service.token_bytes, answered)
-                for _ in range(n)
-            ],
-            model=service.model.name,
-            with_logprobs=sampling.logprobs is not None,
-            prompt_token_ids=prompt.token_ids.tolist() if request.return_token_ids else None,
-            include_usage=request.include_usage,
-            tells_tokens=bool(request.stream_token_ids),
-            goes_on=bool(answered),
-        ),
+        writer=_writer(service, request, prompt, sampling, answered),
         streams=bool(request.stream),
         prompt_tokens=len(prompt.token_ids),
         answered=len(answered),
+    )
+
+
+def _requests(
+    request: PromptRequest,
+    prompt: Prompt,
+    sampling: SamplingParams,
+    answered: TokenIds[int],
+    grammar: Grammar | None,
+) -> list[GenerationRequest]:
+    """A request to the engine for each choice."""
+    extra_ids = prompt.extra_ids
+    first = GenerationRequest(
+        request_id=secrets.token_hex(12),
+        token_ids=prompt.token_ids + answered,
+        sampling=sampling,
+        extra_ids=None if extra_ids is None else extra_ids + extra_array([0] * len(answered)),
+        embeddings=prompt.tensors,
+        cache_salt=salt_of(request.cache_salt),
+        retention=retention_of(request),
+        priority=request.priority or 0,
+        answered=len(answered),
+    )
+    return [
+        replace(
+            first,
+            request_id=f"{first.request_id}-{index}",
+            sampling=_of_choice(sampling, index),
+            constraint=None if grammar is None else grammar.begin(answered),
+        )
+        for index in range(choices_of(request))
+    ]
+
+
+def _ends(service: EngineService, sampling: SamplingParams) -> frozenset[int]:
+    """The tokens that end an answer."""
+    ends = frozenset() if sampling.ignore_eos else service.model.eos_token_ids
+    return ends.union(sampling.stop_token_ids)
+
+
+def _writer(
+    service: EngineService,
+    request: PromptRequest,
+    prompt: Prompt,
+    sampling: SamplingParams,
+    answered: TokenIds[int],
+) -> AnswerWriter:
+    return AnswerWriter(
+        shapes=[
+            ChatShape(service.token_bytes)
+            if isinstance(request, ChatRequest)
+            else CompletionShape(service.token_bytes, answered)
+            for _ in range(choices_of(request))
+        ],
+        model=service.model.name,
+        with_logprobs=sampling.logprobs is not None,
+        prompt_token_ids=prompt.token_ids.tolist() if request.return_token_ids else None,
+        include_usage=request.include_usage,
+        tells_tokens=bool(request.stream_token_ids),
+        goes_on=bool(answered),
     )
 
 
@@ -162,7 +183,7 @@ def _of_choice(sampling: SamplingParams, index: int) -> SamplingParams:
 
 
 def _tool_use(service: EngineService, request: PromptRequest) -> tuple[ToolUse | None, CallFormat | None]:
-    """How the answer may use tools, and the format of calls that the chat template shows the model."""
+    """The tools that the answer may use, and the format of calls that the chat template shows the model."""
     if not isinstance(request, ChatRequest):
         return None, None
     template = service.tokenizer.template(request.tools) if request.tools else None
@@ -173,7 +194,7 @@ def _tool_use(service: EngineService, request: PromptRequest) -> tuple[ToolUse |
 
 def _structure(request: PromptRequest, use: ToolUse | None) -> Structure | None:
     """The structure of the answer; raises ApiError (400) where other fields make it impossible."""
-    asked = structure_of(request.structure_fields)
+    asked = structure_of(request)
     of_tools = None if use is None else use.structure
     if asked is not None and of_tools is not None:
         if of_tools.kind != "tags":
@@ -188,7 +209,7 @@ def _structure(request: PromptRequest, use: ToolUse | None) -> Structure | None:
 
 
 def _shows_special(service: EngineService, use: ToolUse | None, format_: CallFormat | None) -> bool:
-    """Whether calls begin with a special token, which text usually leaves out."""
+    """True if calls begin with a special token, which text usually leaves out."""
     if use is None or use.named is not None or use.listed or format_ is None:
         return False
     return format_.opens in service.tokenizer.special_tokens

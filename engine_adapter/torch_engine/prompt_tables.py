@@ -85,22 +85,10 @@ class PromptTables:
         """Every table, in the order they came."""
         return list(self._by_id.values())
 
-    def put(self, table_id: str, data: bytes, extra_id: int | None) -> tuple[StoredTable, bool]:
-        """Stores a table; returns it and whether it is new. Storing the same table again changes nothing.
-
-        Args:
-            table_id: the name that requests use.
-            data: safetensors bytes, one tensor [rows, hidden].
-            extra_id: its identity; None derives it from the content.
-
-        Raises:
-            PromptTableError: the bytes are no such table.
-            ApiError: 409 for an id or extra id that stands for other content, 413 beyond the limit.
-        """
-        return self.keep(self.read(table_id, data, extra_id))
-
     def read(self, table_id: str, data: bytes, extra_id: int | None) -> StoredTable:
-        """A table that is not stored yet, see `put`. Threads may call it."""
+        """A table that is not stored yet: `data` are safetensors bytes, one tensor [rows, hidden]; without
+        `extra_id`, that is derived from the content. Threads may call it. Raises PromptTableError if the
+        bytes are no such table."""
         if not 0 < len(table_id) <= _MAX_ID_LENGTH:
             raise ApiError(f"the table id has 1 to {_MAX_ID_LENGTH} characters", param="table_id")
         embeddings = parse_embeddings(data, param="table")
@@ -110,7 +98,9 @@ class PromptTables:
         return StoredTable(table_id, extra_id, embeddings.rows, embeddings.content(), tensor)
 
     def keep(self, table: StoredTable) -> tuple[StoredTable, bool]:
-        """Stores what `read` returned, see `put`."""
+        """Stores what `read` returned; returns it and whether it is new. The same table again changes
+        nothing. Raises ApiError: 409 for an id or extra id that stands for other content, 413 beyond the
+        limit."""
         table_id, extra_id = table.table_id, table.extra_id
         if self._is_known(table):
             return self._by_id[table_id], False

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 import msgspec
 
-from engine_adapter.errors import EngineError
+from engine_adapter.errors import EngineError, FieldError
 from engine_adapter.types import ExtraIds, Retention, TokenIds
 
 if TYPE_CHECKING:
@@ -29,17 +29,12 @@ class PinLimitReached(EngineError):
     """A pin would protect more blocks than pins may hold together."""
 
 
-class RequestRefused(EngineError):
-    """The engine does not take this request: it is empty, too long, or names ids that do not exist. The
-    client's fault.
+class RequestRefused(FieldError):
+    """The engine does not take this request: it is empty, too long, or names ids that do not exist."""
 
-    Attributes:
-        param: the field at fault, e.g. `prompt`.
-    """
 
-    def __init__(self, message: str, *, param: str) -> None:
-        super().__init__(message)
-        self.param = param
+class NoScores(ValueError):
+    """A model computed a score that is no number."""
 
 
 @dataclass(frozen=True, slots=True)

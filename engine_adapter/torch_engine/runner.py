@@ -21,7 +21,7 @@ from engine_adapter.torch_engine.attention import (
     attention_context,
 )
 from engine_adapter.torch_engine.kv_cache import KvSequence
-from engine_adapter.torch_engine.requests import RequestRefused
+from engine_adapter.torch_engine.requests import NoScores, RequestRefused
 from engine_adapter.torch_engine.storage import KvStorage
 
 Ints = NDArray[np.int64]
@@ -37,12 +37,9 @@ class LoadedModel:
     """A causal language model, ready to run.
 
     Attributes:
-        module: the transformers model.
-        name: the served model name.
         tokenizer: absolute directory or hub id of the tokenizer.
         vocab_size: token ids below it are text. hidden_size: columns of an embedding.
         max_model_len: context in tokens.
-        eos_token_ids: tokens that end a generation.
         default_max_tokens: limit of the generation config; None if it has none.
         device, dtype: as torch names them, e.g. `cpu`, `float32`.
         layers: KV shape of each layer. kv_bytes_per_token: over all of them.
@@ -116,17 +113,24 @@ class Runner:
     @torch.inference_mode()
     def run(self, work: Sequence[Work]) -> Tensor:
         """Logits [tokens after which they are needed, vocabulary], in order. Neighbours in `work` with a
-        single token each and similar lengths are attended in one call."""
+        single token each and similar lengths are attended in one call.
+
+        Raises:
+            NoScores: the model computes what is no number.
+        """
         rows = self._rows(work)
         needed = np.array([item.logits for item in work], dtype=np.int64)
         wanted = np.arange(needed.sum()) + (rows.ends - needed.cumsum()).repeat(needed)
-        with attention_context(self._batch(rows)):
+        batch = self._batch(rows)
+        with attention_context(batch):
             output = self._module(
                 **self._inputs(work),
                 position_ids=self._to_device(rows.positions)[None],
                 use_cache=False,
                 logits_to_keep=self._to_device(wanted),
             )
+        if not torch.stack(batch.sums).isfinite().all():
+            raise NoScores("the model computes values that are no numbers")
         logits: Tensor = output.logits[0]
         return logits
 

@@ -18,22 +18,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine_adapter.torch_engine.drawing import Filters, draw
-from engine_adapter.torch_engine.requests import Constraint, RequestRefused, SamplingParams, Token
+from engine_adapter.torch_engine.requests import Constraint, NoScores, RequestRefused, SamplingParams, Token
 
 _COLDEST = 1e-5
 """Below this temperature, sampling is greedy: dividing by less would only lose precision."""
 _SEEDS = 2**64
 
 
-class NoScores(ValueError):
-    """A model's scores are no numbers."""
-
-
 class Sampler:
-    """How the tokens of one request are chosen, and what that depends on from token to token.
+    """The rules by which the tokens of one request are chosen, and their state from token to token.
 
     Attributes:
-        greedy: True when it takes the highest score.
         random: draws its numbers, one for each token.
         tally: the tokens that penalties concern; None without penalties.
         constraint: see `Constraint`; None allows every token.
@@ -149,6 +144,12 @@ def _edited(logits: Tensor, samplers: Sequence[Sampler]) -> tuple[Tensor, dict[i
     if not (tallies or biases or forbidden or constraints):
         return logits.float(), {}
     scores = logits.to(torch.float32, copy=True)
+    rows_left = [*forbidden, *constraints]  # what these leave may be numbers, although the model is broken
+    errors = {
+        row: _no_choice(highest, samplers[row], logits[row])
+        for row, highest in zip(rows_left, scores[rows_left].amax(-1).tolist(), strict=True)
+        if not math.isfinite(highest)
+    }
     if tallies:
         _penalise(scores, tallies, [samplers[row].params for row in tallies])
     if biases:
@@ -157,7 +158,7 @@ def _edited(logits: Tensor, samplers: Sequence[Sampler]) -> tuple[Tensor, dict[i
         scores.view(-1)[_places(scores, ids)] += _beside(scores, values)
     if forbidden:
         scores.view(-1)[_places(scores, forbidden)] = -torch.inf
-    return scores, _constrain(scores, constraints)
+    return scores, errors | _constrain(scores, constraints)
 
 
 def _penalise(scores: Tensor, tallies: Mapping[int, Tally], params: Sequence[SamplingParams]) -> None:
@@ -201,7 +202,6 @@ def _places(scores: Tensor, ids: Mapping[int, NDArray[np.int64]]) -> Tensor:
 
 
 def _beside(scores: Tensor, values: NDArray[Any]) -> Tensor:
-    """`values` on the device of the scores."""
     return torch.from_numpy(values).to(scores.device)
 
 

@@ -32,7 +32,6 @@ class Active:
     Attributes:
         sequence: its tokens and blocks.
         ends: tokens that stop it. limit: most tokens to generate.
-        scheduled: whether it has run before.
         scores: logprobs of its prompt's tokens from the second on, as far as they are computed; None if
             they are not wanted, or were delivered.
     """
@@ -61,7 +60,7 @@ class Active:
 
     @property
     def wants_scores(self) -> bool:
-        """Whether logprobs of its prompt are still to be computed."""
+        """True if logprobs of its prompt are still to be computed."""
         return self.scores is not None and len(self.scores) + 1 < len(self.request.token_ids)
 
     def accept(self, token_id: int) -> FinishReason | None:
@@ -88,7 +87,7 @@ class Item:
 
     @property
     def wants_hidden(self) -> bool:
-        """Whether its next token comes with the hidden state that it is chosen from."""
+        """True if its next token comes with the hidden state that it is chosen from."""
         return self.completes and self.active.request.wants_hidden
 
     @property
@@ -102,7 +101,6 @@ class Scheduler:
 
     Attributes:
         waiting: in the order in which they will run.
-        preemptions: how often a request had to give its blocks back.
         planning: the request `plan` works on; if `plan` raises, that request is at fault.
     """
 
@@ -190,7 +188,7 @@ class Scheduler:
         self.planning = active
         sequence = active.sequence
         self._cache.extend(sequence)
-        block = self._cache.next_block(sequence)
+        block = sequence.tip, self._cache.key_of(sequence, len(sequence.path))
         if block in claimed:
             return 0
         count = min(budget, active.uncomputed)

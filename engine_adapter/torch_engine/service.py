@@ -13,7 +13,8 @@ import torch
 
 from engine_adapter.off_loop import off_loop
 from engine_adapter.prompt.chat import ChatPrompt, ChatTokenizer
-from engine_adapter.prompt.embeds import read_embeds, reading_ms
+from engine_adapter.prompt.lengths import MAX_CHARS_PER_TOKEN
+from engine_adapter.prompt.media import read_embeds, reading_ms
 from engine_adapter.torch_engine.engine import Engine
 from engine_adapter.torch_engine.event_publisher import EventPublisher
 from engine_adapter.torch_engine.grammar import Grammars
@@ -27,8 +28,6 @@ from engine_adapter.torch_engine.token_bytes import TokenBytes
 from engine_adapter.torch_engine.web import ApiError
 
 T = TypeVar("T")
-
-_MAX_CHARS_PER_TOKEN = 256  # no tokenizer has longer tokens on average: a longer text cannot fit
 
 
 class EngineService:
@@ -117,8 +116,11 @@ class EngineService:
         return self.tables.resolve(token_ids, explicit=explicit, table_id=request.prompt_table)
 
     async def _chat_prompt(self, request: ChatRequest) -> Prompt:
-        size = _text_size(request.messages)
-        self.check_chars(size, "messages")
+        size = 0
+        for name in ("messages", "tools", "chat_template_kwargs"):
+            of_field = _text_size(getattr(request, name))
+            self.check_chars(of_field, name)
+            size += of_field
         chat = await self.tokenizer.off_loop(
             size,
             lambda: self.tokenizer.chat(
@@ -169,7 +171,7 @@ class EngineService:
     def check_chars(self, chars: int, param: str) -> None:
         """Refuses a text that is too long for any tokenizer, before any work."""
         limit = self.engine.max_model_len
-        if chars > limit * _MAX_CHARS_PER_TOKEN:
+        if chars > limit * MAX_CHARS_PER_TOKEN:
             raise _too_long(f"{chars} characters exceed the context of {limit} tokens", param)
 
 
@@ -181,15 +183,18 @@ def _too_long(message: str, param: str) -> ApiError:
     return ApiError(message, param=param, code="context_length_exceeded")
 
 
-def _text_size(messages: object) -> int:
-    """Number of characters of all texts in `messages`, at any depth, without embedding data."""
+def _text_size(field: object) -> int:
+    """Number of characters of all texts and names in a field, at any depth, and one for each value. Embedding
+    data does not count."""
     size = 0
-    pending = [messages]
+    pending = [field]
     while pending:
         value = pending.pop()
+        size += 1
         if isinstance(value, str):
             size += len(value)
         elif isinstance(value, dict):
+            size += sum(map(len, value))
             pending += [item for key, item in value.items() if key != "data"]
         elif isinstance(value, list):
             pending += value

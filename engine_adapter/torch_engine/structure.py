@@ -1,4 +1,4 @@
-"""Which structure a request asks of its answer: a JSON schema, a pattern, a grammar, or calls of tools. Pure.
+"""The structure that a request asks of its answer: a JSON schema, a pattern, a grammar, or calls of tools.
 
 `response_format` is OpenAI's. `structured_outputs` and the older `guided_*` are vLLM's.
 """
@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from engine_adapter.torch_engine.protocol import PromptRequest
 from engine_adapter.torch_engine.tool_calls import (
     HERMES,
     CallFormat,
@@ -26,7 +27,8 @@ MAX_BYTES = 64 << 10
 MAX_GRAMMAR_BYTES = 8 << 10
 """Largest grammar: to read GBNF takes time with the square of its size, 0.2 s for this."""
 _ANY_OBJECT = {"type": "object"}
-_DEFINITIONS = ("$defs", "definitions")
+# Their values are data, not schemas.
+_PLAIN = ("const", "enum", "default", "examples")
 Kind = Literal["json", "regex", "choice", "grammar", "tags"]
 _OF_VLLM = ("json", "regex", "choice", "grammar", "json_object")
 
@@ -49,7 +51,7 @@ class Structure:
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """How an answer may use tools.
+    """The ways in which an answer may use tools.
 
     Attributes:
         structure: what that asks of the answer; None where the model decides.
@@ -62,6 +64,7 @@ class ToolUse:
     named: str | None = None
     listed: bool = False
     one: bool = False
+    names: frozenset[str] = frozenset()
 
     def reader(self, format_: CallFormat | None) -> CallReader | None:
         """Reads the calls of one choice; None where the text stays as it is."""
@@ -69,19 +72,14 @@ class ToolUse:
             return NamedCall(self.named)
         if self.listed:
             return ListedCalls()
-        return None if format_ is None else MarkedCalls(format_, most=1 if self.one else None)
+        most = 1 if self.one else None
+        return None if format_ is None else MarkedCalls(format_, names=self.names, most=most)
 
 
-def structure_of(fields: Mapping[str, Any]) -> Structure | None:
-    """The structure that a request's fields ask for, None for none.
-
-    Args:
-        fields: `response_format`, `structured_outputs` and `guided_*`; None where the request has none.
-
-    Raises:
-        ApiError: 400 for what cannot be asked for, and for two structures at once.
-    """
-    found = [each for each in (_of_format(fields.get("response_format")), *_of_vllm(fields)) if each]
+def structure_of(request: PromptRequest) -> Structure | None:
+    """The structure that a request asks for, None for none. Raises ApiError (400) for what cannot be asked
+    for, and for two structures at once."""
+    found = [each for each in (_of_format(request.response_format), *_of_vllm(request)) if each]
     if len(found) > 1:
         raise ApiError(f"{found[0].param} and {found[1].param} exclude each other", param=found[1].param)
     return found[0] if found else None
@@ -90,7 +88,7 @@ def structure_of(fields: Mapping[str, Any]) -> Structure | None:
 def tool_use_of(
     tools: object, choice: object, *, parallel: bool | None, format_: CallFormat | None
 ) -> ToolUse | None:
-    """How the answer may use tools; None for not at all. Raises ApiError (400)."""
+    """The ways in which the answer may use tools; None for not at all. Raises ApiError (400)."""
     if choice in ("none", None, "auto") and not tools:
         return None
     functions = _functions(tools)
@@ -98,7 +96,7 @@ def tool_use_of(
     if choice == "none":
         return None
     if choice in (None, "auto"):
-        return ToolUse(_strict(functions, format_), one=one)
+        return ToolUse(_strict(functions, format_), one=one, names=frozenset(functions))
     if not functions:
         raise ApiError("tool_choice needs tools", param="tool_choice")
     if choice == "required":
@@ -125,9 +123,9 @@ def _of_format(asked: object) -> Structure | None:
     )
 
 
-def _of_vllm(fields: Mapping[str, Any]) -> list[Structure | None]:
-    asked = {f"guided_{kind}": (kind, fields.get(f"guided_{kind}")) for kind in _OF_VLLM}
-    given = fields.get("structured_outputs") or {}
+def _of_vllm(request: PromptRequest) -> list[Structure | None]:
+    asked = {f"guided_{kind}": (kind, getattr(request, f"guided_{kind}")) for kind in _OF_VLLM}
+    given = request.structured_outputs or {}
     asked |= {f"structured_outputs.{kind}": (kind, given.get(kind)) for kind in _OF_VLLM}
     return [_of_kind(kind, value, param) for param, (kind, value) in asked.items()]
 
@@ -178,24 +176,33 @@ def _parameters(function: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _list_of_calls(functions: Mapping[str, Mapping[str, Any]], *, one: bool) -> dict[str, Any]:
-    """The schema of a list of calls."""
     calls = _any_call({name: _parameters(function) for name, function in functions.items()}, "parameters")
-    definitions = {key: calls.pop(key) for key in _DEFINITIONS if key in calls}
-    schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": calls, **definitions}
+    schema = {"type": "array", "minItems": 1, "items": {"anyOf": calls["anyOf"]}, "$defs": calls["$defs"]}
     return schema | {"maxItems": 1} if one else schema
 
 
 def _any_call(functions: Mapping[str, dict[str, Any]], field: str) -> dict[str, Any]:
-    """The schema of a call, from the parameters of each function. All functions share their definitions."""
-    definitions: dict[str, dict[str, Any]] = {}
-    calls = []
-    for name, parameters in functions.items():
-        for key in _DEFINITIONS:
-            if isinstance(own := parameters.get(key), dict):
-                definitions.setdefault(key, {}).update(own)
-        plain = {key: value for key, value in parameters.items() if key not in _DEFINITIONS}
-        calls.append(_call_schema(name, plain, field))
-    return {"anyOf": calls, **definitions}
+    """The schema of a call, from the parameters of each function. These stay whole, each as a definition:
+    functions may have definitions of the same name."""
+    places = {name: f"#/$defs/{index}" for index, name in enumerate(functions)}
+    return {
+        "anyOf": [_call_schema(name, {"$ref": place}, field) for name, place in places.items()],
+        "$defs": {place[8:]: _moved(functions[name], place) for name, place in places.items()},
+    }
+
+
+def _moved(schema: Any, place: str) -> Any:  # noqa: ANN401 - JSON
+    """The schema with its references as they are at `place` of another schema."""
+    if isinstance(schema, list):
+        return [_moved(each, place) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        key: place + value[1:]
+        if key == "$ref" and isinstance(value, str) and value.startswith("#")
+        else (value if key in _PLAIN else _moved(value, place))
+        for key, value in schema.items()
+    }
 
 
 def _call_schema(name: str, parameters: object, field: str) -> dict[str, Any]:

@@ -16,10 +16,11 @@ from typing_extensions import override
 
 from engine_adapter.errors import EngineDied, EngineGarbled
 from engine_adapter.hold import AnswerReader, Resumption
+from engine_adapter.http.sse import WholeEvents
 
-_END = b"\n\n"
-# In the error event of an engine that ends.
+# In the error event of an engine that ends; a tool may have that name, too.
 _ENDS = b'"engine_unavailable"'
+_ENDED = re.compile(rb'^data: \{"error":.*"code":"engine_unavailable"', re.MULTILINE)
 # Text cannot contain it: JSON strings have no line feed.
 _TOLD = re.compile(rb"^: ([\d ]+)\n", re.MULTILINE)
 _ODD = re.compile(rb"^:", re.MULTILINE)
@@ -33,19 +34,12 @@ class ToldTokens(AnswerReader):
         """`answered`: the tokens with which the request begins its answer, if it does."""
         self._answered = answered if isinstance(answered, list) else []
         self._told = bytearray()  # as text: five bytes per token
-        self._held = bytearray()  # an incomplete event
+        self._events = WholeEvents()
 
     @override
     def feed(self, chunk: bytes) -> bytes:
-        if self._held or not chunk.endswith(_END):
-            searched = max(len(self._held) - 1, 0)  # half of an end may have arrived before
-            self._held += chunk
-            end = self._held.rfind(_END, searched) + len(_END)
-            if end < len(_END):
-                return b""
-            chunk = bytes(self._held[:end])
-            del self._held[:end]
-        if _ENDS in chunk:
+        chunk = self._events.joined(chunk)
+        if _ENDS in chunk and _ENDED.search(chunk) is not None:
             raise EngineDied("the engine ended in mid-answer")
         if b"\n: " not in chunk and (first := _TOLD.match(chunk)) is not None:  # one event, as nearly always
             self._told += b" " + first[1]
@@ -59,9 +53,9 @@ class ToldTokens(AnswerReader):
 
     @override
     def finish(self) -> bytes:
-        return bytes(self._held)
+        return self._events.take_rest()
 
     def resume(self) -> Resumption:
-        """What another engine needs to go on with the answer."""
+        """The tokens that another engine needs to go on with the answer."""
         token_ids = [*self._answered, *map(int, self._told.split())]
         return Resumption(array("i", token_ids), {"answer_token_ids": token_ids})

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import secrets
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -47,10 +48,9 @@ class Found(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CallFormat:
-    """How a family of models writes calls.
+    """The format in which a family of models writes calls.
 
     Attributes:
-        name: as people call it.
         opens: the text before a call.
         closes: the text after it; "" when calls go on to the end of the answer.
         names_first: the function's name may stand before its arguments: `name[ARGS]{…}`.
@@ -87,15 +87,19 @@ class MarkedCalls:
     """Reads a choice of a model that decides by itself between text and calls.
 
     Args:
+        names: the functions that were offered: a call of another one is text; None for any.
         most: calls that are given out; None for all.
 
     Attributes:
         ends_as: the finish reason of an answer that made calls and ended by itself; None while it made none.
     """
 
-    def __init__(self, format_: CallFormat, *, most: int | None = None) -> None:
+    def __init__(
+        self, format_: CallFormat, *, names: Container[str] | None = None, most: int | None = None
+    ) -> None:
         self.ends_as: str | None = None
         self._format = format_
+        self._names = names
         self._most = most
         self._made = 0
         self._held = ""  # text that may be the beginning of a call, or is
@@ -152,9 +156,10 @@ class MarkedCalls:
             return True
         end = self._object.end(self._held)
         call = None if end is None else self._call(self._held[:end])
-        if call is not None:
+        if call is not None and (self._names is None or call.name in self._names):
             if self._most is None or self._made < self._most:
-                calls.append(_first_part(self._made, call, short_id=self._format.short_ids))
+                call_id = secrets.token_hex(5)[:9] if self._format.short_ids else _call_id()
+                calls.append(CallPart(self._made, call.text, call_id, call.name))
             self._made += 1
             self.ends_as = "tool_calls"
             self._enter("", self._held[end:])
@@ -187,7 +192,7 @@ class MarkedCalls:
             return None
 
     def _may_become_call(self, stripped: str) -> bool:
-        """Whether more text could make a call of what is held, which has no end yet."""
+        """True if more text could make a call of what is held, which has no end yet."""
         if not stripped or stripped.startswith("{"):
             return True
         if self._between_calls and self._format.closes.startswith(stripped):
@@ -280,10 +285,6 @@ class _JsonObject:
                     return self._at
         self._at = len(text)
         return None
-
-
-def _first_part(index: int, call: _Call, *, short_id: bool) -> CallPart:
-    return CallPart(index, call.text, secrets.token_hex(5)[:9] if short_id else _call_id(), call.name)
 
 
 def _call_id() -> str:

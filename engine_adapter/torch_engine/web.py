@@ -1,4 +1,4 @@
-"""What all routes share: errors in OpenAI's shape, request bodies up to a limit, JSON responses."""
+"""The parts that all routes share: errors in OpenAI's shape, request bodies up to a limit, JSON responses."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope
 
-from engine_adapter.errors import ChatError, EngineUnavailable, PromptTableError
-from engine_adapter.torch_engine.requests import PinLimitReached, RequestFailed, RequestRefused
+from engine_adapter.errors import ChatError, EngineUnavailable, FieldError, PromptTableError
+from engine_adapter.torch_engine.requests import PinLimitReached, RequestFailed
 
 _TYPES = {
     404: "not_found_error",
@@ -41,7 +41,6 @@ class ApiError(Exception):
     """An error to answer the client with.
 
     Attributes:
-        status: HTTP status.
         param: the request field at fault, None where none is.
         code: short name for programs, e.g. `context_length_exceeded`; None takes that of the status.
     """
@@ -59,7 +58,7 @@ def as_api_error(error: Exception) -> ApiError | None:
     """The client's view of `error`; None when it is a bug of ours."""
     if isinstance(error, ApiError):
         return error
-    if isinstance(error, (RequestRefused, ChatError, PromptTableError)):
+    if isinstance(error, FieldError):
         return ApiError(str(error), param=error.param, code=_INVALID.get(type(error)))
     if isinstance(error, PinLimitReached):
         return ApiError(str(error), status=409, code="pin_limit_reached")

@@ -1,10 +1,10 @@
 """vLLM as an engine.
 
 adapter.py     the adapter                            options.py   settings of this kind
-discovery.py   asks the server what it is             trials.py    learns by requests what it does not say
+discovery.py   asks the server what it is, and learns by requests what it does not say
 findings.py    what is missing, and which flag adds it  metrics.py   reads its /metrics page
 prompts.py     tokenises a request on the server      requests.py  changes to requests
-event_watch.py what the adapter learns from events    copies.py    counts blocks stored more than once
+event_watch.py what the adapter learns from events; counts blocks stored more than once
 tiered.py      vLLM with LMCache below it             embeddings.py  prompts with embeddings
 routes.py      routes beside `/v1`
 """

@@ -34,13 +34,12 @@ from engine_adapter.types import (
     TokenIds,
 )
 from engine_adapter.vllm import embeddings, prompts
-from engine_adapter.vllm.copies import Copies
-from engine_adapter.vllm.discovery import Facts, discover, event_endpoints
-from engine_adapter.vllm.event_watch import EventWatch, flush
+from engine_adapter.vllm.discovery import VllmFacts, discover, event_endpoints
+from engine_adapter.vllm.event_watch import Copies, EventWatch, flush
 from engine_adapter.vllm.findings import findings_of
 from engine_adapter.vllm.metrics import look
 from engine_adapter.vllm.options import VllmSpec, rank_headers
-from engine_adapter.vllm.requests import RequestShaper
+from engine_adapter.vllm.requests import RequestShaper, longest_chat
 from engine_adapter.vllm.routes import ROUTES
 
 _INSTEAD = {
@@ -67,7 +66,7 @@ class VllmAdapter(HttpAdapter):
         super().__init__(spec)
         self._rank = spec.options.dp_rank
         self._own_headers = Headers.of(rank_headers(self._rank).items()).raw
-        self._facts: Facts | None = None
+        self._facts: VllmFacts | None = None
         self._instance = ""
         self._queries = 0
         self._watch = EventWatch(None)
@@ -84,7 +83,11 @@ class VllmAdapter(HttpAdapter):
             self._watch = EventWatch(metrics.blocks)
         self._facts, self._queries = facts, metrics.queries
         self.capabilities = _capabilities(facts, self.spec)
-        self._shaper = RequestShaper(asks_usage=facts.trials.reports_cached is not False)
+        self._shaper = RequestShaper(
+            asks_usage=facts.trials.reports_cached is not False,
+            longest_chat=longest_chat(facts.version, facts.model.max_model_len),
+            renders=facts.renders,
+        )
         return EngineInfo(
             model=facts.model.name,
             instance=self._instance,
@@ -97,7 +100,8 @@ class VllmAdapter(HttpAdapter):
             loras=facts.model.loras,
             shares_prefill=True,
             renders_embeds=metrics.block_size is not None and (facts.tokenizes or facts.renders),
-            served_as_chats=MESSAGES_ROUTES if facts.renders else TRANSLATED_ROUTES,
+            # Its own route for responses ignores the rank.
+            served_as_chats=MESSAGES_ROUTES if facts.renders and self._rank is None else TRANSLATED_ROUTES,
             ranks=metrics.addressable_ranks,
             routes=ROUTES,
             card=facts.model.card,
@@ -186,17 +190,17 @@ class VllmAdapter(HttpAdapter):
 
     # --- inside ---------------------------------------------------------------------------------------
 
-    async def _able(self, capability: Capability) -> Facts:
+    async def _able(self, capability: Capability) -> VllmFacts:
         await self.require(capability)
-        return cast("Facts", self._facts)
+        return cast("VllmFacts", self._facts)
 
     def _is_another(self, identity: str | None, queries: int) -> bool:
-        """Whether the server's process was replaced since `connect`. Where `/metrics` has no identity, a
+        """True if the server's process was replaced since `connect`. Where `/metrics` has no identity, a
         counter that fell shows it."""
         return queries < self._queries if identity is None else identity != self._instance
 
 
-def _capabilities(facts: Facts, spec: VllmSpec) -> frozenset[Capability]:
+def _capabilities(facts: VllmFacts, spec: VllmSpec) -> frozenset[Capability]:
     has = {
         Capability.KV_EVENTS: event_endpoints(facts, spec) is not None,
         Capability.CACHED_TOKENS: facts.trials.reports_cached is True,
@@ -208,7 +212,7 @@ def _capabilities(facts: Facts, spec: VllmSpec) -> frozenset[Capability]:
     return frozenset(capability for capability, there in has.items() if there)
 
 
-def _served_name(facts: Facts, body: JsonBody) -> str:
+def _served_name(facts: VllmFacts, body: JsonBody) -> str:
     """The LoRA adapter that a request names, else the base model; clients may know that by another name."""
     name = body.get("model")
     return name if name in facts.model.loras else facts.model.name

@@ -1,27 +1,127 @@
-"""Asks a vLLM server what it is and how it was started."""
+"""Asks a vLLM server what it is and how it was started. Trials tell what it does not say.
+
+A trial request has one token or is refused, so it leaves nothing in the cache. Only an older server, which
+leaves out a count of 0, gets a prompt of one block.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
+from typing import TypeVar
 
 import msgspec
 
 from engine_adapter.detect import wrong_kind
-from engine_adapter.errors import EngineUnavailable
+from engine_adapter.errors import EngineRejected, EngineUnavailable
 from engine_adapter.events.subscriber import EventEndpoints
 from engine_adapter.http.control import ControlClient
 from engine_adapter.http.models import ServedModel, read_models
 from engine_adapter.types import Finding
 from engine_adapter.vllm.metrics import VllmMetrics, look
 from engine_adapter.vllm.options import VllmSpec, rank_headers
-from engine_adapter.vllm.trials import Trials, try_out
+
+_T = TypeVar("_T")
+# Seconds that one trial may take: a busy engine may queue it.
+_PATIENCE_S = 3.0
+_TOKEN = 1
+_CHAT = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
+# One request for each route that takes a salt. A server that respects salts refuses an empty one.
+_SALTED: Mapping[str, Mapping[str, object]] = {
+    "/v1/completions": {"prompt": [_TOKEN], "max_tokens": 1},
+    "/v1/chat/completions": _CHAT,
+    "/v1/responses": {"input": "a", "max_output_tokens": 1, "store": False},
+    "/v1/messages": _CHAT,
+}
 
 
-class EventSource(msgspec.Struct, frozen=True):
-    """Where a rank publishes its events; an entry of `/kv_event_sources`."""
+@dataclass(frozen=True, slots=True)
+class Trials:
+    """The results of the trials; None for what could not be tried yet.
+
+    Attributes:
+        takes_salt: every route of the server respects salts. Always known after `try_out`.
+        reports_cached: its answers report the reused tokens.
+    """
+
+    takes_salt: bool | None = None
+    reports_cached: bool | None = None
+
+
+async def try_out(
+    control: ControlClient, model: str, metrics: VllmMetrics, headers: Mapping[str, str], known: Trials
+) -> Trials:
+    """Tries what is not known yet, within 3 s.
+
+    `metrics` say how its cache is cut, and `headers` send a request to the engine meant. `known` was found of
+    the same process before. Raises EngineUnavailable if no salt trial was answered: an engine must not join
+    before this is known, because the requests of tenants would go to it unsalted.
+    """
+    takes_salt, reports_cached = await asyncio.gather(
+        _known(known.takes_salt, lambda: _takes_salt(control, model)),
+        _known(known.reports_cached, lambda: _answered(_reports_cached(control, model, metrics, headers))),
+    )
+    if takes_salt is None:
+        raise EngineUnavailable("it is too busy to show whether it respects cache salts")
+    return Trials(takes_salt, reports_cached)
+
+
+async def _known(before: bool | None, find_out: Callable[[], Awaitable[bool | None]]) -> bool | None:
+    return await find_out() if before is None else before
+
+
+async def _takes_salt(control: ControlClient, model: str) -> bool | None:
+    """None when no route answers. A salt is refused before anything is queued: while one route answers, a
+    silent one ignores it."""
+    respected = await asyncio.gather(*(_answered(_respects_salt(control, path, model)) for path in _SALTED))
+    return None if all(answer is None for answer in respected) else all(respected)
+
+
+async def _answered(trial: Awaitable[_T]) -> _T | None:
+    """The trial's result, None when it takes too long."""
+    try:
+        async with asyncio.timeout(_PATIENCE_S):
+            return await trial
+    except TimeoutError:
+        return None
+
+
+async def _respects_salt(control: ControlClient, path: str, model: str) -> bool:
+    body = {**_SALTED[path], "model": model, "cache_salt": ""}
+    try:
+        await control.call("POST", path, json=body)
+    except EngineRejected as error:
+        return error.status == HTTPStatus.NOT_FOUND or "cache_salt" in f"{error.param} {error}"
+    return False
+
+
+async def _reports_cached(
+    control: ControlClient, model: str, metrics: VllmMetrics, headers: Mapping[str, str]
+) -> bool | None:
+    block = metrics.block_size
+    lengths = (1, block + 1, block + 1) if block and metrics.caching else (1,)
+    try:
+        for length in lengths:
+            body = {"model": model, "prompt": [_TOKEN] * length, "max_tokens": 1, "temperature": 0}
+            if _tells(await control.call("POST", "/v1/completions", json=body, headers=headers)):
+                return True
+    except EngineRejected:
+        return None  # it does not serve completions
+    return False
+
+
+def _tells(answer: object) -> bool:
+    match answer:
+        case {"usage": {"prompt_tokens_details": {"cached_tokens": int()}}}:
+            return True
+        case _:
+            return False
+
+
+class RankSource(msgspec.Struct, frozen=True):
+    """The address at which a rank publishes its events; an entry of `/kv_event_sources`."""
 
     endpoint: str
     replay_endpoint: str | None = None
@@ -31,7 +131,7 @@ class EventSource(msgspec.Struct, frozen=True):
 
     @property
     def publishes(self) -> bool:
-        """Whether events are sent there."""
+        """True if events are sent there."""
         return self.enable_kv_cache_events and self.publisher in (None, "zmq")
 
 
@@ -42,7 +142,7 @@ class _Version(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class VllmFacts:
     """Facts about a server and its start.
 
     Attributes:
@@ -59,7 +159,7 @@ class Facts:
     model: ServedModel
     version: str
     metrics: VllmMetrics
-    source: EventSource | None
+    source: RankSource | None
     names_sources: bool
     tokenizes: bool
     renders: bool
@@ -68,17 +168,15 @@ class Facts:
     wrong_kind: Finding | None = None
 
 
-async def discover(control: ControlClient, spec: VllmSpec, known: Facts | None) -> Facts:
+async def discover(control: ControlClient, spec: VllmSpec, known: VllmFacts | None) -> VllmFacts:
     """Asks everything. `known` holds the facts of the last time: the same process is not tried out again.
-
-    Raises:
-        EngineUnavailable: it is not reachable, not vLLM, has no such rank, or is too busy to be tried out.
-    """
+    Raises EngineUnavailable if it is not reachable, not vLLM, has no such rank, or is too busy to be tried
+    out."""
     rank = spec.options.dp_rank
     models, version, sources, metrics, tokenizes, renders, resets = await asyncio.gather(
         control.get("/v1/models"),
         control.read_optional(_Version, "/version"),
-        control.read_optional(dict[str, EventSource], "/kv_event_sources"),
+        control.read_optional(dict[str, RankSource], "/kv_event_sources"),
         look(control, rank),
         _exists(control, "/tokenize"),
         _renders(control),
@@ -89,7 +187,7 @@ async def discover(control: ControlClient, spec: VllmSpec, known: Facts | None) 
     model = read_models(models, spec.model)
     same = known is not None and known.metrics.identity == metrics.identity is not None
     tried = known.trials if known is not None and same else Trials()
-    return Facts(
+    return VllmFacts(
         model=model,
         version=version.version if version is not None else "",
         metrics=metrics,
@@ -103,8 +201,8 @@ async def discover(control: ControlClient, spec: VllmSpec, known: Facts | None) 
     )
 
 
-def event_endpoints(facts: Facts, spec: VllmSpec) -> EventEndpoints | None:
-    """Where this machine reads the engine's events; None if it cannot follow them."""
+def event_endpoints(facts: VllmFacts, spec: VllmSpec) -> EventEndpoints | None:
+    """The addresses at which this machine reads the engine's events; None if it cannot follow them."""
     if not facts.metrics.tells_blocks or is_several(facts, spec):
         return None
     source = facts.source
@@ -113,12 +211,12 @@ def event_endpoints(facts: Facts, spec: VllmSpec) -> EventEndpoints | None:
     return spec.options.endpoints(spec.url, source.endpoint, source.replay_endpoint, source.topic)
 
 
-def is_several(facts: Facts, spec: VllmSpec) -> bool:
-    """Whether requests go to several ranks that kvpin cannot tell apart."""
+def is_several(facts: VllmFacts, spec: VllmSpec) -> bool:
+    """True if requests go to several ranks that kvpin cannot tell apart."""
     return spec.options.dp_rank is None and len(facts.metrics.ranks) > 1
 
 
-def _source(sources: Mapping[str, EventSource], rank: int | None) -> EventSource | None:
+def _source(sources: Mapping[str, RankSource], rank: int | None) -> RankSource | None:
     """The event source of the rank, or the only one."""
     if rank is not None:
         return sources.get(str(rank))
@@ -126,11 +224,11 @@ def _source(sources: Mapping[str, EventSource], rank: int | None) -> EventSource
 
 
 async def _renders(control: ControlClient) -> bool:
-    """Whether it renders prompts. Without --enable-scale-out the routes exist but refuse everybody."""
+    """True if it renders prompts. Without --enable-scale-out the routes exist but refuse everybody."""
     status = await control.status("POST", "/v1/chat/completions/render", json={})
     return status not in (HTTPStatus.NOT_FOUND, HTTPStatus.FORBIDDEN)
 
 
 async def _exists(control: ControlClient, path: str) -> bool:
-    """Whether the server has a POST route; asked by GET, so nothing happens."""
+    """True if the server has a POST route; asked by GET, so nothing happens."""
     return await control.status("GET", path) != HTTPStatus.NOT_FOUND

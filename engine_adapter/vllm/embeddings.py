@@ -45,7 +45,7 @@ class _Message(msgspec.Struct, frozen=True):
 
 
 def has_embeddings(path: str, body: JsonBody) -> bool:
-    """Whether its prompt has embeddings."""
+    """True if its prompt has embeddings."""
     if path == _COMPLETIONS:
         return body.get(_KIND) is not None
     return path == _CHAT and _QUOTED in body.raw and any(True for _ in _in_messages(body))

@@ -1,10 +1,12 @@
-"""What the adapter itself learns from the events that pass through it, and resets that they must report."""
+"""Reads the events that pass through the adapter, and resets the cache, which the events must report."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+
+from msgspec.structs import replace
 
 from engine_adapter.errors import EngineUnavailable
 from engine_adapter.http.control import ControlClient
@@ -13,6 +15,7 @@ from engine_adapter.types import (
     BlocksStored,
     CacheCleared,
     KvEvent,
+    KvGroup,
     KvProgress,
     Tier,
     ViewCurrent,
@@ -20,6 +23,101 @@ from engine_adapter.types import (
     ViewResumed,
 )
 from engine_adapter.vllm.options import rank_headers
+
+_MAX_DOUBTED = 100_000
+_Name = int | bytes | tuple[KvGroup, int | bytes]
+"""A block's name, with its group if that is not the main one."""
+
+
+class Copies:
+    """Counts blocks that vLLM holds more than once: a block leaves the view when its last copy is removed.
+
+    vLLM does not merge equal blocks. If two requests compute the same block at once, it is stored twice. A
+    prompt's last block is stored again if only that block had to be computed. Every copy has its own stored
+    and removed events. With `kv_cache_report_mode`, reuse is also reported as a stored event: a run of held
+    blocks from the start of a prompt. Such a run is not counted, so at worst the view holds too little.
+    """
+
+    def __init__(self) -> None:
+        self._copies: dict[_Name, int] = {}
+        # There may be more copies of these than counted.
+        self._doubted: set[_Name] = set()
+        # Removals dropped since the view began; None once kvpin knows whether the cache was empty then.
+        self._kept: set[_Name] | None = None
+        self._is_complete = False
+
+    def count(self, event: KvEvent) -> Iterable[KvEvent]:
+        """The event as it is to be passed on, after any removals it causes."""
+        match event:
+            case BlocksStored(tier=Tier.GPU):
+                self._store(event)
+            case BlocksRemoved(tier=Tier.GPU):
+                names = zip(event.hashes, _names(event), strict=True)
+                last = tuple([name for name, counted in names if self._is_last(counted)])
+                if len(last) < len(event.hashes):
+                    return (replace(event, hashes=last),) if last else ()
+            case ViewLost():
+                self._begin(set())
+            case CacheCleared():
+                self._begin(None)
+            case ViewCurrent(complete=complete):
+                return (*self._settle(is_complete=complete), event)
+        return (event,)
+
+    def _begin(self, kept: set[_Name] | None) -> None:
+        self._copies.clear()
+        self._doubted.clear()
+        self._kept = kept
+        self._is_complete = True  # until ViewCurrent says
+
+    def _store(self, event: BlocksStored) -> None:
+        copies, names = self._copies, _names(event)
+        if event.parent is not None or self._is_new(names):
+            for name in names:
+                copies[name] = copies.get(name, 0) + 1
+            return
+        for name in names:
+            copies.setdefault(name, 1)
+        if self._is_complete:
+            self._doubted.update(names)
+            if len(self._doubted) > _MAX_DOUBTED:
+                self._doubted.clear()
+                self._is_complete = False
+
+    def _is_new(self, names: Sequence[_Name]) -> bool:
+        """True if a block of the run was not held: then the run was stored, not reused."""
+        return self._is_complete and not all(name in self._copies or name in self._doubted for name in names)
+
+    def _is_last(self, name: _Name) -> bool:
+        copies = self._copies.pop(name, 1)
+        if copies == 1:
+            return True
+        self._copies[name] = copies - 1
+        if self._kept is not None:
+            self._kept.add(name)
+        return False
+
+    def _settle(self, *, is_complete: bool) -> Iterator[KvEvent]:
+        """The view is up to date. If the cache was not empty at its start, the counts are guesses: each
+        becomes 1."""
+        self._is_complete = is_complete
+        kept, self._kept = self._kept or (), None
+        if is_complete:
+            return
+        self._copies = dict.fromkeys(self._copies, 1)
+        by_group: dict[KvGroup | None, list[int | bytes]] = {}
+        for name in kept:
+            if self._copies.pop(name, 0):
+                group, own = name if isinstance(name, tuple) else (None, name)
+                by_group.setdefault(group, []).append(own)
+        for group, names in by_group.items():
+            yield BlocksRemoved(Tier.GPU, tuple(names), group)
+
+
+def _names(event: BlocksStored | BlocksRemoved) -> Sequence[_Name]:
+    """The blocks of the event: each group has its own, under the same names."""
+    return event.hashes if event.group is None else [(event.group, name) for name in event.hashes]
+
 
 _EVENT_S = 2.0
 _NUDGE = {"prompt": [1], "max_tokens": 1, "temperature": 0}
@@ -49,12 +147,12 @@ class EventWatch:
 
     @property
     def wants_reuse_told(self) -> bool:
-        """Whether requests should ask vLLM to report reused blocks."""
+        """True if requests should ask vLLM to report reused blocks."""
         return self._learned is not None
 
     @property
     def is_followed(self) -> bool:
-        """Whether somebody reads the events now."""
+        """True if somebody reads the events now."""
         return self._followers > 0
 
     @property
@@ -74,9 +172,9 @@ class EventWatch:
     def note(self, event: KvEvent) -> None:
         """Notes an event that its reader has processed."""
         match event:
-            case BlocksStored(tier=Tier.GPU, hashes=hashes):
+            case BlocksStored(tier=Tier.GPU, hashes=hashes, group=None):
                 self._store(hashes)
-            case BlocksRemoved(tier=Tier.GPU, hashes=hashes):
+            case BlocksRemoved(tier=Tier.GPU, hashes=hashes, group=None):
                 self._known.difference_update(hashes)
             case ViewCurrent(complete=complete):
                 self._learned = None if complete else 0

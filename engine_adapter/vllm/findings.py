@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from engine_adapter.events.options import RANKS
 from engine_adapter.types import Finding
-from engine_adapter.vllm.discovery import Facts, event_endpoints, is_several
+from engine_adapter.vllm.discovery import VllmFacts, event_endpoints, is_several
 from engine_adapter.vllm.options import VllmSpec
 
 _FLAG = (
@@ -36,7 +36,7 @@ _LMCACHE = Finding(
 _OLDEST = (0, 24)
 
 
-def findings_of(facts: Facts, spec: VllmSpec, *, replay_is_silent: bool = False) -> tuple[Finding, ...]:
+def findings_of(facts: VllmFacts, spec: VllmSpec, *, replay_is_silent: bool = False) -> tuple[Finding, ...]:
     """All findings, the most important first. `replay_is_silent`: the replay socket did not answer."""
     if facts.wrong_kind is not None:
         return (facts.wrong_kind,)  # the others name flags that it has not
@@ -48,7 +48,7 @@ def findings_of(facts: Facts, spec: VllmSpec, *, replay_is_silent: bool = False)
     return (*found, *_route_findings(facts, spec))
 
 
-def _cache_findings(facts: Facts) -> Iterator[Finding]:
+def _cache_findings(facts: VllmFacts) -> Iterator[Finding]:
     if facts.metrics.caching is False:
         yield Finding(
             "prefix caching is off: it reuses nothing", "start it without --no-enable-prefix-caching"
@@ -60,7 +60,7 @@ def _cache_findings(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def _event_findings(facts: Facts, spec: VllmSpec) -> tuple[Finding, ...]:
+def _event_findings(facts: VllmFacts, spec: VllmSpec) -> tuple[Finding, ...]:
     if not facts.metrics.tells_blocks:
         return ()  # _cache_findings says why
     ranks, source = facts.metrics.ranks, facts.source
@@ -85,7 +85,7 @@ def _event_findings(facts: Facts, spec: VllmSpec) -> tuple[Finding, ...]:
     return (_NO_EVENTS,) if facts.names_sources else (_NO_SOURCES,)
 
 
-def _route_findings(facts: Facts, spec: VllmSpec) -> Iterator[Finding]:
+def _route_findings(facts: VllmFacts, spec: VllmSpec) -> Iterator[Finding]:
     if facts.trials.reports_cached is False:
         yield Finding(
             "its answers do not report reused tokens: predictions cannot be checked",

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from http import HTTPStatus
 
+from engine_adapter.errors import EngineRejected
 from engine_adapter.http.control import ControlClient
 from engine_adapter.http.prometheus_text import Samples, read_samples
 
@@ -23,13 +25,11 @@ class VllmMetrics:
     Attributes:
         ranks: the data-parallel ranks on the page.
         identity: of the process; None where several API servers share one page.
-        running, waiting: requests.
         usage: share of its blocks that running requests hold, 0–1.
         block_size: in tokens.
         blocks: usable for KV; vLLM keeps one block empty.
         caching: whether prefix caching is on; None where unknown.
         queries, hits: prompt tokens looked up and found so far.
-        lmcache: it uses LMCache.
     """
 
     ranks: tuple[int, ...] = ()
@@ -46,7 +46,7 @@ class VllmMetrics:
 
     @property
     def tells_blocks(self) -> bool:
-        """Whether its block events can be followed."""
+        """True if its block events can be followed."""
         return self.block_size is not None and self.caching is not False
 
     @property
@@ -57,8 +57,15 @@ class VllmMetrics:
 
 
 async def look(control: ControlClient, rank: int | None) -> VllmMetrics:
-    """Reads the page; with `rank`, only that rank's values. Raises EngineUnavailable if it is not vLLM's."""
-    return read_metrics(await control.fetch("GET", "/metrics"), rank)
+    """Reads the page; with `rank`, only that rank's values. A NIM 2 has it at `/v1/metrics`. Raises
+    EngineUnavailable if it is not vLLM's."""
+    try:
+        page = await control.fetch("GET", "/metrics")
+    except EngineRejected as error:
+        page = await control.fetch("GET", "/v1/metrics") if error.status == HTTPStatus.NOT_FOUND else b""
+        if b"vllm:" not in page:
+            raise
+    return read_metrics(page, rank)
 
 
 def read_metrics(page: bytes, rank: int | None = None) -> VllmMetrics:

@@ -154,7 +154,7 @@ class TieredVllmAdapter(VllmAdapter):
         for flush in flushes:
             async with aclosing(flush) as steps:
                 async for progress in steps:
-                    now = _sum(before, progress)
+                    now = before.plus(progress)
                     yield now
             before = now
 
@@ -183,8 +183,3 @@ def _of_gpu(event: KvEvent) -> KvEvent | None:
             return None
         case _:
             return event
-
-
-def _sum(before: KvProgress, now: KvProgress) -> KvProgress:
-    left = {name: before.left.get(name, 0) + now.left.get(name, 0) for name in [*before.left, *now.left]}
-    return KvProgress(before.done + now.done, before.total + now.total, before.bytes + now.bytes, left)

@@ -5,11 +5,11 @@ openai.py          /v1/*: the data plane
 paths.py           which paths below /v1 are open
 websockets.py      which WebSockets are passed on
 models.py          /v1/models
-json_bodies.py     JSON bodies, and how long their lists may be
 ops.py             /health/*, /metrics
 asgi.py            ASGI on exchanges, for all but the data plane
 admin/             /admin/v1/*: the control plane
-auth.py            keys, loopback
+auth.py            keys
+web_pages.py       which web page asks, loopback
 error_answers.py   exceptions → error answers
 cors.py            which web pages may use the data plane
 kept_responses.py  /v1/responses/{id}: responses that kvpin keeps

@@ -67,19 +67,13 @@ def _scope(exchange: Exchange) -> dict[str, Any]:
         "asgi": {"version": "3.0", "spec_version": "2.3"},
         "http_version": "1.1",
         "method": exchange.method,
-        "scheme": "http" if exchange.transport.get_extra_info("sslcontext") is None else "https",
+        "scheme": exchange.scheme,
         "path": path_of(exchange.target),
         "raw_path": raw_path,
         "query_string": query,
         "root_path": "",
         "headers": exchange.headers.raw,
-        "client": _address(exchange, "peername"),
-        "server": _address(exchange, "sockname"),
+        "client": exchange.address("peername"),
+        "server": exchange.address("sockname"),
         FROM_PEER: exchange.is_from_peer,
     }
-
-
-def _address(exchange: Exchange, end: str) -> tuple[str, int] | None:
-    """Host and port of one end of the connection; None where it has none."""
-    address = exchange.transport.get_extra_info(end)
-    return (address[0], address[1]) if isinstance(address, tuple) else None

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import ipaddress
-import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from starlette.requests import HTTPConnection
 
 from engine_adapter import PRIVATE_HEADERS, Headers
+from proxy.api.web_pages import LOCAL_NAMES, is_loopback, is_own_page, name_of, page_asking
 from proxy.errors import Forbidden, Unauthorized
 from proxy.headers import FORWARDED_HEADERS, FORWARDED_PREFIX, KEY_HEADERS
 from proxy.request.tenants import Tenants
@@ -23,9 +23,6 @@ _KEY_HEADERS = frozenset(name.encode() for name in KEY_HEADERS)
 _OF_SEVERAL = _KEY_HEADERS | PRIVATE_HEADERS
 # In an ASGI scope: another kvpin of this machine passes the request on.
 FROM_PEER = "kvpin.from_peer"
-_LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
-# Values of `sec-fetch-site`: a page of this origin, or what a person typed.
-_OF_OWN_PAGES = ("same-origin", "none")
 
 
 def bearer(headers: Mapping[str, str]) -> str:
@@ -69,68 +66,82 @@ def passed_on_headers(headers: Headers, tenants: Tenants) -> Headers:
 
 
 class AdminGuard:
-    """Checks admin requests: for the admin key, or, when there is none, that they come from this machine."""
+    """Checks requests of operators: for one of some keys, or, when there is none, that they come from this
+    machine."""
 
-    def __init__(self, admin_key: str | None) -> None:
-        """`admin_key`: as itself or hashed; None for none."""
-        self._digest = key_digest(admin_key) if admin_key else None
+    def __init__(self, *keys: str | None, what: str = "the admin API", needs: str = "the admin key") -> None:
+        """`keys`: as themselves or hashed; None for none. `what` they open and what that
+        `needs` are for errors."""
+        self._digests = [key_digest(key) for key in keys if key]
+        self._what, self._needs = what, needs
 
     def right(self, connection: HTTPConnection) -> str:
         """The right by which a request is let in, for the audit log."""
         if is_from_peer(connection):
             return "another kvpin"
-        return "admin_key" if self._digest is not None else "this machine"
+        return "admin_key" if self._digests else "this machine"
 
     def check(self, connection: HTTPConnection) -> None:
         """Raises Unauthorized for a missing or wrong key, Forbidden for another machine."""
         if is_from_peer(connection):
             return  # it checked the request itself
-        if self._digest is None:
-            _require_local(connection)
+        if not self._digests:
+            self._require_local(connection)
             return
-        digest = hashlib.sha256(bearer(connection.headers).encode()).digest()
-        if not hmac.compare_digest(self._digest, digest):
-            raise Unauthorized("the admin API needs the admin key: Authorization: Bearer <key>")
+        given = hashlib.sha256(bearer(connection.headers).encode()).digest()
+        if not any(hmac.compare_digest(each, given) for each in self._digests):
+            raise Unauthorized(f"{self._what} needs {self._needs}: Authorization: Bearer <key>")
+
+    def _require_local(self, connection: HTTPConnection) -> None:
+        """Raises Forbidden unless the peer and the host name it asked for are both this machine.
+
+        The address alone is not enough. A web page in a local browser also has it, when it rebinds a name to
+        127.0.0.1 or posts across origins. Of web pages, only kvpin's own gets in.
+        """
+        host = connection.client.host if connection.client else ""
+        headers = connection.headers
+        forwarded = [
+            name for name in headers if name in FORWARDED_HEADERS or name.startswith(FORWARDED_PREFIX)
+        ]
+        if forwarded:
+            raise Forbidden(
+                f"without an admin key, {self._what} answers no request through a proxy ({forwarded[0]}): "
+                "start kvpin with --admin-key"
+            )
+        is_here = is_loopback(host) and name_of(headers) in LOCAL_NAMES
+        if not (is_here and is_own_page(headers, connection.scope["scheme"])):
+            raise Forbidden(
+                f"without an admin key, {self._what} answers only this machine: start kvpin with --admin-key"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class MetricsGuard:
+    """Checks requests for `/metrics`. Where there are no tenants to spy on, it needs no key.
+
+    Attributes:
+        guard: checks those that need a key; None if none does.
+    """
+
+    guard: AdminGuard | None
+
+    @classmethod
+    def of(cls, admin_key: str | None, metrics_key: str | None, *, has_tenants: bool) -> MetricsGuard:
+        """The keys: as themselves or hashed; None for none."""
+        needed = has_tenants or metrics_key is not None
+        names = {"what": "/metrics", "needs": "the admin key or metrics_key"}
+        return cls(AdminGuard(admin_key, metrics_key, **names) if needed else None)
+
+    def check(self, connection: HTTPConnection) -> None:
+        """Raises Unauthorized for a missing or wrong key, Forbidden for another machine or a web page."""
+        if self.guard is not None:
+            self.guard.check(connection)
+        elif not is_from_peer(connection):
+            scope = connection.scope
+            if page_asking(connection.headers.raw, scope["scheme"], lambda: scope["server"]) is not None:
+                raise Forbidden("/metrics answers no web page: ask as http://127.0.0.1, or set metrics_key")
 
 
 def is_from_peer(connection: HTTPConnection) -> bool:
-    """Whether another kvpin of this machine passes the request on, which is trusted."""
+    """True if another kvpin of this machine passes the request on, which is trusted."""
     return bool(connection.scope.get(FROM_PEER))
-
-
-def _require_local(connection: HTTPConnection) -> None:
-    """Raises Forbidden unless the peer and the host name it asked for are both this machine.
-
-    The address alone is not enough. A web page in a local browser also has it, when it rebinds a name to
-    127.0.0.1 or posts across origins. Of web pages, only kvpin's own gets in.
-    """
-    host = connection.client.host if connection.client else ""
-    named = re.sub(r":\d*$", "", connection.headers.get("host", "")).lower() or "localhost"
-    forwarded = [
-        name for name in connection.headers if name in FORWARDED_HEADERS or name.startswith(FORWARDED_PREFIX)
-    ]
-    if forwarded:
-        raise Forbidden(
-            f"without an admin key, the admin API answers no request through a proxy ({forwarded[0]}): start "
-            "kvpin with --admin-key"
-        )
-    if not is_loopback(host) or named not in _LOCAL_NAMES or not _is_own_page(connection):
-        raise Forbidden(
-            "without an admin key, the admin API answers only this machine: start kvpin with --admin-key"
-        )
-
-
-def _is_own_page(connection: HTTPConnection) -> bool:
-    """Whether no web page asks, or one of this origin. Browsers send both headers, no script can set them,
-    and `origin` is not sent with every GET."""
-    headers = connection.headers
-    own = f"{connection.scope['scheme']}://{headers.get('host', '')}".lower()
-    return headers.get("origin", own) == own and headers.get("sec-fetch-site", "none") in _OF_OWN_PAGES
-
-
-def is_loopback(host: str) -> bool:
-    """Whether an address is a loopback address of this machine."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

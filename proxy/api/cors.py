@@ -10,9 +10,12 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from engine_adapter import HeaderPairs, Headers
+from proxy.api.web_pages import UNKNOWN
 from proxy.errors import Forbidden
 
-METHODS = "DELETE, GET, HEAD, OPTIONS, PATCH, POST, PUT"
+SERVED = ("DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT")
+"""Methods of the data plane. Engines get no others: TRACE would repeat kvpin's key for the engine."""
+METHODS = ", ".join(SERVED)
 # Seconds for which a browser need not ask again.
 _MAX_AGE = "600"
 _ORIGIN = b"access-control-allow-origin"
@@ -38,20 +41,20 @@ class Cors:
         return [(_ORIGIN, origin), _EXPOSED, _VARIES] if origin in self._origins else [_VARIES]
 
     def allows(self, origin: str) -> bool:
-        """Whether pages of this origin may use the data plane."""
+        """True if pages of this origin may use the data plane."""
         return self._is_open or origin.encode("latin-1") in self._origins
 
 
 def is_preflight(headers: Headers) -> bool:
-    """Whether an OPTIONS asks what a page may send."""
+    """True if an OPTIONS asks what a page may send."""
     return "origin" in headers and "access-control-request-method" in headers
 
 
-def check_origin(cors: Cors | None, headers: Headers) -> None:
-    """Raises Forbidden for a page whose origin may not use the data plane. For WebSockets kvpin must check
-    this itself: browsers send no preflight for them."""
-    origin = headers.get("origin")
+def check_origin(cors: Cors | None, origin: str | None) -> None:
+    """Raises Forbidden for a page whose origin may not use the data plane. None: no page asks."""
     if origin is not None and (cors is None or not cors.allows(origin)):
+        if origin == UNKNOWN:
+            raise Forbidden("pages whose browser does not name their origin may not use kvpin")
         raise Forbidden(f"pages of {origin!r} may not use kvpin: start it with --cors-origin {origin}")
 
 
@@ -61,7 +64,7 @@ def preflight(cors: Cors | None, headers: Headers) -> dict[str, str]:
     Raises:
         Forbidden: pages of this origin may not use the data plane.
     """
-    check_origin(cors, headers)
+    check_origin(cors, headers.get("origin"))
     asked = headers.get("access-control-request-headers")
     wanted = {"access-control-allow-headers": asked} if asked else {}
     return {"access-control-allow-methods": METHODS, **wanted, "access-control-max-age": _MAX_AGE}

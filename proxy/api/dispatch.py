@@ -1,4 +1,4 @@
-"""What kvpin's port serves: the data plane, and an ASGI application for everything else."""
+"""All that kvpin's port serves: the data plane, and an ASGI application for everything else."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Reads which model a multipart form names. The form itself is passed on byte for byte.
 
     read_form   chunks → spool, until the field `model` is complete; then an upload of spool + further chunks
+    checked     the chunks as they come, each after `check` has seen the names of the fields in it
 
 Clients may send the field behind a file. So what was read is kept: up to 1 MiB in memory, more in a file.
 """
@@ -9,14 +10,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+import re
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager, suppress
 from tempfile import SpooledTemporaryFile
+from urllib.parse import unquote
 
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
 from engine_adapter import Named, Upload
 from proxy.errors import BadRequest
+from proxy.request.temporary import room_for
 
 Spool = SpooledTemporaryFile[bytes]
 MAX_IN_MEMORY = 1 << 20
@@ -27,13 +32,22 @@ _PIECE = 65_536
 _MAX_KIND = 4096
 # Bytes of a form that are looked at in some ms, even if they are tiny fields.
 _LOOK = 8192
+# All names of a field, as servers may read them: the first or the last, encoded or not.
+_NAMES = re.compile(rb'\bname\*?\d*\*?\s*=\s*"?([^";]*)', re.IGNORECASE)
+_BOUNDARY = "boundary="
 # It warns of each form that is wrong; the client is told.
 logging.getLogger("python_multipart").setLevel(logging.ERROR)
 
 
-def new_spool() -> Spool:
-    """Where the beginning of a form is kept; to be closed."""
-    return SpooledTemporaryFile(MAX_IN_MEMORY)
+@contextmanager
+def new_spool() -> Iterator[Spool]:
+    """Where the beginning of a form is kept."""
+    spool = SpooledTemporaryFile(MAX_IN_MEMORY)  # noqa: SIM115 - see below
+    try:
+        yield spool
+    finally:
+        with suppress(OSError):  # it tries once more to write what had no room
+            spool.close()
 
 
 async def read_form(
@@ -54,6 +68,7 @@ async def read_form(
 
     Raises:
         BadRequest: it is no form.
+        NoMemory: there is no room for it.
     """
     field = _ModelField(kind)
     async for chunk in chunks:
@@ -65,6 +80,27 @@ async def read_form(
     return Upload(_again(spool, chunks), length, field.named)
 
 
+async def checked(
+    chunks: AsyncIterator[bytes], kind: str, check: Callable[[str], None]
+) -> AsyncIterator[bytes]:
+    """The form as it arrives. What `check` raises ends it, so an engine never has the whole.
+
+    Args:
+        chunks: the form as it arrives.
+        kind: its content type.
+        check: is told the name of each field, and may refuse it.
+
+    Raises:
+        BadRequest: it is no form.
+    """
+    if kind.lower().count(_BOUNDARY) > 1:
+        raise BadRequest("the content type of a form needs one boundary")
+    field = _ModelField(kind, check)
+    async for chunk in chunks:
+        await field.look(chunk)
+        yield chunk
+
+
 class _ModelField:
     """Looks for the field `model` in a form as it arrives.
 
@@ -73,12 +109,13 @@ class _ModelField:
         is_over: nothing more is looked for.
     """
 
-    def __init__(self, kind: str) -> None:
-        """Raises BadRequest if the content type names no boundary."""
+    def __init__(self, kind: str, check: Callable[[str], None] | None = None) -> None:
+        """`check`: see `checked`. Raises BadRequest if the content type names no boundary."""
         if len(kind) > _MAX_KIND:
             raise BadRequest(f"the content type has more than {_MAX_KIND} bytes")
         self.named: Named | None = None
         self.is_over = False
+        self._check = check
         self._chunk, self._before = b"", 0  # what is being read, and the number of bytes before it
         self._header, self._content = bytearray(), bytearray()
         self._is_model = False
@@ -103,7 +140,7 @@ class _ModelField:
         """Looks at the next bytes. Between pieces of them, others have the event loop."""
         self.feed(chunk[:_LOOK])
         for at in range(_LOOK, len(chunk), _LOOK):
-            if self.is_over:
+            if self.is_over and self._check is None:
                 return
             await asyncio.sleep(0)
             self.feed(chunk[at : at + _LOOK])
@@ -128,7 +165,11 @@ class _ModelField:
 
     def _end_header(self) -> None:
         if self._header.lower() == b"content-disposition":
-            self._is_model = parse_options_header(bytes(self._content))[1].get(b"name") == b"model"
+            name = parse_options_header(bytes(self._content))[1].get(b"name", b"")
+            self._is_model = name == b"model"
+            if self._check is not None:
+                for given in _NAMES.findall(self._content):
+                    self._check(unquote(given.replace(b"\\", b"").decode("latin-1")))
         self._header.clear()
         self._content.clear()
 
@@ -160,10 +201,17 @@ class _ModelField:
 
 
 async def _keep(spool: Spool, chunk: bytes) -> None:
+    """Raises NoMemory if the temporary directory does not take it."""
     if spool.tell() + len(chunk) <= MAX_IN_MEMORY:
         spool.write(chunk)
-    else:
-        await asyncio.to_thread(spool.write, chunk)
+        return
+    with room_for("the form"):
+        await asyncio.to_thread(_write, spool, chunk)
+
+
+def _write(spool: Spool, chunk: bytes) -> None:
+    spool.write(chunk)
+    spool.flush()  # here it fails, rather than when it is read
 
 
 async def _again(spool: Spool, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:

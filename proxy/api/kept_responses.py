@@ -22,7 +22,7 @@ _ITEMS_PER_MS = 1024
 
 
 def may_be_kept(path: str) -> bool:
-    """Whether a request for this path may be about a response that kvpin keeps."""
+    """True if a request for this path may be about a response that kvpin keeps."""
     return path.startswith(_ROUTE)
 
 
@@ -38,7 +38,7 @@ class KeptResponses:
     store: ResponseStore
 
     def keeps(self, tenant: str | None, response_id: str) -> bool:
-        """Whether a tenant's response is kept."""
+        """True if a tenant's response is kept."""
         return self.store.of(tenant).get(response_id) is not None
 
     async def answer(self, method: str, target: str, tenant: str | None) -> Response | None:

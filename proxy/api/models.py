@@ -16,7 +16,7 @@ _MODELS = "/v1/models"
 
 
 def is_of_models(path: str) -> bool:
-    """Whether kvpin itself answers requests for this path."""
+    """True if kvpin itself answers requests for this path."""
     return path.startswith(_MODELS) and path[len(_MODELS) :][:1] in ("", "/", "?")
 
 

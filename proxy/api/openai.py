@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,31 +18,45 @@ import structlog
 from starlette.responses import Response
 
 from engine_adapter import NATIVE_ROUTES, Headers, JsonBody, RequestBody, Upload, route_of
+from engine_adapter.off_loop import JSON_BYTES_PER_MS, PAYER, off_loop
+from engine_adapter.shape import Shape
 from proxy.api.auth import authenticate, passed_on_headers
-from proxy.api.cors import METHODS, Cors, check_origin, is_preflight, preflight
+from proxy.api.cors import METHODS, SERVED, Cors, check_origin, is_preflight, preflight
 from proxy.api.error_answers import error_response
 from proxy.api.fan_out import serve
-from proxy.api.forms import new_spool, read_form
-from proxy.api.json_bodies import parse
-from proxy.api.kept_responses import KeptResponses, may_be_kept, name_of
+from proxy.api.forms import checked, new_spool, read_form
+from proxy.api.kept_responses import KeptResponses, may_be_kept
 from proxy.api.models import ALLOW_READS, answer_models, is_of_models, name_in
-from proxy.api.paths import check_native, checked_path
+from proxy.api.paths import check_method, checked_path
+from proxy.api.relay.to_object_home import PassedToKeeper, is_asked
 from proxy.api.relay.to_owner import PassedToOwner
-from proxy.api.relay.to_response_home import PassedToKeeper, is_asked
+from proxy.api.web_pages import page_asking
 from proxy.api.websockets import WebSocketClient, check_websocket, with_key
 from proxy.core.life import Cause
-from proxy.errors import BodyTooLarge, EncodedBody, NoEngine, NoMemory, RateLimited
+from proxy.errors import BadRequest, BodyTooLarge, EncodedBody, MethodNotAllowed, NoEngine, RateLimited
 from proxy.flow import Flow
 from proxy.headers import REQUEST_ID_HEADER
 from proxy.http.exchange import ClientLeft, Exchange
 from proxy.request.calls import Call, Reply
 from proxy.request.dialects import dialect_of
-from proxy.request.error_table import ANSWERED, cause_of, status_of
+from proxy.request.error_table import ANSWERED, cause_of, refusal_of, status_of
 from proxy.request.gate import Admission, Gate
+from proxy.request.json_bodies import parse
+from proxy.request.known_routes import ALLOW_POST, POST_ONLY
 from proxy.request.records import RequestRecord
 from proxy.request.session import session_of
+from proxy.request.stored import (
+    COLLECTIONS,
+    Kind,
+    Name,
+    check_form_field,
+    check_route,
+    may_name,
+    name_in_path,
+    names_of,
+)
 from proxy.request.tenants import Tenants
-from proxy.request.translate import ResponseStore, response_named
+from proxy.request.translate import ResponseStore
 
 log = structlog.get_logger(__name__)
 
@@ -67,22 +81,24 @@ class DataPlane:
     Attributes:
         gate: admits each request by its head, before its body is read.
         max_body_bytes: the longest body of a request.
+        shape: the most that a JSON body may hold.
         cors: the web pages that may use it from a browser; None for none.
         refused: called with the status of each request that is refused before the flow, and with a reason of
             `kvpin_refused_total` where there is one.
         elsewhere: passes requests on to the kvpin that owns their engine; None for a single kvpin.
-        keepers: passes requests on to the kvpin that keeps the named response; None for a single kvpin.
+        to_keeper: passes requests on to the kvpin that keeps the named object; None for a single kvpin.
     """
 
     flow: Flow
     tenants: Tenants
     gate: Gate
     max_body_bytes: int
+    shape: Shape = field(default_factory=Shape)
     responses: KeptResponses = field(default_factory=lambda: KeptResponses(ResponseStore()))
     cors: Cors | None = None
     refused: Callable[[int, str | None], None] = lambda _status, _reason: None
     elsewhere: PassedToOwner | None = None
-    keepers: PassedToKeeper | None = None
+    to_keeper: PassedToKeeper | None = None
 
     async def serve(self, exchange: Exchange) -> None:
         """Serves one request."""
@@ -107,7 +123,7 @@ class DataPlane:
             _answer_error(stopping, client_id or own_id, exchange, reply)
         except ANSWERED as error:
             if not reply.recorded:
-                self.refused(status_of(error), "memory" if isinstance(error, NoMemory) else None)
+                self.refused(status_of(error), refusal_of(error))
             _answer_error(error, client_id or own_id, exchange, reply)
         except Exception as error:
             # A bug must fail one request, not the connection or the process.
@@ -121,25 +137,47 @@ class DataPlane:
         if method == "OPTIONS":  # a preflight carries no key
             _send(self._options(exchange), exchange)
             return
+        if self.tenants.open and not exchange.is_from_peer:  # no page sends a key that it does not know
+            check_origin(
+                self.cors, page_asking(headers.raw, exchange.scheme, partial(exchange.address, "sockname"))
+            )
         if exchange.asks_for_websocket:
             await self._serve_websocket(exchange, reply, own_id, client_id)
             return
         tenant = authenticate(headers, self.tenants)
+        PAYER.set(tenant)
         path = checked_path(exchange.target)
-        check_native(method, path, isolated=self.tenants.isolated)
+        check_method(method, path)
         if is_of_models(path):
             await self._serve_models(exchange, reply, path, own_id)
             return
+        asked = name_in_path(path, isolated=self.tenants.isolated) if is_asked(exchange) else None
+        if asked is not None:
+            _send(Response(status_code=204 if self._keeps(tenant, asked) else 404), exchange)
+            return
+        self._check_route(method, path)
         call = partial(self._call, exchange, path, tenant, own_id, client_id)
         is_upload = _is_upload(path, headers)
         with self._admit(tenant, exchange, reply, partial(call, None), is_upload=is_upload) as admitted:
-            if may_be_kept(path) and (kept := await self._answer_kept(exchange, path, tenant)) is not None:
+            if may_be_kept(path) and (kept := await self.responses.answer(method, path, tenant)) is not None:
                 _send(kept, exchange)
             elif is_upload:
                 await self._serve_upload(exchange, reply, call, admitted)
             else:
                 # No name for the call and its body here: the body is freed before the answer ends.
                 await self._work(call(await self._body(exchange, admitted)), exchange, reply, admitted)
+
+    def _check_route(self, method: str, path: str) -> None:
+        """Checks what may be passed on.
+
+        Raises:
+            MethodNotAllowed: no API has the method.
+            Forbidden: several tenants may not use the route.
+        """
+        if method not in SERVED:
+            raise MethodNotAllowed(f"{method} is not served", allow=METHODS)
+        if self.tenants.isolated:
+            check_route(method, path)
 
     def _admit(
         self,
@@ -173,36 +211,29 @@ class DataPlane:
         reply.on_begin = admitted.free_body
         return admitted
 
-    async def _answer_kept(self, exchange: Exchange, path: str, tenant: str | None) -> Response | None:
-        """The answer about a response that is kept here. Another kvpin is only told whether it is."""
-        if is_asked(exchange):
-            return Response(status_code=204 if self._keeps(tenant, name_of(path)) else 404)
-        return await self.responses.answer(exchange.method, path, tenant)
-
     def _work(
         self, call: Call, exchange: Exchange, reply: Reply, admitted: Admission
     ) -> Coroutine[Any, Any, object]:
-        """Serves a request on an engine, or passes it on to the kvpin that keeps the named response."""
-        name = response_named(call)
-        if self.keepers is None or name is None or exchange.is_from_peer or self._keeps(call.tenant, name):
+        """Serves a request on an engine, or passes it on to the kvpin that keeps the named object."""
+        to_keeper = None if exchange.is_from_peer else self.to_keeper
+        if to_keeper is None or not may_name(call, isolated=self.tenants.isolated):
             return self._at_engine(call, exchange, reply, admitted)
-        return self._at_keeper(self.keepers, name, call, exchange, reply, admitted)
+        return self._at_keeper(to_keeper, call, exchange, reply, admitted)
 
-    def _keeps(self, tenant: str | None, name: str) -> bool:
-        """Whether a tenant's response is kept here, or by an engine that is known here."""
-        return self.responses.keeps(tenant, name) or self.flow.preparation.destinations.knows(tenant, name)
+    def _keeps(self, tenant: str | None, name: Name) -> bool:
+        """True if a tenant's object is kept here, or by an engine that is known here."""
+        is_kept = name.kind is Kind.RESPONSE and self.responses.keeps(tenant, name.id)
+        return is_kept or self.flow.preparation.destinations.knows(tenant, name)
 
     async def _at_keeper(
-        self,
-        keepers: PassedToKeeper,
-        name: str,
-        call: Call,
-        exchange: Exchange,
-        reply: Reply,
-        admitted: Admission,
+        self, to_keeper: PassedToKeeper, call: Call, exchange: Exchange, reply: Reply, admitted: Admission
     ) -> None:
-        if not await keepers.serve(name, call, exchange, reply):
-            await self._at_engine(call, exchange, reply, admitted)
+        for name in await names_of(call, isolated=self.tenants.isolated):
+            if name.kind in COLLECTIONS and not self._keeps(call.tenant, name):
+                if await to_keeper.serve(name, call, exchange, reply):
+                    return
+                break
+        await self._at_engine(call, exchange, reply, admitted)
 
     def _at_engine(
         self, call: Call, exchange: Exchange, reply: Reply, admitted: Admission
@@ -229,7 +260,7 @@ class DataPlane:
         self, exchange: Exchange, reply: Reply, own_id: str, client_id: str | None
     ) -> None:
         """Passes a WebSocket on to an engine that takes it, until one side closes it."""
-        check_origin(self.cors, exchange.headers)
+        check_origin(self.cors, exchange.headers.get("origin"))  # browsers send no preflight for it
         headers = with_key(exchange.headers)
         tenant, path = authenticate(headers, self.tenants), checked_path(exchange.target)
         check_websocket(path, isolated=self.tenants.isolated)
@@ -245,7 +276,13 @@ class DataPlane:
     ) -> None:
         """Serves a request whose body is passed on as it arrives. A form is read as far as its model's name,
         where that matters."""
-        length, chunks = self._length(exchange.headers), exchange.chunks(self.max_body_bytes)
+        length = self._length(exchange.headers)
+        chunks: AsyncIterator[bytes] = exchange.chunks(self.max_body_bytes)
+        if self.tenants.isolated:
+            if sum(name == b"content-type" for name, _ in exchange.headers.raw) > 1:
+                raise BadRequest("the request has several content types")  # the engine may read another one
+            if _kind(exchange.headers).startswith("multipart/"):
+                chunks = checked(chunks, exchange.headers["content-type"], check_form_field)
         has_choice = self.flow.fleet.has_choice or (self.elsewhere is not None and self.elsewhere.models)
         if not (_kind(exchange.headers).startswith("multipart/form-data") and has_choice):
             await self._work(call(Upload(chunks, length)), exchange, reply, admitted)
@@ -274,7 +311,9 @@ class DataPlane:
         encoding = exchange.headers.get("content-encoding", "identity")
         if raw and encoding.lower() != "identity":
             raise EncodedBody(f"the body is encoded as {encoding[:MAX_ENCODING]!r}: send it as plain JSON")
-        return parse(raw) if raw else None
+        if not raw:
+            return None
+        return await off_loop(partial(parse, raw, self.shape), ms=len(raw) / JSON_BYTES_PER_MS)
 
     def _length(self, headers: Headers) -> int | None:
         """The length of the body as its client gave it. Raises BodyTooLarge."""
@@ -291,8 +330,11 @@ class DataPlane:
             return Response(status_code=204, headers=preflight(self.cors, exchange.headers))
         path = checked_path(exchange.target)
         native = NATIVE_ROUTES.get(path.partition("?")[0])
-        reads = is_of_models(path) or (native is not None and native.method == "GET")
-        return Response(status_code=204, headers={"allow": ALLOW_READS if reads else METHODS})
+        if is_of_models(path) or (native is not None and native.method == "GET"):
+            allow = ALLOW_READS
+        else:
+            allow = ALLOW_POST if route_of(path) in POST_ONLY else METHODS
+        return Response(status_code=204, headers={"allow": allow})
 
 
 def _cancel(exchange: Exchange, reply: Reply) -> None:
@@ -309,7 +351,7 @@ def _cancel(exchange: Exchange, reply: Reply) -> None:
 
 
 def _is_upload(path: str, headers: Headers) -> bool:
-    """Whether the body is passed on as it arrives."""
+    """True if the body is passed on as it arrives."""
     return route_of(path).startswith(FILE_ROUTES) and _kind(headers).startswith(("multipart/", "audio/"))
 
 

@@ -9,6 +9,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
+from proxy.api.auth import MetricsGuard
 from proxy.fleet.engine import Engine, EngineState
 from proxy.fleet.fleet import Fleet
 from proxy.observe.metrics import Metrics
@@ -29,13 +30,14 @@ _PAGE = "{base}ui/            this kvpin in a browser\n"
 
 @dataclass(frozen=True, slots=True)
 class Ops:
-    """`/`, `/health`, `/health/live`, `/health/ready`, `/metrics`."""
+    """`/`, `/health`, `/health/live`, `/health/ready`, `/metrics`, which has a guard."""
 
     fleet: Fleet
     metrics: Metrics
     draining: asyncio.Event = field(default_factory=asyncio.Event)
     peers: Peers | None = None
     has_page: bool = False
+    guard: MetricsGuard = field(default_factory=lambda: MetricsGuard(None))
 
     @property
     def _takes_requests(self) -> bool:
@@ -71,18 +73,26 @@ class Ops:
     async def ready(self, _request: Request) -> Response:
         """200 while any engine takes requests, once every configured engine was tried; else 503.
 
-        It is also 503 when kvpin is about to stop: a load balancer then sends requests elsewhere.
+        It is also 503 when kvpin is about to stop: a load balancer then sends requests elsewhere. `models`
+        tells whether the model of an engine that loads and unloads it is in memory.
         """
         engines = self.fleet.engines.values()
         states = {engine.id: engine.state for engine in engines}
         elsewhere = {each.id: _where(each) for each in engines if each.state is EngineState.ELSEWHERE}
         more: dict[str, object] = {"elsewhere": elsewhere} if elsewhere else {}
+        if models := {each.id: word for each in engines if (word := each.adapter.model_state) is not None}:
+            more["models"] = models
         if self.peers is not None:
             more["exchange"] = _exchange(self.peers, stands_by=self.fleet.stands_by)
         return _health(ok=self._takes_requests, engines=states, **more)
 
     async def page(self, request: Request) -> Response:
-        """Prometheus' text format, or OpenMetrics if the client asks for it, as Prometheus itself does."""
+        """Prometheus' text format, or OpenMetrics if the client asks for it, as Prometheus itself does.
+
+        Raises:
+            Unauthorized, Forbidden: the client may not see it.
+        """
+        self.guard.check(request)
         openmetrics = _OPENMETRICS in request.headers.get("accept", "")
         kind = f"{_OPENMETRICS}; version=1.0.0" if openmetrics else "text/plain; version=0.0.4"
         page = await self.metrics.page(openmetrics=openmetrics)

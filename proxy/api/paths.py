@@ -1,4 +1,4 @@
-"""Which paths of the data plane are open: most below `/v1`, and those that adapters declare."""
+"""The open paths of the data plane: most below `/v1`, and those that adapters declare."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from functools import lru_cache
 from urllib.parse import unquote
 
 from engine_adapter import NATIVE_ROUTES, route_of
-from proxy.errors import Forbidden, NotFound
+from proxy.errors import MethodNotAllowed, NotFound
+from proxy.request.known_routes import ALLOW_POST, POST_ONLY
 
 # kvpin does not serve these routes, because they change an engine for all clients.
 ENGINE_ADMIN_ROUTES = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
@@ -47,15 +48,16 @@ def _hint(path: str) -> str:
     return ": write /v1 once, as the end of base_url" if path.startswith(_TWICE) else ""
 
 
-def check_native(method: str, path: str, *, isolated: bool) -> None:
-    """Checks a request for a native route.
+def check_method(method: str, path: str) -> None:
+    """Checks the method of a path that is open.
 
     Raises:
-        NotFound: only the engine's operator may use the method, or no engine has it.
-        Forbidden: it shows requests of other tenants, where there are several (`isolated`).
+        MethodNotAllowed: the route takes only POST.
+        NotFound: only the engine's operator may use the method of a native route.
     """
-    native = NATIVE_ROUTES.get(path.partition("?")[0])
+    asked = path.partition("?")[0]
+    if route_of(path) in POST_ONLY and method != "POST":
+        raise MethodNotAllowed(f"{asked} takes {ALLOW_POST}, not {method}", allow=ALLOW_POST)
+    native = NATIVE_ROUTES.get(asked)
     if native is not None and method != native.method and (method, native.method) != ("HEAD", "GET"):
-        raise NotFound(f"there is no route {method} {path.partition('?')[0]}")
-    if native is not None and native.shows_requests and isolated:
-        raise Forbidden(f"{path.partition('?')[0]} shows the requests of all tenants: kvpin has several")
+        raise NotFound(f"there is no route {method} {asked}")

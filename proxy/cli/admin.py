@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -11,6 +13,8 @@ from proxy.cli.help import App
 from proxy.cli.target_options import PrefixOptions, RequestOptions, TargetOptions
 
 EngineId = Annotated[str, typer.Argument(metavar="ENGINE", help="As `kvpin engines` lists it.")]
+# How often an engine that drains is asked for its requests.
+_POLL_S = 0.5
 engines_app = App("List, add, remove and drain engines.", "engines")
 
 
@@ -134,11 +138,26 @@ def engines_drain(
     *,
     engine_id: EngineId,
     undo: Annotated[bool, typer.Option("--undo", help="Let it take requests again.")] = False,
+    wait: Annotated[bool, typer.Option("--wait", help="Wait until its last request is over.")] = False,
     kvpin: AdminClient,
 ) -> None:
-    """Give an engine no new requests."""
+    """Give an engine no new requests, from any kvpin of the group.
+
+    It stays drained over restarts until `--undo`, see docs/many.md.
+    """
+    if undo and wait:
+        fail("--wait waits for an engine that drains: leave out --undo or --wait")
     engine = kvpin.post(f"/engines/{path_part(engine_id)}/drain", {"undo": undo})
     typer.echo(f"{engine_id} is {engine['state']}, {engine['in_flight']} requests in flight")
+    if wait and engine["in_flight"]:
+        _wait_until_idle(kvpin, engine_id)
+        typer.echo(f"{engine_id} has no request in flight")
+
+
+def _wait_until_idle(kvpin: AdminClient, engine_id: str) -> None:
+    """Returns when no kvpin has a request on the engine, or when it is gone."""
+    while any(each["id"] == engine_id and each["in_flight"] for each in kvpin.get("/engines")["engines"]):
+        time.sleep(_POLL_S)
 
 
 def _run(kvpin: AdminClient, verb: str, body: dict[str, Any], *, as_json: bool) -> None:
@@ -153,3 +172,64 @@ def _run(kvpin: AdminClient, verb: str, body: dict[str, Any], *, as_json: bool) 
         answer_tables.show_operation(operation)
     if operation["state"] != "done":
         fail(operation["error"] or f"the operation is {operation['state']}")
+
+
+tables_app = App("List, show, put and delete prompt tables.", "tables")
+_PATH = "/prompt_tables"
+TableId = Annotated[str, typer.Argument(metavar="ID", help="As `kvpin tables` lists it.")]
+
+
+@tables_app.list_command
+def list_tables(*, kvpin: AdminClient, as_json: JsonOption = False) -> None:
+    """List the registered tables."""
+    show(kvpin.get(_PATH), "answer_tables.show_prompt_tables", as_json=as_json)
+
+
+@tables_app.command("show")
+def show_table(*, table_id: TableId, kvpin: AdminClient, as_json: JsonOption = False) -> None:
+    """Show a table, and how a request names it."""
+    registered = kvpin.get(_PATH)["prompt_tables"]
+    table = next((each for each in registered if each["table_id"] == table_id), None)
+    if table is None:
+        fail(f"there is no prompt table {table_id!r}")
+    show(table, "answer_tables.show_prompt_table", as_json=as_json)
+
+
+@tables_app.command("put")
+def put(
+    *,
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="safetensors with one float tensor of rows × hidden size.")
+    ],
+    table_id: Annotated[
+        str | None, typer.Option("--id", metavar="ID", help="What requests name [from its content].")
+    ] = None,
+    extra_id: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="The identity of its KV, 1 to 2**64-1 [from its content]."),
+    ] = None,
+    kvpin: AdminClient,
+    as_json: JsonOption = False,
+) -> None:
+    """Register a table with kvpin, and with engines.
+
+    Every engine that holds tables gets it, or none does.
+    """
+    try:
+        content = file.read_bytes()
+    except OSError as error:
+        fail(f"{str(file)!r} cannot be read: {error.strerror}")
+    given = {"id": table_id, "extra_id": extra_id}
+    query = {name: value for name, value in given.items() if value is not None}
+    table = kvpin.upload(_PATH, content, **query)
+    if as_json:
+        print_json(table)
+    else:
+        typer.echo(f"registered {table['table_id']}: {table['rows']} rows of {table['hidden']} values")
+
+
+@tables_app.command("delete")
+def delete(*, table_id: TableId, kvpin: AdminClient) -> None:
+    """Delete a table here and on the engines."""
+    kvpin.delete(f"{_PATH}/{path_part(table_id)}")
+    typer.echo(f"deleted {table_id}")

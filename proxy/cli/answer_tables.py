@@ -11,11 +11,17 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from proxy.cli.grid import Columns, TerminalTable, console, of_state
 
+
+def _of_model(engine: dict[str, Any]) -> str:
+    """The state of its model, where the engine loads and unloads it."""
+    return f", model {engine['model_state']}" if engine.get("model_state") is not None else ""
+
+
 _ENGINES: Columns = {
     "engine": "id",
     "kind": "kind",
     "address": "url",
-    "state": lambda engine: of_state(engine["state"]),
+    "state": lambda engine: of_state(engine["state"], _of_model(engine)),
     "model": "model",
     "view": lambda engine: of_state(engine["trust"]),
     "in flight": "in_flight",
@@ -24,7 +30,7 @@ _ENGINES: Columns = {
 }
 _POOL: Columns = {
     "engine": "id",
-    "state": lambda engine: of_state(engine["state"]),
+    "state": lambda engine: of_state(engine["state"], _of_model(engine)),
     "view": lambda engine: of_state(engine["trust"], f" ({engine['why']})"),
     "gpu": lambda engine: engine["blocks"]["gpu"],
     "host": lambda engine: engine["blocks"]["host"],
@@ -101,9 +107,17 @@ def show_stats(stats: dict[str, Any]) -> None:
 
 
 def ready_engines(ready: int, of: int, elsewhere: int) -> str:
-    """How many engines are ready, and how many more another kvpin uses for this one."""
+    """The number of ready engines, and of those that another kvpin uses for this one."""
     more = f" and {elsewhere} used through another kvpin" if elsewhere else ""
     return f"{ready} of {of} engines ready{more}"
+
+
+def forms_of(tokenisation: dict[str, Any]) -> str:
+    """Who makes the tokens of each form of prompt."""
+    forms = tokenisation["forms"].items()
+    who = {"local": "made here", "engine": "made by the engine", "none": "not followed"}
+    lists = {source: [form for form, row in forms if row["source"] == source] for source in who}
+    return "; ".join(f"{who[source]}: {', '.join(names)}" for source, names in lists.items() if names)
 
 
 def _show_pool(out: Console, pool: dict[str, Any], *, is_shared: bool) -> None:
@@ -113,6 +127,7 @@ def _show_pool(out: Console, pool: dict[str, Any], *, is_shared: bool) -> None:
     TerminalTable.of(pool["engines"], _POOL, text="view", less=less, title=title).print(out)
     if pool["tokenisation"] is not None:
         out.print(pool["tokenisation"]["detail"], markup=False)
+        out.print(forms_of(pool["tokenisation"]), markup=False)
     for engine in pool["engines"]:
         _show_slots(out, engine)
         if is_shared and engine["owner"] is not None:
@@ -162,7 +177,7 @@ def _show_exchange(out: Console, exchange: dict[str, Any]) -> None:
 
 
 def _round_trip(seconds: float | None, is_behind: bool) -> str:
-    """How long a message to another kvpin and back takes, and whether its load counts."""
+    """The time of a message to another kvpin and back; `behind` if the kvpin's load does not count."""
     return "–" if seconds is None else f"{1000 * seconds:.0f} ms" + ", behind" * is_behind
 
 
@@ -174,7 +189,9 @@ def _show_slots(out: Console, engine: dict[str, Any]) -> None:
     for tier, held in kv.get("files", {}).get("tiers", {}).items():
         out.print(
             f"{engine['id']}: {held['entries']} files on {tier}, "
-            f"{held['bytes'] / 2**20:.0f} of {held['cap'] / 2**20:.0f} MiB"
+            f"{held['bytes'] / 2**20:.0f} of {held['cap'] / 2**20:.0f} MiB, in {held['place']}"
+            f"{' (memory: a reboot loses them)' if held['in_memory'] else ''}",
+            markup=False,
         )
     for finding in engine.get("findings", []):
         out.print(f"{engine['id']}: {finding}", markup=False)

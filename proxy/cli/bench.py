@@ -14,9 +14,7 @@ from proxy.cli.client import JsonOption, base_of, fail, print_json
 from proxy.cli.options import option
 
 if TYPE_CHECKING:
-    from proxy.cli.load_test.figures import Figures
-    from proxy.cli.load_test.sender import BenchTarget, RequestSample
-    from proxy.cli.load_test.workload import Workload
+    from proxy.cli.load_test import BenchTarget, Figures, RequestSample, Workload
 
 _TITLES = {
     "completed": "Successful requests",
@@ -69,9 +67,7 @@ def bench(
     on with one that has it off. Every address gets the same prompts under prefixes of its own, which no
     cache holds yet. Exit status 1: a request failed.
     """
-    from proxy.cli.load_test.figures import figures  # noqa: PLC0415 - the other commands start quicker
-    from proxy.cli.load_test.sender import BenchError, BenchTarget, first_model  # noqa: PLC0415 - likewise
-    from proxy.cli.load_test.workload import Workload  # noqa: PLC0415 - likewise
+    from proxy.cli.load_test import BenchError, BenchTarget, Workload, figures, first_model  # noqa: PLC0415
 
     if not options.request_rate > 0:
         fail("--request-rate must be above 0; inf sends all at once")
@@ -104,7 +100,7 @@ def _measure(target: BenchTarget, load: Workload) -> tuple[list[RequestSample], 
     from rich.console import Console  # noqa: PLC0415 - see above
     from rich.progress import Progress  # noqa: PLC0415 - see above
 
-    from proxy.cli.load_test.sender import run  # noqa: PLC0415 - see above
+    from proxy.cli.load_test import run  # noqa: PLC0415 - see above
 
     err = Console(stderr=True)
     with Progress(console=err, transient=True, disable=not err.is_terminal) as progress:

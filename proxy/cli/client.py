@@ -132,7 +132,7 @@ class AdminClient:
                         yield name, json.loads(value)
 
     def _is_kvpin(self, client: httpx.Client, headers: dict[str, str]) -> bool:
-        """Whether there is what every kvpin has."""
+        """True if there is what every kvpin has."""
         with client.stream("GET", f"{base_of(self.url)}/admin/v1/engines", headers=headers) as answer:
             return answer.status_code != HTTPStatus.NOT_FOUND
 
@@ -206,7 +206,7 @@ def print_json(value: object) -> None:
 
 
 def _tells_operation(answer: httpx.Response) -> bool:
-    """Whether the answer is an operation that failed, not an error."""
+    """True if the answer is an operation that failed, not an error."""
     try:
         body = answer.json()
     except ValueError:

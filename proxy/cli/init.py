@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -82,13 +82,15 @@ def _entry(found: Examination, options: Mapping[str, str]) -> str:
     """One engine: what it is, what keeps kvpin from using it fully, and its settings."""
     lines = [f"# {_plain(line)}" for line in _comments(found)]
     settings = {"kind": found.spec.kind, "url": found.spec.url, **options}
-    lines += ["[[engines]]", *(f"{name} = {_quoted(value)}" for name, value in settings.items())]
+    # JSON writes a string as TOML does.
+    values = (f"{name} = {json.dumps(str(value), ensure_ascii=False)}" for name, value in settings.items())
+    lines += ["[[engines]]", *values]
     return "\n".join(lines) + "\n"
 
 
 def _comments(found: Examination) -> Iterator[str]:
     info = found.info
-    yield f"{found.spec.kind} {info.version}: serves {info.model}"
+    yield f"{found.spec.kind} {info.version}: serves {info.model or ', '.join(info.models)}"
     yield f"{found.tokenisation.detail}; {found.view.detail}"
     for finding in found.findings:
         yield f"Finding: {finding.problem}"
@@ -105,7 +107,3 @@ def _given(text: str) -> dict[str, str]:
 def _plain(text: str) -> str:
     """One line. TOML's comments hold no control characters, and an engine chooses its model's name."""
     return " ".join("".join(char if char.isprintable() else " " for char in text).split())
-
-
-def _quoted(value: Any) -> str:  # noqa: ANN401 - a string, or one that TOML writes alike
-    return json.dumps(str(value), ensure_ascii=False)

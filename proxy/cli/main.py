@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from proxy.cli import admin, bench, config, doctor, init, prompt_tables, replay, serve, top
+from proxy.cli import admin, advise, bench, config, doctor, init, replay, serve, top
 from proxy.cli.help import App
 
 _WHAT = "An OpenAI-compatible reverse proxy that makes the KV caches of serving engines count."
@@ -47,12 +47,13 @@ for _function in (
     admin.requests,
     doctor.doctor,
     replay.replay,
+    advise.advise,
     init.init,
     top.top,
     bench.bench,
 ):
     app.command()(_function)
-for _group in (admin.engines_app, prompt_tables.tables_app, config.config_app):
+for _group in (admin.engines_app, admin.tables_app, config.config_app):
     app.add_typer(_group)
 
 

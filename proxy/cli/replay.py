@@ -13,8 +13,11 @@ _UNUSABLE = 2
 
 
 def replay(
-    trace: Annotated[
-        Path, typer.Argument(metavar="FILE", help="Mooncake jsonl or kvpin's recording, plain or .gz.")
+    traces: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="FILE…", help="Mooncake jsonl, or recordings that kvpins made at one time; also .gz."
+        ),
     ],
     *,
     options: ReplayOptions,
@@ -28,7 +31,7 @@ def replay(
     from proxy.replay.trace import TraceError  # noqa: PLC0415 - likewise
 
     try:
-        run(trace, options)
+        run(traces, options)
     except (ValueError, TraceError) as error:
         typer.echo(f"kvpin: {error}", err=True)
         raise typer.Exit(_UNUSABLE) from error

@@ -1,19 +1,70 @@
-"""The options of `kvpin replay`, and what they ask for. Errors name the option."""
+"""The options of `kvpin replay`. Errors name the option."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from proxy.cli.options import option
-from proxy.replay.units import AmountError, parse_amount, parse_count, parse_tokens
 
 if TYPE_CHECKING:
+    from proxy.replay.figures import FigureSource
     from proxy.replay.plan import ReplayPlan
+    from proxy.replay.recorded import RecordedFigures
     from proxy.replay.simulated_engine import EngineModel
+
+# Amounts as people write them: 500k and 2M tokens, 64GiB, 128KiB.
+_FACTORS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
+_BYTES = {
+    "b": 1,
+    **{f"{letter}b": 1000**power for power, letter in enumerate("kmgt", 1)},
+    **{f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", 1)},
+}
+_SHOWN = 12  # characters that are shown of a very long amount
+_AMOUNT = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.IGNORECASE)
+
+
+class AmountError(ValueError):
+    """An amount cannot be read; the message says how to write it."""
+
+
+def parse_amount(text: str) -> tuple[int, bool]:
+    """The number, and whether it is in bytes: `k`, `M` and `G` are plain, `kB` and `KiB` are bytes. Raises
+    AmountError if the text is not an amount."""
+    matched = _AMOUNT.fullmatch(text.strip())
+    if matched is not None:
+        unit = matched[2].lower()
+        factor = _FACTORS.get(unit, _BYTES.get(unit))
+        if factor is not None:
+            number = float(matched[1]) * factor
+            if not isfinite(number):
+                raise AmountError(f"{text[:_SHOWN]!r}… is too large")
+            return round(number), unit in _BYTES
+    raise AmountError(f"{text!r} is not an amount; write 500k, 2M or 64GiB")
+
+
+def parse_count(text: str) -> int:
+    """A number that is not in bytes. Raises AmountError if the text is no such number."""
+    number, of_bytes = parse_amount(text)
+    if of_bytes:
+        raise AmountError(f"{text!r} is in bytes; write a count like 500k or 2M")
+    return number
+
+
+def parse_tokens(text: str, bytes_per_token: int | None) -> int:
+    """Tokens, written as a count or as the bytes of their KV. Raises AmountError if the text is neither, or
+    is in bytes without `bytes_per_token`."""
+    number, of_bytes = parse_amount(text)
+    if not of_bytes:
+        return number
+    if not bytes_per_token:
+        raise AmountError(f"{text!r} is in bytes: give --bytes-per-token, such as 128KiB")
+    return number // bytes_per_token
+
 
 _MODELS = ("fifo", "chunked")
 # Options that cannot be given together, and why.
@@ -36,24 +87,35 @@ class ReplayOptions:
     engines: str | None = option(
         "N[,N…]", "How many engines [those that the recording names, else 4].", show_default=False
     )
-    gpu_tokens: str = option("SIZE[,SIZE…]", "KV on the GPU of each engine: tokens or bytes.", "500k")
-    host_tokens: str = option("SIZE", "KV on its host tier: tokens or bytes; 0: none.", "0")
+    gpu_tokens: str | None = option(
+        "SIZE[,SIZE…]", "KV on the GPU of each engine: tokens or bytes [as recorded, else 500k]."
+    )
+    host_tokens: str | None = option(
+        "SIZE", "KV on its host tier: tokens or bytes; 0: none [as recorded, else 0]."
+    )
     bytes_per_token: str | None = option("BYTES", "KV bytes of a token, if sizes are in bytes: 128KiB.")
     model: str = option("fifo|chunked", "fifo: prefill alone; chunked: with decode.", "fifo")
-    prefill_rate: str = option("TOKENS", "Prompt tokens an engine computes per second.", "20k")
-    restore_rate: str = option("TOKENS", "Tokens per second from its host tier.", "200k")
+    prefill_rate: str | None = option(
+        "TOKENS", "Prompt tokens an engine computes per second [as recorded, else 20k]."
+    )
+    restore_rate: str | None = option(
+        "TOKENS", "Tokens per second from its host tier [as recorded, else 200k]."
+    )
     context_tokens: str = option(
         "TOKENS", "Context at which attention takes half the time; 0: prefill is linear.", "0"
     )
-    chunk_tokens: str = option("TOKENS", "Tokens of a step with prefill.", "2048")
-    decode_step_ms: float = option("MS", "Time of a decode step.", 15.0, min=0)
-    decode_stream_ms: float = option("MS", "Time each stream adds to a step.", 0.3, min=0)
+    chunk_tokens: str | None = option("TOKENS", "Tokens of a step with prefill [2048].")
+    decode_step_ms: float | None = option("MS", "Time of a decode step [as recorded, else 15].", min=0)
+    decode_stream_ms: float | None = option(
+        "MS", "Time each stream adds to a step [as recorded, else 0.3].", min=0
+    )
     # Which runs.
     load: float | None = option("SHARE", "Scale arrivals to this utilisation, if nothing were cached: 0.9.")
     speedup: float | None = option("TIMES", "Arrivals this many times faster than recorded [1].")
     target_p99: float | None = option(
         "SECONDS", "Find how many engines keep this p99 TTFT, in place of --engines."
     )
+    margin: float = option("SHARE", "More traffic that --target-p99 leaves room for: 0.2 is 20%.", 0.2, min=0)
     max_engines: int = option("N", "The most that --target-p99 tries.", 64, min=1)
     policies: str | None = option(
         "NAME[,NAME…]", "all, ablations, or some: kvpin,sglang,oracle [all; with --target-p99 kvpin]."
@@ -76,17 +138,39 @@ class ReplayOptions:
         named = (self.json_path, self.csv_path, self.plot_path, self.html_path)
         return [path for path in named if path is not None]
 
-    def models(self) -> tuple[EngineModel, ...]:
-        """The simulated engine, in each size of `gpu_tokens`. Raises ReplayOptionError."""
-        from proxy.replay.simulated_engine import EngineModel  # noqa: PLC0415 - the other commands start quicker
+    def models(self, recorded: RecordedFigures | None = None) -> tuple[EngineModel, ...]:
+        """The simulated engine with its recorded figures, in each size of `gpu_tokens`. Raises
+        ReplayOptionError."""
+        from proxy.replay.figures import modelled  # noqa: PLC0415 - the other commands start quicker
+        from proxy.replay.recorded import RecordedFigures  # noqa: PLC0415 - likewise
 
         if self.model not in _MODELS:
             raise ReplayOptionError(f"--model {self.model!r}: must be {' or '.join(_MODELS)}")
         self._check_numbers("decode_step_ms", "decode_stream_ms", are="0 or more")
-        if self.decode_step_ms + self.decode_stream_ms <= 0:
+        usual = modelled(recorded or RecordedFigures(), is_chunked=self.model == "chunked")
+        sizes, given = self._given()
+        if self.prefill_rate is not None:
+            usual = replace(usual, curve=())
+        elif usual.curve and self.context_tokens != "0":
+            raise ReplayOptionError(
+                "--context-tokens: the recorded times of prompts contain it; give --prefill-rate as well"
+            )
+        model = replace(usual, context_tokens=self._read("context_tokens", parse_count), **given)
+        if model.step_s + model.stream_s <= 0:
             raise ReplayOptionError(
                 "--decode-step-ms and --decode-stream-ms: one of them must be more than 0"
             )
+        return tuple(replace(model, gpu_tokens=size) for size in sizes or (model.gpu_tokens,))
+
+    def sources(self, recorded: RecordedFigures) -> dict[str, FigureSource]:
+        """Where each figure of the simulated engine comes from, by its option."""
+        from proxy.replay.figures import FIGURES, source_of  # noqa: PLC0415 - see above
+
+        return {name: source_of(name, recorded, is_given=getattr(self, name) is not None) for name in FIGURES}
+
+    def _given(self) -> tuple[tuple[int, ...], dict[str, Any]]:
+        """The sizes of GPUs, and the other figures of an engine, as far as options give them. Raises
+        ReplayOptionError."""
         per_token = None
         if self.bytes_per_token is not None:
             per_token = self._read("bytes_per_token", lambda text: parse_amount(text)[0], 1)
@@ -94,29 +178,34 @@ class ReplayOptions:
         def tokens(text: str) -> int:
             return parse_tokens(text, per_token)
 
-        sizes = self._read_all("gpu_tokens", tokens, 1)
-        smallest = EngineModel(
-            gpu_tokens=min(sizes),
-            host_tokens=self._read("host_tokens", tokens),
-            prefill_tok_s=self._read("prefill_rate", parse_count, 1),
-            restore_tok_s=self._read("restore_rate", parse_count, 1),
-            context_tokens=self._read("context_tokens", parse_count),
-            chunked=self.model == "chunked",
-            chunk_tokens=self._read("chunk_tokens", parse_count, 1),
-            step_s=self.decode_step_ms / 1000,
-            stream_s=self.decode_stream_ms / 1000,
+        read = (
+            ("host_tokens", "host_tokens", tokens, 0),
+            ("prefill_tok_s", "prefill_rate", parse_count, 1),
+            ("restore_tok_s", "restore_rate", parse_count, 1),
+            ("chunk_tokens", "chunk_tokens", parse_count, 1),
         )
-        return tuple(replace(smallest, gpu_tokens=size) for size in sizes)
+        given: dict[str, Any] = {
+            field: self._read(name, parse, least)
+            for field, name, parse, least in read
+            if getattr(self, name) is not None
+        }
+        for field, ms in (("step_s", self.decode_step_ms), ("stream_s", self.decode_stream_ms)):
+            if ms is not None:
+                given[field] = ms / 1000
+        return self._read_all("gpu_tokens", tokens, 1) if self.gpu_tokens is not None else (), given
 
-    def plan(self) -> ReplayPlan:
-        """The runs. Raises ReplayOptionError."""
-        from proxy.replay.plan import P99Target, ReplayPlan  # noqa: PLC0415 - see above
+    def plan(self, recorded: RecordedFigures | None = None) -> ReplayPlan:
+        """The runs, for engines with these recorded figures. Raises ReplayOptionError."""
+        from proxy.replay.plan import P99Target, ReplayPlan  # noqa: PLC0415 - the other commands start quicker
+        from proxy.replay.recorded import RecordedFigures  # noqa: PLC0415 - likewise
 
-        models = self.models()
+        recorded = recorded or RecordedFigures()
+        models = self.models(recorded)
         for one, other, why in _APART:
             if getattr(self, one) is not None and getattr(self, other) is not None:
                 raise ReplayOptionError(f"{_flag(one)} and {_flag(other)}: {why}")
         self._check_numbers("load", "speedup", "target_p99", are="more than 0")
+        self._check_numbers("margin", are="0 or more")
         if self.target_p99 is not None and len(models) > 1:
             raise ReplayOptionError("--target-p99 and --gpu-tokens: the search is for engines of one size")
         return ReplayPlan(
@@ -126,11 +215,14 @@ class ReplayOptions:
             seeds=self._read_all("seeds", parse_count),
             load=self.load,
             speedup=self.speedup or 1.0,
-            target=P99Target(self.target_p99, self.max_engines) if self.target_p99 is not None else None,
+            target=P99Target(self.target_p99, self.max_engines, self.margin)
+            if self.target_p99 is not None
+            else None,
+            sources=self.sources(recorded),
         )
 
     def _policies(self) -> tuple[str, ...]:
-        """Those that are named, else all; with a target kvpin, and never the oracle, which has no times."""
+        """The named policies, else all. With a target: only kvpin. The oracle has no times to search."""
         from proxy.replay.policy_names import ORACLE, resolve  # noqa: PLC0415 - see above
 
         try:

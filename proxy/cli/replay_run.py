@@ -16,28 +16,27 @@ from rich.progress import Progress
 
 from proxy.cli.grid import TerminalTable, console
 from proxy.cli.replay_options import ReplayOptions
-from proxy.replay.batch import run_all
-from proxy.replay.capacity import Need, search
-from proxy.replay.doubts import doubts
-from proxy.replay.plan import ReplayPlan, notes
+from proxy.replay.check import check
+from proxy.replay.plan import Need, ReplayPlan, doubts, notes, search
 from proxy.replay.report import COLUMNS, Row, as_csv, as_json, cell, on, over_seeds, rows
-from proxy.replay.simulator import ReplayRun, RunResult
+from proxy.replay.simulator import ReplayRun, RunResult, run_all
 from proxy.replay.trace import Trace, read_trace
 
 _STDOUT = Path("-")
 _PIECE_BYTES = 1 << 20
 
 
-def run(trace: Path, options: ReplayOptions) -> None:
+def run(traces: Sequence[Path], options: ReplayOptions) -> None:
     """Replays the trace, and writes what was asked for. Raises ValueError or TraceError."""
-    plan = options.plan()
+    options.plan()  # wrong options are told before a long trace is read
     _check_outputs(options)
-    read = _read(trace, options.limit, options.model_name)
+    read = _read(traces, options.limit, options.model_name)
+    plan = options.plan(read.figures)
     needs, outcomes = _run_plan(plan, read, options.jobs or os.cpu_count() or 1)
     _write_all(plan, read, needs, outcomes, options)
 
 
-def _read(path: Path, limit: int | None, model: str | None) -> Trace:
+def _read(paths: Sequence[Path], limit: int | None, model: str | None) -> Trace:
     """Reads the trace, with a progress bar on a terminal; raises TraceError."""
     with _progress() as progress:
 
@@ -46,7 +45,7 @@ def _read(path: Path, limit: int | None, model: str | None) -> Trace:
             # In pieces: a step of the bar takes as long as a line.
             return BufferedReader(cast("RawIOBase", raw), _PIECE_BYTES)
 
-        return read_trace(path, limit=limit, model=model, opened=opened)
+        return read_trace(*paths, limit=limit, model=model, opened=opened)
 
 
 @contextmanager
@@ -80,8 +79,12 @@ def _write_all(
     options: ReplayOptions,
 ) -> None:
     """Writes the files that were asked for, and the table unless a file goes to the standard output."""
-    each, title, why_not = rows(outcomes), plan.title(trace), doubts(trace, outcomes)
-    noted = notes(trace, outcomes)
+    each, title, why_not = rows(outcomes), plan.title(trace), doubts(plan, trace, outcomes)
+    noted = notes(plan, trace, outcomes)
+    checked = check(trace, plan.models[0], lambda run: _run(trace, [run], 1)[0])
+    if checked is not None:
+        sentence, is_doubt = checked
+        (why_not if is_doubt else noted).append(sentence)
     said = [*map(str, needs), *why_not, *noted]
     if options.json_path is not None:
         _write(

@@ -48,6 +48,9 @@ class ServeFlags:
     model_alias: list[str] | None = option(
         "NAME=MODEL", "A further name of a model or LoRA adapter. Repeatable."
     )
+    normalise: list[str] | None = option(
+        "RULE", "Change prompts so that more of them is cached: a rule of docs/normalise.md. Repeatable."
+    )
     default_model: str | None = option("MODEL", "Serves requests for any other model, or for none.")
     cors_origin: list[str] | None = option(
         "ORIGIN", "Web pages from here may use /v1, e.g. https://chat.example; * for all. Repeatable."
@@ -87,6 +90,7 @@ class ServeFlags:
             "discovery": tuple(map(parse_discovery_flag, self.engines_from or ())) or None,
             "api_keys": tuple({"key": key} for key in self.api_key or ()) or None,
             "model_aliases": parse_alias_flags(self.model_alias or ()) or None,
+            "normalise": ({"rules": self.normalise},) if self.normalise else None,
             "cors_origins": tuple(self.cors_origin or ()) or None,
             "exchange": _given(url=self.exchange),
             "logs": _given(format=self.log_format, level=self.log_level),

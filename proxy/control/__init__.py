@@ -15,9 +15,7 @@ merged_answers.py  answers of several workers as one
 dry_run.py         where would this request go?
 explain.py         why did the cache miss?
 prefixes.py        the prefix tree of the last prompts
-kept_prompts.py    those prompts, of all workers
 replays.py         recorded traffic on simulated engines
-ranks.py           engines of one server
 
 Each class takes the few collaborators it uses. The structs named `…Answer` are what the admin API answers.
 """

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import structlog
 
@@ -39,6 +39,7 @@ class _Made:
     process: ManagedEngine | None
 
 
+@dataclass(slots=True)
 class ConfiguredEngines:
     """Starts the engines of the settings and changes them.
 
@@ -46,22 +47,14 @@ class ConfiguredEngines:
         processes: those that kvpin starts, by id.
     """
 
-    def __init__(
-        self,
-        fleet: Fleet,
-        monitor: Monitor,
-        engines: Engines,
-        tasks: Supervisor,
-        make_adapter: Callable[[EngineSpec], EngineAdapter],
-    ) -> None:
-        self.processes: dict[str, ManagedEngine] = {}
-        self._fleet = fleet
-        self._monitor = monitor
-        self._engines = engines
-        self._tasks = tasks
-        self._make_adapter = make_adapter
-        self._entries: dict[str, EngineEntry] = {}
-        self._joined: dict[str, Engine] = {}  # the last engine of each entry
+    _fleet: Fleet
+    _monitor: Monitor
+    _engines: Engines
+    _tasks: Supervisor
+    _make_adapter: Callable[[EngineSpec], EngineAdapter]
+    processes: dict[str, ManagedEngine] = field(default_factory=dict)
+    _entries: dict[str, EngineEntry] = field(default_factory=dict)
+    _joined: dict[str, Engine] = field(default_factory=dict)  # the last engine of each entry
 
     def entry(self, engine_id: str) -> EngineEntry | None:
         """The settings of an engine that was named last and does not leave; None if there is none."""
@@ -84,8 +77,9 @@ class ConfiguredEngines:
             EngineSpecError: an engine cannot be used. Nothing changed.
         """
         changes = engine_changes(self._entries, entries)
-        # An engine that the admin API removed joins again when its settings change.
-        changing = [entry for entry in changes.changed if self.engine(entry.id) is not None]
+        # With other settings, an engine that the admin API removed joins again. One that it added under
+        # this id is replaced: a conflict would stop all later reloads.
+        changing = [entry for entry in changes.changed if entry.id in self._fleet.engines]
         joining = [*changes.added, *(entry for entry in changes.changed if entry not in changing)]
         for entry in joining:
             if entry.id in self._fleet.engines:
@@ -101,6 +95,7 @@ class ConfiguredEngines:
             self._begin(engine, made)
         for made in changed:
             self._entries[made.entry.id] = made.entry
+            self._joined[made.entry.id] = self._fleet.engines[made.entry.id]
             if self._must_wait(made):
                 waiting = self._replace_in_turn(made, grace_s)
                 self._tasks.start(f"turn of {made.entry.id} {id(made)}", waiting)
@@ -128,7 +123,7 @@ class ConfiguredEngines:
         self._monitor.watch(engine)
 
     def _must_wait(self, made: _Made) -> bool:
-        """Whether another engine of its model is being replaced, or is one of kvpin's own and not ready."""
+        """True if another engine of its model is being replaced, or is one of kvpin's own and not ready."""
         engine = self.engine(made.entry.id)
         pool = self._fleet.pool_of(engine) if engine is not None else None
         away = [self._fleet.engines[name] for name in pool.away] if pool is not None else []

@@ -4,7 +4,7 @@ found          joins, as an engine of the settings does
 not ready      gets no new requests until its source says that it is ready
 gone           leaves after its requests
 source fails   its last engines stay; it is asked again after 1 to 30 s
-several ranks  each data-parallel rank of a server joins, and the engine that stood for all leaves
+several parts  each data-parallel rank, or each model of a router, joins; the engine that stood for all leaves
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 
 import structlog
 
-from engine_adapter import EngineSpec, EngineSpecError
+from engine_adapter import EngineInfo, EngineSpec, EngineSpecError
 from proxy.control.configured import ConfiguredEngines
 from proxy.control.engines import Engines
-from proxy.control.ranks import Ranks
 from proxy.errors import Conflict
 from proxy.fleet.discovery import Finder, FoundEngine, FoundEngines, Source, SourceError
 from proxy.fleet.engine import Engine
@@ -28,12 +28,49 @@ from proxy.fleet.fleet import Fleet
 from proxy.runtime.tasks import Supervisor
 from proxy.settings import EngineChanges, EngineEntry, EngineSettings, SettingsError
 
+
+class Parts:
+    """The data-parallel ranks of servers, or their models, by address. Each is an engine of its own, with its
+    own cache.
+
+    A server tells its parts when it connects. From then on, its entry in the settings stands for as many
+    engines.
+    """
+
+    def __init__(self) -> None:
+        self._of: dict[str, tuple[int, ...] | tuple[str, ...]] = {}
+
+    def learn(self, url: str, parts: tuple[int, ...] | tuple[str, ...]) -> bool:
+        """A server has these ranks, or models; none if it does not tell. Whether that is new."""
+        ranks = [part for part in parts if isinstance(part, int)]
+        whole = tuple(ranks[:1])  # a single rank is the server, a single model of a router is not
+        if not parts or self._of.get(url, whole) == parts:
+            return False
+        if parts != whole:
+            self._of[url] = parts
+        else:
+            self.forget(url)
+        return True
+
+    def forget(self, url: str) -> None:
+        """Nothing is known of a server."""
+        self._of.pop(url, None)
+
+    def split(self, entry: EngineEntry) -> list[EngineEntry]:
+        """The engines that an entry stands for."""
+        if not isinstance(entry, EngineSettings):
+            return [entry]
+        parts: list[EngineEntry] = [entry.of_part(part) for part in self._of.get(entry.url, ())]
+        return [entry] if entry in parts or not parts else parts
+
+
 log = structlog.get_logger(__name__)
 
 FIRST_BACKOFF_S = 1.0
 MAX_BACKOFF_S = 30.0
 
 
+@dataclass(slots=True)
 class DiscoveredEngines:
     """Follows the settings and the sources that they name.
 
@@ -41,20 +78,17 @@ class DiscoveredEngines:
         sources: by name.
     """
 
-    def __init__(
-        self, fleet: Fleet, configured: ConfiguredEngines, engines: Engines, tasks: Supervisor
-    ) -> None:
-        self.sources: dict[str, Source] = {}
-        self._fleet = fleet
-        self._configured = configured
-        self._engines = engines
-        self._tasks = tasks
-        self._entries: tuple[EngineEntry, ...] = ()
-        self._grace_s = 0.0
-        self._ranks = Ranks()
-        self._wanted: dict[str, EngineEntry] = {}
-        self._drained: frozenset[str] = frozenset()
-        self._waits = False  # an engine whose id is taken, by one that still leaves
+    _fleet: Fleet
+    _configured: ConfiguredEngines
+    _engines: Engines
+    _tasks: Supervisor
+    sources: dict[str, Source] = field(default_factory=dict)
+    _entries: tuple[EngineEntry, ...] = ()
+    _grace_s: float = 0.0
+    _parts: Parts = field(default_factory=Parts)
+    _wanted: dict[str, EngineEntry] = field(default_factory=dict)
+    _drained: frozenset[str] = frozenset()
+    _waits: bool = False  # an engine whose id is taken, by one that still leaves
 
     def follow(
         self,
@@ -98,26 +132,27 @@ class DiscoveredEngines:
             self._tasks.keep("find engines that wait", self._retry)
         return changes
 
-    def split(self, engine: Engine, ranks: tuple[int, ...]) -> bool:
-        """An engine has connected, and its server has these ranks. Whether it leaves, because others come in
-        its place."""
+    def split(self, engine: Engine, info: EngineInfo) -> bool:
+        """An engine has connected, and declares the parts of its server. Whether it leaves, because others
+        come in its place."""
+        parts = tuple(info.models) or info.ranks
         url, was_named = engine.adapter.spec.url, self._configured.entry(engine.id) is not None
-        if not was_named or not self._ranks.learn(url, ranks):
+        if not was_named or not self._parts.learn(url, parts):
             return False
         try:
             changes = self._settle()
         except (Conflict, EngineSpecError) as error:
             log.warning(
-                "the data-parallel ranks of a server cannot be used by themselves",
+                "the ranks or models of a server cannot be used by themselves",
                 engine=engine.id,
                 error=str(error),
             )
-            self._ranks.forget(url)
+            self._parts.forget(url)
             return False
         if changes.added:
             log.info(
-                "a server has other data-parallel ranks than were known: each is an engine",
-                ranks=list(ranks),
+                "a server has other ranks or models than were known: each is an engine",
+                parts=list(parts),
                 added=[entry.id for entry in changes.added],
                 removed=list(changes.removed),
             )
@@ -185,7 +220,7 @@ class DiscoveredEngines:
             elif known is not None:
                 wanted[engine_id] = known
                 drained.add(engine_id)
-        parts = {engine_id: self._ranks.split(entry) for engine_id, entry in wanted.items()}
+        parts = {engine_id: self._parts.split(entry) for engine_id, entry in wanted.items()}
         engines = {each.id: each for several in parts.values() for each in several}
         draining = frozenset(each.id for engine_id in drained for each in parts[engine_id])
         changes = self._configured.follow(engines.values(), grace_s=self._grace_s)
@@ -212,7 +247,7 @@ class _Named:
                 self.has(entry)
 
     def has(self, entry: EngineSettings) -> bool:
-        """Whether an engine was named before; it is now."""
+        """True if an engine was named before; it is now."""
         spec = entry.spec()
         others = self._at[spec.server]
         is_known = any(spec.is_same(other) for other in others)

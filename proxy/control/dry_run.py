@@ -53,7 +53,7 @@ class Decision(msgspec.Struct, kw_only=True):
 
 
 class RouteAnswer(Decision, kw_only=True):
-    """Where a request would go, and why.
+    """The placement that a request would get, and why.
 
     `n_tokens` and `blocks` are null when the prompt is not known here, `lora` when the request names no
     LoRA adapter.
@@ -71,15 +71,16 @@ class RouteAnswer(Decision, kw_only=True):
 
 
 async def route(flow: Flow, body: JsonBody) -> RouteAnswer:
-    """Where the request in `body` would go. Beside the request's own fields, `path` may name its route and
-    `tenant` its sender.
+    """Places the request in `body`, and sends nothing. Beside the request's own fields, `path` may name its
+    route and `tenant` its sender.
 
     Raises:
         BadRequest, ChatError, PromptTableError: a field is wrong.
         NotFound: no such model or tenant.
         NoEngine: no engine is ready.
     """
-    path, tenant = _text(body, "path") or _path_of(body), _text(body, "tenant")
+    usual = CHAT if "messages" in body or "prompt" not in body else "/v1/completions"
+    path, tenant = _text(body, "path") or usual, _text(body, "tenant")
     if tenant is not None and tenant not in flow.tenants.names:
         raise NotFound(f"there is no tenant {tenant!r}", param="tenant")
     _text(body, "model")
@@ -126,17 +127,11 @@ def cost_answer(cost: Cost) -> CostAnswer:
 
 
 def _candidate(pool: Pool, candidate: Candidate, cost: Cost) -> CandidateAnswer:
-    match = candidate.match
-    tiers = {"gpu": match.gpu, "host": match.host, "disk": match.disk, "pending": match.pending}
     return CandidateAnswer(
         **msgspec.structs.asdict(cost_answer(cost)),
         trust=pool.engines[candidate.engine].audit.trust,
-        matched_tokens={tier: blocks * pool.tokens_per_block for tier, blocks in tiers.items()},
+        matched_tokens=candidate.match.tokens(pool.tokens_per_block),
     )
-
-
-def _path_of(body: JsonBody) -> str:
-    return CHAT if "messages" in body or "prompt" not in body else "/v1/completions"
 
 
 def _text(body: JsonBody, name: str) -> str | None:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from itertools import count
 from time import monotonic
 
 import msgspec
 
-from engine_adapter import EngineAdapter, EngineSpec
+from engine_adapter import EngineAdapter, EngineSpec, ModelState
 from proxy.control.operations import Operations
 from proxy.core.audit import Trust
 from proxy.core.pins import PinBook
 from proxy.errors import Conflict
-from proxy.fleet.engine import Engine, EngineState
+from proxy.fleet.engine import Engine, EngineState, address_of
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.monitor import Monitor
 from proxy.fleet.pool import Pool
@@ -24,10 +25,11 @@ class EngineAnswer(msgspec.Struct, kw_only=True):
     """One engine as kvpin sees it, without its key.
 
     `process` is null for an engine that kvpin does not run itself. `trust` is `precise` while its KV events
-    are healthy, and `why` says why. `served` counts requests of this kvpin, `in_flight` those of all. `owner`
-    is the kvpin that uses the engine, if only one may; if it is another one that answers this one's requests,
-    there is no `last_error`. Each of `findings` names something that keeps kvpin from using the engine fully,
-    and the remedy.
+    are healthy, and `why` says why. `model_state` is null, but for an engine that loads and unloads its
+    model: `loaded`, `loading`, `sleeping`, `unloaded`, `downloading` or `failed`. `served` counts requests of
+    this kvpin, `in_flight` those of all. `owner` is the kvpin that uses the engine, if only one may; if it is
+    another one that answers this one's requests, there is no `last_error`. Each of `findings` names something
+    that keeps kvpin from using the engine fully, and the remedy.
     """
 
     id: str
@@ -36,6 +38,7 @@ class EngineAnswer(msgspec.Struct, kw_only=True):
     state: EngineState
     process: dict[str, str | int | None] | None
     model: str | None
+    model_state: ModelState | None
     version: str
     capabilities: list[str]
     loras: list[str]
@@ -85,11 +88,7 @@ class Engines:
 
     async def remove(self, engine: Engine) -> None:
         """Drops an engine. Its requests in flight go on to their end. Has no effect on one that was dropped
-        before: another may have its id.
-
-        Raises:
-            Conflict: kvpin runs its process.
-        """
+        before: another may have its id. Raises Conflict if kvpin runs its process."""
         if engine.process is not None:
             raise Conflict(
                 f"kvpin runs {engine.id!r} itself: drain it, or take it out of the settings",
@@ -103,11 +102,24 @@ class Engines:
         self._pins.forget_engine(engine.id)
         await engine.adapter.aclose()
 
+    def order_drain(self, engine: Engine, *, undo: bool) -> Engine:
+        """An operator drains an engine, or undoes that. All kvpins of the group follow, now and after a
+        restart."""
+        self._fleet.drains.order(address_of(engine.adapter.spec)[0], drained=not undo, now=time.time())
+        return self.drain(engine, undo=undo)
+
+    def follow_drains(self, changed: Collection[str]) -> None:
+        """Carries out the orders about the engines at these addresses, whoever gave them."""
+        for engine in self._fleet.engines.values():
+            if address_of(engine.adapter.spec)[0] in changed:
+                self.drain(engine, undo=not self._fleet.is_drained(engine))
+
     def drain(self, engine: Engine, *, undo: bool) -> Engine:
-        """Sends an engine no new requests; with `undo`, sends it requests again."""
+        """Sends an engine no new requests; with `undo`, sends it requests again, unless an operator drained
+        it."""
         if not undo:
             engine.state = EngineState.DRAINING
-        elif engine.state is EngineState.DRAINING:
+        elif engine.state is EngineState.DRAINING and not self._fleet.is_drained(engine):
             if not engine.mine.is_set():
                 engine.state = EngineState.ELSEWHERE
             elif self._fleet.pool_of(engine) is None:
@@ -134,6 +146,7 @@ def describe_engine(engine: Engine, pool: Pool | None) -> EngineAnswer:
         state=engine.state,
         process=engine.process.describe() if engine.process is not None else None,
         model=pool.model if pool is not None else spec.model,
+        model_state=engine.adapter.model_state,
         version=info.version if info is not None else "",
         capabilities=sorted(info.capabilities) if info is not None else [],
         loras=sorted(engine.loras),

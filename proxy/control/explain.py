@@ -1,7 +1,7 @@
 """One past request: what was predicted, what the engine reported, and why, in one sentence.
 
-This is the only place where prompt text leaves kvpin: the few tokens from the first that differs, decoded for
-the operator.
+Prompt text leaves kvpin here and, if somebody asks, in `prefixes.py`: here the few tokens from the first that
+differs, decoded for the operator.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import msgspec
 from engine_adapter.types import TokenIds
 from proxy.control.dry_run import CostAnswer, Decision, cost_answer, reasons
 from proxy.core.differences import Difference
+from proxy.core.first_byte import Part
 from proxy.core.misses import Diagnosis, Miss
 from proxy.core.placement.decision import Placement
 from proxy.fleet.fleet import Fleet
@@ -25,20 +26,24 @@ class RequestSummary(RequestFacts, kw_only=True):
     """One past request, without its prompt. Its times count from its placement.
 
     Attributes:
+        session: the conversation that its client named.
         miss: why no more of the prompt was reused, in one word; null if the request failed or had none.
+        is_miss: tokens could have been reused and were not.
         differs_at: the field, message, part and character that differ first from the earlier request.
     """
 
+    session: str | None
     engine: str | None
     n_tokens: int | None
     predicted_tokens: int | None
     expected_first_token_s: float | None
     miss: Miss | None
+    is_miss: bool
     differs_at: str | None
 
 
 class DivergenceAnswer(msgspec.Struct, kw_only=True):
-    """Where a prompt differs from the earlier prompt that shares most with it.
+    """The first difference of a prompt from the earlier prompt that shares most with it.
 
     Attributes:
         request_id: the earlier request.
@@ -68,9 +73,15 @@ class RequestAnswer(RequestSummary, kw_only=True):
     """One past request, explained: `explanation` is about its cache, `decision` about its engine.
 
     `decision` is null where no engine was found, `divergence` where no earlier request is known.
+
+    Attributes:
+        first_byte_parts: seconds of each part of the time from the request's head to its first byte. They add
+            up to it; null without an answer. `engine` is what neither kvpin's steps nor the engine's report
+            account for.
     """
 
     explanation: str
+    first_byte_parts: dict[Part, float] | None
     decision: DecisionAnswer | None
     divergence: DivergenceAnswer | None
 
@@ -82,11 +93,13 @@ def summarize(flow: Flow, record: RequestRecord) -> RequestSummary:
     diagnosis = flow.comparison.explain(record) if is_served else None
     return RequestSummary(
         **facts,
+        session=record.session.name if record.session is not None else None,
         engine=record.engine,
         n_tokens=record.n_tokens,
         predicted_tokens=record.predicted_tokens,
         expected_first_token_s=record.expected_first_token_s,
         miss=diagnosis.miss if diagnosis is not None else None,
+        is_miss=diagnosis is not None and diagnosis.miss.is_miss,
         differs_at=str(diagnosis.at) if diagnosis is not None and diagnosis.at is not None else None,
     )
 
@@ -98,6 +111,7 @@ def explain(flow: Flow, record: RequestRecord) -> RequestAnswer:
     return RequestAnswer(
         **msgspec.structs.asdict(summarize(flow, record)),
         explanation=explanation(record, diagnosis),
+        first_byte_parts=record.first_byte_parts,
         decision=_decision(record, placement, reuse=is_reusing) if placement is not None else None,
         divergence=_divergence(flow, record, diagnosis),
     )

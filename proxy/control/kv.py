@@ -12,7 +12,7 @@ from proxy.control.target import Target
 from proxy.control.target_engines import Selection, Share, Targets, parts_of, require_able
 from proxy.control.warm import Warming
 from proxy.core.audit import Trust
-from proxy.core.pins import Pin, PinBook
+from proxy.core.pins import PinBook
 from proxy.errors import BadRequest
 from proxy.fleet.ingest import Ingest
 
@@ -76,7 +76,8 @@ class KvVerbs:
         if prefix is not None:
             hashes = prefix.chain.hashes
             pool.forget(engine, hashes)
-            self._pins.forget_engine(engine.id, partial(_starts_with, hashes[0] if hashes else None))
+            first = hashes[0] if hashes else None
+            self._pins.forget_engine(engine.id, lambda pin: first is not None and pin.first_block == first)
         elif all(target.cache_salt is None for target in share.targets):
             pool.wipe(engine)
             self._pins.forget_engine(engine.id)
@@ -90,7 +91,3 @@ class KvVerbs:
         is_followed = engine.audit.trust is Trust.PRECISE and engine.id in pool.engines
         if self._ingest is not None and is_followed:
             self._ingest.follow(engine, pool)
-
-
-def _starts_with(first_block: int | None, pin: Pin) -> bool:
-    return first_block is not None and pin.first_block == first_block

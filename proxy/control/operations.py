@@ -82,11 +82,8 @@ class Part(PartAnswer, kw_only=True):
 
     def advance(self, before: KvProgress, now: KvProgress) -> None:
         """Adds the progress on one target to that on the targets before it."""
-        self.done = before.done + now.done
-        self.total = before.total + now.total
-        self.bytes = before.bytes + now.bytes
-        names = [*before.left, *now.left]
-        self.left = {name: before.left.get(name, 0) + now.left.get(name, 0) for name in names}
+        both = before.plus(now)
+        self.done, self.total, self.bytes, self.left = both.done, both.total, both.bytes, dict(both.left)
 
     @property
     def progress(self) -> KvProgress:

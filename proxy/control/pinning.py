@@ -128,9 +128,8 @@ class Pinning:
         """Drops pins on engines that are gone or were restarted: a process that ends loses its pins."""
         for held in self._pins.active(self._clock()):
             for name in held.engine_pins:
-                engine = self._fleet.engines.get(name)
-                known = engine.info.instance if engine is not None and engine.info is not None else None
-                if engine is None or known not in (None, held.instances[name]):
+                is_gone = name not in self._fleet.engines
+                if is_gone or self._instance(name) not in ("", held.instances[name]):
                     self._pins.forget_engine(name, partial(_is, held.pin_id))
 
     def _instance(self, engine_id: str) -> str:

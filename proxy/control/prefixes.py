@@ -1,4 +1,5 @@
-"""The prefix tree of the last requests' prompts, and which engines hold which part of it. No prompt text.
+"""The prefix tree of the last requests' prompts, and which engines hold which part of it. No prompt text,
+unless the first words of each part are asked for.
 
 It is made anew for each who asks, in slices, so that requests are served in between.
 """
@@ -6,22 +7,136 @@ It is made anew for each who asks, in slices, so that requests are served in bet
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import count
 
 import msgspec
 
-from engine_adapter.types import Tier
-from proxy.control.kept_prompts import KeptPrompt, KeptPrompts
-from proxy.core.index.blocks import BlockHash
-from proxy.core.index.prefix_index import Match
-from proxy.core.index.tree import Node, PrefixTree
-from proxy.core.peers.messages import unpacked
+from proxy.core.index.blocks import BlockHash, chain
+from proxy.core.index.tree import PrefixNode, PrefixTree
+from proxy.core.peers.messages import packed, unpacked
+from proxy.core.pins import PinBook
 from proxy.errors import BadRequest, NotFound
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.pool import Pool
+from proxy.prompt import Prompt
+from proxy.request.records import RequestLog
+
+# Where a worker tells the others of its own.
+PROMPTS_PATH = "/admin/v1/kept_prompts"
+# Blocks that are hashed in a row: 0.3 ms.
+_SLICE_BLOCKS = 1024
+# Tokens whose text names a prefix.
+_NAME_TOKENS = 12
+
+
+class KeptPrompt(msgspec.Struct, frozen=True, array_like=True):
+    """The prompt of a request.
+
+    Attributes:
+        started: when the request came, in Unix time.
+        model: the pool that it was for.
+        session: the conversation that its client named.
+        hashes: its full blocks, as `packed` makes them.
+    """
+
+    request_id: str
+    started: float
+    model: str
+    lora: str | None
+    tenant: str | None
+    session: str | None
+    hashes: bytes
+
+
+class PromptsAndPins(msgspec.Struct, frozen=True, array_like=True):
+    """The prompts and pins of one worker, or of all.
+
+    Attributes:
+        prompts: the oldest first.
+        pins: the id of each pin, and the last block that it protects.
+    """
+
+    prompts: list[KeptPrompt]
+    pins: list[tuple[str, BlockHash]]
+
+
+async def _nobody() -> Iterable[bytes]:
+    return ()
+
+
+@dataclass(frozen=True, slots=True)
+class KeptPrompts:
+    """Gathers the prompts and pins of all workers.
+
+    `_others` asks the other workers for theirs. `_clock` gives monotonic seconds.
+    """
+
+    _fleet: Fleet
+    _requests: RequestLog
+    _pins: PinBook
+    _others: Callable[[], Awaitable[Iterable[bytes]]] = _nobody
+    _clock: Callable[[], float] = time.monotonic
+
+    async def own(self) -> PromptsAndPins:
+        """Prompts and pins of this process."""
+        prompts = list[KeptPrompt]()
+        for record in list(self._requests):
+            prompt, model = record.prompt, record.served_as
+            pool = self._fleet.pools.get(model) if model is not None else None
+            if prompt is not None and pool is not None:
+                hashes, session = packed(await _hashes(pool, prompt)), record.session
+                prompts.append(
+                    KeptPrompt(
+                        record.request_id,
+                        record.started,
+                        pool.model,
+                        prompt.lora,
+                        record.tenant,
+                        session.name if session is not None else None,
+                        hashes,
+                    )
+                )
+            await asyncio.sleep(0)
+        pins = self._pins.active(self._clock())
+        return PromptsAndPins(
+            prompts, [(pin.pin_id, pin.last_block) for pin in pins if pin.last_block is not None]
+        )
+
+    async def told(self) -> bytes:
+        """The prompts and pins of this process, encoded for another worker."""
+        return msgspec.msgpack.encode(await self.own())
+
+    async def all(self) -> PromptsAndPins:
+        """Prompts and pins of all workers."""
+        own, others = await asyncio.gather(self.own(), self._others())
+        kept = [own, *(msgspec.msgpack.decode(each, type=PromptsAndPins) for each in others)]
+        prompts = sorted((prompt for each in kept for prompt in each.prompts), key=lambda each: each.started)
+        return PromptsAndPins(prompts, [pin for each in kept for pin in each.pins])
+
+    def words(self, request_id: str, start: int) -> str | None:
+        """The first words of a prompt from a token on; None for a prompt of another worker."""
+        record = self._requests.get(request_id)
+        pool = self._fleet.pools.get(record.served_as or "") if record is not None else None
+        if record is None or record.prompt is None or pool is None or pool.prompts is None:
+            return None
+        return pool.prompts.decode(record.prompt.token_ids[start : start + _NAME_TOKENS])
+
+
+async def _hashes(pool: Pool, prompt: Prompt) -> Sequence[BlockHash]:
+    """The blocks of a prompt."""
+    root, block = pool.root_of(prompt.salt, prompt.lora), pool.tokens_per_block
+    known: tuple[BlockHash, ...] = ()
+    step = _SLICE_BLOCKS * block
+    for end in range(step, len(prompt.token_ids) + step, step):
+        extra_ids = prompt.extra_ids and prompt.extra_ids[:end]
+        known = chain(root, prompt.token_ids[:end], extra_ids, block, known).hashes
+        await asyncio.sleep(0)
+    return known
+
 
 # Engines that are named for each prefix; `engines` counts the others, too.
 HOLDERS = 8
@@ -43,6 +158,8 @@ class PrefixAnswer(msgspec.Struct, kw_only=True):
     Attributes:
         id: names it in `under`; hexadecimal.
         request_id: the last request through it. As a target, with `end` as `tokens`, it names this prefix.
+        session: the conversation of that request, if its client named one.
+        words: the first words of it, if they were asked for. They are prompt text.
         start: tokens of the prompt before it.
         end: tokens of the prompt up to its end.
         below: different tokens of it and of all that follows.
@@ -60,6 +177,8 @@ class PrefixAnswer(msgspec.Struct, kw_only=True):
     model: str
     lora: str | None
     tenant: str | None
+    session: str | None
+    words: str | None
     start: int
     end: int
     below: int
@@ -104,13 +223,14 @@ class Prefixes:
     def __init__(self, fleet: Fleet, prompts: KeptPrompts) -> None:
         self._fleet, self._prompts = fleet, prompts
 
-    async def look(self, under: str | None, depth: int, most: int) -> PrefixesAnswer:
+    async def look(self, under: str | None, depth: int, most: int, *, words: bool = False) -> PrefixesAnswer:
         """The widest prefixes.
 
         Args:
             under: the prefix to begin with; None for the beginnings of all prompts.
             depth: how many below each other.
             most: how many in all.
+            words: with the first words of each.
 
         Raises:
             NotFound: no prompt that kvpin keeps goes through `under`.
@@ -127,9 +247,15 @@ class Prefixes:
             requests=requests,
             tokens=sum(node.blocks * node.newest.pool.tokens_per_block for node in tree.roots.values()),
             path=path,
-            prefixes=shown,
+            prefixes=self._with_words(shown) if words else shown,
             unshown=unshown,
         )
+
+    def _with_words(self, prefixes: list[PrefixAnswer]) -> list[PrefixAnswer]:
+        for prefix in prefixes:
+            prefix.words = self._prompts.words(prefix.request_id, prefix.start)
+            self._with_words(prefix.children)
+        return prefixes
 
     async def _grow(self, prompts: Iterable[KeptPrompt]) -> tuple[PrefixTree[_Owner], int]:
         """The tree of all prompts whose pools are here, and how many these are."""
@@ -142,11 +268,18 @@ class Prefixes:
         return tree, requests
 
     async def _widest(
-        self, tops: Iterable[Node[_Owner]], pinned: dict[Node[_Owner], list[str]], depth: int, most: int
+        self,
+        tops: Iterable[PrefixNode[_Owner]],
+        pinned: dict[PrefixNode[_Owner], list[str]],
+        depth: int,
+        most: int,
     ) -> tuple[list[PrefixAnswer], int]:
         """The widest nodes from `tops` on, and how many of `tops` are left out."""
         order = count()  # of equals, the first one first
-        shown, left = list[PrefixAnswer](), list[tuple[int, int, int, Node[_Owner], PrefixAnswer | None]]()
+        shown, left = (
+            list[PrefixAnswer](),
+            list[tuple[int, int, int, PrefixNode[_Owner], PrefixAnswer | None]](),
+        )
         for node in tops:
             heappush(left, (-node.blocks, next(order), 1, node, None))
         for _ in range(most):
@@ -165,7 +298,7 @@ class Prefixes:
             await asyncio.sleep(0)
         return shown, sum(parent is None for *_, parent in left)
 
-    def _answer(self, node: Node[_Owner], pinned: dict[Node[_Owner], list[str]]) -> PrefixAnswer:
+    def _answer(self, node: PrefixNode[_Owner], pinned: dict[PrefixNode[_Owner], list[str]]) -> PrefixAnswer:
         """A node without its children."""
         prompt, pool, block = node.newest.prompt, node.newest.pool, node.newest.pool.tokens_per_block
         matches = pool.index.match(node.own)
@@ -176,38 +309,32 @@ class Prefixes:
             model=pool.model,
             lora=prompt.lora,
             tenant=prompt.tenant,
+            session=prompt.session,
+            words=None,
             start=node.start * block,
             end=node.end * block,
             below=node.blocks * block,
             requests=node.chains,
             last_used=prompt.started,
             engines=len(matches),
-            holders=[Holder(engine, _by_tier(match, block)) for engine, match in held[:HOLDERS]],
+            holders=[
+                Holder(engine, {tier: tokens for tier, tokens in match.tokens(block).items() if tokens})
+                for engine, match in held[:HOLDERS]
+            ],
             pins=pinned.get(node, []),
             children=[],
             unshown=len(node.children),
         )
 
 
-def _by_tier(match: Match, block: int) -> dict[str, int]:
-    """Tokens of a match by tier, and of running requests that will leave them on the GPU."""
-    by_tier = {
-        Tier.GPU.value: match.gpu,
-        Tier.HOST.value: match.host,
-        Tier.DISK.value: match.disk,
-        "pending": match.pending,
-    }
-    return {tier: blocks * block for tier, blocks in by_tier.items() if blocks}
-
-
 async def _pinned(
     tree: PrefixTree[_Owner], pins: Sequence[tuple[str, BlockHash]]
-) -> dict[Node[_Owner], list[str]]:
+) -> dict[PrefixNode[_Owner], list[str]]:
     """The ids of the pins on each node."""
     ends: dict[BlockHash, list[str]] = {}
     for pin_id, last in pins:
         ends.setdefault(last, []).append(pin_id)
-    pinned: dict[Node[_Owner], list[str]] = {}
+    pinned: dict[PrefixNode[_Owner], list[str]] = {}
     for node in tree if ends else ():
         for block in ends.keys() & node.own:
             for each in node.path():
@@ -225,7 +352,7 @@ def _block_of(under: str) -> BlockHash:
         ) from error
 
 
-async def _find(tree: PrefixTree[_Owner], last: BlockHash) -> Node[_Owner]:
+async def _find(tree: PrefixTree[_Owner], last: BlockHash) -> PrefixNode[_Owner]:
     """The node that ends in a block."""
     for looked, node in enumerate(tree):
         if node.last == last:

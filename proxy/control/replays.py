@@ -8,7 +8,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import msgspec
 
 from engine_adapter import ends_with_parent
 from proxy.errors import BadRequest
+from proxy.request.temporary import room_for
 
 MAX_TRACE_BYTES = 32 * 2**20
 LONGEST_S = 600.0
@@ -66,11 +67,14 @@ class Replays:
 
         Raises:
             BadRequest: the recording or an option cannot be used, or it takes too long.
+            NoMemory: the temporary directory does not take the recording.
         """
         async with self._turn:
-            with tempfile.TemporaryDirectory(prefix="kvpin-replay-") as home:
-                path = Path(home, _NAME)
-                await asyncio.to_thread(path.write_bytes, trace)
+            with ExitStack() as stack:
+                with room_for("the recording"):
+                    home = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvpin-replay-"))
+                    path = Path(home, _NAME)
+                    await asyncio.to_thread(path.write_bytes, trace)
                 return await self._play(path, options)
 
     async def _play(self, path: Path, options: Mapping[str, str]) -> ReplayAnswer:
@@ -104,7 +108,7 @@ class Replays:
 
 
 def _answer(out: bytes) -> ReplayAnswer:
-    from proxy.replay.curves import curves  # noqa: PLC0415 - slow to import, and seldom needed
+    from proxy.replay.report import curves  # noqa: PLC0415 - slow to import, and seldom needed
 
     document = msgspec.json.decode(out)
     drawn = msgspec.convert(msgspec.to_builtins(curves(document["runs"])), list[CurvesAnswer])

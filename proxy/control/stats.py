@@ -16,9 +16,9 @@ from proxy.core.placement.tiering import AheadCounts
 from proxy.fleet.engine import Engine, EngineState
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.pool import Pool
-from proxy.peers.exchange_stats import ExchangeStats
+from proxy.peers.peer import ExchangeStats
 from proxy.peers.peers import Peers
-from proxy.prompt import Exactness, PromptBuilder
+from proxy.prompt import Exactness
 
 ASK_TIMEOUT_S = 2.0
 
@@ -94,7 +94,7 @@ async def stats(fleet: Fleet, pins: list[PinAnswer], peers: Peers | None = None,
         for pool in fleet.pools.values():
             for engine in pool.engines.values():
                 group.start_soon(_ask, engine, own)
-    pools = [_pool(pool, own) for pool in fleet.pools.values()]
+    pools = [_pool(fleet, pool, own) for pool in fleet.pools.values()]
     unconnected = [engine for engine in fleet.engines.values() if fleet.pool_of(engine) is None]
     return Stats(
         reuse=reuse,
@@ -115,19 +115,20 @@ async def _ask(engine: Engine, own: dict[str, dict[str, Any]]) -> None:
         own[engine.id] = {"error": str(error) or "the engine did not answer in time"}
 
 
-def _pool(pool: Pool, own: dict[str, dict[str, Any]]) -> PoolStats:
+def _pool(fleet: Fleet, pool: Pool, own: dict[str, dict[str, Any]]) -> PoolStats:
+    prompts = pool.prompts
     return PoolStats(
         model=pool.model,
         loras=sorted(pool.loras),
         tokens_per_block=pool.tokens_per_block,
         index_entries=len(pool.index),
-        tokenisation=_tokenisation(pool.prompts) if pool.prompts is not None else None,
-        engines=[_engine(pool, engine, own.get(engine.id, {})) for engine in pool.engines.values()],
+        tokenisation=Tokenisation(
+            **asdict(prompts.exactness), agreed=prompts.agreed, differed=prompts.differed
+        )
+        if prompts is not None
+        else None,
+        engines=[_engine(pool, engine, own.get(engine.id, {})) for engine in fleet.engines_of(pool)],
     )
-
-
-def _tokenisation(prompts: PromptBuilder) -> Tokenisation:
-    return Tokenisation(**asdict(prompts.exactness), agreed=prompts.agreed, differed=prompts.differed)
 
 
 def _engine(pool: Pool, engine: Engine, own: dict[str, Any]) -> EngineStats:

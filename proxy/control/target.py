@@ -68,7 +68,7 @@ class Target(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 def kind_of(target: Target) -> str:
-    """Which kind of target it is; raises BadRequest naming the field when it is not exactly one."""
+    """The kind of a target. Raises BadRequest, which names the field, if there is not exactly one."""
     given = [name for name in PREFIXES if getattr(target, name) is not None]
     if target.all:
         given.append("all")

@@ -151,7 +151,7 @@ class Targets:
         ]
 
     def _may_hold_unseen(self, engine: Engine) -> bool:
-        """Whether an engine may hold KV that the index does not know of."""
+        """True if an engine may hold KV that the index does not know of."""
         is_seen = self._has_views and engine.audit.trust is Trust.PRECISE
         # A tier that stores chunks sends no events.
         return not is_seen or (engine.info is not None and bool(engine.info.tokens_per_chunk))
@@ -300,7 +300,7 @@ def _what_may_be_missed(target: Target, shares: list[Share], capability: Capabil
 
 
 def _knows_salts(engine: Engine, tenant: str) -> bool:
-    """Whether every salt is known under which the engine may hold KV of the tenant."""
+    """True if every salt is known under which the engine may hold KV of the tenant."""
     is_seen = engine.view is not None and engine.view.complete
     return is_seen and engine.salts.is_complete(tenant)
 

@@ -65,10 +65,8 @@ class Warming:
         return self._operations.start(operation, work)
 
     async def warm_on(self, prefix: Prefix, engine: Engine, part: Part) -> None:
-        """Computes the prefix on one engine."""
+        """Computes the prefix on one engine. Like a request, it waits a moment for an engine that is away."""
         ready = replace(_request(prefix), home=engine.id)
-        if not self._flow.candidates(ready):
-            raise NoEngine(f"engine {engine.id!r} takes no requests now")
         part.total = len(prefix.chain.hashes)
         record = RequestRecord.of(ready.call)
         with Admission.of_kvpin() as admitted:

@@ -10,9 +10,12 @@ breaker.py          whether an engine that fails requests gets more
 retry_budget.py     retries of all requests together
 audit.py            predicted against reported cached tokens → trust
 pins.py             what operators asked to keep
+drains.py           which engines operators have drained, at any kvpin of a group
 retention.py        what clients asked to keep
+first_byte.py       what the time to the first byte was spent on
 misses.py           the reason that a prompt's KV was not reused
-api_diagnostics.py  that reason, in the terms of OpenAI's and Anthropic's APIs
 differences.py      where two requests differ
+normalise.py        rules that change prompts, so that more of them is equal
+prompt_text.py      hashes of a prompt's text, as it is and after each rule
 life/               the life of a request as a state machine: causes, states, events
 """

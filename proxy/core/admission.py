@@ -1,4 +1,4 @@
-"""Which requests wait before they are sent to an engine, and in which order they go.
+"""The queue before the engines: which requests wait, and the order in which they go.
 
 An engine serves its own queue first come, first served. A request therefore waits here, not at its engine,
 once every engine that can take it has `HOLD_S` seconds of work before it: enough that no engine runs dry,
@@ -44,7 +44,7 @@ _order = attrgetter("order")
 
 
 class Needs(msgspec.Struct, frozen=True, cache_hash=True):
-    """What a request needs of an engine. The same engines can take all requests with equal needs.
+    """The needs of a request. The same engines can take all requests with equal needs.
 
     Attributes:
         lora: the LoRA adapter it runs with; None for the model itself.
@@ -66,12 +66,10 @@ class Entry(Generic[Item]):
     """A request that waits.
 
     Attributes:
-        tenant: whose it is; None where there are no tenants.
         priority: the lowest value goes first.
-        tokens: what it costs its tenant.
+        tokens: its cost to its tenant.
         size: bytes that it holds meanwhile.
         needs: says which engines can take it.
-        item: the caller's own.
         order: its place among its tenant's requests. The queue sets it.
     """
 
@@ -270,11 +268,7 @@ class Pace:
 
 
 class Backlog:
-    """Requests that wait inside an engine by its own report, for memory or for other requests.
-
-    Attributes:
-        waiting: how many, by now.
-    """
+    """Requests that wait inside an engine by its own report, for memory or for other requests."""
 
     __slots__ = ("_began", "waiting")
 

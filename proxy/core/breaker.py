@@ -1,4 +1,4 @@
-"""Whether an engine that fails requests gets more of them.
+"""Decides whether an engine that fails requests gets more of them.
 
     closed → FAILURES in a row → open for a while → half-open: one request at a time
            → twice as many after each answer → closed
@@ -30,7 +30,7 @@ class Breaker:
 
     @property
     def is_closed(self) -> bool:
-        """Whether it lets all requests through."""
+        """True if it lets all requests through."""
         return self._allowed >= ENOUGH
 
     def failed(self, now: float) -> bool:
@@ -48,5 +48,5 @@ class Breaker:
             self._failures, self._allowed = 0, min(2 * self._allowed, ENOUGH)
 
     def allows(self, now: float, unanswered: int) -> bool:
-        """Whether the engine gets another request, while this many of its requests are unanswered."""
+        """True if the engine gets another request, while this many of its requests are unanswered."""
         return self.is_closed or (now >= self._until and unanswered < self._allowed)

@@ -8,22 +8,26 @@ class ByteBudget:
 
     Attributes:
         limit: the most bytes. Bytes already taken stay if the limit is lowered.
-        used: bytes taken.
     """
 
-    __slots__ = ("limit", "used")
+    __slots__ = ("__weakref__", "_whole", "limit", "used")
 
-    def __init__(self, limit: int) -> None:
-        self.limit, self.used = limit, 0
+    def __init__(self, limit: int, whole: ByteBudget | None = None) -> None:
+        """`whole`: the budget of which this is a part. Its bytes count there, too."""
+        self.limit, self.used, self._whole = limit, 0, whole
 
     def has(self, size: int) -> bool:
         """True if `size` more bytes fit."""
-        return self.used + size <= self.limit
+        return self.used + size <= self.limit and (self._whole is None or self._whole.has(size))
 
     def take(self, size: int) -> None:
         """Counts bytes, whether they fit or not."""
         self.used += size
+        if self._whole is not None:
+            self._whole.take(size)
 
     def give_back(self, size: int) -> None:
         """Frees bytes that were taken."""
         self.used -= size
+        if self._whole is not None:
+            self._whole.give_back(size)

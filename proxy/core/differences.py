@@ -1,4 +1,4 @@
-"""Where the prompt fields of two requests differ first, in the words of the API that the client speaks.
+"""The first difference between the prompt fields of two requests, in the words of their client's API.
 
 A longer list with the same beginning is no difference: a chat's next turn adds messages. Cache marks
 (`cache_control`) are not part of a prompt.
@@ -76,8 +76,6 @@ class Difference(msgspec.Struct, frozen=True):
     """The first difference.
 
     Attributes:
-        kind: what differs.
-        field: the request's field.
         item: the message, tool or item in it.
         part: the content part of the message.
         offset: leading characters of the text that are equal.
@@ -117,7 +115,7 @@ def difference(now: Mapping[str, Any], before: Mapping[str, Any]) -> Difference 
 
 
 def are_alike(now: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
-    """Whether two requests seem to be versions of one: the first texts agree for the most part, counted from
+    """True if two requests seem to be versions of one: the first texts agree for the most part, counted from
     the front and from the back."""
     one, other = _beginning(now), _beginning(before)
     shortest = min(len(one), len(other))

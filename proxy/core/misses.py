@@ -2,17 +2,23 @@
 
     how much was reused → all it could           HIT
     tokens that both requests share         → KV that was not found    EVICTED, RESTARTED, ELSEWHERE, …
-    tokens that differ                      → the prompt differs       TOOLS, SYSTEM, INPUT, …
+    tokens that differ  → hardly any repeated    SHARED
+                        → the same text follows the difference         TOOLS, SYSTEM, INPUT, …
 
-`api_diagnostics.py` says it in the words of the APIs.
+Only tokens that could have been reused and were not make a miss. Another question about the same document is
+none. A date at the beginning of a system prompt is one: all that follows it could have been reused.
+
+The last two functions say it in the words of OpenAI's and Anthropic's APIs.
 """
 
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Any
 
 import msgspec
 
+from engine_adapter.types import Attention
 from proxy.core.differences import Difference, Kind
 
 
@@ -20,6 +26,7 @@ class Miss(StrEnum):
     """Why no more of a prompt was reused."""
 
     HIT = "hit"  # all that could be reused was
+    SHARED = "shared_prefix"  # all that both prompts share was reused; the rest is new
     SHORT = "too_short"  # it has no full block, and engines reuse only those
     FIRST = "first_seen"  # no request of this tenant that is known began like it
     MODEL = "model_changed"
@@ -31,13 +38,23 @@ class Miss(StrEnum):
     OPTION = "option_changed"  # another field that goes into the prompt
     TEMPLATE = "template_changed"  # the fields agree; the template renders earlier messages in another way
     EVICTED = "evicted"
+    WINDOW = "window_gone"  # full attention holds it, the blocks of a sliding window are gone
+    STATE = "state_gone"  # full attention holds it, the state of linear attention is gone
     RESTARTED = "restarted"  # the engine was restarted or flushed
     ELSEWHERE = "placed_elsewhere"  # another engine holds it; this one cost less
     AWAY = "engine_away"  # the engine that computed it took no requests
     RUNNING = "still_running"  # the earlier request was not finished
     UNKNOWN = "not_followed"  # kvpin does not know the prompt
 
+    @property
+    def is_miss(self) -> bool:
+        """True if tokens could have been reused and were not."""
+        return self not in (Miss.HIT, Miss.SHARED, Miss.SHORT, Miss.FIRST, Miss.UNKNOWN)
 
+
+# Tokens behind a difference count if they are at least this share of the prompt: every chat repeats some of
+# its template's words.
+_REPEATED = 0.1
 _OF_KIND = {
     Kind.TOOLS: Miss.TOOLS,
     Kind.SYSTEM: Miss.SYSTEM,
@@ -51,21 +68,22 @@ class Compared(msgspec.Struct, frozen=True, kw_only=True):
     """An earlier request of the same tenant, beside the one that is explained.
 
     Attributes:
-        request_id: its id.
-        n_tokens: tokens of its prompt.
         common_tokens: leading tokens that both share.
+        repeated_tokens: tokens behind the first difference that both have. They could have been reused if the
+            difference stood at the end.
         same_model, same_lora: both ran on the same.
         has_fields: the fields of both requests are known.
         difference: the first difference of the fields.
         is_running: it was not finished when the other began.
-        engine: where it ran.
-        is_candidate: that engine could have taken the other request.
-        is_emptied: that engine lost its cache in between.
+        engine: the engine that ran it.
+        is_candidate: the engine could have taken the other request.
+        is_emptied: the engine lost its cache in between.
     """
 
     request_id: str
     n_tokens: int
     common_tokens: int = 0
+    repeated_tokens: int = 0
     same_model: bool = True
     same_lora: bool = True
     has_fields: bool = False
@@ -88,6 +106,10 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
         held_tokens: prompt tokens that `holder` would have reused; 0 if the request was placed there.
         tokens_per_block: the engine's block size in tokens. The engine reuses full blocks.
         compared: the earlier request that it is compared with; None without one.
+        rules: the rules that changed its prompt.
+        cut_tokens: tokens that full attention held, and that could not be reused because another kind of
+            attention lacked its part.
+        lacks: that kind of attention.
     """
 
     n_tokens: int | None
@@ -98,6 +120,9 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     held_tokens: int = 0
     tokens_per_block: int = 1
     compared: Compared | None = None
+    rules: tuple[str, ...] = ()
+    cut_tokens: int = 0
+    lacks: Attention | None = None
 
     def reusable(self, tokens: int) -> int:
         """Number of the first `tokens` tokens that can be reused: full blocks, and never the last token."""
@@ -109,14 +134,11 @@ class Diagnosis(msgspec.Struct, frozen=True):
     """Why no more of a prompt was reused.
 
     Attributes:
-        miss: the reason.
-        detail: one sentence.
         request_id: the earlier request that it was compared with.
         at: the first difference.
         common_tokens: leading tokens that both share.
         missed_tokens: tokens of the earlier prompt that could not be reused.
         changed_tokens: tokens of this prompt from the first that differs.
-        earlier_tokens: tokens of the earlier prompt.
     """
 
     miss: Miss
@@ -133,6 +155,8 @@ def diagnose(facts: Facts) -> Diagnosis:
     """Why no more of a prompt was reused."""
     miss, compared = miss_of(facts), facts.compared
     detail = _detail(miss, facts)
+    if facts.rules:
+        detail += f" (the prompt as changed by {', '.join(facts.rules)})"
     if compared is None:
         return Diagnosis(miss, detail)
     own, common = facts.n_tokens or 0, compared.common_tokens
@@ -140,7 +164,7 @@ def diagnose(facts: Facts) -> Diagnosis:
         miss,
         detail,
         compared.request_id,
-        compared.difference if miss in _OF_KIND.values() else None,
+        compared.difference if miss in (*_OF_KIND.values(), Miss.SHARED) else None,
         common,
         max(min(own, compared.n_tokens) - common, 0),
         max(own - common, 0),
@@ -155,8 +179,8 @@ def miss_of(facts: Facts) -> Miss:
         return alone
     if compared is None and facts.held_tokens > reused:
         return Miss.ELSEWHERE
-    if compared is None and reused < facts.predicted_tokens:
-        return Miss.EVICTED
+    if compared is None and (reused < facts.predicted_tokens or facts.cut_tokens):
+        return _evicted(facts)
     if compared is None:
         # An unknown request began the same way, unless only the template's first words were reused.
         return Miss.HIT if 4 * reused > (facts.n_tokens or 0) else Miss.FIRST
@@ -187,13 +211,23 @@ def _loss(facts: Facts, compared: Compared) -> Miss:
         return Miss.ELSEWHERE
     if compared.is_emptied:
         return Miss.RESTARTED
-    return Miss.EVICTED if compared.is_candidate else Miss.AWAY
+    return _evicted(facts) if compared.is_candidate else Miss.AWAY
+
+
+def _evicted(facts: Facts) -> Miss:
+    """What was evicted: all, or only what a kind of attention beside full attention needs."""
+    if not facts.cut_tokens:
+        return Miss.EVICTED
+    return Miss.STATE if facts.lacks is Attention.STATE else Miss.WINDOW
 
 
 def _change(facts: Facts, compared: Compared) -> Miss:
     """The miss of a prompt that differs from an earlier one. All that both share was reused."""
     if facts.is_whole and facts.reusable(compared.common_tokens) == facts.reusable(compared.n_tokens):
         return Miss.HIT
+    is_new = facts.is_whole and compared.repeated_tokens < _REPEATED * (facts.n_tokens or 0)
+    if is_new and facts.reused_tokens:
+        return Miss.SHARED
     if compared.difference is not None:
         return _OF_KIND[compared.difference.kind]
     if not facts.is_whole:
@@ -206,7 +240,13 @@ def _detail(miss: Miss, facts: Facts) -> str:
     has_all = _without_another(facts) is Miss.HIT
     if compared is None:
         said = _COMPUTED_ELSEWHERE if miss is Miss.HIT and not has_all else _ALONE[miss]
-        return said.format(block=block, parts=_parts(facts), holder=facts.holder, held=facts.held_tokens)
+        return said.format(
+            block=block,
+            parts=_parts(facts),
+            holder=facts.holder,
+            held=facts.held_tokens,
+            cut=facts.cut_tokens,
+        )
     difference, common = compared.difference, compared.common_tokens
     beside = None if has_all else _BESIDE.get(miss)
     return (beside or _ALONE.get(miss) or _CHANGED).format(
@@ -217,6 +257,7 @@ def _detail(miss: Miss, facts: Facts) -> str:
         other=compared.request_id,
         engine=compared.engine,
         common=common,
+        cut=facts.cut_tokens,
         at="" if difference is None else f" at {difference},",
         within=f", within the first block of {block}" if common < block else "",
     )
@@ -234,6 +275,14 @@ _ALONE = {
     Miss.FIRST: "no recent request begins like it",
     Miss.ELSEWHERE: "{holder} holds {held} tokens of it, but would have cost more",
     Miss.EVICTED: "its beginning was evicted before the engine computed the prompt",
+    Miss.WINDOW: (
+        "full attention still holds {cut} more tokens of it, but the blocks of the sliding window that "
+        "would be needed there were evicted"
+    ),
+    Miss.STATE: (
+        "full attention still holds {cut} more tokens of it, but the state that linear attention would need "
+        "there was evicted, or never kept"
+    ),
 }
 _COMPUTED_ELSEWHERE = (
     "the request that computed them is not known here: "
@@ -241,6 +290,7 @@ _COMPUTED_ELSEWHERE = (
 )
 _BESIDE = {
     Miss.HIT: "these are all {parts} that it shares with request {other}",
+    Miss.SHARED: "it shares {common} tokens with request {other}; from there on{at} it is new",
     Miss.MODEL: "request {other} ran on another model",
     Miss.LORA: "request {other} ran with another LoRA adapter, or none",
     Miss.EVICTED: (
@@ -256,3 +306,78 @@ _BESIDE = {
     ),
 }
 _CHANGED = "it differs from request {other}{at} from token {common} on{within}"
+
+
+_OPENAI = {
+    Miss.MODEL: "model_changed",
+    Miss.LORA: "model_changed",
+    Miss.TOOLS: "tools_changed",
+    Miss.SYSTEM: "input_changed",
+    Miss.SHARED: "input_changed",
+    Miss.INPUT: "input_changed",
+    Miss.MEDIA: "input_changed",
+    Miss.TEMPLATE: "input_changed",
+}
+# Options that OpenAI's API has a reason for.
+_OPENAI_OPTIONS = {
+    "text": "text_format_changed",
+    "response_format": "text_format_changed",
+    "reasoning": "reasoning_effort_changed",
+    "reasoning_effort": "reasoning_effort_changed",
+    "verbosity": "verbosity_changed",
+}
+_ANTHROPIC = {
+    Miss.MODEL: "model_changed",
+    Miss.LORA: "model_changed",
+    Miss.TOOLS: "tools_changed",
+    Miss.SYSTEM: "system_changed",
+    Miss.SHARED: "messages_changed",
+    Miss.INPUT: "messages_changed",
+    Miss.MEDIA: "messages_changed",
+    Miss.TEMPLATE: "messages_changed",
+}
+
+
+def openai_diagnostics(diagnosis: Diagnosis | None) -> dict[str, Any]:
+    """The `prompt_cache_diagnostics` of a response; None: the compared response is not known.
+
+    `unavailable` stands for reasons that the API has no word for; the field `kvpin` then names the reason.
+    """
+    if diagnosis is None:
+        return {"type": "comparison_response_not_found"}
+    miss, at = diagnosis.miss, diagnosis.at
+    if miss is Miss.HIT:
+        return {"type": "cache_hit"}
+    option = _OPENAI_OPTIONS.get(at.field) if at is not None and miss is Miss.OPTION else None
+    reason = option or _OPENAI.get(miss)
+    if reason is None:
+        return {"type": "unavailable", "kvpin": _own_words(diagnosis)}
+    return {
+        "type": "cache_miss",
+        "reason": reason,
+        "cache_missed_tokens": diagnosis.changed_tokens,
+        "comparison_reusable_tokens": diagnosis.earlier_tokens,
+        "kvpin": _own_words(diagnosis),
+    }
+
+
+def anthropic_diagnostics(diagnosis: Diagnosis | None) -> dict[str, Any] | None:
+    """The `diagnostics` of a message. The argument is None if the earlier message is not known. The result
+    is None if the prompt does not diverge, as in Anthropic's API."""
+    if diagnosis is None:
+        return {"cache_miss_reason": {"type": "previous_message_not_found"}}
+    if diagnosis.miss is Miss.HIT:
+        return None
+    kind = _ANTHROPIC.get(diagnosis.miss)
+    reason: dict[str, Any] = {"type": kind or "unavailable"}
+    if kind is not None:
+        reason["cache_missed_input_tokens"] = diagnosis.missed_tokens
+    return {"cache_miss_reason": {**reason, "kvpin": _own_words(diagnosis)}}
+
+
+def _own_words(diagnosis: Diagnosis) -> dict[str, Any]:
+    """The reason and the detail in kvpin's own words, for which the APIs have no field."""
+    words: dict[str, Any] = {"reason": diagnosis.miss.value, "detail": diagnosis.detail}
+    if diagnosis.at is not None:
+        words["at"] = msgspec.to_builtins(diagnosis.at)
+    return words

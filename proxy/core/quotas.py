@@ -68,11 +68,7 @@ class _Bucket:
 
 
 class Quota:
-    """A tenant's use of its `limits`, here and at peers.
-
-    Attributes:
-        tenant: its name.
-    """
+    """A tenant's use of its `limits`, here and at peers."""
 
     __slots__ = (
         "_changed",
@@ -121,7 +117,7 @@ class Quota:
 
     @property
     def has_room(self) -> bool:
-        """Whether one more request may run."""
+        """True if one more request may run."""
         elsewhere = sum(self._elsewhere.values()) if self._elsewhere else 0
         return self._concurrent is None or self._running + elsewhere < self._concurrent
 

@@ -4,8 +4,8 @@
                 prompt_cache_breakpoint {"mode": "explicit", "ttl": …} on any part of messages or input
     Anthropic   cache_control {"type": "ephemeral", "ttl": "5m" | "1h"}, on the request or any part of it
 
-The longest time counts, for the whole prompt. The fields go to the engine unchanged. A field that cannot be
-read asks for nothing here; the engine rejects it if it is invalid.
+The longest time counts, for the whole prompt. The fields go to the engine unchanged. A time that cannot be
+read is refused: its client would wait for KV that nobody keeps.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 
 from engine_adapter.body import JsonBody
 from engine_adapter.types import Retention
+from proxy.errors import BadRequest
 
 # Above the priority of requests that ask for nothing, and the same for all clients.
 PRIORITY = 1
@@ -29,6 +30,9 @@ BREAKPOINT_S = 1800.0
 
 _DURATION = re.compile(r"(\d{1,9})([smhd])")
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
+_NOT_KEPT = ("in_memory", "in-memory")
+# Characters of a wrong time that its error repeats.
+_SHOWN = 40
 _CACHE_CONTROL, _BREAKPOINT = b"cache_control", b"prompt_cache_breakpoint"
 # Fields that have parts with such marks. Clients that translate put `cache_control` in chats, too.
 _PARTS = ("system", "messages", "tools", "input")
@@ -37,7 +41,11 @@ _WITHIN = ("content", "output")
 
 
 def retention_of(body: JsonBody, owner: str | None = None) -> Retention:
-    """The retention that a request asks for, on behalf of `owner`; priority 0 if it asks for nothing."""
+    """The retention that a request asks for, on behalf of `owner`; priority 0 if it asks for nothing.
+
+    Raises:
+        BadRequest: naming a time that is none.
+    """
     asked = [seconds for seconds in _asked(body) if seconds is not None]
     if not asked:
         return Retention(owner=owner)
@@ -46,9 +54,10 @@ def retention_of(body: JsonBody, owner: str | None = None) -> Retention:
 
 def _asked(body: JsonBody) -> Iterator[float | None]:
     options = body.hint("prompt_cache_options")
-    ttl = _seconds(options.get("ttl")) if isinstance(options, dict) else None
+    ttl = _seconds(options.get("ttl"), "prompt_cache_options.ttl") if isinstance(options, dict) else None
     yield ttl
-    yield _seconds(body.hint("prompt_cache_retention"))
+    kept = body.hint("prompt_cache_retention")
+    yield None if kept in _NOT_KEPT else _seconds(kept, "prompt_cache_retention")
     # Reading the messages takes as long as the rest of the parsing, and most requests have no such field.
     if _CACHE_CONTROL in body.raw or _BREAKPOINT in body.raw:
         yield _ephemeral(body.hint("cache_control"))
@@ -73,20 +82,26 @@ def _of_parts(parts: Any, breakpoint_s: float) -> Iterator[float | None]:  # noq
 def _explicit(mark: Any, default_s: float) -> float | None:  # noqa: ANN401 - JSON
     if not isinstance(mark, dict) or mark.get("mode") != "explicit":
         return None
-    return _seconds(mark["ttl"]) if "ttl" in mark else default_s
+    return _seconds(mark["ttl"], "prompt_cache_breakpoint.ttl") if "ttl" in mark else default_s
 
 
 def _ephemeral(control: Any) -> float | None:  # noqa: ANN401 - JSON
     if not isinstance(control, dict) or control.get("type") != "ephemeral":
         return None
-    return _seconds(control["ttl"]) if "ttl" in control else EPHEMERAL_S
+    return _seconds(control["ttl"], "cache_control.ttl") if "ttl" in control else EPHEMERAL_S
 
 
-def _seconds(value: Any) -> float | None:  # noqa: ANN401 - JSON
-    """A duration as these APIs write it, or a number of seconds; None for anything else."""
+def _seconds(value: Any, field: str) -> float | None:  # noqa: ANN401 - JSON
+    """A duration as these APIs write it, or a number of seconds; None if there is none."""
+    given = value
     if isinstance(value, str):
         written = _DURATION.fullmatch(value)
-        value = int(written[1]) * _UNITS[written[2]] if written else None
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        value = int(written[1]) * _UNITS[written[2]] if written else 0
+    if given is None:
         return None
-    return float(min(value, MAX_TTL_S)) if 0 < value < math.inf else None
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        shown = repr(given)[:_SHOWN]
+        raise BadRequest(
+            f"{field} is {shown}, which is no time: write it as '30m' or '12h', or as seconds", param=field
+        )
+    return float(min(value, MAX_TTL_S))

@@ -20,24 +20,6 @@ from proxy.errors.exceptions import (
     RateLimited,
     SlowBody,
     TimeLimit,
+    TooLong,
     Unauthorized,
 )
-
-__all__ = [
-    "BadRequest",
-    "BodyTooLarge",
-    "Conflict",
-    "EncodedBody",
-    "EngineFailed",
-    "Forbidden",
-    "MethodNotAllowed",
-    "NoEngine",
-    "NoMemory",
-    "NotFound",
-    "Overloaded",
-    "ProxyError",
-    "RateLimited",
-    "SlowBody",
-    "TimeLimit",
-    "Unauthorized",
-]

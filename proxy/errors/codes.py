@@ -48,6 +48,14 @@ class Code(StrEnum):
         400,
         "`messages`, `input` or `tools`, or a list in one of their entries, has more than 16,384 entries",
     )
+    TOO_COMPLEX = (
+        "body_too_complex",
+        400,
+        (
+            "the body has more values or fields than `limits.json_values` and `limits.json_fields` allow, "
+            "or a field of it is too long or too deep: [the gate](reference/gate.md)"
+        ),
+    )
     INVALID_MESSAGES = "invalid_messages", 400, "messages, tools or template options that cannot be rendered"
     INVALID_EMBEDDINGS = (
         "invalid_embeddings",
@@ -67,7 +75,8 @@ class Code(StrEnum):
         (
             "the admin API [without a key](operations.md#without-an-admin-key) was called from another "
             "machine or through a proxy, or a [web page](api.md#web-pages) or a "
-            "[WebSocket](api.md#websockets) may not use kvpin"
+            "[WebSocket](api.md#websockets) may not use kvpin, or a route or a field reaches what an engine "
+            "keeps for [all tenants](api.md#several-tenants)"
         ),
     )
     NOT_FOUND = "not_found", 404, "no such route, engine, operation, request or table"
@@ -80,7 +89,11 @@ class Code(StrEnum):
     METHOD_NOT_ALLOWED = "method_not_allowed", 405, "the route takes other methods, which `allow` names"
     SLOW_BODY = "slow_body", 408, "the body did not arrive in time"
     CONFLICT = "conflict", 409, "the same name exists with other content"
-    BODY_TOO_LARGE = "body_too_large", 413, "the body is longer than `limits.body_bytes`"
+    BODY_TOO_LARGE = (
+        "body_too_large",
+        413,
+        ("the body is longer than `limits.body_bytes`, or than `limits.json_bytes` beside base64"),
+    )
     ENCODED_BODY = "encoded_body", 415, "the body is compressed"
     RATE_LIMIT_EXCEEDED = (
         "rate_limit_exceeded",

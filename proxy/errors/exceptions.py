@@ -2,11 +2,12 @@
 
 ProxyError
 ├── BadRequest           a field is wrong; names the field
+│   └── TooLong          the prompt is longer than the model's context
 ├── NotFound             no such model, route, engine, operation, request or table
 ├── MethodNotAllowed     the route exists, for other methods
 ├── Conflict             the name exists with other content
 ├── Unauthorized         no key, or a wrong one
-├── Forbidden            the admin API without a key, from another machine
+├── Forbidden            the caller may not do this from where it is, or as one of several tenants
 ├── BodyTooLarge         over the limit
 ├── SlowBody             not sent in time
 ├── EncodedBody          compressed
@@ -60,6 +61,18 @@ class BadRequest(ProxyError):
     """The request is wrong."""
 
 
+class TooLong(BadRequest):
+    """The prompt is longer than the model's context. Its tenant pays for what was counted of it.
+
+    Attributes:
+        tokens: those that were counted.
+    """
+
+    def __init__(self, message: str, tokens: int, **more: Any) -> None:  # noqa: ANN401 - as ProxyError takes it
+        super().__init__(message, **more)
+        self.tokens = tokens
+
+
 class NotFound(ProxyError):
     """The request names something that does not exist."""
 
@@ -85,7 +98,7 @@ class Unauthorized(ProxyError):
 
 
 class Forbidden(ProxyError):
-    """The caller may not do this from where it is."""
+    """The caller may not do this from where it is, or as one of several tenants."""
 
 
 class BodyTooLarge(ProxyError):

@@ -1,16 +1,37 @@
-"""Where a request may go: to the pool of its model, or to the engine that made the response it names."""
+"""The destination of a request: the pool of its model, or the engine that keeps the objects it names."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from functools import partial
+
 from msgspec import Struct
 
-from proxy.errors import NotFound
+from engine_adapter import JsonBody
+from engine_adapter.off_loop import JSON_BYTES_PER_MS, off_loop
+from proxy.errors import BadRequest, Forbidden, NotFound
 from proxy.errors.codes import Code
 from proxy.fleet.engine import Engine
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.pool import Pool
-from proxy.request.calls import Call
-from proxy.request.translate import CONTINUING, RESPONSES_PATH, ResponseHome, ResponseHomes, response_named
+from proxy.request.calls import Call, Client
+from proxy.request.stored import (
+    FOLLOWED,
+    AnswerNoter,
+    Home,
+    Kind,
+    Name,
+    ObjectHomes,
+    name_in_path,
+    names_items,
+    names_of,
+    open_route,
+)
+from proxy.request.stored.names import CONTINUING, ITEM_ROUTES, PREVIOUS
+from proxy.request.translate import RESPONSES_PATH, may_name_more
+
+# Characters of an id that an error repeats.
+_SHOWN = 256
 
 
 class Destination(Struct, frozen=True):
@@ -28,58 +49,114 @@ class Destination(Struct, frozen=True):
 
 
 class Destinations:
-    """Finds destinations, and remembers which engine made which response.
+    """Finds destinations, and remembers which engine keeps which objects of whom.
 
     Attributes:
-        isolated: there are several tenants, who must not reach each other's responses.
+        isolated: there are several tenants, who must not reach each other's objects.
     """
 
-    def __init__(self, fleet: Fleet, *, isolated: bool) -> None:
+    def __init__(self, fleet: Fleet, tenants: Iterable[str] = ()) -> None:
+        """`tenants`: see `divide`."""
         self._fleet = fleet
-        self.isolated = isolated
-        self._homes = ResponseHomes()
+        self._homes = ObjectHomes()
+        self.divide(tenants)
 
-    def find(self, call: Call) -> Destination:
+    def divide(self, tenants: Iterable[str]) -> None:
+        """There are only these tenants from now on. What is known of others' objects is forgotten."""
+        names = frozenset(tenants)
+        self.isolated = len(names) > 1
+        self._homes.divide(names)
+
+    async def find(self, call: Call) -> Destination:
         """The destination of a request.
 
-        A response that kvpin did not see may be on any engine. With several tenants it may be another
+        An object that kvpin did not see may be on any engine. With several tenants it may be another
         tenant's, so it is refused.
 
         Raises:
-            NotFound: nothing serves its model, or the response cannot be reached.
+            NotFound: nothing serves its model, or an object cannot be reached.
+            Forbidden: it names what may be another tenant's.
+            BadRequest: its objects lie on several engines, or are too many.
+            msgspec.DecodeError: its body cannot be decoded.
             NoEngine: no engine has connected yet, or an engine that may serve the model is still connecting.
         """
-        name = response_named(call)
-        home = self._homes.find(call.tenant, name) if name is not None else None
-        if name is None:
-            return Destination(*self._fleet.find(call.model))
-        if home is not None:
+        homes, unknown = dict[Home, Name](), list[Name]()
+        for name in await names_of(call, isolated=self.isolated):
+            if (home := self._homes.find(call.tenant, name)) is None:
+                unknown.append(name)
+            else:
+                homes[home] = name
+        if self.isolated:
+            await self._check(call, unknown)
+        elif unknown:
+            return self._anywhere(call, unknown[0])
+        if len(homes) > 1:
+            names = ", ".join(repr(name.id) for name in homes.values())
+            raise BadRequest(f"the request names objects of several engines: {names}")
+        for home, name in homes.items():
             return self._at(home, call, name)
-        if call.route in CONTINUING:
-            pool, model = self._fleet.find(call.model)
-            if self.isolated and RESPONSES_PATH not in pool.served_as_chats:
-                raise _no_response(call, name)
-            return Destination(pool, model)
-        keepers = [each for each in self._fleet.pools.values() if RESPONSES_PATH not in each.served_as_chats]
-        if self.isolated or len(keepers) != 1:
-            raise _no_response(call, name)
-        return Destination(keepers[0], None)
+        return Destination(*self._fleet.find(call.model))
 
-    def knows(self, tenant: str | None, response_id: str) -> bool:
-        """Whether an engine has made that response for a tenant."""
-        return self._homes.find(tenant, response_id) is not None
+    def knows(self, tenant: str | None, name: Name) -> bool:
+        """True if an engine keeps that object for a tenant."""
+        return self._homes.find(tenant, name) is not None
 
-    def note(self, tenant: str | None, response_id: str, engine_id: str) -> None:
-        """An engine has made a response for a tenant."""
-        self._homes.keep(
-            tenant, response_id, ResponseHome(engine_id, _instance_of(self._fleet.engines.get(engine_id)))
+    def note(self, tenant: str | None, name: Name, engine_id: str) -> None:
+        """An engine has made an object for a tenant."""
+        self._homes.keep(tenant, name, Home(engine_id, _instance_of(self._fleet.engines.get(engine_id))))
+
+    def noter(self, call: Call, engine_id: Callable[[], str]) -> Callable[[Client], Client] | None:
+        """A wrapper for the client of a request whose answer makes or deletes an object; None for any other.
+
+        `engine_id` tells, once the answer has begun, which engine gives it.
+        """
+        if not self.isolated and call.route != RESPONSES_PATH:
+            return None
+        route = open_route(call.method, call.route)
+        if route is None or not (route.makes or route.ends):
+            return None
+        tenant, homes, name = call.tenant, self._homes, name_in_path(call.path, isolated=self.isolated)
+        gone = partial(homes.forget, tenant, name) if route.ends and name is not None else None
+        return lambda client: AnswerNoter(
+            client, route.makes, lambda made: self.note(tenant, made, engine_id()), gone
         )
 
-    def _at(self, home: ResponseHome, call: Call, name: str) -> Destination:
+    async def _check(self, call: Call, unknown: Iterable[Name]) -> None:
+        """Checks what a request of one of several tenants names, of which kvpin knows no engine.
+
+        Raises:
+            NotFound: an object is not the tenant's, or exists nowhere.
+            Forbidden: it is of a kind that is not followed.
+        """
+        for name in unknown:
+            if name.kind not in FOLLOWED:
+                raise _not_followed(name.kind, name.param)
+            if name.kind is not Kind.RESPONSE or not self._keeps_responses(call):
+                raise _no_object(name)
+        body = call.body
+        if isinstance(body, JsonBody) and call.route.startswith(ITEM_ROUTES) and may_name_more(body):
+            ms = len(body.raw) / JSON_BYTES_PER_MS
+            if not self._keeps_responses(call) and await off_loop(lambda: names_items(body), ms=ms):
+                raise _not_followed("item", None)
+
+    def _keeps_responses(self, call: Call) -> bool:
+        """True if kvpin itself looks up what a request continues: engines of its model get chats."""
+        return call.route in CONTINUING and RESPONSES_PATH in self._fleet.find(call.model)[0].served_as_chats
+
+    def _anywhere(self, call: Call, name: Name) -> Destination:
+        """Where to look for a response that kvpin did not see, with one tenant."""
+        if call.route in CONTINUING:
+            return Destination(*self._fleet.find(call.model))
+        keepers = [each for each in self._fleet.pools.values() if RESPONSES_PATH not in each.served_as_chats]
+        if len(keepers) != 1:
+            raise _no_object(name)
+        return Destination(keepers[0], None)
+
+    def _at(self, home: Home, call: Call, name: Name) -> Destination:
         engine = self._fleet.engines.get(home.engine)
         pool = self._fleet.pool_of(engine) if engine is not None else None
         if pool is None or _instance_of(engine) != home.instance:
-            raise _no_response(call, name, f": engine {home.engine!r}, which made it, was restarted")
+            raise _no_object(name, f": engine {home.engine!r}, which made it, was restarted")
         model = self._fleet.find(call.model)[1] if call.model is not None else None
         return Destination(pool, model, home.engine)
 
@@ -89,12 +166,19 @@ def _instance_of(engine: Engine | None) -> str | None:
     return engine.info.instance if engine is not None and engine.info is not None else None
 
 
-def _no_response(call: Call, name: str, why: str = "") -> NotFound:
-    """The error for an unknown response. Another tenant's response gets the same error."""
-    if call.route in CONTINUING:
-        return NotFound(
-            f"Previous response with id {name!r} not found{why}.",
-            param="previous_response_id",
-            code=Code.PREVIOUS_RESPONSE_NOT_FOUND,
-        )
-    return NotFound(f"Response with id {name!r} not found{why}.")
+def _no_object(name: Name, why: str = "") -> NotFound:
+    """The error for an unknown object. Another tenant's object gets the same error."""
+    what, code = (
+        ("Previous response", Code.PREVIOUS_RESPONSE_NOT_FOUND)
+        if name.param == PREVIOUS
+        else (name.kind.capitalize(), None)
+    )
+    return NotFound(f"{what} with id {name.id[:_SHOWN]!r} not found{why}.", param=name.param, code=code)
+
+
+def _not_followed(what: str, param: str | None) -> Forbidden:
+    return Forbidden(
+        f"the request names {what}s that an engine keeps: kvpin has several tenants, and cannot tell whose "
+        "they are",
+        param=param,
+    )

@@ -9,11 +9,10 @@ import time
 from collections import deque
 from collections.abc import Callable
 from enum import StrEnum
-from typing import Protocol
 
 import structlog
 
-from engine_adapter import Capability, EngineAdapter, EngineInfo
+from engine_adapter import Capability, EngineAdapter, EngineInfo, EngineSpec, log_text
 from proxy.core.audit import EngineAudit
 from proxy.core.breaker import Breaker
 from proxy.core.index.learned import LearnedBlocks
@@ -21,6 +20,7 @@ from proxy.core.index.view import EngineView
 from proxy.core.placement.load import EngineLedger
 from proxy.core.placement.tiering import AheadCounts
 from proxy.fleet.lease import Lease, PeerRequest
+from proxy.fleet.process.managed_engine import ManagedEngine
 from proxy.fleet.salts import TenantSalts
 
 log = structlog.get_logger(__name__)
@@ -45,36 +45,21 @@ class EngineState(StrEnum):
     ELSEWHERE = "elsewhere"  # not used: another kvpin does, and only one may
 
 
-class Process(Protocol):
-    """The process of an engine that kvpin runs."""
-
-    @property
-    def starting(self) -> bool:
-        """Whether it starts for the first time: not healthy yet, and nothing is wrong."""
-
-    @property
-    def error(self) -> str | None:
-        """Why it does not run; None while nothing is wrong."""
-
-    @property
-    def given_up(self) -> bool:
-        """Whether it is not started again."""
-
-    def describe(self) -> dict[str, str | int | None]:
-        """State, pid, port, restarts, last exit code and error, for people."""
-
-
 def this_kvpin() -> str:
     """This process, for people: its machine and its number there."""
     return f"{socket.gethostname()}:{os.getpid()}"
+
+
+def address_of(spec: EngineSpec) -> tuple[str, bool]:
+    """An engine's address as peers are told it, with its rank, and whether only this machine can reach it."""
+    return (f"{socket.gethostname()} {spec.address}", True) if spec.is_local else (spec.address, False)
 
 
 class Engine:
     """One engine: its adapter, what it declared, its load, its audit.
 
     Attributes:
-        info: what it declared when it connected; None before that.
-        ledger: the load of its requests.
+        info: its declaration when it connected; None before that.
         audit: predicted against reported cached tokens, and the trust in its view.
         learned: blocks learned from responses, for engines without events.
         below: blocks on lower tiers that its events do not report.
@@ -86,7 +71,6 @@ class Engine:
         emptied: when it lost its cache, in Unix time; the last times only.
         last_error: why it is not ready.
         check_now: wakes its monitor.
-        leases: the requests on it.
         of_peers: requests that other kvpins have on it and that have no answer yet, by ticket.
         from_peers: requests that other kvpins have placed on it so far.
         breaker: lets few requests through after several failed in a row; None after none did.
@@ -111,7 +95,7 @@ class Engine:
         self.ahead = AheadCounts()
         self.lacks: set[str] = set()
         self.view: EngineView | None = None
-        self.process: Process | None = None
+        self.process: ManagedEngine | None = None
         self.has_supervisor = False
         self.emptied: deque[float] = deque(maxlen=16)
         self.last_error: str | None = None
@@ -127,7 +111,7 @@ class Engine:
 
     @property
     def state(self) -> EngineState:
-        """Whether it takes requests."""
+        """Its state. Only a ready engine gets requests."""
         return self._state
 
     @state.setter
@@ -148,11 +132,11 @@ class Engine:
         return [*self.unanswered, *self.of_peers.values()]
 
     def can(self, capability: Capability) -> bool:
-        """Whether the engine, as connected, declares the capability."""
+        """True if the engine, as connected, declares the capability."""
         return self.info is not None and capability in self.info.capabilities
 
     def serves(self, native: str) -> bool:
-        """Whether the engine, as connected, declares this route beside `/v1`."""
+        """True if the engine, as connected, declares this route beside `/v1`."""
         return self.info is not None and native in self.info.routes
 
     @property
@@ -202,10 +186,10 @@ class Engine:
         """
         if self.state in (EngineState.CONNECTING, EngineState.DOWN, EngineState.ELSEWHERE):
             return  # the loss is known, and `abandon` counted this request
-        self.last_error = str(error)
+        self.last_error = log_text(error)
         self._has_opened()
         if not self._failed:
-            log.warning("a request failed: checking its engine", engine=self.id, error=str(error))
+            log.warning("a request failed: checking its engine", engine=self.id, error=self.last_error)
         self._failed += 1
         if self.state is EngineState.READY:
             self.state = EngineState.SUSPECT
@@ -217,7 +201,7 @@ class Engine:
             log.warning(
                 "requests keep failing: the engine gets few until one is answered",
                 engine=self.id,
-                error=str(error),
+                error=log_text(error),
             )
 
     def _has_opened(self) -> bool:
@@ -235,7 +219,7 @@ class Engine:
 
     @property
     def is_allowed(self) -> bool:
-        """Whether its breaker lets another request through."""
+        """True if its breaker lets another request through."""
         return self.breaker is None or self.breaker.allows(time.monotonic(), len(self.unanswered))
 
     def abandon(self) -> None:

@@ -13,10 +13,11 @@ from collections.abc import Mapping
 import structlog
 
 from engine_adapter import EngineAdapter, EngineInfo
+from proxy.core.drains import DrainBook
 from proxy.core.peers.telling import OwnRequests
 from proxy.errors import Conflict, NoEngine, NotFound
 from proxy.errors.codes import Code
-from proxy.fleet.engine import TOKENS_PER_BLOCK, Engine, EngineState
+from proxy.fleet.engine import TOKENS_PER_BLOCK, Engine, EngineState, address_of
 from proxy.fleet.pool import Pool
 from proxy.settings import LimitSettings
 
@@ -34,6 +35,7 @@ class Fleet:
     Attributes:
         told: tells other kvpins of requests, in pools made from now on; None without other kvpins.
         claims_engines: an engine that only one kvpin may use waits until it is claimed.
+        drains: the engines that operators have drained, at any kvpin of the group.
         passed_on: requests that other kvpins answered for this one so far, by the names of these kvpins.
     """
 
@@ -52,6 +54,7 @@ class Fleet:
         self.pools: dict[str, Pool] = {}
         self.told: OwnRequests | None = None
         self.claims_engines = False
+        self.drains = DrainBook()
         self.passed_on = Counter[str]()
         self._warned: set[str] = set()
         self._an_engine_is_ready = asyncio.Event()
@@ -67,7 +70,13 @@ class Fleet:
         engine = self.engines[adapter.spec.id] = Engine(adapter, self._wake)
         if self.claims_engines and adapter.one_owner:
             engine.give_to(None)
+        if self.is_drained(engine):
+            engine.state = EngineState.DRAINING
         return engine
+
+    def is_drained(self, engine: Engine) -> bool:
+        """True if an operator has drained the engine."""
+        return self.drains.is_drained(address_of(engine.adapter.spec)[0])
 
     def bound_queues(self, queue: LimitSettings) -> None:
         """Other bounds of each pool's queue."""
@@ -76,7 +85,7 @@ class Fleet:
             pool.line.bound(queue)
 
     def has(self, engine: Engine) -> bool:
-        """Whether an engine was added and not removed. Another one may have its id."""
+        """True if an engine was added and not removed. Another one may have its id."""
         return self.engines.get(engine.id) is engine
 
     def remove(self, engine: Engine) -> None:
@@ -99,6 +108,10 @@ class Fleet:
             known = ", ".join(self.engines) or "none"
             raise NotFound(f"there is no engine {engine_id!r}; known: {known}", param="engine")
         return engine
+
+    def engines_of(self, pool: Pool) -> list[Engine]:
+        """The engines of a pool, in the order in which they were named. They may join it in any order."""
+        return [engine for engine in self.engines.values() if pool.engines.get(engine.id) is engine]
 
     def pool_of(self, engine: Engine) -> Pool | None:
         """The pool of an engine; None while it is not connected."""
@@ -163,7 +176,7 @@ class Fleet:
                 )
 
     def is_ready(self) -> bool:
-        """Whether an engine is ready, here or at another kvpin, and all engines of the start were tried. One
+        """True if an engine is ready, here or at another kvpin, and all engines of the start were tried. One
         that joins later is not waited for."""
         states = {engine.state for engine in self.engines.values()}
         self._has_started |= self.serves and EngineState.CONNECTING not in states
@@ -171,13 +184,13 @@ class Fleet:
 
     @property
     def serves(self) -> bool:
-        """Whether an engine is ready, here or at another kvpin."""
+        """True if an engine is ready, here or at another kvpin."""
         engines = self.engines.values()
         return any(each.state is EngineState.READY or each.is_served_there for each in engines)
 
     @property
     def stands_by(self) -> bool:
-        """Whether another kvpin owns all engines."""
+        """True if another kvpin owns all engines."""
         return {engine.state for engine in self.engines.values()} == {EngineState.ELSEWHERE}
 
     async def until_ready(self) -> None:
@@ -211,7 +224,7 @@ class Fleet:
 
     @property
     def has_choice(self) -> bool:
-        """Whether the `model` of a request makes a difference to kvpin. If not, it need not be read."""
+        """True if the `model` of a request makes a difference to kvpin. If not, it need not be read."""
         if len(self.pools) > 1 or self.aliases or self.default_model is not None:
             return True
         return any(pool.loras for pool in self.pools.values())

@@ -10,13 +10,13 @@ import asyncio
 import time
 from collections.abc import Callable
 from contextlib import aclosing
+from dataclasses import dataclass, field
 
 import structlog
 
 from engine_adapter import CacheCleared, Capability, EngineError, ViewCurrent, ViewLost, ViewResumed
 from proxy.core.index.blocks import BlockHash
-from proxy.core.index.slices import slices
-from proxy.core.index.view import EngineView
+from proxy.core.index.view import EngineView, slices
 from proxy.fleet.engine import Engine
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.pool import Pool
@@ -26,30 +26,26 @@ from proxy.runtime.tasks import Supervisor
 log = structlog.get_logger(__name__)
 
 RETRY_S = 1.0
+_FIRST_VIEW, _RESET = "learning the cache view from events", "cache view reset; relearning from events"
 # After applying events for 1 ms, the event loop gives requests a turn. The engines share the time, down to
 # turns of 0.1 ms: shorter ones would be spent on switching between tasks.
 TURN_S = 0.001
 MIN_TURN_S = 0.0001
 
 
+@dataclass(slots=True)
 class Ingest:
-    """Keeps the index equal to what the engines report."""
+    """Keeps the index equal to the engines' reports.
 
-    def __init__(
-        self,
-        fleet: Fleet,
-        tasks: Supervisor,
-        owner_of: Callable[[str], str | None] = lambda _salt: None,
-        memories: Memories | None = None,
-    ) -> None:
-        """`owner_of` names the tenant of a cache salt, None for a salt of no tenant. `memories` were saved
-        before the restart.
-        """
-        self._fleet = fleet
-        self._tasks = tasks
-        self._owner_of = owner_of
-        self._memories = memories or Memories()
-        self._followed = 0  # engines
+    `_owner_of` names the tenant of a cache salt, None for a salt of no tenant. `_memories` were saved before
+    the restart.
+    """
+
+    _fleet: Fleet
+    _tasks: Supervisor
+    _owner_of: Callable[[str], str | None] = lambda _salt: None
+    _memories: Memories = field(default_factory=Memories)
+    _followed: int = 0  # engines
 
     def follow(self, engine: Engine, pool: Pool) -> None:
         """Starts following the engine's events, or starts again; ends with `leave`."""
@@ -103,6 +99,7 @@ class Ingest:
                 engine.salts.note(self._owner_of(salt), salt)
             return pool.root_of(salt, lora)
 
+        was_known = any(pool.index.counts(engine.id))
         view = engine.view = EngineView(engine.id, pool.index, root_of, pool.tokens_per_block)
         memory = self._memories.take(engine, pool)
         turn_ends = 0.0
@@ -111,7 +108,8 @@ class Ingest:
                 if isinstance(event, ViewLost):
                     engine.audit.lost(event.reason)
                     engine.learned.clear()
-                    log.info("cache view reset; relearning from events", engine=engine.id, why=event.reason)
+                    log.info(_RESET if was_known else _FIRST_VIEW, engine=engine.id, why=event.reason)
+                    was_known = True
                 elif isinstance(event, CacheCleared):
                     engine.has_emptied()
                 for part in slices(event):
@@ -131,14 +129,14 @@ class Ingest:
 
 
 def has_exact_events(engine: Engine, pool: Pool) -> bool:
-    """Whether the engine sends events, and one of the two block sizes is a multiple of the other."""
+    """True if the engine sends events, and one of the two block sizes is a multiple of the other."""
     own = engine.info.tokens_per_block if engine.info is not None else None
     fits = own is not None and (own % pool.tokens_per_block == 0 or _has_pages(engine, pool))
     return engine.can(Capability.KV_EVENTS) and fits
 
 
 def _has_pages(engine: Engine, pool: Pool) -> bool:
-    """Whether several of the engine's blocks make one of the pool's."""
+    """True if several of the engine's blocks make one of the pool's."""
     own = engine.info.tokens_per_block if engine.info is not None else None
     return own is not None and own < pool.tokens_per_block and pool.tokens_per_block % own == 0
 

@@ -46,9 +46,7 @@ class PeerRequest:
     """A request that another kvpin has on the engine.
 
     Attributes:
-        placed: the request.
         begun: its answer has begun, or never will.
-        has_answer: its answer has begun.
     """
 
     placed: PlacedRequest
@@ -82,11 +80,11 @@ class Lease:
         ended: called once it is over.
         on_lost: called if its engine is lost meanwhile.
         telling: tells other kvpins of it; None if there are none.
+        gathered: when no other request computed its prefix any more; until then, `started`.
         first_byte_s: seconds from placement to the first byte; None before that.
         succeeded: the answer is complete, and kvpin's token ids were right: the engine now holds the prompt.
         found: leading blocks that the engine is expected to hold; the request computes the others.
         begun: the answer has begun, or never will.
-        report: what the engine reported about its answer.
         is_lost: its engine was lost while it ran.
     """
 
@@ -99,6 +97,7 @@ class Lease:
     ended: Callable[[Lease], None]
     on_lost: Callable[[], None]
     telling: Telling | None = None
+    gathered: float = 0.0
     first_byte_s: float | None = None
     succeeded: bool = False
     found: int = 0
@@ -107,6 +106,7 @@ class Lease:
     begun: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __enter__(self) -> Self:
+        self.gathered = self.started
         self.engine.leases.add(self)
         return self
 
@@ -170,7 +170,7 @@ class Lease:
 
     @property
     def has_answer(self) -> bool:
-        """Whether its answer has begun."""
+        """True if its answer has begun."""
         return self.first_byte_s is not None
 
     def refine(self, hold: Hold) -> Placement:
@@ -189,7 +189,7 @@ class Lease:
 
     @property
     def evicted_since(self) -> bool:
-        """Whether the engine has evicted anything since the placement."""
+        """True if the engine has evicted anything since the placement."""
         return self.engine.removals != self.removals
 
     def give_up(self) -> None:

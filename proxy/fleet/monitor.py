@@ -13,7 +13,9 @@ import structlog
 from engine_adapter import (
     Capability,
     EngineError,
+    EngineInfo,
     EngineRejected,
+    EngineSpecError,
     EngineTaken,
     EngineUnavailable,
     EngineUnhealthy,
@@ -22,7 +24,8 @@ from engine_adapter import (
 from proxy.fleet.engine import Engine, EngineState, this_kvpin
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.ingest import Ingest
-from proxy.fleet.tokenisation import Tokenisation
+from proxy.fleet.pool import Pool
+from proxy.fleet.tokenisation import PoolTokenizers
 from proxy.prompt import PromptTables
 from proxy.runtime.tasks import Supervisor
 
@@ -40,7 +43,7 @@ TAKEN_S = 1.0
 # If a check's time limit strikes this late, kvpin was held up: paused, or without a CPU.
 HELD_UP_S = 0.5
 
-Split = Callable[[Engine, tuple[int, ...]], bool]
+Split = Callable[[Engine, EngineInfo], bool]
 
 
 class Monitor:
@@ -57,8 +60,8 @@ class Monitor:
             `share_kv` allows it.
 
     Attributes:
-        split: called with each engine that connects and its server's data-parallel ranks. True if the ranks
-            replace the engine.
+        split: called with each engine that connects, and what it declares: the data-parallel ranks or the
+            models of its server. True if these replace the engine.
     """
 
     def __init__(
@@ -79,9 +82,9 @@ class Monitor:
         self._interval_s = interval_s
         self._timeout_s = timeout_s
         self._isolated = isolated
-        self._tokenisation = Tokenisation(tasks, tables)
+        self._tokenisation = PoolTokenizers(tasks, tables)
         self._findings: dict[str, tuple[Finding, ...]] = {}  # logged, by engine
-        self.split: Split = lambda _engine, _ranks: False
+        self.split: Split = lambda _engine, _info: False
 
     def isolate(self, *, isolated: bool) -> None:
         """Sets whether there are several tenants. This changes which engines may be used."""
@@ -126,22 +129,29 @@ class Monitor:
         async with asyncio.timeout(self._timeout_s):
             info = await engine.adapter.connect()
         _require_mine(engine)
-        if self.split(engine, info.ranks):
+        if self.split(engine, info):
             await asyncio.Event().wait()  # until it has left
+        if not info.model:
+            raise EngineSpecError(f"its server has several models: name one of {', '.join(info.models)}")
         engine.owner = this_kvpin() if engine.adapter.one_owner else None
-        pool = self._fleet.join(engine, info)
-        await self._give_tables(engine)
-        self._tokenisation.join(engine, info, pool)
-        if self._ingest is not None:
-            self._ingest.follow(engine, pool)
-        else:
-            engine.audit.lost("reuse is off")
+        pool = await self._join(engine, info)
         engine.last_error = None
         self._findings.pop(engine.id, None)
         self._log_findings(engine)
         self._admit(engine)
         if engine.state is EngineState.READY:
             log.info("engine is ready", engine=engine.id, model=pool.model, version=info.version)
+
+    async def _join(self, engine: Engine, info: EngineInfo) -> Pool:
+        pool = self._fleet.join(engine, info)
+        for table in self._tables.list() if engine.can(Capability.PROMPT_TABLES) else ():
+            await engine.adapter.put_prompt_table(table)
+        self._tokenisation.join(engine, info, pool)
+        if self._ingest is not None:
+            self._ingest.follow(engine, pool)
+        else:
+            engine.audit.lost("reuse is off")
+        return pool
 
     async def _until_lost(self, engine: Engine) -> None:
         """Checks a connected engine until it is gone, or `FAILURES` checks in a row have failed."""
@@ -160,6 +170,12 @@ class Monitor:
             try:
                 await self._check_in_time(engine)
             except _FAILED as error:
+                if (
+                    isinstance(error, TimeoutError)
+                    and engine.process is not None
+                    and engine.process.computing
+                ):
+                    continue  # its process is watched: it ends if it is stuck
                 failures += 1
                 if failures == FAILURES:
                     raise
@@ -197,12 +213,15 @@ class Monitor:
         info = await engine.adapter.connect()
         if engine.info is None or info.instance != engine.info.instance:
             raise EngineUnavailable("the engine was restarted")
+        self.split(engine, info)
+        if info.gpu_blocks != engine.info.gpu_blocks or info.tokenizer != engine.info.tokenizer:
+            await self._join(engine, info)  # its model was loaded for the first time
         engine.info = info
         self._log_findings(engine)
         self._admit(engine)
 
     def allows(self, engine: Engine) -> bool:
-        """Whether a connected engine may be used: it keeps tenants' KV apart where there are several."""
+        """True if a connected engine may be used: it keeps tenants' KV apart where there are several."""
         can_isolate = engine.can(Capability.CACHE_SALT) or engine.adapter.spec.share_kv
         return can_isolate or not self._isolated
 
@@ -266,11 +285,6 @@ class Monitor:
             self._ingest.leave(engine)
         self._fleet.leave(engine)
         engine.abandon()
-
-    async def _give_tables(self, engine: Engine) -> None:
-        if engine.can(Capability.PROMPT_TABLES):
-            for table in self._tables.list():
-                await engine.adapter.put_prompt_table(table)
 
 
 def _doubt(engine: Engine, error: Exception) -> None:

@@ -81,7 +81,7 @@ class Pool:
 
     @property
     def any_model(self) -> bool:
-        """Whether every engine ignores the model name of a request."""
+        """True if every engine ignores the model name of a request."""
         return all(info.any_model for info in self._infos)
 
     @property
@@ -97,17 +97,17 @@ class Pool:
 
     @property
     def runs_several(self) -> bool:
-        """Whether each engine takes several choices or prompts in one request."""
+        """True if each engine takes several choices or prompts in one request."""
         return all(info.runs_several for info in self._infos)
 
     @property
     def takes_embeds(self) -> bool:
-        """Whether `prompt_embeds` of a completion are prompts to its engines, as far as is known."""
+        """True if `prompt_embeds` of a completion are prompts to its engines, as far as is known."""
         return any(info.renders_embeds or info.renders_alike for info in self._infos)
 
     @property
     def splits_choices(self) -> bool:
-        """Whether an engine needs each choice in a request of its own, to run it where kvpin places it."""
+        """True if an engine needs each choice in a request of its own, to run it where kvpin places it."""
         return any(info.splits_choices for info in self._infos)
 
     @property
@@ -141,7 +141,7 @@ class Pool:
 
     @property
     def is_coming_back(self) -> bool:
-        """Whether an engine that is not ready may become ready soon."""
+        """True if an engine that is not ready may become ready soon."""
         states = {engine.state for engine in self.engines.values()}
         return bool(self.away) or not states.isdisjoint({EngineState.CONNECTING, EngineState.DOWN})
 
@@ -225,11 +225,11 @@ class Pool:
         return self.placer.place(monotonic(), candidates, chain)
 
     def must_queue(self, placement: Placement, needs: Needs) -> bool:
-        """Whether a placed request has to wait here: others wait for its engines, or these are all busy."""
+        """True if a placed request has to wait here: others wait for its engines, or these are all busy."""
         return self.line.competes(needs) or self.is_busy(placement)
 
     def is_busy(self, placement: Placement) -> bool:
-        """Whether every engine would begin a placed request so late that it had better wait here.
+        """True if every engine would begin a placed request so late that it had better wait here.
 
         If any engine is free, the request does not wait here: costs already contain the wait at each engine,
         and each placed request raises its engine's cost for the next one.
@@ -237,7 +237,7 @@ class Pool:
         return self._begins_late(placement.chosen) and all(map(self._begins_late, placement.all_costs()))
 
     def is_free(self, engine_id: str) -> bool:
-        """Whether the engine would soon begin a request, if that has a short prompt."""
+        """True if the engine would soon begin a request, if that has a short prompt."""
         engine, now = self.engines[engine_id], monotonic()
         if not self._is_late(engine, engine.ledger.view(now).queue_s):
             return True
@@ -248,7 +248,7 @@ class Pool:
         return self._is_late(self.engines[cost.engine], cost.queue_s + cost.room_s)
 
     def _is_late(self, engine: Engine, wait_s: float) -> bool:
-        """Whether a request would wait long at the engine, by the engine's report or by `wait_s`, our
+        """True if a request would wait long at the engine, by the engine's report or by `wait_s`, our
         estimate.
         """
         wait_s = wait_s if self.placer.rates.learned else 0.0
@@ -274,7 +274,9 @@ class Pool:
         """
         engine, now = self.engines[placement.engine], monotonic()
         key = self._key_of(session)
-        placed = self.placer.begin(now, placement, chain, streams=streams, known=known, session=key)
+        placed = self.placer.begin(
+            now, placement.engine, placement.work, chain, streams=streams, known=known, session=key
+        )
         telling = None
         if self._told is not None:
             digest = session.digest if session is not None else None

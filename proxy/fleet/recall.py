@@ -38,10 +38,6 @@ class EngineMemory(msgspec.Struct, frozen=True):
     """The knowledge of one engine's cache.
 
     Attributes:
-        engine: its id.
-        model: the model of its pool.
-        tokens_per_block: the pool's block size.
-        instance: the engine's process.
         salts: the cache salts of each tenant with KV there.
         position: the place in its events up to which `runs` are right; None without such events.
         runs: its view, in parts: packed lists of KeptRun.

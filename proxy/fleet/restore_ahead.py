@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import structlog
 
-from engine_adapter import Capability, EngineError, KvVerb
+from engine_adapter import Capability, EngineError, KvVerb, log_text
 from proxy.core.placement.tiering import Below, Thread, Threads, gain, soon
 from proxy.fleet.engine import Engine, EngineState
 from proxy.fleet.fleet import Fleet
@@ -36,7 +36,7 @@ LOOK_S = 0.001
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class NextTurn:
     """The data that a restore of a thread needs."""
 
     model: str
@@ -49,7 +49,7 @@ class _Choice(NamedTuple):
     gain: float
     pool: Pool
     engine: Engine
-    thread: Thread[Turn]
+    thread: Thread[NextTurn]
 
 
 class RestoreAhead:
@@ -67,7 +67,7 @@ class RestoreAhead:
         self._fleet = fleet
         self._tasks = tasks
         self._clock = clock
-        self._threads = Threads[Turn]()
+        self._threads = Threads[NextTurn]()
         self._not_before: dict[str, float] = {}  # engine → when it may restore again, in monotonic seconds
         self._restoring: set[str] = set()
 
@@ -85,7 +85,7 @@ class RestoreAhead:
         hashes = record.chain.hashes if record.chain is not None else ()
         now = self._clock()
         started = now - (record.duration_s or 0.0)
-        before = self._threads.turn(started, now, hashes, len(prompt.token_ids), Turn(pool.model, prompt))
+        before = self._threads.turn(started, now, hashes, len(prompt.token_ids), NextTurn(pool.model, prompt))
         if before is not None and before.restored_on is not None:
             is_used = (
                 before.restored_on == engine.id
@@ -120,7 +120,7 @@ class RestoreAhead:
             self._restoring.add(engine_id)
             self._tasks.start(f"restore ahead on {engine_id}", self._restore(choice))
 
-    def _look_at(self, thread: Thread[Turn], now: float) -> _Choice | None:
+    def _look_at(self, thread: Thread[NextTurn], now: float) -> _Choice | None:
         """The engine that holds most of a thread, and the gain of a restore there; None where no block of it
         lies below the GPU, or the engine is busy."""
         pool = self._fleet.pools.get(thread.prompt.model)
@@ -150,7 +150,9 @@ class RestoreAhead:
                         break
         except EngineError as error:
             log.info(
-                "restore ahead failed; the next turn computes the rest", engine=engine.id, error=str(error)
+                "restore ahead failed; the next turn computes the rest",
+                engine=engine.id,
+                error=log_text(error),
             )
         finally:
             now = self._clock()
@@ -160,7 +162,7 @@ class RestoreAhead:
         engine.ahead.blocks += done
         _note(choice, done, now)
 
-    def _count(self, thread: Thread[Turn], *, used: bool) -> None:
+    def _count(self, thread: Thread[NextTurn], *, used: bool) -> None:
         engine = self._fleet.engines.get(thread.restored_on or "")
         if engine is not None:
             engine.ahead.used += used
@@ -169,7 +171,7 @@ class RestoreAhead:
 
 
 def _is_able(engine: Engine) -> bool:
-    """Whether the engine has a tier of blocks below its GPU to restore from. An engine with slots has none: a
+    """True if the engine has a tier of blocks below its GPU to restore from. An engine with slots has none: a
     restore there takes the place of a whole conversation."""
     info = engine.info
     return (
@@ -180,12 +182,12 @@ def _is_able(engine: Engine) -> bool:
 
 
 def _is_quiet(engine: Engine, now: float) -> bool:
-    """Whether no request waits for its first token there."""
+    """True if no request waits for its first token there."""
     load = engine.ledger.view(now)
     return load.in_flight == load.decoding
 
 
-def _gain(pool: Pool, engine: Engine, below: Below[Turn], now: float) -> float:
+def _gain(pool: Pool, engine: Engine, below: Below[NextTurn], now: float) -> float:
     """Gain of restoring a thread on the engine, see `tiering.gain`."""
     book, returns = pool.placer.books[engine.id], pool.placer.demand.returns
     on_gpu = book.on_gpu if book.on_gpu is not None else book.residents

@@ -49,7 +49,7 @@ class TenantSalts:
         return frozenset(self._salts.get(tenant, ()))
 
     def is_complete(self, tenant: str) -> bool:
-        """Whether no salt of the tenant was forgotten."""
+        """True if no salt of the tenant was forgotten."""
         return tenant not in self._incomplete
 
     def kept(self) -> KeptSalts:

@@ -12,7 +12,7 @@ from contextlib import suppress
 
 import structlog
 
-from engine_adapter import Capability, EngineError, EngineInfo
+from engine_adapter import Capability, EngineError, EngineInfo, ModelState
 from engine_adapter.prompt.tokenizer_process import load_tokenizer
 from proxy.fleet.engine import Engine
 from proxy.fleet.pool import Pool
@@ -28,7 +28,7 @@ RETRY_S = 1.0
 RELOAD_S = 300.0
 
 
-class Tokenisation:
+class PoolTokenizers:
     """Loads and checks the tokenizers of all pools.
 
     Args:
@@ -54,6 +54,8 @@ class Tokenisation:
             renderers=pool.renderers,
             embedders=pool.embedders,
         )
+        if builder.info.gpu_blocks is None:
+            builder.info = info  # its model may have been loaded since
         source = engine.adapter.spec.tokenizer or info.tokenizer
         if is_new:  # also a pool whose model was served before: its tokenizer went with the old pool
             self._tried[pool.model] = set()
@@ -83,7 +85,8 @@ class Tokenisation:
         while pool.engines or pool.away:
             adapter = next(iter(pool.tokenisers()), None if must_ask else engine.adapter)
             with suppress(EngineError):
-                if adapter is not None:
+                # A question must not load or wake a model.
+                if adapter is not None and adapter.model_state in (None, ModelState.LOADED):
                     _log(pool, builder, await verify_exactness(builder, adapter))
                     return
             await asyncio.sleep(RETRY_S)

@@ -56,7 +56,7 @@ class Line:
         self._queue.max_entries, self._queue.max_bytes = limits.queue_requests, limits.queue_bytes
 
     def competes(self, needs: Needs) -> bool:
-        """Whether any waiting request competes with a request with these needs."""
+        """True if any waiting request competes with a request with these needs."""
         if not self._queue:
             return False
         engines = self._engines_for(needs)
@@ -80,7 +80,7 @@ class Line:
             tenant: whose request it is.
             needs: says which engines can take it.
             priority: the lowest value goes first.
-            tokens: what it costs its tenant.
+            tokens: its cost to its tenant.
             size: bytes of its body.
             deadline_s: how long its client waits; None if it did not say.
             may_go: whether placement finds an engine that takes it now.

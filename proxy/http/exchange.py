@@ -35,7 +35,6 @@ class Connection(Protocol):
     """The connection of an exchange.
 
     Attributes:
-        transport: its socket.
         is_full: the socket takes no more bytes for now.
         is_of_peer: another kvpin of this machine made it.
     """
@@ -68,15 +67,12 @@ class Exchange:
     sender of much data awaits `drain` while `is_full`.
 
     Attributes:
-        method: as sent.
         target: path and query as sent; begins with a slash.
-        headers: those of the request.
-        task: the handler's task.
         asks_for_websocket: the client asks for a WebSocket, which begins if the answer has status 101.
         added: headers of every answer to it.
         on_left: called once if the client disconnects before its answer is complete.
-        left: the client has disconnected.
         is_slow: the client was disconnected because it read almost nothing of its answer.
+        is_late: the body did not arrive in time.
         started, finished: the beginning of the answer was sent; all of it was.
         status: of the answer; None before it begins.
         keep_alive: the connection stays open after the answer.
@@ -86,8 +82,9 @@ class Exchange:
     __slots__ = (
         "_arrived", "_chunked", "_chunks", "_complete", "_connection", "_credited", "_has_body", "_head",
         "_invited", "_is_1_0", "_is_hurried", "_left_to_send", "_patience_s", "_pauses", "_silence",
-        "_switched", "_unread", "_wakes", "added", "asks_for_websocket", "finished", "headers", "is_reserved",
-        "is_slow", "keep_alive", "left", "method", "on_left", "started", "status", "target", "task",
+        "_switched", "_unread", "_wakes", "added", "asks_for_websocket", "finished", "headers", "is_late",
+        "is_reserved", "is_slow", "keep_alive", "left", "method", "on_left", "started", "status", "target",
+        "task",
     )  # fmt: skip
 
     def __init__(
@@ -108,7 +105,7 @@ class Exchange:
         self.task: asyncio.Task[None] | None = None
         self.added: HeaderPairs = []
         self.on_left: Callable[[], None] | None = None
-        self.left = self.is_slow = self.started = self.finished = False
+        self.left = self.is_slow = self.is_late = self.started = self.finished = False
         self.status: int | None = None
         self.keep_alive, self.is_reserved = keep_alive and not is_1_0, is_reserved
         self._connection, self._is_1_0 = connection, is_1_0
@@ -132,15 +129,25 @@ class Exchange:
         return self._connection.transport
 
     @property
+    def scheme(self) -> str:
+        """`http` or `https`."""
+        return "http" if self.transport.get_extra_info("sslcontext") is None else "https"
+
+    def address(self, end: str) -> tuple[str, int] | None:
+        """Host and port of one end of the connection, `peername` or `sockname`; None where it has none."""
+        address = self.transport.get_extra_info(end)
+        return (address[0], address[1]) if isinstance(address, tuple) else None
+
+    @property
     def is_from_peer(self) -> bool:
-        """Whether another kvpin of this machine passes this request on."""
+        """True if another kvpin of this machine passes this request on."""
         return self._connection.is_of_peer
 
     # --- the request ----------------------------------------------------------------------------------
 
     @property
     def is_read(self) -> bool:
-        """Whether all of the request's body was read."""
+        """True if all of the request's body was read."""
         return self._complete and not self._chunks
 
     async def read(self, limit: int, hold: Callable[[int], None] = lambda _size: None) -> bytes:
@@ -234,7 +241,7 @@ class Exchange:
                 self._silence = silence
                 await self._woken()
         except TimeoutError as error:
-            self.keep_alive = False  # what follows on the connection may be the rest of the body
+            self.is_late, self.keep_alive = True, False  # what follows may be the rest of the body
             if self._is_hurried:
                 raise NoEngine("kvpin is stopping; try again shortly") from error
             raise SlowBody("the body of the request did not arrive in time") from error
@@ -249,7 +256,7 @@ class Exchange:
             self._silence.reschedule(asyncio.get_running_loop().time() + STOPPING_S)
 
     def _awaits_invitation(self) -> bool:
-        """Whether the client holds its body back until it is told to send it."""
+        """True if the client holds its body back until it is told to send it."""
         if self._complete or self._arrived or self._invited or self.started or self._is_1_0:
             return False
         return self.headers.get("expect", "").lower() == "100-continue"
@@ -270,7 +277,7 @@ class Exchange:
 
     @property
     def is_full(self) -> bool:
-        """Whether the client's socket takes no more bytes for now."""
+        """True if the client's socket takes no more bytes for now."""
         return self._connection.is_full
 
     async def drain(self) -> None:

@@ -34,6 +34,8 @@ log = structlog.get_logger(__name__)
 MAX_HEAD = 65_536
 # Characters of a header's line beside its name and value: a colon, a space, the line's end.
 _HEADER_MARKS = 4
+# Pieces that a body may come in, and the bytes after which it may come in one more: each takes as much time.
+MAX_PIECES, PIECE_BYTES = 16_384, 256
 # Pipelined requests at which a connection is not read any more.
 MAX_WAITING = 8
 # Seconds between two looks whether the client of a connection that is not read has left.
@@ -44,6 +46,7 @@ SEND_BYTES = 16_384
 # Seconds that a connection beyond the limit may idle, or take for a head.
 RESERVED_IDLE_S = 5.0
 _TOO_LONG = 431, b"The head of the request is too long."
+_TOO_FINE = 400, b"The body of the request comes in too many pieces."
 _NOT_ONE_HOST = 400, b"The request must have one host header."  # RFC 9112 3.2
 # The client has closed its side, or the connection is broken.
 _LEFT = getattr(select, "POLLRDHUP", 0) | select.POLLHUP | select.POLLERR
@@ -53,18 +56,16 @@ class Http1Protocol(asyncio.Protocol):
     """One connection.
 
     Attributes:
-        limits: the limit on connections.
         is_of_peer: other kvpins of this machine make these connections; their requests are trusted.
-        transport: its socket.
-        is_full: the socket takes no more bytes for now.
     """
 
     limits: ClassVar[ConnectionLimits] = ConnectionLimits(MAX_CONNECTIONS, time.monotonic)
     is_of_peer: ClassVar[bool] = False
     __slots__ = (
-        "_close_after", "_current", "_fault", "_head_bytes", "_headers", "_idle_s", "_idle_since",
-        "_is_reserved", "_lookout", "_loop", "_parser", "_paused", "_port", "_reading", "_room", "_socket",
-        "_target", "_timer", "_to_websocket", "_unsent", "_waiting", "is_full", "transport",
+        "_body_bytes", "_close_after", "_current", "_fault", "_head_bytes", "_headers", "_idle_s",
+        "_idle_since", "_is_reserved", "_lookout", "_loop", "_parser", "_paused", "_pieces", "_port",
+        "_reading", "_room", "_socket", "_target", "_timer", "_to_websocket", "_unsent", "_waiting",
+        "is_full", "transport",
     )  # fmt: skip
 
     @staticmethod
@@ -93,6 +94,7 @@ class Http1Protocol(asyncio.Protocol):
         self._waiting: list[Exchange] = []  # pipelined behind it
         self._to_websocket = False  # the request that is parsed asks for that
         self._socket: Exchange | None = None  # it asked, and gets all that follows
+        self._pieces = self._body_bytes = 0  # of the body that is being read
         self._close_after = False  # no request after the current one
         self._fault: tuple[int, bytes] | None = None  # of a complete head: status, reason
         self._paused = False
@@ -244,6 +246,7 @@ class Http1Protocol(asyncio.Protocol):
     def on_message_begin(self) -> None:
         """The parser found the beginning of a request."""
         self._target, self._headers, self._reading = b"", [], None
+        self._pieces = self._body_bytes = 0
 
     def on_url(self, url: bytes) -> None:
         """The parser found a piece of the target."""
@@ -289,6 +292,10 @@ class Http1Protocol(asyncio.Protocol):
     def on_body(self, body: bytes) -> None:
         """The parser found a piece of a body."""
         self._head_bytes = 0
+        self._pieces += 1
+        self._body_bytes += len(body)
+        if self._pieces > MAX_PIECES + self._body_bytes // PIECE_BYTES:
+            self._fault = _TOO_FINE
         if self._reading is not None:
             self._reading.feed(body)
 
@@ -300,6 +307,8 @@ class Http1Protocol(asyncio.Protocol):
             self._reading = None
             if self._current is None:  # it was answered before: only now may the next request begin
                 self._idle_since = self._loop.time()
+                if self._close_after:
+                    self.transport.close()
 
     def _consider(self) -> None:
         """Parses a request with an offer to upgrade to another protocol again, without the offer. Only the
@@ -363,7 +372,10 @@ class Http1Protocol(asyncio.Protocol):
         self._current, self._idle_since = None, self._loop.time()
         if not exchange.keep_alive:
             self._close_after = True
-            self.transport.close()
+            if self._reading is exchange and not exchange.is_late and self.transport.can_write_eof():
+                self.transport.write_eof()  # a reset by more bytes of it would take the answer away
+            else:
+                self.transport.close()
             return
         self._go_on()
 
@@ -426,7 +438,7 @@ def _fault_of(target: bytes, headers: HeaderPairs, *, is_1_0: bool) -> tuple[int
 
 
 def _unread(transport: asyncio.Transport) -> bool:
-    """Whether its socket holds bytes that the event loop has not read yet."""
+    """True if its socket holds bytes that the event loop has not read yet."""
     held = bytearray(4)
     fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.FIONREAD, held)
     return any(held)
@@ -440,7 +452,7 @@ def _parser(protocol: Http1Protocol) -> httptools.HttpRequestParser:
 
 
 def _asks_for_websocket(method: bytes, headers: Headers) -> bool:
-    """Whether a request with an offer is the opening handshake of a WebSocket (RFC 6455 4.1)."""
+    """True if a request with an offer is the opening handshake of a WebSocket (RFC 6455 4.1)."""
     is_whole = "content-length" not in headers and "transfer-encoding" not in headers
     is_websocket = headers.get("upgrade", "").lower() == "websocket" and "sec-websocket-key" in headers
     return method == b"GET" and is_whole and is_websocket

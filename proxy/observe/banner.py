@@ -4,13 +4,51 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
 
 from proxy.fleet.engine import Engine, EngineState
 from proxy.fleet.fleet import Fleet
-from proxy.observe.startup_bar import waiting_bar
 from proxy.settings import Settings
+
+_NAMED = 3  # engines; more are counted
+_STARTED = (EngineState.READY, EngineState.DRAINING)
+
+
+@contextmanager
+def waiting_bar(fleet: Fleet, has_joined: Callable[[], bool]) -> Iterator[Callable[[], None]]:
+    """Yields what draws the bar as it is now. Draws nothing unless both outputs are terminals: lines that are
+    written meanwhile, to either, appear above the bar."""
+    if not (sys.stdout.isatty() and sys.stderr.isatty()):
+        yield lambda: None
+        return
+    from rich.console import Console  # noqa: PLC0415 - slow to import
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn  # noqa: PLC0415
+
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=Console(), transient=True, refresh_per_second=2) as progress:
+        ready, text = summary(fleet, has_joined=has_joined())
+        bar = progress.add_task(text, completed=ready, total=len(fleet.engines) or None)
+
+        def draw() -> None:
+            ready, text = summary(fleet, has_joined=has_joined())
+            progress.update(bar, completed=ready, total=len(fleet.engines) or None, description=text)
+
+        yield draw
+
+
+def summary(fleet: Fleet, *, has_joined: bool) -> tuple[int, str]:
+    """The number of engines that are ready; then the others with their states, and what else is awaited."""
+    others = [engine for engine in fleet.engines.values() if engine.state not in _STARTED]
+    named = [f"{engine.id} {engine.state.value}" for engine in others[:_NAMED]]
+    if len(others) > _NAMED:
+        named.append(f"{len(others) - _NAMED} more")
+    if fleet.is_ready() and not has_joined:
+        named.append("asking other kvpins what they know")
+    return len(fleet.engines) - len(others), ", ".join(["engines ready", *named])
+
 
 POLL_S = 0.1
 # All other states are named with their reason.
@@ -59,7 +97,8 @@ class Banner:
         with waiting_bar(self._fleet, self._has_joined) as draw:
             while True:
                 for engine in self._fleet.engines.values():
-                    if not (_is_usable(engine) or engine.has_supervisor or engine.id in named):
+                    is_known = engine.is_served_there or engine.has_supervisor or engine.id in named
+                    if engine.state not in _USABLE and not is_known:
                         named.add(engine.id)
                         _print(_why_not(engine))
                 if self._fleet.is_ready() and self._has_joined():
@@ -74,8 +113,8 @@ class Banner:
 
     def _print_ready(self) -> None:
         for pool in self._fleet.pools.values():
-            if pool.engines:
-                _print(f"ready: {pool.model} on {', '.join(pool.engines)}")
+            if engines := self._fleet.engines_of(pool):
+                _print(f"ready: {pool.model} on {', '.join(engine.id for engine in engines)}")
         for engine in self._fleet.engines.values():
             if engine.is_served_there:
                 _print(f"ready: {engine.id} through the kvpin {engine.owner}, which uses it")
@@ -89,10 +128,6 @@ class Banner:
             _print('    -H "authorization: Bearer $OPENAI_API_KEY" \\')
         _print("    -H 'content-type: application/json' \\")
         _print(f"    -d '{json.dumps(body)}'")
-
-
-def _is_usable(engine: Engine) -> bool:
-    return engine.state in _USABLE or engine.is_served_there
 
 
 def _why_not(engine: Engine) -> str:

@@ -13,15 +13,14 @@ from proxy.core.budget import ByteBudget
 from proxy.fleet.discovery import Source
 from proxy.fleet.engine import EngineState
 from proxy.fleet.fleet import Fleet
-from proxy.observe.merged_metrics import Combine
-from proxy.observe.metric_families import Counter, Family, gauge
+from proxy.observe.metric_families import Combine, Counter, Family, gauge
 from proxy.peers.peers import Peers
 
 _VERSION = version("kvpin")
 _IN_FLIGHT = "kvpin_engine_in_flight"
 
 
-class State(NamedTuple):
+class ScrapedState(NamedTuple):
     """The state that gauges are read from: engines, where they are found, other kvpins if there are any, and
     memory for requests' bodies."""
 
@@ -44,7 +43,7 @@ class _Gauge(NamedTuple):
     text: str
     labels: tuple[str, ...]
     combine: Combine
-    series: Callable[[State], Iterable[tuple[tuple[str, ...], float]]]
+    series: Callable[[ScrapedState], Iterable[tuple[tuple[str, ...], float]]]
 
     @property
     def family(self) -> Family:
@@ -160,15 +159,15 @@ _GAUGES = (
 GAUGES = tuple(each.family for each in _GAUGES)
 
 
-def gauges_of(now: State) -> Iterator[str]:
+def gauges_of(now: ScrapedState) -> Iterator[str]:
     """The families of gauges, line by line. Each is as it was when its first line was taken."""
     for each in _GAUGES:
         yield from gauge(each.family, list(each.series(now)))
 
 
 def of_workers(*, shared: bool) -> dict[str, Combine]:
-    """How the gauges of several workers become one; all other families are summed. `shared`: each worker
-    counts the requests of all, see `proxy/peers/`."""
+    """The rules by which the gauges of several workers become one; all other families are summed. `shared`:
+    each worker counts the requests of all (`proxy/peers/`)."""
     combined = {each.name: each.combine for each in _GAUGES}
     return combined | {_IN_FLIGHT: max} if shared else combined
 

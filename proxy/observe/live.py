@@ -15,6 +15,7 @@ from contextlib import suppress
 import msgspec
 
 from engine_adapter import Tier
+from engine_adapter.prompt.forms import Form
 from proxy.core.audit import Trust
 from proxy.core.placement.decision import Placement
 from proxy.errors import Overloaded
@@ -23,6 +24,7 @@ from proxy.fleet.fleet import Fleet
 from proxy.observe.metrics import Metrics
 from proxy.observe.reasons import Reason, reason_of, why
 from proxy.observe.reuse import ReuseCounts, available_tokens
+from proxy.prompt import Trusted
 from proxy.request.records import RequestRecord
 from proxy.runtime.tasks import Supervisor
 
@@ -41,8 +43,10 @@ class EngineNow(msgspec.Struct, kw_only=True):
     """An engine now.
 
     Attributes:
+        kind: what serves it, as `vllm`.
         model: null until it has connected.
         trust: `precise` while the view of its cache is exact; `why` says why.
+        forms: who makes the tokens of each form of prompt; empty without reuse.
         queue_s: seconds of prefill in flight.
         decoding: streams that run.
         held_tokens: tokens it is known to hold, by tier.
@@ -51,10 +55,12 @@ class EngineNow(msgspec.Struct, kw_only=True):
     """
 
     id: str
+    kind: str
     model: str | None
     state: EngineState
     trust: Trust
     why: str
+    forms: dict[Form, Trusted]
     queue_s: float
     in_flight: int
     decoding: int
@@ -179,11 +185,8 @@ class Live:
         self._followed = set[str]()  # requests in flight whose placement was shown
 
     def join(self) -> Viewer:
-        """A new viewer, whose first event is a snapshot. `leave` ends it.
-
-        Raises:
-            Overloaded: there are too many.
-        """
+        """A new viewer, whose first event is a snapshot. `leave` ends it. Raises Overloaded if there are too
+        many."""
         if len(self._viewers) >= MAX_VIEWERS:
             raise Overloaded(f"{MAX_VIEWERS} clients watch already: close one of them", retry_after_s=10)
         viewer = Viewer()
@@ -220,7 +223,7 @@ class Live:
 
     def snapshot(self) -> Snapshot:
         """Everything now."""
-        fleet, by_engine = self._fleet, self._metrics.reuse()
+        fleet, by_engine = self._fleet, self._metrics.reuse
         pools = [pool for pool in fleet.pools.values() if len(pool.line)]
         return Snapshot(
             at=time.time(),
@@ -299,10 +302,12 @@ class Live:
                     capacity[tier.value] = blocks * info.tokens_per_block
         return EngineNow(
             id=engine.id,
+            kind=engine.adapter.spec.kind,
             model=pool.model if pool is not None else None,
             state=engine.state,
             trust=engine.audit.trust,
             why=engine.audit.why,
+            forms=pool.prompts.forms.sources if pool is not None and pool.prompts is not None else {},
             queue_s=round(load.queue_s, 4),
             in_flight=load.in_flight,
             decoding=load.decoding,

@@ -20,6 +20,8 @@ from proxy.settings import LogSettings
 
 # Control characters but tabs and line ends.
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+# Characters of a field that are written.
+_MOST = 4_000
 # Fields whose values must not be logged. To log one is a mistake; the line is kept, its value is hidden.
 _HIDDEN = frozenset(
     {
@@ -34,7 +36,7 @@ def configure_logs(settings: LogSettings, stream: TextIO | None = None, *, worke
 
     Args:
         settings: format and level.
-        stream: where lines are written, standard error by default.
+        stream: gets the lines, standard error by default.
         worker: this process's number, which is on every line; None where there is one process.
     """
     handler = logging.StreamHandler(stream) if stream is not None else _StandardError()
@@ -46,6 +48,7 @@ def configure_logs(settings: LogSettings, stream: TextIO | None = None, *, worke
         structlog.stdlib.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
         hide_secrets,
+        cut_long,
     ]
     if worker is not None:
         shared.append(partial(_number, worker))
@@ -82,6 +85,14 @@ def hide_secrets(logger: WrappedLogger, method: str, event: EventDict) -> EventD
     """A structlog processor: replaces fields that may hold prompts or keys by `[hidden]`."""
     for name in event.keys() & _HIDDEN:
         event[name] = "[hidden]"
+    return event
+
+
+def cut_long(logger: WrappedLogger, method: str, event: EventDict) -> EventDict:  # noqa: ARG001 - likewise
+    """A structlog processor: cuts fields that are too long for a line. Engines and clients may be quoted."""
+    for name, value in event.items():
+        if isinstance(value, str) and len(value) > _MOST:
+            event[name] = f"{value[:_MOST]}… ({len(value)} characters)"
     return event
 
 

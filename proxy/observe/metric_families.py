@@ -11,15 +11,53 @@ exemplars.
 
 from __future__ import annotations
 
+import re
 import time
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from functools import lru_cache
 from itertools import accumulate
 from typing import Generic, NamedTuple, TypeVar
 
 from typing_extensions import override
+
+Combine = Callable[[Iterable[float]], float]
+
+# name and labels, value, exemplar
+_SAMPLE = re.compile(r'([\w:]+(?:\{(?:[^"}]|"(?:[^"\\]|\\.)*")*\})?) (\S+)( #.*)?')
+_EOF = "# EOF"
+
+
+def merge_pages(pages: Sequence[str], gauges: Mapping[str, Combine]) -> str:
+    """One page in the format of `pages`: counters and histograms are summed, gauges as `gauges` says by name.
+
+    Of several exemplars of a series, the first stays.
+    """
+    heads: dict[str, list[str]] = {}
+    series: dict[str, dict[str, tuple[list[float], str]]] = {}
+    for page in pages:
+        family = ""
+        for line in page.split("\n"):  # a label's value may hold other ends of lines
+            if line.startswith("# HELP "):
+                family = line.split(" ", 3)[2]
+            if line.startswith("#"):
+                lines = heads.setdefault(family, []) if line != _EOF else []
+                lines += [line] if line not in lines else []
+                continue
+            found = _SAMPLE.fullmatch(line)
+            if found is not None:
+                values, _ = series.setdefault(family, {}).setdefault(found[1], ([], found[3] or ""))
+                values.append(float(found[2]))
+    merged = list[str]()
+    for family, lines in heads.items():
+        combine = gauges.get(family, sum)
+        merged += lines
+        for name, (values, exemplar) in series.get(family, {}).items():
+            merged.append(f"{name} {float(combine(values))}{exemplar}")
+    merged += [_EOF] if any(page.rstrip().endswith(_EOF) for page in pages) else []
+    return "\n".join((*merged, ""))
+
 
 _ESCAPES = str.maketrans({"\\": r"\\", "\n": r"\n", '"': r"\""})
 
@@ -29,7 +67,7 @@ class Family(NamedTuple):
 
     Attributes:
         kind: `counter`, `gauge` or `histogram`.
-        text: what it counts, in one line.
+        text: its meaning, in one line.
         labels: their names.
     """
 
@@ -117,13 +155,6 @@ class Counter(_SeriesByLabels[Count]):
     @override
     def _new(self, values: tuple[str, ...]) -> Count:
         return Count(f"{self.family.name}{labelled(self.family.labels, values)}")
-
-    def sums(self, label: str) -> dict[str, float]:
-        """Its numbers by the values of one label, all others summed up."""
-        at, sums = self.family.labels.index(label), dict[str, float]()
-        for values, series in self._series.items():
-            sums[values[at]] = sums.get(values[at], 0) + series.number
-        return sums
 
     @override
     def lines(self, *, openmetrics: bool = False) -> Iterator[str]:

@@ -9,7 +9,6 @@ Everything follows from the placement itself, so a past decision is explained by
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from enum import StrEnum
 
 from proxy.core.placement.decision import TIE_S, Cost, Placement
@@ -27,7 +26,7 @@ class Reason(StrEnum):
 
 
 def reason_of(placement: Placement) -> Reason:
-    """Which case a placement is."""
+    """The case that a placement is."""
     if placement.rule == "least loaded":
         return Reason.BALANCED
     chosen, elsewhere = placement.chosen, placement.elsewhere
@@ -167,7 +166,7 @@ def _takes(cost: Cost, total: int) -> str:
     if cost.restore_s > TIE_S:
         steps.append(f"restores {_restored(cost)} in {_s(cost.restore_s)}")
     steps.append(f"computes {total - cost.cached_tokens:,} tokens in {_s(cost.prefill_s)}")
-    return _listed(steps)
+    return " and ".join(filter(None, (", ".join(steps[:-1]), steps[-1])))
 
 
 def _tie(placement: Placement) -> str:
@@ -202,11 +201,6 @@ def _held(cost: Cost, total: int) -> str:
 def _restored(cost: Cost) -> str:
     tokens = cost.host_tokens + cost.disk_tokens
     return f"{tokens:,} tokens" if tokens else "its KV"
-
-
-def _listed(steps: Sequence[str]) -> str:
-    """a, b and c."""
-    return " and ".join((", ".join(steps[:-1]), steps[-1])) if len(steps) > 1 else steps[0]
 
 
 def _s(seconds: float) -> str:

@@ -1,9 +1,12 @@
 """Records kvpin's traffic as a trace that `kvpin replay` reads: arrival times, lengths and shared blocks. No
-text and no token ids.
+text and no token ids. Now and then a line tells the figures of the engines (`recorded_engines.py`).
+
+Beside the tokens, the text is hashed alike (`proxy/core/prompt_text.py`), for `kvpin advise`.
 
 A block's id is a keyed hash of its tokens and all tokens before them, of the model, the LoRA adapter and the
-tenant's salt. The key is random for each recording and never stored. With the file, one can count what
-requests share, but cannot test whether a request held a guessed text.
+tenant's salt. The key is never stored: it is random for each recording, or a secret that several kvpins
+share, whose recordings then belong together. With the file, one can count what requests share, but cannot
+test whether a request held a guessed text.
 
     request ends → waits in memory → twice a second, off the event loop: hashed, written
 """
@@ -18,18 +21,26 @@ import secrets
 import stat
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
 from hashlib import blake2b
 from io import FileIO
 from itertools import count
+from math import inf
 from pathlib import Path
 
 import msgspec
 import structlog
 
+from engine_adapter import JsonBody
+from engine_adapter.body import UnreadableField
+from proxy.core.differences import CONTINUED
+from proxy.core.normalise import FIELDS
+from proxy.core.prompt_text import TextBlocks, text_blocks
 from proxy.prompt import Prompt
+from proxy.replay.recorded import RecordedEngine, Recording, RecordingLine
 from proxy.replay.trace import TraceLine
+from proxy.request.normalising import ROUTES
 from proxy.request.records import RequestRecord
 from proxy.request.session import Session
 from proxy.settings import SettingsError
@@ -42,11 +53,13 @@ BLOCK_TOKENS = 64
 _BLOCK_BYTES = 4 * BLOCK_TOKENS
 # A killed process loses the requests since the last write.
 WRITE_S = 0.5
+# Seconds between two lines about the engines.
+ENGINES_S = 30.0
 # Prompts that may wait to be written, in tokens: a disk that hangs must not fill the memory.
 MAX_WAITING_TOKENS = 8_000_000
 _ID_BYTES = 8
 _TEXT = bytes(8 * BLOCK_TOKENS)  # extra ids of a block without any
-_Waiting = tuple[float, RequestRecord, Prompt]
+_Waiting = tuple[float, RequestRecord, Prompt, bytes | None]
 
 
 class RecordedLine(TraceLine, kw_only=True):
@@ -55,19 +68,27 @@ class RecordedLine(TraceLine, kw_only=True):
     Attributes:
         counted: `output_length` is the number of stream events, because the engine reported no tokens.
         cached_tokens: reused prompt tokens that the engine reported.
-        ttft_ms: from placement to the first byte, for streams.
+        text: the prompt's text as hashes, for `kvpin advise`.
     """
 
     counted: bool = False
     cached_tokens: int | None = None
-    ttft_ms: float | None = None
+    text: TextBlocks | None = None
 
 
 class Hasher:
     """Hashes prompts and sessions for one recording, with its own key."""
 
-    def __init__(self) -> None:
+    def __init__(self, secret: str | None = None) -> None:
+        """With a `secret`, equal prompts have equal ids in all recordings that were made with it."""
         self._key = secrets.token_bytes(blake2b.MAX_KEY_SIZE)
+        if secret is not None:
+            self._key = blake2b(secret.encode()).digest()
+
+    @property
+    def key_name(self) -> str:
+        """A name for the key, which does not tell it."""
+        return self._keyed(b"key").hexdigest()
 
     def block_ids(self, model: str | None, prompt: Prompt) -> list[int]:
         """One 64-bit id for each full block of the prompt. It covers all tokens before it and the
@@ -82,6 +103,18 @@ class Hasher:
             ids.append(int.from_bytes(hashed.digest(), "little"))
         return ids
 
+    def text(self, record: RequestRecord, prompt: Prompt, raw: bytes) -> TextBlocks | None:
+        """The text of a prompt, from the body of its request; None where the body does not have all of it."""
+        body = JsonBody(raw)
+        if record.route not in ROUTES or CONTINUED in body:
+            return None
+        try:
+            fields = {name: body.get(name) for name in FIELDS if name in body}
+        except UnreadableField:
+            return None
+        scope = msgspec.msgpack.encode(("text", record.served_as, prompt.lora, prompt.salt))
+        return text_blocks(fields, lambda: self._keyed(scope))
+
     def session_id(self, session: Session) -> str:
         """An id for the conversation; equal names of two tenants get different ids."""
         return self._keyed(msgspec.msgpack.encode(("session", *session))).hexdigest()
@@ -91,39 +124,40 @@ class Hasher:
 
 
 class Recorder:
-    """Writes finished requests to a new file, until that is full, fails or is closed.
+    """Writes finished requests to a new file, until that is full, fails or is closed."""
 
-    Attributes:
-        path: the file.
-    """
-
-    def __init__(self, path: Path, max_bytes: int) -> None:
+    def __init__(
+        self,
+        path: Path,
+        max_bytes: int,
+        engines: Callable[[], list[RecordedEngine]] = list,
+        secret: str | None = None,
+    ) -> None:
         """Begins a recording of at most `max_bytes` in a new file: `path`, or `traffic-1.jsonl` if
-        `traffic.jsonl` holds an earlier recording.
+        `traffic.jsonl` holds another recording. Raises SettingsError if no file can be written there.
 
-        Raises:
-            SettingsError: no file can be written there.
-        """
+        `engines` tells what is known of the engines now. Recordings with the same `secret` can be merged."""
         self.path, self._file = _open_new(path)
         self._max_bytes = max_bytes
-        self._began = time.monotonic()
-        self._hasher = Hasher()
+        self._began, self._began_at = time.monotonic(), time.time()
+        self._engines, self._engines_due = engines, -inf
+        self._hasher = Hasher(secret)
         self._is_open = True
         self._waiting: list[_Waiting] = []
         self._waiting_tokens = self._unknown = 0
         self._lock = threading.Lock()  # for what threads change: the file, its size and its lines
         self._size = self._recorded = 0
 
-    def observe(self, record: RequestRecord) -> None:
-        """A request ended. It is recorded if its whole prompt is known."""
+    def observe(self, record: RequestRecord, body: bytes | None = None) -> None:
+        """A request ended. It is recorded if its whole prompt is known, with the text of its `body`."""
         if not self._is_open:
             return
         prompt = record.prompt
         if prompt is None or not prompt.whole or not prompt.token_ids:
-            self._unknown += 1
+            self._unknown += record.runs_prompt
             return
         arrived = time.monotonic() - (record.duration_s or 0.0) - self._began
-        self._waiting.append((max(arrived, 0.0), record, prompt))
+        self._waiting.append((max(arrived, 0.0), record, prompt, body))
         self._waiting_tokens += len(prompt.token_ids)
         if self._waiting_tokens > MAX_WAITING_TOKENS:
             self._give_up("the disk is too slow for the traffic")
@@ -138,19 +172,28 @@ class Recorder:
     async def write(self) -> None:
         """Writes the requests that wait."""
         waiting, self._waiting = self._waiting, []
-        problem = await asyncio.to_thread(self._write, waiting)
-        self._waiting_tokens -= sum(len(prompt.token_ids) for _, _, prompt in waiting)
+        # A recording without a request stays empty, so that the next start uses its file.
+        is_due = time.monotonic() >= self._engines_due and bool(waiting or self._recorded)
+        problem = await asyncio.to_thread(self._write, waiting, self._about() if is_due else b"")
+        self._waiting_tokens -= sum(len(prompt.token_ids) for _, _, prompt, _ in waiting)
         if problem is not None and self._is_open:
             self._give_up(problem)
 
     async def aclose(self) -> None:
         """Writes the rest and ends the recording."""
+        self._engines_due = -inf
         await self.write()
         self._is_open = False
         await asyncio.to_thread(self._close)
         log.info(
             "recording ended", file=str(self.path), requests=self._recorded, prompt_unknown=self._unknown
         )
+
+    def _about(self) -> bytes:
+        """The line about the recording."""
+        self._engines_due = time.monotonic() + ENGINES_S
+        about = Recording(self._began_at, self._hasher.key_name, self._unknown, self._engines())
+        return msgspec.json.encode(RecordingLine(about)) + b"\n"
 
     def _give_up(self, problem: str) -> None:
         self._is_open = False
@@ -159,18 +202,23 @@ class Recorder:
 
     # --- in a thread -------------------------------------------------------------------------------
 
-    def _write(self, waiting: Iterable[_Waiting]) -> str | None:
-        """Writes lines. Returns why the recording must end, None if it goes on."""
+    def _write(self, waiting: Iterable[_Waiting], about: bytes) -> str | None:
+        """Writes lines, that `about` the recording first. Returns why the recording must end, None if it goes
+        on."""
         data, lines, problem = bytearray(), 0, None
         with self._lock:
-            for at, record, prompt in waiting:
-                line = msgspec.json.encode(line_of(self._hasher, at, record, prompt)) + b"\n"
+            if self._size + len(about) <= self._max_bytes:
+                data += about
+            for at, record, prompt, body in waiting:
+                line = msgspec.json.encode(line_of(self._hasher, at, record, prompt, body)) + b"\n"
                 if self._size + len(data) + len(line) > self._max_bytes:
                     problem = f"the file has reached record_traffic_bytes, {self._max_bytes}"
                     break
                 data += line
                 lines += 1
                 time.sleep(0)  # lets the event loop run between prompts
+            if not self._recorded + lines:
+                return problem  # without a request the file stays empty
             try:
                 _write_all(self._file, data)
             except OSError as error:
@@ -186,7 +234,9 @@ class Recorder:
             self._file.close()
 
 
-def line_of(hasher: Hasher, arrived_s: float, record: RequestRecord, prompt: Prompt) -> RecordedLine:
+def line_of(
+    hasher: Hasher, arrived_s: float, record: RequestRecord, prompt: Prompt, body: bytes | None = None
+) -> RecordedLine:
     """The line of a request that arrived `arrived_s` seconds after the recording began."""
     reported, session = record.output_tokens, record.session
     first_byte_s = record.first_byte_s if record.stream else None
@@ -203,6 +253,8 @@ def line_of(hasher: Hasher, arrived_s: float, record: RequestRecord, prompt: Pro
         counted=reported is None and record.events > 0,
         cached_tokens=record.reported_tokens,
         ttft_ms=round(first_byte_s * 1000, 1) if first_byte_s is not None else None,
+        queued_ms=round(record.queued_s * 1000, 1) if record.queued_s else None,
+        text=hasher.text(record, prompt, body) if body is not None else None,
     )
 
 

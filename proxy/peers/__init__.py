@@ -6,11 +6,8 @@ same, they decide alike. `proxy/core/peers/` defines the messages.
 
 peers.py           one kvpin among several: listens, notices who is lost
 announcer.py       tells the others of this kvpin
-joining.py         when a newcomer is ready
 peer.py            another kvpin, as seen here
-pooled_engine.py   an engine of this kvpin on which requests of others run
 owners.py          claims engines that only one kvpin may use
-exchange_stats.py  statistics for people
 bus.py             the seam: how frames reach the others
 unix_bus.py        frames through Unix sockets, on one machine
 redis_bus.py       frames through Redis or Valkey, between machines

@@ -8,33 +8,31 @@ A kvpin that asks is told of all requests in flight. A newcomer is also told the
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import Callable, Iterator, Sequence
 
-from engine_adapter import EngineSpec
 from proxy.core.audit import Trust
 from proxy.core.peers.claims import Claim
 from proxy.core.peers.messages import (
     Batch,
+    ContentsTold,
+    KvpinState,
     Learned,
-    Left,
+    Leaving,
     Message,
     Sessions,
-    State,
     Timed,
     Times,
-    Told,
     ToldEngine,
     Used,
     frame_of,
     packed,
 )
 from proxy.core.peers.telling import OwnRequests
-from proxy.fleet.engine import Engine, this_kvpin
+from proxy.fleet.engine import Engine, address_of, this_kvpin
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.pool import Pool
 from proxy.peers.bus import Bus
-from proxy.peers.exchange_stats import ExchangeCounts
+from proxy.peers.peer import ExchangeCounts
 from proxy.request.tenants import Tenants
 
 # How long messages are collected for one batch.
@@ -110,6 +108,10 @@ class Announcer:
         self._own.tell(self._state())
         return True
 
+    def tell_state(self) -> None:
+        """Tells again who this kvpin is, with its engines and what operators have drained."""
+        self._own.tell(self._state())
+
     def beat(self, times: Times) -> None:
         """Gives a sign of life."""
         self._own.tell(self._own.heartbeat())
@@ -118,7 +120,7 @@ class Announcer:
 
     def leave(self) -> None:
         """Says that all requests here are over. Nothing follows."""
-        self._own.tell(Left())
+        self._own.tell(Leaving())
         self.flush()
         self._is_over = True
 
@@ -147,9 +149,10 @@ class Announcer:
         if self._flush_at is None:
             self._flush_at = asyncio.get_running_loop().call_later(BATCH_S, self.flush)
 
-    def _state(self) -> State:
+    def _state(self) -> KvpinState:
         path = self._bus.http_socket
-        return State(self.name, self.engines, str(path) if path is not None else None)
+        socket_path = str(path) if path is not None else None
+        return KvpinState(self.name, self.engines, socket_path, self._fleet.drains.marks())
 
     def _listing(self) -> Iterator[list[Message]]:
         part, size = list[Message](), 0
@@ -173,14 +176,9 @@ def described(fleet: Fleet, claim_of: Callable[[Engine], Claim | None]) -> list[
     return told
 
 
-def address_of(spec: EngineSpec) -> tuple[str, bool]:
-    """An engine's address as peers are told it, with its rank, and whether only this machine can reach it."""
-    return (f"{socket.gethostname()} {spec.address}", True) if spec.is_local else (spec.address, False)
-
-
 def contents(fleet: Fleet, to: int) -> Iterator[Message]:
-    """What a newcomer, `to`, is told beyond requests in flight, in parts that each take little time: how fast
-    engines are, what engines without events have learned to hold, and the engines of conversations."""
+    """Messages for a newcomer, `to`, beyond requests in flight: the speed of engines, the blocks that engines
+    without events probably hold, and the engines of conversations. Each part takes little time."""
     for pool in list(fleet.pools.values()):
         for engine in list(pool.engines.values()):
             timings = pool.placer.books[engine.id].rates.timings
@@ -189,7 +187,7 @@ def contents(fleet: Fleet, to: int) -> Iterator[Message]:
             if engine.audit.trust is Trust.APPROXIMATE:
                 yield from _learned(engine.id, engine.learned.recent(), to)
         yield from _sessions(pool, to)
-    yield Told(to)
+    yield ContentsTold(to)
 
 
 def _learned(engine: str, stretches: list[tuple[int, ...]], to: int) -> Iterator[Message]:

@@ -16,11 +16,13 @@ class BusCallbacks:
         receive: with each frame that comes, in the order in which its sender published them.
         joined: when there is somebody new, or the exchange works again.
         ended: with the number of a kvpin whose process is known to have ended.
+        kept: with what `Bus.keep` left, or None, each time the exchange begins to work.
     """
 
     receive: Callable[[bytes], None]
     joined: Callable[[], None]
     ended: Callable[[int], None] = lambda _kvpin: None
+    kept: Callable[[bytes | None], None] = lambda _data: None
 
 
 class Bus(Protocol):
@@ -28,34 +30,35 @@ class Bus(Protocol):
 
     Attributes:
         dropped: frames that were not sent because too much was waiting.
-        http_socket: where this kvpin serves HTTP to the others; None if none can reach its sockets.
+        http_socket: serves HTTP to the other kvpins; None if none can reach it.
     """
 
     dropped: int
     http_socket: Path | None
 
     def reaches(self, socket: str) -> bool:
-        """Whether the HTTP socket that another kvpin announced is its own, on this machine."""
+        """True if the HTTP socket that another kvpin announced is its own, on this machine."""
 
     @property
     def is_connected(self) -> bool:
-        """Whether frames go out."""
+        """True if frames go out."""
 
     @property
     def is_alone(self) -> bool:
-        """Whether it is known that there is no other kvpin."""
+        """True if it is known that there is no other kvpin."""
 
     def publish(self, frame: bytes) -> None:
         """Sends a frame soon. Never waits: if the buffer is full, the frame is dropped, which the others
         notice.
         """
 
-    async def run(self, callbacks: BusCallbacks) -> None:
-        """Carries frames until it is cancelled. Logs when it stops working and when it works again.
+    def keep(self, data: bytes) -> None:
+        """Leaves data for kvpins that start when all others are gone. Replaces what was left before. Has no
+        effect if the exchange keeps nothing."""
 
-        Raises:
-            OSError: it cannot work at all. It is run again a little later.
-        """
+    async def run(self, callbacks: BusCallbacks) -> None:
+        """Carries frames until it is cancelled. Logs when it stops working and when it works again. Raises
+        OSError if it cannot work at all: it is run again a little later."""
 
     async def aclose(self) -> None:
         """Sends the waiting frames, but not for long."""

@@ -22,10 +22,9 @@ class ToldClaim:
     """A claim of another kvpin.
 
     Attributes:
-        claim: the claim.
-        name: that kvpin, for people.
-        model: what the engine serves there; None while it is not connected.
-        socket: where that kvpin serves HTTP to this one; None if this one cannot reach it.
+        name: the kvpin, for people.
+        model: the engine's model there; None while it is not connected.
+        socket: serves HTTP to this kvpin; None if this kvpin cannot reach it.
     """
 
     claim: Claim
@@ -56,12 +55,12 @@ class Owners:
 
     @property
     def has_claimed(self) -> bool:
-        """Whether there are engines that only one kvpin may use."""
+        """True if there are engines that only one kvpin may use."""
         return bool(self._claims)
 
     @property
     def is_bidding(self) -> bool:
-        """Whether the owner of an engine will soon be known."""
+        """True if the owner of an engine will soon be known."""
         return any(claim.is_bidding for claim in self._claims.values())
 
     def claim_of(self, engine: Engine) -> Claim | None:

@@ -5,14 +5,123 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
 import structlog
+from typing_extensions import override
 
-from proxy.core.peers.follower import Follower
+from proxy.core.peers.follower import Follower, LocalEngine, RoundTrip
 from proxy.core.peers.matching import disagreement, hash_alike, match
 from proxy.core.peers.messages import Heard, Times, ToldEngine
-from proxy.core.peers.round_trip import RoundTrip
-from proxy.peers.exchange_stats import PeerStats
+from proxy.core.placement.placer import PlacedRequest, Placer
+from proxy.core.placement.whole_answers import Report
+from proxy.fleet.engine import Engine
+from proxy.fleet.lease import PeerRequest
+from proxy.fleet.pool import Pool
 from proxy.peers.owners import ToldClaim
+
+
+@dataclass(frozen=True, slots=True)
+class PooledEngine(LocalEngine):
+    """An engine of this kvpin on which requests of another one run.
+
+    Attributes:
+        hashes_alike: the other kvpin hashes its prompts as this one does. If not, only load is shared.
+    """
+
+    pool: Pool
+    target: Engine
+    hashes_alike: bool
+
+    @property
+    @override
+    def engine(self) -> str:
+        return self.target.id
+
+    @property
+    @override
+    def placer(self) -> Placer:
+        return self.pool.placer
+
+    @property
+    @override
+    def tokens_per_block(self) -> int | None:
+        return self.pool.tokens_per_block if self.hashes_alike else None
+
+    @override
+    def begun(self, placed: PlacedRequest) -> None:
+        self.target.of_peers[placed.ticket] = PeerRequest(placed)
+        self.target.from_peers += 1
+
+    @override
+    def answered(self, placed: PlacedRequest) -> None:
+        self._forget(placed, has_answer=True)
+
+    @override
+    def end(self, placed: PlacedRequest, computed: int | None, report: Report | None) -> None:
+        self._forget(placed, has_answer=computed is not None)
+        self.pool.end(self.target, placed, computed, report)
+
+    def _forget(self, placed: PlacedRequest, *, has_answer: bool) -> None:
+        """Nobody waits for the answer to a request any more."""
+        if (request := self.target.of_peers.pop(placed.ticket, None)) is not None:
+            request.ends(has_answer=has_answer)
+
+
+class PeerStats(msgspec.Struct, kw_only=True):
+    """Another kvpin, as this one sees it.
+
+    Attributes:
+        name: its machine and process.
+        engines: engines of it that are engines here, too.
+        in_flight: its requests.
+        in_step: all of them are known.
+        round_trip_s: what a message to it and back takes; None before that was measured.
+        behind: the round trip is too long, so its requests count only after their end.
+        silent_s: since it was heard.
+        gaps: how often batches of it were lost.
+        divergences: how often its requests differed from those known here, without a gap.
+    """
+
+    name: str
+    engines: int
+    in_flight: int
+    in_step: bool
+    round_trip_s: float | None
+    behind: bool
+    silent_s: float
+    gaps: int
+    divergences: int
+
+
+class ExchangeStats(msgspec.Struct, kw_only=True):
+    """The exchange of this kvpin with others.
+
+    Attributes:
+        connected: the exchange works.
+        peers: the other kvpins.
+        dropped: batches that were not sent because a peer had not read enough.
+        lost: kvpins that fell silent.
+    """
+
+    connected: bool
+    peers: list[PeerStats]
+    dropped: int
+    lost: int
+
+
+@dataclass(slots=True, eq=False)
+class ExchangeCounts:
+    """Counts of the exchange so far: messages told and heard, listings asked for, kvpins that fell silent,
+    how often one fell behind, and gaps and divergences of kvpins that are gone."""
+
+    told: int = 0
+    heard: int = 0
+    asked: int = 0
+    lost: int = 0
+    behind: int = 0
+    gaps: int = 0
+    divergences: int = 0
+
 
 log = structlog.get_logger(__name__)
 
@@ -25,7 +134,7 @@ class Peer:
         follower: replays its requests.
         name: for people; None before it told its name.
         engines: its engines.
-        socket: where it serves HTTP to this kvpin; None if this one cannot reach it.
+        socket: serves HTTP to this kvpin; None if this kvpin cannot reach it.
         here: its id of an engine → the id here, and whether both make the same block hashes.
         asked: when it was asked for a listing last.
     """

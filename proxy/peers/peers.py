@@ -10,24 +10,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from time import monotonic
 
 import msgspec
 import structlog
 
+from proxy.core.drains import decode_marks, encode_marks
 from proxy.core.peers.follower import Follower
 from proxy.core.peers.messages import (
-    Ask,
+    AskListing,
+    ContentsTold,
+    KvpinState,
     Learned,
-    Left,
+    Leaving,
     Message,
     Sessions,
-    State,
     Timed,
     Times,
-    Told,
     Used,
     batch_of,
     owner_of,
@@ -36,13 +37,56 @@ from proxy.core.peers.messages import (
 from proxy.fleet.fleet import Fleet
 from proxy.peers.announcer import Announcer
 from proxy.peers.bus import Bus, BusCallbacks
-from proxy.peers.exchange_stats import ExchangeCounts, ExchangeStats
-from proxy.peers.joining import Joining
 from proxy.peers.owners import Owners, ToldClaim
-from proxy.peers.peer import Peer
-from proxy.peers.pooled_engine import PooledEngine
+from proxy.peers.peer import ExchangeCounts, ExchangeStats, Peer, PooledEngine
 from proxy.request.tenants import Tenants
 from proxy.runtime.tasks import Supervisor
+
+# A newcomer waits this long for the others before it says that it is ready.
+JOIN_S = 2.0
+
+
+class Joining:
+    """This kvpin's way into the group, and that of others back to it.
+
+    Attributes:
+        is_over: this kvpin knows what the others know, or has waited long enough.
+    """
+
+    def __init__(self, fleet: Fleet) -> None:
+        self.is_over = False
+        self._fleet = fleet
+        self._is_told = False
+        self._missed = set[int]()  # kvpins that were lost: they may hold more when they are back
+        self._until: float | None = None
+
+    def wants_contents(self, kvpin: int) -> bool:
+        """True if a kvpin is to tell what engines hold: it was lost and is back, or this one is new, its
+        engines are connected, and nobody has told it."""
+        is_new = not self.is_over and not self._is_told
+        return (is_new or kvpin in self._missed) and self._fleet.is_ready()
+
+    def told_by(self, kvpin: int) -> None:
+        """A kvpin has told what engines hold."""
+        self._is_told = True
+        self._missed.discard(kvpin)
+
+    def missed(self, kvpin: int) -> None:
+        """A kvpin is lost."""
+        self._missed.add(kvpin)
+
+    def look(self, now: float, others: Collection[Follower], *, is_alone: bool) -> None:
+        """Checks whether joining is over. `is_alone`: it is known that there is no other kvpin."""
+        if self.is_over or not self._fleet.is_ready():
+            return
+        if self._until is None:
+            self._until = now + JOIN_S
+        knows_all = bool(others) and self._is_told and all(other.in_step for other in others)
+        if knows_all or is_alone or now > self._until:
+            self.is_over = True
+            if not (knows_all or is_alone):
+                log.warning("ready without knowing what other kvpins do: they did not tell in time")
+
 
 log = structlog.get_logger(__name__)
 
@@ -55,7 +99,7 @@ class Peers:
     """The other kvpins, and what this one shares with them.
 
     Attributes:
-        counts: what was exchanged.
+        counts: messages, and what went wrong with them.
     """
 
     def __init__(
@@ -80,7 +124,8 @@ class Peers:
 
     def start(self, tasks: Supervisor) -> None:
         """Begins to exchange."""
-        callbacks = BusCallbacks(self._receive, self._announcer.introduce, self._lose)
+        callbacks = BusCallbacks(self._receive, self._announcer.introduce, self._lose, self._remember)
+        self._fleet.drains.listeners.append(self._tell_drains)
         tasks.keep("exchange", lambda: self._bus.run(callbacks))
         tasks.keep("exchange watch", self._watch)
         tasks.keep("exchange answers", self._announcer.answer)
@@ -92,22 +137,22 @@ class Peers:
 
     @property
     def is_ready(self) -> bool:
-        """Whether this kvpin knows what the others know, or has waited long enough."""
+        """True if this kvpin knows what the others know, or has waited long enough."""
         return self._joining.is_over
 
     @property
     def is_connected(self) -> bool:
-        """Whether the exchange works."""
+        """True if the exchange works."""
         return self._bus.is_connected
 
     @property
     def http_socket(self) -> Path | None:
-        """Where this kvpin serves HTTP to the others; None if none can reach its sockets."""
+        """The socket on which this kvpin serves HTTP to the others; None if none can reach it."""
         return self._bus.http_socket
 
     @property
     def claims_engines(self) -> bool:
-        """Whether there are engines that only one kvpin may use."""
+        """True if there are engines that only one kvpin may use."""
         return self._owners.has_claimed
 
     @property
@@ -116,7 +161,7 @@ class Peers:
         return self._owners.elsewhere
 
     def sockets(self) -> list[str]:
-        """Where the other kvpins of this machine serve HTTP to this one."""
+        """The sockets on which the other kvpins of this machine serve HTTP to this one."""
         return [peer.socket for peer in self._peers.values() if peer.socket is not None]
 
     def stats(self) -> ExchangeStats:
@@ -140,7 +185,10 @@ class Peers:
         except msgspec.MsgspecError:
             batch = None
         if owner is None or batch is None:
-            self._complain("another kvpin has another version: nothing is shared with it")
+            self._complain(
+                "another kvpin has another version: nothing is shared with it, and load and limits count for "
+                "each alone, until both run the same one"
+            )
             return
         now, peer = monotonic(), self._peers.get(owner)
         if peer is None:
@@ -155,33 +203,48 @@ class Peers:
 
     def _hear(self, now: float, owner: int, peer: Peer, message: Message) -> None:
         match message:
-            case State():
+            case KvpinState():
                 self._meet(now, peer, message)
             case Times():
                 self.counts.behind += peer.time(now, message, self._owner)
             case Used():
                 self._tenants.used_elsewhere(now, owner, message.tenant, message.use)
-            case Ask() if message.of == self._owner:
+            case AskListing() if message.of == self._owner:
                 self._announcer.is_asked(owner, with_contents=message.contents)
-            case Left():
+            case Leaving():
                 self._drop(owner)
                 log.info("another kvpin has stopped", peer=peer.label)
             case Learned() | Sessions() | Timed() if message.to == self._owner:
                 self._adopt(now, owner, message)
-            case Told() if message.to == self._owner:
+            case ContentsTold() if message.to == self._owner:
                 self._joining.told_by(owner)
             case _:
                 pass
 
-    def _meet(self, now: float, peer: Peer, state: State) -> None:
+    def _meet(self, now: float, peer: Peer, state: KvpinState) -> None:
         """A peer says who it is, and which engines it has."""
         is_new, path = peer.name is None, state.http_socket
         peer.name, peer.engines = state.name, state.engines
         peer.socket = path if path is not None and self._bus.reaches(path) else None
+        self._fleet.drains.merge(state.drains)
         self._match(now, peer)
         self._decide_owners(now)
         if is_new:
             log.info("another kvpin is here", peer=peer.label, engines_shared=len(peer.here))
+
+    def _tell_drains(self, _changed: list[str]) -> None:
+        self._announcer.tell_state()
+        self._bus.keep(encode_marks(self._fleet.drains.marks()))
+
+    def _remember(self, kept: bytes | None) -> None:
+        """Takes over the drains that the exchange keeps, and has it keep those that only this kvpin knows."""
+        drains = self._fleet.drains
+        try:
+            drains.merge(decode_marks(kept) if kept is not None else [])
+        except msgspec.MsgspecError:
+            self._complain("the drains that the exchange keeps cannot be read: they are replaced")
+        if drains.marks() and (own := encode_marks(drains.marks())) != kept:
+            self._bus.keep(own)
 
     def _adopt(self, now: float, owner: int, message: Learned | Sessions | Timed) -> None:
         site = self._site_of(owner, message.engine)
@@ -203,7 +266,7 @@ class Peers:
             return
         peer.asked = now
         self.counts.asked += 1
-        self._announcer.say([Ask(owner, contents=self._joining.wants_contents(owner))])
+        self._announcer.say([AskListing(owner, contents=self._joining.wants_contents(owner))])
 
     # --- engines -----------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from redis.asyncio.client import PubSub
 from redis.asyncio.connection import parse_url
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, ResponseError
 
 from proxy.peers.bus import BusCallbacks
 
@@ -38,7 +38,7 @@ class RedisBus:
 
     Attributes:
         dropped: frames that were not sent because too much was waiting.
-        http_socket: where a worker serves HTTP to the other workers; None for a kvpin without workers.
+        http_socket: serves HTTP to the other workers; None for a kvpin without workers.
     """
 
     def __init__(
@@ -49,12 +49,14 @@ class RedisBus:
         self.dropped = 0
         self.http_socket, self._siblings = http_socket, siblings
         self._url, self._channel = url, f"kvpin:{namespace}"
+        self._key = f"{self._channel}:drains"
         parse_url(url)
+        self._kept: bytes | None = None  # it waits to be kept
         self._outbox = deque[bytes]()
         self._waiting_bytes = 0
         self._has_waiting = asyncio.Event()
         self._is_connected = self._is_alone = False
-        self._has_complained = False
+        self._has_complained = self._is_refused = False
 
     def _client(self) -> Any:  # noqa: ANN401 - redis has no types for the asynchronous client
         never = Retry(NoBackoff(), 0)
@@ -68,16 +70,16 @@ class RedisBus:
 
     @property
     def is_connected(self) -> bool:
-        """Whether the server answers."""
+        """True if the server answers."""
         return self._is_connected
 
     @property
     def is_alone(self) -> bool:
-        """Whether nobody else listens to the channel."""
+        """True if nobody else listens to the channel."""
         return self._is_connected and self._is_alone
 
     def reaches(self, socket: str) -> bool:
-        """Whether the path is another worker's. Kvpins of other machines also announce paths."""
+        """True if the path is another worker's. Kvpins of other machines also announce paths."""
         return socket in self._siblings
 
     def publish(self, frame: bytes) -> None:
@@ -89,6 +91,11 @@ class RedisBus:
             return
         self._outbox.append(frame)
         self._waiting_bytes += len(frame)
+        self._has_waiting.set()
+
+    def keep(self, data: bytes) -> None:
+        """Leaves data in a key of the namespace."""
+        self._kept = data
         self._has_waiting.set()
 
     async def run(self, callbacks: BusCallbacks) -> None:
@@ -117,6 +124,7 @@ class RedisBus:
             channel = receiver.pubsub(ignore_subscribe_messages=True)
             await channel.subscribe(self._channel)
             await self._count(sender)
+            kept = await self._read(sender)
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._send(sender))
                 group.create_task(self._listen(channel, callbacks))
@@ -124,6 +132,7 @@ class RedisBus:
                 if self._has_complained:
                     self._has_complained = False
                     log.info("the exchange is back")
+                callbacks.kept(kept)
                 callbacks.joined()
         finally:
             await sender.aclose()
@@ -137,18 +146,53 @@ class RedisBus:
         while True:
             await self._has_waiting.wait()
             self._has_waiting.clear()
+            await self._write(client)
             frames = [*self._outbox]
             self._outbox.clear()
+            if not frames:
+                continue
             pipeline = client.pipeline(transaction=False)
             for frame in frames:
                 pipeline.publish(self._channel, frame)
             listeners = await pipeline.execute()
+            _end_if_cancelled()
             self._waiting_bytes -= sum(map(len, frames))
             self._is_alone = listeners[-1] <= 1
+
+    async def _read(self, client: Any) -> bytes | None:  # noqa: ANN401 - likewise
+        """The data that was kept."""
+        try:
+            data: bytes | None = await client.get(self._key)
+        except ResponseError as error:
+            self._refuse(error)
+            return None
+        return data
+
+    async def _write(self, client: Any) -> None:  # noqa: ANN401 - likewise
+        """Has the server keep what waits for it."""
+        data, self._kept = self._kept, None
+        if data is None:
+            return
+        try:
+            await client.set(self._key, data)
+        except ResponseError as error:
+            self._refuse(error)
+        _end_if_cancelled()
+
+    def _refuse(self, error: ResponseError) -> None:
+        """The server does not keep data for this user: says so, once."""
+        if not self._is_refused:
+            self._is_refused = True
+            log.warning(
+                "drains are not kept in Redis: let kvpin's user get and set the key",
+                key=self._key,
+                error=str(error),
+            )
 
     async def _listen(self, channel: PubSub, callbacks: BusCallbacks) -> None:
         while True:
             message = await channel.get_message(timeout=_POLL_S)
+            _end_if_cancelled()
             if message is not None:
                 callbacks.receive(message["data"])
 
@@ -156,10 +200,17 @@ class RedisBus:
         """Waits until the server has what was published, but not for long."""
         try:
             async with asyncio.timeout(_CLOSE_S):
-                while self._is_connected and self._waiting_bytes:  # noqa: ASYNC110 - at the end
+                while self._is_connected and (self._waiting_bytes or self._kept is not None):  # noqa: ASYNC110 - at the end
                     await asyncio.sleep(0.01)
         except TimeoutError:
             pass
+
+
+def _end_if_cancelled() -> None:
+    """Ends the task if it was cancelled: redis may answer a call in which that happened as if it had not."""
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError
 
 
 def _first(errors: BaseExceptionGroup[Exception]) -> BaseException:

@@ -38,11 +38,8 @@ _CLOSE_S = 0.5
 
 
 def prepare(directory: Path) -> None:
-    """Makes the directory if it is missing.
-
-    Raises:
-        OSError: it cannot be made, or others than its owner may open it.
-    """
+    """Makes the directory if it is missing. Raises OSError if it cannot be made, or others than its owner may
+    open it."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = directory.stat()
     if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
@@ -56,7 +53,7 @@ class UnixBus:
 
     Attributes:
         dropped: frames that a peer did not get because it had not read enough.
-        http_socket: where this kvpin serves HTTP to the others, in the same directory. The server makes and
+        http_socket: serves HTTP to the other kvpins, in the same directory. The server makes and
             removes it; that of a kvpin that was killed is removed here.
     """
 
@@ -77,12 +74,12 @@ class UnixBus:
 
     @property
     def is_connected(self) -> bool:
-        """Whether it listens."""
+        """True if it listens."""
         return self._has_looked
 
     @property
     def is_alone(self) -> bool:
-        """Whether there is no other kvpin in the directory."""
+        """True if there is no other kvpin in the directory."""
         return self._has_looked and not self._peers and not self._incoming
 
     def reaches(self, _socket: str) -> bool:
@@ -99,6 +96,9 @@ class UnixBus:
                 peer.transport.write(data)
             else:
                 self.dropped += 1
+
+    def keep(self, data: bytes) -> None:
+        """Sockets keep nothing: `state_dir` does."""
 
     async def run(self, callbacks: BusCallbacks) -> None:
         """Listens, and looks for other kvpins every second. Raises OSError if it cannot listen."""

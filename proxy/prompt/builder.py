@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from array import array
-from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
 from engine_adapter import (
     Capability,
@@ -21,11 +19,12 @@ from engine_adapter import (
 )
 from engine_adapter.off_loop import JSON_BYTES_PER_MS, TOKEN_ID_BYTES_PER_MS, in_own_thread, off_loop
 from engine_adapter.prompt.chat import ChatPrompt, ChatTokenizer
-from engine_adapter.prompt.embeds import read_embeds, reading_ms
-from engine_adapter.prompt.forms import has_own_template
+from engine_adapter.prompt.forms import Form, forms_of
+from engine_adapter.prompt.lengths import CannotFit
+from engine_adapter.prompt.media import read_embeds, reading_ms
 from engine_adapter.prompt.tokenizer_process import load_tokenizer
 from engine_adapter.types import ExtraIds, TokenIds
-from proxy.errors import BadRequest
+from proxy.errors import TooLong
 from proxy.errors.codes import Code
 from proxy.prompt.known_chats import KnownBeginning, Owner
 from proxy.prompt.media import find_media, media_fields, not_plain, texts_only
@@ -43,14 +42,13 @@ from proxy.prompt.render import (
     read_prompt,
 )
 from proxy.prompt.tokenizer import EngineTokenizer, LocalTokenizer
+from proxy.prompt.trust import Exactness, FormTable, Source
 
-Source = Literal["local", "engine", "client"]
 Load = Callable[[str], Awaitable[ChatTokenizer]]
 # Two texts that share no leading token.
 _ANY_TEXT = ("0", "x")
-# After this many prompts with other ids, all of their kind are unknown. One may hold a date that changed
-# meanwhile.
-_REFUTED = 2
+# What only the engine reads has no form that kvpin knows.
+_OTHER, _TEXT = frozenset({Form.OTHER}), frozenset({Form.TEXT})
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +64,7 @@ class Prompt:
         source: who made the token ids.
         media: some ids stand for images, audio or video, which ids alone do not identify.
         whole: False where only the text before the first image is known.
-        special: engines may render it in different ways.
+        forms: what engines may read in ways of their own.
         beginning: what is known of its blocks from earlier chats; None where nothing can be.
     """
 
@@ -78,35 +76,13 @@ class Prompt:
     source: Source = field(default="client", compare=False)
     media: bool = field(default=False, compare=False)
     whole: bool = field(default=True, compare=False)
-    special: bool = field(default=False, compare=False)
+    forms: frozenset[Form] = field(default=frozenset(), compare=False)
     beginning: KnownBeginning | None = field(default=None, compare=False, repr=False)
 
     @property
     def kv(self) -> KvTarget:
         """The prompt in the form that adapters take."""
         return KvTarget(self.token_ids, self.extra_ids, self.salt, self.lora, self.exact)
-
-
-@dataclass(frozen=True, slots=True)
-class Exactness:
-    """State of a pool's tokenisation: who tokenises, and whether the ids are known to be right.
-
-    Attributes:
-        ok: every id is known to be the engine's own.
-        detail: one sentence for logs and stats.
-        source: who tokenises.
-    """
-
-    ok: bool
-    detail: str
-    source: Literal["local", "engine", "none"]
-
-    @property
-    def event(self) -> str:
-        """The event to log for this outcome."""
-        if self.source == "local":
-            return "tokenizer gives the engine's ids" if self.ok else "tokenizer is not checked"
-        return "the engines tokenise" if self.source == "engine" else "prompts are not followed"
 
 
 class PromptBuilder:
@@ -116,8 +92,7 @@ class PromptBuilder:
         info: what the pool's first engine reported about itself.
         local: the tokenizer loaded here, None where there is none.
         reason: why there is none.
-        exact: the ids made here were found to be the engine's.
-        exactness: how prompts are tokenised, and whether that is known to be right.
+        forms: who makes the ids of each form of prompt.
         agreed, differed: served prompts for which the engine reported the same ids, or others.
     """
 
@@ -139,39 +114,31 @@ class PromptBuilder:
         self.info = info
         self.local: LocalTokenizer | None = None
         self.reason = "no tokenizer is known for this model"
-        self.exact = False
-        self.exactness = Exactness(False, "not checked yet", "none")
         self.agreed = self.differed = 0
-        # Served prompts for which the engine had other ids, by who made ours and whether they were special.
-        self._refuted = Counter[tuple[Source, bool]]()
         self._tables = tables
         self._engines = EngineTokenizer(engines, renderers, embedders)
-        self._tokenizer: LocalTokenizer | EngineTokenizer = self._engines
         # An engine that renders with the same code refuses what cannot be rendered here: the client's fault.
         # Any other may take more than kvpin does: a prompt that cannot be rendered here is only unknown.
         self._strict = info.renders_alike
-        self._asks_about_tools = False
-        self._asks_about_special = Capability.TOKENIZE in info.capabilities and not self._strict
+        self.ask_engines(self.reason)
         if tokenizer is not None:
             self.adopt(tokenizer)
             self.use_local()
 
-    @property
-    def tokenizer(self) -> LocalTokenizer | EngineTokenizer:
-        """The tokenizer that makes the prompts' ids now."""
-        return self._tokenizer
-
     def adopt(self, tokenizer: ChatTokenizer) -> None:
         """The engine's tokenizer is loaded here. Prompts are tokenised with it after `use_local`."""
         self.local = LocalTokenizer(
-            tokenizer, vocab_size=self.info.vocab_size, hidden_size=self.info.hidden_size
+            tokenizer,
+            vocab_size=self.info.vocab_size,
+            hidden_size=self.info.hidden_size,
+            limit=self.info.max_model_len,
         )
 
     async def load(self, source: str, load: Load = load_tokenizer) -> bool:
         """Loads the engine's tokenizer from a directory, a GGUF file or the hub, and adopts it, which takes
         seconds; `reason` says why it failed. Returns False if it failed now and may succeed later."""
         try:
-            tokenizer = await load(source)
+            tokenizer = (await load(source)).rendering(self.info.template_input)
             await in_own_thread(lambda: self.adopt(tokenizer))  # compiles and tries the chat template
         except (EngineSpecError, EngineUnavailable) as error:
             self.reason = str(error)
@@ -179,28 +146,23 @@ class PromptBuilder:
         return True
 
     def use_local(self) -> None:
-        """From now on prompts are tokenised here, if a tokenizer was loaded."""
-        self._tokenizer = self.local or self._engines
+        """From now on prompts are made here, unchecked, with the tokenizer that was adopted."""
+        self.forms = FormTable(can_ask=self.can_ask, detail=self.reason)
+        self.forms.make_here("unchecked: the engine has no route to check", alike=self._strict)
 
-    def ask_engines(self) -> None:
-        """From now on the engines tokenise everything."""
-        self._tokenizer = self._engines
+    def ask_engines(self, why: str) -> None:
+        """From now on the engines tokenise everything, if they can."""
+        self.forms = FormTable(can_ask=self.can_ask, detail=why)
 
-    def ask_engines_about_tools(self) -> None:
-        """From now on the engines tokenise chats that use tools."""
-        self._asks_about_tools = True
+    @property
+    def exactness(self) -> Exactness:
+        """Who makes the ids, and whether they are known to be right."""
+        return self.forms.summary(None if self.local is None else self.local.tokenizer.source, self.reason)
 
-    def distrust(self, prompt: Prompt) -> bool:
-        """Notes that an engine made other ids of a prompt. Ids from its source are not exact from now on; in
-        place of the tokenizer here, the engines tokenise. False if that was known."""
-        is_new = not self._is_refuted(prompt.source)
-        self._refuted[prompt.source, prompt.special] += 1
-        if prompt.source == "local" and Capability.TOKENIZE in self.info.capabilities:
-            self.ask_engines()
-        return is_new
-
-    def _is_refuted(self, source: Source) -> bool:
-        return any(self._refuted[source, special] for special in (False, True))
+    @property
+    def can_ask(self) -> bool:
+        """True if the engines tokenise requests."""
+        return Capability.TOKENIZE in self.info.capabilities
 
     async def build(
         self,
@@ -215,10 +177,11 @@ class PromptBuilder:
         """The prompt of a request; None when it cannot be known, and the request is forwarded as it is.
 
         It will run under `salt`, with `lora`. What is remembered of it takes the `tenant`'s share of memory.
-        If `bounded`, a prompt beyond the model's context is refused.
+        A prompt beyond the model's context is refused; unless `bounded`, only if it is clearly longer.
 
         Raises:
-            BadRequest: a field that no engine can take, or a prompt beyond the model's context.
+            BadRequest: a field that no engine can take.
+            TooLong: a prompt beyond the model's context.
             ChatError, PromptTableError: messages or extra ids that break their rules, with the field.
         """
         per_ms = TOKEN_ID_BYTES_PER_MS if path == COMPLETIONS_PATH else JSON_BYTES_PER_MS
@@ -229,11 +192,18 @@ class PromptBuilder:
         )
         if source is None:
             return None
-        prompt = await self._tokenise(source, path, body, Owner(salt, lora, tenant))
+        try:
+            prompt = await self._tokenise(source, path, body, Owner(salt, lora, tenant))
+        except CannotFit as error:
+            if native is None:
+                raise self._too_long(error.tokens, "has at least", source.param) from None
+            return None  # the engine tells what is wrong, as below
         if prompt is None:
             return None
-        if bounded and native is None:  # an engine's own routes have errors of their own
-            self._check_length(len(prompt.token_ids), source.param)
+        tokens, limit = len(prompt.token_ids), self.info.max_model_len
+        # An engine's own routes have errors of their own.
+        if bounded and native is None and limit is not None and tokens > limit:
+            raise self._too_long(tokens, "has", source.param)
         return replace(prompt, salt=salt, lora=lora)
 
     def decode(self, token_ids: TokenIds[int]) -> str | None:
@@ -247,11 +217,11 @@ class PromptBuilder:
             case EmbeddedInput():
                 return await self._embedded(source.data, path, body)
             case MixedInput():
-                return self._made(await self._engines.ask(path, body), self._engines)
+                return self._made(await self._engines.ask(path, body), "engine", _OTHER)
             case ChatInput() if source.is_text or self._strict:
                 return await self._chat(source, body, owner)
             case ResponseInput() if source.is_text:
-                return self._made(await self._engines.ask(path, body), self._engines)
+                return self._made(await self._engines.ask(path, body), "engine", _OTHER)
             case _:
                 return await self._with_media(source, path, body, owner)
 
@@ -282,7 +252,7 @@ class PromptBuilder:
         if all(part.is_lasting for part in parts):
             prompt = await self._engines.render(path, body)
         if prompt is not None and prompt.extra_ids is None:
-            return self._made(prompt, self._engines)
+            return self._made(prompt, "engine", _OTHER)
         if prompt is not None:
             # Never exact: its ids must not be sent in place of the images.
             return Prompt(prompt.token_ids, prompt.extra_ids, source="engine", media=True)
@@ -313,30 +283,27 @@ class PromptBuilder:
         return Prompt(made[0][: common_prefix(*made)], source="local", whole=False)
 
     async def _chat(self, source: ChatInput, body: JsonBody, owner: Owner) -> Prompt | None:
-        tokenizer = self._tokenizer
-        special = not self._strict and not self.info.common_form(body, source.more)
-        if (special and self._asks_about_special) or (self._asks_about_tools and source.has_tools):
-            tokenizer = self._engines
-        if tokenizer is self.local and special and has_own_template(body):
-            return None
-        if isinstance(tokenizer, LocalTokenizer):
+        forms = forms_of(body, source.more)
+        if self.local is not None and self.forms.rows[Form.SPECIAL_TOKENS].source != "local":
+            forms |= self.local.forms_in(source.messages)
+        if self.local is not None and self.forms.source(forms) == "local":
             try:
-                prompt, beginning = await tokenizer.turn(source, body, owner)
-                return self._made(prompt, tokenizer, special=special, beginning=beginning)
+                prompt, beginning = await self.local.turn(source, body, owner)
+                return self._made(prompt, "local", forms, beginning)
             except ChatError:
                 if self._strict:
                     raise
         # Also what cannot be rendered here: the engine may render more. Ids do not tell images apart.
         asked = await self._engines.ask(CHAT_PATH, body) if source.is_text else None
-        return self._made(asked, self._engines, special=special)
+        return self._made(asked, "engine", forms)
 
     async def _completion(self, source: CompletionInput, path: str, body: JsonBody) -> Prompt | None:
         if isinstance(source.prompt, array):
             prompt: Prompt | None = Prompt(source.prompt, exact=True)
-        elif isinstance(self._tokenizer, LocalTokenizer):
-            prompt = self._made(await self._tokenizer.text(source), self._tokenizer)
+        elif self.local is not None and self.forms.source(_TEXT) == "local":
+            prompt = self._made(await self.local.text(source), "local", _TEXT)
         else:
-            prompt = self._made(await self._engines.ask(path, body), self._engines)
+            prompt = self._made(await self._engines.ask(path, body), "engine", _TEXT)
         if prompt is None:
             return None
         vocab_size = self.info.vocab_size
@@ -350,31 +317,28 @@ class PromptBuilder:
     def _made(
         self,
         prompt: ChatPrompt | None,
-        tokenizer: LocalTokenizer | EngineTokenizer,
-        *,
-        special: bool = False,
+        source: Source,
+        forms: frozenset[Form],
         beginning: KnownBeginning | None = None,
     ) -> Prompt | None:
-        """The tokens with their source; `special`: engines may make other ones of a prompt of this kind."""
-        source: Source = "engine" if tokenizer is self._engines else "local"
-        if prompt is None or self._refuted[source, special] >= _REFUTED:
+        """The prompt of these forms; None if it could not be made, or such prompts were found to be wrong."""
+        if prompt is None or self.forms.is_unknown(forms, source):
             return None
-        exact = (source == "engine" or (self.exact and not special)) and not self._is_refuted(source)
         return Prompt(
             prompt.token_ids,
             prompt.extra_ids,
-            exact=exact,
+            exact=self.forms.is_exact(forms, source),
             source=source,
-            special=special,
+            forms=forms,
             beginning=beginning,
         )
 
-    def _check_length(self, tokens: int, param: str) -> None:
-        limit = self.info.max_model_len
-        if limit is not None and tokens > limit:
-            raise BadRequest(
-                f"this model's context is {limit} tokens; the prompt has {tokens}",
-                param=param,
-                code=Code.CONTEXT_LENGTH_EXCEEDED,
-                more=self.info.too_long(tokens, limit),
-            )
+    def _too_long(self, tokens: int, has: str, param: str) -> TooLong:
+        limit = self.info.max_model_len or 0
+        return TooLong(
+            f"this model's context is {limit} tokens; the prompt {has} {tokens}",
+            tokens,
+            param=param,
+            code=Code.CONTEXT_LENGTH_EXCEEDED,
+            more=self.info.too_long(tokens, limit),
+        )

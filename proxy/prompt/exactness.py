@@ -1,22 +1,36 @@
 """Compares our token ids with the engine's: when a tokenizer is loaded, and on prompts that were served.
 
 One wrong token makes every block hash after it wrong, and predictions confident and false. The test prompts
-vary everything that chat templates read.
+vary everything that chat templates read, and are sent as clients send them, some as streams.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import asyncio
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
-from engine_adapter import Capability, ChatError, EngineAdapter, EngineRejected, JsonBody, common_prefix
+from engine_adapter import (
+    ChatError,
+    EngineAdapter,
+    EngineRejected,
+    EngineUnavailable,
+    JsonBody,
+    common_prefix,
+)
+from engine_adapter.prompt.forms import Form
 from engine_adapter.types import TokenIds
-from proxy.prompt.builder import Exactness, Prompt, PromptBuilder
+from proxy.prompt.builder import Prompt, PromptBuilder
 from proxy.prompt.render import CHAT_PATH, COMPLETIONS_PATH, ChatInput, CompletionInput, read_prompt
 from proxy.prompt.tokenizer import LocalTokenizer
+from proxy.prompt.trust import Exactness, FormTable
 
+# The longest that an engine may take for a probe.
+_PROBE_S = 10.0
+# Special tokens in the probe of them.
+_MARKS = 8
 _TOOL = {
     "type": "function",
     "function": {
@@ -30,61 +44,103 @@ _CALL = {
     "type": "function",
     "function": {"name": "get_weather", "arguments": '{"city": "Kraków"}'},
 }
-_CHATS: dict[str, dict[str, Any]] = {
-    "one message": {"messages": [{"role": "user", "content": "Hello there."}]},
-    "system message": {
-        "messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}]
-    },
-    "several turns, unicode": {
-        "messages": [
-            {"role": "user", "content": "Zażółć gęślą jaźń 漢字 🙂\n\n\tx = 1 "},
-            {"role": "assistant", "content": " It's 3.14159…  "},
-            {"role": "user", "content": "  again?"},
-        ]
-    },
-    "tools": {"messages": [{"role": "user", "content": "Weather?"}], "tools": [_TOOL]},
-    **{
-        name: {
+_HELLO = {"role": "user", "content": "Hello there."}
+_SAID = {"role": "assistant", "content": " It's 3.14159…  "}
+
+
+def _called(content: str | None) -> dict[str, Any]:
+    answer = {"role": "tool", "tool_call_id": "call_12345", "content": "18 °C"}
+    call = {"role": "assistant", "content": content, "tool_calls": [_CALL]}
+    return {"messages": [_HELLO, call, answer], "tools": [_TOOL]}
+
+
+_PROBES: dict[Form, dict[str, dict[str, Any]]] = {
+    Form.PLAIN: {
+        "one message": {"messages": [_HELLO]},
+        "a stream": {"messages": [_HELLO], "stream": True, "stream_options": {"include_usage": True}},
+        "system message": {"messages": [{"role": "system", "content": "Be brief."}, _HELLO]},
+        "several turns, unicode": {
             "messages": [
-                {"role": "user", "content": "Weather?"},
-                {"role": "assistant", "content": content, "tool_calls": [_CALL]},
+                {"role": "user", "content": "Zażółć gęślą jaźń 漢字 🙂\n\n\tx = 1 "},
+                _SAID,
+                {"role": "user", "content": "  again?"},
+            ],
+            "stream": True,
+        },
+        "thoughts in a text": {
+            "messages": [_HELLO, {"role": "assistant", "content": "<think>\nHm.\n</think>\n\nSo."}, _HELLO]
+        },
+        "empty content": {"messages": [{"role": "user", "content": ""}]},
+    },
+    Form.TEXT_PARTS: {
+        "text parts": {
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}],
+                }
+            ]
+        },
+    },
+    Form.TOOLS: {"tools": {"messages": [_HELLO], "tools": [_TOOL], "stream": True}},
+    Form.TOOL_CALLS: {
+        "tool call": _called(""),
+        "tool call without content": _called(None),
+        "tool call in a stream": _called("Look.") | {"stream": True},
+    },
+    Form.CONTINUED: {
+        "no turn of the user last": {"messages": [_HELLO, _SAID]},
+        "no generation prompt": {"messages": [_HELLO], "add_generation_prompt": False},
+        "continue_final_message": {
+            "messages": [_HELLO, _SAID],
+            "add_generation_prompt": False,
+            "continue_final_message": True,
+        },
+    },
+    Form.REASONING: {
+        "thoughts": {"messages": [_HELLO, _SAID | {"reasoning_content": "Hm."}, _HELLO]},
+        "thoughts before a tool call": {
+            "messages": [
+                _HELLO,
+                {"role": "assistant", "content": "", "reasoning_content": "Hm.\n", "tool_calls": [_CALL]},
                 {"role": "tool", "tool_call_id": "call_12345", "content": "18 °C"},
             ],
             "tools": [_TOOL],
+        },
+    },
+    Form.TEMPLATE_KWARGS: {
+        f"enable_thinking: {value}": {
+            "messages": [_HELLO, _SAID, _HELLO],
+            "chat_template_kwargs": {"enable_thinking": value},
         }
-        for name, content in (("tool call", ""), ("tool call without content", None))
+        for value in (False, True)
     },
-    "text parts": {
-        "messages": [
-            {"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]}
-        ]
+    Form.TEXT: {
+        "text": {"prompt": "The quick brown fox, 12345 times."},
+        "unicode text": {"prompt": " größer\n漢字 🙂‍↔️ e\u0301 <|im_start|></s>"},
+        "a streamed text": {"prompt": "The quick", "stream": True},
     },
-    "thoughts in a text": {
-        "messages": [
-            {"role": "user", "content": "Why?"},
-            {"role": "assistant", "content": "<think>\nHm.\n</think>\n\nSo."},
-            {"role": "user", "content": "And?"},
-        ]
-    },
-    "empty content": {"messages": [{"role": "user", "content": ""}]},
 }
-_TEXTS = {
-    "text": {"prompt": "The quick brown fox, 12345 times."},
-    "unicode text": {"prompt": " größer\n漢字 🙂‍↔️ e\u0301 <|im_start|></s>"},
-}
-
-
-# Unchecked ids count as right once the engine made the same ids of this many served prompts.
-ENOUGH_AGREED = 20
 
 
 async def verify_exactness(builder: PromptBuilder, adapter: EngineAdapter) -> Exactness:
-    """Compares our token ids with the engine's, and sets the builder to use whichever are right.
+    """Compares our token ids with the engine's, form by form, and trusts whichever are right.
 
     Raises:
         EngineUnavailable: the engine went away meanwhile.
     """
-    builder.exactness = await _verify(builder, adapter)
+    if builder.local is None:
+        builder.ask_engines(builder.reason)
+        return builder.exactness
+    info = builder.info
+    table = FormTable(can_ask=builder.can_ask, detail=builder.reason)
+    table.make_here("the engine has no route to check", alike=info.renders_alike)
+    if builder.can_ask:
+        probes = await asyncio.to_thread(_probes, info.model, builder.local)  # reads the whole vocabulary
+        for form, bodies in probes.items():
+            table.probe(form, await _compare(builder.local, adapter, form, bodies), "as the engine does")
+        table.settle(alike=info.renders_alike)
+    builder.forms = table
     return builder.exactness
 
 
@@ -92,28 +148,15 @@ def audit_tokens(builder: PromptBuilder, prompt: Prompt, theirs: TokenIds[int]) 
     """Compares the ids of a served prompt with those that the engine reports for it.
 
     Returns:
-        How they differ, if that is new; then the engines tokenise from now on, if they can.
+        How they differ, if that is new; then the engines tokenise prompts of its form from now on, if they
+        can.
     """
     if prompt.source == "client":
         return None
     difference = difference_of(prompt.token_ids, theirs)
-    if difference is None:
-        builder.agreed += 1
-        if builder.agreed == ENOUGH_AGREED and not builder.differed and builder.exactness.source == "local":
-            seen = f"and the engine made the same ids of {ENOUGH_AGREED} prompts it served"
-            builder.exactness = Exactness(True, f"{builder.exactness.detail}, {seen}", "local")
-        return None
-    builder.differed += 1
-    if not builder.distrust(prompt):
-        return None
-    asks = builder.local is not None and builder.tokenizer is not builder.local
-    if prompt.source == "local" and asks:
-        detail = f"the engine tokenises each prompt: it made other ids of a served one: {difference}"
-        builder.exactness = Exactness(True, detail, "engine")
-    else:
-        detail = f"the engine made other ids of a served prompt: {difference}"
-        builder.exactness = Exactness(False, detail, builder.exactness.source)
-    return difference
+    builder.agreed += difference is None
+    builder.differed += difference is not None
+    return difference if builder.forms.audit(prompt.forms, prompt.source, difference) else None
 
 
 def difference_of(ours: TokenIds[int], theirs: TokenIds[int]) -> str | None:
@@ -126,51 +169,42 @@ def difference_of(ours: TokenIds[int], theirs: TokenIds[int]) -> str | None:
     return f"token {shared} is {ours[shared]} here, {theirs[shared]} there"
 
 
-async def _verify(builder: PromptBuilder, adapter: EngineAdapter) -> Exactness:
-    can_ask = Capability.TOKENIZE in builder.info.capabilities
-    if builder.local is None:
-        if can_ask:
-            return Exactness(True, f"the engine tokenises each prompt: {builder.reason}", "engine")
-        return Exactness(False, f"prompts are not followed: {builder.reason}", "none")
-    source = builder.local.tokenizer.source
-    if not can_ask:
-        builder.use_local()
-        return Exactness(
-            False, f"tokenised here with {source!r}, unchecked: the engine has no route to check", "local"
-        )
-    count, difference = await _first_difference(builder, builder.local, adapter)
-    if difference is not None:
-        builder.ask_engines()
-        detail = f"the engine tokenises each prompt: {source!r} differs on {difference}"
-        return Exactness(True, detail, "engine")
-    builder.exact = True
-    builder.use_local()
-    return Exactness(True, f"tokenised here with {source!r}, as the engine does on {count} prompts", "local")
+def _probes(model: str, local: LocalTokenizer) -> dict[Form, dict[str, JsonBody]]:
+    """The probes of each form, by name. That of special tokens has the first ones of the model."""
+    marks = " x ".join(sorted(local.tokenizer.special_tokens)[:_MARKS])
+    special = {"special tokens": {"messages": [_HELLO, _SAID, {"role": "user", "content": marks}]}}
+    probes = _PROBES | ({Form.SPECIAL_TOKENS: special} if marks else {})
+    return {
+        form: {
+            name: JsonBody(msgspec.json.encode({"model": model, **fields})) for name, fields in bodies.items()
+        }
+        for form, bodies in probes.items()
+    }
 
 
-async def _first_difference(
-    builder: PromptBuilder, local: LocalTokenizer, adapter: EngineAdapter
-) -> tuple[int, str | None]:
-    """The number of prompts that were compared, and the first on which our ids are not the engine's."""
-    count = 0
-    for name, path, body in _probes(builder.info.model):
+async def _compare(
+    local: LocalTokenizer, adapter: EngineAdapter, form: Form, bodies: Mapping[str, JsonBody]
+) -> str | None:
+    """How the first of a form's probes differs; None if none does. An engine that does not answer one probe
+    costs its form.
+
+    Raises:
+        EngineUnavailable: it does not answer a plain chat.
+    """
+    path = COMPLETIONS_PATH if form is Form.TEXT else CHAT_PATH
+    for name, body in bodies.items():
         try:
-            difference = await _difference(local, adapter, path, body)
+            async with asyncio.timeout(_PROBE_S):
+                difference = await _difference(local, adapter, path, body)
         except EngineRejected as error:
-            if "tools" in body:  # e.g. no tool parser: everything else may agree
-                builder.ask_engines_about_tools()
-                continue
             difference = f"the engine refuses it ({error})"
-        count += 1
+        except (EngineUnavailable, TimeoutError) as error:
+            if form is Form.PLAIN:
+                raise EngineUnavailable(str(error) or f"no answer within {_PROBE_S:g} s") from error
+            difference = f"the engine did not answer ({error})"
         if difference is not None:
-            return count, f"{name!r}: {difference}"
-    return count, None
-
-
-def _probes(model: str) -> Iterator[tuple[str, str, JsonBody]]:
-    for path, bodies in ((CHAT_PATH, _CHATS), (COMPLETIONS_PATH, _TEXTS)):
-        for name, fields in bodies.items():
-            yield name, path, JsonBody(msgspec.json.encode({"model": model, **fields}))
+            return f"{name!r}: {difference}"
+    return None
 
 
 async def _difference(local: LocalTokenizer, adapter: EngineAdapter, path: str, body: JsonBody) -> str | None:

@@ -60,8 +60,6 @@ class _Segment:
     Attributes:
         key: what it is found under: the segment before it, or the namespace of a first one, and its text.
         number: unique. The next segment's key holds it, so nothing is found after a forgotten segment.
-        token_ids: the ids of this piece.
-        n_bytes: the memory it takes.
         hashes: the blocks that end within this piece; None until the chat has been hashed.
     """
 
@@ -79,7 +77,6 @@ class _Share:
     Attributes:
         segments: by key; the least recently used comes first.
         newest: for the first part of a key, the newest segment that has it.
-        n_bytes: the memory they take.
     """
 
     segments: OrderedDict[_Key, _Segment] = field(default_factory=OrderedDict)
@@ -112,18 +109,12 @@ class ChatText:
 
     Attributes:
         owner: whose chat it is.
-        known: the known segments.
         new: the pieces after them. All but the last one are segments, too.
     """
 
     owner: Owner
     known: Sequence[_Segment]
     new: Sequence[str]
-
-    @property
-    def new_chars(self) -> int:
-        """The length of what must be encoded."""
-        return sum(map(len, self.new))
 
 
 class KnownBeginning:

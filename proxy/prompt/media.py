@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from engine_adapter import JsonBody
-from engine_adapter.off_loop import off_loop
+from engine_adapter.off_loop import JSON_BYTES_PER_MS, off_loop
 from proxy.errors import BadRequest
 
 # The field of a part that holds an item → its kind, in chats, Responses and Messages. The field decides, not
@@ -71,7 +71,6 @@ class MediaPart:
     Attributes:
         param: the field it is, e.g. `messages[0].content[1]`.
         kind: `image`, `audio`, `video`, `file` or `embeddings`.
-        fields: the part itself.
         item: what it holds: an address, a `data:` address, or an object of the engine's.
     """
 
@@ -90,12 +89,12 @@ class MediaPart:
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether the request holds only its address; the content there may change."""
+        """True if the request holds only its address; the content there may change."""
         return isinstance(self.item, str) and self.item[:5].lower() != "data:"
 
     @property
     def is_lasting(self) -> bool:
-        """Whether its identity never changes: the request holds its content, or a uuid for it. False for
+        """True if its identity never changes: the request holds its content, or a uuid for it. False for
         embeddings, which engines do not identify."""
         return self.kind != "embeddings" and (not self.is_elsewhere or self.uuid is not None)
 
@@ -126,7 +125,7 @@ def _is_plain(message: object) -> bool:
 
 
 def is_text(part: object) -> bool:
-    """Whether a part of a message is text to every engine."""
+    """True if a part of a message is text to every engine."""
     return isinstance(part, dict) and part.get("type") == "text" and _KINDS.keys().isdisjoint(part)
 
 
@@ -254,15 +253,16 @@ class MediaUuids:
             BadRequest: a uuid has other content already, or is not a string; or there are too many items.
         """
         # JSON may write any letter as \u00xx.
-        if not _may_hold_media(body) or not (b"uuid" in body.raw or b"\\u00" in body.raw):
-            return body
         size = len(body.raw)
+        may_hold = await off_loop(lambda: _may_hold_media(body), ms=size / JSON_BYTES_PER_MS)
+        if not may_hold or not (b"uuid" in body.raw or b"\\u00" in body.raw):
+            return body
 
         def look() -> tuple[dict[str, Any], list[MediaPart]]:
             values = media_fields(body)
             return values, [part for part in find_media(values) if part.uuid is not None]
 
-        values, parts = await off_loop(look, ms=size / _NESTED_BYTES_PER_MS)
+        values, parts = await off_loop(look, ms=size / _NESTED_BYTES_PER_MS, what="media")
         if not parts:
             return body
         if not self._trusted:
@@ -271,7 +271,9 @@ class MediaUuids:
 
     async def _check(self, size: int, parts: Sequence[MediaPart], salt: str | None) -> None:
         """Refuses a uuid with new content. Requests that an engine refused count: it may hold the item."""
-        digests = await off_loop(lambda: [part.digest() for part in parts], ms=size / _BYTES_PER_MS)
+        digests = await off_loop(
+            lambda: [part.digest() for part in parts], ms=size / _BYTES_PER_MS, what="media"
+        )
         for part, digest in zip(parts, digests, strict=True):
             if digest is None:
                 continue
@@ -287,7 +289,7 @@ class MediaUuids:
 
 
 def _may_hold_media(body: JsonBody) -> bool:
-    """Whether a request has more than plain messages. They are decoded here, which is faster than a search
+    """True if a request has more than plain messages. They are decoded here, which is faster than a search
     for a word in their bytes, and which the prompt needs anyway."""
     if body.has_any(_BESIDE_MESSAGES):
         return True

@@ -42,16 +42,8 @@ class ChatInput:
 
     @property
     def is_text(self) -> bool:
-        """Whether all of it is text; token ids do not identify anything else."""
+        """True if all of it is text; token ids do not identify anything else."""
         return self.n_media == 0
-
-    @property
-    def has_tools(self) -> bool:
-        """Whether it offers tools, or holds calls or results of tools."""
-        return bool(self.tools) or any(
-            isinstance(message, dict) and (message.get("tool_calls") or message.get("role") == "tool")
-            for message in self.more
-        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from functools import cached_property
 from typing import Any
 
 from engine_adapter import EngineAdapter, EngineRejected, EngineUnavailable, JsonBody
 from engine_adapter.off_loop import JSON_BYTES_PER_MS, off_loop
 from engine_adapter.prompt.chat import ChatPrompt, ChatTokenizer
 from engine_adapter.prompt.cuts import find_cut
+from engine_adapter.prompt.forms import Form
 from engine_adapter.prompt.media import mark_embeds, mark_media
+from engine_adapter.types import TokenIds
 from proxy.prompt.known_chats import KnownBeginning, KnownChats, Owner
 from proxy.prompt.render import ChatInput, CompletionInput
 
@@ -24,19 +28,40 @@ _MESSAGES_PER_MS = 64
 class LocalTokenizer:
     """Tokenises here, with a loaded tokenizer."""
 
-    def __init__(self, tokenizer: ChatTokenizer, *, vocab_size: int | None, hidden_size: int | None) -> None:
+    def __init__(
+        self,
+        tokenizer: ChatTokenizer,
+        *,
+        vocab_size: int | None,
+        hidden_size: int | None,
+        limit: int | None = None,
+    ) -> None:
+        """`limit`: tokens of the model's context. A prompt that is clearly longer is a CannotFit."""
         self.tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._hidden_size = hidden_size
+        self._limit = limit
         cut = find_cut(tokenizer)
         self._known = None if cut is None else KnownChats(cut)
+
+    @cached_property
+    def _special(self) -> re.Pattern[str]:
+        return re.compile("|".join(map(re.escape, self.tokenizer.special_tokens)) or "(?!)")
+
+    def forms_in(self, messages: object) -> frozenset[Form]:
+        """SPECIAL_TOKENS if a text of these messages contains some."""
+        found = any(map(self._special.search, _texts_in(messages)))
+        return frozenset({Form.SPECIAL_TOKENS}) if found else frozenset()
 
     async def chat(self, source: ChatInput, body: JsonBody) -> ChatPrompt:
         """The prompt of a chat. Raises ChatError and PromptTableError."""
         return await self.tokenizer.off_loop(
             len(body.raw),
             lambda: self.tokenizer.chat(
-                **_of_template(source), vocab_size=self._vocab_size, hidden_size=self._hidden_size
+                **_of_template(source),
+                vocab_size=self._vocab_size,
+                hidden_size=self._hidden_size,
+                limit=self._limit,
             ),
         )
 
@@ -55,10 +80,7 @@ class LocalTokenizer:
         if known is None or not source.is_text:
             return await self.chat(source, body), None
         chat = known.read(await self._render(source, len(body.raw)), owner)
-        encode = self.tokenizer.encode
-        encoded = await self.tokenizer.off_loop(
-            chat.new_chars, lambda: [encode(piece, add_special_tokens=False) for piece in chat.new]
-        )
+        encoded = await self._encode(chat.new, sum(map(len, chat.new)), add_special_tokens=False)
         token_ids, beginning = known.add(chat, encoded)
         return ChatPrompt(token_ids), beginning
 
@@ -66,19 +88,25 @@ class LocalTokenizer:
         """The chat's text. A template may look at any message for any other: it always gets all of them."""
         messages = len(source.messages) if isinstance(source.messages, list) else 0
         ms = max(messages / _MESSAGES_PER_MS, size / JSON_BYTES_PER_MS)
-        return await off_loop(lambda: self.tokenizer.render(**_of_template(source)), ms=ms)
+        return await off_loop(lambda: self.tokenizer.render(**_of_template(source)), ms=ms, what="render")
 
     async def text(self, source: CompletionInput) -> ChatPrompt:
         """The prompt of a completion's text."""
         text = str(source.prompt)
-        ids = await self.tokenizer.off_loop(
-            len(text), lambda: self.tokenizer.encode(text, add_special_tokens=source.add_special_tokens)
-        )
+        (ids,) = await self._encode([text], len(text), add_special_tokens=source.add_special_tokens)
         return ChatPrompt(ids)
+
+    async def _encode(
+        self, texts: Sequence[str], chars: int, *, add_special_tokens: bool
+    ) -> list[TokenIds[int]]:
+        """Token ids of each text; `chars`: of all."""
+        encode_all, limit = self.tokenizer.encode_all, self._limit
+        return await self.tokenizer.off_loop(
+            chars, lambda: encode_all(texts, add_special_tokens=add_special_tokens, limit=limit)
+        )
 
 
 def _of_template(source: ChatInput) -> dict[str, Any]:
-    """The arguments of a chat template."""
     return {
         "messages": source.messages,
         "tools": source.tools,
@@ -86,6 +114,15 @@ def _of_template(source: ChatInput) -> dict[str, Any]:
         "continue_final_message": source.continue_final_message,
         "template_kwargs": source.template_kwargs,
     }
+
+
+def _texts_in(messages: object) -> Iterator[str]:
+    for message in messages if isinstance(messages, list) else ():
+        content = message.get("content") if isinstance(message, dict) else None
+        for part in content if isinstance(content, list) else [{"text": content}]:
+            text = part.get("text") if isinstance(part, dict) else None
+            if isinstance(text, str):
+                yield text
 
 
 class EngineTokenizer:

@@ -40,11 +40,7 @@ def arrivals(trace: Trace, speedup: float, seed: int) -> list[tuple[float, Trace
     """Requests with their arrival times in seconds, in order. With seed 0 the first arrives at 0.
 
     Seed 0 is the trace as recorded. Other seeds move arrivals at random and keep the turns of a conversation
-    in order.
-
-    Raises:
-        ValueError: at this pace they would arrive over more than MAX_DURATION_S.
-    """
+    in order. Raises ValueError if at this pace they would arrive over more than MAX_DURATION_S."""
     start = trace.requests[0].at
     times = [(request.at - start) / speedup for request in trace.requests]
     if not times[-1] <= MAX_DURATION_S:
@@ -61,7 +57,7 @@ def arrivals(trace: Trace, speedup: float, seed: int) -> list[tuple[float, Trace
 
 
 def _in_turn(trace: Trace, times: list[float]) -> list[float]:
-    """The same times, sorted within each conversation."""
+    """The times, sorted within each conversation."""
     turns = defaultdict[Hashable, list[int]](list)
     for at, conversation in enumerate(_conversations(trace)):
         turns[conversation].append(at)

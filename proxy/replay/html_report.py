@@ -13,8 +13,7 @@ from hashlib import sha256
 import msgspec
 from jinja2 import Environment, PackageLoader
 
-from proxy.replay.curves import curves
-from proxy.replay.report import COLUMNS, Row, cell, over_seeds
+from proxy.replay.report import COLUMNS, Row, cell, curves, over_seeds
 
 _START = (
     "drawCurves(document.getElementById('curves'), JSON.parse(document.getElementById('data').textContent));"

@@ -69,7 +69,7 @@ class Kvpin(Seeing):
         ]
         placement = self._place(now, candidates, chain)
         at = self.names.index(placement.engine)
-        placed = placer.begin(now, placement, chain, session=request.session)
+        placed = placer.begin(now, placement.engine, placement.work, chain, session=request.session)
         if self._without == "pending":
             placer.settled(placed)
         self._placed[request.id] = placed, placement.work.computed

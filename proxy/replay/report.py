@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from io import StringIO
 from statistics import fmean
 from typing import Any
 
 import msgspec
 
-from proxy.replay.capacity import Need
+from proxy.replay.plan import Need
 from proxy.replay.simulator import RunResult
 
 # Columns that also show how far runs are apart.
@@ -132,3 +133,70 @@ def as_csv(each: Sequence[Row]) -> str:
     lines.writeheader()
     lines.writerows(each)
     return text.getvalue()
+
+
+_FIGURES = {
+    "hit_percent": "token hits, %",
+    "mean_ttft_s": "mean time to first token, s",
+    "p99_ttft_s": "p99 of the time to first token, s",
+}
+_AXES = {"engines": "engines", "gpu_tokens": "GPU tokens of each engine"}
+_OTHER = {"engines": "gpu_tokens", "gpu_tokens": "engines"}
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """One policy: a value for each place on the axis, None where there is none."""
+
+    policy: str
+    y: Sequence[float | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Curves:
+    """One plot.
+
+    Attributes:
+        axis: the title of its places.
+        lines: one for each policy that has a value.
+        is_log: values differ by factors: draw them on a logarithmic scale.
+    """
+
+    title: str
+    axis: str
+    x: Sequence[int]
+    lines: Sequence[Curve]
+    is_log: bool = False
+
+
+def curves(each: Sequence[Row]) -> list[Curves]:
+    """The plots of some runs, hits first; none where all runs were on the same engines.
+
+    The axis is what there are more of, numbers of engines or sizes. Each value of the other has its plots.
+    """
+    x = max(_AXES, key=lambda name: len({row[name] for row in each}))
+    other = _OTHER[x]
+    groups = sorted({row[other] for row in each})
+    merged = over_seeds(each)
+    policies = list(dict.fromkeys(row["policy"] for row in each))
+    drawn = []
+    for group in groups:
+        rows = [row for row in merged if row[other] == group]
+        places = sorted({row[x] for row in rows})
+        said = f" ({_AXES[other]}: {group:,})" if len(groups) > 1 else ""
+        for figure, title in _FIGURES.items():
+            lines = list(_lines(rows, policies, x, places, figure))
+            if len(places) > 1 and lines:
+                is_log = figure != "hit_percent" and all(y is None or y > 0 for line in lines for y in line.y)
+                drawn.append(Curves(title + said, _AXES[x], places, lines, is_log))
+    return drawn
+
+
+def _lines(
+    rows: Sequence[Row], policies: Sequence[str], x: str, places: Sequence[int], figure: str
+) -> Iterator[Curve]:
+    values = {(row["policy"], row[x]): row[figure] for row in rows}
+    for policy in policies:
+        y = [values.get((policy, place)) for place in places]
+        if any(value is not None for value in y):
+            yield Curve(policy, y)

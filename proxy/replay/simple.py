@@ -47,7 +47,7 @@ class Sticky(Counting):
         self._sessions = [0] * fleet.engines
 
     def choose(self, now: float, request: TraceRequest, engines: Sequence[SimEngine]) -> PolicyChoice:
-        """Where the session is."""
+        """The engine that has the session."""
         key = affinity(request, self.fleet)
         home = self._homes.get(key)
         if home is None:

@@ -20,6 +20,7 @@ from math import inf
 
 from engine_adapter.types import Tier
 from proxy.core.index.blocks import BlockHash, Chain, reusable_tokens
+from proxy.core.placement.rates import on_curve
 from proxy.replay.cache import Taken, TieredCache
 from proxy.replay.trace import TraceRequest
 
@@ -33,6 +34,8 @@ class EngineModel:
         host_tokens: KV that its host tier holds, 0 for none.
         prefill_tok_s: prompt tokens that it computes without context.
         restore_tok_s: tokens that it restores from its host tier.
+        curve: points of measured prefills: tokens computed, and their seconds; in place of `prefill_tok_s`
+            and `context_tokens`, where there are any.
         context_tokens: context length at which attention takes half the time of a token; 0: prefill is
             linear.
         chunked: prefill and decode share steps; otherwise decode takes neither time nor room.
@@ -46,6 +49,7 @@ class EngineModel:
     prefill_tok_s: float = 20_000.0
     restore_tok_s: float = 200_000.0
     context_tokens: int = 0
+    curve: tuple[tuple[float, float], ...] = ()
     chunked: bool = False
     chunk_tokens: int = 2048
     step_s: float = 0.015
@@ -53,6 +57,9 @@ class EngineModel:
 
     def work(self, cached: int, n_tokens: int) -> float:
         """Work to compute a prompt after its `cached` tokens, in tokens without context."""
+        if self.curve:
+            lengths, seconds = zip(*self.curve, strict=True)
+            return on_curve(lengths, seconds, n_tokens - cached) * self.prefill_tok_s
         linear = float(n_tokens - cached)
         if not self.context_tokens:
             return linear
@@ -68,7 +75,7 @@ class EngineModel:
         return -(-tokens // request.chain.tokens_per_block)
 
     def fits(self, request: TraceRequest) -> bool:
-        """Whether the request fits into an empty engine."""
+        """True if the request fits into an empty engine."""
         return self.blocks_of(request) <= self.gpu_tokens // request.chain.tokens_per_block
 
     def rates(self, streams: int, *, prefilling: bool) -> tuple[float, float]:

@@ -3,18 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from math import ceil, inf
+from multiprocessing import get_context
+from multiprocessing.sharedctypes import Synchronized
 
 from engine_adapter.types import Tier
-from proxy.core.index.blocks import BlockHash
+from proxy.core.index.blocks import BlockHash, reusable_tokens
 from proxy.replay.arrivals import arrivals, fitting
-from proxy.replay.oracle import oracle_hits
+from proxy.replay.cache import TieredCache
 from proxy.replay.policy import Policy, SimFleet
 from proxy.replay.policy_names import ORACLE, make
 from proxy.replay.simulated_engine import EngineModel, Listener, SimEngine
 from proxy.replay.trace import Trace, TraceRequest
+
+
+def oracle_hits(requests: Sequence[TraceRequest], engines: int, model: EngineModel) -> int:
+    """Cached tokens of the requests, in this order, in an LRU cache with the room of all engines."""
+    size = requests[0].chain.tokens_per_block
+    cache = TieredCache(engines * (model.gpu_tokens // size + model.host_tokens // size))
+    hits = 0
+    for request in requests:
+        hashes = request.chain.hashes
+        taken = cache.take(hashes, len(hashes))
+        if taken is not None:  # which it is: what fits one engine fits all of them
+            hits += min(taken.gpu * size, reusable_tokens(request.n_tokens, size))
+            cache.fill(hashes)
+            cache.release(hashes, len(hashes))
+    return hits
+
 
 # Requests between two reports of progress.
 REPORT_EVERY = 256
@@ -212,3 +231,50 @@ class _Simulation(Listener):
     def removed(self, engine: int, tier: Tier, hashes: Sequence[BlockHash]) -> None:
         """KV events reach the policy at once."""
         self._policy.removed(engine, tier, hashes)
+
+
+# Seconds between looks at what the processes have done.
+_LOOK_S = 0.2
+# What a process got when it started: the trace, and the number of requests that all of them have served.
+_given: list[tuple[Trace, Synchronized[int]]] = []
+
+
+def run_all(
+    trace: Trace, runs: Sequence[ReplayRun], *, jobs: int = 1, progress: Callable[[int], None] | None = None
+) -> list[RunResult]:
+    """The outcomes, in the order of the runs. `progress` is called with the number of requests served since
+    its last call. Raises ValueError if no request of the trace fits an engine."""
+    tell = progress or _nobody
+    if jobs == 1 or len(runs) == 1:
+        return [simulate(trace, run, tell) for run in runs]
+    context = get_context("spawn")  # not forked: forked processes would inherit the threads of a progress bar
+    served, told = context.Value("q"), 0
+    with ProcessPoolExecutor(
+        min(jobs, len(runs)), context, initializer=_take, initargs=(trace, served)
+    ) as pool:
+        futures = [pool.submit(_run, run) for run in runs]
+        running = set(futures)
+        while running:
+            _, running = wait(running, _LOOK_S, FIRST_COMPLETED)
+            now = served.value
+            tell(now - told)
+            told = now
+        return [future.result() for future in futures]
+
+
+def _take(trace: Trace, served: Synchronized[int]) -> None:
+    _given.append((trace, served))
+
+
+def _run(run: ReplayRun) -> RunResult:
+    trace, served = _given[0]
+
+    def count(requests: int) -> None:
+        with served.get_lock():
+            served.value += requests
+
+    return simulate(trace, run, count)
+
+
+def _nobody(_requests: int) -> None:
+    """Ignores progress."""

@@ -2,15 +2,16 @@
 
 Formats: Mooncake's jsonl (`timestamp` in ms, `input_length`, `output_length`, `hash_ids`, 512 tokens a
     block),
-the same with `session_id`, and kvpin's own recordings, which add `block_tokens`. Plain or gzip.
+the same with `session_id`, and kvpin's own recordings, which add `block_tokens` and a line about the
+recording itself (`recorded.py`). Plain or gzip. Several recordings are merged by time.
 """
 
 from __future__ import annotations
 
 import gzip
 import zlib
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, BinaryIO
@@ -18,6 +19,7 @@ from typing import Annotated, BinaryIO
 import msgspec
 
 from proxy.core.index.blocks import BlockHash, Chain
+from proxy.replay.recorded import HEAD, RecordedFigures, Recording, RecordingLine, figures_of
 
 # Mooncake's, for lines without `block_tokens`.
 BLOCK_TOKENS = 512
@@ -43,6 +45,8 @@ class TraceLine(msgspec.Struct, omit_defaults=True):
         session_id: the conversation it belongs to, if known.
         model, engine: the model and the engine that served it, if known.
         status: the HTTP status that the client got, if known.
+        ttft_ms: from placement to the first byte, for streams.
+        queued_ms: wait for an engine before that, if there was one.
     """
 
     timestamp: Annotated[float, msgspec.Meta(ge=0)]
@@ -54,10 +58,17 @@ class TraceLine(msgspec.Struct, omit_defaults=True):
     model: str | None = None
     engine: str | int | None = None
     status: int | None = None
+    ttft_ms: float | None = None
+    queued_ms: float | None = None
+
+    @property
+    def ttft_s(self) -> float | None:
+        """Measured seconds to the first byte."""
+        return None if self.ttft_ms is None else (self.ttft_ms + (self.queued_ms or 0.0)) / 1000
 
     @property
     def failed(self) -> bool:
-        """Whether the client got an error. What engines computed for it is then unknown."""
+        """True if the client got an error. What engines computed for it is then unknown."""
         return self.status is not None and self.status >= _ERROR_STATUS and self.status != _LEFT_STATUS
 
 
@@ -69,6 +80,7 @@ class TraceRequest:
         id: its position in the trace.
         chain: its full blocks.
         session: the conversation it belongs to; None if unknown.
+        ttft_s: its measured time to first token, of a recorded stream.
     """
 
     id: int
@@ -76,6 +88,7 @@ class TraceRequest:
     chain: Chain
     output_tokens: int
     session: str | None = None
+    ttft_s: float | None = None
 
     @property
     def n_tokens(self) -> int:
@@ -91,6 +104,8 @@ class Trace:
         tokens_per_block: the same for all of them.
         common_blocks: leading blocks that all of them share, as of one system prompt.
         engines: engines that served them, as the file names them; 0 if it names none.
+        figures: what was recorded about these engines.
+        unrecorded: requests of the same time whose prompts were not known.
         rechained: the file's ids stood for a block alone; they were chained when it was read.
         failed: requests of the file that got an error; they are left out.
         cut: the last line of the file was incomplete; it is left out.
@@ -101,6 +116,8 @@ class Trace:
     tokens_per_block: int
     common_blocks: int
     engines: int = 0
+    figures: RecordedFigures = field(default_factory=RecordedFigures)
+    unrecorded: int = 0
     rechained: bool = False
     failed: int = 0
     cut: bool = False
@@ -112,7 +129,7 @@ class Trace:
 
     @property
     def has_sessions(self) -> bool:
-        """Whether it says which requests belong together."""
+        """True if it says which requests belong together."""
         return any(request.session is not None for request in self.requests)
 
 
@@ -120,26 +137,36 @@ def _opened(path: Path) -> BinaryIO:
     return path.open("rb")
 
 
+@dataclass(slots=True)
+class _File:
+    """What one file holds: requests, what it says about itself, and whether its last line breaks off."""
+
+    lines: list[TraceLine]
+    about: Recording | None = None
+    cut: bool = False
+
+
 def read_trace(
-    path: Path,
-    *,
+    *paths: Path,
     limit: int | None = None,
     model: str | None = None,
     opened: Callable[[Path], BinaryIO] = _opened,
 ) -> Trace:
-    """Reads a trace, or its first `limit` lines; with `model`, only the requests of that model.
+    """Reads a trace, or recordings of one time that several kvpins made; of each file its first `limit`
+    lines; with `model`, only the requests of that model.
 
-    `opened` opens the file, compressed or not; it may raise OSError.
-
-    Raises:
-        TraceError: a line is wrong, or the model must be chosen; the message says which.
-    """
-    read = list(_lines(path, limit, opened))
-    whole = [line for line in read if line is not None]
+    `opened` opens a file, compressed or not; it may raise OSError. Raises TraceError, which says what, if a
+    line is wrong, the model must be chosen, or the files do not belong together."""
+    files = [_read(path, limit, opened) for path in paths]
+    path = paths[0]
+    whole = _merged(paths, files)
+    abouts = [file.about for file in files if file.about is not None]
     answered = [line for line in whole if not line.failed]
     lines = _of_one_model(path, answered, model)
     if not lines:
         raise TraceError(f"{path}: holds no request" + (" that did not fail" if whole else ""))
+    models = {line.model for line in lines}
+    engines = [each for about in abouts for each in about.engines if each.model in models]
     sizes = {line.block_tokens for line in lines}
     if len(sizes) > 1:
         raise TraceError(
@@ -158,19 +185,46 @@ def read_trace(
             chain=Chain(chains[at], lines[at].input_length, size),
             output_tokens=lines[at].output_length,
             session=None if lines[at].session_id is None else str(lines[at].session_id),
+            ttft_s=lines[at].ttft_s,
         )
         for position, at in enumerate(order)
     )
     return Trace(
-        path.name,
+        path.name if len(paths) == 1 else f"{path.name} and {len(paths) - 1} more",
         requests,
         tokens_per_block=size,
         common_blocks=_common(chains),
         engines=len({line.engine for line in lines} - {None}),
+        figures=figures_of(engines),
+        unrecorded=sum(about.unrecorded for about in abouts),
         rechained=rechained,
         failed=len(whole) - len(answered),
-        cut=len(read) > len(whole),
+        cut=any(file.cut for file in files),
     )
+
+
+def _merged(paths: Sequence[Path], files: Sequence[_File]) -> list[TraceLine]:
+    """The requests of all files, by one clock. Raises TraceError if that cannot be."""
+    first, about = files[0], files[0].about
+    if len(files) == 1:
+        return first.lines
+    merged = list[TraceLine]()
+    begins = [file.about.began for file in files if file.about is not None]
+    for path, file in zip(paths, files, strict=True):
+        if file.about is None or about is None:
+            one = path if file.about is None else paths[0]
+            raise TraceError(f"{one}: does not say when it began, so it cannot be merged with others")
+        if file.about.key != about.key:
+            raise TraceError(
+                f"{path}: its ids were made with another key than those of {paths[0]}, which hides what "
+                "requests share: let all kvpins record with the same record_traffic_key"
+            )
+        late_ms = 1000 * (file.about.began - min(begins))
+        merged += [
+            msgspec.structs.replace(line, timestamp=line.timestamp + late_ms) if late_ms else line
+            for line in file.lines
+        ]
+    return merged
 
 
 def _of_one_model(path: Path, lines: list[TraceLine], model: str | None) -> list[TraceLine]:
@@ -186,15 +240,33 @@ def _of_one_model(path: Path, lines: list[TraceLine], model: str | None) -> list
     return lines if model is None else [line for line in lines if line.model == model]
 
 
-def _lines(path: Path, limit: int | None, opened: Callable[[Path], BinaryIO]) -> Iterator[TraceLine | None]:
-    """Yields the lines of a file; None in place of an incomplete last line."""
-    decoder = msgspec.json.Decoder(TraceLine)
+def _read(path: Path, limit: int | None, opened: Callable[[Path], BinaryIO]) -> _File:
+    """Reads one file. Raises TraceError."""
+    file = _File([])
+    for line in islice(_lines(path, file, opened), limit):
+        file.lines.append(line)
+    return file
+
+
+def _lines(path: Path, read: _File, opened: Callable[[Path], BinaryIO]) -> Iterator[TraceLine]:
+    """Yields the requests of a file, and notes the rest in `read`. Raises TraceError."""
+    decoder, about = msgspec.json.Decoder(TraceLine), msgspec.json.Decoder(RecordingLine)
     at = 0
     try:
         with opened(path) as packed, gzip.open(packed) if path.suffix == ".gz" else packed as file:
-            filled = ((number, text) for number, text in enumerate(file, 1) if not text.isspace())
-            for at, text in islice(filled, limit):  # noqa: B007 - names the line in an error
-                yield _checked(decoder.decode(text)) if text.endswith(b"\n") else _last(decoder, text)
+            for at, text in enumerate(file, 1):  # noqa: B007 - names the line in an error
+                is_whole = text.endswith(b"\n")
+                if text.isspace():
+                    continue
+                if text.startswith(HEAD):
+                    read.cut = not is_whole
+                    read.about = about.decode(text).recording if is_whole else read.about
+                elif is_whole:
+                    yield _checked(decoder.decode(text))
+                elif (last := _last(decoder, text)) is not None:
+                    yield last
+                else:
+                    read.cut = True
     except OSError as error:
         raise TraceError(f"{path}: cannot be read: {error.strerror or error}") from error
     except (EOFError, zlib.error) as error:
@@ -226,7 +298,7 @@ def _checked(line: TraceLine) -> TraceLine:
 
 
 def _is_chained(chains: Iterable[tuple[BlockHash, ...]]) -> bool:
-    """Whether each id always follows the same id."""
+    """True if each id always follows the same id."""
     parents: dict[BlockHash, BlockHash] = {}
     for chain in chains:
         parent = -1
@@ -238,7 +310,7 @@ def _is_chained(chains: Iterable[tuple[BlockHash, ...]]) -> bool:
 
 
 def _chained(chains: Iterable[tuple[BlockHash, ...]]) -> list[tuple[BlockHash, ...]]:
-    """The same chains with a new id for each block after each prefix."""
+    """The chains with a new id for each block after each prefix."""
     ids: dict[tuple[BlockHash, BlockHash], BlockHash] = {}
     chained = []
     for chain in chains:

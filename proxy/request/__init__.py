@@ -3,20 +3,26 @@
 calls.py           the request and its reply
 session.py         the conversation it belongs to
 gate.py            the permission to run: the tenant's quota and memory for the body, held to the end
+json_bodies.py     JSON bodies: their shape, and how long their lists may be
 forward.py         sends a request to an engine, streams the answer back
 tenants.py         API key → tenant → cache salt
 answer_headers.py  which of the answer's headers the client gets
-error_table.py     error class → code, status
+error_table.py     error class → code, status, reason of a refusal
 dialects.py        how each API words an error
 retries.py         which answers of an engine let another one be tried, and the error when all fail
 urgency.py         priority, deadline and cost, in the client's words
 migration.py       which streams go on on another engine after their engine died
 transcript.py      the part of a stream that its client has
 splice.py          joins the next engine's stream to that part
+temporary.py       what is refused when the temporary directory is full
 kept_bodies.py     the last requests' bodies
 comparison.py      why a request's cache missed
 diagnostics.py     the reason of a cache miss, as a field of the answer
+cache_usage.py     what the cache got, in the usage of chats
+normalising.py     which rules change whose prompts
+known_routes.py    routes that take only POST, and what a wrong path means
 translate/         requests of other APIs, served as chats
+stored/            objects that engines keep: whose they are, and which routes reach them
 alarm.py           ends a step of a request's life that takes too long
 records.py         the last requests, for `GET /admin/v1/requests`
 """

@@ -1,14 +1,14 @@
 """Ends a step of a request's life that takes too long.
 
-Each request has one timer. At the state's deadline, the timer asks the state machine whether the state has
-lasted too long, and then interrupts the request's task. Engines and monitors take no part in this.
+Each request has one timer. It rings at the state's deadline, and so often before that no limit can pass
+between two rings: a change of state need not set it. At a ring, the state machine tells whether the state has
+lasted too long, and then the alarm interrupts the request's task. Engines and monitors take no part in this.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from math import inf
 from time import monotonic
 from typing import Any
 
@@ -25,29 +25,22 @@ class Alarm:
         progress: pieces of the running answer that have arrived, and whether kvpin waits for the client.
     """
 
-    __slots__ = ("_at", "_cancelled_before", "_cause", "_handle", "_life", "_task", "progress")
+    __slots__ = ("_cancelled_before", "_cause", "_handle", "_life", "_task", "progress")
 
     def __init__(self, life: Life) -> None:
         self._life = life
         self._task: asyncio.Task[Any] | None = asyncio.current_task()
         self._cancelled_before = self._task.cancelling() if self._task is not None else 0
         self._handle: asyncio.TimerHandle | None = None
-        self._at = 0.0
         self._cause: Cause | None = None
         self.progress: Callable[[], tuple[int, bool]] = lambda: (0, False)
 
     def set(self) -> None:
-        """Sets the timer to the new state's deadline. An earlier timer stays, until the end."""
-        at = self._life.deadline
+        """Sets the timer to its next ring."""
         if self._handle is not None:
-            if self._at <= at < inf:
-                return
             self._handle.cancel()
-        self._at = at
-        self._handle = None
-        if at != inf:
-            wait_s = max(at - monotonic(), _LEAST_S)
-            self._handle = asyncio.get_running_loop().call_later(wait_s, self._ring)
+        wait_s = max(min(self._life.deadline - monotonic(), self._life.looks_s), _LEAST_S)
+        self._handle = asyncio.get_running_loop().call_later(wait_s, self._ring)
 
     def engine_lost(self) -> None:
         """Reports soon that the engine was lost: by then, an answer that is just being read has begun, or the
@@ -55,8 +48,9 @@ class Alarm:
         asyncio.get_running_loop().call_soon(self._engine_lost, self._life.turn)
 
     def interrupted(self) -> Cause | None:
-        """Why this alarm cancelled the request's task; None if its client has left."""
+        """Why this alarm cancelled the request's task; None if its client has left. Sets the timer again."""
         cause, self._cause = self._cause, None
+        self.set()
         if cause is None or self._task is None or self._task.uncancel() > self._cancelled_before:
             return None
         return cause

@@ -1,13 +1,16 @@
-"""Which headers of an engine's answer its client gets, and the form of those that kvpin adds."""
+"""The headers of an engine's answer that its client gets, and the form of those that kvpin adds."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from http import HTTPStatus
 
 from engine_adapter import EngineSpec, HeaderPairs, Headers, IncomingResponse, base_url
 from proxy.headers import CACHED_HEADER, DROPPED_HEADERS, LIMIT_PREFIX, OWN_PREFIX, RETRY_HEADERS
 
 _DROPPED = frozenset(name.encode() for name in DROPPED_HEADERS)
+# Of an answer that has no other address.
+_DROPPED_IF_OK = _DROPPED | {b"location"}
 _OWN_PREFIX = OWN_PREFIX.encode()
 _OF_AN_ERROR = frozenset({*RETRY_HEADERS, "allow"})
 # Headers of a stream that do not apply to the JSON answer assembled from it.
@@ -16,12 +19,14 @@ _OF_A_STREAM = frozenset({b"content-type", b"content-length", b"cache-control", 
 
 def passed_on(response: IncomingResponse, spec: EngineSpec) -> HeaderPairs:
     """The headers of an engine's answer that its client gets."""
+    is_redirection = response.status >= HTTPStatus.MULTIPLE_CHOICES
+    dropped = _DROPPED if is_redirection or response.status == HTTPStatus.CREATED else _DROPPED_IF_OK
     kept = [
         pair
         for pair in response.headers.raw
-        if pair[0] not in _DROPPED and not pair[0].startswith(_OWN_PREFIX)
+        if pair[0] not in dropped and not pair[0].startswith(_OWN_PREFIX)
     ]
-    return [_at_kvpin(pair, spec) for pair in kept] if response.status >= 300 else kept  # noqa: PLR2004 - HTTP
+    return [_at_kvpin(pair, spec) for pair in kept] if is_redirection else kept
 
 
 def of_json(headers: HeaderPairs) -> HeaderPairs:

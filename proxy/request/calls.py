@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Callable
+from functools import cached_property
 from typing import Protocol
 from urllib.parse import parse_qs, parse_qsl, urlencode
 
@@ -30,12 +31,14 @@ PROMPT_ROUTES = frozenset(
 )
 # OpenAI's SDKs disconnect when they read this, before the engine has closed the stream.
 _STREAM_END = (b"[DONE]\n\n", b"[DONE]\r\n\r\n")
+# An event's text may end like that, too.
+_END_EVENT = tuple(b"\ndata:%b%b" % (space, end) for space in (b" ", b"") for end in _STREAM_END)
 # The blank line after an event of a stream: engines send either.
 _EVENT_END, _EVENT_END_CR = b"\n\n", b"\n\r\n"
 
 
-class Call(msgspec.Struct, frozen=True):
-    """A client's request, authenticated and read.
+class Call(msgspec.Struct, frozen=True, dict=True):
+    """A client's request, authenticated and read. Computed attributes are computed once.
 
     Attributes:
         request_id: kvpin's own, unique.
@@ -67,12 +70,12 @@ class Call(msgspec.Struct, frozen=True):
         """The `x-request-id` of the answer."""
         return self.client_id or self.request_id
 
-    @property
+    @cached_property
     def route(self) -> str:
         """The route, as engines will understand the path."""
         return route_of(self.path)
 
-    @property
+    @cached_property
     def native(self) -> str | None:
         """The route, if only engines that declare it get the request: one beside `/v1`, or a WebSocket."""
         route = self.path.partition("?")[0]
@@ -80,15 +83,15 @@ class Call(msgspec.Struct, frozen=True):
             return websocket(route)
         return route if route in NATIVE_ROUTES else None
 
-    @property
+    @cached_property
     def runs_prompt(self) -> bool:
-        """Whether an engine computes a prompt for this request."""
+        """True if an engine computes a prompt for this request."""
         native = NATIVE_ROUTES.get(self.native or "")
         if native is not None:
             return native.runs
         return self.route in PROMPT_ROUTES and isinstance(self.body, JsonBody)
 
-    @property
+    @cached_property
     def model(self) -> str | None:
         """The model that the body names; if it names none, the query may."""
         body, model = self.body, None
@@ -109,9 +112,9 @@ class Call(msgspec.Struct, frozen=True):
         named = [(name, model if name == "model" else value) for name, value in fields]
         return msgspec.structs.replace(self, path=f"{path}?{urlencode(named)}")
 
-    @property
+    @cached_property
     def streams(self) -> bool:
-        """Whether the client asked for a stream, or for a WebSocket."""
+        """True if the client asked for a stream, or for a WebSocket."""
         if self.socket is not None:
             return True
         return isinstance(self.body, JsonBody) and self.body.get("stream") is True
@@ -122,7 +125,7 @@ class Client(Protocol):
 
     @property
     def is_full(self) -> bool:
-        """Whether its socket takes no more bytes for now."""
+        """True if its socket takes no more bytes for now."""
 
     async def drain(self) -> None:
         """Waits until the socket takes more bytes."""
@@ -163,7 +166,7 @@ class Through:
 
     @property
     def is_full(self) -> bool:
-        """Whether the client's socket takes no more bytes for now."""
+        """True if the client's socket takes no more bytes for now."""
         return self._client.is_full
 
     async def drain(self) -> None:
@@ -191,13 +194,11 @@ class Reply:
     Attributes:
         dialect: how the client's API words errors.
         started: status and headers were sent.
-        status: that was sent.
         is_events: the answer is a stream of events.
         has_written: bytes of the body were sent.
         waits: a write waits until the client takes more.
         complete: the client has the whole answer. A disconnect from now on is no cancellation.
         completed: when the client got the end of the answer, in monotonic seconds; None before that.
-        events: number of stream events sent.
         recorded: the flow keeps a record of the request, or of its parts.
         on_begin: called once, when the answer begins.
         on_start: called when the answer of an engine begins. From then on no other engine can be tried.
@@ -237,7 +238,8 @@ class Reply:
 
     async def write(self, chunk: bytes) -> None:
         """Sends body bytes."""
-        self.has_written, self.complete = True, chunk.endswith(_STREAM_END)
+        self.has_written = True
+        self.complete = chunk.endswith(_STREAM_END) and (b"\n" + chunk).endswith(_END_EVENT)
         if self.complete:
             self.completed = time.monotonic()
         self.events += chunk.count(_EVENT_END) or chunk.count(_EVENT_END_CR)
@@ -259,12 +261,14 @@ class Reply:
             self._is_over = True
             self._client.finish(chunk)
 
-    def break_off(self, error: Exception) -> None:
+    def break_off(self, error: Exception, request_id: str) -> None:
         """Tells the client that its stream broke off, without waiting for it. Leaves out the end of the body:
         clients would take a clean end for a complete answer."""
         if self.is_events and not self.complete:
             code = Code.ENGINE_FAILED if isinstance(error, EngineUnavailable) else code_of(error)
-            body = self.dialect.error(code.status, str(error), kind="server_error", code=code)
+            body = self.dialect.error(
+                code.status, str(error), kind="server_error", code=code, request_id=request_id
+            )
             self._client.write(b"\n\n" + self.dialect.error_event(body))
 
     async def _drain(self) -> None:

@@ -17,6 +17,11 @@ from proxy.request.records import RequestLog, RequestRecord
 _LOOKS = 16
 # kvpin notices a restart at the next health check. A request may come earlier and miss its cache.
 _NOTICED_S = 10.0
+# Tokens that two prompts both have behind their first difference are estimated from this many samples of so
+# many tokens.
+_SAMPLES, _SAMPLE_TOKENS = 32, 16
+# Bytes may match between two tokens, too; a prompt that is made of such matches must not cost more.
+_TRIES = 8
 
 
 class ComparedEngine(Protocol):
@@ -55,10 +60,13 @@ class Comparison:
                 is_whole=prompt.whole,
                 reused_tokens=predicted if reused is None else reused,
                 predicted_tokens=predicted if placement.firm else 0,
+                cut_tokens=placement.cut_tokens,
+                lacks=placement.lacks,
                 holder=holder.engine,
                 held_tokens=holder.cached_tokens if holder.engine != placement.engine else 0,
                 tokens_per_block=self.tokens_per_block(record),
                 compared=self._compared(record, other) if other is not None else None,
+                rules=tuple(record.normalised),
             )
         )
 
@@ -82,7 +90,12 @@ class Comparison:
         if record.prompt is None:
             return None
         earlier = [
-            other for other in self._log if _came_before(record, other) and self.may_compare(record, other)
+            other
+            for other in self._log
+            if other.started < record.started
+            and other.prompt is not None
+            and other.error is None
+            and self.may_compare(record, other)
         ]
         # Only requests of one API can be compared by their fields.
         earlier.sort(key=lambda other: other.route == record.route)
@@ -115,7 +128,7 @@ class Comparison:
 
     @staticmethod
     def may_compare(record: RequestRecord, other: RequestRecord) -> bool:
-        """Whether the tenant may learn of the other request: the tenant sent it, under the same salt."""
+        """True if the tenant may learn of the other request: the tenant sent it, under the same salt."""
         return other.tenant == record.tenant and _salt(other) == _salt(record)
 
     def tokens_per_block(self, record: RequestRecord) -> int:
@@ -128,13 +141,14 @@ class Comparison:
         (model, lora), (other_model, other_lora) = _namespace(record), _namespace(other)
         has_fields, first = self._difference(record, other)
         placement = record.placement
+        is_same = (model, lora) == (other_model, other_lora)
+        common = common_tokens(record.prompt, other.prompt) if is_same else 0
         candidates = {cost.engine for cost in placement.costs} if placement is not None else set()
         return Compared(
             request_id=other.request_id,
             n_tokens=other.n_tokens or 0,
-            common_tokens=common_tokens(record.prompt, other.prompt)
-            if (model, lora) == (other_model, other_lora)
-            else 0,
+            common_tokens=common,
+            repeated_tokens=repeated_tokens(record.prompt, other.prompt, common),
             same_model=model == other_model,
             same_lora=lora == other_lora,
             has_fields=has_fields,
@@ -146,8 +160,8 @@ class Comparison:
         )
 
     def _difference(self, record: RequestRecord, other: RequestRecord) -> tuple[bool, Difference | None]:
-        """Whether the fields show every difference, and the first difference. Each API has its own fields. A
-        response's `input` holds only what follows the response that it continues."""
+        """(the fields show every difference, the first difference). Each API has its own fields. A response's
+        `input` holds only what follows the response that it continues."""
         fields, others = self._fields(record), self._fields(other)
         if fields is None or others is None or record.route != other.route:
             return False, None
@@ -178,9 +192,29 @@ def common_tokens(one: Prompt | None, other: Prompt | None) -> int:
     return common_prefix((one.extra_ids or text)[:common], (other.extra_ids or text)[:common])
 
 
-def _came_before(record: RequestRecord, other: RequestRecord) -> bool:
-    """Whether an engine computed the prompt of `other` earlier."""
-    return other.started < record.started and other.prompt is not None and other.error is None
+def repeated_tokens(one: Prompt | None, other: Prompt | None, common: int) -> int:
+    """Number of tokens of a prompt, behind the first `common` ones, that the other prompt also has behind
+    these; an estimate from samples."""
+    if one is None or other is None:
+        return 0
+    ids, others = one.token_ids, other.token_ids[common:]
+    starts = range(common, len(ids) - _SAMPLE_TOKENS + 1)
+    sampled = starts[:: max(len(starts) // _SAMPLES, 1)]
+    if not sampled:
+        return 0
+    raw, size = others.tobytes(), others.itemsize
+    found = sum(_has(raw, ids[at : at + _SAMPLE_TOKENS].tobytes(), size) for at in sampled)
+    return found * (len(ids) - common) // len(sampled)
+
+
+def _has(raw: bytes, sample: bytes, size: int) -> bool:
+    """True if items of `size` bytes contain the items of the sample."""
+    at = -1
+    for _ in range(_TRIES):
+        at = raw.find(sample, at + 1)
+        if at < 0 or at % size == 0:
+            return at >= 0
+    return False
 
 
 def _salt(record: RequestRecord) -> str | None:

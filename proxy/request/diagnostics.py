@@ -1,10 +1,10 @@
-"""Prompt-cache diagnostics in answers of `/v1/responses` and `/v1/messages`, for clients that ask for them.
+"""Prompt-cache diagnostics in answers, for clients that ask for them.
 
     OpenAI      prompt_cache_options.comparison_response_id → prompt_cache_diagnostics, at a stream's end
     Anthropic   diagnostics.previous_message_id             → diagnostics, at a stream's beginning
 
-Both name an earlier answer, so kvpin notes the id of each answer on these routes. All other fields keep their
-bytes.
+On both, the header `x-kvpin-compare-with` asks the same. An earlier answer is named, so kvpin notes the id of
+each answer on these routes. All other fields keep their bytes.
 """
 
 from __future__ import annotations
@@ -17,9 +17,17 @@ from typing import Any
 import msgspec
 from typing_extensions import override
 
-from engine_adapter import UNREADABLE, HeaderPairs, JsonBody, WholeEvents, decode_object, read_streamed_usage
-from proxy.core.api_diagnostics import anthropic_diagnostics, openai_diagnostics
-from proxy.core.misses import Diagnosis
+from engine_adapter import (
+    UNREADABLE,
+    HeaderPairs,
+    Headers,
+    JsonBody,
+    WholeEvents,
+    decode_object,
+    read_streamed_usage,
+)
+from proxy.core.misses import Diagnosis, anthropic_diagnostics, openai_diagnostics
+from proxy.headers import COMPARISON_HEADER
 from proxy.request.calls import Client, Through
 
 _ERROR = 400
@@ -39,7 +47,8 @@ class Api:
         options, name: the field of a request, and the field within it, that hold the id of the answer to
             compare with.
         field: the field of the answer that holds the diagnostics.
-        within: the field of an event that holds the answer.
+        within: the field of an event that holds the answer; None: the event is a part of it, and shows the
+            diagnostics if it has the usage.
         events: the events of a stream that show the diagnostics.
         is_early: these events come before the engine has counted; a count of 0 in them says nothing.
         written: the value of `field`; its argument is None if the named answer is not known.
@@ -48,13 +57,15 @@ class Api:
     options: str
     name: str
     field: str
-    within: str
+    within: str | None
     events: tuple[bytes, ...]
     is_early: bool
     written: Callable[[Diagnosis | None], dict[str, Any] | None]
 
-    def asked(self, body: JsonBody) -> str | None:
+    def asked(self, body: JsonBody, headers: Headers) -> str | None:
         """The id of the answer to compare with; None if no diagnostics are asked for."""
+        if (named := headers.get(COMPARISON_HEADER)) is not None:
+            return named
         options = body.hint(self.options)
         value = options.get(self.name) if isinstance(options, dict) else None
         return value if isinstance(value, str) else None
@@ -67,6 +78,15 @@ APIS: Mapping[str, Api] = {
         field="prompt_cache_diagnostics",
         within="response",
         events=(b'"response.completed"', b'"response.incomplete"'),
+        is_early=False,
+        written=openai_diagnostics,
+    ),
+    "/v1/chat/completions": Api(
+        options="prompt_cache_options",
+        name="comparison_response_id",
+        field="prompt_cache_diagnostics",
+        within=None,
+        events=(b'"usage"',),
         is_early=False,
         written=openai_diagnostics,
     ),
@@ -132,6 +152,8 @@ class Diagnosed(Through):
         if not self._has_id and (found := _ID.search(chunk)) is not None:
             self._note(found[1].decode(errors="replace"))
         if self._asked is None:
+            if self._has_id:
+                self.write = self._client.write  # type: ignore[method-assign]  # nothing more is read
             return chunk
         return b"".join(map(self._event, self._events.feed(chunk)))
 
@@ -146,11 +168,16 @@ class Diagnosed(Through):
             fields = decode_object(data)
         except UNREADABLE:
             return event
-        answer = fields.get(self._api.within)
-        if answer is None:
+        within = self._api.within
+        answer = fields.get(within or "usage")
+        if answer is None or bytes(answer) == b"null":
             return event
-        fields[self._api.within] = msgspec.Raw(self._with_field(bytes(answer)))
-        return event[:start] + b"data: " + msgspec.json.encode(fields) + line[len(line.rstrip()) :]
+        if within is None:
+            data = self._with_field(data)
+        else:
+            fields[within] = msgspec.Raw(self._with_field(bytes(answer)))
+            data = msgspec.json.encode(fields)
+        return event[:start] + b"data: " + data + line[len(line.rstrip()) :]
 
     def _with_field(self, answer: bytes) -> bytes:
         """The answer with the diagnostics; every other field keeps its bytes."""

@@ -6,9 +6,9 @@ The route that the client asked decides, even if an engine serves the request on
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
 
 import msgspec
+from typing_extensions import override
 
 from proxy.errors.codes import Code
 from proxy.headers import ANTHROPICS_ID_HEADER, REQUEST_ID_HEADER
@@ -29,34 +29,12 @@ _ANTHROPIC_TYPES = {
 }
 
 
-class Dialect(Protocol):
-    """One API's way.
+class Dialect:
+    """One API's way: here OpenAI's, and that of every route but Anthropic's.
 
     Attributes:
         id_headers: the headers of an answer that name its request.
     """
-
-    id_headers: tuple[str, ...]
-
-    def error(
-        self,
-        status: int,
-        message: str,
-        *,
-        kind: str,
-        param: str | None = None,
-        code: str | None = None,
-        request_id: str | None = None,
-        more: Mapping[str, object] = NO_MORE,
-    ) -> bytes:
-        """The body of an error. `kind`, `param`, `code` and `more` fields are OpenAI's, or an engine's."""
-
-    def error_event(self, error: bytes) -> bytes:
-        """An event of a stream that holds an error."""
-
-
-class OpenAI:
-    """OpenAI's way, and that of every route but Anthropic's."""
 
     id_headers: tuple[str, ...] = (REQUEST_ID_HEADER,)
 
@@ -71,43 +49,43 @@ class OpenAI:
         request_id: str | None = None,  # noqa: ARG002 - only Anthropic uses it
         more: Mapping[str, object] = NO_MORE,
     ) -> bytes:
-        """The body of an error in OpenAI's shape."""
+        """The body of an error. `kind`, `param`, `code` and `more` fields are OpenAI's, or an engine's."""
         return error_body(message, kind=kind, param=param, code=code, more=more)
 
     def error_event(self, error: bytes) -> bytes:
-        """A `data:` event that holds the error."""
+        """An event of a stream that holds an error."""
         return b"data: " + error + b"\n\n"
 
 
-class Anthropic:
+class _Anthropic(Dialect):
     """Anthropic's way. The status alone decides an error's type, as it decides the SDK's class of error."""
 
-    id_headers: tuple[str, ...] = (REQUEST_ID_HEADER, ANTHROPICS_ID_HEADER)
+    id_headers = (REQUEST_ID_HEADER, ANTHROPICS_ID_HEADER)
 
+    @override
     def error(
         self,
         status: int,
         message: str,
         *,
-        kind: str,  # noqa: ARG002 - the status decides the type
-        param: str | None = None,  # noqa: ARG002 - the message names the field
+        kind: str,
+        param: str | None = None,
         code: str | None = None,
         request_id: str | None = None,
-        more: Mapping[str, object] = NO_MORE,  # noqa: ARG002 - Anthropic has none
+        more: Mapping[str, object] = NO_MORE,
     ) -> bytes:
-        """The body of an error in Anthropic's shape."""
         other = "invalid_request_error" if status < 500 else "api_error"  # noqa: PLR2004 - HTTP
         if code == Code.CONTEXT_LENGTH_EXCEEDED:  # with Anthropic's words, agents shorten their chats
             message = f"prompt is too long: {message}"
         error = {"type": _ANTHROPIC_TYPES.get(status, other), "message": message}
         return msgspec.json.encode({"type": "error", "error": error, "request_id": request_id})
 
+    @override
     def error_event(self, error: bytes) -> bytes:
-        """An event of the type `error`."""
         return b"event: error\ndata: " + error + b"\n\n"
 
 
-OPENAI, ANTHROPIC = OpenAI(), Anthropic()
+OPENAI, ANTHROPIC = Dialect(), _Anthropic()
 
 
 def dialect_of(target: bytes) -> Dialect:

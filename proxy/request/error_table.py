@@ -21,6 +21,7 @@ from engine_adapter import (
     EngineUnavailable,
     EngineUnhealthy,
     EngineUnreachable,
+    FieldError,
     NotSupported,
     PromptTableError,
 )
@@ -34,6 +35,7 @@ ANSWERED = (errors.ProxyError, EngineError, msgspec.DecodeError)
 # A subclass that is not listed has the code of its nearest base.
 CODES: dict[type[Exception], Code] = {
     errors.BadRequest: Code.INVALID_VALUE,
+    errors.TooLong: Code.CONTEXT_LENGTH_EXCEEDED,
     errors.Unauthorized: Code.INVALID_API_KEY,
     errors.Forbidden: Code.FORBIDDEN,
     errors.NotFound: Code.NOT_FOUND,
@@ -53,6 +55,7 @@ CODES: dict[type[Exception], Code] = {
     msgspec.DecodeError: Code.INVALID_JSON,
     PromptTableError: Code.INVALID_EMBEDDINGS,
     ChatError: Code.INVALID_MESSAGES,
+    FieldError: Code.INVALID_VALUE,
     EngineSpecError: Code.INVALID_ENGINE,
     NotSupported: Code.NOT_SUPPORTED,
     EngineTaken: Code.ENGINE_TAKEN,
@@ -94,6 +97,14 @@ CAUSES: dict[type[BaseException], Cause] = {
     msgspec.DecodeError: Cause.INVALID,
 }
 
+# Reasons of `kvpin_refused_total`. scripts/reference/gate.py has all limits.
+_REASONS: dict[type[Exception], str] = {
+    errors.NoMemory: "memory",
+    errors.SlowBody: "slow",
+    errors.BodyTooLarge: "size",
+}
+_SHAPE_CODES = (Code.TOO_COMPLEX, Code.ARRAY_ABOVE_MAX_LENGTH)
+
 
 def cause_of(error: BaseException) -> Cause:
     """The cause of an error; `BUG` for an unexpected one."""
@@ -111,6 +122,12 @@ def code_of(error: Exception) -> Code:
 def status_of(error: Exception) -> int:
     """The HTTP status an error is answered with."""
     return error.status if isinstance(error, EngineRejected) else code_of(error).status
+
+
+def refusal_of(error: Exception) -> str | None:
+    """The reason of `kvpin_refused_total` for a request that was refused before the flow got it; None for an
+    error of another kind."""
+    return "shape" if code_of(error) in _SHAPE_CODES else _REASONS.get(type(error))
 
 
 def error_body(

@@ -27,10 +27,10 @@ from engine_adapter import (
     EngineUnavailable,
     HeaderPairs,
     Hold,
+    HttpTransport,
     IncomingResponse,
     OutgoingRequest,
-    Transport,
-    Usage,
+    TokenUsage,
     is_json,
     read_answer_usage,
     read_error,
@@ -40,6 +40,7 @@ from proxy.errors.codes import Code
 from proxy.headers import REQUEST_ID_HEADER, SHOULD_RETRY_HEADER
 from proxy.request.answer_headers import of_cached, of_json, pairs, passed_on, told_with_error
 from proxy.request.calls import Call, Reply
+from proxy.request.known_routes import did_you_mean
 from proxy.request.migration import Passage
 from proxy.request.retries import REFUSALS, is_no_websocket
 from proxy.request.transcript import is_whole
@@ -52,14 +53,14 @@ _TAIL_BYTES = 8192
 
 class Forwarded(msgspec.Struct, frozen=True):
     """A complete answer: the status that the client got, the engine's own error about the request, and what
-    the engine reported: cached tokens, generated tokens, and its own timing of the prefill if the answer is
-    no stream."""
+    the engine reported: cached tokens, generated tokens, and its own timings."""
 
     status: int
     cached_tokens: int | None = None
     error: str | None = None
     output_tokens: int | None = None
     prefill: tuple[int, float] | None = None
+    decode_s: float | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -67,10 +68,7 @@ class Forwarding:
     """One request on its way to one engine, and the answer on its way back.
 
     Attributes:
-        adapter: the engine's adapter.
-        call: the request.
         hold: the body for the engine, and who reads the answer as it passes.
-        reply: the way back to the client.
         headers: added to the answer.
         refusals: statuses with which the engine leaves the request to another one.
         passage: reads the stream for a later engine; None if the stream ends with its engine.
@@ -88,7 +86,7 @@ class Forwarding:
     begins: Callable[[IncomingResponse, int | None], None]
     cached: int | None = None
 
-    async def run(self, transport: Transport) -> Forwarded:
+    async def run(self, transport: HttpTransport) -> Forwarded:
         """Forwards and answers.
 
         Raises:
@@ -116,7 +114,6 @@ class Forwarding:
             return await self._as_stream(response, headers, is_events=is_events)
 
     def _outgoing(self) -> OutgoingRequest:
-        """The request for the engine."""
         call = self.call
         request = self.adapter.prepare(call.method, call.path, call.headers, self.hold.body)
         return request if call.socket is None else replace(request, socket=call.socket)
@@ -157,11 +154,11 @@ class Forwarding:
         return await self._send(response.status, content, of_json(headers), reader.cached_tokens(), usage)
 
     async def _send(
-        self, status: int, content: bytes, headers: HeaderPairs, cached: int | None, usage: Usage
+        self, status: int, content: bytes, headers: HeaderPairs, cached: int | None, usage: TokenUsage
     ) -> Forwarded:
         await self.reply.start(status, [*headers, *of_cached(cached)])
         await self.reply.finish(content)
-        return Forwarded(status, cached, output_tokens=usage.output_tokens, prefill=usage.prefill)
+        return _forwarded(status, cached, usage)
 
     async def _as_stream(
         self, response: IncomingResponse, headers: HeaderPairs, *, is_events: bool
@@ -189,7 +186,7 @@ class Forwarding:
             # /v1/messages reports it in the first event, other routes in the last.
             cached = usage.cached_tokens
             cached = cached if cached is not None else read_streamed_usage(first).cached_tokens
-        return Forwarded(response.status, cached, output_tokens=usage.output_tokens)
+        return _forwarded(response.status, cached, usage)
 
     async def _as_websocket(self, response: IncomingResponse, headers: HeaderPairs) -> Forwarded:
         """Passes a WebSocket on. The client's frames travel at the same time."""
@@ -213,11 +210,14 @@ class Forwarding:
         content, reply = await response.read(), self.reply
         error, told = read_error(content), told_with_error(response.headers)
         status = HTTPStatus.BAD_REQUEST if error.is_clients else response.status
+        message = error.message
+        if status == HTTPStatus.NOT_FOUND and self.call.native is None:
+            message += did_you_mean(self.call.route)
         # With this header, the engine says that the request itself is at fault.
         is_refusal = status in self.refusals and told.get(SHOULD_RETRY_HEADER) != "false"
         if is_refusal or reply.started:  # in the middle of a stream, another engine may still go on with it
             raise EngineRejected(
-                error.message,
+                message,
                 status=status,
                 param=error.param,
                 type=error.type,
@@ -228,7 +228,7 @@ class Forwarding:
         as_it_is = self.call.native is not None and self.call.socket is None
         body = reply.dialect.error(
             status,
-            error.message,
+            message,
             kind=error.type or ("server_error" if status in REFUSALS else _CLIENTS),
             param=error.param,
             code=error.code,
@@ -238,7 +238,13 @@ class Forwarding:
         content_type = response.headers.get("content-type", "") if as_it_is else _JSON
         await reply.start(status, pairs({"content-type": content_type, **told, **self.headers}))
         await reply.finish(content if as_it_is else body)
-        return Forwarded(status, error=error.message)
+        return Forwarded(status, error=message)
+
+
+def _forwarded(status: int, cached: int | None, usage: TokenUsage) -> Forwarded:
+    return Forwarded(
+        status, cached, output_tokens=usage.output_tokens, prefill=usage.prefill, decode_s=usage.decode_s
+    )
 
 
 def _is_of(response: IncomingResponse, content_type: str) -> bool:
@@ -255,11 +261,7 @@ def _no_websocket(status: int, said: str) -> EngineRejected:
 
 
 class _Stream:
-    """An engine's stream as the client gets it.
-
-    Attributes:
-        tail: the last bytes from the engine.
-    """
+    """An engine's stream as the client gets it."""
 
     __slots__ = ("_begins", "_passage", "_reader", "_response", "tail")
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from types import TracebackType
 from typing import Self
+from weakref import WeakValueDictionary
 
 from proxy.core.budget import ByteBudget
 from proxy.core.quotas import Quota
@@ -25,10 +26,11 @@ class Admission:
     """The permission to serve one request. Use it as a context manager, or `close` it.
 
     Attributes:
+        came: when the head was read, in monotonic seconds; None for parts, and for kvpin's own requests.
         prompt_is_paid: the tenant was charged for the prompt; later parts inherit this.
     """
 
-    __slots__ = ("_bodies", "_held", "_is_counted", "_parts", "_quota", "_whole", "prompt_is_paid")
+    __slots__ = ("_bodies", "_held", "_is_counted", "_parts", "_quota", "_whole", "came", "prompt_is_paid")
 
     def __init__(
         self,
@@ -37,6 +39,7 @@ class Admission:
         *,
         is_counted: bool = False,
         whole: Admission | None = None,
+        came: float | None = None,
     ) -> None:
         """Only `Gate.admit`, `of_kvpin` and `part` make one.
 
@@ -45,10 +48,12 @@ class Admission:
             bodies: memory for bodies.
             is_counted: the request counts in the quota until it is closed.
             whole: the request of which this is a part.
+            came: see the attribute.
         """
         self._quota, self._bodies, self._is_counted, self._whole = quota, bodies, is_counted, whole
         self._held = 0  # bytes
         self._parts = set[Admission]()  # those that run
+        self.came = came
         self.prompt_is_paid = False
 
     @classmethod
@@ -132,11 +137,15 @@ class Gate:
     """Decides by a request's head whether it is admitted.
 
     Attributes:
-        bodies: memory for bodies that were read and that no engine has yet.
+        bodies: memory for bodies that were read and that no engine has yet. One of several tenants may have
+            half of it, or one body.
     """
 
-    def __init__(self, tenants: Tenants, bodies: ByteBudget) -> None:
-        self._tenants, self.bodies = tenants, bodies
+    def __init__(self, tenants: Tenants, bodies: ByteBudget, longest: int = 0) -> None:
+        """`longest`: bytes that one body may have."""
+        self._tenants, self.bodies, self._longest = tenants, bodies, longest
+        # A tenant's budget lives as long as its requests.
+        self._by_tenant = WeakValueDictionary[str, ByteBudget]()
 
     def admit(
         self, tenant: str | None, length: int | None, now: float, *, is_from_peer: bool = False
@@ -153,21 +162,34 @@ class Gate:
             RateLimited: the tenant is over one of its limits.
             NoMemory: there is no room for its body now.
         """
-        if length and not self.bodies.has(length):
+        bodies = self._bodies_of(tenant)
+        if length and not bodies.has(length):
             raise no_memory()
         quota = self._tenants.quota(tenant)
         if quota is None or is_from_peer:
-            return Admission(quota, self.bodies)
+            return Admission(quota, bodies, came=now)
         if (denied := quota.enter(now)) is not None:
             raise RateLimited(
                 f"the limit {denied.what} = {denied.limit} is reached: try again in {denied.retry_after_s} s",
                 retry_after_s=denied.retry_after_s,
             )
-        return Admission(quota, self.bodies, is_counted=True)
+        return Admission(quota, bodies, is_counted=True, came=now)
+
+    def _bodies_of(self, tenant: str | None) -> ByteBudget:
+        """The memory for a tenant's bodies."""
+        if tenant is None or not self._tenants.isolated:
+            return self.bodies
+        if (found := self._by_tenant.get(tenant)) is None:
+            found = self._by_tenant[tenant] = ByteBudget(
+                max(self.bodies.limit // 2, self._longest), self.bodies
+            )
+        return found
 
 
 def no_memory() -> NoMemory:
     """The error of a request whose body has no room."""
     return NoMemory(
-        "the bodies of other requests take all the memory for them; try again shortly", retry_after_s=_RETRY_S
+        "the bodies of other requests take the memory for them, or the half that one of several tenants may "
+        "have; try again shortly",
+        retry_after_s=_RETRY_S,
     )

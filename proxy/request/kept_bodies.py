@@ -39,11 +39,14 @@ class Sources:
 
     def fields(self, request_id: str, tenant: str | None) -> dict[str, Any] | None:
         """The fields of a request that make its prompt; None if its body is not known."""
-        raw = self._share(tenant).get(request_id)
-        if raw is None:
+        if (raw := self.raw(request_id, tenant)) is None:
             return None
         body = JsonBody(raw)
         return {name: body.hint(name) for name in PROMPT_FIELDS if name in body}
+
+    def raw(self, request_id: str, tenant: str | None) -> bytes | None:
+        """The body of a request; None if it is not known."""
+        return self._share(tenant).get(request_id)
 
     def drop(self, request_id: str, tenant: str | None) -> None:
         """Forgets a body, if it is known."""

@@ -1,12 +1,11 @@
-"""Which streams another engine continues after their engine died, and how kvpin prepares for that.
+"""Streams that another engine continues after their engine died, and how kvpin prepares for that.
 
 the engine tells its tokens  → another engine of its kind takes them, and computes only what follows
 greedy decoding              → another engine of its kind runs the request again; what was sent is left out
 anything else                → the stream ends with an error event
 
 The second way takes longer, but needs no support by the engine. kvpin compares the text: a difference ends
-the
-attempt, and the next engine is tried. Each attempt gets a new Passage, made from the client's part.
+the attempt, and the next engine is tried. Each attempt gets a new Passage, made from the client's part.
 """
 
 from __future__ import annotations
@@ -84,11 +83,6 @@ def passage_for(call: Call, hold: Hold, kind: str, before: SentStream | None) ->
         return Passage(kind, None if before.texts else hold.resume, before)
     if not (call.streams and call.route in ROUTES and isinstance(call.body, JsonBody)):
         return None
-    if hold.resume is None and not _is_greedy(call.body):
+    if hold.resume is None and call.body.hint("temperature") != 0:  # the same prompt may give another answer
         return None
     return Passage(kind, hold.resume, None)
-
-
-def _is_greedy(body: JsonBody) -> bool:
-    """Whether the same prompt always gives the same answer."""
-    return bool(body.hint("temperature") == 0)

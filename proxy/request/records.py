@@ -10,8 +10,10 @@ from collections import OrderedDict
 from collections.abc import Iterator
 
 import msgspec
+from msgspec.structs import replace
 
 from engine_adapter import JsonBody
+from proxy.core.first_byte import Moments, Part, parts_of
 from proxy.core.index.blocks import Chain
 from proxy.core.life import Cause
 from proxy.core.misses import Diagnosis
@@ -41,6 +43,8 @@ class RequestFacts(msgspec.Struct):
         output_tokens: tokens of the answer; None where the engine did not tell.
         first_byte_s: from placement to the first byte. An answer that is no stream has its first byte last.
         note: what the engine's adapter says about this answer.
+        slot: the slot of its last engine that it ran on; None for an engine without slots.
+        normalised: the rules that changed its prompt, see docs/normalise.md.
         queued_s: how long it waited because all engines were busy; None if it did not.
         interrupted: how often an engine died in mid-answer. Without an error, another one went on with it.
         cause: why it ended, see docs/reference/causes.md; None while it runs.
@@ -62,6 +66,8 @@ class RequestFacts(msgspec.Struct):
     duration_s: float | None = None
     error: str | None = None
     note: str = ""
+    slot: int | None = None
+    normalised: list[str] = []  # each record gets its own
     queued_s: float | None = None
     interrupted: int = 0
     cause: Cause | None = None
@@ -71,13 +77,14 @@ class RequestRecord(RequestFacts, kw_only=True):
     """One request, filled in as it goes on.
 
     Attributes:
-        arrived: when it came, in monotonic seconds.
+        came, arrived: when its head was read, and when its body was, in monotonic seconds.
+        prepared: when its prompt was tokenised.
         answered_s: from arrival to the end of the answer. The engine may be busy with the request for longer.
         died: the engines that died in mid-answer, in order.
         placed: when it was placed on the engine whose answer began first; None before its answer begins.
+        moments: when it passed each step before its answer began; None before that.
         session: the conversation its client says it belongs to.
         served_as: the model of the pool it was sent to.
-        lora: the LoRA adapter it ran with.
         chain: the prompt's blocks, until the request is over.
         tokens_agree: whether the engine made the same tokens of the prompt; None where it did not tell.
         runs_prompt: it had a prompt, whether kvpin knew that or not.
@@ -87,9 +94,12 @@ class RequestRecord(RequestFacts, kw_only=True):
     """
 
     arrived: float = msgspec.field(default_factory=time.monotonic)
+    came: float | None = None
+    prepared: float | None = None
     answered_s: float | None = None
     died: list[str] = []  # each record gets its own
     placed: float | None = None
+    moments: Moments | None = None
     session: Session | None = None
     served_as: str | None = None
     lora: str | None = None
@@ -161,6 +171,34 @@ class RequestRecord(RequestFacts, kw_only=True):
             return None
         return self.placed - self.arrived + self.first_byte_s
 
+    def begins(self, placed: float, gathered: float, sent: float, first_byte_s: float) -> None:
+        """Notes that its answer begins, and when it passed the steps before that: see `Moments`."""
+        self.placed, self.first_byte_s = placed, first_byte_s
+        self.moments = Moments(
+            came=self.arrived if self.came is None else self.came,
+            arrived=self.arrived,
+            prepared=self.arrived if self.prepared is None else self.prepared,
+            queued_s=self.queued_s or 0.0,
+            placed=placed,
+            gathered=gathered,
+            sent=sent,
+            began=placed + first_byte_s,
+            has_failed=len(self.attempts) > 1,
+            is_whole=not self.stream,
+        )
+
+    def reports(self, prefill: tuple[int, float] | None, decode_s: float | None) -> None:
+        """Notes the engine's own timings of the answer that has ended."""
+        # Of a stream that another engine continued, they are about the rest.
+        if self.moments is not None and not self.died:
+            prefill_s = prefill[1] if prefill is not None else None
+            self.moments = replace(self.moments, prefill_s=prefill_s, decode_s=decode_s)
+
+    @property
+    def first_byte_parts(self) -> dict[Part, float] | None:
+        """What the time from its head to its first byte was spent on; None without an answer."""
+        return None if self.moments is None else parts_of(self.moments)
+
     @property
     def per_token_s(self) -> float | None:
         """Mean seconds between the tokens of a stream that ended well. If the engine did not report them, the
@@ -176,7 +214,6 @@ class RequestLog:
 
     Attributes:
         sources: the bodies of the last requests.
-        capacity: how many requests are kept.
     """
 
     def __init__(self, capacity: int) -> None:

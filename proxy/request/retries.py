@@ -1,4 +1,4 @@
-"""Which answers of an engine leave a request to another one, and what the client gets when all fail."""
+"""Answers of an engine that leave a request to another one, and the error for the client when all fail."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def refusals_of(call: Call, n_candidates: int) -> AbstractSet[int]:
 
 
 def is_not_here(error: Exception) -> bool:
-    """Whether an engine has not got what the request asks for."""
+    """True if an engine has not got what the request asks for."""
     return isinstance(error, EngineRejected) and error.status in _NO_WEBSOCKET
 
 
 def is_no_websocket(status: int) -> bool:
-    """Whether an engine answers so where it takes no WebSocket: it may answer like a page."""
+    """True if an engine answers so where it takes no WebSocket: it may answer like a page."""
     return status in _NO_WEBSOCKET or 200 <= status < 400  # noqa: PLR2004 - HTTP
 
 

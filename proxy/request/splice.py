@@ -10,10 +10,9 @@ from collections import deque
 
 import msgspec
 
-from engine_adapter import EngineDiverged, WholeEvents
-from proxy.request.transcript import NULL, Event, Fields, SentStream, read_event
+from engine_adapter import EngineDiverged, RawFields, WholeEvents, decode_object
+from proxy.request.transcript import NULL, Event, SentStream, read_event
 
-_decode_fields = msgspec.json.Decoder(Fields).decode
 _NAMES = ("id", "object", "created", "model", "system_fingerprint")
 
 
@@ -73,13 +72,13 @@ class Splice:
                     self._known.appendleft((field, known[length:]))
             event.delta[name] = msgspec.Raw(msgspec.json.encode(rest))
 
-    def _correct_usage(self, fields: Fields) -> None:
+    def _correct_usage(self, fields: RawFields) -> None:
         """The tokens that the client's request reused are those of the first engine."""
         if self._cached is None or fields.get("usage", NULL) == NULL:
             return
-        usage = _decode_fields(fields["usage"])
+        usage = decode_object(fields["usage"])
         if usage.get("prompt_tokens_details", NULL) != NULL:
-            details = _decode_fields(usage["prompt_tokens_details"])
+            details = decode_object(usage["prompt_tokens_details"])
             details["cached_tokens"] = msgspec.Raw(b"%d" % self._cached)
             usage["prompt_tokens_details"] = msgspec.Raw(msgspec.json.encode(details))
             fields["usage"] = msgspec.Raw(msgspec.json.encode(usage))

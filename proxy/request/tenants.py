@@ -33,7 +33,6 @@ class Tenants:
     same beginning, so the salts that engines report show whose KV it is.
 
     Attributes:
-        names: all tenants.
         isolated: tenants do not share KV.
     """
 
@@ -84,7 +83,7 @@ class Tenants:
 
     @property
     def open(self) -> bool:
-        """Whether requests need no key."""
+        """True if requests need no key."""
         return not self._keys
 
     def of_key(self, key: str) -> str | None:

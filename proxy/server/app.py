@@ -15,12 +15,14 @@ from functools import cache, partial
 from typing import Any
 
 import structlog
+from pydantic import SecretStr
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.routing import Mount
 
-from engine_adapter import Transport, make_adapter
+from engine_adapter import HttpTransport, make_adapter
 from engine_adapter.memory import available_bytes
+from engine_adapter.shape import Shape
 from proxy.api.admin import (
     admin_mount,
     engine_routes,
@@ -31,7 +33,7 @@ from proxy.api.admin import (
     request_routes,
     table_routes,
 )
-from proxy.api.auth import AdminGuard
+from proxy.api.auth import AdminGuard, MetricsGuard
 from proxy.api.cors import Cors
 from proxy.api.dispatch import Dispatcher
 from proxy.api.error_answers import handle, handle_http
@@ -39,19 +41,18 @@ from proxy.api.kept_responses import KeptResponses
 from proxy.api.openai import DataPlane
 from proxy.api.ops import Ops
 from proxy.api.page import WebPage
+from proxy.api.relay.to_object_home import PassedToKeeper
 from proxy.api.relay.to_owner import PassedToOwner
-from proxy.api.relay.to_response_home import PassedToKeeper
 from proxy.api.workers.merging_app import MergedAnswers
 from proxy.api.workers.missed_changes import Changes
 from proxy.api.workers.siblings import Siblings
 from proxy.control.configured import ConfiguredEngines
 from proxy.control.discovered import DiscoveredEngines
 from proxy.control.engines import Engines
-from proxy.control.kept_prompts import PROMPTS_PATH, KeptPrompts
 from proxy.control.kv import KvVerbs
 from proxy.control.operations import Operations
 from proxy.control.pinning import Pinning
-from proxy.control.prefixes import Prefixes
+from proxy.control.prefixes import PROMPTS_PATH, KeptPrompts, Prefixes
 from proxy.control.replays import Replays
 from proxy.control.tables import SharedTables
 from proxy.control.target_engines import Targets
@@ -64,17 +65,20 @@ from proxy.fleet.discovery import finders_of
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.ingest import Ingest
 from proxy.fleet.monitor import Monitor
+from proxy.fleet.recall import Memories
 from proxy.fleet.restore_ahead import RestoreAhead
 from proxy.fleet.state_dir.saved_state import StateSaver
 from proxy.flow import Flow
 from proxy.observe.live import Live
 from proxy.observe.loop_lag import LoopLag
 from proxy.observe.metrics import Metrics
+from proxy.observe.recorded_engines import EngineWatch
 from proxy.observe.recorder import Recorder
 from proxy.peers.peers import Peers
 from proxy.prompt import MediaUuids, PromptTables
 from proxy.request.error_table import ANSWERED
 from proxy.request.gate import Gate
+from proxy.request.normalising import ChosenRules, Normalising
 from proxy.request.records import RequestLog, RequestRecord
 from proxy.request.tenants import ApiKey, Tenants
 from proxy.request.translate import ResponseStore, translations
@@ -97,20 +101,23 @@ _USUAL_MEMORY = 4 << 30
 class Proxy:
     """All collaborators of one proxy."""
 
-    def __init__(self, settings: Settings, transport: Transport, siblings: Siblings | None = None) -> None:
+    def __init__(
+        self, settings: Settings, transport: HttpTransport, siblings: Siblings | None = None
+    ) -> None:
         """`siblings`: the other workers of this kvpin."""
         self.settings = settings
-        self.siblings, self.changes = siblings, Changes()
+        self.siblings = siblings
         self.transport = transport
         self.tasks = Supervisor()
         self.fleet = Fleet(settings.model_aliases, settings.default_model, settings.limits)
+        self.changes = Changes(self.fleet.drains)
         self.tables = PromptTables(max_bytes=settings.limits.prompt_table_bytes)
         self.tenants = Tenants(_keys(settings), settings.tenant_limits)
-        self.gate = Gate(self.tenants, ByteBudget(_bodies_bytes(settings)))
+        self.gate = Gate(self.tenants, ByteBudget(_bodies_bytes(settings)), int(settings.limits.body_bytes))
         self.peers = self._peers()
         self.responses = ResponseStore(self.tenants.names)
         self.state = StateSaver(settings.state_dir, self.tenants) if settings.state_dir is not None else None
-        memories = self.state.memories if self.state is not None else None
+        memories = self.state.memories if self.state is not None else Memories()
         self.ingest = Ingest(self.fleet, self.tasks, self.tenants.owner, memories) if settings.reuse else None
         self.monitor = Monitor(
             self.fleet,
@@ -126,8 +133,9 @@ class Proxy:
         )
         self.operations, self.pins = Operations(self.tasks), PinBook()
         if self.state is not None:
-            self.state.restore(self.pins, self.tables)
+            self.state.restore(self.pins, self.tables, self.fleet.drains)
         self.engines = Engines(self.fleet, self.monitor, self.pins, self.operations, make_adapter)
+        self.fleet.drains.listeners.append(self.engines.follow_drains)
         self.configured = ConfiguredEngines(self.fleet, self.monitor, self.engines, self.tasks, make_adapter)
         self.discovered = DiscoveredEngines(self.fleet, self.configured, self.engines, self.tasks)
         self.monitor.split = self.discovered.split
@@ -141,30 +149,19 @@ class Proxy:
         self.telemetry = telemetry_module()(self.metrics.render) if settings.otel else None
         self.draining = asyncio.Event()
         self.live = Live(self.fleet, self.metrics, self.tasks, self.draining, reuse=settings.reuse)
+        self.watch = EngineWatch(self.fleet)
         self.recorder = (
-            Recorder(settings.record_traffic, int(settings.record_traffic_bytes))
+            Recorder(
+                settings.record_traffic,
+                int(settings.record_traffic_bytes),
+                self.watch.engines,
+                _text(settings.record_traffic_key),
+            )
             if settings.record_traffic is not None
             else None
         )
-        self.destinations = Destinations(self.fleet, isolated=self.tenants.isolated)
-        make_flow = Flow if self.telemetry is None else self.telemetry.flow
-        make_attempts = Attempts if self.telemetry is None else self.telemetry.attempts
-        self.flow = make_flow(
-            fleet=self.fleet,
-            preparation=Preparation(
-                self.destinations,
-                self.tenants,
-                MediaUuids(trusted=settings.trust_media_uuids),
-                translations(self.responses),
-                reuse=settings.reuse,
-            ),
-            attempts=make_attempts(transport, self.ingest, self.tenants),
-            tenants=self.tenants,
-            requests=RequestLog(settings.limits.request_records),
-            rules=_rules(settings),
-            observe=self.observe,
-            placed=self.live.placed,
-        )
+        self.destinations = Destinations(self.fleet, self.tenants.names)
+        self.flow = self._flow()
         self.prompts = KeptPrompts(self.fleet, self.flow.requests, self.pins, self._told_prompts)
 
     def _peers(self) -> Peers | None:
@@ -174,6 +171,30 @@ class Proxy:
         owner = secrets.randbits(63)
         bus = make_bus(self.settings.exchange, owner, self.siblings)
         return Peers(bus, owner, self.fleet, self.tenants, self.transport.hang_up)
+
+    def _flow(self) -> Flow:
+        """The read path, with spans if there is telemetry."""
+        settings, telemetry = self.settings, self.telemetry
+        make_flow, make_attempts = (
+            (Flow, Attempts) if telemetry is None else (telemetry.flow, telemetry.attempts)
+        )
+        media = MediaUuids(trusted=settings.trust_media_uuids)
+        rules = Normalising(
+            [ChosenRules(frozenset(entry.rules), entry.tenant, entry.model) for entry in settings.normalise]
+        )
+        routes = translations(self.responses)
+        return make_flow(
+            fleet=self.fleet,
+            preparation=Preparation(
+                self.destinations, self.tenants, media, routes, reuse=settings.reuse, normalising=rules
+            ),
+            attempts=make_attempts(self.transport, self.ingest, self.tenants),
+            tenants=self.tenants,
+            requests=RequestLog(settings.limits.request_records),
+            rules=_rules(settings),
+            observe=self.observe,
+            placed=self.live.placed,
+        )
 
     async def _told_prompts(self) -> list[bytes]:
         """The prompts that the other workers keep, encoded."""
@@ -185,7 +206,9 @@ class Proxy:
         self.metrics.observe(record, trace_id)
         self.live.finished(record)
         if self.recorder is not None:
-            self.recorder.observe(record)
+            self.watch.observe(record)
+            body = self.flow.requests.sources.raw(record.request_id, record.tenant)
+            self.recorder.observe(record, body)
         if self.ahead is not None:
             self.ahead.observe(record)
 
@@ -223,7 +246,7 @@ class Proxy:
         changes = self._follow(settings)
         self.settings = settings
         self.tenants.replace(_keys(settings), settings.tenant_limits)
-        self.destinations.isolated = self.tenants.isolated
+        self.destinations.divide(self.tenants.names)
         self.monitor.isolate(isolated=self.tenants.isolated)
         self.responses.divide(self.tenants.names)
         self.fleet.aliases, self.fleet.default_model = settings.model_aliases, settings.default_model
@@ -301,20 +324,25 @@ def build_app(proxy: Proxy) -> Dispatcher:
     and stops the collaborators."""
     settings = proxy.settings
     cors = Cors(settings.cors_origins) if settings.cors_origins else None
-    limit = int(settings.limits.body_bytes)
+    limits = settings.limits
+    limit = int(limits.body_bytes)
     make_data_plane = DataPlane if proxy.telemetry is None else proxy.telemetry.data_plane
     data_plane = make_data_plane(
         proxy.flow,
         proxy.tenants,
         proxy.gate,
         limit,
+        Shape(limits.json_values, limits.json_fields, int(limits.json_bytes)),
         KeptResponses(proxy.responses),
         cors,
         proxy.metrics.refuse,
         PassedToOwner(proxy.fleet, proxy.peers, proxy.transport) if proxy.peers is not None else None,
-        _keepers(proxy),
+        _to_keeper(proxy),
     )
-    ops = Ops(proxy.fleet, proxy.metrics, proxy.draining, proxy.peers, has_page=settings.ui)
+    guard = MetricsGuard.of(
+        _text(settings.admin_key), _text(settings.metrics_key), has_tenants=not proxy.tenants.open
+    )
+    ops = Ops(proxy.fleet, proxy.metrics, proxy.draining, proxy.peers, has_page=settings.ui, guard=guard)
     page = WebPage().routes() if settings.ui else []
     rest = Starlette(
         routes=[admin_api(proxy), *ops.routes(), *page],
@@ -332,7 +360,7 @@ def build_app(proxy: Proxy) -> Dispatcher:
     return Dispatcher(data_plane, together, proxy.draining)
 
 
-def _keepers(proxy: Proxy) -> PassedToKeeper | None:
+def _to_keeper(proxy: Proxy) -> PassedToKeeper | None:
     """The other kvpins of this machine that may keep responses; None if there can be none."""
     peers, siblings = proxy.peers, proxy.siblings
     if peers is not None and peers.http_socket is not None:
@@ -358,5 +386,8 @@ def admin_api(proxy: Proxy) -> Mount:
         *replay_routes(Replays()),
         *table_routes(SharedTables(fleet, proxy.tables, files)),
     )
-    key = proxy.settings.admin_key
-    return admin_mount(endpoints, AdminGuard(key.get_secret_value() if key else None))
+    return admin_mount(endpoints, AdminGuard(_text(proxy.settings.admin_key)))
+
+
+def _text(key: SecretStr | None) -> str | None:
+    return key.get_secret_value() if key is not None else None

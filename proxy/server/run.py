@@ -28,7 +28,7 @@ import structlog
 import uvloop
 
 from engine_adapter import EngineSpecError, HttpTransport
-from proxy.api.auth import is_loopback
+from proxy.api.web_pages import is_loopback
 from proxy.api.workers.missed_changes import Change
 from proxy.api.workers.peer_port import PeerPort
 from proxy.api.workers.siblings import Siblings
@@ -140,7 +140,7 @@ async def _run(
         proxy.start()
         late = list[Change]()
         if proxy.siblings is not None and orders is not None and orders.follows:
-            late = await catch_up(proxy.siblings, orders)
+            late = await catch_up(proxy.siblings, orders, proxy.fleet.drains)
         settle()
         if orders is None or (orders.number == 1 and not orders.follows):
             banner.print_addresses()
@@ -343,5 +343,5 @@ def _warn(settings: Settings, listeners: list[socket.socket]) -> None:
 
 
 def _is_local(listeners: list[socket.socket]) -> bool:
-    """Whether only this machine can connect."""
+    """True if only this machine can connect."""
     return all(is_loopback(listener.getsockname()[0]) for listener in listeners)

@@ -21,6 +21,7 @@ RELOADED = frozenset(
         "api_keys",
         "admin_key",
         "admin_key_file",
+        "metrics_key",
         "model_aliases",
         "default_model",
         "cors_origins",
@@ -86,5 +87,5 @@ def _is_counted(entry: EngineEntry) -> bool:
 
 
 def _is_same(one: EngineEntry, other: EngineEntry) -> bool:
-    """Whether they differ in nothing but their id."""
+    """True if they differ in nothing but their id."""
     return one == other.model_copy(update={"id": one.id})

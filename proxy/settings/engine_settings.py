@@ -136,15 +136,19 @@ class EngineSettings(_EngineSettings):
         """The description adapters are made from."""
         return self._spec(self.url)
 
-    @property
-    def may_have_ranks(self) -> bool:
-        """Whether its server's data-parallel ranks are engines of their own, if there are several."""
-        return "dp_rank" in option_names(self.kind) and (self.model_extra or {}).get("dp_rank") is None
+    def of_part(self, part: int | str) -> Self:
+        """A part of the server, as an engine of its own: a data-parallel rank, or a model of a router. The
+        engine itself if the operator named one. Addresses of KV events are those of the first rank."""
+        return self._of_rank(part) if isinstance(part, int) else self._of_model(part)
 
-    def of_rank(self, rank: int) -> Self:
-        """A data-parallel rank of the server, as an engine of its own. Addresses of KV events are those of
-        the first rank."""
+    def _of_model(self, model: str) -> Self:
+        changes = {"id": _engine_id(self.id, model), "model": model}
+        return self.model_copy(update=changes) if self.model is None else self
+
+    def _of_rank(self, rank: int) -> Self:
         given = self.model_extra or {}
+        if "dp_rank" not in option_names(self.kind) or given.get("dp_rank") is not None:
+            return self
         changes: dict[str, Any] = {"id": f"{self.id}-dp{rank}", "dp_rank": rank}
         for name in ("events", "replay"):
             if given.get(name):

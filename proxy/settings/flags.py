@@ -23,7 +23,7 @@ _FORM = (
 
 
 def is_command_line(text: str) -> bool:
-    """Whether an `--engine` is `KIND: command line`, which starts an engine, rather than an address."""
+    """True if an `--engine` is `KIND: command line`, which starts an engine, rather than an address."""
     return _COMMAND_LINE.match(text) is not None
 
 

@@ -14,11 +14,12 @@ from tempfile import NamedTemporaryFile
 
 _MAX_LENGTH = 4096
 _KEY_BYTES = 32
+_ROOT = 0
 
 
 def key_in(path: Path) -> str:
     """The key in a file; a missing file is made, with a random key and mode 0600. Raises ValueError if it
-    cannot be read or made, is not a file, or others may read or change it."""
+    cannot be read or made, is not a file, is too long, or others may read or change it."""
     try:
         if not path.exists():
             _make(path)
@@ -41,10 +42,16 @@ def _read(path: Path) -> str:
     if not path.is_file():
         raise ValueError(f"{str(path)!r} is not a file")
     with path.open(encoding="utf-8") as file:
-        mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+        found = os.fstat(file.fileno())
+        if found.st_uid not in (os.geteuid(), _ROOT):
+            raise ValueError(f"{str(path)!r} belongs to another user, who may read and change it: chown it")
+        mode = stat.S_IMODE(found.st_mode)
         if mode & (stat.S_IRWXO | stat.S_IWGRP):
             raise ValueError(f"others may read or change {str(path)!r} (mode {mode:o}): chmod 600 it")
-        key = file.read(_MAX_LENGTH).strip()
+        text = file.read(_MAX_LENGTH + 1)
+    if len(text) > _MAX_LENGTH:
+        raise ValueError(f"{str(path)!r} has more than {_MAX_LENGTH} characters: that is no key")
+    key = text.strip()
     if not key or len(key.splitlines()) > 1:
         raise ValueError(
             f"{str(path)!r} must hold one key, in one line; kvpin makes one if you delete the file"

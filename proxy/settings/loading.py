@@ -140,7 +140,7 @@ def _not_json(error: SourceError) -> str:
 
 
 def _is_unknown_variable(error: ErrorDetails) -> bool:
-    """Whether `_unknown_variables` names it."""
+    """True if `_unknown_variables` names it."""
     variable = PREFIX + DELIMITER.join(str(part).upper() for part in error["loc"])
     return error["type"] == "extra_forbidden" and _variable_of(error["loc"]) == variable
 

@@ -13,6 +13,8 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, BaseModel, ByteSize, ConfigDict, Field, SecretStr, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from engine_adapter.shape import MOST_FIELDS, MOST_TEXT, MOST_VALUES
+from proxy.core.normalise import Rule
 from proxy.core.quotas import TenantLimits
 from proxy.settings.engine_settings import (
     DiscoverySettings,
@@ -33,6 +35,7 @@ from proxy.settings.fields import (
     Pause,
     Place,
     Seconds,
+    Secret,
     Size,
     key_digest,
 )
@@ -85,6 +88,12 @@ class LimitSettings(_SettingsPart):
 
     body_bytes: Size = ByteSize(64 * 2**20)
     """Longest request body."""
+    json_bytes: Size = ByteSize(MOST_TEXT)
+    """The most bytes of a JSON body that are not base64, as images are."""
+    json_values: Annotated[int, Field(ge=1000)] = MOST_VALUES
+    """The most entries of all lists and objects of a body: a prompt of a million token ids has a million."""
+    json_fields: Annotated[int, Field(ge=1000)] = MOST_FIELDS
+    """The most fields of objects in a body, with the lists and objects themselves."""
     bodies_bytes: Size | None = None
     """The most bytes of [bodies that no engine has yet](operations.md#memory-for-bodies), all requests of a
     process together. By default a quarter of the memory that is available at start."""
@@ -98,6 +107,18 @@ class LimitSettings(_SettingsPart):
     """The most requests of a model that wait; 0: none waits."""
     queue_bytes: Size = ByteSize(512 * 2**20)
     """The most bytes that their bodies have together."""
+
+
+class NormaliseSettings(_SettingsPart):
+    """Rules that change prompts, so that more of them equals earlier ones."""
+
+    rules: tuple[Rule, ...]
+    """The names of [rules](normalise.md): `billing_line`, `date_to_day`, `tools_sorted`, `volatile_last`,
+    `paths`."""
+    tenant: Name | None = None
+    """Only for requests of this tenant."""
+    model: ModelName | None = None
+    """Only for requests for this model."""
 
 
 class TlsSettings(_SettingsPart):
@@ -198,9 +219,13 @@ class Settings(BaseSettings):
     machine](operations.md#without-an-admin-key) may use the admin API."""
     admin_key_file: Place | None = None
     """A file with that key. kvpin makes it with a random one if it is missing."""
+    metrics_key: Key | None = None
+    """Key of [`/metrics`](observe.md#who-may-read-the-metrics), or its digest; the admin key is one, too."""
     model_aliases: dict[ModelName, ModelName] = Field(default_factory=dict)
     """Further names of models and LoRA adapters, as `{ name = "model" }`: [model
     names](api.md#model-names)."""
+    normalise: tuple[NormaliseSettings, ...] = ()
+    """Rules that [change prompts](normalise.md), so that more of them equals earlier ones."""
     default_model: ModelName | None = None
     """Serves requests for names that nothing serves, and requests without a name where several models are
     served."""
@@ -227,6 +252,9 @@ class Settings(BaseSettings):
     traffic](operations.md#recording-traffic)."""
     record_traffic_bytes: Size = ByteSize(2**30)
     """The most bytes of that file; then the recording ends."""
+    record_traffic_key: Secret | None = None
+    """A secret for the hashes, the same for several kvpins: their recordings can be replayed together. By
+    default a random one, which the workers of a kvpin share."""
     trust_media_uuids: bool = False
     """Believe clients' `uuid`s of images, audio and video. Otherwise a `uuid` that returns with other
     content is a 400: [cache identity](cache-identity.md)."""
@@ -253,7 +281,7 @@ class Settings(BaseSettings):
 
     @property
     def finds_engines(self) -> bool:
-        """Whether engines come from elsewhere than from these settings."""
+        """True if engines come from elsewhere than from these settings."""
         return self.engines_file is not None or bool(self.discovery)
 
     @property
@@ -265,11 +293,6 @@ class Settings(BaseSettings):
     def hosts(self) -> list[str]:
         """The addresses to listen on."""
         return self.host.split(",")
-
-    @property
-    def admin_digest(self) -> bytes | None:
-        """SHA-256 of the admin key."""
-        return key_digest(self.admin_key.get_secret_value()) if self.admin_key else None
 
     @model_validator(mode="after")
     def _name_engines(self) -> Self:
@@ -300,8 +323,9 @@ class Settings(BaseSettings):
         digests = {entry.digest for entry in self.api_keys}
         if len(digests) < len(self.api_keys):
             yield "api_keys contains the same key twice"
-        if self.admin_digest in digests:
-            yield "admin_key must differ from every key in api_keys"
+        for name, key in (("admin_key", self.admin_key), ("metrics_key", self.metrics_key)):
+            if key is not None and key_digest(key.get_secret_value()) in digests:
+                yield f"{name} must differ from every key in api_keys"
         for entry in self.api_keys:
             if entry.limits not in (TenantLimits(), self.tenant_limits.get(entry.tenant_id)):
                 yield f"the keys of tenant {entry.tenant_id!r} have different limits: name them with one key"
@@ -310,11 +334,8 @@ class Settings(BaseSettings):
         limits = self.limits
         if limits.bodies_bytes is not None and limits.bodies_bytes < limits.body_bytes:
             yield "limits.bodies_bytes is less than limits.body_bytes: the longest bodies would never fit"
-        if self.record_traffic is not None:
-            if self.record_traffic.suffix == ".gz":
-                yield "record_traffic writes plain lines: name a file without .gz, and gzip it afterwards"
-            if self.workers > 1:
-                yield "record_traffic needs one worker: several would write to one file"
+        if self.record_traffic is not None and self.record_traffic.suffix == ".gz":
+            yield "record_traffic writes plain lines: name a file without .gz, and gzip it afterwards"
         for name in ("record_traffic", "exchange"):
             if getattr(self, name) is not None and not self.reuse:
                 yield f"{name} needs reuse: without reuse kvpin does not read prompts"

@@ -19,9 +19,10 @@ from msgspec.structs import replace
 from engine_adapter import (
     EngineRejected,
     Hold,
+    HttpTransport,
     IncomingResponse,
     JsonBody,
-    Transport,
+    log_text,
 )
 from proxy.core.budget import ByteBudget
 from proxy.core.life import (
@@ -46,7 +47,7 @@ from proxy.fleet.ingest import Ingest
 from proxy.fleet.lease import Lease
 from proxy.fleet.lower_tiers import expect_below, look_below
 from proxy.fleet.pool import Pool
-from proxy.headers import ENGINE_HEADER, NOTE_HEADER, POLICY_HEADER, PREDICTED_HEADER
+from proxy.headers import ENGINE_HEADER, NOTE_HEADER, POLICY_HEADER, PREDICTED_HEADER, RETENTION_HEADER
 from proxy.prompt import audit_tokens
 from proxy.request.alarm import Alarm
 from proxy.request.calls import Call, Reply
@@ -100,10 +101,8 @@ class Serving:
     kept: int = 0
 
     def take(self, event: Event) -> tuple[Command, ...]:
-        """Lets the machine take an event, and sets the alarm to the new state's deadline."""
-        commands = self.life.take(monotonic(), event)
-        self.alarm.set()
-        return commands
+        """Lets the machine take an event."""
+        return self.life.take(monotonic(), event)
 
     def is_ready(self, ready: Ready) -> None:
         """Notes the prepared request. Drops the client's body if engines get a translated one."""
@@ -136,7 +135,7 @@ class Attempts:
         room: memory for what running streams need to go on when their engine dies.
     """
 
-    transport: Transport
+    transport: HttpTransport
     ingest: Ingest | None
     tenants: Tenants
     room: ByteBudget = field(default_factory=lambda: ByteBudget(MAX_BODIES))
@@ -163,9 +162,10 @@ class Attempts:
             serving.take(Entered())
             engine.salts.note(self.tenants.owner(ready.salt), ready.salt)
             await lease.gather()
+            lease.gathered = monotonic()
             async with self._hold(engine, ready) as hold:
                 await look_below(pool, engine, lease, ready.prompt, ready.chain)
-                record.placement, record.note = lease.refine(hold), hold.note
+                record.placement, record.note, record.slot = lease.refine(hold), hold.note, hold.slot
                 forwarded = await self.forward(serving, ready, engine, lease, hold)
             self._close(serving, ready, engine, lease, hold, forwarded)
         return Answered(is_error=forwarded.error is not None)
@@ -175,6 +175,7 @@ class Attempts:
     ) -> Forwarded:
         """Sends the request to the engine that it holds, and the answer to the client."""
         call, reply, record = ready.call_for(engine), serving.reply, serving.record
+        sent = monotonic()
 
         def began(answer: IncomingResponse, cached: int | None) -> None:
             serving.cached = cached
@@ -183,19 +184,21 @@ class Attempts:
             lease.first_byte(streamed=call.streams)
             if not reply.started:
                 # Now, because the client may leave before the end.
-                record.first_byte_s, record.placed = lease.first_byte_s, lease.started
+                record.begins(lease.started, lease.gathered, sent, lease.first_byte_s or 0.0)
 
         if ready.translation is not None:
             ready.translation.predicted = ready.predicted(lease.placement, engine)
         passage = serving.passage = self._passage(serving, ready, call, hold, engine)
         kept = serving.call.body if serving.kept else None
         reply.on_start = lambda: _forget_bodies(call, hold, kept)
-        headers = _headers(call, lease.placement, hold, reply)
+        headers = _headers(call, lease.placement, hold, reply) | ready.told | _retained(ready, hold)
         refusals = refusals_of(call, serving.n_candidates)
         serving.take(Sent())
-        return await Forwarding(engine.adapter, call, hold, reply, headers, refusals, passage, began).run(
-            self.transport
-        )
+        forwarded = await Forwarding(
+            engine.adapter, call, hold, reply, headers, refusals, passage, began
+        ).run(self.transport)
+        record.reports(forwarded.prefill, forwarded.decode_s)
+        return forwarded
 
     def blame(self, serving: Serving, attempt: Attempt) -> None:
         """Notes what a failed attempt says about its engine."""
@@ -208,8 +211,7 @@ class Attempts:
             case Blame.CHECK:
                 engine.check_now.set()
             case Blame.REFUSED:
-                status = getattr(error, "status", None)
-                log.warning("the engine refused a request", engine=engine.id, status=status, error=str(error))
+                log.warning("the engine refused a request", engine=engine.id, error=log_text(error))
                 engine.refused(error)
             case Blame.LACKS if route in PASSED_ON:
                 engine.lacks.add(route)
@@ -309,3 +311,11 @@ def _headers(call: Call, placement: Placement, hold: Hold, reply: Reply) -> dict
         POLICY_HEADER: "sandbox",
     }
     return {**headers, NOTE_HEADER: hold.note} if hold.note else headers
+
+
+def _retained(ready: Ready, hold: Hold) -> dict[str, str]:
+    """The header that says whether the client's wish to keep its KV is honoured, if it has one."""
+    wish = ready.retention
+    if wish is None or not wish.priority:
+        return {}
+    return {RETENTION_HEADER: f"{wish.ttl_s:g}" if hold.retains else "0"}

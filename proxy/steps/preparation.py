@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import nullcontext
+from weakref import WeakValueDictionary
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -14,15 +16,19 @@ from engine_adapter import Capability, JsonBody, RequestBody, Retention, Upload
 from engine_adapter.off_loop import JSON_BYTES_PER_MS, off_loop
 from proxy.core.admission import Needs
 from proxy.core.index.blocks import Chain
+from proxy.core.normalise import Rule
 from proxy.core.placement.decision import Placement
 from proxy.core.retention import retention_of
 from proxy.errors import MethodNotAllowed
 from proxy.fleet.destinations import Destination, Destinations
 from proxy.fleet.engine import Engine
 from proxy.fleet.pool import Pool
+from proxy.headers import NORMALISED_HEADER
 from proxy.prompt import MediaUuids, Prompt
 from proxy.request.calls import Call
 from proxy.request.error_table import ANSWERED
+from proxy.request.known_routes import ALLOW_POST
+from proxy.request.normalising import NO_RULES, Normalising
 from proxy.request.retries import PASSED_ON
 from proxy.request.session import Session
 from proxy.request.tenants import Tenants
@@ -36,6 +42,9 @@ from proxy.request.translate import (
     may_name_more,
 )
 from proxy.request.urgency import priority_in
+
+# Of bodies with more bytes, each tenant's are read one at a time.
+_LONG_BYTES = 4 << 20
 
 
 class Ready(Struct, frozen=True):
@@ -53,6 +62,8 @@ class Ready(Struct, frozen=True):
         translation: turns the answer to a chat into that of the API the client asked; None for its own.
         home: the engine that made the response that the request names: only that one can serve it; None for
             any.
+        rules: the rules that changed its prompt.
+        asked: the client's body as these rules changed it, until it is kept; None if none did.
         kind: the only kind of engine that can serve it, because one of them died in mid-answer; None for any.
     """
 
@@ -67,6 +78,13 @@ class Ready(Struct, frozen=True):
     translation: Translation | None = None
     home: str | None = None
     kind: str | None = None
+    rules: tuple[Rule, ...] = ()
+    asked: RequestBody = None
+
+    @property
+    def told(self) -> dict[str, str]:
+        """The header that names the rules."""
+        return {NORMALISED_HEADER: ",".join(self.rules)} if self.rules else {}
 
     @property
     def needs(self) -> Needs:
@@ -133,6 +151,7 @@ class Preparation:
         media: the content behind clients' names of images.
         translations: route → what translates a request there into a chat, for engines that want chats.
         reuse: every prompt is tokenised; without reuse, only prompts that are counted.
+        normalising: the rules that change prompts.
     """
 
     destinations: Destinations
@@ -140,49 +159,73 @@ class Preparation:
     media: MediaUuids
     translations: Mapping[str, Translate]
     reuse: bool
+    normalising: Normalising = NO_RULES
+    _turns: WeakValueDictionary[str | None, asyncio.Lock] = dataclasses.field(
+        default_factory=WeakValueDictionary
+    )
 
     async def prepare(self, call: Call) -> Ready:
         """Finds the pool of a request, and reads its prompt.
 
+        A tenant's long bodies are read one after the other: meanwhile, each takes about ten times its length
+        of memory.
+
         Raises:
             ProxyError, EngineError: the request is wrong, or no engine serves its model.
         """
+        is_long = isinstance(call.body, JsonBody) and len(call.body.raw) > _LONG_BYTES
+        async with self._turns.setdefault(call.tenant, asyncio.Lock()) if is_long else nullcontext():
+            return await self._prepare(call)
+
+    async def _prepare(self, call: Call) -> Ready:
         priority_in(call.headers)  # an invalid priority is refused even if no request waits
-        to = self.destinations.find(call)
+        to = await self.destinations.find(call)
         if call.native is not None:
             to.pool.check_serves(call.native)
+        call, rules = await self.normalising.apply(call, to.pool.model)
+        retention = self._retention(call, to.pool)
         translation = await self._translation(call, to.pool)
         if translation is None:
-            return await self._ready(call, to, call.body)
+            return _with_rules(await self._ready(call, to, retention), rules, call)
         chat = replace(call, path=CHAT_PATH, body=translation.chat)
-        with _in_the_words_of(translation):
-            ready = await self._ready(chat, to, call.body, counts=translation.counts)
-        return replace(ready, translation=translation)
+        with translation.wording.errors(*ANSWERED):
+            ready = await self._ready(chat, to, retention, counts=translation.counts)
+        return _with_rules(replace(ready, translation=translation), rules, call)
+
+    def _retention(self, call: Call, pool: Pool) -> Retention | None:
+        """How long the client wants its KV kept. Raises BadRequest for a time that is none."""
+        is_followed = self.reuse and pool.prompts is not None and call.runs_prompt
+        return (
+            retention_of(call.body, call.tenant) if is_followed and isinstance(call.body, JsonBody) else None
+        )
 
     async def _translation(self, call: Call, pool: Pool) -> Translation | None:
         """The request's translation into a chat; None if the engines of the pool serve it as it is.
 
         Raises:
-            MethodNotAllowed: the route is translated, and the method is not POST.
+            MethodNotAllowed: the route takes only POST here.
         """
         translate, body = self.translations.get(call.route), call.body
         is_chat = translate is not None and call.route in pool.served_as_chats
-        if is_chat and call.method != "POST":
-            allow = "POST, OPTIONS"
-            raise MethodNotAllowed(f"{call.route} takes {allow}, not {call.method}", allow=allow)
+        # An engine that keeps no responses keeps no chats, which a GET would list.
+        keeps_none = call.route == CHAT_PATH and RESPONSES_PATH in pool.served_as_chats
+        if (is_chat or keeps_none) and call.method != "POST":
+            raise MethodNotAllowed(f"{call.route} takes {ALLOW_POST}, not {call.method}", allow=ALLOW_POST)
         if translate is None or not is_chat or not isinstance(body, JsonBody):
             return None
         is_long = call.route.startswith(RESPONSES_PATH) and may_name_more(body)
         ms = math.inf if is_long else len(body.raw) / JSON_BYTES_PER_MS
         return await off_loop(lambda: translate(body, call.tenant), ms=ms)
 
-    async def _ready(self, call: Call, to: Destination, asked: RequestBody, *, counts: bool = False) -> Ready:
+    async def _ready(
+        self, call: Call, to: Destination, retention: Retention | None, *, counts: bool = False
+    ) -> Ready:
         """The request in a form that engines understand.
 
         Args:
             call: the request.
             to: where it may go.
-            asked: the body that the client sent.
+            retention: how long its client wants its KV kept.
             counts: the client only asks for the length of its prompt.
         """
         pool, salt = to.pool, None
@@ -191,14 +234,17 @@ class Preparation:
             body = await self.media.admit(self.tenants.without_private(call.body), salt)
             call = call if body is call.body else replace(call, body=body)
         lora, call = pool.lora_of(to.model), _naming(call, to)
-        prompt = retention = None
+        prompt = None
         if (self.reuse or counts) and pool.prompts is not None and isinstance(call.body, JsonBody):
             prompt = await pool.prompts.build(
                 call.route, call.body, salt=salt, lora=lora, tenant=call.tenant, bounded=not counts
             )
-            retention = retention_of(asked, call.tenant) if isinstance(asked, JsonBody) else None
         session = call.session if self.reuse else None
         return Ready(call, pool, salt, lora, prompt, pool.chain(prompt), session, retention, home=to.home)
+
+
+def _with_rules(ready: Ready, rules: tuple[Rule, ...], call: Call) -> Ready:
+    return replace(ready, rules=rules, asked=call.body) if rules else ready
 
 
 def _naming(call: Call, to: Destination) -> Call:
@@ -209,14 +255,3 @@ def _naming(call: Call, to: Destination) -> Call:
     if body is None:
         return call.naming(name)
     return replace(call, body=body.renamed(name) if isinstance(body, Upload) else body.replace(model=name))
-
-
-@contextmanager
-def _in_the_words_of(translation: Translation) -> Iterator[None]:
-    """Errors raised inside the block name the client's fields, not the chat's."""
-    try:
-        yield
-    except ANSWERED as error:
-        param = getattr(error, "param", None)
-        error.param = param and translation.param(param)  # type: ignore[union-attr]  # most have one
-        raise

@@ -55,7 +55,7 @@ def _part(field: FieldInfo) -> type[BaseModel] | None:
 
 def _settings(model: type[BaseModel], names: Iterable[str]) -> str:
     fields = ((name, model.model_fields[name]) for name in names)
-    rows = ((f"`{name}`", _default(field), f"{_said(field)}{_range(field)}") for name, field in fields)
+    rows = ((f"`{name}`", default_of(field), f"{_said(field)}{_range(field)}") for name, field in fields)
     return table(("setting", "default", "meaning"), rows)
 
 
@@ -75,7 +75,8 @@ def _range(field: FieldInfo) -> str:
     return "" if high is None else f" {low:,} to {high:,}."
 
 
-def _default(field: FieldInfo) -> str:
+def default_of(field: FieldInfo) -> str:
+    """The default of a setting, as the table shows it."""
     if field.is_required():
         return "required"
     value = field.default

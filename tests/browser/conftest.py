@@ -15,6 +15,11 @@ from starlette.staticfiles import StaticFiles
 
 from tests.fakes import serving
 
+# Names under `.test` lead to this machine. No page is kept from it: only new browsers do that.
+_ARGUMENTS = (
+    *("--no-sandbox", "--host-resolver-rules=MAP *.test 127.0.0.1"),
+    "--disable-features=LocalNetworkAccessChecks,BlockInsecurePrivateNetworkRequests",
+)
 # Streams a chat as a web UI does, and notes each event when it is read.
 _PAGE = """<!doctype html><title>chat</title><script type="module">
 window.events = []
@@ -63,7 +68,7 @@ async def browser() -> AsyncIterator[Browser]:
     env = {**os.environ, "LD_LIBRARY_PATH": libraries} if libraries else dict(os.environ)
     async with async_playwright() as playwright:
         browser = await playwright.chromium.launch(
-            executable_path=Path(chromium), env=env, args=["--no-sandbox"], timeout=120_000
+            executable_path=Path(chromium), env=env, args=_ARGUMENTS, timeout=120_000
         )
         yield browser
         await browser.close()

@@ -12,7 +12,9 @@ import httpx
 import pytest
 from playwright.async_api import Page, expect
 
+from scripts.make_gguf import gguf_path
 from tests.live.conftest import ENGINE, Kvpin, running_kvpin
+from tests.llama import llama_server
 
 PATIENCE_MS = 60_000
 TRACE = Path(__file__).parents[1] / "data" / "traces" / "agents.jsonl.gz"
@@ -142,6 +144,28 @@ async def test_reuse_on_and_off_side_by_side(opened, kvpin):
     assert cached[1] == 0
 
 
+async def test_requests_from_before_it_was_opened_are_there(page, kvpin):
+    early = await ask(kvpin, "Who was here before?")
+    await page.goto(kvpin.url)
+    await page.get_by_label("admin key").fill("admin-key")
+    await page.keyboard.press("Enter")
+    row = page.locator("tbody tr").filter(has_text=early.headers["x-request-id"])
+    await expect(row).to_contain_text("first_seen")
+
+
+async def test_another_question_is_no_miss_and_its_time_is_told_in_parts(opened, kvpin):
+    for question in ("Which holds seven?", "Name row 12."):
+        answer = await ask(kvpin, f"{DOCUMENT} No miss. {question}", stream=True)
+    await opened.get_by_role("link", name="Why", exact=True).click()
+    await opened.get_by_role("searchbox").fill(answer.headers["x-request-id"])
+    cell = opened.locator("tbody td", has_text="shared_prefix")
+    await expect(cell).to_have_class("")
+    await opened.locator("tbody a").click()
+    parts = opened.get_by_role("region", name="Where the time went")
+    for name in ("read", "tokenise", "place", "engine"):
+        await expect(parts.get_by_role("img", name=f"{name}: ")).to_be_visible()
+
+
 async def test_a_miss_is_explained(opened, kvpin):
     await ask(kvpin, f"{DOCUMENT} The first question. {NASTY}")
     other = await ask(kvpin, f"{DOCUMENT} Another one. {NASTY}", stream=True)
@@ -178,6 +202,33 @@ async def test_the_cache_map_shows_what_prompts_share_and_its_buttons_work(opene
     await expect(details).to_contain_text("no engine holds any of it: warm it first")
     await details.get_by_role("button", name="Warm").click()
     await expect(details.get_by_role("status")).to_contain_text("warm: done")
+
+
+async def test_a_box_of_the_map_has_a_name_and_its_first_words_on_demand(opened, kvpin):
+    await ask(kvpin, f"Unheard-of beginnings. {DOCUMENT}", session_id="talk-7")
+    await opened.get_by_role("link", name="Map", exact=True).click()
+    named = opened.get_by_role("button", name=re.compile("talk-7 · "))
+    await expect(named.first).to_be_visible()
+    await expect(opened.get_by_text("Unheard-of")).to_have_count(0)
+    await opened.get_by_label("first words").check()
+    await expect(opened.get_by_role("button", name=re.compile("Unheard-of"))).not_to_have_count(0)
+
+
+async def test_the_slots_of_a_llama_server_and_who_holds_them(page, monkeypatch, tmp_path):
+    monkeypatch.setenv("LLAMA_SERVER", llama_server())
+    command = f"llama-server: -m {gguf_path('tiny')} -np 2 -c 4096 -t 1 --slot-save-path {tmp_path}"
+    with running_kvpin(tmp_path / "log", "--engine", command) as kvpin:
+        body = {"messages": [{"role": "user", "content": DOCUMENT}], "max_tokens": 2, "session_id": "talk-9"}
+        async with httpx.AsyncClient(timeout=60, trust_env=False) as client:
+            (await client.post(f"{kvpin.base_url}/chat/completions", json=body)).raise_for_status()
+        await page.goto(f"{kvpin.url}/ui/")
+        slots = page.get_by_role("region", name="Slots")
+        await expect(slots.locator("tbody tr")).to_have_count(2)
+        await expect(slots.locator("tbody tr", has_text="talk-9")).to_have_count(1)
+        await expect(slots.locator("tbody tr", has_text="empty")).to_have_count(1)
+        await expect(slots).to_contain_text(f"in {tmp_path}")
+        await slots.get_by_role("link", name="request of").click()
+        await expect(page.get_by_role("region", name="Where the time went")).to_contain_text("prefill")
 
 
 async def test_the_map_goes_by_keyboard_and_zooms(opened, kvpin):
@@ -270,8 +321,9 @@ async def test_many_engines_and_requests_fill_pages_not_the_browser(page, kvpin)
         "saved_s": 1.5,
     }
     engine = {
-        "model": "m", "state": "ready", "trust": "precise", "why": "", "queue_s": 0.1, "in_flight": 1,
-        "decoding": 1, "held_tokens": {"gpu": 5}, "capacity_tokens": {"gpu": 10},
+        "kind": "vllm", "model": "m",
+        "state": "ready", "trust": "precise", "why": "", "forms": {}, "queue_s": 0.1,
+        "in_flight": 1, "decoding": 1, "held_tokens": {"gpu": 5}, "capacity_tokens": {"gpu": 10},
         "reuse": reuse, "problem": None,
     }  # fmt: skip
     snapshot = {

@@ -11,8 +11,9 @@ import pytest
 
 from engine_adapter import EngineAdapter, HttpTransport, make_adapter
 from tests.engines import engine_spec
+from tests.fake_engines.core import EngineCore
 from tests.fake_engines.nim import FakeNim, running_nim
-from tests.fake_engines.sglang import RunningSglang, running_sglang
+from tests.fake_engines.sglang import running_sglang
 from tests.fake_engines.tensorrt_llm import RunningTrtllm, running_trtllm
 from tests.fake_engines.vllm import FakeVllm, running_vllm
 
@@ -51,11 +52,51 @@ def vllm_server() -> Iterator[VllmServer]:
         yield VllmServer(vllm.url, vllm.fake)
 
 
+@dataclass(frozen=True, slots=True)
+class SglangServer:
+    """The server for the tests of SGLang's adapter.
+
+    Attributes:
+        core: None if it is a real one.
+    """
+
+    url: str
+    core: EngineCore | None
+
+    @contextmanager
+    def decoding_for_long(self) -> Iterator[None]:
+        """Requests for many tokens run until `go_on`, or the block ends; a real server takes its own time."""
+        if self.core is not None:
+            self.core.hold(after=1)
+        try:
+            yield
+        finally:
+            self.go_on()
+
+    def go_on(self) -> None:
+        """Ends `decoding_for_long`."""
+        if self.core is not None:
+            self.core.release()
+
+
 @pytest.fixture(scope="session")
-def sglang_server() -> Iterator[RunningSglang]:
-    """A fake one."""
-    with running_sglang() as running:
-        yield running
+def sglang_server() -> Iterator[SglangServer]:
+    """A fake one, or a real one at KVPIN_TEST_SGLANG: idle, with 128 pages of 16 tokens."""
+    if address := os.environ.get("KVPIN_TEST_SGLANG"):
+        yield SglangServer(address, None)
+        return
+    with running_sglang(page_size=16, capacity=128) as running:
+        yield SglangServer(running.url, running.core)
+
+
+@pytest.fixture(scope="session")
+def sglang_ranks() -> Iterator[str]:
+    """The address of one with two ranks, a fake one or a real one at KVPIN_TEST_SGLANG_RANKS."""
+    if address := os.environ.get("KVPIN_TEST_SGLANG_RANKS"):
+        yield address
+        return
+    with running_sglang(page_size=16, capacity=128, ranks=2) as running:
+        yield running.url
 
 
 @pytest.fixture(scope="session")

@@ -182,7 +182,7 @@ async def test_lower_tiers_are_asked_only_where_there_are_some(adapter):
 
 
 async def test_it_is_known_who_computes_what_two_prompts_share_twice(adapter):
-    twice = ("openai_compatible", "tensorrt_llm", "nim")  # the one here has TensorRT-LLM inside
+    twice = ("openai_compatible", "sglang", "tensorrt_llm", "nim")  # the one here has TensorRT-LLM inside
     assert (await adapter.connect()).shares_prefill is (adapter.spec.kind not in twice)
 
 

@@ -136,8 +136,17 @@ async def test_one_that_hides_what_is_inside_is_used_as_any(nim):
             await adapter.tokenize(CHAT, HELLO)
 
 
-async def test_one_that_does_not_pass_on_the_routes_of_its_engine_is_used_as_any(nim):
+async def test_metrics_where_nim_2_has_them(nim):
     with running_vllm() as engine, running_nim(around(engine.fake, shut=("/metrics",))) as url:
+        adapter = nim(url)
+        info = await adapter.connect()
+        assert (type(adapter._inner), info.tokens_per_block, info.gpu_blocks) == (VllmAdapter, 16, 128)
+        assert (await adapter.load()).running == 0
+
+
+async def test_one_that_does_not_pass_on_the_routes_of_its_engine_is_used_as_any(nim):
+    fields = {"shut": ("/metrics",), "shows_metrics": False}
+    with running_vllm() as engine, running_nim(around(engine.fake, **fields)) as url:
         adapter = nim(url)
         info = await adapter.connect()
         assert (info.model, adapter._inner.spec.kind) == ("tiny", UNKNOWN)

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from engine_adapter.off_loop import in_own_thread, off_loop
+from engine_adapter.off_loop import PAYER, THREADS, FairThreads, in_own_thread, off_loop
 
 
 async def test_short_work_stays_on_the_loop():
@@ -61,3 +61,48 @@ async def test_slow_files_do_not_hold_it_up():
     await asyncio.wait_for(off_loop(lambda: None, ms=9), 2)
     go.set()
     await asyncio.gather(*reads)
+
+
+class TestFairness:
+    """One tenant's work does not hold up another's."""
+
+    def test_a_tenant_has_some_of_the_threads(self):
+        threads, go = FairThreads(4, 2), threading.Event()
+        begun = [threading.Event() for _ in range(8)]
+        greedy = [threads.submit("a", "parse", lambda each=each: (each.set(), go.wait(5))) for each in begun]
+        assert threads.submit("b", "parse", lambda: 7).result(5) == 7
+        assert sum(each.is_set() for each in begun) <= 2
+        go.set()
+        assert all(each.result(5) for each in greedy)
+
+    def test_tenants_take_turns(self):
+        threads, go, order = FairThreads(1, 1), threading.Event(), []
+        first = threads.submit("a", "parse", lambda: go.wait(5))
+        waiting = [
+            threads.submit(name, "parse", lambda name=name: order.append(name))
+            for name in ("a",) * 5 + ("b", "c")
+        ]
+        go.set()
+        for each in (first, *waiting):
+            each.result(5)
+        assert order[:3] in (["a", "b", "c"], ["b", "c", "a"])
+        assert order.count("a") == 5
+
+    def test_an_error_gives_the_thread_back(self):
+        threads = FairThreads(1, 1)
+        with pytest.raises(ZeroDivisionError):
+            threads.submit("a", "parse", lambda: 1 // 0).result(5)
+        assert threads.submit("a", "parse", lambda: 7).result(5) == 7
+
+    async def test_who_sent_the_request_pays(self):
+        def busy():
+            until = time.thread_time() + 0.01
+            while time.thread_time() < until:
+                pass
+
+        PAYER.set("test_off_loop")
+        await off_loop(busy, ms=9, what="render")
+        await off_loop(lambda: None, ms=0.5)
+        spent = {what: s for (tenant, what), s in THREADS.spent.items() if tenant == "test_off_loop"}
+        assert spent["render"] >= 0.01
+        assert spent["parse"] == 0.0005

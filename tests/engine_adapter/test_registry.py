@@ -2,7 +2,6 @@ import pytest
 
 from engine_adapter import (
     ENGINE_KINDS,
-    EngineOptions,
     EngineSpec,
     EngineSpecError,
     OptionError,
@@ -10,7 +9,7 @@ from engine_adapter import (
     make_adapter,
     make_options,
 )
-from engine_adapter.events.options import EventOptions
+from engine_adapter.events.options import EventAddresses, EventOptions
 from engine_adapter.openai_compatible import OpenAICompatibleAdapter
 from engine_adapter.torch_engine.adapter import EmbeddedAdapter
 from engine_adapter.vllm.options import VllmOptions
@@ -67,6 +66,6 @@ async def test_a_nim_hands_on_the_options_that_the_engine_inside_has():
     inside = {kind: nim._as_kind(nim.spec, kind) for kind in ("vllm", "sglang", "tensorrt_llm")}
     assert inside["vllm"].spec.options == VllmOptions(dp_rank=1, lmcache="http://h:2")
     assert inside["sglang"].spec.options == EventOptions(dp_rank=1)
-    assert inside["tensorrt_llm"].spec.options == EngineOptions()
+    assert inside["tensorrt_llm"].spec.options == EventAddresses()
     for adapter in (nim, *inside.values()):
         await adapter.aclose()

@@ -9,7 +9,6 @@ OPERATORS = {
     "/slots/0",
     "/tools",
     "/cors-proxy",
-    "/models/load",
     "/flush_cache",
     "/reset_prefix_cache",
     "/sleep",

@@ -104,12 +104,21 @@ class PageCache:
         hits: those that were found.
     """
 
-    def __init__(self, page_size: int, capacity: int, listener: CacheListener | None = None) -> None:
-        """`capacity` is in pages."""
+    def __init__(
+        self,
+        page_size: int,
+        capacity: int,
+        listener: CacheListener | None = None,
+        *,
+        shares_prefill: bool = True,
+    ) -> None:
+        """`capacity` is in pages. `shares_prefill`: pages of a prompt can be reused as soon as its prefill
+        begins. If False, the engine stores them when it is over."""
         self.page_size = page_size
         self.capacity = capacity
         self.listener: CacheListener = listener or Silent()
         self.queries = self.hits = 0
+        self._shares_prefill = shares_prefill
         self._pages: dict[int, _Page] = {}  # least recently used first
 
     def __len__(self) -> int:
@@ -125,14 +134,16 @@ class PageCache:
         return len(self._matched(prompt)) * self.page_size
 
     def begin(self, prompt: CachePrompt, *, read: bool = True) -> RunningPrompt:
-        """Starts a request: reuses held pages if `read`, and stores the rest of its full pages."""
+        """Starts a request: reuses held pages if `read`, and stores the rest of its full pages if they can be
+        shared already."""
         matched = self._matched(prompt) if read else []
         self.queries += len(prompt.tokens)
         self.hits += len(matched) * self.page_size
         running = RunningPrompt(self, prompt, len(matched) * self.page_size, list(prompt.tokens))
         for page in matched:
             running.hold(page)
-        running.store(len(prompt.tokens))
+        if self._shares_prefill:
+            running.store(len(prompt.tokens))
         return running
 
     def run_of(self, prompt: CachePrompt, first: int, last: int, hashes: Sequence[int]) -> StoredRun:

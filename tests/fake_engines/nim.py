@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from starlette.applications import Starlette
-from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from tests.engines import served
@@ -26,12 +26,14 @@ class FakeNim:
         ready: its model is loaded.
         inside: the engine's routes.
         shut: engine routes that it does not pass on.
+        shows_metrics: `/v1/metrics` is the engine's `/metrics`.
         manages: it has the management routes of a NIM.
     """
 
     inside: tuple[BaseRoute, ...] = ()
     ready: bool = True
     shut: tuple[str, ...] = ()
+    shows_metrics: bool = True
     manages: bool = True
 
     @property
@@ -56,7 +58,9 @@ class FakeNim:
         yield Route("/v1/metadata", lambda _: JSONResponse(metadata))
         yield Route("/v1/version", lambda _: JSONResponse({"release": RELEASE, "api": "1.0.0"}))
         yield Route("/v1/license", lambda _: JSONResponse({"name": "NVIDIA AI Enterprise", "content": "…"}))
-        yield Route("/v1/metrics", lambda _: PlainTextResponse(""))
+        engines = (route for route in self.inside if isinstance(route, Route) and route.path == "/metrics")
+        if self.shows_metrics and (metrics := next(engines, None)) is not None:
+            yield Route("/v1/metrics", metrics.endpoint)
 
 
 @contextmanager

@@ -1,11 +1,12 @@
 """An SGLang server without a model: the routes, errors and event sockets of 0.5.23.
 
 An answer is a function of the prompt's tokens and LoRA adapter. Reuse, events and their timing, request
-fields and refusals follow SGLang's source.
+fields and refusals follow a real server: tests/contract/test_sglang.py runs on both.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -105,7 +106,8 @@ class _Events:
 
 
 class _Core(EngineCore):
-    """Stores pages filled by decoding when the request ends, and reports them after its answer."""
+    """Stores the pages of a prompt after its prefill, so that another prompt in the same batch computes them,
+    too; and those filled by decoding when the request ends. Reports them after its answer."""
 
     @asynccontextmanager
     async def generate(
@@ -125,7 +127,11 @@ class _Core(EngineCore):
         # Salt and extra key only change what is shared.
         shown = CachePrompt(prompt.tokens, Namespace(lora=_adapter_of(prompt.namespace)))
         for at in range(max_tokens):
-            await self.turn()
+            await self.turn(at)
+            if at == 0:
+                await asyncio.sleep(0)  # requests that have arrived are in the same batch
+                running.store(len(prompt.tokens))
+                self.end_of_step()
             token = output_token(shown, at)
             running.tokens.append(token)
             yield token
@@ -169,11 +175,12 @@ class FakeSglang:
         options = self.options
         capacity = 0 if options.disable_radix_cache else options.capacity
         if not self.publishers or options.disable_radix_cache:
-            return _Core(PageCache(options.page_size, capacity))
+            return _Core(PageCache(options.page_size, capacity, shares_prefill=False))
         events = _Events(self.publishers[rank], options.page_size)
         events.cleared()  # its first event
         events.publish()
-        return _Core(PageCache(options.page_size, capacity, events), end_of_step=events.publish)
+        cache = PageCache(options.page_size, capacity, events, shares_prefill=False)
+        return _Core(cache, end_of_step=events.publish)
 
     # --- routes ---------------------------------------------------------------------------------------
 
@@ -207,7 +214,7 @@ class FakeSglang:
                 return await handler(request)
             except _RefusedError as refused:
                 error = {"object": "error", "message": str(refused), "type": "BadRequestError"}
-                return JSONResponse(error | {"param": None, "code": 400}, 400)
+                return JSONResponse(error | {"param": None, "code": refused.status}, refused.status)
 
         return guarded
 
@@ -303,16 +310,26 @@ class FakeSglang:
             ]
         )
 
-    async def _flush(self, _: Request) -> Response:
-        if any(core.running or core.waiting for core in self.cores):
+    async def _flush(self, request: Request) -> Response:
+        """Each rank is flushed once it is idle, or not within the time-out. The rank that is first tells."""
+        deadline = time.monotonic() + float(request.query_params.get("timeout", 0))
+        waiting, flushed = list(self.cores), list[bool]()
+        while waiting:
+            for core in list(waiting):
+                is_idle = not (core.running or core.waiting)
+                if is_idle or time.monotonic() >= deadline:
+                    waiting.remove(core)
+                    flushed.append(is_idle and core.reset())
+                    core.end_of_step()
+            await asyncio.sleep(0.005)
+        if not flushed[0]:
             return PlainTextResponse("Flush cache failed.\n", 400)
-        for core in self.cores:
-            core.reset()
-            core.end_of_step()
         return PlainTextResponse("Cache flushed.\nPlease check backend logs for more details. ")
 
     async def _tokenize(self, request: Request) -> Response:
         body = await request.json()
+        if body.get("stream"):
+            raise _RefusedError("OpenAIServingTokenize does not support streaming requests", 501)
         if (body.get("prompt") is None) == (body.get("messages") is None):
             raise _RefusedError("Exactly one of 'prompt' or 'messages' must be provided.")
         if body.get("messages") is not None:
@@ -352,7 +369,7 @@ class FakeSglang:
     async def _generate(self, request: Request) -> Response:
         """One prompt. As in 0.5.23, each event of a stream has the whole text so far."""
         body = await request.json()
-        rank = self._rank(request, body)
+        rank = self._rank(request, body, header=None)
         self.seen.append((rank, body))
         tokens = body["input_ids"] if body.get("input_ids") is not None else encode(body["text"])
         namespace = self._namespace("/generate", body)
@@ -373,8 +390,11 @@ class FakeSglang:
     async def _model_info(self, _: Request) -> Response:
         return JSONResponse({"model_path": self.options.model, "is_generation": True})
 
-    def _rank(self, request: Request, body: dict) -> int:
-        named = request.headers.get("x-data-parallel-rank", body.get("routed_dp_rank"))
+    def _rank(self, request: Request, body: dict, *, header: str | None = "x-data-parallel-rank") -> int:
+        """The rank that a request names: in a header of other servers, in one of clients, or in its body."""
+        named = request.headers.get(header, None) if header is not None else None
+        named = body.get("routed_dp_rank") if named is None else named
+        named = request.headers.get("x-override-routed-dp-rank", named)
         if named is None:
             self._turn = (self._turn + 1) % self.options.ranks
             return self._turn
@@ -402,7 +422,10 @@ class FakeSglang:
         tools = body.get("tools") if body.get("tool_choice") != "none" else None
         try:
             tokens = chat_tokens(
-                messages, tools, **options, add_generation_prompt=add_generation_prompt is not False
+                list(map(_given, messages)),
+                tools and list(map(_given_tool, tools)),
+                **options,
+                add_generation_prompt=add_generation_prompt is not False,
             )
         except Exception as error:
             raise _RefusedError(str(error)) from error
@@ -508,8 +531,9 @@ class _Answer:
         end = {"logprobs": None, "finish_reason": "length", "matched_stop": None}
         if not self._is_chat:
             return {"index": index, "text": (self._echo if self.body.get("echo") else "") + text} | end
-        message = {"role": "assistant", "content": text, "reasoning_content": None, "tool_calls": None}
-        return {"index": index, "message": message} | end
+        message = {"role": "assistant", "content": text, "reasoning_content": None}
+        ids = self.prompt.tokens if self.body.get("return_prompt_token_ids") else None
+        return {"index": index, "message": message} | end | ({"prompt_token_ids": ids} if ids else {})
 
     @property
     def _echo(self) -> str:
@@ -547,11 +571,41 @@ class _Answer:
         """Sent only if the prompt reused something."""
         if not self.body.get("return_cached_tokens_details") or not cached:
             return None
-        return {"cached_tokens_details": {"device": cached, "host": 0}}
+        details = {"cached_tokens_details": {"device": cached, "host": 0}}
+        whole = self.body.get("n", 1) > 1 and not self.body.get("stream")
+        return details | ({"spec_tokens_details": []} if whole else {})
 
 
 class _RefusedError(Exception):
-    pass
+    def __init__(self, message: str, status: int = 400) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+def _given(message: dict) -> dict:
+    """A message as templates get it."""
+    content = message.get("content")
+    if isinstance(content, list):
+        content = " ".join(part["text"] for part in content)
+    given = message | {"content": "" if content is None else content}
+    if message.get("tool_calls"):
+        calls = message["tool_calls"]
+        given["tool_calls"] = [
+            {"id": call.get("id"), "index": None, "type": "function", "function": call["function"]}
+            for call in calls
+        ]
+    return given
+
+
+def _given_tool(tool: dict) -> dict:
+    """A tool as templates get it: all fields of its model."""
+    function = tool["function"]
+    missing = [name for name in ("description", "parameters") if name not in function]
+    return {
+        "type": "function",
+        "function": function | dict.fromkeys(missing),
+        "defer_loading": None,
+    }
 
 
 @dataclass(frozen=True, slots=True)

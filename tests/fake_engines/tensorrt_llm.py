@@ -1,4 +1,4 @@
-"""A trtllm-serve without a model: routes, events and refusals of 1.2 to 1.4.
+"""A trtllm-serve without a model: routes, events and refusals of 1.2 to 1.4, and pushed events as in 1.3.
 
 It follows the source and the documents; no real server was available. Its cache offloads evicted blocks to
 host memory while there is room, and restores them when a prompt needs them.
@@ -21,6 +21,7 @@ from tests.engines import served
 from tests.fake_engines.answers import Work, answer
 from tests.fake_engines.cache import CachePrompt, Namespace, PageCache, RunningPrompt, StoredRun, _Page
 from tests.fake_engines.core import EngineCore
+from tests.fake_engines.publisher import Publisher
 from tests.fake_engines.text import chat_tokens, encode, words
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -55,6 +56,9 @@ class TrtllmOptions:
         reset_path: route that resets the cache, None if there is none.
         tells_salt, tells_lora: blocks in events have these fields.
         tells_partial: a prompt's last block is reported even if it is not full.
+        pushes: `kv_events_config` of KVCacheManagerV2: events go out over ZMQ, and none can be polled.
+        replays: it has a `replay_endpoint`.
+        of_functions: the fields that its model of a function has.
     """
 
     model: str = "tiny"
@@ -73,6 +77,9 @@ class TrtllmOptions:
     tells_salt: bool = True
     tells_lora: bool = False
     tells_partial: bool = True
+    pushes: bool = False
+    replays: bool = False
+    of_functions: tuple[str, ...] = ("name", "description", "parameters", "strict")
     version: str = "1.4.0"
 
 
@@ -162,6 +169,49 @@ class EventBuffer:
         if self._options.tells_lora:
             block["lora_id"] = int(namespace.lora) if namespace.lora is not None else None
         return block
+
+
+class EventPusher(EventBuffer):
+    """The events that KVCacheManagerV2 pushes: of full blocks, without salts, adapters, or moves."""
+
+    def __init__(self, options: TrtllmOptions, publisher: Publisher) -> None:
+        self._publisher = publisher
+        self._batch: list[object] = []
+        super().__init__(options)
+
+    def tell(self, data: dict) -> None:
+        """Nothing is buffered."""
+
+    def stored(self, run: StoredRun) -> None:
+        self._names.update(dict.fromkeys(run.hashes))
+        event = {
+            "type": "BlockStored",
+            "block_hashes": [_signed(name) for name in run.hashes],
+            "parent_block_hash": None if run.parent is None else _signed(run.parent),
+            "token_ids": list(run.tokens),
+            "block_size": self._options.tokens_per_block,
+            "lora_id": None,
+            "medium": "GPU",
+            "lora_name": None,
+        }
+        self._batch.append(event)
+
+    def partial(self, parent: int | None, tokens: tuple[int, ...], namespace: Namespace) -> None:
+        """Partial blocks are not told."""
+
+    def removed(self, hashes: tuple[int, ...]) -> None:
+        super().removed(hashes)
+        names = [_signed(name) for name in hashes]
+        self._batch.append({"type": "BlockRemoved", "block_hashes": names, "medium": "GPU"})
+
+    def flush(self) -> None:
+        batch, self._batch = self._batch, []
+        self._publisher.publish(batch)
+
+
+def _signed(name: int) -> int:
+    """The hash as a signed 64-bit number."""
+    return (name + 2**63) % 2**64 - 2**63
 
 
 class OffloadingCache(PageCache):
@@ -274,6 +324,7 @@ class FakeTrtllm:
         seen: bodies of the chats and completions it served, each with its route.
         polls: times its events were asked for.
         steps: what its steps did, taken away by reading `/metrics`.
+        publisher: pushes its events; None where they are polled.
     """
 
     def __init__(self, options: TrtllmOptions) -> None:
@@ -281,13 +332,19 @@ class FakeTrtllm:
         self.seen: list[tuple[str, dict]] = []
         self.polls = 0
         self.steps: list[dict] = []
+        self.publisher = Publisher(topic="", replay=options.replays) if options.pushes else None
         words()  # loads the tokenizer, which takes seconds: not while a client waits
         self.restart()
         self.app = Starlette(routes=list(self.routes()))
 
     def restart(self) -> None:
         """As another process at the same address: an empty cache, events from 0 on."""
-        self.events = EventBuffer(self.options)
+        if self.publisher is None:
+            self.events = EventBuffer(self.options)
+        else:
+            if self.publisher.published:
+                self.publisher.restart()
+            self.events = EventPusher(self.options, self.publisher)
         self.cache = OffloadingCache(self.options, self.events)
         self.core = EngineCore(self.cache, end_of_step=self._end_of_step)
 
@@ -360,6 +417,7 @@ class FakeTrtllm:
                 "properties": {field: {} for field in sorted(fields)},
                 "additionalProperties": False,
             }
+        schemas["FunctionDefinition"] = {"properties": {name: {} for name in self.options.of_functions}}
         return {"openapi": "3.1.0", "paths": described, "components": {"schemas": schemas}}
 
     def _render(self, path: str, read: Callable[[dict], CachePrompt]) -> Callable:
@@ -403,10 +461,17 @@ class FakeTrtllm:
             if body.get("add_generation_prompt") is not None:
                 options["add_generation_prompt"] = body["add_generation_prompt"]
             try:
-                tokens = chat_tokens(body["messages"], body.get("tools"), **options)
+                tokens = chat_tokens(body["messages"], self._dumped(body.get("tools")), **options)
             except Exception as error:
                 raise _RefusedError(str(error)) from error
         return self._prompt(body, tokens)
+
+    def _dumped(self, tools: list[dict] | None) -> list[dict] | None:
+        """The tools with all fields of its models, as its chat template gets them."""
+        return tools and [
+            {"type": "function", "function": dict.fromkeys(self.options.of_functions) | tool["function"]}
+            for tool in tools
+        ]
 
     def _text_prompt(self, body: dict) -> CachePrompt:
         prompt = body["prompt"]
@@ -500,4 +565,6 @@ def running_trtllm(**options) -> Iterator[RunningTrtllm]:
     with ExitStack() as stack:
         fake = FakeTrtllm(TrtllmOptions(**options))
         stack.callback(fake.core.release)
+        if fake.publisher is not None:
+            stack.callback(fake.publisher.close)
         yield RunningTrtllm(stack.enter_context(served(fake.app)), fake)

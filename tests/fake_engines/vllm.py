@@ -318,6 +318,9 @@ class FakeVllm:
         return self._turn
 
     def _chat_prompt(self, body: dict) -> CachePrompt:
+        ready = (body.get("kv_transfer_params") or {}).get("prompt_token_ids")
+        if ready and not body.get("echo"):
+            return self._prompt(body, ready)
         options = dict(body.get("chat_template_kwargs") or {})
         for name in ("add_generation_prompt", "continue_final_message"):
             if body.get(name) is not None:

@@ -148,6 +148,7 @@ class TestB1AMigratedStreamThatOneEngineWouldAnswerOtherwise:
         assert (text_of(got), is_clean) == ("The quick brown fox jumps over ", False)
         assert b"gave another one" in got
         assert b"[DONE]" not in got
+        assert b'"request_id":null' not in got
         assert proxy.last.cause is Cause.DIVERGED
 
     async def test_b10_one_that_stalls_is_followed_by_one_that_does_not(self, engines, served):

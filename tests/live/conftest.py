@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -51,10 +52,12 @@ class Kvpin:
 
 
 @contextmanager
-def running_kvpin(log: Path, *flags: str, reuse: bool = True, tokenised: bool = True) -> Iterator[Kvpin]:
+def running_kvpin(
+    log: Path, *flags: str, reuse: bool = True, tokenised: bool = True, **started: Any
+) -> Iterator[Kvpin]:
     """Starts `kvpin serve`, yields it once it is ready, ends it with SIGTERM and expects a clean exit.
-    `tokenised` False: its tokenizers are not waited for."""
-    with starting_kvpin(log, *flags, reuse=reuse) as proxy:
+    `tokenised` False: its tokenizers are not waited for. `started`: see `starting_kvpin`."""
+    with starting_kvpin(log, *flags, reuse=reuse, **started) as proxy:
         wait_until_ready(proxy)
         if tokenised:
             wait_until_tokenised(proxy)
@@ -62,15 +65,20 @@ def running_kvpin(log: Path, *flags: str, reuse: bool = True, tokenised: bool = 
 
 
 @contextmanager
-def starting_kvpin(log: Path, *flags: str, reuse: bool = True) -> Iterator[Kvpin]:
-    """`running_kvpin`, yielded as soon as it listens."""
+def starting_kvpin(
+    log: Path, *flags: str, reuse: bool = True, checkout: Path | None = None, **variables: str
+) -> Iterator[Kvpin]:
+    """`running_kvpin`, yielded as soon as it listens. `checkout`: that of another version, with its .venv."""
+    python = sys.executable if checkout is None else str(checkout / ".venv/bin/python")
     command = [
         *("setpriv", "--pdeathsig", "KILL"),  # it never outlives the tests
-        *(sys.executable, "-m", "proxy.cli", "serve", "--port", "0", *flags),
+        *(python, "-m", "proxy.cli", "serve", "--port", "0", *flags),
     ]
-    environment = {**os.environ, "ENABLE_KV_CACHE_REUSE": str(int(reuse))}
+    environment = {**os.environ, "ENABLE_KV_CACHE_REUSE": str(int(reuse)), **variables}
     with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
+        process = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, env=environment, cwd=checkout
+        )
     proxy = Kvpin("", process, log)
     try:
         wait_until_it_listens(proxy)

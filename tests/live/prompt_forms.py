@@ -1,7 +1,7 @@
 """The forms a chat or completion can have, each as the fields of a request.
 
 FORMS    name → fields of a chat     TEXTS    name → fields of a completion
-WITNESS  a chat template that writes all it is given
+WITNESS  a chat template that writes all it is given; WITNESS_OF_PARTS takes text parts as parts
 """
 
 from __future__ import annotations
@@ -26,6 +26,12 @@ WITNESS = """
 {%- if note is defined %} note {{ note | tojson }}{% endif %}
 {%- if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
+
+WITNESS_OF_PARTS = WITNESS.replace(
+    "{{- message.content or '' }}",
+    """{%- if message.content is string %}{{ message.content }}
+{%- elif message.content %}{% for part in message.content %}[{{ part.text }}]{% endfor %}{% endif %}""",
+)
 
 _LONG = "The lighthouse keeper writes down each ship that passes, and the weather of the day. " * 4
 

@@ -69,6 +69,19 @@ async def test_an_error_of_the_server_is_one_line(name):
         assert (await asyncio.to_thread(failed, name, url)).endswith("answered 401: an API key is needed\n")
 
 
+async def test_the_key_may_come_from_the_environment(monkeypatch):
+    keys = []
+
+    async def models(request):
+        keys.append(request.headers["authorization"])
+        return JSONResponse({"object": "list", "data": []})
+
+    monkeypatch.setenv("OPENAI_API_KEY", "of-the-environment")
+    async with serving(Starlette(routes=[Route("/v1/models", models)])) as url:
+        await asyncio.to_thread(failed, "openai_chat.py", url)
+    assert keys == ["Bearer of-the-environment"]
+
+
 def test_openai_chat(kvpin):
     counts = re.findall(r"of them cached (\d+)", run("openai_chat.py", "--base-url", kvpin.base_url))
     assert counts[0] == "0"
@@ -84,6 +97,16 @@ def test_ttft_demo(kvpin):
     assert int(first) < 32 < int(second)
     assert int(repeated) >= int(of_repeated) - 16
     assert "faster" in shown
+
+
+def test_prompt_order(kvpin):
+    shown = run("prompt_order.py", "--base-url", kvpin.base_url)
+    found = {
+        name: int(cached) / int(of) for name, cached, of in re.findall(r"(.*): (\d+) of (\d+) tokens", shown)
+    }
+    good = ("document, then question", "time last", "same tools", "messages appended", "6 questions at once")
+    assert min(found.pop(name) for name in good) > 0.8
+    assert max(found.values()) < 0.2
 
 
 def test_p_tuning(kvpin):

@@ -83,7 +83,7 @@ class Hunt:
             assert "state" in operation, operation
             self.counts[f"{verb} {operation['state']}"] += 1
             is_gone = verb == "pin" and "warm it first" in json.dumps(operation)
-            assert operation["state"] != "failed" or is_gone, operation
+            assert operation["state"] != "failed" or is_gone, json.dumps(operation)
 
     async def _hear(self, quarry: Quarry):
         async with self._open(quarry) as answer:

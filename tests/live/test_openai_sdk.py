@@ -147,7 +147,7 @@ def test_a_route_no_engine_has_is_not_found(client, model):
 def test_garbage_of_ten_megabytes(kvpin):
     answer = httpx.post(f"{kvpin.base_url}/chat/completions", content=b"\xff{" * 5_000_000, timeout=60)
     assert answer.status_code == 400
-    assert answer.json()["error"]["code"] == "invalid_json"
+    assert answer.json()["error"]["code"] == "body_too_complex"
 
 
 @pytest.mark.parametrize(("failure", "stream"), [(503, False), (429, True), (500, False), ("drop", True)])

@@ -48,8 +48,13 @@ def ask(kvpin, key, question, **fields):
     return answer.raise_for_status()
 
 
-def lines_of(path):
+def all_lines_of(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def lines_of(path):
+    """Those of requests."""
+    return [line for line in all_lines_of(path) if "recording" not in line]
 
 
 def test_what_was_served_can_be_replayed_and_not_read(tmp_path):
@@ -78,7 +83,12 @@ def test_what_was_served_can_be_replayed_and_not_read(tmp_path):
     assert 5 <= streamed["output_length"] <= 9
     assert streamed["ttft_ms"] > 0
 
-    requests = read_trace(path).requests
+    *_, about = (line["recording"] for line in all_lines_of(path) if "recording" in line)
+    (engine,) = about["engines"]
+    assert (engine["id"], engine["gpu_tokens"]) == ("embedded-0", 512 * 16)
+    trace = read_trace(path)
+    assert trace.figures.gpu_tokens == 512 * 16
+    requests = trace.requests
     anna, bert = requests[0].chain.hashes, requests[3].chain.hashes
     assert len(anna) > 3
     assert all(request.chain.hashes[:-1] == anna[:-1] for request in requests[:3])

@@ -9,7 +9,7 @@ import pytest
 from openai import OpenAI
 from pydantic import BaseModel
 
-from tests.engine_adapter.llama_server.test_assemble import CALLING, TEMPLATE, USER
+from tests.engine_adapter.llama_server.test_answer_reader import CALLING, TEMPLATE, USER
 from tests.live.llama_world import MODEL, llama_world
 
 pytestmark = pytest.mark.live

@@ -33,7 +33,10 @@ def scan(kvpin, name):
 
 
 def test_what_is_to_be_kept_outlives_a_scan_and_its_equal_does_not(kvpin):
-    ask(kvpin, document("kept", ENTRIES), prompt_cache_retention="24h")
+    told = ask(kvpin, document("kept", ENTRIES), prompt_cache_retention="24h")
+    assert told.headers["x-kvpin-retention"] == "86400"
+    details = told.json()["usage"]["prompt_tokens_details"]
+    assert details["cache_write_tokens"] >= 16 * (PROMPT_BLOCKS - 1)
     ask(kvpin, document("left", ENTRIES))
     assert kv_of(kvpin)["kept_blocks"] >= PROMPT_BLOCKS
     scan(kvpin, "scan")

@@ -157,6 +157,46 @@ async def test_a_flush_of_a_busy_server_is_told_as_such_and_the_view_stays_right
     assert "flush the whole engine" in by_prompt["error"]
 
 
+async def test_a_prompt_waits_for_another_that_computes_its_beginning():
+    """In one batch, both would compute it."""
+    body = {"model": "tiny", "prompt": list(range(100, 180)), "max_tokens": 2}
+    with running_sglang(page_size=16) as running:
+        async with kvpin_over((running, None)) as world:
+            await world.settle()
+            world.proxy.fleet.pools["tiny"].placer.rates.computed(80, 30.0, 0)  # slow enough to be waited for
+            running.core.hold()
+            first = asyncio.create_task(world.client.post(f"{world.url}/v1/completions", json=body))
+            await until(lambda: running.core.running == 1)
+            second = asyncio.create_task(world.client.post(f"{world.url}/v1/completions", json=body))
+            await until(lambda: len(world.engine().leases) == 2)
+            for _ in range(5):  # what was on its way there has arrived
+                await world.client.get(f"{world.url}/get_model_info")
+            assert running.core.running == 1
+            running.core.release()
+            answers = [await first, await second]
+            found = [
+                (predicted(answer), record.reported_tokens)
+                for answer, record in zip(answers, list(world.proxy.flow.requests)[-2:], strict=True)
+            ]
+    assert found == [(0, 0), (64, 64)]
+
+
+async def test_requests_for_a_rank_reach_it_on_every_route():
+    ids = list(range(100, 180))
+    asked = {
+        "/generate": {"input_ids": ids, "sampling_params": {"max_new_tokens": 1}},
+        "/v1/completions": {"model": "tiny", "prompt": ids, "max_tokens": 1},
+        "/v1/chat/completions": {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]},
+    }
+    other = {"x-data-parallel-rank": "0", "x-override-routed-dp-rank": "0"}
+    with running_sglang(ranks=2, page_size=16) as running:
+        async with kvpin_over((running, 1)) as world:
+            for path, body in asked.items():
+                await world.settle()
+                await world.client.post(world.url + path, json=body | {"routed_dp_rank": 0}, headers=other)
+    assert [rank for rank, _ in running.fake.seen] == [1, 1, 1]
+
+
 async def test_a_server_without_events_is_learned_from_its_answers():
     body = {"model": "tiny", "prompt": list(range(100, 180)), "max_tokens": 2}
     with running_sglang(page_size=16, kv_events=False, enable_cache_report=False) as running:

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from engine_adapter.tensorrt_llm import poller
+from engine_adapter.tensorrt_llm import poller, pushed
 from proxy.core.audit import Trust
 from proxy.fleet import pool
 from tests.fake_engines.nim import FakeNim, running_nim
@@ -110,6 +110,50 @@ async def test_what_is_predicted_is_reported(tokens_per_block, tenants, count):
     assert not any(HINTS.keys() & body.keys() for body in sent)
     # kvpin's token ids are known to be the server's own, and spare it the work.
     assert all("prompt_token_ids" in body for path, body in server.fake.seen if path == CHAT)
+
+
+async def test_pushed_events_are_followed_as_well(monkeypatch):
+    """Over evictions, blocks that go to host memory, and a flush."""
+    monkeypatch.setattr(pushed, "IDLE_CHECK_S", 0.01)
+    options = {"gpu_blocks": 56, "host_blocks": 28, "pushes": True, "replays": True}
+    with running_trtllm(**options) as server:
+        publisher = server.fake.publisher
+        addresses = {"events": publisher.endpoint, "replay": publisher.replay_endpoint}
+        async with kvpin_over(server, **addresses) as world:
+            talks = Talks(world, 32)
+            outcomes = await talks.some(60)
+            assert min(server.fake.told["removed"], server.fake.told["offloaded"]) > 0
+            assert (await world.operate("flush", all=True))["state"] == "done"
+            outcomes += await talks.some(30)
+            assert world.engine().audit.trust is Trust.PRECISE
+    assert [(said, was) for said, was, _ in outcomes if said != was] == []
+    assert all(firm for *_, firm in outcomes)
+    assert sum(was for _, was, _ in outcomes) > 20 * len(outcomes)
+    assert server.fake.polls == 0
+
+
+@pytest.mark.parametrize(
+    "fields", [("name", "description", "parameters", "strict"), ("name", "description", "parameters")]
+)
+async def test_tools_are_written_as_it_writes_them(fields):
+    """Its models add fields to a function, so that kvpin's tokens would differ from the first tool on."""
+    tool = {
+        "type": "function",
+        "function": {"name": "f", "description": "d", "parameters": {"type": "object"}},
+    }
+    bodies = [
+        {"model": "tiny", "messages": [{"role": "user", "content": text}], "tools": [tool], "max_tokens": 2}
+        for text in TEXTS
+    ]
+    with running_trtllm(of_functions=fields, tokens_per_block=16) as server:
+        async with kvpin_over(server) as world:
+            await world.settle()
+            assert world.proxy.fleet.pools["tiny"].prompts.exactness.source == "local"
+            for body in bodies * 2:
+                answer = await world.post("chat/completions", body)
+                assert predicted(answer) == world.last.reported_tokens
+        assert world.last.reported_tokens > 0
+        assert all("prompt_token_ids" in body for _, body in server.fake.seen)
 
 
 async def test_partial_reuse_makes_predictions_lower_bounds():

@@ -19,7 +19,10 @@ PROGRAMS = Path(os.environ["PROMETHEUS"])
 CONFIG = """
 global: {{scrape_interval: 1s, evaluation_interval: 1s, scrape_timeout: 1s}}
 rule_files: [{rules}]
-scrape_configs: [{{job_name: kvpin, static_configs: [{{targets: ["{target}"]}}]}}]
+scrape_configs:
+  - job_name: kvpin
+    authorization: {{credentials: scrape}}
+    static_configs: [{{targets: ["{target}"]}}]
 """
 LOAD_S = 30
 RATE = "20s"
@@ -65,7 +68,7 @@ def prometheus(tmp_path_factory):
     """A Prometheus that has watched a kvpin for half a minute, and the spans of that time."""
     home = tmp_path_factory.mktemp("prometheus")
     (home / "kvpin.toml").write_text(
-        'tenant_metrics = 5\notel = true\n[[api_keys]]\nkey = "k1"\ntenant = "acme"\n'
+        'tenant_metrics = 5\notel = true\nmetrics_key = "scrape"\n[[api_keys]]\nkey = "k1"\ntenant = "acme"\n'
     )
     with pytest.MonkeyPatch.context() as environment, collecting() as collector:
         environment.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)

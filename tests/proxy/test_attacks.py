@@ -9,11 +9,25 @@ import pytest
 from structlog.testing import capture_logs
 
 from engine_adapter import HttpTransport
-from engine_adapter.http import connection
+from engine_adapter.http import connection, sse
+from engine_adapter.types import MESSAGES_ROUTES
+from proxy.core.life import Cause
 from proxy.request.tenants import ApiKey, Tenants
 from proxy.server.app import Proxy, build_app
 from proxy.settings import Settings
-from tests.fakes import ANSWER, ASK, CHAT, FakeEngine, client_of, connect_to, post, proxy_over, serving
+from tests.fakes import (
+    ANSWER,
+    ASK,
+    CHAT,
+    STREAM,
+    FakeEngine,
+    client_of,
+    connect_to,
+    event,
+    post,
+    proxy_over,
+    serving,
+)
 
 SECRET = "s3cret-of-the-engine"
 TWO = Tenants([ApiKey.of("k1", "alice"), ApiKey.of("k2", "bob")])
@@ -136,6 +150,52 @@ class TestEngines:
         assert answer.status_code == 502
         assert SECRET not in answer.text
         assert SECRET not in repr(logs)
+
+    async def test_the_text_of_an_error_reaches_its_client_alone(self):
+        """An engine may repeat the prompt in it, at any length."""
+        text = f"{SECRET} " * (1 << 16)
+
+        async def script(exchange):
+            await exchange.send({"error": {"message": text, "type": "server_error"}}, status=500)
+
+        async with hostile(script) as (_, client):
+            with capture_logs() as logs:
+                for _ in range(6):  # until the engine is known to fail
+                    answer = await client.post(CHAT, json=ASK)
+        assert answer.status_code == 500
+        assert answer.json()["error"]["message"] == text
+        assert {line["event"] for line in logs} >= {"the engine refused a request"}
+        assert any(line["event"].startswith("requests keep failing") for line in logs)
+        assert {line["error"] for line in logs} == {"the engine answered 500"}
+
+    @pytest.mark.parametrize(
+        ("path", "more"), [(CHAT, {"temperature": 0}), ("/v1/messages", {"max_tokens": 9})]
+    )
+    async def test_an_endless_event_is_given_up(self, path, more, monkeypatch):
+        """Where events are collected: for another engine that may go on, and to translate them."""
+        monkeypatch.setattr(sse, "MAX_EVENT_BYTES", 1 << 20)
+
+        async def script(exchange):
+            await exchange.start()
+            await exchange.chunk(event({"choices": [{"index": 0, "delta": {"content": "a"}}]}))
+            await exchange.chunk(b"data: {")
+            with contextlib.suppress(OSError):
+                for _ in range(64):
+                    await exchange.chunk(b" " * 65_536)
+
+        async with (
+            FakeEngine("a", script=script) as one,
+            FakeEngine("b", script=script) as other,
+            proxy_over() as proxy,
+            client_of(proxy) as client,
+        ):
+            for engine in (one, other):
+                proxy.add(engine, served_as_chats=MESSAGES_ROUTES)
+            with contextlib.suppress(httpx.RemoteProtocolError):  # kvpin breaks it off
+                await client.post(path, json=STREAM | more)
+            await proxy.settled()
+            assert proxy.last.cause is Cause.ENGINE_GARBLED
+            assert "an event of the engine's stream is longer than 1 MiB" in proxy.last.error
 
     async def test_headers_of_kvpins_are_not_forged(self):
         async def script(exchange):

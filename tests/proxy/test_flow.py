@@ -375,7 +375,7 @@ class TestPassedOn:
             await exchange.send({"detail": "Method Not Allowed"}, 405, (("allow", "POST"),))
 
         engine.script = other.script = script
-        for path in ("/v1/chat/completions", "/v1/embeddings"):
+        for path in ("/v1/chat/completions", "/v1/files"):
             response = await client.put(path, json={"model": "m"})
             assert (response.status_code, response.headers["allow"]) == (405, "POST")
 
@@ -461,6 +461,26 @@ class TestRecords:
         proxy.fleet.engines["a"].state = EngineState.DRAINING
         await client.post(CHAT, json=ASK)
         assert proxy.last.status == 503
+
+    @pytest.mark.parametrize("streams", [False, True])
+    async def test_the_parts_of_the_time_to_the_first_byte_add_up(self, engine, proxy, client, streams):
+        timings = {"prompt_n": 9, "prompt_ms": 0.002, "predicted_ms": 0.001}
+
+        async def script(exchange):
+            chunk = {"choices": [], "usage": {"completion_tokens": 1}, "timings": timings}
+            if streams:
+                await exchange.stream(event(chunk), DONE)
+            else:
+                await exchange.send(chunk)
+
+        engine.script = script
+        assert (await client.post(CHAT, json={**ASK, "stream": streams})).status_code == 200
+        record, parts = proxy.last, proxy.last.first_byte_parts
+        assert record.came < record.arrived < record.prepared < record.placed
+        assert sum(parts.values()) == pytest.approx(record.placed + record.first_byte_s - record.came)
+        assert parts["prefill"] == pytest.approx(2e-6)
+        assert ("decode" in parts) is not streams
+        assert {"read", "tokenise", "place", "engine"} <= parts.keys()
 
     async def test_tenants_that_use_one_request_id_have_a_record_each(self, engine):
         keys = [ApiKey.of(name, name) for name in ("red", "blue")]
@@ -988,6 +1008,18 @@ class TestHold:
         (_, prompt) = (a.asked + b.asked)[0]
         assert prompt.retention.priority == priority
 
+    @pytest.mark.parametrize(
+        ("retains", "ttl", "told"), [(True, "30m", "1800"), (False, "30m", "0"), (True, None, None)]
+    )
+    async def test_the_client_is_told_whether_it_is_kept(self, a, b, client, retains, ttl, told):
+        a.make = b.make = lambda body: Hold(body, retains=retains)
+        answer = await client.post(self.PROMPT, json={**self.BODY, "prompt_cache_options": {"ttl": ttl}})
+        assert answer.headers.get("x-kvpin-retention") == told
+
+    async def test_a_time_that_is_none_is_refused(self, client):
+        answer = await client.post(self.PROMPT, json={**self.BODY, "prompt_cache_retention": "99y"})
+        assert is_openai_error(answer, 400, "invalid_value", "prompt_cache_retention")
+
     async def test_without_reuse_nothing_is_held(self, a, engine, b):
         a.make = b.make = lambda body: Hold(body.replace(id_slot=3), cached_tokens=1, note="held")
         async with proxy_over(a, b) as proxy, client_of(proxy) as client:
@@ -1049,6 +1081,23 @@ class TestDiagnostics:
         assert client.proxy.last.answer_id == "resp_1"
         found = (await self.ask(client, comparison_response_id="resp_1"))["prompt_cache_diagnostics"]
         assert (found["type"], found["kvpin"]["reason"]) == ("unavailable", "not_followed")
+
+    async def test_a_chat_is_found_by_its_id(self, client):
+        async def chat(compared=None, **fields):
+            body = {"model": "m", "messages": [{"role": "user", "content": "x"}]} | fields
+            headers = {"authorization": "Bearer red"}
+            if compared is not None:
+                headers["x-kvpin-compare-with"] = compared
+            answer = (await client.post("/v1/chat/completions", json=body, headers=headers)).json()
+            return answer, client.proxy.last.answer_id
+
+        assert await chat() == ({"id": "resp_1", "status": "completed"}, "resp_1")
+        answer, _ = await chat(prompt_cache_options={"comparison_response_id": "resp_1"})
+        assert answer["prompt_cache_diagnostics"]["kvpin"]["reason"] == "not_followed"
+        answer, _ = await chat(compared="resp_1")
+        assert answer["prompt_cache_diagnostics"]["kvpin"]["reason"] == "not_followed"
+        answer, _ = await chat(compared="resp_9")
+        assert answer["prompt_cache_diagnostics"] == {"type": "comparison_response_not_found"}
 
     @pytest.mark.parametrize("tenant", ["red", "blue"])
     async def test_an_answer_of_nobody_or_of_another_tenant_is_not_found(self, client, tenant):

@@ -1,27 +1,6 @@
 """Shared by the live tests on vLLM. `scripts/test-vllm` runs them; they take minutes and are off by
 default."""
 
-from __future__ import annotations
+from tests.figures import pytest_terminal_summary, tell
 
-from collections.abc import Callable
-
-import pytest
-
-_FIGURES = pytest.StashKey[list[str]]()
-
-
-@pytest.fixture
-def tell(request: pytest.FixtureRequest) -> Callable[..., None]:
-    """Adds lines to the summary at the end of the run."""
-
-    def tell(*lines: str) -> None:
-        request.config.stash.setdefault(_FIGURES, []).extend((f"{request.node.name}:", *lines, ""))
-
-    return tell
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    figures = terminalreporter.config.stash.get(_FIGURES, [])
-    if figures:
-        terminalreporter.section("figures")
-        terminalreporter.write("\n".join(figures) + "\n")
+__all__ = ["pytest_terminal_summary", "tell"]

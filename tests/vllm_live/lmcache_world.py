@@ -20,16 +20,8 @@ import httpx
 import pytest
 
 from scripts.make_checkpoint import checkpoint_path
-from tests.vllm_live.vllm_world import (
-    ROOT,
-    STOP_S,
-    WAIT_S,
-    VllmOptions,
-    VllmWorld,
-    free_port,
-    vllm,
-    vllm_world,
-)
+from tests.live.server_world import ROOT, STOP_S, WAIT_S, ServerWorld, free_port
+from tests.vllm_live.vllm_world import VllmOptions, vllm, vllm_world
 
 CHUNK = 64
 FLUSH_S = 0.25
@@ -61,7 +53,7 @@ class LmCacheWorld:
     url: str
     coordinator_url: str
     tmp_path: Path = field(repr=False)
-    vllms: VllmWorld = field(init=False)
+    vllms: ServerWorld = field(init=False)
     _ports: dict[str, int] = field(repr=False)
     _running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict, repr=False)
 

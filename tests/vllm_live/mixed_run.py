@@ -11,16 +11,15 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Iterator
-from contextlib import aclosing, asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from openai import APIError, AsyncOpenAI
 
-from engine_adapter import BlocksRemoved, EngineUnavailable
 from engine_adapter.events.keys import read_vllm_keys
-from engine_adapter.events.subscriber import EventEndpoints, KvEventSubscriber
-from tests.vllm_live.vllm_world import LORA, MODEL, WAIT_S, VllmOptions, VllmWorld
+from tests.live.server_world import MODEL, WAIT_S, ServerWorld, count_evictions
+from tests.vllm_live.vllm_world import LORA, VllmOptions
 
 OPTIONS = VllmOptions(blocks=160, context=1024)
 KEYS = {"red": "key-of-red", "blue": "key-of-blue"}
@@ -148,10 +147,14 @@ class Report:
 
 
 class Mix:
-    """Draws the next conversation and the form of its request."""
+    """Draws the next conversation and the form of its request.
 
-    def __init__(self, seed: int, talks: int) -> None:
+    `chats`, `loras`: the shares of conversations that are chats, and that use the LoRA adapter.
+    """
+
+    def __init__(self, seed: int, talks: int, chats: float, loras: float) -> None:
         self._dice = random.Random(seed)  # noqa: S311 - not for secrets
+        self._chats, self._loras = chats, loras
         self._talks = [self._new_talk() for _ in range(talks)]
 
     def turns(self, count: int) -> list[Talk]:
@@ -171,12 +174,12 @@ class Mix:
         return self._dice.choice(({}, streamed, with_usage))
 
     def _new_talk(self) -> Talk:
-        chat = self._dice.random() < 0.7
+        chat = self._dice.random() < self._chats
         system = self._dice.choice(SYSTEMS)
         start = {"role": "system", "content": system} if chat else {"role": "text", "content": system}
         return Talk(
             tenant=self._dice.choice(sorted(KEYS)),
-            model=LORA if self._dice.random() < 0.3 else MODEL,
+            model=LORA if self._dice.random() < self._loras else MODEL,
             chat=chat,
             salt="the client's own" if self._dice.random() < 0.15 else None,
             messages=[start],
@@ -195,9 +198,17 @@ class Mix:
 class MixedRun:
     """The run: `await play(300)`."""
 
-    def __init__(self, world: VllmWorld, *, seed: int = 1, talks: int = TALKS) -> None:
+    def __init__(
+        self,
+        world: ServerWorld,
+        *,
+        seed: int = 1,
+        talks: int = TALKS,
+        chats: float = 0.7,
+        loras: float = 0.3,
+    ) -> None:
         self._world = world
-        self._mix = Mix(seed, talks)
+        self._mix = Mix(seed, talks, chats, loras)
         self._report = Report()
         self._clients: dict[str, AsyncOpenAI] = {}
 
@@ -226,7 +237,10 @@ class MixedRun:
             self._clients[tenant] = AsyncOpenAI(
                 base_url=self._world.kvpin.base_url, api_key=key, max_retries=0, timeout=WAIT_S
             )
-        counters = [asyncio.create_task(self._count_evictions(s.event_port)) for s in self._world.servers]
+        counters = [
+            asyncio.create_task(count_evictions(server.event_port, read_vllm_keys, self._add_evicted))
+            for server in self._world.servers
+        ]
         try:
             yield
         finally:
@@ -235,16 +249,8 @@ class MixedRun:
             await asyncio.gather(*counters, return_exceptions=True)
             await asyncio.gather(*(client.close() for client in self._clients.values()))
 
-    async def _count_evictions(self, event_port: int) -> None:
-        """Counts evictions by the engine's own events, across restarts."""
-        endpoints = EventEndpoints(f"tcp://127.0.0.1:{event_port}", None)
-        while True:
-            with suppress(EngineUnavailable):
-                subscriber = KvEventSubscriber(endpoints, read_keys=read_vllm_keys)
-                async with aclosing(subscriber.events()) as events:
-                    async for event in events:
-                        if isinstance(event, BlocksRemoved):
-                            self._report.evicted += len(event.hashes)
+    def _add_evicted(self, blocks: int) -> None:
+        self._report.evicted += blocks
 
     async def _alone(self, stage: str, count: int) -> None:
         for _ in range(count):

@@ -14,7 +14,8 @@ from enum import Enum
 
 import zmq
 
-from tests.vllm_live.vllm_world import EVENT_PORTS, RunningVllm, free_port
+from tests.live.server_world import RunningServer, free_port
+from tests.vllm_live.vllm_world import EVENT_PORTS
 
 _POLL_MS = 10
 
@@ -160,7 +161,7 @@ class Link:
 
 
 @contextmanager
-def running_link(server: RunningVllm) -> Iterator[Link]:
+def running_link(server: RunningServer) -> Iterator[Link]:
     """A path that passes everything at first; it ends with the block."""
     port = free_port(EVENT_PORTS)
     events = EventRelay(f"tcp://127.0.0.1:{server.event_port}", port)

@@ -9,7 +9,8 @@ import sys
 
 import pytest
 
-from tests.vllm_live.vllm_world import ROOT, VllmOptions, running_vllm
+from tests.live.server_world import ROOT
+from tests.vllm_live.vllm_world import VllmOptions, running_vllm
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
 

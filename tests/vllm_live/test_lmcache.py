@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import httpx
 import pytest
 
+from tests.live.server_world import MODEL
 from tests.vllm_live.lmcache_world import CHUNK, LmCacheWorld, lmcache_world, until
-from tests.vllm_live.vllm_world import LORA, MODEL
+from tests.vllm_live.vllm_world import LORA
 
 N_TOKENS = 700
 WHOLE = N_TOKENS // CHUNK * CHUNK

@@ -16,7 +16,8 @@ import pytest
 
 from scripts.make_vision_model import main as make_vision_model
 from tests.live.conftest import running_kvpin
-from tests.vllm_live.vllm_world import BLOCK, MODEL, WAIT_S, VllmOptions, vllm_world
+from tests.live.server_world import MODEL, WAIT_S
+from tests.vllm_live.vllm_world import BLOCK, VllmOptions, vllm_world
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
 

@@ -12,7 +12,8 @@ import pytest
 
 from scripts.make_checkpoint import checkpoint_path
 from tests.live.prompt_forms import FORMS, TEXTS, WITNESS
-from tests.vllm_live.vllm_world import BLOCK, MODEL, WAIT_S, VllmOptions, vllm_world
+from tests.live.server_world import MODEL, WAIT_S
+from tests.vllm_live.vllm_world import BLOCK, VllmOptions, vllm_world
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
 

@@ -14,8 +14,9 @@ from itertools import chain
 import httpx
 import pytest
 
+from tests.live.server_world import MODEL, WAIT_S
 from tests.vllm_live.relay import Mode, running_link
-from tests.vllm_live.vllm_world import BLOCK, MODEL, WAIT_S, VllmOptions, vllm_world
+from tests.vllm_live.vllm_world import BLOCK, VllmOptions, vllm_world
 
 pytestmark = pytest.mark.live
 

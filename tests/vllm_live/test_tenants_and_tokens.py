@@ -6,7 +6,8 @@ from __future__ import annotations
 import httpx
 import pytest
 
-from tests.vllm_live.vllm_world import BLOCK, LORA, MODEL, WAIT_S, vllm_world
+from tests.live.server_world import MODEL, WAIT_S
+from tests.vllm_live.vllm_world import BLOCK, LORA, vllm_world
 
 pytestmark = pytest.mark.live
 

@@ -23,14 +23,3 @@ from proxy.api.admin.prefix_routes import prefix_routes
 from proxy.api.admin.replay_routes import replay_routes
 from proxy.api.admin.request_routes import request_routes
 from proxy.api.admin.table_routes import table_routes
-
-__all__ = [
-    "admin_mount",
-    "engine_routes",
-    "event_routes",
-    "kv_routes",
-    "prefix_routes",
-    "replay_routes",
-    "request_routes",
-    "table_routes",
-]

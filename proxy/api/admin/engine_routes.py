@@ -80,7 +80,7 @@ def engine_routes(
 
     async def post_drain(request: Request) -> Response:
         body = await read_body(request, Drain)
-        return answer(described(engines.drain(named(request), undo=body.undo)))
+        return answer(described(engines.order_drain(named(request), undo=body.undo)))
 
     return (
         Endpoint("GET", "/stats", get_stats, "What every pool and engine holds and has predicted.", Stats),
@@ -106,7 +106,7 @@ def engine_routes(
             "POST",
             "/engines/{engine_id}/drain",
             post_drain,
-            "Sends an engine no new requests; with `undo`, sends it requests again.",
+            "No kvpin of the group sends the engine new requests; with `undo`, they do again.",
             EngineAnswer,
             body=Drain,
         ),

@@ -13,5 +13,3 @@ engine that runs several choices well gets them in one request: `EngineInfo` say
 from __future__ import annotations
 
 from proxy.api.fan_out.serve_parts import serve
-
-__all__ = ["serve"]

@@ -126,7 +126,7 @@ class JoinedStream:
 
     @staticmethod
     def ends(data: bytes) -> bool:
-        """Whether an event is the last of a part."""
+        """True if an event is the last of a part."""
         return data == DONE
 
     def end(self, cached: int | None = None) -> bytes:
@@ -140,7 +140,7 @@ class JoinedStream:
 
 
 def is_error(data: bytes) -> bool:
-    """Whether the data of an event says that the stream has failed."""
+    """True if the data of an event says that the stream has failed."""
     if b'"error"' not in data:
         return False
     try:

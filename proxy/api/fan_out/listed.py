@@ -52,7 +52,7 @@ class ListedStream:
 
     @staticmethod
     def ends(data: bytes) -> bool:
-        """Whether an event is the last of a part."""
+        """True if an event is the last of a part."""
         return b'"stop":true' in data
 
     def end(self, cached: int | None = None) -> bytes:  # noqa: ARG002 - as `JoinedStream` has it

@@ -37,7 +37,7 @@ _BROKEN_OFF = "an engine's answer broke off"
 
 
 class _Shape(NamedTuple):
-    """How the answers of parts are read, joined, and joined as streams."""
+    """The functions that read the answers of parts, join them, and join them as streams."""
 
     read: Callable[[bytes], Any]
     join: Callable[[Several, list[tuple[Part, Any]], int | None], bytes]
@@ -77,7 +77,7 @@ def _several(flow: Flow, call: Call) -> Several | None:
 
 
 def _is_listed(call: Call) -> bool:
-    """Whether its route answers several prompts with a list."""
+    """True if its route answers several prompts with a list."""
     native = NATIVE_ROUTES.get(call.native or "")
     return native is not None and native.lists
 

@@ -1,4 +1,4 @@
-"""Which requests are split, and the single requests that result.
+"""Splits a request into single requests, where it asks for several answers.
 
 The rules are those of engines: choice i of a prompt has the request's seed + i, and the choices of several
 prompts are numbered prompt by prompt.
@@ -75,7 +75,7 @@ class Several(Struct, frozen=True):
 
     @property
     def picks(self) -> bool:
-        """Whether the client gets only the best choices of each prompt (`best_of`)."""
+        """True if the client gets only the best choices of each prompt (`best_of`)."""
         return self.parts_per_prompt > self.choices
 
     @property

@@ -6,7 +6,7 @@ passed on only once.
 
 from __future__ import annotations
 
-from engine_adapter import EngineUnavailable, HeaderPairs, JsonBody, OutgoingRequest, Transport, Upload
+from engine_adapter import EngineUnavailable, HeaderPairs, HttpTransport, JsonBody, OutgoingRequest, Upload
 from proxy.http.exchange import Exchange
 from proxy.request.calls import Call, Reply
 
@@ -32,7 +32,9 @@ _CORS = b"access-control-"
 _EVENTS = "text/event-stream"
 
 
-async def pass_on(transport: Transport, socket: str, call: Call, exchange: Exchange, reply: Reply) -> None:
+async def pass_on(
+    transport: HttpTransport, socket: str, call: Call, exchange: Exchange, reply: Reply
+) -> None:
     """Lets the kvpin that serves HTTP at `socket` answer a request.
 
     Raises:
@@ -52,7 +54,7 @@ async def pass_on(transport: Transport, socket: str, call: Call, exchange: Excha
     except EngineUnavailable as error:
         if not reply.started:
             raise
-        reply.break_off(error)
+        reply.break_off(error, call.answer_id)
         return  # without an end, on purpose: clients take that for a whole answer
     await reply.finish()
 

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from time import monotonic
 
-from engine_adapter import EngineDied, EngineGarbled, EngineUnavailable, Transport, Upload
+from engine_adapter import EngineDied, EngineGarbled, EngineUnavailable, HttpTransport, Upload
 from proxy.api.relay.pass_on import pass_on
 from proxy.errors import NoEngine, NotFound
 from proxy.fleet.engine import EngineState
@@ -30,7 +30,7 @@ _MAX_DROPPED = 2
 class PassedToOwner:
     """Finds the kvpin that serves a request in place of this one, and passes the request on."""
 
-    def __init__(self, fleet: Fleet, peers: Peers, transport: Transport) -> None:
+    def __init__(self, fleet: Fleet, peers: Peers, transport: HttpTransport) -> None:
         self._fleet, self._peers, self._transport = fleet, peers, transport
 
     @property
@@ -99,12 +99,12 @@ class PassedToOwner:
 
     @property
     def is_concerned(self) -> bool:
-        """Whether there are engines that only one kvpin may use."""
+        """True if there are engines that only one kvpin may use."""
         return self._peers.claims_engines
 
     @property
     def _is_changing_hands(self) -> bool:
-        """Whether an engine is not yet this kvpin's or another one's."""
+        """True if an engine is not yet this kvpin's or another one's."""
         return any(
             engine.adapter.one_owner and engine.state is EngineState.CONNECTING
             for engine in self._fleet.engines.values()
@@ -128,7 +128,7 @@ class PassedToOwner:
 
 
 def _is_repeatable(call: Call) -> bool:
-    """Whether another kvpin can get the same request: what a client streams is gone once it is sent."""
+    """True if another kvpin can get the same request: what a client streams is gone once it is sent."""
     return call.socket is None and not isinstance(call.body, Upload)
 
 

@@ -67,9 +67,18 @@ const note = {
   },
 };
 
+// The requests from before the page was opened. Those that the stream told of are newer.
+const recall = async (signal) => {
+  const { requests } = await (await admin(`requests?limit=${MOST_REQUESTS}`, { signal })).json();
+  const earlier = requests.reverse().map((each) => [each.request_id, { ...each, is_over: true }]);
+  live.requests = new Map([...earlier, ...live.requests].slice(-MOST_REQUESTS));
+  changed();
+};
+
 const follow = async (signal) => {
   const answer = await admin("events", { signal });
   say("open");
+  recall(signal).catch(() => {}); // the stream goes on without them
   for await (const { name, data } of eventsOf(answer)) {
     note[name]?.(JSON.parse(data));
     changed();

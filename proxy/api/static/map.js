@@ -6,7 +6,7 @@
 import { html, useEffect, useRef, useState } from "./vendor/htm-preact.js";
 import { live } from "./live.js";
 import { Actions } from "./actions.js";
-import { count, seconds, Share, short, useAdmin, whyLink } from "./parts.js";
+import { count, seconds, Share, short, time, useAdmin, whyLink } from "./parts.js";
 
 const DEPTH = 8;
 const BOXES = 300;
@@ -58,10 +58,14 @@ const laidOut = (prefixes, whole) => {
   return boxes;
 };
 
-const nameOf = (prefix) => `${short(prefix.end - prefix.start)} tokens, ${count(prefix.requests)} ${prefix.requests === 1 ? "request" : "requests"}`;
+const sizeOf = (prefix) => `${short(prefix.end - prefix.start)} tokens, ${count(prefix.requests)} ${prefix.requests === 1 ? "request" : "requests"}`;
+
+// Its first words, if they were asked for; else whose it is, and when it was used last.
+const nameOf = (prefix) =>
+  prefix.words ?? [prefix.tenant, prefix.session, time(prefix.last_used)].filter(Boolean).join(" · ");
 
 const describe = (prefix) =>
-  `${nameOf(prefix)}, from token ${count(prefix.start)} to ${count(prefix.end)}, on ${count(prefix.engines)} engines` +
+  `${nameOf(prefix)}: ${sizeOf(prefix)}, from token ${count(prefix.start)} to ${count(prefix.end)}, on ${count(prefix.engines)} engines` +
   (prefix.pins.length ? ", pinned" : "");
 
 const KEYS = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 };
@@ -93,7 +97,7 @@ const Icicle = ({ boxes, tone, chosen, choose }) => {
           <title>${describe(prefix)}</title>
           <rect width="100%" height="100%" />
           ${prefix.pins.length > 0 && html`<path class="pin" d="M0 0h12l-12 12z" />`}
-          ${width > LETTERS && html`<text x="14" y="21">${short(prefix.end - prefix.start)}</text>`}
+          ${width > LETTERS && html`<text x="14" y="21">${short(prefix.end - prefix.start)} · ${nameOf(prefix)}</text>`}
         </svg>`,
       )}
     </svg>
@@ -104,7 +108,9 @@ const Details = ({ prefix, again }) => html`<article class="card prefix" aria-la
   <h3>Tokens ${count(prefix.start)} to ${count(prefix.end)} ${prefix.pins.length > 0 && html`<span class="chip">pinned</span>`}</h3>
   <dl>
     <div><dt>model</dt><dd>${prefix.lora ?? prefix.model}</dd></div>
+    ${prefix.words && html`<div><dt>begins</dt><dd>${prefix.words}</dd></div>`}
     ${prefix.tenant && html`<div><dt>tenant</dt><dd>${prefix.tenant}</dd></div>`}
+    ${prefix.session && html`<div><dt>session</dt><dd>${prefix.session}</dd></div>`}
     <div><dt>with all that follows</dt><dd>${short(prefix.below)} tokens</dd></div>
     <div><dt>requests</dt><dd>${count(prefix.requests)}</dd></div>
     <div><dt>last used</dt><dd>${seconds(Math.max(Date.now() / 1000 - prefix.last_used, 0))} ago</dd></div>
@@ -129,7 +135,8 @@ const Path = ({ path }) => html`<nav class="path" aria-label="Zoom">
 export const CacheMap = ({ under }) => {
   const [color, setColor] = useState("tier");
   const [chosen, choose] = useState(null);
-  const [answer, error, again] = useAdmin(`prefixes?depth=${DEPTH}&limit=${BOXES}${under ? `&under=${encodeURIComponent(under)}` : ""}`);
+  const [words, showWords] = useState(false);
+  const [answer, error, again] = useAdmin(`prefixes?depth=${DEPTH}&limit=${BOXES}${words ? "&words=true" : ""}${under ? `&under=${encodeURIComponent(under)}` : ""}`);
   useEffect(() => {
     const timer = setInterval(() => document.hidden || again(), REFRESH_MS);
     return () => clearInterval(timer);
@@ -151,6 +158,7 @@ export const CacheMap = ({ under }) => {
             ${Object.entries(COLORS).map(([name, { label }]) => html`<option value=${name}>${label}</option>`)}
           </select>
         </label>
+        <label><input type="checkbox" checked=${words} onChange=${(e) => showWords(e.target.checked)} /> first words (prompt text)</label>
         <span class="legend">${legend(engines).map(([name, label]) => html`<b class=${`key ${name}`}>${label}</b> `)}</span>
       </div>`}
     ${boxes.length > 0 &&

@@ -5,6 +5,7 @@ import { EngineActions } from "./actions.js";
 import { live } from "./live.js";
 import { count, Paged, percent, pure, seconds, Share, short, time, whyLink } from "./parts.js";
 import { axis, color, plotIn } from "./plots.js";
+import { Slots } from "./slots.js";
 
 const CARDS = 24;
 
@@ -78,9 +79,20 @@ const columns = () => ["at", "prompt", "available", "delivered"].map((name) => l
 
 const SIGNS = { ready: "●", draining: "◐", connecting: "…", suspect: "▲", down: "✕", refused: "✕", elsewhere: "⇢" };
 
+const WHO = { local: "made by kvpin", engine: "made by the engine", none: "not followed" };
+
+// Who makes the tokens of each form of prompt.
+const Forms = ({ forms }) => {
+  const all = Object.entries(forms);
+  const here = all.filter(([, source]) => source === "local").length;
+  const title = all.map(([form, source]) => `${form}: ${WHO[source]}`).join("\n");
+  return all.length > 0 && html`<span class="chip" title=${title}>tokens of ${here} of ${all.length} forms made here</span>`;
+};
+
 const Engine = ({ engine }) => html`<article class=${`card engine ${engine.state}`}>
   <h3>${engine.id} <span class="chip state">${SIGNS[engine.state]} ${engine.state}</span></h3>
-  <p class="note">${engine.model ?? "not connected"}${" "}<span class="chip" title=${engine.why}>${engine.trust} view</span></p>
+  <p class="note">${engine.model ?? "not connected"}${" "}<span class="chip" title=${engine.why}>${engine.trust} view</span>
+    ${" "}<${Forms} forms=${engine.forms} /></p>
   ${engine.problem && html`<p class="problem">${engine.problem}</p>`}
   ${Object.entries(engine.held_tokens)
     .filter(([tier, held]) => held || engine.capacity_tokens[tier])
@@ -114,7 +126,7 @@ const Engines = pure(({ snapshot }) => {
 
 const Row = pure(({ request }) => {
   const { predicted_tokens: predicted, reported_tokens: reported } = request;
-  const isMissed = request.is_over && reported !== null && predicted !== null && reported !== predicted;
+  const isMissed = request.is_over && reported !== null && predicted !== null && reported < predicted;
   return html`<tr class=${request.is_over ? "" : "running"}>
     <td>${time(request.started)}</td>
     <td>${request.engine ?? "none"}</td>
@@ -124,7 +136,7 @@ const Row = pure(({ request }) => {
     <td class=${`number ${isMissed ? "missed" : ""}`}>${request.is_over ? count(reported) : "…"}</td>
     <td class="number">${request.is_over ? seconds(request.first_byte_s) : "…"}</td>
     <td>${request.status ?? "running"}</td>
-    <td class="why spare">${request.why}</td>
+    <td class="why spare">${request.why ?? request.miss}</td>
     <td>${request.is_over && html`<a href=${whyLink(request.request_id)}>Why<span class="hidden"> ${request.request_id}</span></a>`}</td>
   </tr>`;
 });
@@ -148,12 +160,13 @@ const Requests = ({ snapshot }) => {
         <tbody>${requests.map((each) => html`<${Row} key=${each.request_id} request=${each} />`)}</tbody>
       </table>
     </div>
-    ${!requests.length && html`<p class="note">No request since this page was opened. <a href="#try">Try one</a>.</p>`}
+    ${!requests.length && html`<p class="note">No request yet. <a href="#try">Try one</a>.</p>`}
   </section>`;
 };
 
 export const Now = () => {
   const { snapshot } = live;
   if (!snapshot) return html`<p class="note">Waiting for the first events …</p>`;
-  return html`<${Totals} snapshot=${snapshot} /><${Engines} snapshot=${snapshot} /><${Requests} snapshot=${snapshot} />`;
+  return html`<${Totals} snapshot=${snapshot} /><${Engines} snapshot=${snapshot} />
+    ${snapshot.engines.some((each) => each.kind === "llama_server") && html`<${Slots} />`}<${Requests} snapshot=${snapshot} />`;
 };

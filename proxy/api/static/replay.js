@@ -7,8 +7,8 @@ import { drawCurves } from "./plots.js";
 
 const FIELDS = [
   ["engines", "engines", "1,2,4", "numbers of engines: 2,4,8; empty: as many as the recording names"],
-  ["gpu_tokens", "GPU tokens of each", "500k", "KV that each engine holds: 300k,1M"],
-  ["prefill_rate", "prefill tokens a second", "20k", "prompt tokens that an engine computes a second"],
+  ["gpu_tokens", "GPU tokens of each", "", "KV that each engine holds: 300k,1M; empty: as recorded"],
+  ["prefill_rate", "prefill tokens a second", "", "prompt tokens that an engine computes a second; empty: as recorded"],
   ["policies", "policies", "kvpin,sticky,round-robin,oracle", "names, or all"],
   ["load", "load", "", "0.9: engines would be busy for 90% of the time if nothing were cached; empty: as recorded"],
 ];

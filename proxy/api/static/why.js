@@ -19,6 +19,19 @@ const TERMS = [
   ["regret_s", "evicted KV"],
 ];
 
+const PARTS = {
+  read: "kvpin: receive and parse the body",
+  tokenise: "kvpin: render, tokenise, hash",
+  queue: "kvpin: wait because all engines were busy",
+  "failed attempts": "engines that failed before",
+  place: "kvpin: choose the engine",
+  gather: "kvpin: wait for another request that computes the same prefix",
+  hold: "kvpin: wait for a slot, save, restore",
+  prefill: "the engine, by its own clock",
+  decode: "the engine, by its own clock: the answer came whole",
+  engine: "the rest: the engine's own queue, its other requests, the network",
+};
+
 const Costs = ({ request }) => {
   const { decision } = request;
   const [isAll, showAll] = useState(false);
@@ -67,6 +80,17 @@ const Costs = ({ request }) => {
     </table></div></details>`;
 };
 
+// What the time to the first byte was spent on. The parts add up to it.
+const Spent = ({ parts }) => {
+  const whole = Object.values(parts).reduce((sum, each) => sum + each, 0);
+  return html`<section aria-label="Where the time went">
+    <h3>Where the time went <small>first byte ${seconds(whole)} after the request came</small></h3>
+    ${Object.entries(parts).map(
+      ([part, spent]) => html`<div title=${PARTS[part]}><${Share} label=${part} part=${spent} whole=${whole} tone="selected" text=${seconds(spent)} /></div>`,
+    )}
+  </section>`;
+};
+
 const Tokens = ({ text, ids }) =>
   ids.length ? html`<pre>${text ?? ids.join(" ")}</pre>` : html`<p class="note">ends here</p>`;
 
@@ -96,13 +120,14 @@ const Request = ({ id }) => {
       <div><dt>model</dt><dd>${request.model ?? "–"}</dd></div>
       <div><dt>at</dt><dd>${time(request.started)}</dd></div>
       <div><dt>status</dt><dd>${request.status}</dd></div>
-      <div><dt>cache</dt><dd>${request.miss ?? "–"}</dd></div>
+      <div><dt>cache</dt><dd class=${request.is_miss ? "missed" : ""}>${request.miss ?? "–"}</dd></div>
       <div><dt>queued</dt><dd>${seconds(request.queued_s)}</dd></div>
       <div><dt>first byte, expected</dt><dd>${seconds(request.expected_first_token_s)}</dd></div>
       <div><dt>first byte</dt><dd>${seconds(request.first_byte_s)}</dd></div>
       <div><dt>duration</dt><dd>${seconds(request.duration_s)}</dd></div>
       <div><dt>output tokens</dt><dd>${count(request.output_tokens)}</dd></div>
     </dl>
+    ${request.first_byte_parts && html`<${Spent} parts=${request.first_byte_parts} />`}
     ${request.decision && html`<h3>Why ${request.engine}</h3><p>${request.decision.why}.</p><${Costs} request=${request} />`}
     ${request.divergence && html`<${Divergence} divergence=${request.divergence} at=${request.differs_at} />`}
   </article>`;
@@ -120,14 +145,14 @@ const List = ({ chosen }) => {
     <h2>Last requests
       <button onClick=${again}>Refresh</button>
       <label><span class="hidden">Filter</span>
-        <input type="search" placeholder="id, engine, model, miss" value=${filter} onInput=${(e) => setFilter(e.target.value)} />
+        <input type="search" placeholder="id, engine, model, cache" value=${filter} onInput=${(e) => setFilter(e.target.value)} />
       </label>
     </h2>
     ${error && html`<p class="problem" role="alert">${error}</p>`}
     <${Paged} items=${requests} size=${PAGE} name="requests">
       ${(shown) => html`<div class="scroll"><table>
         <thead><tr><th>request</th><th>time</th><th>engine</th><th class="number">prompt</th>
-          <th class="number spare">predicted</th><th class="number">reported</th><th>miss</th></tr></thead>
+          <th class="number spare">predicted</th><th class="number">reported</th><th>cache</th></tr></thead>
         <tbody>${shown.map(
           (each) => html`<tr key=${each.request_id} class=${each.request_id === chosen ? "chosen" : ""}>
             <td><a href=${whyLink(each.request_id)}>${each.request_id.slice(0, 12)}…</a></td>
@@ -135,7 +160,7 @@ const List = ({ chosen }) => {
             <td class="number">${count(each.n_tokens)}</td>
             <td class="number spare">${count(each.predicted_tokens)}</td>
             <td class="number">${count(each.reported_tokens)}</td>
-            <td>${each.error ? `failed (${each.status})` : (each.miss ?? "–")}</td>
+            <td class=${each.is_miss ? "missed" : ""}>${each.error ? `failed (${each.status})` : (each.miss ?? "–")}</td>
           </tr>`,
         )}</tbody>
       </table></div>`}

@@ -22,7 +22,6 @@ from proxy.api.auth import FROM_PEER
 from proxy.api.workers.merged_events import MergedEvents
 from proxy.api.workers.missed_changes import PATH, Change, ChangeKind, Changes
 from proxy.api.workers.siblings import Siblings, WorkerAnswer
-from proxy.control.kept_prompts import PROMPTS_PATH
 from proxy.control.merged_answers import (
     merge_engines,
     merge_operation,
@@ -30,8 +29,9 @@ from proxy.control.merged_answers import (
     merge_requests,
     merge_stats,
 )
+from proxy.control.prefixes import PROMPTS_PATH
 from proxy.observe.gauges import of_workers
-from proxy.observe.merged_metrics import merge_pages
+from proxy.observe.metric_families import merge_pages
 
 _ADMIN = "/admin/v1"
 _EVENTS, _CHANGES, _PROMPTS = ("GET", f"{_ADMIN}/events"), ("GET", PATH), ("GET", PROMPTS_PATH)
@@ -44,7 +44,7 @@ Merge = Callable[[Scope, list[WorkerAnswer]], bytes]
 
 @dataclass(frozen=True, slots=True)
 class _Rule:
-    """How the answers to one route become one.
+    """The rule by which the answers to one route become one.
 
     Attributes:
         path: matches the paths.
@@ -196,7 +196,7 @@ def _rules(*, shared: bool) -> tuple[_Rule, ...]:
         _Rule("GET", f"{_ADMIN}/engines", _json(partial(merge_engines, shared=shared))),
         _Rule("POST", f"{_ADMIN}/engines", named=True, change=ChangeKind.ADD),
         _Rule("DELETE", f"{_ADMIN}/engines/[^/]+", change=ChangeKind.REMOVE),
-        _Rule("POST", f"{_ADMIN}/engines/[^/]+/drain", change=ChangeKind.DRAIN),
+        _Rule("POST", f"{_ADMIN}/engines/[^/]+/drain"),
         _Rule("GET", f"{_ADMIN}/requests", _requests),
         _Rule("GET", f"{_ADMIN}/requests/[^/]+", once=True),
         _Rule("POST", f"{_ADMIN}/(pin|warm|offload|restore)", once=True),

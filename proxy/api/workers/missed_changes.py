@@ -6,6 +6,8 @@ from enum import Enum
 
 import msgspec
 
+from proxy.core.drains import DrainBook, DrainMark
+
 # Where a worker tells another one its changes.
 PATH = "/admin/v1/changes"
 
@@ -15,7 +17,6 @@ class ChangeKind(Enum):
 
     ADD = "add"
     REMOVE = "remove"
-    DRAIN = "drain"
 
 
 class Change(msgspec.Struct, frozen=True):
@@ -30,7 +31,9 @@ class Change(msgspec.Struct, frozen=True):
 class Changes:
     """The changes that still count, by engine. One that was added and removed again leaves nothing."""
 
-    def __init__(self) -> None:
+    def __init__(self, drains: DrainBook) -> None:
+        """`drains` holds the engines that are drained."""
+        self._drains = drains
         self._of: dict[str, list[Change]] = {}
 
     def note(self, engine: str, change: Change) -> None:
@@ -40,17 +43,24 @@ class Changes:
         if change.kind is ChangeKind.REMOVE and is_new:
             return
         replaced = {
-            ChangeKind.ADD: (ChangeKind.ADD, ChangeKind.DRAIN),
-            ChangeKind.REMOVE: (ChangeKind.ADD, ChangeKind.REMOVE, ChangeKind.DRAIN),
-            ChangeKind.DRAIN: (ChangeKind.DRAIN,),
+            ChangeKind.ADD: (ChangeKind.ADD,),
+            ChangeKind.REMOVE: (ChangeKind.ADD, ChangeKind.REMOVE),
         }[change.kind]
         self._of[engine] = [*(each for each in before if each.kind not in replaced), change]
 
     def told(self) -> bytes:
         """All of them, in an order in which they can be carried out."""
-        return msgspec.json.encode([change for changes in self._of.values() for change in changes])
+        changes = [change for several in self._of.values() for change in several]
+        return msgspec.json.encode(ToldChanges(changes, self._drains.marks()))
 
 
-def heard(told: bytes) -> list[Change]:
+class ToldChanges(msgspec.Struct, frozen=True):
+    """What a worker tells one that starts later."""
+
+    changes: list[Change]
+    drains: list[DrainMark]
+
+
+def heard(told: bytes) -> ToldChanges:
     """The changes of `Changes.told`."""
-    return msgspec.json.decode(told, type=list[Change])
+    return msgspec.json.decode(told, type=ToldChanges)

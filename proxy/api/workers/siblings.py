@@ -29,7 +29,7 @@ class WorkerAnswer:
 
     @property
     def is_good(self) -> bool:
-        """Whether its status is 2xx."""
+        """True if its status is 2xx."""
         return 200 <= self.status < 300  # noqa: PLR2004 - HTTP
 
 

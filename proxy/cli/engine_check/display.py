@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from engine_adapter import EngineError, EngineSpec
+from proxy.cli.answer_tables import forms_of
 from proxy.cli.engine_check.examine import Examination, examine
 from proxy.cli.grid import TerminalTable, console
 from proxy.observe.logs import configure_logs
@@ -42,7 +43,10 @@ def show_examination(found: dict[str, Any]) -> None:
 
 def _of_engine(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "engine", f"{found['kind']} {found['version']}".rstrip() + ", detected" * found["detected"]
-    yield "model", found["model"] + "".join(f", LoRA {name}" for name in found["loras"])
+    if found["model"]:
+        yield "model", found["model"] + "".join(f", LoRA {name}" for name in found["loras"])
+    for at, (name, state) in enumerate(found["models"].items()):
+        yield "" if at else "router", f"{name}: {state}"
     yield "context", f"{found['max_model_len'] or 'unknown'} tokens"
     block = found["tokens_per_block"]
     counts = [
@@ -54,6 +58,8 @@ def _of_engine(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
     for at, (name, instead) in enumerate(found["cannot"].items()):
         yield "" if at else "cannot", f"{name}: {instead}"
     yield "tokens", found["tokenisation"]["detail"]
+    if forms := forms_of(found["tokenisation"]):
+        yield "forms", forms
     yield "events", found["view"]["detail"]
     probe = found["probe"]
     if probe is not None and probe["error"] is None:

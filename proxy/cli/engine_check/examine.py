@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
+import msgspec
+
 from engine_adapter import (
     Capability,
     EngineAdapter,
@@ -19,6 +21,7 @@ from engine_adapter import (
     EngineSpec,
     EngineUnavailable,
     Finding,
+    ModelState,
     detect_kind,
     make_adapter,
     make_options,
@@ -39,7 +42,7 @@ class Examination:
     Attributes:
         detected: kvpin detected the kind; the operator did not name it.
         missing: the capabilities it lacks, each with what kvpin does instead.
-        view: what its KV events show of its cache.
+        view: its cache, as its KV events show it.
         probe: the two requests; None without `probe`.
     """
 
@@ -54,7 +57,7 @@ class Examination:
     findings: tuple[Finding, ...]
 
     def as_json(self) -> dict[str, Any]:
-        """The same as JSON, without secrets."""
+        """The examination as JSON, without secrets."""
         info = self.info
         return {
             "url": self.spec.url,
@@ -62,6 +65,7 @@ class Examination:
             "detected": self.detected,
             "version": info.version,
             "model": info.model,
+            "models": info.models,
             "loras": sorted(info.loras),
             "max_model_len": info.max_model_len,
             "tokens_per_block": info.tokens_per_block,
@@ -71,7 +75,7 @@ class Examination:
             "waiting": self.load.waiting,
             "can": sorted(info.capabilities),
             "cannot": self.missing,
-            "tokenisation": asdict(self.tokenisation),
+            "tokenisation": msgspec.to_builtins(self.tokenisation),
             "view": asdict(self.view),
             "probe": asdict(self.probe) if self.probe is not None else None,
             "findings": [asdict(finding) for finding in self.findings],
@@ -101,17 +105,22 @@ async def examine(
                 info, load = await adapter.connect(), await adapter.load()
         except TimeoutError:
             raise EngineUnavailable(f"{spec.url} does not answer within {CONNECT_S:.0f} s") from None
+        if not info.model:
+            named = "name one of its models, model=NAME: each is an engine of its own"
+            none = Exactness(True, named, "none")
+            return Examination(spec, detected, info, load, {}, none, View("none", named), None, ())
         builder = PromptBuilder(info, tables=PromptTables(), engines=lambda: (adapter,))
         source = spec.tokenizer or info.tokenizer
         if source is not None:
             await builder.load(source)
-        tokenisation = await verify_exactness(builder, adapter)
+        is_there = probe or adapter.model_state in (None, ModelState.LOADED)
+        tokenisation = await verify_exactness(builder, adapter) if is_there else _unasked(adapter.model_state)
         async with ProbedEngine(adapter, info, builder) as probed_engine:
             view = await probed_engine.first_view(takes_events=probe)
             probed = await probed_engine.probe() if probe else None
         findings = (
             *adapter.findings(),
-            *_of_tokenisation(tokenisation),
+            *(_of_tokenisation(tokenisation) if is_there else ()),
             *_of_view(view),
             *_of_probe(probed, view),
         )
@@ -125,6 +134,10 @@ async def examine(
 def _missing(adapter: EngineAdapter, info: EngineInfo) -> dict[str, str]:
     lacking = sorted(set(Capability) - info.capabilities)
     return {capability.value: adapter.not_supported(capability).instead for capability in lacking}
+
+
+def _unasked(state: ModelState | None) -> Exactness:
+    return Exactness(False, f"not asked: the model is {state}, and a question would wake or load it", "none")
 
 
 def _of_tokenisation(found: Exactness) -> tuple[Finding, ...]:

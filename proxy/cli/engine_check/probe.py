@@ -19,6 +19,7 @@ from engine_adapter import (
     Headers,
     HttpTransport,
     JsonBody,
+    Tier,
 )
 from proxy.core.audit import Trust
 from proxy.core.life import Rules
@@ -52,7 +53,7 @@ class View:
     Attributes:
         state: `current`; `late` if they do not arrive; `unfit` if their block size does not fit; `none` if it
             sends none; `unasked` if reading would take them from another reader.
-        blocks: engine blocks in the first view.
+        blocks: kvpin's blocks in the first view, on the GPU.
         complete: False if the engine may hold more.
     """
 
@@ -95,9 +96,7 @@ class ProbedEngine:
         tenants = Tenants(())
         self._flow = Flow(
             fleet=fleet,
-            preparation=Preparation(
-                Destinations(fleet, isolated=False), tenants, MediaUuids(), {}, reuse=True
-            ),
+            preparation=Preparation(Destinations(fleet), tenants, MediaUuids(), {}, reuse=True),
             attempts=Attempts(self._transport, self._ingest, tenants),
             tenants=tenants,
             requests=self._records,
@@ -133,8 +132,12 @@ class ProbedEngine:
         engine.state = EngineState.READY
         view = engine.view
         more = "" if view.complete else "; it may hold more from before"
-        detail = f"the view is current, with {view.counts.stored} blocks{more}"
-        return View("current", detail, view.counts.stored, view.complete)
+        held = {tier: self._pool.index.held(engine.id, tier) for tier in Tier}
+        lower = "".join(
+            f", {count} on {tier}" for tier, count in held.items() if count and tier is not Tier.GPU
+        )
+        detail = f"the view is current, with {held[Tier.GPU]} blocks{lower}{more}"
+        return View("current", detail, held[Tier.GPU], view.complete)
 
     async def probe(self) -> ProbeResult:
         """Sends the engine a new prompt twice."""
@@ -162,7 +165,7 @@ class ProbedEngine:
         return list(self._records)[-1]
 
     def _holds(self, record: RequestRecord) -> bool:
-        """Whether the view holds every full block of a request's prompt."""
+        """True if the view holds every full block of a request's prompt."""
         chain = self._pool.chain(record.prompt)
         match = self._pool.index.match(chain.hashes).get(self._engine.id) if chain is not None else None
         return chain is None or match is None or match.blocks - match.pending == len(chain.hashes)

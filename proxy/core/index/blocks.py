@@ -25,12 +25,16 @@ class Chain:
     Attributes:
         hashes: one per full block, each covering all before it.
         n_tokens: tokens of the prompt, including a tail that fills no block.
-        tokens_per_block: block size in tokens.
     """
 
     hashes: tuple[BlockHash, ...]
     n_tokens: int
     tokens_per_block: int
+
+    @property
+    def reusable(self) -> int:
+        """The most blocks an engine can reuse: never the last prompt token."""
+        return max(self.n_tokens - 1, 0) // self.tokens_per_block
 
 
 def namespace_root(model: str, *, lora: str | None = None, salt: str | None = None) -> BlockHash:

@@ -1,4 +1,4 @@
-"""Where blocks lie: location bits for each block, stored by segments of chains.
+"""Location bits for each block, stored by segments of chains.
 
 Dicts map a block hash to its segment. A chain runs through segments of 64 blocks, so a prompt is read or
 written in a few steps for every 64 blocks, however many locations there are. Blocks that lie nowhere are

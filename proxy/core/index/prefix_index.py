@@ -1,8 +1,9 @@
 """The prefix index: which engine holds which block, on which tier.
 
-Each block has an int of location bits, four per engine: gpu, host, disk and pending. `locations.py` stores
-them. A look-up reads how far equal bits reach along the chain. Then it reads what they mean, once for all
-engines that hold the same part of it.
+Each block has an int of location bits, four per engine: gpu, host, disk and pending. An engine with several
+KV cache groups (`groups.py`) has a bit for each further group, too. `locations.py` stores them. A look-up
+reads how far equal bits reach along the chain. Then it reads what they mean, once for all engines that hold
+the same part of it.
 
 Pending blocks are those that a request in flight will store. They count as held, so that a burst of one new
 prefix gathers on one engine. They end with the request; by then events or usage have confirmed them.
@@ -16,8 +17,9 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from engine_adapter.types import Tier
+from engine_adapter.types import Attention, KvGroup, Tier
 from proxy.core.index.blocks import BlockHash
+from proxy.core.index.groups import KvGroups
 from proxy.core.index.locations import Locations
 
 # Which of an engine's bits.
@@ -53,7 +55,10 @@ _CHANGES = [
 class Match(msgspec.Struct, frozen=True, gc=False, eq=False):
     """Number of leading blocks of a chain that one engine holds, by the fastest tier of each block.
 
-    `lead` counts the leading blocks that are on the GPU or will be.
+    Attributes:
+        lead: leading blocks that are on the GPU or will be.
+        cut: blocks after these that full attention holds, and that cannot be reused.
+        lacks: the kind of attention whose groups lack what they need to reuse those; None without any.
     """
 
     gpu: int = 0
@@ -61,11 +66,17 @@ class Match(msgspec.Struct, frozen=True, gc=False, eq=False):
     disk: int = 0
     pending: int = 0
     lead: int = 0
+    cut: int = 0
+    lacks: Attention | None = None
 
     @property
     def blocks(self) -> int:
         """All of them."""
         return self.gpu + self.host + self.disk + self.pending
+
+    def tokens(self, tokens_per_block: int) -> dict[str, int]:
+        """Tokens by tier; `pending` are those that requests in flight will leave on the GPU."""
+        return {name: getattr(self, name) * tokens_per_block for name in ("gpu", "host", "disk", "pending")}
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Match) and self._tiers == other._tiers
@@ -137,6 +148,9 @@ class PrefixIndex:
         self._each = 0  # the lowest bit of each engine
         self._flights: dict[str, InFlight] = {}
         self._counts: dict[str, list[int]] = {}  # see `counts`
+        self._groups: dict[str, KvGroups] = {}
+        self._group_slots: dict[str, list[int]] = {}  # whose bits are those of an engine's groups
+        self._group_bits = 0
 
     def __len__(self) -> int:
         """Blocks of all engines, and blocks of wiped engines that are not tidied yet."""
@@ -146,16 +160,59 @@ class PrefixIndex:
         """Gives the engine its location bits. Adding it twice is fine."""
         if engine in self._shifts:
             return
-        if not self._free:
-            self._free.append(len(self._slots))
-            self._slots.append("")
-        slot = min(self._free)
-        self._free.remove(slot)
+        slot = self._slot()
         self._slots[slot] = engine
         self._shifts[engine] = shift = _WIDTH * slot
         self._each |= 1 << shift
         self._flights[engine] = InFlight()
         self._counts[engine] = [0, 0, 0, 0]
+
+    def _slot(self) -> int:
+        """Takes a slot whose bits no block has."""
+        if not self._free:
+            self._free.append(len(self._slots))
+            self._slots.append("")
+        slot = min(self._free)
+        self._free.remove(slot)
+        return slot
+
+    def add_group(self, engine: str, group: KvGroup, tokens_per_block: int, pool: int) -> KvGroups:
+        """Gives a further KV cache group of the engine its location bit, unless it has one. Returns all of
+        the engine's.
+
+        Args:
+            engine: has the group.
+            group: the group.
+            tokens_per_block: the group's block size.
+            pool: the pool's block size.
+        """
+        groups = self._groups.setdefault(engine, KvGroups(pool))
+        if group.number in groups.bits:
+            return groups
+        slots = self._group_slots.setdefault(engine, [])
+        at = len(groups.bits)
+        if at == len(slots) * _WIDTH:
+            slots.append(self._slot())
+            self._group_bits |= _ALL << _WIDTH * slots[-1]
+        groups.add(group, tokens_per_block, 1 << _WIDTH * slots[-1] + at % _WIDTH)
+        return groups
+
+    def groups_of(self, engine: str) -> KvGroups | None:
+        """The further KV cache groups of the engine; None if none is known."""
+        return self._groups.get(engine)
+
+    def store_group(self, engine: str, group: KvGroup, hashes: tuple[BlockHash, ...]) -> None:
+        """The group now holds these blocks, of one chain and in its order."""
+        self._locations.mark(self._groups[engine].bits[group.number], hashes)
+
+    def remove_group(self, engine: str, group: KvGroup, hashes: tuple[BlockHash, ...]) -> None:
+        """The group no longer holds these blocks."""
+        self._locations.clear(self._groups[engine].bits[group.number], hashes, 0)
+
+    def in_groups(self, engine: str, block: BlockHash) -> bool:
+        """True if a further group of the engine holds the block."""
+        groups = self._groups.get(engine)
+        return groups is not None and bool(self._locations.get(block) & groups.mask)
 
     def remove_engine(self, engine: str) -> None:
         """Forgets the engine and everything it held. Its bits are reused once no block has them."""
@@ -171,6 +228,10 @@ class PrefixIndex:
             self._tidy()
         else:
             self._free.append(shift // _WIDTH)
+        self._groups.pop(engine, None)
+        for slot in self._group_slots.pop(engine, ()):
+            self._group_bits ^= _ALL << _WIDTH * slot
+            self._locations.retire(_ALL << _WIDTH * slot)
 
     def _tidy(self) -> None:
         """Clears a few bits of engines that are gone."""
@@ -214,11 +275,11 @@ class PrefixIndex:
             awaited.pop(block, None)
 
     def holds(self, engine: str, block: BlockHash) -> bool:
-        """Whether any tier of the engine holds the block; pending blocks do not count."""
+        """True if any tier of the engine holds the block; pending blocks do not count."""
         return bool(self._locations.get(block) >> self._shifts[engine] & _STORED)
 
     def is_on_gpu(self, engine: str, block: BlockHash) -> bool:
-        """Whether the block lies on the engine's GPU; pending blocks do not count."""
+        """True if the block lies on the engine's GPU; pending blocks do not count."""
         return bool(self._locations.get(block) >> self._shifts[engine] & _GPU)
 
     def held(self, engine: str, tier: Tier) -> int:
@@ -291,24 +352,50 @@ class PrefixIndex:
             for at, change in _CHANGES[mask >> shift][bits]:
                 counts[at] += change * blocks
 
-    def match(self, hashes: Sequence[BlockHash]) -> dict[str, Match]:
-        """The match of a chain on each engine that holds its first block."""
+    def match(self, hashes: Sequence[BlockHash], most: int | None = None) -> dict[str, Match]:
+        """The match of a chain on each engine that holds its first block. No prompt can reuse more than
+        `most` of its blocks."""
         masks, ends = self._reach(hashes)
         # Each digit is an engine, each column what it has of the chain from stretch to stretch.
         digits = [f"{mask:0{len(self._slots)}x}"[::-1] for mask in masks]
         columns = tuple(zip(*digits, strict=True))
         matches = {column: _match_of(column, ends) for column in set(columns) if column[0] != "0"}
         found = zip(self._slots, map(matches.get, columns), strict=bool(digits))
-        return {engine: match for engine, match in found if match is not None}
+        if not self._groups:
+            return {engine: match for engine, match in found if match is not None}
+        return {
+            engine: self._within_groups(groups, masks, ends, column, match, most)
+            if (groups := self._groups.get(engine)) is not None
+            else match
+            for column, (engine, match) in zip(columns, found, strict=True)
+            if match is not None and engine
+        }
+
+    def _within_groups(
+        self,
+        groups: KvGroups,
+        masks: list[int],
+        ends: list[int],
+        column: tuple[str, ...],
+        match: Match,
+        most: int | None,
+    ) -> Match:
+        """The part of an engine's match that its further groups can reuse, too."""
+        held = match.blocks if most is None else min(match.blocks, most)
+        reach, lacks = groups.reach(masks, ends, held, match.blocks - match.pending)
+        if reach >= held:
+            return match
+        within = _match_of(column, [min(end, reach) for end in ends])
+        return msgspec.structs.replace(within, cut=held - reach, lacks=lacks)
 
     def _reach(self, chain: Sequence[BlockHash]) -> tuple[list[int], list[int]]:
         """Location bits of the engines that hold all blocks so far, and where each stretch of equal bits
         ends; up to the first block that none of them holds."""
         masks, ends, at = list[int](), list[int](), 0
-        last, alive = -1, self._each * _ALL
+        last, alive, groups = -1, self._each * _ALL, self._group_bits
         for mask, blocks in self._locations.stretches(chain):
             at += blocks
-            here = mask & alive
+            here = mask & (alive | groups)
             if here == last:
                 ends[-1] = at
                 continue

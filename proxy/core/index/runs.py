@@ -60,7 +60,7 @@ class KeptRun(msgspec.Struct, frozen=True, array_like=True):
     extra_ids: bytes | None
 
 
-class Run:
+class BlockRun:
     """Consecutive blocks of one chain.
 
     Attributes:
@@ -92,7 +92,7 @@ class Run:
         self._extra_ids = start.extra_ids
 
     @classmethod
-    def of_block(cls, name: Name, hashes: Sequence[BlockHash], pool: int) -> Run:
+    def of_block(cls, name: Name, hashes: Sequence[BlockHash], pool: int) -> BlockRun:
         """A run of one block that no tier holds yet, in which these pool blocks end."""
         run = cls(Point(hashes[0]), len(hashes) * pool, pool)
         run.names.append(name)
@@ -113,7 +113,7 @@ class Run:
         )
 
     @classmethod
-    def of(cls, kept: KeptRun, pool: int) -> Run:
+    def of(cls, kept: KeptRun, pool: int) -> BlockRun:
         """A run from plain data, over pool blocks of `pool` tokens, that no tier holds yet."""
         lead = None if kept.tokens is None else array("i", kept.tokens)
         extra_ids = None if kept.extra_ids is None else array("Q", kept.extra_ids)
@@ -155,7 +155,7 @@ class Run:
         return kept[done:], ids[done:]
 
     def place_of(self, name: Name) -> int:
-        """Where the block with this name is; it must be in the run."""
+        """The place of the block with this name, which must be in the run."""
         names = self.names
         # Engines continue a chain at its end, and evict it from there.
         return len(names) - 1 if names[-1] == name else names.index(name)

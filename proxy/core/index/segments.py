@@ -30,8 +30,8 @@ class Segment(msgspec.Struct, gc=False, eq=False):
         hashes: the blocks from `first` to the last of `ends`. Removed blocks stay at either end, so that
             nothing is copied when blocks are removed there, as most are.
         masks: the location bits of each run of blocks that have the same.
-        ends: where each run ends.
-        first: where the first run begins.
+        ends: the end of each run.
+        first: the beginning of the first run.
     """
 
     hashes: tuple[BlockHash, ...]

@@ -17,7 +17,7 @@ Owner = TypeVar("Owner")
 
 
 @dataclass(slots=True, eq=False)
-class Node(Generic[Owner]):
+class PrefixNode(Generic[Owner]):
     """A run of blocks that all chains through it share.
 
     Attributes:
@@ -33,10 +33,10 @@ class Node(Generic[Owner]):
     start: int
     end: int
     newest: Owner
-    parent: Node[Owner] | None
+    parent: PrefixNode[Owner] | None
     chains: int = 1
     blocks: int = 0
-    children: dict[BlockHash, Node[Owner]] = field(default_factory=dict)
+    children: dict[BlockHash, PrefixNode[Owner]] = field(default_factory=dict)
 
     @property
     def own(self) -> Sequence[BlockHash]:
@@ -48,10 +48,10 @@ class Node(Generic[Owner]):
         """Its last block, which names it: it stays the last of a node when more chains are added."""
         return self.chain[self.end - 1]
 
-    def path(self) -> list[Node[Owner]]:
+    def path(self) -> list[PrefixNode[Owner]]:
         """The nodes from the beginning of the prompt to this one."""
-        nodes: list[Node[Owner]] = []
-        node: Node[Owner] | None = self
+        nodes: list[PrefixNode[Owner]] = []
+        node: PrefixNode[Owner] | None = self
         while node is not None:
             nodes.append(node)
             node = node.parent
@@ -62,7 +62,7 @@ class PrefixTree(Generic[Owner]):
     """A prefix tree of chains, each of which has an owner."""
 
     def __init__(self) -> None:
-        self.roots: dict[BlockHash, Node[Owner]] = {}
+        self.roots: dict[BlockHash, PrefixNode[Owner]] = {}
 
     def add(self, chain: Sequence[BlockHash], owner: Owner) -> None:
         """Adds a chain. Add older ones first."""
@@ -70,7 +70,7 @@ class PrefixTree(Generic[Owner]):
         while at < len(chain):
             node = nodes.get(chain[at])
             if node is None:
-                nodes[chain[at]] = leaf = Node(chain, at, len(chain), owner, parent)
+                nodes[chain[at]] = leaf = PrefixNode(chain, at, len(chain), owner, parent)
                 for each in leaf.path():
                     each.blocks += len(chain) - at
                 return
@@ -81,7 +81,7 @@ class PrefixTree(Generic[Owner]):
             node.newest = owner
             nodes, parent = node.children, node
 
-    def __iter__(self) -> Iterator[Node[Owner]]:
+    def __iter__(self) -> Iterator[PrefixNode[Owner]]:
         """All nodes, each before those below it."""
         left = [*self.roots.values()]
         while left:
@@ -90,15 +90,17 @@ class PrefixTree(Generic[Owner]):
             left += node.children.values()
 
 
-def _shared(node: Node[Owner], chain: Sequence[BlockHash]) -> int:
+def _shared(node: PrefixNode[Owner], chain: Sequence[BlockHash]) -> int:
     """Where the chain leaves the node, whose first block it has."""
     places = range(min(node.end, len(chain)))
     return bisect_left(places, True, lo=node.start + 1, key=lambda at: node.chain[at] != chain[at])
 
 
-def _split(node: Node[Owner], at: int) -> None:
+def _split(node: PrefixNode[Owner], at: int) -> None:
     """Puts the node's blocks from a place on, and all below, into a new child."""
-    rest = Node(node.chain, at, node.end, node.newest, node, node.chains, node.blocks - (at - node.start))
+    rest = PrefixNode(
+        node.chain, at, node.end, node.newest, node, node.chains, node.blocks - (at - node.start)
+    )
     rest.children = node.children
     for child in rest.children.values():
         child.parent = rest

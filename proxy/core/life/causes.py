@@ -12,7 +12,7 @@ from proxy.errors.codes import Code
 
 
 class Blame(Enum):
-    """What a failed attempt says about its engine."""
+    """The consequence of a failed attempt for its engine."""
 
     NOBODY = "nobody"
     """Nothing: the engine is as healthy as before."""

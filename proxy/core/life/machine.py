@@ -46,6 +46,8 @@ MAX_POISON = 2
 SILENCE_S = 5.0
 # How often a running answer is checked within the time that it may be silent.
 _LOOKS = 4
+# The most seconds between two looks at a request.
+_MOST_LOOKS_S = 5.0
 
 
 class Rules(Struct, frozen=True):
@@ -78,11 +80,7 @@ class UnexpectedEvent(Exception):
 
 
 class Life:
-    """One request's life, from its admission to its end.
-
-    Attributes:
-        state: where it stands.
-    """
+    """One request's life, from its admission to its end."""
 
     __slots__ = ("_arrived", "_budget", "_rules", "state")
 
@@ -104,7 +102,7 @@ class Life:
 
     @property
     def deadline(self) -> float:
-        """Time of the next `Tick`. Infinite for a WebSocket without a time limit, and after the end."""
+        """When the state will have lasted too long: never for a WebSocket without limit, and at the end."""
         state, rules = self.state, self._rules
         total = inf if rules.total_s is None else self._arrived + rules.total_s
         match state:
@@ -115,10 +113,14 @@ class Life:
             case Leased():
                 return min(state.since + rules.first_byte_s, total)
             case Answering():
-                silent_s = _silent_s(state)
-                return min(state.heard + silent_s, state.looked + silent_s / _LOOKS, total)
-            case Ended():
+                return min(state.heard + _silent_s(state), total)
+            case _:
                 return inf
+
+    @property
+    def looks_s(self) -> float:
+        """The most seconds to the next `Tick`. It exceeds no limit, so that no later state lasts too long."""
+        return min(_MOST_LOOKS_S, self._rules.first_byte_s, self._rules.idle_s / _LOOKS)
 
     @property
     def turn(self) -> InTurn | None:
@@ -157,7 +159,7 @@ class Life:
 
     def _began(self, state: Leased, event: Began, now: float) -> tuple[Command, ...]:
         idle_s = inf if event.is_socket else self._rules.idle_s
-        self.state = Answering(state, idle_s, 0, now, now)
+        self.state = Answering(state, idle_s, 0, now)
         return ()
 
     def _answered(self, _state: State, event: Answered, _now: float) -> tuple[Command, ...]:
@@ -198,7 +200,7 @@ class Life:
 
     def _lost_meanwhile(self, state: Answering, event: Lost, now: float) -> tuple[Command, ...]:
         if not state.is_lost:
-            self.state = replace(state, seen=event.received, heard=now, looked=now, is_lost=True)
+            self.state = replace(state, seen=event.received, heard=now, is_lost=True)
         return ()
 
     def _late(self, state: State, _event: Tick, now: float) -> tuple[Command, ...]:
@@ -214,11 +216,9 @@ class Life:
         if self._rules.total_s is not None and now >= self._arrived + self._rules.total_s:
             return (Interrupt(Cause.OUR_LIMIT),)
         if event.received != state.seen or event.at_client:
-            self.state = replace(state, seen=event.received, heard=now, looked=now, is_lost=False)
+            self.state = replace(state, seen=event.received, heard=now, is_lost=False)
         elif now >= state.heard + _silent_s(state):
             return (Interrupt(Cause.ENGINE_LOST if state.is_lost else Cause.ENGINE_SILENT),)
-        else:
-            self.state = replace(state, looked=now)
         return ()
 
     def _left(self, _state: State, event: Left, _now: float) -> tuple[Command, ...]:
@@ -262,8 +262,6 @@ def _silent_s(state: Answering) -> float:
 
 
 def _turn_of(state: InTurn | Leased | Answering) -> InTurn:
-    match state:
-        case InTurn():
-            return state
-        case Leased(turn=turn) | Answering(leased=Leased(turn=turn)):
-            return turn
+    if isinstance(state, InTurn):
+        return state
+    return state.leased.turn if isinstance(state, Answering) else state.turn

@@ -64,7 +64,6 @@ class Answering(Struct, frozen=True):
         idle_s: how long the answer may be silent; infinite for a WebSocket.
         seen: pieces of the answer that had arrived when it was looked at last.
         heard: when a new piece was last seen, or when the client was last slower than the engine.
-        looked: when it was looked at last.
         is_lost: the engine was lost, and nothing has come since.
     """
 
@@ -72,7 +71,6 @@ class Answering(Struct, frozen=True):
     idle_s: float
     seen: int
     heard: float
-    looked: float
     is_lost: bool = False
 
 

@@ -8,5 +8,4 @@ telling.py     what a kvpin tells of its own requests
 matching.py    which engine a peer means
 claims.py      which of several kvpins owns an engine that only one may use
 follower.py    one peer as seen here: its requests, and whether all of them are known
-round_trip.py  how old its messages are when they come
 """

@@ -1,4 +1,4 @@
-"""Which of several kvpins owns an engine that only one may use.
+"""Decides which of several kvpins owns an engine that only one may use.
 
     free ──bid──→ bidding ──SETTLE_S without a better claim──→ owner
     any ──a better claim of another kvpin──→ free
@@ -53,7 +53,7 @@ class OwnClaim:
 
     @property
     def is_bidding(self) -> bool:
-        """Whether it waits for a better claim."""
+        """True if it waits for a better claim."""
         return self._since is not None and not self.is_owner
 
     def decide(

@@ -11,20 +11,22 @@ an ended request stay true for longer than its load.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 from proxy.core.peers.messages import (
-    Answered,
+    AnsweredWhole,
     Batch,
     Begun,
-    Ended,
     FirstToken,
+    Heard,
     Heartbeat,
     Listing,
     Message,
     Refined,
+    RequestOver,
     chain_of,
 )
 from proxy.core.peers.telling import digest_of
@@ -41,7 +43,7 @@ class LocalEngine(Protocol):
 
     @property
     def placer(self) -> Placer:
-        """That of its pool."""
+        """The placer of its pool."""
 
     @property
     def tokens_per_block(self) -> int | None:
@@ -115,9 +117,9 @@ class Follower:
                 request = self._requests.get(message.id)
                 if request is not None and request.site is not None and request.placed is not None:
                     request.site.placer.refine(request.placed, message.work)
-            case FirstToken() | Answered():
+            case FirstToken() | AnsweredWhole():
                 self._step(now, message.id, 1 if isinstance(message, FirstToken) else 2)
-            case Ended():
+            case RequestOver():
                 self._end(now, message)
             case Listing():
                 self._unlisted = set(self._requests)
@@ -144,7 +146,7 @@ class Follower:
         if site is None:
             return False
         size = site.tokens_per_block
-        request.placed = site.placer.begin_on(
+        request.placed = site.placer.begin(
             now,
             site.engine,
             begun.work,
@@ -171,7 +173,7 @@ class Follower:
             request.site.placer.answered(now, request.placed)
         request.site.answered(request.placed)
 
-    def _end(self, now: float, ended: Ended) -> None:
+    def _end(self, now: float, ended: RequestOver) -> None:
         request = self._requests.pop(ended.id, None)
         if request is None:
             return
@@ -221,3 +223,49 @@ def _count_out(request: _Request, computed: int | None = None, report: Report | 
     if request.site is not None and request.placed is not None:
         request.site.end(request.placed, computed, report)
     request.site = request.placed = None
+
+
+# What a peer has in flight changes in less than that.
+BEHIND_S = 0.5
+# One long trip is a busy moment. Several in succession are a delay.
+_TRIPS = 2
+
+
+class RoundTrip:
+    """The time from this kvpin to a peer and back, without the time that the peer held the message.
+
+        here ──sent──→ peer ──sent, held_s──→ here: round trip = now - sent - held_s
+
+    The clocks of two machines differ, so a message does not show its age. The round trip is an upper bound.
+    """
+
+    def __init__(self) -> None:
+        self._heard: tuple[float, float] | None = (
+            None  # when the peer sent its times last, and when they came
+        )
+        self._trips = deque[float](maxlen=_TRIPS)
+
+    def heard(self, now: float, sent: float) -> None:
+        """The peer told its time: `sent` by its own clock."""
+        self._heard = sent, now
+
+    def answer(self, now: float, peer: int) -> Heard | None:
+        """The answer by which the peer measures the round trip; None before it told its time."""
+        if self._heard is None:
+            return None
+        sent, came = self._heard
+        return Heard(peer, sent, now - came)
+
+    def measure(self, now: float, heard: Heard) -> None:
+        """The peer answered."""
+        self._trips.append(now - heard.sent - heard.held_s)
+
+    @property
+    def seconds(self) -> float | None:
+        """The shortest of the last trips; None before there are enough of them."""
+        return min(self._trips) if len(self._trips) == _TRIPS else None
+
+    @property
+    def is_behind(self) -> bool:
+        """True if the peer's messages are too old to show its load."""
+        return self.seconds is not None and self.seconds > BEHIND_S

@@ -1,4 +1,4 @@
-"""Which of this kvpin's engines is meant by one of a peer.
+"""Finds an engine of a peer among those of this kvpin.
 
 Engines are matched by address. Kvpins on several machines may reach one engine by different addresses: then
 the operator gives it the same id everywhere. Ids that kvpin made by counting (`vllm-0`) do not count: the
@@ -28,7 +28,7 @@ def match(told: ToldEngine, own: Iterable[ToldEngine]) -> ToldEngine | None:
 
 
 def hash_alike(told: ToldEngine, own: ToldEngine) -> bool:
-    """Whether both kvpins make the same block hashes of a prompt for this engine."""
+    """True if both kvpins make the same block hashes of a prompt for this engine."""
     return (told.model, told.tokens_per_block) == (own.model, own.tokens_per_block)
 
 

@@ -14,6 +14,7 @@ from typing import Annotated
 
 import msgspec
 
+from proxy.core.drains import DrainMark
 from proxy.core.index.blocks import BlockHash, Chain
 from proxy.core.peers.claims import Claim
 from proxy.core.placement.load import Work
@@ -47,9 +48,8 @@ class Begun(_Message, tag=0, frozen=True):
 
     Attributes:
         id: its number at the kvpin that placed it.
-        engine: that kvpin's id of the engine.
+        engine: its id at the sender.
         hashes: its blocks, see `packed`; None if its prompt is not known.
-        n_tokens: tokens of its prompt.
         work: its work before the first token.
         streams: its answer is a stream.
         known: all its tokens are known, so rates may be learned from its times.
@@ -85,13 +85,13 @@ class FirstToken(_Message, tag=2, frozen=True):
     id: int
 
 
-class Answered(_Message, tag=3, frozen=True):
+class AnsweredWhole(_Message, tag=3, frozen=True):
     """A request was answered whole."""
 
     id: int
 
 
-class Ended(_Message, tag=4, frozen=True):
+class RequestOver(_Message, tag=4, frozen=True):
     """A request is over: `computed` tokens of its prompt are new on the engine, None if it failed."""
 
     id: int
@@ -116,7 +116,7 @@ class ToldEngine(msgspec.Struct, frozen=True, array_like=True):
         is_local: only that machine can reach it.
         model: its pool; None while it is not connected.
         tokens_per_block: the pool's.
-        claim: that kvpin's claim to it; None without one.
+        claim: the sender's claim to it; None without one.
     """
 
     id: str
@@ -127,16 +127,22 @@ class ToldEngine(msgspec.Struct, frozen=True, array_like=True):
     claim: Claim | None = None
 
 
-class State(_Message, tag=6, frozen=True):
-    """The sender's name for people, its engines, and the path of the socket on which it serves HTTP to peers;
-    None if there is none."""
+class KvpinState(_Message, tag=6, frozen=True):
+    """The sender as it is now.
+
+    Attributes:
+        name: for people.
+        http_socket: the path of the socket on which it serves HTTP to peers; None if there is none.
+        drains: the engines that operators have drained.
+    """
 
     name: str
     engines: list[ToldEngine]
     http_socket: str | None = None
+    drains: list[DrainMark] = msgspec.field(default_factory=list)
 
 
-class Ask(_Message, tag=7, frozen=True):
+class AskListing(_Message, tag=7, frozen=True):
     """Asks the kvpin `of` for all its requests. With `contents`, also for the learned contents of engines
     without events, and for the engines of conversations."""
 
@@ -171,14 +177,14 @@ class Sessions(_Message, tag=9, frozen=True):
 
 
 class Timed(_Message, tag=14, frozen=True):
-    """How fast an engine was, for the kvpin `to`."""
+    """The speed of an engine, for the kvpin `to`."""
 
     to: int
     engine: str
     timings: Timings
 
 
-class Told(_Message, tag=13, frozen=True):
+class ContentsTold(_Message, tag=13, frozen=True):
     """Everything that the kvpin `to` asked for with `contents` was told."""
 
     to: int
@@ -195,7 +201,7 @@ class Heartbeat(_Message, tag=11, frozen=True):
     digest: int
 
 
-class Left(_Message, tag=12, frozen=True):
+class Leaving(_Message, tag=12, frozen=True):
     """The sender stops: all its requests are over."""
 
 
@@ -208,7 +214,7 @@ class Heard(_Message, frozen=True):
 
 
 class Times(_Message, tag=15, frozen=True):
-    """The sender's time in seconds, and the last time that each other kvpin told it. See `round_trip.py`."""
+    """The sender's time in seconds, and the last time that each other kvpin told it. See `RoundTrip`."""
 
     sent: float
     heard: list[Heard]
@@ -218,18 +224,18 @@ Message = (
     Begun
     | Refined
     | FirstToken
-    | Answered
-    | Ended
+    | AnsweredWhole
+    | RequestOver
     | Used
-    | State
-    | Ask
+    | KvpinState
+    | AskListing
     | Learned
     | Sessions
     | Timed
-    | Told
+    | ContentsTold
     | Listing
     | Heartbeat
-    | Left
+    | Leaving
     | Times
 )
 

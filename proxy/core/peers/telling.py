@@ -9,14 +9,14 @@ from xxhash import xxh3_64_intdigest
 
 from proxy.core.index.blocks import Chain
 from proxy.core.peers.messages import (
-    Answered,
+    AnsweredWhole,
     Begun,
-    Ended,
     FirstToken,
     Heartbeat,
     Listing,
     Message,
     Refined,
+    RequestOver,
     packed,
 )
 from proxy.core.placement.load import Work
@@ -50,12 +50,12 @@ class Telling:
     def answered(self) -> None:
         """It was answered whole."""
         self._step = 2
-        self._own.tell(Answered(self._begun.id))
+        self._own.tell(AnsweredWhole(self._begun.id))
 
     def ended(self, computed: int | None, report: Report | None) -> None:
         """It is over, see `Placer.end`."""
         self._own.forget(self._begun.id)
-        self._own.tell(Ended(self._begun.id, computed, report))
+        self._own.tell(RequestOver(self._begun.id, computed, report))
 
     def now(self) -> Begun:
         """The request as it is now, for a peer that did not see its earlier steps and so not their times."""

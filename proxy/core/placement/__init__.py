@@ -1,12 +1,11 @@
-"""Which engine a request goes to.
+"""Placement: the choice of an engine for a request.
 
 decision.py       the cost of each candidate, and the choice
 placer.py         all state of one pool that the choice uses
 load.py           each engine's work in flight
 rates.py          how fast each engine is
 demand.py         how likely a prompt is requested again
-residents.py      prompts an engine would evict
-in_use.py         blocks held by running requests
+in_use.py         blocks held by running requests, and prompts that an engine would evict
 recent.py         sums that fade with time
 whole_answers.py  rates from answers that do not stream
 prefix_wait.py    whether to wait for another request that computes the same prefix

@@ -24,12 +24,12 @@ from functools import partial
 import msgspec
 
 from engine_adapter.hold import Forecast
+from engine_adapter.types import Attention
 from proxy.core.index.blocks import Chain, reusable_tokens
 from proxy.core.index.prefix_index import Match
-from proxy.core.placement.in_use import InUse
+from proxy.core.placement.in_use import InUse, Residents
 from proxy.core.placement.load import IDLE, LoadView, Work
 from proxy.core.placement.rates import EngineRates
-from proxy.core.placement.residents import Residents
 
 # Costs that differ by less than this are equal: nobody notices a millisecond.
 TIE_S = 0.001
@@ -43,9 +43,7 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     """Facts about one engine at placement time.
 
     Attributes:
-        engine: its id.
         tokens_per_block: its own block size in tokens, which bounds what it can reuse.
-        rates: how fast it is.
         match: leading blocks of the chain it holds.
         load: its work in flight.
         room: pool blocks it can store before it evicts; None if unknown.
@@ -82,22 +80,19 @@ class Cost(msgspec.Struct, frozen=True, gc=False):
     """The cost of placing a request on one engine, term by term. Times in seconds.
 
     Attributes:
-        engine: its id.
         queue_s: prefill in flight before this request.
         room_s: until the streams that hold the memory it needs have ended.
         restore_s: to bring KV back from lower tiers.
         prefill_s: to compute the rest.
-        interference_s: what decoding streams add to the prefill.
-        congestion_s: what later requests wait for it.
-        later_s: what its own next turns will wait there for prompts of others.
+        interference_s: delay of the prefill by decoding streams.
+        congestion_s: delay of later requests.
+        later_s: delay of its own next turns there by prompts of others.
         regret_s: cost of what it evicts and will be requested again. None if it was not computed, because the
             engine costs more than others without it.
-        total_s: the sum.
         cached_tokens: prompt tokens the engine would reuse.
         host_tokens: how many of those are on its host tier.
         disk_tokens: how many are on its disk.
         pending_tokens: how many requests in flight have yet to leave.
-        in_flight: requests it has.
         free_blocks: empty blocks on its GPU; None if unknown. This and the next two break ties.
         turn: number of the placement that last chose it, 0 for none.
         is_last: it served this session before.
@@ -134,15 +129,16 @@ class Placement(msgspec.Struct, frozen=True, gc=False):
     Attributes:
         chosen: the cost of the engine that was chosen.
         predicted_tokens: cached tokens it should report.
-        n_tokens: prompt tokens.
         all_costs: builds the cost of every candidate from what was known at the decision. Few requests are
             explained, so costs are built when somebody asks.
-        rule: what decided: "lowest cost" or "least loaded".
+        rule: "lowest cost" or "least loaded".
         elsewhere: most tokens of the prompt that another candidate would reuse; None without another.
         firm: False if the prediction counts blocks that requests in flight have yet to leave, or the engine
             may hold more than is known.
         gpu_tokens: predicted tokens that lie on the GPU.
         strain: how many times a second of prefill counted, see `Outlook`.
+        cut_tokens: further tokens that its full attention holds, and that it cannot reuse.
+        lacks: the kind of attention that lacks its part of those; None without any.
     """
 
     chosen: Cost
@@ -154,6 +150,8 @@ class Placement(msgspec.Struct, frozen=True, gc=False):
     firm: bool = True
     gpu_tokens: int = 0
     strain: float = 1.0
+    cut_tokens: int = 0
+    lacks: Attention | None = None
 
     @classmethod
     def of(
@@ -229,12 +227,9 @@ class Reuse(msgspec.Struct, frozen=True, gc=False, eq=False):
     Engines that hold the same part of the prompt and are equally fast share one `Reuse`.
 
     Attributes:
-        cached_tokens: prompt tokens it would reuse.
         host_tokens: those of them on its host tier.
         disk_tokens: those of them on its disk tier.
         pending_tokens: those of them that requests in flight have yet to compute.
-        restore_s: time to bring KV back from lower tiers.
-        prefill_s: time to compute the rest.
         stream_s: time that each decoding stream adds to `prefill_s`.
         congestion_s: time that later requests wait because of it.
         total_s: `restore_s`, `prefill_s` and `congestion_s` together: the total without other streams.
@@ -279,7 +274,6 @@ class Scores:
 
     Attributes:
         totals: total seconds of each candidate, without regret.
-        reuses: the reuse of each candidate.
         regrets: cost of evicted KV that will be requested again, by the position of the candidate that evicts
             it; only for candidates for which it was computed.
     """
@@ -387,6 +381,8 @@ def place(candidates: Sequence[Candidate], chain: Chain, outlook: Outlook = CALM
         firm=_is_firm(candidate),
         gpu_tokens=_on_gpu(candidate, chosen, chain),
         strain=outlook.strain,
+        cut_tokens=candidate.match.cut * chain.tokens_per_block,
+        lacks=candidate.match.lacks,
     )
 
 

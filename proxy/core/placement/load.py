@@ -42,7 +42,7 @@ class Work(msgspec.Struct, frozen=True, gc=False):
     disk: int = 0
 
 
-class Sample(msgspec.Struct, frozen=True, gc=False):
+class LoadSample(msgspec.Struct, frozen=True, gc=False):
     """Engine time that one prompt took: a mean over prompts that kept the engine busy without a gap.
 
     Attributes:
@@ -118,10 +118,10 @@ class _BusyPeriod:
         self.disk += work.disk
         self.decoding += decoding + others
 
-    def sample(self, now: float) -> Sample:
+    def sample(self, now: float) -> LoadSample:
         n = self.prompts
         work = Work(round(self.computed / n), round(self.host / n), round(self.disk / n))
-        return Sample(work, (now - self.since) / n, self.decoding / n, self.blurred)
+        return LoadSample(work, (now - self.since) / n, self.decoding / n, self.blurred)
 
 
 class EngineLedger:
@@ -158,7 +158,7 @@ class EngineLedger:
         Args:
             now: the time.
             expected_s: seconds of the engine's time up to its first token.
-            work: what it has to compute and restore; None if that is not known.
+            work: tokens to compute and to restore; None if they are not known.
             seen: its first token will be seen, because the answer is a stream.
         """
         if self._settle(now) is None:
@@ -190,7 +190,7 @@ class EngineLedger:
                 prefill.expected_s = price(prefill.work)
         self._expected_s = sum(prefill.expected_s for prefill in self._prefills.values())
 
-    def first_token(self, now: float, ticket: int) -> Sample | None:
+    def first_token(self, now: float, ticket: int) -> LoadSample | None:
         """Its first token came. Returns a sample of the engine's time, if one is complete."""
         self.backlog.began(now)
         self._settle(now)

@@ -19,11 +19,10 @@ from proxy.core.index.blocks import BlockHash, Chain
 from proxy.core.index.prefix_index import Match, PrefixIndex
 from proxy.core.placement.decision import NOTHING, Candidate, Outlook, Placement, place, place_least_loaded
 from proxy.core.placement.demand import Demand
-from proxy.core.placement.in_use import InUse
-from proxy.core.placement.load import EngineLedger, Sample, Spent, Work
+from proxy.core.placement.in_use import InUse, Residents
+from proxy.core.placement.load import EngineLedger, LoadSample, Spent, Work
 from proxy.core.placement.rates import EngineRates, PoolRates
 from proxy.core.placement.recent import Rate
-from proxy.core.placement.residents import Residents
 from proxy.core.placement.whole_answers import AnswerSample, Report
 
 # Conversations whose last engine is remembered: more than run at a time.
@@ -35,9 +34,6 @@ class EngineBook:
     """Placement's knowledge of one engine.
 
     Attributes:
-        engine: its id.
-        ledger: its work in flight.
-        rates: how fast it is.
         residents: the prompts that any of its tiers holds.
         on_gpu: the prompts that its GPU holds; None if it has no host tier, so that both are the same.
         tokens_per_block: its own block size, or the pool's if that is larger.
@@ -74,13 +70,12 @@ class PlacedRequest:
     """A request that was placed, until it ends.
 
     Attributes:
-        book: its engine's.
         ticket: its number in the engine's ledger.
         chain: its prompt; None if that is not known.
         work: its work before the first token.
         counted_s: seconds of that work which count as demand.
         begun: when that work ended; None before.
-        spent: what the engine did until its answer came, if that came whole.
+        spent: the engine's work until its answer came, if that came whole.
     """
 
     book: EngineBook
@@ -154,7 +149,9 @@ class Placer:
 
     def match(self, chain: Chain | None) -> dict[str, Match]:
         """The match of a prompt on each engine that holds some of it; {} for a prompt that is not known."""
-        return self.index.match(chain.hashes) if chain is not None else {}
+        if chain is None:
+            return {}
+        return self.index.match(chain.hashes, chain.reusable)
 
     def last_engine(self, session: Hashable | None) -> str | None:
         """The engine that a conversation was last placed on; None if unknown."""
@@ -215,20 +212,6 @@ class Placer:
     # --- requests ----------------------------------------------------------------------------------
 
     def begin(
-        self,
-        now: float,
-        placement: Placement,
-        chain: Chain | None,
-        *,
-        streams: bool = True,
-        known: bool = True,
-        session: Hashable | None = None,
-    ) -> PlacedRequest:
-        """The request goes to its engine, see `begin_on`."""
-        engine, work = placement.engine, placement.work
-        return self.begin_on(now, engine, work, chain, streams=streams, known=known, session=session)
-
-    def begin_on(
         self,
         now: float,
         engine: str,
@@ -320,7 +303,7 @@ class Placer:
         own = work.computed if report.cached_tokens is None else chain.n_tokens - report.cached_tokens
         if report.prefill is not None:
             tokens, seconds = report.prefill
-            rates.learn(Sample(Work(tokens), seconds, spent.decoding, blurred=others > 0))
+            rates.learn(LoadSample(Work(tokens), seconds, spent.decoding, blurred=others > 0))
         elif output is not None:
             computing_s = spent.seconds - rates.restore_s(work.host, work.disk)
             rates.answered(now, AnswerSample(own + others, output, computing_s))

@@ -1,4 +1,4 @@
-"""Whether a prompt waits for another prompt that is computing the same prefix.
+"""Decides whether a prompt waits for another prompt that is computing the same prefix.
 
 Some engines share a prompt's KV only once the whole prompt is computed. Two prompts with one prefix that run
 side by side then compute it twice, each at half the speed. There the second prompt waits for the first token

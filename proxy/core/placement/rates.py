@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 import msgspec
 
 from engine_adapter.types import Tier
-from proxy.core.placement.load import Sample, Work
+from proxy.core.placement.load import LoadSample, Work
 from proxy.core.placement.whole_answers import REFIT, AnswerFit, AnswerSample, Fit
 
 # Prior: a small model on a CPU. Only ratios between engines matter at first.
@@ -46,12 +46,21 @@ class Timings(msgspec.Struct, frozen=True, array_like=True, gc=False):
     Attributes:
         prefills: tokens, and seconds with nothing decoding.
         are_blurred: the engine also worked for clients that kvpin does not see.
-        answers: whole answers.
     """
 
     prefills: list[tuple[int, float]]
     are_blurred: bool
     answers: list[AnswerSample]
+
+
+def on_curve(lengths: Sequence[float], seconds: Sequence[float], tokens: float) -> float:
+    """Seconds on the lines between the points of a curve; in proportion before its first and after its last
+    point. There must be one."""
+    at = bisect_left(lengths, tokens)
+    if at == len(lengths):
+        return seconds[-1] * tokens / lengths[-1]
+    left, low = (lengths[at - 1], seconds[at - 1]) if at else (0.0, 0.0)
+    return low + (seconds[at] - low) * (tokens - left) / (lengths[at] - left)
 
 
 class PoolRates:
@@ -84,8 +93,18 @@ class PoolRates:
 
     @property
     def learned(self) -> bool:
-        """Whether any rate was learned."""
+        """True if any rate was learned."""
         return bool(self._lengths)
+
+    @property
+    def curve(self) -> list[tuple[float, float]]:
+        """The learned seconds over prompt lengths in tokens; empty before any was learned."""
+        return list(zip(self._lengths, self._seconds, strict=True))
+
+    @property
+    def samples(self) -> int:
+        """Samples that the curve rests on; those of whole answers do not count."""
+        return sum(map(len, self._samples.values()))
 
     def prefill_s(self, tokens: int) -> float:
         """Seconds to compute `tokens` prompt tokens on an idle engine; never less for more tokens."""
@@ -98,12 +117,16 @@ class PoolRates:
 
     def restore_tok_s(self, tier: Tier) -> float:
         """Tokens restored from a lower tier per second."""
-        learned = self._restore_tok_s.get(tier)
+        learned = self.measured_restore_tok_s(tier)
         if learned is not None:
             return learned
         if tier is Tier.DISK:
             return self.restore_tok_s(Tier.HOST) / DISK_SPEEDUP
         return HOST_SPEEDUP * self.prefill_tok_s
+
+    def measured_restore_tok_s(self, tier: Tier) -> float | None:
+        """The same, as measured; None before that."""
+        return self._restore_tok_s.get(tier)
 
     def computed(self, tokens: int, seconds: float, decoding: float) -> None:
         """A prefill of `tokens` took `seconds` while `decoding` streams ran."""
@@ -139,11 +162,11 @@ class PoolRates:
 
     @property
     def is_blurred(self) -> bool:
-        """Whether no clear sample has come yet."""
+        """True if no clear sample has come yet."""
         return not self._clear
 
     def admits(self, *, blurred: bool) -> bool:
-        """Whether a sample counts. Blurred samples count until the first clear one, which replaces them."""
+        """True if a sample counts. Blurred samples count until the first clear one, which replaces them."""
         if blurred or self._clear:
             return not (blurred and self._clear)
         self._clear = True
@@ -159,14 +182,9 @@ class PoolRates:
     def _on_curve(self, tokens: int) -> float:
         """Seconds on the lines between the learned points; in proportion before the first and after the
         last."""
-        lengths, seconds = self._lengths, self._seconds
-        if not lengths:
+        if not self._lengths:
             return tokens / DEFAULT_PREFILL_TOK_S
-        at = bisect_left(lengths, tokens)
-        if at == len(lengths):
-            return seconds[-1] * tokens / lengths[-1]
-        left, low = (lengths[at - 1], seconds[at - 1]) if at else (0.0, 0.0)
-        return low + (seconds[at] - low) * (tokens - left) / (lengths[at] - left)
+        return on_curve(self._lengths, self._seconds, tokens)
 
     def _redraw(self) -> None:
         """Draws the curve through the points so that it never falls."""
@@ -239,11 +257,11 @@ class EngineRates:
         if len(self._samples) + len(self._answers) >= len(timings.prefills) + len(timings.answers):
             return
         for tokens, seconds in timings.prefills:
-            self.learn(Sample(Work(tokens), seconds, 0.0, blurred=timings.are_blurred))
+            self.learn(LoadSample(Work(tokens), seconds, 0.0, blurred=timings.are_blurred))
         for answer in timings.answers:
             self.answered(now, answer)
 
-    def learn(self, sample: Sample) -> None:
+    def learn(self, sample: LoadSample) -> None:
         """Learns from a sample of the engine's time. Samples that say little are ignored."""
         work, pool = sample.work, self.pool
         if not pool.admits(blurred=sample.blurred):

@@ -69,7 +69,7 @@ class Rate:
         return self._faded(now) / (RATE_S * (1 - exp(-age / RATE_S)))
 
     def is_young(self, now: float) -> bool:
-        """Whether the first amount was added less than RATE_S ago, or none was."""
+        """True if the first amount was added less than RATE_S ago, or none was."""
         return self._first is None or now - self._first < RATE_S
 
     def _faded(self, now: float) -> float:

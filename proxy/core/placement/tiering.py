@@ -50,8 +50,6 @@ class Thread(Generic[Prompt]):
 
     Attributes:
         prompt: whatever the caller needs to restore it.
-        hashes: its blocks.
-        n_tokens: its length.
         ended: when its answer ended.
         gaps: the last gaps, in seconds from the end of an answer to the next turn.
         restored_on: the engine that it was restored on for the turn that is due.
@@ -175,7 +173,6 @@ class Below(Generic[Prompt]):
     """A thread that is due and has blocks on an engine's lower tiers.
 
     Attributes:
-        thread: the thread.
         blocks: how many of its blocks would be restored.
         until: when its window closes.
     """

@@ -38,8 +38,6 @@ class Report(msgspec.Struct, frozen=True, gc=False):
     """An engine's report about an answer. A field is None where the engine did not report it.
 
     Attributes:
-        cached_tokens: prompt tokens that it reused.
-        output_tokens: tokens of the answer.
         prefill: prompt tokens that it computed, and the seconds this took by the engine's clock.
     """
 

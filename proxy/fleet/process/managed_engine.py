@@ -32,6 +32,7 @@ from engine_adapter import (
     ends_with_parent,
     managed_kind,
 )
+from proxy.fleet.process.cpu_time import CpuTime
 from proxy.fleet.process.output import log_output
 from proxy.settings import ManagedSettings
 
@@ -80,7 +81,8 @@ class Timing:
 
     Attributes:
         healthy_s: time in `ready` after which the wait is `backoff_s` again.
-        unhealthy_s: a ready engine without a successful check for this long is restarted.
+        unhealthy_s: a ready engine without a successful check for this long is restarted,
+        stuck_s: or for this long where it gives no answer while it computes.
         attempts: starts after which an engine that was never healthy is given up.
     """
 
@@ -89,6 +91,7 @@ class Timing:
     healthy_s: float = 60.0
     poll_s: float = 0.5
     unhealthy_s: float = 30.0
+    stuck_s: float = 600.0
     grace_s: float = 20.0
     attempts: int = 5
 
@@ -119,6 +122,7 @@ class ManagedEngine:
         self._error: str | None = None
         self._was_ready = False
         self._ready_since: float | None = None
+        self._computing = False
         self._stopping = asyncio.Event()
 
     @property
@@ -135,12 +139,17 @@ class ManagedEngine:
 
     @property
     def starting(self) -> bool:
-        """Whether it is in its first start: not healthy yet, nothing wrong yet."""
+        """True if it is in its first start: not healthy yet, nothing wrong yet."""
         return self._starts <= 1 and not self._stopping.is_set() and self._state in _NOT_YET
 
     @property
+    def computing(self) -> bool:
+        """True if it gives no answer because it computes. It is given `Timing.stuck_s` for that."""
+        return self._computing
+
+    @property
     def given_up(self) -> bool:
-        """Whether it is not started again."""
+        """True if it is not started again."""
         return self._state is ProcessState.FAILED
 
     def describe(self) -> dict[str, str | int | None]:
@@ -164,7 +173,8 @@ class ManagedEngine:
                 await self._run_once()
                 if self._stopping.is_set() or self._give_up():
                     return
-                if self._ready_for_s() >= self._timing.healthy_s:
+                ready_s = time.monotonic() - self._ready_since if self._ready_since is not None else 0.0
+                if ready_s >= self._timing.healthy_s:
                     backoff_s = self._timing.backoff_s
                 self._state = ProcessState.BACKING_OFF
                 log.warning(
@@ -183,7 +193,7 @@ class ManagedEngine:
             await self.stop()
 
     def _give_up(self) -> bool:
-        """Whether to stop restarting: no start has ever made it healthy."""
+        """True if to stop restarting: no start has ever made it healthy."""
         is_last = self._starts >= self._timing.attempts or self._last_exit_code == _USAGE
         if self._was_ready or not is_last:
             return False
@@ -262,35 +272,46 @@ class ManagedEngine:
             self._error = "\n".join((end_of(process.returncode), *list(self._last_lines)[-shown:]))
 
     async def _watch_health(self, process: Process) -> None:
-        """Marks the engine ready; ends the process if the engine later stays unhealthy."""
-        last_good = time.monotonic()
+        """Marks the engine ready; ends the process if the engine later stays unhealthy, or is stuck.
+
+        One that gives no answer while it takes CPU time computes: a restart would lose all its KV.
+        """
+        last_good = last_sign = time.monotonic()
+        cpu = CpuTime(process.pid)
         async with aclosing(HttpTransport()) as client:
             while True:
-                if await self._is_healthy(client):
-                    last_good = time.monotonic()
+                is_healthy = await self._is_healthy(client)
+                self._computing = cpu.is_used() and is_healthy is None
+                now = time.monotonic()
+                if is_healthy:
+                    last_good = now
                     if self._state is ProcessState.STARTING:
                         self._state, self._ready_since = ProcessState.READY, last_good
                         self._was_ready, self._error = True, None
                         log.info("managed engine is healthy", engine=self.id, port=self.port)
-                elif (
-                    self._state is ProcessState.READY
-                    and time.monotonic() - last_good > self._timing.unhealthy_s
+                if is_healthy or self._computing:
+                    last_sign = now
+                if self._state is ProcessState.READY and (
+                    now - last_sign > self._timing.unhealthy_s or now - last_good > self._timing.stuck_s
                 ):
                     log.warning(
                         "managed engine is not healthy; kvpin restarts it",
                         engine=self.id,
-                        unhealthy_s=self._timing.unhealthy_s,
+                        unhealthy_s=round(now - last_good, 1),
                     )
                     await self._end(process)
                     return
                 await asyncio.sleep(self._timing.poll_s)
 
-    async def _is_healthy(self, client: HttpTransport) -> bool:
+    async def _is_healthy(self, client: HttpTransport) -> bool | None:
+        """True if the engine says that it is healthy; None if it does not answer in time."""
         request = OutgoingRequest("GET", self._health_url)
         try:
             async with asyncio.timeout(max(self._timing.poll_s, 1.0)), await client.send(request) as answer:
                 await answer.read()
-        except (EngineUnavailable, TimeoutError):
+        except TimeoutError:
+            return None
+        except EngineUnavailable:
             return False
         return 200 <= answer.status < 300  # noqa: PLR2004 - HTTP
 
@@ -315,9 +336,6 @@ class ManagedEngine:
         if self._process is process:
             self._process = None
             self._last_exit_code = process.returncode
-
-    def _ready_for_s(self) -> float:
-        return time.monotonic() - self._ready_since if self._ready_since is not None else 0.0
 
 
 @contextmanager

@@ -1,7 +1,6 @@
 """Keeps state over a restart of kvpin, in the directory `state_dir`.
 
 saved_state.py    saves state now and then and at the end; reads it at the start
-snapshot.py       caches of engines and pins, as one file
 table_files.py    prompt tables, one file each
 private_files.py  writes a file whole or not at all, for this user alone
 """

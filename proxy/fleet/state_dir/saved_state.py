@@ -1,6 +1,10 @@
-"""Saves kvpin's state once a minute, when pins change, and when kvpin stops. Reads it when kvpin starts.
+"""Saves kvpin's state once a minute, when pins or drains change, and when kvpin stops. Reads it at the start.
 
-Knowledge of an engine counts only after verification, see `proxy/fleet/recall.py`.
+Knowledge of an engine counts only after verification, see `proxy/fleet/recall.py`. The file:
+
+first line   names the format; every change of it, or of how blocks are hashed, gets a new number
+16 bytes     xxh3_128 of the rest
+msgpack      SavedState
 """
 
 from __future__ import annotations
@@ -8,19 +12,73 @@ from __future__ import annotations
 import asyncio
 import time
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import structlog
 import xxhash
 
-from proxy.core.pins import PinBook
+from proxy.core.drains import DrainBook, DrainMark
+from proxy.core.pins import Pin, PinBook
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.recall import EngineMemory, Memories, keep
 from proxy.fleet.state_dir.private_files import make_directory, read, write
-from proxy.fleet.state_dir.snapshot import SavedState, UnusableSnapshotError, decode, encode, on_other_clock
 from proxy.fleet.state_dir.table_files import TableFiles
 from proxy.prompt import PromptTables
 from proxy.request.tenants import Tenants
+
+_HEAD = b"kvpin-state 1\n"
+_DIGEST_BYTES = 16
+
+
+class UnusableSnapshotError(Exception):
+    """A snapshot cannot be used. The text says why."""
+
+
+class SavedState(msgspec.Struct, frozen=True):
+    """The state of one kvpin.
+
+    Attributes:
+        isolated: there are several tenants, each with a salt of its own.
+        drains: the engines that operators have drained.
+        pins: the active pins. They expire in Unix time: the clock of a process does not outlive it.
+    """
+
+    isolated: bool
+    pins: list[Pin]
+    engines: list[EngineMemory]
+    drains: list[DrainMark] = msgspec.field(default_factory=list)
+
+
+def on_other_clock(pin: Pin, ahead_s: float) -> Pin:
+    """The pin on a clock that is ahead of its own."""
+    return replace(pin, expires=round(pin.expires + ahead_s, 1))
+
+
+def encode(state: SavedState) -> bytes:
+    """The file's bytes."""
+    data = msgspec.msgpack.encode(state)
+    return _HEAD + xxhash.xxh3_128_digest(data) + data
+
+
+def decode(data: bytes, *, isolated: bool) -> SavedState:
+    """Reads the file's bytes. Raises UnusableSnapshotError if it is damaged, of another version, or of other
+    tenants."""
+    if not data.startswith(_HEAD):
+        is_other = data.startswith(_HEAD.partition(b" ")[0])
+        raise UnusableSnapshotError("another version of kvpin wrote it" if is_other else "it is damaged")
+    body = data[len(_HEAD) + _DIGEST_BYTES :]
+    if xxhash.xxh3_128_digest(body) != data[len(_HEAD) : len(_HEAD) + _DIGEST_BYTES]:
+        raise UnusableSnapshotError("it is damaged")
+    try:
+        state = msgspec.msgpack.decode(body, type=SavedState)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise UnusableSnapshotError("another version of kvpin wrote it") from error
+    if state.isolated != isolated:
+        raise UnusableSnapshotError("there is one tenant now and were several, or the other way round")
+    return state
+
 
 log = structlog.get_logger(__name__)
 
@@ -33,7 +91,6 @@ class StateSaver:
 
     Attributes:
         memories: the memories of engines that have not connected since the start.
-        tables: the files of prompt tables.
     """
 
     def __init__(self, directory: Path, tenants: Tenants) -> None:
@@ -49,8 +106,11 @@ class StateSaver:
         self.memories = Memories(self._before.engines)
         self.tables = TableFiles(directory / "tables")
 
-    def restore(self, pins: PinBook, tables: PromptTables) -> None:
-        """Gives back the pins and prompt tables. From now on, a change of pins is saved at once."""
+    def restore(self, pins: PinBook, tables: PromptTables, drains: DrainBook) -> None:
+        """Gives back the pins, prompt tables and drains. From now on, a change of pins or drains is saved at
+        once."""
+        drains.merge(self._before.drains)
+        drains.listeners.append(lambda _changed: self._wanted.set())
         ahead_s = time.time() - time.monotonic()
         for kept in self._before.pins:
             pins.add(on_other_clock(kept, -ahead_s))
@@ -72,7 +132,7 @@ class StateSaver:
             ahead_s = time.time() - time.monotonic()
             kept = [on_other_clock(pin, ahead_s) for pin in pins.active(time.monotonic())]
             engines = [memory for each in list(fleet.engines) if (memory := await self._memory(fleet, each))]
-            data = encode(SavedState(self._tenants.isolated, kept, engines))
+            data = encode(SavedState(self._tenants.isolated, kept, engines, fleet.drains.marks()))
             if (digest := xxhash.xxh3_128_digest(data)) == self._saved:
                 return
             try:

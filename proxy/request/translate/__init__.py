@@ -2,6 +2,7 @@
 
 translation.py        one translated request: the chat, and its answer in the words of its API
 translated.py         its client: gets the answer to the chat, sends the translated one
+wording.py            errors about the chat, in the client's words
 translations.py       the routes that can be translated
 chats.py              the answers of chats as engines send them
 sse.py                the events of a stream, from its chunks
@@ -13,7 +14,6 @@ responses_request.py  its requests
 responses_items.py    their items
 responses_answer.py   its answers
 responses_store.py    what is kept of them
-response_homes.py     which engine made a response, where engines serve that API themselves
 
 `EngineInfo.served_as_chats` names the routes that an engine wants translated. `Flow.prepare` translates, so
 that all later steps, and dry runs, see a chat.
@@ -21,33 +21,9 @@ that all later steps, and dry runs, see a chat.
 
 from __future__ import annotations
 
-from proxy.request.translate.response_homes import (
-    CONTINUING,
-    ResponseHome,
-    ResponseHomes,
-    ResponseNoter,
-    response_named,
-)
 from proxy.request.translate.responses_api import RESPONSES_PATH
 from proxy.request.translate.responses_request import may_name_more
 from proxy.request.translate.responses_store import ResponseStore
 from proxy.request.translate.translated import Translated
 from proxy.request.translate.translation import CHAT_PATH, Predicted, Translate, Translation
 from proxy.request.translate.translations import translations
-
-__all__ = [
-    "CHAT_PATH",
-    "CONTINUING",
-    "RESPONSES_PATH",
-    "Predicted",
-    "ResponseHome",
-    "ResponseHomes",
-    "ResponseNoter",
-    "ResponseStore",
-    "Translate",
-    "Translated",
-    "Translation",
-    "may_name_more",
-    "response_named",
-    "translations",
-]

@@ -118,12 +118,14 @@ class Error(Struct):
 
 
 class Chat(Struct):
-    """A whole answer, or a chunk of one. `timings` and `prompt_progress` are llama-server's."""
+    """A whole answer, or a chunk of one. `timings` and `prompt_progress` are llama-server's, `request_id` is
+    that of kvpin's own errors."""
 
     choices: list[Choice] = []
     model: str | None = None
     usage: ChatUsage | None = None
     error: Error | str | None = None
+    request_id: str | None = None
     timings: Raw | UnsetType = UNSET
     prompt_progress: Raw | UnsetType = UNSET
 

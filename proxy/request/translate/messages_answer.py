@@ -31,11 +31,7 @@ _BROKEN_OFF = "the engine broke off its answer"
 
 
 class MessageAnswer:
-    """The answer to one request, whole or as the events of a stream.
-
-    Attributes:
-        predicted: see Translation.
-    """
+    """The answer to one request, whole or as the events of a stream."""
 
     def __init__(self, model: str | None, *, prewarms: bool, marks: bool = False) -> None:
         """Args:
@@ -78,7 +74,7 @@ class MessageAnswer:
             return b""
         if chunk.error:
             self._failed = True
-            return _error(read_error(payload).message)
+            return _error(read_error(payload).message, chunk.request_id)
         if self._garbled:
             return b""
         events = [] if self._started else self._start(chunk.model)
@@ -206,8 +202,8 @@ def _arguments(text: str) -> dict[str, msgspec.Raw]:
         return {}
 
 
-def _error(message: str) -> bytes:
-    return ANTHROPIC.error_event(ANTHROPIC.error(500, message, kind="server_error"))
+def _error(message: str, request_id: str | None = None) -> bytes:
+    return ANTHROPIC.error_event(ANTHROPIC.error(500, message, kind="server_error", request_id=request_id))
 
 
 def _sent(event: _Json) -> bytes:

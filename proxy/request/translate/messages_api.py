@@ -7,7 +7,8 @@ import msgspec
 from engine_adapter import JsonBody
 from proxy.errors import BadRequest
 from proxy.request.translate.messages_answer import MessageAnswer
-from proxy.request.translate.messages_request import chat_of, read_request
+from proxy.request.translate.messages_request import NAMES, chat_of, read_request
+from proxy.request.translate.wording import Wording
 
 _MARK = b'"cache_control"'
 
@@ -24,12 +25,9 @@ class MessageTranslation(MessageAnswer):
             raise BadRequest("max_tokens is missing", param="max_tokens")
         super().__init__(body.hint("model"), prewarms=request.prewarms, marks=_MARK in body.raw)
         self.counts = counts
-        self.chat = chat_of(request, body)
+        self.chat, places = chat_of(request, body)
+        self.wording = Wording(NAMES, places)
 
     def count(self, tokens: int) -> bytes:
         """The answer to a request that counts."""
         return msgspec.json.encode({"input_tokens": tokens})
-
-    def param(self, of_chat: str) -> str:
-        """The field itself: Anthropic's errors name no field."""
-        return of_chat

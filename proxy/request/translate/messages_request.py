@@ -17,7 +17,7 @@ would change the answer and cannot be served is refused.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -27,6 +27,7 @@ from engine_adapter import UNREADABLE, JsonBody
 from engine_adapter.options import plain_error
 from proxy.errors import BadRequest
 from proxy.errors.codes import Code
+from proxy.request.translate.wording import Names, Place
 
 # --- the fields that are read -------------------------------------------------------------------------
 
@@ -156,7 +157,7 @@ class Request(Struct):
 
     @property
     def prewarms(self) -> bool:
-        """Whether the prompt is only to be computed, and no answer is wanted."""
+        """True if the prompt is only to be computed, and no answer is wanted."""
         return self.max_tokens == 0
 
 
@@ -180,11 +181,26 @@ _LEFT_OUT = (
     "user_profile_id",
     "workspace_id",
 )
-# Claude Code begins its system prompt with this line. It has a number that changes with each request, which
-# would make every prompt a new one.
-_BILLING = re.compile(r"x-anthropic-billing-header:(?: *\w+=[^;\n]*;)*\s*")
 _MISSING = re.compile(r"Object missing required field `(\w+)`")
 _EFFORTS = {"xhigh": "high", "max": "high"}
+NAMES = Names(
+    fields={
+        "response_format": "output_config.format",
+        "reasoning_effort": "output_config.effort",
+        "max_completion_tokens": "max_tokens",
+        "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
+        "stop": "stop_sequences",
+        "user": "metadata.user_id",
+    },
+    within={
+        ".image_url.url": ".source",
+        ".image_url": ".source",
+        ".function.parameters": ".input_schema",
+        ".function": "",
+    },
+    types={"image_url": "image"},
+)
+"""Anthropic's names of what chats name otherwise."""
 
 
 def read_request(body: JsonBody) -> Request:
@@ -219,14 +235,15 @@ def _invalid(fault: str) -> BadRequest:
     return BadRequest(f"{param}: {reason[:1].lower()}{reason[1:]}", param=param)
 
 
-def chat_of(request: Request, body: JsonBody) -> JsonBody:
-    """The chat that is served in place of the request.
+def chat_of(request: Request, body: JsonBody) -> tuple[JsonBody, Sequence[Place]]:
+    """The chat that is served in place of the request, and where each of its messages comes from.
 
     Raises:
         BadRequest: naming a field that cannot be served.
     """
     changes: dict[str, Any] = dict.fromkeys(_LEFT_OUT)
-    changes["messages"] = list(_messages(request))
+    messages = list(_messages(request))
+    changes["messages"] = [message for message, _ in messages]
     changes |= _tool_fields(request)
     if request.prewarms:
         changes["max_tokens"] = 1
@@ -238,7 +255,8 @@ def chat_of(request: Request, body: JsonBody) -> JsonBody:
         changes["user"] = request.metadata.user_id
     if _is_prefill(request.messages[-1]):
         changes |= {"continue_final_message": True, "add_generation_prompt": False}
-    return body.replace(**changes, **_thinking_fields(request, body), **_output_fields(request))
+    chat = body.replace(**changes, **_thinking_fields(request, body), **_output_fields(request))
+    return chat, [place for _, place in messages]
 
 
 def _tool_fields(request: Request) -> dict[str, Any]:
@@ -300,46 +318,55 @@ def _output_fields(request: Request) -> dict[str, Any]:
 # --- messages -----------------------------------------------------------------------------------------
 
 
-def _messages(request: Request) -> Iterator[dict[str, Any]]:
+def _messages(request: Request) -> Iterator[tuple[dict[str, Any], Place]]:
+    """The messages of the chat, and what each is made of."""
     if (system := _system_text(request.system)) is not None:
-        yield {"role": "system", "content": system}
+        yield {"role": "system", "content": system}, Place("system", "system")
     for index, message in enumerate(request.messages):
-        path = f"messages[{index}].content"
+        at = f"messages[{index}]"
+        place = Place(at, f"{at}.content")
         content = message.content
         blocks: list[_Block] = [_Text(content)] if isinstance(content, str) else content
         if message.role == "user":
-            yield from _user(blocks, path)
+            yield from _user(blocks, place)
         elif message.role == "assistant":
-            yield _assistant(blocks, path)
+            yield _assistant(blocks, place.content), place
         else:
-            texts = (_text(block, f"{path}[{i}]") for i, block in enumerate(blocks))
-            yield {"role": "system", "content": "".join(texts)}
+            texts = (_text(block, f"{place.content}[{i}]") for i, block in enumerate(blocks))
+            yield {"role": "system", "content": "".join(texts)}, place
 
 
 def _system_text(system: str | list[_Text] | None) -> str | None:
     """The blocks' texts, joined as vLLM and llama-server join them."""
     texts = [system] if isinstance(system, str) else [block.text for block in system or ()]
-    text = "".join(_BILLING.sub("", text, count=1) if _BILLING.match(text) else text for text in texts)
-    return text or None
+    return "".join(texts) or None
 
 
-def _user(blocks: list[_Block], path: str) -> Iterator[dict[str, Any]]:
+def _user(blocks: list[_Block], place: Place) -> Iterator[tuple[dict[str, Any], Place]]:
     """The results of tools, then what the user says."""
-    parts: list[dict[str, Any]] = []
+    parts, places = list[dict[str, Any]](), list[str]()
     results = 0
     for index, block in enumerate(blocks):
-        at = f"{path}[{index}]"
+        at = f"{place.content}[{index}]"
         if isinstance(block, _ToolResult):
-            text, images = _result(block, at)
-            yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": text}
-            parts += images
+            text, shown = _result(block, at)
+            yield (
+                {"role": "tool", "tool_call_id": block.tool_use_id, "content": text},
+                Place(at, f"{at}.content"),
+            )
             results += 1
         elif isinstance(block, _Shown):
-            parts += _parts(block, at)
+            shown = _parts(block, at)
         else:
             raise _misplaced(block, at, "user")
+        parts += shown
+        places += [at] * len(shown)
     if parts or not results:
-        yield {"role": "user", "content": _content(parts)}
+        content = _content(parts)
+        yield (
+            {"role": "user", "content": content},
+            place if isinstance(content, str) else place._replace(parts=places),
+        )
 
 
 def _assistant(blocks: list[_Block], path: str) -> dict[str, Any]:
@@ -438,7 +465,7 @@ def _misplaced(block: _Block, path: str, role: str) -> BadRequest:
 
 
 def _is_prefill(message: _Message) -> bool:
-    """Whether the message is the beginning of the answer."""
+    """True if the message is the beginning of the answer."""
     blocks = message.content
     is_text = isinstance(blocks, str) or not any(isinstance(block, _ToolUse) for block in blocks)
     return message.role == "assistant" and bool(blocks) and is_text

@@ -12,14 +12,22 @@ from proxy.request.translate.chats import ChatMessage, ChatUsage, ToolCall
 from proxy.request.translate.responses_items import custom_input, sealed
 
 
-def usage_of(usage: ChatUsage, tokens_per_block: int | None, *, prewarms: bool = False) -> dict[str, Any]:
-    """The usage of a response, of an engine that keeps full blocks. `prewarms`: it has no output."""
+def usage_of(
+    usage: ChatUsage, tokens_per_block: int | None, *, prewarms: bool = False, ttl: object = None
+) -> dict[str, Any]:
+    """The usage of a response, of an engine that keeps full blocks. `prewarms`: it has no output. `ttl`: how
+    long the client asked its prompt to be kept."""
+    written, is_long = usage.written(tokens_per_block), ttl == "12h"
     generated = 0 if prewarms else usage.completion_tokens or 0
     return {
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {
             "cached_tokens": usage.cached,
-            "cache_write_tokens": usage.written(tokens_per_block),
+            "cache_write_tokens": written,
+            "cache_write_tokens_details": {
+                "ttl_30m_tokens": 0 if is_long else written,
+                "ttl_12h_tokens": written if is_long else 0,
+            },
         },
         "output_tokens": generated,
         "output_tokens_details": {"reasoning_tokens": min(usage.reasoning, generated)},

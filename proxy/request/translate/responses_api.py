@@ -21,7 +21,7 @@ from engine_adapter import JsonBody
 from proxy.errors import EngineFailed
 from proxy.request.translate.chats import Chat, ChatMessage, ChatUsage, Error, read_chat
 from proxy.request.translate.responses_answer import Event, Output, usage_of
-from proxy.request.translate.responses_request import param_of, read_request
+from proxy.request.translate.responses_request import read_request
 from proxy.request.translate.responses_store import ResponseStore
 from proxy.request.translate.translation import Predicted
 
@@ -44,11 +44,13 @@ class ResponseTranslation:
         self.chat = asked.chat
         self.counts = counts
         self.source = asked.source
+        self.wording = asked.wording
         self.predicted = Predicted()
         self._keep = partial(store.put, tenant, self._id)
         self._turn = asked.turn
         self._repeated = asked.repeated
         self._prewarms = asked.prewarms
+        self._ttl = asked.ttl
         self._output = Output(asked.custom, seals=asked.seals)
         self._model = body.get("model")
         self._usage: ChatUsage | None = None
@@ -109,10 +111,6 @@ class ResponseTranslation:
         events = list(self._output.end(status))
         final = msgspec.Raw(self._final(status))
         return self._written([*events, (f"response.{status}", {"response": final, **self._timings})])
-
-    def param(self, of_chat: str) -> str:
-        """The name of a field of the chat in the request."""
-        return param_of(of_chat)
 
     # --- inside ---------------------------------------------------------------------------------------
 
@@ -175,4 +173,9 @@ class ResponseTranslation:
         }
 
     def _usage_of_response(self) -> dict[str, Any]:
-        return usage_of(self._usage or ChatUsage(), self.predicted.tokens_per_block, prewarms=self._prewarms)
+        return usage_of(
+            self._usage or ChatUsage(),
+            self.predicted.tokens_per_block,
+            prewarms=self._prewarms,
+            ttl=self._ttl,
+        )

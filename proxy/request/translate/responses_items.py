@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from proxy.errors import BadRequest
+from proxy.request.translate.wording import Place
 
 Json = dict[str, Any]
 # Prefix of reasoning that kvpin wrote as `encrypted_content`. It is the client's own answer and no secret.
@@ -30,11 +31,13 @@ class Messages:
 
     Attributes:
         all: its messages.
+        places: of the items that they are made of; the assistant's several items have that of the first.
     """
 
     def __init__(self, instructions: str | None) -> None:
         """`instructions` become the system message, which comes first."""
         self.all: list[Json] = [{"role": "system", "content": instructions}] if instructions else []
+        self.places = [Place("instructions", "instructions")] * len(self.all)
 
     def add(self, item: Json, param: str) -> None:
         """Adds an item; `param` is its place in the request.
@@ -42,6 +45,11 @@ class Messages:
         Raises:
             BadRequest: it cannot be served.
         """
+        self._add(item, param)
+        if len(self.places) < len(self.all):
+            self.places.append(_place(item, self.all[-1].get("content"), param))
+
+    def _add(self, item: Json, param: str) -> None:
         match item:
             case {"role": "user" | "system" | "developer" as role, "content": str() | list() as content}:
                 self.all.append({"role": role, "content": _asked(content, f"{param}.content")})
@@ -93,6 +101,16 @@ class Messages:
         if last.get("role") != "assistant" or any(last.get(name) for name in taken):
             self.all.append({"role": "assistant", "content": None})
         return self.all[-1]
+
+
+def _place(item: Json, content: str | Sequence[Json] | None, param: str) -> Place:
+    """The place of an item that became a message with this content. Of what an earlier response holds, only
+    that response has a place."""
+    if "[" not in param:
+        return Place(param, param)
+    own = f"{param}.{'output' if 'output' in item else 'content'}"
+    parts = [f"{own}[{index}]" for index in range(len(content))] if isinstance(content, list) else ()
+    return Place(param, own, parts)
 
 
 def custom_arguments(given: str) -> str:

@@ -13,6 +13,7 @@ from proxy.errors import BadRequest, NotFound
 from proxy.errors.codes import Code
 from proxy.request.translate.responses_items import CUSTOM_ARGUMENT, Json, Messages, listed
 from proxy.request.translate.responses_store import TenantResponses, Turn
+from proxy.request.translate.wording import Names, Wording
 
 # Fields of the API that say nothing to an engine. All others, such as `cache_salt`, stay in the chat.
 _NOT_OF_A_CHAT = (
@@ -41,15 +42,18 @@ _INPUT_OF_A_CUSTOM_TOOL = {
     "properties": {CUSTOM_ARGUMENT: {"type": "string"}},
     "required": [CUSTOM_ARGUMENT],
 }
-# Fields of a chat → those of a request for a response.
-_PARAMS = {
-    "messages": "input",
-    "max_tokens": "max_output_tokens",
-    "max_completion_tokens": "max_output_tokens",
-    "response_format": "text.format",
-    "reasoning_effort": "reasoning.effort",
-    "logprobs": "top_logprobs",
-}
+_NAMES = Names(
+    fields={
+        "messages": "input",
+        "max_tokens": "max_output_tokens",
+        "max_completion_tokens": "max_output_tokens",
+        "response_format": "text.format",
+        "reasoning_effort": "reasoning.effort",
+        "logprobs": "top_logprobs",
+    },
+    within={".image_url.url": ".image_url", ".function": ""},
+    types={"image_url": "input_image"},
+)
 _KINDS: Mapping[type[Any], str] = {str: "a text", list: "a list", dict: "an object"}
 MAX_NAMED_BYTES = 64 << 20
 """The most that a request may name of what is kept: as much as the body of a request, by default."""
@@ -68,6 +72,8 @@ class ResponseRequest:
         custom: names of custom tools, which the chat offers as functions.
         seals: the client wants reasoning as `encrypted_content`, too.
         prewarms: the prompt is only to be computed, and no output is wanted.
+        ttl: how long the prompt is to be kept, as the client wrote it.
+        wording: says errors about the chat in the client's words.
     """
 
     chat: JsonBody = field(repr=False)
@@ -77,6 +83,8 @@ class ResponseRequest:
     custom: frozenset[str]
     seals: bool
     prewarms: bool
+    ttl: object
+    wording: Wording = field(repr=False)
 
 
 def read_request(body: JsonBody, shelf: TenantResponses, response_id: str) -> ResponseRequest:
@@ -104,7 +112,8 @@ def read_request(body: JsonBody, shelf: TenantResponses, response_id: str) -> Re
     changes: dict[str, Any] = dict.fromkeys(_NOT_OF_A_CHAT)
     changes["messages"] = messages.all
     changes |= _choice(choice, tools)
-    prewarms = (_of(body, "prompt_cache_options", dict) or {}).get("prewarm") is True
+    cache_options = _of(body, "prompt_cache_options", dict) or {}
+    prewarms = cache_options.get("prewarm") is True
     changes |= _limit(1 if prewarms else body.get("max_output_tokens"))
     changes |= _format(text.get("format"))
     if (effort := reasoning.get("effort")) is not None:
@@ -122,19 +131,15 @@ def read_request(body: JsonBody, shelf: TenantResponses, response_id: str) -> Re
         frozenset(tool["name"] for tool in tools if tool["type"] == "custom"),
         _SEALED in include,
         prewarms,
+        cache_options.get("ttl"),
+        Wording(_NAMES, messages.places, _numbers(body, changes["tools"])),
     )
 
 
 def may_name_more(body: JsonBody) -> bool:
-    """Whether a request may name responses or items that are kept: much longer ones, maybe, than itself."""
+    """True if a request may name responses or items that are kept: much longer ones, maybe, than itself."""
     raw = body.raw
     return b'"id"' in raw or b"\\u" in raw or isinstance(body.hint("previous_response_id"), str)
-
-
-def param_of(of_chat: str) -> str:
-    """The client's name of a field of the chat. Of a message it says no more than that it is in the input."""
-    name = of_chat.partition("[")[0].partition(".")[0]
-    return _PARAMS.get(name, of_chat)
 
 
 def _previous(body: JsonBody, shelf: TenantResponses) -> Turn | None:
@@ -152,11 +157,7 @@ def _previous(body: JsonBody, shelf: TenantResponses) -> Turn | None:
 
 
 class _Room:
-    """Counts what a request adds to its own body by naming responses and items, each maybe many times.
-
-    Attributes:
-        has_items: it names items.
-    """
+    """Counts what a request adds to its own body by naming responses and items, each maybe many times."""
 
     def __init__(self, previous: Turn | None) -> None:
         """Raises BadRequest if the turns up to `previous` are more than a chat may have."""
@@ -242,6 +243,13 @@ def _tools(body: JsonBody) -> list[Json]:
     return tools
 
 
+def _numbers(body: JsonBody, offered: list[Json] | None) -> list[int]:
+    """The number in the request of each tool that the chat offers: some are left out."""
+    given = reversed(list(enumerate(_of(body, "tools", list) or ())))
+    numbers = {tool["name"]: index for index, tool in given if isinstance(tool.get("name"), str)}
+    return [numbers[tool["function"]["name"]] for tool in offered or ()]
+
+
 def _limit(tokens: Any) -> dict[str, Any]:  # noqa: ANN401 - JSON
     """The most tokens of the answer, if there is a limit."""
     if tokens is not None and not (type(tokens) is int and tokens > 0):
@@ -259,8 +267,9 @@ def _choice(choice: Any, tools: list[Json]) -> Json:  # noqa: ANN401 - JSON
         case {"type": "function" | "custom", "name": str(name)}:
             chosen = {"type": "function", "function": {"name": name}}
         case {"type": "allowed_tools", "mode": "auto" | "required" as mode, "tools": [*allowed]}:
-            names = {tool.get("name") for tool in allowed if isinstance(tool, dict) and _is_named(tool)}
-            tools = [tool for tool in tools if tool["name"] in names]
+            names = (tool.get("name") for tool in allowed if isinstance(tool, dict))
+            named = {name for name in names if isinstance(name, str)}
+            tools = [tool for tool in tools if tool["name"] in named]
             chosen = None if mode == "auto" else mode
         case _:
             raise BadRequest(
@@ -269,10 +278,6 @@ def _choice(choice: Any, tools: list[Json]) -> Json:  # noqa: ANN401 - JSON
                 param="tool_choice",
             )
     return {"tools": list(map(_function, tools)) or None, "tool_choice": chosen}
-
-
-def _is_named(tool: Json) -> bool:
-    return isinstance(tool.get("name"), str)
 
 
 def _function(tool: Json) -> Json:

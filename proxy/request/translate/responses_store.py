@@ -79,7 +79,6 @@ class StoredResponse:
 
     Attributes:
         content: the response as JSON.
-        turn: its items.
         used_at: when it was used last, by the store's clock.
     """
 

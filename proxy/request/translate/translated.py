@@ -18,8 +18,8 @@ class Translated(Through):
     """Takes the answer to the chat, and sends its translation to the client.
 
     A stream is translated event by event. A stream that breaks off has no end: the client notices. Of any
-    other answer nothing is sent before it was translated: until then it can still fail. Errors are in the
-    words of the client's API already (`proxy/request/dialects.py`).
+    other answer nothing is sent before it was translated: until then it can still fail. Errors have
+    the shape of the client's API already (`proxy/request/dialects.py`).
     """
 
     def __init__(self, client: Client, translation: Translation) -> None:
@@ -57,10 +57,13 @@ class Translated(Through):
         self._client.finish(content)
 
     def _error(self, content: bytes) -> bytes:
-        """An error of the engine, with the client's name of the field at fault."""
-        match error := msgspec.json.decode(content):
-            case {"error": {"param": str(param)} as named}:
-                named["param"] = self._translation.param(param)
+        """An error of the engine, in the client's words."""
+        wording, error = self._translation.wording, msgspec.json.decode(content)
+        match error:
+            case {"error": {"message": str(message)} as told}:
+                told["message"] = wording.text(message)
+                if isinstance(param := told.get("param"), str):
+                    told["param"] = wording.path(param)
                 return msgspec.json.encode(error)
             case _:
                 return content

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 from engine_adapter import JsonBody
+from proxy.request.translate.wording import Wording
 
 CHAT_PATH = "/v1/chat/completions"
 
@@ -30,11 +31,13 @@ class Translation(Protocol):
     Attributes:
         chat: the body of the chat that is served in its place. A stream asks for usage.
         counts: the request only asks how long its prompt is, which `count` answers: no engine serves it.
+        wording: says errors about the chat in the client's words.
         source: the client's body with the items that it only names; None if it names none.
         predicted: for usage that the client gets before the engine tells it. Set before the answer begins.
     """
 
     chat: JsonBody
+    wording: Wording
     counts: bool = False
     source: JsonBody | None = None
     predicted: Predicted = Predicted()
@@ -53,9 +56,6 @@ class Translation(Protocol):
 
     def end(self) -> bytes:
         """The client's events for the end of the chat's stream, which may have come too early."""
-
-    def param(self, of_chat: str) -> str:
-        """The client's name of a field of the chat, for errors."""
 
 
 Translate = Callable[[JsonBody, str | None], Translation]

@@ -1,4 +1,4 @@
-"""Which routes can be served as chats."""
+"""The routes that can be served as chats."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ def _resource() -> Resource:
 
 
 def _sends(signal: str) -> bool:
-    """Whether TRACES, or METRICS, are sent."""
+    """True if TRACES, or METRICS, are sent."""
     if os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
         return False
     exporter = os.environ.get(f"OTEL_{signal}_EXPORTER") or "otlp"

@@ -11,6 +11,7 @@ from __future__ import annotations
 from urllib.parse import urlsplit
 
 from engine_adapter import NATIVE_ROUTES, EngineSpec, base_url
+from proxy.core.first_byte import Part
 from proxy.core.placement.decision import Placement
 from proxy.observe.reasons import reason_of
 from proxy.observe.reuse import available_tokens
@@ -88,4 +89,11 @@ def of_answer(record: RequestRecord, answer: Forwarded) -> Attributes:
         "gen_ai.usage.output_tokens": answer.output_tokens,
         "gen_ai.response.time_to_first_chunk": record.first_byte_s if record.stream else None,
     }
-    return {name: value for name, value in known.items() if value is not None}
+    attributes: Attributes = {name: value for name, value in known.items() if value is not None}
+    for part, seconds in (record.first_byte_parts or {}).items():
+        attributes[f"kvpin.first_byte.{_word(part)}_s"] = seconds
+    return attributes
+
+
+def _word(part: Part) -> str:
+    return part.value.replace(" ", "_")

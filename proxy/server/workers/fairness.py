@@ -34,7 +34,7 @@ _BYTES = 8
 
 
 class ConnectionTally:
-    """How many connections each worker has, in memory that all share."""
+    """The number of connections of each worker, in memory that all share."""
 
     def __init__(self, directory: Path, workers: int) -> None:
         """The file is made if it is missing. Raises OSError."""
@@ -64,11 +64,11 @@ class ConnectionTally:
         self._counts[worker - 1] = _GONE
 
     def is_due(self, worker: int) -> bool:
-        """Whether no other worker that takes connections has fewer, or only others without engines."""
+        """True if no other worker that takes connections has fewer, or only others without engines."""
         return self._counts[worker - 1] <= min(self._counts)
 
     def may_take(self, worker: int) -> bool:
-        """Whether a worker may take what was left to others: it has engines, or none of them has."""
+        """True if a worker may take what was left to others: it has engines, or none of them has."""
         return self._counts[worker - 1] < _UNREADY or min(self._counts) >= _UNREADY
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from pydantic import SecretStr
 
 from engine_adapter import EngineSpec
 from proxy.settings import (
@@ -34,6 +35,7 @@ class Orders(msgspec.Struct, frozen=True):
         listeners: descriptors of the listening sockets.
         directory: the supervisor's own directory, for sockets and the file of engines.
         follows: it takes the place of a worker that ended.
+        recording_key: the workers' key of recordings, unless the settings have one.
     """
 
     number: int
@@ -41,6 +43,7 @@ class Orders(msgspec.Struct, frozen=True):
     listeners: tuple[int, ...]
     directory: str
     follows: bool = False
+    recording_key: str = ""
 
     @classmethod
     def take(cls) -> Orders | None:
@@ -91,6 +94,8 @@ class Orders(msgspec.Struct, frozen=True):
             changes["exchange"] = ExchangeSettings.model_validate({"url": f"unix:{self.directory}"})
         if settings.state_dir is not None:
             changes["state_dir"] = settings.state_dir / f"worker-{self.number}"
+        if settings.record_traffic_key is None and self.recording_key:
+            changes["record_traffic_key"] = SecretStr(self.recording_key)
         return settings.model_copy(update=changes)
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -67,6 +68,7 @@ class Workers:
             self._tally.leave(number)  # until it has started
         self._running: dict[int, Process] = {}
         self._engines = SharedEngines(self._directory.path, self._tasks, lambda: self._tell(signal.SIGHUP))
+        self._recording_key = secrets.token_hex()
         self._status = 0
         self._stops = 0
         self._stopping = asyncio.Event()
@@ -127,12 +129,13 @@ class Workers:
             listeners=descriptors,
             directory=str(self._directory.path),
             follows=follows,
+            recording_key=self._recording_key,
         )
         with closing(WorkerPulse(self._directory.path / f"worker-{number}.alive", self._silent_s)) as pulse:
             process = await asyncio.create_subprocess_exec(
                 *ends_with_parent([sys.executable, "-m", "proxy.cli", *sys.argv[1:]]),
                 env={**os.environ, **orders.variable(), **pulse.variables()},
-                pass_fds=descriptors,
+                pass_fds=(*descriptors, self._directory.lock),
                 start_new_session=True,  # Ctrl-C reaches the supervisor alone, which passes it on
             )
             self._running[number] = process

@@ -80,7 +80,7 @@ class WorkerPulse:
                 missed += 1
 
     def _is_heard(self) -> bool:
-        """Whether something came since the last look."""
+        """True if something came since the last look."""
         is_heard = False
         with suppress(BlockingIOError):
             while self._socket.recv(_MOST_BYTES):

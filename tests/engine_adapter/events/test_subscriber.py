@@ -13,14 +13,17 @@ import zmq
 import zmq.asyncio
 
 from engine_adapter.errors import EngineUnavailable
+from engine_adapter.events import subscriber as subscriber_module
 from engine_adapter.events.keys import read_vllm_keys
 from engine_adapter.events.subscriber import EventEndpoints, KvEventSubscriber, SubscriberCounts
-from engine_adapter.events.wire import Snapshot, encode_batch, event_fields
+from engine_adapter.events.wire import CacheSnapshot, encode_batch, event_fields
 from engine_adapter.torch_engine.event_publisher import EventPublisher
 from engine_adapter.types import (
+    Attention,
     BlocksRemoved,
     BlocksStored,
     CacheCleared,
+    KvGroup,
     Tier,
     ViewCurrent,
     ViewLost,
@@ -147,7 +150,7 @@ async def test_a_late_joiner_gets_the_snapshot_and_what_came_after_it(engine):
     block = BlocksStored(Tier.GPU, None, (1,), token_array([1, 2]), 2)
 
     async def snapshot():
-        return Snapshot(1, (block,))
+        return CacheSnapshot(1, (block,))
 
     async with reader(engine, snapshot=snapshot, idle_check_s=60) as view:
         assert await view.take(5) == [ViewLost("connected"), block, removed(2), removed(3), ViewCurrent()]
@@ -305,6 +308,22 @@ async def test_a_replay_socket_that_falls_silent_starts_over(engine):
         assert await view.take(1) == [removed(2)]
 
 
+async def test_a_replay_socket_that_is_late_on_idle_checks_costs_nothing(engine, monkeypatch):
+    """So is that of a busy engine."""
+    monkeypatch.setattr(subscriber_module, "_LOOK_S", 0.02)
+    engine.record(0)
+    async with reader(engine, idle_check_s=0.02) as view:
+        assert await view.take(3) == [ViewLost("connected"), removed(0), ViewCurrent(complete=True)]
+        await engine.fall_silent()
+        engine.record(1)  # never published
+        taken = asyncio.create_task(view.take(1))
+        while view.subscriber.counts.unanswered < 3 and not taken.done():  # noqa: ASYNC110 - the task's
+            await asyncio.sleep(0.01)
+        engine.answer()
+        assert await taken == [removed(1)]
+        assert not view.subscriber.replay_is_silent
+
+
 @pytest.mark.parametrize("forgets", [False, True], ids=["late", "asked-anew"])
 async def test_a_replay_socket_that_answers_again_is_found(forgets):
     engine = ScriptedEngine(replies=False)
@@ -424,23 +443,37 @@ class TestGoingOn:
             lost = ViewLost("nothing shows that the process is still the same")
             assert await view.take(2) == [lost, ViewCurrent(complete=False)]
 
-    async def test_the_followed_group_is_still_followed(self, engine):
+    async def test_with_several_groups_it_begins_again(self, engine):
+        """What the further groups hold is not kept."""
+
         def group(number, **event):
             event = {"block_hashes": [number], "group_idx": number, **event}
             return msgspec.msgpack.encode([0.0, [event], 0])
 
         stored = {"type": "BlockStored", "token_ids": [1, 2], "block_size": 2}
+        window = {"kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": 4}
         engine.history += [
-            (0, group(0, **stored, kv_cache_spec_kind="sliding_window")),
+            (0, group(0, **stored, **window)),
             (1, group(1, **stored, kv_cache_spec_kind="full_attention")),
         ]
+        assert await position_after(engine, 4) is None
+
+    async def test_the_main_group_is_still_known(self, engine):
+        def group(**event):
+            return msgspec.msgpack.encode([0.0, [{"block_hashes": [1], "group_idx": 1, **event}], 0])
+
+        stored = {"type": "BlockStored", "token_ids": [1, 2], "block_size": 2}
+        engine.history += [(0, group(**stored, kv_cache_spec_kind="full_attention"))]
         position = await position_after(engine, 3)
-        engine.history += [(2, group(0, type="BlockRemoved")), (3, group(1, type="BlockRemoved"))]
+        engine.history += [(1, group(type="BlockRemoved"))]
         async with reader(engine, idle_check_s=60, since=position) as view:
-            assert await view.take(3) == [ViewResumed(), removed(1), ViewCurrent(complete=False)]
+            assert await view.take(3) == [ViewResumed(), removed(1), ViewCurrent(complete=True)]
 
 
-async def test_with_several_groups_no_view_is_complete(engine):
+@pytest.mark.parametrize("kind", ["sliding_window", "a kind of the future"])
+async def test_a_group_of_unknown_need_is_never_complete(engine, kind):
+    """A window without its size, or another kind."""
+
     def stored(group: int, kind: str) -> dict[str, object]:
         event = {"type": "BlockStored", "block_hashes": [group], "token_ids": [1, 2], "block_size": 2}
         return event | {"group_idx": group, "kv_cache_spec_kind": kind}
@@ -450,16 +483,17 @@ async def test_with_several_groups_no_view_is_complete(engine):
 
     subscriber = KvEventSubscriber(engine.endpoints, read_keys=read_vllm_keys, idle_check_s=60)
     full = BlocksStored(Tier.GPU, None, (0,), token_array([1, 2]), 2)
+    other = BlocksStored(Tier.GPU, None, (1,), token_array([]), 2, group=KvGroup(1, Attention.UNKNOWN))
     async with Reader(subscriber) as view:
         await view.take(2)
         await engine.subscribed()
         await engine.publish(0, batch(stored(0, "full_attention")))
-        await engine.publish(1, batch(stored(1, "sliding_window"), stored(0, "full_attention")))
-        assert await view.take(3) == [full, full, ViewCurrent(complete=False)]
+        await engine.publish(1, batch(stored(1, kind), stored(0, "full_attention")))
+        assert await view.take(4) == [full, other, full, ViewCurrent(complete=False)]
         await engine.publish(2, batch({"type": "AllBlocksCleared"}))
         await engine.publish(3, batch(stored(0, "full_attention")))
         assert await view.take(3) == [CacheCleared(), ViewCurrent(complete=False), full]
-        assert subscriber.counts == SubscriberCounts(batches=4, events=4)
+        assert subscriber.counts == SubscriberCounts(batches=4, events=5)
 
 
 async def test_topics_that_only_begin_the_same_are_others(engine):
@@ -551,12 +585,12 @@ async def test_nothing_is_missed_while_the_real_publisher_goes_on():
     publisher = EventPublisher()
     held = 0
 
-    async def snapshot() -> Snapshot:
+    async def snapshot() -> CacheSnapshot:
         nonlocal held
         held = publisher.last_sequence
         for name in range(held + 1, held + 50):  # published between the snapshot and its arrival
             publisher.publish([removed(name)])
-        return Snapshot(held, ())
+        return CacheSnapshot(held, ())
 
     for name in range(100):
         publisher.publish([removed(name)])

@@ -19,9 +19,11 @@ from engine_adapter.events.wire import (
     event_fields,
 )
 from engine_adapter.types import (
+    Attention,
     BlocksRemoved,
     BlocksStored,
     CacheCleared,
+    KvGroup,
     Tier,
     ViewCurrent,
     extra_array,
@@ -202,18 +204,21 @@ def test_names_are_integers_of_either_sign_or_bytes(name):
     assert (event.parent, event.hashes) == (name, (name,))
 
 
-def test_events_of_groups_that_are_not_followed_are_left_out_and_not_counted():
-    """Whatever they look like: sliding windows tell of fewer blocks than they have tokens for."""
+def test_events_of_further_groups_name_their_blocks():
+    """Whatever tokens they have: those of sliding windows tell of fewer blocks than of tokens."""
     full = {"group_idx": 0, "kv_cache_spec_kind": "full_attention"}
-    window = {"group_idx": 1, "kv_cache_spec_kind": "sliding_window", "token_ids": [1, 2, 3, 4, 5]}
+    window = {"group_idx": 1, "kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": 4}
     reader = EventReader()
     gone = [{"type": "BlockRemoved", "block_hashes": [n], "group_idx": n} for n in (0, 1)]
-    events = tuple(reader.read(wire(stored(**full), stored(**window), *gone)))
+    events = tuple(reader.read(wire(stored(**full), stored(**window, token_ids=[1, 2, 3, 4, 5]), *gone)))
+    group = KvGroup(1, Attention.WINDOW, 4)
     assert events == (
         BlocksStored(Tier.GPU, None, (1,), token_array([7, 8]), 2),
+        BlocksStored(Tier.GPU, None, (1,), token_array([]), 2, group=group),
         BlocksRemoved(Tier.GPU, (0,)),
+        BlocksRemoved(Tier.GPU, (1,), group),
     )
-    assert (reader.skipped, reader.groups.several) == (0, True)
+    assert reader.skipped == 0
 
 
 @pytest.mark.parametrize("timestamp", [1.5, LONG], ids=["short", "long"])

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from engine_adapter.errors import EngineRejected, EngineUnavailable
+from engine_adapter.errors import EngineRejected, EngineUnavailable, log_text
 from engine_adapter.http.control import ControlClient
 from engine_adapter.types import EngineSpec
 from tests.engines import served
@@ -31,6 +31,11 @@ ERRORS = {
 async def error(request: Request) -> Response:
     status, content = ERRORS[request.path_params["name"]]
     return JSONResponse(content, status)
+
+
+async def repeats(request: Request) -> Response:
+    text = (await request.body()).decode()
+    return JSONResponse({"error": {"message": text}}, int(request.query_params["status"]))
 
 
 async def echo(request: Request) -> Response:
@@ -79,6 +84,7 @@ def url():
         Route("/error/{name}", error),
         Route("/echo", echo, methods=["POST"]),
         Route("/busy", lambda _: JSONResponse({"error": {"message": "why"}}, 503)),
+        Route("/repeats", repeats, methods=["POST"]),
         Route("/text", lambda _: Response("boom \xff", 500)),
         Route("/nothing", lambda _: Response(status_code=500)),
         Route("/html", lambda _: Response("<html>")),
@@ -102,6 +108,17 @@ async def test_calls_bring_json_and_the_key(control):
     answer = await control.call("POST", "/echo", json={"a": 1}, headers={"x-rank": "1"})
     assert answer == {"body": '{"a":1}', "key": "Bearer k", "rank": "1", "team": "t"}
     assert (await control.call("POST", "/echo", content=b"raw"))["body"] == "raw"
+
+
+@pytest.mark.parametrize("status", [400, 503])
+async def test_an_error_that_repeats_what_was_sent_is_cut_and_not_logged(control, status):
+    with pytest.raises((EngineRejected, EngineUnavailable)) as caught:
+        await control.call("POST", f"/repeats?status={status}", content=b"prompt " * 10_000)
+    assert len(str(caught.value)) < 3_000
+    assert log_text(caught.value) == f"the engine answered {status}"
+    with pytest.raises(EngineUnavailable) as caught:
+        await control.get("/busy")
+    assert log_text(caught.value) == "the engine answered 503: why"
 
 
 @pytest.mark.parametrize("name", ERRORS)

@@ -2,7 +2,8 @@ import time
 
 import pytest
 
-from engine_adapter.http.sse import WholeEvents
+from engine_adapter.errors import EngineGarbled
+from engine_adapter.http.sse import MAX_EVENT_BYTES, WholeEvents
 
 RAW = b"data: a\n\nevent: x\r\ndata: b\r\n\r\ndata: c\n\r\n: d\n\n"
 
@@ -21,6 +22,22 @@ def test_a_long_event_in_small_pieces_takes_no_quadratic_time():
     assert not any(events.feed(piece) for _ in range(64 * 1024))
     assert len(events.feed(b"\n\n")[0]) == 64 * 64 * 1024 + 2
     assert time.process_time() - began < 2, "4 MiB; looking at all of it with each piece takes minutes"
+
+
+@pytest.mark.parametrize("take", [WholeEvents.feed, WholeEvents.joined])
+def test_an_event_without_end_is_given_up(take):
+    events, piece = WholeEvents(), b"a" * (1 << 20)
+    assert not any(take(events, piece) for _ in range(MAX_EVENT_BYTES >> 20))
+    with pytest.raises(EngineGarbled, match="longer than 8 MiB"):
+        take(events, b"a")
+    assert events.rest == b""
+
+
+@pytest.mark.parametrize("take", [WholeEvents.feed, WholeEvents.joined])
+def test_many_events_at_once_may_be_longer_together(take):
+    events, n_times = WholeEvents(), MAX_EVENT_BYTES // len(RAW) + 1
+    assert len(take(events, RAW * n_times + b"data")) in (4 * n_times, len(RAW) * n_times)
+    assert events.rest == b"data"
 
 
 def test_whole_events_pass_as_one_piece():

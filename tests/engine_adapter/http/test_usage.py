@@ -48,6 +48,18 @@ class TestUsage:
         answer = {"usage": {"completion_tokens": 4}, "timings": timings}
         assert read_answer_usage(json.dumps(answer).encode()) == TokenUsage(None, 4, prefill)
 
+    def test_timings_of_a_stream_are_the_last_ones(self):
+        early = {"timings": {"prompt_n": 1, "prompt_ms": 1.0}}
+        last = {
+            "usage": {"completion_tokens": 4},
+            "timings": {"prompt_n": 9, "prompt_ms": 250.0, "predicted_ms": 30},
+        }
+        said = TokenUsage(None, 4, (9, 0.25), 0.03)
+        assert read_streamed_usage(event(early) + event(last) + DONE) == said
+        assert read_streamed_usage(event(early)[:-9]) == NOTHING
+        quoted = event({"delta": json.dumps(early)})
+        assert read_streamed_usage(event(last) + quoted) == said
+
     @pytest.mark.parametrize(("usage", "said"), USAGES)
     def test_by_itself(self, usage, said):
         assert read_usage(json.dumps(usage).encode()) == said

@@ -21,7 +21,7 @@ from engine_adapter.llama_server.saved import SavedEvent, SavedPlace, SavedPrefi
 from engine_adapter.llama_server.scheduler import SlotScheduler
 from engine_adapter.llama_server.server_files import UNKNOWN_OWNER
 from engine_adapter.llama_server.slot_io import read_slots
-from engine_adapter.llama_server.slots import Operation
+from engine_adapter.llama_server.slots import SlotOperation
 from engine_adapter.llama_server.state_file import read_tokens
 from engine_adapter.llama_server.turns import Ask
 from engine_adapter.types import EngineSpec
@@ -134,14 +134,14 @@ class SchedulerWorld:
     # --- slots and files --------------------------------------------------------------------------
 
     async def save(self, slot_id):
-        return await self.scheduler.take(slot_id, Operation.SAVE, self.contents.save)
+        return await self.scheduler.take(slot_id, SlotOperation.SAVE, self.contents.save)
 
     async def erase(self, slot_id):
-        await self.scheduler.take(slot_id, Operation.ERASE, self.contents.erase)
+        await self.scheduler.take(slot_id, SlotOperation.ERASE, self.contents.erase)
 
     async def restore(self, slot_id, entry):
         return await self.scheduler.take(
-            slot_id, Operation.RESTORE, lambda slot: self.contents.restore(slot, entry)
+            slot_id, SlotOperation.RESTORE, lambda slot: self.contents.restore(slot, entry)
         )
 
     def entries(self):

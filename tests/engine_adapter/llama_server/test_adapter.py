@@ -119,6 +119,29 @@ class TestRequests:
             assert hold.body.get("stream_options") is None
             assert not hold.answer.assembles
 
+    @pytest.mark.parametrize("path", ["/v1/completions", "/completion"])
+    async def test_a_text_goes_as_its_token_ids(self, world, path, control_of):
+        body = JsonBody(b'{"prompt": "Hello there", "temperature": 0, "max_tokens": 4, "n_predict": 4}')
+        ids = await world.adapter.tokenize("/v1/completions", body)
+        straight = await control_of(world.server.url).call("POST", path, json=json.loads(body.raw))
+        async with world.adapter.hold(path, body, KvTarget(ids, exact=True)) as hold:
+            assert hold.body.get("prompt") == ids.tolist()
+            async with await world.sent(hold, path) as response:
+                kept = hold.answer.feed(await response.read())
+                answer = json.loads(kept + hold.answer.finish())
+        for name in ("content", "prompt", "tokens_evaluated", "stop_type"):
+            assert answer.get(name) == straight.get(name)
+        if path == "/v1/completions":
+            assert answer["choices"] == straight["choices"]
+            assert answer["usage"]["prompt_tokens"] == straight["usage"]["prompt_tokens"]
+
+    @pytest.mark.parametrize("exact", [False, True])
+    async def test_a_chat_and_ids_that_are_not_proved_stay_as_they_are(self, world, exact):
+        path = "/v1/chat/completions" if exact else "/v1/completions"
+        body = JsonBody(b'{"messages": [{"role": "user", "content": "Hi"}], "prompt": "Hello"}')
+        async with world.adapter.hold(path, body, KvTarget(prompt_of(1), exact=exact)) as hold:
+            assert hold.body.get("prompt") == "Hello"
+
     async def test_a_stream_ends_with_its_client_also_where_it_names_a_conversation(self, world):
         named = {"content-type": "application/json", "x-conversation-id": "c"}
         sent = world.adapter.prepare("POST", "/v1/completions", named, None).headers

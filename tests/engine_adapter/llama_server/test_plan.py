@@ -7,10 +7,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
-from engine_adapter.llama_server.plan import LEAST_GAIN, LEAST_SHARED, plan, worth_saving
-from engine_adapter.llama_server.rates import Rates
+from engine_adapter.llama_server.plan import (
+    LEAST_GAIN,
+    LEAST_SHARED,
+    MIN_PREFILL_TOKENS,
+    WINDOW,
+    RateBook,
+    Rates,
+    plan,
+    worth_saving,
+)
 from engine_adapter.llama_server.saved_entry import Saved
-from engine_adapter.llama_server.slots import Operation, Slot, SlotTable
+from engine_adapter.llama_server.slots import Slot, SlotOperation, SlotTable
 from engine_adapter.types import Tier
 
 # A token takes 1 ms to compute, 0.1 ms to save, 0.01 ms to restore, 0.02 ms more from disk.
@@ -190,7 +198,7 @@ def test_a_file_that_costs_more_than_it_spares_stays_where_it_is():
 
 def test_running_streams_make_a_restore_dear():
     files = [file("f", run(1000))]
-    busy = [slot(n, run(9000 + n, 9100), operation=Operation.REQUEST) for n in range(1, 101)]
+    busy = [slot(n, run(9000 + n, 9100), operation=SlotOperation.REQUEST) for n in range(1, 101)]
     free = decide(run(1010), [slot(0)], files)
     assert free.stall_s == 0.0
     few = decide(run(1010), [slot(0), *busy[:3]], files)
@@ -207,7 +215,7 @@ def test_a_file_that_agrees_only_further_on_is_no_prefix():
 
 def test_running_streams_make_the_slower_tier_dearer_still():
     files = [file("disk", run(2020), tier=Tier.DISK), file("host", run(1970))]
-    busy = [slot(n, operation=Operation.REQUEST) for n in range(1, 4)]
+    busy = [slot(n, operation=SlotOperation.REQUEST) for n in range(1, 4)]
     assert decide(run(2093), [slot(0)], files).restore.name == "disk"
     assert decide(run(2093), [slot(0), *busy], files).restore.name == "host"
 
@@ -243,7 +251,7 @@ def test_not_when_it_is_saved_cannot_be_saved_or_hardly_comes_back():
 
 def test_running_streams_pay_for_a_save_too():
     held = slot(0, run(5000, 6000))
-    busy = [slot(n, operation=Operation.REQUEST, unknown=10**6) for n in range(1, 9)]
+    busy = [slot(n, operation=SlotOperation.REQUEST, unknown=10**6) for n in range(1, 9)]
     choice = decide(run(10), [held, *busy[:2]])
     assert choice.save_first
     assert choice.stall_s == pytest.approx(2 * 0.102)
@@ -263,13 +271,13 @@ def test_save_and_restore_are_counted_together():
 @pytest.mark.parametrize(
     ("operation", "began", "wait_s"),
     [
-        (Operation.REQUEST, 9.0, 3.0),
-        (Operation.REQUEST, 0.0, 1.0),  # overstays: a quarter of the usual time
-        (Operation.FOREIGN, 9.5, 3.5),
-        (Operation.SAVE, 10.0, 0.102),
-        (Operation.RESTORE, 10.0, 0.012),
-        (Operation.ERASE, 10.0, 0.012),
-        (Operation.SAVE, 0.0, 0.0255),
+        (SlotOperation.REQUEST, 9.0, 3.0),
+        (SlotOperation.REQUEST, 0.0, 1.0),  # overstays: a quarter of the usual time
+        (SlotOperation.FOREIGN, 9.5, 3.5),
+        (SlotOperation.SAVE, 10.0, 0.102),
+        (SlotOperation.RESTORE, 10.0, 0.012),
+        (SlotOperation.ERASE, 10.0, 0.012),
+        (SlotOperation.SAVE, 0.0, 0.0255),
     ],
 )
 def test_a_busy_slot_is_waited_for_as_long_as_its_operation_usually_takes(operation, began, wait_s):
@@ -281,31 +289,31 @@ def test_a_busy_slot_is_waited_for_as_long_as_its_operation_usually_takes(operat
 
 
 def test_a_wait_is_told():
-    choice = decide(run(1100), [slot(0, run(1000), operation=Operation.REQUEST)], now=1.0)
+    choice = decide(run(1100), [slot(0, run(1000), operation=SlotOperation.REQUEST)], now=1.0)
     assert (choice.is_ready, choice.wait_s) == (False, 3.0)
 
 
 def test_waiting_pays_when_computing_takes_longer():
-    slots = [slot(0, run(20000), operation=Operation.REQUEST, since=0.0), slot(1)]
+    slots = [slot(0, run(20000), operation=SlotOperation.REQUEST, since=0.0), slot(1)]
     assert decide(run(20010), slots, now=2.0).slot == 0
     assert decide(run(1000), slots, now=2.0).slot == 1
 
 
 def test_a_file_in_another_slot_beats_a_wait():
-    slots = [slot(0, run(2000), operation=Operation.REQUEST), slot(1)]
+    slots = [slot(0, run(2000), operation=SlotOperation.REQUEST), slot(1)]
     choice = decide(run(2010), slots, [file("f", run(1990))])
     assert (choice.slot, choice.restore.name) == (1, "f")
 
 
 def test_nothing_is_restored_into_a_busy_slot():
-    busy = slot(0, run(5000, 5010), operation=Operation.SAVE)
+    busy = slot(0, run(5000, 5010), operation=SlotOperation.SAVE)
     for slots in ([busy], [busy, pinned(1, run(9000, 9010), 60.0, 10)]):
         choice = decide(run(2010), slots, [file("f", run(2000))])
         assert (choice.slot, choice.restore) == (0, None)
 
 
 def test_a_request_does_not_stall_itself():
-    held = slot(0, run(5000, 6000), operation=Operation.REQUEST)
+    held = slot(0, run(5000, 6000), operation=SlotOperation.REQUEST)
     choice = decide(run(10), [held])
     assert choice.save_first
     assert choice.stall_s == 0.0
@@ -375,8 +383,8 @@ def every_total(prompt, slots, saved, rates, now):
     """Total of every option, straight from the rules: {(slot, file name, save first): seconds}."""
     totals = {}
     for each, entry, save_first, gain, kept in every_option(prompt, slots, saved, now):
-        running = each.operation is Operation.REQUEST
-        others = sum(other.operation is Operation.REQUEST for other in slots) - running
+        running = each.operation is SlotOperation.REQUEST
+        others = sum(other.operation is SlotOperation.REQUEST for other in slots) - running
         wait = max(rates.hold_s - (now - each.since), rates.hold_s / 4) if running else 0.0
         io = 0.0
         if save_first:
@@ -412,7 +420,7 @@ def slot_lists(draw):
                 tokens,
                 unknown=draw(st.sampled_from([0, 0, 7])),
                 salt=draw(SALTS),
-                operation=draw(st.sampled_from([None, None, Operation.REQUEST])),
+                operation=draw(st.sampled_from([None, None, SlotOperation.REQUEST])),
                 since=draw(st.floats(0, 100)),
                 saved=draw(st.integers(0, len(tokens))),
                 pinned=draw(st.integers(0, len(tokens))),
@@ -494,7 +502,7 @@ class World:
             self.table.hold(choice.slot, choice.restore.tokens, None, saved=len(choice.restore.tokens))
         hit = min(naive_prefix(self.table[choice.slot].tokens, prompt), len(prompt) - 1)
         assert hit == choice.cached_tokens
-        self.table.begin(choice.slot, Operation.REQUEST, self.now)
+        self.table.begin(choice.slot, SlotOperation.REQUEST, self.now)
         self.table.hold(choice.slot, prompt, None)
         self.table.hold(choice.slot, prompt + answer, None)
         self.now += 1.0
@@ -543,7 +551,7 @@ def test_a_dirty_slot_is_worth_saving_once_it_rests():
 
 
 def test_it_is_not_when_busy_clean_or_empty():
-    for each in (slot(0, run(1000), operation=Operation.SAVE), slot(0, run(1000), saved=1000), slot(0)):
+    for each in (slot(0, run(1000), operation=SlotOperation.SAVE), slot(0, run(1000), saved=1000), slot(0)):
         assert not worth_saving(each, RATES, 99.0, 0, idle_s=2.0)
 
 
@@ -567,3 +575,102 @@ def test_what_is_to_be_kept_is_saved_first_though_it_lay_idle_for_long():
         idle = slot(0, run(500), kept_until=kept_until)
         assert decide(run(5000, 5100), [idle], now=3e5).save_first is saves
         assert worth_saving(idle, RATES, 3e5, 0, idle_s=1.0) is saves
+
+
+@pytest.mark.parametrize("can_save", [True, False])
+def test_a_slot_whose_tool_is_running_is_overwritten_last(can_save):
+    """Without that, the slot that lay idle for longest would go."""
+    waiting, person = slot(0, run(500), since=91.0), slot(1, run(1000, 1500), since=95.0)
+    assert decide(run(5000, 5100), [waiting, person], now=100.0, can_save=can_save).slot == 0
+    waiting.due_until = 101.0
+    assert decide(run(5000, 5100), [waiting, person], now=100.0, can_save=can_save).slot == 1
+    waiting.due_until = 99.0
+    assert decide(run(5000, 5100), [waiting, person], now=100.0, can_save=can_save).slot == 0
+
+
+@pytest.fixture
+def book():
+    return RateBook()
+
+
+def teach(learn, *samples):
+    for sample in samples:
+        learn(*sample)
+
+
+def test_before_anything_is_seen_every_rate_is_above_none(book):
+    rates = book.view
+    assert min(rates.prefill_tok_s, rates.save_bytes_s, rates.restore_bytes_s, rates.disk_bytes_s) > 0
+    assert min(rates.bytes_per_token, rates.hold_s, rates.reuse_probability) > 0
+
+
+def test_what_was_measured_is_told_apart_from_first_guesses(book):
+    assert book.measured == {}
+    book.prefilled(1000, 0.5)
+    book.saved(100, 1_000_000, 0.502)
+    assert set(book.measured) == {"prefill_tok_s", "save_bytes_s", "bytes_per_token"}
+    assert book.assumed["restore_bytes_s"] == book.view.restore_bytes_s
+    assert not book.measured.keys() & book.assumed.keys()
+
+
+def test_prefills_teach_tokens_per_second(book):
+    teach(book.prefilled, *[(1000, 0.5)] * 3)
+    assert book.view.prefill_tok_s == pytest.approx(2000)
+
+
+def test_what_a_hit_leaves_to_compute_says_less_than_a_long_prompt(book):
+    teach(book.prefilled, *[(1600, 0.5)] * 3, *[(40, 0.1)] * 20)
+    assert book.view.prefill_tok_s == pytest.approx(3200)
+
+
+def test_saves_teach_bytes_per_second_beyond_the_overhead(book):
+    teach(book.saved, *[(100, 1_000_000, 0.502)] * 3)
+    assert book.view.save_bytes_s == pytest.approx(2_000_000)
+    assert book.view.save_s(100) == pytest.approx(0.502)
+
+
+def test_a_save_tells_the_size_of_a_token_at_once_however_quick_it_was(book):
+    book.saved(100, 1_000_000, 0.0)
+    assert book.view.bytes_per_token == 10_000
+    book.saved(10, 0, 0.1)
+    assert book.view.bytes_per_token == 0
+
+
+def test_an_empty_slot_teaches_nothing(book):
+    before = book.view
+    book.saved(0, 60, 0.001)
+    assert book.view == before
+
+
+def test_restores_teach_bytes_per_second_beyond_the_overhead(book):
+    teach(book.restored, *[(1_000_000, 0.102)] * 3)
+    assert book.view.restore_bytes_s == pytest.approx(10_000_000)
+
+
+def test_requests_teach_how_long_a_slot_is_held(book):
+    teach(book.held, (5.0,), (7.0,), (6.0,))
+    assert book.view.hold_s == 5.0
+
+
+@pytest.mark.parametrize(
+    "sample",
+    [(MIN_PREFILL_TOKENS - 1, 0.5), (1000, 0.0), (1000, -1.0), (0, 1.0)],
+    ids=["a round trip", "no time", "less than none", "no tokens"],
+)
+def test_what_measures_nothing_teaches_nothing(book, sample):
+    before = book.view
+    teach(book.prefilled, *[sample] * 5)
+    assert book.view == before
+
+
+def test_one_odd_sample_changes_no_mind(book):
+    before = book.view
+    book.prefilled(1000, 1e-9)
+    assert book.view == before
+    teach(book.prefilled, *[(1000, 0.5)] * 4, (1000, 60.0))
+    assert book.view.prefill_tok_s == pytest.approx(2000)
+
+
+def test_what_is_long_past_does_not_count(book):
+    teach(book.prefilled, *[(1000, 1.0)] * WINDOW, *[(1000, 0.1)] * (WINDOW // 2 + 1))
+    assert book.view.prefill_tok_s == pytest.approx(10_000)

@@ -24,7 +24,7 @@ from engine_adapter.llama_server.saved import (
     salt_digest,
 )
 from engine_adapter.llama_server.saved_files import GRACE_S
-from engine_adapter.llama_server.state_file import Reason, StateFileError
+from engine_adapter.llama_server.state_file import FileFault, StateFileError
 from engine_adapter.types import Tier
 from tests.state_files import LittleRoom, act, complete, no_handles, unprivileged, write_state
 
@@ -93,7 +93,7 @@ def tiers(tmp_path) -> World:
 
 
 @contextmanager
-def refused(reason: Reason):
+def refused(reason: FileFault):
     with pytest.raises(StateFileError) as caught:
         yield
     assert caught.value.reason is reason
@@ -181,15 +181,15 @@ async def test_the_room_of_what_is_continued_counts_for_what_continues_it(world)
 
 async def test_a_file_that_is_not_whole_is_refused_and_removed(world):
     name = world.server_saves(range(5))
-    with refused(Reason.SIZE):
+    with refused(FileFault.SIZE):
         await world.registry.add(name, KEY, None, bytes_expected=SIZE + 1)
     name = world.server_saves(range(5))
-    with refused(Reason.TOKENS):
+    with refused(FileFault.TOKENS):
         await world.registry.add(name, KEY, None, tokens_expected=6)
-    with refused(Reason.MISSING):
+    with refused(FileFault.MISSING):
         await world.registry.add(name, KEY, None)
     (world.host / name).write_bytes(b"")
-    with refused(Reason.TRUNCATED):
+    with refused(FileFault.TRUNCATED):
         await world.registry.add(name, KEY, None)
     assert world.stats("refused") == [4]
     assert world.told == []
@@ -274,12 +274,12 @@ async def test_the_least_valuable_goes_when_there_is_no_room(world):
 
 async def test_a_file_that_no_room_can_be_made_for_is_refused(world):
     saved = await world.save(1)
-    with refused(Reason.NO_ROOM):
+    with refused(FileFault.NO_ROOM):
         await world.save(100, size=3 * SIZE + 1)
     saved.pinned_until = world.clock.now + 60
-    with refused(Reason.NO_ROOM):
+    with refused(FileFault.NO_ROOM):
         await world.save(100, size=3 * SIZE)
-    with refused(Reason.NO_ROOM):  # nor is what it would continue lost
+    with refused(FileFault.NO_ROOM):  # nor is what it would continue lost
         await world.save(1, count=50, size=4 * SIZE)
     assert list(world.registry.entries(KEY)) == [saved]
     assert world.stats("refused", "evicted") == [3, 0]
@@ -346,7 +346,7 @@ async def test_a_victim_larger_than_the_disk_tier_goes(tmp_path):
 async def test_an_entry_of_the_disk_waits_there_when_the_host_tier_has_no_room(tiers):
     first, second, third = [await tiers.save(100 * i) for i in (1, 2, 3)]
     second.pinned_until = third.pinned_until = tiers.clock.now + 60
-    with refused(Reason.NO_ROOM):
+    with refused(FileFault.NO_ROOM):
         await tiers.registry.ready(first)
     assert first.tier is Tier.DISK
     assert tiers.stats("refused") == [1]
@@ -380,10 +380,10 @@ def flip(path: Path) -> None:
 @pytest.mark.parametrize(
     ("harm", "reason"),
     [
-        (flip, Reason.CHECKSUM),
-        (lambda path: path.write_bytes(path.read_bytes()[:-1]), Reason.SIZE),
-        (lambda path: write_state(path, [9, 2, 3, 4, 5], size=SIZE), Reason.TOKENS),
-        (Path.unlink, Reason.MISSING),
+        (flip, FileFault.CHECKSUM),
+        (lambda path: path.write_bytes(path.read_bytes()[:-1]), FileFault.SIZE),
+        (lambda path: write_state(path, [9, 2, 3, 4, 5], size=SIZE), FileFault.TOKENS),
+        (Path.unlink, FileFault.MISSING),
     ],
 )
 @pytest.mark.parametrize("tier", [Tier.HOST, Tier.DISK])
@@ -394,13 +394,13 @@ async def test_an_entry_that_is_not_what_it_was_is_dropped(tiers, harm, reason, 
         await tiers.save(200)
     assert saved.tier is tier
     harm((tiers.host if tier is Tier.HOST else tiers.disk) / saved.name)
-    if tier is Tier.DISK and reason is Reason.TOKENS:
-        reason = Reason.CHECKSUM  # a copy is hashed, its header not read
+    if tier is Tier.DISK and reason is FileFault.TOKENS:
+        reason = FileFault.CHECKSUM  # a copy is hashed, its header not read
     with refused(reason):
         await tiers.registry.ready(saved)
     assert saved not in set(tiers.registry.entries(KEY))
     assert tiers.told[-1][:2] == (SavedEvent.REMOVED, saved.name)
-    with refused(Reason.MISSING):
+    with refused(FileFault.MISSING):
         await tiers.registry.ready(saved)
     tiers.check()
 
@@ -412,7 +412,7 @@ async def test_an_entry_that_cannot_be_read_now_is_kept_and_tried_again_later(ti
         await tiers.save(100)
         await tiers.save(200)
     saved.seen = None  # as after a restart: its bytes are hashed
-    with no_handles(), refused(Reason.UNREADABLE):
+    with no_handles(), refused(FileFault.UNREADABLE):
         await tiers.registry.ready(saved)
     tiers.check()
     assert saved in set(tiers.registry.entries(KEY))
@@ -428,7 +428,7 @@ async def test_an_entry_that_may_not_be_read_is_kept(tmp_path, save_dir):
     saved = await world.save(1)
     path = world.host / saved.name
     path.chmod(0)
-    with unprivileged(world.host), refused(Reason.UNREADABLE):
+    with unprivileged(world.host), refused(FileFault.UNREADABLE):
         await world.registry.ready(saved)
     path.chmod(0o600)
     assert await world.registry.ready(saved) == saved.name
@@ -471,7 +471,7 @@ async def test_an_entry_in_use_keeps_its_files_whatever_becomes_of_it(world):
             await world.registry.drop(saved)
             assert list(world.registry.entries(KEY)) == []
         assert (world.host / name).exists()
-        with refused(Reason.MISSING):
+        with refused(FileFault.MISSING):
             await world.registry.ready(saved)
     world.check()
 
@@ -490,7 +490,7 @@ async def test_what_fails_its_check_under_two_restores_goes_with_the_last(world)
     saved = await world.save(1)
     async with world.registry.using(saved) as name:
         flip(world.host / name)
-        with refused(Reason.CHECKSUM):
+        with refused(FileFault.CHECKSUM):
             async with world.registry.using(saved):
                 pytest.fail("it is not sound")
         assert (world.host / name).exists()
@@ -503,7 +503,7 @@ async def test_dropped_while_it_comes_back_from_disk(tiers):
     await asyncio.sleep(0)
     assert first.is_busy
     await tiers.registry.drop(first)
-    with refused(Reason.MISSING):
+    with refused(FileFault.MISSING):
         await coming
     assert (SavedEvent.MOVED, first.name, Tier.HOST) not in tiers.told
     tiers.check()
@@ -554,7 +554,7 @@ async def test_a_caller_that_leaves_before_an_error_is_not_missed(world):
     with pytest.raises(asyncio.CancelledError):
         await coming
     await saved.idle()
-    with refused(Reason.CHECKSUM):
+    with refused(FileFault.CHECKSUM):
         await world.registry.ready(saved)
     world.check()
 
@@ -584,6 +584,9 @@ async def test_the_figures_tell_no_content(tiers):
     first, _, _ = [await tiers.save(12345678 + 100 * i, salt="secret") for i in (1, 2, 3)]
     tiers.clock.now += 7
     stats = tiers.registry.stats()
+    place = tiers.registry.place
+    assert [tier.pop("place") for tier in stats["tiers"].values()] == [str(place.host), str(place.disk)]
+    assert {tier.pop("in_memory") for tier in stats["tiers"].values()} <= {True, False}
     assert stats["tiers"] == {
         "host": {"entries": 2, "bytes": 2 * SIZE, "cap": 2 * SIZE},
         "disk": {"entries": 1, "bytes": SIZE, "cap": 2 * SIZE},
@@ -628,7 +631,7 @@ async def test_what_was_harmed_while_nobody_looked_is_dropped_before_it_is_resto
     world.open()
     await world.registry.rebuild()
     (found,) = world.registry.entries(KEY)
-    with refused(Reason.CHECKSUM):
+    with refused(FileFault.CHECKSUM):
         await world.registry.ready(found)
     world.check()
 
@@ -677,7 +680,7 @@ async def test_a_directory_that_is_not_there_is_asked_for_and_tried_again(tmp_pa
 async def test_a_disk_tier_that_cannot_be_made(tmp_path):
     (tmp_path / "disk").write_text("a file")
     world = World(tmp_path, disk=1)
-    with refused(Reason.UNWRITABLE):
+    with refused(FileFault.UNWRITABLE):
         await world.registry.rebuild()
 
 
@@ -728,7 +731,7 @@ async def test_an_entry_that_a_full_host_tier_does_not_take_stays_on_disk(tmp_pa
     world = World(tmp_path, host=2, disk=2, host_dir=little.path)
     first, _, third = [await world.save(100 * i) for i in (1, 2, 3)]
     await world.registry.drop(third)
-    with little.full(), refused(Reason.NO_ROOM):
+    with little.full(), refused(FileFault.NO_ROOM):
         await world.registry.ready(first)
     assert first.tier is Tier.DISK
     world.check()
@@ -783,7 +786,7 @@ async def test_a_save_without_room_for_its_sidecar_is_refused(tmp_path, little):
     world = World(tmp_path, host_dir=little.path)
     saved = await world.save(1)
     name = world.server_saves(range(100, 105))
-    with little.full(), refused(Reason.NO_ROOM):
+    with little.full(), refused(FileFault.NO_ROOM):
         await world.registry.add(name, KEY, None)
     assert list(world.registry.entries(KEY)) == [saved]
     world.check()
@@ -793,7 +796,7 @@ async def test_a_host_directory_that_vanished_loses_nothing_on_disk(tiers):
     first, _, third = [await tiers.save(100 * i) for i in (1, 2, 3)]
     await tiers.registry.drop(third)
     away = tiers.host.rename(tiers.host.with_name("away"))
-    with refused(Reason.UNWRITABLE):
+    with refused(FileFault.UNWRITABLE):
         await tiers.registry.ready(first)
     assert first in set(tiers.registry.entries(KEY))
     away.rename(tiers.host)
@@ -841,7 +844,7 @@ async def _step(world: World, what: str, which: int, much: int) -> None:
     else:
         calls = [_touch(world, what, entries[which % len(entries)], much)] if entries else []
     for result in await asyncio.gather(*calls, return_exceptions=True):
-        if isinstance(result, StateFileError) and result.reason in {Reason.NO_ROOM, Reason.MISSING}:
+        if isinstance(result, StateFileError) and result.reason in {FileFault.NO_ROOM, FileFault.MISSING}:
             continue
         assert not isinstance(result, BaseException), result
     await world.registry._tasks.settled()

@@ -12,7 +12,7 @@ import pytest
 from engine_adapter.llama_server import saved_files
 from engine_adapter.llama_server.saved_entry import Saved
 from engine_adapter.llama_server.saved_files import GRACE_S
-from engine_adapter.llama_server.state_file import Reason, StateFileError, checksum
+from engine_adapter.llama_server.state_file import FileFault, StateFileError, checksum
 from engine_adapter.types import Tier
 from tests.state_files import LittleRoom, frame, no_handles, state_bytes, unprivileged, write_state
 
@@ -101,7 +101,7 @@ def test_a_verified_file_is_what_it_was(path):
     path.write_bytes(data)
     with pytest.raises(StateFileError, match="bytes are not those") as caught:
         saved_files.verify(path, wanted)
-    assert caught.value.reason is Reason.CHECKSUM
+    assert caught.value.reason is FileFault.CHECKSUM
     path.write_bytes(data[:-1])
     with pytest.raises(StateFileError, match="4999 bytes, of 5000"):
         saved_files.verify(path, wanted)
@@ -155,7 +155,7 @@ def test_a_sidecar_is_written_whole_or_not_at_all(path, tmp_path):
     path.with_suffix(".json.part").mkdir()
     with pytest.raises(StateFileError, match="Is a directory") as caught:
         saved_files.write_sidecar(path, record(path))
-    assert caught.value.reason is Reason.UNWRITABLE
+    assert caught.value.reason is FileFault.UNWRITABLE
     assert path.with_suffix(".json").read_bytes() == before
 
 
@@ -351,3 +351,19 @@ def test_a_scan_survives_what_it_cannot_read_or_remove(path, tmp_path, caplog):
     assert f"{leftover} cannot be removed" in caplog.text
     with pytest.raises(StateFileError, match="cannot be read: Not a directory"):
         scan(path)
+
+
+@pytest.mark.parametrize(
+    ("directory", "in_memory"),
+    [("/run/fast/kv", True), ("/var/kv", False), ("/var/fast/kv", True), ("/var/fastest", False)],
+)
+def test_which_directories_a_reboot_empties(directory, in_memory, tmp_path, monkeypatch):
+    mounts = tmp_path / "mounts"
+    mounts.write_text("d / ext4 rw 0 0\nt /run/fast tmpfs rw 0 0\nt /var/fast ramfs rw 0 0\n")
+    monkeypatch.setattr(saved_files, "_MOUNTS", mounts)
+    saved_files.is_in_memory.cache_clear()
+    assert saved_files.is_in_memory(Path(directory)) is in_memory
+    monkeypatch.setattr(saved_files, "_MOUNTS", tmp_path / "none")
+    saved_files.is_in_memory.cache_clear()
+    assert not saved_files.is_in_memory(Path(directory))
+    saved_files.is_in_memory.cache_clear()

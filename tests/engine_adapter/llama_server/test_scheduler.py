@@ -13,11 +13,11 @@ import pytest
 
 from engine_adapter.body import JsonBody
 from engine_adapter.errors import EngineUnavailable
-from engine_adapter.llama_server.rates import WINDOW
+from engine_adapter.llama_server.plan import WINDOW
 from engine_adapter.llama_server.saved import salt_digest
 from engine_adapter.llama_server.server_files import UNKNOWN_OWNER
 from engine_adapter.llama_server.slot_io import read_slots
-from engine_adapter.llama_server.slots import NEVER, Operation
+from engine_adapter.llama_server.slots import NEVER, SlotOperation
 from engine_adapter.llama_server.tokens import tokenize
 from engine_adapter.llama_server.turns import Ask
 from engine_adapter.types import Retention, ViewCurrent, ViewLost
@@ -33,7 +33,7 @@ from tests.engine_adapter.llama_server.scheduler_world import (
 )
 from tests.engine_adapter.llama_server.slot_world import prompt_of
 
-SAVE, RESTORE, FOREIGN = Operation.SAVE, Operation.RESTORE, Operation.FOREIGN
+SAVE, RESTORE, FOREIGN = SlotOperation.SAVE, SlotOperation.RESTORE, SlotOperation.FOREIGN
 
 
 @pytest.fixture
@@ -129,6 +129,16 @@ class TestRetention:
         assert world.table[lease.slot].kept_until == NEVER
         assert await world.save(lease.slot)
         assert world.entries()[0].kept_until == 0
+
+
+class TestToolCalls:
+    @pytest.mark.parametrize(("reason", "waits"), [("tool_calls", True), ("stop", False)])
+    async def test_the_slot_of_a_tool_call_waits_for_its_result(self, world, reason, waits):
+        async with world.scheduler.lease(Ask(prompt_of(1))) as lease:
+            await world.send(lease)
+            lease.answer.finish_reason = reason
+        await world.idle(lease.slot)
+        assert (world.table[lease.slot].due_until > world.clock()) == waits
 
 
 class TestTurns:

@@ -2,12 +2,15 @@
 
 import os
 import re
+import socket
 import subprocess
 import sys
 
+import msgspec
 import pytest
 
 from engine_adapter.errors import EngineTaken
+from engine_adapter.llama_server import server_files
 from engine_adapter.llama_server.server_files import ServerLock
 
 URL = "http://127.0.0.1:8081"
@@ -97,3 +100,56 @@ def test_nor_where_the_file_system_has_no_locks(lock, caplog, monkeypatch):
     monkeypatch.setattr("fcntl.flock", flock)
     lock().take()
     assert "No locks available" in caplog.text
+
+
+class TestServersThatAreGone:
+    @pytest.fixture
+    def gone(self, lock, tmp_path):
+        """The files that a kvpin left about a server that is gone."""
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+        left = lock(f"http://localhost:{port}")
+        left.take()
+        (path,) = tmp_path.glob("*.lock")
+        for suffix in ("owners", "probe"):
+            path.with_suffix(f".{suffix}").write_bytes(b"x")
+        left.free()
+        return path
+
+    def files(self, path):
+        return sorted(each.name for each in path.parent.glob(f"{path.stem}.*"))
+
+    def test_their_files_are_removed_by_whoever_comes_next(self, gone, lock):
+        assert len(self.files(gone)) == 3
+        lock(URL).take()
+        assert self.files(gone) == []
+
+    def test_a_server_that_still_runs_keeps_its_files(self, lock, tmp_path):
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            held = lock(f"http://127.0.0.1:{server.getsockname()[1]}")
+            held.take()
+            (path,) = tmp_path.glob("*.lock")
+            held.free()
+            lock(URL).take()
+            assert self.files(path) == [path.name]
+
+    def test_so_does_one_that_another_kvpin_uses_or_of_another_machine(self, gone, lock):
+        held = lock(msgspec.json.decode(gone.read_bytes())["url"])
+        held.take()
+        lock(URL).take()
+        assert len(self.files(gone)) == 3
+        held.free()
+        content = msgspec.json.decode(gone.read_bytes())
+        for number, changed in enumerate(({"host": "elsewhere"}, {"url": "http://10.0.0.1:1"}, {"url": ""})):
+            gone.write_bytes(msgspec.json.encode(content | changed))
+            lock(f"{URL}/{number}").take()
+            assert len(self.files(gone)) == 3
+
+    def test_a_lock_that_is_removed_while_it_is_taken_is_taken_anew(self, lock, tmp_path, monkeypatch):
+        found, answers = server_files._is_there, [False]
+        monkeypatch.setattr(
+            server_files, "_is_there", lambda *where: answers.pop() if answers else found(*where)
+        )
+        lock().take()
+        with pytest.raises(EngineTaken):
+            lock().take()

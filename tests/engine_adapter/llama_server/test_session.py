@@ -9,7 +9,7 @@ import pytest
 from engine_adapter import Capability, EngineUnavailable, HttpTransport, KvVerb, make_adapter
 from engine_adapter.llama_server.discovery import discover
 from engine_adapter.llama_server.mirror_events import MirrorEvents
-from engine_adapter.llama_server.session import Session
+from engine_adapter.llama_server.session import ServerSession
 from engine_adapter.llama_server.slot_io import read_slots
 from tests.engine_adapter.llama_server.slot_world import World, prompt_of, slot_world
 from tests.engines import engine_spec
@@ -28,7 +28,7 @@ async def begun(server, save_dir, control_of):
     async def begin(*, trying=True):
         control = control_of(server.url)
         spec = engine_spec("llama_server", server.url, host_cache_dir=str(save_dir))
-        sessions.append(Session(spec, control, await discover(control, spec)))
+        sessions.append(ServerSession(spec, control, await discover(control, spec)))
         if trying:
             await sessions[-1].begin(None, MirrorEvents())
         return sessions[-1]

@@ -10,12 +10,12 @@ import pytest
 from engine_adapter.llama_server.server_files import UNKNOWN_OWNER
 from engine_adapter.llama_server.session import dirty_slots, save_all, write_back
 from engine_adapter.llama_server.slot_io import read_slots
-from engine_adapter.llama_server.slots import Operation
+from engine_adapter.llama_server.slots import SlotOperation
 from engine_adapter.llama_server.turns import Ask
 from tests.engine_adapter.llama_server.scheduler_world import scheduler_world, stopped
 from tests.engine_adapter.llama_server.slot_world import prompt_of
 
-SAVE = Operation.SAVE
+SAVE = SlotOperation.SAVE
 
 
 @pytest.fixture

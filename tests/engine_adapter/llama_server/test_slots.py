@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_adapter.llama_server.slots import NEVER, Operation, SlotBusy, SlotTable
+from engine_adapter.llama_server.slots import NEVER, SlotBusy, SlotOperation, SlotTable
 
 
 def ids(*values):
@@ -31,8 +31,8 @@ def test_a_new_table_is_empty_and_idle():
 
 def test_an_operation_begins_and_ends():
     table = SlotTable(2)
-    table.begin(1, Operation.REQUEST, 5.0)
-    assert (table[1].operation, table[1].since, table[1].uses) == (Operation.REQUEST, 5.0, 1)
+    table.begin(1, SlotOperation.REQUEST, 5.0)
+    assert (table[1].operation, table[1].since, table[1].uses) == (SlotOperation.REQUEST, 5.0, 1)
     assert not table[1].is_idle
     assert table.idle() == [table[0]]
     assert table.in_flight == 1
@@ -44,10 +44,10 @@ def test_an_operation_begins_and_ends():
 
 def test_a_second_operation_on_a_slot_is_a_violation_and_changes_nothing():
     table = SlotTable(2)
-    table.begin(0, Operation.SAVE, 1.0)
+    table.begin(0, SlotOperation.SAVE, 1.0)
     with pytest.raises(SlotBusy, match="cannot begin request on slot 0: save is in flight there"):
-        table.begin(0, Operation.REQUEST, 2.0)
-    assert (table[0].operation, table[0].since, table[0].uses) == (Operation.SAVE, 1.0, 1)
+        table.begin(0, SlotOperation.REQUEST, 2.0)
+    assert (table[0].operation, table[0].since, table[0].uses) == (SlotOperation.SAVE, 1.0, 1)
     assert table.violations == 1
     assert table.most_in_flight == [2, 0]
 
@@ -61,8 +61,8 @@ def test_an_end_without_a_begin_is_a_violation():
 
 def test_an_operation_that_cannot_be_pinned_takes_every_slot():
     table = SlotTable(3)
-    table.begin_all(Operation.FOREIGN, 1.0)
-    assert [slot.operation for slot in table] == [Operation.FOREIGN] * 3
+    table.begin_all(SlotOperation.FOREIGN, 1.0)
+    assert [slot.operation for slot in table] == [SlotOperation.FOREIGN] * 3
     table.end_all(2.0)
     assert [slot.since for slot in table] == [2.0] * 3
     assert table.idle() == list(table)
@@ -70,9 +70,9 @@ def test_an_operation_that_cannot_be_pinned_takes_every_slot():
 
 def test_it_takes_every_slot_or_none():
     table = SlotTable(3)
-    table.begin(1, Operation.REQUEST, 1.0)
+    table.begin(1, SlotOperation.REQUEST, 1.0)
     with pytest.raises(SlotBusy, match="cannot begin foreign on slot 1"):
-        table.begin_all(Operation.FOREIGN, 2.0)
+        table.begin_all(SlotOperation.FOREIGN, 2.0)
     with pytest.raises(SlotBusy, match="operation on slot 0"):
         table.end_all(3.0)
     assert [slot.uses for slot in table] == [0, 1, 0]
@@ -149,21 +149,21 @@ def test_a_wipe_takes_contents_and_pins_and_leaves_operations():
     table = SlotTable(2)
     table.hold(0, run(10), "a", saved=10, restored=True)
     table.pin(0, 10, 60.0)
-    table.begin(0, Operation.REQUEST, 1.0)
+    table.begin(0, SlotOperation.REQUEST, 1.0)
     table.wipe()
     assert contents(table) == [([], 0, None, 0, False)] * 2
     assert (table[0].pinned, table[0].pinned_until) == (0, -math.inf)
     assert [slot.uses for slot in table] == [2, 1]  # who compares uses sees that the content is no more
-    assert table[0].operation is Operation.REQUEST
+    assert table[0].operation is SlotOperation.REQUEST
     table.end(0, 2.0)
     assert table.in_flight == 0
 
 
 STEPS = st.lists(
     st.one_of(
-        st.tuples(st.just("begin"), st.integers(0, 2), st.sampled_from(Operation)),
+        st.tuples(st.just("begin"), st.integers(0, 2), st.sampled_from(SlotOperation)),
         st.tuples(st.just("end"), st.integers(0, 2)),
-        st.tuples(st.just("begin_all"), st.sampled_from(Operation)),
+        st.tuples(st.just("begin_all"), st.sampled_from(SlotOperation)),
         st.tuples(st.just("end_all")),
     ),
     max_size=30,
@@ -202,3 +202,11 @@ def test_what_is_kept_is_kept_as_long_as_all_of_it_stays():
     assert (table[0].kept_until, table[0].kept_for) == (50.0, "others")
     table.hold(0, run(11), None)
     assert (table[0].kept_until, table[0].kept_for) == (NEVER, None)
+
+
+def test_a_result_is_expected_until_the_slot_holds_something_else():
+    table = SlotTable(1)
+    table.hold(0, run(10), None)
+    table[0].due_until = 50.0
+    table.hold(0, run(12), None)
+    assert table[0].due_until == NEVER

@@ -9,7 +9,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_adapter.llama_server.state_file import Reason, StateFileError, checksum, copy, read_tokens
+from engine_adapter.llama_server.state_file import FileFault, StateFileError, checksum, copy, read_tokens
 from tests.state_files import LittleRoom, act, complete, frame, state_bytes, write_state
 
 TOKENS = array("i", [5, 6, 7, 0, 2**31 - 1])
@@ -20,7 +20,7 @@ def path(tmp_path) -> Path:
     return tmp_path / "saved.bin"
 
 
-def refused(path: Path, data: bytes, call=read_tokens) -> Reason:
+def refused(path: Path, data: bytes, call=read_tokens) -> FileFault:
     path.write_bytes(data)
     with pytest.raises(StateFileError, match=str(path)) as caught:
         call(path)
@@ -44,19 +44,19 @@ def test_a_plain_list_of_tokens_as_servers_of_before_wrote_it(path):
 @pytest.mark.parametrize(
     ("data", "reason"),
     [
-        (b"", Reason.TRUNCATED),
-        (state_bytes(frame(TOKENS))[:11], Reason.TRUNCATED),
-        (state_bytes(frame(TOKENS))[:-1], Reason.TRUNCATED),
-        (state_bytes(frame(TOKENS), magic=0x67677370), Reason.MAGIC),
-        (state_bytes(frame(TOKENS), version=4), Reason.VERSION),
-        (state_bytes([-1, 2, 0, 0]), Reason.VERSION),
-        (state_bytes([-1, 1, 0]), Reason.TOKENS),
-        (state_bytes([-1, 1, -1, 0, 0]), Reason.TOKENS),
-        (state_bytes([-1, 1, 2, 8, 0]), Reason.TOKENS),
-        (state_bytes([-1, 1, 1, 8, 0, 0]), Reason.TOKENS),
-        (state_bytes(frame([8, -1, -1, 9], media=[1])), Reason.MEDIA),
-        (state_bytes(frame([8, -2])), Reason.TOKENS),
-        (state_bytes([8, -2]), Reason.TOKENS),
+        (b"", FileFault.TRUNCATED),
+        (state_bytes(frame(TOKENS))[:11], FileFault.TRUNCATED),
+        (state_bytes(frame(TOKENS))[:-1], FileFault.TRUNCATED),
+        (state_bytes(frame(TOKENS), magic=0x67677370), FileFault.MAGIC),
+        (state_bytes(frame(TOKENS), version=4), FileFault.VERSION),
+        (state_bytes([-1, 2, 0, 0]), FileFault.VERSION),
+        (state_bytes([-1, 1, 0]), FileFault.TOKENS),
+        (state_bytes([-1, 1, -1, 0, 0]), FileFault.TOKENS),
+        (state_bytes([-1, 1, 2, 8, 0]), FileFault.TOKENS),
+        (state_bytes([-1, 1, 1, 8, 0, 0]), FileFault.TOKENS),
+        (state_bytes(frame([8, -1, -1, 9], media=[1])), FileFault.MEDIA),
+        (state_bytes(frame([8, -2])), FileFault.TOKENS),
+        (state_bytes([8, -2]), FileFault.TOKENS),
     ],
 )
 def test_what_is_no_whole_file_is_refused_with_its_reason(path, data, reason):
@@ -79,7 +79,11 @@ def test_no_bytes_break_the_reader(tmp_path_factory, data):
 
 def test_what_is_no_file_is_refused_without_waiting(tmp_path):
     os.mkfifo(tmp_path / "fifo")
-    for name, reason in [("none", Reason.MISSING), ("fifo", Reason.UNREADABLE), (".", Reason.UNREADABLE)]:
+    for name, reason in [
+        ("none", FileFault.MISSING),
+        ("fifo", FileFault.UNREADABLE),
+        (".", FileFault.UNREADABLE),
+    ]:
         for call in (read_tokens, checksum, lambda path: copy(path, tmp_path / "copy")):
             with pytest.raises(StateFileError) as caught:
                 call(tmp_path / name)
@@ -90,7 +94,7 @@ def test_what_is_no_file_is_refused_without_waiting(tmp_path):
 def test_a_file_that_the_system_cannot_read(tmp_path):
     with pytest.raises(StateFileError, match="Input/output error") as caught:
         checksum(Path("/proc/self/mem"))
-    assert caught.value.reason is Reason.UNREADABLE
+    assert caught.value.reason is FileFault.UNREADABLE
 
 
 @pytest.mark.parametrize("size", [100, 1 << 20, (1 << 20) + 1, 3_000_000])
@@ -131,14 +135,14 @@ def test_a_copy_without_room_leaves_nothing(path, tmp_path):
             assert not list(room.path.glob("copy*"))
     finally:
         room.close()
-    assert caught.value.reason is Reason.NO_ROOM
+    assert caught.value.reason is FileFault.NO_ROOM
 
 
 def test_a_copy_into_no_directory(path, tmp_path):
     write_state(path, TOKENS)
     with pytest.raises(StateFileError, match="cannot be written") as caught:
         copy(path, tmp_path / "gone" / "copy.bin")
-    assert caught.value.reason is Reason.UNWRITABLE
+    assert caught.value.reason is FileFault.UNWRITABLE
 
 
 # --- Files a real server wrote ---------------------------------------------------------------------

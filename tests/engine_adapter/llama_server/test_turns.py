@@ -13,7 +13,7 @@ from engine_adapter.errors import EngineUnavailable
 from engine_adapter.llama_server.answer import CompletionOutput
 from engine_adapter.llama_server.plan import Plan
 from engine_adapter.llama_server.server_files import UNKNOWN_OWNER
-from engine_adapter.llama_server.slots import Operation, SlotTable
+from engine_adapter.llama_server.slots import SlotOperation, SlotTable
 from engine_adapter.llama_server.turns import Ask, SlotLease, Turns, first_operation
 
 ANYWHERE = -1
@@ -154,16 +154,16 @@ class TestOrder:
     async def test_a_grant_has_begun_what_its_plan_does_first(self, world):
         world.save_first = True
         await world.ask("a", 1)
-        assert world.table[1].operation is Operation.SAVE
+        assert world.table[1].operation is SlotOperation.SAVE
         assert (world.table[1].since, world.table[0].operation) == (100.0, None)
 
     @pytest.mark.parametrize(
         ("plan", "operation"),
         [
-            (plan_of(0), Operation.REQUEST),
-            (plan_of(0, restore="f"), Operation.RESTORE),
-            (plan_of(0, restore="f", save_first=True), Operation.SAVE),
-            (plan_of(0, save_first=True), Operation.SAVE),
+            (plan_of(0), SlotOperation.REQUEST),
+            (plan_of(0, restore="f"), SlotOperation.RESTORE),
+            (plan_of(0, restore="f", save_first=True), SlotOperation.SAVE),
+            (plan_of(0, save_first=True), SlotOperation.SAVE),
         ],
     )
     def test_what_a_plan_does_first(self, plan, operation):
@@ -230,7 +230,7 @@ class TestAlone:
         assert world.got == {"a": 0}
         await world.release(0)
         assert world.got == {"a": 0, "whole": None}
-        assert [slot.operation for slot in world.table] == [Operation.FOREIGN] * 2
+        assert [slot.operation for slot in world.table] == [SlotOperation.FOREIGN] * 2
         await world.release_all()
         assert world.got == {"a": 0, "whole": None, "b": 1}
 

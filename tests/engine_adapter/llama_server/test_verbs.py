@@ -8,7 +8,7 @@ import json
 import pytest
 
 from engine_adapter import BlocksRemoved, BlocksStored, JsonBody, KvTarget, KvVerb, Tier
-from engine_adapter.llama_server.slots import Operation
+from engine_adapter.llama_server.slots import SlotOperation
 from tests.engine_adapter.llama_server.slot_world import PATH, prompt_of, slot_world
 
 BLOCK = 16
@@ -58,7 +58,7 @@ class TestFlush:
             return await scheduler.contents.save(slot)
 
         slot = next(slot for slot in scheduler.contents.table if slot.dirty)
-        saving = asyncio.create_task(scheduler.take(slot.id, Operation.SAVE, save))
+        saving = asyncio.create_task(scheduler.take(slot.id, SlotOperation.SAVE, save))
         await asyncio.sleep(0)
         progress = await world.do(KvVerb.FLUSH)
         assert await saving

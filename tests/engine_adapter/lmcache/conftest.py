@@ -8,7 +8,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from engine_adapter.lmcache.client import Coordinator, Node, Scope
+from engine_adapter.lmcache.client import Coordinator, LmCacheNode, Scope
 from engine_adapter.lmcache.survey import Site
 from engine_adapter.types import EngineSpec
 from tests.engines import engine_spec
@@ -43,8 +43,8 @@ def spec_of(server: FakeLmCache, **fields: str) -> EngineSpec:
 
 
 @pytest.fixture
-async def node(lmcache) -> AsyncIterator[Node]:
-    node = Node(spec_of(lmcache), lmcache.url)
+async def node(lmcache) -> AsyncIterator[LmCacheNode]:
+    node = LmCacheNode(spec_of(lmcache), lmcache.url)
     yield node
     await node.aclose()
 

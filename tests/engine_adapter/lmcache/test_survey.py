@@ -2,7 +2,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from engine_adapter.lmcache.client import Coordinator, Node
+from engine_adapter.lmcache.client import Coordinator, LmCacheNode
 from engine_adapter.lmcache.survey import survey
 from engine_adapter.types import Capability, EngineSpec
 from tests.engine_adapter.lmcache.conftest import spec_of
@@ -14,7 +14,7 @@ MOVES = {Capability.OFFLOAD, Capability.RESTORE}
 @asynccontextmanager
 async def surveyed(spec: EngineSpec, model: str = str(MODEL_DIR)):
     """What a survey comes to; of what was found, the problem and the remedy as one text."""
-    node, made = Node(spec, spec.options.lmcache), {}
+    node, made = LmCacheNode(spec, spec.options.lmcache), {}
     found = await survey(spec, model, node, lambda url: made.setdefault(url, Coordinator(spec, url)))
     yield found[0], [str(finding) for finding in found[1]]
     for each in (node, *made.values()):

@@ -8,7 +8,7 @@ from safetensors.numpy import save
 
 from engine_adapter.errors import ChatError, PromptTableError
 from engine_adapter.prompt.chat_messages import normalize_messages
-from engine_adapter.prompt.content_format import ContentFormat
+from engine_adapter.prompt.template_input import ContentFormat
 
 PNG = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
 
@@ -54,7 +54,9 @@ def test_embeddings_touch_the_text_beside_them():
         ({"already": "an object"}, {"already": "an object"}),
         ('{"city": ', {}),
         ("", {}),
+        ("[" * 1_000_000, {}),
     ],
+    ids=["an object", "no text", "broken", "empty", "too deep"],
 )
 def test_tool_call_arguments_become_objects(arguments, expected):
     call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": arguments}}

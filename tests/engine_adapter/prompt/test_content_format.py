@@ -1,6 +1,7 @@
 import pytest
 
-from engine_adapter.prompt.content_format import ContentFormat, content_format
+from engine_adapter.prompt.content_format import content_format
+from engine_adapter.prompt.template_input import ContentFormat
 
 PARTS = {
     "loop over the key": "{% for m in messages %}{% for c in m['content'] %}{{ c }}{% endfor %}{% endfor %}",

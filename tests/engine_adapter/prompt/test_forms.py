@@ -2,7 +2,7 @@ import msgspec
 import pytest
 
 from engine_adapter import JsonBody
-from engine_adapter.prompt.forms import is_common_form
+from engine_adapter.prompt.forms import Form, forms_of
 from proxy.prompt.media import not_plain
 
 HELLO = {"role": "user", "content": "hello"}
@@ -19,19 +19,32 @@ def tool(**parameters):
     return {"type": "function", "function": FUNCTION | {"parameters": parameters}}
 
 
-def special(*messages, **fields):
+def forms(*messages, **fields):
     body = JsonBody(msgspec.json.encode({"messages": list(messages), **fields}))
-    return not is_common_form(body, not_plain(body.view("messages")))
+    found = forms_of(body, not_plain(body.view("messages")))
+    assert Form.PLAIN in found
+    return found - {Form.PLAIN}
 
 
-def test_what_engines_agree_on():
+def test_forms():
     calls = {"role": "assistant", "content": None, "tool_calls": [CALL], "refusal": None, "annotations": []}
     answer = {"role": "tool", "tool_call_id": "c", "content": "18"}
-    assert not special(HELLO)
-    assert not special({"role": "user", "content": [{"type": "text", "text": "hello"}]})
-    assert not special(HELLO, called('{"a": [1, null, true, {"b": "1.5"}]}'), answer)
-    assert not special(HELLO, chat_template_kwargs={"enable_thinking": False, "n": -5})
-    assert not special(HELLO, calls, answer, tools=[{"type": "function", "function": FUNCTION}])
+    said = {"role": "assistant", "content": "hi"}
+    thought = said | {"reasoning_content": "hm"}
+    assert forms(HELLO) == forms(HELLO, said, HELLO) == set()
+    assert forms({"role": "user", "content": [{"type": "text", "text": "hello"}]}) == {Form.TEXT_PARTS}
+    assert forms(HELLO, called('{"a": [1, null, true, {"b": "1.5"}]}'), answer) == {Form.TOOL_CALLS}
+    assert forms(HELLO, chat_template_kwargs={}) == set()
+    assert forms(HELLO, chat_template_kwargs={"enable_thinking": False, "n": -5}) == {Form.TEMPLATE_KWARGS}
+    tools = [{"type": "function", "function": FUNCTION}]
+    assert forms(HELLO, tools=tools) == {Form.TOOLS}
+    assert forms(HELLO, calls, answer, tools=tools) == {Form.TOOLS, Form.TOOL_CALLS}
+    assert forms(HELLO, thought, HELLO) == {Form.REASONING}
+    assert forms(HELLO, thought | {"tool_calls": [CALL]}, answer) == {Form.REASONING, Form.TOOL_CALLS}
+    assert forms(HELLO, said) == {Form.CONTINUED}
+    assert forms(HELLO, add_generation_prompt=False) == {Form.CONTINUED}
+    assert forms(HELLO, continue_final_message=True) == {Form.CONTINUED}
+    assert forms(HELLO, documents=[{"text": "a"}]) == {Form.DOCUMENTS}
 
 
 @pytest.mark.parametrize(
@@ -41,7 +54,9 @@ def test_what_engines_agree_on():
         HELLO | {"role": "developer"},
         HELLO | {"role": ["user"]},
         HELLO | {"content": None},
-        HELLO | {"role": "assistant", "reasoning_content": "hm"},
+        HELLO | {"role": "assistant", "reasoning": "hm"},
+        HELLO | {"reasoning_content": "hm"},
+        HELLO | {"role": "assistant", "reasoning_content": ["hm"]},
         HELLO | {"role": "tool", "content": [{"type": "text", "text": "a"}]},
         HELLO | {"content": []},
         HELLO | {"content": [{"type": "text", "text": ""}, {"type": "text", "text": "a"}]},
@@ -57,7 +72,7 @@ def test_what_engines_agree_on():
     ],
 )
 def test_messages_that_engines_read_in_their_own_ways(message):
-    assert special(message, HELLO)
+    assert Form.OTHER in forms(message, HELLO)
 
 
 @pytest.mark.parametrize(
@@ -71,10 +86,8 @@ def test_messages_that_engines_read_in_their_own_ways(message):
         {"tools": [tool(minimum=0.5)]},
         {"tools": [tool(maximum=2**63)]},
         {"chat_template_kwargs": {"temperature": 1.0}},
-        {"add_generation_prompt": False},
-        {"continue_final_message": True},
         {"reasoning": {"effort": "low"}},
     ],
 )
 def test_fields_that_engines_read_in_their_own_ways(fields):
-    assert special(HELLO, **fields)
+    assert Form.OTHER in forms(HELLO, **fields)

@@ -22,6 +22,7 @@ from engine_adapter import (
     ViewResumed,
     make_adapter,
 )
+from engine_adapter.sglang import adapter as adapter_module
 from engine_adapter.types import token_array
 from tests.engines import engine_spec
 from tests.fake_engines.sglang import CHAT, COMPLETIONS, running_sglang
@@ -130,10 +131,10 @@ class TestLoad:
         running = start()
         adapter = adapter_of(running)
         assert (await adapter.load()).running == 0
-        running.core.hold()
-        body = {"model": "tiny", "prompt": [1, 2, 3], "max_tokens": 1}
+        running.core.hold(after=1)
+        body = {"model": "tiny", "prompt": [1, 2, 3], "max_tokens": 2}
         sent = asyncio.create_task(complete(adapter, body))
-        while (load := await adapter.load()).running == 0:  # noqa: ASYNC110
+        while not (load := await adapter.load()).gpu_usage:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
         running.core.release()
         await sent
@@ -306,7 +307,8 @@ class TestFlush:
         assert [part.left for part in await flushed(adapter)] == [{}]
         assert len(running.core.cache) == 0
 
-    async def test_a_busy_server_keeps_what_it_has(self, start, adapter_of):
+    async def test_a_busy_server_keeps_what_it_has(self, start, adapter_of, monkeypatch):
+        monkeypatch.setattr(adapter_module, "_FLUSH_S", 0)
         running = start()
         adapter = adapter_of(running)
         running.core.hold()
@@ -317,6 +319,29 @@ class TestFlush:
         running.core.release()
         await sent
         assert (progress.done, progress.total, progress.left) == (0, 0, {"busy": 1})
+
+    @pytest.mark.parametrize(("busy", "left"), [(0, {}), (1, {"busy": 1})])
+    async def test_of_a_rank_is_what_its_own_events_tell(self, start, adapter_of, monkeypatch, busy, left):
+        """The server answers as the rank does that answers first."""
+        monkeypatch.setattr(adapter_module, "_FLUSH_S", 1)
+        monkeypatch.setattr(adapter_module, "_CLEARED_S", 0.5)
+        running = start(ranks=2)
+        adapter, core = adapter_of(running, dp_rank=1), running.fake.cores[busy]
+        asked = {"model": "tiny", "prompt": [1, 2], "max_tokens": 1, "routed_dp_rank": busy}
+        async with aclosing(adapter.events()) as events:
+            while not isinstance(await anext(events), ViewCurrent):
+                pass
+            core.hold()
+            sent = asyncio.create_task(complete(adapter_of(running, dp_rank=busy), asked))
+            while not core.running:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+            following = asyncio.create_task(anext(events, None))
+            (progress,) = await flushed(adapter)
+            core.release()
+            await sent
+            following.cancel()
+            await asyncio.gather(following, return_exceptions=True)
+        assert progress.left == left
 
     @pytest.mark.parametrize("target", [KvTarget(token_array([1])), KvTarget(cache_salt="s")])
     async def test_only_as_a_whole(self, start, adapter_of, target):

@@ -83,6 +83,13 @@ def test_other_extensions_stay():
     assert streamed(TEXT, END, told, DONE)[0] == TEXT + END + left + DONE
 
 
+@pytest.mark.parametrize(("asked", "left"), [([], {}), ([{"a": 1}], {"spec_tokens_details": [{"a": 1}]})])
+def test_what_several_choices_bring_beside_it_goes_too_where_it_is_empty(asked, left):
+    said = {"choices": [{"message": {"content": "hi"}}]}
+    told = said | {"sglext": TIERS | {"spec_tokens_details": asked}}
+    assert whole(told)[0] == said | ({"sglext": left} if left else {})
+
+
 def test_what_cannot_be_read_goes_as_it_is():
     odd = b'data: {"sglext": 1}\n\n', b'data: {"usage": {"a": \n\n', b': "sglext"\n\n'
     assert streamed(*odd) == (b"".join(odd), None)

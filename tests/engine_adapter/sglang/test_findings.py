@@ -1,10 +1,10 @@
 import pytest
 
 from engine_adapter.sglang.findings import find, why_events_do_not_fit
-from engine_adapter.sglang.server_info import EventPublisher, ServerInfo
+from engine_adapter.sglang.server_info import EventSockets, ServerInfo
 from tests.engines import engine_spec
 
-PUBLISHER = EventPublisher("*", 5557, 5657, "", binds=True)
+PUBLISHER = EventSockets("*", 5557, 5657, "", binds=True)
 WELL = {
     "version": "0.5.23",
     "instance": "i",
@@ -44,12 +44,12 @@ def test_nothing_stands_in_the_way():
         ({"version": "0.5.20", "lora": True}, "do not carry LoRA", "use 0.5.23 or later"),
         ({"publisher": None}, "publishes no KV events", "start it with --kv-events-config"),
         (
-            {"publisher": EventPublisher("10.0.0.9", 5557, None, "", binds=False)},
+            {"publisher": EventSockets("10.0.0.9", 5557, None, "", binds=False)},
             "tcp://10.0.0.9:5557 cannot be reached from here",
             '"endpoint": "tcp://*:5557"',
         ),
         (
-            {"publisher": EventPublisher("127.0.0.1", 5557, None, "", binds=True)},
+            {"publisher": EventSockets("127.0.0.1", 5557, None, "", binds=True)},
             "cannot be reached from here",
             '"endpoint": "tcp://*:5557"',
         ),
@@ -66,7 +66,7 @@ def test_why_events_do_not_fit(fields, problem, remedy):
     ("fields", "options", "problem", "remedy"),
     [
         (
-            {"publisher": EventPublisher("*", 5557, None, "", binds=True)},
+            {"publisher": EventSockets("*", 5557, None, "", binds=True)},
             {},
             "without a replay socket",
             '"replay_endpoint": "tcp://*:5657"',
@@ -91,5 +91,5 @@ def test_addresses_the_operator_gives_stand_for_the_servers_own():
     assert found(spec(events="tcp://a:1", replay="tcp://a:2"), publisher=None) == ()
     (finding,) = found(spec(events="tcp://a:1"))
     assert "without a replay socket" in finding.problem
-    assert found(spec(replay="tcp://a:2"), publisher=EventPublisher("*", 5557, None, "", binds=True)) == ()
+    assert found(spec(replay="tcp://a:2"), publisher=EventSockets("*", 5557, None, "", binds=True)) == ()
     assert found(spec(dp_rank=1), dp_ranks=2) == ()

@@ -22,13 +22,12 @@ from engine_adapter.types import (
     BlocksStored,
     CacheCleared,
     Capability,
-    EngineSpec,
     Tier,
     ViewCurrent,
     ViewLost,
 )
 from tests.engine_adapter.tensorrt_llm.test_events import answer, created
-from tests.engines import served
+from tests.engines import engine_spec, served
 from tests.fake_engines.tensorrt_llm import running_trtllm
 from tests.fake_engines.text import chat_tokens, encode
 
@@ -46,7 +45,7 @@ async def adapter_of():
     made = []
 
     def make(url, **fields):
-        made.append(TensorRTLLMAdapter(EngineSpec("tensorrt_llm", url, "t", **fields)))
+        made.append(TensorRTLLMAdapter(engine_spec("tensorrt_llm", url, "t", **fields)))
         return made[-1]
 
     yield make
@@ -396,6 +395,6 @@ class TestEvents:
 
 
 def test_what_there_is_instead_is_said_for_all(adapter_of):
-    adapter = TensorRTLLMAdapter(EngineSpec("tensorrt_llm", "http://127.0.0.1:1", "t"))
+    adapter = TensorRTLLMAdapter(engine_spec("tensorrt_llm", "http://127.0.0.1:1", "t"))
     assert adapter.not_supported(Capability.PIN).instead == adapter.instead[Capability.PIN]
     assert all(adapter.not_supported(capability).instead for capability in Capability)

@@ -6,7 +6,7 @@ from array import array
 import pytest
 
 from engine_adapter.events.fields import MalformedEvents
-from engine_adapter.tensorrt_llm.events import EventReader
+from engine_adapter.tensorrt_llm.events import PolledEventReader
 from engine_adapter.types import BlocksRemoved, BlocksStored, Tier, ViewCurrent, ViewLost
 
 SIZE = 4
@@ -62,7 +62,7 @@ ONE, TWO = block(1, range(4)), block(2, range(4, 8))
 @pytest.fixture
 def reader():
     """A reader that has seen a process begin."""
-    reader = EventReader(SIZE, exact=True)
+    reader = PolledEventReader(SIZE, exact=True)
     assert reader.read(answer(created())) == [WHOLE]
     return reader
 
@@ -140,14 +140,14 @@ class TestBlocks:
 
 class TestProcesses:
     def test_whoever_comes_later_does_not_know_all(self):
-        reader = EventReader(SIZE, exact=True)
+        reader = PolledEventReader(SIZE, exact=True)
         assert reader.read(b"[]") == [IN_PART]
         assert not reader.heard
         assert reader.read(answer(stored(ONE), first=7)) == [run((1,), range(4))]
         assert reader.heard
 
     def test_what_partial_reuse_adds_is_never_known(self):
-        assert EventReader(SIZE, exact=False).read(answer(created())) == [IN_PART]
+        assert PolledEventReader(SIZE, exact=False).read(answer(created())) == [IN_PART]
 
     def test_a_gap_voids_all_before_it(self, reader):
         reader.read(answer(stored(ONE), first=1))
@@ -192,7 +192,7 @@ class TestProcesses:
 class TestSizes:
     def test_blocks_tell_their_size(self):
         """Two full blocks of 8, where 4 were taken."""
-        reader = EventReader(SIZE, exact=True)
+        reader = PolledEventReader(SIZE, exact=True)
         events = reader.read(answer(created(), stored(block(1, range(8)), block(2, range(8))), first=0))
         assert events == [BlocksStored(Tier.GPU, None, (1, 2), array("i", [*range(8)] * 2), 8), WHOLE]
         assert (reader.tokens_per_block, reader.is_measured) == (8, True)
@@ -222,7 +222,7 @@ class TestSizes:
 
 class TestRepeats:
     def test_the_largest_window_is_followed(self):
-        reader = EventReader(SIZE, exact=True)
+        reader = PolledEventReader(SIZE, exact=True)
         assert reader.read(answer(created(), window_size=16)) == [WHOLE]
         assert reader.read(answer(created(20, 8), first=1)) == []
         assert reader.read(answer(stored(ONE), first=2, window_size=16)) == []
@@ -231,7 +231,7 @@ class TestRepeats:
         assert (reader.windows, reader.blocks_per_level) == ({16, 64}, (20, 8))
 
     def test_a_larger_one_that_shows_late_begins_anew(self):
-        reader = EventReader(SIZE, exact=True)
+        reader = PolledEventReader(SIZE, exact=True)
         reader.read(answer(stored(ONE), first=3, window_size=16))
         assert reader.read(answer(stored(TWO), first=4)) == [
             ViewLost("a larger attention window of 64 tokens is followed"),

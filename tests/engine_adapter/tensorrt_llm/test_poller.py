@@ -9,7 +9,7 @@ import pytest
 
 from engine_adapter.errors import EngineUnavailable
 from engine_adapter.tensorrt_llm import poller as module
-from engine_adapter.tensorrt_llm.events import EventReader
+from engine_adapter.tensorrt_llm.events import PolledEventReader
 from engine_adapter.tensorrt_llm.poller import (
     NO_LORA_IN_EVENTS,
     NO_SALT_IN_EVENTS,
@@ -65,7 +65,7 @@ def quick(monkeypatch):
 
 @pytest.fixture
 def poller(server):
-    return EventPoller(server.drain, lambda: EventReader(SIZE, exact=True))
+    return EventPoller(server.drain, lambda: PolledEventReader(SIZE, exact=True))
 
 
 @asynccontextmanager

@@ -1,7 +1,7 @@
 import pytest
 
 from engine_adapter.errors import EngineUnavailable
-from engine_adapter.tensorrt_llm.stats import Stats, read_iterations, read_prometheus
+from engine_adapter.tensorrt_llm.stats import ServerFigures, read_iterations, read_prometheus
 
 PAGE = b"""\
 trtllm_num_requests_running{engine_type="pytorch",pid="1"} 3.0
@@ -16,7 +16,7 @@ trtllm_model_config_info{model="/models/m",max_model_len="4096"} 1.0
 
 
 def test_what_the_page_says():
-    assert read_prometheus(PAGE) == Stats(
+    assert read_prometheus(PAGE) == ServerFigures(
         running=3,
         waiting=4,
         gpu_usage=0.25,
@@ -39,7 +39,7 @@ def test_what_the_page_says():
     ],
 )
 def test_a_page_that_says_nothing(page):
-    assert read_prometheus(page) == Stats()
+    assert read_prometheus(page) == ServerFigures()
 
 
 def test_a_page_of_another_kind():
@@ -56,13 +56,13 @@ def test_the_last_step_counts():
             "kvCacheStats": {"maxNumBlocks": 100, "usedNumBlocks": 10, "tokensPerBlock": 32},
         },
     ]
-    expected = Stats(running=2, waiting=1, gpu_usage=0.1, tokens_per_block=32, gpu_blocks=100)
+    expected = ServerFigures(running=2, waiting=1, gpu_usage=0.1, tokens_per_block=32, gpu_blocks=100)
     assert read_iterations(steps) == expected
-    assert read_iterations(steps[:1]) == Stats(running=9, waiting=9)
+    assert read_iterations(steps[:1]) == ServerFigures(running=9, waiting=9)
 
 
 def test_without_a_step_nothing_ran():
-    assert read_iterations([]) == Stats(running=0, waiting=0)
+    assert read_iterations([]) == ServerFigures(running=0, waiting=0)
 
 
 @pytest.mark.parametrize("steps", [{}, None, [1], [{"numActiveRequests": "many"}]])

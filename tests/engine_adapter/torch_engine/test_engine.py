@@ -548,3 +548,24 @@ def test_an_identical_prompt_computes_what_follows_its_full_blocks_and_answers_a
         assert again.tokens == first.tokens
         assert (first.cached, again.cached) == (0, 8)
         assert counts == [[11], [1], [1], [3], [1], [1]]
+
+
+def test_values_that_are_no_numbers_in_the_middle_of_a_prompt_end_the_request(llama):
+    """Only the first chunk of this prompt has such values. They are hidden from the attention of others, so
+    the answer's scores are numbers."""
+    model, reference = llama
+    with served(model, kv_blocks=16, prefill_chunk=4) as world:
+        good = world.ask(prompt_of(9))
+        run, poison = model.module.model.embed_tokens.forward, 7
+        model.module.model.embed_tokens.forward = lambda ids: run(ids).masked_fill(
+            (ids == poison)[..., None], float("nan")
+        )
+        try:
+            bad = world.ask([poison, *[token for token in prompt_of(20) if token != poison]])
+            assert bad.wait().finished.reason == "error"
+            assert "no numbers" in bad.finished.message
+            assert good.wait().tokens == reference.greedy(prompt_of(9), 8)
+        finally:
+            model.module.model.embed_tokens.forward = run
+        keys = [block.token_ids[0] for block in world.call(lambda cache: cache.snapshot())]
+        assert poison not in keys

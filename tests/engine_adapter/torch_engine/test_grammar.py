@@ -13,6 +13,7 @@ import pytest
 
 from engine_adapter.prompt.chat import ChatTokenizer
 from engine_adapter.torch_engine.grammar import MAX_GRAMMARS, MAX_WAITING, Grammars
+from engine_adapter.torch_engine.protocol import CompletionRequest
 from engine_adapter.torch_engine.requests import RequestRefused
 from engine_adapter.torch_engine.structure import Structure, structure_of, tool_use_of
 from engine_adapter.torch_engine.tool_calls import HERMES
@@ -77,12 +78,12 @@ async def test_any_answer_fits_the_schema(grammars, tokenizer, seed):
     ],
 )
 async def test_other_structures(grammars, tokenizer, fields, answers):
-    grammar = await grammars.compile(structure_of(fields))
+    grammar = await grammars.compile(structure_of(CompletionRequest(**fields)))
     assert {any_answer(grammar, tokenizer, seed) for seed in range(20)} <= answers
 
 
 async def test_an_answer_goes_on_where_it_was(grammars, tokenizer):
-    grammar = await grammars.compile(structure_of({"guided_regex": "abc"}))
+    grammar = await grammars.compile(structure_of(CompletionRequest(guided_regex="abc")))
     state = grammar.begin(tokenizer.encode("ab", add_special_tokens=False))
     assert [tokenizer.decode([token]) for token in allowed(state)] == ["c"]
     state.accept(tokenizer.encode("c", add_special_tokens=False)[0])
@@ -165,12 +166,14 @@ async def test_a_hostile_structure_is_refused_or_served_but_never_hangs(grammars
     with suppress(ApiError, RequestRefused, pytest.fail.Exception):  # the last: no end after 200 tokens
         grammar = await grammars.compile(Structure("json", json.dumps(schema), "response_format"))
         any_answer(grammar, tokenizer, most=200)
-    grammar = await grammars.compile(structure_of({"guided_regex": "ab"}))
+    grammar = await grammars.compile(structure_of(CompletionRequest(guided_regex="ab")))
     assert any_answer(grammar, tokenizer) == "ab"
 
 
 async def test_equal_structures_are_compiled_once(grammars):
-    structures = [structure_of({"guided_regex": f"a{{{n}}}"}) for n in range(1, MAX_GRAMMARS + 2)]
+    structures = [
+        structure_of(CompletionRequest(guided_regex=f"a{{{n}}}")) for n in range(1, MAX_GRAMMARS + 2)
+    ]
     first = await grammars.compile(structures[0])
     assert await grammars.compile(structures[0]) is first
     for structure in structures[1:]:
@@ -179,7 +182,10 @@ async def test_equal_structures_are_compiled_once(grammars):
 
 
 async def test_few_structures_may_wait(grammars):
-    asked = [grammars.compile(structure_of({"guided_regex": f"b{{{n}}}"})) for n in range(MAX_WAITING + 1)]
+    asked = [
+        grammars.compile(structure_of(CompletionRequest(guided_regex=f"b{{{n}}}")))
+        for n in range(MAX_WAITING + 1)
+    ]
     *served, last = await asyncio.gather(*asked, return_exceptions=True)
     assert not any(isinstance(each, Exception) for each in served)
     assert last.status == 503
@@ -189,14 +195,14 @@ async def test_without_llguidance_one_sentence_says_so(grammars, monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
     grammars.load()
     with pytest.raises(ApiError, match="llguidance, which is not installed") as caught:
-        await grammars.compile(structure_of({"guided_regex": "a"}))
+        await grammars.compile(structure_of(CompletionRequest(guided_regex="a")))
     assert caught.value.status == 501
 
 
 async def test_a_model_without_an_end_is_refused(tokenizer):
     grammars = Grammars(tokenizer, vocab_size=VOCAB, ends=frozenset())
     with pytest.raises(ApiError, match="no end token"):
-        await grammars.compile(structure_of({"guided_regex": "a"}))
+        await grammars.compile(structure_of(CompletionRequest(guided_regex="a")))
     grammars.close()
 
 
@@ -204,3 +210,99 @@ async def test_a_wrong_pattern_is_told_without_llguidances_own_grammar(grammars)
     with pytest.raises(ApiError) as caught:
         await grammars.compile(Structure("regex", "[0-9", "guided_regex"))
     assert str(caught.value) == "guided_regex cannot be used: the pattern is wrong: unclosed character class"
+
+
+BOMB = "((a{99}){99}){99}"
+BIG = {
+    "items": {"type": "array", "minItems": 10**9, "items": {"type": "array", "maxItems": 10**9}},
+    "length": {"type": "string", "minLength": 10**6, "maxLength": 10**9},
+    "nested": {"type": "array", "minItems": 99, "items": {"type": "array", "minItems": 99, "items": {}}},
+}
+
+
+@pytest.mark.parametrize("pattern", [BOMB, "(a{999}){99}", "x{300}" + BOMB])
+async def test_a_pattern_that_is_too_complex_is_refused_before_it_runs(grammars, pattern):
+    """Such a pattern compiles: llguidance builds it when the first masks are computed."""
+    for _ in range(2):  # it is not kept
+        with pytest.raises(ApiError) as caught:
+            await grammars.compile(Structure("regex", pattern, "guided_regex"))
+        assert caught.value.status == 400
+        assert str(caught.value) == (
+            "guided_regex cannot be used: it is too complex; use fewer and smaller repeats and alternatives"
+        )
+    assert not grammars._compiled
+
+
+@pytest.mark.parametrize("schema", BIG.values(), ids=BIG)
+async def test_large_counts_in_a_schema_cost_little(grammars, schema):
+    grammar = await grammars.compile(Structure("json", json.dumps(schema), "response_format"))
+    state = grammar.begin([])
+    for _ in range(50):
+        state.accept(allowed(state)[0])
+    assert allowed(state)
+
+
+async def test_a_pattern_that_becomes_too_complex_is_refused(grammars, tokenizer):
+    """llguidance meets the repeats only after the letters before them."""
+    grammar = await grammars.compile(Structure("regex", "[a-z]{40}" + BOMB, "guided_regex"))
+    with pytest.raises(RequestRefused, match="guided_regex cannot be followed: it is too complex; use fewer"):
+        any_answer(grammar, tokenizer)
+
+
+async def test_a_structure_takes_a_share_of_the_steps(grammars, monkeypatch):
+    """Its CPU time is measured: whatever costs so much, it is not the others' time."""
+    now = iter(range(100))
+    monkeypatch.setattr("engine_adapter.torch_engine.grammar.time.thread_time", lambda: next(now) * 0.1)
+    state = (await grammars.compile(structure_of(CompletionRequest(guided_regex="a{9}")))).begin([])
+    for _ in range(5):
+        allowed(state)
+    with pytest.raises(RequestRefused, match="too complex"):
+        allowed(state)
+
+
+async def test_waiting_requests_share_one_grammar(grammars):
+    grammar = await grammars.compile(structure_of(CompletionRequest(guided_regex="ab")))
+    first, second = grammar.begin([]), grammar.begin([])
+    assert first._matcher is second._matcher
+    first.accept(allowed(first)[0])
+    assert first._matcher is not second._matcher
+    assert allowed(second) == allowed(grammar.begin([]))
+
+
+def tool_with_definition(name, kind, key="$defs", **more):
+    point = {"type": "object", "properties": {"at": {"$ref": f"#/{key}/point"}}, "required": ["at"]}
+    return {
+        "function": {
+            "name": name,
+            "strict": True,
+            "parameters": {key: {"point": {"type": kind}}, **point, **more},
+        }
+    }
+
+
+@pytest.mark.parametrize("key", ["$defs", "definitions"])
+@pytest.mark.parametrize("choice", ["auto", "required"])
+async def test_definitions_of_the_same_name_stay_apart(grammars, tokenizer, key, choice):
+    tools = [tool_with_definition("f", "integer", key), tool_with_definition("g", "boolean", key)]
+    grammar = await grammars.compile(tool_use_of(tools, choice, parallel=None, format_=HERMES).structure)
+    begins, field = ("<tool_call>", "arguments") if choice == "auto" else ("[", "parameters")
+
+    def follows(name, text):
+        answered = f'{begins}{{"name": "{name}", "{field}": {{"at": {text}'
+        grammar.begin(tokenizer.encode(answered, add_special_tokens=False))
+
+    follows("f", "12")
+    follows("g", "true")
+    for name, text in (("f", "true"), ("g", "12")):
+        with pytest.raises(RequestRefused):
+            follows(name, text)
+
+
+async def test_references_to_a_whole_schema_stay_within_its_function(grammars, tokenizer):
+    tree = {"type": "object", "properties": {"child": {"$ref": "#"}, "word": {"const": {"$ref": "#"}}}}
+    tools = [{"function": {"name": "f", "parameters": tree | {"additionalProperties": False}}}]
+    grammar = await grammars.compile(tool_use_of(tools, "required", parallel=None, format_=None).structure)
+    begin = '[{"name": "f", "parameters": {"child": {'
+    grammar.begin(tokenizer.encode(begin + '"child": {"word": {"$ref": "#"}', add_special_tokens=False))
+    with pytest.raises(RequestRefused):
+        grammar.begin(tokenizer.encode(begin + '"name"', add_special_tokens=False))

@@ -29,22 +29,22 @@ def resolve(tables, ids, explicit=None, table_id=None):
 
 
 def test_rows_of_a_named_table(tables):
-    tables.put("a", table(), 7)
+    tables.keep(tables.read("a", table(), 7))
     prompt = resolve(tables, [100, 102, 5], table_id="a")
     assert prompt.extra_ids == extra_array([7, 7, 0])
     assert torch.equal(prompt.tensors[7], torch.full((3, HIDDEN), 0.5))
 
 
 def test_explicit_extra_ids_name_tables(tables):
-    tables.put("a", table(0.1), 1)
-    tables.put("b", table(0.2), 2)
+    tables.keep(tables.read("a", table(0.1), 1))
+    tables.keep(tables.read("b", table(0.2), 2))
     prompt = resolve(tables, [100, 5, 100], explicit=[1, 0, 2])
     assert prompt.extra_ids == extra_array([1, 0, 2])
     assert set(prompt.tensors) == {1, 2}
 
 
 def test_a_clients_own_label_is_mixed_with_its_table(tables):
-    tables.put("a", table(), 7)
+    tables.keep(tables.read("a", table(), 7))
     prompt = resolve(tables, [100], explicit=[9], table_id="a")
     assert list(prompt.extra_ids) == [client_extra_id(7, 9)]
     assert list(prompt.tensors) == [client_extra_id(7, 9)]
@@ -57,14 +57,14 @@ def test_text_needs_no_table(tables):
 
 
 def test_without_an_extra_id_the_content_gives_it(tables):
-    stored, is_new = tables.put("a", table(), None)
+    stored, is_new = tables.keep(tables.read("a", table(), None))
     assert is_new
     assert stored.extra_id == prompt_table_extra_id(parse_embeddings(table(), param="x"))
 
 
 def test_the_same_table_twice_is_fine(tables):
-    assert tables.put("a", table(), 7)[1]
-    assert not tables.put("a", table(), 7)[1]
+    assert tables.keep(tables.read("a", table(), 7))[1]
+    assert not tables.keep(tables.read("a", table(), 7))[1]
     assert len(tables.all()) == 1
 
 
@@ -78,16 +78,16 @@ def test_the_same_table_twice_is_fine(tables):
     ],
 )
 def test_clashes_are_conflicts(tables, table_id, data, extra_id, param):
-    tables.put("a", table(), 7)
+    tables.keep(tables.read("a", table(), 7))
     with pytest.raises(ApiError) as caught:
-        tables.put(table_id, data, extra_id)
+        tables.keep(tables.read(table_id, data, extra_id))
     assert caught.value.status == 409
     assert caught.value.param == param
 
 
 def test_two_names_for_one_table_outlive_each_other(tables):
-    tables.put("a", table(), 7)
-    tables.put("b", table(), 7)
+    tables.keep(tables.read("a", table(), 7))
+    tables.keep(tables.read("b", table(), 7))
     assert tables.delete("a")
     assert resolve(tables, [100], explicit=[7]).extra_ids == extra_array([7])
     assert tables.delete("b")
@@ -97,12 +97,12 @@ def test_two_names_for_one_table_outlive_each_other(tables):
 
 def test_an_extra_id_never_gets_another_meaning(tables):
     """KV computed from the old rows may still be cached under it."""
-    tables.put("a", table(0.1), 7)
+    tables.keep(tables.read("a", table(0.1), 7))
     tables.delete("a")
     with pytest.raises(ApiError) as caught:
-        tables.put("a", table(0.2), 7)
+        tables.keep(tables.read("a", table(0.2), 7))
     assert caught.value.status == 409
-    assert tables.put("a", table(0.1), 7)[1]
+    assert tables.keep(tables.read("a", table(0.1), 7))[1]
 
 
 def test_deleting_what_is_not_there(tables):
@@ -126,7 +126,7 @@ def test_deleting_what_is_not_there(tables):
 )
 def test_bad_tables_are_the_clients_fault(tables, data):
     with pytest.raises(PromptTableError) as caught:
-        tables.put("a", data, None)
+        tables.keep(tables.read("a", data, None))
     assert caught.value.param == "table"
     assert tables.all() == []
 
@@ -141,12 +141,12 @@ def test_values_survive_in_their_type(dtype):
 
 def test_the_total_size_is_limited():
     tables = PromptTables(vocab_size=VOCAB, hidden_size=HIDDEN, max_total_bytes=100)
-    tables.put("a", table(0.1), None)
+    tables.keep(tables.read("a", table(0.1), None))
     with pytest.raises(ApiError) as caught:
-        tables.put("b", table(0.2, rows=4), None)
+        tables.keep(tables.read("b", table(0.2, rows=4), None))
     assert caught.value.status == 413
     tables.delete("a")
-    tables.put("b", table(0.2, rows=4), None)
+    tables.keep(tables.read("b", table(0.2, rows=4), None))
 
 
 def test_an_unknown_table_is_named(tables):
@@ -165,7 +165,7 @@ def test_ids_outside_the_vocabulary_without_a_table(tables, ids, param):
 @pytest.mark.parametrize("name", ["", "x" * 257])
 def test_bad_names(tables, name):
     with pytest.raises(ApiError):
-        tables.put(name, table(), None)
+        tables.keep(tables.read(name, table(), None))
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "x", "1.5", "", str(2**64), "9" * 5000, "٣"])

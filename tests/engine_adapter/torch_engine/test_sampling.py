@@ -209,3 +209,24 @@ def test_the_rest_of_an_answer_is_the_same_after_an_interruption():
     assert (
         tokens(43, temperature=1.0, seed=5, presence_penalty=0.5, prompt=whole[:7], answered=7) == whole[7:]
     )
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_structure_hides_no_broken_scores(value):
+    """The tokens that the structure leaves have scores, but those of others are no numbers."""
+    logits = LOGITS.clone()
+    logits[0] = value
+
+    class Second:
+        def allow(self, words):
+            words[0] = 2
+            return True
+
+        def accept(self, token):
+            pass
+
+    sampler = Sampler(
+        SamplingParams(), array("i"), ends=frozenset(), vocab_size=8, seed=0, constraint=Second()
+    )
+    (choice,) = choose_all(logits[None], [sampler])
+    assert "no token can be chosen" in str(choice)

@@ -141,6 +141,25 @@ async def test_prompts_that_do_not_fit(client, served_engine):
     assert_error(response, 400, param="messages", code=too_long)
 
 
+@pytest.mark.parametrize("field", ["messages", "tools", "chat_template_kwargs"])
+@pytest.mark.parametrize("kind", ["text", "names"])
+async def test_no_field_of_a_chat_is_rendered_beyond_the_context(client, field, kind):
+    part = "x" * (3 << 20)
+    part = {"k": part} if kind == "text" else {part: 1}
+    part["function"] = {"name": "f"}  # of a tool
+    body = {"messages": [{"role": "user", "content": "hi"}]}
+    body[field] = part if field == "chat_template_kwargs" else [part]
+    response = await client.post("/v1/chat/completions", json=body)
+    assert "exceed the context" in assert_error(response, 400, param=field, code="context_length_exceeded")
+
+
+@pytest.mark.parametrize("field", ["messages", "chat_template_kwargs"])
+async def test_a_body_of_many_small_values_is_refused_undecoded(client, field):
+    values = b"[" + b"0," * 1_000_001 + b"0]"
+    response = await client.post("/v1/chat/completions", content=b'{"%s":%s}' % (field.encode(), values))
+    assert "has about 1000001 values" in assert_error(response, 400)
+
+
 async def test_an_unknown_model(client):
     for path, body in (("/v1/chat/completions", HELLO), ("/tokenize", {"prompt": "x"})):
         response = await client.post(path, json=body | {"model": "gpt-none"})

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from engine_adapter.torch_engine.protocol import CompletionRequest
 from engine_adapter.torch_engine.structure import MAX_BYTES, MAX_GRAMMAR_BYTES, structure_of, tool_use_of
 from engine_adapter.torch_engine.tool_calls import HERMES, MISTRAL, ListedCalls, MarkedCalls, NamedCall
 from engine_adapter.torch_engine.web import ApiError
@@ -26,7 +27,7 @@ def use(tools=TOOLS, choice=None, parallel=None, format_=HERMES):
 
 @pytest.mark.parametrize("fields", [{}, {"response_format": {"type": "text"}}, {"guided_json": None}])
 def test_most_requests_ask_for_none(fields):
-    assert structure_of(fields) is None
+    assert structure_of(CompletionRequest(**fields)) is None
 
 
 @pytest.mark.parametrize(
@@ -52,14 +53,14 @@ def test_most_requests_ask_for_none(fields):
     ],
 )
 def test_structures_of_json(fields, kind, text, param):
-    found = structure_of(fields)
+    found = structure_of(CompletionRequest(**fields))
     assert (found.kind, json.loads(found.text), found.param) == (kind, text, param)
 
 
 @pytest.mark.parametrize("kind", ["regex", "grammar"])
 def test_structures_of_text(kind):
     for fields in ({f"guided_{kind}": "a"}, {"structured_outputs": {kind: "a"}}):
-        found = structure_of(fields)
+        found = structure_of(CompletionRequest(**fields))
         assert (found.kind, found.text) == (kind, "a")
 
 
@@ -81,7 +82,7 @@ def test_structures_of_text(kind):
 )
 def test_what_cannot_be_asked_for_is_named(fields, param):
     with pytest.raises(ApiError) as caught:
-        structure_of(fields)
+        structure_of(CompletionRequest(**fields))
     assert caught.value.param == param
 
 
@@ -100,10 +101,12 @@ def test_the_model_decides(choice):
 
 def test_strict_tools_are_kept_to_their_parameters_where_calls_have_both_marks():
     tags = json.loads(use(STRICT).structure.text)
+    definitions = tags["schema"]["$defs"]
     of_f, of_g = tags["schema"]["anyOf"]
     assert (tags["begin"], tags["end"]) == ("<tool_call>", "</tool_call>")
-    assert of_f["properties"] == {"name": {"const": "f"}, "arguments": SCHEMA}
-    assert of_g["properties"]["arguments"] == {"type": "object"}
+    assert of_f["properties"] == {"name": {"const": "f"}, "arguments": {"$ref": "#/$defs/0"}}
+    assert of_g["properties"]["arguments"] == {"$ref": "#/$defs/1"}
+    assert definitions == {"0": SCHEMA, "1": {"type": "object"}}
     assert use(STRICT, format_=MISTRAL).structure is None
 
 
@@ -111,7 +114,7 @@ def test_a_call_of_any_function_is_required():
     found = use(choice="required")
     schema = json.loads(found.structure.text)
     assert [call["properties"]["name"]["const"] for call in schema["items"]["anyOf"]] == ["f", "g"]
-    assert schema["$defs"] == DEFS["$defs"]
+    assert schema["$defs"] == {"0": DEFS, "1": {"type": "object"}}
     assert "maxItems" not in schema
     assert isinstance(found.reader(None), ListedCalls)
     assert json.loads(use(choice="required", parallel=False).structure.text)["maxItems"] == 1

@@ -35,6 +35,11 @@ def test_an_engine_that_ends_says_so():
     assert len(told.resume().token_ids) == 3
 
 
+def test_a_tool_may_be_named_like_the_end_of_an_engine():
+    event = b'data: {"id":"x","choices":[{"delta":{"tool_calls":[{"name":"engine_unavailable"}]}}]}\n\n'
+    assert ToldTokens().feed(event) == event
+
+
 def test_no_tokens_yet():
     assert ToldTokens("odd").resume().fields == {"answer_token_ids": []}
 

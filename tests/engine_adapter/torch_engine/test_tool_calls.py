@@ -146,3 +146,17 @@ def test_a_list_that_is_cut_off_is_no_text(cut):
 )
 def test_the_format_is_found_in_the_chat_template(template, format_):
     assert format_of(template) is format_
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize(
+    ("format_", "text"),
+    [
+        (LLAMA, '{"name": "Ada", "parameters": {"born": 1815}}'),
+        (HERMES, 'Hm. <tool_call>{"name": "other", "arguments": {}}</tool_call>'),
+        (MISTRAL, '[TOOL_CALLS]other{"a": 1}'),
+    ],
+)
+def test_a_call_of_a_function_that_was_not_offered_is_text(format_, text, step):
+    assert read(MarkedCalls(format_, names={"f"}), text, step) == (text, [], None)
+    assert read(MarkedCalls(format_, names={"other", "Ada"}), text, step)[2] == "tool_calls"

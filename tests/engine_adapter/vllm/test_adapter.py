@@ -30,7 +30,7 @@ from engine_adapter import (
     make_adapter,
 )
 from engine_adapter.http.control import ControlClient
-from engine_adapter.types import EngineSpec
+from engine_adapter.types import RESPONSES_ROUTES, EngineSpec
 from tests.engines import engine_spec
 from tests.fake_engines.text import chat_tokens, encode
 from tests.fake_engines.vllm import running_vllm
@@ -124,7 +124,7 @@ async def test_it_does_not_join_before_it_is_known_whether_it_heeds_salts(adapte
     with running_vllm() as server:
         adapter = adapter_of(server)
         with monkeypatch.context() as hasty:
-            hasty.setattr("engine_adapter.vllm.trials._PATIENCE_S", 0.0)
+            hasty.setattr("engine_adapter.vllm.discovery._PATIENCE_S", 0.0)
             with pytest.raises(EngineUnavailable, match="cache salts"):
                 await adapter.connect()
         assert Capability.CACHE_SALT in (await adapter.connect()).capabilities
@@ -149,6 +149,7 @@ async def test_each_rank_is_an_engine_of_its_own(adapter_of):
         adapters = [adapter_of(server, dp_rank=rank) for rank in (0, 1)]
         infos = [await adapter.connect() for adapter in adapters]
         assert infos[0].instance == infos[1].instance
+        assert all(info.served_as_chats >= RESPONSES_ROUTES for info in infos)  # that route ignores the rank
         sent = adapters[1].prepare("POST", TEXT, {"X-Data-Parallel-Rank": "0"}, body(prompt="x"))
         ranks = [value for name, value in sent.headers if name == b"x-data-parallel-rank"]
         assert ranks == [b"1"]

@@ -1,8 +1,22 @@
+from __future__ import annotations
+
 import asyncio
 from array import array
 
-from engine_adapter.types import BlocksRemoved, BlocksStored, CacheCleared, Tier, ViewCurrent, ViewLost
-from engine_adapter.vllm.event_watch import EventWatch
+import pytest
+
+from engine_adapter.types import (
+    Attention,
+    BlocksRemoved,
+    BlocksStored,
+    CacheCleared,
+    KvGroup,
+    Tier,
+    ViewCurrent,
+    ViewLost,
+)
+from engine_adapter.vllm import event_watch as module
+from engine_adapter.vllm.event_watch import Copies, EventWatch
 
 
 def stored(*names, tier=Tier.GPU):
@@ -51,3 +65,132 @@ async def test_who_waits_for_a_clearing():
     assert watch.blocks == 0
     assert await watch.wait_for_clearing(0, 0.0)
     assert not await watch.wait_for_clearing(1, 0.0)
+
+
+LOST, CURRENT = ViewLost("connected"), ViewCurrent()
+
+
+def copied(*names, parent=None, tier=Tier.GPU):
+    return BlocksStored(tier, parent, names, array("i", range(len(names))), 1)
+
+
+def removed(*names, tier=Tier.GPU):
+    return BlocksRemoved(tier, names)
+
+
+def passed(copies, *events):
+    return [out for event in events for out in copies.count(event)]
+
+
+@pytest.fixture
+def copies():
+    """Of an engine whose cache was empty when the view began."""
+    copies = Copies()
+    assert passed(copies, LOST, CURRENT) == [LOST, CURRENT]
+    return copies
+
+
+def test_a_block_stored_once_is_gone_once_removed(copies):
+    events = [copied("a", "b"), removed("b"), removed("a"), copied("a"), removed("a")]
+    assert passed(copies, *events) == events
+
+
+def test_of_two_copies_the_second_removal_counts(copies):
+    twice = [copied("a", "b"), copied("a", "b", "c"), copied("d", parent="b"), copied("d", parent="b")]
+    assert passed(copies, *twice) == twice
+    assert passed(copies, removed("c", "b", "d", "a")) == [removed("c")]
+    assert passed(copies, removed("b"), removed("d", "a")) == [removed("b"), removed("d", "a")]
+
+
+def test_reuse_that_is_told_is_no_copy(copies):
+    passed(copies, copied("a", "b"), copied("a", "b"), copied("a"))
+    assert passed(copies, removed("b"), removed("a")) == [removed("b"), removed("a")]
+
+
+def test_what_was_doubted_is_no_copy_later(copies):
+    """Two prompts alike, computed at once: what looks gone may be held, and be told of when it is reused."""
+    passed(copies, copied("a", "b"), copied("a", "b"), removed("b"), copied("a", "b"))
+    assert passed(copies, removed("b"), removed("a")) == [removed("b"), removed("a")]
+
+
+def test_doubt_is_bounded(copies, monkeypatch):
+    monkeypatch.setattr(module, "_MAX_DOUBTED", 1)
+    passed(copies, copied("a", "b"), copied("a", "b"), removed("b"), copied("a", "b"), copied("a", "c"))
+    assert passed(copies, removed("a")) == [removed("a")]
+
+
+def test_a_view_without_its_beginning_counts_no_run_from_the_start_of_a_prompt():
+    copies = Copies()
+    passed(copies, LOST, copied("c", parent="b"), ViewCurrent(complete=False))
+    passed(copies, copied("a", "b", "c"), copied("d", parent="c"), copied("d", parent="c"))
+    assert passed(copies, removed("c"), removed("d"), removed("d")) == [removed("c"), removed("d")]
+
+
+def test_copies_taken_on_trust_are_gone_when_it_was_misplaced():
+    copies, incomplete = Copies(), ViewCurrent(complete=False)
+    replay = [
+        LOST,
+        copied("b", parent="a"),
+        copied("a", "b"),
+        copied("c", parent="b"),
+        copied("c", parent="b"),
+    ]
+    assert passed(copies, *replay, removed("b", "c")) == replay
+    after = passed(copies, incomplete)
+    assert after[1:] == [incomplete]
+    assert sorted(after[0].hashes) == ["b", "c"]
+    assert passed(copies, copied("b", parent="a"), removed("b")) == [copied("b", parent="a"), removed("b")]
+
+
+def test_a_whole_history_tells_of_copies():
+    copies = Copies()
+    passed(copies, LOST, copied("a"), copied("a", "b"), removed("b"), removed("a"), CURRENT)
+    assert passed(copies, removed("a")) == [removed("a")]
+
+
+@pytest.mark.parametrize("end", [CacheCleared(), LOST], ids=["cleared", "lost"])
+def test_nothing_is_remembered_of_before(copies, end):
+    passed(copies, copied("a"), copied("a", "b"), end)
+    assert passed(copies, copied("a"), removed("a"))[-1:] == [removed("a")]
+
+
+def test_other_tiers_and_unknown_names_pass(copies):
+    events = [copied("a", tier=Tier.HOST), removed("a", tier=Tier.HOST), removed("x")]
+    assert passed(copies, *events) == events
+
+
+class TestCopiesInGroups:
+    """Each KV cache group has its own copies, under the same names."""
+
+    WINDOW = KvGroup(1, Attention.WINDOW, 128)
+
+    def stored(self, group=None):
+        return BlocksStored(Tier.GPU, 1, (2,), array("i"), 16, group=group)
+
+    def removed(self, group=None):
+        return BlocksRemoved(Tier.GPU, (2,), group)
+
+    def test_they_are_counted_apart(self):
+        copies = Copies()
+        for event in (ViewLost(""), CacheCleared(), self.stored(), self.stored(), self.stored(self.WINDOW)):
+            assert tuple(copies.count(event)) == (event,)
+        assert tuple(copies.count(self.removed(self.WINDOW))) == (self.removed(self.WINDOW),)
+        assert tuple(copies.count(self.removed())) == ()
+        assert tuple(copies.count(self.removed())) == (self.removed(),)
+
+    def test_removals_that_were_kept_back_are_told_by_group(self):
+        copies = Copies()
+        events = (ViewLost(""), *[self.stored(group) for group in (None, self.WINDOW) for _ in range(2)])
+        for event in (*events, self.removed(), self.removed(self.WINDOW)):
+            tuple(copies.count(event))
+        *gone, last = copies.count(ViewCurrent(complete=False))
+        assert last == ViewCurrent(complete=False)
+        assert sorted(gone, key=lambda event: event.group is not None) == [
+            self.removed(),
+            self.removed(self.WINDOW),
+        ]
+
+    def test_only_those_of_the_main_group_are_known_blocks(self):
+        watch = EventWatch(4)
+        told(watch, self.stored(), self.stored(self.WINDOW), self.removed(self.WINDOW))
+        assert watch.blocks == 1

@@ -5,7 +5,7 @@ import pytest
 
 from engine_adapter.body import JsonBody
 from engine_adapter.types import KvTarget
-from engine_adapter.vllm.requests import RequestShaper
+from engine_adapter.vllm.requests import RequestShaper, longest_chat
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 PROMPT = KvTarget(array("i", [5, 6, 7]), exact=True)
@@ -17,13 +17,16 @@ def sent(shaper, path=TEXT, target=PROMPT, *, tell_reuse=False, **fields):
     return json.loads(hold.body.raw), hold
 
 
-@pytest.fixture
-def shaper():
-    """One that is past its first samples."""
-    shaper = RequestShaper(asks_usage=True)
+def past_its_samples(**options):
+    shaper = RequestShaper(asks_usage=True, **options)
     for _ in range(16):
         sent(shaper)
     return shaper
+
+
+@pytest.fixture
+def shaper():
+    return past_its_samples(longest_chat=3)
 
 
 def test_the_first_prompts_and_then_one_in_a_hundred_are_compared():
@@ -70,13 +73,69 @@ def test_prompts_that_go_as_they_are(shaper, fields):
         None,
     ],
 )
-def test_ids_that_do_not_stand_for_the_text(shaper, target):
-    assert sent(shaper, target=target)[0] == {"prompt": "some text"}
+@pytest.mark.parametrize("path", [TEXT, CHAT])
+def test_ids_that_do_not_stand_for_the_text(shaper, path, target):
+    assert sent(shaper, path, target=target)[0] == {"prompt": "some text"}
 
 
-def test_chats_keep_their_messages(shaper):
-    messages = [{"role": "user", "content": "Hi"}]
-    assert sent(shaper, CHAT, messages=messages)[0] == {"prompt": "some text", "messages": messages}
+MESSAGES = {"messages": [{"role": "user", "content": "Hi"}]}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"stream": True},
+        {"tools": [{}], "tool_choice": "auto"},
+        {"response_format": {"type": "json_object"}},
+    ],
+)
+def test_chats_go_as_messages_and_token_ids(shaper, fields):
+    request = sent(shaper, CHAT, **MESSAGES, **fields)[0]
+    assert request.pop("kv_transfer_params") == {"prompt_token_ids": [5, 6, 7]}
+    assert request.items() >= MESSAGES.items()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"echo": True},
+        {"prompt_logprobs": 1},
+        {"return_prompt_text": True},
+        {"return_token_offsets": True},
+        {"use_beam_search": True},
+        {"truncate_prompt_tokens": 5},
+        {"kv_transfer_params": {"do_remote_decode": True}},
+    ],
+)
+def test_chats_whose_text_vllm_needs_go_without_ids(shaper, fields):
+    assert sent(shaper, CHAT, **MESSAGES, **fields)[0] == {"prompt": "some text"} | MESSAGES | fields
+
+
+def test_chats_with_tools_need_a_server_that_renders_them():
+    shaper = past_its_samples(longest_chat=3, renders=False)
+    assert "kv_transfer_params" in sent(shaper, CHAT, **MESSAGES)[0]
+    for fields in ({"tools": [{}]}, {"tool_choice": "none"}):
+        assert "kv_transfer_params" not in sent(shaper, CHAT, **MESSAGES, **fields)[0]
+
+
+@pytest.mark.parametrize(
+    ("version", "context", "longest"),
+    [
+        ("0.27.0", 100, 99),
+        ("0.32.0+cpu", 100, 99),
+        ("1.0", 100, 99),
+        ("0.26.0", 100, 0),
+        ("", 100, 0),
+        ("0.32.0", None, 0),
+    ],
+)
+def test_the_version_says_which_chats_may_go_as_ids(version, context, longest):
+    assert longest_chat(version, context) == longest
+
+
+def test_a_chat_that_leaves_no_room_for_an_answer_goes_without_ids():
+    assert "kv_transfer_params" not in sent(past_its_samples(longest_chat=2), CHAT, **MESSAGES)[0]
 
 
 def test_streams_are_asked_for_what_they_reused(shaper):

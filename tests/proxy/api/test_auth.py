@@ -4,7 +4,7 @@ import pytest
 from starlette.requests import HTTPConnection
 
 from engine_adapter import Headers
-from proxy.api.auth import AdminGuard, authenticate, bearer, is_loopback, passed_on_headers
+from proxy.api.auth import FROM_PEER, AdminGuard, MetricsGuard, authenticate, bearer, passed_on_headers
 from proxy.errors import Forbidden, Unauthorized
 from proxy.request.tenants import ApiKey, Tenants
 
@@ -15,9 +15,10 @@ def given(headers):
     return Headers.of(headers.items())
 
 
-def connection(*, client=("127.0.0.1", 5), **headers):
+def connection(*, client=("127.0.0.1", 5), server=("127.0.0.1", 80), **headers):
     raw = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
-    return HTTPConnection({"type": "http", "scheme": "http", "client": client, "headers": raw})
+    scope = {"type": "http", "scheme": "http", "client": client, "server": server, "headers": raw}
+    return HTTPConnection(scope)
 
 
 @pytest.mark.parametrize(
@@ -148,20 +149,44 @@ class TestAdminWithoutAKey:
         self.guard.check(connection(host=name, sec_fetch_site="none"))
 
 
-@pytest.mark.parametrize(
-    ("host", "local"),
-    [
-        ("127.0.0.1", True),
-        ("127.9.9.9", True),
-        ("::1", True),
-        ("0.0.0.0", False),
-        ("8.8.8.8", False),
-        ("localhost", False),
-        ("", False),
-    ],
-)
-def test_loopback_is_told_by_address(host, local):
-    assert is_loopback(host) is local
+class TestMetrics:
+    """`/metrics` shows what all tenants do."""
+
+    @pytest.mark.parametrize("key", ["admin-key", "metrics-key"])
+    def test_each_of_two_keys_opens_it(self, key):
+        guard = MetricsGuard.of("admin-key", "metrics-key", has_tenants=True)
+        guard.check(connection(client=("10.1.2.3", 5), host="x", authorization=f"Bearer {key}"))
+
+    @pytest.mark.parametrize("keys", [("admin-key", None), (None, "metrics-key"), ("a", "metrics-key")])
+    @pytest.mark.parametrize("headers", [{}, {"authorization": "Bearer k1"}])
+    def test_nothing_else_does(self, keys, headers):
+        with pytest.raises(Unauthorized, match="/metrics needs the admin key or metrics_key"):
+            MetricsGuard.of(*keys, has_tenants=True).check(connection(host="localhost", **headers))
+
+    def test_a_metrics_key_is_needed_without_tenants_too(self):
+        guard = MetricsGuard.of(None, "metrics-key", has_tenants=False)
+        with pytest.raises(Unauthorized):
+            guard.check(connection(host="localhost"))
+
+    def test_with_tenants_and_no_such_key_only_this_machine_may(self):
+        guard = MetricsGuard.of(None, None, has_tenants=True)
+        guard.check(connection(host="localhost"))
+        with pytest.raises(Forbidden, match="/metrics answers only this machine"):
+            guard.check(connection(client=("10.1.2.3", 5), host="localhost"))
+
+    def test_without_tenants_anybody_may_but_no_web_page(self):
+        guard = MetricsGuard.of("admin-key", None, has_tenants=False)
+        guard.check(connection(client=("10.1.2.3", 5), host="kvpin.example", server=("10.1.2.4", 80)))
+        with pytest.raises(Forbidden, match="/metrics answers no web page"):
+            guard.check(connection(host="evil.example:80", server=("127.0.0.1", 80)))
+        with pytest.raises(Forbidden, match="/metrics answers no web page"):
+            guard.check(connection(host="localhost:80", sec_fetch_site="cross-site"))
+
+    def test_another_kvpin_always_may(self):
+        for guard in (MetricsGuard.of("a", "b", has_tenants=True), MetricsGuard(None)):
+            peer = connection(host="evil.example", sec_fetch_site="cross-site")
+            peer.scope[FROM_PEER] = True
+            guard.check(peer)
 
 
 def test_a_key_of_ours_ends_here_and_another_goes_to_the_engine():

@@ -21,6 +21,7 @@ from engine_adapter import (
     EngineUnavailable,
     EngineUnhealthy,
     EngineUnreachable,
+    FieldError,
     NotSupported,
     PromptTableError,
 )
@@ -33,6 +34,7 @@ _GONE = Code.MODEL_NOT_FOUND
 CASES = [
     (errors.BadRequest("m", param="p"), 400, "invalid_request_error", "p", "invalid_value"),
     (errors.BadRequest("m", code=Code.INVALID_JSON), 400, "invalid_request_error", None, "invalid_json"),
+    (errors.TooLong("m", 9, param="p"), 400, "invalid_request_error", "p", "context_length_exceeded"),
     (errors.Unauthorized("m"), 401, "authentication_error", None, "invalid_api_key"),
     (errors.Forbidden("m"), 403, "permission_error", None, "forbidden"),
     (errors.NotFound("m"), 404, "invalid_request_error", None, "not_found"),
@@ -49,6 +51,7 @@ CASES = [
     (errors.EngineFailed("m"), 502, "server_error", None, "engine_failed"),
     (errors.ProxyError("m"), 500, "server_error", None, "internal_error"),
     (PromptTableError("m", param="p[3]"), 400, "invalid_request_error", "p[3]", "invalid_embeddings"),
+    (FieldError("m", param="f"), 400, "invalid_request_error", "f", "invalid_value"),
     (ChatError("m", param="messages[0]"), 400, "invalid_request_error", "messages[0]", "invalid_messages"),
     (EngineSpecError("m"), 400, "invalid_request_error", None, "invalid_engine"),
     (NotSupported("pin", engine="e", instead="x"), 501, "not_supported_error", None, "not_supported"),

@@ -2,11 +2,13 @@
 
 import asyncio
 import os
+import resource
 from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from structlog.testing import capture_logs
 
 from proxy.api.forms import new_spool, read_form
 from proxy.errors import BadRequest
@@ -235,3 +237,27 @@ async def test_others_have_the_loop_between_pieces_of_a_large_chunk():
     assert await read(body) == ("m", b"m", body)
     task.cancel()
     assert turns > 10
+
+
+@pytest.fixture
+def full():
+    """No file may be longer than that: writing more is an error, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (3 << 20, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+async def test_a_form_that_the_temporary_directory_does_not_take(full):
+    """The file stands before the model, so all of it would have to be kept."""
+    body = form(part("file", bytes(6 << 20), '; filename="a.wav"'), part("model", b"m"))
+    async with FakeEngine("a") as engine, proxy_over(engine, max_body_bytes=8 << 20) as proxy:
+        proxy.add(FakeAdapter("b"), model="other")
+        async with client_of(proxy) as client:
+            with capture_logs() as lines:
+                response = await client.post(PATH, content=body, headers={"content-type": KIND})
+            assert is_openai_error(response, 503, "overloaded")
+            assert response.headers["retry-after"] == "60"
+            assert "temporary directory" in response.json()["error"]["message"]
+            assert [line["what"] for line in lines] == ["the form"]
+            assert not engine.seen

@@ -49,8 +49,8 @@ async def test_a_response_is_kept_listed_and_deleted(client, engine):
         ("GET", "/input_items?limit=x", 400, "limit"),
         ("GET", "/input_items?order=up", 400, "order"),
         ("GET", "/input_items?after=msg_none", 400, "after"),
-        ("GET", "/other", 404, None),
-        ("PUT", "", 404, None),
+        ("GET", "/other", 403, None),
+        ("PUT", "", 403, None),
     ],
 )
 async def test_what_cannot_be_asked_of_a_response(client, method, path, status, param):

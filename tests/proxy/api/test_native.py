@@ -34,10 +34,19 @@ async def test_a_route_that_equals_one_of_v1_becomes_that_one(engine_with_routes
 
 @pytest.mark.parametrize(
     ("method", "path"),
-    [("POST", "/props"), ("DELETE", "/slots"), ("GET", "/completion")],
+    [("POST", "/props"), ("DELETE", "/slots")],
 )
 async def test_another_method_or_path_does_not(engine_with_routes, client, method, path):
     assert is_openai_error(await client.request(method, path), 404, "not_found")
+    assert not engine_with_routes.seen
+
+
+async def test_a_route_for_post_names_its_method(engine_with_routes, client):
+    answer = await client.get("/completion")
+    assert is_openai_error(answer, 405, "method_not_allowed")
+    assert (
+        answer.headers["allow"] == (await client.options("/completion")).headers["allow"] == "POST, OPTIONS"
+    )
     assert not engine_with_routes.seen
 
 

@@ -1,9 +1,13 @@
 import re
 
+import httpx
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
+from engine_adapter import HttpTransport
 from proxy.fleet.engine import EngineState
-from tests.fakes import FakeAdapter
+from proxy.server.app import Proxy, build_app
+from proxy.settings import Settings
+from tests.fakes import FakeAdapter, serving
 
 
 async def test_live_while_it_serves(proxy, client):
@@ -49,6 +53,22 @@ async def test_metrics_are_openmetrics_for_who_asks(client):
     assert response.headers["content-type"] == "application/openmetrics-text; version=1.0.0; charset=utf-8"
     names = {family.name for family in text_string_to_metric_families(response.text)}
     assert {"kvpin_requests", "kvpin_engine_ready", "kvpin_restores_ahead"} <= names
+
+
+async def test_metrics_need_a_key_where_there_are_tenants():
+    """They tell what each of them does."""
+    tenant = {"key": "k1"}
+    proxy = Proxy(Settings(api_keys=[tenant], metrics_key="scrape", admin_key="admin"), HttpTransport())
+    async with serving(build_app(proxy)) as url, httpx.AsyncClient(base_url=url) as client:
+        answers = {
+            key: (await client.get("/metrics", headers={"authorization": f"Bearer {key}"})).status_code
+            for key in ("scrape", "admin", "k1", "other")
+        }
+        assert answers == {"scrape": 200, "admin": 200, "k1": 401, "other": 401}
+        refused = await client.get("/metrics")
+        assert refused.json()["error"]["code"] == "invalid_api_key"
+        assert "kvpin_" not in refused.text
+    await proxy.transport.aclose()
 
 
 async def test_not_ready_before_every_engine_was_tried(proxy, client):

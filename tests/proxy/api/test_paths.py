@@ -1,10 +1,12 @@
 """Which paths reach engines, as the very bytes that come over a socket."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
-from tests.fakes import connect_to, is_openai_error, post
+from engine_adapter.types import RESPONSES_ROUTES
+from tests.fakes import ASK, CHAT, INFO, FakeAdapter, client_of, connect_to, is_openai_error, post, proxy_over
 
 
 async def raw(proxy, request: bytes) -> bytes:
@@ -79,3 +81,31 @@ async def test_a_wrong_base_url(engine, client, path, hint):
 async def test_encoded_characters_reach_the_engine_as_they_are(engine, proxy):
     await raw(proxy, post("/v1/files/a%2Fb%20c%7E~;p=1?q=%41&r=+%2B", b"{}"))
     assert engine.seen[0].target == "/v1/files/a%2Fb%20c%7E~;p=1?q=%41&r=+%2B"
+
+
+@pytest.mark.parametrize("method", ["GET", "PUT", "PATCH", "DELETE", "HEAD"])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/embeddings?model=m"])
+async def test_a_route_that_takes_only_post(engine, client, method, path):
+    response = await client.request(method, path)
+    assert (response.status_code, response.headers["allow"]) == (405, "POST, OPTIONS")
+    assert not engine.seen
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+async def test_chats_are_listed_by_engines_that_may_keep_them(engine, keeps):
+    served_as_chats = frozenset[str]() if keeps else RESPONSES_ROUTES
+    adapter = FakeAdapter("a", engine.url, replace(INFO, served_as_chats=served_as_chats))
+    async with proxy_over(adapter) as proxy, client_of(proxy) as client:
+        response = await client.get(CHAT)
+    assert response.status_code == (200 if keeps else 405)
+    assert len(engine.seen) == keeps
+
+
+async def test_a_route_that_no_engine_has_may_mean_another(engine, client):
+    async def script(exchange):
+        await exchange.send({"error": {"message": "Not Found"}}, status=404)
+
+    engine.script = script
+    response = await client.post("/v1/chat/completion", json=ASK)
+    assert is_openai_error(response, 404)
+    assert response.json()["error"]["message"] == "Not Found; did you mean /v1/chat/completions?"

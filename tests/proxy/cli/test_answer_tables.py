@@ -39,6 +39,7 @@ def test_slots_and_files_are_shown_where_an_engine_has_them(capsys):
         {"id": 1, "tokens": 0, "unknown": 0, "saved": 0, "operation": None, "pinned_s": 59.6},
     ]
     files = {"tiers": {"host": {"entries": 5, "bytes": 3 << 20, "cap": 64 << 20}}}
+    files["tiers"]["host"] |= {"place": "/mem/[kv]", "in_memory": True}
     engine = {
         "id": "llama-0", "state": "ready", "trust": "precise", "why": "w", "in_flight": 0, "served": 1,
         "audit": {"exact": 1, "checked": 1, "reported_tokens": 1},
@@ -46,7 +47,7 @@ def test_slots_and_files_are_shown_where_an_engine_has_them(capsys):
         "kv": {"slots": slots, "files": files}, "findings": ["-kvu is on [x]"],
     }  # fmt: skip
     pool = {"model": "m", "index_entries": 1, "tokens_per_block": 16, "engines": [engine]}
-    pool["tokenisation"] = {"detail": "tokenised [here]"}
+    pool["tokenisation"] = {"detail": "tokenised [here]", "forms": {"plain": {"source": "local"}}}
     totals = {"ready": 1, "elsewhere": 0, "engines": 1, "in_flight": 0, "served": 1}
     answer_tables.show_stats(
         {"pools": [pool], "unconnected": [], "pins": [], "totals": totals, "reuse": True, "exchange": None}
@@ -58,9 +59,10 @@ def test_slots_and_files_are_shown_where_an_engine_has_them(capsys):
         "700",
         "save",
         "60 s",
-        "5 files on host, 3 of 64 MiB",
+        "5 files on host, 3 of 64 MiB, in /mem/[kv] (memory: a reboot loses them)\n",
         "on [x]",
         "[here]",
+        "made here: plain",
     ):
         assert text in output
 

@@ -24,6 +24,7 @@ REQUEST = {
     "predicted_tokens": 0, "reported_tokens": 0, "stream": True, "expected_first_token_s": 1.0,
     "first_byte_s": 1.01, "duration_s": 1.5, "explanation": "why [bold]", "divergence": None,
     "miss": "input_changed", "differs_at": "messages[1], character 17", "queued_s": None,
+    "first_byte_parts": None,
     "decision": DECISION | {"costs": COSTS},
 }  # fmt: skip
 BALANCED = {"rule": "least loaded", "candidates": [cost("e0", in_flight=2), cost("e1", in_flight=3)]}
@@ -74,6 +75,13 @@ def test_a_past_request_shows_why_it_went_there_and_when_it_was_expected(capsys)
     for text in ("r[1]", "why [bold]", f"placed on tensorrt_llm-12: {WHY}", "3,000", "4.0 times"):
         assert text in output
     assert output.endswith("first token expected after 1000.0 ms, came after 1010.0 ms\n")
+
+
+def test_it_says_what_the_time_to_the_first_byte_was_spent_on(capsys):
+    decisions.show_request(REQUEST | {"first_byte_parts": {"tokenise": 0.01, "hold": 1.7, "engine": 0.05}})
+    assert capsys.readouterr().out.endswith(
+        "first byte 1760.0 ms after the request came: tokenise 10.0 ms, hold 1700.0 ms, engine 50.0 ms\n"
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,18 @@
+import gzip
+import json
 import re
+import shlex
+from itertools import islice
+from pathlib import Path
 
+import numpy as np
 import pytest
+import typer
+from safetensors.numpy import save_file
 
+from proxy.cli.help import EXAMPLES
+from proxy.cli.main import app
+from proxy.server import run
 from scripts.make_reference import cli_page
 
 HELP = cli_page()
@@ -35,3 +46,60 @@ def test_summaries_are_not_cut(kvpin, words):
 def test_an_argument_without_help_is_shown(kvpin):
     result = kvpin("engines", "add", "--help")
     assert "\nArguments:\n  KIND=URL[,name=value…]  [required]\n" in result.stdout
+
+
+TRACE = Path(__file__).parents[2] / "data" / "traces" / "agents.jsonl.gz"
+
+
+def commands(group, words=()):
+    """The words of every command."""
+    for name, command in group.commands.items():
+        yield " ".join((*words, name))
+        yield from commands(command, (*words, name)) if hasattr(command, "commands") else ()
+
+
+def test_every_command_has_one():
+    assert set(EXAMPLES) == set(commands(typer.main.get_command(app))) - {"engine"}
+
+
+@pytest.mark.parametrize("command", EXAMPLES)
+def test_it_stands_below_the_options(kvpin, command):
+    result = kvpin(*command.split(), "--help")
+    assert result.stdout.endswith(f"\n  Example:\n    {EXAMPLES[command]}\n")
+
+
+def test_help_of_the_embedded_engine_has_one(kvpin):
+    assert "  Example:\n    kvpin engine --port 8001" in kvpin("engine", "--help").stdout
+
+
+@pytest.fixture
+def files(tmp_path, monkeypatch):
+    """A directory with the files that the examples name."""
+    monkeypatch.chdir(tmp_path)
+    text = " ".join(f"example {n} is shown." for n in range(40))
+    Path("kvpin.toml").touch()
+    Path("chat.json").write_text(json.dumps([{"role": "user", "content": text}]))
+    save_file({"t": np.full((4, 256), 0.5, np.float32)}, "table.safetensors")
+    with gzip.open(TRACE) as trace:
+        lines = [{**json.loads(line), "text": {"ids": [1, 2]}} for line in islice(trace, 20)]
+    Path("traffic.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+
+
+@pytest.mark.live
+@pytest.mark.usefixtures("files")
+def test_each_works(kvpin, live_proxy, embedded_engine, monkeypatch):
+    monkeypatch.setenv("KVPIN_URL", live_proxy)
+    monkeypatch.setenv("KVPIN_ADMIN_KEY", "secret")
+    monkeypatch.setattr(run, "serve", lambda load: load() and 0)
+    assert kvpin("warm", "--messages-file", "chat.json").exit_code == 0
+    pinned = ""
+    for command, line in EXAMPLES.items():
+        here = line.replace("http://gpu-1:8000", embedded_engine.url).replace("pin-1", pinned or "pin-1")
+        if command == "init":
+            here += " --force"
+        elif command == "bench":
+            here = here.replace("http://127.0.0.1:8000", live_proxy)
+        result = kvpin(*shlex.split(here)[1:])
+        assert result.exit_code == 0, (here, result.output)
+        if command == "pin":
+            pinned = re.search(r"pin_id: (\S+)", result.stdout)[1]

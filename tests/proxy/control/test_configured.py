@@ -178,8 +178,22 @@ async def test_an_engine_that_the_admin_api_removed_may_change_or_leave_the_sett
             assert proxy.fleet.engine("a").adapter.spec.api_key == "k"
             await proxy.engines.remove(proxy.fleet.engine("a"))
             namesake = proxy.engines.add(EngineSpec("openai_compatible", a.url, "a"))
-            with pytest.raises(Conflict, match="'a' exists"):
-                proxy.configured.follow([named("a", a.url, api_key="l")], grace_s=60)
             proxy.configured.follow([], grace_s=60)
             await asyncio.sleep(0.1)
             assert proxy.fleet.engines == {"a": namesake}
+            with pytest.raises(Conflict, match="'a' exists"):
+                proxy.configured.follow([named("a", a.url, api_key="l")], grace_s=60)
+
+
+async def test_other_settings_replace_an_engine_that_the_admin_api_added_under_the_same_id():
+    async with FakeEngine("a") as server, running(named("a", server.url)) as proxy:
+        await proxy.engines.remove(proxy.fleet.engine("a"))
+        namesake = proxy.engines.add(EngineSpec("openai_compatible", server.url, "a"))
+        proxy.configured.follow([named("a", server.url)], grace_s=60)
+        assert proxy.fleet.engine("a") is namesake  # the settings are what they were
+        proxy.configured.follow([named("a", server.url, api_key="k")], grace_s=60)
+        engine = proxy.fleet.engine("a")
+        await until(lambda: engine.state is EngineState.READY)
+        assert engine.adapter.spec.api_key == "k"
+        proxy.configured.follow([], grace_s=60)
+        await until(lambda: not proxy.fleet.engines)

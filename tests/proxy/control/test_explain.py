@@ -38,7 +38,8 @@ async def test_it_diverges_and_the_text_shows_where(world, pair):
     other = tokens(40) + [5] * 24
     world.record("r1", other)
     answer = explained(world, tokens(64), placed("a", 64, ("a", 0.1, 32)), 32)
-    assert answer["explanation"].endswith("it differs from request r1 from token 40 on")
+    assert answer["explanation"].endswith("it shares 40 tokens with request r1; from there on it is new")
+    assert (answer["miss"], answer["is_miss"]) == ("shared_prefix", False)
     divergence = answer["divergence"]
     assert (divergence["request_id"], divergence["common_tokens"]) == ("r1", 40)
     assert divergence["token_ids"] == tokens(64)[40:56]

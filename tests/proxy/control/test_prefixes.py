@@ -1,12 +1,17 @@
 import asyncio
 from array import array
 
+import msgspec
 import pytest
 
 from engine_adapter import Tier
+from proxy.control import prefixes
+from proxy.control.prefixes import PromptsAndPins
 from proxy.control.target import Target
+from proxy.core.peers.messages import unpacked
 from proxy.errors import BadRequest, NotFound
 from proxy.prompt import Prompt
+from proxy.request.session import Session
 from tests.kv_world import tokens
 
 SYSTEM = tokens(32)
@@ -33,6 +38,21 @@ async def test_what_prompts_share_and_who_holds_it(world, pair):
     assert (first.start, first.end, first.request_id) == (32, 64, "r1")
     assert [(h.engine, h.tokens) for h in first.holders] == [("a", {"gpu": 32})]
     assert [(h.engine, h.tokens) for h in second.holders] == [("b", {"host": 16})]
+
+
+async def test_a_prefix_is_named_by_its_conversation_and_by_its_words_if_they_are_asked_for(world, pair):
+    world.record("r1", FIRST, session=Session("red", "talk-7"), tenant="red")
+    world.record("r2", SECOND)
+    (system,) = (await look(world)).prefixes
+    first, second = system.children
+    assert [(each.session, each.words) for each in (first, second)] == [("talk-7", None), (None, None)]
+    (system,) = (await world.prefixes.look(None, 9, 99, words=True)).prefixes
+    decode = world.pool.prompts.decode
+    assert system.words == decode(array("i", SYSTEM[:12]))
+    assert [child.words for child in system.children] == [
+        decode(array("i", each[32:44])) for each in (FIRST, SECOND)
+    ]
+    assert world.prompts.words("of another worker", 0) is None
 
 
 async def test_a_part_of_the_tree(world, pair):
@@ -109,3 +129,32 @@ async def test_requests_are_served_while_it_looks(world, pair):
     await look(world)
     serving.cancel()
     assert turns >= 3 * 20  # each prompt is read, hashed, and shown
+
+
+PROMPT = tokens(33)
+
+
+async def test_a_worker_tells_hashes_and_no_tokens(world, pair):
+    record = world.record("r1", PROMPT, tenant="t")
+    world.record("r2", PROMPT, model="gone")
+    world.record("r3", None)
+    told = await world.prompts.told()
+    (prompt,) = msgspec.msgpack.decode(told, type=PromptsAndPins).prompts
+    assert (prompt.request_id, prompt.model, prompt.tenant, prompt.lora) == ("r1", "m", "t", None)
+    assert unpacked(prompt.hashes) == tuple(world.pool.chain(record.prompt).hashes)
+    assert msgspec.msgpack.encode(PROMPT)[3:] not in told
+
+
+async def test_those_of_all_workers_come_the_oldest_first(world, pair):
+    world.record("r1", PROMPT)
+    first = await world.prompts.told()
+    world.record("r2", PROMPT)
+    world.told = [await world.prompts.told(), first]
+    assert [each.request_id for each in (await world.prompts.all()).prompts] == ["r1"] * 3 + ["r2"] * 2
+
+
+async def test_a_long_prompt_is_hashed_in_parts(world, pair, monkeypatch):
+    monkeypatch.setattr(prefixes, "_SLICE_BLOCKS", 1)
+    record = world.record("r1", PROMPT)
+    (only,) = (await world.prompts.own()).prompts
+    assert unpacked(only.hashes) == tuple(world.pool.chain(record.prompt).hashes)

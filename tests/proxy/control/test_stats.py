@@ -2,7 +2,6 @@ import msgspec
 
 from engine_adapter import EngineUnavailable
 from proxy.control.stats import stats
-from proxy.prompt import Exactness
 from tests.kv_world import KvFake, kv_world, tokens
 
 
@@ -29,16 +28,15 @@ async def test_pools_engines_and_totals(world, pair):
 
 
 async def test_how_prompts_become_tokens(world, pair):
-    world.pool.prompts.exactness = Exactness(ok=True, detail="why", source="local")
+    world.pool.prompts.ask_engines("why")
     world.pool.prompts.agreed = 3
     (pool,) = (await shown_by(world))["pools"]
-    assert pool["tokenisation"] == {
-        "ok": True,
-        "detail": "why",
-        "source": "local",
-        "agreed": 3,
-        "differed": 0,
-    }
+    forms = pool["tokenisation"].pop("forms")
+    assert pool["tokenisation"].pop("detail").startswith("the engine tokenises each chat: ")
+    assert pool["tokenisation"] == {"ok": True, "source": "engine", "agreed": 3, "differed": 0}
+    assert forms["text parts"] == {
+        "source": "engine", "ok": True, "detail": "why", "agreed": 0, "differed": 0
+    }  # fmt: skip
     world.pool.prompts = None
     (pool,) = (await shown_by(world))["pools"]
     assert pool["tokenisation"] is None

@@ -1,5 +1,6 @@
 import asyncio
 from array import array
+from dataclasses import replace
 
 import pytest
 
@@ -26,6 +27,12 @@ async def servers(world):
         yield a, b
 
 
+def prefix_of(world):
+    """A prefix of two blocks."""
+    prompt = Prompt(array("i", tokens(32)))
+    return Prefix(world.pool, prompt, world.pool.chain(prompt), "token_ids")
+
+
 async def finished(operation):
     assert await operation.wait(5)
     return operation
@@ -49,7 +56,7 @@ async def test_it_takes_the_read_paths_own_steps(world, servers):
     flow = WatchedFlow.of(world.flow)
     warming = Warming(flow, world.targets, world.operations)
     await finished(await warming.warm(Target(token_ids=tokens(48), engine="a")))
-    assert flow.steps == ["candidates", "candidates", "run", "candidates"]
+    assert flow.steps == ["candidates", "run", "candidates"]
 
 
 async def test_the_index_learns_what_was_warmed_and_nothing_stays_in_flight(world, servers):
@@ -122,12 +129,23 @@ async def test_who_cannot_be_asked(world, servers):
         await world.warming.warm(Target(token_ids=tokens(48)))
 
 
-async def test_an_engine_that_leaves_in_between_fails_it(world, servers):
-    prompt = Prompt(array("i", tokens(32)))
-    prefix = Prefix(world.pool, prompt, world.pool.chain(prompt), "token_ids")
+async def test_an_engine_that_stays_away_fails_it(world, servers):
+    warming = Warming(replace(world.flow, wait_s=0.01), world.targets, world.operations)
     world.engines["a"].state = EngineState.DOWN
     with pytest.raises(NoEngine):
-        await world.warming.warm_on(prefix, world.engines["a"], Part("a", "warm"))
+        await warming.warm_on(prefix_of(world), world.engines["a"], Part("a", "warm"))
+
+
+async def test_it_waits_a_moment_for_an_engine_that_is_away(world, servers):
+    world.engines["a"].state = EngineState.DOWN
+    warming = asyncio.create_task(
+        world.warming.warm_on(prefix_of(world), world.engines["a"], part := Part("a", "warm"))
+    )
+    await asyncio.sleep(0)
+    world.engines["a"].state = EngineState.READY
+    await warming
+    assert part.done == 2
+    assert len(servers[0].seen) == 1
 
 
 async def test_an_adapters_prefix_is_warmed_with_it(world, servers):

@@ -2,16 +2,27 @@ from dataclasses import dataclass
 
 import pytest
 
+from engine_adapter.types import Attention
 from proxy.core.differences import Difference, Kind
-from proxy.core.misses import Compared, Facts, Miss, diagnose
+from proxy.core.misses import Compared, Facts, Miss, anthropic_diagnostics, diagnose, openai_diagnostics
 
 
 def other(common=0, **fields):
-    return Compared(**({"request_id": "r1", "n_tokens": 64, "common_tokens": common, "engine": "a"} | fields))
+    given = {
+        "request_id": "r1",
+        "n_tokens": 64,
+        "common_tokens": common,
+        "repeated_tokens": 40,
+        "engine": "a",
+    }
+    return Compared(**(given | fields))
 
 
 def differing(kind, common=20, field="messages"):
     return other(common, has_fields=True, difference=Difference(kind, field, 1, None, 7))
+
+
+AT_SYSTEM = Difference(Kind.SYSTEM, "messages", 1, None, 7)
 
 
 @dataclass
@@ -87,6 +98,22 @@ CASES = [
         {"compared": other(20), "reused_tokens": 16},
     ),
     Case(
+        Miss.SHARED, "input_changed", "messages_changed", "r1; from there on it is new",
+        {"compared": other(32, repeated_tokens=6), "reused_tokens": 32},
+    ),
+    Case(
+        Miss.INPUT, "input_changed", "messages_changed", "from token 32 on",
+        {"compared": other(32, repeated_tokens=7), "reused_tokens": 32},
+    ),
+    Case(
+        Miss.SYSTEM, "input_changed", "system_changed", "from token 5 on, within",
+        {"compared": other(5, has_fields=True, repeated_tokens=0, difference=AT_SYSTEM)},
+    ),
+    Case(
+        Miss.EVICTED, NO_WORD, NO_WORD, "a evicted",
+        {"compared": other(48, repeated_tokens=0), "reused_tokens": 16},
+    ),
+    Case(
         Miss.MEDIA, "input_changed", "messages_changed", "at messages[1]",
         {"compared": differing(Kind.MEDIA), "reused_tokens": 16, "is_whole": False},
     ),
@@ -116,7 +143,77 @@ def test_each_way_to_miss(case):
     assert case.detail in diagnosis.detail
 
 
+def test_only_what_could_have_been_reused_and_was_not_is_a_miss():
+    hits = {Miss.HIT, Miss.SHARED, Miss.SHORT, Miss.FIRST, Miss.UNKNOWN}
+    assert {miss for miss in Miss if not miss.is_miss} == hits
+
+
+def test_the_question_that_is_new_is_named():
+    compared = other(32, has_fields=True, repeated_tokens=0, difference=Difference(Kind.INPUT, "messages", 1))
+    diagnosis = diagnosis_of(Case(Miss.SHARED, "", "", "", {"compared": compared, "reused_tokens": 32}))
+    assert (str(diagnosis.at), diagnosis.miss) == ("messages[1]", Miss.SHARED)
+    assert diagnosis.detail == "it shares 32 tokens with request r1; from there on at messages[1], it is new"
+
+
 def test_how_many_tokens_were_missed():
     before = other(20, n_tokens=100, has_fields=True, difference=Difference(Kind.INPUT, "input"))
     diagnosis = diagnose(Facts(n_tokens=64, reused_tokens=16, tokens_per_block=16, compared=before))
     assert (diagnosis.common_tokens, diagnosis.missed_tokens, diagnosis.changed_tokens) == (20, 44, 44)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.miss}")
+def test_each_way_to_miss_in_the_words_of_each_api(case):
+    diagnosis = diagnosis_of(case)
+    ours = {"reason": str(case.miss), "detail": diagnosis.detail}
+    if diagnosis.at is not None:
+        at = diagnosis.at
+        ours["at"] = {"kind": at.kind, "field": at.field, "item": 1, "part": None, "offset": 7}
+    openai = openai_diagnostics(diagnosis)
+    assert case.openai in (openai["type"], openai.get("reason"))
+    assert openai.get("kvpin", ours) == ours
+    anthropic = anthropic_diagnostics(diagnosis)
+    if case.anthropic is None:
+        assert anthropic is None
+    else:
+        assert anthropic["cache_miss_reason"]["type"] == case.anthropic
+        assert anthropic["cache_miss_reason"]["kvpin"] == ours
+
+
+def test_how_many_tokens_the_apis_say_were_missed():
+    before = other(20, n_tokens=100, has_fields=True, difference=Difference(Kind.INPUT, "input"))
+    diagnosis = diagnose(Facts(n_tokens=64, reused_tokens=16, tokens_per_block=16, compared=before))
+    assert openai_diagnostics(diagnosis)["cache_missed_tokens"] == 44
+    assert openai_diagnostics(diagnosis)["comparison_reusable_tokens"] == 100
+    assert anthropic_diagnostics(diagnosis)["cache_miss_reason"]["cache_missed_input_tokens"] == 44
+
+
+def test_an_answer_that_is_not_known():
+    assert openai_diagnostics(None) == {"type": "comparison_response_not_found"}
+    assert anthropic_diagnostics(None) == {"cache_miss_reason": {"type": "previous_message_not_found"}}
+
+
+class TestSeveralKindsOfAttention:
+    """Full attention holds a prefix that another kind cannot use any more."""
+
+    @pytest.mark.parametrize(
+        ("lacks", "miss", "word"),
+        [
+            (Attention.WINDOW, Miss.WINDOW, "sliding window"),
+            (Attention.CHUNK, Miss.WINDOW, "sliding window"),
+            (Attention.STATE, Miss.STATE, "linear attention"),
+        ],
+    )
+    def test_it_is_named(self, lacks, miss, word):
+        facts = Facts(n_tokens=100, tokens_per_block=16, cut_tokens=64, lacks=lacks)
+        diagnosis = diagnose(facts)
+        assert diagnosis.miss is miss
+        assert word in diagnosis.detail
+        assert "64 more tokens" in diagnosis.detail
+        assert diagnosis.miss.is_miss
+
+    def test_beside_an_earlier_request(self):
+        compared = Compared(request_id="r", n_tokens=100, common_tokens=90, engine="a")
+        facts = Facts(
+            n_tokens=100, tokens_per_block=16, cut_tokens=64, lacks=Attention.WINDOW, compared=compared
+        )
+        assert diagnose(facts).miss is Miss.WINDOW

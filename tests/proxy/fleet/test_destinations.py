@@ -1,4 +1,4 @@
-"""Where a request may go. Over real sockets: tests/proxy/request/translate/test_response_homes.py."""
+"""Where a request may go. Over real sockets: tests/proxy/request/stored."""
 
 from dataclasses import replace
 
@@ -10,6 +10,7 @@ from proxy.errors import NotFound
 from proxy.fleet.destinations import Destination, Destinations
 from proxy.fleet.fleet import Fleet
 from proxy.request.calls import Call
+from proxy.request.stored import Kind, Name
 from tests.fakes import add_ready
 
 
@@ -35,49 +36,53 @@ def fleet():
     return fleet
 
 
-def test_a_request_goes_to_the_pool_of_its_model_under_the_engines_name_of_it(fleet):
-    to = Destinations(fleet, isolated=False)
+async def test_a_request_goes_to_the_pool_of_its_model_under_the_engines_name_of_it(fleet):
+    to = Destinations(fleet)
     pool = fleet.pools["m"]
-    assert to.find(chat("m")) == Destination(pool, "m")
-    assert to.find(chat("alias")) == Destination(pool, "m")
-    assert to.find(chat("also")) == Destination(pool, "ada")
-    assert to.find(chat()) == Destination(pool, None)
+    assert await to.find(chat("m")) == Destination(pool, "m")
+    assert await to.find(chat("alias")) == Destination(pool, "m")
+    assert await to.find(chat("also")) == Destination(pool, "ada")
+    assert await to.find(chat()) == Destination(pool, None)
     with pytest.raises(NotFound, match="'nope' does not exist"):
-        to.find(chat("nope"))
+        await to.find(chat("nope"))
 
 
-def test_a_response_leads_to_the_process_that_made_it_and_to_its_tenant_only(fleet):
-    to = Destinations(fleet, isolated=True)
-    to.note("t", "resp_1", "b")
-    assert to.find(response("resp_1", tenant="t")).home == "b"
-    assert to.find(response("resp_1", tenant="t", model="also")) == Destination(fleet.pools["m"], "ada", "b")
-    assert to.find(reading("resp_1", tenant="t")) == Destination(fleet.pools["m"], None, "b")
+async def test_a_response_leads_to_the_process_that_made_it_and_to_its_tenant_only(fleet):
+    to = Destinations(fleet, ("t", "u"))
+    to.note("t", Name(Kind.RESPONSE, "resp_1"), "b")
+    assert (await to.find(response("resp_1", tenant="t"))).home == "b"
+    assert await to.find(response("resp_1", tenant="t", model="also")) == Destination(
+        fleet.pools["m"], "ada", "b"
+    )
+    assert await to.find(reading("resp_1", tenant="t")) == Destination(fleet.pools["m"], None, "b")
     for call in (
         response("resp_1", tenant="u"),
         reading("resp_1", tenant="u"),
         reading("resp_2", tenant="t"),
     ):
         with pytest.raises(NotFound, match="not found"):
-            to.find(call)
+            await to.find(call)
     engine = fleet.engines["b"]
     engine.info = replace(engine.info, instance="another process")
     with pytest.raises(NotFound, match="engine 'b', which made it, was restarted"):
-        to.find(reading("resp_1", tenant="t"))
+        await to.find(reading("resp_1", tenant="t"))
 
 
-def test_without_tenants_an_unknown_response_may_be_any_engines(fleet):
-    to = Destinations(fleet, isolated=False)
-    assert to.find(response("resp_9")) == Destination(fleet.pools["m"], "m")
-    assert to.find(reading("resp_9")) == Destination(fleet.pools["m"], None)
+async def test_without_tenants_an_unknown_response_may_be_any_engines(fleet):
+    to = Destinations(fleet)
+    assert await to.find(response("resp_9")) == Destination(fleet.pools["m"], "m")
+    assert await to.find(reading("resp_9")) == Destination(fleet.pools["m"], None)
     add_ready(fleet, "n", model="n")
     with pytest.raises(NotFound, match="'resp_9' not found"):
-        to.find(reading("resp_9"))  # of which model, nobody knows
+        await to.find(reading("resp_9"))  # of which model, nobody knows
 
 
-def test_where_kvpin_keeps_responses_no_engine_is_asked_for_one():
+async def test_where_kvpin_keeps_responses_no_engine_is_asked_for_one():
     fleet = Fleet()
     add_ready(fleet, "a", served_as_chats=RESPONSES_ROUTES)
-    to = Destinations(fleet, isolated=True)
-    assert to.find(response("resp_9", tenant="t")).home is None  # the translation says that there is none
+    to = Destinations(fleet, ("t", "u"))
+    assert (
+        await to.find(response("resp_9", tenant="t"))
+    ).home is None  # the translation says that there is none
     with pytest.raises(NotFound):
-        to.find(reading("resp_9", tenant="t"))
+        await to.find(reading("resp_9", tenant="t"))

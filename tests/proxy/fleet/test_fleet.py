@@ -201,6 +201,14 @@ class TestNames:
         assert self.of(*map(dict, engines), **options).has_choice is matters
 
 
+def test_engines_stand_in_the_order_in_which_they_were_named(fleet):
+    engines = [fleet.add(FakeAdapter(name)) for name in "abc"]
+    for engine in reversed(engines):
+        pool = fleet.join(engine, INFO)
+    assert list(pool.engines) == ["c", "b", "a"]
+    assert fleet.engines_of(pool) == engines
+
+
 class TestPools:
     def test_engines_of_one_model_share_a_pool(self, fleet):
         add_ready(fleet, "a"), add_ready(fleet, "b"), add_ready(fleet, "c", model="alias")

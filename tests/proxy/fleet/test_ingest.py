@@ -86,6 +86,14 @@ async def test_a_lost_view_voids_what_was_known_and_learned(world):
     assert (world.engine.audit.trust, world.engine.audit.why) == (Trust.APPROXIMATE, "a gap")
 
 
+async def test_only_a_view_that_held_something_is_reset(world):
+    """A first start is no alarm."""
+    with structlog.testing.capture_logs() as logs:
+        await world.say(ViewLost("connected"), STORED, ViewCurrent(), ViewLost("a gap"))
+    events = [entry["event"] for entry in logs if "from events" in entry["event"]]
+    assert events == ["learning the cache view from events", "cache view reset; relearning from events"]
+
+
 @pytest.mark.parametrize("error", [EngineUnavailable("gone"), EngineRejected("no", status=500)])
 async def test_a_broken_stream_lowers_trust_and_begins_again(world, error):
     await world.say(ViewLost("start"), STORED, ViewCurrent(), error)

@@ -25,7 +25,7 @@ from proxy.fleet import monitor as monitor_module
 from proxy.fleet.engine import EngineState, this_kvpin
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.ingest import Ingest
-from proxy.fleet.monitor import Monitor
+from proxy.fleet.monitor import FAILURES, Monitor
 from proxy.prompt import PromptTables
 from proxy.runtime.tasks import Supervisor
 from tests.fakes import INFO, FakeAdapter
@@ -255,6 +255,29 @@ async def test_one_that_does_not_answer_in_time_is_down():
         await world.state(engine, EngineState.DOWN)
         assert engine.last_error == "no answer in time"
         assert lost
+    await world.tasks.stop()
+
+
+async def test_a_managed_one_that_computes_is_not_suspected():
+    class Computing:
+        starting = given_up = False
+        error = None
+        computing = True
+
+    world = World(timeout_s=0.03)
+    engine, adapter = world.add()
+    await world.state(engine, EngineState.READY)
+    engine.process, checks = Computing(), []
+
+    async def hang():
+        checks.append(1)
+        await asyncio.sleep(60)
+
+    adapter.load = adapter.connect = hang
+    await world.until(lambda: len(checks) > 2 * FAILURES)
+    assert engine.state is EngineState.READY
+    engine.process.computing = False
+    await world.state(engine, EngineState.DOWN)
     await world.tasks.stop()
 
 

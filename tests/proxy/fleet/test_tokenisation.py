@@ -10,7 +10,7 @@ from engine_adapter.prompt.chat import ChatTokenizer
 from proxy.fleet import tokenisation
 from proxy.fleet.engine import EngineState
 from proxy.fleet.fleet import Fleet
-from proxy.fleet.tokenisation import Tokenisation
+from proxy.fleet.tokenisation import PoolTokenizers
 from proxy.prompt import PromptTables
 from proxy.runtime.tasks import Supervisor
 from tests.fakes import INFO, FakeAdapter
@@ -60,7 +60,7 @@ class World:
     def __init__(self, tokenizer, loader):
         self.tokenizer, self.loader = tokenizer, loader
         self.tasks, self.fleet = Supervisor(), Fleet()
-        self.tokenisation = Tokenisation(self.tasks, PromptTables(), loader)
+        self.tokenisation = PoolTokenizers(self.tasks, PromptTables(), loader)
 
     def join(self, engine_id, info=ASKABLE):
         adapter = Tokenising(engine_id, info=info)

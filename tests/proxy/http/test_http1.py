@@ -256,6 +256,28 @@ class TestRequests:
         connection.sendall(b"world" + HEAD + b"\r\nhello")
         assert until(connection, b"hello").startswith(b"HTTP/1.1 200 ")
 
+    def test_a_refused_client_gets_its_answer_although_it_sends_on_and_its_connection_ends(self, connection):
+        size = 16 << 20
+        head = b"POST /refuse HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
+        connection.sendall(head % size)
+        assert until(connection, b"too long").startswith(b"HTTP/1.1 413 ")
+        connection.sendall(bytes(size))
+        assert everything(connection) == b""
+
+    def test_a_body_in_chunks_of_a_byte_is_refused_after_many(self, connection):
+        head = b"POST /upload HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+        connection.sendall(head + b"1\r\nx\r\n" * 16_384 + b"0\r\n\r\n")
+        assert until(connection, b"}").count(b"x" * 16_384) == 1
+        connection.sendall(head + b"1\r\nx\r\n" * 16_500)
+        assert everything(connection).startswith(b"HTTP/1.1 400 ")
+
+    def test_the_longer_a_body_the_more_pieces_it_may_have(self, connection):
+        chunk = b"200\r\n%b\r\n" % bytes(512)
+        head = b"POST /upload HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
+        head += b"transfer-encoding: chunked\r\n\r\n"
+        connection.sendall(head + chunk * 40_000 + b"0\r\n\r\n")
+        assert everything(connection).startswith(b"HTTP/1.1 200 ")
+
 
 class TestAnswers:
     def test_a_stream_is_sent_in_chunks_as_it_comes(self, connection):

@@ -7,12 +7,12 @@ from proxy.core.budget import ByteBudget
 from proxy.core.placement.load import Work
 from proxy.fleet.engine import EngineState
 from proxy.fleet.fleet import Fleet
-from proxy.observe.gauges import State, counters_of, gauges_of, of_workers
+from proxy.observe.gauges import ScrapedState, counters_of, gauges_of, of_workers
 from tests.fakes import INFO, FakeAdapter
 
 
 def values(fleet):
-    page = "".join(gauges_of(State(fleet, {}, None, ByteBudget(0))))
+    page = "".join(gauges_of(ScrapedState(fleet, {}, None, ByteBudget(0))))
     return {
         (sample.name, *sample.labels.values()): sample.value
         for family in text_string_to_metric_families(page)

@@ -61,6 +61,7 @@ async def test_the_first_event_is_a_snapshot_of_everything(world):
         "ready",
         "approximate",
     )
+    assert engine["forms"] == {}  # no prompts are followed
     assert engine["capacity_tokens"] == {"gpu": 64 * 16, "host": 8 * 16}
     assert engine["held_tokens"] == {"gpu": 0, "host": 0, "disk": 0}
     assert now["reuse"] == engine["reuse"]

@@ -57,6 +57,14 @@ def test_json_lines_off_a_terminal():
     assert line["timestamp"].endswith("Z")
 
 
+def test_what_is_too_long_for_a_line_is_cut():
+    stream = configured()
+    structlog.get_logger("test").info("engine failed", error="e" * 1_000_000, tokens=5)
+    (line,) = lines(stream)
+    assert line["error"] == "e" * 4000 + "… (1000000 characters)"
+    assert line["tokens"] == 5
+
+
 def test_pretty_lines_on_a_terminal():
     stream = configured(Terminal())
     structlog.get_logger("test").info("engine is ready", engine="a")

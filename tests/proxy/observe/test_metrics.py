@@ -58,7 +58,7 @@ def test_a_finished_request_is_counted(fleet):
     assert value(metrics, "kvpin_available_cached_tokens_total", **LABELS) == 64
     assert value(metrics, "kvpin_saved_prefill_seconds_total", **LABELS) == 0  # its engine has not connected
     assert metrics.ended == 2
-    assert metrics.reuse()["a"].delivered_tokens == 48
+    assert metrics.reuse["a"].delivered_tokens == 48
     assert value(metrics, "kvpin_mispredictions_total", **LABELS) == 1
     assert value(metrics, "kvpin_generation_tokens_total", **LABELS) == 7
     assert value(metrics, "kvpin_request_duration_seconds_sum", **LABELS) == pytest.approx(2.0)
@@ -183,7 +183,7 @@ async def test_engines_that_came_and_went_leave_no_series_and_stay_in_the_totals
     assert value(metrics, "kvpin_requests_total", model="m", engine=LEFT, status="200") == 2000
     assert metrics.ended == 4000
     assert metrics.total_reuse.delivered_tokens == 4000 * 32
-    assert set(metrics.reuse()) == {LEFT}
+    assert set(metrics.reuse) == {LEFT}
 
 
 async def test_requests_are_served_while_the_page_of_many_engines_is_written(fleet):

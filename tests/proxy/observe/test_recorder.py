@@ -18,7 +18,8 @@ from proxy.core.placement.decision import Cost, Placement
 from proxy.observe import recorder as module
 from proxy.observe.recorder import BLOCK_TOKENS, Hasher, Recorder, line_of
 from proxy.prompt import Prompt
-from proxy.replay.trace import read_trace
+from proxy.replay.recorded import RecordedEngine
+from proxy.replay.trace import TraceError, read_trace
 from proxy.request.records import RequestRecord
 from proxy.request.session import Session
 from proxy.settings import SettingsError
@@ -46,13 +47,60 @@ async def recorded(path, *records, max_bytes=ROOM):
     return recorder
 
 
-def lines_of(path):
+def all_lines_of(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def lines_of(path):
+    """Those of requests."""
+    return [line for line in all_lines_of(path) if "recording" not in line]
+
+
+def abouts_of(path):
+    return [line["recording"] for line in all_lines_of(path) if "recording" in line]
 
 
 @pytest.fixture
 def path(tmp_path):
     return tmp_path / "traffic.jsonl"
+
+
+CHAT = {"messages": [{"role": "user", "content": "a tide table, " * 40}]}
+
+
+class TestText:
+    def text_of(self, body, route="/v1/chat/completions", hasher=None, **fields):
+        told = RequestRecord("r", 0.0, route, "m", None, True, prompt=prompt_of(range(9)), **fields)
+        return line_of(hasher or Hasher(), 0.0, told, told.prompt, json.dumps(body).encode()).text
+
+    def test_it_is_hashed_by_the_key_of_the_recording_and_the_namespace(self):
+        one = Hasher()
+        ids = self.text_of(CHAT, hasher=one).ids
+        assert len(ids) == 2
+        assert self.text_of(CHAT, hasher=one).ids == ids
+        assert self.text_of(CHAT, hasher=one, served_as="n").ids != ids
+        assert self.text_of(CHAT).ids != ids
+
+    @pytest.mark.parametrize(
+        ("body", "route"),
+        [
+            (CHAT, "/v1/completions"),
+            ({"previous_response_id": "resp_1", "input": "Hi"}, "/v1/responses"),
+        ],
+    )
+    def test_a_body_without_all_of_the_prompt_has_none(self, body, route):
+        assert self.text_of(body, route) is None
+
+    async def test_the_file_holds_no_text(self, path):
+        recorder = Recorder(path, ROOM)
+        recorder.observe(record(), json.dumps(CHAT).encode())
+        told = RequestRecord("r", 0.0, "/v1/chat/completions", "m", None, True, prompt=prompt_of(range(9)))
+        recorder.observe(told, json.dumps(CHAT).encode())
+        await recorder.aclose()
+        (without, line) = lines_of(path)
+        assert "text" not in without
+        assert line["text"].keys() == {"ids"}
+        assert b"tide" not in path.read_bytes()
 
 
 class TestHasher:
@@ -186,6 +234,52 @@ class TestRecording:
         assert len(lines_of(path)) == 1
 
 
+class TestAbout:
+    """The lines about the recording itself."""
+
+    async def test_the_first_and_the_last_line_tell_the_engines_as_they_are_then(self, path):
+        known = []
+        recorder = Recorder(path, ROOM, lambda: list(known))
+        await recorder.write()
+        assert path.stat().st_size == 0  # the next start may use the file
+        recorder.observe(record())
+        await recorder.write()
+        known.append(RecordedEngine("e", model="m", prefill=[(100.0, 0.5)], samples=3))
+        recorder.observe(record(None))
+        await recorder.write()
+        await recorder.aclose()
+        first, last = abouts_of(path)
+        assert [next(iter(line)) for line in all_lines_of(path)] == ["recording", "timestamp", "recording"]
+        assert (first["unrecorded"], first["engines"]) == (0, [])
+        assert last["unrecorded"] == 1
+        assert last["engines"] == [{"id": "e", "model": "m", "prefill": [[100.0, 0.5]], "samples": 3}]
+        assert read_trace(path).figures.prefill == ((100.0, 0.5),)
+
+    async def test_recordings_of_one_secret_are_merged_by_time(self, tmp_path):
+        paths = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+        for path in paths:
+            recorder = Recorder(path, ROOM, secret="shared by both")
+            recorder.observe(record(duration_s=0.0))
+            await recorder.aclose()
+        trace = read_trace(*reversed(paths))
+        assert trace.name == "b.jsonl and 1 more"
+        one, other = trace.requests
+        assert one.chain.hashes == other.chain.hashes
+        assert one.at < other.at
+        assert "shared" not in paths[0].read_text()
+
+    async def test_recordings_of_other_keys_are_not(self, tmp_path):
+        paths = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+        for path in paths:
+            await recorded(path, record())
+        with pytest.raises(TraceError, match="record_traffic_key"):
+            read_trace(*paths)
+
+    async def test_it_takes_no_more_room_than_there_is(self, path):
+        await recorded(path, record(), max_bytes=150)
+        assert path.stat().st_size <= 150
+
+
 class TestFile:
     async def test_it_is_for_this_user_alone(self, path):
         path.touch(0o644)
@@ -225,11 +319,11 @@ class TestFile:
 class TestEnd:
     async def test_a_full_one_ends_with_a_whole_line(self, path):
         with structlog.testing.capture_logs() as logs:
-            await recorded(path, record(), record(), record(), max_bytes=400)
+            await recorded(path, record(), record(), record(), max_bytes=500)
         assert len(lines_of(path)) == 2
-        assert path.stat().st_size <= 400
+        assert path.stat().st_size <= 500
         assert logs[0]["log_level"] == "warning"
-        assert logs[0]["why"] == "the file has reached record_traffic_bytes, 400"
+        assert logs[0]["why"] == "the file has reached record_traffic_bytes, 500"
         assert logs[1]["requests"] == 2
 
     async def test_a_disk_that_is_full_ends_it_and_no_request(self, path):

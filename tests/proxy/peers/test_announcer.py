@@ -9,14 +9,15 @@ import pytest
 from engine_adapter import Tier
 from proxy.core.audit import Trust
 from proxy.core.peers.matching import match
-from proxy.core.peers.messages import Learned, Sessions, Timed, Told, ToldEngine, unpacked
-from proxy.core.placement.load import Sample, Work
+from proxy.core.peers.messages import ContentsTold, Learned, Sessions, Timed, ToldEngine, unpacked
+from proxy.core.placement.load import LoadSample, Work
 from proxy.core.placement.rates import Timings
 from proxy.core.quotas import TenantLimits
+from proxy.fleet.engine import address_of
 from proxy.fleet.fleet import Fleet
 from proxy.peers import announcer
 from proxy.peers import peers as peers_module
-from proxy.peers.announcer import address_of, contents, described
+from proxy.peers.announcer import contents, described
 from proxy.request.tenants import ApiKey, Tenants
 from proxy.settings import EngineSettings
 from tests.fakes import INFO, FakeAdapter, add_ready, client_of, proxy_over
@@ -106,7 +107,7 @@ def test_what_is_learned_and_where_conversations_were_is_told_in_parts(monkeypat
     for session in (10, 11, 12, 13):
         pool.placer._note(session, "a")
     pool.placer._note("a name", "a")
-    pool.placer.books["a"].rates.learn(Sample(Work(512), 0.5, 0.0))
+    pool.placer.books["a"].rates.learn(LoadSample(Work(512), 0.5, 0.0))
     timed, first, second, *others = contents(fleet, 9)
     assert timed == Timed(9, "a", Timings([(512, 0.5)], are_blurred=False, answers=[]))
     assert isinstance(first, Learned)
@@ -115,7 +116,7 @@ def test_what_is_learned_and_where_conversations_were_is_told_in_parts(monkeypat
     *sessions, last = others
     assert all(isinstance(each, Sessions) for each in sessions)
     assert [unpacked(each.digests) for each in sessions] == [(13, 12, 11), (10,)]
-    assert last == Told(9)
+    assert last == ContentsTold(9)
 
 
 def test_what_is_adopted_is_older_than_all_that_is_known():
@@ -137,7 +138,7 @@ def test_what_is_adopted_is_older_than_all_that_is_known():
 
 @pytest.mark.parametrize("url", ["http://gpu7:8000", "http://127.0.0.1:8000"])
 def test_ranks_of_one_server_are_engines_of_their_own(url):
-    specs = [EngineSettings(kind="vllm", id="v", url=url).of_rank(rank).spec() for rank in (0, 1)]
+    specs = [EngineSettings(kind="vllm", id="v", url=url).of_part(rank).spec() for rank in (0, 1)]
     told = [ToldEngine(spec.id, *address_of(spec), "m", 16) for spec in specs]
     assert [match(each, told) for each in told] == told
 

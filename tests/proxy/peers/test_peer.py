@@ -1,8 +1,10 @@
 """How far behind another kvpin is, and which of its engines are engines here."""
 
 import asyncio
+import contextlib
+from time import monotonic
 
-from proxy.core.peers import round_trip
+from proxy.core.peers import follower
 from proxy.peers import peers as peers_module
 from tests.fakes import client_of, proxy_over
 from tests.kv_world import tokens
@@ -11,7 +13,7 @@ from tests.proxy.peers.world import Gated, Wire, ask, in_step, placer, until, wo
 
 async def test_the_load_of_one_that_is_behind_does_not_count_until_it_has_caught_up(wires, monkeypatch):
     monkeypatch.setattr(peers_module, "HEARTBEAT_S", 0.05)
-    monkeypatch.setattr(round_trip, "BEHIND_S", 0.3)
+    monkeypatch.setattr(follower, "BEHIND_S", 0.3)
     async with world(lambda _: Wire(wires)) as (engines, (one, two)), client_of(one) as client:
         wires[0].delay_s = 0.5
         await until(lambda: two.peers.stats().peers[0].behind and one.peers.stats().peers[0].behind)
@@ -49,3 +51,106 @@ async def test_engines_are_matched_by_address(unix):
             if at is not None:
                 await until(lambda: placer(one).index.held("a", "gpu") == 20)
             assert one.peers.stats().peers[0].engines == 1
+
+
+async def test_what_one_served_the_other_predicts(unix):
+    async with world(unix) as (_, (one, two)), client_of(one) as first, client_of(two) as second:
+        answer = await ask(first, session_id="chat")  # no stream: nobody learns that prefill is free
+        home = answer.headers["x-kvpin-engine"]
+        assert answer.headers["x-kvpin-predicted-tokens"] == "0"
+        await until(lambda: placer(two).index.held(home, "gpu") == 20)
+        answer = await ask(second, stream=True)
+        assert answer.headers["x-kvpin-engine"] == home
+        assert answer.headers["x-kvpin-predicted-tokens"] == "320"
+        assert len(placer(two)._sessions) == len(placer(one)._sessions) == 1
+        await one.settled()
+        await two.settled()
+        for proxy in (one, two):
+            engines = proxy.fleet.engines.values()
+            await until(lambda engines=engines: sum(engine.ledger.served for engine in engines) == 2)
+            assert sum(engine.served for engine in engines) == 1
+
+
+async def test_a_request_counts_at_the_other_while_it_runs(unix):
+    async with world(unix) as (engines, (one, two)), client_of(one) as client:
+        for engine in engines:
+            engine.gate.clear()
+        async with asyncio.TaskGroup() as group:
+            running = group.create_task(ask(client, stream=True))
+            await until(lambda: sum(e.ledger.in_flight for e in two.fleet.engines.values()))
+            busy = next(e for e in two.fleet.engines.values() if e.ledger.in_flight)
+            assert busy.ledger.view(monotonic()).queue_s > 0
+            assert placer(two).index.pending(busy.id) == 20
+            assert two.peers.stats().peers[0].in_flight == 1
+            for engine in engines:
+                engine.gate.set()
+            await running
+        await two.settled()
+
+
+LONG = tokens(16 * 2000 + 5)  # computed so slowly, by the prior, that waiting for it pays
+
+
+async def both_ask(group, one, two, first, second):
+    """A request at one proxy, and when the other one knows of it, the same there."""
+    running = group.create_task(ask(first, LONG, stream=True))
+    await until(lambda: any(e.of_peers for e in two.fleet.engines.values()))
+    waiting = group.create_task(ask(second, LONG, stream=True))
+    await until(
+        lambda: all(sum(e.ledger.in_flight for e in p.fleet.engines.values()) == 2 for p in (one, two))
+    )
+    return running, waiting
+
+
+async def test_a_request_waits_for_that_of_a_peer_which_computes_its_prefix(unix):
+    async with world(unix) as (engines, (one, two)), client_of(one) as first, client_of(two) as second:
+        for engine in engines:
+            engine.gate.clear()
+        async with asyncio.TaskGroup() as group:
+            running, waiting = await both_ask(group, one, two, first, second)
+            await asyncio.sleep(0.1)
+            assert sum(len(engine.seen) for engine in engines) == 1
+            for engine in engines:
+                engine.gate.set()
+        home = (await running).headers["x-kvpin-engine"]
+        answer = await waiting
+        assert answer.headers["x-kvpin-engine"] == home
+        assert answer.headers["x-kvpin-predicted-tokens"] == "32000"
+        await one.settled()
+        await two.settled()
+        assert not any(e.of_peers for proxy in (one, two) for e in proxy.fleet.engines.values())
+
+
+async def test_where_the_request_of_the_peer_fails_it_computes_the_prefix_itself(unix):
+    async with world(unix) as (engines, (one, two)), client_of(one) as first, client_of(two) as second:
+        for engine in engines:
+            engine.gate.clear()
+        async with asyncio.TaskGroup() as group:
+            running, waiting = await both_ask(group, one, two, first, second)
+            running.cancel()
+            await until(lambda: sum(len(engine.seen) for engine in engines) == 2)
+            for engine in engines:
+                engine.gate.set()
+        assert (await waiting).headers["x-kvpin-predicted-tokens"] == "0"
+        await one.settled()
+        await two.settled()
+
+
+async def test_of_two_bursts_at_two_proxies_each_engine_gets_half(unix):
+    async with world(unix) as (engines, proxies), contextlib.AsyncExitStack() as stack:
+        clients = [await stack.enter_async_context(client_of(proxy)) for proxy in proxies]
+        for engine in engines:
+            engine.gate.clear()
+        async with asyncio.TaskGroup() as group:
+            for number in range(8):
+                group.create_task(ask(clients[number % 2], tokens(400, 37 * number), stream=True))
+                placed = number + 1
+                await until(
+                    lambda placed=placed: all(
+                        sum(e.ledger.in_flight for e in proxy.fleet.engines.values()) == placed
+                        for proxy in proxies
+                    )
+                )
+            assert [len(engine.seen) for engine in engines] == [4, 4]
+            for engine in engines:
+                engine.gate.set()

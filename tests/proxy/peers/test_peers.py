@@ -6,10 +6,14 @@ import asyncio
 import msgspec
 from structlog.testing import capture_logs
 
-from proxy.core.peers.messages import Batch, Heartbeat, Left, State, frame_of
+from proxy.core.peers.messages import Batch, Heartbeat, KvpinState, Leaving, frame_of
+from proxy.core.placement.load import LoadSample, Work
+from proxy.fleet.engine import address_of
+from proxy.peers import peers
 from proxy.peers import peers as peers_module
-from tests.fakes import client_of
-from tests.proxy.peers.world import Wire, ask, in_step, placer, until, world
+from tests.fakes import client_of, proxy_over
+from tests.kv_world import tokens
+from tests.proxy.peers.world import Gated, Wire, ask, in_step, placer, until, world
 
 
 async def test_each_knows_where_the_other_serves_its_peers(unix):
@@ -21,7 +25,7 @@ async def test_only_paths_that_the_exchange_reaches_are_believed(wires):
     async with world(lambda _owner: Wire(wires)) as (_engines, (one, two)):
         one.peers._bus.reaches = lambda socket: socket == "/run/two.http"
         for number, path in enumerate(("/etc/socket", "/run/two.http", None)):
-            other = frame_of(two.peers._owner, Batch(10**6 + number, [State("x", [], path)]))
+            other = frame_of(two.peers._owner, Batch(10**6 + number, [KvpinState("x", [], path)]))
             one.peers._receive(other)
             assert one.peers.sockets() == ["/run/two.http"] * (number == 1)
 
@@ -63,6 +67,28 @@ async def test_one_of_another_version_is_ignored(wires):
         assert in_step(one)
 
 
+class ToOtherVersion(Wire):
+    """An exchange between kvpins of different releases: each hears frames of another version."""
+
+    def publish(self, frame):
+        super().publish(bytes([frame[0] + 1]) + frame[1:])
+
+
+async def test_kvpins_of_two_versions_serve_side_by_side_and_share_nothing(wires, monkeypatch):
+    monkeypatch.setattr(peers_module, "JOIN_S", 0.2)
+    async with Gated("a") as engine:
+        over = {"reuse": True, "exchange": lambda _owner: ToOtherVersion(wires)}
+        with capture_logs() as logs:
+            async with proxy_over(engine, **over) as one, proxy_over(engine, **over) as two:
+                await until(lambda: one.peers.is_ready and two.peers.is_ready)
+                async with client_of(one) as client, client_of(two) as other:
+                    assert (await ask(client)).status_code == (await ask(other)).status_code == 200
+                assert (one.peers.stats().peers, two.peers.stats().peers) == ([], [])
+                assert [proxy.fleet.engines["a"].from_peers for proxy in (one, two)] == [0, 0]
+        told = [log for log in logs if log["event"].startswith("another kvpin has another version")]
+        assert len(told) == 2  # one warning of each, however many frames come
+
+
 async def test_a_frame_with_broken_hashes_is_ignored(wires):
     async with world(lambda _: Wire(wires)) as (_, (one, _two)):
         told = msgspec.msgpack.encode([1, [[9, one.peers._owner, "a", b"123"]]])
@@ -73,8 +99,75 @@ async def test_a_frame_with_broken_hashes_is_ignored(wires):
 async def test_one_may_say_twice_that_it_stops_and_has_a_name_though_it_told_none(wires):
     async with world(lambda _: Wire(wires)) as (_, (one, _two)):
         with capture_logs() as logs:
-            wires[0].ears.receive(frame_of(7, Batch(1, [Left(), State("x", []), Left()])))
+            wires[0].ears.receive(frame_of(7, Batch(1, [Leaving(), KvpinState("x", []), Leaving()])))
         assert in_step(one)
         assert [(entry["event"], entry["peer"]) for entry in logs] == [
             ("another kvpin has stopped", "0000000000000007")
         ]
+
+
+async def test_a_newcomer_knows_all_before_it_is_ready(unix):
+    async with world(unix) as (engines, (one, two)), client_of(one) as client:
+        for number in range(5):
+            await ask(client, tokens(400, number), session_id=f"chat {number}")
+        placer(one).books["b"].rates.learn(LoadSample(Work(1024), 4.0, 0.0))
+        engines[0].gate.clear(), engines[1].gate.clear()
+        async with asyncio.TaskGroup() as group:
+            running = group.create_task(ask(client, stream=True))
+            await until(lambda: any(e.ledger.in_flight for e in one.fleet.engines.values()))
+            async with proxy_over(*engines, reuse=True, exchange=unix) as three, client_of(three) as own:
+                assert (await own.get("/health/ready")).status_code == 503
+                await until(lambda: three.peers.is_ready)
+                ready = await own.get("/health/ready")
+                assert (ready.status_code, ready.json()["exchange"]) == (200, "ok")
+                for name in "ab":
+                    assert placer(three).index.held(name, "gpu") == placer(one).index.held(name, "gpu")
+                    assert placer(three).index.pending(name) == placer(one).index.pending(name)
+                assert dict(placer(three)._sessions) == dict(placer(one)._sessions)
+                assert placer(three).rates.prefill_tok_s == placer(one).rates.prefill_tok_s == 256
+                assert sum(e.ledger.in_flight for e in three.fleet.engines.values()) == 1
+                engines[0].gate.set(), engines[1].gate.set()
+                await running
+                await three.settled()
+        await two.settled()
+
+
+async def test_a_drain_at_one_is_known_to_the_others_and_to_a_newcomer(unix):
+    def drained(proxy):
+        return [engine.id for engine in proxy.fleet.engines.values() if proxy.fleet.is_drained(engine)]
+
+    async with world(unix) as (engines, (one, two)):
+        address, _ = address_of(one.fleet.engine("a").adapter.spec)
+        one.fleet.drains.order(address, drained=True, now=2.0)
+        await until(lambda: drained(two) == ["a"])
+        async with proxy_over(*engines, reuse=True, exchange=unix) as three:
+            await until(lambda: three.peers.is_ready)
+            assert drained(three) == ["a"]
+            two.fleet.drains.order(address, drained=False, now=1.0)
+            await until(lambda: not any(map(drained, (one, two, three))))
+
+
+async def test_one_alone_is_ready_at_once(unix):
+    async with Gated("a") as engine, proxy_over(engine, reuse=True, exchange=unix) as proxy:
+        await until(lambda: proxy.peers.is_ready, 1.5)
+
+
+async def test_one_that_nobody_answers_is_ready_after_a_while(wires, monkeypatch):
+    monkeypatch.setattr(peers, "JOIN_S", 0.2)
+    async with (
+        Gated("a") as engine,
+        proxy_over(engine, reuse=True, exchange=lambda _: Wire(wires)) as proxy,
+    ):
+        await until(lambda: proxy.peers.is_ready)
+
+
+async def test_what_one_learned_during_a_partition_is_told_after_it(wires, monkeypatch):
+    monkeypatch.setattr(peers_module, "LOST_S", 0.3)
+    monkeypatch.setattr(peers_module, "HEARTBEAT_S", 0.05)
+    async with world(lambda _: Wire(wires)) as (_, (one, two)), client_of(one) as client:
+        wires[0].is_cut = True
+        await until(lambda: not one.peers.stats().peers and not two.peers.stats().peers)
+        home = (await ask(client)).headers["x-kvpin-engine"]
+        assert placer(two).index.held(home, "gpu") == 0
+        wires[0].is_cut = False
+        await until(lambda: placer(two).index.held(home, "gpu") == 20)

@@ -1,12 +1,17 @@
 """A real Valkey server, which is killed and comes back."""
 
 import asyncio
+import contextlib
+import re
 from pathlib import Path
 
 import pytest
+from redis import Redis
+from redis.exceptions import NoPermissionError
 from structlog.testing import capture_logs
 
-from proxy.core.peers import round_trip
+from proxy.core.drains import decode_marks
+from proxy.core.peers import follower
 from proxy.peers import peers as peers_module
 from proxy.peers import redis_bus
 from proxy.peers.bus import BusCallbacks
@@ -16,6 +21,8 @@ from tests.kv_world import tokens
 from tests.proxy.peers.world import ask, in_step, placer, until, world
 from tests.relay import Relay
 from tests.valkey import Valkey
+
+ACL = re.findall(r"^ACL SETUSER (.*)$", Path("docs/many.md").read_text(encoding="utf-8"), re.MULTILINE)
 
 
 def behind(proxy):
@@ -56,12 +63,36 @@ async def test_what_one_served_the_other_predicts_until_the_server_dies_and_agai
         assert placer(two).match(chain)[engine].blocks == 25
 
 
+async def test_one_that_starts_after_all_others_have_gone_knows_what_is_drained(server):
+    def make(_owner):
+        return RedisBus(server.url, "n")
+
+    async with world(make) as (_, (one, two)):
+        one.fleet.drains.order("gpu1:8000", drained=True, now=5.0)
+        two.fleet.drains.order("gpu2:8000", drained=True, now=5.0)
+        await until(lambda: one.fleet.drains.marks() == two.fleet.drains.marks())
+    with Redis.from_url(server.url) as redis:
+        kept = redis.get("kvpin:n:drains")
+        async with world(make, 1) as (_, (later,)):
+            drains = later.fleet.drains
+            assert drains.is_drained("gpu1:8000")
+            assert drains.is_drained("gpu2:8000")
+        redis.set("kvpin:n:drains", b"x")
+        with capture_logs() as logs:
+            async with world(make, 1) as (_, (again,)):
+                assert not again.fleet.drains.marks()
+                again.fleet.drains.merge(decode_marks(kept))
+                await until(lambda: redis.get("kvpin:n:drains") == kept)
+    (entry,) = [each for each in logs if "drains" in each["event"]]
+    assert entry["event"] == "the drains that the exchange keeps cannot be read: they are replaced"
+
+
 async def test_a_partition_and_a_delay_lose_no_request_and_heal(server, monkeypatch):
     monkeypatch.setattr(redis_bus, "_RETRY_S", 0.05)
     monkeypatch.setattr(redis_bus, "_TIMEOUT_S", 1.5)
     monkeypatch.setattr(peers_module, "LOST_S", 2.0)
     monkeypatch.setattr(peers_module, "HEARTBEAT_S", 0.05)
-    monkeypatch.setattr(round_trip, "BEHIND_S", 0.3)
+    monkeypatch.setattr(follower, "BEHIND_S", 0.3)
     async with Relay(server.port) as relay:
         urls = iter([f"redis://127.0.0.1:{relay.port}/0", server.url])
         async with (
@@ -149,3 +180,30 @@ def test_of_all_kvpins_only_the_other_workers_are_reached():
     assert worker.reaches(sockets[0])
     assert not worker.reaches("/run/kvpin-y/worker-2.http")
     assert not RedisBus("redis://h", "n").reaches(sockets[0])
+
+
+async def test_a_user_without_the_key_is_told_once_and_hears_the_others(server):
+    with Redis.from_url(server.url) as redis:
+        redis.execute_command("ACL SETUSER", *ACL[0].replace("~kvpin:default:drains", "").split())
+    own = server.url.replace("://", "://kvpin:PASSWORD@")
+    with capture_logs() as logs:
+        async with world(lambda _: RedisBus(own, "default")) as (_, (one, two)):
+            one.fleet.drains.order("gpu1:8000", drained=True, now=5.0)
+            await until(lambda: two.fleet.drains.is_drained("gpu1:8000"))
+    told = [each["key"] for each in logs if each["event"].startswith("drains are not kept in Redis")]
+    assert told == ["kvpin:default:drains"] * 2  # once each
+
+
+async def test_the_documented_users_keep_the_channel_to_kvpin(server):
+    with Redis.from_url(server.url) as redis:
+        for user in ACL:
+            redis.execute_command("ACL SETUSER", *user.split())
+    own = server.url.replace("://", "://kvpin:PASSWORD@")
+    async with world(lambda _: RedisBus(own, "default")) as (_, (one, two)):
+        await until(lambda: in_step(one) and in_step(two))
+        with Redis.from_url(server.url) as stranger, Redis.from_url(own) as kvpin:
+            for command in (("PUBLISH", "kvpin:default", "x"), ("PUBLISH", "app:x", "x"), ("GET", "x")):
+                allowed = {stranger: command[1] != "kvpin:default", kvpin: command[1] == "kvpin:default"}
+                for user, may in allowed.items():
+                    with contextlib.nullcontext() if may else pytest.raises(NoPermissionError):
+                        user.execute_command(*command)

@@ -44,6 +44,9 @@ class Wire:
                 delay_s = self.delay_s + other.delay_s
                 asyncio.get_running_loop().call_later(delay_s, other.ears.receive, frame)
 
+    def keep(self, _data):
+        pass
+
     def reaches(self, _socket):
         return False
 

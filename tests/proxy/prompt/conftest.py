@@ -29,7 +29,15 @@ class TokenizingEngine:
         elif isinstance(source, ChatInput):
             try:
                 ids = self.tokenizer.chat(
-                    source.messages, tools=source.tools, add_generation_prompt=source.add_generation_prompt
+                    source.messages,
+                    tools=source.tools,
+                    add_generation_prompt=source.add_generation_prompt,
+                    continue_final_message=source.continue_final_message,
+                    template_kwargs={
+                        key: value
+                        for key, value in (source.template_kwargs or {}).items()
+                        if key != "messages"
+                    },
                 ).token_ids
             except Exception as error:
                 raise EngineRejected(str(error), status=400) from error

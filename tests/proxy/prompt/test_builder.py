@@ -10,6 +10,7 @@ from safetensors.numpy import save
 
 from engine_adapter import Capability, ChatError, JsonBody, PromptTableError
 from engine_adapter.prompt.extra_ids import parse_embeddings, prompt_embeds_extra_id
+from engine_adapter.prompt.forms import Form
 from proxy.errors import BadRequest
 from proxy.prompt import PromptBuilder, PromptTables
 from proxy.prompt.render import read_prompt
@@ -103,6 +104,12 @@ async def test_a_long_list_of_token_ids_is_read_off_the_loop(build, info_of, mon
     assert (readers[0] is not threading.current_thread()) == leaves
 
 
+def probed(builder):
+    """On all probes, the ids made here are the engine's."""
+    for form in set(Form) - {Form.OTHER, Form.DOCUMENTS}:
+        builder.forms.probe(form, None, "as there")
+
+
 async def test_who_made_the_ids_and_whether_they_are_exact(build, info_of, tables, engine):
     info = info_of(Capability.TOKENIZE)
     builder = prompts_of(info, tables=tables, engines=lambda: (engine,))
@@ -112,7 +119,7 @@ async def test_who_made_the_ids_and_whether_they_are_exact(build, info_of, table
         return prompt.source, prompt.exact
 
     assert await of(CHAT, messages=HELLO) == ("local", False)
-    builder.exact = True
+    probed(builder)
     assert await of(CHAT, messages=HELLO) == ("local", True)
     assert await of(CHAT, messages=HELLO, tool_choice="none") == ("engine", True)
     assert await of(COMPLETIONS, prompt="hello") == ("local", True)
@@ -122,7 +129,7 @@ async def test_who_made_the_ids_and_whether_they_are_exact(build, info_of, table
 
 async def test_what_engines_differ_on_is_never_exact_where_none_can_be_asked(build, info_of, tables):
     builder = prompts_of(info_of(), tables=tables)
-    builder.exact = True
+    probed(builder)
     assert not (await build(None, CHAT, builder=builder, messages=HELLO, tool_choice="none")).exact
     for field in ("chat_template", "documents", "add_special_tokens"):
         assert await build(None, CHAT, builder=builder, messages=HELLO, **{field: "x"}) is None
@@ -230,7 +237,7 @@ async def test_a_tokenizer_that_is_loaded_is_not_used_before_it_is_checked(build
 async def test_the_engine_can_be_asked_instead(build, embedded, engine, tables):
     engines = [engine]
     builder = prompts_of(embedded, tables=tables, engines=lambda: engines)
-    builder.ask_engines()
+    builder.ask_engines("to try it")
     engine.alter = lambda path, body, ids: [1, *ids]
     ours = engine.tokenizer.chat(HELLO).token_ids.tolist()
     prompt = await build(None, CHAT, builder=builder, messages=HELLO, salt="s")
@@ -246,7 +253,7 @@ async def test_the_engine_can_be_asked_instead(build, embedded, engine, tables):
 @pytest.mark.parametrize(
     "fields",
     [
-        {"messages": [*HELLO, {"role": "assistant", "content": "Well,"}]},
+        {"messages": HELLO, "documents": [{"text": "a"}]},
         {"messages": HELLO, "reasoning_effort": "low"},
         {"messages": HELLO, "response_format": {"type": "json_object"}},
     ],
@@ -271,8 +278,7 @@ async def test_a_response_is_tokenised_by_an_engine_whoever_tokenises_chats(buil
         None,
         "s",
     )
-    assert builder.tokenizer is builder.local
-    builder.ask_engines()
+    builder.ask_engines("to try it")
     assert (await build(None, RESPONSES, builder=builder, input="hello", salt="s")) == prompt
     assert len(engine.asked) == 2
 

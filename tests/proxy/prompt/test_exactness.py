@@ -1,3 +1,4 @@
+import asyncio
 from array import array
 from dataclasses import replace
 
@@ -5,12 +6,13 @@ import msgspec
 import pytest
 
 from engine_adapter import Capability, EngineRejected, EngineUnavailable, JsonBody
-from proxy.prompt import PromptBuilder, PromptTables, audit_tokens, verify_exactness
-from proxy.prompt.exactness import ENOUGH_AGREED
-from proxy.prompt.tokenizer import EngineTokenizer
+from engine_adapter.prompt.forms import CHAT_FORMS, Form
+from proxy.prompt import PromptBuilder, PromptTables, audit_tokens, exactness, verify_exactness
+from proxy.prompt.trust import ENOUGH_AGREED
 from tests.fakes import prompts_of
 
 CHAT = "/v1/chat/completions"
+HELLO = {"role": "user", "content": "hello"}
 
 
 @pytest.fixture
@@ -22,47 +24,65 @@ def check(engine):
     return check
 
 
+def chat(**fields):
+    return JsonBody(msgspec.json.encode({"messages": [HELLO], **fields}))
+
+
 async def test_the_same_tokenizer_is_exact(check, embedded, engine):
+    """In all forms, as it renders with the same code."""
     builder, exactness = await check(embedded)
     assert (exactness.ok, exactness.source) == (True, "local")
-    assert f"on {len(engine.asked)} prompts" in exactness.detail
-    assert len(engine.asked) >= 9
-    assert builder.tokenizer is builder.local
+    assert "as the engine does in 11 forms" in exactness.detail
+    assert all(row.source == "local" and row.probed for row in builder.forms.rows.values())
+    assert len(engine.asked) >= 18
+    assert any(body.get("stream") for body in engine.asked)
     asked = len(engine.asked)
-    body = JsonBody(msgspec.json.encode({"messages": [{"role": "user", "content": "x"}]}))
-    assert await builder.build(CHAT, body, salt=None) is not None
+    assert (await builder.build(CHAT, chat(tool_choice="none"), salt=None)).exact
     assert len(engine.asked) == asked
 
 
+def has_messages(body):
+    return "messages" in body
+
+
 @pytest.mark.parametrize(
-    ("alter", "detail"),
+    ("is_off", "forms"),
     [
-        (lambda path, body, ids: [0, *ids], "differs on 'one message': token 0 is 1 here, 0 there"),
-        (lambda path, body, ids: [*ids, 1] if "tools" in body else ids, "differs on 'tools': "),
-        (lambda path, body, ids: ids if path == CHAT else ids[1:], "differs on 'text': "),
+        (has_messages, set(CHAT_FORMS)),
+        (lambda body: "tools" in body, {Form.TOOLS, Form.TOOL_CALLS, Form.REASONING}),
+        (lambda body: "prompt" in body, {Form.TEXT}),
+        (lambda body: "reasoning_content" in body.raw.decode(), {Form.REASONING}),
+        (lambda body: body.get("continue_final_message"), {Form.CONTINUED}),
+        (lambda body: b"parts" not in body.raw and b'"text":"one"' in body.raw, {Form.TEXT_PARTS}),
     ],
 )
-async def test_one_token_off_and_the_engine_is_asked_from_then_on(check, embedded, engine, alter, detail):
-    engine.alter = alter
-    builder, exactness = await check(embedded)
-    assert (exactness.ok, exactness.source) == (True, "engine")
-    assert detail in exactness.detail
-    assert isinstance(builder.tokenizer, EngineTokenizer)
+async def test_one_token_off_costs_one_form(check, info_of, engine, is_off, forms):
+    engine.alter = lambda path, body, ids: [0, *ids] if is_off(body) else ids
+    builder, exactness = await check(info_of(Capability.TOKENIZE))
+    rows = builder.forms.rows
+    unprobed = {Form.OTHER, Form.DOCUMENTS}
+    assert {form for form, row in rows.items() if row.source == "engine"} == forms | unprobed
+    assert all(row.ok for row in rows.values())
+    assert (exactness.ok, exactness.source) == (True, "engine" if Form.PLAIN in forms else "local")
+    assert all(f"{form}: '" in exactness.detail for form in forms - unprobed)
+    assert " here, 0 there" in exactness.detail
 
 
-async def test_a_chat_only_one_side_can_render_is_a_difference(check, embedded, engine):
-    def no_turns(path, body, ids):
-        if len(body.get("messages") or ()) > 1:
-            raise EngineRejected("no turns", status=400)
-        return ids
+async def test_special_tokens_are_looked_for_where_engines_read_them_otherwise(info_of, engine):
+    mark = min(engine.tokenizer.special_tokens)
+    engine.alter = lambda path, body, ids: [0, *ids] if mark in body.raw.decode() else ids
+    builder = prompts_of(info_of(Capability.TOKENIZE), tables=PromptTables(), engines=lambda: [engine])
+    await verify_exactness(builder, engine)
+    assert builder.forms.rows[Form.SPECIAL_TOKENS].source == "engine"
+    parts = [{"type": "text", "text": f"a {mark} b"}]
+    for content, source in ((f"x {mark}", "engine"), (parts, "engine"), ("x", "local"), ([], "engine")):
+        body = chat(messages=[{"role": "user", "content": content}])
+        assert (await builder.build(CHAT, body, salt=None)).source == source, content
 
-    engine.alter = no_turns
-    _, exactness = await check(embedded)
-    assert exactness.source == "engine"
-    assert "'system message': the engine refuses it (no turns)" in exactness.detail
 
+async def test_a_form_that_the_engine_refuses_is_asked_of_it(info_of, engine):
+    """For example tools, without a tool parser."""
 
-async def test_an_engine_that_is_not_set_up_for_tools_is_asked_about_them_alone(info_of, engine):
     def no_tools(path, body, ids):
         if "tools" in body:
             raise EngineRejected("tools are off", status=400)
@@ -72,20 +92,42 @@ async def test_an_engine_that_is_not_set_up_for_tools_is_asked_about_them_alone(
     builder = prompts_of(info_of(Capability.TOKENIZE), tables=PromptTables(), engines=lambda: [engine])
     exactness = await verify_exactness(builder, engine)
     assert (exactness.ok, exactness.source) == (True, "local")
-    assert "on 8 prompts" in exactness.detail
+    assert "tools: 'tools': the engine refuses it (tools are off)" in exactness.detail
 
     async def source(**fields):
-        prompt = await builder.build(CHAT, JsonBody(msgspec.json.encode(fields)), salt=None)
+        prompt = await builder.build(CHAT, chat(**fields), salt=None)
         return None if prompt is None else prompt.source
 
-    hello = {"role": "user", "content": "hello"}
     call = {"type": "function", "id": "c", "function": {"name": "f", "arguments": "{}"}}
     called = {"role": "assistant", "content": "", "tool_calls": [call]}
-    assert await source(messages=[hello]) == "local"
-    assert await source(messages=[hello, called, hello]) == "engine"
-    assert await source(messages=[hello, {"role": "tool", "content": "1"}]) == "engine"
+    assert await source() == "local"
+    assert await source(messages=[HELLO, called, HELLO]) == "engine"
+    assert await source(messages=[HELLO, {"role": "tool", "content": "1"}]) == "engine"
     # Only an engine could say, and it does not.
-    assert await source(messages=[hello], tools=[{"type": "function", "function": {"name": "f"}}]) is None
+    assert await source(tools=[{"type": "function", "function": {"name": "f"}}]) is None
+
+
+@pytest.mark.parametrize("wrong", [EngineUnavailable("late"), None])
+async def test_an_engine_that_does_not_answer_one_probe_costs_its_form(
+    check, info_of, engine, wrong, monkeypatch
+):
+    monkeypatch.setattr(exactness, "_PROBE_S", 0.2)
+    tokenize = engine.tokenize
+
+    async def no_parts(path, body):
+        if b'"text":"one"' in body.raw:
+            if wrong is not None:
+                raise wrong
+            await asyncio.sleep(60)
+        return await tokenize(path, body)
+
+    engine.tokenize = no_parts
+    builder, _ = await check(info_of(Capability.TOKENIZE))
+    rows = builder.forms.rows
+    assert rows[Form.TEXT_PARTS].source == "engine"
+    assert "did not answer" in rows[Form.TEXT_PARTS].detail
+    assert rows[Form.PLAIN].probed
+    assert rows[Form.TOOLS].probed
 
 
 async def test_a_chat_neither_side_can_render_is_none(check, embedded, engine, monkeypatch):
@@ -101,14 +143,14 @@ async def test_what_only_the_engine_can_render(embedded, engine):
     builder.local.tokenizer._tokenizer.chat_template = None
     exactness = await verify_exactness(builder, engine)
     assert exactness.source == "engine"
-    assert "only the engine can render it" in exactness.detail
+    assert "plain: 'one message': only the engine can render it" in exactness.detail
 
 
 async def test_without_a_tokenizer_here_the_engine_is_asked(check, info_of):
     builder, exactness = await check(info_of(Capability.TOKENIZE, tokenizer=None))
     assert (exactness.ok, exactness.source) == (True, "engine")
     assert "no tokenizer is known" in exactness.detail
-    assert isinstance(builder.tokenizer, EngineTokenizer)
+    assert builder.forms.source([Form.PLAIN]) == "engine"
 
 
 async def test_without_any_tokenizer_prompts_are_not_followed(info_of, engine):
@@ -124,7 +166,7 @@ async def test_an_engine_that_cannot_be_asked_leaves_it_unchecked(check, info_of
     builder, exactness = await check(info_of())
     assert (exactness.ok, exactness.source) == (False, "local")
     assert "unchecked" in exactness.detail
-    assert builder.tokenizer is builder.local
+    assert builder.forms.source([Form.PLAIN]) == "local"
 
 
 async def test_an_engine_that_goes_away_is_unavailable(check, embedded, engine):
@@ -163,7 +205,7 @@ class TestAudit:
         prompt = await build(asking)
         before = asking.exactness
         assert audit_tokens(asking, prompt, prompt.token_ids) is None
-        assert (asking.agreed, asking.differed, asking.exactness) == (1, 0, before)
+        assert (asking.agreed, asking.differed, asking.exactness.detail) == (1, 0, before.detail)
         assert (await build(asking)).exact
 
     async def test_one_token_off_and_the_engine_is_asked_from_then_on(self, asking, build, engine):
@@ -187,7 +229,7 @@ class TestAudit:
         assert (await build(asking)).exact
 
     async def test_an_engine_that_serves_others_than_it_tells_is_not_exact(self, asking, build):
-        asking.ask_engines()
+        asking.ask_engines("to try it")
         prompt = await build(asking)
         assert audit_tokens(asking, prompt, prompt.token_ids[1:]) is not None
         assert not asking.exactness.ok
@@ -195,6 +237,17 @@ class TestAudit:
         assert (later.source, later.exact) == ("engine", False)
         audit_tokens(asking, later, later.token_ids[1:])
         assert await build(asking) is None, "twice is no accident"
+
+    async def test_a_form_that_differs_alone_is_asked_of_the_engine(self, asking, build):
+        parts = [{"role": "user", "content": [{"type": "text", "text": "a"}]}]
+        prompt = await build(asking, messages=parts)
+        assert (prompt.source, prompt.exact) == ("local", True)
+        assert audit_tokens(asking, prompt, prompt.token_ids[1:]) is not None
+        assert "not in these: text parts: it made other ids" in asking.exactness.detail
+        later = await build(asking, messages=parts)
+        assert (later.source, later.exact) == ("engine", True)
+        plain = await build(asking)
+        assert (plain.source, plain.exact) == ("local", True)
 
     async def test_special_chats_alone_can_be_unknown(self, asking, build):
         special = await build(asking, tool_choice="none")

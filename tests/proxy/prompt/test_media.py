@@ -425,7 +425,7 @@ class TestTheTextBefore:
     async def test_so_it_is_by_an_engine_that_tokenises(self, builder_of, engine):
         builder = builder_of()
         here = await build(builder, chat(text("What is"), image()))
-        builder.ask_engines()
+        builder.ask_engines("to try it")
         assert (await build(builder, chat(text("What is"), image()))).token_ids == here.token_ids
         assert all("image_url" not in body.raw.decode() for body in engine.asked)
 

@@ -151,18 +151,6 @@ def test_what_no_engine_can_take_names_its_field(path, fields, param):
     assert caught.value.param == param
 
 
-HELLO = {"role": "user", "content": "hello"}
-CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-
-
-@pytest.mark.parametrize(
-    ("last", "expected"),
-    [(HELLO, False), ({"role": "tool", "content": "18"}, True), ({"tool_calls": [CALL]}, True)],
-)
-def test_whether_a_chat_has_tools(last, expected):
-    assert read(CHAT, messages=[HELLO, last]).has_tools is expected
-
-
 GENERATE = PromptFields(text="text", ids="input_ids", unless=frozenset({"image_data"}))
 COMPLETION = PromptFields(text="prompt", ids="prompt")
 

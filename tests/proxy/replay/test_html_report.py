@@ -7,10 +7,9 @@ from html import unescape
 import pytest
 
 from proxy.api.page import text_of
-from proxy.replay.batch import run_all
 from proxy.replay.html_report import as_html
 from proxy.replay.report import rows
-from proxy.replay.simulator import ReplayRun
+from proxy.replay.simulator import ReplayRun, run_all
 from tests.proxy.replay.making import ask, model_of, trace_of
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(1)>\"'&"

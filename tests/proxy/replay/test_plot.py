@@ -1,7 +1,6 @@
-from proxy.replay.batch import run_all
 from proxy.replay.plot import draw
 from proxy.replay.report import rows
-from proxy.replay.simulator import ReplayRun
+from proxy.replay.simulator import ReplayRun, run_all
 from tests.proxy.replay.making import ask, model_of, trace_of
 
 

@@ -1,13 +1,15 @@
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 
+from proxy.replay import simulator
 from proxy.replay.arrivals import speedup_for_load
 from proxy.replay.policy_names import NAMES, ORACLE, POLICIES
 from proxy.replay.simulated_engine import EngineModel
-from proxy.replay.simulator import ReplayRun, RunResult, quantile_of, simulate
+from proxy.replay.simulator import ReplayRun, RunResult, oracle_hits, quantile_of, run_all, simulate
 from proxy.replay.trace import read_trace
-from tests.proxy.replay.making import TRACES, ask, model_of, trace_of
+from tests.proxy.replay.making import TRACES, ask, chats, model_of, trace_of
 
 
 @pytest.fixture(scope="module")
@@ -121,3 +123,52 @@ def test_progress_tells_of_every_request(agents):
 def test_nothing_to_divide_by():
     outcome = RunResult(ReplayRun("kvpin", 1, model_of()), 0, 0, 1, 0, 0)
     assert (outcome.imbalance, outcome.exact_share, outcome.mean_ttft_s) == (None, None, None)
+
+
+def test_one_cache_for_all():
+    prompts = [ask((1, 2)), ask((7,)), ask((1, 2, 3))]
+    assert oracle_hits(prompts, 1, model_of(4)) == 200
+    assert oracle_hits([*prompts, ask((7,))], 2, model_of(4)) == 300
+
+
+def test_the_least_recently_used_goes_and_host_tiers_are_room_too():
+    prompts = [ask((1, 2)), ask((7, 8)), ask((1, 2))]
+    assert oracle_hits(prompts, 1, model_of(3)) == 100
+    assert oracle_hits(prompts, 1, model_of(3, host=1)) == 200
+
+
+def test_the_last_token_is_computed():
+    assert oracle_hits([ask((1, 2), tail=0)] * 2, 1, model_of(4)) == 100
+
+
+def test_processes_come_to_the_same():
+    trace = read_trace(TRACES / "agents.jsonl.gz")
+    runs = [ReplayRun(policy, 2, EngineModel(200_000), 4.0) for policy in ("kvpin", "sticky", "oracle")]
+    alone, beside = [], []
+    here = run_all(trace, runs, progress=alone.append)
+    assert run_all(trace, runs, jobs=2, progress=beside.append) == here
+    assert [outcome.run for outcome in here] == runs
+    assert sum(alone) == sum(beside) == 600
+
+
+def test_a_process_counts_what_it_has_served_before_its_run_ends(monkeypatch):
+    trace, counts = chats(100, 10, seed=1), []
+
+    class Counter:
+        value = 0
+
+        def get_lock(self):
+            counts.append(self.value)
+            return nullcontext()
+
+    monkeypatch.setattr(simulator, "_given", [])
+    simulator._take(trace, served := Counter())
+    simulator._run(ReplayRun("round-robin", 2, model_of(1000)))
+    assert counts == [0, 256, 512, 768]
+    assert served.value == len(trace.requests) == 1000
+
+
+def test_what_cannot_be_run_is_told_from_processes_too():
+    runs = [ReplayRun(policy, 2, model_of(1)) for policy in ("kvpin", "sticky")]
+    with pytest.raises(ValueError, match="no request of the trace fits"):
+        run_all(trace_of(ask((1, 2))), runs, jobs=2)

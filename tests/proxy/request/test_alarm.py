@@ -22,7 +22,6 @@ class World:
         self.alarm.set()
         for event in self.events:
             self.life.take(now(), event)
-            self.alarm.set()
         try:
             await asyncio.sleep(60)
         except asyncio.CancelledError:

@@ -11,7 +11,14 @@ class Response:
         self.status, self.headers = status, Headers(list(headers))
 
 
-@pytest.mark.parametrize("name", [b"connection", b"set-cookie", b"x-kvpin-engine", b"access-control-max-age"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(b"connection", b"set-cookie", b"x-kvpin-engine", b"access-control-max-age"),
+        *(b"clear-site-data", b"refresh", b"strict-transport-security", b"x-accel-redirect", b"alt-svc"),
+        b"location",  # on an answer that is no redirection
+    ],
+)
 def test_headers_that_end_here(name):
     kept = (b"x-engine", b"1")
     assert passed_on(Response(200, (name, b"x"), kept), SPEC) == [kept]

@@ -111,7 +111,14 @@ class TestReply:
 
     @pytest.mark.parametrize(
         ("last", "complete"),
-        [(b"data: 1\n\n", False), (b"data: [DONE]\n\n", True), (b"data: [DONE]\r\n\r\n", True)],
+        [
+            (b"data: the end is [DONE]\n\n", False),
+            (b"data: x\n\ndata: y data: [DONE]\n\n", False),
+            (b"data: x\n\ndata:[DONE]\r\n\r\n", True),
+            (b"data: 1\n\n", False),
+            (b"data: [DONE]\n\n", True),
+            (b"data: [DONE]\r\n\r\n", True),
+        ],
     )
     async def test_a_stream_is_complete_with_its_done(self, reply, client, last, complete):
         await reply.write(last)

@@ -9,7 +9,7 @@ from engine_adapter import EngineInfo
 from proxy.core.misses import Miss
 from proxy.core.placement.decision import Cost, Placement
 from proxy.prompt import Prompt
-from proxy.request.comparison import Comparison
+from proxy.request.comparison import Comparison, repeated_tokens
 from proxy.request.records import RequestLog, RequestRecord
 
 
@@ -174,7 +174,7 @@ class TestWhyItMissed:
         world.record("r1", tokens(64), body=chat)
         response = {"instructions": "Be brief.", "input": "two"}
         new = world.record(
-            "r2", [*tokens(40), *tokens(24, 100)], body=response, reported_tokens=32, route="/v1/y"
+            "r2", [*tokens(40), 5, *tokens(24, 40)], body=response, reported_tokens=32, route="/v1/y"
         )
         diagnosis = world.comparison.explain(new)
         assert (diagnosis.miss, diagnosis.at) == (Miss.INPUT, None)
@@ -186,10 +186,32 @@ class TestWhyItMissed:
     def test_a_response_goes_on_only_after_the_one_it_names(self, world, continued, miss):
         world.record("r1", tokens(64), body={"input": "Who wrote it?"}, answer_id="resp_1")
         body = {"input": "And when?", "previous_response_id": continued}
-        new = world.record("r2", [*tokens(40), *tokens(40, 100)], body=body, reported_tokens=32)
+        new = world.record("r2", [*tokens(40), 5, *tokens(40, 40)], body=body, reported_tokens=32)
         diagnosis = world.comparison.explain(new)
         assert diagnosis.miss is miss
         assert (diagnosis.at is not None) is (continued is None)
+
+    def test_another_question_about_the_same_document_is_no_miss(self, world):
+        world.record("r1", tokens(200))
+        new = world.record("r2", [*tokens(180), *tokens(20, 900)], reported_tokens=176)
+        assert world.comparison.explain(new).miss is Miss.SHARED
+
+    @pytest.mark.parametrize(
+        ("own", "repeated"),
+        [
+            ([*tokens(20), 5, *tokens(79, 21)], 79),
+            ([*tokens(20), *tokens(80, 900)], 0),
+            ([*tokens(20), *tokens(40, 900), *tokens(80, 20)], 80),
+            (tokens(20), 0),
+            ([*tokens(20), *tokens(9, 30)], 0),  # shorter than a sample
+            ([*tokens(20), *([1 << 8] * 40)], 0),  # bytes that are found between two tokens
+        ],
+    )
+    def test_how_many_tokens_are_repeated_behind_a_difference(self, own, repeated):
+        other = [*tokens(20), *([1] * 40)] if own[-1] == 1 << 8 else tokens(100)
+        found = repeated_tokens(Prompt(array("i", own)), Prompt(array("i", other)), 20)
+        assert found == pytest.approx(repeated, abs=20)
+        assert (found == 0) is (repeated == 0)
 
     def test_of_an_image_whose_tokens_are_not_known(self, world):
         def asked(name, data):

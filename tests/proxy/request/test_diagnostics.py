@@ -2,11 +2,12 @@ import json
 
 import pytest
 
-from engine_adapter import JsonBody
+from engine_adapter import Headers, JsonBody
 from proxy.core.misses import Diagnosis, Miss
 from proxy.request.diagnostics import APIS, Diagnosed
 
 RESPONSES, MESSAGES = APIS["/v1/responses"], APIS["/v1/messages"]
+CHATS = APIS["/v1/chat/completions"]
 MISSED = Diagnosis(Miss.TOOLS, "why", "r1", None, 20, 30, 44, 50)
 
 
@@ -70,7 +71,22 @@ class World:
     ],
 )
 def test_who_asks(api, body, asked):
-    assert api.asked(JsonBody(json.dumps(body).encode())) == asked
+    assert api.asked(JsonBody(json.dumps(body).encode()), Headers([])) == asked
+
+
+@pytest.mark.parametrize("api", APIS.values())
+def test_a_header_asks_too(api):
+    headers = Headers([(b"x-kvpin-compare-with", b"chatcmpl-1")])
+    assert api.asked(JsonBody(b"{}"), headers) == "chatcmpl-1"
+
+
+def test_nothing_more_is_read_once_the_id_is_known():
+    """A stream is long, and its first chunk has the id."""
+    world = World(CHATS, None)
+    world.stream(b'data: {"id": "chatcmpl-1"}\n\n', b'data: {"id": "chatcmpl-2"}\n\n', b"data: [DONE]\n\n")
+    assert world.ids == ["chatcmpl-1"]
+    assert world.through.write == world.client.write
+    assert world.client.body.endswith(b"[DONE]\n\n")
 
 
 class TestWholeAnswers:
@@ -139,6 +155,19 @@ class TestStreams:
         (line,) = (line for line in body.splitlines() if b"cache_miss" in line)
         assert json.loads(line[6:])["response"]["prompt_cache_diagnostics"]["reason"] == "tools_changed"
         assert world.compared == [("resp_1", 0)]
+
+    def test_a_chat_gets_it_in_the_chunk_with_the_usage(self):
+        world = World(CHATS, "chatcmpl-1")
+        text = b'data: {"id":"chatcmpl-2","choices":[{"delta":{"content":"usage"}}],"usage":null}\n\n'
+        usage = b'"usage":{"prompt_tokens":64,"prompt_tokens_details":{"cached_tokens":16}}'
+        world.stream(text, b'data: {"choices":[],' + usage + b"}\n\n", b"data: [DONE]\n\n")
+        assert (world.ids, world.compared) == (["chatcmpl-2"], [("chatcmpl-1", 16)])
+        first, last, end = world.client.body.split(b"\n\n")[:3]
+        assert (first + b"\n\n", end) == (text, b"data: [DONE]")
+        assert (
+            json.loads(last.removeprefix(b"data:"))["prompt_cache_diagnostics"]["reason"] == "tools_changed"
+        )
+        assert usage in last
 
     def test_a_message_gets_it_in_its_first_event_when_nothing_is_counted(self):
         world = World(MESSAGES, "msg_1", None)

@@ -1,7 +1,9 @@
+import pytest
+
 from engine_adapter import EngineRejected
 from proxy import errors
 from proxy.errors.codes import Code
-from proxy.request.error_table import code_of, status_of
+from proxy.request.error_table import code_of, refusal_of, status_of
 
 
 def test_a_subclass_answers_like_its_nearest_base():
@@ -23,3 +25,19 @@ def test_a_code_of_its_own_comes_before_its_classs():
 
 def test_a_bug_is_a_500():
     assert (code_of(KeyError()), status_of(KeyError())) == (Code.INTERNAL_ERROR, 500)
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (errors.NoMemory("m"), "memory"),
+        (errors.SlowBody("m"), "slow"),
+        (errors.BodyTooLarge("m"), "size"),
+        (errors.BadRequest("m", code=Code.TOO_COMPLEX), "shape"),
+        (errors.BadRequest("m", code=Code.ARRAY_ABOVE_MAX_LENGTH), "shape"),
+        (errors.BadRequest("m"), None),
+        (errors.NoEngine("m"), None),
+    ],
+)
+def test_a_refusal_has_the_reason_of_its_limit(error, reason):
+    assert refusal_of(error) == reason

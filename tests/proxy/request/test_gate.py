@@ -6,7 +6,7 @@ from proxy.core.budget import ByteBudget
 from proxy.core.quotas import TenantLimits
 from proxy.errors import NoMemory, RateLimited
 from proxy.request.gate import Admission, Gate
-from proxy.request.tenants import Tenants
+from proxy.request.tenants import ApiKey, Tenants
 
 
 def gate_with(bodies=100, **limits):
@@ -157,3 +157,38 @@ class TestParts:
                 part.spend_prompt(7)
                 part.spend(1)
             assert quota.take().tokens == 1
+
+
+class TestMemoryOfTenants:
+    def gate(self, longest=0):
+        keys = [ApiKey.of(f"sk-{name}", name) for name in ("alice", "bob")]
+        return Gate(Tenants(keys, {}), ByteBudget(100), longest)
+
+    def test_one_of_several_has_half(self):
+        gate = self.gate()
+        with gate.admit("alice", 50, 0.0) as first, gate.admit("alice", None, 0.0) as second:
+            first.hold(50)
+            with pytest.raises(NoMemory, match="the half that one of several tenants may have"):
+                second.hold(1)
+            with pytest.raises(NoMemory):
+                gate.admit("alice", 1, 0.0)
+            with gate.admit("bob", 50, 0.0) as third:
+                third.hold(50)
+                assert gate.bodies.used == 100
+            first.free_body()
+            second.hold(50)
+        assert gate.bodies.used == 0
+
+    def test_the_longest_body_fits(self):
+        with self.gate(80).admit("alice", 80, 0.0) as admitted:
+            admitted.hold(80)
+
+    def test_a_tenant_without_requests_costs_nothing(self):
+        gate = self.gate()
+        gate.admit("alice", 50, 0.0).close()
+        assert not gate._by_tenant
+
+    def test_one_alone_has_all(self):
+        gate = gate_with(bodies=100)
+        with gate.admit("alice", 100, 0.0) as admitted:
+            admitted.hold(100)

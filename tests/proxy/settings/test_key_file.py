@@ -43,6 +43,8 @@ def test_two_that_make_it_at_once_take_the_same_key(tmp_path, monkeypatch):
         ("key", 0o620, "chmod 600"),
         ("", 0o600, "one key, in one line"),
         ("one\ntwo\n", 0o600, "one key, in one line"),
+        ("k" * 4097, 0o600, "more than 4096 characters"),
+        ("k" * 4096 + "\n", 0o600, "more than 4096 characters"),
     ],
 )
 def test_a_file_that_protects_nothing_is_refused(tmp_path, text, mode, said):
@@ -50,6 +52,22 @@ def test_a_file_that_protects_nothing_is_refused(tmp_path, text, mode, said):
     file.write_text(text)
     file.chmod(mode)
     with pytest.raises(ValueError, match=said):
+        key_in(file)
+
+
+def test_a_file_of_another_user_is_refused(tmp_path, monkeypatch):
+    """They can read it, and change it. Root can anyway: a Secret of Kubernetes is root's."""
+    file, mine = tmp_path / "admin.key", os.geteuid()
+    file.write_text("key")
+    file.chmod(0o600)
+    monkeypatch.setattr(os, "geteuid", lambda: mine + 1)
+    if mine:
+        with pytest.raises(ValueError, match="belongs to another user"):
+            key_in(file)
+        return
+    assert key_in(file) == "key"
+    os.chown(file, 1234, -1)
+    with pytest.raises(ValueError, match="belongs to another user"):
         key_in(file)
 
 

@@ -185,6 +185,7 @@ def test_an_unknown_part_of_a_variable_in_json(monkeypatch):
         ("limits = 3", "setting 'limits' (in {file}) cannot be used: "),
         ("admin_key = ''", "setting 'admin_key' (in {file}) cannot be used: a key must not be empty"),
         ("admin_key = 'a'\n[[api_keys]]\nkey = 'a'", "admin_key must differ from every key in api_keys"),
+        ("metrics_key = 'a'\n[[api_keys]]\nkey = 'a'", "metrics_key must differ from every key in api_keys"),
         ("port = ", "settings file {file} is not TOML: "),
         ("port = " + "1" * 5000, "settings file {file} is not TOML: "),
         ("state_dir = ''", "setting 'state_dir' (in {file}) cannot be used: a path must not be empty"),

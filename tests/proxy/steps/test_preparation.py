@@ -1,9 +1,14 @@
-"""Model names on their way to engines, over real sockets."""
+"""How requests are read: model names on their way to engines, and long bodies one after the other."""
 
+import asyncio
 import re
 
 import pytest
 
+from engine_adapter import Headers, JsonBody
+from proxy.request.calls import Call
+from proxy.steps import preparation
+from proxy.steps.preparation import Preparation
 from tests.fakes import (
     ASK,
     CHAT,
@@ -80,3 +85,34 @@ class TestNames:
                 await proxy.settled()
             assert proxy.last.placement.predicted_tokens > 0
             assert next(each.prompt.token_ids for each in proxy.requests) == proxy.last.prompt.token_ids
+
+
+async def test_a_tenants_long_bodies_are_read_one_after_the_other_and_hold_up_nobody_else(monkeypatch):
+    monkeypatch.setattr(preparation, "_LONG_BYTES", 100)
+    begun, may_end = [], asyncio.Event()
+
+    class Slow:
+        async def find(self, call):
+            begun.append(call.request_id)
+            await may_end.wait()
+            raise LookupError
+
+    def call(name, tenant, length):
+        body = JsonBody(b'{"text": "%b"}' % (b"x" * length))
+        return Call(name, "POST", CHAT, Headers([]), body, tenant=tenant)
+
+    steps = Preparation(Slow(), None, None, {}, reuse=True)
+    calls = [
+        call("first", "ada", 200),
+        call("second", "ada", 200),
+        call("short", "ada", 1),
+        call("bob", "bob", 200),
+    ]
+    tasks = [asyncio.create_task(steps.prepare(each)) for each in calls]
+    await asyncio.sleep(0.01)
+    assert begun == ["first", "short", "bob"]
+    may_end.set()
+    ended = await asyncio.gather(*tasks, return_exceptions=True)
+    assert begun[-1] == "second"
+    assert all(isinstance(each, LookupError) for each in ended)
+    assert not steps._turns  # no lock is kept

@@ -11,7 +11,8 @@ from starlette.routing import Route
 from proxy.api.workers.merging_app import MergedAnswers
 from proxy.api.workers.missed_changes import PATH, Changes, heard
 from proxy.api.workers.siblings import Siblings
-from proxy.control.kept_prompts import PROMPTS_PATH
+from proxy.control.prefixes import PROMPTS_PATH
+from proxy.core.drains import DrainBook
 from tests.proxy.api.workers.test_siblings import at_socket
 
 ADMIN = "/admin/v1"
@@ -57,7 +58,7 @@ async def two(tmp_path, **options):
     """A client of worker 1, and both workers."""
     own, other = Worker(1, **options), Worker(2)
     siblings = Siblings([tmp_path / "2.http"])
-    app = MergedAnswers(own.app, siblings, Changes(), nothing, shared=True)
+    app = MergedAnswers(own.app, siblings, Changes(DrainBook()), nothing, shared=True)
     async with at_socket(other.app, tmp_path / "2.http"):
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
             yield client, own, other
@@ -99,9 +100,9 @@ async def test_what_a_worker_was_asked_by_another_goes_no_further(tmp_path):
     async with two(tmp_path) as (_, own, other):
 
         async def from_peer(scope, receive, send):
-            await MergedAnswers(own.app, Siblings([tmp_path / "2.http"]), Changes(), nothing, shared=True)(
-                {**scope, "kvpin.from_peer": True}, receive, send
-            )
+            await MergedAnswers(
+                own.app, Siblings([tmp_path / "2.http"]), Changes(DrainBook()), nothing, shared=True
+            )({**scope, "kvpin.from_peer": True}, receive, send)
 
         async with httpx.AsyncClient(transport=httpx.ASGITransport(from_peer), base_url="http://x") as peer:
             assert (await peer.get("/metrics")).text.splitlines()[1] == "kvpin_x_total 1.0"
@@ -123,20 +124,18 @@ async def test_it_tells_another_worker_and_nobody_else_of_changes_and_prompts(tm
         return b"prompts"
 
     own, is_peer = Worker(2), True  # it knows the engine x
-    app = MergedAnswers(own.app, Siblings([]), Changes(), prompts, shared=True)
+    app = MergedAnswers(own.app, Siblings([]), Changes(DrainBook()), prompts, shared=True)
 
     async def asked(scope, receive, send):
         await app({**scope, "kvpin.from_peer": is_peer}, receive, send)
 
     async with httpx.AsyncClient(transport=httpx.ASGITransport(asked), base_url="http://x") as client:
         await client.post(f"{ADMIN}/engines", json={"kind": "vllm"})
-        await client.post(f"{ADMIN}/engines/y/drain", json={})
         await client.delete(f"{ADMIN}/engines/x")
         await client.post(f"{ADMIN}/flush", json={})
         told = heard((await client.get(PATH)).content)
-        assert [(each.method, each.target, each.body) for each in told] == [
+        assert [(each.method, each.target, each.body) for each in told.changes] == [
             ("POST", f"{ADMIN}/engines", b'{"kind":"vllm","id":"vllm-2"}'),
-            ("POST", f"{ADMIN}/engines/y/drain", b"{}"),
             ("DELETE", f"{ADMIN}/engines/x", b""),
         ]
         assert (await client.get(PROMPTS_PATH)).content == b"prompts"

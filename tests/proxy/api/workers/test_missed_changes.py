@@ -3,6 +3,7 @@
 import pytest
 
 from proxy.api.workers.missed_changes import Change, ChangeKind, Changes, heard
+from proxy.core.drains import DrainBook, DrainMark
 
 
 def change(kind, number):
@@ -13,20 +14,21 @@ def change(kind, number):
     ("carried_out", "counts"),
     [
         (["add"], [0]),
-        (["add", "drain"], [0, 1]),
-        (["add", "drain", "drain"], [0, 2]),
-        (["add", "drain", "remove"], []),
-        (["drain", "drain"], [1]),
-        (["drain", "remove"], [1]),  # the settings name it
+        (["add", "remove"], []),
+        (["remove"], [0]),  # the settings name it
         (["remove", "add"], [0, 1]),
-        (["remove", "add", "drain", "remove"], [3]),
-        (["remove", "add", "drain", "remove", "add"], [3, 4]),
+        (["remove", "add", "remove"], [2]),
+        (["remove", "add", "remove", "add"], [2, 3]),
     ],
 )
 def test_what_a_newcomer_must_do(carried_out, counts):
-    changes = Changes()
-    changes.note("other", change("drain", 9))
+    drains = DrainBook()
+    changes = Changes(drains)
+    changes.note("other", change("remove", 9))
     made = [change(kind, number) for number, kind in enumerate(carried_out)]
     for each in made:
         changes.note("e", each)
-    assert heard(changes.told()) == [change("drain", 9), *(made[number] for number in counts)]
+    drains.order("gpu1:8000", drained=True, now=5.0)
+    told = heard(changes.told())
+    assert told.changes == [change("remove", 9), *(made[number] for number in counts)]
+    assert told.drains == [DrainMark("gpu1:8000", True, 5.0)]

@@ -5,10 +5,11 @@ import pytest
 from proxy.cli.engine_check.display import show_examination
 
 FOUND = {
-    "kind": "vllm", "version": "", "detected": False, "model": "m", "loras": [], "max_model_len": None,
+    "kind": "vllm", "version": "", "detected": False, "model": "m", "models": {}, "loras": [],
+    "max_model_len": None,
     "tokens_per_block": None, "gpu_blocks": 5, "host_blocks": None, "running": 0, "waiting": 0, "can": [],
     "cannot": {"pin": "restart it", "offload": "add LMCache"}, "view": {"detail": "[none]"},
-    "tokenisation": {"detail": "here"}, "probe": None, "findings": [],
+    "tokenisation": {"detail": "here", "forms": {}}, "probe": None, "findings": [],
 }  # fmt: skip
 
 
@@ -40,3 +41,8 @@ def test_a_probe_that_failed_is_a_finding_and_no_comparison(capsys, error, is_sh
     probe = {"error": error, "reported": 48, "n_tokens": 49, "predicted": 48}
     compared = "probe sent twice: the engine reports 48 of 49 tokens reused, kvpin predicted 48"
     assert (compared in shown(capsys, probe=probe)) is is_shown
+
+
+def test_the_models_of_a_router_are_listed_with_their_states(capsys):
+    lines = shown(capsys, model="", models={"a": "loaded", "b": "unloaded"})
+    assert lines[1:3] == ["router a: loaded", "b: unloaded"]

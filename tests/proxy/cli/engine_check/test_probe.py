@@ -5,7 +5,15 @@ from dataclasses import replace
 
 import pytest
 
-from engine_adapter import BlocksStored, Capability, EngineUnavailable, Tier, ViewCurrent, ViewLost
+from engine_adapter import (
+    BlocksRemoved,
+    BlocksStored,
+    Capability,
+    EngineUnavailable,
+    Tier,
+    ViewCurrent,
+    ViewLost,
+)
 from proxy.cli.engine_check import probe
 from proxy.cli.engine_check.probe import ProbedEngine
 from proxy.prompt import PromptBuilder, PromptTables
@@ -30,7 +38,8 @@ class TestFirstView:
     )
     async def test_comes_with_what_the_engine_holds(self, current, said):
         adapter = FakeAdapter()
-        for event in (ViewLost("connected"), STORED, current):
+        gone = BlocksStored(Tier.GPU, None, (3,), array("i", range(100, 116)), 16)
+        for event in (ViewLost("connected"), STORED, gone, BlocksRemoved(Tier.GPU, (3,)), current):
             adapter.feed.put_nowait(event)
         async with ward_of(adapter, capabilities=EVENTS) as ward:
             view = await ward.first_view(takes_events=False)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from proxy.core.index.blocks import extend
-from proxy.core.index.runs import RUN_BLOCKS, Point, Run
+from proxy.core.index.runs import RUN_BLOCKS, BlockRun, Point
 
 POOL = 4
 ROOT = 77
@@ -22,7 +22,7 @@ def names(n, first=0):
 
 
 def run_of(tokens, size, *, extra_ids=None):
-    run = Run(Point(ROOT), size, POOL)
+    run = BlockRun(Point(ROOT), size, POOL)
     run.append(names(len(tokens) // size), array("i", tokens), extra_ids, 1)
     return run
 
@@ -50,7 +50,7 @@ def test_a_chain_goes_on_from_the_end_of_any_block(size, marked):
     first = run_of(range(12), size, extra_ids=extra_ids and extra_ids[:12])
     for at in range(12 // size):
         end = (at + 1) * size
-        later = Run(first.after(at), 1, POOL)
+        later = BlockRun(first.after(at), 1, POOL)
         rest = extra_ids[end:] if extra_ids is not None and any(extra_ids[end:]) else None
         hashes = later.append(names(24 - end), array("i", range(end, 24)), rest, 1)
         assert list(hashes) == whole[end // POOL :]
@@ -58,7 +58,7 @@ def test_a_chain_goes_on_from_the_end_of_any_block(size, marked):
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=8), st.integers(1, 6))
 def test_appending_bit_by_bit_is_appending_at_once(parts, size):
-    run, at = Run(Point(ROOT), size, POOL), 0
+    run, at = BlockRun(Point(ROOT), size, POOL), 0
     given_hashes = []
     for n in parts:
         given_hashes += run.append(names(n, at), array("i", range(at * size, (at + n) * size)), None, 1)
@@ -97,7 +97,7 @@ def test_a_full_run_has_room_for_every_bit():
 
 def test_a_run_of_one_block_that_is_known_by_its_hashes():
     hashes = chain(range(8))
-    run = Run.of_block("x", hashes, POOL)
+    run = BlockRun.of_block("x", hashes, POOL)
     assert (run.names, run.size, run.held, run.is_whole) == (["x"], 8, 0, True)
     assert list(run.hashes_of(0)) == hashes
     assert run.after(0) == Point(hashes[-1])

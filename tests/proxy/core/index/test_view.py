@@ -14,13 +14,11 @@ from engine_adapter.types import (
     ViewLost,
     ViewResumed,
 )
-from proxy.core.index import slices as slices_module
 from proxy.core.index import view as module
 from proxy.core.index.blocks import extend, namespace_root
 from proxy.core.index.prefix_index import Match, PrefixIndex
 from proxy.core.index.runs import KeptRun
-from proxy.core.index.slices import slices
-from proxy.core.index.view import EngineView
+from proxy.core.index.view import SLICE_NAMES, SLICE_TOKENS, EngineView, slices
 
 SIZE = 4  # tokens per block of the pool
 
@@ -414,8 +412,8 @@ step = st.tuples(
 @given(st.sampled_from([1, 2, 3, 4, 6, 8, 12]), prompts, st.lists(step, min_size=10, max_size=30))
 def test_events_in_any_order_give_the_index_of_a_naive_model(size, chosen, steps):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(slices_module, "SLICE_TOKENS", 2 * size)
-        patch.setattr(slices_module, "SLICE_NAMES", 2)
+        patch.setattr(module, "SLICE_TOKENS", 2 * size)
+        patch.setattr(module, "SLICE_NAMES", 2)
         worlds = Worlds(size, chosen)
         for *step, sliced in steps:
             worlds.step(*step, sliced=sliced)
@@ -447,3 +445,46 @@ def test_after_a_restart_nothing_is_claimed_that_is_not_held(size, chosen, steps
     assert names[0] <= names[1]
     for tier in Tier:
         assert worlds.index.held("e", tier) <= len(worlds.naive.entries(tier))
+
+
+def long_run(blocks, size, **changes):
+    fields = {"parent": 7, "hashes": tuple(range(100, 100 + blocks)), "salt": "s"} | changes
+    return BlocksStored(Tier.GPU, token_ids=array("i", range(blocks * size)), tokens_per_block=size, **fields)
+
+
+def test_a_long_run_becomes_runs_that_follow_each_other():
+    step = SLICE_TOKENS // 32
+    extra_ids = array("Q", range(32 * (step + 2)))
+    parts = list(slices(long_run(step + 2, 32, extra_ids=extra_ids)))
+    assert [part.parent for part in parts] == [7, 100 + step - 1]
+    assert [len(part.hashes) for part in parts] == [step, 2]
+    assert sum((part.token_ids for part in parts), array("i")) == array("i", range(32 * (step + 2)))
+    assert sum((part.extra_ids for part in parts), array("Q")) == extra_ids
+
+
+def test_a_block_is_never_cut():
+    parts = list(slices(long_run(3, SLICE_TOKENS * 2)))
+    assert [len(part.hashes) for part in parts] == [1, 1, 1]
+
+
+def test_names_alone_and_removals_are_cut_by_number():
+    named = BlocksStored(Tier.HOST, None, tuple(range(SLICE_NAMES + 1)), array("i"), 0)
+    gone = BlocksRemoved(Tier.GPU, tuple(range(2 * SLICE_NAMES)))
+    assert [len(part.hashes) for part in slices(named)] == [SLICE_NAMES, 1]
+    assert [len(part.hashes) for part in slices(gone)] == [SLICE_NAMES, SLICE_NAMES]
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        long_run(2, 16),
+        long_run(SLICE_TOKENS, 2, hashes=(1, 2)),
+        BlocksStored(Tier.GPU, None, (1,), array("i", [5]), 0),
+        BlocksRemoved(Tier.GPU, (1,)),
+        CacheCleared(),
+        ViewLost("x"),
+    ],
+    ids=["short", "tokens that do not fit", "no size", "removal", "clearing", "loss"],
+)
+def test_others_stay_whole(event):
+    assert list(slices(event)) == [event]

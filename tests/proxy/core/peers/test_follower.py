@@ -6,8 +6,8 @@ import pytest
 
 from engine_adapter import Tier
 from proxy.core.index.blocks import Chain
-from proxy.core.peers.follower import Follower
-from proxy.core.peers.messages import Ask, Batch, Heartbeat
+from proxy.core.peers.follower import Follower, RoundTrip
+from proxy.core.peers.messages import AskListing, Batch, Heard, Heartbeat
 from proxy.core.peers.telling import OwnRequests
 from proxy.core.placement.load import Work
 from proxy.core.placement.placer import Placer
@@ -101,7 +101,7 @@ def test_an_answer_that_does_not_stream(world):
 
 
 def test_what_is_not_about_requests_is_handed_back(world):
-    ask = Ask(3, contents=True)
+    ask = AskListing(3, contents=True)
     assert world.send(ask, Heartbeat(0, 0)) == [ask]
 
 
@@ -243,7 +243,26 @@ def test_requests_of_a_peer_that_is_behind_count_when_they_are_over(world):
 def test_a_peer_that_is_behind_moves_no_conversation(world):
     world.follower.note_behind(2.0, is_behind=True)
     world.here.placer.add("other", gpu_blocks=100)
-    world.here.placer.begin_on(1.0, "other", Work(165), CHAIN, session=5)
+    world.here.placer.begin(1.0, "other", Work(165), CHAIN, session=5)
     world.begin().ended(80, None)
     world.send()
     assert world.here.placer.last_engine(5) == "other"
+
+
+def test_a_round_trip_is_measured_by_the_own_clock_alone():
+    here, there = RoundTrip(), RoundTrip()
+    assert there.answer(0.0, 1) is None
+    there.heard(5001.0, sent=10.0)  # of its clock, and of this one
+    answer = there.answer(5001.7, 1)
+    assert (answer.of, answer.sent) == (1, 10.0)
+    here.measure(10.9, answer)
+    assert here.seconds is None
+    here.measure(10.9, answer)
+    assert round(here.seconds, 3) == 0.2
+
+
+def test_several_long_trips_in_succession_are_a_delay():
+    trip = RoundTrip()
+    for seconds, is_behind in ((0.1, False), (2.0, False), (2.1, True), (0.2, False), (1.9, False)):
+        trip.measure(100.0 + seconds, Heard(1, 99.0, 1.0))
+        assert trip.is_behind is is_behind

@@ -6,8 +6,8 @@ from proxy.core.peers import messages
 from proxy.core.peers.messages import (
     Batch,
     Begun,
-    Ended,
     Heartbeat,
+    RequestOver,
     Used,
     batch_of,
     chain_of,
@@ -25,7 +25,13 @@ BEGUN = Begun(1, "a", packed([7, 2**64 - 1]), 40, Work(8, 16), streams=True, kno
 
 def test_a_batch_comes_back_as_it_was():
     batch = Batch(
-        3, [BEGUN, Ended(1, None, Report(3, 4, (5, 0.5))), Used("t", Use(1, 2, 3)), Heartbeat(0, 2**64 - 1)]
+        3,
+        [
+            BEGUN,
+            RequestOver(1, None, Report(3, 4, (5, 0.5))),
+            Used("t", Use(1, 2, 3)),
+            Heartbeat(0, 2**64 - 1),
+        ],
     )
     frame = frame_of(2**63, batch)
     assert owner_of(frame) == 2**63

@@ -1,5 +1,14 @@
 from proxy.core.index.blocks import Chain
-from proxy.core.peers.messages import Answered, Begun, Ended, FirstToken, Heartbeat, Listing, Refined, packed
+from proxy.core.peers.messages import (
+    AnsweredWhole,
+    Begun,
+    FirstToken,
+    Heartbeat,
+    Listing,
+    Refined,
+    RequestOver,
+    packed,
+)
 from proxy.core.peers.telling import OwnRequests, digest_of
 from proxy.core.placement.load import Work
 
@@ -22,7 +31,7 @@ def test_a_request_is_told_from_its_begin_to_its_end():
     telling.ended(4, None)
     begun, *rest = own.take()
     assert begun == Begun(1, "a", packed([1, 2]), 40, Work(9), streams=True, known=True, session=5)
-    assert rest == [Refined(1, Work(4)), FirstToken(1), Ended(1, 4, None)]
+    assert rest == [Refined(1, Work(4)), FirstToken(1), RequestOver(1, 4, None)]
     assert own.take() == []
     assert len(woken) == 1
 
@@ -32,7 +41,7 @@ def test_after_all_was_taken_the_next_message_wakes_again():
     begin(own)
     own.take()
     begin(own, streams=False).answered()
-    assert own.take()[1:] == [Answered(2)]
+    assert own.take()[1:] == [AnsweredWhole(2)]
     assert len(woken) == 2
 
 

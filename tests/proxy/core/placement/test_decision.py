@@ -18,10 +18,9 @@ from proxy.core.placement.decision import (
     place_least_loaded,
     predict,
 )
-from proxy.core.placement.in_use import InUse
+from proxy.core.placement.in_use import InUse, Residents
 from proxy.core.placement.load import LoadView, Work
 from proxy.core.placement.rates import EngineRates, PoolRates
-from proxy.core.placement.residents import Residents
 
 # All that is idle comes back; a second of prefill is one of three that all wait for in the end.
 BUSY = Outlook(now=100.0, strain=3.0, returns=lambda _idle_s: 1.0)

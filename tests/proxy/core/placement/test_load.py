@@ -7,8 +7,8 @@ from proxy.core.placement.load import (
     MANY,
     REPORT_S,
     EngineLedger,
+    LoadSample,
     LoadView,
-    Sample,
     Spent,
     Work,
 )
@@ -121,7 +121,7 @@ class TestUnseen:
         # The engine turned to the unseen one at 2.0 at the latest, and is done with it by now.
         fourth, fifth = begin(ledger, 11.0), begin(ledger, 11.0)
         assert ledger.first_token(12.0, fourth) is None
-        assert ledger.first_token(13.0, fifth) == Sample(THOUSAND, 1.0, 3.5)
+        assert ledger.first_token(13.0, fifth) == LoadSample(THOUSAND, 1.0, 3.5)
 
 
 class TestWholeAnswers:
@@ -170,8 +170,8 @@ class TestLearning:
 
     def test_alone_it_is_from_placement_to_first_token(self, ledger):
         work = Work(1000, host=200, disk=30)
-        assert ledger.first_token(0.4, begin(ledger, 0.0, 1.0, work)) == Sample(work, 0.4, 0)
-        assert ledger.first_token(9.5, begin(ledger, 9.0, 1.0, work)) == Sample(work, 0.5, 1)
+        assert ledger.first_token(0.4, begin(ledger, 0.0, 1.0, work)) == LoadSample(work, 0.4, 0)
+        assert ledger.first_token(9.5, begin(ledger, 9.0, 1.0, work)) == LoadSample(work, 0.5, 1)
 
     def test_those_that_keep_it_busy_are_measured_together(self, ledger):
         prompts = ((0.0, 100), (0.1, 600), (0.3, 800))
@@ -179,7 +179,7 @@ class TestLearning:
         # Two came of one step, and one overtook another: of each alone that tells nothing.
         assert ledger.first_token(1.0, third) is None
         assert ledger.first_token(1.0, first) is None
-        assert ledger.first_token(1.5, second) == Sample(Work(500), 0.5, 1)
+        assert ledger.first_token(1.5, second) == LoadSample(Work(500), 0.5, 1)
 
     def test_a_queue_that_never_ends_is_measured_by_the_many(self, ledger):
         tickets, samples = [begin(ledger)], []
@@ -187,29 +187,29 @@ class TestLearning:
             tickets.append(begin(ledger, step - 0.5))
             samples.append(ledger.first_token(float(step), tickets.pop(0)))
         assert [at for at, sample in enumerate(samples, 1) if sample] == [MANY, 2 * MANY]
-        assert samples[MANY - 1] == Sample(THOUSAND, 1.0, (MANY - 1) / 2)
+        assert samples[MANY - 1] == LoadSample(THOUSAND, 1.0, (MANY - 1) / 2)
 
     def test_what_failed_spoils_the_measure_up_to_the_next_first_token(self, ledger):
         first, failed, third, last = (begin(ledger) for _ in range(4))
         assert ledger.first_token(1.0, first) is None
         ledger.end(1.2, failed)
         assert ledger.first_token(2.0, third) is None
-        assert ledger.first_token(2.5, last) == Sample(THOUSAND, 0.5, 2)
+        assert ledger.first_token(2.5, last) == LoadSample(THOUSAND, 0.5, 2)
 
     def test_the_requests_of_others_blur_it(self, ledger):
         ledger.reported(0.0, 3)
         first, second = begin(ledger), begin(ledger)
         assert ledger.first_token(1.0, first) is None
-        assert ledger.first_token(2.0, second) == Sample(THOUSAND, 1.0, 3.5, blurred=True)
+        assert ledger.first_token(2.0, second) == LoadSample(THOUSAND, 1.0, 3.5, blurred=True)
         ledger.reported(3.0, 2)
-        assert ledger.first_token(4.0, begin(ledger, 3.0)) == Sample(THOUSAND, 1.0, 2)
+        assert ledger.first_token(4.0, begin(ledger, 3.0)) == LoadSample(THOUSAND, 1.0, 2)
 
     def test_a_prompt_that_is_not_known_teaches_nothing_nor_do_those_it_kept_waiting(self, ledger):
         first, unknown, last = begin(ledger), ledger.begin(0.0, 0.0, None), begin(ledger)
         ledger.refine(unknown, 9.0, THOUSAND)
         assert ledger.first_token(1.0, first) is None
         assert ledger.first_token(5.0, unknown) is None
-        assert ledger.first_token(6.0, last) == Sample(THOUSAND, 1.0, 2)
+        assert ledger.first_token(6.0, last) == LoadSample(THOUSAND, 1.0, 2)
 
     def test_rates_that_change_say_nothing_of_a_prompt_that_is_not_known(self, ledger):
         ledger.begin(0.0, 0.5, None)

@@ -36,14 +36,19 @@ def place(placer, now, chain, *names):
     return placer.place(now, candidates, chain)
 
 
+def begin_at(placer, now, placement, chain, **more):
+    """The request goes where it was placed."""
+    return placer.begin(now, placement.engine, placement.work, chain, **more)
+
+
 def begin(placer, now, chain, *names, **more):
-    return placer.begin(now, place(placer, now, chain, *names), chain, **more)
+    return begin_at(placer, now, place(placer, now, chain, *names), chain, **more)
 
 
 def serve(placer, now, chain, *, took_s=0.1, session=None):
     """A streamed request from beginning to end, alone; returns its engine and the cached tokens predicted."""
     placement = place(placer, now, chain)
-    placed = placer.begin(now, placement, chain, session=session)
+    placed = begin_at(placer, now, placement, chain, session=session)
     placer.first_token(now + took_s, placed)
     placer.index.store(placement.engine, Tier.GPU, chain.hashes)
     placer.end(now + took_s + 1.0, placed, placement.uncached_tokens)
@@ -75,10 +80,10 @@ class TestEngines:
     def test_what_was_begun_before_it_was_lost_settles_without_a_trace(self, placer):
         chain = prompt(1)
         placement = place(placer, 0.0, chain)
-        tickets = [placer.begin(0.0, placement, chain)]
+        tickets = [begin_at(placer, 0.0, placement, chain)]
         placer.remove(placement.engine)
         placer.add(placement.engine)
-        tickets.append(placer.begin(1.0, placement, chain))
+        tickets.append(begin_at(placer, 1.0, placement, chain))
         placer.settled(tickets[0])
         assert placer.index.pending(placement.engine) == len(chain.hashes)
         placer.remove(placement.engine)
@@ -112,7 +117,7 @@ class TestCandidates:
     def test_say_what_is_known_of_an_engine(self, placer):
         chain = prompt(1)
         placement = place(placer, 0.0, chain)
-        placer.begin(0.0, placement, chain)
+        begin_at(placer, 0.0, placement, chain)
         told = placer.candidate(0.0, "a", Match(gpu=3), forecast=Forecast(7), complete=False, is_last=True)
         assert (told.engine, told.tokens_per_block, told.match) == ("a", 16, Match(gpu=3))
         assert (told.load.in_flight, told.load.queue_s) == (1, pytest.approx(161 / 4000))
@@ -162,7 +167,7 @@ class TestPlacement:
         early, late = place(placer, 10.0, chain), place(placer, 10.0, chain)
         at_once = early.costs
         for name in "abab":
-            placer.begin(10.0, place(placer, 10.0, prompt(7, blocks=90), name), prompt(7, blocks=90))
+            begin_at(placer, 10.0, place(placer, 10.0, prompt(7, blocks=90), name), prompt(7, blocks=90))
         placer.rates.computed(1000, 9.0, 3)
         placer.wipe("a")
         assert late.costs == at_once
@@ -181,14 +186,14 @@ class TestPlacement:
         placements = []
         for _ in range(4):
             placements.append(place(placer, 0.0, chain))
-            placer.begin(0.0, placements[-1], chain)
+            begin_at(placer, 0.0, placements[-1], chain)
         assert {placement.engine for placement in placements} == {"a"}
         assert [placement.predicted_tokens for placement in placements] == [0, 1440, 1440, 1440]
         assert [placement.chosen.pending_tokens for placement in placements] == [0, 1440, 1440, 1440]
 
     def test_an_unknown_prompt_goes_where_the_fewest_requests_are(self, placer):
         first = place(placer, 0.0, None)
-        placed = placer.begin(0.0, first, None, streams=False)
+        placed = begin_at(placer, 0.0, first, None, streams=False)
         second = place(placer, 0.0, None)
         assert (first.rule, {first.engine, second.engine}) == ("least loaded", {"a", "b"})
         placer.end(1.0, placed, 0)
@@ -201,7 +206,7 @@ class TestPlacement:
         for second in range(600):
             chain = prompt(second, blocks=200)
             placement = place(placer, float(second), chain)
-            placed = placer.begin(float(second), placement, chain)
+            placed = begin_at(placer, float(second), placement, chain)
             placer.first_token(second + 0.8, placed)
             placer.end(second + 0.9, placed, None)
             placer.settled(placed)
@@ -214,7 +219,7 @@ class TestPlacement:
         for second in range(5):
             for _ in range(4):
                 placement = place(placer, float(second), prompt(second, blocks=200))
-                placed = placer.begin(float(second), placement, prompt(second, blocks=200))
+                placed = begin_at(placer, float(second), placement, prompt(second, blocks=200))
                 placer.end(second + 0.01, placed, None)
                 placer.settled(placed)
         assert place(placer, 5.0, prompt(1)).strain == pytest.approx(1 / 0.9)
@@ -223,7 +228,7 @@ class TestPlacement:
         serve(placer, 0.0, prompt(0, blocks=100), took_s=0.1)
         for second in range(600):
             placement = place(placer, float(second), prompt(1), "a")
-            placed = placer.begin(float(second), placement, prompt(1))
+            placed = begin_at(placer, float(second), placement, prompt(1))
             placer.refine(placed, Work(1, host=80_000))
             placer.end(second + 0.5, placed, 1)
         assert placer.candidate(600.0, "a").busy == pytest.approx(0.5, rel=0.05)
@@ -244,7 +249,7 @@ class TestPlacement:
         for second in range(100):
             chain = prompt(second, blocks=200)
             placement = place(placer, float(second), chain)
-            placer.end(second + 0.9, placer.begin(float(second), placement, chain, streams=False), 3201)
+            placer.end(second + 0.9, begin_at(placer, float(second), placement, chain, streams=False), 3201)
             if second == 5:
                 assert place(placer, 6.0, prompt(1)).strain == pytest.approx(1 / 0.6, rel=0.1)
         assert place(placer, 100.0, prompt(1)).strain == pytest.approx(1 / 0.9)
@@ -266,14 +271,14 @@ class TestRequests:
     def test_what_is_known_later_counts(self, placer):
         chain = prompt(1, blocks=50)
         placement = place(placer, 0.0, chain)
-        placed = placer.begin(0.0, placement, chain)
+        placed = begin_at(placer, 0.0, placement, chain)
         placer.refine(placed, Work(40, host=4000))
         assert placer.candidate(0.0, placement.engine).load.queue_s == pytest.approx(0.01 + 0.1)
 
     def test_one_that_failed_leaves_no_prompt(self, placer):
         chain = prompt(1)
         placement = place(placer, 0.0, chain)
-        placed = placer.begin(0.0, placement, chain)
+        placed = begin_at(placer, 0.0, placement, chain)
         placer.end(1.0, placed, None)
         placer.settled(placed)
         assert len(placer.books[placement.engine].residents) == 0
@@ -360,7 +365,7 @@ class TestSessions:
 
     def test_of_prompts_that_are_not_known_go_back_where_the_load_is_the_same(self, placer):
         placement = place(placer, 0.0, None)
-        placer.settled(placer.begin(0.0, placement, None, session="s"))
+        placer.settled(begin_at(placer, 0.0, placement, None, session="s"))
         placer.books["a"].ledger.end(1.0, 1), placer.books["b"].ledger.end(1.0, 1)
         told = [placer.candidate(1.0, name, is_last=placer.last_engine("s") == name) for name in placer.books]
         assert placer.place(1.0, told, None).engine == placement.engine
@@ -400,7 +405,7 @@ class Race:
             self.placer.settled(placed)
         placement = place(self.placer, now, chain)
         name = placement.engine
-        placed = self.placer.begin(now, placement, chain)
+        placed = begin_at(self.placer, now, placement, chain)
         seconds = placement.uncached_tokens / self.rates[name]
         self.free_at[name] = max(self.free_at[name], now) + seconds
         heappush(self.due, (self.free_at[name], self.given.total(), placed, placement))

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine_adapter import Tier
-from proxy.core.placement.load import Sample, Work
+from proxy.core.placement.load import LoadSample, Work
 from proxy.core.placement.rates import (
     DEFAULT_PREFILL_TOK_S,
     HOST_SPEEDUP,
@@ -29,11 +29,11 @@ def rates(pool):
 
 def compute(rates, tokens, seconds, decoding=0.0, *, times=1):
     for _ in range(times):
-        rates.learn(Sample(Work(tokens), seconds, decoding))
+        rates.learn(LoadSample(Work(tokens), seconds, decoding))
 
 
 def restore(rates, seconds, *, computed=0, host=0, disk=0):
-    rates.learn(Sample(Work(computed, host, disk), seconds, 0.0))
+    rates.learn(LoadSample(Work(computed, host, disk), seconds, 0.0))
 
 
 class TestBeforeAnythingIsLearned:
@@ -158,12 +158,12 @@ class TestPace:
 class TestOthers:
     def test_teach_until_something_better_does(self, rates, pool):
         assert not pool.learned
-        rates.learn(Sample(Work(1000), 3.0, 1.0, blurred=True))
+        rates.learn(LoadSample(Work(1000), 3.0, 1.0, blurred=True))
         assert (pool.learned, rates.prefill_s(1000)) == (True, pytest.approx(3.0))
         compute(rates, 1000, 1.0)
         assert rates.prefill_s(1000) == pytest.approx(1.0)
         for _ in range(2 * WINDOW):
-            rates.learn(Sample(Work(1000), 3.0, 1.0, blurred=True))
+            rates.learn(LoadSample(Work(1000), 3.0, 1.0, blurred=True))
         assert rates.prefill_s(1000) == pytest.approx(1.0)
 
 
@@ -271,7 +271,7 @@ class TestANewcomer:
         assert rates.timings is None
         for tokens in (512, 2048):
             for _ in range(WINDOW // 2):
-                rates.learn(Sample(Work(tokens), tokens / 1000, 0.0, blurred=blurred))
+                rates.learn(LoadSample(Work(tokens), tokens / 1000, 0.0, blurred=blurred))
         new = EngineRates(PoolRates())
         new.adopt(1.0, rates.timings)
         assert new.prefill_tok_s == pytest.approx(rates.prefill_tok_s) == pytest.approx(1000)

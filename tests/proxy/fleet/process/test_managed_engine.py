@@ -19,11 +19,15 @@ from scripts.make_gguf import gguf_path
 from tests.llama import llama_server
 
 SERVER = """
-import http.server, os, pathlib, signal, subprocess, sys
+import http.server, os, pathlib, signal, subprocess, sys, time
 home, mode = pathlib.Path(sys.argv[2]), sys.argv[3]
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         well = self.path == "/health" and not (home / "sick").exists()
+        while (home / "busy").exists():
+            pass
+        while (home / "hung").exists():
+            time.sleep(0.01)
         self.send_response(200 if well else 503)
         self.send_header("content-length", "0")
         self.end_headers()
@@ -358,3 +362,29 @@ async def test_it_tells_its_first_start_from_later_ones(tmp_path):
         os.kill(engine.status.pid, signal.SIGKILL)
         await until(lambda: engine.status.restarts == 1)
         assert not engine.starting
+
+
+async def test_one_that_computes_is_not_restarted(tmp_path):
+    engine = server(tmp_path)
+    async with running(engine):
+        await until(is_ready(engine))
+        pid = engine.status.pid
+        (tmp_path / "busy").touch()
+        await until(lambda: engine.computing)
+        await asyncio.sleep(10 * QUICK.unhealthy_s)  # it is looked at every second then
+        assert (engine.computing, engine.status.pid) == (True, pid)
+        (tmp_path / "busy").unlink()
+        await until(lambda: not engine.computing)
+        assert (engine.status.pid, engine.status.restarts) == (pid, 0)
+
+
+@pytest.mark.parametrize(("how", "timing"), [("hung", QUICK), ("busy", replace(QUICK, stuck_s=1.5))])
+async def test_one_that_is_stuck_is_restarted(tmp_path, how, timing):
+    engine = server(tmp_path, timing=timing)
+    async with running(engine):
+        await until(is_ready(engine))
+        pid = engine.status.pid
+        (tmp_path / how).touch()
+        await until(lambda: not is_alive(pid))
+        (tmp_path / how).unlink()
+        await until(lambda: is_ready(engine)() and engine.status.pid != pid)

@@ -3,13 +3,25 @@
 import asyncio
 import time
 
+import msgspec
 import pytest
 from structlog.testing import capture_logs
 
+from engine_adapter import EventPosition
 from proxy.core.pins import Pin, PinBook
 from proxy.fleet.fleet import Fleet
+from proxy.fleet.recall import EngineMemory
+from proxy.fleet.salts import KeptSalts
 from proxy.fleet.state_dir import saved_state as module
-from proxy.fleet.state_dir.saved_state import FILE, StateSaver
+from proxy.fleet.state_dir.saved_state import (
+    FILE,
+    SavedState,
+    StateSaver,
+    UnusableSnapshotError,
+    decode,
+    encode,
+    on_other_clock,
+)
 from proxy.prompt import PromptTables
 from proxy.request.tenants import Tenants
 from tests.fakes import INFO, FakeAdapter
@@ -26,7 +38,7 @@ class World:
         self.engine = self.fleet.add(FakeAdapter("a"))
         if connected:
             self.fleet.join(self.engine, INFO).learn(self.engine, (1, 2))
-        self.keeper.restore(self.pins, PromptTables())
+        self.keeper.restore(self.pins, PromptTables(), self.fleet.drains)
 
     async def save(self):
         await self.keeper.save(self.fleet, self.pins)
@@ -46,6 +58,17 @@ async def test_what_was_known_of_an_engine_is_kept_until_it_connects(tmp_path):
     later.fleet.remove(later.fleet.engine("a"))
     await later.save()
     assert World(tmp_path).keeper.memories.of("a") is None
+
+
+async def test_a_drain_is_saved_at_once_and_kept(tmp_path):
+    world = World(tmp_path)
+    running = asyncio.create_task(world.keeper.run(world.fleet, world.pins))
+    world.fleet.drains.order("gpu1:8000", drained=True, now=5.0)
+    async with asyncio.timeout(10):
+        while not world.path.exists():  # noqa: ASYNC110 - no event tells
+            await asyncio.sleep(0.01)
+    running.cancel()
+    assert World(tmp_path).fleet.drains.is_drained("gpu1:8000")
 
 
 async def test_a_change_of_pins_is_saved_at_once(tmp_path):
@@ -96,3 +119,66 @@ def test_a_file_that_cannot_be_used_is_one_warning(tmp_path, make):
     assert world.keeper.memories.of("a") is None
     assert [log["log_level"] for log in logs] == ["warning"]
     assert logs[0]["why"] in ("it is damaged", "Is a directory")
+
+
+PIN = Pin("pin-1", {"a": "own"}, 3, 500.0, "prefix", 2**64 - 1, {"a": "i1"}, 7)
+ENGINE = EngineMemory(
+    "a",
+    "m",
+    16,
+    "i1",
+    KeptSalts({"t": ["s"]}, []),
+    EventPosition(7, 2**64 - 1, complete=True),
+    learned=[b"12345678"],
+)
+SNAPSHOT = SavedState(False, [on_other_clock(PIN, 1000.0)], [ENGINE])
+
+
+def test_what_was_written_is_read():
+    assert decode(encode(SNAPSHOT), isolated=False) == SNAPSHOT
+
+
+def test_a_pin_ends_at_the_same_time_on_another_clock():
+    assert SNAPSHOT.pins[0].expires == 1500.0
+    assert on_other_clock(SNAPSHOT.pins[0], -1400.0).expires == 100.0
+    assert on_other_clock(SNAPSHOT.pins[0], -1000.0) == PIN
+
+
+def damaged(data):
+    return bytes([*data[:-1], data[-1] ^ 1])
+
+
+def of_other_fields(_data):
+    return encode(msgspec.Raw(msgspec.msgpack.encode({"isolated": False})))
+
+
+def of_endless_depth(_data):
+    return encode(msgspec.Raw(b"\x81\xa4deep" + b"\x91" * 100_000 + b"\x00"))
+
+
+def of_no_text(data):
+    body = data[data.index(b"\n") + 17 :]
+    return encode(msgspec.Raw(body.replace(b"pin-1", b"pin-\xff")))
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (damaged, "damaged"),
+        (lambda data: data[:-1], "damaged"),
+        (lambda data: data[:20], "damaged"),
+        (lambda _data: b"", "damaged"),
+        (lambda data: data.replace(b"state 1", b"state 2"), "another version"),
+        (of_other_fields, "another version"),
+        (of_endless_depth, "another version"),
+        (of_no_text, "another version"),
+    ],
+)
+def test_what_cannot_be_used_says_why(change, why):
+    with pytest.raises(UnusableSnapshotError, match=why):
+        decode(change(encode(SNAPSHOT)), isolated=False)
+
+
+def test_salts_of_several_tenants_are_none_of_a_single_one():
+    with pytest.raises(UnusableSnapshotError, match="one tenant now and were several"):
+        decode(encode(SNAPSHOT), isolated=True)

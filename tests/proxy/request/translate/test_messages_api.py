@@ -229,6 +229,20 @@ class TestErrors:
         assert (answer.status_code, error["type"], error["error"]["type"]) == (status, "error", kind)
         assert error["request_id"] == answer.headers["request-id"]
 
+    async def test_of_the_engine_in_the_words_of_a_message(self, engine, client):
+        """The chat's first message is the system prompt."""
+        said = "messages[1].content[0] has type 'image_url': this engine takes text"
+
+        async def script(exchange):
+            await exchange.send({"error": {"message": said}}, status=400)
+
+        engine.script = script
+        picture = {"type": "image", "source": {"type": "url", "url": "data:,x"}}
+        message = {"role": "user", "content": [picture]}
+        answer = await client.post(ROUTE, json={**ASK, "system": "Be brief.", "messages": [message]})
+        told = answer.json()["error"]["message"]
+        assert told == "messages[0].content[0] has type 'image': this engine takes text"
+
     async def test_the_method(self, engine, client):
         answer = await client.get(ROUTE)
         assert (answer.status_code, answer.headers["allow"]) == (405, "POST, OPTIONS")

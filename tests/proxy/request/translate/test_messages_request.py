@@ -36,7 +36,7 @@ def translated(messages=("Hi",), **fields):
     """The chat of a request; messages that are strings are the user's."""
     messages = [user(each) if isinstance(each, str) else each for each in messages]
     body = JsonBody(json.dumps({"model": "m", "max_tokens": 9, "messages": messages, **fields}).encode())
-    return json.loads(chat_of(read_request(body), body).raw)
+    return json.loads(chat_of(read_request(body), body)[0].raw)
 
 
 def chat(*messages, **fields):
@@ -66,13 +66,6 @@ class TestSystem:
     @pytest.mark.parametrize("system", [None, "", []])
     def test_none(self, system):
         assert chat("Hi", system=system) == [user("Hi")]
-
-    @pytest.mark.parametrize("number", ["a5145", "00000"])
-    def test_a_number_of_each_request_is_left_out(self, number):
-        line = f"x-anthropic-billing-header: cc_version=2.1; cc_entrypoint=cli; cch={number};"
-        wanted = chat("Hi", system="You are")
-        assert chat("Hi", system=[text(line), text("You are")]) == wanted
-        assert chat("Hi", system=line + "You are") == chat("Hi", system=line + "\nYou are") == wanted
 
     def test_within_the_conversation(self):
         said = {"role": "system", "content": [text("Now "), text("brief.")]}
@@ -133,7 +126,7 @@ class TestTools:
             b'{"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "i", "name": "n",'
             b'"input": {"a": 123456789012345678901234567890, "b": 1.10}}]}]}'
         )
-        (message,) = json.loads(chat_of(read_request(body), body).raw)["messages"]
+        (message,) = json.loads(chat_of(read_request(body), body)[0].raw)["messages"]
         arguments = message["tool_calls"][0]["function"]["arguments"]
         assert arguments == '{"a":123456789012345678901234567890,"b":1.10}'
 
@@ -310,7 +303,7 @@ def test_what_cannot_be_served_is_named(fields, param, says):
 
 def raw(fields):
     body = JsonBody(json.dumps(fields).encode())
-    return chat_of(read_request(body), body)
+    return chat_of(read_request(body), body)[0]
 
 
 def test_text_that_is_no_text():

@@ -31,7 +31,11 @@ class TestAnswers:
         assert response["id"].startswith("resp_")
         assert response["usage"] == {
             "input_tokens": 40,
-            "input_tokens_details": {"cached_tokens": 32, "cache_write_tokens": 8},
+            "input_tokens_details": {
+                "cached_tokens": 32,
+                "cache_write_tokens": 8,
+                "cache_write_tokens_details": {"ttl_30m_tokens": 8, "ttl_12h_tokens": 0},
+            },
             "output_tokens": 2,
             "output_tokens_details": {"reasoning_tokens": 1},
             "total_tokens": 42,
@@ -220,6 +224,14 @@ class TestStreams:
         raw += made.event(b'{"choices": [{"delta": {"content": "b"}, "finish_reason": "stop"}]}') + made.end()
         *_, before, last = events_of(raw)
         assert (before["delta"], last["type"]) == ("a", "error")
+
+
+@pytest.mark.parametrize(("ttl", "counts"), [("30m", (10, 0)), ("12h", (0, 10)), (None, (10, 0))])
+def test_written_tokens_count_under_the_time_that_was_asked_for(ttl, counts):
+    made = translation(prompt_cache_options={"ttl": ttl})
+    answer = made.answer(b'{"choices": [{"message": {"content": "a"}}], "usage": {"prompt_tokens": 10}}')
+    written = json.loads(answer)["usage"]["input_tokens_details"]["cache_write_tokens_details"]
+    assert (written["ttl_30m_tokens"], written["ttl_12h_tokens"]) == counts
 
 
 def test_a_prewarmed_prompt_has_no_output():

@@ -126,14 +126,14 @@ class TestRequests:
         ("of_chat", "param"),
         [
             ("messages", "input"),
-            ("messages[1].content[0]", "input"),
+            ("messages[0].content", "input[0].content"),
             ("max_tokens", "max_output_tokens"),
             ("response_format.json_schema", "text.format"),
             ("temperature", "temperature"),
         ],
     )
     def test_errors_of_the_chat_name_the_clients_field(self, of_chat, param):
-        assert translation().param(of_chat) == param
+        assert translation().wording.path(of_chat) == param
 
 
 def test_many_allowed_tools_take_no_quadratic_time():

@@ -8,6 +8,7 @@ import pytest
 
 from engine_adapter import JsonBody
 from proxy.errors import EngineFailed
+from proxy.request.translate.wording import Names, Wording
 from tests.fakes import ASK, CHAT, DONE, INFO, FakeAdapter, client_of, is_openai_error, proxy_over
 
 ROUTE = "/v1/shouts"
@@ -17,6 +18,7 @@ class Shouting:
     """Turns a shout into a chat, and the chat's answer into a shout."""
 
     counts, source = False, None
+    wording = Wording(Names({"messages": "shout"}, {}, {}))
 
     def __init__(self, body, tenant):
         self.tenant = tenant
@@ -37,9 +39,6 @@ class Shouting:
 
     def end(self):
         return b"!"
-
-    def param(self, of_chat):
-        return of_chat.replace("messages", "shout")
 
 
 SHOUTS = {ROUTE: Shouting}

@@ -56,6 +56,9 @@ async def test_a_request_is_one_trace_from_the_client_to_the_engine(traced, coll
     assert collector.span("place").attributes["kvpin.engine"] == "a"
     first_chunk_s = chat.attributes.pop("gen_ai.response.time_to_first_chunk")
     assert 0 < first_chunk_s < (chat.end - chat.start) / 1e9 + 1
+    spent = [name for name in chat.attributes if name.startswith("kvpin.first_byte.")]
+    assert {"kvpin.first_byte.tokenise_s", "kvpin.first_byte.engine_s"} <= set(spent)
+    assert sum(map(chat.attributes.pop, spent)) <= (chat.end - server.start) / 1e9 + 1
     assert chat.attributes == {
         "gen_ai.operation.name": "chat",
         "gen_ai.provider.name": "openai_compatible",

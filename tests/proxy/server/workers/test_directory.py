@@ -1,9 +1,14 @@
 """Where the workers' sockets are."""
 
+import contextlib
 import fcntl
 import os
+import signal
 import stat
+import subprocess
+import sys
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -70,3 +75,51 @@ def test_the_longest_place_is_long_enough(tmp_path, monkeypatch):
         assert str(own.path.parent) == place
         UnixBus(own.path, 2**63)
         own.remove()
+
+
+@pytest.fixture
+def place(monkeypatch):
+    """A temporary directory that is short enough."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as place:
+        monkeypatch.setattr(directory_module, "_places", lambda: iter([place]))
+        yield Path(place)
+
+
+KILLED = """
+import os, signal, subprocess, sys
+from proxy.server.workers import directory
+directory._places = lambda: iter([sys.argv[1]])
+own = directory.OwnDirectory()
+(own.path / "worker-1.alive").touch()
+worker = subprocess.Popen(["sleep", "60"], pass_fds=[own.lock], stdout=subprocess.DEVNULL)
+print(worker.pid, own.path, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_that_of_a_killed_supervisor_goes_once_its_workers_have_ended(place):
+    command = [sys.executable, "-c", KILLED, str(place)]
+    killed = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    worker, path = killed.stdout.split()
+    try:
+        OwnDirectory().remove()
+        assert Path(path).is_dir()  # its worker stops in order
+    finally:
+        os.kill(int(worker), signal.SIGKILL)
+    with contextlib.suppress(FileNotFoundError):  # until it has ended
+        while Path(f"/proc/{worker}/stat").read_text().split()[2] != "Z":
+            time.sleep(0.01)
+    OwnDirectory().remove()
+    assert not list(place.iterdir())
+
+
+def test_what_another_supervisor_or_program_uses_stays(place):
+    first = OwnDirectory()
+    (first.path / "worker-1.alive").touch()
+    for name, file in (("kvpin-replay-a1b2c3d4", "worker-1.alive"), ("kvpin-a1b2c3d4", "mine")):
+        (place / name).mkdir()
+        (place / name / file).touch()
+    OwnDirectory().remove()
+    assert len(list(place.iterdir())) == 3
+    first.remove()

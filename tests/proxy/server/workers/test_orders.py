@@ -2,7 +2,9 @@
 
 import os
 import socket
+from pathlib import Path
 
+import msgspec
 import pytest
 
 from engine_adapter import EngineSpec
@@ -74,3 +76,11 @@ def test_the_exchange_that_the_user_set_stays_and_without_reuse_there_is_none(or
     settings = orders.settings(lambda: Settings(reuse=True, exchange=set_by_user))
     assert settings.exchange.url.get_secret_value() == "redis://host"
     assert orders.settings(Settings).exchange is None
+
+
+@pytest.mark.parametrize("given", [None, "of the settings"])
+def test_workers_record_with_one_key(orders, given):
+    orders = msgspec.structs.replace(orders, recording_key="of all workers")
+    write_engines(Path(orders.directory), [])
+    settings = orders.settings(lambda: Settings(record_traffic_key=given))
+    assert settings.record_traffic_key.get_secret_value() == (given or "of all workers")

@@ -1,0 +1,366 @@
+"""A llama-server in router mode: one address, many models, of which it runs a few at a time.
+
+The router tells the state of each model at `/models`, and at `/models/sse` that one has changed. Left to
+itself, it unloads the model that was used least recently, and the KV of its slots is lost. Here kvpin changes
+models itself before it sends a request to one that is not loaded:
+
+    requests of the model that leaves end → its slots are saved → it is unloaded → the other one is loaded
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager, suppress
+from http import HTTPStatus
+from time import monotonic
+from typing import Any, ClassVar, Protocol
+from urllib.parse import quote
+from weakref import WeakValueDictionary
+
+import msgspec
+from typing_extensions import override
+
+from engine_adapter.errors import EngineError, EngineRejected, EngineSpecError, EngineUnavailable
+from engine_adapter.http.control import ControlClient
+from engine_adapter.http.models import read_models
+from engine_adapter.types import EngineSpec, ModelState
+
+# Between attempts to follow the router's events, and between looks at its models where these do not come.
+_LOOK_S = 1.0
+# Between attempts to load a model while the router has no room for it.
+_RETRY_S = 0.2
+# What a model's card does not show: how the router starts it.
+_PRIVATE = frozenset({"args", "preset"})
+_IN_MEMORY = (ModelState.LOADED, ModelState.SLEEPING)
+
+
+class _Props(msgspec.Struct, frozen=True):
+    """`GET /props` of any llama-server, without a model."""
+
+    role: str = ""
+    max_instances: int = 0
+    models_autoload: bool = True
+
+
+class _Status(msgspec.Struct, frozen=True):
+    """The status of a model; `args` is the command line of its process."""
+
+    value: str
+    args: list[str] = []
+    failed: bool = False
+    exit_code: int = 0
+
+
+class RouterModel(msgspec.Struct, frozen=True):
+    """One of the models, as the router tells it."""
+
+    id: str
+    status: _Status
+
+    @property
+    def state(self) -> ModelState:
+        """Its state."""
+        return ModelState.FAILED if self.status.failed else ModelState.of(self.status.value)
+
+    @property
+    def process(self) -> str | None:
+        """The address of its process; None if there is none."""
+        return self.flag("--port") if self.state in (*_IN_MEMORY, ModelState.LOADING) else None
+
+    def flag(self, name: str) -> str | None:
+        """The value of a flag of its process; None without it."""
+        args = self.status.args
+        return args[args.index(name) + 1] if name in args[:-1] else None
+
+
+class _Models(msgspec.Struct, frozen=True):
+    data: list[RouterModel]
+
+
+class ServerClient(ControlClient):
+    """Calls a llama-server's own routes.
+
+    Attributes:
+        model: of a router, the model that each call is about. No call loads it. None at any other server.
+    """
+
+    model: str | None = None
+
+    @override
+    async def fetch(
+        self, method: str, path: str, content: bytes | None = None, *rest: Any, **more: Any
+    ) -> bytes:
+        if self.model is not None:
+            name = quote(self.model, safe="")
+            path = f"{path}{'&' if '?' in path else '?'}autoload=false&model={name}"
+            if content is not None:
+                named = b'{"model":' + msgspec.json.encode(self.model)
+                content = named + (b"," if content != b"{}" else b"") + content[1:]
+        return await super().fetch(method, path, content, *rest, **more)
+
+
+class Resident(Protocol):
+    """Who uses a model of the router."""
+
+    async def put_away(self) -> None:
+        """Saves what its slots hold: its process is about to end."""
+
+    async def is_gone(self) -> None:
+        """Its process has ended."""
+
+
+class Router:
+    """The models of one router, for all their adapters in this process.
+
+    Attributes:
+        loads: it loads a model when a request names it.
+    """
+
+    _shared: ClassVar[WeakValueDictionary[tuple[str, ...], Router]] = WeakValueDictionary()
+
+    def __init__(self, spec: EngineSpec[Any]) -> None:
+        """Raises EngineSpecError for an address, a header or a TLS file that cannot be used."""
+        self.loads = True
+        self._most = 0
+        self._control = ControlClient(spec)
+        self._models: dict[str, RouterModel] = {}
+        self._cards: dict[str, dict[str, Any]] = {}
+        self._residents: dict[str, Resident] = {}
+        self._requests = Counter[str]()
+        self._users = Counter[str]()  # these, and kvpin's own questions
+        self._used_at: dict[str, float] = {}
+        self._load_s: dict[str, float] = {}
+        self._leaving: str | None = None  # takes no further request
+        self._ending: str | None = None  # its slots are saved
+        self._swap = asyncio.Lock()
+        self._changed = asyncio.Event()
+        self._follower: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def at(cls, spec: EngineSpec[Any], control: ControlClient) -> Router | None:
+        """The router that answers `control`; None if a server with one model does. Raises EngineError."""
+        props = await control.read(_Props, "GET", "/props")
+        if props.role != "router":
+            return None
+        key = (spec.server, spec.api_key or "", repr(sorted(spec.headers.items())))
+        router = cls._shared.get(key)
+        if router is None:
+            router = cls._shared[key] = cls(spec)
+        router.loads, router._most = props.models_autoload, props.max_instances
+        return router
+
+    # --- what there is --------------------------------------------------------------------------------
+
+    @property
+    def states(self) -> dict[str, ModelState]:
+        """The state of each model, by name."""
+        return {name: model.state for name, model in self._models.items()}
+
+    def model(self, name: str) -> RouterModel:
+        """One of the models. Raises EngineSpecError if there is none of that name."""
+        if name not in self._models:
+            known = ", ".join(self._models) or "none"
+            raise EngineSpecError(f"the router has no model {name!r}; it has {known}")
+        return self._models[name]
+
+    def state(self, name: str) -> ModelState:
+        """The state of a model. One that the router no longer has is unloaded, and one that it is ending."""
+        model = self._models.get(name)
+        return ModelState.UNLOADED if model is None or name == self._ending else model.state
+
+    def card(self, name: str) -> Mapping[str, Any]:
+        """The router's own fields of a model, without the command line of its process. They stay current."""
+        return self._cards.setdefault(name, {})
+
+    def load_s(self, name: str) -> float:
+        """Seconds until a request to the model can begin: 0 if it is loaded. A model that was never loaded
+        takes as long as the slowest other."""
+        if self.state(name) in _IN_MEMORY:
+            return 0.0
+        return self._load_s.get(name, max(self._load_s.values(), default=0.0))
+
+    async def refresh(self) -> None:
+        """Asks the router for the states. Tells the adapters of models whose process has ended."""
+        answer = await self._control.get("/models")
+        before = self._models
+        try:
+            self._models = {model.id: model for model in msgspec.convert(answer, _Models).data}
+        except msgspec.ValidationError as error:
+            raise EngineUnavailable(f"GET /models: the answer is not as expected: {error}") from error
+        for name, card in self._cards.items():
+            fresh = {**read_models(answer, name).card} if name in self._models else {}
+            if isinstance(status := fresh.get("status"), dict):
+                fresh["status"] = {key: value for key, value in status.items() if key not in _PRIVATE}
+            card.clear()
+            card.update(fresh)
+        self._wake()
+        for name, model in before.items():
+            now = self._models.get(name)
+            if model.process is not None and (now is None or now.process != model.process):
+                resident = self._residents.get(name)
+                if resident is not None:
+                    await resident.is_gone()
+
+    async def has(self, name: str) -> bool:
+        """Asks whether a model is in memory now."""
+        await self.refresh()
+        return self.is_open(name)
+
+    # --- who uses it ----------------------------------------------------------------------------------
+
+    def join(self, name: str, resident: Resident) -> None:
+        """An adapter uses a model from now on; "" is the router itself."""
+        self._residents[name] = resident
+        self._cards.setdefault(name, {})
+        if self._follower is None:
+            self._follower = asyncio.get_running_loop().create_task(self._follow())
+
+    async def leave(self, name: str, resident: Resident) -> None:
+        """An adapter no longer uses a model. The last one ends the connection to the router."""
+        if self._residents.get(name) is resident:
+            del self._residents[name]
+        if not self._residents and self._follower is not None:
+            follower, self._follower = self._follower, None
+            for key in [key for key, router in self._shared.items() if router is self]:
+                del self._shared[key]
+            follower.cancel()
+            await asyncio.wait([follower])
+            await self._control.aclose()
+
+    @asynccontextmanager
+    async def using(self, name: str) -> AsyncIterator[None]:
+        """Loads a model, and keeps it loaded until the block ends.
+
+        A request for a model that is to leave waits until the other one was served, so that no model waits
+        for ever. Raises EngineRejected with status 503 for a model that fails to load.
+        """
+        while self.loads and not self.is_open(name):
+            async with self._swap:
+                if not self.is_open(name):
+                    await self._bring(name)
+        self._used_at[name] = monotonic()
+        self._requests[name] += 1
+        try:
+            with self.keeping(name):
+                yield
+        finally:
+            self._requests[name] -= 1
+
+    @asynccontextmanager
+    async def room_for(self, name: str) -> AsyncIterator[None]:
+        """Makes room for a model, which the caller has the router load before the block ends."""
+        async with self._swap:
+            await self._make_room(name)
+            self._used_at[name] = monotonic()
+            yield
+
+    @contextmanager
+    def keeping(self, name: str) -> Iterator[None]:
+        """Keeps kvpin from unloading a model until the block ends."""
+        self._users[name] += 1
+        try:
+            yield
+        finally:
+            self._users[name] -= 1
+            self._wake()
+
+    def is_open(self, name: str) -> bool:
+        """True if requests to a model need not wait: it is in memory, and is not to leave."""
+        return self.state(name) in _IN_MEMORY and name != self._leaving
+
+    # --- a swap ---------------------------------------------------------------------------------------
+
+    async def _bring(self, name: str) -> None:
+        """Loads a model. Another one leaves if there is no room."""
+        began, tries = monotonic(), 0
+        while self.state(name) not in _IN_MEMORY:
+            if name not in self._models:
+                raise _unavailable(f"the router no longer has the model {name!r}")
+            if self.state(name) is ModelState.LOADING:
+                await self._until(lambda: self.state(name) is not ModelState.LOADING)
+            elif self.state(name) is ModelState.FAILED and tries:
+                code = self.model(name).status.exit_code
+                raise _unavailable(
+                    f"the model {name!r} failed to load: its llama-server ended with status {code}, and the "
+                    "router's log says why"
+                )
+            else:
+                await self._make_room(name)
+                tries += await self._load(name)
+        self._load_s[name] = monotonic() - began
+
+    async def _load(self, name: str) -> bool:
+        """Has the router begin to load a model; False if it has no room yet."""
+        try:
+            await self._control.call("POST", "/models/load", json={"model": name})
+        except EngineRejected as error:
+            if error.status < HTTPStatus.INTERNAL_SERVER_ERROR:
+                await self.refresh()
+                if self.state(name) not in (*_IN_MEMORY, ModelState.LOADING):
+                    raise _unavailable(f"the model {name!r} cannot be loaded: {error}") from error
+                return False  # another client was faster
+            await asyncio.sleep(_RETRY_S)
+            await self.refresh()
+            return False
+        await self.refresh()
+        return True
+
+    async def _make_room(self, name: str) -> None:
+        if self._models[name].process is None and (victim := self._least_used(name)) is not None:
+            await self._put_out(victim)
+
+    def _least_used(self, name: str) -> str | None:
+        """The model that leaves for `name`: of those that serve nothing, the one that was used least
+        recently. None if there is room."""
+        others = [other for other in self._models.values() if other.process is not None and other.id != name]
+        if not self._most or len(others) < self._most:
+            return None
+        return min(
+            (other.id for other in others),
+            key=lambda id_: (self._requests[id_] > 0, self._used_at.get(id_, 0.0)),
+        )
+
+    async def _put_out(self, name: str) -> None:
+        """Unloads a model once its requests have ended and its slots are saved."""
+        self._leaving = name
+        try:
+            await self._until(lambda: not self._users[name])
+            if name in self._residents:
+                await self._residents[name].put_away()
+            self._ending = name
+            with suppress(EngineRejected):  # it has ended by itself
+                await self._control.call("POST", "/models/unload", json={"model": name})
+            await self.refresh()
+            await self._until(lambda: name not in self._models or self._models[name].process is None)
+        finally:
+            self._leaving = self._ending = None
+            self._wake()
+
+    async def _until(self, holds: Callable[[], bool]) -> None:
+        """Waits until something holds of the models and their users."""
+        while not holds():
+            try:
+                async with asyncio.timeout(_LOOK_S):
+                    await self._changed.wait()
+            except TimeoutError:
+                await self.refresh()
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def _follow(self) -> None:
+        """Looks at the models whenever the router says that one has changed."""
+        while True:
+            with suppress(EngineError, TimeoutError):
+                async with self._control.stream("/models/sse") as events:
+                    await self.refresh()
+                    while await events.receive():
+                        await self.refresh()
+            await asyncio.sleep(_LOOK_S)
+
+
+def _unavailable(reason: str) -> EngineRejected:
+    return EngineRejected(reason, status=HTTPStatus.SERVICE_UNAVAILABLE, type="unavailable_error")

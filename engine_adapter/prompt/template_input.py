@@ -1,0 +1,39 @@
+"""How an engine gives a chat to the model's template.
+
+Most do it alike; an adapter declares what its engine does otherwise in `EngineInfo.template_input`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+
+class ContentFormat(StrEnum):
+    """The form of `message.content` that a template takes when the client sent a list of parts."""
+
+    STRING = "string"
+    PARTS = "parts"
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateInput:
+    """What a template gets of a chat.
+
+    Attributes:
+        tools: the client's tools → the template's; None: as they are.
+        message: a message in the form that templates expect → the template's; None: as it is.
+        joint: what joins the text parts of a message for a template that takes a string.
+        content_format: template → the form in which it gets text parts; None: see content_format.py.
+    """
+
+    tools: Callable[[list[dict[str, Any]]], list[dict[str, Any]]] | None = None
+    message: Callable[[dict[str, Any]], dict[str, Any]] | None = None
+    joint: str = "\n"
+    content_format: Callable[[str], ContentFormat] | None = None
+
+
+USUAL = TemplateInput()
+"""As vLLM does it, and kvpin's own engine."""

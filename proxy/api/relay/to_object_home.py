@@ -1,0 +1,71 @@
+"""Stored objects that another kvpin of this machine knows: their requests are passed on to that one.
+
+A kvpin keeps the responses that it served, and knows which engines keep what it passed on. Where a request
+names another object, the kvpins of the machine are asked side by side, with the client's key: each knows only
+what that key may see.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from http import HTTPStatus
+from urllib.parse import quote
+
+from engine_adapter import EngineUnavailable, HttpTransport, OutgoingRequest
+from proxy.api.relay.pass_on import HOST, headers_of, pass_on
+from proxy.http.exchange import Exchange
+from proxy.request.calls import Call, Reply
+from proxy.request.stored import COLLECTIONS, Name
+
+# A kvpin that has not answered by then counts as not keeping the object.
+ASK_S = 1.0
+_ASKS = "HEAD"
+
+
+class PassedToKeeper:
+    """Finds the kvpin that keeps an object, and passes requests on to it."""
+
+    def __init__(self, sockets: Callable[[], Sequence[str]], transport: HttpTransport) -> None:
+        """`sockets`: where the other kvpins of this machine serve HTTP now."""
+        self._sockets, self._transport = sockets, transport
+
+    async def serve(self, name: Name, call: Call, exchange: Exchange, reply: Reply) -> bool:
+        """Lets the kvpin that keeps the object answer a request. False if there is none."""
+        socket = await self._find(name, exchange)
+        if socket is None:
+            return False
+        try:
+            await pass_on(self._transport, socket, call, exchange, reply)
+        except EngineUnavailable:
+            return False  # it went away, and with it what it kept
+        return True
+
+    async def _find(self, name: Name, exchange: Exchange) -> str | None:
+        """The socket of the kvpin that keeps an object; None if none says that it does."""
+        async with asyncio.TaskGroup() as group:
+            asked = [group.create_task(self._ask(each, name, exchange)) for each in self._sockets()]
+            try:
+                for answer in asyncio.as_completed(asked, timeout=ASK_S):
+                    if (socket := await answer) is not None:
+                        return socket
+            except TimeoutError:
+                pass
+            finally:
+                for each in asked:
+                    each.cancel()
+        return None
+
+    async def _ask(self, socket: str, name: Name, exchange: Exchange) -> str | None:
+        url = f"{HOST}{COLLECTIONS[name.kind]}/{quote(name.id, safe='')}"
+        request = OutgoingRequest(_ASKS, url, headers_of(exchange), unix=socket)
+        try:
+            async with await self._transport.send(request) as response:
+                return socket if response.status == HTTPStatus.NO_CONTENT else None
+        except EngineUnavailable:
+            return None
+
+
+def is_asked(exchange: Exchange) -> bool:
+    """True if another kvpin asks whether this one keeps an object."""
+    return exchange.is_from_peer and exchange.method == _ASKS

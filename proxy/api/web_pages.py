@@ -1,0 +1,77 @@
+"""Finds out which web page asks. A browser on kvpin's machine reaches kvpin's port for any page.
+
+Browsers say where a request comes from: in `origin` with every POST and WebSocket, and in `sec-fetch-site`
+with all requests to addresses that they trust. No script can set either. A page whose author points its name
+to 127.0.0.1 (DNS rebinding) has kvpin's own origin, as its browser sees it. The name in `host` tells it.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Callable, Mapping
+
+from engine_adapter import HeaderPairs
+
+Address = tuple[str, int] | None
+"""Host and port; None for a socket that has none."""
+UNKNOWN = "null"
+"""The origin of pages that their browsers do not name, as browsers write it."""
+LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
+# Values of `sec-fetch-site`: a page of this origin, or what a person typed.
+_OF_OWN_PAGES = ("same-origin", "none")
+_TELLING = {b"host": "host", b"origin": "origin", b"sec-fetch-site": "sec-fetch-site"}
+_PORT = re.compile(r":\d*$")
+# Domains that nobody can own on the internet: RFC 6761, RFC 6762, and ICANN's resolution of 2024-07-29.
+_PRIVATE = (".localhost", ".local", ".internal")
+
+
+def page_asking(pairs: HeaderPairs, scheme: str, here: Callable[[], Address]) -> str | None:
+    """The origin of the web page that asks, if it may be another than kvpin's own; None for other clients.
+
+    Args:
+        pairs: the headers of the request.
+        scheme: that of the connection.
+        here: tells the address of kvpin's end of the connection; seldom needed, and a system call.
+    """
+    headers = {_TELLING[name]: value.decode("latin-1") for name, value in pairs if name in _TELLING}
+    if not is_own_page(headers, scheme):
+        return headers.get("origin", UNKNOWN)
+    name = name_of(headers)
+    if name in LOCAL_NAMES or not _may_be_a_pages(name):
+        return None
+    address = here()
+    if address is None or not is_loopback(address[0]):
+        return None
+    return f"{scheme}://{headers.get('host', '')}".lower()
+
+
+def is_own_page(headers: Mapping[str, str], scheme: str) -> bool:
+    """True if no web page asks, or one of this origin. Browsers do not send `origin` with every GET."""
+    origin = headers.get("origin")
+    is_own = origin is None or origin == f"{scheme}://{headers.get('host', '')}".lower()
+    return is_own and headers.get("sec-fetch-site", "none") in _OF_OWN_PAGES
+
+
+def name_of(headers: Mapping[str, str]) -> str:
+    """The host that a client asked for, without the port; HTTP/1.0 may leave it out."""
+    return _PORT.sub("", headers.get("host", "")).lower() or "localhost"
+
+
+def is_loopback(address: str) -> bool:
+    """True if an address is a loopback address of this machine."""
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False
+
+
+def _may_be_a_pages(name: str) -> bool:
+    """True if a web page can have this name: it has a dot, and is neither an address nor private."""
+    if "." not in name or name.endswith(_PRIVATE):
+        return False
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return True
+    return False

@@ -1,0 +1,264 @@
+"""A small load test of an OpenAI-compatible server, in the words of vLLM's benchmark.
+
+workload → prompts, arrivals → send → a sample of each request → figures
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import random
+import statistics
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import httpx
+
+_WORDS = tuple(
+    f"{first}{last}" for first in ("ba", "ko", "li", "mu", "ne", "ra") for last in ("d", "l", "n", "t")
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Requests in random order over some prefixes, each with an end of its own.
+
+    Attributes:
+        num_prefixes: different prefixes. As many as requests: nothing is shared.
+        request_rate: requests a second, as a Poisson process; infinite: all at once.
+        seed: of words, order and arrivals.
+    """
+
+    num_prompts: int
+    num_prefixes: int
+    prefix_len: int
+    suffix_len: int
+    request_rate: float
+    seed: int
+
+    def prompts(self, salt: str) -> list[str]:
+        """The text of each request. Another salt gives other prefixes: no cache holds them yet."""
+        chance = random.Random(self.seed)  # noqa: S311 - a load, no secret
+        prefixes = [
+            f"Document {salt}-{number}: {_text(chance, self.prefix_len)}"
+            for number in range(self.num_prefixes)
+        ]
+        turns = [number % self.num_prefixes for number in range(self.num_prompts)]
+        chance.shuffle(turns)
+        return [f"{prefixes[turn]}\n\nQuestion: {_text(chance, self.suffix_len)}" for turn in turns]
+
+    def arrivals(self) -> Iterator[float]:
+        """Seconds from the start to each request."""
+        chance, at = random.Random(self.seed), 0.0  # noqa: S311 - likewise
+        for _ in range(self.num_prompts):
+            yield at
+            at += 0.0 if math.isinf(self.request_rate) else chance.expovariate(self.request_rate)
+
+
+def _text(chance: random.Random, words: int) -> str:
+    return " ".join(chance.choices(_WORDS, k=words))
+
+
+_TEXT_FIELDS = ("content", "reasoning_content", "reasoning", "tool_calls")
+
+
+class BenchError(Exception):
+    """The server cannot be measured: why, in one sentence."""
+
+
+@dataclass(frozen=True, slots=True)
+class BenchTarget:
+    """The server to measure, and the load on it. `base_url`: ends in `/v1`."""
+
+    base_url: str
+    model: str
+    api_key: str | None
+    output_len: int
+    max_concurrency: int
+
+
+@dataclass(slots=True)
+class RequestSample:
+    """One request. Times in seconds.
+
+    Attributes:
+        error: why it failed; empty for one that did not.
+        ttft_s: to the first text.
+        gaps_s: between the parts of the answer.
+        prompt_tokens, cached_tokens, output_tokens: as the server counts them; cached is None where it
+            does not tell.
+    """
+
+    error: str = ""
+    ttft_s: float = 0.0
+    gaps_s: list[float] = field(default_factory=list)
+    latency_s: float = 0.0
+    prompt_tokens: int = 0
+    cached_tokens: int | None = None
+    output_tokens: int = 0
+
+
+async def run(
+    target: BenchTarget, workload: Workload, salt: str, progress: Callable[[], None]
+) -> tuple[list[RequestSample], float]:
+    """Sends everything; returns the samples and the seconds from the first request to the last answer.
+
+    One request that does not count goes ahead, to see that the server answers. Raises BenchError if it does
+    not answer."""
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(timeout=None, limits=limits, trust_env=False) as client:  # noqa: S113 - a load
+        first = await _ask(client, target, "Hello!")
+        if first.error:
+            raise BenchError(f"{target.base_url}: {first.error}")
+        free = asyncio.Semaphore(target.max_concurrency)
+        start = time.perf_counter()
+
+        async def send(prompt: str, at: float) -> RequestSample:
+            await asyncio.sleep(start + at - time.perf_counter())
+            async with free:
+                sample = await _ask(client, target, prompt)
+            progress()
+            return sample
+
+        both = zip(workload.prompts(salt), workload.arrivals(), strict=True)
+        samples = await asyncio.gather(*(send(prompt, at) for prompt, at in both))
+        return samples, time.perf_counter() - start
+
+
+async def first_model(base_url: str, api_key: str | None) -> str:
+    """The first model that a server lists; raises BenchError."""
+    async with httpx.AsyncClient(trust_env=False) as client:
+        try:
+            answer = await client.get(f"{base_url}/models", headers=_headers(api_key))
+            answer.raise_for_status()
+            return str(answer.json()["data"][0]["id"])
+        except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
+            raise BenchError(f"{base_url!r} is not an address: {error}") from error
+        except httpx.HTTPStatusError as error:
+            raise BenchError(f"{base_url}/models: {_error_of(error.response)}") from error
+        except httpx.HTTPError as error:
+            raise BenchError(f"nothing answers at {base_url}: {error}") from error
+        except (ValueError, LookupError, TypeError) as error:
+            raise BenchError(f"{base_url}/models lists no model: name one with --model") from error
+
+
+async def _ask(client: httpx.AsyncClient, target: BenchTarget, prompt: str) -> RequestSample:
+    body = {
+        "model": target.model,
+        "messages": [{"role": "user", "content": prompt}],
+        "max_tokens": target.output_len,
+        "temperature": 0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    sample = RequestSample()
+    start = last = time.perf_counter()
+    try:
+        async with client.stream(
+            "POST", f"{target.base_url}/chat/completions", json=body, headers=_headers(target.api_key)
+        ) as answer:
+            if answer.is_error:
+                await answer.aread()
+                return RequestSample(error=_error_of(answer))
+            async for line in _lines(answer):
+                if not line.startswith(b"data:") or line.endswith(b"[DONE]"):
+                    continue
+                now = time.perf_counter()
+                chunk = json.loads(line[5:])
+                if "error" in chunk:
+                    return RequestSample(error=str(chunk["error"]))
+                _read_usage(chunk.get("usage"), sample)
+                if not any(choice["delta"].get(name) for choice in chunk["choices"] for name in _TEXT_FIELDS):
+                    continue
+                if sample.ttft_s:
+                    sample.gaps_s.append(now - last)
+                else:
+                    sample.ttft_s = now - start
+                last = now
+    except (httpx.InvalidURL, httpx.HTTPError) as error:
+        return RequestSample(error=str(error) or type(error).__name__)
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return RequestSample(error="its answer is not a stream of chat completion chunks")
+    sample.latency_s = last - start
+    return sample if sample.ttft_s else RequestSample(error="its answer has no text")
+
+
+async def _lines(answer: httpx.Response) -> AsyncIterator[bytes]:
+    """The lines of a stream. httpx also ends a line where a text has a line separator."""
+    rest = b""
+    async for data in answer.aiter_bytes():
+        *lines, rest = (rest + data).split(b"\n")
+        for line in lines:
+            yield line.removesuffix(b"\r")
+
+
+def _read_usage(usage: dict[str, object] | None, sample: RequestSample) -> None:
+    if not usage:
+        return
+    sample.prompt_tokens, sample.output_tokens = (
+        int(str(usage.get(name) or 0)) for name in ("prompt_tokens", "completion_tokens")
+    )
+    details = usage.get("prompt_tokens_details")
+    if isinstance(details, dict):
+        sample.cached_tokens = details.get("cached_tokens")
+
+
+def _error_of(answer: httpx.Response) -> str:
+    """The status, and the message of an error in OpenAI's shape."""
+    try:
+        message = f": {answer.json()['error']['message']}"
+    except (ValueError, LookupError, TypeError):
+        message = ""
+    remedy = "; --api-key gives a client's key" if answer.status_code == httpx.codes.UNAUTHORIZED else ""
+    return f"{answer.status_code} {answer.reason_phrase}{message}{remedy}"
+
+
+def _headers(api_key: str | None) -> dict[str, str]:
+    return {"authorization": f"Bearer {api_key}"} if api_key else {}
+
+
+Figures = dict[str, float | None]
+
+
+def figures(samples: Sequence[RequestSample], duration_s: float) -> Figures:
+    """Times in milliseconds, throughput a second. None where no request tells.
+
+    TTFT: to the first text. TPOT: of each token after the first. ITL: between two parts of an answer.
+    E2EL: to the end of the answer.
+    """
+    done = [sample for sample in samples if not sample.error]
+    prompt, output = (
+        sum(getattr(sample, name) for sample in done) for name in ("prompt_tokens", "output_tokens")
+    )
+    cached = [sample.cached_tokens for sample in done if sample.cached_tokens is not None]
+    tpot = [(s.latency_s - s.ttft_s) / (s.output_tokens - 1) for s in done if s.output_tokens > 1]
+    times = {
+        "ttft": [sample.ttft_s for sample in done],
+        "tpot": tpot,
+        "itl": [gap for sample in done for gap in sample.gaps_s],
+        "e2el": [sample.latency_s for sample in done],
+    }
+    return {
+        "completed": len(done),
+        "failed": len(samples) - len(done),
+        "duration": duration_s,
+        "total_input_tokens": prompt,
+        "cached_input_tokens": sum(cached) if cached else None,
+        "total_output_tokens": output,
+        "request_throughput": len(done) / duration_s,
+        "output_throughput": output / duration_s,
+        "total_token_throughput": (prompt + output) / duration_s,
+        **{name: value for kind, values in times.items() for name, value in _spread(kind, values).items()},
+    }
+
+
+def _spread(kind: str, values: Sequence[float]) -> Figures:
+    """Mean, median and 99th percentile in milliseconds, interpolated as numpy does."""
+    names = [f"{name}_{kind}_ms" for name in ("mean", "median", "p99")]
+    if not values:
+        return dict.fromkeys(names)
+    p99 = statistics.quantiles(values, n=100, method="inclusive")[98] if len(values) > 1 else values[0]
+    spread = (statistics.fmean(values), statistics.median(values), p99)
+    return {name: value * 1000 for name, value in zip(names, spread, strict=True)}

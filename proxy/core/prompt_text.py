@@ -1,0 +1,82 @@
+"""The text of a prompt as hashes, as it came and as rules would have made it, for `kvpin advise`.
+
+An id is a keyed hash of a block of 256 bytes and of all bytes before it. The bytes are those of the tools,
+the system prompt and the conversation, in this order. A block ends where the tools or the system prompt end.
+Marks for the cache are left out: no prompt contains them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from hashlib import blake2b
+from typing import Any
+
+import msgspec
+
+from proxy.core.normalise import Fields, Rule, normalised, prompt_parts
+
+BLOCK_BYTES = 256
+ALL = "all"
+"""The name of all rules together."""
+_MARKS = frozenset({"cache_control", "prompt_cache_breakpoint", "id", "status"})
+
+
+class TextBlocks(msgspec.Struct, omit_defaults=True):
+    """A prompt's text.
+
+    Attributes:
+        ids: of its blocks; the last one is left out if it is not full.
+        tools, system: blocks up to the end of the tools, and of the system prompt.
+        changed: rule → ids after that rule; only rules that change the prompt.
+    """
+
+    ids: list[int]
+    tools: int = 0
+    system: int = 0
+    changed: dict[str, list[int]] = {}
+
+
+def text_blocks(fields: Fields, keyed: Callable[[], blake2b]) -> TextBlocks:
+    """The blocks of a prompt with these fields. `keyed` begins a hash of 8 bytes."""
+    ids, ends = _hashed(fields, keyed)
+    found = TextBlocks(ids, *ends, {})
+    for name, rules in (*((rule.value, (rule,)) for rule in Rule), (ALL, tuple(Rule))):
+        changes, applied = normalised(fields, rules)
+        if applied:
+            found.changed[name], _ = _hashed({**fields, **changes}, keyed)
+    return found
+
+
+def _hashed(fields: Fields, keyed: Callable[[], blake2b]) -> tuple[list[int], tuple[int, int]]:
+    """The ids of a prompt, and how many there are up to the end of its tools and of its system prompt."""
+    hashed, ids, ends = keyed(), list[int](), list[int]()
+    for part in prompt_parts(fields):
+        text = b"".join(map(_plain, part))
+        for at in range(0, len(text), BLOCK_BYTES):
+            hashed.update(text[at : at + BLOCK_BYTES])
+            ids.append(int.from_bytes(hashed.digest(), "little"))
+        ends.append(len(ids))
+    if len(text) % BLOCK_BYTES:
+        del ids[-1]
+    return ids, (ends[0], ends[1])
+
+
+def _plain(item: Any) -> bytes:  # noqa: ANN401 - JSON
+    """An item of a prompt, without what no prompt contains. A single text is a text, also as a part."""
+    if not isinstance(item, dict):
+        return msgspec.json.encode(item)
+    kept = {name: value for name, value in item.items() if name not in _MARKS}
+    if isinstance(content := kept.get("content"), list):
+        content = [_unmarked(part) for part in content]
+        match content:
+            case [{"type": "text" | "input_text" | "output_text", "text": str(text), **rest}] if not rest:
+                kept["content"] = text
+            case _:
+                kept["content"] = content
+    return msgspec.json.encode(kept)
+
+
+def _unmarked(part: Any) -> Any:  # noqa: ANN401 - JSON
+    if not isinstance(part, dict):
+        return part
+    return {name: value for name, value in part.items() if name not in _MARKS}

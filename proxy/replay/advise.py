@@ -1,0 +1,131 @@
+"""Which rule, or which change of a client, would have let more of recorded prompts come from cache.
+
+Prompts are compared by their text, as if a cache kept all of it for ever: a rule is judged by what it makes
+equal, not by the size of a cache. A prompt's blocks are cached from its beginning up to the first new one.
+"""
+
+from __future__ import annotations
+
+import gzip
+import zlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from proxy.core.prompt_text import ALL, TextBlocks
+from proxy.replay.trace import TraceError
+
+
+class AdviceLine(msgspec.Struct):
+    """A request of a recording, as far as advice needs it."""
+
+    input_length: Annotated[int, msgspec.Meta(ge=1)]
+    session_id: str | int | None = None
+    text: TextBlocks | None = None
+
+
+class Saving(msgspec.Struct):
+    """What a rule would have saved, or what a change of the client's cost at most.
+
+    Attributes:
+        tokens: prompt tokens, estimated by their share of the text.
+        requests: requests that it concerns.
+    """
+
+    tokens: float = 0.0
+    requests: int = 0
+
+    def add(self, tokens: float) -> None:
+        """Counts a request, if it gained something."""
+        if tokens > 0:
+            self.tokens += tokens
+            self.requests += 1
+
+
+class Advice(msgspec.Struct):
+    """What a recording shows.
+
+    Attributes:
+        requests, tokens: those whose text is known, and their prompt tokens.
+        unknown: requests without text: another route, or too long.
+        alone: requests that name no session: only rules are judged by them.
+        cached_tokens: tokens that a cache which keeps everything would have had.
+        rules: rule → what it would have saved beyond that; the last is all rules together.
+        changes: what the client changed between two requests of a session (tools, system, input) → what that
+            cost at most.
+    """
+
+    requests: int = 0
+    tokens: int = 0
+    unknown: int = 0
+    alone: int = 0
+    cached_tokens: float = 0.0
+    rules: dict[str, Saving] = {}
+    changes: dict[str, Saving] = {}
+
+
+def advise(lines: Iterable[AdviceLine]) -> Advice:
+    """What these requests, in their order, show."""
+    advice = Advice()
+    seen, seen_after = set[int](), dict[str, set[int]]()
+    last = dict[str | int, TextBlocks]()
+    for line in lines:
+        text = line.text
+        if text is None or not text.ids:
+            advice.unknown += 1
+            continue
+        per_block = line.input_length / len(text.ids)
+        advice.requests += 1
+        advice.tokens += line.input_length
+        cached = _leading(text.ids, seen)
+        advice.cached_tokens += cached * per_block
+        for name in text.changed.keys() - seen_after.keys():
+            # Until now, the rule changed nothing: all prompts are the same with it.
+            seen_after[name], advice.rules[name] = set(seen), Saving()
+        for name, known in seen_after.items():
+            ids = text.changed.get(name, text.ids)
+            advice.rules[name].add((_leading(ids, known) - cached) * per_block)
+            known.update(ids)
+        seen.update(text.ids)
+        if line.session_id is None:
+            advice.alone += 1
+        elif (before := last.get(line.session_id)) is not None:
+            _compare(advice, text, before, cached, per_block)
+        if line.session_id is not None:
+            last[line.session_id] = text
+    order = sorted(advice.rules, key=lambda name: (name == ALL, -advice.rules[name].tokens))
+    advice.rules = {name: advice.rules[name] for name in order}
+    advice.changes = dict(sorted(advice.changes.items(), key=lambda item: -item[1].tokens))
+    return advice
+
+
+def _compare(advice: Advice, now: TextBlocks, before: TextBlocks, cached: int, per_block: float) -> None:
+    """Notes where a prompt leaves that of its session before it, if it does not only go on."""
+    shortest = min(len(now.ids), len(before.ids))
+    common = next((at for at in range(shortest) if now.ids[at] != before.ids[at]), shortest)
+    if common < len(before.ids):
+        where = "tools" if common < now.tools else "system" if common < now.system else "input"
+        advice.changes.setdefault(where, Saving()).add((shortest - max(common, cached)) * per_block)
+
+
+def _leading(ids: list[int], known: set[int]) -> int:
+    """How many leading blocks are known."""
+    return next((at for at, each in enumerate(ids) if each not in known), len(ids))
+
+
+def read_recording(path: Path) -> Iterator[AdviceLine]:
+    """The requests of a recording, plain or gzip. Raises TraceError, which says what is wrong where."""
+    decoder, at = msgspec.json.Decoder(AdviceLine), 0
+    try:
+        with path.open("rb") as packed, gzip.open(packed) if path.suffix == ".gz" else packed as file:
+            for at, text in enumerate(file, 1):  # noqa: B007 - names the line in an error
+                if text.endswith(b"\n") and not text.isspace():  # a killed writer leaves half a line
+                    yield decoder.decode(text)
+    except OSError as error:
+        raise TraceError(f"{path}: cannot be read: {error.strerror or error}") from error
+    except (EOFError, zlib.error) as error:
+        raise TraceError(f"{path}: is incomplete or damaged: {error}") from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise TraceError(f"{path}, line {at}: {error}") from error

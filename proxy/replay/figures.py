@@ -1,0 +1,112 @@
+"""The figures of a simulated engine: where each comes from, and what follows for the result.
+
+A figure is given as an option, or else was recorded, or else is a default. Defaults fit no engine in
+particular, so each is named where the result is shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Any
+
+from proxy.core.placement.rates import TYPICAL_TOKENS
+from proxy.replay.recorded import RecordedFigures, typical_tok_s
+from proxy.replay.simulated_engine import EngineModel
+
+
+class FigureSource(StrEnum):
+    """Where a figure comes from."""
+
+    GIVEN = "given"
+    RECORDED = "recorded"
+    DEFAULT = "DEFAULT"
+
+
+# An engine of which nothing is known: the figures of no engine in particular.
+DEFAULTS = EngineModel(gpu_tokens=500_000)
+# Option of a figure → the recorded figure that it stands for; "" if none is ever recorded.
+FIGURES = {
+    "gpu_tokens": "gpu_tokens",
+    "host_tokens": "host_tokens",
+    "prefill_rate": "prefill",
+    "restore_rate": "restore_tok_s",
+    "chunk_tokens": "",
+    "decode_step_ms": "token_s",
+    "decode_stream_ms": "interference",
+}
+
+
+def source_of(option: str, recorded: RecordedFigures, *, is_given: bool) -> FigureSource:
+    """Where the figure of an option comes from."""
+    if is_given:
+        return FigureSource.GIVEN
+    name = FIGURES[option]
+    is_known = bool(name) and getattr(recorded, name) not in (None, ())
+    return FigureSource.RECORDED if is_known else FigureSource.DEFAULT
+
+
+def modelled(recorded: RecordedFigures, *, is_chunked: bool) -> EngineModel:
+    """The engine with its recorded figures, and the defaults for the others.
+
+    `interference` is the share that a stream adds to a step of `chunk_tokens`, most of which is prefill.
+    """
+    model = replace(DEFAULTS, chunked=is_chunked)
+    known: dict[str, Any] = {
+        "gpu_tokens": recorded.gpu_tokens,
+        "host_tokens": recorded.host_tokens,
+        "restore_tok_s": recorded.restore_tok_s,
+        "step_s": recorded.token_s,
+    }
+    if recorded.prefill:
+        known |= {"curve": recorded.prefill, "prefill_tok_s": typical_tok_s(recorded.prefill)}
+    model = replace(model, **{name: value for name, value in known.items() if value is not None})
+    if recorded.interference is None:
+        return model
+    return replace(model, stream_s=recorded.interference * model.chunk_tokens / model.prefill_tok_s)
+
+
+@dataclass(frozen=True, slots=True)
+class _Figure:
+    option: str
+    text: str
+    source: FigureSource
+
+
+def _used(models: Sequence[EngineModel], sources: Mapping[str, FigureSource]) -> Iterator[_Figure]:
+    """The figures that the result depends on. Without host memory, its figures do not count."""
+    model = models[0]
+    sizes = " or ".join(f"{each.gpu_tokens:,}" for each in models)
+    yield _Figure("gpu_tokens", f"{sizes} tokens on the GPU", sources["gpu_tokens"])
+    rate = f"prefill {model.prefill_tok_s:,.0f} tokens/s"
+    if model.curve:
+        rate += f" in prompts of {TYPICAL_TOKENS:,}"
+    yield _Figure("prefill_rate", rate, sources["prefill_rate"])
+    if model.host_tokens:
+        yield _Figure("host_tokens", f"{model.host_tokens:,} tokens in host memory", sources["host_tokens"])
+        restores = f"{model.restore_tok_s:,.0f} tokens/s restored"
+        yield _Figure("restore_rate", restores, sources["restore_rate"])
+    if model.chunked:
+        yield _Figure("chunk_tokens", f"steps of {model.chunk_tokens:,} tokens", sources["chunk_tokens"])
+        step = f"decode {1000 * model.step_s:.3g} ms a step"
+        yield _Figure("decode_step_ms", step, sources["decode_step_ms"])
+        stream = f"{1000 * model.stream_s:.3g} ms more for each stream"
+        yield _Figure("decode_stream_ms", stream, sources["decode_stream_ms"])
+
+
+def used_figures(models: Sequence[EngineModel], sources: Mapping[str, FigureSource]) -> str:
+    """A sentence with the figures of each engine, and where each comes from."""
+    return "each engine: " + ", ".join(f"{each.text} ({each.source})" for each in _used(models, sources))
+
+
+def assumed_figures(models: Sequence[EngineModel], sources: Mapping[str, FigureSource]) -> str:
+    """A warning that names the defaults; "" if there are none."""
+    assumed = [each for each in _used(models, sources) if each.source is FigureSource.DEFAULT]
+    if not assumed:
+        return ""
+    options = " and ".join(f"--{each.option.replace('_', '-')}" for each in assumed)
+    return (
+        f"DEFAULTS, NOT YOUR ENGINES: {', '.join(each.text for each in assumed)}; times and numbers of "
+        f"engines depend on them: give {options}"
+    )

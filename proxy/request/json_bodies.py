@@ -1,0 +1,117 @@
+"""The JSON body of a request, parsed one level deep.
+
+    bytes → how many values, fields and bytes of text → top-level fields → lengths of the lists of a prompt
+
+Each of these is refused above a limit before the next one is looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import suppress
+
+import msgspec
+from msgspec import Raw
+
+from engine_adapter import UNREADABLE, JsonBody, decode_object
+from engine_adapter.shape import Shape, is_deeper, shape_of
+from proxy.errors import BadRequest, BodyTooLarge
+from proxy.errors.codes import Code
+
+# The most entries of each list that makes a prompt, and of each list in such an entry. Even an empty entry
+# takes time on the event loop.
+MAX_ENTRIES = 16_384
+_SHORT = 2 * MAX_ENTRIES  # bytes in which no more entries can be
+_LISTS = ("messages", "input", "tools")
+# The most fields of the body itself: each change of a body copies them.
+MAX_FIELDS = 1024
+# Fields of a client's own, which templates and engines get as they are: the most bytes of one, and the most
+# lists and objects in it that lie within each other.
+OWN_FIELDS = ("chat_template_kwargs", "metadata", "mm_processor_kwargs")
+MAX_OWN_BYTES = 1 << 20
+MAX_OWN_LEVELS = 32
+# The fewest bytes of an empty list and of a value, each with its comma.
+_LIST_BYTES, _VALUE_BYTES = 3, 2
+_WHAT = {
+    "values": "values; `limits.json_values` is",
+    "fields": "fields, lists and objects; `limits.json_fields` is",
+}
+_LIST = ord("[")
+_decode_items = msgspec.json.Decoder(list[Raw]).decode
+
+
+def parse(raw: bytes, most: Shape = Shape()) -> JsonBody:  # noqa: B008 - immutable
+    """The body.
+
+    Raises:
+        BodyTooLarge: it has too many bytes beside base64.
+        BadRequest: it is no JSON object, it has too many values or fields, or one of its fields too many.
+        UnreadableField: such a list cannot be decoded.
+        msgspec.DecodeError: it is no JSON.
+    """
+    if len(raw) > min(_LIST_BYTES * most.fields, _VALUE_BYTES * most.values, most.text):
+        _check_shape(raw, most)
+    try:
+        body = JsonBody(raw)
+    except msgspec.ValidationError as error:
+        raise BadRequest("the body must be a JSON object", code=Code.INVALID_JSON) from error
+    if body.n_fields > MAX_FIELDS:
+        text = f"the body has {body.n_fields} fields; the limit is {MAX_FIELDS}"
+        raise BadRequest(text, code=Code.TOO_COMPLEX)
+    if len(raw) > _SHORT and raw.count(b",") >= MAX_ENTRIES:
+        _check_lists(body)
+    for name in OWN_FIELDS:
+        if name in body:
+            _check_own_field(name, body.raw_of(name))
+    return body
+
+
+def _check_shape(raw: bytes, most: Shape) -> None:
+    shape = shape_of(raw, most)
+    match shape.above(most):
+        case None:
+            return
+        case "text":
+            raise BodyTooLarge(f"the body has more than {most.text} bytes that are not base64")
+        case what:
+            raise BadRequest(
+                f"the body has more than {getattr(most, what)} {_WHAT[what]} the limit", code=Code.TOO_COMPLEX
+            )
+
+
+def _check_own_field(name: str, raw: memoryview) -> None:
+    text = None
+    if len(raw) > MAX_OWN_BYTES:
+        text = f"{name} has {len(raw)} bytes; the limit is {MAX_OWN_BYTES}"
+    elif is_deeper(bytes(raw), MAX_OWN_LEVELS):
+        text = f"{name} is nested more than {MAX_OWN_LEVELS} deep"
+    if text is not None:
+        raise BadRequest(text, param=name, code=Code.TOO_COMPLEX)
+
+
+def _check_lists(body: JsonBody) -> None:
+    for name in _LISTS:
+        entries = body.items(name) or []
+        _check_length(name, entries)
+        for index, entry in enumerate(entries):
+            if len(memoryview(entry)) <= _SHORT:
+                continue
+            for field, items in _lists_in(entry):
+                _check_length(f"{name}[{index}].{field}", items)
+
+
+def _lists_in(entry: Raw) -> Iterable[tuple[str, list[Raw]]]:
+    """The lists among the fields of an entry, e.g. the parts of a message."""
+    with suppress(*UNREADABLE):  # told by who reads them
+        for field, value in decode_object(entry).items():
+            if memoryview(value)[0] == _LIST:
+                yield field, _decode_items(value)
+
+
+def _check_length(param: str, entries: list[Raw]) -> None:
+    if len(entries) > MAX_ENTRIES:
+        raise BadRequest(
+            f"{param} has {len(entries)} entries; the limit is {MAX_ENTRIES}",
+            param=param,
+            code=Code.ARRAY_ABOVE_MAX_LENGTH,
+        )

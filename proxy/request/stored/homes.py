@@ -1,0 +1,148 @@
+"""Whose a stored object is, and which engine keeps it.
+
+An engine keeps its objects in its own process, so a request that names one must go to the same engine. It
+knows no tenants: kvpin lets a tenant name only the objects that it got. Of each kind, a tenant has at most
+`MAX_NAMES` names; the one used longest ago is forgotten first.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
+
+import msgspec
+from typing_extensions import override
+
+from engine_adapter import UNREADABLE, HeaderPairs
+from proxy.request.calls import Client, Through
+from proxy.request.stored.names import Name
+from proxy.request.stored.routes import FOLLOWED, Kind
+from proxy.request.translate.sse import Events
+
+MAX_NAMES = 10_000
+"""The most objects of a kind whose engines are known, for each tenant."""
+MAX_NAME = 256
+"""The most characters of an id that is kept."""
+_FAILED = 300
+
+
+class Home(NamedTuple):
+    """The process that keeps an object: an engine's id, and its `EngineInfo.instance`."""
+
+    engine: str
+    instance: str | None
+
+
+class ObjectHomes:
+    """Object → engine, of each tenant."""
+
+    def __init__(self, tenants: Iterable[str] = ()) -> None:
+        """`tenants`: see `divide`."""
+        self._homes: dict[str | None, dict[Kind, OrderedDict[str, Home]]] = {}
+        self.divide(tenants)
+
+    def divide(self, tenants: Iterable[str]) -> None:
+        """Only these tenants have objects from now on; none are one without a name. Names of others go."""
+        names: set[str | None] = {*tenants} or {None}
+        self._homes = {
+            name: self._homes.get(name) or {kind: OrderedDict() for kind in FOLLOWED} for name in names
+        }
+
+    def keep(self, tenant: str | None, name: Name, home: Home) -> None:
+        """A tenant got an object from an engine. An engine may give an id again, after a restart or a DELETE:
+        then the object is the last one's alone."""
+        if tenant not in self._homes or len(name.id) > MAX_NAME:
+            return
+        for owned in self._homes.values():
+            if owned[name.kind].get(name.id) == home:
+                del owned[name.kind][name.id]
+        homes = self._homes[tenant][name.kind]
+        homes[name.id] = home
+        if len(homes) > MAX_NAMES:
+            homes.popitem(last=False)
+
+    def forget(self, tenant: str | None, name: Name) -> None:
+        """A tenant's object was deleted."""
+        if tenant in self._homes:
+            self._homes[tenant][name.kind].pop(name.id, None)
+
+    def find(self, tenant: str | None, name: Name) -> Home | None:
+        """The engine that keeps a tenant's object; None if that is not known."""
+        homes = self._homes.get(tenant, {}).get(name.kind)
+        if homes is None or (home := homes.get(name.id)) is None:
+            return None
+        homes.move_to_end(name.id)
+        return home
+
+
+class _Made(msgspec.Struct):
+    """An answer with a new object, or an event of its stream."""
+
+    id: str | None = None
+    response: _Made | None = None
+    file: _Made | None = None
+
+
+_decode = msgspec.json.Decoder(_Made).decode
+
+
+class AnswerNoter(Through):
+    """A client whose answer passes unchanged. Notes the new objects in it, or that the object is gone."""
+
+    def __init__(
+        self,
+        client: Client,
+        makes: Mapping[str, Kind],
+        note: Callable[[Name], None],
+        gone: Callable[[], None] | None = None,
+    ) -> None:
+        """Args:
+        client: gets the answer.
+        makes: the field that holds the id of a new object → its kind.
+        note: is told each new object.
+        gone: is called if the answer is no error.
+        """
+        super().__init__(client)
+        self._makes, self._note, self._gone = makes, note, gone
+        self._events: Events | None = None  # those of a stream
+
+    @override
+    def start(self, status: int, headers: HeaderPairs) -> None:
+        if any(name == b"content-type" and value.startswith(b"text/event-stream") for name, value in headers):
+            self._events = Events()
+        if status >= _FAILED:
+            self._makes = {}
+        elif self._gone is not None:
+            self._gone()
+        self._client.start(status, headers)
+
+    @override
+    def write(self, chunk: bytes) -> None:
+        self._look(chunk)
+        self._client.write(chunk)
+
+    @override
+    def finish(self, chunk: bytes) -> None:
+        self._look(chunk)
+        self._client.finish(chunk)
+
+    def _look(self, chunk: bytes) -> None:
+        """Looks for the ids in a whole answer, or in the first event of a stream."""
+        if not self._makes:
+            return
+        contents = [chunk] if self._events is None else self._events.feed(chunk)
+        if contents:
+            for name in _made_in(contents[0], self._makes):
+                self._note(name)
+            self._makes = {}
+
+
+def _made_in(content: bytes, makes: Mapping[str, Kind]) -> list[Name]:
+    try:
+        made = _decode(content)
+    except UNREADABLE:
+        return []
+    made = made.response or made
+    ids = {"id": made.id, "file": made.file.id if made.file is not None else None}
+    return [Name(kind, given) for field, kind in makes.items() if (given := ids[field]) is not None]

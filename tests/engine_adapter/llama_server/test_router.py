@@ -1,0 +1,280 @@
+"""The models of a router: their states, and swaps in which no request and no slot is lost."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from engine_adapter import EngineRejected, EngineSpec, EngineSpecError, EngineUnavailable, ModelState
+from engine_adapter.http.control import ControlClient
+from engine_adapter.llama_server import router as router_module
+from engine_adapter.llama_server.router import Router, ServerClient
+from tests.engines import served
+
+
+class FakeRouter:
+    """Answers as llama.cpp's router does, without models. What it was asked stands in `asked`."""
+
+    def __init__(self, *names: str, most: int = 1, events: bool = True) -> None:
+        self.states: dict[str, dict[str, Any]] = {name: {"value": "unloaded"} for name in names}
+        self.most, self.events = most, events
+        self.asked: list[str] = []
+        self.refuses = 0  # further loads, for want of room
+        self.broken = ""
+        self.role = "router"
+        self.changes = 0
+        self.app = Starlette(
+            routes=[
+                Route("/props", self.props),
+                Route("/models", self.models),
+                Route("/models/sse", self.sse),
+                Route("/models/load", self.load, methods=["POST"]),
+                Route("/models/unload", self.unload, methods=["POST"]),
+                Route("/echo", self.echo, methods=["GET", "POST"]),
+            ]
+        )
+
+    def set(self, name: str, value: str, **more: Any) -> None:
+        port = str(1000 + len(self.asked))
+        args = ["llama-server", "--port", port, "--cache-ram", "0"] if value in ("loaded", "loading") else []
+        self.states[name] = {"value": value, "args": args or self.states[name].get("args", []), **more}
+        self.changes += 1
+
+    async def props(self, _request: Request) -> Response:
+        return JSONResponse({"role": self.role, "max_instances": self.most})
+
+    async def models(self, _request: Request) -> Response:
+        data = [{"id": name, "status": status, "source": "dir"} for name, status in self.states.items()]
+        return JSONResponse({"data": data})
+
+    async def sse(self, _request: Request) -> Response:
+        if not self.events:
+            return Response(status_code=404)
+
+        async def events() -> AsyncIterator[str]:
+            seen = self.changes
+            while True:
+                if seen != self.changes:
+                    seen = self.changes
+                    yield "data: {}\n\n"
+                await asyncio.sleep(0.005)  # tests change it from another thread
+
+        return StreamingResponse(events(), media_type="text/event-stream")
+
+    async def load(self, request: Request) -> Response:
+        name = (await request.json())["model"]
+        self.asked.append(f"load {name}")
+        if self.refuses:
+            self.refuses -= 1
+            return JSONResponse({"error": {"message": "model limit reached"}}, 500)
+        if self.states[name]["value"] != "unloaded":
+            return JSONResponse({"error": {"message": "already running"}}, 400)
+        if name == self.broken:
+            self.set(name, "unloaded", failed=True, exit_code=1)
+        else:
+            self.set(name, "loaded")
+        return JSONResponse({"success": True})
+
+    async def unload(self, request: Request) -> Response:
+        name = (await request.json())["model"]
+        self.asked.append(f"unload {name}")
+        self.set(name, "unloaded")
+        return JSONResponse({"success": True})
+
+    async def echo(self, request: Request) -> Response:
+        body = await request.body()
+        return JSONResponse({"query": str(request.url.query), "body": body.decode()})
+
+
+class Adapter:
+    """Notes what the router tells it."""
+
+    def __init__(self, fake: FakeRouter, name: str) -> None:
+        self.fake, self.name = fake, name
+
+    async def put_away(self) -> None:
+        self.fake.asked.append(f"save {self.name}")
+
+    async def is_gone(self) -> None:
+        self.fake.asked.append(f"gone {self.name}")
+
+
+class World:
+    """A fake router, and kvpin's view of it with an adapter for each model."""
+
+    def __init__(self, fake: FakeRouter, url: str) -> None:
+        self.fake, self.spec = fake, EngineSpec("llama_server", url, "e")
+
+    async def __aenter__(self) -> Router:
+        self.control = ControlClient(self.spec)
+        router = await Router.at(self.spec, self.control)
+        assert router is not None
+        assert await Router.at(self.spec, self.control) is router
+        self.router, self.adapters = router, {name: Adapter(self.fake, name) for name in self.fake.states}
+        for name, adapter in self.adapters.items():
+            router.join(name, adapter)
+        await router.refresh()
+        return router
+
+    async def __aexit__(self, *exc: object) -> None:
+        for name, adapter in self.adapters.items():
+            await self.router.leave(name, adapter)
+        await self.control.aclose()
+
+
+async def test_a_model_is_loaded_for_its_requests_and_the_least_used_one_is_saved_and_ended():
+    fake = FakeRouter("a", "b", "c", most=2)
+    with served(fake.app) as url:
+        async with World(fake, url) as router:
+            assert router.states == dict.fromkeys("abc", ModelState.UNLOADED)
+            for name in "abaca":
+                async with router.using(name):
+                    assert router.state(name) is ModelState.LOADED
+            assert fake.asked == ["load a", "load b", "save b", "unload b", "gone b", "load c"]
+            assert router.card("a") == {"status": {"value": "loaded"}, "source": "dir"}
+            assert router.load_s("a") == 0 < router.load_s("b")
+
+
+async def test_a_model_does_not_leave_before_its_requests_have_ended_and_takes_no_more_meanwhile():
+    fake = FakeRouter("a", "b")
+    with served(fake.app) as url:
+        async with World(fake, url) as router:
+            order = []
+
+            async def ask(name: str) -> None:
+                async with router.using(name):
+                    order.append(name)
+
+            async with router.using("a"):
+                asks = [asyncio.create_task(ask(name)) for name in "ba"]
+                await asyncio.sleep(0.05)
+                assert not order
+                assert not router.is_open("a")
+            await asyncio.gather(*asks)
+            assert order == ["b", "a"]
+
+
+async def test_who_leaves_while_it_waits_costs_no_model():
+    fake = FakeRouter("a", "b")
+    with served(fake.app) as url:
+        async with World(fake, url) as router, router.using("a"):
+            waits = asyncio.create_task(router.using("b").__aenter__())
+            await asyncio.sleep(0.05)
+            waits.cancel()
+            with suppress(asyncio.CancelledError):
+                await waits
+            assert router.is_open("a")
+            assert fake.asked == ["load a"]
+
+
+async def test_a_model_that_fails_to_load_is_refused_with_the_reason_and_tried_again():
+    fake = FakeRouter("a", "b")
+    fake.broken = "b"
+    with served(fake.app) as url:
+        async with World(fake, url) as router:
+            for _ in range(2):
+                with pytest.raises(EngineRejected, match=r"'b' failed to load: .* status 1") as refused:
+                    async with router.using("b"):
+                        pass
+                assert refused.value.status == 503
+                fake.states["b"] = {"value": "unloaded", "failed": True, "exit_code": 1}
+            assert router.state("b") is ModelState.FAILED
+            assert fake.asked == ["load b"] * 2
+
+
+async def test_a_router_without_room_is_asked_again(monkeypatch):
+    monkeypatch.setattr(router_module, "_RETRY_S", 0.0)
+    fake = FakeRouter("a")
+    fake.refuses = 2
+    with served(fake.app) as url:
+        async with World(fake, url) as router, router.using("a"):
+            assert fake.asked == ["load a"] * 3
+
+
+async def test_a_model_that_another_client_loads_is_waited_for_also_without_events(monkeypatch):
+    monkeypatch.setattr(router_module, "_LOOK_S", 0.02)
+    fake = FakeRouter("a", events=False)
+    with served(fake.app) as url:
+        async with World(fake, url) as router:
+            fake.set("a", "loading")
+            await router.refresh()
+            waits = asyncio.create_task(router.using("a").__aenter__())
+            await asyncio.sleep(0.05)
+            assert not waits.done()
+            fake.set("a", "loaded")
+            await waits
+            assert fake.asked == []
+
+
+async def test_a_model_that_is_gone_is_one_sentence():
+    fake = FakeRouter("a")
+    with served(fake.app) as url:
+        async with World(fake, url) as router:
+            with pytest.raises(EngineSpecError, match="no model 'x'; it has a"):
+                router.model("x")
+            with pytest.raises(EngineRejected, match="no longer has the model 'x'"):
+                async with router.using("x"):
+                    pass
+            assert not await router.has("a")
+
+
+async def test_the_end_of_a_process_is_told_even_if_another_has_taken_its_place():
+    fake = FakeRouter("a")
+    with served(fake.app) as url:
+        async with World(fake, url) as router:
+            async with router.using("a"):
+                pass
+            fake.asked.append("crash")
+            fake.set("a", "loaded")
+            await router.refresh()
+            assert fake.asked == ["load a", "crash", "gone a"]
+            await router.refresh()
+            assert fake.asked[3:] == []
+
+
+async def test_what_is_no_router_is_none():
+    fake = FakeRouter("a")
+    fake.role = ""
+    with served(fake.app) as url:
+        spec = EngineSpec("llama_server", url, "e")
+        control = ControlClient(spec)
+        assert await Router.at(spec, control) is None
+        fake.role = "router"
+        router = await Router.at(spec, control)
+        assert router is not None
+        fake.states["a"] = {"value": 1}
+        with pytest.raises(EngineUnavailable, match="not as expected"):
+            await router.refresh()
+        await control.aclose()
+
+
+async def test_a_call_names_its_model_and_loads_none():
+    fake = FakeRouter("a")
+    with served(fake.app) as url:
+        client = ServerClient(EngineSpec("llama_server", url, "e"))
+        assert await client.get("/echo") == {"query": "", "body": ""}
+        client.model = "org/a&b:Q8"
+        query = "autoload=false&model=org%2Fa%26b%3AQ8"
+        assert (await client.get("/echo"))["query"] == query
+        told = await client.call("POST", "/echo?x=1", json={"y": 2})
+        assert told["query"] == f"x=1&{query}"
+        assert msgspec.json.decode(told["body"]) == {"model": "org/a&b:Q8", "y": 2}
+        told = await client.call("POST", "/echo", json={})
+        assert msgspec.json.decode(told["body"]) == {"model": "org/a&b:Q8"}
+        await client.aclose()
+
+
+def test_any_other_word_means_that_the_model_is_not_there():
+    assert [ModelState.of(word) for word in ("loaded", "downloaded")] == [
+        ModelState.LOADED,
+        ModelState.UNLOADED,
+    ]

@@ -1,0 +1,60 @@
+"""Every attack of the corpus. docs/threat-model.md says what keeps them off.
+
+unfinished_bodies  held back, dripping, endless      broken_engines  answers that no engine should give
+json_shapes        many, deep, long, odd values      connections     heads, and sockets that are not read
+computing          to count, compile, choose         strangers       no key, web pages, ever new names
+kept_objects       those of other tenants            surroundings    disk, clock, the exchange
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+
+from tests.hostile import (
+    broken_engines,
+    computing,
+    connections,
+    json_shapes,
+    kept_objects,
+    strangers,
+    surroundings,
+    unfinished_bodies,
+)
+from tests.hostile.attacker import Attack, Attacker
+from tests.hostile.place import Place
+
+ATTACKS: tuple[Attack, ...] = (
+    *unfinished_bodies.ATTACKS,
+    *json_shapes.ATTACKS,
+    *computing.ATTACKS,
+    *kept_objects.ATTACKS,
+    *broken_engines.ATTACKS,
+    *connections.ATTACKS,
+    *strangers.ATTACKS,
+    *surroundings.ATTACKS,
+)
+_BY_NAME = {attack.name: attack for attack in ATTACKS}
+_LIMIT_S = 240.0
+
+
+def fire(name: str, place: Place, small: bool, until: float) -> tuple[Counter[int], list[str]]:
+    """Makes an attack again and again until then, monotonic seconds. Returns its answers and faults. Runs in
+    a process of its own."""
+    attack, attacker = _BY_NAME[name], Attacker(place, small)
+
+    async def run() -> None:
+        while True:
+            async with asyncio.timeout(_LIMIT_S):
+                await attack.run(attacker)
+            if time.monotonic() >= until:
+                return
+
+    try:
+        asyncio.run(run())
+    except TimeoutError:
+        attacker.fault(f"the attack did not end within {_LIMIT_S:.0f} s")
+    odd = {status: count for status, count in attacker.answers.items() if status not in attack.expects}
+    faults = [f"answer {status}, {count} times" for status, count in odd.items()]
+    return attacker.answers, [*faults, *attacker.faults]

@@ -1,0 +1,129 @@
+"""Heads that are odd or endless, and connections that are idle, flood, or are never read."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import Iterator
+
+from tests.hostile.attacker import (
+    ANY,
+    CLOSED,
+    HELD,
+    LATE,
+    MIB,
+    REFUSED,
+    UNKNOWN,
+    Attack,
+    Attacker,
+    each,
+)
+from tests.hostile.client import CHAT, chat, connection, head_of, post, write
+from tests.hostile.place import BAD, BROKEN
+
+_LONG = 60_000
+_TARGETS = (
+    "/" + "a" * _LONG, "//evil/v1/models", "http://evil/v1/models", "/v1/%00", "/v1/../admin/v1/stats", "*",
+    "/v1/models?" + "a=b&" * 15_000, "/%2e%2e/admin/v1/engines", "/v1/files/..%2f..%2fkv/flush",
+)  # fmt: skip
+_HEADERS = (
+    ("transfer-encoding: chunked", "content-length: 5"),
+    ("content-length: 3", "content-length: 4"),
+    ("content-length: -1",),
+    ("content-length: 99999999999999999999",),
+    ("transfer-encoding: xchunked",),
+    ("transfer-encoding : chunked",),
+    ("host: evil", "content-length: 0"),
+    ("content-encoding: gzip", "content-length: 0"),
+    ("expect: 100-continue", "content-length: 9999999999"),
+    *(
+        (f"{name}: {'9' * _LONG}", "content-length: 0")
+        for name in ("x-request-id", "x-kvpin-priority", "x-api-key")
+    ),
+)
+_UPGRADE = (
+    "upgrade: websocket", "connection: upgrade", "sec-websocket-version: 13",
+    f"sec-websocket-key: {'A' * 22}==",
+)  # fmt: skip
+
+
+async def _endless_heads(a: Attacker) -> None:
+    for unit in (b"x: y\r\n", b"x" * 1000, b" " * 1000):
+        await a.ask(b"GET / HTTP/1.1\r\n", unit * (a.size(50) // len(unit)))
+    await a.ask(b"GET /", b"x" * a.size(50), b" HTTP/1.1\r\n\r\n")
+
+
+def _odd_heads(a: Attacker) -> Iterator[bytes]:
+    for method in ("CONNECT", "PRI", "PROPFIND", "x" * _LONG):
+        yield head_of(method, CHAT, key=BAD)
+    for target in _TARGETS:
+        yield head_of("GET", target, key=BAD)
+    for headers in _HEADERS:
+        yield head_of("POST", CHAT, *headers, key=BAD)
+    for number in range(a.many(300)):
+        yield head_of("POST", f"/v1/{number}", "content-length: 0", f"x-{number}: y", key=BAD)
+
+
+def _traces(_: Attacker) -> Iterator[bytes]:
+    for method, target in itertools.product(("TRACE", "TRACK"), (CHAT, "/v1/files", "/v1/x", "/tokenize")):
+        yield head_of(method, f"{target}?model={BROKEN}", "content-length: 0", key=BAD)
+
+
+async def _key_in_a_trailer(a: Attacker) -> None:
+    body = chat(BROKEN, "hi")
+    chunks = b"%x\r\n%b\r\n0\r\nauthorization: Bearer %b\r\n\r\n" % (len(body), body, BAD.encode())
+    await a.ask(head_of("POST", CHAT, "transfer-encoding: chunked"), chunks)
+
+
+async def _idle(a: Attacker) -> None:
+    begun = (b"", b"POST / HTTP/1.1\r\nhost: x\r\n", head_of("POST", CHAT, "content-length: 99", key=BAD))
+    await a.hold([begun[number % 3] for number in range(a.many(600))], 10)
+
+
+async def _resets(a: Attacker) -> None:
+    request = post(CHAT, chat(BROKEN, "hi", stream=True), key=BAD)
+    for number in range(a.many(2_000)):
+        async with connection(a.place.port) as (_, writer):
+            await write(writer, [request[: -(number % 3) or None]])
+        a.answers[CLOSED] += 1
+
+
+async def _deaf(a: Attacker, requests: Iterator[bytes]) -> None:
+    """Sends requests and reads nothing."""
+    async with connection(a.place.port) as (reader, writer):
+        reader._transport.pause_reading()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(1 if a.small else 5):
+                await write(writer, requests)
+                await asyncio.sleep(5)
+    a.answers[HELD] += 1
+
+
+async def _never_read(a: Attacker) -> None:
+    request = post(CHAT, chat(BROKEN, f"many events:{a.size(30) // MIB}", stream=True), key=BAD)
+    await asyncio.gather(*(_deaf(a, iter([request])) for _ in range(a.many(60))))
+
+
+async def _pipeline(a: Attacker) -> None:
+    await _deaf(a, itertools.repeat(post(CHAT, chat(BROKEN, "hi"), key=BAD), 100_000))
+
+
+async def _sockets(a: Attacker) -> None:
+    frame = b"\x82\x7f" + b"\xff" * 65_536
+    names = itertools.islice(itertools.cycle(("realtime", "responses", "x")), a.many(60))
+    offers = (head_of("GET", f"/v1/{name}?model={BROKEN}", *_UPGRADE, key=BAD) for name in names)
+    await a.hold((offer + frame for offer in offers), 3)
+
+
+ATTACKS = (
+    Attack("heads without end", "row 1", frozenset({400, 431, CLOSED}), _endless_heads),
+    Attack("600 connections that do nothing", "row 4", REFUSED | {HELD, CLOSED}, _idle),
+    Attack("a key in a trailer", "row 8", frozenset({401}), _key_in_a_trailer),
+    Attack("TRACE", "15", REFUSED | UNKNOWN, each(_traces)),
+    Attack("odd heads", "new", ANY | UNKNOWN | {CLOSED, LATE, 414, 417}, each(_odd_heads)),
+    Attack("2,000 clients that reset", "new", frozenset({CLOSED}), _resets),
+    Attack("60 clients that never read", "new", frozenset({HELD}), _never_read),
+    Attack("a pipeline without reading", "new", frozenset({HELD}), _pipeline),
+    Attack("WebSockets that flood", "new", ANY | UNKNOWN | {HELD, CLOSED, 426, 502}, _sockets),
+)

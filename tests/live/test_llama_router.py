@@ -1,0 +1,219 @@
+"""A real llama-server in router mode: its models are served, their states told, their KV outlives swaps."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from engine_adapter import EngineSpec
+from proxy.cli.engine_check.examine import examine
+from scripts.make_gguf import gguf_path
+from tests.live.conftest import Kvpin, running_kvpin
+from tests.llama import RunningLlama, memory_dir, running_llama_router, running_llama_server
+
+pytestmark = pytest.mark.live
+
+MODELS = ("m0", "m1")
+WAIT_S = 60.0
+CHECKS_S = 3.0  # several of kvpin's health checks
+
+
+@dataclass(slots=True)
+class World:
+    """A router and the kvpin in front of it."""
+
+    kvpin: Kvpin
+    router: RunningLlama
+
+    def chat(self, model: str, messages: list[dict[str, Any]]) -> httpx.Response:
+        body = {"model": model, "messages": messages, "max_tokens": 8, "temperature": 0}
+        url = f"{self.kvpin.base_url}/chat/completions"
+        return httpx.post(url, json=body, timeout=WAIT_S, trust_env=False)
+
+    def states(self) -> dict[str, str]:
+        """The state of each model, as kvpin tells it."""
+        health = httpx.get(f"{self.kvpin.url}/health/ready", timeout=WAIT_S, trust_env=False).json()
+        return {engine.removeprefix("llama_server-0-"): state for engine, state in health["models"].items()}
+
+    def own_states(self) -> dict[str, str]:
+        """The same, as the router tells it."""
+        answer = httpx.get(f"{self.router.url}/models", timeout=WAIT_S, trust_env=False).json()
+        return {model["id"]: model["status"]["value"] for model in answer["data"]}
+
+    def until(self, model: str, state: str) -> None:
+        deadline = time.monotonic() + WAIT_S
+        while self.states()[model] != state:
+            assert time.monotonic() < deadline, self.kvpin.log.read_text()
+            time.sleep(0.05)
+
+
+@contextmanager
+def router_world(tmp_path: Path, *flags: str) -> Iterator[World]:
+    models = tmp_path / "models"
+    models.mkdir()
+    for seed, name in enumerate(MODELS):
+        shutil.copy(gguf_path("tiny", seed), models / f"{name}.gguf")
+    whole = gguf_path("tiny").read_bytes()
+    (models / "broken.gguf").write_bytes(whole[: len(whole) // 2])
+    with (
+        memory_dir() as saved,
+        running_llama_router(tmp_path / "router.log", models, *flags, save_dir=saved) as router,
+        running_kvpin(
+            tmp_path / "kvpin.log",
+            f"--engine=llama_server={router.url},host_cache_dir={saved}",
+            tokenised=False,  # no model is loaded to be asked
+        ) as kvpin,
+    ):
+        yield World(kvpin, router)
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    with router_world(tmp_path_factory.mktemp("router"), "--models-max", "1") as world:
+        yield world
+
+
+def predicted(answer: httpx.Response) -> int:
+    return int(answer.headers["x-kvpin-predicted-tokens"])
+
+
+def cached(answer: httpx.Response) -> int:
+    return answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+def begun(text: str) -> list[dict[str, Any]]:
+    """A conversation of some hundred tokens."""
+    return [{"role": "user", "content": " ".join(f"{text} {number}" for number in range(60))}]
+
+
+def test_every_model_is_served_and_none_is_loaded_by_kvpin(world):
+    listed = httpx.get(f"{world.kvpin.base_url}/models", timeout=WAIT_S, trust_env=False).json()["data"]
+    assert {model["id"]: model["status"]["value"] for model in listed} == dict.fromkeys(
+        ("broken", *MODELS), "unloaded"
+    )
+    time.sleep(CHECKS_S)
+    assert set(world.own_states().values()) == {"unloaded"}
+    assert world.states() == world.own_states()
+
+
+def test_doctor_tells_the_states_and_loads_no_model(world):
+    router = EngineSpec("", world.router.url, "x")
+    found = asyncio.run(examine(router, probe=False)).as_json()
+    assert (found["kind"], found["model"], found["findings"]) == ("llama_server", "", [])
+    assert found["models"] == dict.fromkeys(("broken", *MODELS), "unloaded")
+    model = EngineSpec("llama_server", world.router.url, "x", model="m0")
+    found = asyncio.run(examine(model, probe=False)).as_json()
+    assert "not asked: the model is unloaded" in found["tokenisation"]["detail"]
+    assert set(world.own_states().values()) == {"unloaded"}
+
+
+def test_conversations_outlive_swaps_and_predictions_are_exact(world):
+    talks = {(model, name): begun(name) for name in ("river", "stone") for model in MODELS}
+    for turn in range(3):
+        for (model, name), messages in talks.items():
+            answer = world.chat(model, messages)
+            assert answer.status_code == 200, answer.text
+            assert predicted(answer) == cached(answer)
+            if turn:
+                assert cached(answer) > answer.json()["usage"]["prompt_tokens"] / 2
+            assert world.own_states()[model] == "loaded"
+            said = answer.json()["choices"][0]["message"]
+            messages += [said, {"role": "user", "content": f"{name} {turn}"}]
+
+
+def test_a_model_that_an_operator_unloads_is_known_to_hold_nothing(world):
+    messages = begun("garden")
+    world.chat("m0", messages).raise_for_status()
+    unload = f"{world.router.url}/models/unload"
+    httpx.post(unload, json={"model": "m0"}, timeout=WAIT_S, trust_env=False).raise_for_status()
+    world.until("m0", "unloaded")
+    answer = world.chat("m0", messages)
+    assert predicted(answer) == cached(answer)
+    world.until("m0", "loaded")
+
+
+def test_a_model_that_fails_to_load_is_a_503_with_its_reason(world):
+    answer = world.chat("broken", begun("light"))
+    assert answer.status_code == 503
+    assert answer.json()["error"]["message"] == (
+        "the model 'broken' failed to load: its llama-server ended with status 1, and the router's log says "
+        "why"
+    )
+    world.until("broken", "failed")
+    assert world.chat("m1", begun("light")).status_code == 200
+
+
+def test_requests_for_several_models_at_once_are_all_answered(world):
+    statuses = []
+
+    def ask(number: int) -> None:
+        statuses.append(world.chat(MODELS[number % 2], begun(f"water {number}")).status_code)
+
+    clients = [threading.Thread(target=ask, args=(number,)) for number in range(8)]
+    for client in clients:
+        client.start()
+    for client in clients:
+        client.join(WAIT_S)
+    assert statuses == [200] * 8
+
+
+def test_a_model_may_be_loaded_ahead_by_the_routers_own_route(world):
+    world.chat("m0", begun("music")).raise_for_status()
+    load = f"{world.kvpin.url}/models/load"
+    answer = httpx.post(load, json={"model": "m1"}, timeout=WAIT_S, trust_env=False)
+    assert answer.json() == {"success": True}
+    world.until("m1", "loaded")
+    assert world.states()["m0"] == "unloaded"
+
+
+def test_a_model_is_not_loaded_where_the_router_does_not(tmp_path):
+    with router_world(tmp_path, "--no-models-autoload") as world:
+        answer = world.chat("m0", begun("window"))
+        assert answer.status_code == 400
+        assert "not loaded" in answer.json()["error"]["message"]
+
+
+def test_kvpin_lets_a_server_sleep(tmp_path):
+    def sleeps(server: RunningLlama) -> bool:
+        return httpx.get(f"{server.url}/props", timeout=WAIT_S, trust_env=False).json()["is_sleeping"]
+
+    def until_asleep(server: RunningLlama) -> None:
+        deadline = time.monotonic() + WAIT_S
+        while not sleeps(server):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+    with (
+        memory_dir() as saved,
+        running_llama_server(
+            tmp_path / "llama.log", None, "--sleep-idle-seconds", "1", slots=2, save_dir=saved
+        ) as server,
+    ):
+        engine = f"--engine=llama_server={server.url},host_cache_dir={saved},model=tiny"
+        with running_kvpin(tmp_path / "kvpin-1.log", engine, tokenised=False) as kvpin:
+            world, messages = World(kvpin, server), begun("letter")
+            for _ in range(3):
+                answer = world.chat("tiny", messages)
+                assert predicted(answer) == cached(answer)
+                messages += [answer.json()["choices"][0]["message"], {"role": "user", "content": "more"}]
+                until_asleep(server)
+                time.sleep(CHECKS_S)
+                assert sleeps(server)
+                assert world.kvpin.engines()["llama_server-0"]["model_state"] == "sleeping"
+        # A kvpin that starts while the server sleeps does not wake it either.
+        with running_kvpin(tmp_path / "kvpin-2.log", engine, tokenised=False) as kvpin:
+            time.sleep(CHECKS_S)
+            assert sleeps(server)
+            answer = World(kvpin, server).chat("tiny", messages)
+            assert answer.status_code == 200
+            assert predicted(answer) == cached(answer)

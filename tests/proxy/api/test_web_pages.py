@@ -1,0 +1,148 @@
+"""Which web pages may use kvpin, over real sockets. tests/browser/test_hostile_pages.py has Chromium ask."""
+
+import pytest
+
+from engine_adapter import Headers
+from proxy.api.web_pages import is_loopback, page_asking
+from proxy.request.tenants import ApiKey, Tenants
+from tests.fakes import ASK, CHAT, client_of, is_openai_error, proxy_over
+
+EVIL = "https://evil.example"
+HERE, ELSEWHERE = ("127.0.0.1", 8000), ("10.1.2.3", 8000)
+
+
+def asking(host="localhost:8000", here=HERE, scheme="http", **headers):
+    fields = {"host": host, **{name.replace("_", "-"): value for name, value in headers.items()}}
+    return page_asking(Headers.of(fields.items()).raw, scheme, lambda: here)
+
+
+@pytest.mark.parametrize(
+    ("host", "local"),
+    [
+        ("127.0.0.1", True),
+        ("127.9.9.9", True),
+        ("::1", True),
+        ("0.0.0.0", False),
+        ("8.8.8.8", False),
+        ("localhost", False),
+        ("", False),
+    ],
+)
+def test_loopback_is_told_by_address(host, local):
+    assert is_loopback(host) is local
+
+
+class TestPageAsking:
+    def test_a_program_is_no_page(self):
+        assert asking() is None
+        assert page_asking([], "http", lambda: HERE) is None  # HTTP/1.0
+
+    @pytest.mark.parametrize("host", ["localhost:8000", "127.0.0.1:8000", "[::1]:8000", "kvpin"])
+    def test_nor_is_the_page_of_kvpin_another(self, host):
+        assert asking(host, origin=f"http://{host}", sec_fetch_site="same-origin") is None
+        assert asking(host, sec_fetch_site="none") is None
+        assert asking(host, scheme="https", origin=f"https://{host}") is None
+
+    @pytest.mark.parametrize(
+        "origin", [EVIL, "null", "", "http://localhost:8001", "https://localhost:8000", "http://localhost"]
+    )
+    def test_a_page_of_another_origin_is_named(self, origin):
+        assert asking(origin=origin) == origin
+
+    @pytest.mark.parametrize("site", ["cross-site", "same-site"])
+    def test_its_pictures_and_scripts_do_not_name_it(self, site):
+        assert asking(sec_fetch_site=site) == "null"
+
+    @pytest.mark.parametrize("host", ["evil.example:8000", "EVIL.example", "127.0.0.1.evil.example:80"])
+    def test_a_name_that_was_rebound_is_that_of_the_page(self, host):
+        page = f"http://{host}".lower()
+        assert asking(host) == asking(host, origin=page, sec_fetch_site="same-origin") == page
+        assert asking(host, here=("::1", 8000)) == page
+
+    @pytest.mark.parametrize(
+        "host",
+        [
+            *("127.0.0.2:80", "0.0.0.0:8000", "10.1.2.3", "kvpin:8000", "a.localhost"),
+            *("host.docker.internal:8000", "kvpin.llm.svc.cluster.local"),
+        ],
+    )
+    def test_a_name_that_no_page_of_the_internet_can_have_is_none(self, host):
+        assert asking(host) is None
+
+    @pytest.mark.parametrize("here", [ELSEWHERE, None])
+    def test_nor_is_one_that_does_not_lead_to_this_machine_alone(self, here):
+        assert asking("kvpin.example", here=here) is None
+
+
+@pytest.fixture
+async def client(proxy):
+    async with client_of(proxy) as client:
+        yield client
+        await proxy.settled()
+
+
+FORM = {"content-type": "text/plain", "origin": EVIL, "sec-fetch-site": "cross-site"}
+PAGES = {
+    "fetch without CORS": ("POST", CHAT, FORM, EVIL),
+    "a form": ("POST", "/v1/embeddings", {**FORM, "origin": "null"}, "does not name"),
+    "an engine's own route": ("POST", "/tokenize", FORM, EVIL),
+    "a script": ("GET", "/v1/models", {"sec-fetch-site": "same-site"}, "does not name"),
+    "a page of a rebound name": ("GET", "/v1/models", {"host": "evil.example:80"}, "http://evil.example:80"),
+    "its chat": ("POST", CHAT, {"host": "evil.example", "origin": "http://evil.example"}, "evil.example"),
+}
+
+
+@pytest.mark.parametrize(("method", "path", "headers", "named"), PAGES.values(), ids=PAGES)
+async def test_without_keys_no_page_gets_in(engine, client, method, path, headers, named):
+    response = await client.request(method, path, json=ASK, headers=headers)
+    assert is_openai_error(response, 403, "forbidden")
+    assert named in response.json()["error"]["message"]
+    assert not engine.seen
+
+
+@pytest.mark.parametrize(("method", "path", "headers", "_named"), PAGES.values(), ids=PAGES)
+async def test_all_pages_do_where_all_are_listed(engine, method, path, headers, _named):
+    async with proxy_over(engine, cors_origins=("*",)) as proxy, client_of(proxy) as client:
+        response = await client.request(method, path, json=ASK, headers=headers)
+        assert response.status_code != 403
+        await proxy.settled()
+
+
+async def test_a_page_that_is_listed_gets_in_under_any_name(engine):
+    origins = ("https://chat.example", "http://kvpin.example")
+    async with proxy_over(engine, cors_origins=origins) as proxy, client_of(proxy) as client:
+        for headers in (
+            {"origin": "https://chat.example", "sec-fetch-site": "cross-site"},
+            {"origin": "https://chat.example", "host": "kvpin.example"},
+            {"host": "kvpin.example"},  # a program, through a proxy on this machine
+        ):
+            assert (await client.post(CHAT, json=ASK, headers=headers)).status_code == 200
+        assert (await client.get("/v1/models", headers={"host": "evil.example"})).status_code == 403
+        await proxy.settled()
+
+
+async def test_with_keys_the_key_decides(engine):
+    """No page sends a key that it does not know."""
+    tenants = Tenants([ApiKey.of("key", "t")])
+    async with proxy_over(engine, tenants=tenants) as proxy, client_of(proxy) as client:
+        for headers in ({"origin": EVIL, "sec-fetch-site": "cross-site"}, {"host": "kvpin.example"}):
+            assert (await client.post(CHAT, json=ASK, headers=headers)).status_code == 401
+            headers |= {"authorization": "Bearer key"}
+            assert (await client.post(CHAT, json=ASK, headers=headers)).status_code == 200
+        await proxy.settled()
+
+
+async def test_metrics_answer_no_page(client):
+    assert (await client.get("/metrics")).status_code == 200
+    for headers in ({"sec-fetch-site": "cross-site"}, {"host": "evil.example"}, {"origin": EVIL}):
+        assert (await client.get("/metrics", headers=headers)).status_code == 403
+
+
+@pytest.mark.parametrize("method", ["TRACE", "PROPFIND", "LOCK"])
+@pytest.mark.parametrize("path", [CHAT, "/v1/files", "/%761/anything"])
+async def test_no_engine_gets_a_method_that_no_api_has(engine, client, method, path):
+    """The answer to TRACE would hold the key that kvpin sends to the engine."""
+    response = await client.request(method, path)
+    assert is_openai_error(response, 405, "method_not_allowed")
+    assert response.headers["allow"] == "DELETE, GET, HEAD, OPTIONS, PATCH, POST, PUT"
+    assert not engine.seen

@@ -1,0 +1,57 @@
+"""`kvpin advise`, as people see it."""
+
+import json
+
+import msgspec
+import pytest
+from typer.testing import CliRunner
+
+from proxy.cli.main import app
+from tests.proxy.replay.test_advise import LONG, chat, line
+
+
+def run(path, *lines, options=()):
+    path.write_bytes(b"".join(msgspec.json.encode(each) + b"\n" for each in lines))
+    return CliRunner().invoke(app, ["advise", str(path), *options])
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "traffic.jsonl"
+
+
+def test_rules_and_changes_are_told_with_their_shares(path):
+    told = run(path, *(line(**chat(f"Now 2026-11-25T23:0{at}:44Z. {LONG}", "Hi")) for at in range(2)))
+    assert told.exit_code == 0
+    assert (
+        "2 requests with 2,000 prompt tokens. A cache that keeps everything has 0.0% of them." in told.output
+    )
+    rows = [row.split() for row in told.output.splitlines()]
+    assert ["date_to_day", "1,000", "50.0%", "1", "50.0%"] in rows
+    assert any(row[:5] == ["system", "1,000", "50.0%", "1", "50.0%"] for row in rows)
+
+
+def test_nothing_to_advise(path):
+    told = run(path, line(None, **chat(LONG)), msgspec.json.decode(b'{"input_length": 5}'))
+    assert "1 more requests are left out" in told.output
+    assert "No rule changes any of these prompts." in told.output
+    assert "1 requests name no session." in told.output
+
+
+def test_json(path):
+    told = run(path, line(**chat(LONG)), options=["--json"])
+    assert json.loads(told.output)["requests"] == 1
+
+
+@pytest.mark.parametrize("content", [b"", b'{"input_length": 5}\n'])
+def test_a_recording_without_text_is_refused(path, content):
+    path.write_bytes(content)
+    told = CliRunner().invoke(app, ["advise", str(path)])
+    assert told.exit_code == 2
+    assert "holds no text hashes" in told.output
+
+
+def test_a_file_that_is_not_there_is_refused(path):
+    told = CliRunner().invoke(app, ["advise", str(path)])
+    assert told.exit_code == 2
+    assert "cannot be read: No such file or directory" in told.output

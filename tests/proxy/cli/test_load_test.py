@@ -1,0 +1,141 @@
+import json
+import math
+from itertools import pairwise
+
+import pytest
+from starlette.applications import Starlette
+from starlette.responses import JSONResponse, PlainTextResponse, StreamingResponse
+from starlette.routing import Route
+
+from proxy.cli.load_test import (
+    BenchError,
+    BenchTarget,
+    RequestSample,
+    Workload,
+    figures,
+    first_model,
+    run,
+)
+from tests.engines import served
+
+LOAD = Workload(2, 1, prefix_len=3, suffix_len=1, request_rate=float("inf"), seed=0)
+
+
+def target(url, model="m"):
+    return BenchTarget(f"{url}/v1", model, None, output_len=4, max_concurrency=2)
+
+
+@pytest.mark.live
+async def test_a_stream_is_timed_and_its_usage_read(embedded_engine):
+    done = []
+    model = await first_model(f"{embedded_engine.url}/v1", None)
+    samples, seconds = await run(target(embedded_engine.url, model), LOAD, "timed", lambda: done.append(1))
+    assert len(done) == len(samples) == 2
+    for sample in samples:
+        assert sample.error == ""
+        assert sample.prompt_tokens > sample.output_tokens == 4
+        assert sample.cached_tokens is not None
+        assert 0 < sample.ttft_s < sample.latency_s < seconds
+        assert sum(sample.gaps_s) == pytest.approx(sample.latency_s - sample.ttft_s)
+
+
+def app(answer):
+    async def chat(_request):
+        return answer()
+
+    async def models(_request):
+        return JSONResponse({"data": []})
+
+    return Starlette(
+        routes=[Route("/v1/chat/completions", chat, methods=["POST"]), Route("/v1/models", models)]
+    )
+
+
+def stream(*chunks):
+    return StreamingResponse([f"data: {json.dumps(chunk)}\n\n" for chunk in chunks])
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (lambda: JSONResponse({"error": {"message": "no room"}}, 503), "503 Service Unavailable: no room"),
+        (lambda: PlainTextResponse("no", 404), "404 Not Found"),
+        (lambda: PlainTextResponse("no", 401), "401 Unauthorized; --api-key gives a client's key"),
+        (lambda: stream({"error": {"message": "gone"}}), "gone"),
+        (lambda: stream({"choices": []}), "its answer has no text"),
+        (lambda: stream({"text": 1}), "its answer is not a stream of chat completion chunks"),
+    ],
+)
+async def test_a_server_that_cannot_be_measured(answer, said):
+    with served(app(answer)) as url, pytest.raises(BenchError) as caught:
+        await run(target(url), LOAD, "", lambda: None)
+    assert str(caught.value).startswith(f"{url}/v1: ")
+    assert said in str(caught.value)
+
+
+async def test_a_text_may_hold_line_separators():
+    chunk = '{"choices": [{"delta": {"content": "a\u2028b\u0085c"}}]}'
+    with served(app(lambda: StreamingResponse([f"data: {chunk}\r\n\r\ndata: [DONE]\r\n\r\n"]))) as url:
+        samples, _ = await run(target(url), LOAD, "", lambda: None)
+    assert [sample.error for sample in samples] == ["", ""]
+
+
+async def test_models_that_cannot_be_read():
+    with served(app(lambda: None)) as url:
+        with pytest.raises(BenchError, match="lists no model: name one with --model"):
+            await first_model(f"{url}/v1", None)
+        with pytest.raises(BenchError, match="404"):
+            await first_model(f"{url}/other", None)
+    with pytest.raises(BenchError, match="nothing answers at http://127"):
+        await first_model("http://127.0.0.1:9/v1", None)
+    with pytest.raises(BenchError, match="is not an address"):
+        await first_model("localhost:9/v1", None)
+
+
+def test_prompts_share_prefixes_and_have_their_own_ends():
+    load = Workload(12, 3, prefix_len=20, suffix_len=5, request_rate=math.inf, seed=1)
+    prompts = load.prompts("salt")
+    prefixes = [prompt.partition("\n\n")[0] for prompt in prompts]
+    assert len(set(prompts)) == 12
+    assert sorted(map(prefixes.count, set(prefixes))) == [4, 4, 4]
+    assert prompts == load.prompts("salt")
+    assert not set(prefixes) & {prompt.partition("\n\n")[0] for prompt in load.prompts("other")}
+
+
+def test_arrivals():
+    assert list(Workload(3, 1, 1, 1, math.inf, 0).arrivals()) == [0, 0, 0]
+    times = list(Workload(2000, 1, 1, 1, 10, 0).arrivals())
+    assert all(later > earlier for earlier, later in pairwise(times))
+    assert 190 < times[-1] < 210
+
+
+def test_the_words_of_vllm():
+    samples = [
+        RequestSample(
+            ttft_s=0.1, gaps_s=[0.1, 0.1], latency_s=0.3, prompt_tokens=10, cached_tokens=4, output_tokens=3
+        ),
+        RequestSample(
+            ttft_s=0.3, gaps_s=[0.2], latency_s=0.5, prompt_tokens=20, cached_tokens=0, output_tokens=5
+        ),
+        RequestSample(error="503"),
+    ]
+    found = figures(samples, 2.0)
+    assert (found["completed"], found["failed"], found["duration"]) == (2, 1, 2.0)
+    assert (found["total_input_tokens"], found["cached_input_tokens"], found["total_output_tokens"]) == (
+        30,
+        4,
+        8,
+    )
+    assert (found["request_throughput"], found["output_throughput"]) == (1.0, 4.0)
+    assert found["total_token_throughput"] == 19.0
+    assert found["mean_ttft_ms"] == found["median_ttft_ms"] == pytest.approx(200)
+    assert found["p99_ttft_ms"] == pytest.approx(298)  # numpy.percentile([100, 300], 99)
+    assert found["mean_tpot_ms"] == pytest.approx((100 + 50) / 2)
+    assert found["median_itl_ms"] == pytest.approx(100)
+    assert found["mean_e2el_ms"] == pytest.approx(400)
+
+
+def test_what_nobody_tells_is_unknown():
+    found = figures([RequestSample(ttft_s=0.1, latency_s=0.1, output_tokens=1)], 1.0)
+    assert (found["mean_tpot_ms"], found["p99_itl_ms"], found["cached_input_tokens"]) == (None, None, None)
+    assert found["p99_ttft_ms"] == found["mean_ttft_ms"] == pytest.approx(100)

@@ -1,0 +1,475 @@
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from math import inf, nan
+from pathlib import Path
+
+import pytest
+
+from proxy.cli.replay_options import (
+    AmountError,
+    ReplayOptionError,
+    ReplayOptions,
+    parse_amount,
+    parse_count,
+    parse_tokens,
+)
+from proxy.replay.figures import FigureSource
+from proxy.replay.plan import P99Target
+from proxy.replay.policy_names import POLICIES
+from proxy.replay.recorded import RecordedFigures
+from proxy.replay.simulated_engine import EngineModel
+
+TRACES = Path(__file__).parents[2] / "data" / "traces"
+DOCS = Path(__file__).parents[3] / "docs" / "replay.md"
+AGENTS, CONVERSATION = (str(TRACES / f"{name}.jsonl.gz") for name in ("agents", "conversation"))
+
+
+def test_a_table_of_policies(kvpin):
+    words = ("--engines", "2,4", "--load", "0.9", "--policies", "kvpin,round-robin,oracle", "--jobs", "1")
+    result = kvpin("replay", AGENTS, *words, "--gpu-tokens", "300k")
+    assert result.exit_code == 0, result.output
+    assert "agents.jsonl.gz: 200 requests, load 0.9; each engine 300,000 tokens on the GPU" in result.stdout
+    lines = [line for line in result.stdout.splitlines() if line.startswith("│")]
+    assert len(lines) == 6
+    assert result.stderr == ""
+
+
+def test_everything_that_can_be_said(kvpin, tmp_path):
+    words = [
+        "--engines",
+        "3",
+        "--gpu-tokens",
+        "20GiB",
+        "--host-tokens",
+        "80GiB",
+        "--bytes-per-token",
+        "128KiB",
+    ]
+    words += [
+        "--model",
+        "chunked",
+        "--prefill-rate",
+        "10k",
+        "--restore-rate",
+        "150k",
+        "--context-tokens",
+        "100k",
+    ]
+    words += [
+        "--chunk-tokens",
+        "4096",
+        "--decode-step-ms",
+        "20",
+        "--decode-stream-ms",
+        "0.2",
+        "--speedup",
+        "5",
+    ]
+    words += ["--policies", "kvpin,chwbl", "--seeds", "0,1", "--limit", "100", "--jobs", "2"]
+    paths = {kind: tmp_path / f"out.{kind}" for kind in ("json", "csv", "plot", "html")}
+    words += [word for kind, path in paths.items() for word in (f"--{kind}", str(path))]
+    result = kvpin("replay", CONVERSATION, *words)
+    assert result.exit_code == 0, result.output
+    assert "the first block that not all requests share counts as one (chwbl)" in result.stdout
+    document = json.loads(paths["json"].read_text())
+    assert document["settings"]["models"][0]["gpu_tokens"] == 163_840
+    assert [(run["policy"], run["seed"], run["requests"]) for run in document["runs"]] == [
+        *(("kvpin", 0, 100), ("chwbl", 0, 100), ("kvpin", 1, 100), ("chwbl", 1, 100))
+    ]
+    assert len(paths["csv"].read_text().splitlines()) == 5
+    assert paths["plot"].read_bytes().startswith(b"\x89PNG")
+    assert '<p class="lead">conversation.jsonl.gz: 100 requests, 5x as recorded' in paths["html"].read_text()
+
+
+def test_engines_of_several_sizes(kvpin):
+    words = (
+        "--engines",
+        "2",
+        "--gpu-tokens",
+        "100k,300k",
+        "--policies",
+        "oracle",
+        "--limit",
+        "50",
+        "--csv",
+        "-",
+    )
+    lines = kvpin("replay", AGENTS, *words).stdout.splitlines()
+    assert [line.split(",")[:3] for line in lines[1:]] == [
+        ["oracle", "2", "100000"],
+        ["oracle", "2", "300000"],
+    ]
+
+
+def test_a_trace_too_short_to_compare_policies_says_so(kvpin):
+    words = ("replay", AGENTS, "--policies", "kvpin,sticky", "--load", "0.9", "--jobs", "1")
+    reason = "too short to compare policies: 200 requests"
+    assert reason in kvpin(*words).stdout
+    assumed, doubt = json.loads(kvpin(*words, "--json", "-").stdout)["doubts"]
+    assert assumed.startswith(
+        "DEFAULTS, NOT YOUR ENGINES: 500,000 tokens on the GPU, prefill 20,000 tokens/s"
+    )
+    assert doubt.startswith(reason)
+
+
+def test_the_number_of_engines_that_keeps_a_p99(kvpin):
+    words = ("replay", CONVERSATION, "--target-p99", "20", "--prefill-rate", "15k", "--jobs", "1")
+    stdout = kvpin(*words).stdout
+    assert "kvpin: plan 3 engines for a p99 TTFT of 20 s: it is " in stdout
+    assert "3 engines are enough for the traffic as it is: 8.24 s, and 32.9 s with 2" in stdout
+    assert "too short to rely on: 300 requests" in stdout
+    (need,) = json.loads(kvpin(*words, "--json", "-").stdout)["needs"]
+    assert (need["engines"], need["target_p99_s"], need["margin"]) == (3, 20.0, 0.2)
+    assert "plan 2 engines for a p99 TTFT of 40 s" not in kvpin(*words, "--margin", "1").stdout
+    assert "kvpin: 2 engines are not enough" in kvpin(*words, "--max-engines", "2").stdout
+
+
+@pytest.mark.parametrize("kind", ["json", "csv", "html"])
+def test_the_standard_output_holds_nothing_else(kvpin, kind):
+    result = kvpin("replay", AGENTS, "--limit", "20", "--policies", "kvpin", f"--{kind}", "-")
+    assert result.exit_code == 0
+    assert result.stdout.startswith({"json": "{", "csv": "policy,", "html": "<!doctype html>"}[kind])
+    assert "│" not in result.stdout
+
+
+def test_the_same_words_say_the_same(kvpin):
+    words = (
+        "replay",
+        AGENTS,
+        "--load",
+        "0.9",
+        "--policies",
+        "kvpin,sglang,oracle",
+        "--seeds",
+        "3",
+        "--jobs",
+        "1",
+        "--csv",
+        "-",
+    )
+    assert kvpin(*words).stdout == kvpin(*words).stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["nowhere.jsonl"], "nowhere.jsonl: cannot be read: No such file or directory"),
+        ([AGENTS, "--engines", "many"], "--engines: 'many' is not an amount"),
+        ([AGENTS, "--gpu-tokens", "1k"], "no request of the trace fits an engine: give it more GPU tokens"),
+        ([AGENTS, "--policies", "best"], "--policies: there is no policy 'best'"),
+        ([AGENTS, "--limit", "1", "--load", "1"], "all requests arrive at once"),
+        (
+            [AGENTS, "--limit", "1", "--csv", "/nowhere/x"],
+            "/nowhere/x: cannot be written: there is no folder /nowhere",
+        ),
+        ([AGENTS, "--plot", "-"], "--plot -: a picture cannot be printed; name a file, such as runs.png"),
+        ([AGENTS, "--speedup", "nan"], "--speedup nan: must be a number, more than 0"),
+        ([AGENTS, "--speedup", "1e-300"], "more than 30 years: raise --speedup"),
+        ([AGENTS, "--load", "inf"], "--load inf: must be a number, more than 0"),
+        ([AGENTS, "--gpu-tokens", "9" * 400], "--gpu-tokens: '999999999999'… is too large"),
+    ],
+)
+def test_what_cannot_be_replayed(kvpin, words, message):
+    result = kvpin("replay", *words)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert message in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("flag", ["--json", "--csv", "--plot"])
+def test_a_file_that_cannot_be_written_is_told_before_the_work(kvpin, flag, tmp_path):
+    # What would come next is that the trace cannot be read.
+    for target, why in ((tmp_path, "Is a directory"), (tmp_path / ("x" * 300), "File name too long")):
+        result = kvpin("replay", "nowhere.jsonl", flag, str(target))
+        assert (result.exit_code, result.stderr) == (2, f"kvpin: {target}: cannot be written: {why}\n")
+
+
+def test_looking_whether_a_file_can_be_written_changes_nothing(kvpin, tmp_path):
+    old, new = tmp_path / "old.json", tmp_path / "new.csv"
+    old.write_text("of yesterday")
+    result = kvpin("replay", "nowhere.jsonl", "--json", str(old), "--csv", str(new))
+    assert "nowhere.jsonl: cannot be read" in result.stderr
+    assert (old.read_text(), new.exists()) == ("of yesterday", False)
+
+
+@pytest.mark.parametrize("flag", ["--json", "--csv", "--plot"])
+def test_a_disk_that_is_full_is_told_with_the_file(kvpin, flag):
+    result = kvpin("replay", AGENTS, "--limit", "5", "--policies", "sticky", flag, "/dev/full")
+    assert result.exit_code == 2
+    assert result.stderr == "kvpin: /dev/full: cannot be written: No space left on device\n"
+
+
+@pytest.mark.parametrize("words", [(), ("--json", "-")])
+def test_a_standard_output_that_is_full_is_told(words):
+    command = [sys.executable, "-m", "proxy.cli", "replay", AGENTS, "--limit", "5", "--policies", "sticky"]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run([*command, *words], stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr == "kvpin: the standard output: cannot be written: No space left on device\n"
+
+
+def test_a_reader_who_has_seen_enough_is_told_nothing():
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "proxy.cli", "replay", AGENTS, "--limit", "5", "--policies", "sticky"]
+    done = subprocess.run([*command, "--json", "-"], stdout=write, stderr=subprocess.PIPE, check=False)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (1, b"")
+
+
+def test_a_recording_of_several_models_is_replayed_by_name(kvpin, tmp_path):
+    lines = [
+        {"timestamp": n, "input_length": 70, "output_length": 1, "hash_ids": [n], "block_tokens": 64}
+        | {"model": "ab"[n % 2], "engine": f"e{n % 4}", "status": 429 if n > 7 else 200}
+        for n in range(10)
+    ]
+    path = tmp_path / "traffic.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)) + '\n{"timest')
+    refused = kvpin("replay", str(path), "--policies", "kvpin")
+    assert (refused.exit_code, refused.stderr) == (
+        2,
+        f"kvpin: {path}: holds requests of a and b; choose one: --model-name a\n",
+    )
+    result = kvpin("replay", str(path), "--policies", "kvpin", "--model-name", "b")
+    assert result.exit_code == 0, result.output
+    assert "traffic.jsonl: 4 requests of 2 engines, " in result.stdout
+    assert result.stdout.splitlines()[-2:] == [
+        "2 requests got an error and were left out",
+        "the last line of the trace is incomplete and was left out",
+    ]
+
+
+def test_a_plot_without_matplotlib_is_refused_before_the_work(kvpin, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    result = kvpin("replay", AGENTS, "--plot", str(tmp_path / "p.png"))
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == "kvpin: --plot needs matplotlib: pip install 'kvpin[replay]'\n"
+
+
+def quoted():
+    """Commands that the documentation shows with their output: words, output."""
+    for block in re.findall(r"```console\n(.*?)```", DOCS.read_text(encoding="utf-8"), re.DOTALL):
+        command, _, output = block.replace("\\\n", "").partition("\n")
+        if output and not output.startswith("$"):
+            yield shlex.split(command)[3:], output
+
+
+@pytest.mark.parametrize(("words", "output"), list(quoted()))
+def test_the_documentation_quotes_what_it_prints(kvpin, words, output, monkeypatch):
+    monkeypatch.chdir(DOCS.parents[1])
+    assert kvpin("replay", *words, "--jobs", "1").stdout == output
+
+
+def test_the_documentation_has_every_flag(kvpin):
+    documented = DOCS.read_text(encoding="utf-8")
+    flags = set(re.findall(r"(--[a-z0-9-]+)", kvpin("replay", "--help").stdout)) - {"--help"}
+    assert len(flags) > 20
+    assert [flag for flag in sorted(flags) if f"`{flag}" not in documented] == []
+
+
+def test_the_documentation_quotes_both_uses():
+    assert len(list(quoted())) == 2
+
+
+def test_what_is_not_said_is_what_the_model_says():
+    assert ReplayOptions().models() == (EngineModel(500_000),)
+
+
+RECORDED = RecordedFigures(gpu_tokens=70_000, prefill=((1024.0, 0.5),), token_s=0.03)
+
+
+def test_what_was_recorded_counts_where_nothing_is_given():
+    (recorded,) = ReplayOptions().models(RECORDED)
+    assert (recorded.gpu_tokens, recorded.prefill_tok_s, recorded.step_s) == (70_000, 2048.0, 0.03)
+    (given,) = ReplayOptions(gpu_tokens="1k", prefill_rate="9k", decode_step_ms=20).models(RECORDED)
+    assert (given.gpu_tokens, given.prefill_tok_s, given.step_s) == (1000, 9000, 0.02)
+    assert given.prefill_s(0, 9000) == 1.0
+    sources = ReplayOptions(gpu_tokens="1k").plan(RECORDED).sources
+    assert (sources["gpu_tokens"], sources["prefill_rate"], sources["restore_rate"]) == (
+        *(FigureSource.GIVEN, FigureSource.RECORDED, FigureSource.DEFAULT),
+    )
+
+
+def test_a_context_length_needs_a_rate_beside_recorded_times():
+    with pytest.raises(ReplayOptionError, match="give --prefill-rate as well"):
+        ReplayOptions(context_tokens="32k").models(RECORDED)
+    (model,) = ReplayOptions(context_tokens="32k", prefill_rate="9k").models(RECORDED)
+    assert (model.context_tokens, model.curve) == (32_000, ())
+
+
+def test_recordings_of_several_kvpins_are_one_trace(kvpin, tmp_path):
+    paths = [tmp_path / name for name in ("a.jsonl", "b.jsonl")]
+    for path, began in zip(paths, (1000.0, 1002.5), strict=True):
+        about = {"began": began, "key": "k", "unrecorded": 1}
+        about["engines"] = [
+            {"id": "e", "model": "m", "gpu_tokens": 6400, "prefill": [[64, 1.0]], "samples": 9}
+        ]
+        line = {"timestamp": 0, "input_length": 70, "output_length": 1, "hash_ids": [7], "block_tokens": 64}
+        line |= {"model": "m", "engine": "e", "status": 200, "ttft_ms": 1000 if began == 1000 else 100}
+        path.write_text(f"{json.dumps({'recording': about}, separators=(',', ':'))}\n{json.dumps(line)}\n")
+    result = kvpin("replay", *map(str, paths), "--policies", "kvpin")
+    assert result.exit_code == 0, result.output
+    assert "a.jsonl and 1 more: 2 requests of 1 engine" in result.stdout
+    assert (
+        "6,400 tokens on the GPU (recorded), prefill 64 tokens/s in prompts of 1,024 (recorded)"
+        in result.stdout
+    )
+    assert (
+        "checked: on the 1 recorded engine, replay predicts a p99 TTFT of 1.09 s; measured: 1 s"
+        in result.stdout
+    )
+    assert "2 more requests were served meanwhile" in result.stdout
+    assert "DEFAULTS" not in result.stdout
+    paths[1].write_text(json.dumps(line) + "\n")
+    refused = kvpin("replay", *map(str, paths))
+    assert refused.stderr == (
+        f"kvpin: {paths[1]}: does not say when it began, so it cannot be merged with others\n"
+    )
+
+
+def test_several_sizes():
+    models = ReplayOptions(gpu_tokens="2M,500k,2M", host_tokens="9M").models()
+    assert models == (EngineModel(2_000_000, 9_000_000), EngineModel(500_000, 9_000_000))
+
+
+def test_all_of_an_engine():
+    options = ReplayOptions(
+        gpu_tokens="40GiB",
+        host_tokens="2M",
+        bytes_per_token="128KiB",
+        model="chunked",
+        prefill_rate="8k",
+        restore_rate="90k",
+        context_tokens="64k",
+        chunk_tokens="8192",
+        decode_step_ms=20,
+        decode_stream_ms=0.5,
+    )
+    assert options.models() == (
+        EngineModel(
+            327_680,
+            2_000_000,
+            8000,
+            90_000,
+            64_000,
+            chunked=True,
+            chunk_tokens=8192,
+            step_s=0.02,
+            stream_s=0.0005,
+        ),
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"gpu_tokens": "x"}, "--gpu-tokens: 'x' is not an amount"),
+        ({"gpu_tokens": "0"}, "--gpu-tokens 0: must be 1 or more"),
+        ({"host_tokens": "1GiB"}, "--host-tokens: '1GiB' is in bytes: give --bytes-per-token"),
+        ({"bytes_per_token": "0"}, "--bytes-per-token 0: must be 1 or more"),
+        ({"model": "lifo"}, "--model 'lifo': must be fifo or chunked"),
+        ({"prefill_rate": "2MB"}, "--prefill-rate: '2MB' is in bytes"),
+        ({"decode_step_ms": 0.0, "decode_stream_ms": 0.0}, "one of them must be more than 0"),
+        ({"decode_step_ms": nan}, "--decode-step-ms nan: must be a number, 0 or more"),
+        ({"decode_stream_ms": inf}, "--decode-stream-ms inf: must be a number, 0 or more"),
+        ({"decode_step_ms": -1.0}, "--decode-step-ms -1: must be a number, 0 or more"),
+    ],
+)
+def test_engines_that_cannot_be(options, message):
+    with pytest.raises(ReplayOptionError) as told:
+        ReplayOptions(**options).models()
+    assert message in str(told.value)
+
+
+def test_a_plan():
+    options = ReplayOptions(gpu_tokens="1k,2k", engines="4,8,4", policies="all", seeds="0,1", load=0.9)
+    made = options.plan()
+    assert (made.models, made.engines, made.seeds) == (options.models(), (4, 8), (0, 1))
+    assert (made.load, made.speedup) == (0.9, 1.0)
+    assert made.policies == (*POLICIES, "oracle")
+    assert ReplayOptions(speedup=2.0).plan().speedup == 2.0
+
+
+def test_a_plan_that_searches():
+    made = ReplayOptions(target_p99=2.0, max_engines=9).plan()
+    assert (made.engines, made.policies, made.target) == ((), ("kvpin",), P99Target(2.0, 9, 0.2))
+    assert ReplayOptions(target_p99=2.0, policies="all").plan().policies == tuple(POLICIES)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"target_p99": 0.0}, "--target-p99 0: must be a number, more than 0"),
+        ({"target_p99": 1.0, "engines": "4"}, "bound it by --max-engines"),
+        ({"target_p99": 1.0, "load": 0.9}, "say --speedup instead"),
+        ({"target_p99": 1.0, "policies": "oracle"}, "--target-p99: the policy oracle has no times"),
+        ({"load": 0.9, "speedup": 2.0}, "give one of them"),
+        ({"load": 0.0}, "--load 0: must be a number, more than 0"),
+        ({"load": nan}, "--load nan: must be a number, more than 0"),
+        ({"speedup": inf}, "--speedup inf: must be a number, more than 0"),
+        ({"speedup": -1.0}, "--speedup -1: must be a number, more than 0"),
+        ({"policies": "kvpin,best"}, "--policies: there is no policy 'best'"),
+        ({"engines": "4,0"}, "--engines 0: must be 1 or more"),
+        ({"seeds": "a"}, "--seeds: 'a' is not an amount"),
+    ],
+)
+def test_plans_that_cannot_be(options, message):
+    with pytest.raises(ReplayOptionError) as told:
+        ReplayOptions(**options).plan()
+    assert message in str(told.value)
+
+
+def test_a_search_is_for_one_size():
+    with pytest.raises(ReplayOptionError, match="engines of one size"):
+        ReplayOptions(gpu_tokens="1k,2k", target_p99=1.0).plan()
+
+
+def test_files_that_are_written():
+    assert ReplayOptions(json_path=Path("-"), html_path=Path("x")).paths == [Path("-"), Path("x")]
+
+
+@pytest.mark.parametrize(
+    ("text", "amount"),
+    [
+        ("12", (12, False)),
+        ("500k", (500_000, False)),
+        ("1.5M", (1_500_000, False)),
+        ("2G", (2_000_000_000, False)),
+        ("64 GiB", (64 << 30, True)),
+        ("128KiB", (128 << 10, True)),
+        ("3kb", (3000, True)),
+        ("7B", (7, True)),
+        ("1TB", (10**12, True)),
+    ],
+)
+def test_amounts(text, amount):
+    assert parse_amount(text) == amount
+
+
+@pytest.mark.parametrize("text", ["", "k", "-1", "1e6", "5 apples", "1,000"])
+def test_what_is_no_amount(text):
+    with pytest.raises(AmountError, match="is not an amount; write 500k"):
+        parse_amount(text)
+
+
+@pytest.mark.parametrize("text", ["9" * 400, "1" + "0" * 300 + "G"])
+def test_what_nobody_can_count(text):
+    with pytest.raises(AmountError, match=r"^'\d{12}'… is too large$"):
+        parse_amount(text)
+
+
+def test_counts_are_not_of_bytes():
+    assert parse_count("20k") == 20_000
+    with pytest.raises(AmountError, match="'1MB' is in bytes"):
+        parse_count("1MB")
+
+
+def test_tokens_may_be_given_in_bytes():
+    assert parse_tokens("2M", None) == 2_000_000
+    assert parse_tokens("1GiB", 128 << 10) == 8192
+    with pytest.raises(AmountError, match="give --bytes-per-token"):
+        parse_tokens("1GiB", None)

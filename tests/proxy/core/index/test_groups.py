@@ -1,0 +1,245 @@
+"""The boundary up to which an engine with several KV cache groups reuses a prompt."""
+
+from array import array
+from math import lcm
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine_adapter.types import Attention, BlocksRemoved, BlocksStored, CacheCleared, KvGroup, Tier
+from proxy.core.index.blocks import chain as chain_of
+from proxy.core.index.blocks import namespace_root
+from proxy.core.index.groups import KvGroups
+from proxy.core.index.prefix_index import Match, PrefixIndex
+from proxy.core.index.view import EngineView
+
+ROOT = namespace_root("m")
+POOL = 4
+N = 24  # blocks of the pool in a chain
+WINDOW = KvGroup(1, Attention.WINDOW, 12)
+
+
+def reference(held, groups, sizes, n_tokens):
+    """The same rule as vLLM's, block by block: `held[number]` are the blocks that a group holds."""
+    alignment = lcm(*sizes.values())
+    length = min(len(held[0]), (n_tokens - 1) // POOL) * POOL
+    length = next(at for at, block in enumerate([*held[0], False]) if not block) * POOL
+    length = min(length, (n_tokens - 1) // POOL * POOL) // (alignment * POOL) * alignment * POOL
+    while True:
+        before = length
+        kinds = {}
+        for group in groups:
+            kinds.setdefault((group.attention, group.window, sizes[group]), []).append(group)
+        for (attention, window, size), same in kinds.items():
+            tokens = size * POOL
+            blocks = [all(held[g.number][at] for g in same) for at in range(length // tokens)]
+            length = hit(attention, window, tokens, blocks, alignment * POOL)
+        if length == before:
+            return length // POOL
+
+
+def hit(attention, window, tokens, blocks, alignment):
+    most = len(blocks)
+    if attention is Attention.PREFIX:
+        found = next((at for at, block in enumerate(blocks) if not block), most)
+        return found * tokens // alignment * alignment
+    if attention is Attention.STATE:
+        ends = [at + 1 for at, block in enumerate(blocks) if block and (at + 1) * tokens % alignment == 0]
+        return max(ends, default=0) * tokens
+    if attention is Attention.CHUNK:
+        found = most * tokens // window * window // tokens
+        while found < most and blocks[found]:
+            found += 1
+        return found * tokens // alignment * alignment
+    need, run = -(-(window - 1) // tokens), 0
+    for at in range(most - 1, -1, -1):
+        if not blocks[at]:
+            run = 0
+        elif run or (at + 1) * tokens % alignment == 0:
+            run += 1
+            if run >= need:
+                return (at + run) * tokens
+    return run * tokens
+
+
+KINDS = st.sampled_from([*(set(Attention) - {Attention.UNKNOWN})])
+
+
+@given(st.data(), st.integers(1, 3), st.integers(1, N * POOL + 2))
+def test_it_is_where_vllm_finds_it(data, count, n_tokens):
+    kinds = [data.draw(KINDS) for _ in range(count)]
+    windowed = (Attention.WINDOW, Attention.CHUNK)
+    groups = [
+        KvGroup(at + 1, kind, data.draw(st.integers(1, 40)) if kind in windowed else 0)
+        for at, kind in enumerate(kinds)
+    ]
+    sizes = {group: data.draw(st.sampled_from([1, 2, 3])) for group in groups}
+    mostly = st.integers(0, 9).map(lambda dice: dice > 0)
+    held = {0: [data.draw(mostly) for _ in range(N)]}
+    known = KvGroups(POOL)
+    for group in groups:
+        blocks = N // sizes[group]
+        held[group.number] = [data.draw(mostly) for _ in range(blocks)]
+        known.add(group, sizes[group] * POOL, 1 << group.number)
+    masks, ends = [], []
+    for at in range(N):
+        mask = 0
+        for group in groups:
+            own, size = held[group.number], sizes[group]
+            if (at + 1) % size == 0 and own[(at + 1) // size - 1]:
+                mask |= 1 << group.number
+        masks.append(mask)
+        ends.append(at + 1)
+    leading = next((at for at, block in enumerate(held[0]) if not block), N)
+    most = min(leading, (n_tokens - 1) // POOL)
+    length, lacks = known.reach(masks, ends, most, most)
+    assert length == reference(held, groups, sizes, n_tokens)
+    assert (lacks is None) == (length == most // known.alignment * known.alignment)
+
+
+class World:
+    """An engine whose events arrive, one block an event."""
+
+    def __init__(self, pool=POOL):
+        self.index = PrefixIndex()
+        self.index.add_engine("a")
+        self.view = EngineView("a", self.index, lambda _salt, _lora: ROOT, pool)
+        self.view.apply(CacheCleared())
+        self.chain = chain_of(ROOT, array("i", range(N * POOL)), None, POOL)
+
+    def store(self, group, blocks, size=POOL):
+        for at in blocks:
+            tokens = array("i", range(at * size, (at + 1) * size) if group is None else ())
+            parent = None if at == 0 else at - 1
+            self.view.apply(BlocksStored(Tier.GPU, parent, (at,), tokens, size, group=group))
+
+    def remove(self, group, blocks):
+        self.view.apply(BlocksRemoved(Tier.GPU, tuple(blocks), group))
+
+    def match(self):
+        return self.index.match(self.chain.hashes, self.chain.reusable).get("a", Match())
+
+
+@pytest.fixture
+def world():
+    return World()
+
+
+class TestEvents:
+    def test_a_prefix_whose_window_is_gone_cannot_be_reused(self, world):
+        world.store(None, range(8))
+        world.store(WINDOW, range(8))
+        assert world.match().blocks == 8
+        world.remove(WINDOW, range(7))
+        match = world.match()
+        assert (match.blocks, match.cut, match.lacks) == (0, 8, Attention.WINDOW)
+
+    def test_it_is_reused_up_to_where_the_window_is_whole(self, world):
+        world.store(None, range(8))
+        world.store(WINDOW, range(8))
+        world.remove(WINDOW, [6])
+        match = world.match()
+        assert (match.blocks, match.gpu, match.lead, match.cut) == (6, 6, 6, 2)
+
+    def test_the_group_may_be_told_before_the_main_one(self, world):
+        for at in range(8):
+            world.store(WINDOW, [at])
+            world.store(None, [at])
+        assert world.match().blocks == 8
+
+    def test_a_group_keeps_a_block_that_the_main_one_drops(self, world):
+        world.store(None, range(8))
+        world.store(WINDOW, range(8))
+        world.remove(None, range(4, 8))
+        world.store(None, range(4, 8))
+        assert world.match().blocks == 8
+
+    def test_a_group_drops_it_later(self, world):
+        world.store(None, range(8))
+        world.store(WINDOW, range(8))
+        world.remove(None, range(4, 8))
+        world.remove(WINDOW, range(4, 8))
+        world.store(None, range(4, 8))
+        assert world.match().blocks == 4
+
+    def test_what_a_group_drops_before_its_content_is_known_is_not_held(self, world):
+        world.store(WINDOW, range(8))
+        world.remove(WINDOW, [7])
+        assert 7 not in world.view._waiting
+        world.store(None, range(8))
+        assert world.match().blocks == 7
+
+    def test_nothing_is_kept_of_blocks_that_are_gone(self, world):
+        world.store(WINDOW, range(8))
+        world.store(None, range(8))
+        world.remove(None, range(8))
+        world.remove(WINDOW, range(8))
+        assert (world.view._waiting, world.view._ends, len(world.index)) == ({}, {}, 0)
+
+    def test_each_group_counts(self, world):
+        groups = [KvGroup(number, Attention.WINDOW, 12) for number in range(1, 8)]
+        world.store(None, range(8))
+        for group in groups:
+            world.store(group, range(8))
+        assert world.match().blocks == 8
+        world.remove(groups[-1], [7])
+        assert world.match().blocks == 7
+
+    def test_pending_blocks_are_held_by_all(self, world):
+        world.store(None, range(4))
+        world.store(WINDOW, range(4))
+        world.index.add_pending("a", world.chain.hashes[:10])
+        match = world.match()
+        assert (match.gpu, match.pending) == (4, 6)
+
+    def test_large_blocks_with_states(self, world):
+        state = KvGroup(2, Attention.STATE)
+        world.store(None, range(3), 4 * POOL)
+        world.store(state, range(3), 4 * POOL)
+        assert world.match().blocks == 12
+        world.remove(state, [2])
+        assert world.match().blocks == 8
+        world.remove(state, [1, 0])
+        assert (world.match().blocks, world.match().cut, world.match().lacks) == (0, 12, Attention.STATE)
+
+    def test_other_engines_are_as_before(self, world):
+        world.index.add_engine("dense")
+        world.index.store("dense", Tier.GPU, world.chain.hashes[:5])
+        world.store(None, range(8))
+        world.store(WINDOW, range(1))
+        assert set(world.index.match(world.chain.hashes)) == {"a", "dense"}
+        assert world.index.match(world.chain.hashes)["dense"] == Match(gpu=5)
+
+    def test_nothing_is_left_of_an_engine_that_leaves(self, world):
+        world.store(None, range(8))
+        world.store(WINDOW, range(8))
+        world.index.remove_engine("a")
+        for _ in range(100):
+            world.index.add_engine("b")
+            world.index.store("b", Tier.GPU, [1])
+            world.index.remove_engine("b")
+        assert len(world.index) == 0
+
+    def test_after_a_flush_groups_are_learned_again(self, world):
+        world.store(None, range(8))
+        world.store(WINDOW, range(8))
+        world.view.apply(CacheCleared())
+        assert world.match().blocks == 0
+        world.store(None, range(8))
+        world.store(WINDOW, range(8))
+        assert world.match().blocks == 8
+        assert world.view.complete
+
+    def test_a_size_that_does_not_fit_is_never_firm(self, world):
+        world.store(WINDOW, [0], POOL + 1)
+        assert not world.view.complete
+
+    def test_the_last_token_is_computed_so_the_window_must_end_before(self, world):
+        chain = chain_of(ROOT, array("i", range(8 * POOL)), None, POOL)
+        world.store(None, range(8))
+        world.store(WINDOW, range(8))
+        world.remove(WINDOW, [4])
+        # A window of 12 tokens needs three blocks: 5 to 7 are whole, but block 7 ends in the last token.
+        match = world.index.match(chain.hashes, chain.reusable)["a"]
+        assert match.blocks == 4

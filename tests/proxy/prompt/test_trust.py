@@ -1,0 +1,93 @@
+"""Who makes the token ids of each form of prompt."""
+
+import pytest
+
+from engine_adapter.prompt.forms import Form
+from proxy.prompt.trust import ENOUGH_AGREED, FormTable
+
+TOOLS = frozenset({Form.PLAIN, Form.TOOLS})
+PLAIN = frozenset({Form.PLAIN})
+
+
+@pytest.fixture
+def table():
+    """A tokenizer here, with which all probes agree."""
+    table = FormTable(can_ask=True, detail="no tokenizer yet")
+    table.make_here("not checked yet", alike=False)
+    for form in Form:
+        if form not in (Form.DOCUMENTS, Form.OTHER):
+            table.probe(form, None, "as the engine does")
+    table.settle(alike=False)
+    return table
+
+
+def test_without_a_tokenizer_the_engine_makes_all():
+    table = FormTable(can_ask=True, detail="no tokenizer yet")
+    assert set(table.sources.values()) == {"engine"}
+    assert table.summary(None, "none is named").detail == "the engine tokenises each prompt: none is named"
+
+
+def test_without_a_tokenizer_and_an_engine_to_ask_nobody_does():
+    table = FormTable(can_ask=False, detail="no tokenizer yet")
+    assert table.source(PLAIN) == "none"
+    assert not table.summary(None, "none is named").ok
+
+
+def test_a_form_that_differs_costs_itself_alone(table):
+    table.probe(Form.TOOLS, "token 7 differs", "")
+    assert table.source(TOOLS) == "engine"
+    assert table.source(PLAIN) == "local"
+    assert "not in these: tools: token 7 differs" in table.summary("a tokenizer", "").detail
+
+
+def test_a_prompt_is_made_by_the_one_that_all_of_its_forms_trust(table):
+    assert table.source({Form.PLAIN, Form.DOCUMENTS}) == "engine"
+    assert table.is_exact(TOOLS, "local")
+    assert table.is_exact({Form.DOCUMENTS}, "engine")
+
+
+class TestAudit:
+    def test_a_served_prompt_blames_its_special_forms(self, table):
+        assert table.audit(TOOLS, "local", "token 9")
+        assert (table.source(TOOLS), table.source(PLAIN)) == ("engine", "local")
+        assert not table.is_exact(TOOLS, "local")
+
+    def test_a_difference_is_new_once(self, table):
+        assert table.audit(PLAIN, "local", "token 9")
+        assert not table.audit(PLAIN, "local", "token 9")
+        assert table.is_unknown(PLAIN, "local")
+
+    def test_ids_of_the_engine_that_were_wrong_twice_are_trusted_by_nobody(self, table):
+        table.probe(Form.TOOLS, "token 7 differs", "")
+        assert table.audit(TOOLS, "engine", "token 9")
+        assert table.source(TOOLS) == "engine"  # it may have held a date that changed meanwhile
+        table.audit(TOOLS, "engine", "token 9")
+        assert table.source(TOOLS) == "none"
+
+    def test_unchecked_ids_count_as_right_after_enough_prompts(self):
+        table = FormTable(can_ask=False, detail="")
+        table.make_here("the engine cannot be asked", alike=False)
+        for _ in range(ENOUGH_AGREED - 1):
+            table.audit(PLAIN, "local", None)
+        assert not table.rows[Form.PLAIN].ok
+        table.audit(PLAIN, "local", None)
+        assert table.rows[Form.PLAIN].ok
+
+    def test_not_if_one_differed(self):
+        table = FormTable(can_ask=False, detail="")
+        table.make_here("the engine cannot be asked", alike=False)
+        table.audit(PLAIN, "local", "token 9")
+        for _ in range(2 * ENOUGH_AGREED):
+            table.audit(PLAIN, "local", None)
+        assert not table.rows[Form.PLAIN].ok
+
+
+def test_with_kvpins_own_code_what_is_right_for_plain_chats_is_so_for_all():
+    table = FormTable(can_ask=True, detail="")
+    table.make_here("not checked yet", alike=True)
+    for form in Form:
+        if form not in (Form.DOCUMENTS, Form.OTHER):
+            table.probe(form, None, "as the engine does")
+    table.settle(alike=True)
+    assert set(table.sources.values()) == {"local"}
+    assert table.summary("a tokenizer", "").ok

@@ -1,0 +1,102 @@
+"""Advice from recordings."""
+
+import gzip
+import json
+from hashlib import blake2b
+
+import pytest
+
+from proxy.core.prompt_text import text_blocks
+from proxy.replay.advise import AdviceLine, advise, read_recording
+from proxy.replay.trace import TraceError
+
+LONG = "a tide table for every port, " * 100
+TOKENS = 1000
+
+
+def line(session="s", **fields):
+    text = text_blocks(fields, lambda: blake2b(digest_size=8, key=b"k"))
+    return AdviceLine(TOKENS, session, text)
+
+
+def chat(head, *texts, **fields):
+    said = [{"role": "user", "content": text} for text in texts]
+    return {"messages": [{"role": "system", "content": head}, *said], **fields}
+
+
+def test_what_a_rule_makes_equal_is_saved():
+    lines = [line(**chat(f"Now 2026-11-25T23:0{minute}:44Z. {LONG}", "Hi")) for minute in range(4)]
+    advice = advise(lines)
+    assert (advice.requests, advice.tokens, advice.cached_tokens) == (4, 4000, 0)
+    assert list(advice.rules) == ["date_to_day", "volatile_last", "all"]
+    for name in ("date_to_day", "all"):
+        assert (advice.rules[name].tokens, advice.rules[name].requests) == (3000, 3)
+    assert list(advice.changes) == ["system"]
+    assert (advice.changes["system"].tokens, advice.changes["system"].requests) == (3000, 3)
+
+
+def test_a_rule_that_changes_a_later_prompt_is_compared_with_the_ones_before():
+    tools = [{"name": "a", "text": LONG}, {"name": "b", "text": LONG}]
+    lines = [line(**chat("Be brief.", "Hi", tools=each)) for each in (tools, tools[::-1])]
+    advice = advise(lines)
+    assert advice.rules["tools_sorted"].tokens == TOKENS
+    assert advice.rules["tools_sorted"].requests == 1
+    assert list(advice.changes) == ["tools"]
+
+
+def test_a_conversation_that_only_goes_on_needs_no_advice():
+    advice = advise([line(**chat("Be brief.", LONG)), line(**chat("Be brief.", LONG, LONG))])
+    assert (advice.rules, advice.changes) == ({}, {})
+    assert 400 < advice.cached_tokens < 600
+
+
+def test_a_message_that_changed_costs_what_follows_it():
+    advice = advise([line(**chat("Be brief.", LONG, text, LONG)) for text in ("one", "two")])
+    assert list(advice.changes) == ["input"]
+    assert 400 < advice.changes["input"].tokens < 600
+
+
+def test_what_another_session_computed_is_not_lost():
+    both = [chat("Be brief.", LONG, text, LONG) for text in ("one", "two")]
+    advice = advise([line("other", **both[1]), *(line(**fields) for fields in both)])
+    assert advice.changes["input"].tokens == 0
+    assert advice.changes["input"].requests == 0
+
+
+def test_requests_without_text_or_session_are_counted():
+    advice = advise([AdviceLine(TOKENS), line(None, **chat(LONG)), line(None, **chat(LONG))])
+    assert (advice.requests, advice.unknown, advice.alone) == (2, 1, 2)
+    assert advice.cached_tokens == TOKENS
+
+
+@pytest.mark.parametrize("opened", [open, gzip.open])
+def test_a_recording_is_read(tmp_path, opened):
+    path = tmp_path / ("t.jsonl" if opened is open else "t.jsonl.gz")
+    with opened(path, "wb") as file:
+        file.write(json.dumps({"input_length": 3, "hash_ids": [1], "text": {"ids": [5]}}).encode() + b"\n")
+        file.write(b'{"input_len')  # its writer was killed
+    (read,) = read_recording(path)
+    assert (read.input_length, read.text.ids) == (3, [5])
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b'{"input_length": 0}\n', "line 1: Expected `int` >= 1"),
+        (b"\xff\n", "line 1: "),
+        (None, "cannot be read"),
+    ],
+)
+def test_a_file_that_is_none_is_refused(tmp_path, content, says):
+    path = tmp_path / "t.jsonl"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(TraceError, match=says):
+        list(read_recording(path))
+
+
+def test_a_damaged_archive_is_refused(tmp_path):
+    path = tmp_path / "t.jsonl.gz"
+    path.write_bytes(gzip.compress(b'{"input_length": 1}\n' * 100)[:-12])
+    with pytest.raises(TraceError, match="incomplete or damaged"):
+        list(read_recording(path))

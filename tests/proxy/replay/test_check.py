@@ -1,0 +1,45 @@
+from dataclasses import replace
+
+import pytest
+
+from proxy.replay.check import check
+from proxy.replay.simulator import simulate
+from tests.proxy.replay.making import ask, model_of, trace_of
+
+# One engine computes 10 blocks a second, so each of these takes 1 s.
+REQUESTS = [ask(range(100 * n, 100 * n + 10), at=2.0 * n, tail=0) for n in range(10)]
+
+
+def recorded(*ttfts, engines=1):
+    trace = trace_of(*REQUESTS)
+    requests = [replace(each, ttft_s=ttft) for each, ttft in zip(trace.requests, ttfts, strict=True)]
+    return replace(trace, requests=tuple(requests), engines=engines)
+
+
+def checked(trace, **options):
+    return check(trace, model_of(20, **options), lambda run: simulate(trace, run))
+
+
+@pytest.mark.parametrize("measured_s", [0.9, 1.0, 1.2])
+def test_times_that_fit_are_told(measured_s):
+    assert checked(recorded(*[measured_s] * 10)) == (
+        f"checked: on the 1 recorded engine, replay predicts a p99 TTFT of 1 s; measured: {measured_s:.3g} s",
+        False,
+    )
+
+
+@pytest.mark.parametrize(("chunked", "other"), [(False, "chunked"), (True, "fifo")])
+def test_times_that_do_not_fit_are_a_doubt(chunked, other):
+    sentence, is_doubt = checked(recorded(*[5.6] * 10), chunked=chunked)
+    assert is_doubt
+    assert sentence.startswith("DOES NOT FIT: on the 1 recorded engine, replay predicts a p99 TTFT of 1 s")
+    assert sentence.endswith(f"measured: 5.6 s: do not rely on the times here; try --model {other}")
+
+
+def test_one_of_ten_may_be_unknown():
+    assert checked(recorded(None, *[1.0] * 9)) is not None
+    assert checked(recorded(None, None, *[1.0] * 8)) is None
+
+
+def test_traces_without_engines_are_not_checked():
+    assert checked(recorded(*[1.0] * 10, engines=0)) is None

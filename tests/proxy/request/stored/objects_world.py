@@ -1,0 +1,62 @@
+"""An engine that keeps all kinds of objects, for everybody, as engines do."""
+
+import itertools
+from urllib.parse import unquote
+
+from proxy.request.tenants import ApiKey, Tenants
+from tests.fakes import CHAT
+
+KEYS = {name: {"authorization": f"Bearer key-{name}"} for name in ("a", "b")}
+TENANTS = Tenants(ApiKey.of(f"key-{name}", name) for name in KEYS)
+FOLLOWED = ("responses", "conversations", "files", "uploads", "videos", "vector_stores", "containers")
+REFUSED = ("batches", "chat/completions", "threads", "fine_tuning/jobs", "assistants", "evals")
+# Those with which one tenant reached another's objects, 27 of 27 times.
+FOUND = ("files", "batches", "chat/completions", "conversations", "threads", "vector_stores", "videos")
+FOUND += ("uploads", "fine_tuning/jobs")
+
+
+class Objects:
+    """The script of an engine. Its objects lie in `kept`, by their path."""
+
+    def __init__(self, mark="a"):
+        """`mark`: is in all ids."""
+        self.kept, self._mark = {}, mark
+        self._numbers = itertools.count(1)
+
+    def make(self, collection, fields=()):
+        """A new object."""
+        name = f"{collection.replace('/', '-')}-{self._mark}-{next(self._numbers)}"
+        self.kept[f"/v1/{collection}/{name}"] = made = {**dict(fields), "id": name, "object": collection}
+        return made
+
+    async def __call__(self, exchange):
+        path = unquote(exchange.target.partition("?")[0]).rstrip("/")
+        while "//" in path:
+            path = path.replace("//", "/")
+        collection = next(
+            (each for each in FOLLOWED + REFUSED if f"{path}/".startswith(f"/v1/{each}/")), None
+        )
+        if exchange.method == "POST" and path.endswith("/complete"):
+            made = {**self.kept[path.removesuffix("/complete")], "file": self.make("files")}
+        elif exchange.method == "POST" and path.endswith("/remix"):
+            made = self.make("videos")
+        elif exchange.method == "POST" and path in (f"/v1/{collection}", CHAT):
+            made = self.make(collection)
+        elif exchange.method in ("GET", "HEAD") and path == f"/v1/{collection}":
+            made = {"object": "list", "data": [v for k, v in self.kept.items() if k.startswith(f"{path}/")]}
+        elif (kept := "/".join(path.split("/")[: 4 + (collection or "").count("/")])) in self.kept:
+            made = self.kept[kept]
+            if exchange.method == "DELETE":
+                made = {"id": self.kept.pop(kept)["id"], "deleted": True}
+        else:
+            await exchange.send({"error": {"message": "there is none"}}, status=404)
+            return
+        await exchange.send(made)
+
+
+async def make(client, tenant, collection, **fields):
+    """The id of a new object, made through kvpin."""
+    body = {"model": "m", "messages": [], "input": "hi", **fields}
+    answer = await client.post(f"/v1/{collection}", json=body, headers=KEYS[tenant])
+    assert answer.status_code == 200, answer.text
+    return answer.json()["id"]

@@ -1,0 +1,182 @@
+"""Objects that engines keep: who names one reaches the engine that made it."""
+
+from dataclasses import replace
+
+import pytest
+
+from engine_adapter.types import RESPONSES_ROUTES
+from proxy.request.stored import AnswerNoter, Home, Kind, Name, ObjectHomes
+from proxy.request.stored.homes import MAX_NAME, MAX_NAMES
+from proxy.request.tenants import ApiKey, Tenants
+from tests.fakes import INFO, FakeAdapter, FakeEngine, client_of, event, is_openai_error, proxy_over
+
+ROUTE = "/v1/responses"
+KEYS = {name: {"authorization": f"Bearer key-{name}"} for name in ("a", "b")}
+TENANTS = Tenants(ApiKey.of(f"key-{name}", name) for name in KEYS)
+
+
+def serving(name):
+    """What an engine says that names its responses after itself."""
+
+    async def script(exchange):
+        if exchange.method == "POST" and exchange.target == ROUTE:
+            made = {
+                "id": f"resp_{name}_{len(exchange.body)}",
+                "object": "response",
+                "metadata": {"id": "resp_x"},
+            }
+            if exchange.json.get("stream"):
+                await exchange.stream(
+                    b"event: response.created\n", event({"response": made}), event({"id": "no"})
+                )
+            else:
+                await exchange.send(made)
+        else:
+            await exchange.send({"by": name})
+
+    return script
+
+
+@pytest.fixture
+async def engines():
+    async with FakeEngine("one", serving("one")) as one, FakeEngine("two", serving("two")) as two:
+        yield [one, two]
+
+
+async def make(client, tenant=None, **fields):
+    """The id of a new response, and the engine that made it."""
+    headers = KEYS[tenant] if tenant else {}
+    answer = await client.post(ROUTE, json={"model": "m", "input": "hi", **fields}, headers=headers)
+    assert answer.status_code == 200
+    engine = answer.headers["x-kvpin-engine"]
+    if fields.get("stream"):
+        name = answer.text.partition('"id": "')[2].partition('"')[0]
+        assert '"no"' in answer.text
+        return name, engine
+    return answer.json()["id"], engine
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_all_that_names_a_response_goes_to_its_home(engines, stream):
+    async with proxy_over(*engines) as proxy, client_of(proxy) as client:
+        for at in range(6):  # placement by load alone would spread them
+            name, home = await make(client, stream=stream, pad="x" * at)
+            for method, path in (("GET", ""), ("GET", "/input_items"), ("POST", "/cancel"), ("DELETE", "")):
+                answer = await client.request(method, f"{ROUTE}/{name}{path}")
+                assert (answer.json(), answer.headers["x-kvpin-engine"]) == ({"by": home}, home)
+            body = {"model": "m", "input": "more", "previous_response_id": name}
+            assert (await client.post(ROUTE, json=body)).headers["x-kvpin-engine"] == home
+        await proxy.settled()
+
+
+async def test_a_home_that_was_restarted_or_is_gone(engines):
+    async with proxy_over(*engines) as proxy, client_of(proxy) as client:
+        name, home = await make(client)
+        engine = proxy.fleet.engines[home]
+        engine.info = replace(engine.info, instance="another process")
+        answer = await client.get(f"{ROUTE}/{name}")
+        assert is_openai_error(answer, 404)
+        assert "restarted" in answer.text
+        body = {"model": "m", "input": "more", "previous_response_id": name}
+        again = await client.post(ROUTE, json=body)
+        assert is_openai_error(again, 404, "previous_response_not_found", "previous_response_id")
+        proxy.fleet.remove(proxy.fleet.engine(home))
+        assert is_openai_error(await client.get(f"{ROUTE}/{name}"), 404)
+        await proxy.settled()
+
+
+async def test_another_tenant_cannot_tell_that_it_is_there(engines):
+    async with proxy_over(*engines, tenants=TENANTS) as proxy, client_of(proxy) as client:
+        name, _ = await make(client, "a")
+        assert (await client.get(f"{ROUTE}/{name}", headers=KEYS["a"])).status_code == 200
+        answers = [await client.get(f"{ROUTE}/{each}", headers=KEYS["b"]) for each in (name, "resp_none")]
+        assert is_openai_error(answers[0], 404)
+        assert answers[0].text.replace(name, "ID") == answers[1].text.replace("resp_none", "ID")
+        body = {"model": "m", "input": "more", "previous_response_id": name}
+        stolen = await client.post(ROUTE, json=body, headers=KEYS["b"])
+        assert is_openai_error(stolen, 404, "previous_response_not_found")
+        assert sum(len(engine.seen) for engine in engines) == 2
+        await proxy.settled()
+
+
+async def test_a_response_that_kvpin_did_not_see_may_be_the_engines(engines):
+    async with proxy_over(engines[0]) as proxy, client_of(proxy) as client:
+        assert (await client.get(f"{ROUTE}/resp_old")).json() == {"by": "one"}
+        await make(client, previous_response_id="resp_old")
+        proxy.add(FakeAdapter("two", engines[1].url, replace(INFO, model="other")))
+        assert is_openai_error(await client.get(f"{ROUTE}/resp_old"), 404)
+        await proxy.settled()
+
+
+async def test_engines_that_get_chats_keep_nothing(engines):
+    adapter = FakeAdapter("one", engines[0].url, replace(INFO, served_as_chats=RESPONSES_ROUTES))
+    async with proxy_over(adapter) as proxy, client_of(proxy) as client:
+        assert is_openai_error(await client.get(f"{ROUTE}/resp_none"), 404)
+        assert engines[0].seen == []
+
+
+def named(name, kind=Kind.FILE):
+    return Name(kind, name)
+
+
+def test_the_name_used_longest_ago_is_forgotten():
+    homes, home = ObjectHomes("ab"), Home("e", "i")
+    homes.keep("a", named("v", Kind.VIDEO), home)
+    for number in range(MAX_NAMES):
+        homes.keep("a", named(f"f{number}"), home)
+    assert homes.find("a", named("f0")) == home
+    homes.keep("a", named("more"), home)
+    assert homes.find("a", named("f1")) is None
+    for name in (named("f0"), named("more"), named("v", Kind.VIDEO)):
+        assert homes.find("a", name) == home
+        assert homes.find("b", name) is homes.find(None, name) is None
+    homes.keep("a", named("x" * (MAX_NAME + 1)), home)
+    assert homes.find("a", named("x" * (MAX_NAME + 1))) is None
+
+
+def test_an_id_that_an_engine_gives_again_is_the_last_ones():
+    homes = ObjectHomes("ab")
+    homes.keep("a", named("1"), Home("e", "i"))
+    homes.keep("b", named("1"), Home("f", "i"))  # of another engine
+    assert homes.find("a", named("1")) == Home("e", "i")
+    homes.keep("b", named("1", Kind.VIDEO), Home("e", "i"))
+    assert homes.find("a", named("1")) == Home("e", "i")
+    homes.keep("b", named("1"), Home("e", "i"))
+    assert homes.find("a", named("1")) is None
+    assert homes.find("b", named("1")) == Home("e", "i")
+
+
+def test_names_of_tenants_that_are_gone_go():
+    homes, home = ObjectHomes("ab"), Home("e", "i")
+    for tenant in "ab":
+        homes.keep(tenant, named(tenant), home)
+    homes.divide("bc")
+    homes.keep("a", named("late"), home)  # of a request that was in flight
+    homes.forget("a", named("a"))
+    homes.divide("abc")
+    assert [homes.find(name, named(name)) for name in "abc"] == [None, home, None]
+    assert homes.find("a", named("late")) is None
+    homes.divide(())
+    homes.keep(None, named("n"), home)
+    assert homes.find(None, named("n")) == home
+
+
+@pytest.mark.parametrize("content", [b"", b"no", b'"\xff"', b"[1]", b'{"object": "list"}'])
+def test_an_answer_without_a_name_passes(content):
+    class Sink:
+        is_full = False
+        got = b""
+
+        def start(self, status, headers):
+            pass
+
+        def write(self, chunk):
+            self.got += chunk
+
+        finish = write
+
+    sink, noted = Sink(), []
+    noting = AnswerNoter(sink, {"id": Kind.RESPONSE}, noted.append)
+    noting.start(200, [(b"content-type", b"application/json")])
+    noting.finish(content)
+    assert (sink.got, noted, noting.is_full) == (content, [], False)

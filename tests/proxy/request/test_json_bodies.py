@@ -1,0 +1,128 @@
+"""What a JSON body may be."""
+
+import msgspec
+import pytest
+
+from engine_adapter.shape import Shape
+from proxy.errors import BadRequest, BodyTooLarge
+from proxy.request.json_bodies import MAX_ENTRIES, parse
+
+
+def body_of(name: str, entries: int) -> bytes:
+    return msgspec.json.encode({"model": "m", name: [{"a": 1}] * entries})
+
+
+@pytest.mark.parametrize("name", ["messages", "input", "tools"])
+def test_a_list_that_makes_a_prompt_has_a_limit(name):
+    assert len(parse(body_of(name, MAX_ENTRIES)).get(name)) == MAX_ENTRIES
+    with pytest.raises(BadRequest, match=f"{name} has 16385 entries; the limit is 16384") as error:
+        parse(body_of(name, MAX_ENTRIES + 1))
+    assert (error.value.param, error.value.code) == (name, "array_above_max_length")
+
+
+@pytest.mark.parametrize(
+    ("name", "field"), [("messages", "content"), ("messages", "tool_calls"), ("input", "output")]
+)
+def test_so_has_a_list_in_one_of_its_entries(name, field):
+    def entries(count):
+        return msgspec.json.encode(
+            {name: ["x", {"role": "user"}, {"role": "user", field: [{"a": 1}] * count}]}
+        )
+
+    assert len(parse(entries(MAX_ENTRIES)).get(name)[2][field]) == MAX_ENTRIES
+    with pytest.raises(BadRequest, match="has 16385 entries; the limit is 16384") as error:
+        parse(entries(MAX_ENTRIES + 1))
+    assert (error.value.param, error.value.code) == (f"{name}[2].{field}", "array_above_max_length")
+
+
+def test_what_cannot_be_decoded_within_an_entry_is_told_later():
+    raw = b'{"messages": [{"\xff": 1}], "tools": [' + b"{}," * MAX_ENTRIES + b"{}]}"
+    with pytest.raises(BadRequest, match="tools has"):
+        parse(raw)
+
+
+def test_braces_in_a_text_are_none():
+    text = "{" * 2 * MAX_ENTRIES
+    assert parse(msgspec.json.encode({"messages": [{"content": text}]})).get("messages")[0]["content"] == text
+
+
+@pytest.mark.parametrize("raw", [b"[]", b'"x"', b"5"])
+def test_what_is_no_object(raw):
+    with pytest.raises(BadRequest, match="the body must be a JSON object"):
+        parse(raw)
+
+
+def tiny(count: int) -> bytes:
+    return b"{" + b",".join(b'"%x":0' % i for i in range(count)) + b"}"
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        tiny(131_073),
+        b'{"metadata":' + tiny(131_073) + b"}",
+        b'{"x":[' + b"[]," * 131_073 + b"0]}",
+        b'{"x":[' + b"{}," * 131_073 + b"0]}",
+    ],
+)
+def test_a_body_has_so_many_fields_at_most(raw):
+    with pytest.raises(BadRequest, match="more than 131072 fields, lists and objects") as error:
+        parse(raw)
+    assert error.value.code == "body_too_complex"
+
+
+def test_the_body_itself_has_fewer_fields():
+    assert parse(tiny(1024)).n_fields == 1024
+    with pytest.raises(BadRequest, match="the body has 1025 fields; the limit is 1024") as error:
+        parse(tiny(1025))
+    assert error.value.code == "body_too_complex"
+
+
+def test_a_body_has_so_many_values_at_most():
+    with pytest.raises(BadRequest, match=r"more than 1200000 values; `limits\.json_values` is"):
+        parse(b'{"prompt":[' + b'"",' * 1_200_001 + b'""]}')
+
+
+def test_what_is_no_json_at_its_end_is_refused_by_its_shape():
+    """Nothing of it was decoded."""
+    with pytest.raises(BadRequest, match="fields, lists and objects"):
+        parse(tiny(131_073)[:-1])
+
+
+def test_a_prompt_of_a_million_token_ids_is_read():
+    raw = b'{"model":"m","prompt":[' + b"123456," * 1_048_575 + b"1]}"
+    assert len(parse(raw).get("prompt")) == 1_048_576
+
+
+def test_many_tools_with_large_schemas_are_read():
+    schema = {
+        "type": "object",
+        "properties": {f"p{i}": {"type": "string", "enum": ["a"]} for i in range(150)},
+    }
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}] * 128
+    assert len(parse(msgspec.json.encode({"tools": tools})).get("tools")) == 128
+
+
+def test_images_have_the_limit_of_the_whole_body():
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * (6 << 20)}}
+    raw = msgspec.json.encode({"messages": [{"role": "user", "content": [image] * 10}]})
+    assert len(raw) > 60 << 20
+    assert len(parse(raw).get("messages")[0]["content"]) == 10
+
+
+def test_text_has_a_limit_of_its_own():
+    raw = msgspec.json.encode({"prompt": "two words " * 100_000})
+    with pytest.raises(BodyTooLarge, match="more than 500000 bytes that are not base64"):
+        parse(raw, Shape(text=500_000))
+    assert parse(raw, Shape(text=2_000_000)).get("prompt")
+
+
+@pytest.mark.parametrize("name", ["chat_template_kwargs", "metadata", "mm_processor_kwargs"])
+def test_fields_of_the_clients_own_have_limits(name):
+    assert parse(msgspec.json.encode({name: {"a": "b" * 1_000_000}})).get(name)
+    with pytest.raises(BadRequest, match=f"{name} has 1048585 bytes; the limit is 1048576") as error:
+        parse(msgspec.json.encode({name: {"a": "b" * (1 << 20) + "c"}}))
+    assert (error.value.param, error.value.code) == (name, "body_too_complex")
+    assert parse(b'{"%s":%s}' % (name.encode(), b"[" * 32 + b"]" * 32)).get(name)
+    with pytest.raises(BadRequest, match=f"{name} is nested more than 32 deep"):
+        parse(b'{"%s":%s}' % (name.encode(), b"[" * 33 + b"]" * 33))

@@ -1,0 +1,104 @@
+"""Rules on requests: for whom, and who is told."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from engine_adapter import JsonBody
+from proxy.core.normalise import Rule
+from proxy.request.calls import Call
+from proxy.request.normalising import ChosenRules, Normalising
+from proxy.request.tenants import ApiKey, Tenants
+from tests.fakes import ASK, CHAT, INFO, FakeAdapter, client_of, proxy_over
+
+TIMES = ("2026-11-25T23:05:44Z", "2026-11-25T23:06:01Z")
+DATES = Normalising([ChosenRules(frozenset({Rule.DATE_TO_DAY}), tenant="red")])
+
+
+def asked(at, text="Hi"):
+    messages = [{"role": "system", "content": f"Now: {at}. Be brief."}, {"role": "user", "content": text}]
+    return {**ASK, "messages": messages}
+
+
+@pytest.mark.parametrize(
+    ("tenant", "model", "rules"),
+    [
+        (None, None, set()),
+        ("red", None, {Rule.PATHS}),
+        ("red", "qwen", {Rule.PATHS, Rule.TOOLS_SORTED}),
+        ("blue", "qwen", {Rule.TOOLS_SORTED}),
+        ("blue", "other", set()),
+    ],
+)
+def test_rules_are_chosen_by_tenant_and_model(tenant, model, rules):
+    chosen = [
+        ChosenRules(frozenset({Rule.PATHS}), tenant="red"),
+        ChosenRules(frozenset({Rule.TOOLS_SORTED}), model="qwen"),
+    ]
+    suiting = [each.rules for each in chosen if each.suit(tenant, (model, "alias"))]
+    assert frozenset().union(*suiting) == rules
+
+
+@pytest.fixture
+async def client(engine, tokenizer_dir):
+    adapter = FakeAdapter("a", engine.url, replace(INFO, tokenizer=str(tokenizer_dir)))
+    tenants = Tenants([ApiKey.of(name, name) for name in ("red", "blue")])
+    proxied = proxy_over(adapter, reuse=True, tenants=tenants, normalising=DATES)
+    async with proxied as proxy, client_of(proxy) as client:
+        client.proxy = proxy
+        yield client
+        await proxy.settled()
+
+
+async def ask(client, body, tenant="red", path=CHAT):
+    return await client.post(path, json=body, headers={"authorization": f"Bearer {tenant}"})
+
+
+async def test_the_engine_gets_the_changed_prompt_and_everybody_is_told(engine, client):
+    answers = [await ask(client, asked(at)) for at in TIMES]
+    assert [answer.headers["x-kvpin-normalised"] for answer in answers] == ["date_to_day"] * 2
+    sent = [json.loads(exchange.body)["messages"][0]["content"] for exchange in engine.seen]
+    assert sent == ["Now: 2026-11-25. Be brief."] * 2
+    first, second = client.proxy.requests
+    assert first.prompt.token_ids == second.prompt.token_ids
+    assert second.normalised == ["date_to_day"]
+
+
+async def test_the_miss_is_that_of_the_changed_prompt(client):
+    """The system prompts differ as they came, and not as they were computed."""
+    for at, text in zip(TIMES, ("Say one. " * 20, "Say two. " * 20), strict=True):
+        await ask(client, asked(at, text))
+    *_, last = client.proxy.requests
+    found = client.proxy.flow.comparison.explain(last)
+    assert (found.miss, found.at.kind) == ("shared_prefix", "input")
+    assert found.detail.endswith("(the prompt as changed by date_to_day)")
+
+
+async def test_another_tenants_prompt_stays(engine, client):
+    answer = await ask(client, asked(TIMES[0]), "blue")
+    assert "x-kvpin-normalised" not in answer.headers
+    assert json.loads(engine.seen[0].body) == asked(TIMES[0])
+    assert client.proxy.last.normalised == []
+
+
+async def test_the_billing_line_of_messages_is_always_dropped_and_never_silently(engine, client):
+    engine_of = client.proxy.fleet.engines["a"]
+    engine_of.info = replace(engine_of.info, served_as_chats=frozenset({"/v1/messages"}))
+    line = "x-anthropic-billing-header: cc_version=2.1; cch=a5145;"
+    body = {"model": "m", "max_tokens": 4, "system": [{"type": "text", "text": line}]}
+    answer = await ask(
+        client, {**body, "messages": [{"role": "user", "content": "Hi"}]}, "blue", "/v1/messages"
+    )
+    assert answer.headers["x-kvpin-normalised"] == "billing_line"
+    assert [each["role"] for each in json.loads(engine.seen[0].body)["messages"]] == ["user"]
+
+
+@pytest.mark.parametrize("raw", [b'{"messages": 1e999}', b'{"messages": [1]}'])
+async def test_a_body_that_cannot_be_read_goes_on_as_it_is(client, raw):
+    call = call_with(raw)
+    assert await Normalising([ChosenRules(frozenset(Rule))]).apply(call, "m") == (call, ())
+
+
+def call_with(raw):
+    return Call("r", "POST", CHAT, None, JsonBody(raw))

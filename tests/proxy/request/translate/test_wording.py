@@ -1,0 +1,100 @@
+"""Errors about chats, said about the requests that the chats were made of."""
+
+import json
+
+import pytest
+
+from engine_adapter import ChatError, JsonBody
+from proxy.request.translate.messages_api import MessageTranslation
+from tests.proxy.request.translate.response_world import translation
+
+PICTURE = {"type": "image", "source": {"type": "url", "url": "data:,x"}}
+RESULT = {"type": "tool_result", "tool_use_id": "t", "content": [{"type": "text", "text": "4 m"}, PICTURE]}
+MESSAGE = {
+    "model": "m",
+    "max_tokens": 4,
+    "system": "Be brief.",
+    "messages": [
+        {"role": "user", "content": [{"type": "text", "text": "See"}, PICTURE]},
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "tide", "input": {}}]},
+        {"role": "user", "content": [RESULT, {"type": "text", "text": "And?"}]},
+    ],
+    "tools": [{"name": "tide", "input_schema": {}}],
+}
+RESPONSE = {
+    "instructions": "Be brief.",
+    "input": [
+        {"role": "user", "content": [{"type": "input_image", "image_url": "data:,x"}]},
+        {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "Hm."}]},
+        {"type": "function_call", "call_id": "c", "name": "tide", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c", "output": "4 m"},
+    ],
+    "tools": [{"type": "web_search"}, {"type": "function", "name": "tide", "parameters": {}}],
+}
+
+
+def of_message():
+    return MessageTranslation(JsonBody(json.dumps(MESSAGE).encode())).wording
+
+
+def of_response(**fields):
+    return translation(**{**RESPONSE, **fields}).wording
+
+
+@pytest.mark.parametrize(
+    ("of_chat", "of_the_message", "of_the_response"),
+    [
+        ("messages[0].content", "system", "instructions"),
+        ("messages[1]", "messages[0]", "input[0]"),
+        ("messages[1].role", "messages[0].role", "input[0].role"),
+        ("messages[1].content[0].type", "messages[0].content[0].type", "input[0].content[0].type"),
+        ("messages[2].tool_calls[0].function", "messages[1]", "input[1]"),
+        ("messages[3].content", "messages[2].content[0].content", "input[3].output"),
+        ("tools[0].function.parameters.type", "tools[0].input_schema.type", "tools[1].parameters.type"),
+        ("tools[7].function", "tools[7]", "tools"),
+        ("messages[9]", "messages", "input"),
+        ("response_format.json_schema", "output_config.format", "text.format"),
+        ("temperature", "temperature", "temperature"),
+    ],
+)
+def test_a_field_of_the_chat_is_a_field_of_the_request(of_chat, of_the_message, of_the_response):
+    assert (of_message().path(of_chat), of_response().path(of_chat)) == (of_the_message, of_the_response)
+
+
+@pytest.mark.parametrize(
+    ("of_chat", "place"),
+    [
+        ("messages[1].content[1].image_url.url", "messages[0].content[1].source"),
+        ("messages[4].content[0].image_url", "messages[2].content[0].source"),
+        ("messages[4].content[1].text", "messages[2].content[1].text"),
+    ],
+)
+def test_the_parts_of_several_blocks(of_chat, place):
+    """A picture in the result of a tool is a part of the message that follows it."""
+    assert of_message().path(of_chat) == place
+
+
+def test_a_sentence_names_what_the_client_sent():
+    said = "messages[1].content[0] has type 'image_url': this engine takes text and prompt_embeds"
+    assert (
+        of_message().text(said)
+        == "messages[0].content[0] has type 'image': this engine takes text and prompt_embeds"
+    )
+    assert of_response().text(said).startswith("input[0].content[0] has type 'input_image':")
+    assert of_response().text("max_tokens is 9, stop at once") == "max_output_tokens is 9, stop at once"
+    assert of_message().text("'image_url' alone says nothing") == "'image_url' alone says nothing"
+
+
+def test_items_of_an_earlier_response_have_its_place():
+    said = of_response(input=[{"role": "user", "content": "Hi"}]).path("messages[1].content[0]")
+    assert said == "input[0].content"
+
+
+def test_an_error_is_reworded_on_its_way():
+    def fail():
+        with of_message().errors(ChatError):
+            raise ChatError("messages[1] must be an object", param="messages[1]")
+
+    with pytest.raises(ChatError, match=r"^messages\[0\] must be an object") as caught:
+        fail()
+    assert caught.value.param == "messages[0]"

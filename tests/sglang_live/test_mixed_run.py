@@ -1,0 +1,31 @@
+"""Predictions on real SGLangs under a mixed load with evictions, a flush and a killed server."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.sglang_live.mixed_run import FORMS, LEFT, MixedRun
+from tests.sglang_live.sglang_world import SglangOptions, sglang_world
+
+pytestmark = [pytest.mark.live, pytest.mark.timeout(1800)]
+
+OPTIONS = {
+    "one server": SglangOptions(tokens=6144),
+    "two ranks": SglangOptions(tokens=4096, ranks=2),
+    # It asks for cached tokens in another way, and counts pages of one token.
+    "pages of 1": SglangOptions(page=1, tokens=6144, flags=()),
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+async def test_predicted_is_reported(options, tmp_path, tell):
+    with sglang_world(tmp_path, options) as world:
+        report = await MixedRun(world, within=1 if options.page > 1 else 16).play(260)
+    tell(*report.lines())
+    assert {seen.form for seen in report.answered} == set(FORMS)
+    assert {seen.stage for seen in report.seen if seen.broken not in ("", LEFT)} <= {"while it restarts"}
+    assert len(report.answered) > 230
+    # What others evict or store between a placement and its prefill is not foreseen.
+    assert len(report.misses) <= 4
+    assert report.evicted > 100
+    assert {seen.engine for seen in report.answered} == set(world.engines[0])
