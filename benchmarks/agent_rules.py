@@ -1,4 +1,4 @@
-"""What each rule saves on recorded coding sessions, by what coding agents put into their prompts.
+"""Measures the tokens that each rule saves on recorded coding sessions.
 
 The recordings hold conversations without a system prompt. Each run puts one before them, with one cause of
 misses as users of coding agents report it, and asks `kvpin advise`'s own code what each rule would save. A

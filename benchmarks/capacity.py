@@ -74,8 +74,8 @@ def run(served: Sequence[Engine], work: Sequence[Question], recording: Path | No
 def replayed(
     recording: Path, target_s: float | None, count: int | None = None
 ) -> tuple[dict[str, Any], dict[int, float]]:
-    """What `kvpin replay` says is needed for the target, or for a number of engines: the need, and the p99 by
-    numbers of engines. Prints its sentences."""
+    """Runs `kvpin replay` for a target, or for a number of engines, and prints its sentences. Returns the
+    engines needed, and the p99 of each number of engines."""
     asked = ["--target-p99", str(target_s)] if target_s is not None else ["--engines", str(count)]
     command = [sys.executable, "-m", "proxy.cli", "replay", str(recording), *asked, "--policies", "kvpin"]
     ran = subprocess.run([*command, "--json", "-"], cwd=ROOT, check=True, capture_output=True, text=True)

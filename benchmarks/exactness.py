@@ -1,4 +1,4 @@
-"""Whether a chat that is encoded turn by turn gets the token ids that transformers gives the whole of it.
+"""Compares the token ids of a chat that is encoded turn by turn with those that transformers gives the whole.
 
 Takes every vocabulary and every chat template that llama-cpp-python ships (fetched from PyPI once, cached
 outside the checkout). For each pair, generated chats go turn by turn through kvpin's prompt path:

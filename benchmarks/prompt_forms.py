@@ -1,4 +1,4 @@
-"""Whether kvpin makes the token ids that a llama-server makes, for each form of request under each template.
+"""Compares the token ids that kvpin makes with those of a llama-server, by form of request and template.
 
 Starts a tiny server once with each chat template that llama-cpp-python ships (see exactness.py), builds the
 prompts of tests/live/prompt_forms.py as kvpin does, and compares them with what the server makes.

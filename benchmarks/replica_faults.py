@@ -155,7 +155,7 @@ class Group:
                 self._relay.delay_s = 0.0
 
     async def is_well(self, client: httpx.AsyncClient) -> bool:
-        """Whether all kvpins are there, and each knows all requests of the other in time."""
+        """True if all kvpins are there, and each knows all requests of the other in time."""
         try:
             looks = [(await client.get(f"{url}/admin/v1/stats")).json()["exchange"] for url in self.urls]
         except httpx.HTTPError:

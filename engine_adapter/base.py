@@ -78,8 +78,8 @@ class EngineAdapter(Protocol):
 
     @property
     def model_state(self) -> ModelState | None:
-        """Whether its model is in memory, where the engine loads and unloads it; else None. kvpin's own
-        questions must not load or wake one that is not."""
+        """The state of its model, if the engine loads and unloads it; else None. kvpin's own questions must
+        neither load nor wake a model."""
         return None
 
     async def connect(self) -> EngineInfo:

@@ -57,7 +57,7 @@ class Capability(StrEnum):
 
 
 class ModelState(StrEnum):
-    """Whether the model of an engine that loads and unloads it is in memory."""
+    """The state of a model that its engine loads and unloads."""
 
     LOADED = "loaded"
     LOADING = "loading"

@@ -227,7 +227,7 @@ class SlotScheduler:
                 self._watch_foreign(slot)
 
     async def look(self) -> bool:
-        """Whether the server sleeps; asking does not wake it. In its sleep, it loses all KV.
+        """True if the server sleeps. The question does not wake it. A server that sleeps has lost all KV.
 
         Raises EngineUnavailable if another process answers.
         """
@@ -241,7 +241,7 @@ class SlotScheduler:
         return self.sleeps
 
     async def is_asleep(self) -> bool:
-        """Whether the server sleeps. It is asked if it may; one that does not answer at once is awake."""
+        """True if the server sleeps. Only an idle one is asked; without a quick answer, it is awake."""
         if not self._table.in_flight and self._clock() - self._worked_at >= SLEEPS_AFTER_S:
             with suppress(TimeoutError, EngineError):
                 async with asyncio.timeout(PULSE_S):

@@ -160,7 +160,7 @@ class SglangAdapter(HttpAdapter):
             yield KvProgress(0, 0, left={"busy": max(load.running + load.waiting, 1)})
 
     async def _is_cleared(self, before: int) -> bool:
-        """Whether the cache was cleared since its `before`-th time. Of several ranks, the server answers as
+        """True if the cache was cleared since its `before`-th time. Of several ranks, the server answers as
         the one does that answers first: then the rank's own events tell."""
         if self.spec.options.dp_rank is None or self._subscriber is None:
             return True
