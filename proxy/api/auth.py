@@ -109,7 +109,7 @@ class AdminGuard:
                 "start kvpin with --admin-key"
             )
         is_here = is_loopback(host) and name_of(headers) in LOCAL_NAMES
-        if not (is_here and is_own_page(headers, connection.scope["scheme"])):
+        if not (is_here and is_own_page(headers, lambda: connection.scope["scheme"])):
             raise Forbidden(
                 f"without an admin key, {self._what} answers only this machine: start kvpin with --admin-key"
             )
@@ -138,7 +138,8 @@ class MetricsGuard:
             self.guard.check(connection)
         elif not is_from_peer(connection):
             scope = connection.scope
-            if page_asking(connection.headers.raw, scope["scheme"], lambda: scope["server"]) is not None:
+            page = page_asking(connection.headers.raw, lambda: scope["scheme"], lambda: scope["server"])
+            if page is not None:
                 raise Forbidden("/metrics answers no web page: ask as http://127.0.0.1, or set metrics_key")
 
 

@@ -138,9 +138,8 @@ class DataPlane:
             _send(self._options(exchange), exchange)
             return
         if self.tenants.open and not exchange.is_from_peer:  # no page sends a key that it does not know
-            check_origin(
-                self.cors, page_asking(headers.raw, exchange.scheme, partial(exchange.address, "sockname"))
-            )
+            page = page_asking(headers.raw, lambda: exchange.scheme, lambda: exchange.address("sockname"))
+            check_origin(self.cors, page)
         if exchange.asks_for_websocket:
             await self._serve_websocket(exchange, reply, own_id, client_id)
             return

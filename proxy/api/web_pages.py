@@ -10,6 +10,7 @@ from __future__ import annotations
 import ipaddress
 import re
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 
 from engine_adapter import HeaderPairs
 
@@ -26,13 +27,13 @@ _PORT = re.compile(r":\d*$")
 _PRIVATE = (".localhost", ".local", ".internal")
 
 
-def page_asking(pairs: HeaderPairs, scheme: str, here: Callable[[], Address]) -> str | None:
+def page_asking(pairs: HeaderPairs, scheme: Callable[[], str], here: Callable[[], Address]) -> str | None:
     """The origin of the web page that asks, if it may be another than kvpin's own; None for other clients.
 
     Args:
         pairs: the headers of the request.
-        scheme: that of the connection.
-        here: tells the address of kvpin's end of the connection; seldom needed, and a system call.
+        scheme: tells that of the connection.
+        here: tells the address of kvpin's end of the connection. Few requests need either.
     """
     headers = {_TELLING[name]: value.decode("latin-1") for name, value in pairs if name in _TELLING}
     if not is_own_page(headers, scheme):
@@ -43,19 +44,24 @@ def page_asking(pairs: HeaderPairs, scheme: str, here: Callable[[], Address]) ->
     address = here()
     if address is None or not is_loopback(address[0]):
         return None
-    return f"{scheme}://{headers.get('host', '')}".lower()
+    return f"{scheme()}://{headers.get('host', '')}".lower()
 
 
-def is_own_page(headers: Mapping[str, str], scheme: str) -> bool:
+def is_own_page(headers: Mapping[str, str], scheme: Callable[[], str]) -> bool:
     """True if no web page asks, or one of this origin. Browsers do not send `origin` with every GET."""
     origin = headers.get("origin")
-    is_own = origin is None or origin == f"{scheme}://{headers.get('host', '')}".lower()
+    is_own = origin is None or origin == f"{scheme()}://{headers.get('host', '')}".lower()
     return is_own and headers.get("sec-fetch-site", "none") in _OF_OWN_PAGES
 
 
 def name_of(headers: Mapping[str, str]) -> str:
     """The host that a client asked for, without the port; HTTP/1.0 may leave it out."""
-    return _PORT.sub("", headers.get("host", "")).lower() or "localhost"
+    return _without_port(headers.get("host", "")) or "localhost"
+
+
+@lru_cache(maxsize=256)
+def _without_port(host: str) -> str:
+    return _PORT.sub("", host).lower()
 
 
 def is_loopback(address: str) -> bool:

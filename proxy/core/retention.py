@@ -33,7 +33,7 @@ _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
 _NOT_KEPT = ("in_memory", "in-memory")
 # Characters of a wrong time that its error repeats.
 _SHOWN = 40
-_CACHE_CONTROL, _BREAKPOINT = b"cache_control", b"prompt_cache_breakpoint"
+_CACHE_CONTROL, _PROMPT_CACHE, _BREAKPOINT = b"cache_control", b"prompt_cache_", b"prompt_cache_breakpoint"
 # Fields that have parts with such marks. Clients that translate put `cache_control` in chats, too.
 _PARTS = ("system", "messages", "tools", "input")
 # Fields of a part that have parts.
@@ -46,7 +46,8 @@ def retention_of(body: JsonBody, owner: str | None = None) -> Retention:
     Raises:
         BadRequest: naming a time that is none.
     """
-    asked = [seconds for seconds in _asked(body) if seconds is not None]
+    has_field = _CACHE_CONTROL in body.raw or _PROMPT_CACHE in body.raw
+    asked = [seconds for seconds in _asked(body) if seconds is not None] if has_field else []
     if not asked:
         return Retention(owner=owner)
     return Retention(PRIORITY, min(max(asked), MAX_TTL_S), owner)

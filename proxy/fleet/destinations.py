@@ -22,6 +22,7 @@ from proxy.request.stored import (
     Kind,
     Name,
     ObjectHomes,
+    may_name,
     name_in_path,
     names_items,
     names_of,
@@ -80,6 +81,8 @@ class Destinations:
             msgspec.DecodeError: its body cannot be decoded.
             NoEngine: no engine has connected yet, or an engine that may serve the model is still connecting.
         """
+        if not (self.isolated or may_name(call, isolated=False)):
+            return Destination(*self._fleet.find(call.model))
         homes, unknown = dict[Home, Name](), list[Name]()
         for name in await names_of(call, isolated=self.isolated):
             if (home := self._homes.find(call.tenant, name)) is None:

@@ -34,8 +34,13 @@ class ReuseCounts(msgspec.Struct, kw_only=True):
 
     def plus(self, more: ReuseCounts) -> ReuseCounts:
         """Both together."""
-        sums = (getattr(self, name) + getattr(more, name) for name in self.__struct_fields__)
-        return ReuseCounts(**dict(zip(self.__struct_fields__, sums, strict=True)))
+        return ReuseCounts(
+            prompt_tokens=self.prompt_tokens + more.prompt_tokens,
+            available_tokens=self.available_tokens + more.available_tokens,
+            selected_tokens=self.selected_tokens + more.selected_tokens,
+            delivered_tokens=self.delivered_tokens + more.delivered_tokens,
+            saved_s=self.saved_s + more.saved_s,
+        )
 
 
 def reuse_of(fleet: Fleet, record: RequestRecord, placement: Placement) -> ReuseCounts:

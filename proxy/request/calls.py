@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Callable
-from functools import cached_property
 from typing import Protocol
 from urllib.parse import parse_qs, parse_qsl, urlencode
 
@@ -37,8 +36,8 @@ _END_EVENT = tuple(b"\ndata:%b%b" % (space, end) for space in (b" ", b"") for en
 _EVENT_END, _EVENT_END_CR = b"\n\n", b"\n\r\n"
 
 
-class Call(msgspec.Struct, frozen=True, dict=True):
-    """A client's request, authenticated and read. Computed attributes are computed once.
+class Call(msgspec.Struct, frozen=True):
+    """A client's request, authenticated and read.
 
     Attributes:
         request_id: kvpin's own, unique.
@@ -70,12 +69,12 @@ class Call(msgspec.Struct, frozen=True, dict=True):
         """The `x-request-id` of the answer."""
         return self.client_id or self.request_id
 
-    @cached_property
+    @property
     def route(self) -> str:
         """The route, as engines will understand the path."""
         return route_of(self.path)
 
-    @cached_property
+    @property
     def native(self) -> str | None:
         """The route, if only engines that declare it get the request: one beside `/v1`, or a WebSocket."""
         route = self.path.partition("?")[0]
@@ -83,7 +82,7 @@ class Call(msgspec.Struct, frozen=True, dict=True):
             return websocket(route)
         return route if route in NATIVE_ROUTES else None
 
-    @cached_property
+    @property
     def runs_prompt(self) -> bool:
         """True if an engine computes a prompt for this request."""
         native = NATIVE_ROUTES.get(self.native or "")
@@ -91,7 +90,7 @@ class Call(msgspec.Struct, frozen=True, dict=True):
             return native.runs
         return self.route in PROMPT_ROUTES and isinstance(self.body, JsonBody)
 
-    @cached_property
+    @property
     def model(self) -> str | None:
         """The model that the body names; if it names none, the query may."""
         body, model = self.body, None
@@ -112,7 +111,7 @@ class Call(msgspec.Struct, frozen=True, dict=True):
         named = [(name, model if name == "model" else value) for name, value in fields]
         return msgspec.structs.replace(self, path=f"{path}?{urlencode(named)}")
 
-    @cached_property
+    @property
     def streams(self) -> bool:
         """True if the client asked for a stream, or for a WebSocket."""
         if self.socket is not None:

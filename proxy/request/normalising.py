@@ -53,8 +53,7 @@ class Normalising:
         body, route = call.body, call.route
         if not isinstance(body, JsonBody) or route not in ROUTES:
             return call, ()
-        rules = self._rules(call, body, model)
-        if not rules:
+        if not (self.chosen or route.startswith(_MESSAGES)) or not (rules := self._rules(call, body, model)):
             return call, ()
         changed, applied = await off_loop(
             lambda: _applied(body, rules), ms=2 * len(body.raw) / JSON_BYTES_PER_MS
