@@ -45,6 +45,7 @@ class ControlClient:
     def __init__(self, spec: EngineSpec) -> None:
         """Raises EngineSpecError for an address, a header or a TLS file that cannot be used."""
         self._engine = parts_of(spec)
+        self._has_key = spec.api_key is not None
         self._transport = HttpTransport(connect_timeout_s=_CONNECT_S)
         self._closed = False
 
@@ -129,7 +130,7 @@ class ControlClient:
         except TimeoutError as error:
             raise EngineUnhealthy(f"{method} {path}: no answer within {answer_s:g} s") from error
         if not 200 <= status < 300:  # noqa: PLR2004 - HTTP
-            raise _rejection(status, raw, has_content=content is not None)
+            raise self._rejection(status, raw, has_content=content is not None)
         return raw
 
     @asynccontextmanager
@@ -139,7 +140,7 @@ class ControlClient:
         request = OutgoingRequest("GET", url, self._engine.headers, None, self._engine.tls)
         async with await self._transport.send(request) as response:
             if response.status != HTTPStatus.OK:
-                raise _rejection(response.status, await response.read(), has_content=False)
+                raise self._rejection(response.status, await response.read(), has_content=False)
             yield response
 
     async def aclose(self) -> None:
@@ -158,12 +159,17 @@ class ControlClient:
                 silence.reschedule(loop.time() + answer_s)
         return response.status, b"".join(parts)
 
-
-def _rejection(status: int, content: bytes, *, has_content: bool) -> EngineRejected | EngineUnavailable:
-    """The exception for an error answer. The answer to content may repeat it: a log line must not."""
-    error = read_error(content)
-    reason = error.message[:MAX_REASON]
-    if status in (502, 503, 504):
-        own_words = f"the engine answered {status}"
-        return EngineUnhealthy(f"{own_words}: {reason}", own_words=own_words if has_content else None)
-    return EngineRejected(reason, status=status, param=error.param)
+    def _rejection(
+        self, status: int, content: bytes, *, has_content: bool
+    ) -> EngineRejected | EngineUnavailable:
+        """The exception for an error answer. The answer to content may repeat it: a log line must not."""
+        error = read_error(content)
+        reason = error.message[:MAX_REASON]
+        if status in (502, 503, 504):
+            own_words = f"the engine answered {status}"
+            return EngineUnhealthy(f"{own_words}: {reason}", own_words=own_words if has_content else None)
+        if status == HTTPStatus.UNAUTHORIZED:
+            wrong = "the engine refuses the key given with api_key="
+            lacks = "the engine wants a key: give it with api_key="
+            reason = f"{wrong if self._has_key else lacks} ({reason})"
+        return EngineRejected(reason, status=status, param=error.param)

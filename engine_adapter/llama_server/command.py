@@ -159,10 +159,11 @@ _ADVICE: tuple[tuple[tuple[str, ...], str | tuple[str, ...], str], ...] = (
 
 
 def _split(words: Sequence[str], binary: str) -> tuple[str, list[str]]:
-    """The program and its options."""
-    if words and not words[0].startswith("-"):
-        return words[0], list(words[1:])
-    return binary, list(words)
+    """The program and its options. A bare `llama-server` is `binary`, too, unless the PATH has one."""
+    if not words or words[0].startswith("-"):
+        return binary, list(words)
+    is_bare = words[0] == BINARY and shutil.which(BINARY) is None
+    return binary if is_bare else words[0], list(words[1:])
 
 
 def _flag(word: str) -> str:

@@ -221,7 +221,7 @@ async def _difference(local: LocalTokenizer, adapter: EngineAdapter, path: str, 
             return None
         raise
     if ours is None:
-        return "only the engine can render it"
+        return "kvpin cannot render it"
     return difference_of(ours, theirs)
 
 

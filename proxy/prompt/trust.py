@@ -31,6 +31,11 @@ _REFUTED = 2
 ENOUGH_AGREED = 20
 # Forms that no probe can settle: what they contain differs from request to request.
 _UNPROBED = frozenset({Form.DOCUMENTS, Form.OTHER})
+# What becomes of prompts that differ here.
+_ELSEWHERE: dict[Trusted, str] = {
+    "engine": "the engine is asked for the tokens of these forms, which costs a round trip each",
+    "none": "prompts of these forms are not followed: they go by load",
+}
 
 
 class RowView(msgspec.Struct):
@@ -200,7 +205,9 @@ class FormTable:
             )
         else:
             detail += f"unchecked: {chats.detail}"
-        detail += f"; not in these: {why}" if differing else ""
+        for source, what in _ELSEWHERE.items():
+            if some := "; ".join(f"{form}: {row.detail}" for form, row in differing if row.source == source):
+                detail += f"; {what}: {some}"
         return Exactness(chats.ok and all(row.ok for _, row in differing), detail, "local", forms)
 
     def _differing(self) -> Iterator[tuple[Form, Row]]:

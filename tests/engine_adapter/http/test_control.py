@@ -129,6 +129,15 @@ async def test_errors_of_every_shape_keep_their_message(control, name):
     assert caught.value.param == ("p" if name == "openai" else None)
 
 
+async def test_an_engine_that_wants_a_key_says_where_it_goes(control, url):
+    with pytest.raises(EngineRejected, match=r"the engine refuses the key given with api_key= \(why\)"):
+        await control.get("/error/string")
+    without = ControlClient(spec(url))
+    with pytest.raises(EngineRejected, match=r"the engine wants a key: give it with api_key= \(why\)"):
+        await without.get("/error/string")
+    await without.aclose()
+
+
 async def test_the_status_of_an_answer_shows_whether_a_route_exists(control):
     assert await control.status("GET", "/path/x") == 200
     assert await control.status("POST", "/echo", json={}) == 200

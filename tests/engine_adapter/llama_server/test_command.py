@@ -177,3 +177,12 @@ def test_a_real_server_knows_every_flag(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "invalid argument" not in done.stderr
     assert "version" in done.stdout + done.stderr
+
+
+def test_a_bare_name_is_the_binary_of_this_machine(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    words = ["llama-server", "-m", "m.gguf"]
+    assert llama_server_command(words, port=1, save_dir=None, binary="/opt/llama")[0] == "/opt/llama"
+    (tmp_path / "llama-server").write_text("")
+    (tmp_path / "llama-server").chmod(0o755)
+    assert llama_server_command(words, port=1, save_dir=None, binary="/opt/llama")[0] == "llama-server"

@@ -143,7 +143,7 @@ async def test_what_only_the_engine_can_render(embedded, engine):
     builder.local.tokenizer._tokenizer.chat_template = None
     exactness = await verify_exactness(builder, engine)
     assert exactness.source == "engine"
-    assert "plain: 'one message': only the engine can render it" in exactness.detail
+    assert "plain: 'one message': kvpin cannot render it" in exactness.detail
 
 
 async def test_without_a_tokenizer_here_the_engine_is_asked(check, info_of):
@@ -243,7 +243,7 @@ class TestAudit:
         prompt = await build(asking, messages=parts)
         assert (prompt.source, prompt.exact) == ("local", True)
         assert audit_tokens(asking, prompt, prompt.token_ids[1:]) is not None
-        assert "not in these: text parts: it made other ids" in asking.exactness.detail
+        assert "costs a round trip each: text parts: it made other ids" in asking.exactness.detail
         later = await build(asking, messages=parts)
         assert (later.source, later.exact) == ("engine", True)
         plain = await build(asking)

@@ -37,7 +37,18 @@ def test_a_form_that_differs_costs_itself_alone(table):
     table.probe(Form.TOOLS, "token 7 differs", "")
     assert table.source(TOOLS) == "engine"
     assert table.source(PLAIN) == "local"
-    assert "not in these: tools: token 7 differs" in table.summary("a tokenizer", "").detail
+    detail = table.summary("a tokenizer", "").detail
+    assert "; the engine is asked for the tokens of these forms" in detail
+    assert detail.endswith(": tools: token 7 differs")
+
+
+def test_a_form_that_nobody_makes_goes_by_load():
+    table = FormTable(can_ask=True, detail="no tokenizer yet")
+    for form in Form:
+        table.probe(form, "token 7 differs" if form is Form.TOOLS else None, "")
+    table.audit(TOOLS, "engine", "token 9")
+    table.audit(TOOLS, "engine", "token 9")
+    assert "prompts of these forms are not followed: they go by load: tools:" in table.summary("a", "").detail
 
 
 def test_a_prompt_is_made_by_the_one_that_all_of_its_forms_trust(table):
