@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
 import time
 from collections import deque
@@ -43,11 +42,6 @@ class EngineState(StrEnum):
     DRAINING = "draining"  # finishes its requests, gets no new ones
     REFUSED = "refused"  # not used: tenants would share its KV
     ELSEWHERE = "elsewhere"  # not used: another kvpin does, and only one may
-
-
-def this_kvpin() -> str:
-    """This process, for people: its machine and its number there."""
-    return f"{socket.gethostname()}:{os.getpid()}"
 
 
 def address_of(spec: EngineSpec) -> tuple[str, bool]:

@@ -33,6 +33,7 @@ class Fleet:
     """All engines and their pools.
 
     Attributes:
+        name: this kvpin's, for people.
         told: tells other kvpins of requests, in pools made from now on; None without other kvpins.
         claims_engines: an engine that only one kvpin may use waits until it is claimed.
         drains: the engines that operators have drained, at any kvpin of the group.
@@ -44,9 +45,11 @@ class Fleet:
         aliases: Mapping[str, str] | None = None,
         default_model: str | None = None,
         queue: LimitSettings | None = None,
+        name: str = "this kvpin",
     ) -> None:
         """`aliases`: further names of models and LoRA adapters. `default_model`: serves all other names.
         `queue`: the bounds of each pool's queue."""
+        self.name = name
         self._queue = queue
         self.aliases = aliases or {}
         self.default_model = default_model

@@ -21,7 +21,7 @@ from engine_adapter import (
     EngineUnhealthy,
     Finding,
 )
-from proxy.fleet.engine import Engine, EngineState, this_kvpin
+from proxy.fleet.engine import Engine, EngineState
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.ingest import Ingest
 from proxy.fleet.pool import Pool
@@ -133,7 +133,7 @@ class Monitor:
             await asyncio.Event().wait()  # until it has left
         if not info.model:
             raise EngineSpecError(f"its server has several models: name one of {', '.join(info.models)}")
-        engine.owner = this_kvpin() if engine.adapter.one_owner else None
+        engine.owner = self._fleet.name if engine.adapter.one_owner else None
         pool = await self._join(engine, info)
         engine.last_error = None
         self._findings.pop(engine.id, None)

@@ -28,7 +28,7 @@ from proxy.core.peers.messages import (
     packed,
 )
 from proxy.core.peers.telling import OwnRequests
-from proxy.fleet.engine import Engine, address_of, this_kvpin
+from proxy.fleet.engine import Engine, address_of
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.pool import Pool
 from proxy.peers.bus import Bus
@@ -64,7 +64,7 @@ class Announcer:
     ) -> None:
         """Tells of the pools that `fleet` makes from now on. Counts what it tells in `counts`."""
         self.engines = list[ToldEngine]()
-        self.name = this_kvpin()
+        self.name = fleet.name
         self._bus, self._owner, self._fleet, self._tenants = bus, owner, fleet, tenants
         self._claim_of, self._counts = claim_of, counts
         self._own = fleet.told = OwnRequests(self._flush_soon)

@@ -32,11 +32,6 @@ class ToldClaim:
     model: str | None
     socket: str | None
 
-    @property
-    def machine(self) -> str:
-        """The machine that it runs on, see `this_kvpin`."""
-        return self.name.rpartition(":")[0]
-
 
 class Owners:
     """This kvpin's claims to engines, and the owners of all other engines.

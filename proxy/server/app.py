@@ -109,7 +109,9 @@ class Proxy:
         self.siblings = siblings
         self.transport = transport
         self.tasks = Supervisor()
-        self.fleet = Fleet(settings.model_aliases, settings.default_model, settings.limits)
+        self.fleet = Fleet(
+            settings.model_aliases, settings.default_model, settings.limits, settings.shown_name
+        )
         self.changes = Changes(self.fleet.drains)
         self.tables = PromptTables(max_bytes=settings.limits.prompt_table_bytes)
         self.tenants = Tenants(_keys(settings), settings.tenant_limits)

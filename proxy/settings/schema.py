@@ -6,6 +6,8 @@ Units are in the names. The texts are Markdown; links are relative to docs/.
 from __future__ import annotations
 
 import hashlib
+import os
+import socket
 from collections.abc import Iterator
 from typing import Annotated, Literal, Self
 from urllib.parse import urlsplit
@@ -200,6 +202,8 @@ class Settings(BaseSettings):
     """Where kvpin listens; several addresses with commas between them, e.g. `127.0.0.1,::1`."""
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
     """Port to listen on; 0 takes any free one."""
+    name: Annotated[str, Field(pattern=r"^[!-~]{1,64}$")] | None = None
+    """This kvpin's name for people: other kvpins show it. By default its host's name and its port."""
     reuse: bool = False
     """Route by KV cache. Without it kvpin balances by load."""
     engines: tuple[EngineSettings, ...] = ()
@@ -278,6 +282,11 @@ class Settings(BaseSettings):
     """The channel between [kvpins in front of the same engines](many.md). Needs `reuse`."""
     workers: Annotated[int, Field(ge=1, le=64)] = 1
     """Processes that serve the port together, as one kvpin: [workers](many.md#workers-on-one-machine)."""
+
+    @property
+    def shown_name(self) -> str:
+        """This kvpin's name for people. Where the system chooses the port, its process stands for it."""
+        return self.name or f"{socket.gethostname()}:{self.port or os.getpid()}"
 
     @property
     def finds_engines(self) -> bool:

@@ -105,6 +105,10 @@ class _Events:
         self._publisher.publish(batch)
 
 
+# The time of a prefill. On a busy machine, two requests sent at once arrive some milliseconds apart.
+_PREFILL_S = 0.005
+
+
 class _Core(EngineCore):
     """Stores the pages of a prompt after its prefill, so that another prompt in the same batch computes them,
     too; and those filled by decoding when the request ends. Reports them after its answer."""
@@ -129,7 +133,7 @@ class _Core(EngineCore):
         for at in range(max_tokens):
             await self.turn(at)
             if at == 0:
-                await asyncio.sleep(0)  # requests that have arrived are in the same batch
+                await asyncio.sleep(_PREFILL_S)  # requests that arrive meanwhile are in the same batch
                 running.store(len(prompt.tokens))
                 self.end_of_step()
             token = output_token(shown, at)

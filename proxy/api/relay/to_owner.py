@@ -58,7 +58,7 @@ class PassedToOwner:
         if to.socket is None:
             raise NoEngine(
                 "another kvpin uses the engine of this model, and requests cannot be passed on to it: "
-                f"send them to the kvpin on {to.machine}"
+                f"send them to the kvpin {to.name}"
             )
         return to
 

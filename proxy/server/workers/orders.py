@@ -90,6 +90,7 @@ class Orders(msgspec.Struct, frozen=True):
         run = read_engines(Path(self.directory) / _ENGINES)
         started = tuple(StartedSettings.model_validate(dict(engine)) for engine in run)
         changes: dict[str, Any] = {"engines": (*settings.engines, *started), "managed": ()}
+        changes["name"] = f"{settings.shown_name}/{self.number}"
         if settings.reuse and settings.exchange is None:
             changes["exchange"] = ExchangeSettings.model_validate({"url": f"unix:{self.directory}"})
         if settings.state_dir is not None:

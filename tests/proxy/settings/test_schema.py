@@ -1,4 +1,5 @@
 import hashlib
+import os
 
 import pytest
 from pydantic import ValidationError
@@ -146,3 +147,10 @@ def test_an_exchange(url):
 def test_what_is_no_exchange(url):
     with pytest.raises(ValidationError, match="must be"):
         Settings(exchange={"url": url})
+
+
+def test_a_kvpin_is_named_by_its_host_and_port_unless_told_otherwise(monkeypatch):
+    monkeypatch.setattr("socket.gethostname", lambda: "rack-7")
+    assert Settings(port=8001).shown_name == "rack-7:8001"
+    assert Settings(port=0).shown_name == f"rack-7:{os.getpid()}"
+    assert Settings(name="blue").shown_name == "blue"

@@ -84,3 +84,8 @@ def test_workers_record_with_one_key(orders, given):
     write_engines(Path(orders.directory), [])
     settings = orders.settings(lambda: Settings(record_traffic_key=given))
     assert settings.record_traffic_key.get_secret_value() == (given or "of all workers")
+
+
+def test_a_worker_has_a_name_of_its_own(orders):
+    write_engines(orders.http_socket.parent, [])
+    assert orders.settings(lambda: Settings(name="blue")).name == "blue/2"
