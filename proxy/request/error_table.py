@@ -102,6 +102,7 @@ _REASONS: dict[type[Exception], str] = {
     errors.NoMemory: "memory",
     errors.SlowBody: "slow",
     errors.BodyTooLarge: "size",
+    errors.ModelRefused: "model",
 }
 _SHAPE_CODES = (Code.TOO_COMPLEX, Code.ARRAY_ABOVE_MAX_LENGTH)
 
