@@ -81,9 +81,6 @@ class NotFound(ProxyError):
 class ModelRefused(NotFound):
     """The request names no model that its key may use, whether there is such a model or not."""
 
-    def __init__(self, message: str) -> None:
-        super().__init__(message, param="model", code=Code.MODEL_NOT_FOUND)
-
 
 class MethodNotAllowed(ProxyError):
     """The route takes other methods, which the answer names."""

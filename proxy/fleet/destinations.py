@@ -200,7 +200,7 @@ def refused_model(model: str | None, models: frozenset[str]) -> ModelRefused:
         if model is None
         else f"the model {model[:MAX_NAME]!r} does not exist, or this key may not use it"
     )
-    return ModelRefused(f"{why}; for this key: {', '.join(sorted(models))}")
+    return ModelRefused(f"{why}; for this key: {', '.join(sorted(models))}", param="model")
 
 
 def _instance_of(engine: Engine | None) -> str | None:
