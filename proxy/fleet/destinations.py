@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from functools import partial
+from typing import Any
 
 from msgspec import Struct
 
@@ -68,7 +69,7 @@ class Destinations:
         self.isolated = len(names) > 1
         self._homes.divide(names)
 
-    async def find(self, call: Call) -> Destination:
+    def find(self, call: Call) -> Coroutine[Any, Any, Destination]:
         """The destination of a request.
 
         Where its key names models, only these count: what else is served, or not, makes no difference to the
@@ -78,9 +79,10 @@ class Destinations:
             ModelRefused: its key is not for that model.
             NotFound, Forbidden, BadRequest, msgspec.DecodeError, NoEngine: see `_find`.
         """
-        models = call.models
-        if models is None:
-            return await self._find(call)
+        return self._find(call) if call.models is None else self._find_of(call, call.models)
+
+    async def _find_of(self, call: Call, models: frozenset[str]) -> Destination:
+        """The destination of a request whose key is for these models."""
         if call.model is not None and call.model not in models:
             raise refused_model(call.model, models)
         try:
