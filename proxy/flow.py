@@ -41,7 +41,7 @@ from proxy.core.life.states import Step
 from proxy.core.misses import Diagnosis
 from proxy.core.placement.decision import Candidate, Placement
 from proxy.core.retry_budget import RetryBudget
-from proxy.errors import Overloaded, TimeLimit, TooLong
+from proxy.errors import ModelRefused, Overloaded, TimeLimit, TooLong
 from proxy.fleet.engine import TOKENS_PER_BLOCK
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.ingest import Ingest
@@ -52,7 +52,7 @@ from proxy.request.cache_usage import WritesCounted, names_the_cache
 from proxy.request.calls import Call, Reply
 from proxy.request.comparison import Comparison
 from proxy.request.diagnostics import APIS, Diagnosed
-from proxy.request.error_table import ANSWERED, status_of
+from proxy.request.error_table import ANSWERED, refusal_of, status_of
 from proxy.request.gate import Admission
 from proxy.request.records import RequestLog, RequestRecord
 from proxy.request.retries import final_error
@@ -127,6 +127,8 @@ class Flow:
             await self._live(self._serving(call, reply, record, admitted), Prepare())
         except ANSWERED as error:
             record.status, record.error = status_of(error), str(error)
+            if isinstance(error, ModelRefused):
+                record.refusal = refusal_of(error)
             raise
         except asyncio.CancelledError as cancelled:
             record.status, record.error = CLIENT_LEFT, _LEFT[_why(cancelled)]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -16,7 +17,7 @@ from engine_adapter import PRIVATE_HEADERS, Headers
 from proxy.api.web_pages import LOCAL_NAMES, is_loopback, is_own_page, name_of, page_asking
 from proxy.errors import Forbidden, Unauthorized
 from proxy.headers import FORWARDED_HEADERS, FORWARDED_PREFIX, KEY_HEADERS
-from proxy.request.tenants import Tenants
+from proxy.request.tenants import ApiKey, Tenants
 from proxy.settings import key_digest
 
 _KEY_HEADERS = frozenset(name.encode() for name in KEY_HEADERS)
@@ -31,21 +32,24 @@ def bearer(headers: Mapping[str, str]) -> str:
     return key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
 
 
-def authenticate(headers: Headers, tenants: Tenants) -> str | None:
-    """The tenant that a data-plane request belongs to; None where requests need no key.
+def authenticate(headers: Headers, tenants: Tenants) -> ApiKey | None:
+    """The key of a data-plane request, which tells its tenant; None where requests need no key.
 
     Raises:
-        Unauthorized: a key is needed, and it is missing or wrong.
+        Unauthorized: a key is needed, and it is missing, wrong or expired. Only who sends the whole key
+            learns that it has expired.
     """
     if tenants.open:
         return None
     key = bearer(headers)
-    tenant = tenants.of_key(key) if key else None
-    if tenant is None:
+    known = tenants.find(key) if key else None
+    if known is None:
         raise Unauthorized(
             "wrong API key" if key else "an API key is needed: Authorization: Bearer <key>, or x-api-key"
         )
-    return tenant
+    if known.has_expired(time.time()):
+        raise Unauthorized("this API key has expired: ask for a new one")
+    return known
 
 
 def passed_on_headers(headers: Headers, tenants: Tenants) -> Headers:

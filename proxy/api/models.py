@@ -8,6 +8,7 @@ from urllib.parse import unquote
 from starlette.responses import JSONResponse, Response
 
 from proxy.errors import MethodNotAllowed
+from proxy.fleet.destinations import refused_model
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.pool import Pool
 
@@ -26,13 +27,21 @@ def name_in(path: str) -> str | None:
     return unquote(path.partition("?")[0].removeprefix(_MODELS).removeprefix("/").rstrip("/")) or None
 
 
-def answer_models(fleet: Fleet, method: str, path: str, elsewhere: Collection[str] = ()) -> Response:
+def answer_models(
+    fleet: Fleet,
+    method: str,
+    path: str,
+    elsewhere: Collection[str] = (),
+    models: frozenset[str] | None = None,
+) -> Response:
     """The list of models, or one of them. An alias has the name it stands for as `root`, as in vLLM. So has a
     name that only engines which take any name serve. `elsewhere`: models of other kvpins, added to the list.
+    `models`: the names that the client's key is for; None for all. No other is told of.
 
     Raises:
         MethodNotAllowed: it is no read.
         NotFound, NoEngine: nothing has that name.
+        ModelRefused: the key is not for it.
     """
     asked = path.partition("?")[0]
     if method not in READS:
@@ -41,8 +50,11 @@ def answer_models(fleet: Fleet, method: str, path: str, elsewhere: Collection[st
     cards |= {alias: _alias(alias, cards[own]) for alias, own in fleet.served_aliases().items()}
     name = name_in(path)
     if name is None:
-        others = [_plain_card(other) for other in sorted(elsewhere) if other not in cards]
-        return JSONResponse({"object": "list", "data": [*cards.values(), *others]})
+        listed = cards | {other: _plain_card(other) for other in sorted(elsewhere) if other not in cards}
+        data = [card for each, card in listed.items() if models is None or each in models]
+        return JSONResponse({"object": "list", "data": data})
+    if models is not None and (name not in models or name not in cards):
+        raise refused_model(name, models)
     if name not in cards:
         pool, _ = fleet.find(name)
         if not pool.any_model:

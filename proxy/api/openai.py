@@ -37,6 +37,7 @@ from proxy.errors import BadRequest, BodyTooLarge, EncodedBody, MethodNotAllowed
 from proxy.flow import Flow
 from proxy.headers import REQUEST_ID_HEADER
 from proxy.http.exchange import ClientLeft, Exchange
+from proxy.request.answer_headers import with_limits
 from proxy.request.calls import Call, Reply
 from proxy.request.dialects import dialect_of
 from proxy.request.error_table import ANSWERED, cause_of, refusal_of, status_of
@@ -55,7 +56,7 @@ from proxy.request.stored import (
     name_in_path,
     names_of,
 )
-from proxy.request.tenants import Tenants
+from proxy.request.tenants import ApiKey, Tenants
 from proxy.request.translate import ResponseStore
 
 log = structlog.get_logger(__name__)
@@ -143,19 +144,20 @@ class DataPlane:
         if exchange.asks_for_websocket:
             await self._serve_websocket(exchange, reply, own_id, client_id)
             return
-        tenant = authenticate(headers, self.tenants)
+        key = authenticate(headers, self.tenants)
+        tenant, models = (key.tenant, key.models) if key is not None else (None, None)
         PAYER.set(tenant)
         path = checked_path(exchange.target)
         check_method(method, path)
         if is_of_models(path):
-            await self._serve_models(exchange, reply, path, own_id)
+            await self._serve_models(exchange, reply, path, own_id, models)
             return
         asked = name_in_path(path, isolated=self.tenants.isolated) if is_asked(exchange) else None
         if asked is not None:
             _send(Response(status_code=204 if self._keeps(tenant, asked) else 404), exchange)
             return
         self._check_route(method, path)
-        call = partial(self._call, exchange, path, tenant, own_id, client_id)
+        call = partial(self._call, exchange, path, key, own_id, client_id)
         is_upload = _is_upload(path, headers)
         with self._admit(tenant, exchange, reply, partial(call, None), is_upload=is_upload) as admitted:
             if may_be_kept(path) and (kept := await self.responses.answer(method, path, tenant)) is not None:
@@ -187,7 +189,8 @@ class DataPlane:
         *,
         is_upload: bool = False,
     ) -> Admission:
-        """Admits a request. A request over its tenant's limits gets a record, made of its `head`.
+        """Admits a request. A request over its tenant's limits gets a record, made of its `head`. Its answer
+        tells what is left of these limits.
 
         With `is_upload`, its body is passed on as it arrives: its length is not the memory that it takes.
 
@@ -195,6 +198,8 @@ class DataPlane:
             BodyTooLarge, RateLimited, NoMemory: it is refused.
         """
         length, now = self._length(exchange.headers), time.monotonic()
+        if (quota := self.tenants.quota(tenant)) is not None:
+            exchange.reword = lambda headers: with_limits(headers, quota.left(time.monotonic()))
         try:
             admitted = self.gate.admit(
                 tenant, None if is_upload else length, now, is_from_peer=exchange.is_from_peer
@@ -243,14 +248,16 @@ class DataPlane:
             return self.elsewhere.serve(call.model, call, exchange, reply, here)
         return serve(self.flow, call, reply, admitted)
 
-    async def _serve_models(self, exchange: Exchange, reply: Reply, path: str, own_id: str) -> None:
+    async def _serve_models(
+        self, exchange: Exchange, reply: Reply, path: str, own_id: str, models: frozenset[str] | None
+    ) -> None:
         """Answers with the models, those of other kvpins included."""
         elsewhere, fleet = self.elsewhere, self.flow.fleet
         if elsewhere is None:
-            return _send(answer_models(fleet, exchange.method, path), exchange)
+            return _send(answer_models(fleet, exchange.method, path, models=models), exchange)
 
         async def here() -> None:
-            _send(answer_models(fleet, exchange.method, path, elsewhere.models), exchange)
+            _send(answer_models(fleet, exchange.method, path, elsewhere.models, models), exchange)
 
         call = Call(own_id, exchange.method, path, exchange.headers, None)
         return await elsewhere.serve(name_in(path), call, exchange, reply, here)
@@ -261,12 +268,15 @@ class DataPlane:
         """Passes a WebSocket on to an engine that takes it, until one side closes it."""
         check_origin(self.cors, exchange.headers.get("origin"))  # browsers send no preflight for it
         headers = with_key(exchange.headers)
-        tenant, path = authenticate(headers, self.tenants), checked_path(exchange.target)
+        key, path = authenticate(headers, self.tenants), checked_path(exchange.target)
+        tenant, models = (key.tenant, key.models) if key is not None else (None, None)
         check_websocket(path, isolated=self.tenants.isolated)
         passed_on, session = passed_on_headers(headers, self.tenants), session_of(tenant, headers, None)
         reply.through(lambda client: WebSocketClient(client, headers))
         socket = exchange.socket()
-        call = Call(own_id, exchange.method, path, passed_on, None, tenant, client_id, session, socket)
+        call = Call(
+            own_id, exchange.method, path, passed_on, None, tenant, client_id, session, socket, models
+        )
         with self._admit(tenant, exchange, reply, lambda: call) as admitted:
             await self._work(call, exchange, reply, admitted)
 
@@ -283,6 +293,7 @@ class DataPlane:
             if _kind(exchange.headers).startswith("multipart/"):
                 chunks = checked(chunks, exchange.headers["content-type"], check_form_field)
         has_choice = self.flow.fleet.has_choice or (self.elsewhere is not None and self.elsewhere.models)
+        has_choice = has_choice or call(None).models is not None
         if not (_kind(exchange.headers).startswith("multipart/form-data") and has_choice):
             await self._work(call(Upload(chunks, length)), exchange, reply, admitted)
             return
@@ -294,15 +305,16 @@ class DataPlane:
         self,
         exchange: Exchange,
         path: str,
-        tenant: str | None,
+        key: ApiKey | None,
         own_id: str,
         client_id: str | None,
         body: RequestBody,
     ) -> Call:
         """The request, read as far as the flow needs it."""
         headers = exchange.headers
+        tenant, models = (key.tenant, key.models) if key is not None else (None, None)
         passed_on, session = passed_on_headers(headers, self.tenants), session_of(tenant, headers, body)
-        return Call(own_id, exchange.method, path, passed_on, body, tenant, client_id, session)
+        return Call(own_id, exchange.method, path, passed_on, body, tenant, client_id, session, models=models)
 
     async def _body(self, exchange: Exchange, admitted: Admission) -> JsonBody | None:
         """The parsed JSON body."""

@@ -39,6 +39,16 @@ class Denied(msgspec.Struct, frozen=True):
     retry_after_s: int
 
 
+class Left(msgspec.Struct, frozen=True):
+    """What is left of a limit for a minute: `remaining` of `what` (`requests` or `tokens`). After `reset_s`
+    seconds all of it is there again."""
+
+    what: str
+    limit: int
+    remaining: int
+    reset_s: float
+
+
 class Use(msgspec.Struct, frozen=True):
     """Requests and tokens of a tenant since the last message, and its running requests."""
 
@@ -61,6 +71,11 @@ class _Bucket:
         self._left = min(self._left + (now - self._at) * self.limit / MINUTE_S, float(self.limit))
         self._at = now
         return (amount - self._left) * MINUTE_S / self.limit
+
+    def remaining(self, now: float) -> int:
+        """Whole units that are there now; not below 0."""
+        self.short_s(now, 0)
+        return max(int(self._left), 0)
 
     def spend(self, amount: float) -> None:
         """Takes an amount out. What is left may become negative."""
@@ -114,6 +129,15 @@ class Quota:
         self._new_requests += 1
         self.join()
         return None
+
+    def left(self, now: float) -> list[Left]:
+        """What is left of each limit for a minute."""
+        buckets = (("requests", self._requests), ("tokens", self._tokens))
+        return [
+            Left(what, bucket.limit, bucket.remaining(now), bucket.short_s(now, bucket.limit))
+            for what, bucket in buckets
+            if bucket is not None
+        ]
 
     @property
     def has_room(self) -> bool:

@@ -12,6 +12,7 @@ from proxy.errors.exceptions import (
     EngineFailed,
     Forbidden,
     MethodNotAllowed,
+    ModelRefused,
     NoEngine,
     NoMemory,
     NotFound,

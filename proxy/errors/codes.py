@@ -68,7 +68,7 @@ class Code(StrEnum):
         "the prompt is longer than the model's context; a llama-server tells `n_prompt_tokens` and `n_ctx`",
     )
     INVALID_ENGINE = "invalid_engine", 400, "an engine description that cannot be used"
-    INVALID_API_KEY = "invalid_api_key", 401, "no key, or a wrong one"
+    INVALID_API_KEY = "invalid_api_key", 401, "no key, or a wrong or expired one"
     FORBIDDEN = (
         "forbidden",
         403,
@@ -85,7 +85,14 @@ class Code(StrEnum):
         404,
         "`previous_response_id` names no response that is kept for this client",
     )
-    MODEL_NOT_FOUND = "model_not_found", 404, "no engine serves [that model](api.md#model-names)"
+    MODEL_NOT_FOUND = (
+        "model_not_found",
+        404,
+        (
+            "no engine serves [that model](api.md#model-names), or "
+            "[the key may not use it](operations.md#models-and-end-of-a-key)"
+        ),
+    )
     METHOD_NOT_ALLOWED = "method_not_allowed", 405, "the route takes other methods, which `allow` names"
     SLOW_BODY = "slow_body", 408, "the body did not arrive in time"
     CONFLICT = "conflict", 409, "the same name exists with other content"

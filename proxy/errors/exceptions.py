@@ -4,9 +4,10 @@ ProxyError
 ├── BadRequest           a field is wrong; names the field
 │   └── TooLong          the prompt is longer than the model's context
 ├── NotFound             no such model, route, engine, operation, request or table
+│   └── ModelRefused     none that the request's key may use
 ├── MethodNotAllowed     the route exists, for other methods
 ├── Conflict             the name exists with other content
-├── Unauthorized         no key, or a wrong one
+├── Unauthorized         no key, or a wrong or expired one
 ├── Forbidden            the caller may not do this from where it is, or as one of several tenants
 ├── BodyTooLarge         over the limit
 ├── SlowBody             not sent in time
@@ -77,6 +78,10 @@ class NotFound(ProxyError):
     """The request names something that does not exist."""
 
 
+class ModelRefused(NotFound):
+    """The request names no model that its key may use, whether there is such a model or not."""
+
+
 class MethodNotAllowed(ProxyError):
     """The route takes other methods, which the answer names."""
 
@@ -90,7 +95,7 @@ class Conflict(ProxyError):
 
 
 class Unauthorized(ProxyError):
-    """The key is missing or wrong."""
+    """The key is missing, wrong or expired."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message)

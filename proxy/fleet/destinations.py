@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from functools import partial
+from typing import Any
 
 from msgspec import Struct
 
 from engine_adapter import JsonBody
 from engine_adapter.off_loop import JSON_BYTES_PER_MS, off_loop
-from proxy.errors import BadRequest, Forbidden, NotFound
+from proxy.errors import BadRequest, Forbidden, ModelRefused, NotFound
 from proxy.errors.codes import Code
 from proxy.fleet.engine import Engine
-from proxy.fleet.fleet import Fleet
+from proxy.fleet.fleet import MAX_NAME, Fleet
 from proxy.fleet.pool import Pool
 from proxy.request.calls import Call, Client
 from proxy.request.stored import (
@@ -68,8 +69,38 @@ class Destinations:
         self.isolated = len(names) > 1
         self._homes.divide(names)
 
-    async def find(self, call: Call) -> Destination:
+    def find(self, call: Call) -> Coroutine[Any, Any, Destination]:
         """The destination of a request.
+
+        Where its key names models, only these count: what else is served, or not, makes no difference to the
+        error. A request that names no model needs a key for the one that it would get.
+
+        Raises:
+            ModelRefused: its key is not for that model.
+            NotFound, Forbidden, BadRequest, msgspec.DecodeError, NoEngine: see `_find`.
+        """
+        return self._find(call) if call.models is None else self._find_of(call, call.models)
+
+    async def _find_of(self, call: Call, models: frozenset[str]) -> Destination:
+        """The destination of a request whose key is for these models."""
+        if call.model is not None and call.model not in models:
+            raise refused_model(call.model, models)
+        try:
+            to = await self._find(call)
+        except NotFound as error:
+            if error.code is not Code.MODEL_NOT_FOUND:
+                raise
+            raise refused_model(call.model, models) from None
+        names = {call.model} if call.model is not None else self._fleet.names_of(to.model or to.pool.model)
+        is_elsewhere = (
+            to.home is not None and call.model is not None and self._fleet.pool(call.model) is not to.pool
+        )
+        if is_elsewhere or models.isdisjoint(names):
+            raise refused_model(call.model, models)
+        return to
+
+    async def _find(self, call: Call) -> Destination:
+        """The destination of a request for any model.
 
         An object that kvpin did not see may be on any engine. With several tenants it may be another
         tenant's, so it is refused.
@@ -162,6 +193,16 @@ class Destinations:
             raise _no_object(name, f": engine {home.engine!r}, which made it, was restarted")
         model = self._fleet.find(call.model)[1] if call.model is not None else None
         return Destination(pool, model, home.engine)
+
+
+def refused_model(model: str | None, models: frozenset[str]) -> ModelRefused:
+    """The error of a request for a model that its key may not use, or that does not exist."""
+    why = (
+        "this key needs the name of a model, in the body or as ?model=NAME"
+        if model is None
+        else f"the model {model[:MAX_NAME]!r} does not exist, or this key may not use it"
+    )
+    return ModelRefused(f"{why}; for this key: {', '.join(sorted(models))}", param="model")
 
 
 def _instance_of(engine: Engine | None) -> str | None:

@@ -218,6 +218,10 @@ class Fleet:
         served = self.served()
         return {alias: own for alias, own in self.aliases.items() if own in served and alias not in served}
 
+    def names_of(self, model: str) -> set[str]:
+        """The names that clients may send for a model or LoRA adapter: its own, and its aliases."""
+        return {model, *(alias for alias, own in self.aliases.items() if own == model)}
+
     def lost_names(self) -> dict[str, str]:
         """Models that nothing serves, though settings name them → the aliases or settings that do."""
         lost = {own: f"alias {alias!r}" for alias, own in self.aliases.items() if self._named(alias) is None}

@@ -70,6 +70,7 @@ class Exchange:
         target: path and query as sent; begins with a slash.
         asks_for_websocket: the client asks for a WebSocket, which begins if the answer has status 101.
         added: headers of every answer to it.
+        reword: changes the headers of its answer, when that begins; None leaves them.
         on_left: called once if the client disconnects before its answer is complete.
         is_slow: the client was disconnected because it read almost nothing of its answer.
         is_late: the body did not arrive in time.
@@ -83,8 +84,8 @@ class Exchange:
         "_arrived", "_chunked", "_chunks", "_complete", "_connection", "_credited", "_has_body", "_head",
         "_invited", "_is_1_0", "_is_hurried", "_left_to_send", "_patience_s", "_pauses", "_silence",
         "_switched", "_unread", "_wakes", "added", "asks_for_websocket", "finished", "headers", "is_late",
-        "is_reserved", "is_slow", "keep_alive", "left", "method", "on_left", "started", "status", "target",
-        "task",
+        "is_reserved", "is_slow", "keep_alive", "left", "method", "on_left", "reword", "started", "status",
+        "target", "task",
     )  # fmt: skip
 
     def __init__(
@@ -104,6 +105,7 @@ class Exchange:
         self.asks_for_websocket = asks_for_websocket
         self.task: asyncio.Task[None] | None = None
         self.added: HeaderPairs = []
+        self.reword: Callable[[HeaderPairs], HeaderPairs] | None = None
         self.on_left: Callable[[], None] | None = None
         self.left = self.is_slow = self.is_late = self.started = self.finished = False
         self.status: int | None = None
@@ -292,6 +294,8 @@ class Exchange:
         """
         if self.added:
             headers = [*headers, *self.added]
+        if self.reword is not None:
+            headers = self.reword(headers)
         head = b"\r\n".join([*map(b": ".join, headers), b""])
         if not head.count(b"\n") == head.count(b"\r") == len(headers) or b"\0" in head:
             raise ValueError("a header of the answer has a line break in it")

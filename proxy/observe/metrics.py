@@ -111,7 +111,7 @@ _FAMILIES = {
     "kvpin_refused_total": _Row(
         "Requests refused before an engine was asked, by reason: busy (all engines are), "
         "limit (of its tenant), memory (of requests' bodies), slow (the body came too slowly), "
-        "size (of the body), shape (of its JSON)",
+        "size (of the body), shape (of its JSON), model (the key is for others)",
         ("reason",),
     ),
     "kvpin_loop_lag_seconds": _Row(
@@ -307,9 +307,12 @@ class Metrics:
 
 
 def _refusal(record: RequestRecord) -> str | None:
-    """Why kvpin refused a request that it might have sent to an engine: `limit`, of its tenant, or `busy`."""
+    """Why kvpin refused a request that it might have sent to an engine: `limit`, of its tenant, `busy`, or
+    `model`, of its key."""
     if record.attempts:
         return None
+    if record.refusal is not None:
+        return record.refusal
     if record.status == HTTPStatus.TOO_MANY_REQUESTS:
         return "limit"
     has_waited = record.status == HTTPStatus.SERVICE_UNAVAILABLE and record.queued_s is not None

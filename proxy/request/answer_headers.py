@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from http import HTTPStatus
+from math import ceil
 
 from engine_adapter import EngineSpec, HeaderPairs, Headers, IncomingResponse, base_url
+from proxy.core.quotas import Left
 from proxy.headers import CACHED_HEADER, DROPPED_HEADERS, LIMIT_PREFIX, OWN_PREFIX, RETRY_HEADERS
 
 _DROPPED = frozenset(name.encode() for name in DROPPED_HEADERS)
 # Of an answer that has no other address.
 _DROPPED_IF_OK = _DROPPED | {b"location"}
-_OWN_PREFIX = OWN_PREFIX.encode()
+_OWN_PREFIX, _LIMIT_PREFIX = OWN_PREFIX.encode(), LIMIT_PREFIX.encode()
+_SECOND_MS, _MINUTE_MS = 1000, 60_000
 _OF_AN_ERROR = frozenset({*RETRY_HEADERS, "allow"})
 # Headers of a stream that do not apply to the JSON answer assembled from it.
 _OF_A_STREAM = frozenset({b"content-type", b"content-length", b"cache-control", b"x-accel-buffering"})
@@ -47,6 +50,25 @@ def told_with_error(headers: Headers) -> dict[str, str]:
 def pairs(headers: Mapping[str, str]) -> HeaderPairs:
     """Headers that kvpin adds, as bytes; names are in lower case."""
     return [(name.encode(), value.encode()) for name, value in headers.items()]
+
+
+def with_limits(headers: HeaderPairs, limits: Iterable[Left]) -> HeaderPairs:
+    """Headers of an answer to a tenant with these limits, as OpenAI tells them. An engine's own are left out:
+    they are about kvpin's key there."""
+    kept = [pair for pair in headers if not pair[0].startswith(_LIMIT_PREFIX)]
+    for each in limits:
+        told = {"limit": each.limit, "remaining": each.remaining, "reset": _duration(each.reset_s)}
+        kept += pairs({f"{LIMIT_PREFIX}{name}-{each.what}": str(value) for name, value in told.items()})
+    return kept
+
+
+def _duration(seconds: float) -> str:
+    """Seconds as OpenAI writes them, rounded up to milliseconds: `120ms`, `1.5s`, `6m0s`."""
+    ms = max(ceil(seconds * 1000), 0)
+    if ms < _SECOND_MS:
+        return f"{ms}ms"
+    minutes, rest = divmod(ms, _MINUTE_MS)
+    return f"{minutes}m{rest / _SECOND_MS:g}s" if minutes else f"{rest / _SECOND_MS:g}s"
 
 
 def of_cached(cached: int | None) -> HeaderPairs:

@@ -45,6 +45,7 @@ class Call(msgspec.Struct, frozen=True):
         headers: the client's, without those meant for kvpin, such as its key.
         body: a parsed JSON object, an upload that is passed on as it arrives, None if empty.
         tenant: who sends it; None when no keys are set.
+        models: the names that it may have as its model; None for all.
         client_id: the client's `x-request-id`, if it sent one; for one of several parts, the id of the whole.
         session: the conversation it belongs to, if it names one.
         socket: what the client sends on the WebSocket that the request asks for; None for a plain request.
@@ -59,6 +60,7 @@ class Call(msgspec.Struct, frozen=True):
     client_id: str | None = None
     session: Session | None = None
     socket: AsyncIterator[bytes] | None = None
+    models: frozenset[str] | None = None
 
     def __repr__(self) -> str:
         """Without headers and body, which must not get into logs."""

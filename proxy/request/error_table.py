@@ -39,6 +39,7 @@ CODES: dict[type[Exception], Code] = {
     errors.Unauthorized: Code.INVALID_API_KEY,
     errors.Forbidden: Code.FORBIDDEN,
     errors.NotFound: Code.NOT_FOUND,
+    errors.ModelRefused: Code.MODEL_NOT_FOUND,
     errors.MethodNotAllowed: Code.METHOD_NOT_ALLOWED,
     errors.Conflict: Code.CONFLICT,
     errors.SlowBody: Code.SLOW_BODY,
@@ -102,6 +103,7 @@ _REASONS: dict[type[Exception], str] = {
     errors.NoMemory: "memory",
     errors.SlowBody: "slow",
     errors.BodyTooLarge: "size",
+    errors.ModelRefused: "model",
 }
 _SHAPE_CODES = (Code.TOO_COMPLEX, Code.ARRAY_ABOVE_MAX_LENGTH)
 

@@ -91,6 +91,7 @@ class RequestRecord(RequestFacts, kw_only=True):
         answer_id: the id that the answer carries, of responses and messages.
         diagnosis: why no more was reused, once somebody asked.
         events: events of the answer's stream that the client was sent.
+        refusal: the reason of `kvpin_refused_total` for which its key kept it from its model; None otherwise.
     """
 
     arrived: float = msgspec.field(default_factory=time.monotonic)
@@ -107,6 +108,7 @@ class RequestRecord(RequestFacts, kw_only=True):
     chain: Chain | None = None
     placement: Placement | None = None
     events: int = 0
+    refusal: str | None = None
     tokens_agree: bool | None = None
     runs_prompt: bool = True
     answer_id: str | None = None

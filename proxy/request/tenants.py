@@ -1,4 +1,7 @@
-"""API key → tenant → cache salt and limits. Salts keep tenants' KV apart."""
+"""API key → tenant → cache salt and limits; the models of a key, and its end.
+
+Salts keep tenants' KV apart.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +17,29 @@ from proxy.errors import BadRequest
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """A data-plane key and the tenant it belongs to."""
+    """A data-plane key and the tenant it belongs to.
+
+    Attributes:
+        digest: SHA-256 of the key.
+        models: the names that its requests may have as `model`; None for all.
+        expires: when it ends, in Unix time; None for never.
+    """
 
     tenant: str
     digest: bytes = field(repr=False)
+    models: frozenset[str] | None = None
+    expires: float | None = None
 
     @classmethod
-    def of(cls, key: str, tenant: str) -> ApiKey:
+    def of(
+        cls, key: str, tenant: str, models: frozenset[str] | None = None, expires: float | None = None
+    ) -> ApiKey:
         """Made from the key itself; only its digest is kept."""
-        return cls(tenant, hashlib.sha256(key.encode()).digest())
+        return cls(tenant, hashlib.sha256(key.encode()).digest(), models, expires)
+
+    def has_expired(self, now: float) -> bool:
+        """True if it has ended by `now`, in Unix time."""
+        return self.expires is not None and self.expires <= now
 
 
 class Tenants:
@@ -86,11 +103,11 @@ class Tenants:
         """True if requests need no key."""
         return not self._keys
 
-    def of_key(self, key: str) -> str | None:
-        """The tenant of a key; None for an unknown key. The time of a search by digest tells nothing."""
+    def find(self, key: str) -> ApiKey | None:
+        """What is known of a key; None for an unknown one. The time of a search by digest tells nothing."""
         digest = hashlib.sha256(key.encode()).digest()
         known = self._keys.get(digest)
-        return known.tenant if known is not None and hmac.compare_digest(known.digest, digest) else None
+        return known if known is not None and hmac.compare_digest(known.digest, digest) else None
 
     def salt(self, tenant: str | None, client_salt: object) -> str | None:
         """The salt of a request. Raises BadRequest if the client's salt is not a non-empty string."""

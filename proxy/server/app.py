@@ -313,7 +313,15 @@ def _bodies_bytes(settings: Settings) -> int:
 
 
 def _keys(settings: Settings) -> list[ApiKey]:
-    return [ApiKey(entry.tenant_id, entry.digest) for entry in settings.api_keys]
+    return [
+        ApiKey(
+            entry.tenant_id,
+            entry.digest,
+            frozenset(entry.models) if entry.models is not None else None,
+            entry.expires.timestamp() if entry.expires is not None else None,
+        )
+        for entry in settings.api_keys
+    ]
 
 
 def _rules(settings: Settings) -> Rules:

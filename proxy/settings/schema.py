@@ -12,7 +12,17 @@ from collections.abc import Iterator
 from typing import Annotated, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BaseModel, ByteSize, ConfigDict, Field, SecretStr, model_validator
+from pydantic import (
+    AfterValidator,
+    AwareDatetime,
+    BaseModel,
+    BeforeValidator,
+    ByteSize,
+    ConfigDict,
+    Field,
+    SecretStr,
+    model_validator,
+)
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from engine_adapter.shape import MOST_FIELDS, MOST_TEXT, MOST_VALUES
@@ -43,6 +53,13 @@ from proxy.settings.fields import (
 )
 
 
+def _moment(value: object) -> object:
+    """Refuses numbers, which the library takes for seconds or milliseconds."""
+    if isinstance(value, int | float) or (isinstance(value, str) and "T" not in value.upper()):
+        raise ValueError("it must be a time with its zone, as in 2027-01-31T00:00:00Z")
+    return value
+
+
 class _SettingsPart(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
@@ -55,6 +72,11 @@ class ApiKeySettings(_SettingsPart):
     may use the data plane."""
     tenant: Name | None = None
     """Keys of one tenant share KV. By default a key is a tenant of its own."""
+    models: Annotated[tuple[ModelName, ...], Field(min_length=1)] | None = None
+    """The [models that this key may use](operations.md#models-and-end-of-a-key), by the names that clients
+    write. By default all."""
+    expires: Annotated[AwareDatetime, BeforeValidator(_moment)] | None = None
+    """When this key ends, as `2027-01-31T00:00:00Z`. By default never."""
     requests_per_minute: Count | None = None
     """Requests of the tenant in a minute: [limits](operations.md#limits-of-a-tenant)."""
     tokens_per_minute: Count | None = None

@@ -14,6 +14,7 @@ _TABLE, _WHOLE, _NUMBER, _LIST = (
     f"it must be {what}"
     for what in ("a table of settings, not a single value", "a whole number", "a number", "a list")
 )
+_TIME = "it must be a time with its zone, as in 2027-01-31T00:00:00Z"
 # By the library's name of the error; in braces, what it tells of the limit.
 _PLAIN = {
     "missing": "it is missing",
@@ -22,6 +23,12 @@ _PLAIN = {
     "model_attributes_type": _TABLE,
     "dict_type": _TABLE,
     "tuple_type": _LIST,
+    "too_short": "it must not be empty",
+    "timezone_aware": _TIME,
+    "datetime_type": _TIME,
+    "datetime_parsing": _TIME,
+    "datetime_from_date_parsing": _TIME,
+    "datetime_object_invalid": _TIME,
     "list_type": _LIST,
     "int_type": _WHOLE,
     "int_parsing": _WHOLE,

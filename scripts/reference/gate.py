@@ -71,6 +71,7 @@ LIMITS = (
     ),
     Limit("head", "bytes of a request line and headers", "", f"{MAX_HEAD:,}", 431),
     Limit("key", "keys that are known", "api_keys", "", Code.INVALID_API_KEY),
+    Limit("key", "the time of a key", "api_keys.expires", "", Code.INVALID_API_KEY),
     Limit(
         "quota",
         "requests of a tenant in a minute",
@@ -134,6 +135,7 @@ LIMITS = (
         Code.TOO_COMPLEX,
         "shape",
     ),
+    Limit("model", "models of a key", "api_keys.models", "", Code.MODEL_NOT_FOUND, "model"),
     Limit("model", "models that are served", "", "those of the engines", Code.MODEL_NOT_FOUND),
     Limit("length", "CPU seconds of a chat template", "", f"{MAX_S:g}", Code.INVALID_MESSAGES),
     Limit(

@@ -142,6 +142,13 @@ ANSWER_HEADERS = (
         "`false`: kvpin tried several engines and all failed; otherwise the engine's own",
         "false",
     ),
+    OfAnswer(
+        (f"{LIMIT_PREFIX}*",),
+        "answers to a tenant with [limits](operations.md#limits-of-a-tenant)",
+        "the limits for a minute, what is left of them, and the time until all of it is there again: "
+        "`limit-requests`, `remaining-requests`, `reset-requests`, and the same of `tokens`",
+        "599",
+    ),
     OfAnswer((*RETRY_HEADERS, f"{LIMIT_PREFIX}*"), "errors of engines", "the engine's own", "20"),
     OfAnswer(("www-authenticate",), "401", "the kind of key", "Bearer"),
     OfAnswer(("allow",), "405, and answers to OPTIONS", "the methods of the route", "GET, HEAD, OPTIONS"),

@@ -49,6 +49,7 @@ from proxy.request.calls import Call
 from proxy.request.forward import Forwarded
 from proxy.request.gate import Admission
 from proxy.request.records import RequestRecord
+from proxy.request.tenants import ApiKey
 from proxy.server.tracing import spans
 from proxy.steps.attempt import Attempts, Serving
 from proxy.steps.preparation import Ready
@@ -126,16 +127,16 @@ class TracedDataPlane(DataPlane):
         self,
         exchange: Exchange,
         path: str,
-        tenant: str | None,
+        key: ApiKey | None,
         own_id: str,
         client_id: str | None,
         body: RequestBody,
     ) -> Call:
         span = get_current_span()
         span.set_attribute("kvpin.request.id", own_id)
-        if tenant is not None:
-            span.set_attribute("kvpin.tenant", tenant)
-        return super()._call(exchange, path, tenant, own_id, client_id, body)
+        if key is not None:
+            span.set_attribute("kvpin.tenant", key.tenant)
+        return super()._call(exchange, path, key, own_id, client_id, body)
 
 
 @dataclass(frozen=True)

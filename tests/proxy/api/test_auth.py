@@ -1,4 +1,5 @@
 import hashlib
+import time
 
 import pytest
 from starlette.requests import HTTPConnection
@@ -40,7 +41,7 @@ def test_the_key_a_client_sent(headers, key):
 
 class TestAuthenticate:
     def test_gives_the_tenant(self):
-        assert authenticate(given({"authorization": "Bearer k2"}), TENANTS) == "bob"
+        assert authenticate(given({"authorization": "Bearer k2"}), TENANTS).tenant == "bob"
 
     @pytest.mark.parametrize(
         ("headers", "reason"), [({}, "is needed"), ({"x-api-key": "k3"}, "wrong API key")]
@@ -49,6 +50,17 @@ class TestAuthenticate:
         with pytest.raises(Unauthorized, match=reason) as refused:
             authenticate(given(headers), TENANTS)
         assert "k3" not in str(refused.value)
+
+    def test_only_the_whole_key_learns_that_it_has_expired(self):
+        ended, now = time.time() - 1, time.time()
+        tenants = Tenants(
+            [ApiKey.of("old", "alice", expires=ended), ApiKey.of("new", "alice", expires=now + 60)]
+        )
+        with pytest.raises(Unauthorized, match="this API key has expired"):
+            authenticate(given({"x-api-key": "old"}), tenants)
+        with pytest.raises(Unauthorized, match="wrong API key"):
+            authenticate(given({"x-api-key": "ol"}), tenants)
+        assert authenticate(given({"x-api-key": "new"}), tenants).tenant == "alice"
 
     def test_lets_everybody_in_where_there_are_no_keys(self):
         assert authenticate(given({"authorization": "Bearer x"}), Tenants([])) is None

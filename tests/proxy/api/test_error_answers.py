@@ -39,6 +39,7 @@ CASES = [
     (errors.Forbidden("m"), 403, "permission_error", None, "forbidden"),
     (errors.NotFound("m"), 404, "invalid_request_error", None, "not_found"),
     (errors.NotFound("m", param="p", code=_GONE), 404, "invalid_request_error", "p", _GONE),
+    (errors.ModelRefused("m", param="model"), 404, "invalid_request_error", "model", _GONE),
     (errors.MethodNotAllowed("m", allow="GET"), 405, "invalid_request_error", None, "method_not_allowed"),
     (errors.Conflict("m"), 409, "invalid_request_error", None, "conflict"),
     (errors.BodyTooLarge("m"), 413, "invalid_request_error", None, "body_too_large"),

@@ -1,4 +1,4 @@
-from proxy.core.quotas import Denied, Quota, TenantLimits, Use
+from proxy.core.quotas import Denied, Left, Quota, TenantLimits, Use
 
 
 def test_without_limits_all_is_allowed():
@@ -59,3 +59,14 @@ def test_use_elsewhere_of_a_tenant_without_limits():
     here.used_elsewhere(0.0, "peer", Use(1, 1, 9))
     here.used_elsewhere(0.0, "peer", Use(0, 0, 0))
     assert here.enter(0.0) is None
+
+
+def test_what_is_left_is_what_decides():
+    quota = Quota(TenantLimits(requests_per_minute=2, tokens_per_minute=600))
+    assert quota.left(0.0) == [Left("requests", 2, 2, 0.0), Left("tokens", 600, 600, 0.0)]
+    quota.enter(0.0)
+    quota.spend(900)
+    assert quota.left(0.0) == [Left("requests", 2, 1, 30.0), Left("tokens", 600, 0, 90.0)]
+    assert quota.enter(30.0).what == "tokens_per_minute"
+    assert quota.left(60.0) == [Left("requests", 2, 2, 0.0), Left("tokens", 600, 300, 30.0)]
+    assert Quota(TenantLimits(concurrent_requests=1)).left(0.0) == []

@@ -2,11 +2,12 @@
 
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 from engine_adapter import Headers, JsonBody
 from engine_adapter.types import RESPONSES_ROUTES
-from proxy.errors import NotFound
+from proxy.errors import ModelRefused, NotFound
 from proxy.fleet.destinations import Destination, Destinations
 from proxy.fleet.fleet import Fleet
 from proxy.request.calls import Call
@@ -86,3 +87,18 @@ async def test_where_kvpin_keeps_responses_no_engine_is_asked_for_one():
     ).home is None  # the translation says that there is none
     with pytest.raises(NotFound):
         await to.find(reading("resp_9", tenant="t"))
+
+
+async def test_what_an_engine_of_another_model_keeps_is_not_reached(fleet):
+    add_ready(fleet, "n", model="n")
+    to, key = Destinations(fleet, ("t", "u")), frozenset({"alias"})
+    to.note("t", Name(Kind.RESPONSE, "resp_m"), "a")
+    to.note("t", Name(Kind.RESPONSE, "resp_n"), "n")
+    assert (await to.find(msgspec.structs.replace(reading("resp_m", tenant="t"), models=key))).home == "a"
+    going_on = response("resp_m", tenant="t", model="alias")
+    assert (await to.find(msgspec.structs.replace(going_on, models=key))).home == "a"
+    for call in (reading("resp_n", tenant="t"), response("resp_n", tenant="t", model="alias")):
+        with pytest.raises(ModelRefused, match="for this key: alias"):
+            await to.find(msgspec.structs.replace(call, models=key))
+    with pytest.raises(NotFound, match="'resp_u' not found"):
+        await to.find(msgspec.structs.replace(reading("resp_u", tenant="t"), models=key))

@@ -1,7 +1,8 @@
 import pytest
 
 from engine_adapter import EngineSpec, Headers
-from proxy.request.answer_headers import of_cached, of_json, pairs, passed_on, told_with_error
+from proxy.core.quotas import Left
+from proxy.request.answer_headers import of_cached, of_json, pairs, passed_on, told_with_error, with_limits
 
 SPEC = EngineSpec("vllm", "http://engine:8000", "e")
 
@@ -46,3 +47,17 @@ def test_what_an_engine_tells_with_an_error():
 def test_headers_of_kvpins_own():
     assert pairs({"x-kvpin-engine": "e"}) == [(b"x-kvpin-engine", b"e")]
     assert (of_cached(None), of_cached(0)) == ([], [(b"x-kvpin-cached-tokens", b"0")])
+
+
+@pytest.mark.parametrize(
+    ("seconds", "told"),
+    [(-1, "0ms"), (0, "0ms"), (0.0171, "18ms"), (1, "1s"), (8.64, "8.64s"), (60, "1m0s"), (360.5, "6m0.5s")],
+)
+def test_limits_are_told_as_openai_tells_them_in_place_of_the_engines(seconds, told):
+    engines = [(b"x-ratelimit-limit-requests", b"9"), (b"content-type", b"text/plain")]
+    assert with_limits(engines, [Left("tokens", 600, 5, seconds)]) == [
+        (b"content-type", b"text/plain"),
+        (b"x-ratelimit-limit-tokens", b"600"),
+        (b"x-ratelimit-remaining-tokens", b"5"),
+        (b"x-ratelimit-reset-tokens", told.encode()),
+    ]

@@ -14,14 +14,8 @@ NONE = Tenants([])
 
 
 def test_a_key_belongs_to_one_tenant():
-    assert [TWO.of_key(key) for key in ("k1", "k2", "k3", "K1", "k", "")] == [
-        "alice",
-        "bob",
-        "bob",
-        None,
-        None,
-        None,
-    ]
+    found = [TWO.find(key) for key in ("k1", "k2", "k3", "K1", "k", "")]
+    assert [key and key.tenant for key in found] == ["alice", "bob", "bob", None, None, None]
     assert TWO.names == {"alice", "bob"}
 
 

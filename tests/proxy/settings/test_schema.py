@@ -154,3 +154,26 @@ def test_a_kvpin_is_named_by_its_host_and_port_unless_told_otherwise(monkeypatch
     assert Settings(port=8001).shown_name == "rack-7:8001"
     assert Settings(port=0).shown_name == f"rack-7:{os.getpid()}"
     assert Settings(name="blue").shown_name == "blue"
+
+
+def test_a_key_may_name_its_models_and_its_end(tmp_path, monkeypatch):
+    file = tmp_path / "kvpin.toml"
+    file.write_text('[[api_keys]]\nkey = "a"\nmodels = ["m", "fast"]\nexpires = 2027-01-31T00:00:00Z\n')
+    from_file = load_settings(file).api_keys
+    text = '[{"key": "a", "models": ["m", "fast"], "expires": "2027-01-31T01:00:00+01:00"}]'
+    monkeypatch.setenv("KVPIN_API_KEYS", text)
+    from_variable = load_settings().api_keys
+    for (key,) in (from_file, from_variable):
+        assert (key.models, key.expires.timestamp()) == (("m", "fast"), 1801353600.0)
+
+
+@pytest.mark.parametrize("text", ["2027-01-31", "2027-01-31T00:00:00", "soon", 1801353600])
+def test_the_end_of_a_key_is_a_time_with_its_zone(text):
+    with pytest.raises(SettingsError, match="as in 2027-01-31T00:00:00Z") as refused:
+        load_settings(api_keys=({"key": "hush", "expires": text},))
+    assert "hush" not in str(refused.value)
+
+
+def test_a_key_for_no_model_is_a_mistake():
+    with pytest.raises(SettingsError, match=r"'api_keys\[0\].models' .* must not be empty"):
+        load_settings(api_keys=({"key": "a", "models": []},))

@@ -1,0 +1,186 @@
+"""A key that names its models reaches no other, by any API, and hears of no other."""
+
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import pytest
+
+from engine_adapter.llama_server.routes import ROUTES
+from proxy.core.quotas import TenantLimits
+from proxy.request.tenants import ApiKey, Tenants
+from tests.fakes import (
+    ASK,
+    CHAT,
+    INFO,
+    FakeAdapter,
+    FakeEngine,
+    answer,
+    client_of,
+    is_openai_error,
+    proxy_over,
+)
+from tests.proxy.api.test_websockets import SocketEngine, kvpin, over, refusal
+
+ALL, FEW = {"authorization": "Bearer all"}, {"authorization": "Bearer few"}
+FORM = b'--b\r\ncontent-disposition: form-data; name="model"\r\n\r\n%b\r\n--b--\r\n'
+MULTIPART = {"content-type": "multipart/form-data; boundary=b"}
+
+
+def tenants_for(*models):
+    return Tenants([ApiKey.of("all", "t"), ApiKey.of("few", "t", frozenset(models))])
+
+
+async def transcribe(exchange):
+    await exchange.send({"text": ""})
+
+
+@asynccontextmanager
+async def served(*models, script=answer, **options):
+    """Engines of the models m, with the adapter ada, and secret; what each got, and a client with a key for
+    these models."""
+    async with FakeEngine("a", script) as a, FakeEngine("b", script) as b:
+        info = replace(INFO, loras=frozenset({"ada"}), routes=ROUTES)
+        engines = FakeAdapter("a", a.url, info), FakeAdapter("b", b.url, info, model="secret")
+        options = {"aliases": {"fast": "m"}, **options}
+        async with (
+            proxy_over(*engines, tenants=tenants_for(*models), **options) as proxy,
+            client_of(proxy, headers=FEW) as client,
+        ):
+            yield proxy, client, (a, b)
+
+
+BODIES = {
+    CHAT: {"messages": [{"role": "user", "content": "hi"}]},
+    "/v1/completions": {"prompt": ["a", "b"], "n": 2},
+    "/v1/responses": {"input": "hi"},
+    "/v1/messages": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4},
+    "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "hi"}]},
+    "/v1/embeddings": {"input": "hi"},
+    "/completion": {"prompt": "hi"},
+    "/tokenize": {"content": "hi"},
+}
+
+
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("model", ["secret", "m", "nothing"])
+async def test_another_model_is_refused_as_if_it_did_not_exist(path, model):
+    async with served("fast") as (proxy, client, engines):
+        response = await client.post(path, json={"model": model, **BODIES[path]})
+        assert response.status_code == 404
+        message = response.json()["error"]["message"]
+        assert message == (
+            f"the model {model!r} does not exist, or this key may not use it; for this key: fast"
+        )
+        assert all(engine.seen == [] for engine in engines)
+        page = proxy.metrics.render().decode()
+    assert 'kvpin_refused_total{reason="model"}' in page
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_its_model_is_served(path):
+    async with served("fast") as (_, client, (a, _b)):
+        await client.post(path, json={"model": "fast", **BODIES[path]})
+        assert a.seen
+
+
+async def test_the_error_has_openais_code():
+    async with served("fast") as (proxy, client, _):
+        response = await client.post(CHAT, json={**ASK, "model": "secret"})
+        assert is_openai_error(response, 404, "model_not_found", "model")
+        assert (proxy.last.status, proxy.last.model) == (404, "secret")
+
+
+@pytest.mark.parametrize(("models", "status"), [(("m",), 404), (("ada",), 200), (("m", "ada"), 200)])
+async def test_a_lora_adapter_is_a_name_of_its_own(models, status):
+    async with served(*models) as (_, client, _engines):
+        assert (await client.post(CHAT, json={**ASK, "model": "ada"})).status_code == status
+
+
+@pytest.mark.parametrize(("models", "status"), [(("secret",), 404), (("m",), 200), (("fast",), 200)])
+async def test_without_a_name_the_model_that_it_would_get_counts(models, status):
+    async with served(*models) as (proxy, client, _engines):
+        proxy.fleet.default_model = "m"
+        body = {name: value for name, value in ASK.items() if name != "model"}
+        assert (await client.post(CHAT, json=body)).status_code == status
+        assert (await client.post(CHAT, json={**ASK, "model": "unknown"})).status_code == 404
+
+
+async def test_without_a_name_nobody_hears_of_other_models():
+    async with served("fast") as (_, client, _engines):
+        response = await client.post(CHAT, json={"messages": ASK["messages"]})
+    assert response.status_code == 404
+    assert response.json()["error"]["message"] == (
+        "this key needs the name of a model, in the body or as ?model=NAME; for this key: fast"
+    )
+
+
+@pytest.mark.parametrize(("model", "status"), [(b"secret", 404), (b"m", 404), (b"fast", 200)])
+async def test_the_model_of_a_form(model, status):
+    async with served("fast", script=transcribe) as (_, client, _engines):
+        response = await client.post("/v1/audio/transcriptions", content=FORM % model, headers=MULTIPART)
+        assert response.status_code == status
+
+
+async def test_a_form_is_read_where_only_the_key_makes_a_difference():
+    tenants = tenants_for("m")
+    async with (
+        FakeEngine("a", transcribe) as engine,
+        proxy_over(engine, tenants=tenants) as proxy,
+        client_of(proxy, headers=FEW | MULTIPART) as client,
+    ):
+        for model, status in ((b"m", 200), (b"secret", 404)):
+            response = await client.post("/v1/audio/transcriptions", content=FORM % model)
+            assert response.status_code == status
+
+
+async def test_a_websocket():
+    path = "/v1/realtime?model="
+    async with kvpin(SocketEngine(), tenants=tenants_for("m")) as proxy:
+        status, body = await refusal(proxy, f"{path}secret", additional_headers=FEW)
+        assert (status, "for this key: m" in body) == (404, True)
+        async with over(proxy, f"{path}m", additional_headers=FEW) as client:
+            await client.send("hello")
+            assert await client.recv() == "hello"
+
+
+@pytest.mark.parametrize(("key", "names"), [(ALL, {"m", "ada", "secret", "fast"}), (FEW, {"fast", "ada"})])
+async def test_only_its_models_are_listed(key, names):
+    async with served("fast", "ada", "gone") as (_, client, _engines):
+        listed = (await client.get("/v1/models", headers=key)).json()["data"]
+        assert {card["id"] for card in listed} == names
+        for name in ("m", "ada", "secret", "fast", "gone"):
+            response = await client.get(f"/v1/models/{name}", headers=key)
+            assert response.status_code == (200 if name in names else 404)
+
+
+class TestLimits:
+    async def test_answers_tell_what_is_left(self):
+        tenants = Tenants([ApiKey.of("all", "t")], {"t": TenantLimits(2, 600)})
+        async with (
+            FakeEngine("a") as engine,
+            proxy_over(engine, tenants=tenants) as proxy,
+            client_of(proxy, headers=ALL) as client,
+        ):
+            answers = [await client.post(CHAT, json=ASK) for _ in range(3)]
+            assert "x-ratelimit-limit-requests" not in (await client.get("/v1/models")).headers
+        assert [response.status_code for response in answers] == [200, 200, 429]
+        for response, left in zip(answers, "100", strict=True):
+            assert response.headers["x-ratelimit-limit-requests"] == "2"
+            assert response.headers["x-ratelimit-remaining-requests"] == left
+            assert response.headers["x-ratelimit-reset-requests"].endswith("s")
+            assert response.headers["x-ratelimit-limit-tokens"] == "600"
+            assert int(response.headers["x-ratelimit-remaining-tokens"]) < 600
+
+    @pytest.mark.parametrize(("limits", "told"), [({}, "9"), ({"t": TenantLimits(600)}, "600")])
+    async def test_kvpins_limits_rule(self, limits, told):
+        async def script(exchange):
+            await exchange.send({}, headers=[("x-ratelimit-limit-requests", "9")])
+
+        tenants = Tenants([ApiKey.of("all", "t")], limits)
+        async with (
+            FakeEngine("a", script) as engine,
+            proxy_over(engine, tenants=tenants) as proxy,
+            client_of(proxy, headers=ALL) as client,
+        ):
+            response = await client.post(CHAT, json=ASK)
+        assert response.headers.get_list("x-ratelimit-limit-requests") == [told]
