@@ -185,18 +185,14 @@ class Flow:
             self._close(serving)
             del step, error  # a traceback holds this frame: the body would stay until garbage collection
 
-    async def _do(self, serving: Serving, step: Step) -> Event:
+    async def _do(self, serving: Serving, step: Prepare | Place | Run) -> Event:
         """Carries a step out; returns the outcome as an event."""
         try:
-            match step:
-                case Prepare():
-                    return await self._prepare(serving)
-                case Place():
-                    return await self._place(serving, step)
-                case Run(turn=turn):
-                    return await self.attempts.run(serving, turn)
-                case End():
-                    raise TypeError("an end is told, not done")
+            if isinstance(step, Prepare):
+                return await self._prepare(serving)
+            if isinstance(step, Place):
+                return await self._place(serving, step)
+            return await self.attempts.run(serving, step.turn)
         except asyncio.CancelledError:
             if (cause := serving.alarm.interrupted()) is None:
                 raise
@@ -212,13 +208,12 @@ class Flow:
 
     def _take(self, serving: Serving, event: Event) -> Step:
         """Lets the machine take an event; returns the next step."""
-        for command in serving.take(event):
-            match command:
-                case BlameEngine(attempt=attempt):
-                    self.attempts.blame(serving, attempt)
-                case Prepare() | Place() | Run() | End():
-                    return command
-        raise TypeError(f"nothing follows {event!r}")
+        *before, step = serving.take(event)
+        for command in before:
+            if isinstance(command, BlameEngine):
+                self.attempts.blame(serving, command.attempt)
+        assert isinstance(step, Step)  # noqa: S101 - the machine's last command is the next step
+        return step
 
     def _close(self, serving: Serving) -> None:
         """Frees what the request holds, however it ended."""

@@ -11,6 +11,7 @@ import pytest
 from proxy.core import breaker
 from proxy.core.life import Rules
 from proxy.core.retry_budget import FLOOR
+from proxy.steps.attempt import Attempts
 from tests.fakes import (
     ASK,
     CHAT,
@@ -116,6 +117,22 @@ async def test_an_engine_that_does_not_answer_in_time_is_replaced():
         response = await client.post(CHAT, json=ASK)
         assert (response.status_code, response.headers["x-kvpin-engine"]) == (200, "b")
         assert proxy.fleet.engines["a"].last_error == "the engine did not answer within 0.1 s"
+
+
+async def test_an_engine_without_room_blames_nobody_and_is_overloaded(monkeypatch):
+    @asynccontextmanager
+    async def never(*_args, **_fields):
+        await asyncio.sleep(60)
+        yield
+
+    async with two(rules=Rules(first_byte_s=0.1)) as (bad, good, proxy, client):
+        monkeypatch.setattr(Attempts, "_hold", never)
+        response = await client.post(CHAT, json=ASK)
+        assert response.status_code == 503
+        assert "the engine had no room for the request within 0.1 s" in response.json()["error"]["message"]
+        assert response.headers["retry-after"] == "1"
+        assert bad.seen + good.seen == []
+        assert {engine.last_error for engine in proxy.fleet.engines.values()} == {None}
 
 
 async def test_no_request_is_retried_after_its_total_time():
