@@ -38,7 +38,7 @@ _POOL: Columns = {
     "in flight": "in_flight",
     "served": "served",
     "exact": lambda engine: f"{engine['audit']['exact']} of {engine['audit']['checked']}",
-    "cached": lambda engine: f"{engine['audit']['reported_tokens']} tokens",
+    "cached": lambda engine: f"{engine['audit']['cached_tokens']} tokens",
 }
 _PINS: Columns = {
     "pin": "pin_id",
@@ -120,6 +120,16 @@ def forms_of(tokenisation: dict[str, Any]) -> str:
     return "; ".join(f"{who[source]}: {', '.join(names)}" for source, names in lists.items() if names)
 
 
+def checked_of(audit: dict[str, Any]) -> str:
+    """How many predictions were exact, and why others were not checked."""
+    reasons = sorted(audit["unchecked"].items(), key=lambda each: -each[1])
+    why = ", ".join(f"{count} {reason}" for reason, count in reasons)
+    return (
+        f"exact {audit['exact']} of {audit['checked']} checked; "
+        f"{sum(audit['unchecked'].values())} not checked ({why})"
+    )
+
+
 def _show_pool(out: Console, pool: dict[str, Any], *, is_shared: bool) -> None:
     """The engines of a pool. `is_shared`: there are other kvpins, which may own some of them."""
     title = f"{pool['model']}: {pool['index_entries']} blocks of {pool['tokens_per_block']} tokens"
@@ -129,6 +139,8 @@ def _show_pool(out: Console, pool: dict[str, Any], *, is_shared: bool) -> None:
         out.print(pool["tokenisation"]["detail"], markup=False)
         out.print(forms_of(pool["tokenisation"]), markup=False)
     for engine in pool["engines"]:
+        if engine["audit"]["unchecked"]:
+            out.print(f"{engine['id']}: {checked_of(engine['audit'])}", markup=False)
         _show_slots(out, engine)
         if is_shared and engine["owner"] is not None:
             out.print(f"{engine['id']}: used only by this kvpin, {engine['owner']}", markup=False)

@@ -35,8 +35,10 @@ def merge_stats(answers: Sequence[Json], *, shared: bool) -> Json:
             "index_entries": max,
             "predictions_checked": sum,
             "predictions_exact": sum,
+            "predictions_unchecked": _sums,
             "predicted_cached_tokens": sum,
             "reported_cached_tokens": sum,
+            "cached_tokens": sum,
         },
     )
     return {
@@ -63,13 +65,18 @@ def _merge_engine(engines: Sequence[Json], *, shared: bool) -> Json:
     ranked = _ranked(engines)
     merged = {**_merge_load(ranked, shared=shared), "served": sum(each["served"] for each in ranked)}
     if "audit" in merged:
-        counts = ("checked", "exact", "predicted_tokens", "reported_tokens")
-        merged["audit"] = _merged([each["audit"] for each in ranked], dict.fromkeys(counts, sum))
+        merged["audit"] = _merge_audits(ranked)
         ahead = [each["restored_ahead"] for each in ranked]
         merged["restored_ahead"] = _merged(ahead, dict.fromkeys(ahead[0], sum))
         blocks = [each["blocks"] for each in ranked]
         merged["blocks"] = _merged(blocks, dict.fromkeys(blocks[0], max))
     return merged
+
+
+def _merge_audits(engines: Sequence[Json]) -> Json:
+    counts = ("checked", "exact", "predicted_tokens", "reported_tokens", "cached_tokens")
+    rules = {**dict.fromkeys(counts, sum), "unchecked": _sums}
+    return _merged([each["audit"] for each in engines], rules)
 
 
 def merge_engines(answers: Sequence[Json], *, shared: bool) -> Json:
@@ -109,7 +116,8 @@ def merge_snapshots(snapshots: Sequence[Json], *, shared: bool) -> Json:
     engines = []
     for group in _by("id", (engine for each in snapshots for engine in each["engines"])):
         reuse = _sums([engine["reuse"] for engine in group])
-        engines.append({**_merge_load(_ranked(group), shared=shared), "reuse": reuse})
+        ranked = _ranked(group)
+        engines.append({**_merge_load(ranked, shared=shared), "reuse": reuse, "audit": _merge_audits(ranked)})
     return {**merged, "engines": engines}
 
 

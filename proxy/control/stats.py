@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ import msgspec
 from engine_adapter import EngineError, Tier
 from proxy.control.engines import EngineAnswer, describe_engine
 from proxy.control.pinning import PinAnswer
-from proxy.core.audit import AuditView
+from proxy.core.audit import AuditView, Unchecked
 from proxy.core.placement.tiering import AheadCounts
 from proxy.fleet.engine import Engine, EngineState
 from proxy.fleet.fleet import Fleet
@@ -60,7 +61,9 @@ class PoolStats(msgspec.Struct, kw_only=True):
 
 
 class Totals(msgspec.Struct, kw_only=True):
-    """Sums over all engines. `elsewhere` counts those that another kvpin uses for this one."""
+    """Sums over all engines. `elsewhere` counts those that another kvpin uses for this one.
+    `predicted_cached_tokens` and `reported_cached_tokens` are those of checked predictions, `cached_tokens`
+    all that engines reported."""
 
     engines: int
     ready: int
@@ -70,8 +73,10 @@ class Totals(msgspec.Struct, kw_only=True):
     index_entries: int
     predictions_checked: int
     predictions_exact: int
+    predictions_unchecked: dict[Unchecked, int]
     predicted_cached_tokens: int
     reported_cached_tokens: int
+    cached_tokens: int
 
 
 class Stats(msgspec.Struct, kw_only=True):
@@ -154,6 +159,8 @@ def _totals(fleet: Fleet) -> Totals:
         index_entries=sum(len(pool.index) for pool in fleet.pools.values()),
         predictions_checked=sum(audit.checked for audit in audits),
         predictions_exact=sum(audit.exact for audit in audits),
+        predictions_unchecked=dict(sum((Counter(audit.unchecked) for audit in audits), Counter())),
         predicted_cached_tokens=sum(audit.predicted_tokens for audit in audits),
         reported_cached_tokens=sum(audit.reported_tokens for audit in audits),
+        cached_tokens=sum(audit.cached_tokens for audit in audits),
     )

@@ -6,7 +6,7 @@ An engine is `precise` as long as its events explain what it reports. After repe
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -25,16 +25,38 @@ class Trust(StrEnum):
     APPROXIMATE = "approximate"  # learned from responses, or in doubt
 
 
+class Unchecked(StrEnum):
+    """Why the prediction for a request was not compared with the engine's report."""
+
+    NO_PROMPT = "no prompt"  # its route runs none
+    REUSE_OFF = "reuse off"
+    FAILED = "failed"  # its answer is an error
+    ENDED_EARLY = "ended early"  # its client left, or its engine died
+    PROMPT_UNKNOWN = "prompt not known"
+    NOT_REPORTED = "engine reported nothing"
+    TOKENS_DIFFER = "token ids differ"
+    NOT_FIRM = "prediction not firm"
+
+
 @dataclass(frozen=True, slots=True)
 class AuditView:
-    """Counts since start, the share of recent misses, and the reason for the trust."""
+    """Counts since start, the share of recent misses, and the reason for the trust.
+
+    Attributes:
+        checked: predictions that were compared with the engine's report; `exact`: those that were right.
+        unchecked: requests that were not checked, by reason.
+        predicted_tokens, reported_tokens: cached tokens of those that were checked.
+        cached_tokens: those that the engine reported, of all requests.
+    """
 
     trust: Trust
     why: str
     checked: int
     exact: int
+    unchecked: dict[Unchecked, int]
     predicted_tokens: int
     reported_tokens: int
+    cached_tokens: int
     recent_miss_share: float
 
 
@@ -46,7 +68,8 @@ class EngineAudit:
         self.why = "no events yet: learning from responses"
         self._recent: deque[bool] = deque(maxlen=WINDOW)
         self._patience = MIN_MISSES
-        self._checked = self._exact = self._predicted = self._reported = 0
+        self._checked = self._exact = self._predicted = self._reported = self._cached = 0
+        self._unchecked = Counter[Unchecked]()
 
     def synced(self) -> None:
         """The view is up to date with the engine's events."""
@@ -56,6 +79,14 @@ class EngineAudit:
     def lost(self, why: str) -> None:
         """The view is empty or stale until the next sync."""
         self.trust, self.why = Trust.APPROXIMATE, why
+
+    def reported(self, cached: int) -> None:
+        """The engine reported cached tokens, whether a prediction is compared with them or not."""
+        self._cached += cached
+
+    def skip(self, why: Unchecked) -> None:
+        """A request is over, and its prediction is not checked."""
+        self._unchecked[why] += 1
 
     def observe(self, predicted: int, reported: int, *, within: int = 1, evicted_since: bool = False) -> bool:
         """Notes a finished request; both counts in tokens. Returns True if the view must be rebuilt now.
@@ -89,5 +120,13 @@ class EngineAudit:
         """The state as data."""
         share = sum(self._recent) / len(self._recent) if self._recent else 0.0
         return AuditView(
-            self.trust, self.why, self._checked, self._exact, self._predicted, self._reported, share
+            trust=self.trust,
+            why=self.why,
+            checked=self._checked,
+            exact=self._exact,
+            unchecked=dict(self._unchecked),
+            predicted_tokens=self._predicted,
+            reported_tokens=self._reported,
+            cached_tokens=self._cached,
+            recent_miss_share=share,
         )

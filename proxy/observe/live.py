@@ -16,7 +16,7 @@ import msgspec
 
 from engine_adapter import Tier
 from engine_adapter.prompt.forms import Form
-from proxy.core.audit import Trust
+from proxy.core.audit import AuditView, Trust
 from proxy.core.placement.decision import Placement
 from proxy.errors import Overloaded
 from proxy.fleet.engine import Engine, EngineState
@@ -46,6 +46,7 @@ class EngineNow(msgspec.Struct, kw_only=True):
         kind: what serves it, as `vllm`.
         model: null until it has connected.
         trust: `precise` while the view of its cache is exact; `why` says why.
+        audit: how many predictions were exact, and why others were not checked.
         forms: who makes the tokens of each form of prompt; empty without reuse.
         queue_s: seconds of prefill in flight.
         decoding: streams that run.
@@ -60,6 +61,7 @@ class EngineNow(msgspec.Struct, kw_only=True):
     state: EngineState
     trust: Trust
     why: str
+    audit: AuditView
     forms: dict[Form, Trusted]
     queue_s: float
     in_flight: int
@@ -307,6 +309,7 @@ class Live:
             state=engine.state,
             trust=engine.audit.trust,
             why=engine.audit.why,
+            audit=engine.audit.view(),
             forms=pool.prompts.forms.sources if pool is not None and pool.prompts is not None else {},
             queue_s=round(load.queue_s, 4),
             in_flight=load.in_flight,

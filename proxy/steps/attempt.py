@@ -17,6 +17,7 @@ import structlog
 from msgspec.structs import replace
 
 from engine_adapter import (
+    EngineError,
     EngineRejected,
     Hold,
     HttpTransport,
@@ -24,6 +25,7 @@ from engine_adapter import (
     JsonBody,
     log_text,
 )
+from proxy.core.audit import Unchecked
 from proxy.core.budget import ByteBudget
 from proxy.core.life import (
     Answered,
@@ -146,9 +148,26 @@ class Attempts:
         Raises:
             EngineUnavailable, EngineRejected: the engine failed.
         """
-        ready, placement, record = serving.ready, serving.placement, serving.record
-        assert ready is not None and placement is not None  # noqa: S101, PT018 - `turn` says so
-        pool, engine = ready.pool, ready.pool.engines[turn.engine]
+        ready = serving.ready
+        assert ready is not None  # noqa: S101 - `turn` says so
+        engine = ready.pool.engines[turn.engine]
+        unchecked: Unchecked | None = Unchecked.ENDED_EARLY
+        try:
+            forwarded, unchecked = await self._serve(serving, ready, engine)
+        except EngineError:
+            unchecked = Unchecked.FAILED
+            raise
+        finally:
+            if unchecked is not None:
+                engine.audit.skip(unchecked)
+        return Answered(is_error=forwarded.error is not None)
+
+    async def _serve(
+        self, serving: Serving, ready: Ready, engine: Engine
+    ) -> tuple[Forwarded, Unchecked | None]:
+        """One attempt on its engine, to the end of the answer; and why its prediction was not checked."""
+        placement, record, pool = serving.placement, serving.record, ready.pool
+        assert placement is not None  # noqa: S101 - the turn of an engine says so
         serving.engine, serving.passage, serving.cached, record.placement = engine, None, None, placement
         known = ready.prompt is not None and ready.prompt.whole
         with pool.lease(
@@ -167,8 +186,7 @@ class Attempts:
                 await look_below(pool, engine, lease, ready.prompt, ready.chain)
                 record.placement, record.note, record.slot = lease.refine(hold), hold.note, hold.slot
                 forwarded = await self.forward(serving, ready, engine, lease, hold)
-            self._close(serving, ready, engine, lease, hold, forwarded)
-        return Answered(is_error=forwarded.error is not None)
+            return forwarded, self._close(serving, ready, engine, lease, hold, forwarded)
 
     async def forward(
         self, serving: Serving, ready: Ready, engine: Engine, lease: Lease, hold: Hold
@@ -236,24 +254,38 @@ class Attempts:
 
     def _close(
         self, serving: Serving, ready: Ready, engine: Engine, lease: Lease, hold: Hold, forwarded: Forwarded
-    ) -> None:
-        """Notes what the engine reported of a complete answer, and what it holds now."""
+    ) -> Unchecked | None:
+        """Notes what the engine reported of a complete answer, and what it holds now. Returns why its
+        prediction was not checked."""
         record, pool = serving.record, ready.pool
         lease.report = Report(forwarded.cached_tokens, forwarded.output_tokens, forwarded.prefill)
         record.status, record.error = forwarded.status, forwarded.error
         record.reported_tokens, record.output_tokens = forwarded.cached_tokens, forwarded.output_tokens
+        engine.audit.reported(forwarded.cached_tokens or 0)
         self._check_tokens(pool, engine, hold, record)
         lease.succeeded = forwarded.error is None and record.tokens_agree is not False
         if lease.succeeded:
             expect_below(pool, engine, ready.chain)
-        self._audit(engine, ready, lease, record)
+        return self._audit(engine, ready, lease, record)
 
-    def _audit(self, engine: Engine, ready: Ready, lease: Lease, record: RequestRecord) -> None:
-        """Compares a firm prediction with the engine's report."""
+    def _audit(self, engine: Engine, ready: Ready, lease: Lease, record: RequestRecord) -> Unchecked | None:
+        """Compares a firm prediction with the engine's report. Returns why it did not."""
         placement, reported = lease.placement, record.reported_tokens
-        is_known = ready.prompt is not None and placement.firm and record.tokens_agree is not False
-        if self.ingest is not None and is_known and reported is not None:
-            self.ingest.audit(engine, placement.predicted_tokens, reported, evicted_since=lease.evicted_since)
+        if self.ingest is None or reported is None:
+            unchecked = Unchecked.REUSE_OFF if self.ingest is None else Unchecked.NOT_REPORTED
+        elif ready.prompt is None:
+            unchecked = Unchecked.PROMPT_UNKNOWN
+        elif record.tokens_agree is False:
+            unchecked = Unchecked.TOKENS_DIFFER
+        elif not placement.firm:
+            unchecked = Unchecked.NOT_FIRM
+        else:
+            predicted = placement.predicted_tokens
+            self.ingest.audit(engine, predicted, reported, evicted_since=lease.evicted_since)
+            return None
+        if record.error is not None:
+            return Unchecked.FAILED
+        return unchecked if record.runs_prompt else Unchecked.NO_PROMPT
 
     def _check_tokens(self, pool: Pool, engine: Engine, hold: Hold, record: RequestRecord) -> None:
         """Compares our token ids of the prompt with the engine's, if the engine returned them."""

@@ -320,9 +320,14 @@ async def test_many_engines_and_requests_fill_pages_not_the_browser(page, kvpin)
         "delivered_tokens": 7,
         "saved_s": 1.5,
     }
+    audit = {
+        "checked": 50,
+        "exact": 49,
+        "unchecked": {"ended early": 3, "prediction not firm": 1200},
+    }
     engine = {
         "kind": "vllm", "model": "m",
-        "state": "ready", "trust": "precise", "why": "", "forms": {}, "queue_s": 0.1,
+        "state": "ready", "trust": "precise", "why": "", "audit": audit, "forms": {}, "queue_s": 0.1,
         "in_flight": 1, "decoding": 1, "held_tokens": {"gpu": 5}, "capacity_tokens": {"gpu": 10},
         "reuse": reuse, "problem": None,
     }  # fmt: skip
@@ -342,6 +347,9 @@ async def test_many_engines_and_requests_fill_pages_not_the_browser(page, kvpin)
     await page.route("**/admin/v1/events", fulfill)
     await page.goto(f"{kvpin.url}/ui/")
     await expect(page.locator("article.engine")).to_have_count(24)
+    await expect(page.locator("article.engine").first).to_contain_text(
+        "exact 49 of 50 checked; 1,203 not checked (1,200 prediction not firm, 3 ended early)"
+    )
     await expect(page.locator("tbody tr")).to_have_count(50)
     await expect(page.locator(".pages")).to_contain_text("1–24 of 256")
     await page.get_by_role("button", name="Next").click()

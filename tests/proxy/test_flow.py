@@ -21,6 +21,7 @@ from engine_adapter import (
     JsonBody,
     ViewCurrent,
 )
+from proxy.core.audit import Unchecked
 from proxy.core.index.view import EngineView
 from proxy.core.life import Cause, Rules, machine
 from proxy.core.placement.demand import MIN_UTILISATION
@@ -596,6 +597,54 @@ class TestReuse:
         gate.set()
         await asyncio.gather(*asks)
         assert audit.view().checked == 3, "the second of them was a guess about the first"
+
+    async def test_every_request_is_counted_by_why_its_prediction_was_not_checked(
+        self, engine, proxy, client
+    ):
+        proxy.fleet.engines["b"].state = EngineState.DOWN
+        mine = proxy.fleet.engines["a"]
+        await self.ask(client, 0)
+
+        async def nothing(exchange):
+            await exchange.send({})
+
+        async def wrong(exchange):
+            await exchange.send({"error": {"message": "no"}}, status=400)
+
+        gate = asyncio.Event()
+
+        async def held(exchange):
+            await gate.wait()
+            await self.report(8)(exchange)
+
+        engine.script = nothing
+        await self.ask(client, 0)
+        await client.get("/v1/files/f-1")
+        engine.script = self.report(100)
+        await client.post("/v1/completions", json={"prompt": "a text, and no tokenizer"})
+        engine.script = wrong
+        await client.post("/v1/completions", json={"model": "m", "prompt": [1, 2, 3]})
+        engine.script = held
+        asks = [asyncio.create_task(self.ask(client, 5000)) for _ in range(2)]
+        while mine.ledger.in_flight < 2:  # noqa: ASYNC110 - the second one waits for the first
+            await asyncio.sleep(0.005)
+        gate.set()
+        await asyncio.gather(*asks)
+        gate.clear()
+        left = asyncio.create_task(self.ask(client, 9000))
+        await engine.request(7)
+        left.cancel()
+        await proxy.settled()
+        audit = mine.audit.view()
+        assert audit.unchecked == {
+            Unchecked.NOT_REPORTED: 1,
+            Unchecked.NO_PROMPT: 1,
+            Unchecked.PROMPT_UNKNOWN: 1,
+            Unchecked.FAILED: 1,
+            Unchecked.NOT_FIRM: 1,
+            Unchecked.ENDED_EARLY: 1,
+        }
+        assert (mine.served, audit.checked, audit.cached_tokens) == (8, 2, 116)
 
     async def test_a_miss_after_an_eviction_is_no_evidence(self, engine, proxy, client):
         proxy.fleet.engines["b"].state = EngineState.DOWN

@@ -89,6 +89,14 @@ const Forms = ({ forms }) => {
   return all.length > 0 && html`<span class="chip" title=${title}>tokens of ${here} of ${all.length} forms made here</span>`;
 };
 
+// How many predictions were exact, and why others were not checked.
+const Checked = ({ audit: { checked, exact, unchecked } }) => {
+  const reasons = Object.entries(unchecked).sort((a, b) => b[1] - a[1]);
+  const all = reasons.reduce((sum, [, n]) => sum + n, 0);
+  const why = all ? `; ${count(all)} not checked (${reasons.map(([reason, n]) => `${count(n)} ${reason}`).join(", ")})` : "";
+  return checked + all > 0 && html`<p class="note">exact ${count(exact)} of ${count(checked)} checked${why}</p>`;
+};
+
 const Engine = ({ engine }) => html`<article class=${`card engine ${engine.state}`}>
   <h3>${engine.id} <span class="chip state">${SIGNS[engine.state]} ${engine.state}</span></h3>
   <p class="note">${engine.model ?? "not connected"}${" "}<span class="chip" title=${engine.why}>${engine.trust} view</span>
@@ -106,6 +114,7 @@ const Engine = ({ engine }) => html`<article class=${`card engine ${engine.state
     <div><dt>in flight</dt><dd>${count(engine.in_flight)}</dd></div>
     <div><dt>hit share</dt><dd>${percent(engine.reuse.delivered_tokens, engine.reuse.prompt_tokens)}</dd></div>
   </dl>
+  <${Checked} audit=${engine.audit} />
   ${engine.model && html`<${EngineActions} engine=${engine.id} />`}
 </article>`;
 

@@ -40,9 +40,10 @@ def test_slots_and_files_are_shown_where_an_engine_has_them(capsys):
     ]
     files = {"tiers": {"host": {"entries": 5, "bytes": 3 << 20, "cap": 64 << 20}}}
     files["tiers"]["host"] |= {"place": "/mem/[kv]", "in_memory": True}
+    unchecked = {"ended early": 2, "reuse off": 40}
     engine = {
         "id": "llama-0", "state": "ready", "trust": "precise", "why": "w", "in_flight": 0, "served": 1,
-        "audit": {"exact": 1, "checked": 1, "reported_tokens": 1},
+        "audit": {"exact": 1, "checked": 1, "cached_tokens": 119_008, "unchecked": unchecked},
         "blocks": {"gpu": 50, "host": 43, "disk": 0},
         "kv": {"slots": slots, "files": files}, "findings": ["-kvu is on [x]"],
     }  # fmt: skip
@@ -54,6 +55,8 @@ def test_slots_and_files_are_shown_where_an_engine_has_them(capsys):
     )
     output = capsys.readouterr().out
     for text in (
+        "119008 tokens",
+        "llama-0: exact 1 of 1 checked; 42 not checked (40 reuse off, 2 ended early)\n",
         "slots of llama-0",
         "812",
         "700",

@@ -10,6 +10,7 @@ from proxy.control.merged_answers import (
     merge_stats,
 )
 from proxy.control.stats import stats
+from proxy.core.audit import Unchecked
 from proxy.observe.live import Live
 from proxy.observe.metrics import Metrics
 from tests.fakes import FakeEngine, proxy_over
@@ -70,14 +71,24 @@ def test_an_operation_of_all_is_what_was_done_on_each_engine():
 async def test_statistics_and_snapshots_keep_their_shape():
     """The merged answer of two equal workers: like one of them, with its counts doubled."""
     async with FakeEngine("a") as engine, proxy_over(engine, reuse=True) as each:
+        audit = each.fleet.engines["a"].audit
+        audit.skip(Unchecked.NOT_FIRM)
+        audit.reported(7)
         one = msgspec.to_builtins(await stats(each.fleet, [], reuse=True))
         both = merge_stats([one, one], shared=True)
-        doubled = ("checked", "exact", "predicted_tokens", "reported_tokens")
+        doubled = ("checked", "exact", "predicted_tokens", "reported_tokens", "cached_tokens")
         audits = [[pool["engines"][0]["audit"] for pool in told["pools"]] for told in (one, both)]
         for alone, together in zip(*audits, strict=True):
-            assert together == {**alone, **{name: 2 * alone[name] for name in doubled}}
+            twice = {name: 2 * alone[name] for name in doubled}
+            assert together == {**alone, **twice, "unchecked": {"prediction not firm": 2}}
+        assert (both["totals"]["predictions_unchecked"], both["totals"]["cached_tokens"]) == (
+            {"prediction not firm": 2},
+            14,
+        )
         assert both.keys() == one.keys()
         assert both["totals"].keys() == one["totals"].keys()
         live = Live(each.fleet, Metrics(each.fleet), None, None, reuse=True)
         snapshot = msgspec.to_builtins(live.snapshot())
-        assert merge_snapshots([snapshot, snapshot], shared=True).keys() == snapshot.keys()
+        merged = merge_snapshots([snapshot, snapshot], shared=True)
+        assert merged.keys() == snapshot.keys()
+        assert merged["engines"][0]["audit"]["unchecked"] == {"prediction not firm": 2}

@@ -1,4 +1,4 @@
-from proxy.core.audit import MIN_MISSES, WINDOW, AuditView, EngineAudit, Trust
+from proxy.core.audit import MIN_MISSES, WINDOW, AuditView, EngineAudit, Trust, Unchecked
 
 
 def synced():
@@ -73,13 +73,19 @@ def test_the_view_counts_everything_since_the_start():
     audit = synced()
     audit.observe(32, 16)
     audit.observe(48, 48)
+    for _ in range(2):
+        audit.skip(Unchecked.NOT_FIRM)
+    for cached in (16, 48, 100):
+        audit.reported(cached)
     assert audit.view() == AuditView(
         trust=Trust.PRECISE,
         why="events are healthy",
         checked=2,
         exact=1,
+        unchecked={Unchecked.NOT_FIRM: 2},
         predicted_tokens=80,
         reported_tokens=64,
+        cached_tokens=164,
         recent_miss_share=0.5,
     )
     assert EngineAudit().view().recent_miss_share == 0.0
