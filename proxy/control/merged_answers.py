@@ -75,7 +75,7 @@ def _merge_engine(engines: Sequence[Json], *, shared: bool) -> Json:
 
 def _merge_audits(engines: Sequence[Json]) -> Json:
     counts = ("checked", "exact", "predicted_tokens", "reported_tokens", "cached_tokens")
-    rules = {**dict.fromkeys(counts, sum), "unchecked": _sums}
+    rules: dict[str, Callable[[list[Any]], Any]] = {**dict.fromkeys(counts, sum), "unchecked": _sums}
     return _merged([each["audit"] for each in engines], rules)
 
 

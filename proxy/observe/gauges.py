@@ -60,6 +60,13 @@ _GAUGES = (
         lambda now: (((each.id,), each.state is EngineState.READY) for each in now.fleet.engines.values()),
     ),
     _Gauge(
+        "kvpin_engine_draining",
+        "1 while the engine gets no new requests because it was drained on purpose",
+        ("engine",),
+        max,
+        lambda now: (((each.id,), each.state is EngineState.DRAINING) for each in now.fleet.engines.values()),
+    ),
+    _Gauge(
         "kvpin_engine_precise",
         "1 while the view of its cache is exact",
         ("engine",),

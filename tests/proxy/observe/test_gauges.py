@@ -37,6 +37,11 @@ async def test_gauges_are_read_from_the_fleet():
     assert now["kvpin_engine_blocks", "a", "gpu"] == 2
     assert now["kvpin_engine_blocks", "a", "host"] == 1
     assert now["kvpin_index_entries", "m"] == 2
+    assert now["kvpin_engine_draining", "a"] == 0
+    engine.state = EngineState.DRAINING
+    now = values(fleet)
+    assert (now["kvpin_engine_ready", "a"], now["kvpin_engine_draining", "a"]) == (0, 1)
+    assert of_workers(shared=True)["kvpin_engine_draining"] is max
 
 
 async def test_tasks_of_the_event_loop_are_counted():
