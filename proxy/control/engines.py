@@ -108,10 +108,19 @@ class Engines:
         self._fleet.drains.order(address_of(engine.adapter.spec)[0], drained=not undo, now=time.time())
         return self.drain(engine, undo=undo)
 
+    async def order_remove(self, engine: Engine) -> None:
+        """An operator removes an engine. That ends an order to drain it: an engine that comes to its address
+        takes requests. Raises Conflict if kvpin runs its process."""
+        await self.remove(engine)
+        self._fleet.drains.end(address_of(engine.adapter.spec)[0], now=time.time())
+
     def follow_drains(self, changed: Collection[str]) -> None:
-        """Carries out the orders about the engines at these addresses, whoever gave them."""
+        """Carries out the orders about the engines at these addresses, whoever gave them. If another kvpin
+        has removed a drained engine, it stays drained here."""
+        drains = self._fleet.drains
         for engine in self._fleet.engines.values():
-            if address_of(engine.adapter.spec)[0] in changed:
+            address = address_of(engine.adapter.spec)[0]
+            if address in changed and not drains.is_ended(address):
                 self.drain(engine, undo=not self._fleet.is_drained(engine))
 
     def drain(self, engine: Engine, *, undo: bool) -> Engine:

@@ -18,11 +18,14 @@ class DrainMark(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         engine: its address, as kvpins tell it to each other.
         at: when the order was given, in Unix time. Of two orders, the later one counts.
+        ended: the drained engine was removed since. A kvpin that still has it goes on draining it; an engine
+            that comes to its address is another one.
     """
 
     engine: str
     drained: bool
     at: float
+    ended: bool = False
 
 
 def encode_marks(marks: list[DrainMark]) -> bytes:
@@ -41,7 +44,8 @@ class DrainBook:
     An engine that takes requests again keeps its mark: an older order may still arrive.
 
     Attributes:
-        listeners: called with the engines that are drained now and were not, or the other way round.
+        listeners: called with the engines that are drained now and were not, or the other way round, or
+            whose order has ended.
     """
 
     def __init__(self) -> None:
@@ -49,9 +53,19 @@ class DrainBook:
         self._marks = dict[str, DrainMark]()
 
     def is_drained(self, engine: str) -> bool:
-        """True if the last order about the engine was to drain it."""
+        """True if the last order about the engine was to drain it, and it was not removed since."""
         mark = self._marks.get(engine)
-        return mark is not None and mark.drained
+        return mark is not None and mark.drained and not mark.ended
+
+    def is_ended(self, engine: str) -> bool:
+        """True if the engine was drained and then removed."""
+        mark = self._marks.get(engine)
+        return mark is not None and mark.ended
+
+    def end(self, engine: str, *, now: float) -> None:
+        """An operator has removed the engine, at `now` in Unix time."""
+        if self.is_drained(engine):
+            self.merge([DrainMark(engine, True, max(now, self._marks[engine].at + _STEP_S), ended=True)])
 
     def order(self, engine: str, *, drained: bool, now: float) -> None:
         """An operator orders it, at `now` in Unix time."""
@@ -66,9 +80,11 @@ class DrainBook:
         for mark in marks:
             before = self._marks.get(mark.engine)
             if before is None or (before.at, before.drained) < (mark.at, mark.drained):
-                if mark.drained is not self.is_drained(mark.engine):
-                    changed.append(mark.engine)
+                was_ended = self.is_ended(mark.engine)
+                was_drained = self.is_drained(mark.engine)
                 self._marks[mark.engine] = mark
+                if (was_drained, was_ended) != (self.is_drained(mark.engine), mark.ended):
+                    changed.append(mark.engine)
         if len(self._marks) > MAX_MARKS:
             for mark in self.marks()[MAX_MARKS:]:
                 del self._marks[mark.engine]

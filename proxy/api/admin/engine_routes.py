@@ -75,7 +75,7 @@ def engine_routes(
         return answer(described(engines.add(spec)), 201)
 
     async def delete_engine(request: Request) -> Response:
-        await engines.remove(named(request))
+        await engines.order_remove(named(request))
         return Response(status_code=204)
 
     async def post_drain(request: Request) -> Response:

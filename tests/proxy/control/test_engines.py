@@ -95,6 +95,27 @@ async def test_an_order_outlasts_its_engine_and_its_source(world, pair):
     assert state() is EngineState.DOWN  # until it has connected
 
 
+async def test_removing_a_drained_engine_ends_its_order(world, pair):
+    engine, engines = world.fleet.engine("a"), world.engine_set
+    world.fleet.drains.listeners.append(engines.follow_drains)
+    engines.order_drain(engine, undo=False)
+    await engines.remove(engine)  # as a source does whose engine is gone
+    engine = world.fleet.add(KvFake("a"))
+    assert engine.state is EngineState.DRAINING
+    await engines.order_remove(engine)
+    assert world.fleet.add(KvFake("a")).state is EngineState.CONNECTING
+
+
+async def test_an_engine_that_another_kvpin_has_removed_stays_drained(world, pair):
+    drains = world.fleet.drains
+    drains.listeners.append(world.engine_set.follow_drains)
+    world.engine_set.order_drain(world.fleet.engine("a"), undo=False)
+    drains.end(address_of(world.engines["a"].adapter.spec)[0], now=9e9)
+    assert world.engines["a"].state is EngineState.DRAINING
+    world.engine_set.order_drain(world.fleet.engine("a"), undo=True)
+    assert world.engines["a"].state is EngineState.SUSPECT
+
+
 async def test_orders_given_to_other_kvpins_are_followed(world, pair):
     drains = world.fleet.drains
     drains.listeners.append(world.engine_set.follow_drains)

@@ -28,6 +28,24 @@ def test_a_later_order_counts_whatever_the_clock_says():
     assert heard == [["a"], ["a"]]
 
 
+def test_removing_a_drained_engine_ends_its_order():
+    book, other, heard = DrainBook(), DrainBook(), []
+    book.listeners.append(heard.append)
+    book.end("a", now=1.0)
+    assert book.marks() == []
+    book.order("a", drained=True, now=5.0)
+    for _ in range(2):
+        book.end("a", now=1.0)
+    assert (book.is_drained("a"), book.is_ended("a")) == (False, True)
+    assert heard == [["a"], ["a"]]
+    other.merge(decode_marks(encode_marks(book.marks())))
+    assert (other.is_drained("a"), other.is_ended("a")) == (False, True)
+    book.order("a", drained=False, now=1.0)
+    assert (book.is_ended("a"), heard[2:]) == (False, [["a"]]), "others that still have it follow"
+    book.order("a", drained=True, now=1.0)
+    assert book.is_drained("a")
+
+
 def test_undoing_what_was_never_drained_leaves_nothing():
     book = DrainBook()
     book.order("a", drained=False, now=1.0)
