@@ -15,7 +15,7 @@ from proxy.fleet.fleet import Fleet
 from proxy.observe.gauges import GAUGES, ScrapedState, counters_of, gauges_of
 from proxy.observe.metric_families import Counter, Family, Histogram
 from proxy.observe.reasons import reason_of
-from proxy.observe.reuse import ReuseCounts, reuse_of
+from proxy.observe.reuse import ReuseCounts, SavedPrefill, reuse_of
 from proxy.peers.peers import Peers
 from proxy.request.records import RequestRecord
 
@@ -169,6 +169,7 @@ class Metrics:
         self.ended = 0
         self.reuse: dict[str, ReuseCounts] = {}
         self.total_reuse = ReuseCounts()
+        self._saved = SavedPrefill(fleet)
 
     def observe(self, record: RequestRecord, trace_id: str | None = None) -> None:
         """Counts one finished request. `trace_id`: of its trace, if it has one."""
@@ -202,17 +203,23 @@ class Metrics:
             return
         self._count("kvpin_placements_total", model, reason_of(placement).value)
         if record.prompt is not None:
-            reuse = reuse_of(self._fleet, record, placement)
-            self.total_reuse = self.total_reuse.plus(reuse)
-            self.reuse[engine] = self.reuse.get(engine, ReuseCounts()).plus(reuse)
+            reuse = reuse_of(record, placement)
+            self._add_reuse(engine, reuse)
             self._count("kvpin_prompt_tokens_total", model, engine, by=reuse.prompt_tokens)
             self._count("kvpin_available_cached_tokens_total", model, engine, by=reuse.available_tokens)
             self._count("kvpin_predicted_cached_tokens_total", model, engine, by=reuse.selected_tokens)
             if record.reported_tokens is not None:
                 self._count("kvpin_cached_tokens_total", model, engine, by=reuse.delivered_tokens)
-                self._count("kvpin_saved_prefill_seconds_total", model, engine, by=reuse.saved_s)
+                self._count("kvpin_saved_prefill_seconds_total", model, engine, by=0)
                 missed = record.reported_tokens != placement.predicted_tokens
                 self._count("kvpin_mispredictions_total", model, engine, by=int(missed))
+            for served, saver, saved_s in self._saved.observe(record):
+                self._add_reuse(saver, ReuseCounts(saved_s=saved_s))
+                self._count("kvpin_saved_prefill_seconds_total", served, saver, by=saved_s)
+
+    def _add_reuse(self, engine: str, reuse: ReuseCounts) -> None:
+        self.total_reuse = self.total_reuse.plus(reuse)
+        self.reuse[engine] = self.reuse.get(engine, ReuseCounts()).plus(reuse)
 
     def _label(self, engine: str) -> str:
         """An engine's name in labels."""

@@ -8,11 +8,18 @@ the prediction missed.
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterator
+from typing import NamedTuple
+
 import msgspec
 
 from proxy.core.placement.decision import Placement
 from proxy.fleet.fleet import Fleet
 from proxy.request.records import RequestRecord
+
+# Requests of a pool whose reuse waits for its first learned rate; the first ones are dropped.
+MAX_WAITING = 1000
 
 
 class ReuseCounts(msgspec.Struct, kw_only=True):
@@ -23,7 +30,8 @@ class ReuseCounts(msgspec.Struct, kw_only=True):
         available_tokens: the most that any eligible engine held of each prompt.
         selected_tokens: what the chosen engine was predicted to reuse.
         delivered_tokens: what it reported to have reused.
-        saved_s: seconds of prefill that this saved, by the engine's learned rates; restores are subtracted.
+        saved_s: seconds of prefill that this saved, by the engine's learned rates; restores are subtracted. 0
+            until a rate is learned; then earlier reuse counts, too.
     """
 
     prompt_tokens: int = 0
@@ -43,14 +51,13 @@ class ReuseCounts(msgspec.Struct, kw_only=True):
         )
 
 
-def reuse_of(fleet: Fleet, record: RequestRecord, placement: Placement) -> ReuseCounts:
-    """The reuse of one request whose prompt is known."""
+def reuse_of(record: RequestRecord, placement: Placement) -> ReuseCounts:
+    """The reuse of one request whose prompt is known, without the seconds that it saved."""
     return ReuseCounts(
         prompt_tokens=placement.n_tokens,
         available_tokens=available_tokens(placement),
         selected_tokens=placement.predicted_tokens,
         delivered_tokens=record.reported_tokens or 0,
-        saved_s=saved_s(fleet, record),
     )
 
 
@@ -59,12 +66,40 @@ def available_tokens(placement: Placement) -> int:
     return max(placement.predicted_tokens, placement.elsewhere or 0)
 
 
-def saved_s(fleet: Fleet, record: RequestRecord) -> float:
-    """Seconds of prefill that the reported reuse saved; 0 where the engine reported none, or has left."""
-    placement, reported = record.placement, record.reported_tokens
-    pool = fleet.pools.get(record.served_as or "")
-    if placement is None or not reported or pool is None or placement.engine not in pool.placer.books:
-        return 0.0
-    rates, total = pool.placer.books[placement.engine].rates, placement.n_tokens
-    computed = max(total - reported, 0)
-    return max(rates.prefill_s(total) - rates.prefill_s(computed) - placement.chosen.restore_s, 0.0)
+class _Reused(NamedTuple):
+    """A prompt of `total` tokens, of which the engine computed `computed`. `model` is the one that served."""
+
+    model: str
+    engine: str
+    total: int
+    computed: int
+    restore_s: float
+
+
+class SavedPrefill:
+    """Values reuse in seconds of prefill. Reuse before the first learned rate of a pool waits for it."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._waiting: dict[str, deque[_Reused]] = {}  # by pool
+
+    def observe(self, record: RequestRecord) -> Iterator[tuple[str, str, float]]:
+        """Notes the reuse that an engine reported of a finished request. Yields model, engine and seconds of
+        all that can be valued now. An engine that has left saves nothing."""
+        name, placement, reported = record.served_as or "", record.placement, record.reported_tokens
+        pool = self._fleet.pools.get(name)
+        if placement is None or pool is None:
+            return
+        if reported:
+            total, restore_s = placement.n_tokens, placement.chosen.restore_s
+            reused = _Reused(
+                record.lora or name, placement.engine, total, max(total - reported, 0), restore_s
+            )
+            self._waiting.setdefault(name, deque(maxlen=MAX_WAITING)).append(reused)
+        if not pool.placer.rates.learned:
+            return
+        for each in self._waiting.pop(name, ()):
+            book = pool.placer.books.get(each.engine)
+            if book is not None:
+                spared_s = book.rates.prefill_s(each.total) - book.rates.prefill_s(each.computed)
+                yield each.model, each.engine, max(spared_s - each.restore_s, 0.0)
