@@ -30,8 +30,8 @@ class Unchecked(StrEnum):
 
     NO_PROMPT = "no prompt"  # its route runs none
     REUSE_OFF = "reuse off"
-    FAILED = "failed"  # its answer is an error
-    ENDED_EARLY = "ended early"  # its client left, or its engine died
+    FAILED = "failed"  # its answer is an error, or its engine failed
+    ENDED_EARLY = "ended early"  # its client left, or it took longer than a limit
     PROMPT_UNKNOWN = "prompt not known"
     NOT_REPORTED = "engine reported nothing"
     TOKENS_DIFFER = "token ids differ"
@@ -44,7 +44,7 @@ class AuditView:
 
     Attributes:
         checked: predictions that were compared with the engine's report; `exact`: those that were right.
-        unchecked: requests that were not checked, by reason.
+        unchecked: attempts that were not checked, by reason. A request that is tried again has several.
         predicted_tokens, reported_tokens: cached tokens of those that were checked.
         cached_tokens: those that the engine reported, of all requests.
     """
