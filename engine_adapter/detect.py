@@ -9,7 +9,7 @@ import msgspec
 
 from engine_adapter.body import UNREADABLE
 from engine_adapter.errors import EngineRejected, EngineSpecError
-from engine_adapter.http.control import ControlClient
+from engine_adapter.http.control import WANTS_KEY, ControlClient
 from engine_adapter.types import EngineSpec, Finding
 
 _MODELS = "/v1/models"
@@ -41,7 +41,6 @@ _MORE_ROUTES: _Routes = (
     ),
     ("sglang", "/get_server_info", lambda answer: "tokenizer_path" in answer),
 )
-_UNAUTHORIZED = (401, 403)
 
 
 async def detect_kind(spec: EngineSpec) -> str:
@@ -93,10 +92,8 @@ async def _detect(control: ControlClient, spec: EngineSpec) -> str:
         return kind
     if models.get("data"):
         return "openai_compatible"
-    if refused is not None and refused.status in _UNAUTHORIZED:
-        raise EngineRejected(
-            f"{spec.url} refused the key ({refused}): give the engine's own key", status=refused.status
-        )
+    if refused is not None and refused.status in WANTS_KEY:
+        raise EngineRejected(f"{spec.url}: {refused}", status=refused.status)
     raise EngineRejected(f"{spec.url} lists no model at {_MODELS}: kvpin cannot use it", status=404)
 
 

@@ -24,6 +24,8 @@ from engine_adapter.types import EngineSpec
 ANSWER_S = 60.0
 NO_SUCH_ROUTE = (HTTPStatus.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED, HTTPStatus.NOT_IMPLEMENTED)
 """Statuses by which servers answer on a route that they lack."""
+WANTS_KEY = (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
+"""Statuses by which servers ask for a key, or for another one."""
 # The longest answer: the token ids of the longest prompt fit in it several times.
 MAX_ANSWER_BYTES = 64 << 20
 # Characters that are kept of an error.
@@ -45,7 +47,7 @@ class ControlClient:
     def __init__(self, spec: EngineSpec) -> None:
         """Raises EngineSpecError for an address, a header or a TLS file that cannot be used."""
         self._engine = parts_of(spec)
-        self._has_key = spec.api_key is not None
+        self._has_key = bool(spec.api_key)
         self._transport = HttpTransport(connect_timeout_s=_CONNECT_S)
         self._closed = False
 
@@ -168,8 +170,7 @@ class ControlClient:
         if status in (502, 503, 504):
             own_words = f"the engine answered {status}"
             return EngineUnhealthy(f"{own_words}: {reason}", own_words=own_words if has_content else None)
-        if status == HTTPStatus.UNAUTHORIZED:
-            wrong = "the engine refuses the key given with api_key="
-            lacks = "the engine wants a key: give it with api_key="
-            reason = f"{wrong if self._has_key else lacks} ({reason})"
+        if status in WANTS_KEY:
+            wish = "refuses the key of kvpin: give another one" if self._has_key else "wants a key: give it"
+            reason = f"it {wish} as api_key=KEY (it says: {reason})"
         return EngineRejected(reason, status=status, param=error.param)

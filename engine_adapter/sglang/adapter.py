@@ -214,8 +214,6 @@ class SglangAdapter(HttpAdapter):
         except EngineRejected as error:
             if error.status == HTTPStatus.NOT_FOUND:
                 return await self._control.get("/get_server_info")
-            if error.status == HTTPStatus.UNAUTHORIZED:
-                raise EngineUnavailable("it needs its --api-key: give it to kvpin as api_key") from error
             raise
         return answer
 

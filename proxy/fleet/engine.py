@@ -64,6 +64,7 @@ class Engine:
         has_supervisor: kvpin's supervisor starts it, and says what is wrong with it.
         emptied: when it lost its cache, in Unix time; the last times only.
         last_error: why it is not ready.
+        refuses: it can be reached, and its answer to kvpin was an error, as `last_error` says.
         check_now: wakes its monitor.
         of_peers: requests that other kvpins have on it and that have no answer yet, by ticket.
         from_peers: requests that other kvpins have placed on it so far.
@@ -93,6 +94,7 @@ class Engine:
         self.has_supervisor = False
         self.emptied: deque[float] = deque(maxlen=16)
         self.last_error: str | None = None
+        self.refuses = False
         self.check_now = asyncio.Event()
         self.leases: set[Lease] = set()
         self.of_peers: dict[int, PeerRequest] = {}

@@ -267,12 +267,16 @@ class Monitor:
         elif engine.state not in (EngineState.DOWN, EngineState.CONNECTING):
             log.warning("engine is lost", engine=engine.id, error=str(error) or "no answer in time")
         elif engine.state is EngineState.CONNECTING and engine.process is None and not engine.has_supervisor:
+            refuses = isinstance(error, EngineRejected)
             log.warning(
-                "engine is not reachable; kvpin keeps trying",
+                "engine refuses kvpin; kvpin keeps trying"
+                if refuses
+                else "engine is not reachable; kvpin keeps trying",
                 engine=engine.id,
                 url=engine.adapter.spec.url,
                 error=str(error) or "no answer in time",
             )
+        engine.refuses = isinstance(error, EngineRejected)
         starting = engine.process is not None and engine.process.starting
         if engine.mine.is_set():  # otherwise its owner is known
             if engine.state is not EngineState.DRAINING and not starting:

@@ -137,7 +137,8 @@ def _why_not(engine: Engine) -> str:
     if engine.state is not EngineState.DOWN:
         return f"{engine.state.value}: {engine.id}: {engine.last_error}"
     url = engine.adapter.spec.url
-    return f"not reachable: {engine.id} at {url}: {engine.last_error}; kvpin keeps trying"
+    how = "refuses kvpin" if engine.refuses else "not reachable"
+    return f"{how}: {engine.id} at {url}: {engine.last_error}; kvpin keeps trying"
 
 
 def _print(line: str) -> None:

@@ -86,7 +86,9 @@ async def test_the_key_goes_along(engine):
 
 async def test_one_that_wants_a_key(engine):
     engine.routes = {"/v1/models": 401}
-    with pytest.raises(EngineRejected, match=r"refused the key \(no key\)") as caught:
+    with pytest.raises(
+        EngineRejected, match=r": it wants a key: give it as api_key=KEY \(it says: no key\)"
+    ) as caught:
         await kind_of(engine.url)
     assert caught.value.status == 401
 

@@ -100,7 +100,7 @@ class TestConnect:
 
     async def test_a_key_that_is_wanted(self, start, adapter_of):
         running = start(api_key="secret")
-        with pytest.raises(EngineUnavailable, match="needs its --api-key"):
+        with pytest.raises(EngineRejected, match="it wants a key: give it as api_key=KEY"):
             await adapter_of(running).connect()
         await adapter_of(running, api_key="secret").connect()
 

@@ -153,6 +153,19 @@ async def test_one_that_is_down_at_start_is_named_once_in_the_log(world):
     assert (entry["engine"], entry["url"], entry["error"]) == ("a", adapter.spec.url, "connection refused")
 
 
+async def test_one_that_answers_with_an_error_is_not_called_unreachable(world):
+    adapter = FakeAdapter("a")
+    engine = world.fleet.add(adapter)
+    adapter.failures = [EngineRejected("it wants a key", status=401)] * 3
+    with structlog.testing.capture_logs() as logs:
+        world.monitor.watch(engine)
+        await world.state(engine, EngineState.DOWN)
+        assert engine.refuses
+        await world.state(engine, EngineState.READY)
+    (entry,) = [entry for entry in logs if "keeps trying" in entry["event"]]
+    assert (entry["event"], entry["error"]) == ("engine refuses kvpin; kvpin keeps trying", "it wants a key")
+
+
 async def test_one_that_the_supervisor_starts_is_not_named(world):
     adapter = FakeAdapter("a")
     engine = world.fleet.add(adapter)

@@ -125,6 +125,15 @@ async def test_an_engine_that_another_kvpin_uses_for_this_one_is_ready(capsys):
     assert capsys.readouterr().out == "ready: a through the kvpin vm:7, which uses it\n"
 
 
+async def test_an_engine_that_answers_with_an_error_is_not_called_unreachable(capsys):
+    fleet = ready_fleet()
+    engine = fleet.add(FakeAdapter("b"))
+    engine.state, engine.last_error, engine.refuses = EngineState.DOWN, "it wants a key", True
+    await Banner(fleet, "127.0.0.1", 8000, Settings()).print_when_ready()
+    expected = f"refuses kvpin: b at {engine.adapter.spec.url}: it wants a key; kvpin keeps trying\n"
+    assert expected in capsys.readouterr().out
+
+
 async def test_an_engine_that_the_supervisor_starts_is_not_called_unreachable(capsys):
     fleet = ready_fleet()
     starting = fleet.add(FakeAdapter("b"))
