@@ -105,6 +105,7 @@ class KvGroups:
         bits: the location bit of each.
         mask: all these bits.
         kinds: the groups by what they need.
+        shape: what each needs, in the order of their bits. Equal shapes that hold the same reach as far.
         alignment: every boundary is a multiple of it, in blocks of the pool.
         is_known: False if it is not known of each group what it needs.
     """
@@ -116,6 +117,7 @@ class KvGroups:
         self.bits: dict[int, int] = {}
         self.mask = 0
         self.kinds: list[GroupKind] = []
+        self.shape = ""
         self.alignment = 1
         self.is_known = True
 
@@ -124,6 +126,7 @@ class KvGroups:
         size, rest = divmod(tokens_per_block, self._tokens_per_block)
         self.bits[group.number] = bit
         self.mask |= bit
+        self.shape += f"{group.attention} {group.window} {tokens_per_block}, "
         if rest or not size or group.attention is Attention.UNKNOWN:
             self.is_known = False
             return
