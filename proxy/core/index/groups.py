@@ -42,16 +42,11 @@ class GroupKind:
         """Tokens of one of their blocks."""
         return self.size * self.tokens_per_block
 
-    def runs(self, stretches: Iterable[tuple[int, int]], held_from: int, end: int) -> Runs:
-        """Runs of their blocks, from the parts of a chain that they all hold.
-
-        Args:
-            stretches: where those parts begin and end, in order, in blocks of the pool.
-            held_from: every block from here on is held, because requests in flight are about to leave it.
-            end: the blocks of the chain that count.
-        """
+    def runs(self, stretches: Iterable[tuple[int, int]], end: int) -> Runs:
+        """Runs of their blocks, from the parts of a chain that they all hold: where those begin and end, in
+        order, in blocks of the pool. Only the first `end` blocks of the chain count."""
         runs, size = list[tuple[int, int]](), self.size
-        for start, stop in (*stretches, (held_from, end)):
+        for start, stop in stretches:
             # A block counts where it ends: only its last block of the pool is marked.
             first, last = -(-(start + 1) // size) - 1, min(stop, end) // size
             if runs and first <= runs[-1][1]:
@@ -139,7 +134,7 @@ class KvGroups:
         self.alignment = lcm(*self._sizes.values())
 
     def reach(
-        self, masks: Sequence[int], ends: Sequence[int], held: int, stored: int
+        self, masks: Sequence[int], ends: Sequence[int], held: int, pending: int = 0
     ) -> tuple[int, Attention | None]:
         """The boundary up to which a prompt can be reused, in blocks of the pool, and the kind of groups that
         lack what they need beyond it; None if no group does.
@@ -149,10 +144,11 @@ class KvGroups:
             ends: where each stretch ends.
             held: leading blocks that the main group holds, without those that no prompt of this length can
                 reuse.
-            stored: how many of those are stored; requests in flight will leave the others.
+            pending: the location bit of blocks that requests in flight will leave in every group; 0: they do
+                not count.
         """
         length = held // self.alignment * self.alignment
-        runs = [kind.runs(_stretches(masks, ends, kind.bits), stored, held) for kind in self.kinds]
+        runs = [kind.runs(_stretches(masks, ends, kind.bits, pending), held) for kind in self.kinds]
         lacks = None
         while length:
             before = length
@@ -165,10 +161,12 @@ class KvGroups:
         return length, lacks
 
 
-def _stretches(masks: Sequence[int], ends: Sequence[int], bits: int) -> Iterator[tuple[int, int]]:
-    """The parts of a chain whose blocks have all these location bits."""
+def _stretches(
+    masks: Sequence[int], ends: Sequence[int], bits: int, pending: int
+) -> Iterator[tuple[int, int]]:
+    """The parts of a chain whose blocks have all these location bits, or the bit of pending blocks."""
     start = 0
     for mask, end in zip(masks, ends, strict=True):
-        if mask & bits == bits:
+        if mask & bits == bits or mask & pending:
             yield start, end
         start = end

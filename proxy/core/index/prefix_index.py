@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import msgspec
 
@@ -29,6 +30,7 @@ _PENDING = 1 << _AT_PENDING
 _WIDTH = 4  # bits of an engine: one hexadecimal digit
 _ALL = 15
 _STORED = _ALL - _PENDING
+_PENDING_DIGIT = f"{_PENDING:x}"  # digits from here on have the bit
 _GPU = 1 << _PLACES[Tier.GPU]
 _ON_GPU = _GPU | _PENDING
 # For each digit: the fastest of gpu, host, disk and pending (the lowest bit), and whether the block is or
@@ -302,10 +304,10 @@ class PrefixIndex:
 
     def add_pending(self, engine: str, hashes: Iterable[BlockHash]) -> None:
         """A request placed on the engine will leave this chain there. Its blocks are pending from the first
-        that no tier of the engine holds."""
+        that it has to compute: that no tier of the engine holds, or that a further group cannot reuse."""
         chain, shift, flight = tuple(hashes), self._shifts[engine], self._flights[engine]
         if chain:
-            start = self._stored(chain, shift)
+            start = self._reused(engine, chain, self._stored(chain, shift))
             flight.begin(chain[-1], start)
             bits = _PENDING << shift, _GPU << shift
             added, there = self._locations.mark(bits[0], chain[start:], None, flight.awaited, beside=bits[1])
@@ -344,6 +346,14 @@ class PrefixIndex:
             stored += blocks
         return stored
 
+    def _reused(self, engine: str, chain: Sequence[BlockHash], stored: int) -> int:
+        """How many of the stored leading blocks the engine's further groups can reuse."""
+        groups = self.groups_of(engine)
+        if groups is None or not stored:
+            return stored
+        masks, blocks = zip(*self._locations.stretches(chain), strict=True)
+        return groups.reach(masks, [*accumulate(blocks)], stored)[0]
+
     def _clear(self, engine: str, bits: int, hashes: tuple[BlockHash, ...]) -> None:
         """Clears some of the engine's four bits of blocks."""
         shift, counts = self._shifts[engine], self._counts[engine]
@@ -374,8 +384,11 @@ class PrefixIndex:
                 key = id(match), groups.shape, *[digits[slot::width] for slot in slots]
                 reused = within.get(key)
                 if reused is None:
-                    column = digits[self._shifts[engine] // _WIDTH :: width]
-                    reused = within[key] = _within_groups(groups, masks, ends, column, match, most)
+                    shift = self._shifts[engine]
+                    column = digits[shift // _WIDTH :: width]
+                    held = match.blocks if most is None else min(match.blocks, most)
+                    reused = _within_groups(groups, masks, ends, column, held, _PENDING << shift) or match
+                    within[key] = reused
                 found[engine] = reused
         return found
 
@@ -415,17 +428,19 @@ def _match_of(column: str, ends: list[int]) -> Match:
 
 
 def _within_groups(
-    groups: KvGroups,
-    masks: list[int],
-    ends: list[int],
-    column: str,
-    match: Match,
-    most: int | None,
-) -> Match:
-    """The part of an engine's match that its further groups can reuse, too."""
-    held = match.blocks if most is None else min(match.blocks, most)
-    reach, lacks = groups.reach(masks, ends, held, match.blocks - match.pending)
-    if reach >= held:
-        return match
+    groups: KvGroups, masks: list[int], ends: list[int], column: str, held: int, pending: int
+) -> Match | None:
+    """The part of an engine's match that its further groups can reuse, too; None for all of it.
+
+    Blocks are pending beyond the boundary that the groups allow now, if requests in flight move it: whatever
+    full attention holds there is reused only when they have computed it again.
+    """
+    reach, lacks = groups.reach(masks, ends, held, pending)
+    sure = groups.reach(masks, ends, reach)[0] if max(column) >= _PENDING_DIGIT else reach
+    if sure >= held:
+        return None
     within = _match_of(column, [min(end, reach) for end in ends])
-    return msgspec.structs.replace(within, cut=held - reach, lacks=lacks)
+    now = _match_of(column, [min(end, sure) for end in ends])
+    return Match(
+        now.gpu, now.host, now.disk, reach - now.blocks + now.pending, within.lead, held - reach, lacks
+    )
