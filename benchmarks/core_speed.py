@@ -16,7 +16,9 @@ The peer gets the same prompts. Its `match` is find_matches of its radix tree. I
 selection service, hashes, matches and places. It is installed to ~/.cache/kvpin (KVPIN_CACHE) on the first
 run. "plain" is the least that Python can do: the hashes in a loop, and a bisection over a dict of bit masks
 for the deepest block that any engine holds. That is right if parents outlive children, and finds only the
-engines with the longest match.
+engines with the longest match. "hybrid" is kvpin for a model with five window layers for each layer of full
+attention: each engine has five more KV cache groups, which hold the last 1,024 tokens of what it holds of a
+prompt.
 
     python benchmarks/core_speed.py [--world 8k] [--rounds 7] [--no-peer]
 """
@@ -38,12 +40,12 @@ from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 
-from core_world import IN_FLIGHT, TOKENS_PER_BLOCK, WORLDS, World
+from core_world import IN_FLIGHT, SYSTEM_TOKENS, TOKENS_PER_BLOCK, WORLDS, World
 from harness import CACHE
 from index_memory import cpu
 from xxhash import xxh3_64_intdigest
 
-from engine_adapter.types import Tier
+from engine_adapter.types import Attention, KvGroup, Tier
 from proxy.core.index.blocks import BlockHash, chain, namespace_root
 from proxy.core.index.learned import LearnedBlocks
 from proxy.core.index.prefix_index import PrefixIndex
@@ -51,6 +53,9 @@ from proxy.core.placement.placer import Placer
 
 PEER = "ai-dynamo-runtime==1.6.1"
 ROOT = namespace_root("m")
+WINDOW_TOKENS = 1024
+WINDOW_BLOCKS = WINDOW_TOKENS // TOKENS_PER_BLOCK
+WINDOW_GROUPS = 5
 Times = dict[str, float]
 
 
@@ -76,8 +81,9 @@ def main() -> None:
 class Kvpin:
     """A placer that knows the world, and a dict of bit masks that does."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, window_groups: int = 0) -> None:
         self.world = world
+        self.groups = [KvGroup(at + 1, Attention.WINDOW, WINDOW_TOKENS) for at in range(window_groups)]
         self.placer = Placer(TOKENS_PER_BLOCK)
         self.masks: dict[BlockHash, int] = {}
         self.now = 0.0
@@ -94,6 +100,11 @@ class Kvpin:
             self.now += 1.0
             held = chain(ROOT, tokens, None, TOKENS_PER_BLOCK)
             placer.index.store(str(engine), Tier.GPU, held.hashes)
+            for group in self.groups:
+                placer.index.add_group(str(engine), group, TOKENS_PER_BLOCK, TOKENS_PER_BLOCK)
+                placer.index.store_group(str(engine), group, held.hashes[-WINDOW_BLOCKS:])
+                system = SYSTEM_TOKENS // TOKENS_PER_BLOCK
+                placer.index.store_group(str(engine), group, held.hashes[system - WINDOW_BLOCKS : system])
             placer.books[str(engine)].residents.use(self.now, held.hashes, len(held.hashes))
             for block in held.hashes:
                 self.masks[block] = self.masks.get(block, 0) | 1 << engine
@@ -102,7 +113,8 @@ class Kvpin:
         prompt = chain(ROOT, tokens, None, TOKENS_PER_BLOCK)
         matches = self.placer.match(prompt)
         candidates = [self.placer.candidate(self.now, each, matches.get(each)) for each in self.engines]
-        self.placer.begin(self.now, self.placer.place(self.now, candidates, prompt), prompt)
+        placement = self.placer.place(self.now, candidates, prompt)
+        self.placer.begin(self.now, placement.engine, placement.work, prompt)
 
     def check(self) -> None:
         """Raises when what is found is not what engines hold."""
@@ -126,7 +138,7 @@ class Kvpin:
             candidates = [placer.candidate(now, engine, matches.get(engine)) for engine in self.engines]
             placement = placer.place(now, candidates, prompt)
             decided = time.perf_counter()
-            placed = placer.begin(now, placement, prompt)
+            placed = placer.begin(now, placement.engine, placement.work, prompt)
             placer.end(now, placed, None)
             placer.settled(placed)
             ended = time.perf_counter()
@@ -243,8 +255,9 @@ def answer(process: subprocess.Popen[str]) -> str:
 
 def rounds(world: World, count: int, process: subprocess.Popen[str] | None) -> list[dict[str, Times]]:
     """The medians of each round. In a round, kvpin, plain Python and the peer take turns."""
-    kvpin = Kvpin(world)
+    kvpin, hybrid = Kvpin(world), Kvpin(world, WINDOW_GROUPS)
     kvpin.check()
+    hybrid.check()
     if process is not None:
         answer(process)  # it is ready
     prompts = [world.prompt(at) for at in range(world.prompts)]
@@ -253,8 +266,10 @@ def rounds(world: World, count: int, process: subprocess.Popen[str] | None) -> l
     each = []
     for _ in range(count):
         own, plain = kvpin.measure(prompts)
-        own["in all"] = own["chain"] + own["match"] + own["place"]
-        each.append({"kvpin": own, "plain": plain})
+        groups, _ = hybrid.measure(prompts)
+        for times in (own, groups):
+            times["in all"] = times["chain"] + times["match"] + times["place"]
+        each.append({"kvpin": own, "hybrid": groups, "plain": plain})
         if process is not None:
             each[-1]["dynamo"] = ask(process)
     return each
@@ -266,6 +281,9 @@ def report(world: World, each: list[dict[str, Times]]) -> None:
     for name in each[0]:
         steps = (f"{step} {figures([times[name][step] for times in each])}" for step in each[0][name])
         print(f"  {name:7} {', '.join(steps)}")
+    for step in ("match", "place", "lease", "in all"):
+        ratio = statistics.median(times["hybrid"][step] / times["kvpin"][step] for times in each)
+        print(f"  {step} of hybrid models takes {ratio:.2f} times as long")
     if "dynamo" in each[0]:
         for own, theirs in (("chain", "hash"), ("match", "match"), ("in all", "select")):
             ratio = statistics.median(times["kvpin"][own] / times["dynamo"][theirs] for times in each)

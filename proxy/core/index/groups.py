@@ -42,16 +42,11 @@ class GroupKind:
         """Tokens of one of their blocks."""
         return self.size * self.tokens_per_block
 
-    def runs(self, stretches: Iterable[tuple[int, int]], held_from: int, end: int) -> Runs:
-        """Runs of their blocks, from the parts of a chain that they all hold.
-
-        Args:
-            stretches: where those parts begin and end, in order, in blocks of the pool.
-            held_from: every block from here on is held, because requests in flight are about to leave it.
-            end: the blocks of the chain that count.
-        """
+    def runs(self, stretches: Iterable[tuple[int, int]], end: int) -> Runs:
+        """Runs of their blocks, from the parts of a chain that they all hold: where those begin and end, in
+        order, in blocks of the pool. Only the first `end` blocks of the chain count."""
         runs, size = list[tuple[int, int]](), self.size
-        for start, stop in (*stretches, (held_from, end)):
+        for start, stop in stretches:
             # A block counts where it ends: only its last block of the pool is marked.
             first, last = -(-(start + 1) // size) - 1, min(stop, end) // size
             if runs and first <= runs[-1][1]:
@@ -105,6 +100,7 @@ class KvGroups:
         bits: the location bit of each.
         mask: all these bits.
         kinds: the groups by what they need.
+        shape: what each needs, in the order of their bits. Equal shapes that hold the same reach as far.
         alignment: every boundary is a multiple of it, in blocks of the pool.
         is_known: False if it is not known of each group what it needs.
     """
@@ -116,6 +112,7 @@ class KvGroups:
         self.bits: dict[int, int] = {}
         self.mask = 0
         self.kinds: list[GroupKind] = []
+        self.shape = ""
         self.alignment = 1
         self.is_known = True
 
@@ -124,6 +121,7 @@ class KvGroups:
         size, rest = divmod(tokens_per_block, self._tokens_per_block)
         self.bits[group.number] = bit
         self.mask |= bit
+        self.shape += f"{group.attention} {group.window} {tokens_per_block}, "
         if rest or not size or group.attention is Attention.UNKNOWN:
             self.is_known = False
             return
@@ -136,7 +134,7 @@ class KvGroups:
         self.alignment = lcm(*self._sizes.values())
 
     def reach(
-        self, masks: Sequence[int], ends: Sequence[int], held: int, stored: int
+        self, masks: Sequence[int], ends: Sequence[int], held: int, pending: int = 0
     ) -> tuple[int, Attention | None]:
         """The boundary up to which a prompt can be reused, in blocks of the pool, and the kind of groups that
         lack what they need beyond it; None if no group does.
@@ -146,10 +144,11 @@ class KvGroups:
             ends: where each stretch ends.
             held: leading blocks that the main group holds, without those that no prompt of this length can
                 reuse.
-            stored: how many of those are stored; requests in flight will leave the others.
+            pending: the location bit of blocks that requests in flight will leave in every group; 0: they do
+                not count.
         """
         length = held // self.alignment * self.alignment
-        runs = [kind.runs(_stretches(masks, ends, kind.bits), stored, held) for kind in self.kinds]
+        runs = [kind.runs(_stretches(masks, ends, kind.bits, pending), held) for kind in self.kinds]
         lacks = None
         while length:
             before = length
@@ -162,10 +161,12 @@ class KvGroups:
         return length, lacks
 
 
-def _stretches(masks: Sequence[int], ends: Sequence[int], bits: int) -> Iterator[tuple[int, int]]:
-    """The parts of a chain whose blocks have all these location bits."""
+def _stretches(
+    masks: Sequence[int], ends: Sequence[int], bits: int, pending: int
+) -> Iterator[tuple[int, int]]:
+    """The parts of a chain whose blocks have all these location bits, or the bit of pending blocks."""
     start = 0
     for mask, end in zip(masks, ends, strict=True):
-        if mask & bits == bits:
+        if mask & bits == bits or mask & pending:
             yield start, end
         start = end

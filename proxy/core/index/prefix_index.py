@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import msgspec
 
@@ -29,6 +30,7 @@ _PENDING = 1 << _AT_PENDING
 _WIDTH = 4  # bits of an engine: one hexadecimal digit
 _ALL = 15
 _STORED = _ALL - _PENDING
+_PENDING_DIGIT = f"{_PENDING:x}"  # digits from here on have the bit
 _GPU = 1 << _PLACES[Tier.GPU]
 _ON_GPU = _GPU | _PENDING
 # For each digit: the fastest of gpu, host, disk and pending (the lowest bit), and whether the block is or
@@ -148,8 +150,8 @@ class PrefixIndex:
         self._each = 0  # the lowest bit of each engine
         self._flights: dict[str, InFlight] = {}
         self._counts: dict[str, list[int]] = {}  # see `counts`
-        self._groups: dict[str, KvGroups] = {}
-        self._group_slots: dict[str, list[int]] = {}  # whose bits are those of an engine's groups
+        # Each engine's further groups, and the slots of their bits.
+        self._groups: dict[str, tuple[KvGroups, list[int]]] = {}
         self._group_bits = 0
 
     def __len__(self) -> int:
@@ -186,10 +188,9 @@ class PrefixIndex:
             tokens_per_block: the group's block size.
             pool: the pool's block size.
         """
-        groups = self._groups.setdefault(engine, KvGroups(pool))
+        groups, slots = self._groups.setdefault(engine, (KvGroups(pool), []))
         if group.number in groups.bits:
             return groups
-        slots = self._group_slots.setdefault(engine, [])
         at = len(groups.bits)
         if at == len(slots) * _WIDTH:
             slots.append(self._slot())
@@ -199,19 +200,19 @@ class PrefixIndex:
 
     def groups_of(self, engine: str) -> KvGroups | None:
         """The further KV cache groups of the engine; None if none is known."""
-        return self._groups.get(engine)
+        return self._groups.get(engine, (None,))[0]
 
     def store_group(self, engine: str, group: KvGroup, hashes: tuple[BlockHash, ...]) -> None:
         """The group now holds these blocks, of one chain and in its order."""
-        self._locations.mark(self._groups[engine].bits[group.number], hashes)
+        self._locations.mark(self._groups[engine][0].bits[group.number], hashes)
 
     def remove_group(self, engine: str, group: KvGroup, hashes: tuple[BlockHash, ...]) -> None:
         """The group no longer holds these blocks."""
-        self._locations.clear(self._groups[engine].bits[group.number], hashes, 0)
+        self._locations.clear(self._groups[engine][0].bits[group.number], hashes, 0)
 
     def in_groups(self, engine: str, block: BlockHash) -> bool:
         """True if a further group of the engine holds the block."""
-        groups = self._groups.get(engine)
+        groups = self.groups_of(engine)
         return groups is not None and bool(self._locations.get(block) & groups.mask)
 
     def remove_engine(self, engine: str) -> None:
@@ -228,8 +229,8 @@ class PrefixIndex:
             self._tidy()
         else:
             self._free.append(shift // _WIDTH)
-        self._groups.pop(engine, None)
-        for slot in self._group_slots.pop(engine, ()):
+        _, slots = self._groups.pop(engine, (None, ()))
+        for slot in slots:
             self._group_bits ^= _ALL << _WIDTH * slot
             self._locations.retire(_ALL << _WIDTH * slot)
 
@@ -303,10 +304,10 @@ class PrefixIndex:
 
     def add_pending(self, engine: str, hashes: Iterable[BlockHash]) -> None:
         """A request placed on the engine will leave this chain there. Its blocks are pending from the first
-        that no tier of the engine holds."""
+        that it has to compute: that no tier of the engine holds, or that a further group cannot reuse."""
         chain, shift, flight = tuple(hashes), self._shifts[engine], self._flights[engine]
         if chain:
-            start = self._stored(chain, shift)
+            start = self._reused(engine, chain, self._stored(chain, shift))
             flight.begin(chain[-1], start)
             bits = _PENDING << shift, _GPU << shift
             added, there = self._locations.mark(bits[0], chain[start:], None, flight.awaited, beside=bits[1])
@@ -345,6 +346,14 @@ class PrefixIndex:
             stored += blocks
         return stored
 
+    def _reused(self, engine: str, chain: Sequence[BlockHash], stored: int) -> int:
+        """How many of the stored leading blocks the engine's further groups can reuse."""
+        groups = self.groups_of(engine)
+        if groups is None or not stored:
+            return stored
+        masks, blocks = zip(*self._locations.stretches(chain), strict=True)
+        return groups.reach(masks, [*accumulate(blocks)], stored)[0]
+
     def _clear(self, engine: str, bits: int, hashes: tuple[BlockHash, ...]) -> None:
         """Clears some of the engine's four bits of blocks."""
         shift, counts = self._shifts[engine], self._counts[engine]
@@ -356,37 +365,32 @@ class PrefixIndex:
         """The match of a chain on each engine that holds its first block. No prompt can reuse more than
         `most` of its blocks."""
         masks, ends = self._reach(hashes)
-        # Each digit is an engine, each column what it has of the chain from stretch to stretch.
-        digits = [f"{mask:0{len(self._slots)}x}"[::-1] for mask in masks]
-        columns = tuple(zip(*digits, strict=True))
-        matches = {column: _match_of(column, ends) for column in set(columns) if column[0] != "0"}
-        found = zip(self._slots, map(matches.get, columns), strict=bool(digits))
-        if not self._groups:
-            return {engine: match for engine, match in found if match is not None}
-        return {
-            engine: self._within_groups(groups, masks, ends, column, match, most)
-            if (groups := self._groups.get(engine)) is not None
-            else match
-            for column, (engine, match) in zip(columns, found, strict=True)
-            if match is not None and engine
-        }
-
-    def _within_groups(
-        self,
-        groups: KvGroups,
-        masks: list[int],
-        ends: list[int],
-        column: tuple[str, ...],
-        match: Match,
-        most: int | None,
-    ) -> Match:
-        """The part of an engine's match that its further groups can reuse, too."""
-        held = match.blocks if most is None else min(match.blocks, most)
-        reach, lacks = groups.reach(masks, ends, held, match.blocks - match.pending)
-        if reach >= held:
-            return match
-        within = _match_of(column, [min(end, reach) for end in ends])
-        return msgspec.structs.replace(within, cut=held - reach, lacks=lacks)
+        # Of each slot a digit a stretch. A column is what a slot has of the chain, from stretch to stretch.
+        width = len(self._slots)
+        digits = "".join([f"{mask:0{width}x}"[::-1] for mask in masks])
+        matches: dict[str, Match] = {}  # engines that hold the same of a prompt share one
+        found: dict[str, Match] = {}
+        for engine, shift in self._shifts.items() if digits else ():
+            column = digits[shift // _WIDTH :: width]
+            if column[0] != "0":
+                match = matches.get(column)
+                if match is None:
+                    match = matches[column] = _match_of(column, ends)
+                found[engine] = match
+        within: dict[object, Match] = {}
+        for engine, (groups, slots) in self._groups.items():
+            match = found.get(engine)
+            if match is not None:
+                key = id(match), groups.shape, *[digits[slot::width] for slot in slots]
+                reused = within.get(key)
+                if reused is None:
+                    shift = self._shifts[engine]
+                    column = digits[shift // _WIDTH :: width]
+                    held = match.blocks if most is None else min(match.blocks, most)
+                    reused = _within_groups(groups, masks, ends, column, held, _PENDING << shift) or match
+                    within[key] = reused
+                found[engine] = reused
+        return found
 
     def _reach(self, chain: Sequence[BlockHash]) -> tuple[list[int], list[int]]:
         """Location bits of the engines that hold all blocks so far, and where each stretch of equal bits
@@ -408,7 +412,7 @@ class PrefixIndex:
         return masks, ends
 
 
-def _match_of(column: tuple[str, ...], ends: list[int]) -> Match:
+def _match_of(column: str, ends: list[int]) -> Match:
     """An engine's match, from its digit in each stretch and where the stretches end."""
     counts, lead, start = [0, 0, 0, 0], 0, 0
     for digit, end in zip(column, ends, strict=True):
@@ -421,3 +425,22 @@ def _match_of(column: tuple[str, ...], ends: list[int]) -> Match:
         start = end
     gpu, host, disk, pending = counts
     return Match(gpu, host, disk, pending, lead)
+
+
+def _within_groups(
+    groups: KvGroups, masks: list[int], ends: list[int], column: str, held: int, pending: int
+) -> Match | None:
+    """The part of an engine's match that its further groups can reuse, too; None for all of it.
+
+    Blocks are pending beyond the boundary that the groups allow now, if requests in flight move it: whatever
+    full attention holds there is reused only when they have computed it again.
+    """
+    reach, lacks = groups.reach(masks, ends, held, pending)
+    sure = groups.reach(masks, ends, reach)[0] if max(column) >= _PENDING_DIGIT else reach
+    if sure >= held:
+        return None
+    within = _match_of(column, [min(end, reach) for end in ends])
+    now = _match_of(column, [min(end, sure) for end in ends])
+    return Match(
+        now.gpu, now.host, now.disk, reach - now.blocks + now.pending, within.lead, held - reach, lacks
+    )

@@ -5,9 +5,12 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from engine_adapter import EngineInfo
+from engine_adapter import EngineInfo, Tier
+from engine_adapter.types import Attention, KvGroup
+from proxy.core.index.blocks import chain, namespace_root
 from proxy.core.misses import Miss
 from proxy.core.placement.decision import Cost, Placement
+from proxy.core.placement.placer import Placer
 from proxy.prompt import Prompt
 from proxy.request.comparison import Comparison, repeated_tokens
 from proxy.request.records import RequestLog, RequestRecord
@@ -230,3 +233,29 @@ class TestWhyItMissed:
         assert (
             world.comparison.explain(world.record("r2", tokens(64), tokens_agree=False)).miss is Miss.UNKNOWN
         )
+
+
+@pytest.mark.parametrize("has_earlier", [True, False])
+@pytest.mark.parametrize(
+    ("group", "cut", "miss"),
+    [
+        (KvGroup(1, Attention.WINDOW, 64), 160, Miss.WINDOW),
+        (KvGroup(1, Attention.CHUNK, 64), 32, Miss.WINDOW),  # a boundary between chunks needs nothing
+        (KvGroup(1, Attention.STATE), 160, Miss.STATE),
+    ],
+)
+def test_the_attention_that_cut_a_prefix_names_the_miss(world, group, cut, miss, has_earlier):
+    placer = Placer(16)
+    placer.add("a", gpu_blocks=100)
+    prompt = chain(namespace_root("m"), array("i", tokens(200)), None, 16)
+    placer.index.store("a", Tier.GPU, prompt.hashes[:10])
+    placer.index.add_group("a", group, 16, 16)
+    candidate = placer.candidate(0.0, "a", placer.match(prompt)["a"])
+    if has_earlier:
+        world.record("r1", tokens(200))
+    placement = placer.place(0.0, [candidate], prompt)
+    new = world.record("r2", tokens(200), placement=placement, reported_tokens=160 - cut)
+    diagnosis = world.comparison.explain(new)
+    assert placement.predicted_tokens == 160 - cut
+    assert diagnosis.miss is miss
+    assert f"{cut} more tokens" in diagnosis.detail

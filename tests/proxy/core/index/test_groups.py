@@ -93,7 +93,7 @@ def test_it_is_where_vllm_finds_it(data, count, n_tokens):
         ends.append(at + 1)
     leading = next((at for at, block in enumerate(held[0]) if not block), N)
     most = min(leading, (n_tokens - 1) // POOL)
-    length, lacks = known.reach(masks, ends, most, most)
+    length, lacks = known.reach(masks, ends, most)
     assert length == reference(held, groups, sizes, n_tokens)
     assert (lacks is None) == (length == most // known.alignment * known.alignment)
 
@@ -192,6 +192,30 @@ class TestEvents:
         world.index.add_pending("a", world.chain.hashes[:10])
         match = world.match()
         assert (match.gpu, match.pending) == (4, 6)
+
+    def test_what_a_request_computes_again_is_pending(self, world):
+        world.store(None, range(8))
+        world.store(WINDOW, range(8))
+        world.remove(WINDOW, range(5))
+        world.remove(WINDOW, [7])
+        world.index.add_pending("a", world.chain.hashes[:8])
+        match = world.match()
+        assert (match.gpu, match.pending, match.lead, match.cut) == (0, 8, 8, 0)
+        world.index.end_pending("a", world.chain.hashes[:8])
+        assert (world.match().blocks, world.match().cut) == (0, 8)
+        assert world.index.counts("a") == (8, 0, 0, 0)
+
+    def test_what_it_reuses_is_not(self, world):
+        world.store(None, range(8))
+        world.store(WINDOW, range(4))
+        world.index.add_pending("a", world.chain.hashes[:8])
+        match = world.match()
+        assert (match.gpu, match.pending, match.lead, match.lacks) == (4, 4, 8, None)
+        world.store(WINDOW, range(4, 8))
+        match = world.match()
+        assert (match.gpu, match.pending) == (8, 0)
+        world.index.end_pending("a", world.chain.hashes[:8])
+        assert world.match() == Match(gpu=8)
 
     def test_large_blocks_with_states(self, world):
         state = KvGroup(2, Attention.STATE)
