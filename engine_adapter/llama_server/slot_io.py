@@ -14,13 +14,18 @@ from typing import Annotated, TypeVar
 
 import msgspec
 
-from engine_adapter.errors import EngineRejected
+from engine_adapter.errors import EngineError, EngineLost, EngineRejected
 from engine_adapter.http.control import ControlClient
 
 # Tens of gigabytes to a slow disk take minutes. A server that dies meanwhile is noticed by its health.
 MOVE_S = 1800.0
+# Seconds after which a save or restore without an answer is looked after, and in which an answer comes once
+# the server is done.
+LOOK_S, LATE_S = 5.0, 2.0
 # Pauses between looks at a slot whose client left: the server notices that only after an idle second.
 _POLL_S = (0.02, 0.15, 1.2)
+# A question that changes nothing, and waits in the same queue as requests.
+_QUEUED = "/lora-adapters"
 # Time from the last byte of a request to its place in the server's queue.
 _ARRIVAL_S = 0.02
 
@@ -99,8 +104,34 @@ async def erase(control: ControlClient, slot_id: int) -> int:
 async def _act(
     control: ControlClient, slot_id: int, action: str, kind: type[_Answer], fields: dict[str, str]
 ) -> _Answer:
+    """Lets the server do something with a slot.
+
+    A connection can be half-open: the answer never comes, and the slot would be taken for `MOVE_S`.
+
+    Raises:
+        EngineLost: the server is done with all that it was sent, and did not answer.
+    """
     path = f"/slots/{slot_id}?action={action}"
-    return await control.read(kind, "POST", path, json=fields, answer_s=MOVE_S)
+    answer = asyncio.ensure_future(control.read(kind, "POST", path, json=fields, answer_s=MOVE_S))
+    try:
+        while not (await asyncio.wait({answer}, timeout=LOOK_S))[0]:
+            if not await _is_done(control, slot_id):
+                continue
+            if not (await asyncio.wait({answer}, timeout=LATE_S))[0]:
+                raise EngineLost(f"slot {slot_id}: the answer to {action!r} was lost")
+        return answer.result()
+    finally:
+        answer.cancel()
+
+
+async def _is_done(control: ControlClient, slot_id: int) -> bool:
+    """True if the server has done all that it was sent for a slot before this question. Operations on a slot
+    that works for somebody else wait, and questions overtake them."""
+    try:
+        await control.get(_QUEUED)
+        return not (await read_slots(control))[slot_id].is_processing
+    except (EngineError, IndexError):
+        return False
 
 
 class Pulse(msgspec.Struct, frozen=True):
@@ -144,7 +175,7 @@ async def until_all_arrived(control: ControlClient) -> None:
     """
     await asyncio.sleep(_ARRIVAL_S)
     with suppress(EngineRejected):  # a server without this route
-        await control.get("/lora-adapters")  # changes nothing, and waits in the same queue
+        await control.get(_QUEUED)
 
 
 async def end_copies(control: ControlClient, slot_id: int) -> None:

@@ -4,11 +4,12 @@ import asyncio
 
 import pytest
 
-from engine_adapter.errors import EngineRejected, EngineUnavailable
+from engine_adapter.errors import EngineLost, EngineRejected, EngineUnavailable
 from engine_adapter.http.control import ControlClient
 from engine_adapter.llama_server import slot_io
 from engine_adapter.llama_server.slot_io import end_copies, read_slots, until_all_arrived, when_idle
 from engine_adapter.llama_server.state_file import read_tokens
+from engine_adapter.types import EngineSpec
 from tests.fakes import FakeEngine
 
 PROMPT = list(range(100, 164))
@@ -143,3 +144,47 @@ async def test_a_step_ends_copies(control_of):
     async with FakeEngine(script=script) as engine:
         await end_copies(control_of(engine.url), 1)
         assert len(engine.seen) == 1
+
+
+class TestALostAnswer:
+    """The connection of a save is half-open: nothing comes back on it."""
+
+    @pytest.fixture(autouse=True)
+    def quick(self, monkeypatch):
+        monkeypatch.setattr(slot_io, "LOOK_S", 0.05)
+        monkeypatch.setattr(slot_io, "LATE_S", 0.05)
+
+    @pytest.fixture
+    async def server(self):
+        async with FakeEngine("lossy") as server:
+            server.busy, server.knows_the_question = False, True
+
+            async def script(exchange):
+                if exchange.target.startswith("/slots/"):
+                    await asyncio.sleep(1)
+                    await exchange.send({"n_saved": 1, "n_written": 2, "timings": {"save_ms": 3}})
+                elif exchange.target == "/slots":
+                    await exchange.send([{"id": 0, "n_ctx": 8, "is_processing": server.busy}])
+                else:
+                    await exchange.send([], status=200 if server.knows_the_question else 404)
+
+            server.script = script
+            yield server
+
+    @pytest.fixture
+    async def lossy(self, server):
+        control = ControlClient(EngineSpec(kind="llama_server", url=server.url, id="l"))
+        yield control
+        await control.aclose()
+
+    async def test_it_is_noticed_once_the_server_is_done_with_all_it_was_sent(self, lossy):
+        async with asyncio.timeout(0.8):
+            with pytest.raises(EngineLost, match="slot 0: the answer to 'save' was lost"):
+                await slot_io.save(lossy, 0, NAME)
+
+    @pytest.mark.parametrize(("busy", "knows"), [(True, True), (False, False)])
+    async def test_a_save_that_waits_or_cannot_be_looked_after_gets_its_time(
+        self, server, lossy, busy, knows
+    ):
+        server.busy, server.knows_the_question = busy, knows
+        assert (await slot_io.save(lossy, 0, NAME)).tokens == 1
