@@ -34,6 +34,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from signal import SIGCONT, SIGHUP, SIGSTOP
 
@@ -387,6 +388,12 @@ class Trial:
         return sum(engine.model == model for engine in self.site.engines)
 
 
+def _by_part(samples: Sequence[float], parts: int = 6) -> str:
+    """The medians of equal parts of the samples, in their order."""
+    ends = [len(samples) * n // parts for n in range(parts + 1)]
+    return ", ".join(f"{statistics.median(samples[at:end]):.0f}" for at, end in pairwise(ends) if end > at)
+
+
 def _in_use(stats: dict) -> int:
     """Requests, blocks and slots of an engine that are in use, by kvpin's books."""
     kv = stats.get("kv") or {}
@@ -466,7 +473,8 @@ def judge(trial: Trial, before: Books, after: Books, healed_at: float, log: str,
         verdict.hold(f"kvpin's {kind} at rest", found, holds=kind not in leaks)
     third = statistics.median(trial.memory[len(trial.memory) // 4 : len(trial.memory) // 2 + 1])
     found = (
-        f"{before.mb:.0f} before, {third:.0f} early, {max(trial.memory):.0f} at most, {after.mb:.0f} after"
+        f"{before.mb:.0f} before, {_by_part(trial.memory)} by sixths, {max(trial.memory):.0f} at most, "
+        f"{after.mb:.0f} after"
     )
     verdict.hold(
         "kvpin's memory, MB", found, holds=after.mb <= third * (1 + GROWTH) + GROWTH_MB, in_time=True
