@@ -79,8 +79,9 @@ def check_files(words: Sequence[str], *, binary: str = BINARY) -> None:
     """Raises EngineSpecError if this machine lacks the binary or the model file."""
     program, options = _split(words, binary)
     if shutil.which(program) is None:
+        where = f" (named by {BINARY_VARIABLE})" if program == binary != BINARY else ""
         raise EngineSpecError(
-            f"there is no program {program!r}: begin the command with the path of a llama-server, put one on "
+            f"there is no program {program!r}{where}: begin the command with the path of a llama-server, put one on "
             f"the PATH, or name it in {BINARY_VARIABLE} ({_HINT})"
         )
     model = _value(options, _MODEL_FILE)

@@ -32,6 +32,8 @@ from proxy.request.stored import (
 from proxy.request.stored.names import CONTINUING, ITEM_ROUTES, PREVIOUS
 from proxy.request.translate import RESPONSES_PATH, may_name_more
 
+# Routes whose requests name further models in files.
+_NAMING_UNSEEN = ("/v1/batches", "/v1/messages/batches")
 # Characters of an id that an error repeats.
 _SHOWN = 256
 
@@ -77,12 +79,17 @@ class Destinations:
 
         Raises:
             ModelRefused: its key is not for that model.
+            Forbidden: kvpin cannot see which models it will name.
             NotFound, Forbidden, BadRequest, msgspec.DecodeError, NoEngine: see `_find`.
         """
         return self._find(call) if call.models is None else self._find_of(call, call.models)
 
     async def _find_of(self, call: Call, models: frozenset[str]) -> Destination:
         """The destination of a request whose key is for these models."""
+        if call.socket is not None or call.route.startswith(_NAMING_UNSEEN):
+            raise Forbidden(
+                "a key for some models cannot use WebSockets and batches: kvpin does not see the models they name"
+            )
         if call.model is not None and call.model not in models:
             raise refused_model(call.model, models)
         try:
@@ -202,7 +209,8 @@ def refused_model(model: str | None, models: frozenset[str]) -> ModelRefused:
         if model is None
         else f"the model {model[:MAX_NAME]!r} does not exist, or this key may not use it"
     )
-    return ModelRefused(f"{why}; for this key: {', '.join(sorted(models))}", param="model")
+    others = ", ".join(sorted(models - {model})) or "no other model"
+    return ModelRefused(f"{why}; for this key: {others}", param="model")
 
 
 def _instance_of(engine: Engine | None) -> str | None:

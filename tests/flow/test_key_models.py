@@ -137,10 +137,27 @@ async def test_a_websocket():
     path = "/v1/realtime?model="
     async with kvpin(SocketEngine(), tenants=tenants_for("m")) as proxy:
         status, body = await refusal(proxy, f"{path}secret", additional_headers=FEW)
-        assert (status, "for this key: m" in body) == (404, True)
-        async with over(proxy, f"{path}m", additional_headers=FEW) as client:
+        assert (status, "does not see the models" in body) == (403, True)
+        status, _ = await refusal(proxy, f"{path}m", additional_headers=FEW)
+        assert status == 403  # its frames may name another model
+        async with over(proxy, f"{path}m", additional_headers=ALL) as client:
             await client.send("hello")
             assert await client.recv() == "hello"
+
+
+@pytest.mark.parametrize("path", ["/v1/batches", "/v1/messages/batches"])
+async def test_a_batch_names_models_that_kvpin_does_not_see(path):
+    async with served("fast") as (_, client, engines):
+        response = await client.post(path, json={"model": "fast", "input_file_id": "file-1"})
+        assert response.status_code == 403
+        assert "does not see the models" in response.json()["error"]["message"]
+        assert all(engine.seen == [] for engine in engines)
+
+
+async def test_a_model_of_the_key_that_is_not_served_is_not_offered():
+    async with served("gone") as (_, client, _engines):
+        response = await client.post(CHAT, json={**ASK, "model": "gone"})
+    assert response.json()["error"]["message"].endswith("for this key: no other model")
 
 
 @pytest.mark.parametrize(("key", "names"), [(ALL, {"m", "ada", "secret", "fast"}), (FEW, {"fast", "ada"})])

@@ -109,7 +109,7 @@ def test_words_no_server_can_be_started_with(words, message):
 def test_a_binary_that_is_not_there_is_told(tmp_path):
     with pytest.raises(EngineSpecError, match=r"no program '/nowhere/llama-server'.*scripts/llama-server"):
         check_files(["/nowhere/llama-server", "-m", "x"])
-    with pytest.raises(EngineSpecError, match="no program 'no-such-server'"):
+    with pytest.raises(EngineSpecError, match=r"no program 'no-such-server' \(named by LLAMA_SERVER\)"):
         check_files(["-m", "x"], binary="no-such-server")
 
 

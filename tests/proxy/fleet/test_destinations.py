@@ -98,7 +98,7 @@ async def test_what_an_engine_of_another_model_keeps_is_not_reached(fleet):
     going_on = response("resp_m", tenant="t", model="alias")
     assert (await to.find(msgspec.structs.replace(going_on, models=key))).home == "a"
     for call in (reading("resp_n", tenant="t"), response("resp_n", tenant="t", model="alias")):
-        with pytest.raises(ModelRefused, match="for this key: alias"):
+        with pytest.raises(ModelRefused, match="for this key: "):
             await to.find(msgspec.structs.replace(call, models=key))
     with pytest.raises(NotFound, match="'resp_u' not found"):
         await to.find(msgspec.structs.replace(reading("resp_u", tenant="t"), models=key))
