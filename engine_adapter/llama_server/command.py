@@ -81,8 +81,8 @@ def check_files(words: Sequence[str], *, binary: str = BINARY) -> None:
     if shutil.which(program) is None:
         where = f" (named by {BINARY_VARIABLE})" if program == binary != BINARY else ""
         raise EngineSpecError(
-            f"there is no program {program!r}{where}: begin the command with the path of a llama-server, put one on "
-            f"the PATH, or name it in {BINARY_VARIABLE} ({_HINT})"
+            f"there is no program {program!r}{where}: begin the command with the path of a llama-server, put "
+            f"one on the PATH, or name it in {BINARY_VARIABLE} ({_HINT})"
         )
     model = _value(options, _MODEL_FILE)
     # With an address beside it, the file is the target of a download.

@@ -87,9 +87,8 @@ class Destinations:
     async def _find_of(self, call: Call, models: frozenset[str]) -> Destination:
         """The destination of a request whose key is for these models."""
         if call.socket is not None or call.route.startswith(_NAMING_UNSEEN):
-            raise Forbidden(
-                "a key for some models cannot use WebSockets and batches: kvpin does not see the models they name"
-            )
+            what = "WebSockets and batches: kvpin does not see the models that they name"
+            raise Forbidden(f"a key for some models cannot use {what}")
         if call.model is not None and call.model not in models:
             raise refused_model(call.model, models)
         try:
