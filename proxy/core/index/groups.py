@@ -65,10 +65,8 @@ class GroupKind:
                 found = self._window(runs, most, step)
             case Attention.CHUNK:
                 found = self._chunk(runs, most)
-            case Attention.STATE:
+            case _:  # a state; unknown kinds have no rule, see `KvGroups.add`
                 found = next(self._ends(runs, most, step), (0, 0))[1]
-            case Attention.UNKNOWN:
-                found = most
         return found // step * step * self.size
 
     def _ends(self, runs: Runs, most: int, step: int) -> Iterator[tuple[int, int]]:

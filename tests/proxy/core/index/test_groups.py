@@ -259,6 +259,72 @@ class TestEvents:
         world.store(WINDOW, [0], POOL + 1)
         assert not world.view.complete
 
+    def test_a_group_of_an_unknown_kind_changes_nothing_and_is_never_firm(self, world):
+        unknown = KvGroup(1, Attention.UNKNOWN)
+        world.store(None, range(8))
+        world.store(unknown, range(3))
+        assert world.match() == Match(gpu=8)
+        assert not world.view.complete
+
+    def test_what_a_group_holds_on_other_tiers_does_not_count(self, world):
+        world.store(None, range(8))
+        world.view.apply(BlocksStored(Tier.HOST, None, tuple(range(8)), array("i"), POOL, group=WINDOW))
+        assert world.match() == Match(gpu=8)  # it is not even a group yet
+        world.store(WINDOW, range(8))
+        world.view.apply(BlocksRemoved(Tier.HOST, tuple(range(8)), WINDOW))
+        assert world.match() == Match(gpu=8)
+
+    def test_what_leaves_a_group_that_was_never_seen_is_passed_over(self, world):
+        world.store(None, range(8))
+        world.remove(WINDOW, range(8))
+        assert world.match() == Match(gpu=8)
+
+    def test_a_block_that_waits_for_two_groups_waits_on_for_the_other(self, world):
+        other = KvGroup(2, Attention.WINDOW, 12)
+        world.store(WINDOW, range(8))
+        world.store(other, range(8))
+        world.remove(other, [7])
+        assert world.view._waiting[7] == {WINDOW}
+        world.store(None, range(8))
+        assert world.match().blocks == 7
+
+    def test_a_block_of_two_groups_stays_known_until_both_drop_it(self, world):
+        other = KvGroup(2, Attention.WINDOW, 12)
+        world.store(None, range(8))
+        world.store(WINDOW, range(8))
+        world.store(other, range(8))
+        world.remove(None, range(8))
+        world.remove(WINDOW, range(8))
+        assert len(world.view._ends) == 8
+        world.remove(other, range(8))
+        assert (world.view._ends, len(world.index)) == ({}, 0)
+
+    def test_the_blocks_that_wait_are_bounded(self, world, monkeypatch):
+        monkeypatch.setattr("proxy.core.index.view.MAX_WAITING", 2)
+        world.store(WINDOW, range(8))
+        assert len(world.view._waiting) == 2
+        world.store(None, range(8))
+        assert world.match().blocks < 8  # at worst, less is predicted
+
+    def test_an_engine_that_holds_nothing_of_the_prompt_has_no_match(self, world):
+        world.index.add_engine("dense")
+        world.index.store("dense", Tier.GPU, world.chain.hashes[:5])
+        world.store(WINDOW, range(8))
+        assert set(world.index.match(world.chain.hashes)) == {"dense"}
+
+    def test_engines_that_hold_the_same_have_the_same_match(self, world):
+        world.store(None, range(8))
+        world.store(WINDOW, range(8))
+        world.remove(WINDOW, [6])
+        world.index.add_engine("b")
+        world.index.add_group("b", WINDOW, POOL, POOL)
+        world.index.store("b", Tier.GPU, world.chain.hashes[:8])
+        world.index.store_group("b", WINDOW, world.chain.hashes[:6])
+        world.index.store_group("b", WINDOW, world.chain.hashes[7:8])
+        found = world.index.match(world.chain.hashes)
+        assert found["a"] is found["b"]
+        assert found["b"].blocks == 6
+
     def test_the_last_token_is_computed_so_the_window_must_end_before(self, world):
         chain = chain_of(ROOT, array("i", range(8 * POOL)), None, POOL)
         world.store(None, range(8))
