@@ -157,7 +157,7 @@ class Flow:
         await self._live(serving, step)
 
     def _serving(self, call: Call, reply: Reply, record: RequestRecord, admitted: Admission) -> Serving:
-        life = Life(self.rules, self.budget, record.arrived)
+        life = Life(self.rules, self.budget, _arrived(record, admitted))
         return Serving(call, reply, record, life, Alarm(life), admitted)
 
     # --- The life -------------------------------------------------------------------------------------
@@ -202,9 +202,11 @@ class Flow:
                 return Answered()
             return serving.failure(cause, self._late(cause, serving))
         except ANSWERED as error:
-            # The error of a step that was interrupted may take the interruption's place.
-            cause = serving.alarm.interrupted() or cause_for(error, serving)
-            return serving.failure(cause, error)
+            # The error of a step that was interrupted may take the interruption's place, or the client's.
+            cause = serving.alarm.interrupted()
+            if cause is None and serving.alarm.is_cancelled:
+                raise asyncio.CancelledError from error
+            return serving.failure(cause or cause_for(error, serving), error)
 
     def _take(self, serving: Serving, event: Event) -> Step:
         """Lets the machine take an event; returns the next step."""
@@ -238,7 +240,7 @@ class Flow:
                 text = f"the engine had no room for the request within {rules.first_byte_s:g} s"
                 return Overloaded(text, retry_after_s=1)
             case _:
-                lasted_s = time.monotonic() - serving.record.arrived
+                lasted_s = time.monotonic() - _arrived(serving.record, serving.admitted)
                 is_total = rules.total_s is not None and lasted_s >= rules.total_s
                 limit_s = rules.total_s if is_total else rules.placed_s
                 return TimeLimit(f"the request took longer than {limit_s:g} s, kvpin's limit")
@@ -378,6 +380,11 @@ class Flow:
             )
         finally:
             record.queued_s = time.monotonic() - began
+
+
+def _arrived(record: RequestRecord, admitted: Admission) -> float:
+    """When the request came, or the whole of which it is a part."""
+    return record.arrived if admitted.since is None else admitted.since
 
 
 def _why(cancelled: asyncio.CancelledError) -> Cause:

@@ -55,6 +55,11 @@ class Alarm:
             return None
         return cause
 
+    @property
+    def is_cancelled(self) -> bool:
+        """True if somebody else cancelled the request's task: its client has left, or kvpin stops."""
+        return self._task is not None and self._task.cancelling() > self._cancelled_before
+
     def stop(self) -> None:
         """The request is over."""
         if self._handle is not None:

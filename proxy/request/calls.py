@@ -32,6 +32,7 @@ PROMPT_ROUTES = frozenset(
 _STREAM_END = (b"[DONE]\n\n", b"[DONE]\r\n\r\n")
 # An event's text may end like that, too.
 _END_EVENT = tuple(b"\ndata:%b%b" % (space, end) for space in (b" ", b"") for end in _STREAM_END)
+_MOST_END = max(map(len, _END_EVENT))
 # The blank line after an event of a stream: engines send either.
 _EVENT_END, _EVENT_END_CR = b"\n\n", b"\n\r\n"
 
@@ -206,8 +207,8 @@ class Reply:
     """
 
     __slots__ = (
-        "_client", "_is_over", "complete", "completed", "dialect", "events", "has_written", "is_events",
-        "on_begin", "on_start", "recorded", "started", "status", "waits",
+        "_client", "_is_over", "_tail", "complete", "completed", "dialect", "events", "has_written",
+        "is_events", "on_begin", "on_start", "recorded", "started", "status", "waits",
     )  # fmt: skip
 
     def __init__(self, client: Client, dialect: Dialect = OPENAI) -> None:
@@ -220,6 +221,7 @@ class Reply:
         self.complete = self.recorded = self.is_events = self.waits = False
         self.completed: float | None = None
         self.events = 0
+        self._tail = b"\n"  # the last bytes of the body
 
     def through(self, wrap: Callable[[Client], Client]) -> None:
         """Wraps the client, before the answer begins, in what `wrap` returns."""
@@ -240,9 +242,12 @@ class Reply:
     async def write(self, chunk: bytes) -> None:
         """Sends body bytes."""
         self.has_written = True
-        self.complete = chunk.endswith(_STREAM_END) and (b"\n" + chunk).endswith(_END_EVENT)
-        if self.complete:
-            self.completed = time.monotonic()
+        if not self.complete:
+            # The end may come in several pieces, and may be followed by a comment.
+            self._tail = (self._tail + chunk[-_MOST_END:])[-_MOST_END:]
+            self.complete = self._tail.endswith(_END_EVENT)
+            if self.complete:
+                self.completed = time.monotonic()
         self.events += chunk.count(_EVENT_END) or chunk.count(_EVENT_END_CR)
         self._client.write(chunk)
         if self._client.is_full:

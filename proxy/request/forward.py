@@ -119,9 +119,10 @@ class Forwarding:
         return request if call.socket is None else replace(request, socket=call.socket)
 
     def _headers(self, response: IncomingResponse) -> HeaderPairs:
-        """The headers that the client gets. A reader of the answer may change its length."""
+        """The headers that the client gets. A reader of the answer may change its length, and so may a
+        translation of a stream, or another engine that goes on with it."""
         kept = passed_on(response, self.adapter.spec)
-        if self.hold.answer is not None:
+        if self.hold.answer is not None or _is_of(response, _EVENTS):
             kept = [pair for pair in kept if pair[0] != b"content-length"]
         return kept + pairs(self.headers)
 

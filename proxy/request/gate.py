@@ -27,10 +27,14 @@ class Admission:
 
     Attributes:
         came: when the head was read, in monotonic seconds; None for parts, and for kvpin's own requests.
+        since: when the whole of a split request began, in monotonic seconds; its parts inherit this, for they
+            share its time limit. None for a request that is not split.
         prompt_is_paid: the tenant was charged for the prompt; later parts inherit this.
     """
 
-    __slots__ = ("_bodies", "_held", "_is_counted", "_parts", "_quota", "_whole", "came", "prompt_is_paid")
+    __slots__ = (
+        "_bodies", "_held", "_is_counted", "_parts", "_quota", "_whole", "came", "prompt_is_paid", "since",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -54,6 +58,7 @@ class Admission:
         self._held = 0  # bytes
         self._parts = set[Admission]()  # those that run
         self.came = came
+        self.since: float | None = None
         self.prompt_is_paid = False
 
     @classmethod
@@ -101,7 +106,7 @@ class Admission:
         if self._parts and self._quota is not None:
             self._quota.join()
         part = Admission(self._quota, self._bodies, whole=self)
-        part.prompt_is_paid, part._held = self.prompt_is_paid, size
+        part.prompt_is_paid, part.since, part._held = self.prompt_is_paid, self.since, size
         self._bodies.take(size)
         self._parts.add(part)
         return part

@@ -7,10 +7,11 @@ again: what the client has is compared and left out, and the first difference en
 from __future__ import annotations
 
 from collections import deque
+from contextlib import suppress
 
 import msgspec
 
-from engine_adapter import EngineDiverged, RawFields, WholeEvents, decode_object
+from engine_adapter import UNREADABLE, EngineDiverged, RawFields, WholeEvents, decode_object
 from proxy.request.transcript import NULL, Event, SentStream, read_event
 
 _NAMES = ("id", "object", "created", "model", "system_fingerprint")
@@ -47,11 +48,13 @@ class Splice:
             self._check(not self._known or b"data:" not in part)
             return b"" if self._known else part
         if self._known:
+            self._check(event.is_first)  # what the client has is of the first choice
             self._skip(event)
-            if self._known or (event.is_plain and not event.texts()):
+            if self._known or (event.is_plain and event.texts() == []):
                 self._check(event.is_plain)
                 return b""
-        if self._has_role and event.delta.pop("role", NULL) != NULL and event.is_plain and not event.texts():
+        names_role = self._has_role and event.is_first and event.delta.pop("role", NULL) != NULL
+        if names_role and event.is_plain and event.texts() == []:
             return b""
         event.fields |= {name: self._head[name] for name in self._head if name in event.fields}
         self._correct_usage(event.fields)
@@ -59,7 +62,9 @@ class Splice:
 
     def _skip(self, event: Event) -> None:
         """Removes from an event what the client has of it."""
-        for name, text in event.texts():
+        texts = event.texts()
+        self._check(texts is not None)
+        for name, text in texts or ():
             rest = text
             while rest and self._known:
                 field, known = self._known.popleft()
@@ -76,12 +81,13 @@ class Splice:
         """The tokens that the client's request reused are those of the first engine."""
         if self._cached is None or fields.get("usage", NULL) == NULL:
             return
-        usage = decode_object(fields["usage"])
-        if usage.get("prompt_tokens_details", NULL) != NULL:
-            details = decode_object(usage["prompt_tokens_details"])
-            details["cached_tokens"] = msgspec.Raw(b"%d" % self._cached)
-            usage["prompt_tokens_details"] = msgspec.Raw(msgspec.json.encode(details))
-            fields["usage"] = msgspec.Raw(msgspec.json.encode(usage))
+        with suppress(*UNREADABLE):  # of another form: it stays as it is
+            usage = decode_object(fields["usage"])
+            if usage.get("prompt_tokens_details", NULL) != NULL:
+                details = decode_object(usage["prompt_tokens_details"])
+                details["cached_tokens"] = msgspec.Raw(b"%d" % self._cached)
+                usage["prompt_tokens_details"] = msgspec.Raw(msgspec.json.encode(details))
+                fields["usage"] = msgspec.Raw(msgspec.json.encode(usage))
 
     def _check(self, is_same: bool) -> None:
         if not is_same:

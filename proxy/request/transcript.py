@@ -39,13 +39,21 @@ class Event(msgspec.Struct):
     choice: RawFields | None = None
     delta: RawFields = {}
 
-    def texts(self) -> list[tuple[str, str]]:
-        """Its text, by field."""
-        return [
-            (name, _decode_text(self.delta[name]))
-            for name in TEXTS
-            if self.delta.get(name, NULL) not in _SAYS_NOTHING
-        ]
+    def texts(self) -> list[tuple[str, str]] | None:
+        """Its text, by field; None if a field holds something else than text."""
+        try:
+            return [
+                (name, _decode_text(self.delta[name]))
+                for name in TEXTS
+                if self.delta.get(name, NULL) not in _SAYS_NOTHING
+            ]
+        except UNREADABLE:
+            return None
+
+    @property
+    def is_first(self) -> bool:
+        """True if it is about the first choice, or about none."""
+        return self.choice is None or self.choice.get("index", _FIRST) == _FIRST
 
     @property
     def is_plain(self) -> bool:
@@ -54,9 +62,7 @@ class Event(msgspec.Struct):
             return "error" not in self.fields
         beside = (*self.choice.items(), *self.delta.items())
         known = ("index", "delta", "role", *TEXTS)
-        return self.choice.get("index", _FIRST) == _FIRST and all(
-            name in known or value in _SAYS_NOTHING for name, value in beside
-        )
+        return self.is_first and all(name in known or value in _SAYS_NOTHING for name, value in beside)
 
     def encode(self) -> bytes:
         """The event as it goes to the client."""
@@ -211,8 +217,9 @@ class Transcript:
         return True
 
     def _note(self, event: Event) -> None:
-        self.is_plain &= event.is_plain
-        for name, text in event.texts() if self.is_plain else ():
+        texts = event.texts() if self.is_plain and event.is_plain else None
+        self.is_plain = texts is not None
+        for name, text in texts or ():
             self._say(name, text)
 
     def _say(self, name: str, text: str) -> None:

@@ -3,14 +3,31 @@ one owner (`proxy/core/life/`). The names begin with the number in the trials' l
 
 import asyncio
 import json
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 
 import httpx
 import pytest
 
+from engine_adapter import EngineDied, Hold
 from engine_adapter.types import MESSAGES_ROUTES, RESPONSES_ROUTES
 from proxy.core.life import Cause, Rules
-from tests.fakes import CHAT, DONE, INFO, STREAM, FakeAdapter, FakeEngine, client_of, event, proxy_over
+from proxy.core.quotas import TenantLimits
+from proxy.request.tenants import ApiKey, Tenants
+from tests.fakes import (
+    ANSWER,
+    ASK,
+    CHAT,
+    DONE,
+    INFO,
+    STREAM,
+    FakeAdapter,
+    FakeEngine,
+    client_of,
+    event,
+    is_openai_error,
+    proxy_over,
+)
 
 QUICK = Rules(first_byte_s=5, idle_s=0.2)
 
@@ -225,3 +242,125 @@ class TestB12TheEndOfAnAnswerIsNoText:
             got, is_clean = await stream(client, CHAT, ASKS[CHAT])
             assert (text_of(got), is_clean) == (f"The mark\n\n{text}\n\nends it.", True)
             assert proxy.last.attempts == ["a", "b"]
+
+
+class TestWhatATrialFound:
+    async def test_parts_share_the_time_limit_of_the_whole(self):
+        async def slow(exchange):
+            await asyncio.sleep(0.4)
+            await exchange.send(ANSWER)
+
+        tenants = Tenants([ApiKey.of("k", "t")], {"t": TenantLimits(concurrent_requests=1)})
+        async with (
+            FakeEngine("a", slow) as engine,
+            proxy_over(engine, reuse=True, tenants=tenants, rules=Rules(total_s=0.6)) as proxy,
+            client_of(proxy, headers={"authorization": "Bearer k"}) as client,
+        ):
+            body = {"model": "m", "prompt": ["a", "b", "c", "d"]}
+            response = await client.post("/v1/completions", json=body)
+            assert is_openai_error(response, 504, "time_limit")
+            assert "longer than 0.6 s" in response.json()["error"]["message"]
+
+    async def test_an_error_of_the_clean_up_does_not_hide_that_the_client_left(self):
+        class Raises(FakeAdapter):
+            @asynccontextmanager
+            async def hold(self, path, body, prompt):
+                try:
+                    yield Hold(body)
+                except asyncio.CancelledError:
+                    raise EngineDied("the clean-up failed") from None
+
+        async def silent(_exchange):
+            await asyncio.sleep(60)
+
+        async with (
+            FakeEngine("a", silent) as first,
+            FakeEngine("b", silent) as second,
+            proxy_over(reuse=True) as proxy,
+        ):
+            for engine in (first, second):
+                proxy.add(Raises(engine.id, engine.url))
+            async with client_of(proxy) as client:
+                asking = asyncio.create_task(client.post(CHAT, json=ASK))
+                async with asyncio.timeout(10):
+                    while not first.seen + second.seen:  # noqa: ASYNC110 - the engine is another's
+                        await asyncio.sleep(0.01)
+                asking.cancel()
+                with suppress(asyncio.CancelledError):
+                    await asking
+            async with asyncio.timeout(10):
+                while not [*proxy.requests]:  # noqa: ASYNC110 - so is the log
+                    await asyncio.sleep(0.01)
+            assert len(first.seen + second.seen) == 1
+            assert (proxy.last.cause, proxy.last.status) == (Cause.CLIENT_LEFT, 499)
+
+    @pytest.mark.parametrize("path", [CHAT, "/v1/messages", "/v1/responses"])
+    async def test_a_length_of_the_engines_stream_is_not_the_clients(self, path):
+        async def measured(exchange):
+            body = b"".join(whole("The capital of France is Paris."))
+            sizes = [("content-type", "text/event-stream"), ("content-length", str(len(body)))]
+            await exchange.start(headers=sizes)
+            await exchange.chunk(body)
+            await exchange.end()
+
+        async with (
+            FakeEngine("a", measured) as engine,
+            proxy_over(engine) as proxy,
+            client_of(proxy) as client,
+        ):
+            fields = {"messages": STREAM["messages"]} if path != "/v1/responses" else {"input": "hi"}
+            body = {"model": "m", "max_tokens": 20, "stream": True, **fields}
+            answer = await client.post(path, json=body)
+            assert "content-length" not in answer.headers
+            assert all(word in answer.text for word in ("The ", "France", "Paris."))
+            assert proxy.last.cause is Cause.ANSWERED
+
+    @pytest.mark.parametrize(
+        "parts", [(b"data: [DO", b"NE]\n\n"), (b"data: [DONE]\n", b"\n"), (DONE, b": x\n\n")]
+    )
+    async def test_an_end_in_pieces_is_an_end(self, parts):
+        async def breaking(exchange):
+            await exchange.start()
+            for part in (*whole("The end.")[:-1], *parts):
+                await exchange.chunk(part)
+                await asyncio.sleep(0.02)
+            exchange.die()
+
+        async with (
+            FakeEngine("a", breaking) as engine,
+            proxy_over(engine) as proxy,
+            client_of(proxy) as client,
+        ):
+            answer = await client.post(CHAT, json={**STREAM, "temperature": 1})
+            assert "error" not in answer.text
+            assert proxy.fleet.engines["a"].last_error is None
+
+    @pytest.mark.parametrize("content", [[{"type": "text", "text": "Hi"}], 7, {"a": 1}])
+    async def test_a_stream_whose_text_is_no_text_is_passed_on(self, content):
+        odd = event({"id": "1", "choices": [{"index": 0, "delta": {"content": content}}]})
+
+        async with (
+            FakeEngine("a", telling(*[odd] * 300, DONE)) as first,
+            FakeEngine("b", telling(*[odd] * 300, DONE)) as second,
+            proxy_over(first, second) as proxy,
+            client_of(proxy) as client,
+        ):
+            answer = await client.post(CHAT, json=STREAM)
+            assert answer.text.count('"index"') == 300
+            assert proxy.last.cause is Cause.ANSWERED
+
+    async def test_text_of_another_choice_is_not_taken_for_what_the_client_has(self):
+        def of(index, text):
+            return event({"id": "1", "choices": [{"index": index, "delta": {"content": text}}]})
+
+        async with (
+            FakeEngine("a", dying(of(0, "The"))) as first,
+            FakeEngine("b", telling(of(1, "The capital"), of(0, "The"), of(0, " end"), DONE)) as second,
+            proxy_over(first, second) as proxy,
+            client_of(proxy) as client,
+        ):
+            async with asyncio.timeout(10):
+                while not first.seen:
+                    raw, _ = await stream(client, CHAT, STREAM)
+            assert text_of(raw) == "The"
+            assert b'"error"' in raw
