@@ -50,6 +50,7 @@ async def fates(relay, count):
     return set(found)
 
 
+@pytest.mark.timeout(1200)  # each fault waits for its own limits: four minutes in all
 async def test_each_fault_spoils_answers_until_it_is_healed(chaos, monkeypatch):
     monkeypatch.setattr(chaos, "HIT_SHARE", 1.0)
     monkeypatch.setattr(chaos, "SLOW_S", (0.0, 0.01))
