@@ -67,6 +67,7 @@ CLIENT_LEFT = 499
 _LEFT = {
     Cause.CLIENT_LEFT: "the client left",
     Cause.CLIENT_SLOW: "the client took its answer too slowly",
+    Cause.OUR_LIMIT: "the request took longer than kvpin's limit",
     Cause.PART_FAILED: "another part of the request failed",
     Cause.STOPPING: "kvpin stopped",
 }
@@ -157,7 +158,7 @@ class Flow:
         await self._live(serving, step)
 
     def _serving(self, call: Call, reply: Reply, record: RequestRecord, admitted: Admission) -> Serving:
-        life = Life(self.rules, self.budget, _arrived(record, admitted))
+        life = Life(self.rules, self.budget, _arrived(record, admitted), time.monotonic())
         return Serving(call, reply, record, life, Alarm(life), admitted)
 
     # --- The life -------------------------------------------------------------------------------------
@@ -383,7 +384,7 @@ class Flow:
 
 
 def _arrived(record: RequestRecord, admitted: Admission) -> float:
-    """When the request came, or the whole of which it is a part."""
+    """When the request's head came, or that of the whole of which it is a part."""
     return record.arrived if admitted.since is None else admitted.since
 
 

@@ -33,7 +33,15 @@ from proxy.api.relay.to_owner import PassedToOwner
 from proxy.api.web_pages import page_asking
 from proxy.api.websockets import WebSocketClient, check_websocket, with_key
 from proxy.core.life import Cause
-from proxy.errors import BadRequest, BodyTooLarge, EncodedBody, MethodNotAllowed, NoEngine, RateLimited
+from proxy.errors import (
+    BadRequest,
+    BodyTooLarge,
+    EncodedBody,
+    MethodNotAllowed,
+    NoEngine,
+    RateLimited,
+    TimeLimit,
+)
 from proxy.flow import Flow
 from proxy.headers import REQUEST_ID_HEADER
 from proxy.http.exchange import ClientLeft, Exchange
@@ -69,6 +77,8 @@ MAX_ENCODING = 40
 FILE_ROUTES = ("/v1/audio/", "/v1/files", "/v1/images/", "/v1/uploads", "/v1/videos")
 # Seconds that an engine has to end a stream after its client has read [DONE].
 ENGINE_END_S = 1.0
+# Seconds after `timeouts.total_s` in which a request that was interrupted may clean up.
+CLEAN_UP_S = 30.0
 # The ids on the log lines of a request, which runs in a task of its own. structlog adds every variable with
 # its prefix; to bind one through structlog would look at all of them.
 _OWN_ID = ContextVar[str](f"{structlog.contextvars.STRUCTLOG_KEY_PREFIX}request")
@@ -162,11 +172,9 @@ class DataPlane:
         with self._admit(tenant, exchange, reply, partial(call, None), is_upload=is_upload) as admitted:
             if may_be_kept(path) and (kept := await self.responses.answer(method, path, tenant)) is not None:
                 _send(kept, exchange)
-            elif is_upload:
-                await self._serve_upload(exchange, reply, call, admitted)
-            else:
-                # No name for the call and its body here: the body is freed before the answer ends.
-                await self._work(call(await self._body(exchange, admitted)), exchange, reply, admitted)
+                return
+            read = self._serve_upload if is_upload else self._serve_json
+            await self._within_limit(read(exchange, reply, call, admitted))
 
     def _check_route(self, method: str, path: str) -> None:
         """Checks what may be passed on.
@@ -234,7 +242,7 @@ class DataPlane:
     ) -> None:
         for name in await names_of(call, isolated=self.tenants.isolated):
             if name.kind in COLLECTIONS and not self._keeps(call.tenant, name):
-                if await to_keeper.serve(name, call, exchange, reply):
+                if await to_keeper.serve(name, call, exchange, reply, self.flow.rules.all_placed_s):
                     return
                 break
         await self._at_engine(call, exchange, reply, admitted)
@@ -245,7 +253,8 @@ class DataPlane:
         """The work of a request: on an engine, or at the kvpin that may use its engine."""
         if self.elsewhere is not None and self.elsewhere.is_concerned:
             here = partial(serve, self.flow, call, reply, admitted)
-            return self.elsewhere.serve(call.model, call, exchange, reply, here)
+            silent_s = self.flow.rules.all_placed_s
+            return self.elsewhere.serve(call.model, call, exchange, reply, here, silent_s)
         return serve(self.flow, call, reply, admitted)
 
     async def _serve_models(
@@ -260,7 +269,8 @@ class DataPlane:
             _send(answer_models(fleet, exchange.method, path, elsewhere.models, models), exchange)
 
         call = Call(own_id, exchange.method, path, exchange.headers, None)
-        return await elsewhere.serve(name_in(path), call, exchange, reply, here)
+        silent_s = self.flow.rules.all_placed_s
+        return await elsewhere.serve(name_in(path), call, exchange, reply, here, silent_s)
 
     async def _serve_websocket(
         self, exchange: Exchange, reply: Reply, own_id: str, client_id: str | None
@@ -279,6 +289,36 @@ class DataPlane:
         )
         with self._admit(tenant, exchange, reply, lambda: call) as admitted:
             await self._work(call, exchange, reply, admitted)
+
+    async def _within_limit(self, work: Coroutine[Any, Any, object]) -> None:
+        """Does the work of a request. Its life ends in time by itself: this ends what is around it.
+
+        Raises:
+            TimeLimit: it took longer than `timeouts.total_s`, and the time to clean up.
+        """
+        total_s = self.flow.rules.total_s
+        if total_s is None:
+            await work
+            return
+        task = asyncio.current_task()
+        assert task is not None  # noqa: S101 - it runs in one
+        timer = asyncio.get_running_loop().call_later(total_s + CLEAN_UP_S, task.cancel, Cause.OUR_LIMIT)
+        try:
+            await work
+        except asyncio.CancelledError as cancelled:
+            if cancelled.args != (Cause.OUR_LIMIT,):
+                raise
+            task.uncancel()
+            raise TimeLimit(f"the request took longer than {total_s:g} s, kvpin's limit") from cancelled
+        finally:
+            timer.cancel()
+
+    async def _serve_json(
+        self, exchange: Exchange, reply: Reply, call: Callable[[RequestBody], Call], admitted: Admission
+    ) -> None:
+        """Serves a request whose body is read as JSON."""
+        # No name for the call and its body here: the body is freed before the answer ends.
+        await self._work(call(await self._body(exchange, admitted)), exchange, reply, admitted)
 
     async def _serve_upload(
         self, exchange: Exchange, reply: Reply, call: Callable[[RequestBody], Call], admitted: Admission

@@ -16,6 +16,8 @@ from proxy.core.life import Cause, Command, Interrupt, InTurn, Life, Lost, Tick
 
 # The least time between two looks, in seconds.
 _LEAST_S = 0.01
+# Seconds that an interrupted step has to clean up, for example to save a slot. Then it is interrupted again.
+CLEAN_UP_S = 60.0
 
 
 class Alarm:
@@ -25,7 +27,7 @@ class Alarm:
         progress: pieces of the running answer that have arrived, and whether kvpin waits for the client.
     """
 
-    __slots__ = ("_cancelled_before", "_cause", "_handle", "_life", "_task", "progress")
+    __slots__ = ("_cancelled_before", "_cancels", "_cause", "_handle", "_life", "_task", "progress")
 
     def __init__(self, life: Life) -> None:
         self._life = life
@@ -33,6 +35,7 @@ class Alarm:
         self._cancelled_before = self._task.cancelling() if self._task is not None else 0
         self._handle: asyncio.TimerHandle | None = None
         self._cause: Cause | None = None
+        self._cancels = 0
         self.progress: Callable[[], tuple[int, bool]] = lambda: (0, False)
 
     def set(self) -> None:
@@ -50,10 +53,12 @@ class Alarm:
     def interrupted(self) -> Cause | None:
         """Why this alarm cancelled the request's task; None if its client has left. Sets the timer again."""
         cause, self._cause = self._cause, None
+        cancels, self._cancels = self._cancels, 0
         self.set()
-        if cause is None or self._task is None or self._task.uncancel() > self._cancelled_before:
-            return None
-        return cause
+        if self._task is not None:
+            for _ in range(cancels):
+                self._task.uncancel()
+        return None if self.is_cancelled else cause
 
     @property
     def is_cancelled(self) -> bool:
@@ -68,6 +73,9 @@ class Alarm:
 
     def _ring(self) -> None:
         self._handle = None
+        if self._cause is not None:  # the step still cleans up
+            self._cancel()
+            return
         received, at_client = self.progress()
         self._carry_out(self._life.take(monotonic(), Tick(received, at_client)))
 
@@ -77,8 +85,17 @@ class Alarm:
 
     def _carry_out(self, commands: tuple[Command, ...]) -> None:
         for command in commands:
-            if isinstance(command, Interrupt) and self._task is not None and self._cause is None:
+            if isinstance(command, Interrupt) and self._cause is None:
                 self._cause = command.cause
-                self._task.cancel()
+                self._cancel()
         if self._task is not None and self._cause is None:
             self.set()
+
+    def _cancel(self) -> None:
+        if self._task is None:
+            return
+        self._cancels += 1
+        self._task.cancel()
+        if self._handle is not None:
+            self._handle.cancel()
+        self._handle = asyncio.get_running_loop().call_later(CLEAN_UP_S, self._ring)

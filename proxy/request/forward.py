@@ -31,6 +31,7 @@ from engine_adapter import (
     IncomingResponse,
     OutgoingRequest,
     TokenUsage,
+    WholeEvents,
     is_json,
     read_answer_usage,
     read_error,
@@ -41,7 +42,7 @@ from proxy.headers import REQUEST_ID_HEADER, SHOULD_RETRY_HEADER
 from proxy.request.answer_headers import of_cached, of_json, pairs, passed_on, told_with_error
 from proxy.request.calls import Call, Reply
 from proxy.request.known_routes import did_you_mean
-from proxy.request.migration import Passage
+from proxy.request.migration import ROUTES, Passage
 from proxy.request.retries import REFUSALS, is_no_websocket
 from proxy.request.transcript import is_whole
 
@@ -103,7 +104,8 @@ class Forwarding:
             headers = self._headers(response)
             if call.socket is not None:
                 return await self._as_websocket(response, headers)
-            is_events = _is_of(response, _EVENTS)
+            # A compressed stream, which no engine is asked for, is passed on as it is.
+            is_events = _is_of(response, _EVENTS) and _is_plain(response)
             if self.reply.started and not is_events:
                 raise EngineGarbled("the engine that was to go on with a stream sent none")
             if _is_of(response, _JSON):
@@ -130,8 +132,7 @@ class Forwarding:
         """Reads the whole JSON answer before sending any of it: until then, another engine can be tried."""
         content, reader = await response.read(), self.hold.answer
         usage = read_answer_usage(content)
-        is_plain = response.headers.get("content-encoding") is None
-        must_be_json = is_plain and self.call.runs_prompt and self.call.native is None
+        must_be_json = _is_plain(response) and self.call.runs_prompt and self.call.native is None
         if usage is UNREAD and must_be_json and not is_json(content):
             raise EngineGarbled("the engine's answer is not JSON")
         self.begins(response, self.cached)
@@ -166,8 +167,15 @@ class Forwarding:
     ) -> Forwarded:
         """Sends nothing before the engine's first byte: until then another engine can be tried."""
         reply, reader, cached = self.reply, self.hold.answer, self.cached
-        passage = self.passage if is_events else None
-        stream = _Stream(response, reader, passage, lambda: self.begins(response, cached))
+        must_end = is_events and self.call.streams and self.call.route in ROUTES
+        stream = _Stream(
+            response,
+            reader,
+            self.passage if is_events else None,
+            WholeEvents() if is_events else None,
+            lambda: self.begins(response, cached),
+            must_end=must_end,
+        )
         first = chunk = await stream.receive()
         await reply.start(response.status, [*headers, *of_cached(cached)], is_events=is_events)
         try:
@@ -249,7 +257,11 @@ def _forwarded(status: int, cached: int | None, usage: TokenUsage) -> Forwarded:
 
 
 def _is_of(response: IncomingResponse, content_type: str) -> bool:
-    return response.headers.get("content-type", "").startswith(content_type)
+    return response.headers.get("content-type", "").lower().startswith(content_type)
+
+
+def _is_plain(response: IncomingResponse) -> bool:
+    return response.headers.get("content-encoding", "identity") == "identity"
 
 
 def _no_websocket(status: int, said: str) -> EngineRejected:
@@ -264,18 +276,33 @@ def _no_websocket(status: int, said: str) -> EngineRejected:
 class _Stream:
     """An engine's stream as the client gets it."""
 
-    __slots__ = ("_begins", "_passage", "_reader", "_response", "tail")
+    __slots__ = ("_begins", "_events", "_must_end", "_passage", "_reader", "_response", "tail")
 
     def __init__(
         self,
         response: IncomingResponse,
         reader: AnswerReader | None,
         passage: Passage | None,
+        events: WholeEvents | None,
         begins: Callable[[], None],
+        *,
+        must_end: bool,
     ) -> None:
+        """A stream.
+
+        Args:
+            response: the engine's.
+            reader: reads it, and may change it.
+            passage: reads it for a later engine.
+            events: holds back half events, which an error event must not follow; None for other streams.
+            begins: called at its first bytes.
+            must_end: a whole answer has an end mark.
+        """
         self._response = response
         self._reader = reader
         self._passage = passage
+        self._events = events
+        self._must_end = must_end
         self._begins: Callable[[], None] | None = begins
         self.tail = bytearray()
 
@@ -283,8 +310,7 @@ class _Stream:
         """The next bytes for the client; b"" at the end.
 
         Raises:
-            EngineUnavailable: the engine failed, or ended too early a stream that another engine can
-                continue.
+            EngineUnavailable: the engine failed, or ended its stream too early.
         """
         while chunk := await self._response.receive():
             self._note_begin()
@@ -294,17 +320,21 @@ class _Stream:
             kept = chunk if self._reader is None else self._reader.feed(chunk)
             if self._passage is not None:
                 kept = self._passage.feed(kept)
+            elif self._events is not None and kept:
+                kept = self._events.joined(kept)
             if kept:
                 return kept
         self._note_begin()
-        if self._passage is not None and not is_whole(bytes(self.tail)):
+        if self._must_end and not is_whole(bytes(self.tail)):
             raise EngineDied("the engine ended its answer too early")
         return b""
 
     def finish(self) -> bytes:
         """The last bytes for the client."""
         rest = self._reader.finish() if self._reader is not None else b""
-        return rest if self._passage is None else self._passage.feed(rest) + self._passage.finish()
+        if self._passage is not None:
+            return self._passage.feed(rest) + self._passage.finish()
+        return rest if self._events is None else self._events.rest + rest
 
     def _note_begin(self) -> None:
         begins, self._begins = self._begins, None

@@ -27,8 +27,7 @@ class Admission:
 
     Attributes:
         came: when the head was read, in monotonic seconds; None for parts, and for kvpin's own requests.
-        since: when the whole of a split request began, in monotonic seconds; its parts inherit this, for they
-            share its time limit. None for a request that is not split.
+        since: the same, also for parts: they share the time limit of their whole.
         prompt_is_paid: the tenant was charged for the prompt; later parts inherit this.
     """
 
@@ -57,8 +56,7 @@ class Admission:
         self._quota, self._bodies, self._is_counted, self._whole = quota, bodies, is_counted, whole
         self._held = 0  # bytes
         self._parts = set[Admission]()  # those that run
-        self.came = came
-        self.since: float | None = None
+        self.came = self.since = came
         self.prompt_is_paid = False
 
     @classmethod

@@ -21,6 +21,7 @@ _MAX_TEXT = 1 << 20
 _FINISHED = re.compile(rb'"finish_reason"\s*:\s*"')
 _DONE = re.compile(rb"\ndata: ?\[DONE\]\s*$", re.MULTILINE)  # begins with text: ten times as fast as with ^
 _DATA = b"data: "
+_END = b"\n\ndata: [DONE]\n\n"
 NULL, _FIRST = msgspec.Raw(b"null"), msgspec.Raw(b"0")
 _SAYS_NOTHING = (NULL, msgspec.Raw(b'""'), msgspec.Raw(b"[]"), msgspec.Raw(b"{}"))
 _decode_choices = msgspec.json.Decoder(list[RawFields]).decode
@@ -114,6 +115,8 @@ def read_event(event: bytes) -> Event | None:
 def is_whole(tail: bytes) -> bool:
     """True if a stream with this end has told the whole answer. Text cannot look so: in JSON, its line feeds
     and quotes are escaped."""
+    if tail.endswith(_END):
+        return True
     return _DONE.search(b"\n" + tail) is not None or _FINISHED.search(tail) is not None
 
 

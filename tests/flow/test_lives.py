@@ -2,6 +2,7 @@
 one owner (`proxy/core/life/`). The names begin with the number in the trials' list."""
 
 import asyncio
+import gzip
 import json
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
@@ -11,8 +12,10 @@ import pytest
 
 from engine_adapter import EngineDied, Hold
 from engine_adapter.types import MESSAGES_ROUTES, RESPONSES_ROUTES
+from proxy.api import openai
 from proxy.core.life import Cause, Rules
 from proxy.core.quotas import TenantLimits
+from proxy.request import alarm
 from proxy.request.tenants import ApiKey, Tenants
 from tests.fakes import (
     ANSWER,
@@ -364,3 +367,111 @@ class TestWhatATrialFound:
                     raw, _ = await stream(client, CHAT, STREAM)
             assert text_of(raw) == "The"
             assert b'"error"' in raw
+
+    @pytest.mark.parametrize("end", [b"", chunk("", "length")])
+    async def test_a_stream_that_just_ends_is_not_whole_however_it_samples(self, end):
+        async with (
+            FakeEngine("a", telling(*words("The capital"), end)) as engine,
+            proxy_over(engine) as proxy,
+            client_of(proxy) as client,
+        ):
+            raw, is_clean = await stream(client, CHAT, {**STREAM, "temperature": 1})
+            assert text_of(raw) == "The capital "
+            if end:  # some engines send no [DONE]
+                assert (is_clean, proxy.last.cause) == (True, Cause.ANSWERED)
+            else:
+                assert (is_clean, proxy.last.cause) == (False, Cause.ENGINE_DIED)
+                assert json.loads(raw.split(b"data: ")[-1])["error"]["code"] == "engine_failed"
+
+    async def test_half_an_event_is_not_sent_before_the_error(self):
+        async with (
+            FakeEngine("a", dying(*words("The capital"), chunk("of")[:-9])) as engine,
+            proxy_over(engine) as proxy,
+            client_of(proxy) as client,
+        ):
+            raw, _ = await stream(client, CHAT, {**STREAM, "temperature": 1})
+            events = [json.loads(each[6:]) for each in raw.split(b"\n\n") if each]
+            assert [*events[-1]] == ["error"]
+            assert text_of(raw) == "The capital "
+
+    @pytest.mark.parametrize("temperature", [0, 1])
+    async def test_a_compressed_stream_is_passed_on_as_it_is(self, temperature):
+        packed = gzip.compress(b"".join(whole(FRANCE)))
+
+        async def compressed(exchange):
+            kinds = [("content-type", "text/event-stream"), ("content-encoding", "gzip")]
+            await exchange.start(headers=kinds)
+            await exchange.chunk(packed)
+            await exchange.end()
+
+        async with (
+            FakeEngine("a", compressed) as first,
+            FakeEngine("b", compressed) as second,
+            proxy_over(first, second) as proxy,
+            client_of(proxy) as client,
+        ):
+            raw, is_clean = await stream(client, CHAT, {**STREAM, "temperature": temperature})
+            assert (raw, is_clean, proxy.last.cause) == (packed, True, Cause.ANSWERED)
+            assert len(first.seen + second.seen) == 1
+
+    async def test_a_content_type_in_capitals_is_the_same(self, engines):
+        a, b, _ = engines
+
+        async def capitals(exchange):
+            await exchange.start(headers=[("content-type", "Text/Event-Stream")])
+            for part in words("The capital"):
+                await exchange.chunk(part)
+            exchange.die()
+
+        b.script = a.script = telling(*whole(FRANCE))
+        a.script = capitals
+        async with proxy_over(a, b) as proxy, client_of(proxy) as client:
+            async with asyncio.timeout(10):
+                while not [*proxy.requests] or "a" not in proxy.last.attempts:
+                    raw, is_clean = await stream(client, CHAT, {**STREAM, "temperature": 0})
+            assert (text_of(raw), is_clean) == (f"{FRANCE} ", True)
+
+    async def test_the_time_limit_begins_with_the_head(self):
+        async def slowly():
+            yield b'{"model": "m", '
+            await asyncio.sleep(0.4)
+            yield b'"messages": [{"role": "user", "content": "Hi"}]}'
+
+        async def late(exchange):
+            await asyncio.sleep(0.4)
+            await exchange.send(ANSWER)
+
+        async with (
+            FakeEngine("a", late) as engine,
+            proxy_over(engine, rules=Rules(total_s=0.6)) as proxy,
+            client_of(proxy) as client,
+        ):
+            kind = {"content-type": "application/json"}
+            answer = await client.post(CHAT, content=slowly(), headers=kind)
+            assert is_openai_error(answer, 504, "time_limit")
+            assert proxy.last.cause is Cause.OUR_LIMIT
+
+    @pytest.mark.parametrize("n", [1, 2])
+    async def test_what_hangs_before_or_after_a_life_has_an_end(self, monkeypatch, n):
+        """A clean-up that nothing else ends, for a request and for the parts of one."""
+
+        class Hangs(FakeAdapter):
+            @asynccontextmanager
+            async def hold(self, path, body, prompt):
+                try:
+                    yield Hold(body)
+                finally:
+                    await asyncio.sleep(60)
+
+        monkeypatch.setattr(openai, "CLEAN_UP_S", 0.1)
+        monkeypatch.setattr(alarm, "CLEAN_UP_S", 1)  # where both interrupt at once
+        async with (
+            FakeEngine("a", stalling()) as engine,
+            proxy_over(rules=Rules(total_s=0.2), reuse=True) as proxy,
+        ):
+            proxy.add(Hangs(engine.id, engine.url))
+            async with client_of(proxy) as client, asyncio.timeout(10):
+                answer = await client.post(CHAT, json={**ASK, "n": n})
+            assert is_openai_error(answer, 504, "time_limit")
+            assert proxy.last.cause is Cause.OUR_LIMIT
+            await proxy.settled()

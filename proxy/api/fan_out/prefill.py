@@ -6,6 +6,8 @@ request for one token, it can be saved and restored into other slots, which take
 
 from __future__ import annotations
 
+import asyncio
+
 from msgspec.structs import replace
 
 from engine_adapter import Capability, JsonBody
@@ -52,7 +54,11 @@ async def compute_once(flow: Flow, call: Call, body: JsonBody, admitted: Admissi
 
 
 async def _is_worth_it(flow: Flow, call: Call) -> bool:
-    ready = await flow.prepare(call)
+    try:
+        async with asyncio.timeout(flow.rules.placed_s):
+            ready = await flow.prepare(call)
+    except TimeoutError:
+        return False
     candidates = flow.candidates(ready)
     if ready.prompt is None or not candidates:
         return False

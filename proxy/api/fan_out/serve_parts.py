@@ -7,7 +7,6 @@ event of the stream, which then breaks off. The other parts are cancelled.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, NamedTuple
 
@@ -58,7 +57,6 @@ def serve(flow: Flow, call: Call, reply: Reply, admitted: Admission) -> Coroutin
     several = _several(flow, call)
     if several is None:
         return flow.serve(call, reply, admitted)
-    admitted.since = time.monotonic()
     return _serve(flow, call, several, reply, admitted)
 
 

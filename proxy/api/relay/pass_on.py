@@ -6,7 +6,11 @@ passed on only once.
 
 from __future__ import annotations
 
+import asyncio
+from math import inf
+
 from engine_adapter import EngineUnavailable, HeaderPairs, HttpTransport, JsonBody, OutgoingRequest, Upload
+from proxy.errors import TimeLimit
 from proxy.http.exchange import Exchange
 from proxy.request.calls import Call, Reply
 
@@ -33,16 +37,31 @@ _EVENTS = "text/event-stream"
 
 
 async def pass_on(
-    transport: HttpTransport, socket: str, call: Call, exchange: Exchange, reply: Reply
+    transport: HttpTransport, socket: str, call: Call, exchange: Exchange, reply: Reply, silent_s: float
 ) -> None:
     """Lets the kvpin that serves HTTP at `socket` answer a request.
 
+    Args:
+        transport: sends the request.
+        socket: the other kvpin's.
+        call: the request.
+        exchange: the same, as its client sent it.
+        reply: the way to the client.
+        silent_s: how long the other kvpin may be silent. It has its own limits: this is for one that hangs.
+
     Raises:
         EngineUnavailable: it went away before its answer began.
+        TimeLimit: it was silent for too long before that.
     """
+    if call.socket is not None:
+        silent_s = inf
+    clock = asyncio.get_running_loop().time
     try:
-        # Nothing here keeps the request: its body may be long.
-        async with await transport.send(_request(socket, call, exchange)) as response:
+        async with (
+            asyncio.timeout_at(clock() + silent_s) as limit,
+            # Nothing here keeps the request: its body may be long.
+            await transport.send(_request(socket, call, exchange)) as response,
+        ):
             if isinstance(call.body, JsonBody):
                 call.body.forget()
             is_stream = response.headers.get("content-type", "").startswith(_EVENTS)
@@ -51,9 +70,12 @@ async def pass_on(
                 await reply.write(b"")  # the client waits for the head before it sends
             while chunk := await response.receive():
                 await reply.write(chunk)
-    except EngineUnavailable as error:
+                limit.reschedule(clock() + silent_s)
+    except (EngineUnavailable, TimeoutError) as failed:
+        text = f"the kvpin that got the request was silent for {silent_s:g} s"
+        error = TimeLimit(text) if isinstance(failed, TimeoutError) else failed
         if not reply.started:
-            raise
+            raise error from failed
         reply.break_off(error, call.answer_id)
         return  # without an end, on purpose: clients take that for a whole answer
     await reply.finish()

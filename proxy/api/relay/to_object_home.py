@@ -30,13 +30,14 @@ class PassedToKeeper:
         """`sockets`: where the other kvpins of this machine serve HTTP now."""
         self._sockets, self._transport = sockets, transport
 
-    async def serve(self, name: Name, call: Call, exchange: Exchange, reply: Reply) -> bool:
-        """Lets the kvpin that keeps the object answer a request. False if there is none."""
+    async def serve(self, name: Name, call: Call, exchange: Exchange, reply: Reply, silent_s: float) -> bool:
+        """Lets the kvpin that keeps the object answer a request. It may be silent for `silent_s` seconds.
+        False if there is none."""
         socket = await self._find(name, exchange)
         if socket is None:
             return False
         try:
-            await pass_on(self._transport, socket, call, exchange, reply)
+            await pass_on(self._transport, socket, call, exchange, reply, silent_s)
         except EngineUnavailable:
             return False  # it went away, and with it what it kept
         return True

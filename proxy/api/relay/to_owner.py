@@ -69,8 +69,10 @@ class PassedToOwner:
         exchange: Exchange,
         reply: Reply,
         here: Callable[[], Awaitable[object]],
+        silent_s: float,
     ) -> None:
-        """Answers a request for a model: by `here` in this kvpin, or by the owner of its engine.
+        """Answers a request for a model: by `here` in this kvpin, or by the owner of its engine, which may be
+        silent for `silent_s` seconds.
 
         Raises:
             ProxyError, EngineError: the request failed before the answer began.
@@ -84,7 +86,7 @@ class PassedToOwner:
                 return
             if to is not None and to.socket is not None:
                 try:
-                    await pass_on(self._transport, to.socket, call, exchange, reply)
+                    await pass_on(self._transport, to.socket, call, exchange, reply, silent_s)
                 except EngineUnavailable as error:
                     if isinstance(error, (EngineDied, EngineGarbled)):  # it waits for the next owner
                         deadline, dropped, is_late = monotonic() + WAIT_S, dropped + 1, False

@@ -56,7 +56,7 @@ class Rules(Struct, frozen=True):
     Attributes:
         first_byte_s: from placement to the beginning of an answer.
         idle_s: from one piece of an answer to the next.
-        total_s: from arrival to the end; None without an end.
+        total_s: from the head of the request to its end; None without an end.
         queue_s: in the queue.
     """
 
@@ -68,8 +68,13 @@ class Rules(Struct, frozen=True):
 
     @property
     def placed_s(self) -> float:
-        """From arrival, or from a failed attempt, to placement."""
+        """From the end of its body, or from a failed attempt, to placement."""
         return self.first_byte_s + self.queue_s
+
+    @property
+    def all_placed_s(self) -> float:
+        """From the end of its body to the beginning of an answer, all attempts together."""
+        return (self.retries + 1) * (self.placed_s + self.first_byte_s)
 
 
 _Transition = Callable[[Any, Any, Any, float], tuple[Command, ...]]
@@ -84,9 +89,18 @@ class Life:
 
     __slots__ = ("_arrived", "_budget", "_rules", "state")
 
-    def __init__(self, rules: Rules, budget: RetryBudget, arrived: float) -> None:
-        """`budget`: retries of all requests together."""
-        self.state: State = Admitted(arrived)
+    def __init__(
+        self, rules: Rules, budget: RetryBudget, arrived: float, admitted: float | None = None
+    ) -> None:
+        """A life that begins.
+
+        Args:
+            rules: its limits.
+            budget: retries of all requests together.
+            arrived: when the request's head came.
+            admitted: when it could be read; None for when its head came.
+        """
+        self.state: State = Admitted(arrived if admitted is None else admitted)
         self._rules, self._budget, self._arrived = rules, budget, arrived
 
     def take(self, now: float, event: Event) -> tuple[Command, ...]:

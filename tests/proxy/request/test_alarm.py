@@ -1,11 +1,13 @@
 """The timer of a request's life. Deadlines over real sockets: tests/flow/test_lives.py."""
 
 import asyncio
+from contextlib import suppress
 
 import pytest
 
 from proxy.core.life import Answering, Began, Cause, Entered, Life, Placed, Prepared, Rules, Sent, machine
 from proxy.core.retry_budget import RetryBudget
+from proxy.request import alarm
 from proxy.request.alarm import Alarm
 
 
@@ -14,6 +16,7 @@ class World:
 
     def __init__(self, rules, *events):
         self.rules, self.events = rules, events
+        self.works = lambda: asyncio.sleep(60)
 
     async def live(self):
         now = asyncio.get_running_loop().time
@@ -23,7 +26,7 @@ class World:
         for event in self.events:
             self.life.take(now(), event)
         try:
-            await asyncio.sleep(60)
+            await self.works()
         except asyncio.CancelledError:
             return self.alarm.interrupted()
         finally:
@@ -70,10 +73,30 @@ async def test_a_client_that_leaves_as_well_is_the_cause():
     task = asyncio.create_task(world.live())
     await asyncio.sleep(0)
     world.alarm._cause = Cause.OUR_LIMIT
-    task.cancel()
+    world.alarm._cancel()
     task.cancel()
     assert await task is None
     assert task.cancelling() == 1
+
+
+async def test_a_clean_up_that_hangs_is_interrupted_again(monkeypatch):
+    monkeypatch.setattr(alarm, "CLEAN_UP_S", 0.02)
+    world, cancels = World(Rules(total_s=0.02)), []
+
+    async def hangs():
+        try:
+            await asyncio.sleep(60)
+        finally:
+            for _ in range(2):  # each takes an interruption of its own
+                with suppress(asyncio.CancelledError):
+                    await asyncio.sleep(60)
+                cancels.append(asyncio.current_task().cancelling())
+
+    world.works = hangs
+    task = asyncio.create_task(world.live())
+    assert await asyncio.wait_for(task, 5) is Cause.OUR_LIMIT
+    assert cancels == [2, 3]
+    assert not task.cancelling()
 
 
 @pytest.mark.parametrize("has_answer", [False, True])

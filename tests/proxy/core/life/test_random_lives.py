@@ -202,9 +202,36 @@ class RandomLife(RuleBasedStateMachine):
         assert len(self.leased) <= 1
         assert len(self.paid) == len(set(self.paid)) <= RULES.retries + 1
 
-    @invariant()
-    def no_state_is_without_a_deadline(self):
-        assert self.is_in(Ended) or self.life.deadline <= RULES.total_s
+    @precondition(lambda self: not self.is_in(Ended))
+    @rule()
+    def nothing_more_happens(self):
+        self.now += self.may_last()
+        (command,) = self.life.take(self.now, Tick())
+        assert isinstance(command, Interrupt)
+        assert command.cause in (self.too_long, Cause.OUR_LIMIT)
+        self.fail(command.cause)
+
+    def may_last(self):
+        """Seconds until the state will have lasted too long, by the words of docs/life.md."""
+        match self.life.state:
+            case Admitted() | InTurn():
+                self.too_long = Cause.OUR_LIMIT
+                return RULES.first_byte_s + RULES.queue_s
+            case Leased(is_sent=is_sent):
+                self.too_long = Cause.ENGINE_LATE if is_sent else Cause.ENGINE_BUSY
+                return RULES.first_byte_s
+            case Answering(is_lost=is_lost):
+                self.too_long = Cause.ENGINE_LOST if is_lost else Cause.ENGINE_SILENT
+                return RULES.idle_s
+
+    @precondition(lambda self: not self.is_in(Ended) and self.now < RULES.total_s)
+    @rule()
+    def the_whole_time_is_over(self):
+        self.now = RULES.total_s
+        (command,) = self.life.take(self.now, Tick(received=self.dice.randint(1, 9)))
+        assert isinstance(command, Interrupt)
+        self.fail(command.cause)
+        assert self.is_in(Ended)
 
     @invariant()
     def the_client_has_the_beginning_of_one_answer(self):
