@@ -182,11 +182,11 @@ class TimeoutSettings(_SettingsPart):
     """To a connection to an engine."""
     first_byte_s: Seconds = 1800.0
     """To the first byte of an answer; then another engine is tried. An answer that is no stream has its
-    first byte last."""
+    first byte last: this limits all of its generation."""
     idle_s: Seconds = 600.0
     """From one piece of an answer to the next, while kvpin waits for the engine."""
     total_s: Seconds | None = None
-    """From a request to the end of its answer, all attempts together."""
+    """From a request's head to the end of its answer, all attempts together."""
 
 
 def _exchange(value: SecretStr) -> SecretStr:
