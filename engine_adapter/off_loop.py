@@ -100,9 +100,12 @@ class FairThreads:
             if not jobs:
                 del self._waiting[tenant]
             self._running[tenant] += 1
-            self._pool.submit(self._run, tenant, job)
+            self._pool.submit(self._run, tenant, [job])
 
-    def _run(self, tenant: str | None, job: _Job) -> None:
+    def _run(self, tenant: str | None, jobs: list[_Job]) -> None:
+        """Does the only one of `jobs`, and takes it out: the pool keeps its arguments for as long as an error's
+        traceback, which leads to the pool."""
+        job = jobs.pop()
         began, tell = time.thread_time(), None
         if job.result.set_running_or_notify_cancel():
             try:

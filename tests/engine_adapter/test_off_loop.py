@@ -1,6 +1,10 @@
 import asyncio
+import gc
 import threading
 import time
+import weakref
+from contextlib import suppress
+from functools import partial
 
 import pytest
 
@@ -106,3 +110,26 @@ class TestFairness:
         spent = {what: s for (tenant, what), s in THREADS.spent.items() if tenant == "test_off_loop"}
         assert spent["render"] >= 0.01
         assert spent["parse"] == 0.0005
+
+
+@pytest.mark.parametrize("ms", [0.0, 5.0])
+async def test_an_error_keeps_nothing_of_its_work(ms):
+    class Body:
+        pass
+
+    def fails(body):
+        raise ValueError(body.__class__.__name__)
+
+    body = Body()
+    is_there = weakref.ref(body)
+    gc.collect()
+    gc.disable()
+    try:
+        with suppress(ValueError):
+            await off_loop(partial(fails, body), ms=ms)
+        del body
+        async with asyncio.timeout(5):
+            while is_there() is not None:  # noqa: ASYNC110 - the thread still ends
+                await asyncio.sleep(0.01)
+    finally:
+        gc.enable()
