@@ -10,8 +10,6 @@ from typing import ClassVar, Protocol
 from engine_adapter import HeaderPairs, Headers
 from proxy.errors import BodyTooLarge, NoEngine, SlowBody
 
-# A piece of a body that is shorter than this is added to the one before it: each object takes 33 bytes more.
-_SMALL = 512
 # Unread bytes of a streamed body at which its connection is not read any more.
 HIGH_WATER = 65_536
 # The most seconds that a reader waits for a body. Waiting uses the seconds up. Each `BODY_BYTES_PER_S` that
@@ -112,7 +110,9 @@ class Exchange:
         self.keep_alive, self.is_reserved = keep_alive and not is_1_0, is_reserved
         self._connection, self._is_1_0 = connection, is_1_0
         # The request's body.
-        self._chunks: list[bytes | bytearray] = []  # the first one is bytes
+        # The first piece as it came, and all others in one growing piece: small ones would take 33 bytes more
+        # each, and large ones leave holes in the heap when they are joined and freed.
+        self._chunks: list[bytes | bytearray] = []
         self._arrived = self._unread = 0  # bytes
         self._complete = self._invited = False
         self._pauses = True
@@ -197,7 +197,7 @@ class Exchange:
         """Takes bytes of the body. Bytes that arrive after the answer are dropped: nothing reads them."""
         if self.finished:
             return
-        if self._chunks and len(chunk) < _SMALL:
+        if self._chunks:
             if not isinstance(self._chunks[-1], bytearray):
                 self._chunks.append(bytearray())
             self._chunks[-1] += chunk
