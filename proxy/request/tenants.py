@@ -51,24 +51,35 @@ class Tenants:
 
     Attributes:
         isolated: tenants do not share KV.
+        open: requests need no key.
     """
 
-    def __init__(self, keys: Iterable[ApiKey], limits: Mapping[str, TenantLimits] | None = None) -> None:
+    def __init__(
+        self,
+        keys: Iterable[ApiKey],
+        limits: Mapping[str, TenantLimits] | None = None,
+        *,
+        is_closed: bool = False,
+    ) -> None:
         """Begins with these keys and limits; `replace` changes them later."""
         self._quotas: dict[str, Quota] = {}
         self._changed = set[Quota]()
-        self.replace(keys, limits or {})
+        self.replace(keys, limits or {}, is_closed=is_closed)
 
-    def replace(self, keys: Iterable[ApiKey], limits: Mapping[str, TenantLimits]) -> None:
+    def replace(
+        self, keys: Iterable[ApiKey], limits: Mapping[str, TenantLimits], *, is_closed: bool = False
+    ) -> None:
         """Only these keys and limits count from now on. A tenant that stays keeps its salt, and so its KV.
         What it has used of its limits still counts.
 
-        `limits`: of those tenants that have some.
+        `limits`: of those tenants that have some. `is_closed`: requests need a key, even if there is none. Of
+        two equal keys, the first one counts.
         """
         known = tuple(keys)
+        self.open = not known and not is_closed
         self.names = frozenset(key.tenant for key in known)
         self.isolated = len(self.names) > 1
-        self._keys = {key.digest: key for key in known}
+        self._keys = {key.digest: key for key in reversed(known)}
         self._owners = {_own_salt(name): name for name in self.names} if self.isolated else {}
         used = self._quotas
         self._quotas = {
@@ -97,11 +108,6 @@ class Tenants:
         """The peer is gone, and its requests with it."""
         for quota in self._quotas.values():
             quota.leave_elsewhere(peer)
-
-    @property
-    def open(self) -> bool:
-        """True if requests need no key."""
-        return not self._keys
 
     def find(self, key: str) -> ApiKey | None:
         """What is known of a key; None for an unknown one. The time of a search by digest tells nothing."""

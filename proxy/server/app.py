@@ -27,6 +27,7 @@ from proxy.api.admin import (
     admin_mount,
     engine_routes,
     event_routes,
+    key_routes,
     kv_routes,
     prefix_routes,
     replay_routes,
@@ -49,6 +50,7 @@ from proxy.api.workers.siblings import Siblings
 from proxy.control.configured import ConfiguredEngines
 from proxy.control.discovered import DiscoveredEngines
 from proxy.control.engines import Engines
+from proxy.control.keys import KEYS_PATH, IssuedKeys
 from proxy.control.kv import KvVerbs
 from proxy.control.operations import Operations
 from proxy.control.pinning import Pinning
@@ -58,6 +60,7 @@ from proxy.control.tables import SharedTables
 from proxy.control.target_engines import Targets
 from proxy.control.warm import Warming
 from proxy.core.budget import ByteBudget
+from proxy.core.issued_keys import IssuedKey, KeyBook
 from proxy.core.life import Rules
 from proxy.core.pins import PinBook
 from proxy.fleet.destinations import Destinations
@@ -67,6 +70,7 @@ from proxy.fleet.ingest import Ingest
 from proxy.fleet.monitor import Monitor
 from proxy.fleet.recall import Memories
 from proxy.fleet.restore_ahead import RestoreAhead
+from proxy.fleet.state_dir.key_book_file import KeyBookFile
 from proxy.fleet.state_dir.saved_state import StateSaver
 from proxy.flow import Flow
 from proxy.observe.live import Live
@@ -114,7 +118,15 @@ class Proxy:
         )
         self.changes = Changes(self.fleet.drains)
         self.tables = PromptTables(max_bytes=settings.limits.prompt_table_bytes)
-        self.tenants = Tenants(_keys(settings), settings.tenant_limits)
+        directory = settings.state_dir
+        if directory is not None and siblings is not None:
+            directory = directory.parent  # of all workers
+        key_file = KeyBookFile(directory) if directory is not None else None
+        self.key_book = KeyBook()
+        self.key_book.merge(key_file.read() if key_file is not None else ())
+        self.tenants = Tenants(())
+        self._replace_keys()
+        self.keys = IssuedKeys(self.key_book, key_file, self._named_tenants, self._tell_keys)
         self.gate = Gate(self.tenants, ByteBudget(_bodies_bytes(settings)), int(settings.limits.body_bytes))
         self.peers = self._peers()
         self.responses = ResponseStore(self.tenants.names)
@@ -163,6 +175,7 @@ class Proxy:
             else None
         )
         self.destinations = Destinations(self.fleet, self.tenants.names)
+        self.key_book.listeners.append(self.follow_keys)
         self.flow = self._flow()
         self.prompts = KeptPrompts(self.fleet, self.flow.requests, self.pins, self._told_prompts)
 
@@ -198,6 +211,20 @@ class Proxy:
             placed=self.live.placed,
         )
 
+    def _named_tenants(self) -> set[str]:
+        """The tenants that the settings name."""
+        return {entry.tenant for entry in self.settings.api_keys if entry.tenant is not None}
+
+    async def _tell_keys(self) -> None:
+        """Has the other workers read the key book's file."""
+        if self.siblings is not None:
+            await self.siblings.told(KEYS_PATH)
+
+    async def told_keys(self) -> bytes:
+        """Another worker has changed the key book's file."""
+        await self.keys.look()
+        return b""
+
     async def _told_prompts(self) -> list[bytes]:
         """The prompts that the other workers keep, encoded."""
         return await self.siblings.told(PROMPTS_PATH) if self.siblings is not None else []
@@ -230,6 +257,7 @@ class Proxy:
             self.tasks.keep("restore ahead", self.ahead.run)
         if self.state is not None:
             self.tasks.keep("state", partial(self.state.run, self.fleet, self.pins))
+        self.tasks.keep("issued keys", self.keys.run)
         self._follow(self.settings)
         if self.peers is not None:
             self.peers.start(self.tasks)
@@ -240,17 +268,14 @@ class Proxy:
         Raises:
             SettingsError, EngineSpecError, Conflict: they cannot be used. Nothing changed.
         """
-        if self.settings.api_keys and not settings.api_keys:
+        if self.settings.api_keys and not (settings.api_keys or self.key_book.has_issued):
             raise SettingsError(
                 "api_keys is empty: anyone could use the engines; restart kvpin to run without keys"
             )
         check(settings)
         changes = self._follow(settings)
         self.settings = settings
-        self.tenants.replace(_keys(settings), settings.tenant_limits)
-        self.destinations.divide(self.tenants.names)
-        self.monitor.isolate(isolated=self.tenants.isolated)
-        self.responses.divide(self.tenants.names)
+        self.follow_keys()
         self.fleet.aliases, self.fleet.default_model = settings.model_aliases, settings.default_model
         self.fleet.bound_queues(settings.limits)
         self.tables.max_bytes = int(settings.limits.prompt_table_bytes)
@@ -259,6 +284,18 @@ class Proxy:
         self.flow = replace(self.flow, rules=_rules(settings))
         self.live.end()  # viewers show their key again, which may be an old one
         return changes
+
+    def follow_keys(self) -> None:
+        """Keys were issued or removed, or the settings name others: all that depends on them follows."""
+        self._replace_keys()
+        self.destinations.divide(self.tenants.names)
+        self.monitor.isolate(isolated=self.tenants.isolated)
+        self.responses.divide(self.tenants.names)
+
+    def _replace_keys(self) -> None:
+        """The keys of the settings and the issued ones count alike."""
+        keys = [*_keys(self.settings), *map(_issued, self.key_book.keys())]
+        self.tenants.replace(keys, self.settings.tenant_limits, is_closed=self.key_book.has_issued)
 
     def _follow(self, settings: Settings) -> EngineChanges:
         return self.discovered.follow(
@@ -324,6 +361,11 @@ def _keys(settings: Settings) -> list[ApiKey]:
     ]
 
 
+def _issued(key: IssuedKey) -> ApiKey:
+    models = frozenset(key.models) if key.models is not None else None
+    return ApiKey(key.tenant, key.digest, models, key.expires)
+
+
 def _rules(settings: Settings) -> Rules:
     times = settings.timeouts
     return Rules(times.first_byte_s, times.idle_s, times.total_s, settings.retries, settings.limits.queue_s)
@@ -349,9 +391,7 @@ def build_app(proxy: Proxy) -> Dispatcher:
         PassedToOwner(proxy.fleet, proxy.peers, proxy.transport) if proxy.peers is not None else None,
         _to_keeper(proxy),
     )
-    guard = MetricsGuard.of(
-        _text(settings.admin_key), _text(settings.metrics_key), has_tenants=not proxy.tenants.open
-    )
+    guard = MetricsGuard(_text(settings.admin_key), _text(settings.metrics_key), proxy.tenants)
     ops = Ops(proxy.fleet, proxy.metrics, proxy.draining, proxy.peers, has_page=settings.ui, guard=guard)
     page = WebPage().routes() if settings.ui else []
     rest = Starlette(
@@ -364,9 +404,8 @@ def build_app(proxy: Proxy) -> Dispatcher:
     rest.router.redirect_slashes = False  # such an answer leads to the host that the client named
     if proxy.siblings is None:
         return Dispatcher(data_plane, rest, proxy.draining)
-    together = MergedAnswers(
-        rest, proxy.siblings, proxy.changes, proxy.prompts.told, shared=proxy.peers is not None
-    )
+    told = {PROMPTS_PATH: proxy.prompts.told, KEYS_PATH: proxy.told_keys}
+    together = MergedAnswers(rest, proxy.siblings, proxy.changes, told, shared=proxy.peers is not None)
     return Dispatcher(data_plane, together, proxy.draining)
 
 
@@ -389,6 +428,7 @@ def admin_api(proxy: Proxy) -> Mount:
     kv = KvVerbs(targets, warming, pins, proxy.ingest, operations)
     endpoints = (
         *engine_routes(fleet, proxy.engines, pinning, proxy.discovered.sources, proxy.peers, reuse=reuse),
+        *key_routes(proxy.keys),
         *kv_routes(kv, warming, pinning, operations),
         *request_routes(flow),
         *prefix_routes(Prefixes(fleet, proxy.prompts)),

@@ -11,11 +11,20 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from engine_adapter import EngineSpecError, managed_kind
+from proxy.core.issued_keys import IssuedKey
 from proxy.fleet.discovery import finders_of
+from proxy.fleet.state_dir.key_book_file import KeyBookFile
 from proxy.http.tls import server_context
 from proxy.peers.bus import Bus
 from proxy.peers.unix_bus import UnixBus, prepare
-from proxy.settings import EngineEntry, ExchangeSettings, ManagedSettings, Settings, SettingsError
+from proxy.settings import (
+    EngineEntry,
+    ExchangeSettings,
+    ManagedSettings,
+    Settings,
+    SettingsError,
+    key_digest,
+)
 
 if TYPE_CHECKING:
     from proxy.api.workers.siblings import Siblings
@@ -36,6 +45,12 @@ def faults_here(settings: Settings) -> Iterator[str]:
             each()
         except (EngineSpecError, SettingsError) as error:
             yield str(error)
+
+
+def issued_keys(settings: Settings) -> list[IssuedKey]:
+    """The keys that the admin API has issued, and the marks of removed ones. Raises SettingsError if they
+    cannot be read."""
+    return KeyBookFile(settings.state_dir).read() if settings.state_dir is not None else []
 
 
 def managed_engines(settings: Settings) -> tuple[ManagedSettings, ...]:
@@ -97,8 +112,16 @@ def _checks(settings: Settings) -> Iterator[Callable[[], object]]:
         yield partial(_check_parent, "admin_key_file", settings.admin_key_file)
     if settings.state_dir is not None:
         yield partial(_check_place, "state_dir", settings.state_dir)
+        yield partial(_check_issued_keys, settings)
     if settings.record_traffic is not None:
         yield partial(_check_parent, "record_traffic", settings.record_traffic)
+
+
+def _check_issued_keys(settings: Settings) -> None:
+    issued = {key.digest for key in issued_keys(settings)}
+    for name, key in (("admin_key", settings.admin_key), ("metrics_key", settings.metrics_key)):
+        if key is not None and key_digest(key.get_secret_value()) in issued:
+            raise SettingsError(f"{name} must differ from every key that the admin API issued")
 
 
 def _check_managed(engine: ManagedSettings) -> None:
