@@ -75,7 +75,7 @@ class IssuedKeys:
 
     def described(self) -> list[KeyAnswer]:
         """All keys that were not removed."""
-        return [KeyAnswer(**_fields(key)) for key in self._book.keys()]
+        return [KeyAnswer(**_fields(key)) for key in self._book.issued()]
 
     async def add(
         self, *, tenant: str | None, name: str, models: tuple[str, ...] | None, expires: datetime | None
@@ -91,7 +91,7 @@ class IssuedKeys:
         tenant = self._tenant(tenant)
         if expires is not None and expires.timestamp() <= time.time():
             raise BadRequest("expires is in the past", param="expires")
-        if len(self._book.keys()) >= MAX_KEYS:
+        if len(self._book.issued()) >= MAX_KEYS:
             raise Conflict(f"there are {MAX_KEYS} issued keys, the most that kvpin keeps: remove some")
         secret = f"{_PREFIX}{secrets.token_urlsafe(_SECRET_BYTES)}"
         key = IssuedKey(
@@ -109,7 +109,7 @@ class IssuedKeys:
 
     async def remove(self, key_id: str) -> None:
         """Removes a key. Raises NotFound, and as `add` if that cannot be saved."""
-        key = next((each for each in self._book.keys() if each.id == key_id), None)
+        key = next((each for each in self._book.issued() if each.id == key_id), None)
         if key is None:
             raise NotFound(f"no key with the id {key_id!r} was issued, or it was removed", param="key_id")
         await self._save(msgspec.structs.replace(key, removed=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -9,6 +10,7 @@ import msgspec
 
 # A book holds this many keys, and as many marks of removed ones, the newest.
 MAX_KEYS = 2000
+_SIGNATURE, _SIGNATURE_BYTES = "sha256", 32
 
 
 class IssuedKey(msgspec.Struct, frozen=True, array_like=True):
@@ -35,6 +37,23 @@ class IssuedKey(msgspec.Struct, frozen=True, array_like=True):
     removed: bool = False
 
 
+def signed(entries: list[IssuedKey], secret: bytes) -> bytes:
+    """Entries as bytes for another kvpin that has the same secret. Whoever lacks it can issue no key."""
+    data = msgspec.msgpack.encode(entries)
+    return hmac.digest(secret, data, _SIGNATURE) + data
+
+
+def verified(told: bytes, secret: bytes) -> list[IssuedKey] | None:
+    """The entries of `signed`; None if another secret signed them, or they are none."""
+    signature, data = told[:_SIGNATURE_BYTES], told[_SIGNATURE_BYTES:]
+    if not hmac.compare_digest(hmac.digest(secret, data, _SIGNATURE), signature):
+        return None
+    try:
+        return msgspec.msgpack.decode(data, type=list[IssuedKey])
+    except msgspec.MsgspecError:
+        return None
+
+
 @dataclass(slots=True)
 class KeyBook:
     """The issued keys and the marks of removed ones.
@@ -51,7 +70,7 @@ class KeyBook:
         """True if a key was ever issued, also if none is left. Then no request is served without a key."""
         return bool(self._entries)
 
-    def keys(self) -> list[IssuedKey]:
+    def issued(self) -> list[IssuedKey]:
         """The keys that are not removed, the first issued first."""
         return [entry for entry in self.entries() if not entry.removed]
 

@@ -60,7 +60,7 @@ from proxy.control.tables import SharedTables
 from proxy.control.target_engines import Targets
 from proxy.control.warm import Warming
 from proxy.core.budget import ByteBudget
-from proxy.core.issued_keys import IssuedKey, KeyBook
+from proxy.core.issued_keys import KeyBook
 from proxy.core.life import Rules
 from proxy.core.pins import PinBook
 from proxy.fleet.destinations import Destinations
@@ -92,6 +92,7 @@ from proxy.settings import (
     EngineChanges,
     Settings,
     SettingsError,
+    key_digest,
 )
 from proxy.steps.attempt import Attempts
 from proxy.steps.preparation import Preparation
@@ -118,15 +119,11 @@ class Proxy:
         )
         self.changes = Changes(self.fleet.drains)
         self.tables = PromptTables(max_bytes=settings.limits.prompt_table_bytes)
-        directory = settings.state_dir
-        if directory is not None and siblings is not None:
-            directory = directory.parent  # of all workers
-        key_file = KeyBookFile(directory) if directory is not None else None
-        self.key_book = KeyBook()
-        self.key_book.merge(key_file.read() if key_file is not None else ())
-        self.tenants = Tenants(())
-        self._replace_keys()
-        self.keys = IssuedKeys(self.key_book, key_file, self._named_tenants, self._tell_keys)
+        key_file = self._key_file()
+        issued = KeyBook()
+        issued.merge(key_file.read() if key_file is not None else ())
+        self.tenants = Tenants(_keys(settings), settings.tenant_limits, issued)
+        self.keys = IssuedKeys(issued, key_file, self._named_tenants, self._tell_keys)
         self.gate = Gate(self.tenants, ByteBudget(_bodies_bytes(settings)), int(settings.limits.body_bytes))
         self.peers = self._peers()
         self.responses = ResponseStore(self.tenants.names)
@@ -175,7 +172,7 @@ class Proxy:
             else None
         )
         self.destinations = Destinations(self.fleet, self.tenants.names)
-        self.key_book.listeners.append(self.follow_keys)
+        self.tenants.listeners.append(self._divide)
         self.flow = self._flow()
         self.prompts = KeptPrompts(self.fleet, self.flow.requests, self.pins, self._told_prompts)
 
@@ -185,7 +182,15 @@ class Proxy:
             return None
         owner = secrets.randbits(63)
         bus = make_bus(self.settings.exchange, owner, self.siblings)
-        return Peers(bus, owner, self.fleet, self.tenants, self.transport.hang_up)
+        return Peers(bus, owner, self.fleet, self.tenants, self.transport.hang_up, self._group_secret)
+
+    def _group_secret(self) -> bytes | None:
+        """Signs the issued keys that kvpins of a group tell each other: the digest of their admin key. Without
+        one, the socket directory of one user needs no secret, and others may write to Redis."""
+        exchange, admin_key = self.settings.exchange, _text(self.settings.admin_key)
+        if admin_key is not None:
+            return key_digest(admin_key)
+        return b"" if exchange is not None and exchange.is_local else None
 
     def _flow(self) -> Flow:
         """The read path, with spans if there is telemetry."""
@@ -210,6 +215,14 @@ class Proxy:
             observe=self.observe,
             placed=self.live.placed,
         )
+
+    def _key_file(self) -> KeyBookFile | None:
+        """The file of issued keys; None without `state_dir`. The workers of a kvpin share it: it lies above
+        their own directories."""
+        directory = self.settings.state_dir
+        if directory is not None and self.siblings is not None:
+            directory = directory.parent
+        return KeyBookFile(directory) if directory is not None else None
 
     def _named_tenants(self) -> set[str]:
         """The tenants that the settings name."""
@@ -268,14 +281,14 @@ class Proxy:
         Raises:
             SettingsError, EngineSpecError, Conflict: they cannot be used. Nothing changed.
         """
-        if self.settings.api_keys and not (settings.api_keys or self.key_book.has_issued):
+        if self.settings.api_keys and not (settings.api_keys or self.tenants.issued.has_issued):
             raise SettingsError(
                 "api_keys is empty: anyone could use the engines; restart kvpin to run without keys"
             )
         check(settings)
         changes = self._follow(settings)
         self.settings = settings
-        self.follow_keys()
+        self.tenants.replace(_keys(settings), settings.tenant_limits)
         self.fleet.aliases, self.fleet.default_model = settings.model_aliases, settings.default_model
         self.fleet.bound_queues(settings.limits)
         self.tables.max_bytes = int(settings.limits.prompt_table_bytes)
@@ -285,17 +298,11 @@ class Proxy:
         self.live.end()  # viewers show their key again, which may be an old one
         return changes
 
-    def follow_keys(self) -> None:
-        """Keys were issued or removed, or the settings name others: all that depends on them follows."""
-        self._replace_keys()
+    def _divide(self) -> None:
+        """Keys have changed, and perhaps tenants: what is divided among these follows."""
         self.destinations.divide(self.tenants.names)
         self.monitor.isolate(isolated=self.tenants.isolated)
         self.responses.divide(self.tenants.names)
-
-    def _replace_keys(self) -> None:
-        """The keys of the settings and the issued ones count alike."""
-        keys = [*_keys(self.settings), *map(_issued, self.key_book.keys())]
-        self.tenants.replace(keys, self.settings.tenant_limits, is_closed=self.key_book.has_issued)
 
     def _follow(self, settings: Settings) -> EngineChanges:
         return self.discovered.follow(
@@ -359,11 +366,6 @@ def _keys(settings: Settings) -> list[ApiKey]:
         )
         for entry in settings.api_keys
     ]
-
-
-def _issued(key: IssuedKey) -> ApiKey:
-    models = frozenset(key.models) if key.models is not None else None
-    return ApiKey(key.tenant, key.digest, models, key.expires)
 
 
 def _rules(settings: Settings) -> Rules:

@@ -207,6 +207,11 @@ class ExchangeSettings(_SettingsPart):
     namespace: Name = "default"
     """Kvpins that share one Redis and have another namespace do not hear each other."""
 
+    @property
+    def is_local(self) -> bool:
+        """True if it is a directory of sockets on this machine, which only its owner may open."""
+        return self.url.get_secret_value().startswith("unix:")
+
 
 class Settings(BaseSettings):
     """Everything the operator decides. Made by `load_settings`."""

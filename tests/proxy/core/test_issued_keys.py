@@ -17,20 +17,20 @@ def test_books_that_heard_the_same_hold_the_same():
     told = [key(2), key(1), key(1, removed=True)]
     books = [book_of(*told), book_of(*reversed(told)), book_of(*told, *told)]
     assert [book.entries() for book in books] == [[key(1, removed=True), key(2)]] * 3
-    assert [each.id for each in books[0].keys()] == ["key-2"]
+    assert [each.id for each in books[0].issued()] == ["key-2"]
 
 
 def test_a_removed_key_never_comes_back_and_the_book_stays_closed():
     book = book_of(key(), key(removed=True))
     book.merge([key()])
-    assert book.keys() == []
+    assert book.issued() == []
     assert book.has_issued
     assert not KeyBook().has_issued
 
 
 def test_listeners_are_called_when_something_is_new():
     book, calls = book_of(), []
-    book.listeners.append(lambda: calls.append(len(book.keys())))
+    book.listeners.append(lambda: calls.append(len(book.issued())))
     for entries in ([key()], [key()], [], [key(removed=True)], [key()], [key(removed=True)]):
         book.merge(entries)
     assert calls == [1, 0]

@@ -113,11 +113,11 @@ async def test_it_outlives_a_restart_with_its_models_and_its_end(tmp_path):
         assert await here.status(for_m["key"]) == 200
         assert await here.status(for_other["key"]) == 404
         assert await here.status(ends["key"]) == 200
-        key = next(each for each in here.proxy.key_book.keys() if each.id == ends["id"])
-        here.proxy.key_book._entries[key.id] = IssuedKey(
+        key = next(each for each in here.proxy.tenants.issued.issued() if each.id == ends["id"])
+        here.proxy.tenants.issued._entries[key.id] = IssuedKey(
             key.id, key.tenant, key.digest, key.ending, key.created, expires=time.time() - 1
         )
-        here.proxy.follow_keys()
+        here.proxy.tenants.replace((), {})
         assert await here.status(ends["key"]) == 401
         assert [each["expired"] for each in (await here.admin("GET")).json()["keys"]] == [False, False, True]
 
@@ -203,7 +203,9 @@ async def test_only_operators_issue_list_and_remove(tmp_path):
 
 async def test_there_is_a_limit(tmp_path):
     async with kvpin(tmp_path) as here:
-        here.proxy.key_book.merge(IssuedKey(f"k{n}", "t", b"%d" % n, "last", 0.0) for n in range(MAX_KEYS))
+        here.proxy.tenants.issued.merge(
+            IssuedKey(f"k{n}", "t", b"%d" % n, "last", 0.0) for n in range(MAX_KEYS)
+        )
         answer = await here.admin("POST", name="x")
         assert answer.status_code == 409
         assert "2000 issued keys" in answer.text

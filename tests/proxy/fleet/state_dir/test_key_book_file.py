@@ -1,4 +1,3 @@
-import os
 import stat
 from concurrent.futures import ThreadPoolExecutor
 
@@ -73,7 +72,7 @@ def test_one_that_others_may_have_written_is_not_read(tmp_path):
     (tmp_path / "keys").chmod(0o666)
     with pytest.raises(SettingsError, match="another user may have written it"):
         KeyBookFile(tmp_path).read()
-    os.rename(tmp_path / "keys", tmp_path / "other")
+    (tmp_path / "keys").rename(tmp_path / "other")
     (tmp_path / "keys").symlink_to(tmp_path / "other")
     with pytest.raises(SettingsError, match="Too many levels of symbolic links"):
         KeyBookFile(tmp_path).read()
