@@ -8,6 +8,7 @@ import time
 from collections.abc import Awaitable, Callable, Collection
 from contextlib import suppress
 from datetime import UTC, datetime
+from typing import Any
 
 import msgspec
 import structlog
@@ -115,7 +116,7 @@ class IssuedKeys:
         await self._save(msgspec.structs.replace(key, removed=True))
 
     async def run(self) -> None:
-        """Follows the file, which other kvpins may change, and saves what other kvpins tell. Runs for ever."""
+        """Follows the file, which other kvpins may change, and saves what they tell. Runs for ever."""
         while True:
             await self.look()
             with suppress(TimeoutError):
@@ -171,7 +172,7 @@ class IssuedKeys:
         return tenant
 
 
-def _fields(key: IssuedKey) -> dict[str, object]:
+def _fields(key: IssuedKey) -> dict[str, Any]:
     expires = datetime.fromtimestamp(key.expires, UTC) if key.expires is not None else None
     return {
         "id": key.id,

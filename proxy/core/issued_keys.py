@@ -23,7 +23,7 @@ class IssuedKey(msgspec.Struct, frozen=True, array_like=True):
         name: what its operator calls it; may be empty.
         models: the names that its requests may have as `model`; None for all.
         expires: when it ends, in Unix time; None for never.
-        removed: it opens nothing any more. Its entry stays as a mark: another kvpin may still tell of the key.
+        removed: it opens nothing any more. Its entry stays as a mark: another kvpin may still tell of it.
     """
 
     id: str

@@ -63,8 +63,8 @@ class Announcer:
         counts: ExchangeCounts,
         keys: Callable[[], bytes],
     ) -> None:
-        """Tells of the pools that `fleet` makes from now on. Counts what it tells in `counts`. `keys` gives the
-        issued keys, signed."""
+        """Tells of the pools that `fleet` makes from now on. Counts what it tells in `counts`. `keys` gives
+        the issued keys, signed."""
         self.engines = list[ToldEngine]()
         self.name = fleet.name
         self._bus, self._owner, self._fleet, self._tenants = bus, owner, fleet, tenants
@@ -111,8 +111,7 @@ class Announcer:
         return True
 
     def tell_state(self) -> None:
-        """Tells again who this kvpin is, with its engines, the engines that operators have drained, and the issued
-        keys."""
+        """Tells again who this kvpin is, with its engines, what operators have drained, and issued keys."""
         self._own.tell(self._state())
 
     def beat(self, times: Times) -> None:

@@ -256,7 +256,8 @@ class Peers:
             self._tenants.issued.merge(entries)
         elif told:
             self._complain(
-                "issued keys of another kvpin do not count here: set the same admin_key at all kvpins of the group"
+                "issued keys of another kvpin do not count here: set the same admin_key at all kvpins of the "
+                "group"
             )
 
     def _tell_drains(self, _changed: list[str]) -> None:

@@ -79,8 +79,8 @@ class Tenants:
         self.replace(keys, limits or {})
 
     def replace(self, keys: Iterable[ApiKey], limits: Mapping[str, TenantLimits]) -> None:
-        """The settings have only these keys and limits from now on. A tenant that stays keeps its salt, and so
-        its KV. What it has used of its limits still counts.
+        """The settings have only these keys and limits from now on. A tenant that stays keeps its salt, and
+        so its KV. What it has used of its limits still counts.
 
         `limits`: of those tenants that have some.
         """

@@ -185,8 +185,8 @@ class Proxy:
         return Peers(bus, owner, self.fleet, self.tenants, self.transport.hang_up, self._group_secret)
 
     def _group_secret(self) -> bytes | None:
-        """Signs the issued keys that kvpins of a group tell each other: the digest of their admin key. Without
-        one, the socket directory of one user needs no secret, and others may write to Redis."""
+        """Signs the issued keys that kvpins of a group tell each other: the digest of their admin key.
+        Without one, `unix:` needs no secret, for only one user may open it; anybody may write to Redis."""
         exchange, admin_key = self.settings.exchange, _text(self.settings.admin_key)
         if admin_key is not None:
             return key_digest(admin_key)

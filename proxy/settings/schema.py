@@ -60,6 +60,13 @@ def _moment(value: object) -> object:
     return value
 
 
+def _some(models: tuple[str, ...]) -> tuple[str, ...]:
+    """Refuses an empty list; a limit of the library would also count entries that it refuses."""
+    if not models:
+        raise ValueError("it must not be empty")
+    return models
+
+
 class _SettingsPart(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
@@ -72,7 +79,7 @@ class ApiKeySettings(_SettingsPart):
     may use the data plane."""
     tenant: Name | None = None
     """Keys of one tenant share KV. By default a key is a tenant of its own."""
-    models: Annotated[tuple[ModelName, ...], Field(min_length=1)] | None = None
+    models: Annotated[tuple[ModelName, ...], AfterValidator(_some)] | None = None
     """The [models that this key may use](operations.md#models-and-end-of-a-key), by the names that clients
     write. By default all."""
     expires: Annotated[AwareDatetime, BeforeValidator(_moment)] | None = None

@@ -158,8 +158,8 @@ async def test_a_damaged_book_stops_the_start_by_one_sentence(start, tmp_path):
         ended = await in_thread(subprocess.run, command, capture_output=True, text=True, check=False)
         assert (ended.returncode, ended.stdout) == (2, "")
         assert ended.stderr == (
-            f"kvpin: state_dir: the keys in '{tmp_path / 'keys'}' cannot be read: it is damaged; put a backup of "
-            "the file in its place, or delete it to begin without issued keys\n"
+            f"kvpin: state_dir: the keys in '{tmp_path / 'keys'}' cannot be read: it is damaged; put a "
+            "backup of the file in its place, or delete it to begin without issued keys\n"
         )
 
 

@@ -58,8 +58,8 @@ class KeyBookFile:
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             why = "another version of kvpin wrote it"
         raise SettingsError(
-            f"state_dir: the keys in {str(self._path)!r} cannot be read: {why}; put a backup of the file in its "
-            "place, or delete it to begin without issued keys"
+            f"state_dir: the keys in {str(self._path)!r} cannot be read: {why}; put a backup of the file in "
+            "its place, or delete it to begin without issued keys"
         )
 
     def add(self, entries: list[IssuedKey]) -> list[IssuedKey]:

@@ -59,8 +59,8 @@ def make_directory(directory: Path) -> None:
 
 
 def write(path: Path, data: bytes, *, synced: bool = False) -> None:
-    """Replaces the file. With `synced`, it outlives a crash of the machine. Raises OSError; the old file stays
-    then."""
+    """Replaces the file. With `synced`, the new one outlives a crash of the machine. Raises OSError; the old
+    file stays then."""
     descriptor, part = mkstemp(suffix=_PART, dir=path.parent)  # mode 0600
     try:
         with os.fdopen(descriptor, "wb") as file:
