@@ -25,7 +25,8 @@ log = structlog.get_logger(__name__)
 KEYS_PATH = "/admin/v1/keys/told"
 # The tenant of keys where neither the settings nor the request name one.
 DEFAULT_TENANT = "default"
-_PREFIX = "kvp-"
+# Every issued key begins so.
+KEY_PREFIX = "kvp-"
 _SECRET_BYTES, _ID_BYTES, _ENDING = 32, 6, 4
 # Between two looks whether another kvpin has changed the file.
 _LOOK_S = 1.0
@@ -94,7 +95,7 @@ class IssuedKeys:
             raise BadRequest("expires is in the past", param="expires")
         if len(self._book.issued()) >= MAX_KEYS:
             raise Conflict(f"there are {MAX_KEYS} issued keys, the most that kvpin keeps: remove some")
-        secret = f"{_PREFIX}{secrets.token_urlsafe(_SECRET_BYTES)}"
+        secret = f"{KEY_PREFIX}{secrets.token_urlsafe(_SECRET_BYTES)}"
         key = IssuedKey(
             f"key-{secrets.token_hex(_ID_BYTES)}",
             tenant,
@@ -125,11 +126,13 @@ class IssuedKeys:
 
     async def look(self) -> None:
         """Takes over what is new in the file, and saves what it lacks."""
-        file = self._file
+        file, entries = self._file, self._book.entries()
         if file is None or (file.version == self._seen and not self._is_wanted.is_set()):
             return
+        if file.version is None and not entries:
+            return
         try:
-            await self._exchange(file, self._book.entries())
+            await self._exchange(file, entries)
         except (OSError, SettingsError) as error:
             self._seen = _NEVER  # tried again
             if not self._has_complained:

@@ -139,12 +139,14 @@ class Destinations:
 
     def _by_model(self, call: Call) -> Destination:
         """The destination of a request that names no object. A read that names no model goes to that of its
-        key, if the key is for one that is served. Raises NotFound and NoEngine, see `Fleet.find`."""
+        key, if the key is for one that is served, and for all its LoRA adapters, which the answer may show.
+        Raises NotFound and NoEngine, see `Fleet.find`."""
         if call.model is None and call.models is not None and call.method in ("GET", "HEAD"):
             aliases, pools = self._fleet.served_aliases(), self._fleet.pools
-            own = {aliases.get(name, name) for name in call.models} & pools.keys()
-            if len(own) == 1:
-                return Destination(pools[own.pop()], None)
+            named = {aliases.get(name, name) for name in call.models}
+            own = [pools[name] for name in named if name in pools]
+            if len(own) == 1 and own[0].loras <= named:
+                return Destination(own[0], None)
         return Destination(*self._fleet.find(call.model))
 
     def knows(self, tenant: str | None, name: Name) -> bool:

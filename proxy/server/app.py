@@ -270,7 +270,7 @@ class Proxy:
             self.tasks.keep("restore ahead", self.ahead.run)
         if self.state is not None:
             self.tasks.keep("state", partial(self.state.run, self.fleet, self.pins))
-        self.tasks.keep("issued keys", self.keys.run)
+            self.tasks.keep("issued keys", self.keys.run)
         self._follow(self.settings)
         if self.peers is not None:
             self.peers.start(self.tasks)
