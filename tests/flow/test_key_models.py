@@ -94,7 +94,7 @@ async def test_the_error_has_openais_code_and_a_cause_of_its_own():
 
 @pytest.mark.parametrize(
     ("models", "status"),
-    [(("fast", "ada"), 200), (("secret",), 200), (("fast",), 404), (("m", "secret"), 404)],
+    [(("fast", "ada"), 200), (("secret", "ada"), 200), (("fast",), 404), (("m", "secret"), 404)],
 )
 async def test_a_read_without_a_name_shows_the_model_of_its_key_and_no_other(models, status):
     """The answer of m's engine may show its adapter ada."""

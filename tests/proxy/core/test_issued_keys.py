@@ -1,6 +1,8 @@
+import hmac
+
 import msgspec
 
-from proxy.core.issued_keys import MAX_KEYS, IssuedKey, KeyBook
+from proxy.core.issued_keys import MAX_KEYS, IssuedKey, KeyBook, signed, verified
 
 
 def key(number=1, *, removed=False):
@@ -50,3 +52,13 @@ def test_the_wire_takes_entries_of_a_later_version():
     fields = msgspec.msgpack.decode(msgspec.msgpack.encode(key()))
     data = msgspec.msgpack.encode([*fields, "a field of a later version"])
     assert msgspec.msgpack.decode(data, type=IssuedKey) == key()
+
+
+def test_only_who_has_the_secret_can_tell_of_keys():
+    told = signed([key()], b"secret")
+    assert verified(told, b"secret") == [key()]
+    changed = told.replace(b"last", b"mine")
+    for forged, secret in ((told, b"other"), (changed, b"secret"), (told[:40], b"secret"), (b"", b"secret")):
+        assert verified(forged, secret) is None
+    no_entries = msgspec.msgpack.encode(["x"])
+    assert verified(hmac.digest(b"secret", no_entries, "sha256") + no_entries, b"secret") is None

@@ -104,9 +104,11 @@ async def test_what_an_engine_of_another_model_keeps_is_not_reached(fleet):
         await to.find(msgspec.structs.replace(reading("resp_u", tenant="t"), models=key))
 
 
-async def test_a_read_without_a_model_goes_to_the_one_model_of_its_key(fleet):
-    add_ready(fleet, "n", model="n")
-    fleet.aliases, to = {"alias": "m", "other": "m"}, Destinations(fleet)
+async def test_a_read_without_a_model_goes_to_the_one_model_of_its_key():
+    fleet = Fleet({"alias": "m", "other": "m"})
+    for name in "mn":
+        add_ready(fleet, name, model=name)
+    to = Destinations(fleet)
 
     def call(*models, method="GET", path="/props"):
         plain = Call("r", method, path, Headers([]), None)
@@ -123,3 +125,7 @@ async def test_a_read_without_a_model_goes_to_the_one_model_of_its_key(fleet):
         await to.find(call())
     fleet.default_model = "n"
     assert (await to.find(call("m"))).pool.model == "m"  # not that of the default, which is another model's
+    add_ready(fleet, "with-ada", model="m", loras=frozenset({"ada"}))  # it may show ada
+    assert (await to.find(call("m", "ada"))).pool.model == "m"
+    with pytest.raises(ModelRefused):
+        await to.find(call("m"))
