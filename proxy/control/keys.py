@@ -134,7 +134,6 @@ class IssuedKeys:
         try:
             await self._exchange(file, entries)
         except (OSError, SettingsError) as error:
-            self._seen = _NEVER  # tried again
             if not self._has_complained:
                 self._has_complained = True
                 log.error(  # noqa: TRY400 - one sentence
@@ -157,10 +156,12 @@ class IssuedKeys:
         await self._tell()
 
     async def _exchange(self, file: KeyBookFile, entries: list[IssuedKey]) -> None:
+        """Saves entries, and takes over what the file holds. Raises OSError and SettingsError: `look` tries
+        again."""
         self._is_wanted.clear()
-        seen = file.version
+        seen, self._seen = file.version, _NEVER
         self._book.merge(await asyncio.to_thread(file.add, entries))
-        self._seen = seen  # if it has changed, it is read once more
+        self._seen = seen  # if the file has changed, it is read once more
 
     def _tenant(self, tenant: str | None) -> str:
         """The tenant of a new key: one of the settings; where these have none, any."""

@@ -87,6 +87,19 @@ async def test_what_another_kvpin_tells_is_saved_as_soon_as_there_is_room(tmp_pa
     ]
 
 
+async def test_a_key_that_cannot_be_saved_keeps_no_other_from_it(tmp_path):
+    world = World(FullDisk(tmp_path))
+    world.file.is_full = False
+    await world.keys.look()
+    world.file.is_full = True
+    world.book.merge([told()])
+    with pytest.raises(ProxyError):
+        await world.keys.add(**PLAIN)
+    world.file.is_full = False
+    await world.keys.look()
+    assert world.file.read() == [told()]
+
+
 async def test_a_file_that_is_gone_is_written_again(tmp_path):
     world = World(KeyBookFile(tmp_path))
     await world.keys.add(**PLAIN)

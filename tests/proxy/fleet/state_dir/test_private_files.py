@@ -22,7 +22,7 @@ def test_what_must_outlive_a_crash_is_on_disk_before_it_is_named_and_so_is_its_n
     synced = []
 
     def fsync(descriptor):
-        at = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        at = Path(f"/proc/self/fd/{descriptor}").readlink()
         synced.append((at.suffix, at.is_dir(), (tmp_path / "file").exists()))
 
     monkeypatch.setattr(os, "fsync", fsync)
