@@ -49,7 +49,7 @@ class KeyBookFile:
         """The keys and marks in the file; none without a file. Raises SettingsError if it cannot be used."""
         try:
             return msgspec.msgpack.decode(opened(_HEAD, read(self._path)), type=list[IssuedKey])
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return []
         except OSError as error:
             why = error.strerror or str(error)
