@@ -9,7 +9,6 @@ import hashlib
 import hmac
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from starlette.requests import HTTPConnection
 
@@ -119,27 +118,19 @@ class AdminGuard:
             )
 
 
-@dataclass(frozen=True, slots=True)
 class MetricsGuard:
-    """Checks requests for `/metrics`. Where there are no tenants to spy on, it needs no key.
+    """Checks requests for `/metrics`. Where there are no tenants to spy on, it needs no key."""
 
-    Attributes:
-        guard: checks those that need a key; None if none does.
-    """
-
-    guard: AdminGuard | None
-
-    @classmethod
-    def of(cls, admin_key: str | None, metrics_key: str | None, *, has_tenants: bool) -> MetricsGuard:
+    def __init__(self, admin_key: str | None, metrics_key: str | None, tenants: Tenants) -> None:
         """The keys: as themselves or hashed; None for none."""
-        needed = has_tenants or metrics_key is not None
         names = {"what": "/metrics", "needs": "the admin key or metrics_key"}
-        return cls(AdminGuard(admin_key, metrics_key, **names) if needed else None)
+        self._guard = AdminGuard(admin_key, metrics_key, **names)
+        self._has_own_key, self._tenants = metrics_key is not None, tenants
 
     def check(self, connection: HTTPConnection) -> None:
         """Raises Unauthorized for a missing or wrong key, Forbidden for another machine or a web page."""
-        if self.guard is not None:
-            self.guard.check(connection)
+        if self._has_own_key or not self._tenants.open:
+            self._guard.check(connection)
         elif not is_from_peer(connection):
             scope = connection.scope
             page = page_asking(connection.headers.raw, lambda: scope["scheme"], lambda: scope["server"])

@@ -14,6 +14,7 @@ from proxy.fleet.engine import Engine, EngineState
 from proxy.fleet.fleet import Fleet
 from proxy.observe.metrics import Metrics
 from proxy.peers.peers import Peers
+from proxy.request.tenants import Tenants
 
 _OPENMETRICS = "application/openmetrics-text"
 _ROOT = """\
@@ -37,7 +38,7 @@ class Ops:
     draining: asyncio.Event = field(default_factory=asyncio.Event)
     peers: Peers | None = None
     has_page: bool = False
-    guard: MetricsGuard = field(default_factory=lambda: MetricsGuard(None))
+    guard: MetricsGuard = field(default_factory=lambda: MetricsGuard(None, None, Tenants(())))
 
     @property
     def _takes_requests(self) -> bool:

@@ -233,3 +233,60 @@ def delete(*, table_id: TableId, kvpin: AdminClient) -> None:
     """Delete a table here and on the engines."""
     kvpin.delete(f"{_PATH}/{path_part(table_id)}")
     typer.echo(f"deleted {table_id}")
+
+
+keys_app = App("Issue, list and remove keys of clients.", "keys")
+
+
+@keys_app.list_command
+def list_keys(*, kvpin: AdminClient, as_json: JsonOption = False) -> None:
+    """List the issued keys, without the keys themselves.
+
+    Keys of the settings are not among them.
+    """
+    show(kvpin.get("/keys"), "answer_tables.show_keys", as_json=as_json)
+
+
+@keys_app.command("add")
+def keys_add(
+    *,
+    tenant: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="A tenant of the settings; if they name none, any [default]."),
+    ] = None,
+    model: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="A model that the key is for; may be given again [all models]."),
+    ] = None,
+    expires: Annotated[
+        str | None, typer.Option(metavar="TIME", help="When it ends, as 2027-01-31T00:00:00Z [never].")
+    ] = None,
+    name: Annotated[str, typer.Option(metavar="TEXT", help="What the list shows beside it.")] = "",
+    kvpin: AdminClient,
+    as_json: JsonOption = False,
+) -> None:
+    """Issue a key and print it, once.
+
+    Once a key was issued, kvpin serves no request without one.
+    """
+    body = {"tenant": tenant, "models": model or None, "expires": expires, "name": name}
+    added = kvpin.post("/keys", body)
+    if as_json:
+        print_json(added)
+        return
+    typer.echo(added["key"])
+    typer.echo(
+        f"issued {added['id']} for tenant {added['tenant']}: keep the key, kvpin does not show it again",
+        err=True,
+    )
+
+
+@keys_app.command("remove")
+def keys_remove(
+    *,
+    key_id: Annotated[str, typer.Argument(metavar="ID", help="As `kvpin keys` lists it.")],
+    kvpin: AdminClient,
+) -> None:
+    """Remove an issued key."""
+    kvpin.delete(f"/keys/{path_part(key_id)}")
+    typer.echo(f"removed {key_id}")

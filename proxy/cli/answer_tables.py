@@ -54,6 +54,15 @@ _PROMPT_TABLES: Columns = {
     "bytes": "bytes",
     "extra id": "extra_id",
 }
+_KEYS: Columns = {
+    "id": "id",
+    "name": "name",
+    "tenant": "tenant",
+    "key": lambda key: f"…{key['ending']}",
+    "models": lambda key: "all" if key["models"] is None else ", ".join(key["models"]),
+    "expires": lambda key: of_state("expired") if key["expired"] else _day(key["expires"]),
+    "created": lambda key: _day(key["created"]),
+}
 _PEERS: Columns = {
     "peer": "name",
     "engines shared": "engines",
@@ -87,6 +96,16 @@ def show_engines(answer: dict[str, Any]) -> None:
     """Prints one row per engine."""
     less = ("served", "kind", "view", "in flight", "model")
     TerminalTable.of(answer["engines"], _ENGINES, text="last error", less=less).print(console())
+
+
+def show_keys(answer: dict[str, Any]) -> None:
+    """Prints one row per key."""
+    TerminalTable.of(answer["keys"], _KEYS, text="models", less=("created", "name")).print(console())
+
+
+def _day(moment: str | None) -> str:
+    """A time to the minute, in UTC."""
+    return moment[:16].replace("T", " ") if moment is not None else "never"
 
 
 def show_stats(stats: dict[str, Any]) -> None:

@@ -34,6 +34,9 @@ _SAME = ("prompt", "token_ids", "prompt_cache_key", "engine", "tenant", "model",
 _FLAGS = {name: f"--{name.replace('_', '-')}" for name in _SAME} | {
     "messages": "--messages-file",
     "ttl_s": "--ttl",
+    "models": "--model",
+    "name": "--name",
+    "expires": "--expires",
     "extra_id": "--extra-id",
     "table_id": "--id",
 }

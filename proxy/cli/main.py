@@ -53,7 +53,7 @@ for _function in (
     bench.bench,
 ):
     app.command()(_function)
-for _group in (admin.engines_app, admin.tables_app, config.config_app):
+for _group in (admin.engines_app, admin.tables_app, admin.keys_app, config.config_app):
     app.add_typer(_group)
 
 

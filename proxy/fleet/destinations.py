@@ -119,7 +119,7 @@ class Destinations:
             NoEngine: no engine has connected yet, or an engine that may serve the model is still connecting.
         """
         if not (self.isolated or may_name(call, isolated=False)):
-            return Destination(*self._fleet.find(call.model))
+            return self._by_model(call)
         homes, unknown = dict[Home, Name](), list[Name]()
         for name in await names_of(call, isolated=self.isolated):
             if (home := self._homes.find(call.tenant, name)) is None:
@@ -135,6 +135,18 @@ class Destinations:
             raise BadRequest(f"the request names objects of several engines: {names}")
         for home, name in homes.items():
             return self._at(home, call, name)
+        return self._by_model(call)
+
+    def _by_model(self, call: Call) -> Destination:
+        """The destination of a request that names no object. A read that names no model goes to that of its
+        key, if the key is for one that is served, and for all its LoRA adapters, which the answer may show.
+        Raises NotFound and NoEngine, see `Fleet.find`."""
+        if call.model is None and call.models is not None and call.method in ("GET", "HEAD"):
+            aliases, pools = self._fleet.served_aliases(), self._fleet.pools
+            named = {aliases.get(name, name) for name in call.models}
+            own = [pools[name] for name in named if name in pools]
+            if len(own) == 1 and own[0].loras <= named:
+                return Destination(own[0], None)
         return Destination(*self._fleet.find(call.model))
 
     def knows(self, tenant: str | None, name: Name) -> bool:

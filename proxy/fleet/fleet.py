@@ -278,6 +278,13 @@ class Fleet:
             return "only one kvpin may use the engine, and another one does: `kvpin engines` says which"
         return "no engine is connected yet; try again shortly"
 
+    def has_model(self, name: str) -> bool:
+        """True if requests for the model of that name are served."""
+        try:
+            return bool(self.find(name))
+        except (NotFound, NoEngine):
+            return False
+
     def not_served(self, model: str | None) -> NotFound:
         """The error of a request for a model that nothing serves."""
         if model is None:

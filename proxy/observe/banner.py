@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
 
 from proxy.fleet.engine import Engine, EngineState
 from proxy.fleet.fleet import Fleet
+from proxy.request.tenants import Tenants
 from proxy.settings import Settings
 
 _NAMED = 3  # engines; more are counted
@@ -64,6 +66,7 @@ class Banner:
         port: its port.
         settings: those it runs with.
         has_joined: whether this kvpin knows what others know.
+        tenants: the keys of clients.
     """
 
     def __init__(
@@ -73,8 +76,10 @@ class Banner:
         port: int,
         settings: Settings,
         has_joined: Callable[[], bool] = lambda: True,
+        tenants: Tenants | None = None,
     ) -> None:
         self._fleet, self._settings, self._has_joined = fleet, settings, has_joined
+        self._tenants = tenants if tenants is not None else Tenants(())
         # A client cannot connect to a wildcard address.
         name = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)  # noqa: S104
         self._base = f"{'https' if settings.tls else 'http'}://{name}:{port}"
@@ -108,8 +113,18 @@ class Banner:
         self._print_ready()
         for model, named_by in self._fleet.lost_names().items():
             _print(f"not served: {model} ({named_by})")
+        for model, tenant in self._lost_models():
+            _print(f"not served: {model} (a key of tenant {tenant!r} is for it)")
         if self._fleet.pools:
-            self._print_request(next(iter(self._fleet.pools)))
+            self._print_request()
+
+    def _lost_models(self) -> list[tuple[str, str]]:
+        """Models that keys are for and nothing serves, each with the tenant of such a key. Empty while
+        another kvpin uses engines for this one: their models are not known here."""
+        if any(engine.is_served_there for engine in self._fleet.engines.values()):
+            return []
+        named = {(model, key.tenant) for key in self._tenants.keys for model in key.models or ()}
+        return sorted(each for each in named if not self._fleet.has_model(each[0]))
 
     def _print_ready(self) -> None:
         for pool in self._fleet.pools.values():
@@ -119,12 +134,20 @@ class Banner:
             if engine.is_served_there:
                 _print(f"ready: {engine.id} through the kvpin {engine.owner}, which uses it")
 
-    def _print_request(self, model: str) -> None:
-        """A request to copy. It names a variable, never a key: this output may end up in a log."""
+    def _print_request(self) -> None:
+        """A request to copy, for the model that most keys are for. It names a variable, never a key: this
+        output may end up in a log."""
+        now, names = time.time(), [*self._fleet.served(), *self._fleet.served_aliases()]
+        keys = [key.models for key in self._tenants.keys if not key.has_expired(now)]
+        fitting = {name: sum(models is None or name in models for models in keys) for name in names}
+        model = max(fitting, key=lambda name: fitting[name])
+        if not (fitting[model] or self._tenants.open):
+            return
         body = {"model": model, "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 32}
-        _print("try it, with one of your keys in OPENAI_API_KEY:" if self._settings.api_keys else "try it:")
+        of = "one of your keys" if fitting[model] == len(keys) else f"a key for {model}"
+        _print("try it:" if self._tenants.open else f"try it, with {of} in OPENAI_API_KEY:")
         _print(f"  curl {self._base}/v1/chat/completions \\")
-        if self._settings.api_keys:
+        if not self._tenants.open:
             _print('    -H "authorization: Bearer $OPENAI_API_KEY" \\')
         _print("    -H 'content-type: application/json' \\")
         _print(f"    -d '{json.dumps(body)}'")

@@ -61,12 +61,14 @@ class Announcer:
         tenants: Tenants,
         claim_of: Callable[[Engine], Claim | None],
         counts: ExchangeCounts,
+        keys: Callable[[], bytes],
     ) -> None:
-        """Tells of the pools that `fleet` makes from now on. Counts what it tells in `counts`."""
+        """Tells of the pools that `fleet` makes from now on. Counts what it tells in `counts`. `keys` gives
+        the issued keys, signed."""
         self.engines = list[ToldEngine]()
         self.name = fleet.name
         self._bus, self._owner, self._fleet, self._tenants = bus, owner, fleet, tenants
-        self._claim_of, self._counts = claim_of, counts
+        self._claim_of, self._counts, self._keys = claim_of, counts, keys
         self._own = fleet.told = OwnRequests(self._flush_soon)
         self._number = 0
         self._flush_at: asyncio.TimerHandle | None = None
@@ -109,7 +111,7 @@ class Announcer:
         return True
 
     def tell_state(self) -> None:
-        """Tells again who this kvpin is, with its engines and what operators have drained."""
+        """Tells again who this kvpin is, with its engines, what operators have drained, and issued keys."""
         self._own.tell(self._state())
 
     def beat(self, times: Times) -> None:
@@ -152,7 +154,7 @@ class Announcer:
     def _state(self) -> KvpinState:
         path = self._bus.http_socket
         socket_path = str(path) if path is not None else None
-        return KvpinState(self.name, self.engines, socket_path, self._fleet.drains.marks())
+        return KvpinState(self.name, self.engines, socket_path, self._fleet.drains.marks(), self._keys())
 
     def _listing(self) -> Iterator[list[Message]]:
         part, size = list[Message](), 0

@@ -18,6 +18,7 @@ import msgspec
 import structlog
 
 from proxy.core.drains import decode_marks, encode_marks
+from proxy.core.issued_keys import signed, verified
 from proxy.core.peers.follower import Follower
 from proxy.core.peers.messages import (
     AskListing,
@@ -109,13 +110,17 @@ class Peers:
         fleet: Fleet,
         tenants: Tenants,
         hang_up: Callable[[str, str], None] = lambda _socket, _reason: None,
+        secret: Callable[[], bytes | None] = lambda: b"",
     ) -> None:
         """Tells of the pools that `fleet` makes from now on. `owner` is a number that no other kvpin has.
-        `hang_up` drops the connections to the socket of a kvpin that is lost, for that reason."""
-        self.counts, self._hang_up = ExchangeCounts(), hang_up
+        `hang_up` drops the connections to the socket of a kvpin that is lost, for that reason. `secret` signs
+        issued keys; None keeps them here."""
+        self.counts, self._hang_up, self._secret = ExchangeCounts(), hang_up, secret
         self._bus, self._owner, self._fleet, self._tenants = bus, owner, fleet, tenants
         self._owners, self._joining = Owners(owner, fleet), Joining(fleet)
-        self._announcer = Announcer(bus, owner, fleet, tenants, self._owners.claim_of, self.counts)
+        self._announcer = Announcer(
+            bus, owner, fleet, tenants, self._owners.claim_of, self.counts, self._keys
+        )
         self._peers: dict[int, Peer] = {}
         self._has_bid = asyncio.Event()
         self._complained = set[str]()
@@ -126,6 +131,7 @@ class Peers:
         """Begins to exchange."""
         callbacks = BusCallbacks(self._receive, self._announcer.introduce, self._lose, self._remember)
         self._fleet.drains.listeners.append(self._tell_drains)
+        self._tenants.listeners.append(self._announcer.tell_state)
         tasks.keep("exchange", lambda: self._bus.run(callbacks))
         tasks.keep("exchange watch", self._watch)
         tasks.keep("exchange answers", self._announcer.answer)
@@ -227,10 +233,32 @@ class Peers:
         peer.name, peer.engines = state.name, state.engines
         peer.socket = path if path is not None and self._bus.reaches(path) else None
         self._fleet.drains.merge(state.drains)
+        self._take_keys(state.keys)
         self._match(now, peer)
         self._decide_owners(now)
         if is_new:
             log.info("another kvpin is here", peer=peer.label, engines_shared=len(peer.here))
+
+    def _keys(self) -> bytes:
+        """The issued keys for other kvpins, signed."""
+        entries, secret = self._tenants.issued.entries(), self._secret()
+        if secret is None and entries:
+            self._complain(
+                "issued keys stay at this kvpin: set the same admin_key at all kvpins of the group"
+            )
+        return signed(entries, secret) if secret is not None and entries else b""
+
+    def _take_keys(self, told: bytes) -> None:
+        """Takes over the issued keys of another kvpin, if it has this one's secret."""
+        secret = self._secret()
+        entries = verified(told, secret) if told and secret is not None else None
+        if entries is not None:
+            self._tenants.issued.merge(entries)
+        elif told:
+            self._complain(
+                "issued keys of another kvpin do not count here: set the same admin_key at all kvpins of the "
+                "group"
+            )
 
     def _tell_drains(self, _changed: list[str]) -> None:
         self._announcer.tell_state()

@@ -87,6 +87,7 @@ CAUSES: dict[type[BaseException], Cause] = {
     EngineLate: Cause.ENGINE_LATE,
     EngineLost: Cause.ENGINE_LOST,
     EngineDiverged: Cause.DIVERGED,
+    errors.ModelRefused: Cause.MODEL_REFUSED,
     errors.RateLimited: Cause.QUOTA,
     errors.Overloaded: Cause.OVERLOADED,
     errors.NoEngine: Cause.NO_ENGINE,

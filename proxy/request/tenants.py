@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from engine_adapter import OWN_IDS, PRIVATE_FIELDS, JsonBody
+from proxy.core.issued_keys import IssuedKey, KeyBook
 from proxy.core.quotas import Quota, TenantLimits, Use
 from proxy.errors import BadRequest
 
@@ -37,6 +38,12 @@ class ApiKey:
         """Made from the key itself; only its digest is kept."""
         return cls(tenant, hashlib.sha256(key.encode()).digest(), models, expires)
 
+    @classmethod
+    def of_issued(cls, key: IssuedKey) -> ApiKey:
+        """A key that the admin API issued."""
+        models = frozenset(key.models) if key.models is not None else None
+        return cls(key.tenant, key.digest, models, key.expires)
+
     def has_expired(self, now: float) -> bool:
         """True if it has ended by `now`, in Unix time."""
         return self.expires is not None and self.expires <= now
@@ -51,31 +58,57 @@ class Tenants:
 
     Attributes:
         isolated: tenants do not share KV.
+        open: requests need no key. Once a key was issued they do, even if none is left.
+        issued: the keys that the admin API issued.
+        listeners: called when keys have changed.
     """
 
-    def __init__(self, keys: Iterable[ApiKey], limits: Mapping[str, TenantLimits] | None = None) -> None:
-        """Begins with these keys and limits; `replace` changes them later."""
+    def __init__(
+        self,
+        keys: Iterable[ApiKey],
+        limits: Mapping[str, TenantLimits] | None = None,
+        issued: KeyBook | None = None,
+    ) -> None:
+        """Begins with these keys of the settings and their limits; `replace` changes them later. `issued`:
+        those that the admin API issued; none by default."""
+        self.listeners = list[Callable[[], None]]()
+        self.issued = issued if issued is not None else KeyBook()
+        self.issued.listeners.append(self._follow)
         self._quotas: dict[str, Quota] = {}
         self._changed = set[Quota]()
         self.replace(keys, limits or {})
 
     def replace(self, keys: Iterable[ApiKey], limits: Mapping[str, TenantLimits]) -> None:
-        """Only these keys and limits count from now on. A tenant that stays keeps its salt, and so its KV.
-        What it has used of its limits still counts.
+        """The settings have only these keys and limits from now on. A tenant that stays keeps its salt, and
+        so its KV. What it has used of its limits still counts.
 
         `limits`: of those tenants that have some.
         """
-        known = tuple(keys)
-        self.names = frozenset(key.tenant for key in known)
-        self.isolated = len(self.names) > 1
-        self._keys = {key.digest: key for key in known}
-        self._owners = {_own_salt(name): name for name in self.names} if self.isolated else {}
+        self._of_settings = tuple(keys)
         used = self._quotas
         self._quotas = {
             name: used.get(name) or Quota(each, name, self._changed) for name, each in limits.items()
         }
         for name, each in limits.items():
             self._quotas[name].change(each)
+        self._follow()
+
+    def _follow(self) -> None:
+        """The keys have changed. Those of the settings and issued ones count alike; if a key is both, the
+        settings say what it is for."""
+        known = [*map(ApiKey.of_issued, self.issued.issued()), *self._of_settings]
+        self.open = not known and not self.issued.has_issued
+        self.names = frozenset(key.tenant for key in known)
+        self.isolated = len(self.names) > 1
+        self._keys = {key.digest: key for key in known}
+        self._owners = {_own_salt(name): name for name in self.names} if self.isolated else {}
+        for listener in self.listeners:
+            listener()
+
+    @property
+    def keys(self) -> Iterable[ApiKey]:
+        """All keys, those of the settings and issued ones."""
+        return self._keys.values()
 
     def quota(self, tenant: str | None) -> Quota | None:
         """The use that the tenant makes of its limits; None if it has none."""
@@ -97,11 +130,6 @@ class Tenants:
         """The peer is gone, and its requests with it."""
         for quota in self._quotas.values():
             quota.leave_elsewhere(peer)
-
-    @property
-    def open(self) -> bool:
-        """True if requests need no key."""
-        return not self._keys
 
     def find(self, key: str) -> ApiKey | None:
         """What is known of a key; None for an unknown one. The time of a search by digest tells nothing."""

@@ -27,6 +27,7 @@ from proxy.api.admin import (
     admin_mount,
     engine_routes,
     event_routes,
+    key_routes,
     kv_routes,
     prefix_routes,
     replay_routes,
@@ -49,6 +50,7 @@ from proxy.api.workers.siblings import Siblings
 from proxy.control.configured import ConfiguredEngines
 from proxy.control.discovered import DiscoveredEngines
 from proxy.control.engines import Engines
+from proxy.control.keys import KEYS_PATH, IssuedKeys
 from proxy.control.kv import KvVerbs
 from proxy.control.operations import Operations
 from proxy.control.pinning import Pinning
@@ -58,6 +60,7 @@ from proxy.control.tables import SharedTables
 from proxy.control.target_engines import Targets
 from proxy.control.warm import Warming
 from proxy.core.budget import ByteBudget
+from proxy.core.issued_keys import KeyBook
 from proxy.core.life import Rules
 from proxy.core.pins import PinBook
 from proxy.fleet.destinations import Destinations
@@ -67,6 +70,7 @@ from proxy.fleet.ingest import Ingest
 from proxy.fleet.monitor import Monitor
 from proxy.fleet.recall import Memories
 from proxy.fleet.restore_ahead import RestoreAhead
+from proxy.fleet.state_dir.key_book_file import KeyBookFile
 from proxy.fleet.state_dir.saved_state import StateSaver
 from proxy.flow import Flow
 from proxy.observe.live import Live
@@ -88,6 +92,7 @@ from proxy.settings import (
     EngineChanges,
     Settings,
     SettingsError,
+    key_digest,
 )
 from proxy.steps.attempt import Attempts
 from proxy.steps.preparation import Preparation
@@ -114,7 +119,11 @@ class Proxy:
         )
         self.changes = Changes(self.fleet.drains)
         self.tables = PromptTables(max_bytes=settings.limits.prompt_table_bytes)
-        self.tenants = Tenants(_keys(settings), settings.tenant_limits)
+        key_file = self._key_file()
+        issued = KeyBook()
+        issued.merge(key_file.read() if key_file is not None else ())
+        self.tenants = Tenants(_keys(settings), settings.tenant_limits, issued)
+        self.keys = IssuedKeys(issued, key_file, self._named_tenants, self._tell_keys)
         self.gate = Gate(self.tenants, ByteBudget(_bodies_bytes(settings)), int(settings.limits.body_bytes))
         self.peers = self._peers()
         self.responses = ResponseStore(self.tenants.names)
@@ -163,6 +172,7 @@ class Proxy:
             else None
         )
         self.destinations = Destinations(self.fleet, self.tenants.names)
+        self.tenants.listeners.append(self._divide)
         self.flow = self._flow()
         self.prompts = KeptPrompts(self.fleet, self.flow.requests, self.pins, self._told_prompts)
 
@@ -172,7 +182,15 @@ class Proxy:
             return None
         owner = secrets.randbits(63)
         bus = make_bus(self.settings.exchange, owner, self.siblings)
-        return Peers(bus, owner, self.fleet, self.tenants, self.transport.hang_up)
+        return Peers(bus, owner, self.fleet, self.tenants, self.transport.hang_up, self._group_secret)
+
+    def _group_secret(self) -> bytes | None:
+        """Signs the issued keys that kvpins of a group tell each other: the digest of their admin key.
+        Without one, `unix:` needs no secret, for only one user may open it; anybody may write to Redis."""
+        exchange, admin_key = self.settings.exchange, _text(self.settings.admin_key)
+        if admin_key is not None:
+            return key_digest(admin_key)
+        return b"" if exchange is not None and exchange.is_local else None
 
     def _flow(self) -> Flow:
         """The read path, with spans if there is telemetry."""
@@ -197,6 +215,28 @@ class Proxy:
             observe=self.observe,
             placed=self.live.placed,
         )
+
+    def _key_file(self) -> KeyBookFile | None:
+        """The file of issued keys; None without `state_dir`. The workers of a kvpin share it: it lies above
+        their own directories."""
+        directory = self.settings.state_dir
+        if directory is not None and self.siblings is not None:
+            directory = directory.parent
+        return KeyBookFile(directory) if directory is not None else None
+
+    def _named_tenants(self) -> set[str]:
+        """The tenants that the settings name."""
+        return {entry.tenant for entry in self.settings.api_keys if entry.tenant is not None}
+
+    async def _tell_keys(self) -> None:
+        """Has the other workers read the key book's file."""
+        if self.siblings is not None:
+            await self.siblings.told(KEYS_PATH)
+
+    async def told_keys(self) -> bytes:
+        """Another worker has changed the key book's file."""
+        await self.keys.look()
+        return b""
 
     async def _told_prompts(self) -> list[bytes]:
         """The prompts that the other workers keep, encoded."""
@@ -230,6 +270,7 @@ class Proxy:
             self.tasks.keep("restore ahead", self.ahead.run)
         if self.state is not None:
             self.tasks.keep("state", partial(self.state.run, self.fleet, self.pins))
+            self.tasks.keep("issued keys", self.keys.run)
         self._follow(self.settings)
         if self.peers is not None:
             self.peers.start(self.tasks)
@@ -240,7 +281,7 @@ class Proxy:
         Raises:
             SettingsError, EngineSpecError, Conflict: they cannot be used. Nothing changed.
         """
-        if self.settings.api_keys and not settings.api_keys:
+        if self.settings.api_keys and not (settings.api_keys or self.tenants.issued.has_issued):
             raise SettingsError(
                 "api_keys is empty: anyone could use the engines; restart kvpin to run without keys"
             )
@@ -248,9 +289,6 @@ class Proxy:
         changes = self._follow(settings)
         self.settings = settings
         self.tenants.replace(_keys(settings), settings.tenant_limits)
-        self.destinations.divide(self.tenants.names)
-        self.monitor.isolate(isolated=self.tenants.isolated)
-        self.responses.divide(self.tenants.names)
         self.fleet.aliases, self.fleet.default_model = settings.model_aliases, settings.default_model
         self.fleet.bound_queues(settings.limits)
         self.tables.max_bytes = int(settings.limits.prompt_table_bytes)
@@ -259,6 +297,12 @@ class Proxy:
         self.flow = replace(self.flow, rules=_rules(settings))
         self.live.end()  # viewers show their key again, which may be an old one
         return changes
+
+    def _divide(self) -> None:
+        """Keys have changed, and perhaps tenants: what is divided among these follows."""
+        self.destinations.divide(self.tenants.names)
+        self.monitor.isolate(isolated=self.tenants.isolated)
+        self.responses.divide(self.tenants.names)
 
     def _follow(self, settings: Settings) -> EngineChanges:
         return self.discovered.follow(
@@ -349,9 +393,7 @@ def build_app(proxy: Proxy) -> Dispatcher:
         PassedToOwner(proxy.fleet, proxy.peers, proxy.transport) if proxy.peers is not None else None,
         _to_keeper(proxy),
     )
-    guard = MetricsGuard.of(
-        _text(settings.admin_key), _text(settings.metrics_key), has_tenants=not proxy.tenants.open
-    )
+    guard = MetricsGuard(_text(settings.admin_key), _text(settings.metrics_key), proxy.tenants)
     ops = Ops(proxy.fleet, proxy.metrics, proxy.draining, proxy.peers, has_page=settings.ui, guard=guard)
     page = WebPage().routes() if settings.ui else []
     rest = Starlette(
@@ -364,9 +406,8 @@ def build_app(proxy: Proxy) -> Dispatcher:
     rest.router.redirect_slashes = False  # such an answer leads to the host that the client named
     if proxy.siblings is None:
         return Dispatcher(data_plane, rest, proxy.draining)
-    together = MergedAnswers(
-        rest, proxy.siblings, proxy.changes, proxy.prompts.told, shared=proxy.peers is not None
-    )
+    told = {PROMPTS_PATH: proxy.prompts.told, KEYS_PATH: proxy.told_keys}
+    together = MergedAnswers(rest, proxy.siblings, proxy.changes, told, shared=proxy.peers is not None)
     return Dispatcher(data_plane, together, proxy.draining)
 
 
@@ -389,6 +430,7 @@ def admin_api(proxy: Proxy) -> Mount:
     kv = KvVerbs(targets, warming, pins, proxy.ingest, operations)
     endpoints = (
         *engine_routes(fleet, proxy.engines, pinning, proxy.discovered.sources, proxy.peers, reuse=reuse),
+        *key_routes(proxy.keys),
         *kv_routes(kv, warming, pinning, operations),
         *request_routes(flow),
         *prefix_routes(Prefixes(fleet, proxy.prompts)),

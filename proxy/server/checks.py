@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -11,11 +12,20 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from engine_adapter import EngineSpecError, managed_kind
+from proxy.core.issued_keys import IssuedKey
 from proxy.fleet.discovery import finders_of
+from proxy.fleet.state_dir.key_book_file import KeyBookFile
 from proxy.http.tls import server_context
 from proxy.peers.bus import Bus
 from proxy.peers.unix_bus import UnixBus, prepare
-from proxy.settings import EngineEntry, ExchangeSettings, ManagedSettings, Settings, SettingsError
+from proxy.settings import (
+    EngineEntry,
+    ExchangeSettings,
+    ManagedSettings,
+    Settings,
+    SettingsError,
+    key_digest,
+)
 
 if TYPE_CHECKING:
     from proxy.api.workers.siblings import Siblings
@@ -36,6 +46,38 @@ def faults_here(settings: Settings) -> Iterator[str]:
             each()
         except (EngineSpecError, SettingsError) as error:
             yield str(error)
+
+
+def issued_keys(settings: Settings) -> list[IssuedKey]:
+    """The keys that the admin API has issued, and the marks of removed ones. Raises SettingsError if they
+    cannot be read."""
+    return KeyBookFile(settings.state_dir).read() if settings.state_dir is not None else []
+
+
+def warnings_of_keys(settings: Settings) -> Iterator[str]:
+    """A sentence for each key that has ended, and for each model of a key that no engine can serve by these
+    settings. What engines serve beside the models that the settings name is known only once they run."""
+    now, names = time.time(), _only_models(settings)
+    for number, entry in enumerate(settings.api_keys):
+        key = f"api_keys[{number}] (tenant {entry.tenant_id!r})"
+        if entry.expires is not None and entry.expires.timestamp() <= now:
+            yield f"{key} has expired: every request with it is refused; take it out"
+        for model in entry.models or ():
+            if names is not None and model not in names:
+                yield f"{key} is for {model!r}: no engine and no alias has this name; is it a LoRA adapter?"
+    for issued in issued_keys(settings):
+        if not issued.removed and issued.expires is not None and issued.expires <= now:
+            yield f"the issued key {issued.id} has expired: kvpin keys remove {issued.id}"
+
+
+def _only_models(settings: Settings) -> set[str] | None:
+    """The models and aliases of the engines; None if engines must be asked for their models."""
+    models = {engine.model for engine in settings.engines if engine.model is not None}
+    if settings.finds_engines or settings.default_model or not models:
+        return None
+    if settings.managed or any(engine.model is None for engine in settings.engines):
+        return None
+    return models | settings.model_aliases.keys()
 
 
 def managed_engines(settings: Settings) -> tuple[ManagedSettings, ...]:
@@ -97,8 +139,16 @@ def _checks(settings: Settings) -> Iterator[Callable[[], object]]:
         yield partial(_check_parent, "admin_key_file", settings.admin_key_file)
     if settings.state_dir is not None:
         yield partial(_check_place, "state_dir", settings.state_dir)
+        yield partial(_check_issued_keys, settings)
     if settings.record_traffic is not None:
         yield partial(_check_parent, "record_traffic", settings.record_traffic)
+
+
+def _check_issued_keys(settings: Settings) -> None:
+    issued = {key.digest for key in issued_keys(settings)}
+    for name, key in (("admin_key", settings.admin_key), ("metrics_key", settings.metrics_key)):
+        if key is not None and key_digest(key.get_secret_value()) in issued:
+            raise SettingsError(f"{name} must differ from every key that the admin API issued")
 
 
 def _check_managed(engine: ManagedSettings) -> None:

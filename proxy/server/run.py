@@ -44,7 +44,7 @@ from proxy.observe.banner import Banner
 from proxy.observe.logs import configure_logs
 from proxy.runtime.interpreter import settle, steady
 from proxy.server.app import Proxy, build_app
-from proxy.server.checks import check
+from proxy.server.checks import check, issued_keys, warnings_of_keys
 from proxy.server.workers.catch_up import carry_out, catch_up
 from proxy.server.workers.fairness import ConnectionTally, FairAcceptor, tallied
 from proxy.server.workers.orders import Orders
@@ -132,7 +132,8 @@ async def _run(
     for number in _SIGNALS:
         asyncio.get_running_loop().add_signal_handler(number, server.on_signal, number)
     host, port = listeners[0].getsockname()[:2]
-    banner = Banner(proxy.fleet, host, port, settings, lambda: proxy.peers is None or proxy.peers.is_ready)
+    has_joined = lambda: proxy.peers is None or proxy.peers.is_ready  # noqa: E731 - short
+    banner = Banner(proxy.fleet, host, port, settings, has_joined, proxy.tenants)
     if watchdog is not None:
         proxy.tasks.keep("watchdog", watchdog.run)
     try:
@@ -333,8 +334,10 @@ def _protocol(proxy: Proxy) -> type[Http1Protocol]:
 
 
 def _warn(settings: Settings, listeners: list[socket.socket]) -> None:
-    """Warns if other machines can use the engines without a key."""
-    if not settings.api_keys and not _is_local(listeners):
+    """Warns of keys that open nothing, and if other machines can use the engines without a key."""
+    for warning in warnings_of_keys(settings):
+        log.warning(warning)
+    if not (settings.api_keys or issued_keys(settings) or _is_local(listeners)):
         log.warning(
             "no API key is set and other machines can connect: anyone may use these engines; "
             "set --api-key or KVPIN_API_KEYS, or leave --host at 127.0.0.1",

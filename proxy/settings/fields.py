@@ -85,6 +85,12 @@ def _hosts(hosts: str) -> str:
     return hosts
 
 
+def _not_blank(value: str) -> str:
+    if not value.strip():
+        raise ValueError("it must not be blank")
+    return value
+
+
 def _place(value: object) -> object:
     if value == "":
         raise ValueError("a path must not be empty")
@@ -109,7 +115,7 @@ Origin = Annotated[str, AfterValidator(_origin)]
 # Of a file or a directory.
 Place = Annotated[Path, BeforeValidator(_place)]
 Hosts = Annotated[str, AfterValidator(_hosts)]
-ModelName = Annotated[str, StringConstraints(min_length=1, max_length=256)]
+ModelName = Annotated[str, StringConstraints(min_length=1, max_length=256), AfterValidator(_not_blank)]
 Secret = Annotated[SecretStr, AfterValidator(_secret)]
 Key = Annotated[SecretStr, AfterValidator(_key)]
 Count = Annotated[int, Field(gt=0)]

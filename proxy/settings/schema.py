@@ -60,6 +60,13 @@ def _moment(value: object) -> object:
     return value
 
 
+def _some(models: tuple[str, ...]) -> tuple[str, ...]:
+    """Refuses an empty list; a limit of the library would also count entries that it refuses."""
+    if not models:
+        raise ValueError("it must not be empty")
+    return models
+
+
 class _SettingsPart(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
@@ -72,7 +79,7 @@ class ApiKeySettings(_SettingsPart):
     may use the data plane."""
     tenant: Name | None = None
     """Keys of one tenant share KV. By default a key is a tenant of its own."""
-    models: Annotated[tuple[ModelName, ...], Field(min_length=1)] | None = None
+    models: Annotated[tuple[ModelName, ...], AfterValidator(_some)] | None = None
     """The [models that this key may use](operations.md#models-and-end-of-a-key), by the names that clients
     write. By default all."""
     expires: Annotated[AwareDatetime, BeforeValidator(_moment)] | None = None
@@ -206,6 +213,11 @@ class ExchangeSettings(_SettingsPart):
     """`unix:/directory` for kvpins of one machine, `redis://…` or `rediss://…` for any."""
     namespace: Name = "default"
     """Kvpins that share one Redis and have another namespace do not hear each other."""
+
+    @property
+    def is_local(self) -> bool:
+        """True if it is a directory of sockets on this machine, which only its owner may open."""
+        return self.url.get_secret_value().startswith("unix:")
 
 
 class Settings(BaseSettings):

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from engine_adapter.llama_server.routes import ROUTES
+from proxy.core.life import Cause
 from proxy.core.quotas import TenantLimits
 from proxy.request.tenants import ApiKey, Tenants
 from tests.fakes import (
@@ -83,11 +84,24 @@ async def test_its_model_is_served(path):
         assert a.seen
 
 
-async def test_the_error_has_openais_code():
+async def test_the_error_has_openais_code_and_a_cause_of_its_own():
     async with served("fast") as (proxy, client, _):
         response = await client.post(CHAT, json={**ASK, "model": "secret"})
         assert is_openai_error(response, 404, "model_not_found", "model")
         assert (proxy.last.status, proxy.last.model) == (404, "secret")
+        assert proxy.last.cause is Cause.MODEL_REFUSED
+
+
+@pytest.mark.parametrize(
+    ("models", "status"),
+    [(("fast", "ada"), 200), (("secret", "ada"), 200), (("fast",), 404), (("m", "secret"), 404)],
+)
+async def test_a_read_without_a_name_shows_the_model_of_its_key_and_no_other(models, status):
+    """The answer of m's engine may show its adapter ada."""
+    async with served(*models) as (_, client, engines):
+        assert (await client.get("/props")).status_code == status
+        seen = [bool(engine.seen) for engine in engines]
+        assert seen == [status == 200 and "fast" in models, status == 200 and "secret" in models]
 
 
 @pytest.mark.parametrize(("models", "status"), [(("m",), 404), (("ada",), 200), (("m", "ada"), 200)])

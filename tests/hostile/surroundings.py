@@ -62,6 +62,7 @@ async def _clock_jumps(a: Attacker) -> None:
 
 def _frames(a: Attacker) -> Iterator[bytes]:
     """Noise, huge and broken frames, and those of kvpins that are not there."""
+    from proxy.core.issued_keys import IssuedKey, signed
     from proxy.core.peers.messages import VERSION, Batch, Begun, KvpinState, Leaving, Used, frame_of
     from proxy.core.placement.load import Work
     from proxy.core.quotas import Use
@@ -69,7 +70,8 @@ def _frames(a: Attacker) -> Iterator[bytes]:
     yield from (b"", os.urandom(99), VERSION, VERSION + bytes(8), VERSION + os.urandom(200))
     yield b"\xff" * a.size(60)
     yield VERSION + _FORGED.to_bytes(8, "little") + b"\x92\x63" + b"\x91" * a.size(6)
-    forged = (KvpinState("evil \x1b[2J", [], "/nowhere"), Used("nobody", Use(9, 9, 9)))
+    key = signed([IssuedKey("key-1", "nobody", bytes(32), "evil", 0.0)], b"")
+    forged = (KvpinState("evil \x1b[2J", [], "/nowhere", keys=key), Used("nobody", Use(9, 9, 9)))
     yield from (frame_of(_FORGED, Batch(number, [message])) for number, message in enumerate(forged))
     hashes = os.urandom(a.size(6))
     for number in range(8):

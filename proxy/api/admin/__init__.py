@@ -3,6 +3,7 @@
 endpoint.py        a route as data: handler, body, answer
 request_bodies.py  what requests may say
 engine_routes.py   engines: list, add, remove, drain
+key_routes.py      keys of clients: issue, list, remove
 kv_routes.py       flush, offload, restore, pin, warm
 request_routes.py  the last requests, dry runs, explanations
 prefix_routes.py   the prefix tree
@@ -17,6 +18,7 @@ The structs that are answered are declared where they are filled, in `proxy.cont
 
 from proxy.api.admin.engine_routes import engine_routes
 from proxy.api.admin.event_routes import event_routes
+from proxy.api.admin.key_routes import key_routes
 from proxy.api.admin.kv_routes import kv_routes
 from proxy.api.admin.mount import admin_mount
 from proxy.api.admin.prefix_routes import prefix_routes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +20,7 @@ from proxy.api.admin.endpoint import Endpoint
 from proxy.api.admin.openapi import with_document
 from proxy.api.auth import AdminGuard
 from proxy.api.error_answers import error_response, handle_http
+from proxy.control.keys import KEY_PREFIX
 from proxy.errors import ProxyError
 from proxy.headers import REQUEST_ID_HEADER
 
@@ -30,6 +32,7 @@ _READS = ("GET", "HEAD")
 _REFUSED = (401, 403)
 # Characters of a path that a line of the log repeats.
 _MOST = 200
+_KEY = re.compile(KEY_PREFIX.encode() + rb"[\w-]*")
 
 
 def admin_mount(endpoints: Iterable[Endpoint], guard: AdminGuard) -> Mount:
@@ -107,6 +110,7 @@ def audited(connection: HTTPConnection, send: Send, right: str) -> Send:
 
 
 def _path(connection: HTTPConnection) -> str:
-    """The path as it was sent, in ASCII: a decoded one could hold control characters."""
-    raw: bytes = connection.scope["raw_path"]
+    """The path as it was sent, in ASCII: a decoded one could hold control characters. Someone may send a key
+    in place of its id: it is left out."""
+    raw: bytes = _KEY.sub(b"(a key)", connection.scope["raw_path"])
     return raw[:_MOST].decode("ascii", "backslashreplace")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from typing import Annotated, Literal
 
 import msgspec
@@ -60,6 +61,22 @@ class Drain(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """Sends an engine no new requests; with `undo`, sends it requests again."""
 
     undo: bool = False
+
+
+class AddKey(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """The key to issue: its tenant, the models that it is for (all by default), and when it ends, as
+    `2027-01-31T00:00:00Z`. `name` is for people."""
+
+    tenant: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")] | None = None
+    name: Annotated[str, msgspec.Meta(max_length=64, pattern=r"^[^\x00-\x1f\x7f]*$")] = ""
+    models: (
+        Annotated[
+            tuple[Annotated[str, msgspec.Meta(max_length=256, pattern=r"\S")], ...],
+            msgspec.Meta(min_length=1),
+        ]
+        | None
+    ) = None
+    expires: Annotated[datetime, msgspec.Meta(tz=True)] | None = None
 
 
 class DryRun(msgspec.Struct, kw_only=True):

@@ -7,7 +7,7 @@ themselves alone, and merges the answers. Changes are carried out by all, and th
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
@@ -29,12 +29,11 @@ from proxy.control.merged_answers import (
     merge_requests,
     merge_stats,
 )
-from proxy.control.prefixes import PROMPTS_PATH
 from proxy.observe.gauges import of_workers
 from proxy.observe.metric_families import merge_pages
 
 _ADMIN = "/admin/v1"
-_EVENTS, _CHANGES, _PROMPTS = ("GET", f"{_ADMIN}/events"), ("GET", PATH), ("GET", PROMPTS_PATH)
+_EVENTS, _CHANGES = ("GET", f"{_ADMIN}/events"), ("GET", PATH)
 _DEFAULT_LIMIT = 50
 # Headers that the others need to understand the request.
 _PASSED_ON = (b"accept", b"content-type", b"x-request-id")
@@ -79,15 +78,14 @@ class MergedAnswers:
         app: ASGIApp,
         siblings: Siblings,
         changes: Changes,
-        prompts: Callable[[], Awaitable[bytes]],
+        told: Mapping[str, Callable[[], Awaitable[bytes]]],
         *,
         shared: bool,
     ) -> None:
-        """Adds to `changes`. `prompts` gives this worker's prompts, in the form that the others get.
-        `shared`: the
-        workers know each other's requests."""
+        """Adds to `changes`. `told`: paths that only workers may ask, and what gives the answers. `shared`:
+        the workers know each other's requests."""
         self._app, self._siblings, self._shared = app, siblings, shared
-        self._changes, self._prompts = changes, prompts
+        self._changes, self._told = changes, told
         self._rules = [(re.compile(rule.path), rule) for rule in _rules(shared=shared)]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -96,8 +94,8 @@ class MergedAnswers:
         if asked == _EVENTS and not from_peer:
             await MergedEvents(self._app, self._siblings, shared=self._shared).serve(scope, receive, send)
             return
-        if asked in (_CHANGES, _PROMPTS) and from_peer:
-            told = self._changes.told() if asked == _CHANGES else await self._prompts()
+        if from_peer and (asked == _CHANGES or scope["path"] in self._told):
+            told = self._changes.told() if asked == _CHANGES else await self._told[scope["path"]]()
             await _send(_answer(HTTPStatus.OK, [], told), send)
             return
         rule = self._rule(scope)

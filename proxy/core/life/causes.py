@@ -64,6 +64,7 @@ class Cause(StrEnum):
     CLIENT_SLOW = "client_slow", Code.SLOW_BODY, "the client sent its body, or took its answer, too slowly"
     PART_FAILED = "part_failed", None, "another part of the same request failed"
     INVALID = "invalid", Code.INVALID_VALUE, "kvpin refused the request: it is wrong, or not allowed"
+    MODEL_REFUSED = "model_refused", Code.MODEL_NOT_FOUND, "the client's key is not for the model"
     # kvpin.
     QUOTA = "quota", Code.RATE_LIMIT_EXCEEDED, "the tenant is over one of its limits"
     OVERLOADED = "overloaded", Code.OVERLOADED, "the wait for an engine, or for memory, would be too long"

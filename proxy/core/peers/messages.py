@@ -134,12 +134,14 @@ class KvpinState(_Message, tag=6, frozen=True):
         name: for people.
         http_socket: the path of the socket on which it serves HTTP to peers; None if there is none.
         drains: the engines that operators have drained.
+        keys: the book of issued keys, see `signed`; empty if none was issued.
     """
 
     name: str
     engines: list[ToldEngine]
     http_socket: str | None = None
     drains: list[DrainMark] = msgspec.field(default_factory=list)
+    keys: bytes = b""
 
 
 class AskListing(_Message, tag=7, frozen=True):

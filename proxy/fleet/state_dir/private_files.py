@@ -10,6 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 from tempfile import mkstemp
 
+import xxhash
+
 from proxy.settings import SettingsError
 
 _PART = ".part"
@@ -17,6 +19,28 @@ _PART = ".part"
 MAX_BYTES = 2 << 30
 # A part this old was left by a process that was killed; a younger one may be another kvpin's.
 _LEFT_S = 600.0
+_DIGEST_BYTES = 16
+
+
+class UnusableFileError(Exception):
+    """The content of a file cannot be used. The text says why."""
+
+
+def sealed(head: bytes, body: bytes) -> bytes:
+    """A file's bytes: `head`, which is a line that names format and version; the digest of the body; the
+    body."""
+    return head + xxhash.xxh3_128_digest(body) + body
+
+
+def opened(head: bytes, data: bytes) -> bytes:
+    """The body of `sealed`. Raises UnusableFileError if it is damaged, or of another version."""
+    if not data.startswith(head):
+        is_other = data.startswith(head.partition(b" ")[0])
+        raise UnusableFileError("another version of kvpin wrote it" if is_other else "it is damaged")
+    body = data[len(head) + _DIGEST_BYTES :]
+    if xxhash.xxh3_128_digest(body) != data[len(head) : len(head) + _DIGEST_BYTES]:
+        raise UnusableFileError("it is damaged")
+    return body
 
 
 def make_directory(directory: Path) -> None:
@@ -34,17 +58,31 @@ def make_directory(directory: Path) -> None:
         raise SettingsError(f"state_dir: {str(directory)!r} cannot be written: {error.strerror}") from error
 
 
-def write(path: Path, data: bytes) -> None:
-    """Replaces the file. Raises OSError; the old file stays then."""
+def write(path: Path, data: bytes, *, synced: bool = False) -> None:
+    """Replaces the file. With `synced`, the new one outlives a crash of the machine. Raises OSError; the old
+    file stays then."""
     descriptor, part = mkstemp(suffix=_PART, dir=path.parent)  # mode 0600
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.write(data)
+            if synced:
+                file.flush()
+                os.fsync(file.fileno())
         Path(part).replace(path)
+        if synced:
+            _sync(path.parent)
     except OSError:
         with suppress(OSError):
             Path(part).unlink()
         raise
+
+
+def _sync(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def read(path: Path) -> bytes:

@@ -23,17 +23,19 @@ from proxy.core.drains import DrainBook, DrainMark
 from proxy.core.pins import Pin, PinBook
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.recall import EngineMemory, Memories, keep
-from proxy.fleet.state_dir.private_files import make_directory, read, write
+from proxy.fleet.state_dir.private_files import (
+    UnusableFileError,
+    make_directory,
+    opened,
+    read,
+    sealed,
+    write,
+)
 from proxy.fleet.state_dir.table_files import TableFiles
 from proxy.prompt import PromptTables
 from proxy.request.tenants import Tenants
 
 _HEAD = b"kvpin-state 1\n"
-_DIGEST_BYTES = 16
-
-
-class UnusableSnapshotError(Exception):
-    """A snapshot cannot be used. The text says why."""
 
 
 class SavedState(msgspec.Struct, frozen=True):
@@ -58,25 +60,18 @@ def on_other_clock(pin: Pin, ahead_s: float) -> Pin:
 
 def encode(state: SavedState) -> bytes:
     """The file's bytes."""
-    data = msgspec.msgpack.encode(state)
-    return _HEAD + xxhash.xxh3_128_digest(data) + data
+    return sealed(_HEAD, msgspec.msgpack.encode(state))
 
 
 def decode(data: bytes, *, isolated: bool) -> SavedState:
-    """Reads the file's bytes. Raises UnusableSnapshotError if it is damaged, of another version, or of other
+    """Reads the file's bytes. Raises UnusableFileError if it is damaged, of another version, or of other
     tenants."""
-    if not data.startswith(_HEAD):
-        is_other = data.startswith(_HEAD.partition(b" ")[0])
-        raise UnusableSnapshotError("another version of kvpin wrote it" if is_other else "it is damaged")
-    body = data[len(_HEAD) + _DIGEST_BYTES :]
-    if xxhash.xxh3_128_digest(body) != data[len(_HEAD) : len(_HEAD) + _DIGEST_BYTES]:
-        raise UnusableSnapshotError("it is damaged")
     try:
-        state = msgspec.msgpack.decode(body, type=SavedState)
+        state = msgspec.msgpack.decode(opened(_HEAD, data), type=SavedState)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise UnusableSnapshotError("another version of kvpin wrote it") from error
+        raise UnusableFileError("another version of kvpin wrote it") from error
     if state.isolated != isolated:
-        raise UnusableSnapshotError("there is one tenant now and were several, or the other way round")
+        raise UnusableFileError("there is one tenant now and were several, or the other way round")
     return state
 
 
@@ -163,7 +158,7 @@ class StateSaver:
             return nothing
         except OSError as error:
             why = error.strerror or str(error)
-        except UnusableSnapshotError as error:
+        except UnusableFileError as error:
             why = str(error)
         log.warning(
             "the saved state cannot be used: kvpin begins without it",

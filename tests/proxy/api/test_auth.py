@@ -166,28 +166,28 @@ class TestMetrics:
 
     @pytest.mark.parametrize("key", ["admin-key", "metrics-key"])
     def test_each_of_two_keys_opens_it(self, key):
-        guard = MetricsGuard.of("admin-key", "metrics-key", has_tenants=True)
+        guard = MetricsGuard("admin-key", "metrics-key", TENANTS)
         guard.check(connection(client=("10.1.2.3", 5), host="x", authorization=f"Bearer {key}"))
 
     @pytest.mark.parametrize("keys", [("admin-key", None), (None, "metrics-key"), ("a", "metrics-key")])
     @pytest.mark.parametrize("headers", [{}, {"authorization": "Bearer k1"}])
     def test_nothing_else_does(self, keys, headers):
         with pytest.raises(Unauthorized, match="/metrics needs the admin key or metrics_key"):
-            MetricsGuard.of(*keys, has_tenants=True).check(connection(host="localhost", **headers))
+            MetricsGuard(*keys, TENANTS).check(connection(host="localhost", **headers))
 
     def test_a_metrics_key_is_needed_without_tenants_too(self):
-        guard = MetricsGuard.of(None, "metrics-key", has_tenants=False)
+        guard = MetricsGuard(None, "metrics-key", Tenants([]))
         with pytest.raises(Unauthorized):
             guard.check(connection(host="localhost"))
 
     def test_with_tenants_and_no_such_key_only_this_machine_may(self):
-        guard = MetricsGuard.of(None, None, has_tenants=True)
+        guard = MetricsGuard(None, None, TENANTS)
         guard.check(connection(host="localhost"))
         with pytest.raises(Forbidden, match="/metrics answers only this machine"):
             guard.check(connection(client=("10.1.2.3", 5), host="localhost"))
 
     def test_without_tenants_anybody_may_but_no_web_page(self):
-        guard = MetricsGuard.of("admin-key", None, has_tenants=False)
+        guard = MetricsGuard("admin-key", None, Tenants([]))
         guard.check(connection(client=("10.1.2.3", 5), host="kvpin.example", server=("10.1.2.4", 80)))
         with pytest.raises(Forbidden, match="/metrics answers no web page"):
             guard.check(connection(host="evil.example:80", server=("127.0.0.1", 80)))
@@ -195,7 +195,7 @@ class TestMetrics:
             guard.check(connection(host="localhost:80", sec_fetch_site="cross-site"))
 
     def test_another_kvpin_always_may(self):
-        for guard in (MetricsGuard.of("a", "b", has_tenants=True), MetricsGuard(None)):
+        for guard in (MetricsGuard("a", "b", TENANTS), MetricsGuard(None, None, Tenants([]))):
             peer = connection(host="evil.example", sec_fetch_site="cross-site")
             peer.scope[FROM_PEER] = True
             guard.check(peer)

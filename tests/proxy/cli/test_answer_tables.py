@@ -100,3 +100,23 @@ def test_the_bar_follows_each_engine(monkeypatch, capsys, terminal):
     streams = capsys.readouterr()
     assert streams.out == ""
     assert ("flush e0" in streams.err) == terminal
+
+
+def test_keys_show_whose_they_are_and_never_a_secret(capsys):
+    plain = {
+        "name": "",
+        "tenant": "acme",
+        "ending": "wxyz",
+        "created": "2026-11-27T10:00:00Z",
+        "expired": False,
+    }
+    keys = [
+        {"id": "key-1", **plain, "models": None, "expires": None},
+        {"id": "key-2", **plain, "models": ["m", "[fast]"], "expires": "2027-01-31T00:00:00Z"},
+        {"id": "key-3", **plain, "models": None, "expires": "2020-01-31T00:00:00Z", "expired": True},
+    ]
+    answer_tables.show_keys({"keys": keys})
+    first, second, third = capsys.readouterr().out.splitlines()[1:]
+    assert first.split() == ["key-1", "acme", "…wxyz", "all", "never", "2026-11-27", "10:00"]
+    assert "m, [fast]  2027-01-31 00:00" in second
+    assert "expired" in third

@@ -1,4 +1,9 @@
+import hashlib
+
 import pytest
+
+from proxy.core.issued_keys import IssuedKey
+from proxy.fleet.state_dir.key_book_file import KeyBookFile
 
 
 @pytest.fixture
@@ -96,3 +101,40 @@ def test_one_engine_named_three_times(check):
         f"kvpin: 'embedded-0' and 'embedded-{n}' are one engine, at http://127.0.0.1:8401: name it once"
         for n in (1, 2)
     ]
+
+
+def test_keys_that_open_nothing_are_warned_of_without_the_key(check, tmp_path):
+    engines = "".join(
+        f'[[engines]]\nkind = "vllm"\nurl = "http://gpu-{n}:8000"\nmodel = "m{n}"\n' for n in (1, 2)
+    )
+    keys = (
+        '[[api_keys]]\nkey = "the-secret"\ntenant = "acme"\nmodels = ["m1", "fast", "m3"]\n'
+        '[[api_keys]]\nkey = "other-secret"\ntenant = "acme"\nexpires = 2020-01-31T00:00:00Z\n'
+    )
+    issued = [IssuedKey(f"key-{n}", "t", b"%d" % n, "last", 0.0, expires=1.0, removed=n == 2) for n in (1, 2)]
+    KeyBookFile(tmp_path).add(issued)
+    text = f'state_dir = "{tmp_path}"\n{engines}{keys}[model_aliases]\nfast = "m2"\n'
+    result = check(text)
+    assert result.exit_code == 0
+    assert "no faults" in result.stdout
+    key, said = "kvpin: warning: api_keys[{}] (tenant 'acme')", result.stderr.splitlines()
+    assert said == [
+        f"{key.format(0)} is for 'm3': no engine and no alias has this name; is it a LoRA adapter?",
+        f"{key.format(1)} has expired: every request with it is refused; take it out",
+        "kvpin: warning: the issued key key-1 has expired: kvpin keys remove key-1",
+    ]
+    result = check(text.replace('model = "m1"', ""))  # only the engine can tell
+    assert "'m3'" not in result.stderr
+
+
+def test_a_damaged_key_book_and_an_admin_key_that_was_issued_are_faults(check, tmp_path):
+    issued = IssuedKey("key-1", "t", hashlib.sha256(b"mine").digest(), "mine", 0.0)
+    KeyBookFile(tmp_path).add([issued])
+    result = check(f'state_dir = "{tmp_path}"\nadmin_key = "mine"\n')
+    assert result.exit_code == 2
+    assert result.stderr == "kvpin: admin_key must differ from every key that the admin API issued\n"
+    (tmp_path / "keys").write_bytes(b"x")
+    result = check(f'state_dir = "{tmp_path}"\n')
+    assert result.exit_code == 2
+    assert result.stderr.count("\n") == 1
+    assert "it is damaged" in result.stderr

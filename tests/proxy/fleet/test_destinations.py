@@ -7,7 +7,7 @@ import pytest
 
 from engine_adapter import Headers, JsonBody
 from engine_adapter.types import RESPONSES_ROUTES
-from proxy.errors import ModelRefused, NotFound
+from proxy.errors import Forbidden, ModelRefused, NotFound
 from proxy.fleet.destinations import Destination, Destinations
 from proxy.fleet.fleet import Fleet
 from proxy.request.calls import Call
@@ -102,3 +102,30 @@ async def test_what_an_engine_of_another_model_keeps_is_not_reached(fleet):
             await to.find(msgspec.structs.replace(call, models=key))
     with pytest.raises(NotFound, match="'resp_u' not found"):
         await to.find(msgspec.structs.replace(reading("resp_u", tenant="t"), models=key))
+
+
+async def test_a_read_without_a_model_goes_to_the_one_model_of_its_key():
+    fleet = Fleet({"alias": "m", "other": "m"})
+    for name in "mn":
+        add_ready(fleet, name, model=name)
+    to = Destinations(fleet)
+
+    def call(*models, method="GET", path="/props"):
+        plain = Call("r", method, path, Headers([]), None)
+        return msgspec.structs.replace(plain, models=frozenset(models) if models else None)
+
+    for models in (("m",), ("alias",), ("m", "alias", "other"), ("m", "gone")):
+        assert await to.find(call(*models)) == Destination(fleet.pools["m"], None)
+        assert await to.find(call(*models, method="HEAD")) == Destination(fleet.pools["m"], None)
+    assert (await to.find(call("n"))).pool.model == "n"
+    for refused in (call("m", "n"), call("gone"), call("m", method="POST"), call("m", path="/v1/batches")):
+        with pytest.raises((ModelRefused, Forbidden)):
+            await to.find(refused)
+    with pytest.raises(NotFound, match="name a model"):
+        await to.find(call())
+    fleet.default_model = "n"
+    assert (await to.find(call("m"))).pool.model == "m"  # not that of the default, which is another model's
+    add_ready(fleet, "with-ada", model="m", loras=frozenset({"ada"}))  # it may show ada
+    assert (await to.find(call("m", "ada"))).pool.model == "m"
+    with pytest.raises(ModelRefused):
+        await to.find(call("m"))

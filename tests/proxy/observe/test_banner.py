@@ -2,14 +2,17 @@ import asyncio
 import io
 import json
 import sys
+from dataclasses import replace
 
 import pytest
 
+from proxy.core.issued_keys import IssuedKey, KeyBook
 from proxy.fleet.engine import EngineState
 from proxy.fleet.fleet import Fleet
 from proxy.observe.banner import Banner, summary, waiting_bar
+from proxy.request.tenants import ApiKey, Tenants
 from proxy.settings import Settings
-from tests.fakes import FakeAdapter
+from tests.fakes import INFO, FakeAdapter
 
 
 class FailedProcess:
@@ -80,9 +83,47 @@ async def test_it_names_models_that_settings_name_and_nothing_serves(capsys):
     ]  # fmt: skip
 
 
-async def test_the_request_names_a_variable_for_the_key(capsys):
+def banner_of(fleet, *keys, **more):
+    return Banner(fleet, "127.0.0.1", 8000, Settings(reuse=True), tenants=Tenants(keys, **more))
+
+
+@pytest.mark.parametrize(
+    ("models", "model", "of"),
+    [
+        ([["alias"], ["alias", "m"]], "alias", "one of your keys"),
+        ([["m"], ["alias"], ["alias"]], "alias", "a key for alias"),
+        ([["gone"], ["n"]], "n", "a key for n"),
+        ([None, ["n"]], "n", "one of your keys"),
+        ([None, None], "m", "one of your keys"),
+        ([["gone"]], None, None),
+    ],
+)
+async def test_the_request_is_for_a_model_that_the_key_is_for(capsys, models, model, of):
     fleet = ready_fleet()
-    await Banner(fleet, "127.0.0.1", 8000, Settings(reuse=True, api_keys=[{"key": "k"}])).print_when_ready()
+    other = fleet.add(FakeAdapter("b"))
+    fleet.join(other, replace(INFO, model="n"))
+    other.state, fleet.aliases = EngineState.READY, {"alias": "m"}
+    keys = [
+        ApiKey.of(f"k{number}", "t", frozenset(each) if each else None) for number, each in enumerate(models)
+    ]
+    ended = ApiKey.of("ended", "t", frozenset({"m"}), expires=1.0)
+    await banner_of(fleet, *keys, ended).print_when_ready()
+    printed = capsys.readouterr().out
+    assert (f"try it, with {of} in OPENAI_API_KEY:\n" in printed) is (of is not None)
+    assert (f'"model": "{model}"' in printed) is (model is not None)
+    assert ("curl" in printed) is (model is not None)
+    assert ("not served: gone (a key of tenant 't' is for it)\n" in printed) is (["gone"] in models)
+
+
+async def test_once_keys_were_issued_there_is_no_request_without_one(capsys):
+    book = KeyBook()
+    book.merge([IssuedKey("k", "t", b"d", "last", 0.0, removed=True)])
+    await banner_of(ready_fleet(), issued=book).print_when_ready()
+    assert "try it" not in capsys.readouterr().out
+
+
+async def test_the_request_names_a_variable_for_the_key(capsys):
+    await banner_of(ready_fleet(), ApiKey.of("k", "t")).print_when_ready()
     printed = capsys.readouterr().out
     assert "with one of your keys in OPENAI_API_KEY" in printed
     assert '-H "authorization: Bearer $OPENAI_API_KEY" \\\n' in printed

@@ -6,6 +6,7 @@ import asyncio
 import msgspec
 from structlog.testing import capture_logs
 
+from proxy.core.issued_keys import IssuedKey, signed
 from proxy.core.peers.messages import Batch, Heartbeat, KvpinState, Leaving, frame_of
 from proxy.core.placement.load import LoadSample, Work
 from proxy.fleet.engine import address_of
@@ -145,6 +146,56 @@ async def test_a_drain_at_one_is_known_to_the_others_and_to_a_newcomer(unix):
             assert drained(three) == ["a"]
             two.fleet.drains.order(address, drained=False, now=1.0)
             await until(lambda: not any(map(drained, (one, two, three))))
+
+
+def issued(*names, removed=False):
+    return [IssuedKey(name, "t", name.encode(), "last", 1.0, removed=removed) for name in names]
+
+
+async def test_an_issued_key_is_known_to_the_others_and_to_a_newcomer_and_so_is_its_removal(unix):
+    def keys(proxy):
+        return {key.digest for key in proxy.tenants.keys}
+
+    async with world(unix) as (engines, (one, two)):
+        one.tenants.issued.merge(issued("k", "other"))
+        await until(lambda: keys(two) == {b"k", b"other"})
+        async with proxy_over(*engines, reuse=True, exchange=unix) as three:
+            await until(lambda: three.peers.is_ready)
+            assert keys(three) == {b"k", b"other"}
+            three.tenants.issued.merge(issued("k", removed=True))
+            await until(lambda: all(keys(each) == {b"other"} for each in (one, two)))
+        assert not one.tenants.open
+
+
+async def test_who_lacks_the_secret_issues_no_key(wires):
+    """Whoever may publish to a Redis channel could otherwise let himself in."""
+    async with world(lambda _: Wire(wires)) as (_, (one, two)):
+        two.peers._secret = lambda: b"another"
+        forged = [signed(issued("k"), b"a guess"), signed(issued("k"), b"")[:-1], b"\xff" * 40, b"x"]
+        with capture_logs() as logs:
+            for number, told in enumerate(forged):
+                state = KvpinState("evil", [], keys=told)
+                wires[0].ears.receive(frame_of(100 + number, Batch(1, [state])))
+            one.tenants.issued.merge(issued("own"))
+            await until(lambda: sum("same admin_key" in each["event"] for each in logs) == 2)  # once at each
+        assert [key.digest for key in one.tenants.keys] == [b"own"]
+        assert two.tenants.open
+        two.peers._secret = lambda: b""
+        one.tenants.issued.merge(issued("own", removed=True))
+        await until(lambda: not two.tenants.open)
+
+
+async def test_without_a_secret_keys_stay_here(wires):
+    async with world(lambda _: Wire(wires)) as (_, (one, two)):
+        one.peers._secret = lambda: None
+        with capture_logs() as logs:
+            one.tenants.issued.merge(issued("own"))
+            one.peers._take_keys(signed(issued("k"), b""))
+            await asyncio.sleep(0.1)
+        assert (two.tenants.open, len([*one.tenants.keys])) == (True, 1)
+        assert {each["event"].partition(":")[0] for each in logs} == {
+            "issued keys stay at this kvpin", "issued keys of another kvpin do not count here",
+        }  # fmt: skip
 
 
 async def test_one_alone_is_ready_at_once(unix):

@@ -14,6 +14,8 @@ from starlette.routing import Route
 from structlog.testing import capture_logs
 
 from engine_adapter import HttpTransport
+from proxy.core.issued_keys import IssuedKey
+from proxy.fleet.state_dir.key_book_file import KeyBookFile
 from proxy.http.listeners import listen
 from proxy.server import run
 from proxy.server.run import serve
@@ -56,6 +58,17 @@ def test_engines_that_anyone_can_use_are_warned_of(host, keys, warns):
     with contextlib.ExitStack() as stack, capture_logs() as entries:
         run._warn(settings, [stack.enter_context(listen(each, 0)) for each in settings.hosts])
     assert [entry["host"] for entry in entries] == [host] * warns
+
+
+def test_issued_keys_close_it_and_those_that_have_ended_are_warned_of(tmp_path):
+    issued = IssuedKey("key-1", "t", b"d", "last", 0.0, expires=1.0)
+    KeyBookFile(tmp_path).add([issued])
+    settings = Settings(host="0.0.0.0", port=0, state_dir=tmp_path)
+    with listen("0.0.0.0", 0) as listener, capture_logs() as entries:
+        run._warn(settings, [listener])
+    assert [each["event"] for each in entries] == [
+        "the issued key key-1 has expired: kvpin keys remove key-1"
+    ]
 
 
 async def models(_request):

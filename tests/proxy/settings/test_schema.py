@@ -175,5 +175,11 @@ def test_the_end_of_a_key_is_a_time_with_its_zone(text):
 
 
 def test_a_key_for_no_model_is_a_mistake():
-    with pytest.raises(SettingsError, match=r"'api_keys\[0\].models' .* must not be empty"):
-        load_settings(api_keys=({"key": "a", "models": []},))
+    wrong = {
+        "models' .* must not be empty": [], r"models\[0\]' .* must be text": [1],
+        r"models\[0\]' .* must not be empty": [""], r"models\[1\]' .* must not be blank": ["m", " \t"],
+    }  # fmt: skip
+    for why, models in wrong.items():
+        with pytest.raises(SettingsError, match=rf"'api_keys\[0\]\.{why}") as told:
+            load_settings(api_keys=({"key": "a", "models": models},))
+        assert "\n" not in str(told.value)

@@ -49,16 +49,12 @@ class Worker:
         return refused if self.refuses else found.get(path, JSONResponse({"of": self.number}))
 
 
-async def nothing():
-    return b""
-
-
 @contextlib.asynccontextmanager
 async def two(tmp_path, **options):
     """A client of worker 1, and both workers."""
     own, other = Worker(1, **options), Worker(2)
     siblings = Siblings([tmp_path / "2.http"])
-    app = MergedAnswers(own.app, siblings, Changes(DrainBook()), nothing, shared=True)
+    app = MergedAnswers(own.app, siblings, Changes(DrainBook()), {}, shared=True)
     async with at_socket(other.app, tmp_path / "2.http"):
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
             yield client, own, other
@@ -101,7 +97,7 @@ async def test_what_a_worker_was_asked_by_another_goes_no_further(tmp_path):
 
         async def from_peer(scope, receive, send):
             await MergedAnswers(
-                own.app, Siblings([tmp_path / "2.http"]), Changes(DrainBook()), nothing, shared=True
+                own.app, Siblings([tmp_path / "2.http"]), Changes(DrainBook()), {}, shared=True
             )({**scope, "kvpin.from_peer": True}, receive, send)
 
         async with httpx.AsyncClient(transport=httpx.ASGITransport(from_peer), base_url="http://x") as peer:
@@ -124,7 +120,7 @@ async def test_it_tells_another_worker_and_nobody_else_of_changes_and_prompts(tm
         return b"prompts"
 
     own, is_peer = Worker(2), True  # it knows the engine x
-    app = MergedAnswers(own.app, Siblings([]), Changes(DrainBook()), prompts, shared=True)
+    app = MergedAnswers(own.app, Siblings([]), Changes(DrainBook()), {PROMPTS_PATH: prompts}, shared=True)
 
     async def asked(scope, receive, send):
         await app({**scope, "kvpin.from_peer": is_peer}, receive, send)

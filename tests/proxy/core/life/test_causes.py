@@ -40,6 +40,7 @@ def test_what_is_not_expected_is_a_bug():
 @pytest.mark.parametrize(
     ("error", "cause"),
     [
+        (errors.ModelRefused("x"), Cause.MODEL_REFUSED),
         (errors.RateLimited("x"), Cause.QUOTA),
         (errors.Overloaded("x"), Cause.OVERLOADED),
         (errors.NoEngine("x"), Cause.NO_ENGINE),

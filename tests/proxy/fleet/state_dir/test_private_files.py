@@ -1,6 +1,7 @@
 import os
 import stat
 import time
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +16,18 @@ def test_a_file_is_replaced_whole_and_for_this_user_alone(tmp_path):
     assert path.read_bytes() == b"new"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_what_must_outlive_a_crash_is_on_disk_before_it_is_named_and_so_is_its_name(tmp_path, monkeypatch):
+    synced = []
+
+    def fsync(descriptor):
+        at = Path(f"/proc/self/fd/{descriptor}").readlink()
+        synced.append((at.suffix, at.is_dir(), (tmp_path / "file").exists()))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    write(tmp_path / "file", b"new", synced=True)
+    assert synced == [(".part", False, False), ("", True, True)]
 
 
 def test_what_cannot_be_written_leaves_the_old(tmp_path):

@@ -13,11 +13,11 @@ from proxy.fleet.fleet import Fleet
 from proxy.fleet.recall import EngineMemory
 from proxy.fleet.salts import KeptSalts
 from proxy.fleet.state_dir import saved_state as module
+from proxy.fleet.state_dir.private_files import UnusableFileError
 from proxy.fleet.state_dir.saved_state import (
     FILE,
     SavedState,
     StateSaver,
-    UnusableSnapshotError,
     decode,
     encode,
     on_other_clock,
@@ -175,10 +175,10 @@ def of_no_text(data):
     ],
 )
 def test_what_cannot_be_used_says_why(change, why):
-    with pytest.raises(UnusableSnapshotError, match=why):
+    with pytest.raises(UnusableFileError, match=why):
         decode(change(encode(SNAPSHOT)), isolated=False)
 
 
 def test_salts_of_several_tenants_are_none_of_a_single_one():
-    with pytest.raises(UnusableSnapshotError, match="one tenant now and were several"):
+    with pytest.raises(UnusableFileError, match="one tenant now and were several"):
         decode(encode(SNAPSHOT), isolated=True)

@@ -1,0 +1,59 @@
+"""Keys of clients that kvpin issues."""
+
+from __future__ import annotations
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from proxy.api.admin.endpoint import Endpoint, answer, read_body
+from proxy.api.admin.request_bodies import AddKey
+from proxy.control.keys import IssuedKeys, KeyAnswer, NewKey
+
+
+class KeyList(msgspec.Struct):
+    """The issued keys; those of the settings are not among them."""
+
+    keys: list[KeyAnswer]
+
+
+def key_routes(keys: IssuedKeys) -> tuple[Endpoint, ...]:
+    """Issues, lists and removes keys."""
+
+    async def list_keys(_request: Request) -> Response:
+        return answer(KeyList(keys.described()))
+
+    async def post_key(request: Request) -> Response:
+        body = await read_body(request, AddKey)
+        added = answer(
+            await keys.add(tenant=body.tenant, name=body.name, models=body.models, expires=body.expires), 201
+        )
+        added.headers["cache-control"] = "no-store"
+        return added
+
+    async def delete_key(request: Request) -> Response:
+        await keys.remove(request.path_params["key_id"])
+        return Response(status_code=204)
+
+    return (
+        Endpoint(
+            "GET", "/keys", list_keys, "The keys that this API issued, without the keys themselves.", KeyList
+        ),
+        Endpoint(
+            "POST",
+            "/keys",
+            post_key,
+            "Issues a key for a tenant and tells it once; 409 without `state_dir`.",
+            NewKey,
+            body=AddKey,
+            statuses=(201,),
+        ),
+        Endpoint(
+            "DELETE",
+            "/keys/{key_id}",
+            delete_key,
+            "Removes an issued key; its requests in flight go on to their end.",
+            None,
+            statuses=(204,),
+        ),
+    )

@@ -1,0 +1,190 @@
+"""Keys of clients that the admin API issues and removes."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Collection
+from contextlib import suppress
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+import structlog
+
+from proxy.core.issued_keys import MAX_KEYS, IssuedKey, KeyBook
+from proxy.errors import BadRequest, Conflict, NotFound, ProxyError
+from proxy.fleet.state_dir.key_book_file import KeyBookFile
+from proxy.request.tenants import ApiKey
+from proxy.settings import SettingsError
+
+log = structlog.get_logger(__name__)
+
+# Where a worker has another one look into the book.
+KEYS_PATH = "/admin/v1/keys/told"
+# The tenant of keys where neither the settings nor the request name one.
+DEFAULT_TENANT = "default"
+# Every issued key begins so.
+KEY_PREFIX = "kvp-"
+_SECRET_BYTES, _ID_BYTES, _ENDING = 32, 6, 4
+# Between two looks whether another kvpin has changed the file.
+_LOOK_S = 1.0
+# The version of a file that was never read.
+_NEVER = (0, 0)
+
+
+class KeyAnswer(msgspec.Struct, kw_only=True):
+    """An issued key without the key itself.
+
+    `ending` is its last four characters. Without `models` it is for all models, and without `expires` it does
+    not end.
+    """
+
+    id: str
+    name: str
+    tenant: str
+    ending: str
+    models: tuple[str, ...] | None
+    expires: datetime | None
+    expired: bool
+    created: datetime
+
+
+class NewKey(KeyAnswer, kw_only=True):
+    """A key that was just issued. Only this answer tells the `key`."""
+
+    key: str
+
+
+class IssuedKeys:
+    """Issues, lists and removes keys. A change counts before it is answered."""
+
+    def __init__(
+        self,
+        book: KeyBook,
+        file: KeyBookFile | None,
+        tenants: Callable[[], Collection[str]],
+        tell: Callable[[], Awaitable[object]],
+    ) -> None:
+        """`file`: None without a `state_dir`. `tenants`: those that the settings name. `tell` has the other
+        workers look into the file."""
+        self._book, self._file, self._tenants, self._tell = book, file, tenants, tell
+        self._seen: tuple[int, int] | None = _NEVER
+        self._is_wanted = asyncio.Event()
+        self._has_complained = False
+        book.listeners.append(self._is_wanted.set)
+
+    def described(self) -> list[KeyAnswer]:
+        """All keys that were not removed."""
+        return [KeyAnswer(**_fields(key)) for key in self._book.issued()]
+
+    async def add(
+        self, *, tenant: str | None, name: str, models: tuple[str, ...] | None, expires: datetime | None
+    ) -> NewKey:
+        """Issues a key.
+
+        Raises:
+            NotFound: there is no such tenant.
+            BadRequest: no tenant is named, or the key would have ended.
+            Conflict: there is no `state_dir`, or there are too many keys.
+            ProxyError: it cannot be saved.
+        """
+        tenant = self._tenant(tenant)
+        if expires is not None and expires.timestamp() <= time.time():
+            raise BadRequest("expires is in the past", param="expires")
+        if len(self._book.issued()) >= MAX_KEYS:
+            raise Conflict(f"there are {MAX_KEYS} issued keys, the most that kvpin keeps: remove some")
+        secret = f"{KEY_PREFIX}{secrets.token_urlsafe(_SECRET_BYTES)}"
+        key = IssuedKey(
+            f"key-{secrets.token_hex(_ID_BYTES)}",
+            tenant,
+            ApiKey.of(secret, tenant).digest,
+            secret[-_ENDING:],
+            time.time(),
+            name,
+            models,
+            expires.timestamp() if expires is not None else None,
+        )
+        await self._save(key)
+        return NewKey(**_fields(key), key=secret)
+
+    async def remove(self, key_id: str) -> None:
+        """Removes a key. Raises NotFound, and as `add` if that cannot be saved."""
+        key = next((each for each in self._book.issued() if each.id == key_id), None)
+        if key is None:
+            raise NotFound(f"no key with the id {key_id!r} was issued, or it was removed", param="key_id")
+        await self._save(msgspec.structs.replace(key, removed=True))
+
+    async def run(self) -> None:
+        """Follows the file, which other kvpins may change, and saves what they tell. Runs for ever."""
+        while True:
+            await self.look()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_LOOK_S):
+                    await self._is_wanted.wait()
+
+    async def look(self) -> None:
+        """Takes over what is new in the file, and saves what it lacks."""
+        file, entries = self._file, self._book.entries()
+        if file is None or (file.version == self._seen and not self._is_wanted.is_set()):
+            return
+        if file.version is None and not entries:
+            return
+        try:
+            await self._exchange(file, entries)
+        except (OSError, SettingsError) as error:
+            if not self._has_complained:
+                self._has_complained = True
+                log.error(  # noqa: TRY400 - one sentence
+                    "issued keys are not saved: those that are known count; repair the file",
+                    error=str(error),
+                )
+        else:
+            self._has_complained = False
+
+    async def _save(self, entry: IssuedKey) -> None:
+        """Saves a change and lets it count, here and at the other workers."""
+        if self._file is None:
+            raise Conflict("there is no place to keep keys: start kvpin with --state-dir, or set state_dir")
+        try:
+            await self._exchange(self._file, [*self._book.entries(), entry])
+        except OSError as error:
+            raise ProxyError(f"the key is not saved: {error.strerror or error}") from error
+        except SettingsError as error:
+            raise ProxyError(str(error)) from error
+        await self._tell()
+
+    async def _exchange(self, file: KeyBookFile, entries: list[IssuedKey]) -> None:
+        """Saves entries, and takes over what the file holds. Raises OSError and SettingsError: `look` tries
+        again."""
+        self._is_wanted.clear()
+        seen, self._seen = file.version, _NEVER
+        self._book.merge(await asyncio.to_thread(file.add, entries))
+        self._seen = seen  # if the file has changed, it is read once more
+
+    def _tenant(self, tenant: str | None) -> str:
+        """The tenant of a new key: one of the settings; where these have none, any."""
+        known = self._tenants()
+        if not known:
+            return tenant or DEFAULT_TENANT
+        names = ", ".join(sorted(known))
+        if tenant is None:
+            raise BadRequest(f"tenant is missing; known: {names}", param="tenant")
+        if tenant not in known:
+            raise NotFound(f"there is no tenant {tenant!r} in api_keys; known: {names}", param="tenant")
+        return tenant
+
+
+def _fields(key: IssuedKey) -> dict[str, Any]:
+    expires = datetime.fromtimestamp(key.expires, UTC) if key.expires is not None else None
+    return {
+        "id": key.id,
+        "name": key.name,
+        "tenant": key.tenant,
+        "ending": key.ending,
+        "models": key.models,
+        "expires": expires,
+        "expired": key.expires is not None and key.expires <= time.time(),
+        "created": datetime.fromtimestamp(key.created, UTC).replace(microsecond=0),
+    }

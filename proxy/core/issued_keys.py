@@ -1,0 +1,92 @@
+"""The keys that the admin API has issued. Every kvpin of a group holds the same book."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import msgspec
+
+# A book holds this many keys, and as many marks of removed ones, the newest.
+MAX_KEYS = 2000
+_SIGNATURE, _SIGNATURE_BYTES = "sha256", 32
+
+
+class IssuedKey(msgspec.Struct, frozen=True, array_like=True):
+    """A key that the admin API issued, without the key itself.
+
+    Attributes:
+        digest: SHA-256 of the key.
+        ending: its last four characters, by which people recognise it.
+        created: when it was issued, in Unix time.
+        name: what its operator calls it; may be empty.
+        models: the names that its requests may have as `model`; None for all.
+        expires: when it ends, in Unix time; None for never.
+        removed: it opens nothing any more. Its entry stays as a mark: another kvpin may still tell of it.
+    """
+
+    id: str
+    tenant: str
+    digest: bytes
+    ending: str
+    created: float
+    name: str = ""
+    models: tuple[str, ...] | None = None
+    expires: float | None = None
+    removed: bool = False
+
+
+def signed(entries: list[IssuedKey], secret: bytes) -> bytes:
+    """Entries as bytes for another kvpin that has the same secret. Whoever lacks it can issue no key."""
+    data = msgspec.msgpack.encode(entries)
+    return hmac.digest(secret, data, _SIGNATURE) + data
+
+
+def verified(told: bytes, secret: bytes) -> list[IssuedKey] | None:
+    """The entries of `signed`; None if another secret signed them, or they are none."""
+    signature, data = told[:_SIGNATURE_BYTES], told[_SIGNATURE_BYTES:]
+    if not hmac.compare_digest(hmac.digest(secret, data, _SIGNATURE), signature):
+        return None
+    try:
+        return msgspec.msgpack.decode(data, type=list[IssuedKey])
+    except msgspec.MsgspecError:
+        return None
+
+
+@dataclass(slots=True)
+class KeyBook:
+    """The issued keys and the marks of removed ones.
+
+    Attributes:
+        listeners: called when a key came or was removed.
+    """
+
+    listeners: list[Callable[[], None]] = field(default_factory=list)
+    _entries: dict[str, IssuedKey] = field(default_factory=dict)
+
+    @property
+    def has_issued(self) -> bool:
+        """True if a key was ever issued, also if none is left. Then no request is served without a key."""
+        return bool(self._entries)
+
+    def issued(self) -> list[IssuedKey]:
+        """The keys that are not removed, the first issued first."""
+        return [entry for entry in self.entries() if not entry.removed]
+
+    def entries(self) -> list[IssuedKey]:
+        """The keys and the marks, the first issued first."""
+        return sorted(self._entries.values(), key=lambda entry: (entry.created, entry.id))
+
+    def merge(self, entries: Iterable[IssuedKey]) -> None:
+        """Takes over what is new here. A removal counts for good."""
+        before = dict(self._entries)
+        for entry in entries:
+            known = self._entries.get(entry.id)
+            if known is None or (entry.removed and not known.removed):
+                self._entries[entry.id] = entry
+        marks = [entry for entry in self.entries() if entry.removed]
+        for mark in marks[:-MAX_KEYS]:
+            del self._entries[mark.id]
+        for listener in self.listeners if self._entries != before else ():
+            listener()

@@ -1,0 +1,264 @@
+"""Keys that the admin API issues, at a whole kvpin on a socket with an engine behind it."""
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import os
+import time
+
+import httpx
+import pytest
+from structlog.testing import capture_logs
+
+from engine_adapter import HttpTransport
+from proxy.core.issued_keys import MAX_KEYS, IssuedKey
+from proxy.server.app import Proxy, build_app
+from proxy.settings import EngineSettings, Settings, SettingsError
+from tests.fakes import FakeEngine, serving
+
+LATER = "2999-01-31T00:00:00Z"
+BODY = {"model": "m", "prompt": "x", "max_tokens": 1}
+
+
+async def until(is_true):
+    async with asyncio.timeout(10):
+        while not is_true():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+class Kvpin:
+    """A client of one kvpin."""
+
+    def __init__(self, proxy, client):
+        self.proxy, self.client = proxy, client
+
+    async def admin(self, method, path="", **body):
+        headers = {"authorization": "Bearer the-admin-key"}
+        return await self.client.request(method, f"/admin/v1/keys{path}", json=body or None, headers=headers)
+
+    async def issue(self, **body):
+        answer = await self.admin("POST", **body)
+        assert answer.status_code == 201, answer.text
+        return answer.json()
+
+    async def status(self, key=None, model="m"):
+        headers = {"authorization": f"Bearer {key}"} if key is not None else {}
+        answer = await self.client.post("/v1/completions", json={**BODY, "model": model}, headers=headers)
+        return answer.status_code
+
+
+@contextlib.asynccontextmanager
+async def kvpin(state_dir=None, **settings):
+    async with FakeEngine() as engine:
+        named = EngineSettings(kind="openai_compatible", url=engine.url, id="e", model="m")
+        given = Settings(engines=[named], state_dir=state_dir, admin_key="the-admin-key", **settings)
+        proxy = Proxy(given, HttpTransport())
+        try:
+            async with serving(build_app(proxy)) as url, httpx.AsyncClient(base_url=url) as client:
+                proxy.start()
+                await until(proxy.fleet.is_ready)
+                yield Kvpin(proxy, client)
+        finally:
+            await proxy.stop()
+
+
+async def test_the_first_key_closes_kvpin_and_the_last_one_does_not_open_it(tmp_path):
+    async with kvpin(tmp_path) as here:
+        assert await here.status() == 200
+        added = await here.issue(name="for the batch job")
+        assert (await here.status(), await here.status("wrong"), await here.status(added["key"])) == (
+            401, 401, 200,
+        )  # fmt: skip
+        assert (await here.admin("DELETE", f"/{added['id']}")).status_code == 204
+        assert (await here.status(), await here.status(added["key"])) == (401, 401)
+    async with kvpin(tmp_path) as again:
+        assert (await again.status(), await again.status(added["key"])) == (401, 401)
+        assert (await again.admin("GET")).json() == {"keys": []}
+
+
+async def test_a_key_is_told_once_and_nothing_else_ever_has_it(tmp_path):
+    async with kvpin(tmp_path) as here:
+        with capture_logs() as entries:
+            answer = await here.admin("POST", name="n", models=["m"], expires=LATER)
+            added = answer.json()
+            secret = added.pop("key")
+            listed = await here.admin("GET")
+            again = await here.admin("DELETE", f"/{secret}")
+        assert answer.headers["cache-control"] == "no-store"
+        assert secret.startswith("kvp-")
+        assert len(secret) == 47
+        assert listed.json() == {"keys": [added]}
+        created = added.pop("created")
+        assert (
+            abs(time.time() - time.mktime(time.strptime(created, "%Y-%m-%dT%H:%M:%SZ")) + time.timezone) < 60
+        )
+        assert added == {
+            "id": added["id"], "name": "n", "tenant": "default", "ending": secret[-4:], "models": ["m"],
+            "expires": LATER, "expired": False,
+        }  # fmt: skip
+        assert secret not in listed.text
+        assert again.status_code == 404
+        assert secret not in json.dumps(entries, default=str)
+        assert [each["path"] for each in entries if each.get("method") == "DELETE"] == [
+            "/admin/v1/keys/(a key)"
+        ]
+    for path in tmp_path.rglob("*"):
+        if path.is_file():
+            assert secret.encode() not in path.read_bytes()
+    assert hashlib.sha256(secret.encode()).digest() in (tmp_path / "keys").read_bytes()
+
+
+async def test_it_outlives_a_restart_with_its_models_and_its_end(tmp_path):
+    async with kvpin(tmp_path) as here:
+        for_m, for_other = await here.issue(models=["m"]), await here.issue(models=["other"])
+        ends = await here.issue(expires=LATER)
+        listed = (await here.admin("GET")).json()
+    async with kvpin(tmp_path) as here:
+        assert (await here.admin("GET")).json() == listed
+        assert await here.status(for_m["key"]) == 200
+        assert await here.status(for_other["key"]) == 404
+        assert await here.status(ends["key"]) == 200
+        key = next(each for each in here.proxy.tenants.issued.issued() if each.id == ends["id"])
+        here.proxy.tenants.issued._entries[key.id] = IssuedKey(
+            key.id, key.tenant, key.digest, key.ending, key.created, expires=time.time() - 1
+        )
+        here.proxy.tenants.replace((), {})
+        assert await here.status(ends["key"]) == 401
+        assert [each["expired"] for each in (await here.admin("GET")).json()["keys"]] == [False, False, True]
+
+
+async def test_keys_of_the_settings_and_issued_ones_count_alike(tmp_path):
+    named = [{"key": "file-key", "tenant": "acme", "requests_per_minute": 3}]
+    async with kvpin(tmp_path, api_keys=named) as here:
+        added = await here.issue(tenant="acme")
+        keys = ["file-key", added["key"], "file-key", added["key"]]
+        assert [await here.status(key) for key in keys] == [200, 200, 200, 429]  # one tenant, one quota
+        unknown = await here.admin("POST", tenant="other")
+        assert (unknown.status_code, unknown.json()["error"]["param"]) == (404, "tenant")
+        assert "there is no tenant 'other' in api_keys; known: acme" in unknown.text
+        assert "tenant is missing; known: acme" in (await here.admin("POST", name="x")).text
+        here.proxy.reload(Settings(state_dir=tmp_path, admin_key="the-admin-key"))  # all keys of the file go
+        assert [await here.status(key) for key in (None, "file-key", added["key"])] == [401, 401, 200]
+
+
+async def test_where_a_key_is_in_both_the_settings_count(tmp_path):
+    async with kvpin(tmp_path) as here:
+        added = await here.issue(models=["other"])
+        key = {"key": added["key"], "tenant": "acme", "models": ["m"]}
+        here.proxy.reload(Settings(state_dir=tmp_path, admin_key="the-admin-key", api_keys=[key]))
+        assert here.proxy.tenants.find(added["key"]).tenant == "acme"
+        await here.admin("DELETE", f"/{added['id']}")
+        assert here.proxy.tenants.find(added["key"]).tenant == "acme"
+
+
+async def test_whatever_depends_on_tenants_follows(tmp_path):
+    async with kvpin(tmp_path) as here:
+        assert (await here.client.get("/metrics")).status_code == 200
+        first = await here.issue(tenant="a")
+        assert (await here.client.get("/metrics")).status_code == 401
+        assert await here.status(first["key"]) == 200
+        second = await here.issue(tenant="b")
+        proxy = here.proxy
+        assert (proxy.tenants.isolated, proxy.destinations.isolated) == (True, True)
+        assert await here.status(first["key"]) == 503  # the engine cannot keep tenants apart
+        await here.admin("DELETE", f"/{second['id']}")
+        assert await here.status(first["key"]) == 200
+
+
+async def test_without_a_state_dir_none_is_issued():
+    async with kvpin() as here:
+        answer = await here.admin("POST", name="x")
+        assert answer.status_code == 409
+        assert "set state_dir" in answer.json()["error"]["message"]
+        assert (await here.admin("GET")).json() == {"keys": []}
+        assert await here.status() == 200
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"tenant": "no spaces"}, "tenant"),
+        ({"models": []}, "models"),
+        ({"models": [" "]}, "models[0]"),
+        ({"models": [1]}, "models[0]"),
+        ({"expires": "tomorrow"}, "expires"),
+        ({"expires": "2999-01-31T00:00:00"}, "expires"),
+        ({"expires": "1999-01-31T00:00:00Z"}, "expires"),
+        ({"name": "x" * 65}, "name"),
+        ({"name": "\x1b[2J"}, "name"),
+        ({"key": "mine"}, "key"),
+    ],
+)
+async def test_a_wrong_field_is_named_and_closes_nothing(tmp_path, body, param):
+    async with kvpin(tmp_path) as here:
+        answer = await here.admin("POST", **body)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
+        assert await here.status() == 200
+
+
+async def test_only_operators_issue_list_and_remove(tmp_path):
+    async with kvpin(tmp_path) as here:
+        added = await here.issue()
+        for key in ({}, {"authorization": f"Bearer {added['key']}"}):
+            for method, path in (("GET", ""), ("POST", ""), ("DELETE", f"/{added['id']}")):
+                answer = await here.client.request(method, f"/admin/v1/keys{path}", headers=key)
+                assert answer.status_code == 401
+        assert await here.status(added["key"]) == 200
+
+
+async def test_there_is_a_limit(tmp_path):
+    async with kvpin(tmp_path) as here:
+        here.proxy.tenants.issued.merge(
+            IssuedKey(f"k{n}", "t", b"%d" % n, "last", 0.0) for n in range(MAX_KEYS)
+        )
+        answer = await here.admin("POST", name="x")
+        assert answer.status_code == 409
+        assert "2000 issued keys" in answer.text
+
+
+async def test_what_cannot_be_saved_does_not_count(tmp_path):
+    async with kvpin(tmp_path) as here:
+        (tmp_path / "keys").mkdir()
+        answer = await here.admin("POST", name="x")
+        assert answer.status_code == 500
+        assert "cannot be read" in answer.json()["error"]["message"]
+        assert await here.status() == 200
+
+
+async def test_a_damaged_book_opens_no_door(tmp_path):
+    async with kvpin(tmp_path) as here:
+        await here.issue()
+    (tmp_path / "keys").write_bytes(b"kvpin-keys 1\nnonsense")
+    with pytest.raises(SettingsError, match="keys' cannot be read: it is damaged"):
+        Proxy(Settings(state_dir=tmp_path), HttpTransport())
+
+
+async def test_kvpins_that_share_the_directory_follow_each_other(tmp_path):
+    async with kvpin(tmp_path) as one, kvpin(tmp_path) as other:
+        added = await one.issue()
+        await until(lambda: other.proxy.tenants.find(added["key"]))
+        assert [await other.status(key) for key in (None, added["key"])] == [401, 200]
+        mine = await other.issue()
+        await one.admin("DELETE", f"/{added['id']}")
+        await until(
+            lambda: one.proxy.tenants.find(mine["key"]) and not other.proxy.tenants.find(added["key"])
+        )
+        assert [await other.status(added["key"]), await one.status(mine["key"])] == [401, 200]
+
+
+async def test_a_book_that_is_damaged_while_kvpin_runs_changes_nothing_and_is_told_once(tmp_path):
+    async with kvpin(tmp_path) as here:
+        added = await here.issue()
+        whole = (tmp_path / "keys").read_bytes()
+        with capture_logs() as entries:
+            (tmp_path / "keys").write_bytes(b"nonsense")
+            os.utime(tmp_path / "keys", (0, 0))
+            for _ in range(3):
+                await here.proxy.keys.look()
+            assert await here.status(added["key"]) == 200
+            assert (await here.admin("POST", name="x")).status_code == 500
+        told = [each["event"] for each in entries if each["log_level"] == "error"]
+        assert told == ["issued keys are not saved: those that are known count; repair the file"]
+        (tmp_path / "keys").write_bytes(whole)
+        await here.issue()

@@ -1,0 +1,108 @@
+"""Over sockets, with all that follows from a change: tests/proxy/api/admin/test_key_routes.py."""
+
+import asyncio
+
+import pytest
+from structlog.testing import capture_logs
+
+from proxy.control import keys as module
+from proxy.control.keys import IssuedKeys
+from proxy.core.issued_keys import IssuedKey, KeyBook
+from proxy.errors import ProxyError
+from proxy.fleet.state_dir.key_book_file import KeyBookFile
+
+PLAIN = {"tenant": None, "name": "", "models": None, "expires": None}
+
+
+class World:
+    """Issued keys of one kvpin, and how often it told the other workers."""
+
+    def __init__(self, file):
+        self.book, self.told, self.file = KeyBook(), 0, file
+        self.keys = IssuedKeys(self.book, file, tuple, self.tell)
+
+    async def tell(self):
+        self.told += 1
+        assert {key.id for key in self.file.read()} == {key.id for key in self.book.entries()}
+
+
+class FullDisk(KeyBookFile):
+    def __init__(self, directory):
+        super().__init__(directory)
+        self.is_full = True
+
+    def add(self, entries):
+        if self.is_full:
+            raise OSError(28, "No space left on device")
+        return super().add(entries)
+
+
+def told(name="key-1"):
+    return IssuedKey(name, "t", name.encode(), "last", 1.0)
+
+
+async def test_a_change_is_on_disk_and_told_to_the_other_workers_before_it_is_answered(tmp_path):
+    world = World(KeyBookFile(tmp_path))
+    added = await world.keys.add(**PLAIN)
+    assert world.told == 1
+    await world.keys.remove(added.id)
+    assert world.told == 2
+    assert [(key.id, key.removed) for key in world.file.read()] == [(added.id, True)]
+
+
+async def test_no_two_keys_are_equal(tmp_path):
+    world = World(KeyBookFile(tmp_path))
+    added = [await world.keys.add(**PLAIN) for _ in range(20)]
+    assert len({key.key for key in added}) == len({key.id for key in added}) == 20
+
+
+async def test_without_keys_nothing_is_written(tmp_path):
+    world = World(KeyBookFile(tmp_path / "state"))
+    await world.keys.look()
+    assert not (tmp_path / "state").exists()
+
+
+async def test_a_key_that_cannot_be_saved_does_not_count(tmp_path):
+    world = World(FullDisk(tmp_path))
+    with pytest.raises(ProxyError, match="the key is not saved: No space left on device"):
+        await world.keys.add(**PLAIN)
+    assert (world.book.has_issued, world.told) == (False, 0)
+
+
+async def test_what_another_kvpin_tells_is_saved_as_soon_as_there_is_room(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_LOOK_S", 0.01)
+    world = World(FullDisk(tmp_path))
+    with capture_logs() as logs:
+        task = asyncio.create_task(world.keys.run())
+        world.book.merge([told()])
+        await asyncio.sleep(0.1)
+        assert world.file.read() == []
+        world.file.is_full = False
+        async with asyncio.timeout(5):
+            while world.file.read() != [told()]:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        task.cancel()
+    assert [(each["event"].partition(":")[0], each["error"]) for each in logs] == [
+        ("issued keys are not saved", "[Errno 28] No space left on device")
+    ]
+
+
+async def test_a_key_that_cannot_be_saved_keeps_no_other_from_it(tmp_path):
+    world = World(FullDisk(tmp_path))
+    world.file.is_full = False
+    await world.keys.look()
+    world.file.is_full = True
+    world.book.merge([told()])
+    with pytest.raises(ProxyError):
+        await world.keys.add(**PLAIN)
+    world.file.is_full = False
+    await world.keys.look()
+    assert world.file.read() == [told()]
+
+
+async def test_a_file_that_is_gone_is_written_again(tmp_path):
+    world = World(KeyBookFile(tmp_path))
+    await world.keys.add(**PLAIN)
+    (tmp_path / "keys").unlink()
+    await world.keys.look()
+    assert world.file.read() == world.book.entries()

@@ -1,0 +1,64 @@
+import hmac
+
+import msgspec
+
+from proxy.core.issued_keys import MAX_KEYS, IssuedKey, KeyBook, signed, verified
+
+
+def key(number=1, *, removed=False):
+    return IssuedKey(f"key-{number}", "t", b"%d" % number, "last", float(number), removed=removed)
+
+
+def book_of(*entries):
+    book = KeyBook()
+    book.merge(entries)
+    return book
+
+
+def test_books_that_heard_the_same_hold_the_same():
+    told = [key(2), key(1), key(1, removed=True)]
+    books = [book_of(*told), book_of(*reversed(told)), book_of(*told, *told)]
+    assert [book.entries() for book in books] == [[key(1, removed=True), key(2)]] * 3
+    assert [each.id for each in books[0].issued()] == ["key-2"]
+
+
+def test_a_removed_key_never_comes_back_and_the_book_stays_closed():
+    book = book_of(key(), key(removed=True))
+    book.merge([key()])
+    assert book.issued() == []
+    assert book.has_issued
+    assert not KeyBook().has_issued
+
+
+def test_listeners_are_called_when_something_is_new():
+    book, calls = book_of(), []
+    book.listeners.append(lambda: calls.append(len(book.issued())))
+    for entries in ([key()], [key()], [], [key(removed=True)], [key()], [key(removed=True)]):
+        book.merge(entries)
+    assert calls == [1, 0]
+
+
+def test_only_the_newest_marks_are_kept_and_every_key():
+    book, calls = book_of(key(0)), []
+    book.merge(key(number, removed=True) for number in range(1, MAX_KEYS + 3))
+    assert [each.id for each in book.entries()[:2]] == ["key-0", "key-3"]
+    assert len(book.entries()) == MAX_KEYS + 1
+    book.listeners.append(lambda: calls.append(1))
+    book.merge([key(1, removed=True)])  # a kvpin that still has it would be told, and tell again
+    assert calls == []
+
+
+def test_the_wire_takes_entries_of_a_later_version():
+    fields = msgspec.msgpack.decode(msgspec.msgpack.encode(key()))
+    data = msgspec.msgpack.encode([*fields, "a field of a later version"])
+    assert msgspec.msgpack.decode(data, type=IssuedKey) == key()
+
+
+def test_only_who_has_the_secret_can_tell_of_keys():
+    told = signed([key()], b"secret")
+    assert verified(told, b"secret") == [key()]
+    changed = told.replace(b"last", b"mine")
+    for forged, secret in ((told, b"other"), (changed, b"secret"), (told[:40], b"secret"), (b"", b"secret")):
+        assert verified(forged, secret) is None
+    no_entries = msgspec.msgpack.encode(["x"])
+    assert verified(hmac.digest(b"secret", no_entries, "sha256") + no_entries, b"secret") is None
