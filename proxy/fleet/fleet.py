@@ -13,11 +13,11 @@ from collections.abc import Mapping
 import structlog
 
 from engine_adapter import EngineAdapter, EngineInfo
-from proxy.core.drains import DrainBook
+from proxy.core.engine_book import EngineBook
 from proxy.core.peers.telling import OwnRequests
 from proxy.errors import Conflict, NoEngine, NotFound
 from proxy.errors.codes import Code
-from proxy.fleet.engine import TOKENS_PER_BLOCK, Engine, EngineState, address_of
+from proxy.fleet.engine import TOKENS_PER_BLOCK, Engine, EngineState, order_name
 from proxy.fleet.pool import Pool
 from proxy.settings import LimitSettings
 
@@ -36,7 +36,7 @@ class Fleet:
         name: this kvpin's, for people.
         told: tells other kvpins of requests, in pools made from now on; None without other kvpins.
         claims_engines: an engine that only one kvpin may use waits until it is claimed.
-        drains: the engines that operators have drained, at any kvpin of the group.
+        book: what operators have ordered about engines, at any kvpin of the group.
         passed_on: requests that other kvpins answered for this one so far, by the names of these kvpins.
     """
 
@@ -57,7 +57,7 @@ class Fleet:
         self.pools: dict[str, Pool] = {}
         self.told: OwnRequests | None = None
         self.claims_engines = False
-        self.drains = DrainBook()
+        self.book = EngineBook()
         self.passed_on = Counter[str]()
         self._warned: set[str] = set()
         self._an_engine_is_ready = asyncio.Event()
@@ -79,7 +79,7 @@ class Fleet:
 
     def is_drained(self, engine: Engine) -> bool:
         """True if an operator has drained the engine."""
-        return self.drains.is_drained(address_of(engine.adapter.spec)[0])
+        return self.book.is_drained(order_name(engine.adapter.spec))
 
     def bound_queues(self, queue: LimitSettings) -> None:
         """Other bounds of each pool's queue."""

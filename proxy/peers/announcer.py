@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import Callable, Iterator, Sequence
 
 from proxy.core.audit import Trust
+from proxy.core.engine_book import EngineMark
 from proxy.core.peers.claims import Claim
 from proxy.core.peers.messages import (
     Batch,
@@ -60,13 +61,15 @@ class Announcer:
         fleet: Fleet,
         tenants: Tenants,
         claim_of: Callable[[Engine], Claim | None],
+        marks: Callable[[], list[EngineMark]],
         counts: ExchangeCounts,
     ) -> None:
-        """Tells of the pools that `fleet` makes from now on. Counts what it tells in `counts`."""
+        """Tells of the pools that `fleet` makes from now on, and the operators' orders of `marks`. Counts
+        what it tells in `counts`."""
         self.engines = list[ToldEngine]()
         self.name = fleet.name
         self._bus, self._owner, self._fleet, self._tenants = bus, owner, fleet, tenants
-        self._claim_of, self._counts = claim_of, counts
+        self._claim_of, self._marks, self._counts = claim_of, marks, counts
         self._own = fleet.told = OwnRequests(self._flush_soon)
         self._number = 0
         self._flush_at: asyncio.TimerHandle | None = None
@@ -109,7 +112,7 @@ class Announcer:
         return True
 
     def tell_state(self) -> None:
-        """Tells again who this kvpin is, with its engines and what operators have drained."""
+        """Tells again who this kvpin is, with its engines and what operators have ordered."""
         self._own.tell(self._state())
 
     def beat(self, times: Times) -> None:
@@ -152,7 +155,7 @@ class Announcer:
     def _state(self) -> KvpinState:
         path = self._bus.http_socket
         socket_path = str(path) if path is not None else None
-        return KvpinState(self.name, self.engines, socket_path, self._fleet.drains.marks())
+        return KvpinState(self.name, self.engines, socket_path, self._marks())
 
     def _listing(self) -> Iterator[list[Message]]:
         part, size = list[Message](), 0

@@ -44,10 +44,10 @@ from proxy.api.page import WebPage
 from proxy.api.relay.to_object_home import PassedToKeeper
 from proxy.api.relay.to_owner import PassedToOwner
 from proxy.api.workers.merging_app import MergedAnswers
-from proxy.api.workers.missed_changes import Changes
 from proxy.api.workers.siblings import Siblings
 from proxy.control.configured import ConfiguredEngines
 from proxy.control.discovered import DiscoveredEngines
+from proxy.control.engine_orders import EngineOrders
 from proxy.control.engines import Engines
 from proxy.control.kv import KvVerbs
 from proxy.control.operations import Operations
@@ -112,7 +112,6 @@ class Proxy:
         self.fleet = Fleet(
             settings.model_aliases, settings.default_model, settings.limits, settings.shown_name
         )
-        self.changes = Changes(self.fleet.drains)
         self.tables = PromptTables(max_bytes=settings.limits.prompt_table_bytes)
         self.tenants = Tenants(_keys(settings), settings.tenant_limits)
         self.gate = Gate(self.tenants, ByteBudget(_bodies_bytes(settings)), int(settings.limits.body_bytes))
@@ -135,12 +134,12 @@ class Proxy:
         )
         self.operations, self.pins = Operations(self.tasks), PinBook()
         if self.state is not None:
-            self.state.restore(self.pins, self.tables, self.fleet.drains)
+            self.state.restore(self.pins, self.tables, self.fleet.book)
         self.engines = Engines(self.fleet, self.monitor, self.pins, self.operations, make_adapter)
-        self.fleet.drains.listeners.append(self.engines.follow_drains)
         self.configured = ConfiguredEngines(self.fleet, self.monitor, self.engines, self.tasks, make_adapter)
         self.discovered = DiscoveredEngines(self.fleet, self.configured, self.engines, self.tasks)
         self.monitor.split = self.discovered.split
+        self.orders = EngineOrders(self.fleet, self.engines, self.discovered, self.tasks)
         self.metrics = Metrics(
             self.fleet,
             self.discovered.sources,
@@ -172,7 +171,14 @@ class Proxy:
             return None
         owner = secrets.randbits(63)
         bus = make_bus(self.settings.exchange, owner, self.siblings)
-        return Peers(bus, owner, self.fleet, self.tenants, self.transport.hang_up)
+        return Peers(
+            bus,
+            owner,
+            self.fleet,
+            self.tenants,
+            self.transport.hang_up,
+            lambda: _text(self.settings.admin_key),
+        )
 
     def _flow(self) -> Flow:
         """The read path, with spans if there is telemetry."""
@@ -231,6 +237,7 @@ class Proxy:
         if self.state is not None:
             self.tasks.keep("state", partial(self.state.run, self.fleet, self.pins))
         self._follow(self.settings)
+        self.orders.start()
         if self.peers is not None:
             self.peers.start(self.tasks)
 
@@ -365,7 +372,7 @@ def build_app(proxy: Proxy) -> Dispatcher:
     if proxy.siblings is None:
         return Dispatcher(data_plane, rest, proxy.draining)
     together = MergedAnswers(
-        rest, proxy.siblings, proxy.changes, proxy.prompts.told, shared=proxy.peers is not None
+        rest, proxy.siblings, proxy.fleet.book, proxy.prompts.told, shared=proxy.peers is not None
     )
     return Dispatcher(data_plane, together, proxy.draining)
 
@@ -388,7 +395,7 @@ def admin_api(proxy: Proxy) -> Mount:
     pinning = Pinning(fleet, targets, pins, operations)
     kv = KvVerbs(targets, warming, pins, proxy.ingest, operations)
     endpoints = (
-        *engine_routes(fleet, proxy.engines, pinning, proxy.discovered.sources, proxy.peers, reuse=reuse),
+        *engine_routes(fleet, proxy.orders, pinning, proxy.discovered.sources, proxy.peers, reuse=reuse),
         *kv_routes(kv, warming, pinning, operations),
         *request_routes(flow),
         *prefix_routes(Prefixes(fleet, proxy.prompts)),

@@ -1,7 +1,7 @@
 """Lets one worker answer for all on the routes beside the data plane: it merges all answers.
 
 The worker answers first, so that keys and bodies are checked once. Then it asks the others, who answer for
-themselves alone, and merges the answers. Changes are carried out by all, and those of engines are noted.
+themselves alone, and merges the answers. Changes are carried out by all.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from engine_adapter import HeaderPairs
 from proxy.api.auth import FROM_PEER
 from proxy.api.workers.merged_events import MergedEvents
-from proxy.api.workers.missed_changes import PATH, Change, ChangeKind, Changes
 from proxy.api.workers.siblings import Siblings, WorkerAnswer
 from proxy.control.merged_answers import (
     merge_engines,
@@ -30,11 +29,14 @@ from proxy.control.merged_answers import (
     merge_stats,
 )
 from proxy.control.prefixes import PROMPTS_PATH
+from proxy.core.engine_book import EngineBook, encode_marks
 from proxy.observe.gauges import of_workers
 from proxy.observe.metric_families import merge_pages
 
 _ADMIN = "/admin/v1"
-_EVENTS, _CHANGES, _PROMPTS = ("GET", f"{_ADMIN}/events"), ("GET", PATH), ("GET", PROMPTS_PATH)
+# Where a worker tells another one what operators have ordered about engines.
+ORDERS_PATH = f"{_ADMIN}/engine_orders"
+_EVENTS, _ORDERS, _PROMPTS = ("GET", f"{_ADMIN}/events"), ("GET", ORDERS_PATH), ("GET", PROMPTS_PATH)
 _DEFAULT_LIMIT = 50
 # Headers that the others need to understand the request.
 _PASSED_ON = (b"accept", b"content-type", b"x-request-id")
@@ -51,7 +53,6 @@ class _Rule:
         merge: makes the body of all good answers; None takes the first good one.
         once: one worker is enough. The others are asked only if this one does not know the named thing.
         named: the others use the id that this worker gave to what it made.
-        change: the change of an engine, which a worker that is started later is told; None for no change.
     """
 
     method: str
@@ -59,7 +60,6 @@ class _Rule:
     merge: Merge | None = None
     once: bool = False
     named: bool = False
-    change: ChangeKind | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,16 +78,15 @@ class MergedAnswers:
         self,
         app: ASGIApp,
         siblings: Siblings,
-        changes: Changes,
+        book: EngineBook,
         prompts: Callable[[], Awaitable[bytes]],
         *,
         shared: bool,
     ) -> None:
-        """Adds to `changes`. `prompts` gives this worker's prompts, in the form that the others get.
-        `shared`: the
-        workers know each other's requests."""
+        """`book`: what operators have ordered about engines. `prompts` gives this worker's prompts, in the
+        form that the others get. `shared`: the workers know each other's requests."""
         self._app, self._siblings, self._shared = app, siblings, shared
-        self._changes, self._prompts = changes, prompts
+        self._book, self._prompts = book, prompts
         self._rules = [(re.compile(rule.path), rule) for rule in _rules(shared=shared)]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -96,12 +95,12 @@ class MergedAnswers:
         if asked == _EVENTS and not from_peer:
             await MergedEvents(self._app, self._siblings, shared=self._shared).serve(scope, receive, send)
             return
-        if asked in (_CHANGES, _PROMPTS) and from_peer:
-            told = self._changes.told() if asked == _CHANGES else await self._prompts()
+        if asked in (_ORDERS, _PROMPTS) and from_peer:
+            told = encode_marks(self._book.marks()) if asked == _ORDERS else await self._prompts()
             await _send(_answer(HTTPStatus.OK, [], told), send)
             return
         rule = self._rule(scope)
-        if rule is None or (from_peer and rule.change is None):
+        if rule is None or from_peer:
             await self._app(scope, receive, send)
             return
         body = bytearray()
@@ -113,11 +112,8 @@ class MergedAnswers:
 
         own = await _answer_of(self._app, scope, receive_and_keep)
         request = _request(rule, scope, own, bytes(body))
-        if own.is_good and rule.change is not None:
-            engine = _engine_of(scope["path"]) or msgspec.json.decode(own.body)["id"]
-            self._changes.note(engine, Change(rule.change, request.method, request.target, request.body))
         is_unknown = own.status == HTTPStatus.NOT_FOUND
-        if not from_peer and (is_unknown or (own.is_good and not rule.once)):
+        if is_unknown or (own.is_good and not rule.once):
             own = await self._ask_others(rule, scope, own, request)
         await _send(own, send)
 
@@ -141,11 +137,6 @@ class MergedAnswers:
             return good[0]
         status = max(answer.status for answer in good)  # 202 while any worker is not done
         return _answer(status, good[0].headers, rule.merge(scope, good))
-
-
-def _engine_of(path: str) -> str:
-    """The engine that a path below `/engines` names; empty if it names none."""
-    return path.removeprefix(f"{_ADMIN}/engines").strip("/").partition("/")[0]
 
 
 def _request(rule: _Rule, scope: Scope, own: WorkerAnswer, body: bytes) -> _Request:
@@ -194,8 +185,8 @@ def _rules(*, shared: bool) -> tuple[_Rule, ...]:
         _Rule("GET", "/metrics", pages),
         _Rule("GET", f"{_ADMIN}/stats", _json(partial(merge_stats, shared=shared))),
         _Rule("GET", f"{_ADMIN}/engines", _json(partial(merge_engines, shared=shared))),
-        _Rule("POST", f"{_ADMIN}/engines", named=True, change=ChangeKind.ADD),
-        _Rule("DELETE", f"{_ADMIN}/engines/[^/]+", change=ChangeKind.REMOVE),
+        _Rule("POST", f"{_ADMIN}/engines", named=True),
+        _Rule("DELETE", f"{_ADMIN}/engines/[^/]+"),
         _Rule("POST", f"{_ADMIN}/engines/[^/]+/drain"),
         _Rule("GET", f"{_ADMIN}/requests", _requests),
         _Rule("GET", f"{_ADMIN}/requests/[^/]+", once=True),

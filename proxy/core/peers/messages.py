@@ -14,7 +14,7 @@ from typing import Annotated
 
 import msgspec
 
-from proxy.core.drains import DrainMark
+from proxy.core.engine_book import EngineMark
 from proxy.core.index.blocks import BlockHash, Chain
 from proxy.core.peers.claims import Claim
 from proxy.core.placement.load import Work
@@ -133,13 +133,13 @@ class KvpinState(_Message, tag=6, frozen=True):
     Attributes:
         name: for people.
         http_socket: the path of the socket on which it serves HTTP to peers; None if there is none.
-        drains: the engines that operators have drained.
+        marks: what operators have ordered about engines.
     """
 
     name: str
     engines: list[ToldEngine]
     http_socket: str | None = None
-    drains: list[DrainMark] = msgspec.field(default_factory=list)
+    marks: list[EngineMark] = msgspec.field(default_factory=list)
 
 
 class AskListing(_Message, tag=7, frozen=True):

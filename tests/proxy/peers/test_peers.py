@@ -8,7 +8,7 @@ from structlog.testing import capture_logs
 
 from proxy.core.peers.messages import Batch, Heartbeat, KvpinState, Leaving, frame_of
 from proxy.core.placement.load import LoadSample, Work
-from proxy.fleet.engine import address_of
+from proxy.fleet.engine import order_name
 from proxy.peers import peers
 from proxy.peers import peers as peers_module
 from tests.fakes import client_of, proxy_over
@@ -137,13 +137,13 @@ async def test_a_drain_at_one_is_known_to_the_others_and_to_a_newcomer(unix):
         return [engine.id for engine in proxy.fleet.engines.values() if proxy.fleet.is_drained(engine)]
 
     async with world(unix) as (engines, (one, two)):
-        address, _ = address_of(one.fleet.engine("a").adapter.spec)
-        one.fleet.drains.order(address, drained=True, now=2.0)
+        name = order_name(one.fleet.engine("a").adapter.spec)
+        one.fleet.book.drain(name, drained=True, now=2.0)
         await until(lambda: drained(two) == ["a"])
         async with proxy_over(*engines, reuse=True, exchange=unix) as three:
             await until(lambda: three.peers.is_ready)
             assert drained(three) == ["a"]
-            two.fleet.drains.order(address, drained=False, now=1.0)
+            two.fleet.book.drain(name, drained=False, now=1.0)
             await until(lambda: not any(map(drained, (one, two, three))))
 
 

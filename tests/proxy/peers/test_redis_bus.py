@@ -10,7 +10,7 @@ from redis import Redis
 from redis.exceptions import NoPermissionError
 from structlog.testing import capture_logs
 
-from proxy.core.drains import decode_marks
+from proxy.core.engine_book import decode_marks
 from proxy.core.peers import follower
 from proxy.peers import peers as peers_module
 from proxy.peers import redis_bus
@@ -68,23 +68,23 @@ async def test_one_that_starts_after_all_others_have_gone_knows_what_is_drained(
         return RedisBus(server.url, "n")
 
     async with world(make) as (_, (one, two)):
-        one.fleet.drains.order("gpu1:8000", drained=True, now=5.0)
-        two.fleet.drains.order("gpu2:8000", drained=True, now=5.0)
-        await until(lambda: one.fleet.drains.marks() == two.fleet.drains.marks())
+        one.fleet.book.drain("gpu1:8000", drained=True, now=5.0)
+        two.fleet.book.drain("gpu2:8000", drained=True, now=5.0)
+        await until(lambda: one.fleet.book.marks() == two.fleet.book.marks())
     with Redis.from_url(server.url) as redis:
-        kept = redis.get("kvpin:n:drains")
+        kept = redis.get("kvpin:n:engines")
         async with world(make, 1) as (_, (later,)):
-            drains = later.fleet.drains
-            assert drains.is_drained("gpu1:8000")
-            assert drains.is_drained("gpu2:8000")
-        redis.set("kvpin:n:drains", b"x")
+            book = later.fleet.book
+            assert book.is_drained("gpu1:8000")
+            assert book.is_drained("gpu2:8000")
+        redis.set("kvpin:n:engines", b"x")
         with capture_logs() as logs:
             async with world(make, 1) as (_, (again,)):
-                assert not again.fleet.drains.marks()
-                again.fleet.drains.merge(decode_marks(kept))
-                await until(lambda: redis.get("kvpin:n:drains") == kept)
-    (entry,) = [each for each in logs if "drains" in each["event"]]
-    assert entry["event"] == "the drains that the exchange keeps cannot be read: they are replaced"
+                assert not again.fleet.book.marks()
+                again.fleet.book.merge(decode_marks(kept))
+                await until(lambda: redis.get("kvpin:n:engines") == kept)
+    (entry,) = [each for each in logs if "cannot be read" in each["event"]]
+    assert entry["event"] == "the orders that the exchange keeps cannot be read: they are replaced"
 
 
 async def test_a_partition_and_a_delay_lose_no_request_and_heal(server, monkeypatch):
@@ -184,14 +184,16 @@ def test_of_all_kvpins_only_the_other_workers_are_reached():
 
 async def test_a_user_without_the_key_is_told_once_and_hears_the_others(server):
     with Redis.from_url(server.url) as redis:
-        redis.execute_command("ACL SETUSER", *ACL[0].replace("~kvpin:default:drains", "").split())
+        redis.execute_command("ACL SETUSER", *ACL[0].replace("~kvpin:default:engines", "").split())
     own = server.url.replace("://", "://kvpin:PASSWORD@")
     with capture_logs() as logs:
         async with world(lambda _: RedisBus(own, "default")) as (_, (one, two)):
-            one.fleet.drains.order("gpu1:8000", drained=True, now=5.0)
-            await until(lambda: two.fleet.drains.is_drained("gpu1:8000"))
-    told = [each["key"] for each in logs if each["event"].startswith("drains are not kept in Redis")]
-    assert told == ["kvpin:default:drains"] * 2  # once each
+            one.fleet.book.drain("gpu1:8000", drained=True, now=5.0)
+            await until(lambda: two.fleet.book.is_drained("gpu1:8000"))
+    told = [
+        each["key"] for each in logs if each["event"].startswith("orders about engines are not kept in Redis")
+    ]
+    assert told == ["kvpin:default:engines"] * 2  # once each
 
 
 async def test_the_documented_users_keep_the_channel_to_kvpin(server):
