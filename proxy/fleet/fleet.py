@@ -192,6 +192,12 @@ class Fleet:
         return any(each.state is EngineState.READY or each.is_served_there for each in engines)
 
     @property
+    def all_refuse(self) -> bool:
+        """True if every engine can be reached and refuses kvpin, e.g. because it wants a key."""
+        engines = self.engines.values()
+        return bool(engines) and all(each.refuses and each.state is EngineState.DOWN for each in engines)
+
+    @property
     def stands_by(self) -> bool:
         """True if another kvpin owns all engines."""
         return {engine.state for engine in self.engines.values()} == {EngineState.ELSEWHERE}
@@ -274,6 +280,8 @@ class Fleet:
         processes = [engine.process for engine in self.engines.values()]
         if processes and all(each is not None and each.given_up for each in processes):
             return "no engine runs: kvpin has given up starting them, and `kvpin engines` says why"
+        if self.all_refuse:
+            return "the engines refuse kvpin: the operator has to act, and `kvpin engines` says how"
         if self.stands_by:
             return "only one kvpin may use the engine, and another one does: `kvpin engines` says which"
         return "no engine is connected yet; try again shortly"
