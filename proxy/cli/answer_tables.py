@@ -84,9 +84,11 @@ _PARTS: Columns = {
 
 
 def show_engines(answer: dict[str, Any]) -> None:
-    """Prints one row per engine."""
-    less = ("served", "kind", "view", "in flight", "model")
-    TerminalTable.of(answer["engines"], _ENGINES, text="last error", less=less).print(console())
+    """Prints one row per engine, and a line for each that an operator has removed."""
+    less, out = ("served", "kind", "view", "in flight", "model"), console()
+    TerminalTable.of(answer["engines"], _ENGINES, text="last error", less=less).print(out)
+    for name in answer.get("removed", ()):  # older kvpins have no such field
+        out.print(f"removed, though settings name it: {name}; `kvpin engines add` brings it back", markup=False)
 
 
 def show_stats(stats: dict[str, Any]) -> None:
