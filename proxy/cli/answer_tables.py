@@ -46,6 +46,7 @@ _PINS: Columns = {
     "engines": lambda pin: ", ".join(pin["engines"]),
     "blocks": "blocks",
     "ends in": lambda pin: f"{pin['expires_in_s']:.0f} s",
+    "at": lambda pin: pin.get("kvpin") or "",
 }
 _PROMPT_TABLES: Columns = {
     "table": "table_id",
@@ -88,7 +89,7 @@ def show_engines(answer: dict[str, Any]) -> None:
     less, out = ("served", "kind", "view", "in flight", "model"), console()
     TerminalTable.of(answer["engines"], _ENGINES, text="last error", less=less).print(out)
     for name in answer.get("removed", ()):  # older kvpins have no such field
-        out.print(f"removed, though settings name it: {name}; `kvpin engines add` brings it back", markup=False)
+        out.print(f"removed: {name}; settings name it, and `kvpin engines add` brings it back", markup=False)
 
 
 def show_stats(stats: dict[str, Any]) -> None:

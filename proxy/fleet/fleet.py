@@ -15,6 +15,7 @@ import structlog
 from engine_adapter import EngineAdapter, EngineInfo
 from proxy.core.engine_book import EngineBook
 from proxy.core.peers.telling import OwnRequests
+from proxy.core.pins import PinBook
 from proxy.errors import Conflict, NoEngine, NotFound
 from proxy.errors.codes import Code
 from proxy.fleet.engine import TOKENS_PER_BLOCK, Engine, EngineState, order_name
@@ -37,6 +38,7 @@ class Fleet:
         told: tells other kvpins of requests, in pools made from now on; None without other kvpins.
         claims_engines: an engine that only one kvpin may use waits until it is claimed.
         book: what operators have ordered about engines, at any kvpin of the group.
+        pins: the pins that this kvpin holds.
         passed_on: requests that other kvpins answered for this one so far, by the names of these kvpins.
     """
 
@@ -58,6 +60,7 @@ class Fleet:
         self.told: OwnRequests | None = None
         self.claims_engines = False
         self.book = EngineBook()
+        self.pins = PinBook()
         self.passed_on = Counter[str]()
         self._warned: set[str] = set()
         self._an_engine_is_ready = asyncio.Event()

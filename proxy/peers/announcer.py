@@ -8,7 +8,9 @@ A kvpin that asks is told of all requests in flight. A newcomer is also told the
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterator, Sequence
+from time import monotonic
 
 from proxy.core.audit import Trust
 from proxy.core.engine_book import EngineMark
@@ -24,6 +26,7 @@ from proxy.core.peers.messages import (
     Timed,
     Times,
     ToldEngine,
+    ToldPin,
     Used,
     frame_of,
     packed,
@@ -112,7 +115,7 @@ class Announcer:
         return True
 
     def tell_state(self) -> None:
-        """Tells again who this kvpin is, with its engines and what operators have ordered."""
+        """Tells again who this kvpin is, with its engines, pins, and what operators have ordered."""
         self._own.tell(self._state())
 
     def beat(self, times: Times) -> None:
@@ -155,7 +158,12 @@ class Announcer:
     def _state(self) -> KvpinState:
         path = self._bus.http_socket
         socket_path = str(path) if path is not None else None
-        return KvpinState(self.name, self.engines, socket_path, self._marks())
+        ahead_s = time.time() - monotonic()
+        pins = [
+            ToldPin(pin.pin_id, list(pin.engine_pins), pin.blocks, pin.expires + ahead_s, pin.label)
+            for pin in self._fleet.pins.active(monotonic())
+        ]
+        return KvpinState(self.name, self.engines, socket_path, self._marks(), pins)
 
     def _listing(self) -> Iterator[list[Message]]:
         part, size = list[Message](), 0

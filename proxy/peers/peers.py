@@ -29,6 +29,7 @@ from proxy.core.peers.messages import (
     Sessions,
     Timed,
     Times,
+    ToldPin,
     Used,
     batch_of,
     owner_of,
@@ -132,6 +133,7 @@ class Peers:
         """Begins to exchange."""
         callbacks = BusCallbacks(self._receive, self._announcer.introduce, self._lose, self._remember)
         self._fleet.book.listeners.append(self._tell_marks)
+        self._fleet.pins.listeners.append(self._announcer.tell_state)
         tasks.keep("exchange", lambda: self._bus.run(callbacks))
         tasks.keep("exchange watch", self._watch)
         tasks.keep("exchange answers", self._announcer.answer)
@@ -169,6 +171,10 @@ class Peers:
     def sockets(self) -> list[str]:
         """The sockets on which the other kvpins of this machine serve HTTP to this one."""
         return [peer.socket for peer in self._peers.values() if peer.socket is not None]
+
+    def pins(self) -> list[tuple[str, ToldPin]]:
+        """The pins that other kvpins hold, each with its kvpin."""
+        return [(peer.label, pin) for peer in self._peers.values() for pin in peer.pins]
 
     def stats(self) -> ExchangeStats:
         """For people."""
@@ -230,7 +236,7 @@ class Peers:
     def _meet(self, now: float, peer: Peer, state: KvpinState) -> None:
         """A peer says who it is, and which engines it has."""
         is_new, path = peer.name is None, state.http_socket
-        peer.name, peer.engines = state.name, state.engines
+        peer.name, peer.engines, peer.pins = state.name, state.engines, state.pins
         peer.socket = path if path is not None and self._bus.reaches(path) else None
         self._take_marks(state.marks)
         self._match(now, peer)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
@@ -44,7 +44,7 @@ from proxy.api.page import WebPage
 from proxy.api.relay.to_object_home import PassedToKeeper
 from proxy.api.relay.to_owner import PassedToOwner
 from proxy.api.workers.merging_app import MergedAnswers
-from proxy.api.workers.siblings import Siblings
+from proxy.api.workers.siblings import Neighbours, Siblings
 from proxy.control.configured import ConfiguredEngines
 from proxy.control.discovered import DiscoveredEngines
 from proxy.control.engine_orders import EngineOrders
@@ -59,7 +59,6 @@ from proxy.control.target_engines import Targets
 from proxy.control.warm import Warming
 from proxy.core.budget import ByteBudget
 from proxy.core.life import Rules
-from proxy.core.pins import PinBook
 from proxy.fleet.destinations import Destinations
 from proxy.fleet.discovery import finders_of
 from proxy.fleet.fleet import Fleet
@@ -132,7 +131,7 @@ class Proxy:
         self.ahead = (
             RestoreAhead(self.fleet, self.tasks) if settings.reuse and settings.restore_ahead else None
         )
-        self.operations, self.pins = Operations(self.tasks), PinBook()
+        self.operations, self.pins = Operations(self.tasks), self.fleet.pins
         if self.state is not None:
             self.state.restore(self.pins, self.tables, self.fleet.book)
         self.engines = Engines(self.fleet, self.monitor, self.pins, self.operations, make_adapter)
@@ -339,7 +338,7 @@ def _rules(settings: Settings) -> Rules:
 def build_app(proxy: Proxy) -> Dispatcher:
     """All that is served, over a proxy's collaborators and by its settings as they are now; the caller starts
     and stops the collaborators."""
-    settings = proxy.settings
+    settings, sockets = proxy.settings, _sockets(proxy)
     cors = Cors(settings.cors_origins) if settings.cors_origins else None
     limits = settings.limits
     limit = int(limits.body_bytes)
@@ -354,7 +353,7 @@ def build_app(proxy: Proxy) -> Dispatcher:
         cors,
         proxy.metrics.refuse,
         PassedToOwner(proxy.fleet, proxy.peers, proxy.transport) if proxy.peers is not None else None,
-        _to_keeper(proxy),
+        PassedToKeeper(sockets, proxy.transport) if sockets is not None else None,
     )
     guard = MetricsGuard.of(
         _text(settings.admin_key), _text(settings.metrics_key), has_tenants=not proxy.tenants.open
@@ -369,20 +368,25 @@ def build_app(proxy: Proxy) -> Dispatcher:
         },
     )
     rest.router.redirect_slashes = False  # such an answer leads to the host that the client named
-    if proxy.siblings is None:
+    if sockets is None:
         return Dispatcher(data_plane, rest, proxy.draining)
     together = MergedAnswers(
-        rest, proxy.siblings, proxy.fleet.book, proxy.prompts.told, shared=proxy.peers is not None
+        rest,
+        proxy.siblings or Siblings([]),
+        proxy.fleet.book,
+        proxy.prompts.told,
+        shared=proxy.peers is not None,
+        neighbours=Neighbours(sockets),
     )
     return Dispatcher(data_plane, together, proxy.draining)
 
 
-def _to_keeper(proxy: Proxy) -> PassedToKeeper | None:
-    """The other kvpins of this machine that may keep responses; None if there can be none."""
+def _sockets(proxy: Proxy) -> Callable[[], Sequence[str]] | None:
+    """What the other kvpins of this machine listen on; None if there can be none."""
     peers, siblings = proxy.peers, proxy.siblings
     if peers is not None and peers.http_socket is not None:
-        return PassedToKeeper(peers.sockets, proxy.transport)
-    return PassedToKeeper(lambda: siblings.sockets, proxy.transport) if siblings is not None else None
+        return peers.sockets
+    return (lambda: siblings.sockets) if siblings is not None else None
 
 
 def admin_api(proxy: Proxy) -> Mount:

@@ -1,4 +1,4 @@
-"""Lets one worker answer for all on the routes beside the data plane: it merges all answers.
+"""Lets one kvpin answer for all workers on the routes beside the data plane: it merges all answers.
 
 The worker answers first, so that keys and bodies are checked once. Then it asks the others, who answer for
 themselves alone, and merges the answers. Changes are carried out by all.
@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from engine_adapter import HeaderPairs
 from proxy.api.auth import FROM_PEER
 from proxy.api.workers.merged_events import MergedEvents
-from proxy.api.workers.siblings import Siblings, WorkerAnswer
+from proxy.api.workers.siblings import Neighbours, Siblings, WorkerAnswer
 from proxy.control.merged_answers import (
     merge_engines,
     merge_operation,
@@ -53,6 +53,7 @@ class _Rule:
         merge: makes the body of all good answers; None takes the first good one.
         once: one worker is enough. The others are asked only if this one does not know the named thing.
         named: the others use the id that this worker gave to what it made.
+        nearby: all kvpins of this machine take part, not the workers alone.
     """
 
     method: str
@@ -60,6 +61,7 @@ class _Rule:
     merge: Merge | None = None
     once: bool = False
     named: bool = False
+    nearby: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,17 +84,19 @@ class MergedAnswers:
         prompts: Callable[[], Awaitable[bytes]],
         *,
         shared: bool,
+        neighbours: Neighbours | None = None,
     ) -> None:
         """`book`: what operators have ordered about engines. `prompts` gives this worker's prompts, in the
-        form that the others get. `shared`: the workers know each other's requests."""
+        form that the others get. `shared`: the workers know each other's requests.
+        `neighbours`: the other kvpins of this machine; by default the other workers."""
         self._app, self._siblings, self._shared = app, siblings, shared
-        self._book, self._prompts = book, prompts
+        self._book, self._prompts, self._neighbours = book, prompts, neighbours or siblings
         self._rules = [(re.compile(rule.path), rule) for rule in _rules(shared=shared)]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request, for all workers where a rule says so."""
         from_peer, asked = scope.get(FROM_PEER, False), (scope["method"], scope["path"])
-        if asked == _EVENTS and not from_peer:
+        if asked == _EVENTS and not from_peer and len(self._siblings):
             await MergedEvents(self._app, self._siblings, shared=self._shared).serve(scope, receive, send)
             return
         if asked in (_ORDERS, _PROMPTS) and from_peer:
@@ -128,7 +132,8 @@ class MergedAnswers:
     ) -> WorkerAnswer:
         """The answer of all."""
         headers = [pair for pair in scope["headers"] if pair[0] in _PASSED_ON]
-        others = await self._siblings.ask(request.method, request.target, headers, request.body)
+        asked = self._neighbours if rule.nearby else self._siblings
+        others = await asked.ask(request.method, request.target, headers, request.body)
         good = [answer for answer in (own, *others) if answer.is_good]
         if not good:
             known = (answer for answer in others if answer.status != HTTPStatus.NOT_FOUND)
@@ -190,14 +195,14 @@ def _rules(*, shared: bool) -> tuple[_Rule, ...]:
         _Rule("POST", f"{_ADMIN}/engines/[^/]+/drain"),
         _Rule("GET", f"{_ADMIN}/requests", _requests),
         _Rule("GET", f"{_ADMIN}/requests/[^/]+", once=True),
-        _Rule("POST", f"{_ADMIN}/(pin|warm|offload|restore)", once=True),
-        _Rule("POST", f"{_ADMIN}/flush", _json(merge_operation)),
-        _Rule("POST", f"{_ADMIN}/unpin", once=True),
+        _Rule("POST", f"{_ADMIN}/(pin|warm|offload|restore)", once=True, nearby=True),
+        _Rule("POST", f"{_ADMIN}/flush", _json(merge_operation), nearby=True),
+        _Rule("POST", f"{_ADMIN}/unpin", once=True, nearby=True),
         _Rule("GET", f"{_ADMIN}/operations", _json(merge_operations)),
-        _Rule("GET", f"{_ADMIN}/operations/[^/]+", once=True),
-        _Rule("DELETE", f"{_ADMIN}/operations/[^/]+", once=True),
-        _Rule("POST", f"{_ADMIN}/prompt_tables"),
-        _Rule("DELETE", f"{_ADMIN}/prompt_tables/[^/]+"),
+        _Rule("GET", f"{_ADMIN}/operations/[^/]+", once=True, nearby=True),
+        _Rule("DELETE", f"{_ADMIN}/operations/[^/]+", once=True, nearby=True),
+        _Rule("POST", f"{_ADMIN}/prompt_tables", nearby=True),
+        _Rule("DELETE", f"{_ADMIN}/prompt_tables/[^/]+", nearby=True),
     )
 
 

@@ -127,6 +127,22 @@ class ToldEngine(msgspec.Struct, frozen=True, array_like=True):
     claim: Claim | None = None
 
 
+class ToldPin(msgspec.Struct, frozen=True, array_like=True):
+    """A pin that a kvpin holds.
+
+    Attributes:
+        engines: their ids at the sender.
+        expires: when it ends, in Unix time.
+        label: the operator's description; never prompt text.
+    """
+
+    pin_id: str
+    engines: list[str]
+    blocks: int
+    expires: float
+    label: str
+
+
 class KvpinState(_Message, tag=6, frozen=True):
     """The sender as it is now.
 
@@ -134,12 +150,14 @@ class KvpinState(_Message, tag=6, frozen=True):
         name: for people.
         http_socket: the path of the socket on which it serves HTTP to peers; None if there is none.
         marks: what operators have ordered about engines.
+        pins: the pins that it holds.
     """
 
     name: str
     engines: list[ToldEngine]
     http_socket: str | None = None
     marks: list[EngineMark] = msgspec.field(default_factory=list)
+    pins: list[ToldPin] = msgspec.field(default_factory=list)
 
 
 class AskListing(_Message, tag=7, frozen=True):

@@ -115,7 +115,7 @@ class StateSaver:
         ahead_s = time.time() - time.monotonic()
         for kept in self._before.pins:
             pins.add(on_other_clock(kept, -ahead_s))
-        pins.changed = self._wanted.set
+        pins.listeners.append(self._wanted.set)
         self.tables.load(tables)
 
     async def run(self, fleet: Fleet, pins: PinBook) -> None:

@@ -22,7 +22,7 @@ OPERATION = {
 
 def test_engines_that_were_removed_are_listed(capsys):
     answer_tables.show_engines({"engines": [], "removed": ["http://gpu1:8000"]})
-    assert "removed, though settings name it: http://gpu1:8000;" in capsys.readouterr().out
+    assert "removed: http://gpu1:8000; settings name it" in capsys.readouterr().out
 
 
 def test_an_operation_shows_what_was_left_and_why(capsys):
