@@ -230,7 +230,7 @@ class DiscoveredEngines:
             return False
         own = self._configured.engine(entry.id)
         return book.is_removed(name) or (
-            book.is_added(name)
+            bool(book.added(name))
             and any(
                 each is not own and order_name(each.adapter.spec) == name
                 for each in self._fleet.engines.values()

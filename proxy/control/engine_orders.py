@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from dataclasses import replace as with_changes
 
 import structlog
@@ -36,6 +36,7 @@ class EngineOrders:
     _engines: Engines
     _discovered: DiscoveredEngines
     _tasks: Supervisor
+    _joined: dict[str, bytes] = field(default_factory=dict)  # name → the order by which the engine joined
 
     def add(self, settings: EngineSettings) -> Engine:
         """Adds an engine, and starts watching it.
@@ -55,7 +56,8 @@ class EngineOrders:
             settings = settings.model_copy(update={"id": self._engines.free_id(spec.kind)})
             spec = with_changes(spec, id=settings.id)
         engine = self._engines.add(spec)
-        book.add(name, engine_as_json(settings), now=time.time())
+        self._joined[name] = engine_as_json(settings)
+        book.add(name, self._joined[name], now=time.time())
         return engine
 
     async def remove(self, engine: Engine) -> None:
@@ -83,24 +85,30 @@ class EngineOrders:
         self._fleet.book.listeners.append(self._follow)
 
     def _follow(self, changed: Collection[str]) -> None:
-        removed = list[Engine]()
+        leaving = list[Engine]()
         for engine in self._fleet.engines.values():
             name = order_name(engine.adapter.spec)
             if name not in changed:
                 continue
-            if self._fleet.book.is_removed(name):
-                removed += [] if _is_own(engine) else [engine]
+            if self._must_leave(name):
+                leaving += [] if _is_own(engine) else [engine]
             else:
                 self._engines.drain(engine, undo=not self._fleet.is_drained(engine))
-        if removed:
+        if leaving:
             # The name of a task that runs must not be given again: that would cancel it.
-            self._tasks.start(f"remove engines {id(removed)}", self._change(removed, changed))
+            self._tasks.start(f"remove engines {id(leaving)}", self._change(leaving, changed))
         else:
             self._admit(changed)
 
-    async def _change(self, removed: Iterable[Engine], changed: Collection[str]) -> None:
-        for engine in removed:
-            log.info("an operator has removed the engine at another kvpin", engine=engine.id)
+    def _must_leave(self, name: str) -> bool:
+        """True if the engine was removed, or was added with other settings than it has here."""
+        book = self._fleet.book
+        added = book.added(name)
+        return book.is_removed(name) or (bool(added) and self._joined.get(name, added) != added)
+
+    async def _change(self, leaving: Iterable[Engine], changed: Collection[str]) -> None:
+        for engine in leaving:
+            log.info("engine leaves: an operator has removed or replaced it", engine=engine.id)
             await self._engines.remove(engine)
         self._admit(changed)  # now that their ids are free
 
@@ -117,6 +125,7 @@ class EngineOrders:
                 spec = EngineSettings.model_validate_json(mark.added).spec()
                 if order_name(spec) == mark.engine:  # else it is of another machine
                     self._engines.add(spec)
+                    self._joined[mark.engine] = mark.added
             except (ValidationError, EngineSpecError, Conflict) as error:
                 # The text of a ValidationError may hold keys.
                 why = "its settings cannot be read" if isinstance(error, ValidationError) else str(error)

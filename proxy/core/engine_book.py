@@ -73,10 +73,10 @@ class EngineBook:
         mark = self._marks.get(engine)
         return mark is not None and mark.removed
 
-    def is_added(self, engine: str) -> bool:
-        """True if an operator has added the engine."""
+    def added(self, engine: str) -> bytes:
+        """The settings of an engine that an operator has added; empty for another."""
         mark = self._marks.get(engine)
-        return mark is not None and bool(mark.added)
+        return mark.added if mark is not None else b""
 
     def drain(self, engine: str, *, drained: bool, now: float) -> None:
         """An operator drains the engine, or lets it take requests again, at `now` in Unix time."""

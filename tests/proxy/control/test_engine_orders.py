@@ -108,6 +108,39 @@ async def test_an_engine_added_at_one_kvpin_joins_the_others_and_leaves_with_it(
         await until(lambda: two.fleet.engine("again").state is EngineState.READY)
 
 
+async def test_other_settings_of_an_added_engine_reach_a_kvpin_that_missed_its_removal():
+    async with FakeEngine("a") as server, running() as one, running() as two:
+        added = one.orders.add(named("a", server.url, api_key="old"))
+        tell(one, two)
+        await one.orders.remove(added)
+        one.orders.add(named("a", server.url, api_key="new"))
+        tell(one, two)
+        await until(lambda: [each.adapter.spec.api_key for each in two.fleet.engines.values()] == ["new"])
+        engine = two.fleet.engine("a")
+        one.orders.drain(one.fleet.engine("a"), undo=False)
+        tell(one, two)
+        assert two.fleet.engines == {"a": engine}
+        assert engine.state is EngineState.DRAINING
+
+
+async def test_a_configured_engine_that_was_drained_removed_and_added_elsewhere_serves_again():
+    async with FakeEngine("a") as server:
+        entry = named("a", server.url)
+        async with running(entry) as one, running(entry) as two, running(entry) as late:
+            await until(lambda: two.fleet.engine("a").state is EngineState.READY)
+            one.orders.drain(one.fleet.engine("a"), undo=False)
+            tell(one, two, late)
+            assert two.fleet.engine("a").state is EngineState.DRAINING
+            await one.orders.remove(one.fleet.engine("a"))
+            tell(one, two)
+            await until(lambda: not ids(two))
+            one.orders.add(entry)
+            tell(one, two, late)
+            await until(lambda: {ids(each)[0] for each in (one, two, late)} == {"a"})
+            for each in (one, two, late):
+                await until(lambda each=each: each.fleet.engine("a").state is EngineState.READY)
+
+
 async def test_orders_outlive_a_restart(tmp_path):
     async with FakeEngine("a") as a, FakeEngine("b") as b, FakeEngine("c") as c:
         engines, state_dir = [named("a", a.url), named("b", b.url)], tmp_path / "state"

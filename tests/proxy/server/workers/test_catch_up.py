@@ -24,7 +24,7 @@ async def test_it_knows_what_any_of_the_others_knows(tmp_path):
         await catch_up(siblings, learned)
         await siblings.aclose()
     assert learned.is_drained("gpu1:8000")
-    assert learned.is_added("gpu2:8000")
+    assert learned.added("gpu2:8000")
 
 
 async def test_alone_it_has_nothing_to_do(tmp_path):
