@@ -28,6 +28,7 @@ log = structlog.get_logger(__name__)
 PAGES_BELOW = 4
 # Characters of a client's model name that an error repeats.
 MAX_NAME = 200
+_ALL_REFUSE = "the engines refuse kvpin: the operator has to act, and `kvpin engines` says how"
 
 
 class Fleet:
@@ -284,10 +285,17 @@ class Fleet:
         if processes and all(each is not None and each.given_up for each in processes):
             return "no engine runs: kvpin has given up starting them, and `kvpin engines` says why"
         if self.all_refuse:
-            return "the engines refuse kvpin: the operator has to act, and `kvpin engines` says how"
+            return _ALL_REFUSE
         if self.stands_by:
             return "only one kvpin may use the engine, and another one does: `kvpin engines` says which"
         return "no engine is connected yet; try again shortly"
+
+    def none_ready(self, lora: str | None) -> NoEngine:
+        """The error of a request whose pool has no engine that can take it now."""
+        what = "this model" if lora is None else f"the LoRA adapter {lora!r}"
+        return NoEngine(
+            _ALL_REFUSE if self.all_refuse else f"no engine is ready for {what}; try again shortly"
+        )
 
     def not_served(self, model: str | None) -> NotFound:
         """The error of a request for a model that nothing serves."""
