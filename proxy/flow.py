@@ -45,7 +45,6 @@ from proxy.errors import ModelRefused, Overloaded, TimeLimit, TooLong
 from proxy.fleet.engine import TOKENS_PER_BLOCK
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.ingest import Ingest
-from proxy.fleet.pool import no_engine_for
 from proxy.request.alarm import Alarm
 from proxy.request.answer_headers import pairs
 from proxy.request.cache_usage import WritesCounted, names_the_cache
@@ -170,7 +169,7 @@ class Flow:
         try:
             while not isinstance(step, End):
                 step = self._take(serving, await self._do(serving, step))
-            if (error := _error_of(step, serving)) is None:
+            if (error := _error_of(step, serving, self.fleet)) is None:
                 return
             reply = serving.reply
             if not (reply.is_events or reply.has_written):
@@ -394,14 +393,14 @@ def _why(cancelled: asyncio.CancelledError) -> Cause:
     return why if isinstance(why, Cause) else Cause.CLIENT_LEFT
 
 
-def _error_of(end: End, serving: Serving) -> Exception | None:
+def _error_of(end: End, serving: Serving, fleet: Fleet) -> Exception | None:
     """The error that the client gets; None if it has its answer."""
     if end.cause is Cause.ANSWERED or (end.cause is Cause.ENGINE_REJECTED and end.error is None):
         return None
     if end.attempts and end.cause.elsewhere and not serving.reply.started:
         return final_error([each.error for each in end.attempts])
     if end.error is None:
-        return no_engine_for(serving.ready.lora if serving.ready is not None else None)
+        return fleet.none_ready(serving.ready.lora if serving.ready is not None else None)
     return end.error
 
 

@@ -33,6 +33,7 @@ from proxy.api.admin import (
 )
 from proxy.api.auth import AdminGuard
 from proxy.api.error_answers import handle_http
+from proxy.control.engine_orders import EngineOrders
 from proxy.control.engines import Engines
 from proxy.control.kv import KvVerbs
 from proxy.control.operations import Operations
@@ -173,9 +174,10 @@ class KvWorld:
         self.prefixes = Prefixes(self.fleet, self.prompts)
         self.kv = KvVerbs(self.targets, self.warming, self.pins, proxy.ingest, self.operations)
         self.engine_set = Engines(self.fleet, proxy.monitor, self.pins, self.operations, make_adapter)
+        self.orders = EngineOrders(self.fleet, self.engine_set, proxy.discovered, proxy.tasks)
         self.tables = SharedTables(self.fleet, proxy.tables)
         self.endpoints = (
-            *engine_routes(self.fleet, self.engine_set, self.pinning, {}, reuse=self.reuse),
+            *engine_routes(self.fleet, self.orders, self.pinning, {}, reuse=self.reuse),
             *kv_routes(self.kv, self.warming, self.pinning, self.operations),
             *request_routes(self.flow),
             *prefix_routes(self.prefixes),

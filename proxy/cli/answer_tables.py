@@ -46,6 +46,7 @@ _PINS: Columns = {
     "engines": lambda pin: ", ".join(pin["engines"]),
     "blocks": "blocks",
     "ends in": lambda pin: f"{pin['expires_in_s']:.0f} s",
+    "at": lambda pin: pin.get("kvpin") or "",
 }
 _PROMPT_TABLES: Columns = {
     "table": "table_id",
@@ -93,9 +94,11 @@ _PARTS: Columns = {
 
 
 def show_engines(answer: dict[str, Any]) -> None:
-    """Prints one row per engine."""
-    less = ("served", "kind", "view", "in flight", "model")
-    TerminalTable.of(answer["engines"], _ENGINES, text="last error", less=less).print(console())
+    """Prints one row per engine, and a line for each that an operator has removed."""
+    less, out = ("served", "kind", "view", "in flight", "model"), console()
+    TerminalTable.of(answer["engines"], _ENGINES, text="last error", less=less).print(out)
+    for name in answer.get("removed", ()):  # older kvpins have no such field
+        out.print(f"removed: {name}; settings name it, and `kvpin engines add` brings it back", markup=False)
 
 
 def show_keys(answer: dict[str, Any]) -> None:

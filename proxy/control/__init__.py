@@ -7,6 +7,7 @@ kv.py              flush, offload, restore
 warm.py            compute a prefix ahead of need
 pinning.py         pins over engines
 engines.py         add, remove, drain
+engine_orders.py   the same for all kvpins, as operators order it
 keys.py            keys of clients: issue, list, remove
 tables.py          prompt tables, on all engines or on none
 configured.py      the engines of the settings join and leave

@@ -164,7 +164,6 @@ class ConfiguredEngines:
         engine.state = EngineState.DRAINING
         await _until(lambda: not engine.leases, grace_s)
         process = self.processes.pop(engine.id, None) if engine.process is not None else None
-        engine.process = None
         await self._engines.remove(engine)
         if process is not None:
             await process.stop()

@@ -5,11 +5,13 @@ not ready      gets no new requests until its source says that it is ready
 gone           leaves after its requests
 source fails   its last engines stay; it is asked again after 1 to 30 s
 several parts  each data-parallel rank, or each model of a router, joins; the engine that stood for all leaves
+removed        leaves if an operator has removed it; its source ends that when it no longer names the engine
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -23,10 +25,10 @@ from proxy.control.configured import ConfiguredEngines
 from proxy.control.engines import Engines
 from proxy.errors import Conflict
 from proxy.fleet.discovery import Finder, FoundEngine, FoundEngines, Source, SourceError
-from proxy.fleet.engine import Engine
+from proxy.fleet.engine import Engine, order_name
 from proxy.fleet.fleet import Fleet
 from proxy.runtime.tasks import Supervisor
-from proxy.settings import EngineChanges, EngineEntry, EngineSettings, SettingsError
+from proxy.settings import EngineChanges, EngineEntry, EngineSettings, SettingsError, StartedSettings
 
 
 class Parts:
@@ -181,6 +183,7 @@ class DiscoveredEngines:
         """A source has answered. Raises Conflict or EngineSpecError if its engines cannot be used."""
         before, source.found = source.found, found
         if found != before:
+            named = self.names(each.entry for each in before)
             try:
                 changes = self._settle()
             except (Conflict, EngineSpecError):
@@ -194,6 +197,9 @@ class DiscoveredEngines:
                 removed=list(changes.removed),
                 changed=[entry.id for entry in changes.changed],
             )
+            for name in named - self.names():
+                if self._fleet.book.is_removed(name):  # what comes to its address is another engine
+                    self._fleet.book.readmit(name, now=time.time())
         elif source.error is not None:
             log.info("source of engines answers", source=source.name, engines=len(found))
         source.error = None
@@ -202,8 +208,34 @@ class DiscoveredEngines:
         while True:
             await asyncio.sleep(FIRST_BACKOFF_S)
             if self._waits:
-                with suppress(Conflict, EngineSpecError):  # the source that changes next says so
-                    self._settle()
+                self.settle()
+
+    def settle(self) -> None:
+        """Lets engines join and leave as settings, sources and operators say now."""
+        with suppress(Conflict, EngineSpecError):  # the source that changes next says so
+            self._settle()
+
+    def names(self, entries: Iterable[EngineEntry] | None = None) -> set[str]:
+        """The names of these engines in operators' orders; by default of all that settings and sources name.
+        Engines that kvpin starts have none."""
+        if entries is None:
+            entries = [*self._entries, *(each.entry for _, each in self._found())]
+        engines = [part for entry in entries for part in self._parts.split(entry)]
+        return {name for engine in engines if (name := _order_name(engine)) is not None}
+
+    def _is_overruled(self, entry: EngineEntry) -> bool:
+        """True if an operator has removed the engine, or has added it here already, with other settings."""
+        name, book = _order_name(entry), self._fleet.book
+        if name is None:
+            return False
+        own = self._configured.engine(entry.id)
+        return book.is_removed(name) or (
+            bool(book.added(name))
+            and any(
+                each is not own and order_name(each.adapter.spec) == name
+                for each in self._fleet.engines.values()
+            )
+        )
 
     def _settle(self) -> EngineChanges:
         """Lets engines join, leave and drain as the settings and all sources say."""
@@ -221,7 +253,9 @@ class DiscoveredEngines:
                 wanted[engine_id] = known
                 drained.add(engine_id)
         parts = {engine_id: self._parts.split(entry) for engine_id, entry in wanted.items()}
-        engines = {each.id: each for several in parts.values() for each in several}
+        engines = {
+            each.id: each for several in parts.values() for each in several if not self._is_overruled(each)
+        }
         draining = frozenset(each.id for engine_id in drained for each in parts[engine_id])
         changes = self._configured.follow(engines.values(), grace_s=self._grace_s)
         for engine_id in draining ^ self._drained:
@@ -235,6 +269,13 @@ class DiscoveredEngines:
         for source in self.sources.values():
             for each in source.found:
                 yield each.entry.id, each
+
+
+def _order_name(entry: EngineEntry) -> str | None:
+    """The engine's name in operators' orders; None for one that kvpin starts, which cannot be removed."""
+    if not isinstance(entry, EngineSettings) or isinstance(entry, StartedSettings):
+        return None
+    return order_name(entry.spec())
 
 
 class _Named:

@@ -10,7 +10,7 @@ from engine_adapter import Headers, JsonBody
 from proxy.core.audit import Trust
 from proxy.core.placement.decision import Candidate, Cost, Placement
 from proxy.errors import BadRequest, NotFound
-from proxy.fleet.pool import Pool, no_engine_for
+from proxy.fleet.pool import Pool
 from proxy.flow import Flow
 from proxy.observe.reasons import Reason, reason_of, tie_of, utilisation_of, why
 from proxy.request.calls import Call
@@ -92,7 +92,7 @@ async def route(flow: Flow, body: JsonBody) -> RouteAnswer:
     pool, chain = ready.pool, ready.chain
     candidates = flow.candidates(ready)
     if not candidates:
-        raise no_engine_for(ready.lora)
+        raise flow.fleet.none_ready(ready.lora)
     placement = pool.place(candidates, chain)
     by_engine = {candidate.engine: candidate for candidate in candidates}
     return RouteAnswer(

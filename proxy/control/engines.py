@@ -1,9 +1,8 @@
-"""Engines that are added, removed and drained while kvpin runs, and what the admin API says of each."""
+"""Engines that come, go and drain while kvpin runs, and what the admin API says of each."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
 from time import monotonic
@@ -15,7 +14,7 @@ from proxy.control.operations import Operations
 from proxy.core.audit import Trust
 from proxy.core.pins import PinBook
 from proxy.errors import Conflict
-from proxy.fleet.engine import Engine, EngineState, address_of
+from proxy.fleet.engine import Engine, EngineState
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.monitor import Monitor
 from proxy.fleet.pool import Pool
@@ -58,7 +57,7 @@ class EngineAnswer(msgspec.Struct, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Engines:
-    """Adds, removes and drains engines."""
+    """Adds and removes engines, and lets them drain. What operators order: `engine_orders.py`."""
 
     _fleet: Fleet
     _monitor: Monitor
@@ -88,12 +87,7 @@ class Engines:
 
     async def remove(self, engine: Engine) -> None:
         """Drops an engine. Its requests in flight go on to their end. Has no effect on one that was dropped
-        before: another may have its id. Raises Conflict if kvpin runs its process."""
-        if engine.process is not None:
-            raise Conflict(
-                f"kvpin runs {engine.id!r} itself: drain it, or take it out of the settings",
-                param="engine_id",
-            )
+        before: another may have its id."""
         if not self._fleet.has(engine):
             return
         self._monitor.forget(engine)
@@ -101,27 +95,6 @@ class Engines:
         self._fleet.remove(engine)
         self._pins.forget_engine(engine.id)
         await engine.adapter.aclose()
-
-    def order_drain(self, engine: Engine, *, undo: bool) -> Engine:
-        """An operator drains an engine, or undoes that. All kvpins of the group follow, now and after a
-        restart."""
-        self._fleet.drains.order(address_of(engine.adapter.spec)[0], drained=not undo, now=time.time())
-        return self.drain(engine, undo=undo)
-
-    async def order_remove(self, engine: Engine) -> None:
-        """An operator removes an engine. That ends an order to drain it: an engine that comes to its address
-        takes requests. Raises Conflict if kvpin runs its process."""
-        await self.remove(engine)
-        self._fleet.drains.end(address_of(engine.adapter.spec)[0], now=time.time())
-
-    def follow_drains(self, changed: Collection[str]) -> None:
-        """Carries out the orders about the engines at these addresses, whoever gave them. If another kvpin
-        has removed a drained engine, it stays drained here."""
-        drains = self._fleet.drains
-        for engine in self._fleet.engines.values():
-            address = address_of(engine.adapter.spec)[0]
-            if address in changed and not drains.is_ended(address):
-                self.drain(engine, undo=not self._fleet.is_drained(engine))
 
     def drain(self, engine: Engine, *, undo: bool) -> Engine:
         """Sends an engine no new requests; with `undo`, sends it requests again, unless an operator drained

@@ -45,7 +45,10 @@ def merge_stats(answers: Sequence[Json], *, shared: bool) -> Json:
         **answers[0],
         "pools": pools,
         "unconnected": [group[0] for group in unconnected if group[0]["id"] not in known],
-        "pins": [group[0] for group in _by("pin_id", (pin for answer in answers for pin in answer["pins"]))],
+        "pins": [
+            min(group, key=lambda pin: pin["kvpin"] is not None)  # the worker that holds it
+            for group in _by("pin_id", (pin for answer in answers for pin in answer["pins"]))
+        ],
         "totals": totals,
         "passed_on": _sums([answer["passed_on"] for answer in answers]),
     }

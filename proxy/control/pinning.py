@@ -23,13 +23,15 @@ MAX_TTL_S = 7 * 24 * 3600.0
 
 
 class PinAnswer(msgspec.Struct, kw_only=True):
-    """A pin that holds now: what it protects, on which engines, and for how long."""
+    """A pin that holds now: what it protects, on which engines, and for how long. `kvpin` is the kvpin that
+    holds it; null for the one that answers."""
 
     pin_id: str
     target: str
     engines: list[str]
     blocks: int
     expires_in_s: float
+    kvpin: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -105,11 +107,26 @@ async def stats(fleet: Fleet, pins: list[PinAnswer], peers: Peers | None = None,
         reuse=reuse,
         pools=pools,
         unconnected=[describe_engine(engine, None) for engine in unconnected],
-        pins=pins,
+        pins=[*pins, *(_pins_elsewhere(pins, peers) if peers is not None else ())],
         totals=_totals(fleet),
         exchange=peers.stats() if peers is not None else None,
         passed_on=dict(fleet.passed_on),
     )
+
+
+def _pins_elsewhere(own: list[PinAnswer], peers: Peers) -> Iterator[PinAnswer]:
+    known = {pin.pin_id for pin in own}  # kvpins that follow each other may share a state_dir
+    for kvpin, pin in peers.pins():
+        left_s = pin.expires - time.time()
+        if left_s > 0 and pin.pin_id not in known:
+            yield PinAnswer(
+                pin_id=pin.pin_id,
+                target=pin.label,
+                engines=pin.engines,
+                blocks=pin.blocks,
+                expires_in_s=left_s,
+                kvpin=kvpin,
+            )
 
 
 async def _ask(engine: Engine, own: dict[str, dict[str, Any]]) -> None:

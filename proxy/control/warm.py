@@ -19,7 +19,6 @@ from proxy.control.target_engines import Prefix, Targets
 from proxy.core.admission import MAX_PRIORITY
 from proxy.errors import BadRequest, NoEngine
 from proxy.fleet.engine import Engine
-from proxy.fleet.pool import no_engine_for
 from proxy.flow import Flow
 from proxy.headers import PRIORITY_HEADER
 from proxy.request.calls import Call, Nobody, Reply
@@ -83,7 +82,7 @@ class Warming:
         if not candidates and engine_id is not None:
             raise NoEngine(f"engine {engine_id!r} takes no requests now")
         if not candidates:
-            raise no_engine_for(prefix.prompt.lora)
+            raise self._flow.fleet.none_ready(prefix.prompt.lora)
         if everywhere:
             return [pool.engines[each.engine] for each in candidates]
         return [pool.engines[pool.place(candidates, prefix.chain).engine]]

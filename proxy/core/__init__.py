@@ -11,7 +11,7 @@ retry_budget.py     retries of all requests together
 audit.py            predicted against reported cached tokens → trust
 pins.py             what operators asked to keep
 issued_keys.py      which keys the admin API has issued and removed, at any kvpin of a group
-drains.py           which engines operators have drained, at any kvpin of a group
+engine_book.py      what operators ordered about engines, at any kvpin of a group
 retention.py        what clients asked to keep
 first_byte.py       what the time to the first byte was spent on
 misses.py           the reason that a prompt's KV was not reused

@@ -35,23 +35,23 @@ class PinBook:
     """The active pins. When a pin expires, the book drops it, and each engine does so by itself.
 
     Attributes:
-        changed: called when pins come, or go before they expire.
+        listeners: called when pins come, or go before they expire.
     """
 
     def __init__(self) -> None:
         self._pins: dict[str, Pin] = {}
-        self.changed: Callable[[], None] = lambda: None
+        self.listeners = list[Callable[[], None]]()
 
     def add(self, pin: Pin) -> None:
         """Notes a pin."""
         self._pins[pin.pin_id] = pin
-        self.changed()
+        self._tell()
 
     def take(self, pin_id: str, now: float) -> Pin | None:
         """Removes and returns a pin; None if there is none or it has expired."""
         self._expire(now)
         pin = self._pins.pop(pin_id, None)
-        self.changed()
+        self._tell()
         return pin
 
     def active(self, now: float) -> tuple[Pin, ...]:
@@ -68,7 +68,11 @@ class PinBook:
                     self._pins[pin.pin_id] = replace(pin, engine_pins=rest)
                 else:
                     del self._pins[pin.pin_id]
-                self.changed()
+                self._tell()
+
+    def _tell(self) -> None:
+        for listener in self.listeners:
+            listener()
 
     def _expire(self, now: float) -> None:
         for pin_id in [pin_id for pin_id, pin in self._pins.items() if pin.expires <= now]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import socket
 import time
 from collections import deque
@@ -47,6 +48,17 @@ class EngineState(StrEnum):
 def address_of(spec: EngineSpec) -> tuple[str, bool]:
     """An engine's address as peers are told it, with its rank, and whether only this machine can reach it."""
     return (f"{socket.gethostname()} {spec.address}", True) if spec.is_local else (spec.address, False)
+
+
+def order_name(spec: EngineSpec) -> str:
+    """The engine's name in operators' orders: its address, and what tells it from others there.
+    Headers may be secret: their digest is told."""
+    name, _ = address_of(spec)
+    if spec.model is not None:
+        name += f" model {spec.model}"
+    if spec.headers:
+        name += f" headers {hashlib.sha256(repr(sorted(spec.headers.items())).encode()).hexdigest()[:8]}"
+    return name
 
 
 class Engine:

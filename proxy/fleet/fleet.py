@@ -13,11 +13,12 @@ from collections.abc import Mapping
 import structlog
 
 from engine_adapter import EngineAdapter, EngineInfo
-from proxy.core.drains import DrainBook
+from proxy.core.engine_book import EngineBook
 from proxy.core.peers.telling import OwnRequests
+from proxy.core.pins import PinBook
 from proxy.errors import Conflict, NoEngine, NotFound
 from proxy.errors.codes import Code
-from proxy.fleet.engine import TOKENS_PER_BLOCK, Engine, EngineState, address_of
+from proxy.fleet.engine import TOKENS_PER_BLOCK, Engine, EngineState, order_name
 from proxy.fleet.pool import Pool
 from proxy.settings import LimitSettings
 
@@ -27,6 +28,7 @@ log = structlog.get_logger(__name__)
 PAGES_BELOW = 4
 # Characters of a client's model name that an error repeats.
 MAX_NAME = 200
+_ALL_REFUSE = "the engines refuse kvpin: the operator has to act, and `kvpin engines` says how"
 
 
 class Fleet:
@@ -36,7 +38,8 @@ class Fleet:
         name: this kvpin's, for people.
         told: tells other kvpins of requests, in pools made from now on; None without other kvpins.
         claims_engines: an engine that only one kvpin may use waits until it is claimed.
-        drains: the engines that operators have drained, at any kvpin of the group.
+        book: what operators have ordered about engines, at any kvpin of the group.
+        pins: the pins that this kvpin holds.
         passed_on: requests that other kvpins answered for this one so far, by the names of these kvpins.
     """
 
@@ -57,7 +60,8 @@ class Fleet:
         self.pools: dict[str, Pool] = {}
         self.told: OwnRequests | None = None
         self.claims_engines = False
-        self.drains = DrainBook()
+        self.book = EngineBook()
+        self.pins = PinBook()
         self.passed_on = Counter[str]()
         self._warned: set[str] = set()
         self._an_engine_is_ready = asyncio.Event()
@@ -79,7 +83,7 @@ class Fleet:
 
     def is_drained(self, engine: Engine) -> bool:
         """True if an operator has drained the engine."""
-        return self.drains.is_drained(address_of(engine.adapter.spec)[0])
+        return self.book.is_drained(order_name(engine.adapter.spec))
 
     def bound_queues(self, queue: LimitSettings) -> None:
         """Other bounds of each pool's queue."""
@@ -192,6 +196,12 @@ class Fleet:
         return any(each.state is EngineState.READY or each.is_served_there for each in engines)
 
     @property
+    def all_refuse(self) -> bool:
+        """True if every engine can be reached and refuses kvpin, e.g. because it wants a key."""
+        engines = self.engines.values()
+        return bool(engines) and all(each.refuses and each.state is EngineState.DOWN for each in engines)
+
+    @property
     def stands_by(self) -> bool:
         """True if another kvpin owns all engines."""
         return {engine.state for engine in self.engines.values()} == {EngineState.ELSEWHERE}
@@ -274,6 +284,8 @@ class Fleet:
         processes = [engine.process for engine in self.engines.values()]
         if processes and all(each is not None and each.given_up for each in processes):
             return "no engine runs: kvpin has given up starting them, and `kvpin engines` says why"
+        if self.all_refuse:
+            return _ALL_REFUSE
         if self.stands_by:
             return "only one kvpin may use the engine, and another one does: `kvpin engines` says which"
         return "no engine is connected yet; try again shortly"
@@ -284,6 +296,13 @@ class Fleet:
             return bool(self.find(name))
         except (NotFound, NoEngine):
             return False
+
+    def none_ready(self, lora: str | None) -> NoEngine:
+        """The error of a request whose pool has no engine that can take it now."""
+        what = "this model" if lora is None else f"the LoRA adapter {lora!r}"
+        return NoEngine(
+            _ALL_REFUSE if self.all_refuse else f"no engine is ready for {what}; try again shortly"
+        )
 
     def not_served(self, model: str | None) -> NotFound:
         """The error of a request for a model that nothing serves."""

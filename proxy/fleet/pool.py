@@ -18,7 +18,7 @@ from proxy.core.peers.telling import OwnRequests
 from proxy.core.placement.decision import Candidate, Cost, Placement
 from proxy.core.placement.placer import PlacedRequest, Placer
 from proxy.core.placement.whole_answers import Report
-from proxy.errors import NoEngine, NotFound
+from proxy.errors import NotFound
 from proxy.fleet.engine import Engine, EngineState
 from proxy.fleet.lease import Lease
 from proxy.fleet.wait_queue import Line
@@ -337,9 +337,3 @@ class Pool:
         engine.below.clear()
         engine.has_emptied()
         self.placer.wipe(engine.id)
-
-
-def no_engine_for(lora: str | None) -> NoEngine:
-    """The error of a request that no engine can take now."""
-    what = "this model" if lora is None else f"the LoRA adapter {lora!r}"
-    return NoEngine(f"no engine is ready for {what}; try again shortly")

@@ -8,9 +8,12 @@ A kvpin that asks is told of all requests in flight. A newcomer is also told the
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterator, Sequence
+from time import monotonic
 
 from proxy.core.audit import Trust
+from proxy.core.engine_book import EngineMark
 from proxy.core.peers.claims import Claim
 from proxy.core.peers.messages import (
     Batch,
@@ -23,6 +26,7 @@ from proxy.core.peers.messages import (
     Timed,
     Times,
     ToldEngine,
+    ToldPin,
     Used,
     frame_of,
     packed,
@@ -60,15 +64,16 @@ class Announcer:
         fleet: Fleet,
         tenants: Tenants,
         claim_of: Callable[[Engine], Claim | None],
+        marks: Callable[[], list[EngineMark]],
         counts: ExchangeCounts,
         keys: Callable[[], bytes],
     ) -> None:
-        """Tells of the pools that `fleet` makes from now on. Counts what it tells in `counts`. `keys` gives
-        the issued keys, signed."""
+        """Tells of the pools that `fleet` makes from now on, the operators' orders of `marks`, and the signed
+        `keys`. Counts what it tells in `counts`."""
         self.engines = list[ToldEngine]()
         self.name = fleet.name
         self._bus, self._owner, self._fleet, self._tenants = bus, owner, fleet, tenants
-        self._claim_of, self._counts, self._keys = claim_of, counts, keys
+        self._claim_of, self._marks, self._counts, self._keys = claim_of, marks, counts, keys
         self._own = fleet.told = OwnRequests(self._flush_soon)
         self._number = 0
         self._flush_at: asyncio.TimerHandle | None = None
@@ -111,7 +116,8 @@ class Announcer:
         return True
 
     def tell_state(self) -> None:
-        """Tells again who this kvpin is, with its engines, what operators have drained, and issued keys."""
+        """Tells again who this kvpin is, with its engines, pins, what operators have ordered, and issued
+        keys."""
         self._own.tell(self._state())
 
     def beat(self, times: Times) -> None:
@@ -154,7 +160,12 @@ class Announcer:
     def _state(self) -> KvpinState:
         path = self._bus.http_socket
         socket_path = str(path) if path is not None else None
-        return KvpinState(self.name, self.engines, socket_path, self._fleet.drains.marks(), self._keys())
+        ahead_s = time.time() - monotonic()
+        pins = [
+            ToldPin(pin.pin_id, list(pin.engine_pins), pin.blocks, pin.expires + ahead_s, pin.label)
+            for pin in self._fleet.pins.active(monotonic())
+        ]
+        return KvpinState(self.name, self.engines, socket_path, self._marks(), pins, self._keys())
 
     def _listing(self) -> Iterator[list[Message]]:
         part, size = list[Message](), 0

@@ -31,9 +31,11 @@ class Bus(Protocol):
     Attributes:
         dropped: frames that were not sent because too much was waiting.
         http_socket: serves HTTP to the other kvpins; None if none can reach it.
+        is_private: nobody but this user can read or write frames.
     """
 
     dropped: int
+    is_private: bool
     http_socket: Path | None
 
     def reaches(self, socket: str) -> bool:

@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from proxy.core.peers.follower import Follower, LocalEngine, RoundTrip
 from proxy.core.peers.matching import disagreement, hash_alike, match
-from proxy.core.peers.messages import Heard, Times, ToldEngine
+from proxy.core.peers.messages import Heard, Times, ToldEngine, ToldPin
 from proxy.core.placement.placer import PlacedRequest, Placer
 from proxy.core.placement.whole_answers import Report
 from proxy.fleet.engine import Engine
@@ -134,6 +134,7 @@ class Peer:
         follower: replays its requests.
         name: for people; None before it told its name.
         engines: its engines.
+        pins: the pins that it holds.
         socket: serves HTTP to this kvpin; None if this kvpin cannot reach it.
         here: its id of an engine → the id here, and whether both make the same block hashes.
         asked: when it was asked for a listing last.
@@ -142,6 +143,7 @@ class Peer:
     follower: Follower
     name: str | None = None
     engines: list[ToldEngine] = field(default_factory=list)
+    pins: list[ToldPin] = field(default_factory=list)
     socket: str | None = None
     here: dict[str, tuple[str, bool]] = field(default_factory=dict)
     asked: float = float("-inf")

@@ -17,7 +17,7 @@ from time import monotonic
 import msgspec
 import structlog
 
-from proxy.core.drains import decode_marks, encode_marks
+from proxy.core.engine_book import EngineMark, decode_marks, encode_marks
 from proxy.core.issued_keys import signed, verified
 from proxy.core.peers.follower import Follower
 from proxy.core.peers.messages import (
@@ -30,6 +30,7 @@ from proxy.core.peers.messages import (
     Sessions,
     Timed,
     Times,
+    ToldPin,
     Used,
     batch_of,
     owner_of,
@@ -40,6 +41,7 @@ from proxy.peers.announcer import Announcer
 from proxy.peers.bus import Bus, BusCallbacks
 from proxy.peers.owners import Owners, ToldClaim
 from proxy.peers.peer import ExchangeCounts, ExchangeStats, Peer, PooledEngine
+from proxy.peers.sealing import Sealing
 from proxy.request.tenants import Tenants
 from proxy.runtime.tasks import Supervisor
 
@@ -110,16 +112,17 @@ class Peers:
         fleet: Fleet,
         tenants: Tenants,
         hang_up: Callable[[str, str], None] = lambda _socket, _reason: None,
-        secret: Callable[[], bytes | None] = lambda: b"",
+        admin_key: Callable[[], str | None] = lambda: None,
     ) -> None:
         """Tells of the pools that `fleet` makes from now on. `owner` is a number that no other kvpin has.
-        `hang_up` drops the connections to the socket of a kvpin that is lost, for that reason. `secret` signs
-        issued keys; None keeps them here."""
-        self.counts, self._hang_up, self._secret = ExchangeCounts(), hang_up, secret
+        `hang_up` drops the connections to the socket of a kvpin that is lost, for that reason. `admin_key`
+        gives the key that seals orders to add engines, and signs issued keys."""
+        self.counts, self._hang_up, self._admin_key = ExchangeCounts(), hang_up, admin_key
         self._bus, self._owner, self._fleet, self._tenants = bus, owner, fleet, tenants
         self._owners, self._joining = Owners(owner, fleet), Joining(fleet)
+        self._sealing = None if bus.is_private else Sealing(admin_key)
         self._announcer = Announcer(
-            bus, owner, fleet, tenants, self._owners.claim_of, self.counts, self._keys
+            bus, owner, fleet, tenants, self._owners.claim_of, self._told_marks, self.counts, self._keys
         )
         self._peers: dict[int, Peer] = {}
         self._has_bid = asyncio.Event()
@@ -130,7 +133,8 @@ class Peers:
     def start(self, tasks: Supervisor) -> None:
         """Begins to exchange."""
         callbacks = BusCallbacks(self._receive, self._announcer.introduce, self._lose, self._remember)
-        self._fleet.drains.listeners.append(self._tell_drains)
+        self._fleet.book.listeners.append(self._tell_marks)
+        self._fleet.pins.listeners.append(self._announcer.tell_state)
         self._tenants.listeners.append(self._announcer.tell_state)
         tasks.keep("exchange", lambda: self._bus.run(callbacks))
         tasks.keep("exchange watch", self._watch)
@@ -169,6 +173,10 @@ class Peers:
     def sockets(self) -> list[str]:
         """The sockets on which the other kvpins of this machine serve HTTP to this one."""
         return [peer.socket for peer in self._peers.values() if peer.socket is not None]
+
+    def pins(self) -> list[tuple[str, ToldPin]]:
+        """The pins that other kvpins hold, each with its kvpin."""
+        return [(peer.label, pin) for peer in self._peers.values() for pin in peer.pins]
 
     def stats(self) -> ExchangeStats:
         """For people."""
@@ -230,14 +238,21 @@ class Peers:
     def _meet(self, now: float, peer: Peer, state: KvpinState) -> None:
         """A peer says who it is, and which engines it has."""
         is_new, path = peer.name is None, state.http_socket
-        peer.name, peer.engines = state.name, state.engines
+        peer.name, peer.engines, peer.pins = state.name, state.engines, state.pins
         peer.socket = path if path is not None and self._bus.reaches(path) else None
-        self._fleet.drains.merge(state.drains)
+        self._take_marks(state.marks)
         self._take_keys(state.keys)
         self._match(now, peer)
         self._decide_owners(now)
         if is_new:
             log.info("another kvpin is here", peer=peer.label, engines_shared=len(peer.here))
+
+    def _secret(self) -> bytes | None:
+        """Signs issued keys for the others; None keeps them here. On a private bus, all are this user's."""
+        if self._bus.is_private:
+            return b""
+        key = self._admin_key()
+        return key.encode() if key is not None else None
 
     def _keys(self) -> bytes:
         """The issued keys for other kvpins, signed."""
@@ -260,18 +275,40 @@ class Peers:
                 "group"
             )
 
-    def _tell_drains(self, _changed: list[str]) -> None:
+    def _tell_marks(self, _changed: list[str]) -> None:
         self._announcer.tell_state()
-        self._bus.keep(encode_marks(self._fleet.drains.marks()))
+        self._bus.keep(encode_marks(self._told_marks()))
+
+    def _told_marks(self) -> list[EngineMark]:
+        """The operators' orders about engines, as the others are told them."""
+        marks = self._fleet.book.marks()
+        if self._sealing is None:
+            return marks
+        told = self._sealing.told(marks)
+        if len(told) < len(marks):
+            self._complain(
+                "an engine that was added is not told by Redis, because it has a key or headers, or because "
+                "there is no admin_key: add it on each machine"
+            )
+        return told
+
+    def _take_marks(self, marks: list[EngineMark]) -> None:
+        """Takes over operators' orders that came by the exchange."""
+        heard = marks if self._sealing is None else self._sealing.heard(marks)
+        if len(heard) < len(marks):
+            self._complain(
+                "an engine that was added at another kvpin is not used here: give both the same admin_key"
+            )
+        self._fleet.book.merge(heard)
 
     def _remember(self, kept: bytes | None) -> None:
-        """Takes over the drains that the exchange keeps, and has it keep those that only this kvpin knows."""
-        drains = self._fleet.drains
+        """Takes over the orders that the exchange keeps, and has it keep those that only this kvpin knows."""
         try:
-            drains.merge(decode_marks(kept) if kept is not None else [])
+            self._take_marks(decode_marks(kept) if kept is not None else [])
         except msgspec.MsgspecError:
-            self._complain("the drains that the exchange keeps cannot be read: they are replaced")
-        if drains.marks() and (own := encode_marks(drains.marks())) != kept:
+            self._complain("the orders that the exchange keeps cannot be read: they are replaced")
+        told = self._told_marks()
+        if told and (own := encode_marks(told)) != kept:
             self._bus.keep(own)
 
     def _adopt(self, now: float, owner: int, message: Learned | Sessions | Timed) -> None:

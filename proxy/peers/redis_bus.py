@@ -38,6 +38,7 @@ class RedisBus:
 
     Attributes:
         dropped: frames that were not sent because too much was waiting.
+        is_private: False: whoever can use the server's channel reads and writes frames.
         http_socket: serves HTTP to the other workers; None for a kvpin without workers.
     """
 
@@ -46,10 +47,10 @@ class RedisBus:
     ) -> None:
         """Kvpins of one `namespace` hear each other. `siblings`: where the other workers serve HTTP. Raises
         ValueError if the URL cannot be used."""
-        self.dropped = 0
+        self.dropped, self.is_private = 0, False
         self.http_socket, self._siblings = http_socket, siblings
         self._url, self._channel = url, f"kvpin:{namespace}"
-        self._key = f"{self._channel}:drains"
+        self._key = f"{self._channel}:engines"
         parse_url(url)
         self._kept: bytes | None = None  # it waits to be kept
         self._outbox = deque[bytes]()
@@ -184,7 +185,7 @@ class RedisBus:
         if not self._is_refused:
             self._is_refused = True
             log.warning(
-                "drains are not kept in Redis: let kvpin's user get and set the key",
+                "orders about engines are not kept in Redis: let kvpin's user get and set the key",
                 key=self._key,
                 error=str(error),
             )

@@ -53,13 +53,14 @@ class UnixBus:
 
     Attributes:
         dropped: frames that a peer did not get because it had not read enough.
+        is_private: True, as the directory is.
         http_socket: serves HTTP to the other kvpins, in the same directory. The server makes and
             removes it; that of a kvpin that was killed is removed here.
     """
 
     def __init__(self, directory: Path, owner: int) -> None:
         """`owner` names the socket. Raises ValueError if its path is too long."""
-        self.dropped = 0
+        self.dropped, self.is_private = 0, True
         self._directory = directory
         self._own = directory / f"{owner:016x}.sock"
         if len(os.fsencode(self._own)) + 1 > MAX_PATH_BYTES:  # a dot comes in front while it is made

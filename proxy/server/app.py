@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
@@ -44,11 +44,11 @@ from proxy.api.ops import Ops
 from proxy.api.page import WebPage
 from proxy.api.relay.to_object_home import PassedToKeeper
 from proxy.api.relay.to_owner import PassedToOwner
-from proxy.api.workers.merging_app import MergedAnswers
-from proxy.api.workers.missed_changes import Changes
-from proxy.api.workers.siblings import Siblings
+from proxy.api.workers.merging_app import ORDERS_PATH, MergedAnswers
+from proxy.api.workers.siblings import Neighbours, Siblings
 from proxy.control.configured import ConfiguredEngines
 from proxy.control.discovered import DiscoveredEngines
+from proxy.control.engine_orders import EngineOrders
 from proxy.control.engines import Engines
 from proxy.control.keys import KEYS_PATH, IssuedKeys
 from proxy.control.kv import KvVerbs
@@ -60,9 +60,9 @@ from proxy.control.tables import SharedTables
 from proxy.control.target_engines import Targets
 from proxy.control.warm import Warming
 from proxy.core.budget import ByteBudget
+from proxy.core.engine_book import encode_marks
 from proxy.core.issued_keys import KeyBook
 from proxy.core.life import Rules
-from proxy.core.pins import PinBook
 from proxy.fleet.destinations import Destinations
 from proxy.fleet.discovery import finders_of
 from proxy.fleet.fleet import Fleet
@@ -92,7 +92,6 @@ from proxy.settings import (
     EngineChanges,
     Settings,
     SettingsError,
-    key_digest,
 )
 from proxy.steps.attempt import Attempts
 from proxy.steps.preparation import Preparation
@@ -117,7 +116,6 @@ class Proxy:
         self.fleet = Fleet(
             settings.model_aliases, settings.default_model, settings.limits, settings.shown_name
         )
-        self.changes = Changes(self.fleet.drains)
         self.tables = PromptTables(max_bytes=settings.limits.prompt_table_bytes)
         key_file = self._key_file()
         issued = KeyBook()
@@ -142,14 +140,14 @@ class Proxy:
         self.ahead = (
             RestoreAhead(self.fleet, self.tasks) if settings.reuse and settings.restore_ahead else None
         )
-        self.operations, self.pins = Operations(self.tasks), PinBook()
+        self.operations, self.pins = Operations(self.tasks), self.fleet.pins
         if self.state is not None:
-            self.state.restore(self.pins, self.tables, self.fleet.drains)
+            self.state.restore(self.pins, self.tables, self.fleet.book)
         self.engines = Engines(self.fleet, self.monitor, self.pins, self.operations, make_adapter)
-        self.fleet.drains.listeners.append(self.engines.follow_drains)
         self.configured = ConfiguredEngines(self.fleet, self.monitor, self.engines, self.tasks, make_adapter)
         self.discovered = DiscoveredEngines(self.fleet, self.configured, self.engines, self.tasks)
         self.monitor.split = self.discovered.split
+        self.orders = EngineOrders(self.fleet, self.engines, self.discovered, self.tasks)
         self.metrics = Metrics(
             self.fleet,
             self.discovered.sources,
@@ -182,15 +180,14 @@ class Proxy:
             return None
         owner = secrets.randbits(63)
         bus = make_bus(self.settings.exchange, owner, self.siblings)
-        return Peers(bus, owner, self.fleet, self.tenants, self.transport.hang_up, self._group_secret)
-
-    def _group_secret(self) -> bytes | None:
-        """Signs the issued keys that kvpins of a group tell each other: the digest of their admin key.
-        Without one, `unix:` needs no secret, for only one user may open it; anybody may write to Redis."""
-        exchange, admin_key = self.settings.exchange, _text(self.settings.admin_key)
-        if admin_key is not None:
-            return key_digest(admin_key)
-        return b"" if exchange is not None and exchange.is_local else None
+        return Peers(
+            bus,
+            owner,
+            self.fleet,
+            self.tenants,
+            self.transport.hang_up,
+            lambda: _text(self.settings.admin_key),
+        )
 
     def _flow(self) -> Flow:
         """The read path, with spans if there is telemetry."""
@@ -233,6 +230,10 @@ class Proxy:
         if self.siblings is not None:
             await self.siblings.told(KEYS_PATH)
 
+    async def told_orders(self) -> bytes:
+        """What operators have ordered about engines, encoded for another worker."""
+        return encode_marks(self.fleet.book.marks())
+
     async def told_keys(self) -> bytes:
         """Another worker has changed the key book's file."""
         await self.keys.look()
@@ -272,6 +273,7 @@ class Proxy:
             self.tasks.keep("state", partial(self.state.run, self.fleet, self.pins))
             self.tasks.keep("issued keys", self.keys.run)
         self._follow(self.settings)
+        self.orders.start()
         if self.peers is not None:
             self.peers.start(self.tasks)
 
@@ -376,7 +378,7 @@ def _rules(settings: Settings) -> Rules:
 def build_app(proxy: Proxy) -> Dispatcher:
     """All that is served, over a proxy's collaborators and by its settings as they are now; the caller starts
     and stops the collaborators."""
-    settings = proxy.settings
+    settings, sockets = proxy.settings, _sockets(proxy)
     cors = Cors(settings.cors_origins) if settings.cors_origins else None
     limits = settings.limits
     limit = int(limits.body_bytes)
@@ -391,7 +393,7 @@ def build_app(proxy: Proxy) -> Dispatcher:
         cors,
         proxy.metrics.refuse,
         PassedToOwner(proxy.fleet, proxy.peers, proxy.transport) if proxy.peers is not None else None,
-        _to_keeper(proxy),
+        PassedToKeeper(sockets, proxy.transport) if sockets is not None else None,
     )
     guard = MetricsGuard(_text(settings.admin_key), _text(settings.metrics_key), proxy.tenants)
     ops = Ops(proxy.fleet, proxy.metrics, proxy.draining, proxy.peers, has_page=settings.ui, guard=guard)
@@ -404,19 +406,29 @@ def build_app(proxy: Proxy) -> Dispatcher:
         },
     )
     rest.router.redirect_slashes = False  # such an answer leads to the host that the client named
-    if proxy.siblings is None:
+    if sockets is None:
         return Dispatcher(data_plane, rest, proxy.draining)
-    told = {PROMPTS_PATH: proxy.prompts.told, KEYS_PATH: proxy.told_keys}
-    together = MergedAnswers(rest, proxy.siblings, proxy.changes, told, shared=proxy.peers is not None)
+    told = {
+        ORDERS_PATH: proxy.told_orders,
+        PROMPTS_PATH: proxy.prompts.told,
+        KEYS_PATH: proxy.told_keys,
+    }
+    together = MergedAnswers(
+        rest,
+        proxy.siblings or Siblings([]),
+        told,
+        shared=proxy.peers is not None,
+        neighbours=Neighbours(sockets),
+    )
     return Dispatcher(data_plane, together, proxy.draining)
 
 
-def _to_keeper(proxy: Proxy) -> PassedToKeeper | None:
-    """The other kvpins of this machine that may keep responses; None if there can be none."""
+def _sockets(proxy: Proxy) -> Callable[[], Sequence[str]] | None:
+    """What the other kvpins of this machine listen on; None if there can be none."""
     peers, siblings = proxy.peers, proxy.siblings
     if peers is not None and peers.http_socket is not None:
-        return PassedToKeeper(peers.sockets, proxy.transport)
-    return PassedToKeeper(lambda: siblings.sockets, proxy.transport) if siblings is not None else None
+        return peers.sockets
+    return (lambda: siblings.sockets) if siblings is not None else None
 
 
 def admin_api(proxy: Proxy) -> Mount:
@@ -429,7 +441,7 @@ def admin_api(proxy: Proxy) -> Mount:
     pinning = Pinning(fleet, targets, pins, operations)
     kv = KvVerbs(targets, warming, pins, proxy.ingest, operations)
     endpoints = (
-        *engine_routes(fleet, proxy.engines, pinning, proxy.discovered.sources, proxy.peers, reuse=reuse),
+        *engine_routes(fleet, proxy.orders, pinning, proxy.discovered.sources, proxy.peers, reuse=reuse),
         *key_routes(proxy.keys),
         *kv_routes(kv, warming, pinning, operations),
         *request_routes(flow),

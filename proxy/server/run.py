@@ -29,7 +29,6 @@ import uvloop
 
 from engine_adapter import EngineSpecError, HttpTransport
 from proxy.api.web_pages import is_loopback
-from proxy.api.workers.missed_changes import Change
 from proxy.api.workers.peer_port import PeerPort
 from proxy.api.workers.siblings import Siblings
 from proxy.core.life import Cause
@@ -45,7 +44,7 @@ from proxy.observe.logs import configure_logs
 from proxy.runtime.interpreter import settle, steady
 from proxy.server.app import Proxy, build_app
 from proxy.server.checks import check, issued_keys, warnings_of_keys
-from proxy.server.workers.catch_up import carry_out, catch_up
+from proxy.server.workers.catch_up import catch_up
 from proxy.server.workers.fairness import ConnectionTally, FairAcceptor, tallied
 from proxy.server.workers.orders import Orders
 from proxy.server.workers.supervisor import Workers
@@ -139,17 +138,14 @@ async def _run(
     try:
         await server.listen_to_peers()  # before they are told of it
         proxy.start()
-        late = list[Change]()
         if proxy.siblings is not None and orders is not None and orders.follows:
-            late = await catch_up(proxy.siblings, orders, proxy.fleet.drains)
+            await catch_up(proxy.siblings, proxy.fleet.book)
         settle()
         if orders is None or (orders.number == 1 and not orders.follows):
             banner.print_addresses()
             proxy.tasks.start("banner", banner.print_when_ready())
         if are_shared or orders is not None:
             await server.until_tried()
-        if orders is not None and late:
-            await carry_out(late, orders)
         await server.serve()
     finally:
         await proxy.stop()

@@ -23,6 +23,7 @@ from proxy.settings.engine_settings import (
     ManagedSettings,
     StartedSettings,
     UndetectedSettings,
+    engine_as_json,
 )
 from proxy.settings.fields import SettingsError, key_digest
 from proxy.settings.flags import (

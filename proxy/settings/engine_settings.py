@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from itertools import chain, count
 from typing import Annotated, Any, Self, TypeVar
 
+import msgspec
 from pydantic import (
     BaseModel,
     BeforeValidator,
@@ -154,6 +155,12 @@ class EngineSettings(_EngineSettings):
             if given.get(name):
                 changes[name] = address_of_rank(given[name], rank)
         return self.model_copy(update=changes)
+
+
+def engine_as_json(settings: EngineSettings) -> bytes:
+    """The settings as JSON, keys included, for `EngineSettings.model_validate_json`."""
+    given = {name: _revealed(value) for name, value in settings if value is not None}
+    return msgspec.json.encode(given, order="deterministic")
 
 
 class StartedSettings(EngineSettings):

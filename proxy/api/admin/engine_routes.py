@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -11,10 +10,11 @@ from pydantic import ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 
-from engine_adapter import EngineSpec, EngineSpecError
+from engine_adapter import EngineSpecError
 from proxy.api.admin.endpoint import Endpoint, answer, read_body
 from proxy.api.admin.request_bodies import Drain
-from proxy.control.engines import EngineAnswer, Engines, describe_engine
+from proxy.control.engine_orders import EngineOrders
+from proxy.control.engines import EngineAnswer, describe_engine
 from proxy.control.pinning import Pinning
 from proxy.control.stats import Stats, stats
 from proxy.errors import BadRequest
@@ -35,15 +35,17 @@ class SourceAnswer(msgspec.Struct):
 
 
 class EngineList(msgspec.Struct):
-    """All engines, and the sources that some of them were found in."""
+    """All engines, and the sources that some of them were found in. `removed` are the addresses of engines
+    that settings or sources name and that operators have removed: they come back when they are added."""
 
     engines: list[EngineAnswer]
     sources: list[SourceAnswer]
+    removed: list[str]
 
 
 def engine_routes(
     fleet: Fleet,
-    engines: Engines,
+    orders: EngineOrders,
     pinning: Pinning,
     sources: Mapping[str, Source],
     peers: Peers | None = None,
@@ -66,21 +68,20 @@ def engine_routes(
             SourceAnswer(source.name, [each.entry.id for each in source.found], source.error)
             for source in sources.values()
         ]
-        return answer(EngineList([described(engine) for engine in fleet.engines.values()], found))
+        engines = [described(engine) for engine in fleet.engines.values()]
+        return answer(EngineList(engines, found, orders.removed()))
 
     async def post_engine(request: Request) -> Response:
-        spec = _spec(await read_body(request, dict[str, Any]))
-        if not spec.id:
-            spec = replace(spec, id=engines.free_id(spec.kind))
-        return answer(described(engines.add(spec)), 201)
+        settings = _settings(await read_body(request, dict[str, Any]))
+        return answer(described(orders.add(settings)), 201)
 
     async def delete_engine(request: Request) -> Response:
-        await engines.order_remove(named(request))
+        await orders.remove(named(request))
         return Response(status_code=204)
 
     async def post_drain(request: Request) -> Response:
         body = await read_body(request, Drain)
-        return answer(described(engines.order_drain(named(request), undo=body.undo)))
+        return answer(described(orders.drain(named(request), undo=body.undo)))
 
     return (
         Endpoint("GET", "/stats", get_stats, "What every pool and engine holds and has predicted.", Stats),
@@ -89,7 +90,7 @@ def engine_routes(
             "POST",
             "/engines",
             post_engine,
-            "Adds an engine and starts watching it; 409 when its id or its address is taken.",
+            "Adds an engine at all kvpins of the group; 409 when its id or its address is taken.",
             EngineAnswer,
             body=EngineSettings,
             statuses=(201,),
@@ -98,7 +99,7 @@ def engine_routes(
             "DELETE",
             "/engines/{engine_id}",
             delete_engine,
-            "Drops an engine that kvpin did not start; its requests in flight go on to their end.",
+            "Drops an engine at all kvpins of the group; its requests in flight go on to their end.",
             None,
             statuses=(204,),
         ),
@@ -113,11 +114,11 @@ def engine_routes(
     )
 
 
-def _spec(body: dict[str, Any]) -> EngineSpec:
+def _settings(body: dict[str, Any]) -> EngineSettings:
     """The engine that a body describes, checked as in the settings; raises BadRequest naming the field."""
     values = {name: value for name, value in body.items() if value is not None}
     try:
-        return EngineSettings.model_validate(values).spec()
+        return EngineSettings.model_validate(values)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         message = first["msg"].removeprefix("Value error, ")

@@ -3,6 +3,5 @@
 merging_app.py     asks all workers, merges their answers
 merged_events.py   likewise, their streams of events
 siblings.py        the other workers, asked over their sockets
-missed_changes.py  changes by the admin API, for a worker that starts later
 peer_port.py       the Unix socket that serves other kvpins of this machine
 """

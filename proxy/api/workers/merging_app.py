@@ -1,7 +1,7 @@
-"""Lets one worker answer for all on the routes beside the data plane: it merges all answers.
+"""Lets one kvpin answer for all workers on the routes beside the data plane: it merges all answers.
 
 The worker answers first, so that keys and bodies are checked once. Then it asks the others, who answer for
-themselves alone, and merges the answers. Changes are carried out by all, and those of engines are noted.
+themselves alone, and merges the answers. Changes are carried out by all.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from engine_adapter import HeaderPairs
 from proxy.api.auth import FROM_PEER
 from proxy.api.workers.merged_events import MergedEvents
-from proxy.api.workers.missed_changes import PATH, Change, ChangeKind, Changes
-from proxy.api.workers.siblings import Siblings, WorkerAnswer
+from proxy.api.workers.siblings import Neighbours, Siblings, WorkerAnswer
 from proxy.control.merged_answers import (
     merge_engines,
     merge_operation,
@@ -33,7 +32,9 @@ from proxy.observe.gauges import of_workers
 from proxy.observe.metric_families import merge_pages
 
 _ADMIN = "/admin/v1"
-_EVENTS, _CHANGES = ("GET", f"{_ADMIN}/events"), ("GET", PATH)
+# Where a worker tells another one what operators have ordered about engines.
+ORDERS_PATH = f"{_ADMIN}/engine_orders"
+_EVENTS = ("GET", f"{_ADMIN}/events")
 _DEFAULT_LIMIT = 50
 # Headers that the others need to understand the request.
 _PASSED_ON = (b"accept", b"content-type", b"x-request-id")
@@ -50,7 +51,7 @@ class _Rule:
         merge: makes the body of all good answers; None takes the first good one.
         once: one worker is enough. The others are asked only if this one does not know the named thing.
         named: the others use the id that this worker gave to what it made.
-        change: the change of an engine, which a worker that is started later is told; None for no change.
+        nearby: all kvpins of this machine take part, not the workers alone.
     """
 
     method: str
@@ -58,7 +59,7 @@ class _Rule:
     merge: Merge | None = None
     once: bool = False
     named: bool = False
-    change: ChangeKind | None = None
+    nearby: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,29 +78,29 @@ class MergedAnswers:
         self,
         app: ASGIApp,
         siblings: Siblings,
-        changes: Changes,
         told: Mapping[str, Callable[[], Awaitable[bytes]]],
         *,
         shared: bool,
+        neighbours: Neighbours | None = None,
     ) -> None:
-        """Adds to `changes`. `told`: paths that only workers may ask, and what gives the answers. `shared`:
-        the workers know each other's requests."""
+        """`told`: paths that only workers may ask, and what gives the answers. `shared`: the workers know
+        each other's requests. `neighbours`: the other kvpins of this machine; by default the workers."""
         self._app, self._siblings, self._shared = app, siblings, shared
-        self._changes, self._told = changes, told
+        self._told, self._neighbours = told, neighbours or siblings
         self._rules = [(re.compile(rule.path), rule) for rule in _rules(shared=shared)]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request, for all workers where a rule says so."""
         from_peer, asked = scope.get(FROM_PEER, False), (scope["method"], scope["path"])
-        if asked == _EVENTS and not from_peer:
+        if asked == _EVENTS and not from_peer and len(self._siblings):
             await MergedEvents(self._app, self._siblings, shared=self._shared).serve(scope, receive, send)
             return
-        if from_peer and (asked == _CHANGES or scope["path"] in self._told):
-            told = self._changes.told() if asked == _CHANGES else await self._told[scope["path"]]()
+        if from_peer and (tell := self._told.get(scope["path"])) is not None:
+            told = await tell()
             await _send(_answer(HTTPStatus.OK, [], told), send)
             return
         rule = self._rule(scope)
-        if rule is None or (from_peer and rule.change is None):
+        if rule is None or from_peer:
             await self._app(scope, receive, send)
             return
         body = bytearray()
@@ -111,11 +112,8 @@ class MergedAnswers:
 
         own = await _answer_of(self._app, scope, receive_and_keep)
         request = _request(rule, scope, own, bytes(body))
-        if own.is_good and rule.change is not None:
-            engine = _engine_of(scope["path"]) or msgspec.json.decode(own.body)["id"]
-            self._changes.note(engine, Change(rule.change, request.method, request.target, request.body))
         is_unknown = own.status == HTTPStatus.NOT_FOUND
-        if not from_peer and (is_unknown or (own.is_good and not rule.once)):
+        if is_unknown or (own.is_good and not rule.once):
             own = await self._ask_others(rule, scope, own, request)
         await _send(own, send)
 
@@ -130,7 +128,8 @@ class MergedAnswers:
     ) -> WorkerAnswer:
         """The answer of all."""
         headers = [pair for pair in scope["headers"] if pair[0] in _PASSED_ON]
-        others = await self._siblings.ask(request.method, request.target, headers, request.body)
+        asked = self._neighbours if rule.nearby else self._siblings
+        others = await asked.ask(request.method, request.target, headers, request.body)
         good = [answer for answer in (own, *others) if answer.is_good]
         if not good:
             known = (answer for answer in others if answer.status != HTTPStatus.NOT_FOUND)
@@ -139,11 +138,6 @@ class MergedAnswers:
             return good[0]
         status = max(answer.status for answer in good)  # 202 while any worker is not done
         return _answer(status, good[0].headers, rule.merge(scope, good))
-
-
-def _engine_of(path: str) -> str:
-    """The engine that a path below `/engines` names; empty if it names none."""
-    return path.removeprefix(f"{_ADMIN}/engines").strip("/").partition("/")[0]
 
 
 def _request(rule: _Rule, scope: Scope, own: WorkerAnswer, body: bytes) -> _Request:
@@ -192,19 +186,19 @@ def _rules(*, shared: bool) -> tuple[_Rule, ...]:
         _Rule("GET", "/metrics", pages),
         _Rule("GET", f"{_ADMIN}/stats", _json(partial(merge_stats, shared=shared))),
         _Rule("GET", f"{_ADMIN}/engines", _json(partial(merge_engines, shared=shared))),
-        _Rule("POST", f"{_ADMIN}/engines", named=True, change=ChangeKind.ADD),
-        _Rule("DELETE", f"{_ADMIN}/engines/[^/]+", change=ChangeKind.REMOVE),
+        _Rule("POST", f"{_ADMIN}/engines", named=True),
+        _Rule("DELETE", f"{_ADMIN}/engines/[^/]+"),
         _Rule("POST", f"{_ADMIN}/engines/[^/]+/drain"),
         _Rule("GET", f"{_ADMIN}/requests", _requests),
         _Rule("GET", f"{_ADMIN}/requests/[^/]+", once=True),
-        _Rule("POST", f"{_ADMIN}/(pin|warm|offload|restore)", once=True),
-        _Rule("POST", f"{_ADMIN}/flush", _json(merge_operation)),
-        _Rule("POST", f"{_ADMIN}/unpin", once=True),
+        _Rule("POST", f"{_ADMIN}/(pin|warm|offload|restore)", once=True, nearby=True),
+        _Rule("POST", f"{_ADMIN}/flush", _json(merge_operation), nearby=True),
+        _Rule("POST", f"{_ADMIN}/unpin", once=True, nearby=True),
         _Rule("GET", f"{_ADMIN}/operations", _json(merge_operations)),
-        _Rule("GET", f"{_ADMIN}/operations/[^/]+", once=True),
-        _Rule("DELETE", f"{_ADMIN}/operations/[^/]+", once=True),
-        _Rule("POST", f"{_ADMIN}/prompt_tables"),
-        _Rule("DELETE", f"{_ADMIN}/prompt_tables/[^/]+"),
+        _Rule("GET", f"{_ADMIN}/operations/[^/]+", once=True, nearby=True),
+        _Rule("DELETE", f"{_ADMIN}/operations/[^/]+", once=True, nearby=True),
+        _Rule("POST", f"{_ADMIN}/prompt_tables", nearby=True),
+        _Rule("DELETE", f"{_ADMIN}/prompt_tables/[^/]+", nearby=True),
     )
 
 

@@ -1,9 +1,10 @@
-"""The other workers of this kvpin, asked over their sockets."""
+"""The other workers of this kvpin, and other kvpins of this machine, asked over their sockets."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+import ssl
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +18,8 @@ _ASK_S = 70.0
 _SHOW_S = 5.0
 _CONNECT_S = 1.0
 _AGAIN_S = 1.0
+# Sockets need no TLS. Without this, each client would load all certificate authorities.
+_NO_AUTHORITIES = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,27 +46,11 @@ class Siblings:
 
     def __init__(self, sockets: Sequence[Path], own: Path | None = None) -> None:
         self.sockets, self.own = [str(path) for path in sockets], own
-        timeout = httpx.Timeout(_ASK_S, connect=_CONNECT_S)
-        self._clients = [
-            httpx.AsyncClient(
-                transport=httpx.AsyncHTTPTransport(uds=str(path)), base_url="http://kvpin", timeout=timeout
-            )
-            for path in sockets
-        ]
+        self._clients = [_client(path) for path in self.sockets]
 
     async def ask(self, method: str, target: str, headers: HeaderPairs, body: bytes) -> list[WorkerAnswer]:
         """The answers of those that answer in time. The request is not passed on any further."""
-        timeout = httpx.Timeout(_SHOW_S if method == "GET" else _ASK_S, connect=_CONNECT_S)
-
-        async def of(client: httpx.AsyncClient) -> WorkerAnswer | None:
-            try:
-                answer = await client.request(method, target, headers=headers, content=body, timeout=timeout)
-            except httpx.TransportError:
-                return None
-            return WorkerAnswer(answer.status_code, answer.headers.raw, answer.content)
-
-        answers = await asyncio.gather(*map(of, self._clients))
-        return [answer for answer in answers if answer is not None]
+        return await _ask(self._clients, method, target, headers, body)
 
     async def told(self, path: str) -> list[bytes]:
         """The other workers' answers at a path that only workers may ask."""
@@ -87,3 +74,41 @@ class Siblings:
     async def aclose(self) -> None:
         """Closes the connections."""
         await asyncio.gather(*(client.aclose() for client in self._clients))
+
+
+class Neighbours:
+    """Asks the kvpins of this machine that are there now: other workers, and those of the exchange."""
+
+    def __init__(self, sockets: Callable[[], Iterable[str]]) -> None:
+        """`sockets`: what they listen on."""
+        self._sockets = sockets
+
+    async def ask(self, method: str, target: str, headers: HeaderPairs, body: bytes) -> list[WorkerAnswer]:
+        """See `Siblings.ask`."""
+        clients = [_client(path) for path in self._sockets()]
+        try:
+            return await _ask(clients, method, target, headers, body)
+        finally:
+            await asyncio.gather(*(client.aclose() for client in clients))
+
+
+def _client(path: str) -> httpx.AsyncClient:
+    timeout = httpx.Timeout(_ASK_S, connect=_CONNECT_S)
+    transport = httpx.AsyncHTTPTransport(uds=path, verify=_NO_AUTHORITIES)
+    return httpx.AsyncClient(transport=transport, base_url="http://kvpin", timeout=timeout, trust_env=False)
+
+
+async def _ask(
+    clients: Iterable[httpx.AsyncClient], method: str, target: str, headers: HeaderPairs, body: bytes
+) -> list[WorkerAnswer]:
+    timeout = httpx.Timeout(_SHOW_S if method == "GET" else _ASK_S, connect=_CONNECT_S)
+
+    async def of(client: httpx.AsyncClient) -> WorkerAnswer | None:
+        try:
+            answer = await client.request(method, target, headers=headers, content=body, timeout=timeout)
+        except httpx.TransportError:
+            return None
+        return WorkerAnswer(answer.status_code, answer.headers.raw, answer.content)
+
+    answers = await asyncio.gather(*map(of, clients))
+    return [answer for answer in answers if answer is not None]

@@ -14,7 +14,7 @@ from typing import Annotated
 
 import msgspec
 
-from proxy.core.drains import DrainMark
+from proxy.core.engine_book import EngineMark
 from proxy.core.index.blocks import BlockHash, Chain
 from proxy.core.peers.claims import Claim
 from proxy.core.placement.load import Work
@@ -127,20 +127,38 @@ class ToldEngine(msgspec.Struct, frozen=True, array_like=True):
     claim: Claim | None = None
 
 
+class ToldPin(msgspec.Struct, frozen=True, array_like=True):
+    """A pin that a kvpin holds.
+
+    Attributes:
+        engines: their ids at the sender.
+        expires: when it ends, in Unix time.
+        label: the operator's description; never prompt text.
+    """
+
+    pin_id: str
+    engines: list[str]
+    blocks: int
+    expires: float
+    label: str
+
+
 class KvpinState(_Message, tag=6, frozen=True):
     """The sender as it is now.
 
     Attributes:
         name: for people.
         http_socket: the path of the socket on which it serves HTTP to peers; None if there is none.
-        drains: the engines that operators have drained.
+        marks: what operators have ordered about engines.
+        pins: the pins that it holds.
         keys: the book of issued keys, see `signed`; empty if none was issued.
     """
 
     name: str
     engines: list[ToldEngine]
     http_socket: str | None = None
-    drains: list[DrainMark] = msgspec.field(default_factory=list)
+    marks: list[EngineMark] = msgspec.field(default_factory=list)
+    pins: list[ToldPin] = msgspec.field(default_factory=list)
     keys: bytes = b""
 
 

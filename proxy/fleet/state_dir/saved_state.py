@@ -1,4 +1,5 @@
-"""Saves kvpin's state once a minute, when pins or drains change, and when kvpin stops. Reads it at the start.
+"""Saves kvpin's state once a minute, when pins or operators' orders about engines change, and when it stops.
+Reads it at the start.
 
 Knowledge of an engine counts only after verification, see `proxy/fleet/recall.py`. The file:
 
@@ -19,7 +20,7 @@ import msgspec
 import structlog
 import xxhash
 
-from proxy.core.drains import DrainBook, DrainMark
+from proxy.core.engine_book import EngineBook, EngineMark
 from proxy.core.pins import Pin, PinBook
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.recall import EngineMemory, Memories, keep
@@ -43,14 +44,14 @@ class SavedState(msgspec.Struct, frozen=True):
 
     Attributes:
         isolated: there are several tenants, each with a salt of its own.
-        drains: the engines that operators have drained.
+        marks: what operators have ordered about engines, with the keys of engines that they added.
         pins: the active pins. They expire in Unix time: the clock of a process does not outlive it.
     """
 
     isolated: bool
     pins: list[Pin]
     engines: list[EngineMemory]
-    drains: list[DrainMark] = msgspec.field(default_factory=list)
+    marks: list[EngineMark] = msgspec.field(default_factory=list)
 
 
 def on_other_clock(pin: Pin, ahead_s: float) -> Pin:
@@ -101,15 +102,15 @@ class StateSaver:
         self.memories = Memories(self._before.engines)
         self.tables = TableFiles(directory / "tables")
 
-    def restore(self, pins: PinBook, tables: PromptTables, drains: DrainBook) -> None:
-        """Gives back the pins, prompt tables and drains. From now on, a change of pins or drains is saved at
-        once."""
-        drains.merge(self._before.drains)
-        drains.listeners.append(lambda _changed: self._wanted.set())
+    def restore(self, pins: PinBook, tables: PromptTables, book: EngineBook) -> None:
+        """Gives back the pins, the prompt tables and the orders about engines. From now on, a change of pins
+        or orders is saved at once."""
+        book.merge(self._before.marks)
+        book.listeners.append(lambda _changed: self._wanted.set())
         ahead_s = time.time() - time.monotonic()
         for kept in self._before.pins:
             pins.add(on_other_clock(kept, -ahead_s))
-        pins.changed = self._wanted.set
+        pins.listeners.append(self._wanted.set)
         self.tables.load(tables)
 
     async def run(self, fleet: Fleet, pins: PinBook) -> None:
@@ -127,7 +128,7 @@ class StateSaver:
             ahead_s = time.time() - time.monotonic()
             kept = [on_other_clock(pin, ahead_s) for pin in pins.active(time.monotonic())]
             engines = [memory for each in list(fleet.engines) if (memory := await self._memory(fleet, each))]
-            data = encode(SavedState(self._tenants.isolated, kept, engines, fleet.drains.marks()))
+            data = encode(SavedState(self._tenants.isolated, kept, engines, fleet.book.marks()))
             if (digest := xxhash.xxh3_128_digest(data)) == self._saved:
                 return
             try:

@@ -20,6 +20,11 @@ OPERATION = {
 }
 
 
+def test_engines_that_were_removed_are_listed(capsys):
+    answer_tables.show_engines({"engines": [], "removed": ["http://gpu1:8000"]})
+    assert "removed: http://gpu1:8000; settings name it" in capsys.readouterr().out
+
+
 def test_an_operation_shows_what_was_left_and_why(capsys):
     answer_tables.show_operation(OPERATION)
     output = capsys.readouterr().out

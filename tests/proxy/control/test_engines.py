@@ -4,7 +4,7 @@ from engine_adapter import EngineSpec, EngineSpecError, KvVerb
 from proxy.control.engines import describe_engine
 from proxy.control.target import Target
 from proxy.errors import Conflict
-from proxy.fleet.engine import EngineState, address_of
+from proxy.fleet.engine import EngineState
 from proxy.fleet.process.managed_engine import ManagedEngine
 from proxy.settings import ManagedSettings
 from tests.fakes import FakeEngine
@@ -54,10 +54,8 @@ async def test_a_removed_engine_ends_its_part_of_operations(world, pair):
     await world.engine_set.remove(removed)  # a second time has no effect
 
 
-async def test_an_engine_kvpin_runs_is_not_removed(world, pair):
+async def test_the_process_of_an_engine_is_described(world, pair):
     process = world.engines["a"].process = ManagedEngine(ManagedSettings(kind="embedded", id="a"))
-    with pytest.raises(Conflict, match="runs 'a' itself"):
-        await world.engine_set.remove(world.fleet.engine("a"))
     shown = describe_engine(world.engines["a"], world.pool).process
     assert (shown["state"], shown["port"], shown["pid"]) == ("stopped", process.port, None)
     assert describe_engine(world.engines["b"], world.pool).process is None
@@ -80,49 +78,6 @@ async def test_draining_and_back(world, pair):
     assert engine.state is EngineState.SUSPECT
     assert engine.check_now.is_set()
     assert world.engine_set.drain(world.fleet.engine("b"), undo=True).state is EngineState.READY
-
-
-async def test_an_order_outlasts_its_engine_and_its_source(world, pair):
-    def state():
-        return world.fleet.engine("a").state
-
-    engine = world.engine_set.order_drain(world.fleet.engine("a"), undo=False)
-    world.engine_set.drain(engine, undo=True)  # as a source does when its engine is ready again
-    assert state() is EngineState.DRAINING
-    world.fleet.replace(engine, engine.adapter)  # as new settings do
-    assert state() is EngineState.DRAINING
-    world.engine_set.order_drain(world.fleet.engine("a"), undo=True)
-    assert state() is EngineState.DOWN  # until it has connected
-
-
-async def test_removing_a_drained_engine_ends_its_order(world, pair):
-    engine, engines = world.fleet.engine("a"), world.engine_set
-    world.fleet.drains.listeners.append(engines.follow_drains)
-    engines.order_drain(engine, undo=False)
-    await engines.remove(engine)  # as a source does whose engine is gone
-    engine = world.fleet.add(KvFake("a"))
-    assert engine.state is EngineState.DRAINING
-    await engines.order_remove(engine)
-    assert world.fleet.add(KvFake("a")).state is EngineState.CONNECTING
-
-
-async def test_an_engine_that_another_kvpin_has_removed_stays_drained(world, pair):
-    drains = world.fleet.drains
-    drains.listeners.append(world.engine_set.follow_drains)
-    world.engine_set.order_drain(world.fleet.engine("a"), undo=False)
-    drains.end(address_of(world.engines["a"].adapter.spec)[0], now=9e9)
-    assert world.engines["a"].state is EngineState.DRAINING
-    world.engine_set.order_drain(world.fleet.engine("a"), undo=True)
-    assert world.engines["a"].state is EngineState.SUSPECT
-
-
-async def test_orders_given_to_other_kvpins_are_followed(world, pair):
-    drains = world.fleet.drains
-    drains.listeners.append(world.engine_set.follow_drains)
-    address, _ = address_of(world.engines["a"].adapter.spec)
-    for drained, state in ((True, EngineState.DRAINING), (False, EngineState.SUSPECT)):
-        drains.order(address, drained=drained, now=1.0)
-        assert world.engines["a"].state is state
 
 
 async def test_undo_on_an_engine_that_is_refused_does_not_let_requests_in(world, pair, monkeypatch):

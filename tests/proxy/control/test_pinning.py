@@ -30,6 +30,7 @@ async def test_a_pin_holds_on_every_engine_that_holds_the_prefix(world, pair):
         "engines": ["a", "b"],
         "blocks": 4,
         "expires_in_s": 60,
+        "kvpin": None,
     }
 
 

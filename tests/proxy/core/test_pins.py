@@ -28,7 +28,7 @@ def test_a_pin_is_taken_once():
 def test_what_comes_and_goes_before_its_time_is_told():
     told = []
     pins = PinBook()
-    pins.changed = lambda: told.append(len(pins.active(0.0)))
+    pins.listeners.append(lambda: told.append(len(pins.active(0.0))))
     pins.add(pin("one"))
     pins.add(pin("two"))
     pins.take("one", 0.0)

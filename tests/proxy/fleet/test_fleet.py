@@ -310,6 +310,23 @@ class GivenUp:
     starting, error, given_up = False, "exit code 2", True
 
 
+def test_where_every_engine_refuses_kvpin_the_operator_has_to_act(fleet):
+    one, two = fleet.add(FakeAdapter("a")), fleet.add(FakeAdapter("b"))
+    one.state, one.refuses, one.last_error = EngineState.DOWN, True, "it wants a key"
+    two.state = EngineState.DOWN  # it cannot be reached
+    with pytest.raises(NoEngine, match="try again shortly"):
+        fleet.find("m")
+    two.refuses = True
+    with pytest.raises(NoEngine, match="the operator has to act, and `kvpin engines` says how") as caught:
+        fleet.find("m")
+    assert "key" not in str(caught.value)
+    assert str(fleet.none_ready(None)) == str(caught.value), "also where they served before"
+    two.state = EngineState.CONNECTING
+    with pytest.raises(NoEngine, match="try again shortly"):
+        fleet.find("m")
+    assert "try again shortly" in str(fleet.none_ready(None))
+
+
 def test_where_every_engine_was_given_up_nobody_is_told_to_try_again(fleet):
     with pytest.raises(NoEngine, match="try again shortly"):
         fleet.find("m")

@@ -2,14 +2,18 @@
 by the exchange."""
 
 import asyncio
+import time
 
 import msgspec
 from structlog.testing import capture_logs
 
+from proxy.control.pinning import PinAnswer
+from proxy.control.stats import stats
 from proxy.core.issued_keys import IssuedKey, signed
 from proxy.core.peers.messages import Batch, Heartbeat, KvpinState, Leaving, frame_of
+from proxy.core.pins import Pin
 from proxy.core.placement.load import LoadSample, Work
-from proxy.fleet.engine import address_of
+from proxy.fleet.engine import order_name
 from proxy.peers import peers
 from proxy.peers import peers as peers_module
 from tests.fakes import client_of, proxy_over
@@ -138,13 +142,13 @@ async def test_a_drain_at_one_is_known_to_the_others_and_to_a_newcomer(unix):
         return [engine.id for engine in proxy.fleet.engines.values() if proxy.fleet.is_drained(engine)]
 
     async with world(unix) as (engines, (one, two)):
-        address, _ = address_of(one.fleet.engine("a").adapter.spec)
-        one.fleet.drains.order(address, drained=True, now=2.0)
+        name = order_name(one.fleet.engine("a").adapter.spec)
+        one.fleet.book.drain(name, drained=True, now=2.0)
         await until(lambda: drained(two) == ["a"])
         async with proxy_over(*engines, reuse=True, exchange=unix) as three:
             await until(lambda: three.peers.is_ready)
             assert drained(three) == ["a"]
-            two.fleet.drains.order(address, drained=False, now=1.0)
+            two.fleet.book.drain(name, drained=False, now=1.0)
             await until(lambda: not any(map(drained, (one, two, three))))
 
 
@@ -196,6 +200,21 @@ async def test_without_a_secret_keys_stay_here(wires):
         assert {each["event"].partition(":")[0] for each in logs} == {
             "issued keys stay at this kvpin", "issued keys of another kvpin do not count here",
         }  # fmt: skip
+
+
+async def test_pins_of_one_are_known_to_the_others_while_they_hold(unix):
+    async with world(unix) as (_, (one, two)):
+        one.fleet.pins.add(Pin("p", {"a": "own"}, 3, time.monotonic() + 60, "prefix"))
+        await until(two.peers.pins)
+        ((kvpin, pin),) = two.peers.pins()
+        assert (kvpin, pin.pin_id, pin.engines, pin.blocks) == (one.fleet.name, "p", ["a"], 3)
+        assert 50 < pin.expires - time.time() <= 60
+        (shown,) = (await stats(two.fleet, [], two.peers, reuse=True)).pins
+        assert (shown.target, shown.kvpin) == ("prefix", one.fleet.name)
+        own = PinAnswer(pin_id="p", target="prefix", engines=[], blocks=3, expires_in_s=1)
+        assert (await stats(two.fleet, [own], two.peers, reuse=True)).pins == [own]
+        one.fleet.pins.take("p", 0.0)
+        await until(lambda: not two.peers.pins())
 
 
 async def test_one_alone_is_ready_at_once(unix):

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import re
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
@@ -10,13 +11,16 @@ from redis import Redis
 from redis.exceptions import NoPermissionError
 from structlog.testing import capture_logs
 
-from proxy.core.drains import decode_marks
+from engine_adapter import HttpTransport
+from proxy.core.engine_book import decode_marks
 from proxy.core.peers import follower
 from proxy.peers import peers as peers_module
 from proxy.peers import redis_bus
 from proxy.peers.bus import BusCallbacks
 from proxy.peers.redis_bus import RedisBus
-from tests.fakes import client_of
+from proxy.server.app import Proxy
+from proxy.settings import EngineSettings, ExchangeSettings, Settings
+from tests.fakes import FakeEngine, client_of
 from tests.kv_world import tokens
 from tests.proxy.peers.world import ask, in_step, placer, until, world
 from tests.relay import Relay
@@ -68,23 +72,60 @@ async def test_one_that_starts_after_all_others_have_gone_knows_what_is_drained(
         return RedisBus(server.url, "n")
 
     async with world(make) as (_, (one, two)):
-        one.fleet.drains.order("gpu1:8000", drained=True, now=5.0)
-        two.fleet.drains.order("gpu2:8000", drained=True, now=5.0)
-        await until(lambda: one.fleet.drains.marks() == two.fleet.drains.marks())
+        one.fleet.book.drain("gpu1:8000", drained=True, now=5.0)
+        two.fleet.book.drain("gpu2:8000", drained=True, now=5.0)
+        await until(lambda: one.fleet.book.marks() == two.fleet.book.marks())
     with Redis.from_url(server.url) as redis:
-        kept = redis.get("kvpin:n:drains")
+        kept = redis.get("kvpin:n:engines")
         async with world(make, 1) as (_, (later,)):
-            drains = later.fleet.drains
-            assert drains.is_drained("gpu1:8000")
-            assert drains.is_drained("gpu2:8000")
-        redis.set("kvpin:n:drains", b"x")
+            book = later.fleet.book
+            assert book.is_drained("gpu1:8000")
+            assert book.is_drained("gpu2:8000")
+        redis.set("kvpin:n:engines", b"x")
         with capture_logs() as logs:
             async with world(make, 1) as (_, (again,)):
-                assert not again.fleet.drains.marks()
-                again.fleet.drains.merge(decode_marks(kept))
-                await until(lambda: redis.get("kvpin:n:drains") == kept)
-    (entry,) = [each for each in logs if "drains" in each["event"]]
-    assert entry["event"] == "the drains that the exchange keeps cannot be read: they are replaced"
+                assert not again.fleet.book.marks()
+                again.fleet.book.merge(decode_marks(kept))
+                await until(lambda: redis.get("kvpin:n:engines") == kept)
+    (entry,) = [each for each in logs if "cannot be read" in each["event"]]
+    assert entry["event"] == "the orders that the exchange keeps cannot be read: they are replaced"
+
+
+def listed(proxy):
+    return list(proxy.fleet.engines)
+
+
+async def test_an_engine_is_added_by_those_who_have_the_admin_key_and_told_without_secrets(server):
+    async with FakeEngine("a") as a, FakeEngine("b") as b, AsyncExitStack() as stack:
+
+        async def start(admin_key):
+            exchange = ExchangeSettings.model_validate({"url": server.url})
+            proxy = Proxy(
+                Settings(engines_file="/none.toml", reuse=True, exchange=exchange, admin_key=admin_key),
+                HttpTransport(),
+            )
+            stack.push_async_callback(proxy.stop)
+            proxy.start()
+            return proxy
+
+        def added(engine, **more):
+            return EngineSettings(kind="openai_compatible", url=engine.url, id=engine.id, **more)
+
+        with capture_logs() as logs:
+            one, two, other = [await start(key) for key in ("k", "k", "another")]
+            await until(lambda: all(len(each.peers.stats().peers) == 2 for each in (one, two, other)))
+            one.orders.add(added(a, api_key="secret"))
+            one.orders.add(added(b))
+            await until(lambda: listed(two) == ["b"])
+            await until(lambda: any("give both the same admin_key" in each["event"] for each in logs))
+            assert listed(other) == []
+            assert any("is not told by Redis" in each["event"] for each in logs)
+            with Redis.from_url(server.url) as redis:
+                await until(lambda: redis.exists("kvpin:default:engines"))
+                assert b"secret" not in redis.get("kvpin:default:engines")
+            await stack.aclose()
+            later = await start("k")
+            await until(lambda: listed(later) == ["b"])
 
 
 async def test_a_partition_and_a_delay_lose_no_request_and_heal(server, monkeypatch):
@@ -184,14 +225,16 @@ def test_of_all_kvpins_only_the_other_workers_are_reached():
 
 async def test_a_user_without_the_key_is_told_once_and_hears_the_others(server):
     with Redis.from_url(server.url) as redis:
-        redis.execute_command("ACL SETUSER", *ACL[0].replace("~kvpin:default:drains", "").split())
+        redis.execute_command("ACL SETUSER", *ACL[0].replace("~kvpin:default:engines", "").split())
     own = server.url.replace("://", "://kvpin:PASSWORD@")
     with capture_logs() as logs:
         async with world(lambda _: RedisBus(own, "default")) as (_, (one, two)):
-            one.fleet.drains.order("gpu1:8000", drained=True, now=5.0)
-            await until(lambda: two.fleet.drains.is_drained("gpu1:8000"))
-    told = [each["key"] for each in logs if each["event"].startswith("drains are not kept in Redis")]
-    assert told == ["kvpin:default:drains"] * 2  # once each
+            one.fleet.book.drain("gpu1:8000", drained=True, now=5.0)
+            await until(lambda: two.fleet.book.is_drained("gpu1:8000"))
+    told = [
+        each["key"] for each in logs if each["event"].startswith("orders about engines are not kept in Redis")
+    ]
+    assert told == ["kvpin:default:engines"] * 2  # once each
 
 
 async def test_the_documented_users_keep_the_channel_to_kvpin(server):

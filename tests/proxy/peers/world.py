@@ -30,7 +30,7 @@ class Wire:
     """An exchange in memory that a test cuts, or delays."""
 
     def __init__(self, others):
-        self.dropped, self.is_connected, self.is_alone = 0, True, False
+        self.dropped, self.is_connected, self.is_alone, self.is_private = 0, True, False, True
         self.http_socket = None
         self.others, self.ears, self.is_cut, self.delay_s = others, None, False, 0.0
         others.append(self)

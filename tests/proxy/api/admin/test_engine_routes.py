@@ -19,7 +19,7 @@ async def test_an_engine_comes_drains_and_goes(world, client):
         await until(lambda: engine.state is EngineState.READY)
         gone = await client.delete(f"/engines/{engine.id}")
         assert (gone.status_code, gone.content) == (204, b"")
-        assert (await client.get("/engines")).json() == {"engines": [], "sources": []}
+        assert (await client.get("/engines")).json() == {"engines": [], "sources": [], "removed": []}
 
 
 @pytest.mark.parametrize(

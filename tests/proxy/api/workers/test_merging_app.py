@@ -8,11 +8,9 @@ from starlette.applications import Starlette
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from proxy.api.workers.merging_app import MergedAnswers
-from proxy.api.workers.missed_changes import PATH, Changes, heard
+from proxy.api.workers.merging_app import ORDERS_PATH, MergedAnswers
 from proxy.api.workers.siblings import Siblings
 from proxy.control.prefixes import PROMPTS_PATH
-from proxy.core.drains import DrainBook
 from tests.proxy.api.workers.test_siblings import at_socket
 
 ADMIN = "/admin/v1"
@@ -54,7 +52,7 @@ async def two(tmp_path, **options):
     """A client of worker 1, and both workers."""
     own, other = Worker(1, **options), Worker(2)
     siblings = Siblings([tmp_path / "2.http"])
-    app = MergedAnswers(own.app, siblings, Changes(DrainBook()), {}, shared=True)
+    app = MergedAnswers(own.app, siblings, {}, shared=True)
     async with at_socket(other.app, tmp_path / "2.http"):
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
             yield client, own, other
@@ -96,9 +94,9 @@ async def test_what_a_worker_was_asked_by_another_goes_no_further(tmp_path):
     async with two(tmp_path) as (_, own, other):
 
         async def from_peer(scope, receive, send):
-            await MergedAnswers(
-                own.app, Siblings([tmp_path / "2.http"]), Changes(DrainBook()), {}, shared=True
-            )({**scope, "kvpin.from_peer": True}, receive, send)
+            await MergedAnswers(own.app, Siblings([tmp_path / "2.http"]), {}, shared=True)(
+                {**scope, "kvpin.from_peer": True}, receive, send
+            )
 
         async with httpx.AsyncClient(transport=httpx.ASGITransport(from_peer), base_url="http://x") as peer:
             assert (await peer.get("/metrics")).text.splitlines()[1] == "kvpin_x_total 1.0"
@@ -115,26 +113,23 @@ async def test_one_does_what_names_a_request_that_only_it_knows(tmp_path):
         assert len(own.asked) == 3
 
 
-async def test_it_tells_another_worker_and_nobody_else_of_changes_and_prompts(tmp_path):
+async def test_it_tells_another_worker_and_nobody_else_of_orders_and_prompts():
+    async def orders():
+        return b"orders"
+
     async def prompts():
         return b"prompts"
 
-    own, is_peer = Worker(2), True  # it knows the engine x
-    app = MergedAnswers(own.app, Siblings([]), Changes(DrainBook()), {PROMPTS_PATH: prompts}, shared=True)
+    own, is_peer = Worker(2), True
+    told = {ORDERS_PATH: orders, PROMPTS_PATH: prompts}
+    app = MergedAnswers(own.app, Siblings([]), told, shared=True)
 
     async def asked(scope, receive, send):
         await app({**scope, "kvpin.from_peer": is_peer}, receive, send)
 
     async with httpx.AsyncClient(transport=httpx.ASGITransport(asked), base_url="http://x") as client:
-        await client.post(f"{ADMIN}/engines", json={"kind": "vllm"})
-        await client.delete(f"{ADMIN}/engines/x")
-        await client.post(f"{ADMIN}/flush", json={})
-        told = heard((await client.get(PATH)).content)
-        assert [(each.method, each.target, each.body) for each in told.changes] == [
-            ("POST", f"{ADMIN}/engines", b'{"kind":"vllm","id":"vllm-2"}'),
-            ("DELETE", f"{ADMIN}/engines/x", b""),
-        ]
+        assert (await client.get(ORDERS_PATH)).content == b"orders"
         assert (await client.get(PROMPTS_PATH)).content == b"prompts"
         is_peer = False
-        for path in (PATH, PROMPTS_PATH):
+        for path in (ORDERS_PATH, PROMPTS_PATH):
             assert (await client.get(path)).json() == {"of": 2}

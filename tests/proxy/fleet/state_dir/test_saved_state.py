@@ -38,7 +38,7 @@ class World:
         self.engine = self.fleet.add(FakeAdapter("a"))
         if connected:
             self.fleet.join(self.engine, INFO).learn(self.engine, (1, 2))
-        self.keeper.restore(self.pins, PromptTables(), self.fleet.drains)
+        self.keeper.restore(self.pins, PromptTables(), self.fleet.book)
 
     async def save(self):
         await self.keeper.save(self.fleet, self.pins)
@@ -63,12 +63,12 @@ async def test_what_was_known_of_an_engine_is_kept_until_it_connects(tmp_path):
 async def test_a_drain_is_saved_at_once_and_kept(tmp_path):
     world = World(tmp_path)
     running = asyncio.create_task(world.keeper.run(world.fleet, world.pins))
-    world.fleet.drains.order("gpu1:8000", drained=True, now=5.0)
+    world.fleet.book.drain("gpu1:8000", drained=True, now=5.0)
     async with asyncio.timeout(10):
         while not world.path.exists():  # noqa: ASYNC110 - no event tells
             await asyncio.sleep(0.01)
     running.cancel()
-    assert World(tmp_path).fleet.drains.is_drained("gpu1:8000")
+    assert World(tmp_path).fleet.book.is_drained("gpu1:8000")
 
 
 async def test_a_change_of_pins_is_saved_at_once(tmp_path):

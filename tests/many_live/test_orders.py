@@ -1,4 +1,4 @@
-"""A drained engine stays drained while two kvpins of two workers each are replaced, one after the other."""
+"""What operators order about engines holds while two kvpins of two workers each are replaced, one by one."""
 
 import asyncio
 import signal
@@ -70,10 +70,14 @@ async def until(is_true):
             await asyncio.sleep(0.05)
 
 
-async def test_it_stays_drained_over_a_rolling_restart_and_no_request_fails(tmp_path):
+async def test_orders_hold_over_a_rolling_restart_and_no_request_fails(tmp_path):
+    """`a` is drained, `b` serves, `added` is not in the settings, `removed` is."""
+    names = ("a", "b", "added", "removed")
     async with AsyncExitStack() as stack:
-        engines = [await stack.enter_async_context(Counting(name)) for name in ("a", "b")]
-        named = [f"--engine=openai-compatible={engine.url},id={engine.id}" for engine in engines]
+        engines = {name: await stack.enter_async_context(Counting(name)) for name in names}
+        named = [
+            f"--engine=openai-compatible={engines[name].url},id={name}" for name in names if name != "added"
+        ]
         exchange = ("--exchange", f"unix:{tmp_path / 'bus'}")
         starts = iter(range(9))
 
@@ -85,8 +89,15 @@ async def test_it_stays_drained_over_a_rolling_restart_and_no_request_fails(tmp_
             stack.push_async_exit(lambda *error: asyncio.to_thread(kvpin.__exit__, *error))
             return started
 
-        def drained(kvpin):
-            return kvpin.engines()["a"]["state"] == "draining"
+        def are_ordered(kvpin):
+            states = {name: each["state"] for name, each in kvpin.engines().items()}
+            return states == {"a": "draining", "b": "ready", "added": "ready"}
+
+        def served():
+            return {name: engine.served for name, engine in engines.items()}
+
+        def serve_more(names, before):
+            return all(engines[name].served > before[name] for name in names)
 
         balancer = Balancer()
         balancer.kvpins = [await start(0), await start(1)]
@@ -95,22 +106,29 @@ async def test_it_stays_drained_over_a_rolling_restart_and_no_request_fails(tmp_
             await until(lambda: len(balancer.ready) == 2)
             for number in range(len(PROMPTS)):
                 group.create_task(balancer.send(number))
-            await until(lambda: all(engine.served for engine in engines))
+            await until(lambda: serve_more(("a", "b", "removed"), dict.fromkeys(names, 0)))
+            added = {"kind": "openai_compatible", "url": engines["added"].url, "id": "added"}
+            assert balancer.kvpins[1].admin("POST", "engines", json=added).status_code == 201
             assert balancer.kvpins[0].admin("POST", "engines/a/drain").status_code == 200
-            await until(lambda: all(map(drained, balancer.kvpins)))
+            assert balancer.kvpins[0].admin("DELETE", "engines/removed").status_code == 204
+            await until(lambda: all(map(are_ordered, balancer.kvpins)))
             await until(lambda: not any(kvpin.engines()["a"]["in_flight"] for kvpin in balancer.kvpins))
-            before = engines[0].served, engines[1].served
+            await asyncio.sleep(0.5)  # requests in flight at the removed engine
+            before = served()
             for replica in (0, 1):
                 old = balancer.kvpins[replica]
                 old.process.send_signal(signal.SIGTERM)
                 assert await asyncio.to_thread(old.process.wait, STOP_S) == 0
                 balancer.kvpins[replica] = await start(replica)
                 await until(lambda: len(balancer.ready) == 2)
-            assert all(map(drained, balancer.kvpins))
-            assert engines[0].served == before[0]
-            assert engines[1].served > before[1]
-            balancer.kvpins[1].admin("POST", "engines/a/drain", json={"undo": True})
-            await until(lambda: engines[0].served > before[0])
+            await until(lambda: all(map(are_ordered, balancer.kvpins)))
+            assert [served()[name] for name in ("a", "removed")] == [before["a"], before["removed"]]
+            await until(lambda: all(kvpin.engines()["added"]["served"] for kvpin in balancer.kvpins))
+            balancer.kvpins[0].admin("POST", "engines/a/drain", json={"undo": True})
+            again = {"kind": "openai_compatible", "url": engines["removed"].url}
+            answered = balancer.kvpins[0].admin("POST", "engines", json=again)
+            assert (answered.status_code, answered.json()["id"]) == (201, "removed")
+            await until(lambda: serve_more(("a", "removed"), before))
             balancer.is_over = True
+        print(Counter(balancer.statuses), before, served())  # noqa: T201
         assert set(balancer.statuses) == {200}
-        print(Counter(balancer.statuses), before, [e.served for e in engines])  # noqa: T201

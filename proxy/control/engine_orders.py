@@ -1,0 +1,146 @@
+"""What operators order about engines. All kvpins of the group carry it out, now and after a restart.
+
+add      joins at every kvpin; what settings or sources name, and was removed, comes back as they name it
+remove   leaves at every kvpin, and stays out until it is added again, or until its source no longer names it
+drain    gets no new requests from any kvpin
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+from dataclasses import replace as with_changes
+
+import structlog
+from pydantic import ValidationError
+
+from engine_adapter import EngineSpecError
+from proxy.control.discovered import DiscoveredEngines
+from proxy.control.engines import Engines
+from proxy.core.engine_book import EngineMark
+from proxy.errors import Conflict
+from proxy.fleet.engine import Engine, order_name
+from proxy.fleet.fleet import Fleet
+from proxy.runtime.tasks import Supervisor
+from proxy.settings import EngineSettings, engine_as_json
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOrders:
+    """Takes operators' orders about engines, and carries out those that other kvpins were given."""
+
+    _fleet: Fleet
+    _engines: Engines
+    _discovered: DiscoveredEngines
+    _tasks: Supervisor
+    _joined: dict[str, bytes] = field(default_factory=dict)  # name → the order by which the engine joined
+
+    def add(self, settings: EngineSettings) -> Engine:
+        """Adds an engine, and starts watching it.
+
+        Raises:
+            Conflict: an engine of that id or at that address exists.
+            EngineSpecError: the description cannot be used.
+        """
+        book, spec = self._fleet.book, settings.spec()
+        name = order_name(spec)
+        if book.is_removed(name) and name in self._discovered.names():
+            book.readmit(name, now=time.time())
+            if (known := self._find(name)) is not None:
+                return known
+            raise Conflict(f"the settings name {spec.server}, under an id that is taken", param="url")
+        if not spec.id:
+            settings = settings.model_copy(update={"id": self._engines.free_id(spec.kind)})
+            spec = with_changes(spec, id=settings.id)
+        engine = self._engines.add(spec)
+        self._joined[name] = engine_as_json(settings)
+        book.add(name, self._joined[name], now=time.time())
+        return engine
+
+    async def remove(self, engine: Engine) -> None:
+        """Drops an engine; its requests in flight go on to their end. Raises Conflict if kvpin runs it."""
+        if _is_own(engine):
+            raise Conflict(
+                f"kvpin runs {engine.id!r} itself: drain it, or take it out of the settings",
+                param="engine_id",
+            )
+        await self._engines.remove(engine)
+        self._fleet.book.remove(order_name(engine.adapter.spec), now=time.time())
+
+    def drain(self, engine: Engine, *, undo: bool) -> Engine:
+        """Drains an engine, or undoes that."""
+        self._fleet.book.drain(order_name(engine.adapter.spec), drained=not undo, now=time.time())
+        return self._engines.drain(engine, undo=undo)
+
+    def removed(self) -> list[str]:
+        """The engines that settings or sources name and that operators have removed."""
+        return sorted(name for name in self._discovered.names() if self._fleet.book.is_removed(name))
+
+    def start(self) -> None:
+        """Adds the engines that were added before kvpin was started, and follows all later orders."""
+        self._join(self._fleet.book.marks())
+        self._fleet.book.listeners.append(self._follow)
+
+    def _follow(self, changed: Collection[str]) -> None:
+        leaving = list[Engine]()
+        for engine in self._fleet.engines.values():
+            name = order_name(engine.adapter.spec)
+            if name not in changed:
+                continue
+            if self._must_leave(name):
+                leaving += [] if _is_own(engine) else [engine]
+            else:
+                self._engines.drain(engine, undo=not self._fleet.is_drained(engine))
+        if leaving:
+            # The name of a task that runs must not be given again: that would cancel it.
+            self._tasks.start(f"remove engines {id(leaving)}", self._change(leaving, changed))
+        else:
+            self._admit(changed)
+
+    def _must_leave(self, name: str) -> bool:
+        """True if the engine was removed, or was added with other settings than it has here."""
+        book = self._fleet.book
+        added = book.added(name)
+        return book.is_removed(name) or (bool(added) and self._joined.get(name, added) != added)
+
+    async def _change(self, leaving: Iterable[Engine], changed: Collection[str]) -> None:
+        for engine in leaving:
+            log.info("engine leaves: an operator has removed or replaced it", engine=engine.id)
+            await self._engines.remove(engine)
+        self._admit(changed)  # now that their ids are free
+
+    def _admit(self, changed: Collection[str]) -> None:
+        self._discovered.settle()
+        self._join(mark for mark in self._fleet.book.marks() if mark.engine in changed)
+
+    def _join(self, marks: Iterable[EngineMark]) -> None:
+        """Adds the engines that operators have added and that are not here."""
+        for mark in marks:
+            if not mark.added or self._find(mark.engine) is not None:
+                continue
+            try:
+                spec = EngineSettings.model_validate_json(mark.added).spec()
+                if order_name(spec) == mark.engine:  # else it is of another machine
+                    self._engines.add(spec)
+                    self._joined[mark.engine] = mark.added
+            except (ValidationError, EngineSpecError, Conflict) as error:
+                # The text of a ValidationError may hold keys.
+                why = "its settings cannot be read" if isinstance(error, ValidationError) else str(error)
+                log.warning(
+                    "an engine that an operator added at another kvpin, or before the restart, cannot be "
+                    "used here: add it again, with settings that fit",
+                    engine=mark.engine,
+                    error=why,
+                )
+
+    def _find(self, name: str) -> Engine | None:
+        engines = self._fleet.engines.values()
+        return next((engine for engine in engines if order_name(engine.adapter.spec) == name), None)
+
+
+def _is_own(engine: Engine) -> bool:
+    """True if kvpin, or the supervisor of its workers, runs the engine's process."""
+    return engine.process is not None or engine.has_supervisor

@@ -1,0 +1,217 @@
+"""Operators' orders about engines: given here, at another kvpin, or before the start."""
+
+import asyncio
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from structlog.testing import capture_logs
+
+from engine_adapter import HttpTransport
+from proxy.errors import Conflict
+from proxy.fleet.engine import EngineState, order_name
+from proxy.fleet.process.managed_engine import ManagedEngine
+from proxy.server.app import Proxy
+from proxy.settings import EngineSettings, ManagedSettings, Settings, engine_as_json
+from tests.fakes import FakeEngine
+from tests.kv_world import KvFake, until
+from tests.proxy.control.test_discovered import Scripted
+from tests.proxy.control.test_discovered import engine as found
+
+
+def named(engine_id, url, **more):
+    return EngineSettings(
+        kind="openai_compatible", url=url, **({"id": engine_id} if engine_id else {}), **more
+    )
+
+
+@asynccontextmanager
+async def running(*engines, **settings):
+    if not engines:
+        settings.setdefault("engines_file", Path("/none.toml"))  # else kvpin would start some
+    proxy = Proxy(Settings(engines=engines, **settings), HttpTransport())
+    proxy.start()
+    try:
+        yield proxy
+    finally:
+        await proxy.stop()
+
+
+def ids(proxy):
+    return list(proxy.fleet.engines)
+
+
+def tell(proxy, *others):
+    """What one kvpin knows, the others hear."""
+    for other in others:
+        other.fleet.book.merge(proxy.fleet.book.marks())
+
+
+async def test_a_drain_outlasts_its_engine_and_its_source(world, pair):
+    def state():
+        return world.fleet.engine("a").state
+
+    world.orders.start()
+    engine = world.orders.drain(world.fleet.engine("a"), undo=False)
+    world.engine_set.drain(engine, undo=True)  # as a source does when its engine is ready again
+    assert state() is EngineState.DRAINING
+    world.fleet.replace(engine, engine.adapter)  # as new settings do
+    assert state() is EngineState.DRAINING
+    world.orders.drain(world.fleet.engine("a"), undo=True)
+    assert state() is EngineState.DOWN  # until it has connected
+
+
+async def test_an_engine_that_comes_back_is_still_drained_but_not_one_that_was_removed(world, pair):
+    engine = world.orders.drain(world.fleet.engine("a"), undo=False)
+    await world.engine_set.remove(engine)  # as a source does whose engine is gone
+    engine = world.fleet.add(KvFake("a"))
+    assert engine.state is EngineState.DRAINING
+    await world.orders.remove(engine)
+    assert world.fleet.add(KvFake("a")).state is EngineState.CONNECTING
+
+
+async def test_drains_ordered_at_other_kvpins_are_followed(world, pair):
+    world.orders.start()
+    name = order_name(world.engines["a"].adapter.spec)
+    for drained, state in ((True, EngineState.DRAINING), (False, EngineState.SUSPECT)):
+        world.fleet.book.drain(name, drained=drained, now=1.0)
+        assert world.engines["a"].state is state
+
+
+async def test_an_engine_kvpin_runs_is_not_removed(world, pair):
+    a, b = (world.engines[name] for name in "ab")
+    a.process, b.has_supervisor = ManagedEngine(ManagedSettings(kind="embedded", id="a")), True
+    world.orders.start()
+    for engine in (a, b):
+        with pytest.raises(Conflict, match="itself"):
+            await world.orders.remove(engine)
+        world.fleet.book.remove(order_name(engine.adapter.spec), now=1.0)
+    await asyncio.sleep(0.05)
+    assert ids(world) == ["a", "b"]
+
+
+async def test_an_engine_added_at_one_kvpin_joins_the_others_and_leaves_with_it():
+    async with FakeEngine("a") as server, running() as one, running() as two:
+        added = one.orders.add(named("", server.url, headers={"x-to": "a"}))
+        assert added.id == "openai_compatible-0"
+        tell(one, two)
+        await until(lambda: two.fleet.engine(added.id).state is EngineState.READY)
+        assert two.fleet.engine(added.id).adapter.spec == added.adapter.spec
+        one.orders.drain(added, undo=False)
+        tell(one, two)
+        await one.orders.remove(added)
+        tell(one, two)
+        await until(lambda: not ids(two))
+        assert two.orders.removed() == [], "nothing names it"
+        one.orders.add(named("again", server.url))
+        tell(one, two)
+        await until(lambda: two.fleet.engine("again").state is EngineState.READY)
+
+
+async def test_other_settings_of_an_added_engine_reach_a_kvpin_that_missed_its_removal():
+    async with FakeEngine("a") as server, running() as one, running() as two:
+        added = one.orders.add(named("a", server.url, api_key="old"))
+        tell(one, two)
+        await one.orders.remove(added)
+        one.orders.add(named("a", server.url, api_key="new"))
+        tell(one, two)
+        await until(lambda: [each.adapter.spec.api_key for each in two.fleet.engines.values()] == ["new"])
+        engine = two.fleet.engine("a")
+        one.orders.drain(one.fleet.engine("a"), undo=False)
+        tell(one, two)
+        assert two.fleet.engines == {"a": engine}
+        assert engine.state is EngineState.DRAINING
+
+
+async def test_a_configured_engine_that_was_drained_removed_and_added_elsewhere_serves_again():
+    async with FakeEngine("a") as server:
+        entry = named("a", server.url)
+        async with running(entry) as one, running(entry) as two, running(entry) as late:
+            await until(lambda: two.fleet.engine("a").state is EngineState.READY)
+            one.orders.drain(one.fleet.engine("a"), undo=False)
+            tell(one, two, late)
+            assert two.fleet.engine("a").state is EngineState.DRAINING
+            await one.orders.remove(one.fleet.engine("a"))
+            tell(one, two)
+            await until(lambda: not ids(two))
+            one.orders.add(entry)
+            tell(one, two, late)
+            await until(lambda: {ids(each)[0] for each in (one, two, late)} == {"a"})
+            for each in (one, two, late):
+                await until(lambda each=each: each.fleet.engine("a").state is EngineState.READY)
+
+
+async def test_orders_outlive_a_restart(tmp_path):
+    async with FakeEngine("a") as a, FakeEngine("b") as b, FakeEngine("c") as c:
+        engines, state_dir = [named("a", a.url), named("b", b.url)], tmp_path / "state"
+        async with running(*engines, state_dir=state_dir) as proxy:
+            proxy.orders.add(named("c", c.url, api_key="secret"))
+            await proxy.orders.remove(proxy.fleet.engine("b"))
+        async with running(*engines, state_dir=state_dir) as proxy:
+            assert ids(proxy) == ["a", "c"]
+            assert proxy.fleet.engine("c").adapter.spec.api_key == "secret"
+            assert proxy.orders.removed() == [order_name(engines[1].spec())]
+            proxy.reload(proxy.settings)
+            assert ids(proxy) == ["a", "c"]
+            back = proxy.orders.add(named("other", b.url))
+            assert (back.id, proxy.orders.removed()) == ("b", [])
+        async with running(*engines, state_dir=state_dir) as proxy:
+            assert ids(proxy) == ["a", "b", "c"]
+
+
+async def test_settings_that_name_an_added_engine_count_from_the_next_start(tmp_path):
+    state_dir = tmp_path / "state"
+    async with FakeEngine("a") as server:
+        async with running(state_dir=state_dir) as proxy:
+            added = proxy.orders.add(named("mine", server.url))
+            entry = named("theirs", server.url)
+            proxy.reload(proxy.settings.model_copy(update={"engines": (entry,)}))
+            assert proxy.fleet.engines == {"mine": added}
+        async with running(entry, state_dir=state_dir) as proxy:
+            assert ids(proxy) == ["theirs"]
+            proxy.reload(proxy.settings)
+            assert ids(proxy) == ["theirs"]
+
+
+async def test_an_id_that_is_taken_keeps_a_removed_engine_out():
+    async with FakeEngine("a") as a, FakeEngine("b") as b, running(named("a", a.url)) as proxy:
+        await proxy.orders.remove(proxy.fleet.engine("a"))
+        proxy.orders.add(named("a", b.url))
+        with pytest.raises(Conflict, match="under an id that is taken"):
+            proxy.orders.add(named("other", a.url))
+        assert proxy.fleet.engine("a").adapter.spec.url == b.url
+
+
+async def test_a_removed_engine_comes_back_after_its_source_has_forgotten_it(tmp_path):
+    source = Scripted()
+    async with FakeEngine("a") as a, running(engines_file=tmp_path / "none.toml") as proxy:
+        proxy.discovered.follow([], [("one", source)], grace_s=60)
+        source.say(found("a", a.url))
+        await until(lambda: ids(proxy) == ["a"])
+        await proxy.orders.remove(proxy.fleet.engine("a"))
+        source.say(found("a", a.url, is_ready=False))
+        source.say(found("a", a.url))
+        await until(source.said.empty)
+        assert (ids(proxy), len(proxy.orders.removed())) == ([], 1)
+        source.say()
+        source.say(found("a", a.url))
+        await until(lambda: ids(proxy) == ["a"])
+
+
+async def test_an_added_engine_that_does_not_fit_here_is_told_without_its_key(tmp_path):
+    async with running(named("a", "http://127.0.0.1:1")) as proxy:
+        book = proxy.fleet.book
+        with capture_logs() as logs:
+            other = named("a", "http://127.0.0.1:2")
+            book.add(order_name(other.spec()), engine_as_json(other), now=1.0)
+            no_ca = named("c", "https://127.0.0.1:3", ca=str(tmp_path / "none.pem"))
+            book.add(order_name(no_ca.spec()), engine_as_json(no_ca), now=1.0)
+            book.add("x", b'{"kind": "vllm", "api_key": "secret"}', now=1.0)
+            elsewhere = named("e", "http://127.0.0.1:4")
+            book.add("host9 http://127.0.0.1:4", engine_as_json(elsewhere), now=1.0)
+        assert ids(proxy) == ["a"]
+        told = [each["error"] for each in logs if "cannot be used here" in each["event"]]
+        assert "exists" in told[0]
+        assert "none.pem" in told[1]
+        assert told[2:] == ["its settings cannot be read"]
+        assert "secret" not in str(logs)
