@@ -2,9 +2,12 @@
 
 Two traces, 4, 8 and 16 engines of 0.5M tokens, GPU only and with a host tier of four times that, at loads of
 0.6, 0.9 and 1.1 of the engines' compute if nothing were cached; then kvpin with each term of its rule left
-out. Prints markdown. The traces are Mooncake's conversation trace and the agentic one, by these names in DIR.
+out. With --window-groups, engines serve a hybrid model in the same memory: so many layers with a sliding window
+of 1,024 tokens for each layer of full attention, on the GPU only. The other routers see full attention alone.
+Prints markdown. The traces are Mooncake's conversation trace and the agentic one, by these names in DIR.
 
     python benchmarks/placement_sim.py DIR [--loads 0.9] [--seeds 0,1,2] [--jobs 1] [--only peers|ablations]
+                                           [--window-groups 3] [--policies all]
 """
 
 from __future__ import annotations
@@ -67,10 +70,13 @@ def play(
     args: argparse.Namespace,
 ) -> Iterator[Block]:
     """Runs everything."""
+    tiers = {f"window layers {args.window_groups} : 1": 0} if args.window_groups else TIERS
     for load in loads:
         for name, trace in traces.items():
-            for tier, host_tokens in TIERS.items():
-                model = EngineModel(GPU_TOKENS, host_tokens, chunked=args.model == "chunked")
+            for tier, host_tokens in tiers.items():
+                model = EngineModel(
+                    GPU_TOKENS, host_tokens, chunked=args.model == "chunked", window_groups=args.window_groups
+                )
                 plan = ReplayPlan((model,), ENGINES, resolve(policies.split(",")), seeds, load=load)
                 began = time.monotonic()
                 outcomes = run_all(trace, plan.runs(trace), jobs=args.jobs)
@@ -132,7 +138,7 @@ def show_ablations(blocks: Sequence[Block]) -> None:
     """Mean times of kvpin without a term, over those of kvpin."""
     cells = [(block, engines) for block in blocks for engines in ENGINES]
     print("\nmean TTFT without a term ÷ with all of them\n")
-    names = (f"{b.trace[:5]} {n}{' host' if TIERS[b.tier] else ''} {b.load:g}" for b, n in cells)
+    names = (f"{b.trace[:5]} {n}{' host' if TIERS.get(b.tier) else ''} {b.load:g}" for b, n in cells)
     print("| left out | " + " | ".join(names) + " |")
     print("|---|" + "---:|" * len(cells))
     for policy in blocks[0].policies[1:]:
@@ -156,6 +162,8 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--model", choices=("fifo", "chunked"), default="fifo")
     parser.add_argument("--limit", type=int)
+    parser.add_argument("--window-groups", type=int, default=0)
+    parser.add_argument("--policies", default="all", help="in place of all")
     parser.add_argument("--only", choices=("peers", "ablations"))
     args = parser.parse_args()
     loads = [float(load) for load in args.loads.split(",")]
@@ -166,7 +174,7 @@ def main() -> None:
         sys.exit(f"{error}\nDIR has to hold {' and '.join(TRACES.values())}")
     if args.only != "ablations":
         blocks = []
-        for block in play(traces, loads, "all", seeds, args):
+        for block in play(traces, loads, args.policies, seeds, args):
             show_peers(block)
             blocks.append(block)
         show_goals(blocks)

@@ -113,6 +113,7 @@ class KvGroups:
         self.shape = ""
         self.alignment = 1
         self.is_known = True
+        self.held = 0
 
     def add(self, group: KvGroup, tokens_per_block: int, bit: int) -> None:
         """A new group, with blocks of so many tokens. Its blocks have this location bit."""

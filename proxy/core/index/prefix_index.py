@@ -204,11 +204,13 @@ class PrefixIndex:
 
     def store_group(self, engine: str, group: KvGroup, hashes: tuple[BlockHash, ...]) -> None:
         """The group now holds these blocks, of one chain and in its order."""
-        self._locations.mark(self._groups[engine][0].bits[group.number], hashes)
+        groups = self._groups[engine][0]
+        groups.held += self._locations.mark(groups.bits[group.number], hashes)[0]
 
     def remove_group(self, engine: str, group: KvGroup, hashes: tuple[BlockHash, ...]) -> None:
         """The group no longer holds these blocks."""
-        self._locations.clear(self._groups[engine][0].bits[group.number], hashes, 0)
+        groups = self._groups[engine][0]
+        groups.held -= self._locations.clear(groups.bits[group.number], hashes, 0).get(0, 0)
 
     def in_groups(self, engine: str, block: BlockHash) -> bool:
         """True if a further group of the engine holds the block."""
