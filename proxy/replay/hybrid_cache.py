@@ -61,6 +61,11 @@ class HybridCache:
         """Blocks of the pool that are not empty."""
         return self.held + self._private
 
+    @property
+    def in_use(self) -> int:
+        """Blocks of the pool that running requests hold."""
+        return self._awake + self._private
+
     def match(self, chain: Chain, coming: AbstractSet[BlockHash] = frozenset()) -> tuple[int, int]:
         """The boundary up to which a prompt can be reused, in blocks, and 0 for the host tier. Blocks in
         `coming` count as held by every group."""

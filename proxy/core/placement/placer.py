@@ -178,8 +178,7 @@ class Placer:
             free = room = max(book.gpu_blocks - gpu - pending, 0)
             groups = self.index.groups_of(engine)
             if groups is not None:
-                n = len(groups.bits)
-                free = room = max(book.gpu_blocks - gpu - groups.held - pending * (1 + n), 0) // (1 + n)
+                free = room = max(groups.room(book.gpu_blocks, gpu) - pending, 0)
             if book.host_blocks > host:
                 room += book.host_blocks - host
         busy = book.worked.per_s(now)
