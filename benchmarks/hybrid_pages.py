@@ -9,28 +9,21 @@ from typing import Protocol
 from proxy.core.index.blocks import BlockHash, Chain
 from proxy.replay.cache import Filled, Taken
 from proxy.replay.hybrid_cache import HybridCache
-from tests.fake_engines.cache import CachePrompt, StoredRun
+from tests.fake_engines.cache import CachePrompt, PageCache, StoredRun
 from tests.fake_engines.vllm import EventGroup
 
 
 class GroupListener(Protocol):
     """Hears of every change, in order, with its KV cache group."""
 
-    def stored(self, run: StoredRun, group: EventGroup) -> None: ...
+    def stored(self, run: StoredRun, group: EventGroup) -> None:
+        """The group holds these pages now."""
 
-    def removed(self, hashes: tuple[int, ...], group: EventGroup) -> None: ...
+    def removed(self, hashes: tuple[int, ...], group: EventGroup) -> None:
+        """These pages left the group."""
 
-    def cleared(self) -> None: ...
-
-
-class Pages(Protocol):
-    """What an engine's pages are named by."""
-
-    page_size: int
-
-    def hash_of(self, prompt: CachePrompt, at: int, parent: int | None) -> int: ...
-
-    def run_of(self, prompt: CachePrompt, first: int, last: int, hashes: Sequence[int]) -> StoredRun: ...
+    def cleared(self) -> None:
+        """All pages are gone."""
 
 
 class HybridPages:
@@ -41,9 +34,9 @@ class HybridPages:
     """
 
     def __init__(
-        self, pages: Pages, capacity: int, listener: GroupListener, *, groups: int, window_tokens: int
+        self, pages: PageCache, capacity: int, listener: GroupListener, *, groups: int, window_tokens: int
     ) -> None:
-        """`pages` names pages, `capacity` is of the pool, `groups` are window groups."""
+        """`pages` gives pages their names, `capacity` is of the pool, `groups` are window groups."""
         self.pages = pages
         self.capacity = capacity
         self.listener = listener

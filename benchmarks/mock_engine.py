@@ -9,8 +9,8 @@ decode; `kvpin replay --model chunked` models them.
     python benchmarks/mock_engine.py --port 8001 [--kv-tokens 100000] [--prefill-rate 10000] [--token-ms 15]
                                      [--window-groups 5 --window 1024]
 
-With --window-groups, it serves a hybrid model in the same memory: so many layers with a sliding window for each
-layer of full attention, and their KV cache groups share the blocks (`hybrid_pages.py`).
+With --window-groups, it serves a hybrid model in the same memory: so many layers with a sliding window for
+each layer of full attention. Their KV cache groups share the blocks (`hybrid_pages.py`).
 
 `GET /mock` reports what it did since `POST /mock/restart`, after which it looks like a new process.
 """
@@ -142,7 +142,9 @@ class TimedCore(EngineCore):
                 self._closed.set()
             self.running -= 1
 
-    async def _begin(self, prompt: CachePrompt, max_tokens: int, *, read: bool) -> RunningPrompt | HybridRunning:
+    async def _begin(
+        self, prompt: CachePrompt, max_tokens: int, *, read: bool
+    ) -> RunningPrompt | HybridRunning:
         """The request with its pages, once there is room for it."""
         while True:
             running = self._quick.look_up(prompt, read=read, max_tokens=max_tokens)
@@ -300,9 +302,7 @@ def main() -> None:
         event_ports=tuple(arguments.event_ports),
     )
     clock = Clock(arguments.prefill_rate, arguments.token_ms / 1000)
-    engine = MockVllm(
-        options, clock, window_groups=arguments.window_groups, window_tokens=arguments.window
-    )
+    engine = MockVllm(options, clock, window_groups=arguments.window_groups, window_tokens=arguments.window)
     words()  # not while a client waits
     gc.collect()
     gc.freeze()  # what was loaded need not be looked through again and again

@@ -62,7 +62,9 @@ def measure(arguments: argparse.Namespace) -> None:
             path = arguments.trace.with_stem(f"{arguments.trace.stem}-{name}")
             write_trace(works[arguments.seed], path)
             print(f"the trace of ({name}) with seed {arguments.seed} is in {path}", file=sys.stderr)
-        with engines(mix, arguments.prefill_rate, arguments.token_ms, window_groups=arguments.window_groups) as served:
+        with engines(
+            mix, arguments.prefill_rate, arguments.token_ms, window_groups=arguments.window_groups
+        ) as served:
             for seed, work in works.items():
                 for router in arguments.routers:
                     try:

@@ -36,8 +36,9 @@ class Taken:
 
 @dataclass(frozen=True, slots=True)
 class Filled:
-    """The blocks that are new when a prefill ends, and those that were evicted for them; of full attention and
-    of the window groups."""
+    """The blocks that are new when a prefill ends, and those that were evicted for them.
+
+    `new_in_window` and `out_of_window` are those of the window groups, see `hybrid_cache`."""
 
     new: Sequence[BlockHash]
     new_in_window: Sequence[BlockHash] = ()

@@ -17,7 +17,7 @@ together. A block that is computed again takes the place of its old copy.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from typing import NamedTuple
 

@@ -43,9 +43,9 @@ class EngineModel:
         chunk_tokens: tokens of a step with prefill.
         step_s: time of a decode step for reading the weights; a chunk of prefill hides it.
         stream_s: time that each stream adds to a step for reading its KV.
-        window_groups: groups of layers with a sliding window for each group with full attention; 0 for a model
-            with full attention alone. They share the GPU's blocks (`hybrid_cache`), of which a block then is
-            that part smaller: a GPU of so many tokens holds them in every group. There is no host tier.
+        window_groups: groups of sliding-window layers for each group of full attention; 0: full attention
+            alone. `gpu_tokens` is then what the GPU holds in every group; the groups share this room
+            (`hybrid_cache`). There is no host tier.
         window_tokens: of the window.
     """
 

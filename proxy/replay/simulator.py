@@ -22,7 +22,9 @@ from proxy.replay.trace import Trace, TraceRequest
 def oracle_hits(requests: Sequence[TraceRequest], engines: int, model: EngineModel) -> int:
     """Cached tokens of the requests, in this order, in an LRU cache with the room of all engines."""
     size = requests[0].chain.tokens_per_block
-    cache = replace(model, gpu_tokens=model.gpu_tokens + model.host_tokens, host_tokens=0).cache(size, engines)
+    cache = replace(model, gpu_tokens=model.gpu_tokens + model.host_tokens, host_tokens=0).cache(
+        size, engines
+    )
     hits = 0
     for request in requests:
         hashes = request.chain.hashes

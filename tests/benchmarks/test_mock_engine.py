@@ -60,6 +60,47 @@ async def test_a_client_that_leaves_while_it_waits_holds_nothing(core):
     assert (await served(core, range(200)))[0] == 0
 
 
+class Heard:
+    """What the groups of a hybrid model told, by their numbers."""
+
+    def __init__(self):
+        self.held = {}
+        self.kinds = {}
+
+    def stored(self, run, group):
+        self.held.setdefault(group.number, set()).update(run.hashes)
+        self.kinds[group.number] = (group.kind, group.window)
+
+    def removed(self, hashes, group):
+        self.held[group.number].difference_update(hashes)
+
+
+async def test_a_hybrid_model_reuses_what_all_its_groups_hold(mock):
+    heard = Heard()
+    pages = mock.HybridPages(mock.QuickCache(16, 64), 64, heard, groups=2, window_tokens=33)
+    core = mock.TimedCore(pages, mock.Clock(RATE, 0.0), lambda: None)
+    cached, output = await served(core, range(160), answer=20)
+    assert (cached, (await served(core, [*range(160), *output, 1]))[0]) == (0, 176)
+    window = ("sliding_window", 33)
+    assert heard.kinds == {0: window, 1: window, 2: ("full_attention", None)}
+    assert [len(heard.held[number]) for number in range(3)] == [11] * 3
+    first = set(heard.held[2])
+    for start in range(1000, 1000 + 5 * 64, 64):
+        await served(core, range(start, start + 64))
+    assert heard.held[0] == heard.held[1]
+    assert len(first & heard.held[0]) < len(first & heard.held[2])  # windows leave first
+    assert (await served(core, range(160)))[0] == 0
+    assert (core.running, pages.used) == (0, 0)
+
+
+async def test_a_hybrid_model_waits_for_room(mock):
+    pages = mock.HybridPages(mock.QuickCache(16, 8), 8, Heard(), groups=1, window_tokens=17)
+    core = mock.TimedCore(pages, mock.Clock(RATE, 0.0), lambda: None)
+    answers = await asyncio.gather(*(served(core, range(at, at + 70)) for at in (0, 100, 200)))
+    assert [cached for cached, _ in answers] == [0, 0, 0]
+    assert pages.used == 0
+
+
 async def test_a_restart_forgets_what_it_was_sent(mock):
     engine = mock.MockVllm(mock.VllmOptions(kv_events=False), mock.Clock(RATE, 0.0))
     transport = httpx.ASGITransport(engine.app)

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import lcm
+from sys import intern
 
 from engine_adapter.types import Attention, KvGroup
 
@@ -41,6 +42,8 @@ class GroupKind:
         """Runs of their blocks along a chain; see `KvGroups.reach`. Only its first `end` blocks count."""
         runs, size, bits, start = list[tuple[int, int]](), self.size, self.bits, 0
         for mask, stop in zip(masks, ends, strict=True):
+            if start >= end:
+                break
             if mask & bits == bits or mask & pending:
                 # A block counts where it ends: only its last block of the pool is marked.
                 first, last = -(-(start + 1) // size) - 1, min(stop, end) // size
@@ -89,7 +92,8 @@ class KvGroups:
         bits: the location bit of each.
         mask: all these bits.
         kinds: the groups by what they need.
-        shape: what each needs, in the order of their bits. Equal shapes that hold the same reach as far.
+        shape: what each needs, in the order of their bits. Equal shapes that hold the same reach as far. They
+            are one object.
         alignment: every boundary is a multiple of it, in blocks of the pool.
         is_known: False if it is not known of each group what it needs.
         held: blocks that all of them hold together, in blocks of the pool.
@@ -112,7 +116,7 @@ class KvGroups:
         size, rest = divmod(tokens_per_block, self._tokens_per_block)
         self.bits[group.number] = bit
         self.mask |= bit
-        self.shape += f"{group.attention} {group.window} {tokens_per_block}, "
+        self.shape = intern(self.shape + f"{group.attention} {group.window} {tokens_per_block}, ")
         if rest or not size or group.attention is Attention.UNKNOWN:
             self.is_known = False
             return
@@ -125,8 +129,8 @@ class KvGroups:
         self.alignment = lcm(*self._sizes.values())
 
     def room(self, blocks: int, main: int) -> int:
-        """Blocks of prompts that the engine can store before it evicts. All groups share the engine's blocks; a
-        prompt takes as much in these groups as the prompts that the engine holds.
+        """Blocks of prompts that the engine can store before it evicts. All groups share the engine's blocks.
+        A prompt is assumed to take as much in these groups as the prompts that the engine holds.
 
         Args:
             blocks: of the engine.

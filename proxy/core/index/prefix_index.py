@@ -92,6 +92,9 @@ class Match(msgspec.Struct, frozen=True, gc=False, eq=False):
         return self.gpu, self.host, self.disk, self.pending
 
 
+_NOTHING = Match()
+
+
 @dataclass(frozen=True, slots=True)
 class InFlight:
     """Pending blocks of one engine: what requests in flight are about to leave there.
@@ -165,8 +168,8 @@ class PrefixIndex:
         self._counts: dict[str, list[int]] = {}  # see `counts`
         self._alone: dict[str, int] = {}  # as `_shifts`, of engines without further groups
         self._grouped: dict[str, Grouped] = {}  # the other engines
-        # Their columns, see `match`; None after a change of slots.
-        self._columns: list[tuple[str, Grouped, Callable[[str], tuple[str, ...]]]] | None = None
+        # Their shapes, and what picks their columns (see `match`); None after a change of slots or groups.
+        self._columns: list[tuple[str, str, Callable[[str], tuple[str, ...]], Grouped]] | None = None
         self._group_bits = 0
 
     def __len__(self) -> int:
@@ -210,6 +213,7 @@ class PrefixIndex:
         groups, slots = own.groups, own.slots
         if group.number in groups.bits:
             return groups
+        self._columns = None
         at = len(groups.bits)
         if not at % _WIDTH:
             slots.append(self._slot())
@@ -405,23 +409,33 @@ class PrefixIndex:
                 if match is None:
                     match = matches[column] = _match_of(column, ends)
                 found[engine] = match
-        if not self._grouped:
-            return found
+        if self._grouped:
+            found |= self._match_grouped(digits, masks, ends, most)
+        return found
+
+    def _match_grouped(
+        self, digits: str, masks: list[int], ends: list[int], most: int | None
+    ) -> dict[str, Match]:
+        """The matches of engines with further groups. `digits`: see `match`."""
+        width, found = len(self._slots), dict[str, Match]()
         if self._columns is None:
             self._columns = [
-                (engine, own, itemgetter(*[slice(slot, None, width) for slot in own.slots]))
+                (engine, own.groups.shape, itemgetter(*[slice(at, None, width) for at in own.slots]), own)
                 for engine, own in self._grouped.items()
             ]
-        shape, within = "", dict[tuple[str, ...], Match]()
-        for engine, own, columns in self._columns:
+        last, last_shape, match = ("",), "", _NOTHING
+        within: dict[tuple[str, ...], Match] = {}
+        for engine, shape, columns, own in self._columns:
             key = columns(digits)
-            if key[0][0] == "0":
-                continue
-            if own.groups.shape != shape:
-                shape, within = own.groups.shape, {}
-            match = within.get(key)
-            if match is None:
-                match = within[key] = _within_groups(own, masks, ends, key[0], most)
+            if shape is not last_shape:
+                last, last_shape, within = ("",), shape, {}
+            if key != last:  # most engines hold the same as the one before
+                if key[0][0] == "0":
+                    continue
+                last = key
+                if key not in within:
+                    within[key] = _within_groups(own, masks, ends, key[0], most)
+                match = within[key]
             found[engine] = match
         return found
 
