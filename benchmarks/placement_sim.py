@@ -4,8 +4,8 @@ Two traces, 4, 8 and 16 engines of 0.5M tokens, GPU only and with a host tier of
 0.6, 0.9 and 1.1 of the engines' compute if nothing were cached; then kvpin with each term of its rule left
 out. With --window-groups, engines serve a hybrid model in the same memory: so many layers with a sliding
 window of 1,024 tokens for each layer of full attention, on the GPU only. The other routers see full attention
-alone. Prints markdown. The traces are Mooncake's conversation trace and the agentic one, by these names in DIR;
-tests/data/traces has excerpts of both.
+alone. Prints markdown. The traces are Mooncake's conversation trace and the agentic one, by these names in
+DIR; tests/data/traces has excerpts of both.
 
     python benchmarks/placement_sim.py DIR [--loads 0.9] [--seeds 0,1,2] [--jobs 1] [--only peers|ablations]
         [--window-groups 3] [--policies all] [--engines 4,8,16] [--gpu-tokens 500000] [--limit REQUESTS]

@@ -84,7 +84,7 @@ class HybridCache:
         """Takes room for a request of `blocks` blocks that begin with the chain; None if there is not
         enough."""
         hashes, (reused, _) = chain.hashes, self.match(chain)
-        found = [*hashes[:reused], *self._window(hashes, reused)]
+        found: list[_Held] = [*hashes[:reused], *self._window(hashes, reused)]
         asleep = sum(self._weight(each) for each in found if each in self._idle)
         fresh = blocks - reused + self._beside(blocks, reused)
         if self._awake + asleep + self._private + fresh > self.gpu_blocks:
@@ -110,8 +110,10 @@ class HybridCache:
 
     def release(self, hashes: Sequence[BlockHash], blocks: int) -> None:
         """The request has finished. Its blocks stay until others need the room."""
-        for each in (*reversed(self._window(hashes, len(hashes))), *reversed(hashes)):
+        for each in reversed(self._window(hashes, len(hashes))):
             self._leave(each)
+        for block in reversed(hashes):
+            self._leave(block)
         self._private -= blocks - len(hashes) + self._beside(blocks, len(hashes))
 
     def clear(self) -> None:

@@ -423,7 +423,8 @@ class PrefixIndex:
                 (engine, own.groups.shape, itemgetter(*[slice(at, None, width) for at in own.slots]), own)
                 for engine, own in self._grouped.items()
             ]
-        last, last_shape, match = ("",), "", _NOTHING
+        last: tuple[str, ...] = ("",)
+        last_shape, match = "", _NOTHING
         within: dict[tuple[str, ...], Match] = {}
         for engine, shape, columns, own in self._columns:
             key = columns(digits)
