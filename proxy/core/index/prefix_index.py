@@ -224,7 +224,7 @@ class PrefixIndex:
     def groups_of(self, engine: str) -> KvGroups | None:
         """The further KV cache groups of the engine; None if none is known."""
         own = self._grouped.get(engine)
-        return own and own.groups
+        return None if own is None else own.groups
 
     def store_group(self, engine: str, group: KvGroup, hashes: tuple[BlockHash, ...]) -> None:
         """The group now holds these blocks, of one chain and in its order."""
