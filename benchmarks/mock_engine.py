@@ -7,6 +7,10 @@ kvpin's queue term assumes just that, which favours kvpin. Real engines mix chun
 decode; `kvpin replay --model chunked` models them.
 
     python benchmarks/mock_engine.py --port 8001 [--kv-tokens 100000] [--prefill-rate 10000] [--token-ms 15]
+                                     [--window-groups 5 --window 1024]
+
+With --window-groups, it serves a hybrid model in the same memory: so many layers with a sliding window for
+each layer of full attention. Their KV cache groups share the blocks (`hybrid_pages.py`).
 
 `GET /mock` reports what it did since `POST /mock/restart`, after which it looks like a new process.
 """
@@ -26,6 +30,7 @@ from dataclasses import dataclass, field
 
 import uvicorn
 from harness import ROOT
+from hybrid_pages import HybridPages, HybridRunning
 from router_work import BLOCK_TOKENS, MODEL, answer_ids, tokenizer, words
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -82,7 +87,7 @@ class QuickCache(PageCache):
         before = repr(prompt.namespace).encode() if parent is None else parent.to_bytes(8, "little")
         return xxh3_64_intdigest(before + array("i", prompt.tokens[start:end]).tobytes())
 
-    def look_up(self, prompt: CachePrompt, *, read: bool) -> RunningPrompt:
+    def look_up(self, prompt: CachePrompt, *, read: bool, max_tokens: int) -> RunningPrompt:  # noqa: ARG002 - as HybridPages
         """A request that holds the pages it found."""
         matched = self._matched(prompt) if read else []
         self.queries += len(prompt.tokens)
@@ -96,12 +101,15 @@ class QuickCache(PageCache):
 class TimedCore(EngineCore):
     """Requests that take their time: one queue of prompts, first come, first served."""
 
-    def __init__(self, cache: QuickCache, clock: Clock, end_of_step: Callable[[], None]) -> None:
+    def __init__(
+        self, cache: QuickCache | HybridPages, clock: Clock, end_of_step: Callable[[], None]
+    ) -> None:
         super().__init__(cache, end_of_step=end_of_step)
         self.record = Record()
         self._quick = cache
         self._clock = clock
         self._prefills = asyncio.Lock()
+        self._closed = asyncio.Event()
         self._free_at = 0.0
 
     @asynccontextmanager
@@ -119,7 +127,7 @@ class TimedCore(EngineCore):
         running = None
         try:
             try:
-                running = self._quick.look_up(prompt, read=read)
+                running = await self._begin(prompt, max_tokens, read=read)
                 await self._compute(len(prompt.tokens) - running.cached_tokens, arrived)
                 running.store(len(prompt.tokens))
                 self.end_of_step()
@@ -131,7 +139,19 @@ class TimedCore(EngineCore):
         finally:
             if running is not None:
                 running.close()
+                self._closed.set()
             self.running -= 1
+
+    async def _begin(
+        self, prompt: CachePrompt, max_tokens: int, *, read: bool
+    ) -> RunningPrompt | HybridRunning:
+        """The request with its pages, once there is room for it."""
+        while True:
+            running = self._quick.look_up(prompt, read=read, max_tokens=max_tokens)
+            if running is not None:
+                return running
+            self._closed.clear()
+            await self._closed.wait()
 
     async def _compute(self, tokens: int, arrived: float) -> None:
         """Takes the time for the tokens, from the end of the prompt before; late timers do not add up."""
@@ -142,7 +162,7 @@ class TimedCore(EngineCore):
         await _until(self._free_at)
 
     async def _output(
-        self, prompt: CachePrompt, max_tokens: int, running: RunningPrompt
+        self, prompt: CachePrompt, max_tokens: int, running: RunningPrompt | HybridRunning
     ) -> AsyncIterator[int]:
         began = time.monotonic()
         for at, token in enumerate(answer_ids(prompt.tokens, max_tokens)):
@@ -155,8 +175,12 @@ class TimedCore(EngineCore):
 class MockVllm(FakeVllm):
     """The fake with a clock."""
 
-    def __init__(self, options: VllmOptions, clock: Clock) -> None:
+    def __init__(
+        self, options: VllmOptions, clock: Clock, *, window_groups: int = 0, window_tokens: int = 0
+    ) -> None:
+        """`window_groups`: of a hybrid model, with windows of `window_tokens`."""
         self._clock = clock
+        self._windows = {"groups": window_groups, "window_tokens": window_tokens} if window_groups else None
         super().__init__(options)
         for publisher in self.publishers:
             publisher.topic = ""  # as vLLM's is, unless it is given one; peers that are told no topic want it
@@ -178,6 +202,8 @@ class MockVllm(FakeVllm):
     def _core(self, rank: int) -> TimedCore:
         plain = super()._core(rank)
         cache = QuickCache(plain.cache.page_size, plain.cache.capacity, plain.cache.listener)
+        if self._windows is not None:
+            cache = HybridPages(cache, cache.capacity, cache.listener, **self._windows)
         return TimedCore(cache, self._clock, plain.end_of_step)
 
     def _chat_prompt(self, body: dict) -> CachePrompt:
@@ -264,16 +290,19 @@ def main() -> None:
     parser.add_argument("--kv-tokens", type=int, default=100_000)
     parser.add_argument("--prefill-rate", type=float, default=10_000, help="tokens a second")
     parser.add_argument("--token-ms", type=float, default=15, help="from token to token")
+    parser.add_argument("--window-groups", type=int, default=0, help="of a hybrid model")
+    parser.add_argument("--window", type=int, default=1024, help="tokens of their window")
     parser.add_argument("--event-ports", type=int, nargs=2, default=(0, 0), help="of KV events and replay")
     arguments = parser.parse_args()
     options = VllmOptions(
         model=MODEL,
         block_size=BLOCK_TOKENS,
-        num_gpu_blocks=arguments.kv_tokens // BLOCK_TOKENS + 1,
+        num_gpu_blocks=arguments.kv_tokens // BLOCK_TOKENS * (1 + arguments.window_groups) + 1,
         max_model_len=32_768,
         event_ports=tuple(arguments.event_ports),
     )
-    engine = MockVllm(options, Clock(arguments.prefill_rate, arguments.token_ms / 1000))
+    clock = Clock(arguments.prefill_rate, arguments.token_ms / 1000)
+    engine = MockVllm(options, clock, window_groups=arguments.window_groups, window_tokens=arguments.window)
     words()  # not while a client waits
     gc.collect()
     gc.freeze()  # what was loaded need not be looked through again and again

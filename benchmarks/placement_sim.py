@@ -2,9 +2,13 @@
 
 Two traces, 4, 8 and 16 engines of 0.5M tokens, GPU only and with a host tier of four times that, at loads of
 0.6, 0.9 and 1.1 of the engines' compute if nothing were cached; then kvpin with each term of its rule left
-out. Prints markdown. The traces are Mooncake's conversation trace and the agentic one, by these names in DIR.
+out. With --window-groups, engines serve a hybrid model in the same memory: so many layers with a sliding
+window of 1,024 tokens for each layer of full attention, on the GPU only. The other routers see full attention
+alone. Prints markdown. The traces are Mooncake's conversation trace and the agentic one, by these names in
+DIR; tests/data/traces has excerpts of both.
 
     python benchmarks/placement_sim.py DIR [--loads 0.9] [--seeds 0,1,2] [--jobs 1] [--only peers|ablations]
+        [--window-groups 3] [--policies all] [--engines 4,8,16] [--gpu-tokens 500000] [--limit REQUESTS]
 """
 
 from __future__ import annotations
@@ -28,9 +32,10 @@ TRACES = {
     "conversation": "mooncake_conversation_trace.jsonl.gz",
     "agentic": "kvct_openloop_512.jsonl.gz",
 }
+EXCERPTS = {"conversation": "conversation.jsonl.gz", "agentic": "agents.jsonl.gz"}
 ENGINES = (4, 8, 16)
 GPU_TOKENS = 500_000
-TIERS = {"GPU only": 0, "host tier": 4 * GPU_TOKENS}
+HOST_TOKENS = {"GPU only": 0, "host tier": 4}  # times those on the GPU
 
 Row = dict[str, Any]
 
@@ -43,6 +48,11 @@ class Block:
     tier: str
     load: float
     rows: dict[tuple[str, int], Row]  # by policy and engines
+
+    @property
+    def engines(self) -> list[int]:
+        """Numbers of engines, in the order they were asked for."""
+        return list(dict.fromkeys(engines for _, engines in self.rows))
 
     @property
     def policies(self) -> list[str]:
@@ -67,15 +77,21 @@ def play(
     args: argparse.Namespace,
 ) -> Iterator[Block]:
     """Runs everything."""
+    tiers = {f"window layers {args.window_groups} : 1": 0} if args.window_groups else HOST_TOKENS
     for load in loads:
         for name, trace in traces.items():
-            for tier, host_tokens in TIERS.items():
-                model = EngineModel(GPU_TOKENS, host_tokens, chunked=args.model == "chunked")
-                plan = ReplayPlan((model,), ENGINES, resolve(policies.split(",")), seeds, load=load)
+            for tier, times in tiers.items():
+                model = EngineModel(
+                    args.gpu_tokens,
+                    times * args.gpu_tokens,
+                    chunked=args.model == "chunked",
+                    window_groups=args.window_groups,
+                )
+                plan = ReplayPlan((model,), args.engines, resolve(policies.split(",")), seeds, load=load)
                 began = time.monotonic()
                 outcomes = run_all(trace, plan.runs(trace), jobs=args.jobs)
                 merged = {(row["policy"], row["engines"]): row for row in over_seeds(rows(outcomes))}
-                asked = {(p, n): merged[p, n] for p in plan.policies for n in ENGINES}
+                asked = {(p, n): merged[p, n] for p in plan.policies for n in args.engines}
                 print(
                     f"{name}, {tier}, {load:g}: {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True
                 )
@@ -104,10 +120,10 @@ def cell(block: Block, policy: str, engines: int) -> str:
 def show_peers(block: Block) -> None:
     """One table of all policies."""
     print(f"\n{block.trace}, {block.tier}, load {block.load:g}: hit % / mean TTFT s / p99 s\n")
-    print("| policy | " + " | ".join(f"N={engines}" for engines in ENGINES) + " |")
-    print("|---|" + "---|" * len(ENGINES))
+    print("| policy | " + " | ".join(f"N={engines}" for engines in block.engines) + " |")
+    print("|---|" + "---|" * len(block.engines))
     for policy in block.policies:
-        print(f"| {policy} | " + " | ".join(cell(block, policy, engines) for engines in ENGINES) + " |")
+        print(f"| {policy} | " + " | ".join(cell(block, policy, engines) for engines in block.engines) + " |")
 
 
 def show_goals(blocks: Sequence[Block]) -> None:
@@ -117,7 +133,7 @@ def show_goals(blocks: Sequence[Block]) -> None:
     print("|---|---:|---:|---:|")
     others = ("kvpin", ORACLE)
     for block in blocks:
-        for engines in ENGINES:
+        for engines in block.engines:
             own = block.rows["kvpin", engines]
             mean, p99 = (
                 own[figure] / block.best(figure, engines, lowest=True, without=others)
@@ -130,9 +146,9 @@ def show_goals(blocks: Sequence[Block]) -> None:
 
 def show_ablations(blocks: Sequence[Block]) -> None:
     """Mean times of kvpin without a term, over those of kvpin."""
-    cells = [(block, engines) for block in blocks for engines in ENGINES]
+    cells = [(block, engines) for block in blocks for engines in block.engines]
     print("\nmean TTFT without a term ÷ with all of them\n")
-    names = (f"{b.trace[:5]} {n}{' host' if TIERS[b.tier] else ''} {b.load:g}" for b, n in cells)
+    names = (f"{b.trace[:5]} {n}{' host' if HOST_TOKENS.get(b.tier) else ''} {b.load:g}" for b, n in cells)
     print("| left out | " + " | ".join(names) + " |")
     print("|---|" + "---:|" * len(cells))
     for policy in blocks[0].policies[1:]:
@@ -156,17 +172,24 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--model", choices=("fifo", "chunked"), default="fifo")
     parser.add_argument("--limit", type=int)
+    parser.add_argument("--window-groups", type=int, default=0)
+    parser.add_argument("--policies", default="all", help="in place of all")
+    parser.add_argument("--engines", default=",".join(map(str, ENGINES)))
+    parser.add_argument("--gpu-tokens", type=int, default=GPU_TOKENS)
     parser.add_argument("--only", choices=("peers", "ablations"))
     args = parser.parse_args()
     loads = [float(load) for load in args.loads.split(",")]
     seeds = [int(seed) for seed in args.seeds.split(",")]
+    args.engines = tuple(int(count) for count in args.engines.split(","))
+    is_excerpt = (args.folder / EXCERPTS["agentic"]).exists()
+    files = EXCERPTS if is_excerpt else TRACES
     try:
-        traces = {name: read_trace(args.folder / file, limit=args.limit) for name, file in TRACES.items()}
+        traces = {name: read_trace(args.folder / file, limit=args.limit) for name, file in files.items()}
     except TraceError as error:
         sys.exit(f"{error}\nDIR has to hold {' and '.join(TRACES.values())}")
     if args.only != "ablations":
         blocks = []
-        for block in play(traces, loads, "all", seeds, args):
+        for block in play(traces, loads, args.policies, seeds, args):
             show_peers(block)
             blocks.append(block)
         show_goals(blocks)

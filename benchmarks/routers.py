@@ -7,10 +7,11 @@ they were due. The engines compute prompts one after the other, and decode is fr
 assumes; `kvpin replay --model chunked` compares the rules without that assumption.
 
     python benchmarks/routers.py [--workload a,b,c] [--routers kvpin,sglang-cache,…] [--seed 1] [--rounds 1]
-                                 [--json PATH] [--trace PATH] [--first]
+                                 [--json PATH] [--trace PATH] [--first] [--window-groups 5]
 
 Everything runs on one machine. With `--first` (Linux, as root) other work there waits. With `--trace`, each
-workload is also written as a trace for `kvpin replay`, its name added to the file's.
+workload is also written as a trace for `kvpin replay`, its name added to the file's. With --window-groups,
+engines serve a hybrid model (`mock_engine.py`).
 """
 
 from __future__ import annotations
@@ -61,7 +62,9 @@ def measure(arguments: argparse.Namespace) -> None:
             path = arguments.trace.with_stem(f"{arguments.trace.stem}-{name}")
             write_trace(works[arguments.seed], path)
             print(f"the trace of ({name}) with seed {arguments.seed} is in {path}", file=sys.stderr)
-        with engines(mix, arguments.prefill_rate, arguments.token_ms) as served:
+        with engines(
+            mix, arguments.prefill_rate, arguments.token_ms, window_groups=arguments.window_groups
+        ) as served:
             for seed, work in works.items():
                 for router in arguments.routers:
                     try:
@@ -114,7 +117,9 @@ def run(workload: str, router: str, seed: int, work: Sequence[Question], served:
 
 
 @contextmanager
-def engines(mix: Mix, prefill_rate: float, token_ms: float, count: int = ENGINES) -> Iterator[list[Engine]]:
+def engines(
+    mix: Mix, prefill_rate: float, token_ms: float, count: int = ENGINES, window_groups: int = 0
+) -> Iterator[list[Engine]]:
     """Starts the engines of a workload; ends them."""
     with ExitStack() as stack:
         started = []
@@ -122,7 +127,7 @@ def engines(mix: Mix, prefill_rate: float, token_ms: float, count: int = ENGINES
             port = free_port()
             command = [sys.executable, ROOT / "benchmarks" / "mock_engine.py", "--port", str(port)]
             command += ["--kv-tokens", str(mix.kv_tokens), "--prefill-rate", str(prefill_rate)]
-            command += ["--token-ms", str(token_ms)]
+            command += ["--token-ms", str(token_ms), "--window-groups", str(window_groups)]
             process = subprocess.Popen(command, cwd=ROOT, process_group=0)
             stack.callback(end, process)
             started.append((f"http://127.0.0.1:{port}", process))
@@ -172,6 +177,7 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--prefill-rate", type=float, default=10_000, help="tokens a second of an engine")
     parser.add_argument("--token-ms", type=float, default=15, help="from token to token")
+    parser.add_argument("--window-groups", type=int, default=0, help="window layers for each full layer")
     parser.add_argument("--json", type=Path, default=None, help="all figures")
     parser.add_argument("--trace", type=Path, default=None, help="the workloads for kvpin replay")
     parser.add_argument("--first", action="store_true", help="before other work on this machine; as root")

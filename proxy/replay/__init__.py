@@ -11,6 +11,7 @@ plan.py              plan → runs
 simulator.py         one run, on a virtual clock
 simulated_engine.py  prefill, decode and restores
 cache.py             blocks of an engine: GPU and host tier
+hybrid_cache.py      blocks of an engine with sliding-window layers
 policy.py            the interface of policies
 policy_names.py      policies by name
 kvpin.py             the policy of kvpin itself

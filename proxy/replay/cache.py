@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
-from proxy.core.index.blocks import BlockHash
+from proxy.core.index.blocks import BlockHash, Chain
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,13 +23,27 @@ class Taken:
         gpu: leading blocks of its chain found on the GPU.
         host: further blocks found on the host tier, which must be restored.
         evicted: blocks that left the GPU.
+        out_of_window: blocks that left the window groups, see `hybrid_cache`.
         gone: blocks that left the host tier.
     """
 
     gpu: int
     host: int
     evicted: Sequence[BlockHash]
-    gone: Sequence[BlockHash]
+    out_of_window: Sequence[BlockHash] = ()
+    gone: Sequence[BlockHash] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Filled:
+    """The blocks that are new when a prefill ends, and those that were evicted for them.
+
+    `new_in_window` and `out_of_window` are those of the window groups, see `hybrid_cache`."""
+
+    new: Sequence[BlockHash]
+    new_in_window: Sequence[BlockHash] = ()
+    evicted: Sequence[BlockHash] = ()
+    out_of_window: Sequence[BlockHash] = ()
 
 
 class TieredCache:
@@ -54,13 +68,11 @@ class TieredCache:
         """Blocks on the GPU that are not empty."""
         return self.held + self._private
 
-    def match(
-        self, hashes: Sequence[BlockHash], coming: AbstractSet[BlockHash] = frozenset()
-    ) -> tuple[int, int]:
+    def match(self, chain: Chain, coming: AbstractSet[BlockHash] = frozenset()) -> tuple[int, int]:
         """Leading blocks of the chain on the GPU, and those only on the host tier. Blocks in `coming` count
         as on the GPU."""
         gpu = host = 0
-        for block in hashes:
+        for block in chain.hashes:
             if block in self._used or block in self._idle or block in coming:
                 gpu += 1
             elif block in self._host:
@@ -69,12 +81,12 @@ class TieredCache:
                 break
         return gpu, host
 
-    def take(self, hashes: Sequence[BlockHash], blocks: int) -> Taken | None:
-        """Takes room for a request of `blocks` blocks that begin with `hashes`; None if there is not
+    def take(self, chain: Chain, blocks: int) -> Taken | None:
+        """Takes room for a request of `blocks` blocks that begin with the chain; None if there is not
         enough."""
-        gpu, host = self.match(hashes)
+        gpu, host = self.match(chain)
         used, idle = self._used, self._idle
-        found = hashes[: gpu + host]
+        found = chain.hashes[: gpu + host]
         asleep = sum(block in idle for block in found)
         fresh = blocks - gpu
         if len(used) + asleep + self._private + fresh > self.gpu_blocks:
@@ -88,16 +100,17 @@ class TieredCache:
         surplus = self.occupied + fresh - self.gpu_blocks
         evicted = [idle.popitem(last=False)[0] for _ in range(surplus)]
         self._private += fresh
-        return Taken(gpu, host, evicted, self._lower(evicted, found))
+        return Taken(gpu, host, evicted, gone=self._lower(evicted, found))
 
-    def fill(self, hashes: Sequence[BlockHash]) -> list[BlockHash]:
-        """The prefill has ended: matches find the chain from now on. Returns the blocks that are new."""
+    def fill(self, hashes: Sequence[BlockHash], since: int) -> Filled:
+        """The prefill has ended: matches find the chain from now on. Its blocks before `since` were found on
+        the GPU."""
         used = self._used
-        new = [block for block in hashes if block not in used]
+        new = [block for block in hashes[since:] if block not in used]
         for block in new:
             used[block] = 1
         self._private -= len(new)
-        return new
+        return Filled(new)
 
     def release(self, hashes: Sequence[BlockHash], blocks: int) -> None:
         """The request has finished. Its blocks stay until others need the room."""
@@ -110,6 +123,10 @@ class TieredCache:
                 del used[block]
                 idle[block] = None
         self._private -= blocks - len(hashes)
+
+    def needs(self, blocks: int) -> int:
+        """Blocks on the GPU for a request of `blocks` blocks."""
+        return blocks
 
     def _lower(self, evicted: Sequence[BlockHash], found: Sequence[BlockHash]) -> list[BlockHash]:
         """Writes evicted blocks to the host tier and marks those found there as used. Returns the blocks that

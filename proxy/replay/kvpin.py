@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from msgspec.structs import replace
 
-from proxy.core.index.blocks import Chain
+from engine_adapter.types import Attention, KvGroup
+from proxy.core.index.blocks import BlockHash, Chain
 from proxy.core.index.prefix_index import Match
 from proxy.core.placement.decision import Candidate, Placement, place
 from proxy.core.placement.placer import PlacedRequest, Placer
@@ -49,12 +50,15 @@ class Kvpin(Seeing):
         super().__init__(fleet, seed)
         self._placer = Placer(fleet.tokens_per_block)
         self.index = self._placer.index
+        model, size = fleet.model, fleet.tokens_per_block
+        self._groups = [
+            KvGroup(1 + at, Attention.WINDOW, model.window_tokens) for at in range(model.window_groups)
+        ]
         for name in self.names:
-            self._placer.add(
-                name,
-                gpu_blocks=fleet.model.gpu_tokens // fleet.tokens_per_block,
-                host_blocks=fleet.model.host_tokens // fleet.tokens_per_block,
-            )
+            gpu_blocks = model.gpu_tokens // size * (1 + model.window_groups)
+            self._placer.add(name, gpu_blocks=gpu_blocks, host_blocks=model.host_tokens // size)
+            for group in self._groups:
+                self.index.add_group(name, group, size, size)
         self._without = without
         self._alter = _CANDIDATES.get(without or "")
         self._placed: dict[int, tuple[PlacedRequest, int]] = {}  # request → placed, tokens computed
@@ -85,6 +89,16 @@ class Kvpin(Seeing):
         self._placer.end(now, placed, computed)
         if self._without != "pending":
             self._placer.settled(placed)
+
+    def window_stored(self, engine: int, hashes: Sequence[BlockHash]) -> None:
+        """Into the index."""
+        for group in self._groups:
+            self.index.store_group(self.names[engine], group, tuple(hashes))
+
+    def window_removed(self, engine: int, hashes: Sequence[BlockHash]) -> None:
+        """Out of the index."""
+        for group in self._groups:
+            self.index.remove_group(self.names[engine], group, tuple(hashes))
 
     def _place(self, now: float, candidates: list[Candidate], chain: Chain) -> Placement:
         """The decision. An ablation chooses without its term; the full rule then prices the engine it

@@ -21,7 +21,8 @@ from math import inf
 from engine_adapter.types import Tier
 from proxy.core.index.blocks import BlockHash, Chain, reusable_tokens
 from proxy.core.placement.rates import on_curve
-from proxy.replay.cache import Taken, TieredCache
+from proxy.replay.cache import Filled, Taken, TieredCache
+from proxy.replay.hybrid_cache import HybridCache
 from proxy.replay.trace import TraceRequest
 
 
@@ -42,6 +43,10 @@ class EngineModel:
         chunk_tokens: tokens of a step with prefill.
         step_s: time of a decode step for reading the weights; a chunk of prefill hides it.
         stream_s: time that each stream adds to a step for reading its KV.
+        window_groups: groups of sliding-window layers for each group of full attention; 0: full attention
+            alone. `gpu_tokens` is then what the GPU holds in every group; the groups share this room
+            (`hybrid_cache`). There is no host tier.
+        window_tokens: of the window.
     """
 
     gpu_tokens: int
@@ -54,6 +59,16 @@ class EngineModel:
     chunk_tokens: int = 2048
     step_s: float = 0.015
     stream_s: float = 0.0003
+    window_groups: int = 0
+    window_tokens: int = 1024
+
+    def cache(self, tokens_per_block: int, engines: int = 1) -> TieredCache | HybridCache:
+        """An empty cache with the room of so many engines."""
+        gpu, host = (engines * (each // tokens_per_block) for each in (self.gpu_tokens, self.host_tokens))
+        if not self.window_groups:
+            return TieredCache(gpu, host)
+        window_blocks = -(-(self.window_tokens - 1) // tokens_per_block)
+        return HybridCache(gpu * (1 + self.window_groups), self.window_groups, window_blocks)
 
     def work(self, cached: int, n_tokens: int) -> float:
         """Work to compute a prompt after its `cached` tokens, in tokens without context."""
@@ -76,7 +91,8 @@ class EngineModel:
 
     def fits(self, request: TraceRequest) -> bool:
         """True if the request fits into an empty engine."""
-        return self.blocks_of(request) <= self.gpu_tokens // request.chain.tokens_per_block
+        cache = self.cache(request.chain.tokens_per_block)
+        return cache.needs(self.blocks_of(request)) <= cache.gpu_blocks
 
     def rates(self, streams: int, *, prefilling: bool) -> tuple[float, float]:
         """Tokens per second of the prefill, and of each stream."""
@@ -111,6 +127,12 @@ class Listener:
     def removed(self, engine: int, tier: Tier, hashes: Sequence[BlockHash]) -> None:
         """KV event: these blocks left a tier."""
 
+    def window_stored(self, engine: int, hashes: Sequence[BlockHash]) -> None:
+        """KV event: every window group holds these blocks now."""
+
+    def window_removed(self, engine: int, hashes: Sequence[BlockHash]) -> None:
+        """KV event: these blocks left every window group."""
+
 
 class SimEngine:
     """One engine. Call `submit` and `advance` in the order of time, `advance` at `due` at the latest.
@@ -125,7 +147,7 @@ class SimEngine:
         self._position = position
         self._model = model
         self._listener = listener
-        self.cache = TieredCache(model.gpu_tokens // tokens_per_block, model.host_tokens // tokens_per_block)
+        self.cache = model.cache(tokens_per_block)
         self.due = inf
         self.computed = 0
         self.evicted = 0
@@ -137,7 +159,7 @@ class SimEngine:
         self._streams: list[tuple[float, int, TraceRequest]] = []  # heap by the `_decoded` at which they end
         self._last = 0.0  # the time up to which all of this is counted
         self._prefill_due = self._stream_due = inf
-        self._uncached = 0
+        self._uncached = self._reused = 0
 
     @property
     def running(self) -> int:
@@ -163,7 +185,7 @@ class SimEngine:
             seconds = max(self._restored_at - now, 0.0) + max(self._left - done, 0.0) / rate
             coming.update(self._current.chain.hashes)
         for each in (*(request.chain for request in self._waiting), chain):
-            cached, host = _found(each, *self.cache.match(each.hashes, coming))
+            cached, host = _found(each, *self.cache.match(each, coming))
             seconds += host / self._model.restore_tok_s + self._model.work(cached, each.n_tokens) / rate
             coming.update(each.hashes)
         return seconds, cached
@@ -219,7 +241,7 @@ class SimEngine:
             return
         request, model, listener = self._waiting[0], self._model, self._listener
         chain = request.chain
-        taken = self.cache.take(chain.hashes, model.blocks_of(request))
+        taken = self.cache.take(chain, model.blocks_of(request))
         if taken is None:
             return
         self._waiting.popleft()
@@ -227,13 +249,14 @@ class SimEngine:
         cached, host = _found(chain, taken.gpu, taken.host)
         self._restored_at = now + host / model.restore_tok_s
         self._left = model.work(cached, chain.n_tokens)
-        self._uncached = chain.n_tokens - cached
-        self._tell_evictions(taken)
+        self._uncached, self._reused = chain.n_tokens - cached, taken.gpu
+        self._tell_evictions(taken, taken.gone[::-1])
         listener.started(now, self._position, request, cached - host, host)
 
-    def _tell_evictions(self, taken: Taken) -> None:
-        """Reports evicted blocks in the order of their chains, which the index removes faster."""
-        listener, evicted, gone = self._listener, taken.evicted[::-1], taken.gone[::-1]
+    def _tell_evictions(self, change: Taken | Filled, gone: Sequence[BlockHash] = ()) -> None:
+        """Reports evicted blocks in the order of their chains, which the index removes faster. `gone`: blocks
+        that left the host tier."""
+        listener, evicted = self._listener, change.evicted[::-1]
         self.evicted += len(evicted)
         if evicted and self._model.host_tokens:
             listener.stored(self._position, Tier.HOST, evicted)
@@ -241,13 +264,18 @@ class SimEngine:
             listener.removed(self._position, Tier.GPU, evicted)
         if gone:
             listener.removed(self._position, Tier.HOST, gone)
+        if change.out_of_window:
+            listener.window_removed(self._position, change.out_of_window)
 
     def _end_prefill(self, now: float, request: TraceRequest) -> None:
         self._current = None
         self.computed += self._uncached
-        new = self.cache.fill(request.chain.hashes)
-        if new:
-            self._listener.stored(self._position, Tier.GPU, new)
+        filled = self.cache.fill(request.chain.hashes, self._reused)
+        if filled.new:
+            self._listener.stored(self._position, Tier.GPU, filled.new)
+        if filled.new_in_window:
+            self._listener.window_stored(self._position, filled.new_in_window)
+        self._tell_evictions(filled)
         self._listener.first_token(now, self._position, request)
         if self._model.chunked and request.output_tokens > 1:
             # The prefill has produced the first token of the answer.

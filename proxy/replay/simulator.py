@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from math import ceil, inf
 from multiprocessing import get_context
@@ -13,7 +13,6 @@ from multiprocessing.sharedctypes import Synchronized
 from engine_adapter.types import Tier
 from proxy.core.index.blocks import BlockHash, reusable_tokens
 from proxy.replay.arrivals import arrivals, fitting
-from proxy.replay.cache import TieredCache
 from proxy.replay.policy import Policy, SimFleet
 from proxy.replay.policy_names import ORACLE, make
 from proxy.replay.simulated_engine import EngineModel, Listener, SimEngine
@@ -23,14 +22,16 @@ from proxy.replay.trace import Trace, TraceRequest
 def oracle_hits(requests: Sequence[TraceRequest], engines: int, model: EngineModel) -> int:
     """Cached tokens of the requests, in this order, in an LRU cache with the room of all engines."""
     size = requests[0].chain.tokens_per_block
-    cache = TieredCache(engines * (model.gpu_tokens // size + model.host_tokens // size))
+    cache = replace(model, gpu_tokens=model.gpu_tokens + model.host_tokens, host_tokens=0).cache(
+        size, engines
+    )
     hits = 0
     for request in requests:
         hashes = request.chain.hashes
-        taken = cache.take(hashes, len(hashes))
+        taken = cache.take(request.chain, len(hashes))
         if taken is not None:  # which it is: what fits one engine fits all of them
             hits += min(taken.gpu * size, reusable_tokens(request.n_tokens, size))
-            cache.fill(hashes)
+            cache.fill(hashes, taken.gpu)
             cache.release(hashes, len(hashes))
     return hits
 
@@ -231,6 +232,14 @@ class _Simulation(Listener):
     def removed(self, engine: int, tier: Tier, hashes: Sequence[BlockHash]) -> None:
         """KV events reach the policy at once."""
         self._policy.removed(engine, tier, hashes)
+
+    def window_stored(self, engine: int, hashes: Sequence[BlockHash]) -> None:
+        """KV events reach the policy at once."""
+        self._policy.window_stored(engine, hashes)
+
+    def window_removed(self, engine: int, hashes: Sequence[BlockHash]) -> None:
+        """KV events reach the policy at once."""
+        self._policy.window_removed(engine, hashes)
 
 
 # Seconds between looks at what the processes have done.

@@ -1,8 +1,14 @@
 import asyncio
+from array import array
 
 import httpx
 import pytest
 
+from engine_adapter.events.wire import EventReader
+from engine_adapter.types import CacheCleared
+from proxy.core.index.blocks import chain, namespace_root
+from proxy.core.index.prefix_index import Match, PrefixIndex
+from proxy.core.index.view import EngineView
 from tests.fake_engines.cache import CachePrompt
 
 RATE = 1e6
@@ -58,6 +64,80 @@ async def test_a_client_that_leaves_while_it_waits_holds_nothing(core):
         await waits
     assert (core.running, core.waiting, core.cache.used) == (0, 0, 0)
     assert (await served(core, range(200)))[0] == 0
+
+
+class Heard:
+    """What the groups of a hybrid model told, by their numbers."""
+
+    def __init__(self):
+        self.held = {}
+        self.kinds = {}
+
+    def stored(self, run, group):
+        self.held.setdefault(group.number, set()).update(run.hashes)
+        self.kinds[group.number] = (group.kind, group.window)
+
+    def removed(self, hashes, group):
+        self.held[group.number].difference_update(hashes)
+
+
+async def test_a_hybrid_model_reuses_what_all_its_groups_hold(mock):
+    heard = Heard()
+    pages = mock.HybridPages(mock.QuickCache(16, 64), 64, heard, groups=2, window_tokens=33)
+    core = mock.TimedCore(pages, mock.Clock(RATE, 0.0), lambda: None)
+    cached, output = await served(core, range(160), answer=20)
+    assert (cached, (await served(core, [*range(160), *output, 1]))[0]) == (0, 176)
+    window = ("sliding_window", 33)
+    assert heard.kinds == {0: window, 1: window, 2: ("full_attention", None)}
+    assert [len(heard.held[number]) for number in range(3)] == [11] * 3
+    first = set(heard.held[2])
+    for start in range(1000, 1000 + 5 * 64, 64):
+        await served(core, range(start, start + 64))
+    assert heard.held[0] == heard.held[1]
+    assert len(first & heard.held[0]) < len(first & heard.held[2])  # windows leave first
+    assert (await served(core, range(160)))[0] == 0
+    assert (core.running, pages.used) == (0, 0)
+
+
+async def test_events_of_a_hybrid_model_tell_kvpin_what_it_reuses(mock):
+    options = mock.VllmOptions(num_gpu_blocks=129)
+    engine = mock.MockVllm(options, mock.Clock(RATE, 0.0), window_groups=2, window_tokens=33)
+    index, reader, root, heard = PrefixIndex(), EventReader(), namespace_root("m"), 0
+    index.add_engine("a")
+    view = EngineView("a", index, lambda _salt, _lora: root, 16)
+    view.apply(CacheCleared())
+    predicted, reused = [], []
+    for length, own in [
+        (100, 0),
+        (100, 1),
+        (200, 1),
+        (300, 2),
+        (40, 3),
+        (200, 1),
+        (300, 4),
+        (100, 1),
+        (300, 2),
+    ]:
+        tokens = array("i", [*range(100), *range(1000 * own, 1000 * own + length)])
+        asked = chain(root, tokens, None, 16)
+        match = index.match(asked.hashes, asked.reusable).get("a", Match())
+        predicted.append(min(match.blocks, asked.reusable) * 16)
+        reused.append((await served(engine.cores[0], tokens, answer=20))[0])
+        for _, payload in list(engine.publishers[0]._buffer)[heard:]:
+            heard += 1
+            for event in reader.read(payload):
+                view.apply(event)
+    engine.close()
+    assert predicted == reused
+    assert len(set(reused)) > 3
+
+
+async def test_a_hybrid_model_waits_for_room(mock):
+    pages = mock.HybridPages(mock.QuickCache(16, 8), 8, Heard(), groups=1, window_tokens=17)
+    core = mock.TimedCore(pages, mock.Clock(RATE, 0.0), lambda: None)
+    answers = await asyncio.gather(*(served(core, range(at, at + 70)) for at in (0, 100, 200)))
+    assert [cached for cached, _ in answers] == [0, 0, 0]
+    assert pages.used == 0
 
 
 async def test_a_restart_forgets_what_it_was_sent(mock):

@@ -69,6 +69,19 @@ class VllmOptions:
     event_ports: tuple[int, int] = (0, 0)
 
 
+@dataclass(frozen=True, slots=True)
+class EventGroup:
+    """The KV cache group of an event: its number, kind, and window in tokens."""
+
+    number: int = 0
+    kind: str = "full_attention"
+    window: int | None = None
+
+
+ALONE = EventGroup()
+"""The group of a model that has one."""
+
+
 @dataclass(slots=True)
 class _Events:
     """The events of one rank, collected until the end of a step."""
@@ -77,7 +90,7 @@ class _Events:
     block_size: int
     batch: list[dict] = field(default_factory=list)
 
-    def stored(self, run: StoredRun) -> None:
+    def stored(self, run: StoredRun, group: EventGroup = ALONE) -> None:
         adapter = run.namespace.lora
         keys = [list(self._keys(run, at)) or None for at in range(len(run.hashes))]
         event = {
@@ -90,13 +103,15 @@ class _Events:
             "medium": "GPU",
             "lora_name": adapter,
             "extra_keys": keys,
-            "group_idx": 0,
-            "kv_cache_spec_kind": "full_attention",
+            "group_idx": group.number,
+            "kv_cache_spec_kind": group.kind,
         }
+        if group.window is not None:
+            event["kv_cache_spec_sliding_window"] = group.window
         self.batch.append(event)
 
-    def removed(self, hashes: tuple[int, ...]) -> None:
-        event = {"type": "BlockRemoved", "block_hashes": hashes, "medium": "GPU", "group_idx": 0}
+    def removed(self, hashes: tuple[int, ...], group: EventGroup = ALONE) -> None:
+        event = {"type": "BlockRemoved", "block_hashes": hashes, "medium": "GPU", "group_idx": group.number}
         self.batch.append(event)
 
     def cleared(self) -> None:

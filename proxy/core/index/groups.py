@@ -9,9 +9,10 @@ Lengths are in blocks of the pool here; a group's own blocks have one or more of
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import lcm
+from sys import intern
 
 from engine_adapter.types import Attention, KvGroup
 
@@ -37,22 +38,20 @@ class GroupKind:
     bits: int
     tokens_per_block: int
 
-    @property
-    def tokens(self) -> int:
-        """Tokens of one of their blocks."""
-        return self.size * self.tokens_per_block
-
-    def runs(self, stretches: Iterable[tuple[int, int]], end: int) -> Runs:
-        """Runs of their blocks, from the parts of a chain that they all hold: where those begin and end, in
-        order, in blocks of the pool. Only the first `end` blocks of the chain count."""
-        runs, size = list[tuple[int, int]](), self.size
-        for start, stop in stretches:
-            # A block counts where it ends: only its last block of the pool is marked.
-            first, last = -(-(start + 1) // size) - 1, min(stop, end) // size
-            if runs and first <= runs[-1][1]:
-                first, last = runs[-1][0], max(runs.pop()[1], last)
-            if last > first:
-                runs.append((first, last))
+    def runs(self, masks: Sequence[int], ends: Sequence[int], end: int, pending: int) -> Runs:
+        """Runs of their blocks along a chain; see `KvGroups.reach`. Only its first `end` blocks count."""
+        runs, size, bits, start = list[tuple[int, int]](), self.size, self.bits, 0
+        for mask, stop in zip(masks, ends, strict=True):
+            if start >= end:
+                break
+            if mask & bits == bits or mask & pending:
+                # A block counts where it ends: only its last block of the pool is marked.
+                first, last = -(-(start + 1) // size) - 1, min(stop, end) // size
+                if runs and first <= runs[-1][1]:
+                    first, last = runs[-1][0], max(runs.pop()[1], last)
+                if last > first:
+                    runs.append((first, last))
+            start = stop
         return runs
 
     def hit(self, runs: Runs, length: int, alignment: int) -> int:
@@ -61,30 +60,25 @@ class GroupKind:
         match self.attention:
             case Attention.PREFIX:
                 found = min(runs[0][1], most) if runs and not runs[0][0] else 0
-            case Attention.WINDOW:
-                found = self._window(runs, most, step)
             case Attention.CHUNK:
                 found = self._chunk(runs, most)
-            case _:  # a state; unknown kinds have no rule, see `KvGroups.add`
-                found = next(self._ends(runs, most, step), (0, 0))[1]
+            case _:  # a window or a state; unknown kinds have no rule, see `KvGroups.add`
+                found = self._before(runs, most, step)
         return found // step * step * self.size
 
-    def _ends(self, runs: Runs, most: int, step: int) -> Iterator[tuple[int, int]]:
-        """Each run's begin and its last boundary, from the right."""
+    def _before(self, runs: Runs, most: int, step: int) -> int:
+        """The last boundary that has the blocks they need before it, or all blocks; from the right."""
+        tokens = self.tokens_per_block * self.size
+        need = -(-(self.window - 1) // tokens) if self.attention is Attention.WINDOW else 1
         for first, last in reversed(runs):
             end = min(last, most) // step * step
-            if end > first:
-                yield first, end
-
-    def _window(self, runs: Runs, most: int, step: int) -> int:
-        need = -(-(self.window - 1) // self.tokens)
-        for first, end in self._ends(runs, most, step):
-            if end - first >= need or not first:
+            if end > first and (end - first >= need or not first):
                 return end
         return 0
 
     def _chunk(self, runs: Runs, most: int) -> int:
-        start = most * self.tokens // self.window * self.window // self.tokens
+        tokens = self.tokens_per_block * self.size
+        start = most * tokens // self.window * self.window // tokens
         for first, last in runs:
             if first <= start < last:
                 return min(last, most)
@@ -98,9 +92,11 @@ class KvGroups:
         bits: the location bit of each.
         mask: all these bits.
         kinds: the groups by what they need.
-        shape: what each needs, in the order of their bits. Equal shapes that hold the same reach as far.
+        shape: what each needs, in the order of their bits. Equal shapes that hold the same reach as far. They
+            are one object.
         alignment: every boundary is a multiple of it, in blocks of the pool.
         is_known: False if it is not known of each group what it needs.
+        held: blocks that all of them hold together, in blocks of the pool.
     """
 
     def __init__(self, tokens_per_block: int) -> None:
@@ -113,13 +109,14 @@ class KvGroups:
         self.shape = ""
         self.alignment = 1
         self.is_known = True
+        self.held = 0
 
     def add(self, group: KvGroup, tokens_per_block: int, bit: int) -> None:
         """A new group, with blocks of so many tokens. Its blocks have this location bit."""
         size, rest = divmod(tokens_per_block, self._tokens_per_block)
         self.bits[group.number] = bit
         self.mask |= bit
-        self.shape += f"{group.attention} {group.window} {tokens_per_block}, "
+        self.shape = intern(self.shape + f"{group.attention} {group.window} {tokens_per_block}, ")
         if rest or not size or group.attention is Attention.UNKNOWN:
             self.is_known = False
             return
@@ -130,6 +127,21 @@ class KvGroups:
             by_need[need] = by_need.get(need, 0) | self.bits[each.number]
         self.kinds = [GroupKind(*need, bits, self._tokens_per_block) for need, bits in by_need.items()]
         self.alignment = lcm(*self._sizes.values())
+
+    def room(self, blocks: int, main: int) -> int:
+        """Blocks of prompts that the engine can store before it evicts. All groups share the engine's blocks.
+        A prompt is assumed to take as much in these groups as the prompts that the engine holds.
+
+        Args:
+            blocks: of the engine.
+            main: those that the main group holds.
+        """
+        free = max(blocks - main - self.held, 0)
+        return free * main // (main + self.held) if main else free // (1 + len(self.bits))
+
+    def count(self, group: KvGroup, blocks: int) -> None:
+        """The group holds so many of its blocks more, or less."""
+        self.held += blocks * self._sizes.get(group, 1)
 
     def reach(
         self, masks: Sequence[int], ends: Sequence[int], held: int, pending: int = 0
@@ -146,7 +158,7 @@ class KvGroups:
                 not count.
         """
         length = held // self.alignment * self.alignment
-        runs = [kind.runs(_stretches(masks, ends, kind.bits, pending), held) for kind in self.kinds]
+        runs = [kind.runs(masks, ends, held, pending) for kind in self.kinds]
         lacks = None
         while length:
             before = length
@@ -154,17 +166,6 @@ class KvGroups:
                 found = kind.hit(own, length, self.alignment)
                 if found < length:
                     length, lacks = found, kind.attention
-            if length == before:
+            if length == before or len(runs) == 1:
                 break
         return length, lacks
-
-
-def _stretches(
-    masks: Sequence[int], ends: Sequence[int], bits: int, pending: int
-) -> Iterator[tuple[int, int]]:
-    """The parts of a chain whose blocks have all these location bits, or the bit of pending blocks."""
-    start = 0
-    for mask, end in zip(masks, ends, strict=True):
-        if mask & bits == bits or mask & pending:
-            yield start, end
-        start = end

@@ -12,9 +12,10 @@ prefix gathers on one engine. They end with the request; by then events or usage
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from operator import itemgetter
 
 import msgspec
 
@@ -91,6 +92,9 @@ class Match(msgspec.Struct, frozen=True, gc=False, eq=False):
         return self.gpu, self.host, self.disk, self.pending
 
 
+_NOTHING = Match()
+
+
 @dataclass(frozen=True, slots=True)
 class InFlight:
     """Pending blocks of one engine: what requests in flight are about to leave there.
@@ -136,6 +140,18 @@ class InFlight:
         return tuple(last)
 
 
+@dataclass(slots=True)
+class Grouped:
+    """An engine with further KV cache groups.
+
+    Attributes:
+        slots: its own slot, and those of its groups' bits.
+    """
+
+    groups: KvGroups
+    slots: list[int]
+
+
 class PrefixIndex:
     """Index of the blocks that each engine of a pool holds, as far as known.
 
@@ -150,8 +166,10 @@ class PrefixIndex:
         self._each = 0  # the lowest bit of each engine
         self._flights: dict[str, InFlight] = {}
         self._counts: dict[str, list[int]] = {}  # see `counts`
-        # Each engine's further groups, and the slots of their bits.
-        self._groups: dict[str, tuple[KvGroups, list[int]]] = {}
+        self._alone: dict[str, int] = {}  # as `_shifts`, of engines without further groups
+        self._grouped: dict[str, Grouped] = {}  # the other engines
+        # Their shapes, and what picks their columns (see `match`); None after a change of slots or groups.
+        self._columns: list[tuple[str, str, Callable[[str], tuple[str, ...]], Grouped]] | None = None
         self._group_bits = 0
 
     def __len__(self) -> int:
@@ -164,13 +182,14 @@ class PrefixIndex:
             return
         slot = self._slot()
         self._slots[slot] = engine
-        self._shifts[engine] = shift = _WIDTH * slot
+        self._shifts[engine] = self._alone[engine] = shift = _WIDTH * slot
         self._each |= 1 << shift
         self._flights[engine] = InFlight()
         self._counts[engine] = [0, 0, 0, 0]
 
     def _slot(self) -> int:
         """Takes a slot whose bits no block has."""
+        self._columns = None
         if not self._free:
             self._free.append(len(self._slots))
             self._slots.append("")
@@ -188,11 +207,15 @@ class PrefixIndex:
             tokens_per_block: the group's block size.
             pool: the pool's block size.
         """
-        groups, slots = self._groups.setdefault(engine, (KvGroups(pool), []))
+        own = self._grouped.get(engine)
+        if own is None:
+            own = self._grouped[engine] = Grouped(KvGroups(pool), [self._alone.pop(engine) // _WIDTH])
+        groups, slots = own.groups, own.slots
         if group.number in groups.bits:
             return groups
+        self._columns = None
         at = len(groups.bits)
-        if at == len(slots) * _WIDTH:
+        if not at % _WIDTH:
             slots.append(self._slot())
             self._group_bits |= _ALL << _WIDTH * slots[-1]
         groups.add(group, tokens_per_block, 1 << _WIDTH * slots[-1] + at % _WIDTH)
@@ -200,15 +223,18 @@ class PrefixIndex:
 
     def groups_of(self, engine: str) -> KvGroups | None:
         """The further KV cache groups of the engine; None if none is known."""
-        return self._groups.get(engine, (None,))[0]
+        own = self._grouped.get(engine)
+        return None if own is None else own.groups
 
     def store_group(self, engine: str, group: KvGroup, hashes: tuple[BlockHash, ...]) -> None:
         """The group now holds these blocks, of one chain and in its order."""
-        self._locations.mark(self._groups[engine][0].bits[group.number], hashes)
+        groups = self._grouped[engine].groups
+        groups.count(group, self._locations.mark(groups.bits[group.number], hashes)[0])
 
     def remove_group(self, engine: str, group: KvGroup, hashes: tuple[BlockHash, ...]) -> None:
         """The group no longer holds these blocks."""
-        self._locations.clear(self._groups[engine][0].bits[group.number], hashes, 0)
+        groups = self._grouped[engine].groups
+        groups.count(group, -self._locations.clear(groups.bits[group.number], hashes, 0).get(0, 0))
 
     def in_groups(self, engine: str, block: BlockHash) -> bool:
         """True if a further group of the engine holds the block."""
@@ -229,8 +255,12 @@ class PrefixIndex:
             self._tidy()
         else:
             self._free.append(shift // _WIDTH)
-        _, slots = self._groups.pop(engine, (None, ()))
-        for slot in slots:
+        own = self._grouped.pop(engine, None)
+        if own is None:
+            del self._alone[engine]
+            return
+        self._columns = None
+        for slot in own.slots[1:]:
             self._group_bits ^= _ALL << _WIDTH * slot
             self._locations.retire(_ALL << _WIDTH * slot)
 
@@ -365,31 +395,49 @@ class PrefixIndex:
         """The match of a chain on each engine that holds its first block. No prompt can reuse more than
         `most` of its blocks."""
         masks, ends = self._reach(hashes)
+        if not masks:
+            return {}
         # Of each slot a digit a stretch. A column is what a slot has of the chain, from stretch to stretch.
         width = len(self._slots)
         digits = "".join([f"{mask:0{width}x}"[::-1] for mask in masks])
         matches: dict[str, Match] = {}  # engines that hold the same of a prompt share one
         found: dict[str, Match] = {}
-        for engine, shift in self._shifts.items() if digits else ():
+        for engine, shift in self._alone.items():
             column = digits[shift // _WIDTH :: width]
             if column[0] != "0":
                 match = matches.get(column)
                 if match is None:
                     match = matches[column] = _match_of(column, ends)
                 found[engine] = match
-        within: dict[object, Match] = {}
-        for engine, (groups, slots) in self._groups.items():
-            match = found.get(engine)
-            if match is not None:
-                key = id(match), groups.shape, *[digits[slot::width] for slot in slots]
-                reused = within.get(key)
-                if reused is None:
-                    shift = self._shifts[engine]
-                    column = digits[shift // _WIDTH :: width]
-                    held = match.blocks if most is None else min(match.blocks, most)
-                    reused = _within_groups(groups, masks, ends, column, held, _PENDING << shift) or match
-                    within[key] = reused
-                found[engine] = reused
+        if self._grouped:
+            found |= self._match_grouped(digits, masks, ends, most)
+        return found
+
+    def _match_grouped(
+        self, digits: str, masks: list[int], ends: list[int], most: int | None
+    ) -> dict[str, Match]:
+        """The matches of engines with further groups. `digits`: see `match`."""
+        width, found = len(self._slots), dict[str, Match]()
+        if self._columns is None:
+            self._columns = [
+                (engine, own.groups.shape, itemgetter(*[slice(at, None, width) for at in own.slots]), own)
+                for engine, own in self._grouped.items()
+            ]
+        last: tuple[str, ...] = ("",)
+        last_shape, match = "", _NOTHING
+        within: dict[tuple[str, ...], Match] = {}
+        for engine, shape, columns, own in self._columns:
+            key = columns(digits)
+            if shape is not last_shape:
+                last, last_shape, within = ("",), shape, {}
+            if key != last:  # most engines hold the same as the one before
+                if key[0][0] == "0":
+                    continue
+                last = key
+                if key not in within:
+                    within[key] = _within_groups(own, masks, ends, key[0], most)
+                match = within[key]
+            found[engine] = match
         return found
 
     def _reach(self, chain: Sequence[BlockHash]) -> tuple[list[int], list[int]]:
@@ -427,18 +475,18 @@ def _match_of(column: str, ends: list[int]) -> Match:
     return Match(gpu, host, disk, pending, lead)
 
 
-def _within_groups(
-    groups: KvGroups, masks: list[int], ends: list[int], column: str, held: int, pending: int
-) -> Match | None:
-    """The part of an engine's match that its further groups can reuse, too; None for all of it.
+def _within_groups(own: Grouped, masks: list[int], ends: list[int], column: str, most: int | None) -> Match:
+    """The part of a chain that an engine's further groups can reuse, too.
 
     Blocks are pending beyond the boundary that the groups allow now, if requests in flight move it: whatever
     full attention holds there is reused only when they have computed it again.
     """
+    match, groups, pending = _match_of(column, ends), own.groups, _PENDING << _WIDTH * own.slots[0]
+    held = match.blocks if most is None else min(match.blocks, most)
     reach, lacks = groups.reach(masks, ends, held, pending)
     sure = groups.reach(masks, ends, reach)[0] if max(column) >= _PENDING_DIGIT else reach
     if sure >= held:
-        return None
+        return match
     within = _match_of(column, [min(end, reach) for end in ends])
     now = _match_of(column, [min(end, sure) for end in ends])
     return Match(

@@ -176,6 +176,9 @@ class Placer:
         if book.gpu_blocks is not None:
             gpu, host, _, pending = self.index.counts(engine)
             free = room = max(book.gpu_blocks - gpu - pending, 0)
+            groups = self.index.groups_of(engine)
+            if groups is not None:
+                free = room = max(groups.room(book.gpu_blocks, gpu) - pending, 0)
             if book.host_blocks > host:
                 room += book.host_blocks - host
         busy = book.worked.per_s(now)

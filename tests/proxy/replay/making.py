@@ -68,6 +68,12 @@ class Diary:
     def removed(self, engine, tier, hashes):
         self.lines.append(("removed", tier.value, list(hashes)))
 
+    def window_stored(self, engine, hashes):
+        self.lines.append(("in window", list(hashes)))
+
+    def window_removed(self, engine, hashes):
+        self.lines.append(("out of window", list(hashes)))
+
     def of(self, *kinds):
         return [line for line in self.lines if line[0] in kinds]
 

@@ -1,6 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
+from proxy.core.index.blocks import Chain
 from proxy.replay.cache import TieredCache
 
 # Chains of a small tree: a block says all that goes before it.
@@ -9,10 +10,15 @@ PATHS = st.lists(st.sampled_from("abc"), min_size=1, max_size=4).map(
 )
 
 
+def prompt(*hashes):
+    """The blocks, and a tail."""
+    return Chain(hashes, 10 * len(hashes) + 1, 10)
+
+
 def serve(cache, hashes, blocks=None):
     blocks = len(hashes) if blocks is None else blocks
-    taken = cache.take(hashes, blocks)
-    cache.fill(hashes)
+    taken = cache.take(prompt(*hashes), blocks)
+    cache.fill(hashes, taken.gpu)
     cache.release(hashes, blocks)
     return taken
 
@@ -20,25 +26,25 @@ def serve(cache, hashes, blocks=None):
 def test_what_was_served_is_found():
     cache = TieredCache(5)
     assert serve(cache, (1, 2, 3)).gpu == 0
-    assert cache.match((1, 2, 3, 4)) == (3, 0)
+    assert cache.match(prompt(1, 2, 3, 4)) == (3, 0)
     assert serve(cache, (1, 2, 9)).gpu == 2
     assert (cache.held, cache.occupied) == (4, 4)
 
 
 def test_nothing_is_found_before_it_is_filled():
     cache = TieredCache(5)
-    cache.take((1, 2), 2)
-    assert (cache.match((1, 2)), cache.held, cache.occupied) == ((0, 0), 0, 2)
-    assert cache.fill((1, 2)) == [1, 2]
-    assert cache.match((1, 2)) == (2, 0)
+    cache.take(prompt(1, 2), 2)
+    assert (cache.match(prompt(1, 2)), cache.held, cache.occupied) == ((0, 0), 0, 2)
+    assert cache.fill((1, 2), 0).new == [1, 2]
+    assert cache.match(prompt(1, 2)) == (2, 0)
 
 
 def test_what_is_coming_counts_as_if_it_were_there():
     cache = TieredCache(3, 3)
     serve(cache, (1, 2))
     serve(cache, (7, 8, 9))
-    assert cache.match((1, 2, 3, 4)) == (0, 2)
-    assert cache.match((1, 2, 3, 4), {1, 3}) == (2, 1)
+    assert cache.match(prompt(1, 2, 3, 4)) == (0, 2)
+    assert cache.match(prompt(1, 2, 3, 4), {1, 3}) == (2, 1)
 
 
 def test_the_end_of_the_prompt_used_longest_ago_goes_first():
@@ -52,15 +58,15 @@ def test_the_end_of_the_prompt_used_longest_ago_goes_first():
 
 def test_what_is_in_use_stays_and_others_wait():
     cache = TieredCache(5)
-    cache.take((1, 2, 3), 4)
-    cache.fill((1, 2, 3))
-    assert cache.take((7, 8), 2) is None
-    taken = cache.take((1, 2, 9), 3)
+    cache.take(prompt(1, 2, 3), 4)
+    cache.fill((1, 2, 3), 0)
+    assert cache.take(prompt(7, 8), 2) is None
+    taken = cache.take(prompt(1, 2, 9), 3)
     assert (taken.gpu, taken.evicted, cache.occupied) == (2, [], 5)
-    cache.fill((1, 2, 9))
+    cache.fill((1, 2, 9), 2)
     cache.release((1, 2, 3), 4)
-    assert (cache.match((1, 2, 3)), cache.occupied) == ((3, 0), 4)
-    assert cache.take((7, 8), 2).evicted == [3]
+    assert (cache.match(prompt(1, 2, 3)), cache.occupied) == ((3, 0), 4)
+    assert cache.take(prompt(7, 8), 2).evicted == [3]
 
 
 def test_what_leaves_the_gpu_goes_down_and_comes_back():
@@ -68,10 +74,10 @@ def test_what_leaves_the_gpu_goes_down_and_comes_back():
     serve(cache, (1, 2, 3))
     taken = serve(cache, (7, 8))
     assert (taken.evicted, taken.gone) == ([3, 2], [])
-    assert cache.match((1, 2, 3)) == (1, 2)
+    assert cache.match(prompt(1, 2, 3)) == (1, 2)
     taken = serve(cache, (1, 2, 3))
     assert (taken.gpu, taken.host, taken.evicted, taken.gone) == (1, 2, [8, 7], [8, 7])
-    assert cache.match((1, 2, 3)) == (3, 0)
+    assert cache.match(prompt(1, 2, 3)) == (3, 0)
 
 
 def test_the_host_tier_forgets_what_went_down_first():
@@ -79,7 +85,7 @@ def test_the_host_tier_forgets_what_went_down_first():
     for block in (1, 2, 3):
         serve(cache, (block,))
     assert serve(cache, (4,)).gone == [1]
-    assert [cache.match((block,)) for block in (1, 2, 3, 4)] == [(0, 0), (0, 1), (0, 1), (1, 0)]
+    assert [cache.match(prompt(block)) for block in (1, 2, 3, 4)] == [(0, 0), (0, 1), (0, 1), (1, 0)]
 
 
 def test_a_host_tier_smaller_than_what_goes_down_at_once():
@@ -95,11 +101,11 @@ def test_room_is_kept_and_parents_outlive_children(prompts, gpu, host):
     running = []
     for hashes, extra in prompts:
         blocks = len(hashes) + extra
-        while (taken := cache.take(hashes, blocks)) is None:
+        while (taken := cache.take(prompt(*hashes), blocks)) is None:
             cache.release(*running.pop(0))
-        assert set(cache.fill(hashes)) == set(hashes[taken.gpu :])
+        assert set(cache.fill(hashes, taken.gpu).new) == set(hashes[taken.gpu :])
         running.append((hashes, blocks))
-        assert cache.match(hashes) == (len(hashes), 0)
+        assert cache.match(prompt(*hashes)) == (len(hashes), 0)
         assert cache.occupied <= gpu
         assert len(cache._host) <= host
         on_gpu = {*cache._idle, *cache._used}

@@ -133,3 +133,23 @@ def test_events_reach_its_index():
     policy.stored(0, Tier.GPU, [1])
     policy.removed(0, Tier.HOST, [2])
     assert choose(policy, ask((1, 2))) == [(0, 100)]
+
+
+def test_of_a_hybrid_model_it_counts_what_all_groups_hold():
+    policy = Kvpin(fleet_of(window_groups=2, window_tokens=101), 0)
+    policy.stored(0, Tier.GPU, [1, 2])
+    policy.window_stored(0, [1, 2])
+    assert choose(policy, ask((1, 2))) == [(0, 200)]
+    policy.window_removed(0, [2])
+    policy.removed(0, Tier.GPU, [])
+    assert policy._placer.match(ask((1, 2)).chain)["e0"].cut == 1
+
+
+def test_on_hybrid_models_it_predicts_what_engines_reuse():
+    trace = chats(30, 6, seed=1)
+    model = EngineModel(100_000, window_groups=3, window_tokens=301)
+    speedup = speedup_for_load(trace, model, 2, 0.5)
+    own, other = (simulate(trace, ReplayRun(name, 2, model, speedup)) for name in ("kvpin", "llm-d"))
+    assert own.evicted > 0
+    assert own.exact_share > max(other.exact_share, 0.8)
+    assert own.mean_ttft_s < other.mean_ttft_s

@@ -55,6 +55,28 @@ class TestFifo:
         ]
         assert engine.evicted == 1
 
+    def test_events_of_a_hybrid_model(self):
+        engine, diary = play(
+            model_of(4, window_groups=1, window_tokens=101),  # 8 blocks of the pool
+            ask((1, 2, 3), tail=0, name=1),
+            ask((7, 8), tail=0, name=2),
+        )
+        assert diary.lines == [
+            ("started", 0.0, 1, 0, 0),
+            ("stored", "gpu", [1, 2, 3]),
+            ("in window", [1, 2, 3]),
+            ("first", 0.3, 1),
+            ("finished", 0.3, 1),
+            ("out of window", [1, 2]),
+            ("started", 0.3, 2, 0, 0),
+            ("stored", "gpu", [7, 8]),
+            ("in window", [7, 8]),
+            ("out of window", [3]),
+            ("first", 0.5, 2),
+            ("finished", 0.5, 2),
+        ]
+        assert engine.evicted == 0
+
     def test_answers_take_neither_time_nor_room(self):
         model = model_of(2)
         assert model.fits(ask((1, 2), tail=0, output=1000))

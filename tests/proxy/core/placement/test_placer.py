@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine_adapter import Forecast, Tier
+from engine_adapter.types import Attention, KvGroup
 from proxy.core.index.blocks import Chain
 from proxy.core.index.prefix_index import Match
 from proxy.core.placement import placer as module
@@ -143,6 +144,33 @@ class TestCandidates:
             placer.index.store("a", Tier(tier), range(1, blocks + 1))
         told = placer.candidate(0.0, "a")
         assert (told.free_blocks, told.room) == (free, room)
+
+    @pytest.mark.parametrize(
+        ("stored", "size", "room"),
+        [
+            (0, 16, 100),  # of 300 blocks, a prompt's block takes one in each group
+            (30, 16, 70),  # 90 are taken, and a third of the rest is for full attention
+            (10, 16, 150),  # most window blocks were evicted: a prompt keeps less in the groups
+            (10, 32, 98),  # their blocks are twice as large
+        ],
+    )
+    def test_groups_share_the_room(self, stored, size, room):
+        placer = Placer(16)
+        placer.add("a", gpu_blocks=300)
+        for number in (1, 2):
+            group = KvGroup(number, Attention.WINDOW, 64)
+            placer.index.add_group("a", group, size, 16)
+            placer.index.store_group("a", group, tuple(range(1, stored + 1)))
+            placer.index.store_group("a", group, (1, 2)[:stored])  # nothing new
+        placer.index.store("a", Tier.GPU, range(1, 31 if stored else 1))
+        told = placer.candidate(0.0, "a")
+        assert (told.free_blocks, told.room) == (room, room)
+        placer.begin(0.0, "a", Work(160), prompt(9))
+        assert placer.candidate(0.0, "a").room == room - 10
+        for number in (1, 2):
+            group = KvGroup(number, Attention.WINDOW, 64)
+            placer.index.remove_group("a", group, (*range(1, 31), 99))
+        assert placer.index.groups_of("a").held == 0
 
 
 class TestPlacement:

@@ -1,0 +1,117 @@
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine_adapter.types import Attention, KvGroup, Tier
+from proxy.core.index.blocks import Chain
+from proxy.core.index.prefix_index import PrefixIndex
+from proxy.replay.hybrid_cache import HybridCache
+
+SIZE = 10
+NAMES = st.lists(st.integers(0, 2), min_size=1, max_size=8)
+
+
+def prompt(*hashes, tail=1):
+    """The blocks, and a tail."""
+    return Chain(hashes, SIZE * len(hashes) + tail, SIZE)
+
+
+def serve(cache, *hashes, tail=1):
+    """How many blocks a prompt reuses."""
+    blocks = len(hashes) + (tail > 0)
+    taken = cache.take(prompt(*hashes, tail=tail), blocks)
+    cache.fill(hashes, taken.gpu)
+    cache.release(hashes, blocks)
+    return taken.gpu
+
+
+def chain_of(letters):
+    """A path of a small tree: a block says all that goes before it."""
+    return tuple(int("1" + "".join(map(str, letters[: n + 1]))) for n in range(len(letters)))
+
+
+def test_a_prompt_is_reused_up_to_a_window_that_is_there():
+    cache = HybridCache(100, groups=3, window_blocks=2)
+    assert serve(cache, 1, 2, 3, 4, 5) == 0
+    assert cache.match(prompt(1, 2, 3, 9)) == (3, 0)
+    assert cache.match(prompt(1, 2, 3, 4, 5, tail=0)) == (4, 0)  # the last token is always computed
+    assert (cache.held, cache.occupied, cache.in_use) == (5 + 3 * 5, 20, 0)
+
+
+def test_a_short_prompt_needs_no_whole_window():
+    cache = HybridCache(100, groups=1, window_blocks=4)
+    serve(cache, 1, 2)
+    assert cache.match(prompt(1, 2, 3)) == (2, 0)
+
+
+def test_what_the_window_left_goes_first_and_the_window_next():
+    cache = HybridCache(15, groups=2, window_blocks=1)
+    serve(cache, 1, 2, 3, 4, tail=0)  # 4 blocks, and twice 4 in windows, of which the last is held to the end
+    gone = []
+    for block in (7, 8):
+        taken = cache.take(prompt(block, tail=0), 1)
+        filled = cache.fill((block,), 0)
+        cache.release((block,), 1)
+        assert (taken.evicted, filled.evicted, filled.out_of_window) == ([], [], [])
+        gone += taken.out_of_window
+    assert gone == [1, 2, 3]
+    assert cache.match(prompt(1, 2, 3, 4)) == (4, 0)
+    assert cache.take(prompt(9, tail=0), 1).out_of_window == [4]
+    assert cache.match(prompt(1, 2, 3, 4)) == (0, 0)  # full attention still has all of it
+
+
+def test_running_requests_hold_their_window_and_no_more():
+    cache = HybridCache(14, groups=2, window_blocks=2)
+    assert cache.needs(4) == 4 + 2 * 3
+    assert cache.take(prompt(1, 2, 3, 4, tail=0), 4) is not None
+    cache.fill((1, 2, 3, 4), 0)
+    assert cache.in_use == 4 + 2 * 3
+    assert cache.take(prompt(9), 2) is None
+    cache.release((1, 2, 3, 4), 4)
+    assert cache.in_use == 0
+    assert cache.take(prompt(9), 2) is not None
+
+
+def test_an_answer_moves_the_window():
+    cache = HybridCache(100, groups=1, window_blocks=2)
+    cache.take(prompt(1, 2, 3), 6)
+    cache.fill((1, 2, 3), 0)
+    for end in (4, 5):
+        filled = cache.fill(tuple(range(1, end + 1)), end - 1)
+        assert (filled.new, filled.new_in_window) == ([end], [end])
+        assert cache.in_use == 6 + 3
+    cache.release((1, 2, 3, 4, 5), 6)
+    assert (cache.in_use, cache.match(prompt(1, 2, 3, 4, 5))) == (0, (5, 0))
+
+
+@given(st.lists(NAMES, max_size=30), st.integers(1, 3), st.integers(1, 3), st.integers(40, 70))
+def test_its_events_say_what_it_reuses(prompts, groups, window_blocks, room):
+    cache, index = HybridCache(room, groups, window_blocks), PrefixIndex()
+    index.add_engine("e")
+    numbered = [KvGroup(at, Attention.WINDOW, window_blocks * SIZE + 1) for at in range(groups)]
+    for group in numbered:
+        index.add_group("e", group, SIZE, SIZE)
+
+    def hear(change):
+        index.store("e", Tier.GPU, getattr(change, "new", ()))
+        index.remove("e", Tier.GPU, change.evicted)
+        for group in numbered:
+            index.store_group("e", group, tuple(getattr(change, "new_in_window", ())))
+            index.remove_group("e", group, tuple(change.out_of_window))
+
+    running = []
+    for letters in prompts:
+        hashes = chain_of(letters)
+        asked = prompt(*hashes, tail=len(letters) % 2)
+        match = index.match(hashes, asked.reusable).get("e")
+        while (taken := cache.take(asked, len(hashes) + 1)) is None:
+            cache.release(*running.pop(0))
+        assert taken.gpu == min(match.gpu if match else 0, asked.reusable)
+        hear(taken)
+        hear(cache.fill(hashes, taken.gpu))
+        assert cache.match(prompt(*hashes)) == (len(hashes), 0)
+        assert cache.held == index.held("e", Tier.GPU) + index.groups_of("e").held
+        assert cache.occupied <= room or not cache._idle
+        running.append((hashes, len(hashes) + 1))
+    for each in running:
+        cache.release(*each)
+    assert cache.occupied == cache.held
