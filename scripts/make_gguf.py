@@ -1,6 +1,6 @@
 """Writes small GGUF models with random weights for tests and benchmarks against a real llama-server.
 
-    python scripts/make_gguf.py tiny|large|swa DIR [--seed N]
+    python scripts/make_gguf.py tiny|large|swa|sinks|linear|conv DIR [--seed N]
 
 What a model says is gibberish, but it behaves as a real one does where a cache is concerned:
 
@@ -20,6 +20,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 try:
     import gguf
@@ -57,6 +58,8 @@ class Shape:
     Attributes:
         architecture: its name in the file.
         window: tokens a sliding-window layer looks back; None where all layers see everything.
+        experts: feed-forward networks per layer, of which two run for a token; 0 for a single one.
+        full_every: every so many layers one has attention, the others a recurrent state; 0 for all attention.
     """
 
     architecture: str
@@ -67,13 +70,30 @@ class Shape:
     kv_heads: int
     head_width: int
     window: int | None = None
+    experts: int = 0
+    full_every: int = 0
+
+    def is_recurrent(self, layer: int) -> bool:
+        """True if this layer has a recurrent state instead of attention."""
+        return self.full_every > 0 and (layer + 1) % self.full_every != 0
+
+    @property
+    def has_head_norms(self) -> bool:
+        """True if queries and keys are normalised in each head."""
+        return self.architecture in ("gemma3", "qwen35", "lfm2")
 
 
 SHAPES = {
     "tiny": Shape("llama", 4, 256, 640, 4, 2, 64),  # 9 MB
     "large": Shape("llama", 8, 1024, 2688, 16, 8, 64),  # 100M parameters, 199 MB
     "swa": Shape("gemma3", 6, 256, 640, 4, 2, 64, window=128),  # 13 MB; every sixth layer sees everything
+    "sinks": Shape("gpt-oss", 4, 256, 256, 4, 2, 64, window=128, experts=4),  # every second one; 15 MB
+    "linear": Shape("qwen35", 4, 256, 640, 4, 2, 64, full_every=4),  # gated delta nets; 11 MB
+    "conv": Shape("lfm2", 4, 256, 640, 4, 2, 64, full_every=2),  # short convolutions; 9 MB
 }
+
+_CONV = 4  # tokens that a convolution sees
+_STATE = 64  # width of the state of a head of a gated delta net
 
 
 def gguf_path(kind: str, seed: int = 0) -> Path:
@@ -151,7 +171,8 @@ def _add_shape(writer: gguf.GGUFWriter, shape: Shape) -> None:
     writer.add_embedding_length(shape.width)
     writer.add_feed_forward_length(shape.hidden)
     writer.add_head_count(shape.heads)
-    writer.add_head_count_kv(shape.kv_heads)
+    heads = [0 if shape.is_recurrent(layer) else shape.kv_heads for layer in range(shape.layers)]
+    writer.add_head_count_kv(heads if shape.architecture == "lfm2" else shape.kv_heads)
     writer.add_key_length(shape.head_width)
     writer.add_value_length(shape.head_width)
     writer.add_rope_dimension_count(shape.head_width)
@@ -160,6 +181,20 @@ def _add_shape(writer: gguf.GGUFWriter, shape: Shape) -> None:
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_F16)
     if shape.window is not None:
         writer.add_sliding_window(shape.window)
+    if shape.experts:
+        writer.add_expert_count(shape.experts)
+        writer.add_expert_used_count(2)
+        writer.add_expert_feed_forward_length(shape.hidden)
+    if shape.architecture == "lfm2":
+        writer.add_shortconv_l_cache(_CONV)
+    if shape.architecture == "qwen35":
+        writer.add_rope_dimension_sections([shape.head_width // 2, 0, 0, 0])
+        writer.add_full_attention_interval(shape.full_every)
+        writer.add_ssm_conv_kernel(_CONV)
+        writer.add_ssm_inner_size(shape.heads * _STATE)
+        writer.add_ssm_state_size(_STATE)
+        writer.add_ssm_time_step_rank(shape.heads)
+        writer.add_ssm_group_count(shape.kv_heads)
 
 
 def _add_tokenizer(writer: gguf.GGUFWriter, tokenizer: dict) -> list[str]:
@@ -184,7 +219,7 @@ def _add_tokenizer(writer: gguf.GGUFWriter, tokenizer: dict) -> list[str]:
 
 def make_tensors(
     shape: Shape, tokens: list[str], random: np.random.Generator
-) -> Iterator[tuple[str, NDArray[np.float16] | NDArray[np.float32]]]:
+) -> Iterator[tuple[str, NDArray[Any]]]:
     """The weights by their names in a GGUF, the same ones for the same state of `random`."""
 
     def matrix(rows: int, columns: int, std: float = 1.0) -> NDArray[np.float32]:
@@ -200,28 +235,78 @@ def make_tensors(
     unbiased = norm.copy()
     unbiased[0] = 0
     queries, keys = shape.heads * shape.head_width, shape.kv_heads * shape.head_width
+
+    def attention() -> Iterator[tuple[str, NDArray[Any]]]:
+        if shape.has_head_norms:
+            yield "attn_q_norm.weight", np.full(shape.head_width, _ATTENTION_STD, np.float32)
+            yield "attn_k_norm.weight", np.ones(shape.head_width, np.float32)
+        asked = matrix(queries, shape.width, _ATTENTION_STD).astype(np.float16)
+        if shape.architecture == "qwen35":  # each head's queries, then its gates
+            gates = matrix(queries, shape.width).astype(np.float16)
+            by_head = (shape.heads, shape.head_width, shape.width)
+            pair = np.stack([asked.reshape(by_head), gates.reshape(by_head)], axis=1)
+            asked = pair.reshape(2 * queries, shape.width)
+        yield "attn_q.weight", asked
+        yield "attn_k.weight", matrix(keys, shape.width).astype(np.float16)
+        yield "attn_v.weight", matrix(keys, shape.width, 2.0).astype(np.float16)
+        yield "attn_output.weight", into_stream(queries)
+        if shape.architecture == "gpt-oss":
+            yield "attn_output.bias", np.zeros(shape.width, np.float32)
+            yield "attn_sinks.weight", np.zeros(shape.heads, np.float32)
+
+    def delta_net() -> Iterator[tuple[str, NDArray[Any]]]:
+        values, mixed = shape.heads * _STATE, (shape.heads + 2 * shape.kv_heads) * _STATE
+        yield "attn_qkv.weight", matrix(mixed, shape.width).astype(np.float16)
+        yield "attn_gate.weight", matrix(values, shape.width).astype(np.float16)
+        yield "ssm_conv1d.weight", matrix(mixed, _CONV)
+        yield "ssm_dt.bias", np.zeros(shape.heads, np.float32)
+        yield "ssm_a", np.full(shape.heads, -0.01, np.float32)  # forgets slowly: the whole context counts
+        yield "ssm_beta.weight", matrix(shape.heads, shape.width).astype(np.float16)
+        yield "ssm_alpha.weight", matrix(shape.heads, shape.width).astype(np.float16)
+        yield "ssm_norm.weight", np.ones(_STATE, np.float32)
+        yield "ssm_out.weight", into_stream(values)
+
+    def convolution() -> Iterator[tuple[str, NDArray[Any]]]:
+        yield "shortconv.conv.weight", matrix(shape.width, _CONV)
+        yield "shortconv.in_proj.weight", matrix(3 * shape.width, shape.width).astype(np.float16)
+        yield "shortconv.out_proj.weight", into_stream(shape.width)
+
+    def feed_forward() -> Iterator[tuple[str, NDArray[Any]]]:
+        yield "ffn_gate.weight", matrix(shape.hidden, shape.width).astype(np.float16)
+        yield "ffn_up.weight", matrix(shape.hidden, shape.width).astype(np.float16)
+        yield "ffn_down.weight", into_stream(shape.hidden)
+
+    def experts() -> Iterator[tuple[str, NDArray[Any]]]:
+        each = [dict(feed_forward()) for _ in range(shape.experts)]
+        for name in each[0]:
+            stem = f"{name.removesuffix('.weight')}_exps"
+            stack = np.stack([weights[name] for weights in each])
+            yield f"{stem}.weight", stack
+            yield f"{stem}.bias", np.zeros(stack.shape[:2], np.float32)
+        yield "ffn_gate_inp.weight", matrix(shape.experts, shape.width)
+        yield "ffn_gate_inp.bias", np.zeros(shape.experts, np.float32)
+
     embedding = random.standard_normal((len(tokens), shape.width), np.float32)
     embedding[:, 0] = _BIAS * (shape.width / 256) ** 0.5
-    if shape.window is not None:
+    if shape.architecture == "gemma3":
         embedding /= shape.width**0.5  # what this architecture multiplies it with
     yield "token_embd.weight", embedding.astype(np.float16)
+    recurrent = convolution if shape.architecture == "lfm2" else delta_net
+    before_network = {"gpt-oss": "post_attention_norm", "qwen35": "post_attention_norm"}
     for layer in range(shape.layers):
         block = f"blk.{layer}"
         yield f"{block}.attn_norm.weight", unbiased
-        if shape.window is not None:
-            yield f"{block}.attn_q_norm.weight", np.full(shape.head_width, _ATTENTION_STD, np.float32)
-            yield f"{block}.attn_k_norm.weight", np.ones(shape.head_width, np.float32)
+        if shape.architecture == "gemma3":
             yield f"{block}.post_attention_norm.weight", unbiased
             yield f"{block}.post_ffw_norm.weight", unbiased
-        yield f"{block}.attn_q.weight", matrix(queries, shape.width, _ATTENTION_STD).astype(np.float16)
-        yield f"{block}.attn_k.weight", matrix(keys, shape.width).astype(np.float16)
-        yield f"{block}.attn_v.weight", matrix(keys, shape.width, 2.0).astype(np.float16)
-        yield f"{block}.attn_output.weight", into_stream(queries)
-        yield f"{block}.ffn_norm.weight", unbiased
-        yield f"{block}.ffn_gate.weight", matrix(shape.hidden, shape.width).astype(np.float16)
-        yield f"{block}.ffn_up.weight", matrix(shape.hidden, shape.width).astype(np.float16)
-        yield f"{block}.ffn_down.weight", into_stream(shape.hidden)
-    yield "output_norm.weight", norm
+        yield f"{block}.{before_network.get(shape.architecture, 'ffn_norm')}.weight", unbiased
+        for part in (
+            recurrent if shape.is_recurrent(layer) else attention,
+            experts if shape.experts else feed_forward,
+        ):
+            for name, values in part():
+                yield f"{block}.{name}", values
+    yield "token_embd_norm.weight" if shape.architecture == "lfm2" else "output_norm.weight", norm
     head = matrix(len(tokens), shape.width, _LOGIT_STD)
     head[:, 0] = [
         0.0 if _WORD.fullmatch(token) else _END if token == _TURN_END else _NEVER for token in tokens
