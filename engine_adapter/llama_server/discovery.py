@@ -28,6 +28,7 @@ from engine_adapter.errors import EngineRejected, EngineSpecError, EngineUnavail
 from engine_adapter.http.control import ControlClient
 from engine_adapter.http.models import read_models
 from engine_adapter.llama_server import slot_io
+from engine_adapter.llama_server.checkpoints import PLAIN, MemoryRules
 from engine_adapter.llama_server.slot_io import read_slots, spare_slot
 from engine_adapter.types import EngineSpec, Finding
 
@@ -126,6 +127,8 @@ class ServerFacts:
         fingerprint: digest of the model and the LoRA adapters that make its KV.
         is_unified: all slots share one KV pool (`-kvu`); None while unknown.
         ram_cache: it keeps prompts in its own cache (`--cache-ram`); None while unknown.
+        memory: how much of a slot it reuses; the default while unknown.
+        user_mark: the tokens that begin a user message in a chat; empty while they do not matter.
     """
 
     model: str
@@ -144,6 +147,8 @@ class ServerFacts:
     fingerprint: str
     is_unified: bool | None = None
     ram_cache: bool | None = None
+    memory: MemoryRules = PLAIN
+    user_mark: tuple[int, ...] = ()
 
     @property
     def key(self) -> str:
@@ -235,6 +240,16 @@ def findings_of(facts: ServerFacts) -> Iterator[Finding]:
         )
     if not facts.has_slots:
         yield Finding("kvpin cannot watch its slots", "start the server with --slots")
+    if facts.memory.window:
+        yield Finding(
+            "its model has sliding windows: what is restored would be computed again, so nothing is saved",
+            "start the server with --swa-full, which keeps the KV of all tokens: it takes more memory",
+        )
+    if not facts.memory.most:
+        yield Finding(
+            "it makes no context checkpoints: a prompt that does not go on where its slot ends is computed whole",
+            "start the server with --ctx-checkpoints 32, or without that flag",
+        )
     if facts.is_sleeping:
         yield Finding(
             "it sleeps when idle and loses all KV",
@@ -325,8 +340,8 @@ async def probe_ram_cache(control: ControlClient, slot_id: int) -> bool:
     """
     first, second = list(range(10, 10 + _PROBE_TOKENS)), list(range(110, 110 + _PROBE_TOKENS))
     for prompt in (first, second):
-        await _prefill(control, prompt, slot_id)
-    return await _prefill(control, [*first, second[0]], slot_id) > 0
+        await prefill(control, prompt, slot_id)
+    return await prefill(control, [*first, second[0]], slot_id) > 0
 
 
 async def probe_unified(control: ControlClient, slot_id: int, slots: int, *, file: str) -> bool | None:
@@ -343,7 +358,7 @@ async def probe_unified(control: ControlClient, slot_id: int, slots: int, *, fil
     return True if not rest and counted in [caches * (1 + 1) for caches in _CACHES] else None
 
 
-async def _prefill(control: ControlClient, prompt: list[int], slot_id: int) -> int:
+async def prefill(control: ControlClient, prompt: list[int], slot_id: int) -> int:
     """Computes a prompt on a slot; returns the number of reused tokens."""
     request = {"prompt": prompt, "n_predict": 0, "cache_prompt": True, "id_slot": slot_id}
     match await control.call("POST", "/completion", json=request):

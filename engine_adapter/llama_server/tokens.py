@@ -5,7 +5,9 @@ A chat costs two calls (`/apply-template`, `/tokenize`), a text one call, ready 
 
 from __future__ import annotations
 
+import re
 from array import array
+from os.path import commonprefix
 from typing import Any
 
 import msgspec
@@ -19,6 +21,8 @@ from engine_adapter.types import TokenIds
 _CHAT = "/v1/chat/completions"
 _COMPLETIONS = NATIVE_COMPLETIONS | {"/v1/completions"}
 _INT32_MAX = 2**31 - 1
+# The end of the message before.
+_END_MARKER = re.compile(r"^(\s*<[^<>]*(end|close)[^<>]*>)+", re.IGNORECASE)
 
 
 class _Prompt(msgspec.Struct):
@@ -49,6 +53,27 @@ async def tokenize(control: ControlClient, path: str, body: JsonBody) -> TokenId
         else:
             tokens.append(part)
     return tokens
+
+
+async def read_user_mark(control: ControlClient) -> tuple[int, ...]:
+    """The tokens that begin a user message, as the server finds them in its chat template: it compares two
+    chats, of which one has a further user message. Empty if the template does not tell.
+    """
+    first, answer, second = (
+        {"role": role, "content": text}
+        for role, text in (("user", "kvpin-a"), ("assistant", "kvpin-b"), ("user", "kvpin-c"))
+    )
+    texts = []
+    try:
+        for messages in ([first, answer], [first, answer, second]):
+            asked = {"messages": messages, "add_generation_prompt": False}
+            texts.append((await control.read(_Prompt, "POST", "/apply-template", json=asked)).prompt)
+        added = texts[1][len(commonprefix(texts)) :]
+        before = added.rpartition(answer["content"])[2].partition(second["content"])[0]
+        mark = _END_MARKER.sub("", before).strip()
+        return tuple(await _tokens(control, mark, add_special=False)) if mark else ()
+    except EngineRejected:
+        return ()
 
 
 async def _tokens(control: ControlClient, text: str, *, add_special: bool = True) -> TokenIds[int]:

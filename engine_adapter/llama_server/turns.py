@@ -28,12 +28,14 @@ class Ask:
         tokens: its ids; empty if they are unknown.
         salt: digest of its cache salt.
         retention: how long to retain what it leaves; None for no retention.
+        is_chat: the server knows where its messages begin.
     """
 
     tokens: TokenIds[int] = field(repr=False)
     salt: str | None = None
     reuse: bool = True
     retention: Retention | None = None
+    is_chat: bool = False
 
 
 @dataclass(slots=True)
@@ -41,6 +43,7 @@ class SlotLease:
     """A request's hold on a slot.
 
     Attributes:
+        shared: leading tokens of the prompt that lie in the slot.
         cached_tokens: prompt tokens the server will report as reused.
         firm: False if the server may report more.
         may_reuse: the request may use KV that lies in the slot.
@@ -55,6 +58,7 @@ class SlotLease:
 
     slot: int
     ask: Ask
+    shared: int
     cached_tokens: int
     firm: bool
     may_reuse: bool

@@ -19,7 +19,20 @@ REQUESTS = int(os.environ.get("CHECKPOINT_REQUESTS", "0"))
 SHAPES = ("swa", "sinks", "linear", "conv") if REQUESTS else ("linear",)
 FLAGS = os.environ.get("CHECKPOINT_FLAGS", "").split()
 SLOTS, TALKS, AT_ONCE = 3, 8, 2
-WORDS = "river stone garden light paper winter market engine letter window silver basket".split()
+WORDS = [
+    "river",
+    "stone",
+    "garden",
+    "light",
+    "paper",
+    "winter",
+    "market",
+    "engine",
+    "letter",
+    "window",
+    "silver",
+    "basket",
+]
 SYSTEM = {"role": "system", "content": "You are brief. " * 12}
 
 
@@ -62,20 +75,24 @@ def test_predictions_are_exact_on_more_conversations_than_slots(tmp_path, shape)
     ):
         while len(told) < (REQUESTS or 40):
             chosen = dice.sample(talks, AT_ONCE)
-            answers = pool.map(lambda talk: world.chat(talk.messages), (chosen, [t.next() for t in chosen])[0])
-            for talk, answer in zip(chosen, answers, strict=True):
+            asked = [talk.next() for talk in chosen]
+            for talk, answer in zip(chosen, pool.map(world.chat, asked), strict=True):
                 body = answer.json()
+                predicted = int(answer.headers["x-kvpin-predicted-tokens"])
                 usage = body["usage"]
-                cached = usage["prompt_tokens_details"]["cached_tokens"]
-                told.append((int(answer.headers["x-kvpin-predicted-tokens"]), cached, usage["prompt_tokens"]))
+                told.append(
+                    (predicted, usage["prompt_tokens_details"]["cached_tokens"], usage["prompt_tokens"])
+                )
                 talk.messages = [*talk.messages, body["choices"][0]["message"]]
-        counts = world.kv()["counts"]
+        restores = world.kv()["counts"]["restores"]
         findings = world.engine()["findings"]
-    right = sum(predicted == cached for predicted, cached, _ in told)
-    reused, total = sum(cached for _, cached, _ in told), sum(prompt for *_, prompt in told)
-    print(
-        f"{shape} {' '.join(FLAGS)}: {right} of {len(told)} predictions are exact, {counts['restores']} restores, "
-        f"{reused} of {total} prompt tokens reused"
+    predicted, cached, total = (sum(column) for column in zip(*told, strict=True))
+    wrong = [each for each in told if each[0] != each[1]]
+    print(  # noqa: T201 - the figures, for `pytest -s`
+        f"{shape} {' '.join(FLAGS)}: {len(told) - len(wrong)} of {len(told)} exact, {restores} restores, "
+        f"{cached} of {total} prompt tokens reused, {predicted} predicted",
+        *findings,
+        *wrong[:20],
+        sep="\n  ",
     )
-    print(findings, [each for each in told if each[0] != each[1]][:30])
-    assert right >= 0.99 * len(told)
+    assert len(wrong) <= 0.01 * len(told)
