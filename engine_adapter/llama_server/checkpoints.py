@@ -8,9 +8,13 @@ at a checkpoint, or is computed from its beginning.
     SlotMemory.after      the memory of the slot once a prompt was computed there: which checkpoints it has
     MemoryRules.restored  the memory after a restore: a file holds the last state alone, and no checkpoint
 
-Read in and run against llama.cpp 0c1e570 (tools/server/server-context.cpp); nothing shows checkpoints but
-their effect on `timings.cache_n`. Positions count tokens from 0. For a memory that can be cut anywhere, the same
-rules give the common prefix.
+With `--swa-full`, windows keep all tokens, but a file still holds the last window alone. After a restore,
+such a server reuses a beginning of the file although the window before it is gone. Its answers are wrong then:
+`SlotMemory.is_sound`.
+
+Source: tools/server/server-context.cpp of llama.cpp 0c1e570, and runs of it. Nothing shows checkpoints but
+their effect on `timings.cache_n`. Positions count from 0. For a memory that can be cut anywhere, the
+same rules give the common prefix.
 """
 
 from __future__ import annotations
@@ -46,6 +50,7 @@ class MemoryRules:
         slot_ctx: context of a slot, in tokens.
         window: tokens that a layer with a sliding window sees; 0 without such layers, or with `--swa-full`.
         is_recurrent: some layers have a recurrent state: Mamba, linear attention, short convolutions.
+        loses_window: files hold only the last window, and the server does not notice: `--swa-full`.
         most: `--ctx-checkpoints`, the most checkpoints of a slot.
         spacing: `--checkpoint-min-step`.
         batch: `--batch-size`; `ubatch`: `--ubatch-size`.
@@ -55,6 +60,7 @@ class MemoryRules:
     slot_ctx: int = 0
     window: int = 0
     is_recurrent: bool = False
+    loses_window: bool = False
     most: int = 32
     spacing: int = 8192
     batch: int = 2048
@@ -68,7 +74,7 @@ class MemoryRules:
 
     @property
     def cells(self) -> int:
-        """Tokens that the memory of the sliding windows holds: the window, and room to compute further ones."""
+        """Tokens that the sliding windows hold: the window, and room to compute further ones."""
         return -(-min(self.slot_ctx, self.window + self.ubatch) // _PAD) * _PAD
 
     @property
@@ -79,7 +85,7 @@ class MemoryRules:
 
     def restored(self, length: int) -> SlotMemory:
         """The memory of a slot after a file of `length` tokens was restored into it."""
-        return SlotMemory(self, length, self.oldest_of(length))
+        return SlotMemory(self, length, self.oldest_of(length), floor=length if self.loses_window else 0)
 
     def oldest_of(self, length: int) -> int:
         """Position of the oldest token that a copy of the memory has, made at `length` tokens."""
@@ -100,6 +106,7 @@ class SlotMemory:
     Attributes:
         length: tokens of its content.
         oldest: position of the oldest token that the sliding windows hold.
+        floor: if less than this is reused, it must be nothing.
         checkpoints: its checkpoints, in the order in which they were made.
         is_known: False if it may have other checkpoints.
     """
@@ -107,12 +114,18 @@ class SlotMemory:
     rules: MemoryRules = PLAIN
     length: int = 0
     oldest: int = 0
+    floor: int = 0
     checkpoints: tuple[Checkpoint, ...] = field(default=(), repr=False)
     is_known: bool = True
 
     def reused(self, shared: int, new: int) -> int:
         """Tokens that the server reuses of a prompt of `new` tokens, whose first `shared` lie in the slot."""
-        return max(min(self._resume(shared, new)[0], new - 1), 0)
+        reused = max(min(self._resume(shared, new)[0], new - 1), 0)
+        return reused if reused >= self.floor else 0
+
+    def is_sound(self, shared: int, new: int) -> bool:
+        """False if the server would reuse KV that is not whole: it must be told to reuse nothing."""
+        return min(shared, new - 1) >= self.floor
 
     def is_firm(self, shared: int, new: int) -> bool:
         """True if `reused` is exact; it is too low if not."""
@@ -121,10 +134,11 @@ class SlotMemory:
         return rules.is_plain or (rules.is_sure and (self.is_known or goes_on or not shared))
 
     def after(self, shared: int, new: int, user_starts: Sequence[int] = ()) -> SlotMemory:
-        """The memory once that prompt was computed. `user_starts`: positions where its user messages begin."""
+        """The memory once that prompt was computed. `user_starts`: where its user messages begin."""
         rules = self.rules
         if rules.is_plain:
-            return replace(self, length=new, is_known=True)
+            is_whole = not self.reused(shared, new)
+            return replace(self, length=new, floor=0 if is_whole else self.floor, is_known=True)
         resumed, position, oldest = self._resume(shared, new)
         at = max(min(resumed, new - 1), 0)
         old = [each for each in self.checkpoints if each.newest <= position]
@@ -139,10 +153,10 @@ class SlotMemory:
                 _make_room(rules, old, made, at)
                 made.append(Checkpoint(at, max(at - 1 if rules.is_recurrent else 0, oldest)))
             at, oldest = end, self._oldest(oldest, end)
-        return SlotMemory(rules, new, oldest, (*old, *made), self.is_known or not shared)
+        return SlotMemory(rules, new, oldest, 0, (*old, *made), self.is_known or not shared)
 
     def checked(self, predicted: int, cached: int | None) -> SlotMemory:
-        """The memory after the server said that it reused `cached` tokens of the last prompt."""
+        """The memory after the server said that it reused `cached` tokens of the prompt."""
         if cached != predicted:
             return self.rules.lost(self.length)
         return self if cached else replace(self, is_known=True)  # no earlier checkpoint is left
@@ -175,7 +189,7 @@ class SlotMemory:
 def _batch_end(
     rules: MemoryRules, at: int, new: int, user_starts: Sequence[int], last: Checkpoint | None
 ) -> int:
-    """Where the server ends the batch that begins at `at`: where it may make a checkpoint, or at its limit."""
+    """Where the server ends the batch that begins at `at`: for a checkpoint, or at its limit."""
     ends = [new, at + rules.batch]
     if rules.most:
         ends += [new - min(rules.batch, tail) for tail in (_LAST + rules.ubatch, _LAST)]

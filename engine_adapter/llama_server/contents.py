@@ -293,8 +293,8 @@ class Contents:
         if self._wrong >= MAX_WRONG and self.rules.is_sure and not self.rules.is_plain:
             self._follow(replace(self.rules, is_sure=False))
             self._find(
-                "the server makes its context checkpoints elsewhere than kvpin expects: predictions are estimates; "
-                "start it without -b, -ub, --ctx-checkpoints and --checkpoint-min-step"
+                "the server makes its context checkpoints elsewhere than kvpin expects: predictions are "
+                "estimates; start it without -b, -ub, --ctx-checkpoints and --checkpoint-min-step"
             )
 
     def note_restored(self, *, in_vain: bool) -> None:

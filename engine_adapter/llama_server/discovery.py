@@ -107,7 +107,8 @@ def _samples(size: int) -> Iterator[tuple[int, int]]:
 
 _PROBE_TOKENS = 48
 _STATE_WORDS = 7  # of an empty slot's file, before its caches: magic, version, 4 of tokens and their count
-_CACHES = (1, 2)  # of a model with plain attention, and of one that has sliding windows too
+# Caches of a model with plain attention, and of one that has sliding windows too.
+_PLAIN_ATTENTION, WITH_WINDOW = 1, 2
 _METADATA = 64 << 20  # bytes of a GGUF that are no tensors, at the most: vocabulary and padding
 
 
@@ -247,7 +248,7 @@ def findings_of(facts: ServerFacts) -> Iterator[Finding]:
         )
     if not facts.memory.most:
         yield Finding(
-            "it makes no context checkpoints: a prompt that does not go on where its slot ends is computed whole",
+            "it makes no context checkpoints: a prompt that does not go on where a slot ends reuses nothing",
             "start the server with --ctx-checkpoints 32, or without that flag",
         )
     if facts.is_sleeping:
@@ -351,11 +352,16 @@ async def probe_unified(control: ControlClient, slot_id: int, slots: int, *, fil
     is lost, and `file` is left in the server's save directory.
     """
     await slot_io.erase(control, slot_id)
-    words, rest = divmod((await slot_io.save(control, slot_id, file)).size, 4)
-    counted = words - _STATE_WORDS
-    if not rest and counted in [caches * (1 + slots) for caches in _CACHES]:
+    size = (await slot_io.save(control, slot_id, file)).size
+    if caches_in(size, slots):
         return False
-    return True if not rest and counted in [caches * (1 + 1) for caches in _CACHES] else None
+    return True if caches_in(size, 1) else None
+
+
+def caches_in(size: int, streams: int) -> int | None:
+    """The number of caches in an empty slot's file of `size` bytes; None if it is of another kind."""
+    counts = (_PLAIN_ATTENTION, WITH_WINDOW)
+    return next((each for each in counts if size == 4 * (_STATE_WORDS + each * (1 + streams))), None)
 
 
 async def prefill(control: ControlClient, prompt: list[int], slot_id: int) -> int:

@@ -6,13 +6,15 @@ the same 50 tokens, then others  50 reused: can be cut anywhere; fewer: from a c
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 
 from engine_adapter.http.control import ControlClient
+from engine_adapter.llama_server import slot_io
 from engine_adapter.llama_server.checkpoints import PLAIN, MemoryRules
-from engine_adapter.llama_server.discovery import ServerFacts, prefill
+from engine_adapter.llama_server.discovery import WITH_WINDOW, ServerFacts, caches_in, prefill
 from engine_adapter.prompt.gguf_tokenizer import read_metadata
 
 _FIRST, _CUT = 48, 50
@@ -26,12 +28,14 @@ class MemoryKind(msgspec.Struct, frozen=True):
     is_recurrent: bool
     has_window: bool
     has_checkpoints: bool
+    has_window_in_files: bool
 
 
-async def probe_memory(control: ControlClient, slot_id: int) -> MemoryKind:
+async def probe_memory(control: ControlClient, slot_id: int, slots: int, *, file: str | None) -> MemoryKind:
     """Tries out the memory. The content of slot `slot_id` is lost; takes about 70 tokens.
 
-    The server must have no `--cache-ram`. A window of fewer than 50 tokens is not found.
+    The server must have no `--cache-ram`. A window of fewer than 50 tokens is not found. Leaves `file`, about
+    50 bytes, in the server's save directory; None if it cannot save. Raises EngineRejected if that fails.
     """
     first, others = list(range(210, 210 + _FIRST)), list(range(310, 318))
     await prefill(control, first, slot_id)
@@ -39,14 +43,22 @@ async def probe_memory(control: ControlClient, slot_id: int) -> MemoryKind:
     cut = await prefill(control, [*first, *others[: _CUT - _FIRST], *others], slot_id)
     has_window = grown < _FIRST
     return MemoryKind(
-        is_recurrent=not has_window and cut < _CUT, has_window=has_window, has_checkpoints=cut > 0
+        is_recurrent=not has_window and cut < _CUT,
+        has_window=has_window,
+        has_checkpoints=cut > 0,
+        has_window_in_files=file is not None and await _has_window_in_files(control, slot_id, slots, file),
     )
+
+
+async def _has_window_in_files(control: ControlClient, slot_id: int, slots: int, file: str) -> bool:
+    await slot_io.erase(control, slot_id)
+    return caches_in((await slot_io.save(control, slot_id, file)).size, slots) == WITH_WINDOW
 
 
 def memory_rules(kind: MemoryKind, facts: ServerFacts) -> MemoryRules:
     """The rules of a memory of this kind, with the server's default flags. Reads the model's file."""
     if not kind.is_recurrent and not kind.has_window:
-        return PLAIN
+        return replace(PLAIN, loses_window=kind.has_window_in_files)
     window = _window(facts.local_model) if kind.has_window else 0
     return MemoryRules(
         slot_ctx=facts.slot_ctx,

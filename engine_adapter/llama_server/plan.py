@@ -217,9 +217,9 @@ def plan(
 ) -> Plan:
     """The cheapest way to run `prompt` under `salt` on any of the slots, of which there is at least one.
 
-    `saved` are files of this server's key; of two with the same cost the first is chosen. `rules` say how much
-    of a restored file is reused. Without `can_restore` no file counts, and nothing is saved. A pin holds, unless
-    every slot has a pin in the way.
+    `saved` are files of this server's key; of two with the same cost the first is chosen. `rules` say how
+    much of a restored file is reused. Without `can_restore` no file counts, and nothing is saved. A pin
+    holds, unless every slot has a pin in the way.
     """
     table = tuple(slots)
     streams = sum(slot.operation is SlotOperation.REQUEST for slot in table)
@@ -306,7 +306,7 @@ def _choice(slot: Slot, kept: int, file: _File | None, given: _Inputs) -> Plan:
 
 
 def _is_firm(slot: Slot, kept: int, given: _Inputs) -> bool:
-    """False if unknown tokens, of the content or of a running answer, or unknown checkpoints may be reused too."""
+    """False if more may be reused: unknown tokens, a running answer, or from an unknown checkpoint."""
     grows = slot.unknown > 0 or not slot.is_idle
     may_hold_more = grows and slot.salt == given.salt and kept == len(slot.tokens) and kept < given.most
     return not may_hold_more and slot.memory.is_firm(kept, len(given.prompt))

@@ -316,11 +316,12 @@ class SlotScheduler:
         kept = slot.shared(ask.tokens, ask.salt) if ask.reuse else 0
         most = max(len(ask.tokens) - 1, 0)
         grows = slot.unknown > 0 and kept == len(slot.tokens) and slot.salt == ask.salt
-        may_reuse = ask.reuse and (slot.is_empty or slot.salt == ask.salt)
+        is_own = slot.is_empty or slot.salt == ask.salt
+        may_reuse = ask.reuse and is_own and slot.memory.is_sound(kept, len(ask.tokens))
         return SlotLease(
             slot=slot.id,
             ask=ask,
-            shared=kept,
+            shared=kept if may_reuse else 0,
             cached_tokens=slot.memory.reused(kept, len(ask.tokens)),
             firm=(kept >= most or not grows)
             and (self.contents.reuses_any_prefix or kept == slot.length)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from engine_adapter.errors import EngineError
+from engine_adapter.errors import EngineError, EngineRejected
 from engine_adapter.http.control import ControlClient
 from engine_adapter.llama_server.contents import Contents
 from engine_adapter.llama_server.discovery import ServerFacts, probe, probe_file
@@ -212,12 +212,15 @@ class ServerSession:
 
     async def _probe(self, slot_id: int) -> None:
         leaves_a_file = self.facts.can_save and self.facts.is_unified is None
-        directory, file = self._spec.options.host_cache_dir, probe_file()
-        self.facts = await probe(self._control, self.facts, slot_id, file=file)
-        if self.facts.ram_cache is False:
-            self._memory = await probe_memory(self._control, slot_id)
-            if self.facts.can_save:
-                await erase(self._control, slot_id)
+        control, directory, file = self._control, self._spec.options.host_cache_dir, probe_file()
+        self.facts = await probe(control, self.facts, slot_id, file=file)
+        if self.facts.ram_cache is False and not self.facts.is_unified:
+            can_save, slots = self.facts.can_save, self.facts.slots
+            try:
+                self._memory = await probe_memory(control, slot_id, slots, file=file if can_save else None)
+            except EngineRejected:  # the directory is gone or full
+                self.facts = replace(self.facts, can_save=False)
+            leaves_a_file |= can_save
         if directory is not None and leaves_a_file:
             self._shares_directory = await asyncio.to_thread(_take_probe, directory, file)
 

@@ -67,7 +67,7 @@ class Slot:
     kept_until: float = NEVER
     kept_for: str | None = None
     due_until: float = NEVER
-    memory: SlotMemory = SlotMemory()
+    memory: SlotMemory = field(default_factory=SlotMemory)
 
     @property
     def length(self) -> int:

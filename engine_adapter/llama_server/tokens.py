@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from array import array
-from os.path import commonprefix
 from typing import Any
 
 import msgspec
@@ -16,7 +15,7 @@ from engine_adapter.body import JsonBody
 from engine_adapter.errors import EngineRejected
 from engine_adapter.http.control import ControlClient
 from engine_adapter.llama_server.routes import NATIVE_COMPLETIONS
-from engine_adapter.types import TokenIds
+from engine_adapter.types import TokenIds, common_prefix
 
 _CHAT = "/v1/chat/completions"
 _COMPLETIONS = NATIVE_COMPLETIONS | {"/v1/completions"}
@@ -68,7 +67,7 @@ async def read_user_mark(control: ControlClient) -> tuple[int, ...]:
         for messages in ([first, answer], [first, answer, second]):
             asked = {"messages": messages, "add_generation_prompt": False}
             texts.append((await control.read(_Prompt, "POST", "/apply-template", json=asked)).prompt)
-        added = texts[1][len(commonprefix(texts)) :]
+        added = texts[1][common_prefix(*texts) :]
         before = added.rpartition(answer["content"])[2].partition(second["content"])[0]
         mark = _END_MARKER.sub("", before).strip()
         return tuple(await _tokens(control, mark, add_special=False)) if mark else ()
