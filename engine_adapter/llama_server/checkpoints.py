@@ -9,7 +9,7 @@ at a checkpoint, or is computed from its beginning.
     MemoryRules.restored  the memory after a restore: a file holds the last state alone, and no checkpoint
 
 With `--swa-full`, windows keep all tokens, but a file still holds the last window alone. After a restore,
-such a server reuses a beginning of the file although the window before it is gone. Its answers are wrong then:
+such a server reuses a beginning of the file although the window before it is gone, and answers wrongly:
 `SlotMemory.is_sound`.
 
 Source: tools/server/server-context.cpp of llama.cpp 0c1e570, and runs of it. Nothing shows checkpoints but
@@ -97,6 +97,8 @@ class MemoryRules:
 
 
 PLAIN = MemoryRules()
+# Of a server that is not probed yet: no answer of it may be wrong.
+UNPROBED = MemoryRules(loses_window=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,13 +135,21 @@ class SlotMemory:
         goes_on = rules.is_recurrent and not rules.window and shared == self.length < new
         return rules.is_plain or (rules.is_sure and (self.is_known or goes_on or not shared))
 
-    def after(self, shared: int, new: int, user_starts: Sequence[int] = ()) -> SlotMemory:
-        """The memory once that prompt was computed. `user_starts`: where its user messages begin."""
+    def after(
+        self, shared: int, new: int, user_starts: Sequence[int] = (), *, told: int | None = None
+    ) -> SlotMemory:
+        """The memory once that prompt was computed. `user_starts`: where its user messages begin. `told`: how
+        many tokens the server says it reused, if it has said so.
+        """
         rules = self.rules
         if rules.is_plain:
             is_whole = not self.reused(shared, new)
             return replace(self, length=new, floor=0 if is_whole else self.floor, is_known=True)
-        resumed, position, oldest = self._resume(shared, new)
+        is_right = told is None or told == self.reused(shared, new)
+        way = self._resume(shared, new) if is_right else self._way_of(told, shared)
+        if way is None:
+            return rules.lost(new)
+        resumed, position, oldest = way
         at = max(min(resumed, new - 1), 0)
         old = [each for each in self.checkpoints if each.newest <= position]
         made: list[Checkpoint] = []
@@ -153,13 +163,7 @@ class SlotMemory:
                 _make_room(rules, old, made, at)
                 made.append(Checkpoint(at, max(at - 1 if rules.is_recurrent else 0, oldest)))
             at, oldest = end, self._oldest(oldest, end)
-        return SlotMemory(rules, new, oldest, 0, (*old, *made), self.is_known or not shared)
-
-    def checked(self, predicted: int, cached: int | None) -> SlotMemory:
-        """The memory after the server said that it reused `cached` tokens of the prompt."""
-        if cached != predicted:
-            return self.rules.lost(self.length)
-        return self if cached else replace(self, is_known=True)  # no earlier checkpoint is left
+        return SlotMemory(rules, new, oldest, 0, (*old, *made), self.is_known or not shared or told == 0)
 
     def grown(self, length: int) -> SlotMemory:
         """The memory once the slot holds `length` tokens: an answer was added, or nothing."""
@@ -181,9 +185,18 @@ class SlotMemory:
             return shared, shared, self.oldest
         for each in reversed(self.checkpoints):
             if each.newest <= shared and (each.oldest < needed or not each.oldest):
-                position = min(shared, max(each.oldest + 1, each.newest))
-                return min(position, each.tokens), position, rules.oldest_of(each.tokens)
+                return self._resume_at(each, shared)
         return 0, 0, 0
+
+    def _resume_at(self, each: Checkpoint, shared: int) -> tuple[int, int, int]:
+        position = min(shared, max(each.oldest + 1, each.newest))
+        return min(position, each.tokens), position, self.rules.oldest_of(each.tokens)
+
+    def _way_of(self, told: int | None, shared: int) -> tuple[int, int, int] | None:
+        """As `_resume`, for a server that reused `told` tokens; None if it is not clear how."""
+        ways = [self._resume_at(each, shared) for each in reversed(self.checkpoints)]
+        ways += [(0, 0, 0), (shared, shared, self.oldest)]
+        return next((way for way in ways if way[0] == told), None)
 
 
 def _batch_end(

@@ -24,6 +24,7 @@ from engine_adapter.llama_server.saved import Saved, SavedPrefixes, salt_digest
 from engine_adapter.llama_server.server_files import UNKNOWN_OWNER, SlotOwners
 from engine_adapter.llama_server.slots import Slot, SlotTable
 from engine_adapter.llama_server.state_file import StateFileError
+from engine_adapter.llama_server.turns import Ask
 from engine_adapter.types import Retention, Tier, TokenIds, common_prefix
 
 log = logging.getLogger("kvpin.llama_server")
@@ -283,9 +284,10 @@ class Contents:
         self._facts = facts
         self._follow(facts.memory)
 
-    def user_starts(self, tokens: TokenIds[int]) -> tuple[int, ...]:
+    def user_starts(self, ask: Ask) -> tuple[int, ...]:
         """The positions where the user messages of a chat begin; none where they do not matter."""
-        return () if self.rules.is_plain else user_starts(tokens, self._facts.user_mark)
+        is_needed = ask.is_chat and not self.rules.is_plain
+        return user_starts(ask.tokens, self._facts.user_mark) if is_needed else ()
 
     def note_prediction(self, *, is_right: bool) -> None:
         """A firm prediction came true, or not. Too many that do not are no longer called firm."""

@@ -31,16 +31,16 @@ class MemoryKind(msgspec.Struct, frozen=True):
     has_window_in_files: bool
 
 
-async def probe_memory(control: ControlClient, slot_id: int, slots: int, *, file: str | None) -> MemoryKind:
+async def probe_memory(
+    control: ControlClient, slot_id: int, slots: int, *, file: str | None, ram_cache: bool = False
+) -> MemoryKind:
     """Tries out the memory. The content of slot `slot_id` is lost; takes about 70 tokens.
 
-    The server must have no `--cache-ram`. A window of fewer than 50 tokens is not found. Leaves `file`, about
-    50 bytes, in the server's save directory; None if it cannot save. Raises EngineRejected if that fails.
+    A window of fewer than 50 tokens is not found, and with `ram_cache` (`--cache-ram`) only what its files
+    hold. Leaves `file`, about 50 bytes, in the server's save directory; None if it cannot save. Raises
+    EngineRejected if that fails.
     """
-    first, others = list(range(210, 210 + _FIRST)), list(range(310, 318))
-    await prefill(control, first, slot_id)
-    grown = await prefill(control, [*first, *others], slot_id)
-    cut = await prefill(control, [*first, *others[: _CUT - _FIRST], *others], slot_id)
+    grown, cut = (_FIRST, _CUT) if ram_cache else await _tried(control, slot_id)
     has_window = grown < _FIRST
     return MemoryKind(
         is_recurrent=not has_window and cut < _CUT,
@@ -48,6 +48,14 @@ async def probe_memory(control: ControlClient, slot_id: int, slots: int, *, file
         has_checkpoints=cut > 0,
         has_window_in_files=file is not None and await _has_window_in_files(control, slot_id, slots, file),
     )
+
+
+async def _tried(control: ControlClient, slot_id: int) -> tuple[int, int]:
+    """Tokens that the server reuses of a prompt that goes on, and of one that leaves the slot's content."""
+    first, others = list(range(210, 210 + _FIRST)), list(range(310, 318))
+    await prefill(control, first, slot_id)
+    grown = await prefill(control, [*first, *others], slot_id)
+    return grown, await prefill(control, [*first, *others[: _CUT - _FIRST], *others], slot_id)
 
 
 async def _has_window_in_files(control: ControlClient, slot_id: int, slots: int, file: str) -> bool:

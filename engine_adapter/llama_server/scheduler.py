@@ -111,8 +111,7 @@ class SlotScheduler:
         self._check_open()
         # The slot is going to hold this prompt: the next request of the conversation waits for it.
         self.contents.owners.changes(lease.slot, ask.salt)
-        slot, starts = self._table[lease.slot], self.contents.user_starts(ask.tokens) if ask.is_chat else ()
-        memory = slot.memory.after(lease.shared, len(ask.tokens), starts)
+        memory = lease.memory.after(lease.shared, len(ask.tokens), self.contents.user_starts(ask))
         self._table.hold(lease.slot, ask.tokens, ask.salt, memory=memory)
         try:
             yield lease
@@ -329,6 +328,7 @@ class SlotScheduler:
             may_reuse=may_reuse,
             restored=restored,
             before=slot.tokens if may_reuse else array("i"),
+            memory=slot.memory,
             length_before=slot.length,
             started=self._clock(),
         )
@@ -357,7 +357,7 @@ class SlotScheduler:
             log.warning("%s: content of slot %d is unknown after a request: %s", self._engine, slot.id, error)
         finally:
             if known or lease.leaves_own:
-                memory = self._memory_after(lease, slot, len(known) + unknown)
+                memory = self._memory_after(lease).grown(len(known) + unknown)
                 self.contents.hold(slot, known, lease.ask.salt, unknown=unknown, memory=memory)
                 self.contents.note_saved(slot)
                 self.contents.keep(slot, lease.ask.retention)
@@ -367,12 +367,13 @@ class SlotScheduler:
                 self.contents.mark_unknown(slot, unknown)
             self._release(slot)
 
-    def _memory_after(self, lease: SlotLease, slot: Slot, length: int) -> SlotMemory:
-        """The memory of a slot of `length` tokens after a request."""
-        answer = lease.answer
-        if answer is None or not answer.is_complete or answer.error is not None or not lease.ask.tokens:
-            return self.contents.rules.lost(length)
-        return slot.memory.checked(lease.cached_tokens, answer.cached_tokens).grown(length)
+    def _memory_after(self, lease: SlotLease) -> SlotMemory:
+        """The memory of a slot after a request, without the answer."""
+        ask, answer = lease.ask, lease.answer
+        told = answer.cached_tokens if answer is not None and answer.is_complete else None
+        if told is None or not ask.tokens:
+            return self.contents.rules.lost(len(ask.tokens))
+        return lease.memory.after(lease.shared, len(ask.tokens), self.contents.user_starts(ask), told=told)
 
     async def _left_by(self, lease: SlotLease) -> tuple[TokenIds[int], int]:
         """(known tokens, number of unknown ones) that a request left in its slot."""

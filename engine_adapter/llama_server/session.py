@@ -14,6 +14,7 @@ import msgspec
 
 from engine_adapter.errors import EngineError, EngineRejected
 from engine_adapter.http.control import ControlClient
+from engine_adapter.llama_server.checkpoints import UNPROBED
 from engine_adapter.llama_server.contents import Contents
 from engine_adapter.llama_server.discovery import ServerFacts, probe, probe_file
 from engine_adapter.llama_server.memory_probe import MemoryKind, memory_rules, probe_memory
@@ -214,19 +215,23 @@ class ServerSession:
         leaves_a_file = self.facts.can_save and self.facts.is_unified is None
         control, directory, file = self._control, self._spec.options.host_cache_dir, probe_file()
         self.facts = await probe(control, self.facts, slot_id, file=file)
-        if self.facts.ram_cache is False and not self.facts.is_unified:
-            can_save, slots = self.facts.can_save, self.facts.slots
+        if not self.facts.is_unified:
+            file_made = file if self.facts.can_save else None
+            leaves_a_file |= self.facts.can_save
+            ram_cache = self.facts.ram_cache is not False
             try:
-                self._memory = await probe_memory(control, slot_id, slots, file=file if can_save else None)
+                self._memory = await probe_memory(
+                    control, slot_id, self.facts.slots, file=file_made, ram_cache=ram_cache
+                )
             except EngineRejected:  # the directory is gone or full
                 self.facts = replace(self.facts, can_save=False)
-            leaves_a_file |= can_save
         if directory is not None and leaves_a_file:
             self._shares_directory = await asyncio.to_thread(_take_probe, directory, file)
 
     async def _learn_memory(self) -> None:
         """Turns what the probe told of the memory into rules."""
         if self._memory is None:
+            self.facts = replace(self.facts, memory=UNPROBED)
             return
         rules = await asyncio.to_thread(memory_rules, self._memory, self.facts)
         mark = () if rules.is_plain else await read_user_mark(self._control)

@@ -58,21 +58,23 @@ async def read_user_mark(control: ControlClient) -> tuple[int, ...]:
     """The tokens that begin a user message, as the server finds them in its chat template: it compares two
     chats, of which one has a further user message. Empty if the template does not tell.
     """
-    first, answer, second = (
-        {"role": role, "content": text}
-        for role, text in (("user", "kvpin-a"), ("assistant", "kvpin-b"), ("user", "kvpin-c"))
-    )
-    texts = []
+    user, begun = {"role": "user", "content": "kvpin-a"}, [{"role": "user", "content": "kvpin-b"}]
+    begun.append({"role": "assistant", "content": "kvpin-c"})
     try:
-        for messages in ([first, answer], [first, answer, second]):
-            asked = {"messages": messages, "add_generation_prompt": False}
-            texts.append((await control.read(_Prompt, "POST", "/apply-template", json=asked)).prompt)
-        added = texts[1][common_prefix(*texts) :]
-        before = added.rpartition(answer["content"])[2].partition(second["content"])[0]
-        mark = _END_MARKER.sub("", before).strip()
+        try:
+            texts = [await _rendered(control, messages) for messages in ([], [user])]
+        except EngineRejected:  # the template takes no empty chat
+            texts = [await _rendered(control, messages) for messages in (begun, [*begun, user])]
+        added = texts[1][common_prefix(*texts) :].rpartition(begun[-1]["content"])[2]
+        mark = _END_MARKER.sub("", added.partition(user["content"])[0]).strip()
         return tuple(await _tokens(control, mark, add_special=False)) if mark else ()
     except EngineRejected:
         return ()
+
+
+async def _rendered(control: ControlClient, messages: list[dict[str, str]]) -> str:
+    body = {"messages": messages, "add_generation_prompt": False}
+    return (await control.read(_Prompt, "POST", "/apply-template", json=body)).prompt
 
 
 async def _tokens(control: ControlClient, text: str, *, add_special: bool = True) -> TokenIds[int]:

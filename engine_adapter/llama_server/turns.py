@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine_adapter.llama_server.answer import CompletionOutput
+from engine_adapter.llama_server.checkpoints import SlotMemory
 from engine_adapter.llama_server.plan import Plan
 from engine_adapter.llama_server.server_files import UNKNOWN_OWNER
 from engine_adapter.llama_server.slots import Slot, SlotOperation, SlotTable
@@ -49,6 +50,7 @@ class SlotLease:
         may_reuse: the request may use KV that lies in the slot.
         restored: the slot's KV came from a file just before.
         before: known tokens the slot held, if the request may use them.
+        memory: the slot's memory before.
         length_before: tokens the slot held, known or not.
         started: when the request could be sent.
         answer: its content; None until it has ended, or if it never did.
@@ -64,6 +66,7 @@ class SlotLease:
     may_reuse: bool
     restored: bool
     before: TokenIds[int] = field(repr=False)
+    memory: SlotMemory = field(repr=False)
     length_before: int
     started: float
     answer: CompletionOutput | None = None
