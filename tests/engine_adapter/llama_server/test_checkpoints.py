@@ -69,8 +69,8 @@ def test_a_server_reuses_what_the_rule_says(start_llama, save_dir, shape, flags,
             shared = common_prefix(held, prompt)
             expected, is_sound = memory.reused(shared, len(prompt)), memory.is_sound(shared, len(prompt))
             answer = client.post("/completion", json={
-                "prompt": prompt.tolist(), "n_predict": dice.choice((0, 5, 20)), "temperature": 0, "id_slot": 0,
-                "ignore_eos": True, "return_tokens": True, "cache_prompt": is_sound,
+                "prompt": prompt.tolist(), "n_predict": dice.choice((0, 5, 20)), "temperature": 0,
+                "id_slot": 0, "ignore_eos": True, "return_tokens": True, "cache_prompt": is_sound,
             }).json()  # fmt: skip
             assert answer["timings"]["cache_n"] == expected, f"step {step}"
             said = array("i", answer["tokens"])
