@@ -44,34 +44,34 @@ class SlotLease:
     """A request's hold on a slot.
 
     Attributes:
-        shared: leading tokens of the prompt that lie in the slot.
         cached_tokens: prompt tokens the server will report as reused.
         firm: False if the server may report more.
         may_reuse: the request may use KV that lies in the slot.
         restored: the slot's KV came from a file just before.
         before: known tokens the slot held, if the request may use them.
-        memory: the slot's memory before.
         length_before: tokens the slot held, known or not.
         started: when the request could be sent.
         answer: its content; None until it has ended, or if it never did.
         has_begun: the first bytes of the answer have come.
         shows_text: the answer's text is all that was sampled: nothing is held back, parsed or trimmed.
+        shared: leading tokens of the prompt that lay in the slot, if the request may use them.
+        memory: the slot's memory before the request.
     """
 
     slot: int
     ask: Ask
-    shared: int
     cached_tokens: int
     firm: bool
     may_reuse: bool
     restored: bool
     before: TokenIds[int] = field(repr=False)
-    memory: SlotMemory = field(repr=False)
     length_before: int
     started: float
     answer: CompletionOutput | None = None
     has_begun: bool = False
     shows_text: bool = True
+    shared: int = 0
+    memory: SlotMemory = field(default_factory=SlotMemory, repr=False)
 
     @property
     def leaves_own(self) -> bool:
