@@ -33,7 +33,7 @@ except ModuleNotFoundError as error:
         raise
     raise SystemExit(f"make_gguf.py needs the package {error.name}: scripts/install engine,dev") from None
 
-VERSION = 1
+VERSION = 2
 """Part of a cached file's name: raise it whenever the files change."""
 
 _TOKENIZER = Path(__file__).parents[1] / "engine_adapter" / "torch_engine" / "default_model"
@@ -94,6 +94,8 @@ SHAPES = {
 
 _CONV = 4  # tokens that a convolution sees
 _STATE = 64  # width of the state of a head of a gated delta net
+# The norm before the feed-forward network, where it has a name of its own.
+_NETWORK_NORM = {"gpt-oss": "post_attention_norm", "qwen35": "post_attention_norm"}
 
 
 def gguf_path(kind: str, seed: int = 0) -> Path:
@@ -217,101 +219,120 @@ def _add_tokenizer(writer: gguf.GGUFWriter, tokenizer: dict) -> list[str]:
     return tokens
 
 
-def make_tensors(
-    shape: Shape, tokens: list[str], random: np.random.Generator
-) -> Iterator[tuple[str, NDArray[Any]]]:
+Tensors = Iterator[tuple[str, NDArray[Any]]]
+
+
+def make_tensors(shape: Shape, tokens: list[str], random: np.random.Generator) -> Tensors:
     """The weights by their names in a GGUF, the same ones for the same state of `random`."""
-
-    def matrix(rows: int, columns: int, std: float = 1.0) -> NDArray[np.float32]:
-        """Keeps the size of what it multiplies, times `std`."""
-        return random.standard_normal((rows, columns), np.float32) * np.float32(std / columns**0.5)
-
-    def into_stream(columns: int, std: float = 1.0) -> NDArray[np.float16]:
-        values = matrix(shape.width, columns, std)
-        values[0] = 0
-        return values.astype(np.float16)
-
+    made = _Weights(shape, random)
     norm = np.ones(shape.width, np.float32)
-    unbiased = norm.copy()
-    unbiased[0] = 0
-    queries, keys = shape.heads * shape.head_width, shape.kv_heads * shape.head_width
-
-    def attention() -> Iterator[tuple[str, NDArray[Any]]]:
-        if shape.has_head_norms:
-            yield "attn_q_norm.weight", np.full(shape.head_width, _ATTENTION_STD, np.float32)
-            yield "attn_k_norm.weight", np.ones(shape.head_width, np.float32)
-        asked = matrix(queries, shape.width, _ATTENTION_STD).astype(np.float16)
-        if shape.architecture == "qwen35":  # each head's queries, then its gates
-            gates = matrix(queries, shape.width).astype(np.float16)
-            by_head = (shape.heads, shape.head_width, shape.width)
-            pair = np.stack([asked.reshape(by_head), gates.reshape(by_head)], axis=1)
-            asked = pair.reshape(2 * queries, shape.width)
-        yield "attn_q.weight", asked
-        yield "attn_k.weight", matrix(keys, shape.width).astype(np.float16)
-        yield "attn_v.weight", matrix(keys, shape.width, 2.0).astype(np.float16)
-        yield "attn_output.weight", into_stream(queries)
-        if shape.architecture == "gpt-oss":
-            yield "attn_output.bias", np.zeros(shape.width, np.float32)
-            yield "attn_sinks.weight", np.zeros(shape.heads, np.float32)
-
-    def delta_net() -> Iterator[tuple[str, NDArray[Any]]]:
-        values, mixed = shape.heads * _STATE, (shape.heads + 2 * shape.kv_heads) * _STATE
-        yield "attn_qkv.weight", matrix(mixed, shape.width).astype(np.float16)
-        yield "attn_gate.weight", matrix(values, shape.width).astype(np.float16)
-        yield "ssm_conv1d.weight", matrix(mixed, _CONV)
-        yield "ssm_dt.bias", np.zeros(shape.heads, np.float32)
-        yield "ssm_a", np.full(shape.heads, -0.01, np.float32)  # forgets slowly: the whole context counts
-        yield "ssm_beta.weight", matrix(shape.heads, shape.width).astype(np.float16)
-        yield "ssm_alpha.weight", matrix(shape.heads, shape.width).astype(np.float16)
-        yield "ssm_norm.weight", np.ones(_STATE, np.float32)
-        yield "ssm_out.weight", into_stream(values)
-
-    def convolution() -> Iterator[tuple[str, NDArray[Any]]]:
-        yield "shortconv.conv.weight", matrix(shape.width, _CONV)
-        yield "shortconv.in_proj.weight", matrix(3 * shape.width, shape.width).astype(np.float16)
-        yield "shortconv.out_proj.weight", into_stream(shape.width)
-
-    def feed_forward() -> Iterator[tuple[str, NDArray[Any]]]:
-        yield "ffn_gate.weight", matrix(shape.hidden, shape.width).astype(np.float16)
-        yield "ffn_up.weight", matrix(shape.hidden, shape.width).astype(np.float16)
-        yield "ffn_down.weight", into_stream(shape.hidden)
-
-    def experts() -> Iterator[tuple[str, NDArray[Any]]]:
-        each = [dict(feed_forward()) for _ in range(shape.experts)]
-        for name in each[0]:
-            stem = f"{name.removesuffix('.weight')}_exps"
-            stack = np.stack([weights[name] for weights in each])
-            yield f"{stem}.weight", stack
-            yield f"{stem}.bias", np.zeros(stack.shape[:2], np.float32)
-        yield "ffn_gate_inp.weight", matrix(shape.experts, shape.width)
-        yield "ffn_gate_inp.bias", np.zeros(shape.experts, np.float32)
-
     embedding = random.standard_normal((len(tokens), shape.width), np.float32)
     embedding[:, 0] = _BIAS * (shape.width / 256) ** 0.5
     if shape.architecture == "gemma3":
         embedding /= shape.width**0.5  # what this architecture multiplies it with
     yield "token_embd.weight", embedding.astype(np.float16)
-    recurrent = convolution if shape.architecture == "lfm2" else delta_net
-    before_network = {"gpt-oss": "post_attention_norm", "qwen35": "post_attention_norm"}
     for layer in range(shape.layers):
-        block = f"blk.{layer}"
-        yield f"{block}.attn_norm.weight", unbiased
-        if shape.architecture == "gemma3":
-            yield f"{block}.post_attention_norm.weight", unbiased
-            yield f"{block}.post_ffw_norm.weight", unbiased
-        yield f"{block}.{before_network.get(shape.architecture, 'ffn_norm')}.weight", unbiased
-        for part in (
-            recurrent if shape.is_recurrent(layer) else attention,
-            experts if shape.experts else feed_forward,
-        ):
-            for name, values in part():
-                yield f"{block}.{name}", values
+        for part in (made.norms(), made.mixer(layer), made.network()):
+            for name, values in part:
+                yield f"blk.{layer}.{name}", values
     yield "token_embd_norm.weight" if shape.architecture == "lfm2" else "output_norm.weight", norm
-    head = matrix(len(tokens), shape.width, _LOGIT_STD)
+    head = made.matrix(len(tokens), shape.width, _LOGIT_STD)
     head[:, 0] = [
         0.0 if _WORD.fullmatch(token) else _END if token == _TURN_END else _NEVER for token in tokens
     ]
     yield "output.weight", head.astype(np.float16)
+
+
+class _Weights:
+    """The weights of one layer, by their names without the layer's."""
+
+    def __init__(self, shape: Shape, random: np.random.Generator) -> None:
+        self.shape = shape
+        self.random = random
+
+    def matrix(self, rows: int, columns: int, std: float = 1.0) -> NDArray[np.float32]:
+        """Keeps the size of what it multiplies, times `std`."""
+        return self.random.standard_normal((rows, columns), np.float32) * np.float32(std / columns**0.5)
+
+    def half(self, rows: int, std: float = 1.0) -> NDArray[np.float16]:
+        """Reads the residual stream."""
+        return self.matrix(rows, self.shape.width, std).astype(np.float16)
+
+    def into_stream(self, columns: int) -> NDArray[np.float16]:
+        """Writes into the residual stream, but not into its channel 0."""
+        values = self.matrix(self.shape.width, columns)
+        values[0] = 0
+        return values.astype(np.float16)
+
+    def norms(self) -> Tensors:
+        unbiased = np.ones(self.shape.width, np.float32)
+        unbiased[0] = 0
+        names = ["attn_norm", _NETWORK_NORM.get(self.shape.architecture, "ffn_norm")]
+        if self.shape.architecture == "gemma3":
+            names += ["post_attention_norm", "post_ffw_norm"]
+        for name in names:
+            yield f"{name}.weight", unbiased
+
+    def mixer(self, layer: int) -> Tensors:
+        """The part of a layer that looks at other tokens."""
+        if not self.shape.is_recurrent(layer):
+            return self.attention()
+        return self.convolution() if self.shape.architecture == "lfm2" else self.delta_net()
+
+    def network(self) -> Tensors:
+        return self.experts() if self.shape.experts else self.feed_forward()
+
+    def attention(self) -> Tensors:
+        shape = self.shape
+        queries, keys = shape.heads * shape.head_width, shape.kv_heads * shape.head_width
+        if shape.has_head_norms:
+            yield "attn_q_norm.weight", np.full(shape.head_width, _ATTENTION_STD, np.float32)
+            yield "attn_k_norm.weight", np.ones(shape.head_width, np.float32)
+        asked = self.half(queries, _ATTENTION_STD)
+        if shape.architecture == "qwen35":  # each head's queries, then its gates
+            by_head = (shape.heads, shape.head_width, shape.width)
+            pair = np.stack([asked.reshape(by_head), self.half(queries).reshape(by_head)], axis=1)
+            asked = pair.reshape(2 * queries, shape.width)
+        yield "attn_q.weight", asked
+        yield "attn_k.weight", self.half(keys)
+        yield "attn_v.weight", self.half(keys, 2.0)
+        yield "attn_output.weight", self.into_stream(queries)
+        if shape.architecture == "gpt-oss":
+            yield "attn_output.bias", np.zeros(shape.width, np.float32)
+            yield "attn_sinks.weight", np.zeros(shape.heads, np.float32)
+
+    def delta_net(self) -> Tensors:
+        heads = self.shape.heads
+        values, mixed = heads * _STATE, (heads + 2 * self.shape.kv_heads) * _STATE
+        yield "attn_qkv.weight", self.half(mixed)
+        yield "attn_gate.weight", self.half(values)
+        yield "ssm_conv1d.weight", self.matrix(mixed, _CONV)
+        yield "ssm_dt.bias", np.zeros(heads, np.float32)
+        yield "ssm_a", np.full(heads, -0.01, np.float32)  # forgets slowly: the whole context counts
+        yield "ssm_beta.weight", self.half(heads)
+        yield "ssm_alpha.weight", self.half(heads)
+        yield "ssm_norm.weight", np.ones(_STATE, np.float32)
+        yield "ssm_out.weight", self.into_stream(values)
+
+    def convolution(self) -> Tensors:
+        yield "shortconv.conv.weight", self.matrix(self.shape.width, _CONV)
+        yield "shortconv.in_proj.weight", self.half(3 * self.shape.width)
+        yield "shortconv.out_proj.weight", self.into_stream(self.shape.width)
+
+    def feed_forward(self) -> Tensors:
+        yield "ffn_gate.weight", self.half(self.shape.hidden)
+        yield "ffn_up.weight", self.half(self.shape.hidden)
+        yield "ffn_down.weight", self.into_stream(self.shape.hidden)
+
+    def experts(self) -> Tensors:
+        each = [dict(self.feed_forward()) for _ in range(self.shape.experts)]
+        for name in each[0]:
+            stem = f"{name.removesuffix('.weight')}_exps"
+            stack = np.stack([weights[name] for weights in each])
+            yield f"{stem}.weight", stack
+            yield f"{stem}.bias", np.zeros(stack.shape[:2], np.float32)
+        yield "ffn_gate_inp.weight", self.matrix(self.shape.experts, self.shape.width)
+        yield "ffn_gate_inp.bias", np.zeros(self.shape.experts, np.float32)
 
 
 def main() -> None:
