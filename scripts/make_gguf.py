@@ -1,6 +1,6 @@
 """Writes small GGUF models with random weights for tests and benchmarks against a real llama-server.
 
-    python scripts/make_gguf.py tiny|large|swa DIR [--seed N]
+    python scripts/make_gguf.py tiny|large|swa|sinks|linear|conv DIR [--seed N]
 
 What a model says is gibberish, but it behaves as a real one does where a cache is concerned:
 
@@ -20,6 +20,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 try:
     import gguf
@@ -32,7 +33,7 @@ except ModuleNotFoundError as error:
         raise
     raise SystemExit(f"make_gguf.py needs the package {error.name}: scripts/install engine,dev") from None
 
-VERSION = 1
+VERSION = 2
 """Part of a cached file's name: raise it whenever the files change."""
 
 _TOKENIZER = Path(__file__).parents[1] / "engine_adapter" / "torch_engine" / "default_model"
@@ -57,6 +58,8 @@ class Shape:
     Attributes:
         architecture: its name in the file.
         window: tokens a sliding-window layer looks back; None where all layers see everything.
+        experts: feed-forward networks per layer, of which two run for a token; 0 for a single one.
+        full_every: every so many layers one has attention, the others a recurrent state; 0 for all attention.
     """
 
     architecture: str
@@ -67,13 +70,32 @@ class Shape:
     kv_heads: int
     head_width: int
     window: int | None = None
+    experts: int = 0
+    full_every: int = 0
+
+    def is_recurrent(self, layer: int) -> bool:
+        """True if this layer has a recurrent state instead of attention."""
+        return self.full_every > 0 and (layer + 1) % self.full_every != 0
+
+    @property
+    def has_head_norms(self) -> bool:
+        """True if queries and keys are normalised in each head."""
+        return self.architecture in ("gemma3", "qwen35", "lfm2")
 
 
 SHAPES = {
     "tiny": Shape("llama", 4, 256, 640, 4, 2, 64),  # 9 MB
     "large": Shape("llama", 8, 1024, 2688, 16, 8, 64),  # 100M parameters, 199 MB
     "swa": Shape("gemma3", 6, 256, 640, 4, 2, 64, window=128),  # 13 MB; every sixth layer sees everything
+    "sinks": Shape("gpt-oss", 4, 256, 256, 4, 2, 64, window=128, experts=4),  # every second one; 15 MB
+    "linear": Shape("qwen35", 4, 256, 640, 4, 2, 64, full_every=4),  # gated delta nets; 11 MB
+    "conv": Shape("lfm2", 4, 256, 640, 4, 2, 64, full_every=2),  # short convolutions; 9 MB
 }
+
+_CONV = 4  # tokens that a convolution sees
+_STATE = 64  # width of the state of a head of a gated delta net
+# The norm before the feed-forward network, where it has a name of its own.
+_NETWORK_NORM = {"gpt-oss": "post_attention_norm", "qwen35": "post_attention_norm"}
 
 
 def gguf_path(kind: str, seed: int = 0) -> Path:
@@ -151,7 +173,8 @@ def _add_shape(writer: gguf.GGUFWriter, shape: Shape) -> None:
     writer.add_embedding_length(shape.width)
     writer.add_feed_forward_length(shape.hidden)
     writer.add_head_count(shape.heads)
-    writer.add_head_count_kv(shape.kv_heads)
+    heads = [0 if shape.is_recurrent(layer) else shape.kv_heads for layer in range(shape.layers)]
+    writer.add_head_count_kv(heads if shape.architecture == "lfm2" else shape.kv_heads)
     writer.add_key_length(shape.head_width)
     writer.add_value_length(shape.head_width)
     writer.add_rope_dimension_count(shape.head_width)
@@ -160,6 +183,20 @@ def _add_shape(writer: gguf.GGUFWriter, shape: Shape) -> None:
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_F16)
     if shape.window is not None:
         writer.add_sliding_window(shape.window)
+    if shape.experts:
+        writer.add_expert_count(shape.experts)
+        writer.add_expert_used_count(2)
+        writer.add_expert_feed_forward_length(shape.hidden)
+    if shape.architecture == "lfm2":
+        writer.add_shortconv_l_cache(_CONV)
+    if shape.architecture == "qwen35":
+        writer.add_rope_dimension_sections([shape.head_width // 2, 0, 0, 0])
+        writer.add_full_attention_interval(shape.full_every)
+        writer.add_ssm_conv_kernel(_CONV)
+        writer.add_ssm_inner_size(shape.heads * _STATE)
+        writer.add_ssm_state_size(_STATE)
+        writer.add_ssm_time_step_rank(shape.heads)
+        writer.add_ssm_group_count(shape.kv_heads)
 
 
 def _add_tokenizer(writer: gguf.GGUFWriter, tokenizer: dict) -> list[str]:
@@ -182,51 +219,120 @@ def _add_tokenizer(writer: gguf.GGUFWriter, tokenizer: dict) -> list[str]:
     return tokens
 
 
-def make_tensors(
-    shape: Shape, tokens: list[str], random: np.random.Generator
-) -> Iterator[tuple[str, NDArray[np.float16] | NDArray[np.float32]]]:
+Tensors = Iterator[tuple[str, NDArray[Any]]]
+
+
+def make_tensors(shape: Shape, tokens: list[str], random: np.random.Generator) -> Tensors:
     """The weights by their names in a GGUF, the same ones for the same state of `random`."""
-
-    def matrix(rows: int, columns: int, std: float = 1.0) -> NDArray[np.float32]:
-        """Keeps the size of what it multiplies, times `std`."""
-        return random.standard_normal((rows, columns), np.float32) * np.float32(std / columns**0.5)
-
-    def into_stream(columns: int, std: float = 1.0) -> NDArray[np.float16]:
-        values = matrix(shape.width, columns, std)
-        values[0] = 0
-        return values.astype(np.float16)
-
+    made = _Weights(shape, random)
     norm = np.ones(shape.width, np.float32)
-    unbiased = norm.copy()
-    unbiased[0] = 0
-    queries, keys = shape.heads * shape.head_width, shape.kv_heads * shape.head_width
     embedding = random.standard_normal((len(tokens), shape.width), np.float32)
     embedding[:, 0] = _BIAS * (shape.width / 256) ** 0.5
-    if shape.window is not None:
+    if shape.architecture == "gemma3":
         embedding /= shape.width**0.5  # what this architecture multiplies it with
     yield "token_embd.weight", embedding.astype(np.float16)
     for layer in range(shape.layers):
-        block = f"blk.{layer}"
-        yield f"{block}.attn_norm.weight", unbiased
-        if shape.window is not None:
-            yield f"{block}.attn_q_norm.weight", np.full(shape.head_width, _ATTENTION_STD, np.float32)
-            yield f"{block}.attn_k_norm.weight", np.ones(shape.head_width, np.float32)
-            yield f"{block}.post_attention_norm.weight", unbiased
-            yield f"{block}.post_ffw_norm.weight", unbiased
-        yield f"{block}.attn_q.weight", matrix(queries, shape.width, _ATTENTION_STD).astype(np.float16)
-        yield f"{block}.attn_k.weight", matrix(keys, shape.width).astype(np.float16)
-        yield f"{block}.attn_v.weight", matrix(keys, shape.width, 2.0).astype(np.float16)
-        yield f"{block}.attn_output.weight", into_stream(queries)
-        yield f"{block}.ffn_norm.weight", unbiased
-        yield f"{block}.ffn_gate.weight", matrix(shape.hidden, shape.width).astype(np.float16)
-        yield f"{block}.ffn_up.weight", matrix(shape.hidden, shape.width).astype(np.float16)
-        yield f"{block}.ffn_down.weight", into_stream(shape.hidden)
-    yield "output_norm.weight", norm
-    head = matrix(len(tokens), shape.width, _LOGIT_STD)
+        for part in (made.norms(), made.mixer(layer), made.network()):
+            for name, values in part:
+                yield f"blk.{layer}.{name}", values
+    yield "token_embd_norm.weight" if shape.architecture == "lfm2" else "output_norm.weight", norm
+    head = made.matrix(len(tokens), shape.width, _LOGIT_STD)
     head[:, 0] = [
         0.0 if _WORD.fullmatch(token) else _END if token == _TURN_END else _NEVER for token in tokens
     ]
     yield "output.weight", head.astype(np.float16)
+
+
+class _Weights:
+    """The weights of one layer, by their names without the layer's."""
+
+    def __init__(self, shape: Shape, random: np.random.Generator) -> None:
+        self.shape = shape
+        self.random = random
+
+    def matrix(self, rows: int, columns: int, std: float = 1.0) -> NDArray[np.float32]:
+        """Keeps the size of what it multiplies, times `std`."""
+        return self.random.standard_normal((rows, columns), np.float32) * np.float32(std / columns**0.5)
+
+    def half(self, rows: int, std: float = 1.0) -> NDArray[np.float16]:
+        """Reads the residual stream."""
+        return self.matrix(rows, self.shape.width, std).astype(np.float16)
+
+    def into_stream(self, columns: int) -> NDArray[np.float16]:
+        """Writes into the residual stream, but not into its channel 0."""
+        values = self.matrix(self.shape.width, columns)
+        values[0] = 0
+        return values.astype(np.float16)
+
+    def norms(self) -> Tensors:
+        unbiased = np.ones(self.shape.width, np.float32)
+        unbiased[0] = 0
+        names = ["attn_norm", _NETWORK_NORM.get(self.shape.architecture, "ffn_norm")]
+        if self.shape.architecture == "gemma3":
+            names += ["post_attention_norm", "post_ffw_norm"]
+        for name in names:
+            yield f"{name}.weight", unbiased
+
+    def mixer(self, layer: int) -> Tensors:
+        """The part of a layer that looks at other tokens."""
+        if not self.shape.is_recurrent(layer):
+            return self.attention()
+        return self.convolution() if self.shape.architecture == "lfm2" else self.delta_net()
+
+    def network(self) -> Tensors:
+        return self.experts() if self.shape.experts else self.feed_forward()
+
+    def attention(self) -> Tensors:
+        shape = self.shape
+        queries, keys = shape.heads * shape.head_width, shape.kv_heads * shape.head_width
+        if shape.has_head_norms:
+            yield "attn_q_norm.weight", np.full(shape.head_width, _ATTENTION_STD, np.float32)
+            yield "attn_k_norm.weight", np.ones(shape.head_width, np.float32)
+        asked = self.half(queries, _ATTENTION_STD)
+        if shape.architecture == "qwen35":  # each head's queries, then its gates
+            by_head = (shape.heads, shape.head_width, shape.width)
+            pair = np.stack([asked.reshape(by_head), self.half(queries).reshape(by_head)], axis=1)
+            asked = pair.reshape(2 * queries, shape.width)
+        yield "attn_q.weight", asked
+        yield "attn_k.weight", self.half(keys)
+        yield "attn_v.weight", self.half(keys, 2.0)
+        yield "attn_output.weight", self.into_stream(queries)
+        if shape.architecture == "gpt-oss":
+            yield "attn_output.bias", np.zeros(shape.width, np.float32)
+            yield "attn_sinks.weight", np.zeros(shape.heads, np.float32)
+
+    def delta_net(self) -> Tensors:
+        heads = self.shape.heads
+        values, mixed = heads * _STATE, (heads + 2 * self.shape.kv_heads) * _STATE
+        yield "attn_qkv.weight", self.half(mixed)
+        yield "attn_gate.weight", self.half(values)
+        yield "ssm_conv1d.weight", self.matrix(mixed, _CONV)
+        yield "ssm_dt.bias", np.zeros(heads, np.float32)
+        yield "ssm_a", np.full(heads, -0.01, np.float32)  # forgets slowly: the whole context counts
+        yield "ssm_beta.weight", self.half(heads)
+        yield "ssm_alpha.weight", self.half(heads)
+        yield "ssm_norm.weight", np.ones(_STATE, np.float32)
+        yield "ssm_out.weight", self.into_stream(values)
+
+    def convolution(self) -> Tensors:
+        yield "shortconv.conv.weight", self.matrix(self.shape.width, _CONV)
+        yield "shortconv.in_proj.weight", self.half(3 * self.shape.width)
+        yield "shortconv.out_proj.weight", self.into_stream(self.shape.width)
+
+    def feed_forward(self) -> Tensors:
+        yield "ffn_gate.weight", self.half(self.shape.hidden)
+        yield "ffn_up.weight", self.half(self.shape.hidden)
+        yield "ffn_down.weight", self.into_stream(self.shape.hidden)
+
+    def experts(self) -> Tensors:
+        each = [dict(self.feed_forward()) for _ in range(self.shape.experts)]
+        for name in each[0]:
+            stem = f"{name.removesuffix('.weight')}_exps"
+            stack = np.stack([weights[name] for weights in each])
+            yield f"{stem}.weight", stack
+            yield f"{stem}.bias", np.zeros(stack.shape[:2], np.float32)
+        yield "ffn_gate_inp.weight", self.matrix(self.shape.experts, self.shape.width)
+        yield "ffn_gate_inp.bias", np.zeros(self.shape.experts, np.float32)
 
 
 def main() -> None:

@@ -12,6 +12,7 @@ tokens.py       a request's token ids, by the server
 saved.py        the registry of saved prefixes         saved_entry.py    one of them, and eviction order
 saved_files.py  names, sidecars, checked moves         state_file.py     the format of a saved file
 discovery.py    what a server is, asked and tried; which model made its KV
+checkpoints.py  how much of a slot is reused           memory_probe.py   tries that out
 command.py      how kvpin starts one                   options.py        settings of this kind
 router.py       router mode: states of its models, and whose turn it is to be loaded
 """

@@ -458,7 +458,8 @@ class LlamaServerAdapter(HttpAdapter):
         # The server's own prompt cache serves every tenant.
         may_share = session.keeps_none_itself or ask.salt is None
         wants_reuse = body.get("cache_prompt") is not False
-        ask = replace(ask, reuse=ask is not _UNKNOWN and wants_reuse and may_share)
+        reuse = ask is not _UNKNOWN and wants_reuse and may_share
+        ask = replace(ask, reuse=reuse, is_chat=path not in _TEXTS and path != INFILL)
         async with scheduler.lease(ask) as lease:
             lease.shows_text = _shows_text(path, session.facts.chat_template, body)
             reuses = lease.may_reuse

@@ -10,12 +10,13 @@ import shutil
 from array import array
 from collections.abc import Callable, Iterator
 from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from engine_adapter.errors import EngineError, EngineRejected
 from engine_adapter.http.control import ControlClient
 from engine_adapter.llama_server import saved_files, slot_io
+from engine_adapter.llama_server.checkpoints import MemoryRules, SlotMemory, user_starts
 from engine_adapter.llama_server.discovery import ServerFacts
 from engine_adapter.llama_server.mirror_events import MirrorEvents
 from engine_adapter.llama_server.plan import RateBook
@@ -23,6 +24,7 @@ from engine_adapter.llama_server.saved import Saved, SavedPrefixes, salt_digest
 from engine_adapter.llama_server.server_files import UNKNOWN_OWNER, SlotOwners
 from engine_adapter.llama_server.slots import Slot, SlotTable
 from engine_adapter.llama_server.state_file import StateFileError
+from engine_adapter.llama_server.turns import Ask
 from engine_adapter.types import Retention, Tier, TokenIds, common_prefix
 
 log = logging.getLogger("kvpin.llama_server")
@@ -35,6 +37,8 @@ TOOL_S = 10.0
 MANY_CHANGES = 5
 # After this many useless restores in a row (less than half was reused), restoring ends.
 MAX_VAIN_RESTORES = 2
+# After this many wrong predictions in a row, the rules of the memory do not fit the server.
+MAX_WRONG = 3
 
 
 @dataclass(slots=True)
@@ -69,7 +73,8 @@ class Contents:
         owners: SlotOwners | None = None,
     ) -> None:
         self.owners = owners or SlotOwners(None, "", None, facts.slots)
-        self.table = SlotTable(facts.slots)
+        self.rules = facts.memory
+        self.table = SlotTable(facts.slots, self.rules)
         self.rates = RateBook()
         self.counts = Counts()
         self.findings: list[str] = []
@@ -82,7 +87,7 @@ class Contents:
         self._refused: set[str] = set()  # names of saved prefixes that this server did not take
         # Whether the server reuses any prefix of a slot's content: true until it is seen not to.
         self.reuses_any_prefix = True
-        self._vain_restores = 0
+        self._vain_restores = self._wrong = 0
         self._no_save_before = 0.0
         self._save_pause_s = SAVE_PAUSE_S
 
@@ -94,7 +99,7 @@ class Contents:
     @property
     def can_restore(self) -> bool:
         """True if saved prefixes can be restored, and so are worth saving."""
-        return self._saved is not None and self.reuses_any_prefix
+        return self._saved is not None and self.reuses_any_prefix and self.rules.can_restore
 
     @property
     def can_save(self) -> bool:
@@ -124,9 +129,10 @@ class Contents:
         unknown: int = 0,
         saved: int | None = None,
         restored: bool = False,
+        memory: SlotMemory | None = None,
     ) -> None:
         """Sets what a slot holds; see `SlotTable.hold`."""
-        self.table.hold(slot.id, tokens, salt, unknown=unknown, saved=saved, restored=restored)
+        self.table.hold(slot.id, tokens, salt, unknown=unknown, saved=saved, restored=restored, memory=memory)
         self.owners.holds(slot.id, slot.salt)
         if slot.is_empty or salt == UNKNOWN_OWNER:
             self._mirror.drop(slot.id)
@@ -150,7 +156,7 @@ class Contents:
     def mark_unknown(self, slot: Slot, count: int) -> None:
         """The slot holds `count` tokens whose ids are not known."""
         # Nobody can reuse these tokens, so their loss costs nothing: they count as saved.
-        self.hold(slot, array("i"), UNKNOWN_OWNER, unknown=count, saved=count)
+        self.hold(slot, array("i"), UNKNOWN_OWNER, unknown=count, saved=count, memory=self.rules.lost(count))
 
     def mark_changed(self, slot: Slot, count: int) -> None:
         """Somebody else changed the slot: it holds `count` unknown tokens now."""
@@ -243,7 +249,8 @@ class Contents:
         self.counts.restores += 1
         self.counts.restored_tokens += moved.tokens
         self.rates.restored(moved.size, moved.seconds)
-        self.hold(slot, entry.tokens, entry.salt, saved=len(entry.tokens), restored=True)
+        memory = self.rules.restored(len(entry.tokens))
+        self.hold(slot, entry.tokens, entry.salt, saved=len(entry.tokens), restored=True, memory=memory)
         return True
 
     def keeping(self, entry: Saved | None) -> AbstractAsyncContextManager[None]:
@@ -272,6 +279,26 @@ class Contents:
         shared = (slot.shared(entry.tokens, entry.salt) for entry in self.entries())
         slot.saved = max(slot.saved, max(shared, default=0))
 
+    def learn(self, facts: ServerFacts) -> None:
+        """The server was probed: it tells more of its memory."""
+        self._facts = facts
+        self._follow(facts.memory)
+
+    def user_starts(self, ask: Ask) -> tuple[int, ...]:
+        """The positions where the user messages of a chat begin; none where they do not matter."""
+        is_needed = ask.is_chat and not self.rules.is_plain
+        return user_starts(ask.tokens, self._facts.user_mark) if is_needed else ()
+
+    def note_prediction(self, *, is_right: bool) -> None:
+        """A firm prediction came true, or not. Too many that do not are no longer called firm."""
+        self._wrong = 0 if is_right else self._wrong + 1
+        if self._wrong >= MAX_WRONG and self.rules.is_sure and not self.rules.is_plain:
+            self._follow(replace(self.rules, is_sure=False))
+            self._find(
+                "the server makes its context checkpoints elsewhere than kvpin expects: predictions are "
+                "estimates; start it without -b, -ub, --ctx-checkpoints and --checkpoint-min-step"
+            )
+
     def note_restored(self, *, in_vain: bool) -> None:
         """A request ran on restored KV; `in_vain` if the server computed most of it again."""
         self._vain_restores = self._vain_restores + 1 if in_vain else 0
@@ -297,6 +324,10 @@ class Contents:
             }
             for slot in self.table
         ]
+
+    def _follow(self, rules: MemoryRules) -> None:
+        self.rules = rules
+        self.table.follow(rules)
 
     def _pause_saving(self, error: Exception) -> None:
         self.counts.failed_saves += 1

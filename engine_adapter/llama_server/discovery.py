@@ -28,6 +28,7 @@ from engine_adapter.errors import EngineRejected, EngineSpecError, EngineUnavail
 from engine_adapter.http.control import ControlClient
 from engine_adapter.http.models import read_models
 from engine_adapter.llama_server import slot_io
+from engine_adapter.llama_server.checkpoints import PLAIN, MemoryRules
 from engine_adapter.llama_server.slot_io import read_slots, spare_slot
 from engine_adapter.types import EngineSpec, Finding
 
@@ -106,7 +107,8 @@ def _samples(size: int) -> Iterator[tuple[int, int]]:
 
 _PROBE_TOKENS = 48
 _STATE_WORDS = 7  # of an empty slot's file, before its caches: magic, version, 4 of tokens and their count
-_CACHES = (1, 2)  # of a model with plain attention, and of one that has sliding windows too
+# Caches of a model with plain attention, and of one that has sliding windows too.
+_PLAIN_ATTENTION, WITH_WINDOW = 1, 2
 _METADATA = 64 << 20  # bytes of a GGUF that are no tensors, at the most: vocabulary and padding
 
 
@@ -126,6 +128,8 @@ class ServerFacts:
         fingerprint: digest of the model and the LoRA adapters that make its KV.
         is_unified: all slots share one KV pool (`-kvu`); None while unknown.
         ram_cache: it keeps prompts in its own cache (`--cache-ram`); None while unknown.
+        memory: how much of a slot it reuses; the default while unknown.
+        user_mark: the tokens that begin a user message in a chat; empty while they do not matter.
     """
 
     model: str
@@ -144,6 +148,8 @@ class ServerFacts:
     fingerprint: str
     is_unified: bool | None = None
     ram_cache: bool | None = None
+    memory: MemoryRules = PLAIN
+    user_mark: tuple[int, ...] = ()
 
     @property
     def key(self) -> str:
@@ -235,6 +241,16 @@ def findings_of(facts: ServerFacts) -> Iterator[Finding]:
         )
     if not facts.has_slots:
         yield Finding("kvpin cannot watch its slots", "start the server with --slots")
+    if facts.memory.window:
+        yield Finding(
+            "its model has sliding windows: what is restored would be computed again, so nothing is saved",
+            "start the server with --swa-full, which keeps the KV of all tokens: it takes more memory",
+        )
+    if not facts.memory.most:
+        yield Finding(
+            "it makes no context checkpoints: a prompt that does not go on where a slot ends reuses nothing",
+            "start the server with --ctx-checkpoints 32, or without that flag",
+        )
     if facts.is_sleeping:
         yield Finding(
             "it sleeps when idle and loses all KV",
@@ -325,8 +341,8 @@ async def probe_ram_cache(control: ControlClient, slot_id: int) -> bool:
     """
     first, second = list(range(10, 10 + _PROBE_TOKENS)), list(range(110, 110 + _PROBE_TOKENS))
     for prompt in (first, second):
-        await _prefill(control, prompt, slot_id)
-    return await _prefill(control, [*first, second[0]], slot_id) > 0
+        await prefill(control, prompt, slot_id)
+    return await prefill(control, [*first, second[0]], slot_id) > 0
 
 
 async def probe_unified(control: ControlClient, slot_id: int, slots: int, *, file: str) -> bool | None:
@@ -336,14 +352,19 @@ async def probe_unified(control: ControlClient, slot_id: int, slots: int, *, fil
     is lost, and `file` is left in the server's save directory.
     """
     await slot_io.erase(control, slot_id)
-    words, rest = divmod((await slot_io.save(control, slot_id, file)).size, 4)
-    counted = words - _STATE_WORDS
-    if not rest and counted in [caches * (1 + slots) for caches in _CACHES]:
+    size = (await slot_io.save(control, slot_id, file)).size
+    if caches_in(size, slots):
         return False
-    return True if not rest and counted in [caches * (1 + 1) for caches in _CACHES] else None
+    return True if caches_in(size, 1) else None
 
 
-async def _prefill(control: ControlClient, prompt: list[int], slot_id: int) -> int:
+def caches_in(size: int, streams: int) -> int | None:
+    """The number of caches in an empty slot's file of `size` bytes; None if it is of another kind."""
+    counts = (_PLAIN_ATTENTION, WITH_WINDOW)
+    return next((each for each in counts if size == 4 * (_STATE_WORDS + each * (1 + streams))), None)
+
+
+async def prefill(control: ControlClient, prompt: list[int], slot_id: int) -> int:
     """Computes a prompt on a slot; returns the number of reused tokens."""
     request = {"prompt": prompt, "n_predict": 0, "cache_prompt": True, "id_slot": slot_id}
     match await control.call("POST", "/completion", json=request):

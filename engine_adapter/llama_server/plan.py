@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import NamedTuple
 
+from engine_adapter.llama_server.checkpoints import PLAIN, MemoryRules
 from engine_adapter.llama_server.saved_entry import Saved, recency
 from engine_adapter.llama_server.slots import Slot, SlotOperation
 from engine_adapter.types import Tier, TokenIds, common_prefix
@@ -188,6 +189,7 @@ class _Inputs:
     streams: int
     can_save: bool
     can_restore: bool
+    rules: MemoryRules
 
     @property
     def most(self) -> int:
@@ -211,15 +213,17 @@ def plan(
     *,
     can_save: bool,
     can_restore: bool,
+    rules: MemoryRules = PLAIN,
 ) -> Plan:
     """The cheapest way to run `prompt` under `salt` on any of the slots, of which there is at least one.
 
-    `saved` are files of this server's key; of two with the same cost the first is chosen. Without
-    `can_restore` no file counts, and nothing is saved. A pin holds, unless every slot has a pin in the way.
+    `saved` are files of this server's key; of two with the same cost the first is chosen. `rules` say how
+    much of a restored file is reused. Without `can_restore` no file counts, and nothing is saved. A pin
+    holds, unless every slot has a pin in the way.
     """
     table = tuple(slots)
     streams = sum(slot.operation is SlotOperation.REQUEST for slot in table)
-    given = _Inputs(prompt, salt, rates, now, streams, can_save and can_restore, can_restore)
+    given = _Inputs(prompt, salt, rates, now, streams, can_save and can_restore, can_restore, rules)
     file = _best_file(given, saved) if can_restore and any(slot.is_idle for slot in table) else None
     candidates = [(slot, choice) for slot in table for choice in _choices(slot, file, given)]
     allowed = [candidate for candidate in candidates if not candidate[1].over_pin]
@@ -258,7 +262,8 @@ def _best_file(given: _Inputs, saved: Iterable[Saved]) -> _File | None:
         probe = int(needed)
         if entry.tokens[probe] != given.prompt[probe]:
             continue
-        reused = min(common_prefix(entry.tokens, given.prompt), given.most)
+        restored = given.rules.restored(len(entry.tokens))
+        reused = restored.reused(common_prefix(entry.tokens, given.prompt), len(given.prompt))
         if reused > needed:
             best = _File(entry, reused, seconds)
             least = cost + given.rates.prefill_s(len(given.prompt) - reused)
@@ -269,24 +274,25 @@ def _choices(slot: Slot, file: _File | None, given: _Inputs) -> Iterable[Plan]:
     """The candidates of one slot: use it as it is, or restore `file` if the slot is idle and gains by it."""
     kept = slot.shared(given.prompt, given.salt)
     yield _choice(slot, kept, None, given)
-    if file is not None and slot.is_idle and file.reused > kept:
+    if file is not None and slot.is_idle and file.reused > slot.memory.reused(kept, len(given.prompt)):
         yield _choice(slot, 0, file, given)
 
 
 def _choice(slot: Slot, kept: int, file: _File | None, given: _Inputs) -> Plan:
     """One candidate; `kept` leading tokens of the slot's content stay in place."""
-    cached = min(kept, given.most) if file is None else file.reused
+    in_place = slot.memory.reused(kept, len(given.prompt))
+    cached = in_place if file is None else file.reused
     others = given.streams - (slot.operation is SlotOperation.REQUEST)
     save_s, regret_s = _loss(slot, kept, others, given)
     if kept < min(LEAST_SHARED, len(slot.tokens), len(given.prompt)):
         # An empty slot would have to compute these tokens as well. Without this term, all new conversations
         # go through one slot.
-        regret_s += given.rates.prefill_s(min(kept, given.most))
+        regret_s += given.rates.prefill_s(in_place)
     io_s = save_s + (0.0 if file is None else file.seconds)
     return Plan(
         slot=slot.id,
         cached_tokens=cached,
-        firm=file is not None or not _may_hold_more(slot, kept, given),
+        firm=given.rules.is_sure if file is not None else _is_firm(slot, kept, given),
         restore=None if file is None else file.entry,
         save_first=save_s > 0,
         is_ready=slot.is_idle,
@@ -299,10 +305,11 @@ def _choice(slot: Slot, kept: int, file: _File | None, given: _Inputs) -> Plan:
     )
 
 
-def _may_hold_more(slot: Slot, kept: int, given: _Inputs) -> bool:
-    """True if unknown tokens, of the content or of a running answer, may be reused too."""
+def _is_firm(slot: Slot, kept: int, given: _Inputs) -> bool:
+    """False if more may be reused: unknown tokens, a running answer, or from an unknown checkpoint."""
     grows = slot.unknown > 0 or not slot.is_idle
-    return grows and slot.salt == given.salt and kept == len(slot.tokens) and kept < given.most
+    may_hold_more = grows and slot.salt == given.salt and kept == len(slot.tokens) and kept < given.most
+    return not may_hold_more and slot.memory.is_firm(kept, len(given.prompt))
 
 
 def _loss(slot: Slot, kept: int, others: int, given: _Inputs) -> tuple[float, float]:

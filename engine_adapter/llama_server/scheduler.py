@@ -20,6 +20,7 @@ from engine_adapter.errors import EngineError, EngineUnavailable
 from engine_adapter.hold import Forecast
 from engine_adapter.http.control import ControlClient
 from engine_adapter.llama_server.answer import CompletionOutput, known_tokens, slot_content
+from engine_adapter.llama_server.checkpoints import SlotMemory
 from engine_adapter.llama_server.contents import Contents
 from engine_adapter.llama_server.own_tasks import OwnTasks
 from engine_adapter.llama_server.plan import Plan, plan
@@ -110,7 +111,8 @@ class SlotScheduler:
         self._check_open()
         # The slot is going to hold this prompt: the next request of the conversation waits for it.
         self.contents.owners.changes(lease.slot, ask.salt)
-        self._table.hold(lease.slot, ask.tokens, ask.salt)
+        memory = lease.memory.after(lease.shared, len(ask.tokens), self.contents.user_starts(ask))
+        self._table.hold(lease.slot, ask.tokens, ask.salt, memory=memory)
         try:
             yield lease
         except BaseException:
@@ -200,7 +202,7 @@ class SlotScheduler:
             slot, count = self._table[state.id], state.n_tokens or 0
             owner = contents.owners[slot.id]
             if count and owner != UNKNOWN_OWNER and not state.is_processing:
-                contents.hold(slot, array("i"), owner, unknown=count)
+                contents.hold(slot, array("i"), owner, unknown=count, memory=contents.rules.lost(count))
             elif count or state.is_processing:
                 contents.mark_unknown(slot, count)
             else:
@@ -276,6 +278,7 @@ class SlotScheduler:
             self._clock(),
             can_save=contents.can_save,
             can_restore=contents.can_restore,
+            rules=contents.rules,
         )
 
     async def _prepared(self, chosen: Plan, ask: Ask) -> SlotLease:
@@ -312,15 +315,20 @@ class SlotScheduler:
         kept = slot.shared(ask.tokens, ask.salt) if ask.reuse else 0
         most = max(len(ask.tokens) - 1, 0)
         grows = slot.unknown > 0 and kept == len(slot.tokens) and slot.salt == ask.salt
-        may_reuse = ask.reuse and (slot.is_empty or slot.salt == ask.salt)
+        is_own = slot.is_empty or slot.salt == ask.salt
+        may_reuse = ask.reuse and is_own and slot.memory.is_sound(kept, len(ask.tokens))
         return SlotLease(
             slot=slot.id,
             ask=ask,
-            cached_tokens=min(kept, most),
-            firm=(kept >= most or not grows) and (self.contents.reuses_any_prefix or kept == slot.length),
+            shared=kept if may_reuse else 0,
+            cached_tokens=slot.memory.reused(kept, len(ask.tokens)),
+            firm=(kept >= most or not grows)
+            and (self.contents.reuses_any_prefix or kept == slot.length)
+            and slot.memory.is_firm(kept, len(ask.tokens)),
             may_reuse=may_reuse,
             restored=restored,
             before=slot.tokens if may_reuse else array("i"),
+            memory=slot.memory,
             length_before=slot.length,
             started=self._clock(),
         )
@@ -349,7 +357,8 @@ class SlotScheduler:
             log.warning("%s: content of slot %d is unknown after a request: %s", self._engine, slot.id, error)
         finally:
             if known or lease.leaves_own:
-                self.contents.hold(slot, known, lease.ask.salt, unknown=unknown)
+                memory = self._memory_after(lease).grown(len(known) + unknown)
+                self.contents.hold(slot, known, lease.ask.salt, unknown=unknown, memory=memory)
                 self.contents.note_saved(slot)
                 self.contents.keep(slot, lease.ask.retention)
                 if lease.answer is not None and lease.answer.finish_reason == "tool_calls":
@@ -357,6 +366,14 @@ class SlotScheduler:
             else:
                 self.contents.mark_unknown(slot, unknown)
             self._release(slot)
+
+    def _memory_after(self, lease: SlotLease) -> SlotMemory:
+        """The memory of a slot after a request, without the answer."""
+        ask, answer = lease.ask, lease.answer
+        told = answer.cached_tokens if answer is not None and answer.is_complete else None
+        if told is None or not ask.tokens:
+            return self.contents.rules.lost(len(ask.tokens))
+        return lease.memory.after(lease.shared, len(ask.tokens), self.contents.user_starts(ask), told=told)
 
     async def _left_by(self, lease: SlotLease) -> tuple[TokenIds[int], int]:
         """(known tokens, number of unknown ones) that a request left in its slot."""
@@ -388,6 +405,8 @@ class SlotScheduler:
     def _learn(self, lease: SlotLease, answer: CompletionOutput) -> None:
         rates, cached, total = self.contents.rates, answer.cached_tokens, answer.prompt_tokens
         rates.held(self._clock() - lease.started)
+        if cached is not None and lease.firm and lease.ask.reuse:
+            self.contents.note_prediction(is_right=cached == lease.cached_tokens)
         if cached is None or total is None:
             return
         if answer.timings.prompt_ms is not None:

@@ -12,10 +12,12 @@ from pathlib import Path
 
 import msgspec
 
-from engine_adapter.errors import EngineError
+from engine_adapter.errors import EngineError, EngineRejected
 from engine_adapter.http.control import ControlClient
+from engine_adapter.llama_server.checkpoints import UNPROBED
 from engine_adapter.llama_server.contents import Contents
 from engine_adapter.llama_server.discovery import ServerFacts, probe, probe_file
+from engine_adapter.llama_server.memory_probe import MemoryKind, memory_rules, probe_memory
 from engine_adapter.llama_server.mirror_events import MirrorEvents
 from engine_adapter.llama_server.options import LlamaServerSpec
 from engine_adapter.llama_server.plan import worth_saving
@@ -25,6 +27,7 @@ from engine_adapter.llama_server.server_files import UNKNOWN_OWNER, ServerRecord
 from engine_adapter.llama_server.slot_io import erase, read_pulse, read_slots, spare_slot
 from engine_adapter.llama_server.slots import Slot, SlotOperation
 from engine_adapter.llama_server.state_file import StateFileError
+from engine_adapter.llama_server.tokens import read_user_mark
 from engine_adapter.llama_server.verbs import RecordedPin, SlotVerbs
 from engine_adapter.types import Capability
 
@@ -42,6 +45,7 @@ class Probed(msgspec.Struct, frozen=True):
 
     ram_cache: bool | None
     is_unified: bool | None
+    memory: MemoryKind | None
 
 
 class ServerSession:
@@ -76,6 +80,7 @@ class ServerSession:
         self._shares_directory = True
         self._write_back: asyncio.Task[None] | None = None
         self._probes: ServerRecord[Probed] | None = None
+        self._memory: MemoryKind | None = None
 
     async def begin(self, registry: SavedPrefixes | None, mirror: MirrorEvents) -> None:
         """Probes the server, takes over its slots, and begins to write them back. Errors end the session."""
@@ -130,7 +135,7 @@ class ServerSession:
         """What probing the server has told; None if a next process must be probed again."""
         facts = self.facts
         return (
-            Probed(facts.ram_cache, facts.is_unified)
+            Probed(facts.ram_cache, facts.is_unified, self._memory)
             if self._has_files and facts.ram_cache is not None
             else None
         )
@@ -157,7 +162,9 @@ class ServerSession:
     async def _try_out_on(self, contents: Contents, slot: Slot) -> None:
         contents.mark_unknown(slot, slot.length)
         await self._probe(slot.id)
+        await self._learn_memory()
         self._note_probe()
+        contents.learn(self.facts)
         contents.mark_unknown(slot, (await read_slots(self._control))[slot.id].n_tokens or 0)
 
     async def _begin(self, registry: SavedPrefixes | None, mirror: MirrorEvents) -> None:
@@ -167,10 +174,12 @@ class ServerSession:
             states, told = await read_slots(self._control), self._told or self._probes.read()
             if told is not None:  # by an earlier probe: no slot loses its content again
                 self.facts = replace(self.facts, ram_cache=told.ram_cache, is_unified=told.is_unified)
+                self._memory = told.memory
             elif self._may_try and not any(state.is_processing for state in states):
                 await self._probe(spare_slot(states))
         if not self.facts.has_slots or self.facts.looks_unified:
             return
+        await self._learn_memory()
         saved = await self._usable(registry)
         self._has_files = saved is not None
         self._note_probe()
@@ -204,10 +213,29 @@ class ServerSession:
 
     async def _probe(self, slot_id: int) -> None:
         leaves_a_file = self.facts.can_save and self.facts.is_unified is None
-        directory, file = self._spec.options.host_cache_dir, probe_file()
-        self.facts = await probe(self._control, self.facts, slot_id, file=file)
+        control, directory, file = self._control, self._spec.options.host_cache_dir, probe_file()
+        self.facts = await probe(control, self.facts, slot_id, file=file)
+        if not self.facts.is_unified:
+            file_made = file if self.facts.can_save else None
+            leaves_a_file |= self.facts.can_save
+            ram_cache = self.facts.ram_cache is not False
+            try:
+                self._memory = await probe_memory(
+                    control, slot_id, self.facts.slots, file=file_made, ram_cache=ram_cache
+                )
+            except EngineRejected:  # the directory is gone or full
+                self.facts = replace(self.facts, can_save=False)
         if directory is not None and leaves_a_file:
             self._shares_directory = await asyncio.to_thread(_take_probe, directory, file)
+
+    async def _learn_memory(self) -> None:
+        """Turns what the probe told of the memory into rules."""
+        if self._memory is None:
+            self.facts = replace(self.facts, memory=UNPROBED)
+            return
+        rules = await asyncio.to_thread(memory_rules, self._memory, self.facts)
+        mark = () if rules.is_plain else await read_user_mark(self._control)
+        self.facts = replace(self.facts, memory=rules, user_mark=mark)
 
     def _note_probe(self) -> None:
         """Spares the next kvpin the probe of this process."""

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from engine_adapter.llama_server.checkpoints import PLAIN, MemoryRules, SlotMemory
 from engine_adapter.types import TokenIds, common_prefix
 
 NEVER = -math.inf
@@ -49,6 +50,7 @@ class Slot:
         kept_until: a client retains the content until this time: it is not overwritten unsaved.
         kept_for: digest of that client's tenant.
         due_until: its answer called a tool: the next turn, with the result, is expected until then.
+        memory: which of the content a prompt can resume. During a request: once its prompt is computed.
     """
 
     id: int
@@ -65,6 +67,7 @@ class Slot:
     kept_until: float = NEVER
     kept_for: str | None = None
     due_until: float = NEVER
+    memory: SlotMemory = field(default_factory=SlotMemory)
 
     @property
     def length(self) -> int:
@@ -99,8 +102,8 @@ class SlotTable:
         most_in_flight: for each slot, the most operations ever requested at once.
     """
 
-    def __init__(self, count: int) -> None:
-        self._slots = tuple(Slot(slot_id) for slot_id in range(count))
+    def __init__(self, count: int, rules: MemoryRules = PLAIN) -> None:
+        self._slots = tuple(Slot(slot_id, memory=rules.restored(0)) for slot_id in range(count))
         self.violations = 0
         self.most_in_flight = [0] * count
 
@@ -159,11 +162,13 @@ class SlotTable:
         unknown: int = 0,
         saved: int | None = None,
         restored: bool = False,
+        memory: SlotMemory | None = None,
     ) -> None:
         """Sets the content of a slot; an erased slot has no tokens, known or unknown.
 
         `tokens` is stored without a copy. With `saved` None, the common prefix of old and new content stays
-        saved. A pin ends if some of its tokens go, and retention ends if some of the content goes.
+        saved. A pin ends if some of its tokens go, and retention ends if some of the content goes. With
+        `memory` None, the slot's content stays, or an answer was added to it.
         """
         slot = self._slots[slot_id]
         kept = slot.shared(tokens, salt)
@@ -177,6 +182,7 @@ class SlotTable:
         slot.salt = None if slot.is_empty else salt
         slot.saved = min(min(slot.saved, kept) if saved is None else saved, slot.length)
         slot.restored = restored
+        slot.memory = memory or slot.memory.grown(slot.length)
 
     def pin(self, slot_id: int, tokens: int, until: float) -> int:
         """Pins the first `tokens` known tokens of a slot until `until`; returns how many are pinned.
@@ -187,6 +193,11 @@ class SlotTable:
         slot.pinned = min(tokens, len(slot.tokens))
         slot.pinned_until = until if slot.pinned else NEVER
         return slot.pinned
+
+    def follow(self, rules: MemoryRules) -> None:
+        """From now on the memory of the slots has these rules. Which checkpoints they have is not known."""
+        for slot in self._slots:
+            slot.memory = rules.lost(slot.length)
 
     def wipe(self) -> None:
         """The server lost all KV: contents and pins go, operations in flight go on.

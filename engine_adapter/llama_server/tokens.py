@@ -5,6 +5,7 @@ A chat costs two calls (`/apply-template`, `/tokenize`), a text one call, ready 
 
 from __future__ import annotations
 
+import re
 from array import array
 from typing import Any
 
@@ -14,11 +15,13 @@ from engine_adapter.body import JsonBody
 from engine_adapter.errors import EngineRejected
 from engine_adapter.http.control import ControlClient
 from engine_adapter.llama_server.routes import NATIVE_COMPLETIONS
-from engine_adapter.types import TokenIds
+from engine_adapter.types import TokenIds, common_prefix
 
 _CHAT = "/v1/chat/completions"
 _COMPLETIONS = NATIVE_COMPLETIONS | {"/v1/completions"}
 _INT32_MAX = 2**31 - 1
+# The end of the message before.
+_END_MARKER = re.compile(r"^(\s*<[^<>]*(end|close)[^<>]*>)+", re.IGNORECASE)
 
 
 class _Prompt(msgspec.Struct):
@@ -49,6 +52,29 @@ async def tokenize(control: ControlClient, path: str, body: JsonBody) -> TokenId
         else:
             tokens.append(part)
     return tokens
+
+
+async def read_user_mark(control: ControlClient) -> tuple[int, ...]:
+    """The tokens that begin a user message, as the server finds them in its chat template: it compares two
+    chats, of which one has a further user message. Empty if the template does not tell.
+    """
+    user, begun = {"role": "user", "content": "kvpin-a"}, [{"role": "user", "content": "kvpin-b"}]
+    begun.append({"role": "assistant", "content": "kvpin-c"})
+    try:
+        try:
+            texts = [await _rendered(control, messages) for messages in ([], [user])]
+        except EngineRejected:  # the template takes no empty chat
+            texts = [await _rendered(control, messages) for messages in (begun, [*begun, user])]
+        added = texts[1][common_prefix(*texts) :].rpartition(begun[-1]["content"])[2]
+        mark = _END_MARKER.sub("", added.partition(user["content"])[0]).strip()
+        return tuple(await _tokens(control, mark, add_special=False)) if mark else ()
+    except EngineRejected:
+        return ()
+
+
+async def _rendered(control: ControlClient, messages: list[dict[str, str]]) -> str:
+    body = {"messages": messages, "add_generation_prompt": False}
+    return (await control.read(_Prompt, "POST", "/apply-template", json=body)).prompt
 
 
 async def _tokens(control: ControlClient, text: str, *, add_special: bool = True) -> TokenIds[int]:

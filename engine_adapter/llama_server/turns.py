@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine_adapter.llama_server.answer import CompletionOutput
+from engine_adapter.llama_server.checkpoints import SlotMemory
 from engine_adapter.llama_server.plan import Plan
 from engine_adapter.llama_server.server_files import UNKNOWN_OWNER
 from engine_adapter.llama_server.slots import Slot, SlotOperation, SlotTable
@@ -28,12 +29,14 @@ class Ask:
         tokens: its ids; empty if they are unknown.
         salt: digest of its cache salt.
         retention: how long to retain what it leaves; None for no retention.
+        is_chat: the server knows where its messages begin.
     """
 
     tokens: TokenIds[int] = field(repr=False)
     salt: str | None = None
     reuse: bool = True
     retention: Retention | None = None
+    is_chat: bool = False
 
 
 @dataclass(slots=True)
@@ -51,6 +54,8 @@ class SlotLease:
         answer: its content; None until it has ended, or if it never did.
         has_begun: the first bytes of the answer have come.
         shows_text: the answer's text is all that was sampled: nothing is held back, parsed or trimmed.
+        shared: leading tokens of the prompt that lay in the slot, if the request may use them.
+        memory: the slot's memory before the request.
     """
 
     slot: int
@@ -65,6 +70,8 @@ class SlotLease:
     answer: CompletionOutput | None = None
     has_begun: bool = False
     shows_text: bool = True
+    shared: int = 0
+    memory: SlotMemory = field(default_factory=SlotMemory, repr=False)
 
     @property
     def leaves_own(self) -> bool:

@@ -582,7 +582,7 @@ def test_files_of_a_model_that_was_swapped_are_never_restored(serve, tmp_path, m
     assert one.warnings("saved prefix") == []
 
 
-def test_a_model_whose_files_bring_nothing_is_not_restored_for_long(serve, tmp_path):
+def test_a_model_whose_files_bring_nothing_is_never_saved_or_restored(serve, tmp_path):
     gguf = gguf_path("swa")
     names = ("Ada", "Ben", "Cyd", "Dan")
     one = serve(gguf=gguf)
@@ -590,18 +590,14 @@ def test_a_model_whose_files_bring_nothing_is_not_restored_for_long(serve, tmp_p
         one.right = partial(alone, other.url)
         for name in names:
             one.ask(story(name))
-            one.until_saved()
         for name in names:
             one.ask(story(name))
     (finding,) = one.findings
-    assert finding.startswith("restoring does not pay on this model")
-    assert len(one.warnings(finding[:40])) == 1
-    restores = one.count("restores")
-    assert restores == 2
-    for name in names:
-        one.ask(story(name))
-    assert one.count("restores") == restores
-    assert one.warnings() == one.warnings(finding[:40])
+    assert "sliding windows" in finding
+    assert "--swa-full" in finding
+    assert len(one.warnings("sliding windows")) == 1
+    assert (one.count("saves"), one.count("restores")) == (0, 0)
+    assert one.warnings() == one.warnings("sliding windows")
 
 
 SETUPS = {

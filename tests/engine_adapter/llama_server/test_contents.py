@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from array import array
+from dataclasses import replace
 
 import pytest
 
@@ -13,9 +14,11 @@ from engine_adapter.errors import EngineUnavailable
 from engine_adapter.http import control
 from engine_adapter.llama_server import contents as contents_module
 from engine_adapter.llama_server import saved_files, slot_io
+from engine_adapter.llama_server.checkpoints import MemoryRules
 from engine_adapter.llama_server.contents import MANY_CHANGES, Contents
 from engine_adapter.llama_server.server_files import UNKNOWN_OWNER
 from engine_adapter.llama_server.state_file import read_tokens
+from engine_adapter.llama_server.turns import Ask
 from scripts.make_gguf import gguf_path
 from tests.engine_adapter.llama_server.scheduler_world import scheduler_world, stopped
 from tests.engine_adapter.llama_server.slot_world import prompt_of
@@ -332,6 +335,33 @@ class TestNotes:
             assert not (await world.ask(prompt_of(2, 300))).restored
             assert len(entries[2].tokens) == 303
             assert len([text for text in said() if "restoring does not pay" in text]) == 1
+
+    def test_predictions_that_keep_failing_are_no_longer_firm(self, world, said):
+        world.contents.learn(replace(world.facts, memory=MemoryRules(1024, is_recurrent=True)))
+        for is_right in (False, False, True, False, False):
+            world.contents.note_prediction(is_right=is_right)
+        assert world.contents.rules.is_sure
+        assert world.contents.findings == []
+        for _ in range(3):
+            world.contents.note_prediction(is_right=False)
+        assert not world.contents.rules.is_sure
+        assert not any(slot.memory.is_firm(10, 20) for slot in world.table)
+        assert ["--ctx-checkpoints" in finding for finding in world.contents.findings] == [True]
+        assert len(said()) == 1
+
+    def test_predictions_for_a_memory_without_checkpoints_stay_firm(self, world):
+        for _ in range(9):
+            world.contents.note_prediction(is_right=False)
+        assert world.contents.rules.is_sure
+        assert world.contents.findings == []
+
+    def test_user_messages_matter_to_chats_on_a_memory_with_checkpoints(self, world):
+        tokens = array("i", [7, 8, 9, 7, 8])
+        plain = replace(world.facts, user_mark=(7, 8))
+        assert world.contents.user_starts(Ask(tokens, is_chat=True)) == ()
+        world.contents.learn(replace(plain, memory=MemoryRules(1024, is_recurrent=True)))
+        assert world.contents.user_starts(Ask(tokens, is_chat=True)) == (0, 3)
+        assert world.contents.user_starts(Ask(tokens)) == ()
 
     def test_once_in_vain_is_nothing(self, world):
         for in_vain in (True, False, True, False, True):

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from engine_adapter.llama_server.checkpoints import MemoryRules
 from engine_adapter.llama_server.discovery import ServerFacts, findings_of
 
 FACTS = ServerFacts(
@@ -37,6 +38,8 @@ def test_a_server_with_all_flags():
         ({"slot_ctx": 2048}, "its slots seem to share one KV pool"),
         ({"can_save": False}, "no prefix can be saved.*--slot-save-path DIR"),
         ({"has_slots": False}, "cannot watch its slots.*--slots"),
+        ({"memory": MemoryRules(window=128)}, "sliding windows.*nothing is saved.*--swa-full"),
+        ({"memory": MemoryRules(is_recurrent=True, most=0)}, "no context checkpoints.*--ctx-checkpoints 32"),
         ({"is_sleeping": True}, "it sleeps when idle.*--sleep-idle-seconds"),
     ],
 )

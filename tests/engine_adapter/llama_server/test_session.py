@@ -11,6 +11,7 @@ from engine_adapter.llama_server.discovery import discover
 from engine_adapter.llama_server.mirror_events import MirrorEvents
 from engine_adapter.llama_server.session import ServerSession
 from engine_adapter.llama_server.slot_io import read_slots
+from scripts.make_gguf import gguf_path
 from tests.engine_adapter.llama_server.slot_world import World, prompt_of, slot_world
 from tests.engines import engine_spec
 
@@ -148,6 +149,23 @@ async def test_one_that_failed_to_connect_connects_again(server, save_dir, start
     await adapter.aclose()
     await adapter.aclose()  # again is fine
     await transport.aclose()
+
+
+@pytest.mark.parametrize("flags", [(), ("--swa-full",)])
+async def test_answers_on_what_was_restored_are_those_of_the_whole_prompt(start_llama, save_dir, flags):
+    """A file has the last window only. A server with --swa-full takes it for all."""
+    server = start_llama(*flags, model=gguf_path("swa"), slots=2, ctx=1024, save_dir=save_dir)
+    prompt, end = prompt_of(1, 400), prompt_of(2, 40)
+    asked = {"max_tokens": 16, "ignore_eos": True}
+    async with slot_world(server.url, host_cache_dir=str(save_dir)) as world:
+        await world.ask(prompt, **asked)
+        for changed in (prompt[:390] + end, prompt, prompt + end):
+            right = (await world.ask(changed, salt=str(len(changed)), **asked))[0]
+            await world.do(KvVerb.OFFLOAD)
+            await world.do(KvVerb.RESTORE, token_ids=prompt)
+            text, cached, predicted = await world.ask(changed, **asked)
+            assert text == right
+            assert cached == predicted
 
 
 async def test_a_restored_slot_is_not_taken_for_empty(start_llama, server, save_dir):

@@ -12,7 +12,8 @@ from starlette.routing import Route
 
 from engine_adapter.body import JsonBody
 from engine_adapter.errors import EngineRejected, EngineUnavailable
-from engine_adapter.llama_server.tokens import tokenize
+from engine_adapter.llama_server.checkpoints import user_starts
+from engine_adapter.llama_server.tokens import read_user_mark, tokenize
 from tests.engines import served
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -124,6 +125,44 @@ async def test_prompts_that_differ_have_ids_that_differ(control):
         frozenset({"an answer begun", "an answer begun, told"}),
         frozenset({"template options", "reasoning effort", "schema"}),
     }
+
+
+async def test_where_user_messages_begin(control):
+    messages = [user("one"), assistant("two"), user("three")]
+    ids, mark = await tokenize(control, CHAT, body_of(messages=messages)), await read_user_mark(control)
+    first = await tokenize(control, CHAT, body_of(messages=messages[:1]))
+    assert list(mark) == first[: len(mark)].tolist()
+    assert len(user_starts(ids, mark)) == 2
+
+
+@pytest.mark.parametrize(("before_message", "takes_none", "mark"), [
+    ("<|im_start|>user\n", True, "<|im_start|>user"),
+    (" [INST] ", True, "[INST]"),
+    ("<end_of_turn>\n<start_of_turn>user\n", False, "<start_of_turn>user"),
+    ("\n", True, ""),
+])  # fmt: skip
+async def test_an_end_marker_is_no_part_of_the_mark(control_of, before_message, takes_none, mark):
+    asked = []
+
+    async def render(request):
+        texts = [message["content"] for message in (await request.json())["messages"]]
+        status = 200 if texts or takes_none else 500
+        return JSONResponse({"prompt": "".join(["<s>", *(before_message + text for text in texts)])}, status)
+
+    async def read(request):
+        asked.append((await request.json())["content"])
+        return JSONResponse({"tokens": [1, 2]})
+
+    routes = [Route("/apply-template", render, methods=["POST"]), Route("/tokenize", read, methods=["POST"])]
+    with served(Starlette(routes=routes)) as url:
+        assert await read_user_mark(control_of(url)) == ((1, 2) if mark else ())
+    assert asked == [mark] * bool(mark)
+
+
+async def test_without_a_chat_template_no_message_has_a_mark(control_of):
+    refuse = Route("/apply-template", lambda _: JSONResponse({}, status_code=400), methods=["POST"])
+    with served(Starlette(routes=[refuse])) as url:
+        assert await read_user_mark(control_of(url)) == ()
 
 
 async def test_a_template_with_options_of_its_own(start_llama, control_of, tmp_path):

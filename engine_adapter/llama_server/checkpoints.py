@@ -1,0 +1,244 @@
+"""How many tokens of a slot a server reuses, where its memory cannot be cut at any token.
+
+A sliding window forgets what lies behind it, and a recurrent state cannot go back. Such a server copies this
+part of its memory now and then: a context checkpoint. A prompt that leaves the slot's content early resumes
+at a checkpoint, or is computed from its beginning.
+
+    SlotMemory.reused     how many tokens of a prompt the server reuses
+    SlotMemory.after      the memory of the slot once a prompt was computed there: which checkpoints it has
+    MemoryRules.restored  the memory after a restore: a file holds the last state alone, and no checkpoint
+
+With `--swa-full`, windows keep all tokens, but a file still holds the last window alone. After a restore,
+such a server reuses a beginning of the file although the window before it is gone, and answers wrongly:
+`SlotMemory.is_sound`.
+
+Source: tools/server/server-context.cpp of llama.cpp 0c1e570, and runs of it. Nothing shows checkpoints but
+their effect on `timings.cache_n`. Positions count from 0. For a memory that can be cut anywhere, the
+same rules give the common prefix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from engine_adapter.types import TokenIds
+
+# The server computes the last tokens of a prompt on their own, so that a checkpoint lies before them.
+_LAST = 4
+_PAD = 256  # the cells of a sliding window are a multiple of this
+
+
+class Checkpoint(NamedTuple):
+    """A copy of the memory: of its first `tokens` tokens, the oldest of which is at position `oldest`."""
+
+    tokens: int
+    oldest: int
+
+    @property
+    def newest(self) -> int:
+        """Position of its last token."""
+        return self.tokens - 1
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryRules:
+    """What the memory of a server is, and its flags. The defaults: memory that can be cut at any token.
+
+    Attributes:
+        slot_ctx: context of a slot, in tokens.
+        window: tokens that a layer with a sliding window sees; 0 without such layers, or with `--swa-full`.
+        is_recurrent: some layers have a recurrent state: Mamba, linear attention, short convolutions.
+        loses_window: files hold only the last window, and the server does not notice: `--swa-full`.
+        most: `--ctx-checkpoints`, the most checkpoints of a slot.
+        spacing: `--checkpoint-min-step`.
+        batch: `--batch-size`; `ubatch`: `--ubatch-size`.
+        is_sure: False if the server does not do as these rules say, or if a figure is a guess.
+    """
+
+    slot_ctx: int = 0
+    window: int = 0
+    is_recurrent: bool = False
+    loses_window: bool = False
+    most: int = 32
+    spacing: int = 8192
+    batch: int = 2048
+    ubatch: int = 512
+    is_sure: bool = True
+
+    @property
+    def is_plain(self) -> bool:
+        """True if the memory can be cut at any token."""
+        return not self.window and not self.is_recurrent
+
+    @property
+    def cells(self) -> int:
+        """Tokens that the sliding windows hold: the window, and room to compute further ones."""
+        return -(-min(self.slot_ctx, self.window + self.ubatch) // _PAD) * _PAD
+
+    @property
+    def can_restore(self) -> bool:
+        """False if whatever is restored is computed again: the file holds just the window, and the server
+        wants one token more."""
+        return not self.window
+
+    def restored(self, length: int) -> SlotMemory:
+        """The memory of a slot after a file of `length` tokens was restored into it."""
+        return SlotMemory(self, length, self.oldest_of(length), floor=length if self.loses_window else 0)
+
+    def oldest_of(self, length: int) -> int:
+        """Position of the oldest token that a copy of the memory has, made at `length` tokens."""
+        return max(length - self.window, 0) if self.window else 0
+
+    def lost(self, length: int) -> SlotMemory:
+        """The memory of a slot with `length` tokens whose checkpoints are not known."""
+        return replace(self.restored(length), is_known=self.is_plain or not length)
+
+
+PLAIN = MemoryRules()
+# Of a server that is not probed yet: no answer of it may be wrong.
+UNPROBED = MemoryRules(loses_window=True)
+
+
+@dataclass(frozen=True, slots=True)
+class SlotMemory:
+    """The memory of one slot.
+
+    Attributes:
+        length: tokens of its content.
+        oldest: position of the oldest token that the sliding windows hold.
+        floor: if less than this is reused, it must be nothing.
+        checkpoints: its checkpoints, in the order in which they were made.
+        is_known: False if it may have other checkpoints.
+    """
+
+    rules: MemoryRules = PLAIN
+    length: int = 0
+    oldest: int = 0
+    floor: int = 0
+    checkpoints: tuple[Checkpoint, ...] = field(default=(), repr=False)
+    is_known: bool = True
+
+    def reused(self, shared: int, new: int) -> int:
+        """Tokens that the server reuses of a prompt of `new` tokens, whose first `shared` lie in the slot."""
+        reused = max(min(self._resume(shared, new)[0], new - 1), 0)
+        return reused if reused >= self.floor else 0
+
+    def is_sound(self, shared: int, new: int) -> bool:
+        """False if the server would reuse KV that is not whole: it must be told to reuse nothing."""
+        return min(shared, new - 1) >= self.floor
+
+    def is_firm(self, shared: int, new: int) -> bool:
+        """True if `reused` is exact; it is too low if not."""
+        rules = self.rules
+        goes_on = rules.is_recurrent and not rules.window and shared == self.length < new
+        return rules.is_plain or (rules.is_sure and (self.is_known or goes_on or not shared))
+
+    def after(
+        self, shared: int, new: int, user_starts: Sequence[int] = (), *, told: int | None = None
+    ) -> SlotMemory:
+        """The memory once that prompt was computed. `user_starts`: where its user messages begin. `told`: how
+        many tokens the server says it reused, if it has said so.
+        """
+        rules = self.rules
+        if rules.is_plain:
+            is_whole = not self.reused(shared, new)
+            return replace(self, length=new, floor=0 if is_whole else self.floor, is_known=True)
+        is_right = told is None or told == self.reused(shared, new)
+        way = self._resume(shared, new) if is_right else self._way_of(told, shared)
+        if way is None:
+            return rules.lost(new)
+        resumed, position, oldest = way
+        at = max(min(resumed, new - 1), 0)
+        old = [each for each in self.checkpoints if each.newest <= position]
+        made: list[Checkpoint] = []
+        while at < new:
+            last = next(reversed(made or old), None)
+            end = _batch_end(rules, at, new, user_starts, last)
+            is_near = new < end + rules.ubatch
+            is_far = last is None or at > last.tokens + rules.spacing
+            is_last_user = bool(user_starts) and at == user_starts[-1]
+            if rules.most and at and (is_near or (at in user_starts and (is_far or is_last_user))):
+                _make_room(rules, old, made, at)
+                made.append(Checkpoint(at, max(at - 1 if rules.is_recurrent else 0, oldest)))
+            at, oldest = end, self._oldest(oldest, end)
+        return SlotMemory(rules, new, oldest, 0, (*old, *made), self.is_known or not shared or told == 0)
+
+    def grown(self, length: int) -> SlotMemory:
+        """The memory once the slot holds `length` tokens: an answer was added, or nothing."""
+        if length < self.length:
+            return self.rules.lost(length)
+        return replace(self, length=length, oldest=self._oldest(self.oldest, length))
+
+    def _oldest(self, oldest: int, length: int) -> int:
+        return max(oldest, length - self.rules.cells) if self.rules.window else 0
+
+    def _resume(self, shared: int, new: int) -> tuple[int, int, int]:
+        """(tokens reused, position up to which checkpoints stay, the oldest token of the windows then)."""
+        rules = self.rules
+        if not shared:
+            return 0, 0, 0
+        # The window before the first new token must be there, and one token more.
+        needed = max(shared - rules.window - (shared == new), 0)
+        if (self.length - 1 if rules.is_recurrent else self.oldest) < needed:
+            return shared, shared, self.oldest
+        for each in reversed(self.checkpoints):
+            if each.newest <= shared and (each.oldest < needed or not each.oldest):
+                return self._resume_at(each, shared)
+        return 0, 0, 0
+
+    def _resume_at(self, each: Checkpoint, shared: int) -> tuple[int, int, int]:
+        position = min(shared, max(each.oldest + 1, each.newest))
+        return min(position, each.tokens), position, self.rules.oldest_of(each.tokens)
+
+    def _way_of(self, told: int | None, shared: int) -> tuple[int, int, int] | None:
+        """As `_resume`, for a server that reused `told` tokens; None if it is not clear how."""
+        ways = [self._resume_at(each, shared) for each in reversed(self.checkpoints)]
+        ways += [(0, 0, 0), (shared, shared, self.oldest)]
+        return next((way for way in ways if way[0] == told), None)
+
+
+def _batch_end(
+    rules: MemoryRules, at: int, new: int, user_starts: Sequence[int], last: Checkpoint | None
+) -> int:
+    """Where the server ends the batch that begins at `at`: for a checkpoint, or at its limit."""
+    ends = [new, at + rules.batch]
+    if rules.most:
+        ends += [new - min(rules.batch, tail) for tail in (_LAST + rules.ubatch, _LAST)]
+        for start in user_starts:
+            if start == user_starts[-1] or last is None or start > last.tokens + rules.spacing:
+                ends.append(start)
+    return min(end for end in ends if end > at)
+
+
+def _make_room(rules: MemoryRules, old: list[Checkpoint], made: list[Checkpoint], at: int) -> None:
+    """Drops what the server drops before it makes a checkpoint at `at`. `made` are of the same request."""
+    index, previous = 0, -1
+    while index < len(old) and len(old) + len(made) + 1 >= rules.most:
+        if previous >= 0 and old[index].tokens <= previous + rules.spacing:
+            del old[index]
+        else:
+            previous = old[index].tokens
+            index += 1
+    while len(old) + len(made) >= rules.most:
+        del (old or made)[0]
+    for several in (old, made):
+        several[:] = [each for each in several if each.tokens != at]
+
+
+def user_starts(tokens: TokenIds[int], mark: Sequence[int]) -> tuple[int, ...]:
+    """The positions in a prompt where `mark` stands, the tokens that begin a user message."""
+    return tuple(_starts(tokens, mark)) if mark else ()
+
+
+def _starts(tokens: TokenIds[int], mark: Sequence[int]) -> Iterator[int]:
+    wanted, at = list(mark), 0
+    while True:
+        try:
+            at = tokens.index(wanted[0], at)
+        except ValueError:
+            return
+        if tokens[at : at + len(wanted)].tolist() == wanted:
+            yield at
+        at += 1

@@ -1,0 +1,180 @@
+"""The rule of what is reused, by itself and against real servers that are asked the same."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from dataclasses import replace
+
+import httpx
+import pytest
+
+from engine_adapter.llama_server.checkpoints import PLAIN, Checkpoint, MemoryRules, SlotMemory, user_starts
+from engine_adapter.types import common_prefix
+from scripts.make_gguf import gguf_path
+from tests.engine_adapter.llama_server.slot_world import prompt_of
+
+WINDOW = MemoryRules(slot_ctx=4096, window=128)
+STATE = MemoryRules(slot_ctx=4096, is_recurrent=True)
+FULL = MemoryRules(loses_window=True)
+# Checkpoints, small batches: short prompts have many of them.
+SMALL = ("-b", "128", "-ub", "32", "--ctx-checkpoints", "4", "--checkpoint-min-step", "64")
+STEPS = 30
+
+
+def small(rules):
+    return replace(rules, batch=128, ubatch=32, most=4, spacing=64)
+
+
+def computed(rules, *prompts, starts=()):
+    """The memory of a slot after prompts, each given as (shared tokens, its tokens)."""
+    memory = rules.restored(0)
+    for shared, new in prompts:
+        memory = memory.after(shared, new, starts)
+    return memory
+
+
+def made(memory):
+    return [each.tokens for each in memory.checkpoints]
+
+
+@pytest.mark.parametrize(("shape", "flags", "rules"), [
+    ("tiny", (), PLAIN),
+    ("swa", SMALL, small(WINDOW)),
+    ("sinks", SMALL, small(WINDOW)),
+    ("linear", SMALL, small(STATE)),
+    ("conv", SMALL, small(STATE)),
+    ("linear", ("--ctx-checkpoints", "0"), replace(STATE, most=0)),
+    ("swa", ("--swa-full",), FULL),
+])  # fmt: skip
+def test_a_server_reuses_what_the_rule_says(start_llama, save_dir, shape, flags, rules):
+    """Prompts that go on, are cut, repeat or are new, with answers, saves and restores in between."""
+    dice = random.Random(3)  # noqa: S311 - the same prompts each time
+    server = start_llama(*flags, model=gguf_path(shape), slots=1, save_dir=save_dir)
+    memory, held, saved = rules.restored(0), array("i"), array("i")
+    with httpx.Client(base_url=server.url, trust_env=False, timeout=60) as client:
+        for step in range(STEPS):
+            if step % 10 == 5:
+                client.post("/slots/0?action=save", json={"filename": "a.bin"}).raise_for_status()
+                saved = held
+            if saved and step % 10 in (7, 9):
+                client.post("/slots/0?action=restore", json={"filename": "a.bin"}).raise_for_status()
+                memory, held = rules.restored(len(saved)), saved
+            kept = dice.choice(
+                (len(held), len(held), max(len(held) - dice.choice((1, 5, 30)), 0), len(held) // 2)
+            )
+            prompt = held[: kept if len(held) < 1200 else 0] + prompt_of(step, dice.choice((1, 8, 40, 250)))
+            if step % 10 == 2:
+                prompt = prompt[: max(kept, 1)]  # nothing new
+            shared = common_prefix(held, prompt)
+            expected, is_sound = memory.reused(shared, len(prompt)), memory.is_sound(shared, len(prompt))
+            answer = client.post("/completion", json={
+                "prompt": prompt.tolist(), "n_predict": dice.choice((0, 5, 20)), "temperature": 0,
+                "id_slot": 0, "ignore_eos": True, "return_tokens": True, "cache_prompt": is_sound,
+            }).json()  # fmt: skip
+            assert answer["timings"]["cache_n"] == expected, f"step {step}"
+            said = array("i", answer["tokens"])
+            held = (prompt + said)[: len(prompt) + max(len(said) - 1, 0)]
+            memory = memory.after(shared if is_sound else 0, len(prompt), told=expected).grown(len(held))
+            assert memory.is_firm(len(held), len(held) + 1)
+
+
+def test_plain_memory_reuses_the_common_prefix_but_the_last_token():
+    memory = computed(PLAIN, (0, 100))
+    assert [memory.reused(*each) for each in ((0, 50), (40, 60), (100, 130), (100, 100), (0, 0))] == [
+        0, 40, 100, 99, 0,
+    ]  # fmt: skip
+    assert memory.grown(150) == PLAIN.restored(150) == PLAIN.lost(150)
+
+
+def test_checkpoints_lie_before_the_last_tokens_of_a_prompt():
+    assert made(computed(STATE, (0, 48))) == [44]
+    assert made(computed(STATE, (0, 1500))) == [984, 1496]
+    assert made(computed(STATE, (0, 4))) == []
+    assert made(computed(replace(STATE, most=0), (0, 1500))) == []
+
+
+def test_a_state_goes_on_where_it_ends_or_from_a_checkpoint():
+    memory = computed(STATE, (0, 1500)).grown(1520)
+    assert memory.reused(1520, 1600) == 1520
+    assert memory.reused(1500, 1500) == 1496
+    assert memory.reused(1200, 1300) == 984
+    assert memory.reused(900, 1300) == 0
+
+
+def test_a_window_needs_the_tokens_before_the_first_new_one():
+    assert WINDOW.cells == 768
+    memory = computed(WINDOW, (0, 1500)).grown(1520)
+    assert memory.oldest == 752
+    assert (memory.reused(1520, 1600), memory.reused(881, 1600), memory.reused(880, 1600)) == (1520, 881, 0)
+    # Within the first window, the server prefers a checkpoint to what lies there.
+    assert computed(WINDOW, (0, 48)).reused(48, 56) == 43
+
+
+def test_the_server_stops_where_the_last_user_message_begins():
+    assert made(computed(STATE, (0, 1200), starts=(10, 300, 700))) == [10, 684, 700, 1196]
+    # Earlier ones only far from the last checkpoint.
+    spaced = replace(STATE, spacing=200)
+    assert made(computed(spaced, (0, 1200), starts=(10, 100, 300, 700))) == [10, 300, 684, 700, 1196]
+
+
+def test_old_checkpoints_make_room():
+    few = replace(STATE, most=3, spacing=100)
+    memory = computed(few, (0, 500), (500, 550), (550, 900))
+    assert len(memory.checkpoints) == 3
+    assert made(memory)[-1] == 896
+
+
+def test_a_checkpoint_replaces_the_one_at_its_place():
+    assert computed(STATE, (0, 100), (98, 99)).checkpoints == (Checkpoint(96, 95),)
+
+
+def test_a_restored_window_is_computed_again_and_a_restored_state_goes_on():
+    assert (WINDOW.can_restore, STATE.can_restore, FULL.can_restore) == (False, True, True)
+    assert WINDOW.restored(1000).reused(1000, 1100) == 0
+    assert STATE.restored(1000).reused(1000, 1100) == 1000
+    assert STATE.restored(1000).reused(999, 1100) == STATE.restored(1000).reused(1000, 1000) == 0
+
+
+def test_after_a_restore_a_full_window_is_reused_only_as_a_whole():
+    memory = FULL.restored(1000)
+    assert [memory.is_sound(*each) for each in ((1000, 1100), (999, 1100), (1000, 1000))] == [
+        True,
+        False,
+        False,
+    ]
+    assert (memory.reused(1000, 1100), memory.reused(999, 1100)) == (1000, 0)
+    memory = memory.after(1000, 1100)
+    assert (memory.reused(1050, 1100), memory.reused(900, 1100)) == (1050, 0)
+    assert memory.after(0, 500).reused(300, 400) == 300
+
+
+def test_what_is_not_known_is_not_firm():
+    for rules in (WINDOW, STATE):
+        memory = rules.lost(300)
+        assert not memory.is_firm(200, 250)
+        assert memory.is_firm(0, 250)
+        assert memory.after(0, 250).is_firm(200, 250)
+        assert not memory.after(200, 250, told=150).is_firm(200, 260)
+        assert memory.after(200, 250, told=0).is_firm(200, 260)
+        assert memory.grown(200) == rules.lost(200)
+        assert rules.lost(0).is_known
+    assert STATE.lost(300).is_firm(300, 301)
+    assert not replace(STATE, is_sure=False).restored(300).is_firm(300, 301)
+    assert not SlotMemory(WINDOW, 300, is_known=False).is_firm(300, 301)
+
+
+def test_what_the_server_says_corrects_the_rule():
+    memory = computed(WINDOW, (0, 1500))
+    assert memory.reused(1500, 1600) == 1500
+    corrected = memory.after(1500, 1600, told=1495)  # from the checkpoint, for whatever reason
+    assert (corrected.is_known, corrected.oldest) == (True, 1496 - 128)
+    assert made(corrected) == [984, 1496, 1495, 1596]
+    assert not memory.after(1500, 1600, told=700).is_known
+
+
+@pytest.mark.parametrize(
+    ("mark", "starts"), [((7, 8), (0, 4)), ((8,), (1, 5)), ((7, 9), (2,)), ((), ()), ((8, 7, 9, 1), ())]
+)
+def test_user_messages_begin_at_their_mark(mark, starts):
+    assert user_starts(array("i", [7, 8, 7, 9, 7, 8]), mark) == starts
