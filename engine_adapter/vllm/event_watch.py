@@ -137,8 +137,8 @@ class Copies:
 
 
 def _needed(group: KvGroup, blocks: int, size: int) -> int:
-    """How many of a prompt's first `blocks` blocks, of `size` tokens each, the group must hold for their reuse:
-    the last ones."""
+    """Of a prompt's first `blocks` blocks, of `size` tokens each: how many, from their end, the group must hold
+    so that they are reused."""
     match group.attention:
         case Attention.PREFIX:
             return blocks

@@ -2,8 +2,9 @@
 
     python -m tests.vllm_live.record_hybrid gemma3 tests/data/hybrid_events/gemma3.jsonl.gz
 
-One JSON object a line: {"events": [a batch's events]} or {"asked": [token ids], "cached": tokens}, in the order
-in which they happened: each request is sent alone, straight to the server, after the events before it came.
+One JSON object a line, in the order in which things happened: {"events": [those of a batch]}, or {"asked":
+[token ids], "cached": tokens}. Each request is sent alone, straight to the server, once the
+events before it came.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ _DRAINED_MS = 500
 
 def record(shape: str, directory: Path) -> list[dict[str, Any]]:
     """The lines of a recording."""
-    options = VllmOptions(BLOCKS[shape], model=make_model(directory / "model", shape), flags=("--load-format", "dummy"))
+    model = make_model(directory / "model", shape)
+    options = VllmOptions(BLOCKS[shape], model=model, flags=("--load-format", "dummy"))
     lines: list[dict[str, Any]] = []
     with (
         zmq.Context() as context,
@@ -71,9 +73,9 @@ def main() -> None:
     shape, path = sys.argv[1:]
     with tempfile.TemporaryDirectory() as directory:
         lines = record(shape, Path(directory))
-    told = [json.dumps(line, default=lambda name: {"__bytes__": name.hex()}, separators=(",", ":")) for line in lines]
+    encode = json.JSONEncoder(separators=(",", ":"), default=lambda name: {"__bytes__": name.hex()}).encode
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_bytes(gzip.compress("\n".join(told).encode() + b"\n", 9, mtime=0))
+    Path(path).write_bytes(gzip.compress("\n".join(map(encode, lines)).encode() + b"\n", 9, mtime=0))
 
 
 if __name__ == "__main__":

@@ -199,20 +199,21 @@ class TestCopiesInGroups:
 class TestReportsOfFurtherGroups:
     """vLLM reports a reused run of a further group whole, also the blocks that the group no longer holds."""
 
-    NEEDED = {
-        KvGroup(1, Attention.WINDOW, 33): (3, 4),
-        KvGroup(1, Attention.WINDOW, 1000): (0, 1, 2, 3, 4),
-        KvGroup(1, Attention.CHUNK, 64): (4,),
-        KvGroup(1, Attention.STATE): (4,),
-        KvGroup(1, Attention.PREFIX): (0, 1, 2, 3, 4),
-        KvGroup(1, Attention.UNKNOWN): (),
-    }
-
     @staticmethod
     def stored(group, *names, parent=None):
         return BlocksStored(Tier.GPU, parent, names, array("i"), 16, group=group)
 
-    @pytest.mark.parametrize(("group", "held"), NEEDED.items())
+    @pytest.mark.parametrize(
+        ("group", "held"),
+        [
+            (KvGroup(1, Attention.WINDOW, 33), (3, 4)),
+            (KvGroup(1, Attention.WINDOW, 1000), (0, 1, 2, 3, 4)),
+            (KvGroup(1, Attention.CHUNK, 64), (4,)),
+            (KvGroup(1, Attention.STATE), (4,)),
+            (KvGroup(1, Attention.PREFIX), (0, 1, 2, 3, 4)),
+            (KvGroup(1, Attention.UNKNOWN), ()),
+        ],
+    )
     def test_while_the_view_is_incomplete_what_reuse_needs_counts(self, group, held):
         copies = Copies()
         passed(copies, LOST, ViewCurrent(complete=False))
