@@ -137,8 +137,8 @@ class Copies:
 
 
 def _needed(group: KvGroup, blocks: int, size: int) -> int:
-    """Of a prompt's first `blocks` blocks, of `size` tokens each: how many, from their end, the group must hold
-    so that they are reused."""
+    """Of a prompt's first `blocks` blocks, of `size` tokens each: how many the group must hold, from their end
+    on, so that they are reused."""
     match group.attention:
         case Attention.PREFIX:
             return blocks
