@@ -137,7 +137,7 @@ class Copies:
 
 
 def _needed(group: KvGroup, blocks: int, size: int) -> int:
-    """Of a prompt's first `blocks` blocks, of `size` tokens each: how many the group must hold, from their end
+    """Of a prompt's first `blocks` blocks, of `size` tokens each: how many the group must hold, from the end
     on, so that they are reused."""
     match group.attention:
         case Attention.PREFIX:
