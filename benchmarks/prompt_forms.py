@@ -1,82 +1,157 @@
-"""Compares the token ids that kvpin makes with those of a llama-server, by form of request and template.
+"""Compares the token ids that kvpin makes with those of an engine, by form of request and chat template.
 
-Starts a tiny server once with each chat template that llama-cpp-python ships (see exactness.py), builds the
-prompts of tests/live/prompt_forms.py as kvpin does, and compares them with what the server makes.
+For each chat template that llama-cpp-python ships (see exactness.py), builds the prompts of
+tests/live/prompt_forms.py as kvpin does, and compares them with what the engine makes. Prints which of the
+forms that kvpin probes it makes itself. An engine is started for each template; a vLLM takes the template
+with each request.
 
-    python benchmarks/prompt_forms.py                   all templates, about five minutes
+    python benchmarks/prompt_forms.py                   a llama-server, all templates: about five minutes
     python benchmarks/prompt_forms.py --template Qwen   those whose name contains this
+    python benchmarks/prompt_forms.py --engine vllm --templates 20    vllm, sglang or embedded; 20 of them
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import shutil
 import tempfile
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import cast
 
 import msgspec
 from exactness import shipped_models
+from typing_extensions import override
 
-from engine_adapter import EngineRejected, JsonBody, make_adapter
+from engine_adapter import EngineAdapter, EngineRejected, JsonBody, make_adapter
 from engine_adapter.prompt.chat import ChatTokenizer, load_transformers
 from engine_adapter.prompt.encoders import exact_encoder
 from engine_adapter.prompt.forms import Form
+from engine_adapter.types import TokenIds
+from engine_adapter.vllm.adapter import VllmAdapter, VllmSpec
 from proxy.prompt import PromptBuilder, PromptTables, verify_exactness
 from proxy.prompt.render import CHAT_PATH
+from scripts.make_checkpoint import checkpoint_path
 from scripts.make_gguf import gguf_path
-from tests.engines import engine_spec
+from tests.engines import engine_spec, running_engine
 from tests.live.prompt_forms import FORMS
+from tests.live.server_world import MODEL
 from tests.llama import running_llama_server
+from tests.sglang_live.sglang_world import SglangOptions, running_sglang
+from tests.vllm_live.vllm_world import VllmOptions, running_vllm
+
+KINDS = {name: name.replace("-", "_") for name in ("llama-server", "embedded", "vllm", "sglang")}
+PROBED = [form for form in Form if form not in (Form.DOCUMENTS, Form.OTHER)]
+_CONTEXT = 4096  # some templates write more than a thousand tokens
+_VLLM = VllmOptions(
+    blocks=2 * _CONTEXT // 32,
+    context=_CONTEXT,
+    flags=(
+        *("--enable-scale-out", "--trust-request-chat-template"),
+        *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
+    ),
+)
 
 
-async def compare(template: Path, tokenizer: ChatTokenizer, log: Path) -> Counter[str]:
-    """Counts the forms by who made their ids, and prints each that differs."""
+@contextmanager
+def running(engine: str, template: Path, work: Path) -> Iterator[str]:
+    """The address of an engine with this chat template, which serves `MODEL`."""
+    log, model = work / "log", work / "model"
+    with ExitStack() as stack:
+        if engine == "llama-server":
+            flags = ("--alias", MODEL, "--chat-template-file", str(template))
+            yield stack.enter_context(running_llama_server(log, None, *flags, slots=1)).url
+            return
+        shutil.rmtree(model, ignore_errors=True)
+        shutil.copytree(checkpoint_path("model"), model)
+        shutil.copyfile(template, model / "chat_template.jinja")
+        if engine == "sglang":
+            options = SglangOptions(model=model, flags=("--tool-call-parser", "hermes"))
+            server = stack.enter_context(running_sglang(log, options))
+            server.wait()
+            yield server.url
+            return
+        named = ("--model", str(model), "--served-model-name", MODEL, "--kv-blocks", "64")
+        yield stack.enter_context(running_engine(log, *named)).url
+
+
+class TemplatedVllm(VllmAdapter):
+    """Sends a chat template with each chat.
+
+    Attributes:
+        template: the template.
+    """
+
+    template: str
+
+    @override
+    async def tokenize(self, path: str, body: JsonBody) -> TokenIds[int]:
+        """The ids of a prompt under the template."""
+        return await super().tokenize(path, body.replace(chat_template=self.template))
+
+
+async def compare(adapter: EngineAdapter, chats: ChatTokenizer) -> Counter[str]:
+    """Counts the probed forms that are made here, and chats by who makes their ids; prints what differs."""
     counts = Counter[str]()
-    with running_llama_server(log, None, "--chat-template-file", str(template), slots=1) as server:
-        adapter = make_adapter(engine_spec("llama_server", server.url, model="tiny"))
-        try:
-            builder = PromptBuilder(await adapter.connect(), tables=PromptTables(), engines=lambda: [adapter])
-            builder.adopt(tokenizer)
-            await verify_exactness(builder, adapter)
-            local = [form for form, row in builder.forms.rows.items() if row.source == "local"]
-            print(
-                f"{template.stem}: {len(local)} of {len(Form)} forms: {builder.exactness.detail}", flush=True
-            )
-            for name, fields in FORMS.items():
-                body = JsonBody(msgspec.json.encode({"model": "tiny", **fields}))
-                prompt = await builder.build(CHAT_PATH, body, salt=None)
-                try:
-                    theirs = await adapter.tokenize(CHAT_PATH, body)
-                except EngineRejected:
-                    counts["refused by the server"] += 1
-                    continue
-                counts["unknown" if prompt is None else prompt.source] += 1
-                if prompt is not None and prompt.token_ids != theirs:
-                    counts["different"] += 1
-                    print(f"{template.stem}: {name!r} differs", flush=True)
-        finally:
-            await adapter.aclose()
+    try:
+        builder = PromptBuilder(await adapter.connect(), tables=PromptTables(), engines=lambda: [adapter])
+        builder.adopt(chats)
+        await verify_exactness(builder, adapter)
+        rows = {form: builder.forms.rows[form] for form in PROBED if form in builder.forms.rows}
+        here = [form for form, row in rows.items() if row.source == "local"]
+        counts.update(f"form: {form}" for form in here)
+        counts["forms"] = len(here)
+        print(f"{chats.source}: {len(here)} of {len(PROBED)} forms: {builder.exactness.detail}", flush=True)
+        for name, fields in FORMS.items():
+            body = JsonBody(msgspec.json.encode({"model": MODEL, **fields}))
+            prompt = await builder.build(CHAT_PATH, body, salt=None)
+            try:
+                theirs = await adapter.tokenize(CHAT_PATH, body)
+            except EngineRejected:
+                counts["refused by the server"] += 1
+                continue
+            counts["unknown" if prompt is None else prompt.source] += 1
+            if prompt is not None and prompt.token_ids != theirs:
+                counts["different"] += 1
+                print(f"{chats.source}: {name!r} differs", flush=True)
+    finally:
+        await adapter.aclose()
     return counts
 
 
 def main() -> None:
     """Compares and prints."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--engine", default="llama-server", choices=list(KINDS))
     parser.add_argument("--template", default="", help="only those whose name contains this")
+    parser.add_argument("--templates", type=int, default=1000, help="at most so many, evenly spread")
     options = parser.parse_args()
-    tokenizer = load_transformers(str(gguf_path("tiny")))
-    encoder = exact_encoder(tokenizer)
-    total = Counter[str]()
-    with tempfile.TemporaryDirectory() as work:
-        for template in sorted(shipped_models().glob("*.jinja")):
-            if options.template in template.name:
-                tokenizer.chat_template = template.read_text(encoding="utf-8")
-                chats = ChatTokenizer(tokenizer, source=template.name, encoder=encoder)
-                counts = asyncio.run(compare(template, chats, Path(work, "log")))
-                print(f"{template.stem}: {dict(counts)}", flush=True)
-                total += counts
-    print(f"\nin all: {dict(total)}; {total['different']} differ")
+    kind = KINDS[options.engine]
+    found = [path for path in sorted(shipped_models().glob("*.jinja")) if options.template in path.name]
+    count = min(options.templates, len(found))
+    model = gguf_path("tiny") if kind == "llama_server" else checkpoint_path("model")
+    tokenizer = load_transformers(str(model))
+    encoder, total = exact_encoder(tokenizer), Counter[str]()
+    with tempfile.TemporaryDirectory() as work, ExitStack() as stack:
+        vllm = stack.enter_context(running_vllm(Path(work, "log"), _VLLM)) if kind == "vllm" else None
+        if vllm is not None:
+            vllm.wait()
+        for path in [found[at * len(found) // count] for at in range(count)]:
+            tokenizer.chat_template = path.read_text(encoding="utf-8")
+            chats = ChatTokenizer(tokenizer, source=path.stem, encoder=encoder)
+            if vllm is not None:
+                adapter = TemplatedVllm(cast("VllmSpec", engine_spec(kind, vllm.url)))
+                adapter.template = tokenizer.chat_template
+                total += asyncio.run(compare(adapter, chats))
+                continue
+            with running(options.engine, path, Path(work)) as url:
+                named = {"model": MODEL} if kind == "llama_server" else {}
+                total += asyncio.run(compare(make_adapter(engine_spec(kind, url, **named)), chats))
+    print(f"\n{options.engine}: {total['forms']} of {len(PROBED) * count} forms are made here")
+    print(f"{dict(total)}; {total['different']} differ")
     raise SystemExit(total["different"] > 0)
 
 

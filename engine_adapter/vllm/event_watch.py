@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from engine_adapter.errors import EngineUnavailable
 from engine_adapter.http.control import ControlClient
 from engine_adapter.types import (
+    Attention,
     BlocksRemoved,
     BlocksStored,
     CacheCleared,
@@ -36,6 +37,9 @@ class Copies:
     prompt's last block is stored again if only that block had to be computed. Every copy has its own stored
     and removed events. With `kv_cache_report_mode`, reuse is also reported as a stored event: a run of held
     blocks from the start of a prompt. Such a run is not counted, so at worst the view holds too little.
+
+    A further KV cache group reports such a run whole, also the blocks that it no longer holds, for example
+    those before its window. Of a run that may be such a report, only the blocks count that the reuse needed.
     """
 
     def __init__(self) -> None:
@@ -44,12 +48,15 @@ class Copies:
         self._doubted: set[_Name] = set()
         # Removals dropped since the view began; None once kvpin knows whether the cache was empty then.
         self._kept: set[_Name] | None = None
+        # Since then: what further groups may only have reported.
+        self._reported: set[_Name] = set()
         self._is_complete = False
 
     def count(self, event: KvEvent) -> Iterable[KvEvent]:
         """The event as it is to be passed on, after any removals it causes."""
         match event:
             case BlocksStored(tier=Tier.GPU):
+                event = self._surely_held(event)
                 self._store(event)
             case BlocksRemoved(tier=Tier.GPU):
                 names = zip(event.hashes, _names(event), strict=True)
@@ -67,8 +74,22 @@ class Copies:
     def _begin(self, kept: set[_Name] | None) -> None:
         self._copies.clear()
         self._doubted.clear()
+        self._reported.clear()
         self._kept = kept
         self._is_complete = True  # until ViewCurrent says
+
+    def _surely_held(self, event: BlocksStored) -> BlocksStored:
+        """The event without blocks that a further group may only have reported. While it is not known whether
+        the view is complete, these are remembered."""
+        if event.group is None or event.parent is not None or (self._is_complete and self._kept is None):
+            return event
+        held = _needed(event.group, len(event.hashes), event.tokens_per_block)
+        if not self._is_complete:
+            return replace(event, hashes=event.hashes[len(event.hashes) - held :])
+        names = _names(event)
+        self._reported.update(names[: len(names) - held])
+        self._reported.difference_update(names[len(names) - held :])
+        return event
 
     def _store(self, event: BlocksStored) -> None:
         copies, names = self._copies, _names(event)
@@ -101,17 +122,34 @@ class Copies:
         """The view is up to date. If the cache was not empty at its start, the counts are guesses: each
         becomes 1."""
         self._is_complete = is_complete
-        kept, self._kept = self._kept or (), None
+        kept, self._kept = self._kept or set[_Name](), None
+        reported, self._reported = self._reported, set()
         if is_complete:
             return
         self._copies = dict.fromkeys(self._copies, 1)
         by_group: dict[KvGroup | None, list[int | bytes]] = {}
-        for name in kept:
+        for name in kept | reported:
             if self._copies.pop(name, 0):
                 group, own = name if isinstance(name, tuple) else (None, name)
                 by_group.setdefault(group, []).append(own)
         for group, names in by_group.items():
             yield BlocksRemoved(Tier.GPU, tuple(names), group)
+
+
+def _needed(group: KvGroup, blocks: int, size: int) -> int:
+    """Of a prompt's first `blocks` blocks, of `size` tokens each: how many the group must hold, from the end
+    on, so that they are reused."""
+    match group.attention:
+        case Attention.PREFIX:
+            return blocks
+        case Attention.WINDOW:
+            return min(-(-(group.window - 1) // size), blocks)
+        case Attention.CHUNK:
+            return blocks - blocks * size // group.window * group.window // size
+        case Attention.STATE:
+            return min(1, blocks)
+        case _:
+            return 0
 
 
 def _names(event: BlocksStored | BlocksRemoved) -> Sequence[_Name]:

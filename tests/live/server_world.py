@@ -115,11 +115,16 @@ def _kill_group(process: subprocess.Popen[bytes]) -> None:
         process.stdin.close()
 
 
+_given: set[int] = set()
+
+
 def free_port(ports: Sequence[int]) -> int:
-    """A port that is free, as is the next one."""
-    for port in random.sample(ports, len(ports)):
+    """A port that is free, as is the next one. Ports given before come last: their server may yet begin to
+    listen."""
+    for port in sorted(random.sample(ports, len(ports)), key=lambda port: port in _given):
         try:
             with socket.create_server(("", port)), socket.create_server(("", port + 1)):
+                _given.update((port - 1, port, port + 1))
                 return port
         except OSError:
             continue

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import json
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from scripts.make_checkpoint import checkpoint_path
@@ -46,6 +46,7 @@ class SglangOptions:
         running: requests that each rank runs at once.
         model: directory of another model.
         flags: more flags, which override the others.
+        environment: more environment variables.
     """
 
     page: int = 16
@@ -54,6 +55,7 @@ class SglangOptions:
     running: int = 8
     model: Path | None = None
     flags: tuple[str, ...] = ("--enable-cache-report",)
+    environment: dict[str, str] = field(default_factory=dict)
 
 
 def running_sglang(
@@ -66,7 +68,7 @@ def running_sglang(
     command = (sglang(), "-m", "sglang.launch_server", *_arguments(options, port, event_port))
     # A list of cores for each rank, or nothing to bind to.
     binds = "|".join(map(str, range(options.ranks))) if options.ranks > 1 else "0"
-    environment = {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_CPU_OMP_THREADS_BIND": binds}
+    environment = {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_CPU_OMP_THREADS_BIND": binds, **options.environment}
     return running_server(log, command, environment, port=port, event_port=event_port, ready="/ready")
 
 

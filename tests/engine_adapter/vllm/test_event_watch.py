@@ -194,3 +194,41 @@ class TestCopiesInGroups:
         watch = EventWatch(4)
         told(watch, self.stored(), self.stored(self.WINDOW), self.removed(self.WINDOW))
         assert watch.blocks == 1
+
+
+class TestReportsOfFurtherGroups:
+    """vLLM reports a reused run of a further group whole, also the blocks that the group no longer holds."""
+
+    @staticmethod
+    def stored(group, *names, parent=None):
+        return BlocksStored(Tier.GPU, parent, names, array("i"), 16, group=group)
+
+    @pytest.mark.parametrize(
+        ("group", "held"),
+        [
+            (KvGroup(1, Attention.WINDOW, 33), (3, 4)),
+            (KvGroup(1, Attention.WINDOW, 1000), (0, 1, 2, 3, 4)),
+            (KvGroup(1, Attention.CHUNK, 64), (4,)),
+            (KvGroup(1, Attention.STATE), (4,)),
+            (KvGroup(1, Attention.PREFIX), (0, 1, 2, 3, 4)),
+            (KvGroup(1, Attention.UNKNOWN), ()),
+        ],
+    )
+    def test_while_the_view_is_incomplete_what_reuse_needs_counts(self, group, held):
+        copies = Copies()
+        passed(copies, LOST, ViewCurrent(complete=False))
+        assert passed(copies, self.stored(group, *range(5))) == [self.stored(group, *held)]
+        later = self.stored(group, *range(5), parent=9)
+        assert passed(copies, later) == [later]
+
+    def test_before_it_is_known_to_be_incomplete_the_others_are_taken_back(self):
+        group, incomplete = KvGroup(1, Attention.WINDOW, 33), ViewCurrent(complete=False)
+        events = [self.stored(group, *range(5)), self.stored(group, *range(3))]
+        copies = Copies()
+        assert passed(copies, LOST, *events) == [LOST, *events]
+        assert passed(copies, incomplete) == [BlocksRemoved(Tier.GPU, (0,), group), incomplete]
+
+    def test_a_complete_view_counts_them_all(self):
+        group = KvGroup(1, Attention.WINDOW, 33)
+        events = [self.stored(group, *range(5)), CURRENT, self.stored(group, *range(9))]
+        assert passed(Copies(), LOST, *events) == [LOST, *events]
