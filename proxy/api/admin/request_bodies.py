@@ -67,11 +67,11 @@ class AddKey(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """The key to issue: its tenant, the models that it is for (all by default), and when it ends, as
     `2027-01-31T00:00:00Z`. `name` is for people."""
 
-    tenant: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")] | None = None
-    name: Annotated[str, msgspec.Meta(max_length=64, pattern=r"^[^\x00-\x1f\x7f]*$")] = ""
+    tenant: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}\Z")] | None = None
+    name: Annotated[str, msgspec.Meta(max_length=64, pattern=r"^[^\x00-\x1f\x7f-\x9f]*\Z")] = ""
     models: (
         Annotated[
-            tuple[Annotated[str, msgspec.Meta(max_length=256, pattern=r"\S")], ...],
+            tuple[Annotated[str, msgspec.Meta(max_length=256, pattern=r"^(?=.*\S)[^\x00-\x1f\x7f-\x9f]*\Z")], ...],
             msgspec.Meta(min_length=1),
         ]
         | None

@@ -1,12 +1,15 @@
 import hmac
 
 import msgspec
+import pytest
 
 from proxy.core.issued_keys import MAX_KEYS, IssuedKey, KeyBook, signed, verified
 
 
 def key(number=1, *, removed=False):
-    return IssuedKey(f"key-{number}", "t", b"%d" % number, "last", float(number), removed=removed)
+    """It is removed as long after its issue as all others."""
+    removed_at = number + 0.5 if removed else 0.0
+    return IssuedKey(f"key-{number}", "t", b"%d" % number, "last", float(number), removed=removed_at)
 
 
 def book_of(*entries):
@@ -46,6 +49,26 @@ def test_only_the_newest_marks_are_kept_and_every_key():
     book.listeners.append(lambda: calls.append(1))
     book.merge([key(1, removed=True)])  # a kvpin that still has it would be told, and tell again
     assert calls == []
+
+
+@pytest.mark.parametrize("now", [9e9, 0.5])
+def test_the_newest_removal_is_kept_however_old_the_key_is_and_whatever_the_clock_says(now):
+    book = book_of(key(0), *(key(number, removed=True) for number in range(1, MAX_KEYS + 1)))
+    mark = book.removal(book.issued()[0], now)
+    for told in ([*book.entries(), mark], [mark]):
+        book.merge(told)
+        assert book.issued() == []
+        assert mark in book.entries()
+        assert len(book.entries()) == MAX_KEYS
+
+
+def test_kvpins_that_remove_a_key_at_once_end_with_one_mark():
+    one, two = book_of(key()), book_of(key())
+    for book, now in ((one, 5.0), (two, 6.0)):
+        book.merge([book.removal(key(), now)])
+    one.merge(two.entries())
+    two.merge(one.entries())
+    assert one.entries() == two.entries()
 
 
 def test_the_wire_takes_entries_of_a_later_version():
