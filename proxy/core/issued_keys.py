@@ -82,10 +82,10 @@ class KeyBook:
         return sorted(self._entries.values(), key=lambda entry: (entry.created, entry.id))
 
     def removal(self, key: IssuedKey, now: float) -> IssuedKey:
-        """The mark of a key that is removed at `now`, in Unix time. No mark is newer, whatever the clock says:
-        the oldest marks are dropped."""
+        """The mark of a key that is removed at `now`, in Unix time. It is the newest mark, whatever the clock
+        says: the oldest ones are dropped."""
         newest = max((entry.removed for entry in self._entries.values()), default=0.0)
-        return msgspec.structs.replace(key, removed=max(now, newest + _TICK_S))
+        return msgspec.structs.replace(key, name="", models=None, removed=max(now, newest + _TICK_S))
 
     def merge(self, entries: Iterable[IssuedKey]) -> None:
         """Takes over what is new here. A removal counts for good, while its mark is among the newest."""

@@ -3,7 +3,9 @@ import hmac
 import msgspec
 import pytest
 
+from proxy.api.admin.request_bodies import MAX_KEY_MODELS
 from proxy.core.issued_keys import MAX_KEYS, IssuedKey, KeyBook, signed, verified
+from proxy.peers.unix_bus import MAX_FRAME_BYTES
 
 
 def key(number=1, *, removed=False):
@@ -85,3 +87,13 @@ def test_only_who_has_the_secret_can_tell_of_keys():
         assert verified(forged, secret) is None
     no_entries = msgspec.msgpack.encode(["x"])
     assert verified(hmac.digest(b"secret", no_entries, "sha256") + no_entries, b"secret") is None
+
+
+def test_all_keys_of_a_full_book_fit_in_one_message_of_the_exchange():
+    names = tuple(["x" * 256] * MAX_KEY_MODELS)
+    keys = [
+        IssuedKey(f"key-{n:012}", "t" * 64, b"d" * 32, "last", 1e9, "n" * 64, names, 1e9) for n in range(20)
+    ]
+    marks = [KeyBook().removal(each, 1e9) for each in keys]
+    size = len(signed([*keys, *marks], b"secret")) / 20 * MAX_KEYS
+    assert size < 0.9 * MAX_FRAME_BYTES

@@ -286,9 +286,10 @@ async def test_a_key_that_ends_where_the_calendar_does_can_be_listed_and_removed
         {"models": ["m\n"]},
         {"models": ["\x1b[2J m"]},
         {"models": [" "]},
+        {"models": ["m"] * 101},
     ],
 )
-async def test_no_name_holds_a_line_break_or_what_a_terminal_obeys(tmp_path, body):
+async def test_no_name_holds_a_line_break_or_what_a_terminal_obeys_and_models_are_bounded(tmp_path, body):
     async with kvpin(tmp_path) as here:
         refused = await here.admin("POST", **body)
         assert refused.status_code == 400, refused.text
