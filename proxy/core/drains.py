@@ -35,7 +35,10 @@ def encode_marks(marks: list[DrainMark]) -> bytes:
 
 def decode_marks(data: bytes) -> list[DrainMark]:
     """The marks of `encode_marks`. Raises msgspec.MsgspecError if they are none."""
-    return msgspec.msgpack.decode(data, type=list[DrainMark])
+    try:
+        return msgspec.msgpack.decode(data, type=list[DrainMark])
+    except UnicodeDecodeError as error:
+        raise msgspec.DecodeError("a text is not UTF-8") from error
 
 
 class DrainBook:

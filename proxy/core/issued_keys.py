@@ -53,7 +53,7 @@ def verified(told: bytes, secret: bytes) -> list[IssuedKey] | None:
         return None
     try:
         return msgspec.msgpack.decode(data, type=list[IssuedKey])
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, UnicodeDecodeError):
         return None
 
 
