@@ -26,3 +26,5 @@ PRIVATE_FIELDS = frozenset(
 """Fields that name other servers, other sessions' KV, ranks, or code to run."""
 PRIVATE_HEADERS = frozenset({b"x-request-id", b"x-data-parallel-rank", b"x-correlation-id"})
 """Headers with the same meanings, in lower case."""
+ADAPTER_FIELDS = frozenset({"lora", "lora_path", "lora_request"})
+"""Fields that choose a LoRA adapter, whatever the request names as its model."""

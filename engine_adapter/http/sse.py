@@ -32,6 +32,10 @@ class WholeEvents:
         """The beginning of the next event."""
         return bytes(self._rest)
 
+    def may_hold(self, chunk: bytes) -> bool:
+        """True if an event that the chunk goes on with is not too long, wherever it ends."""
+        return len(self._rest) + len(chunk) <= MAX_EVENT_BYTES
+
     def feed(self, chunk: bytes) -> list[bytes]:
         """The events that `chunk` completes, in order, each with its end."""
         self._rest += chunk

@@ -19,7 +19,7 @@ from urllib.parse import unquote
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
-from engine_adapter import Named, Upload
+from engine_adapter import ADAPTER_FIELDS, Named, Upload
 from proxy.errors import BadRequest
 from proxy.request.temporary import room_for
 
@@ -101,6 +101,20 @@ async def checked(
         yield chunk
 
 
+def one_model() -> Callable[[str], None]:
+    """A check for `checked`: the form names one model, in one way. Servers read the first, or the last."""
+    found = 0
+
+    def check(name: str) -> None:
+        nonlocal found
+        read = name.rpartition("'")[2]  # without the character set of an encoded name
+        found += read == "model"
+        if found > 1 or read in ADAPTER_FIELDS:
+            raise BadRequest("with a key for some models, a form names one model, as `model`", param=read)
+
+    return check
+
+
 class _ModelField:
     """Looks for the field `model` in a form as it arrives.
 
@@ -168,8 +182,9 @@ class _ModelField:
             name = parse_options_header(bytes(self._content))[1].get(b"name", b"")
             self._is_model = name == b"model"
             if self._check is not None:
-                for given in _NAMES.findall(self._content):
-                    self._check(unquote(given.replace(b"\\", b"").decode("latin-1")))
+                names = {name, *(given.replace(b"\\", b"") for given in _NAMES.findall(self._content))}
+                for each in sorted(names):
+                    self._check(unquote(each.decode("latin-1")))
         self._header.clear()
         self._content.clear()
 

@@ -24,7 +24,7 @@ from proxy.api.auth import authenticate, passed_on_headers
 from proxy.api.cors import METHODS, SERVED, Cors, check_origin, is_preflight, preflight
 from proxy.api.error_answers import error_response
 from proxy.api.fan_out import serve
-from proxy.api.forms import checked, new_spool, read_form
+from proxy.api.forms import checked, new_spool, one_model, read_form
 from proxy.api.kept_responses import KeptResponses, may_be_kept
 from proxy.api.models import ALLOW_READS, answer_models, is_of_models, name_in
 from proxy.api.paths import check_method, checked_path
@@ -327,13 +327,17 @@ class DataPlane:
         where that matters."""
         length = self._length(exchange.headers)
         chunks: AsyncIterator[bytes] = exchange.chunks(self.max_body_bytes)
-        if self.tenants.isolated:
+        is_limited = call(None).models is not None
+        checks: list[Callable[[str], None]] = [check_form_field] if self.tenants.isolated else []
+        checks += [one_model()] if is_limited else []
+        if checks:
             if sum(name == b"content-type" for name, _ in exchange.headers.raw) > 1:
                 raise BadRequest("the request has several content types")  # the engine may read another one
             if _kind(exchange.headers).startswith("multipart/"):
-                chunks = checked(chunks, exchange.headers["content-type"], check_form_field)
+                for check in checks:
+                    chunks = checked(chunks, exchange.headers["content-type"], check)
         has_choice = self.flow.fleet.has_choice or (self.elsewhere is not None and self.elsewhere.models)
-        has_choice = has_choice or call(None).models is not None
+        has_choice = has_choice or is_limited
         if not (_kind(exchange.headers).startswith("multipart/form-data") and has_choice):
             await self._work(call(Upload(chunks, length)), exchange, reply, admitted)
             return

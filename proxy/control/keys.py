@@ -28,6 +28,8 @@ DEFAULT_TENANT = "default"
 # Every issued key begins so.
 KEY_PREFIX = "kvp-"
 _SECRET_BYTES, _ID_BYTES, _ENDING = 32, 6, 4
+# A later end counts as this one: in UTC, or rounded, it may be no date any more.
+_LAST = datetime(9999, 12, 30, tzinfo=UTC).timestamp()
 # Between two looks whether another kvpin has changed the file.
 _LOOK_S = 1.0
 # The version of a file that was never read.
@@ -104,7 +106,7 @@ class IssuedKeys:
             time.time(),
             name,
             models,
-            expires.timestamp() if expires is not None else None,
+            min(expires.timestamp(), _LAST) if expires is not None else None,
         )
         await self._save(key)
         return NewKey(**_fields(key), key=secret)
@@ -114,7 +116,7 @@ class IssuedKeys:
         key = next((each for each in self._book.issued() if each.id == key_id), None)
         if key is None:
             raise NotFound(f"no key with the id {key_id!r} was issued, or it was removed", param="key_id")
-        await self._save(msgspec.structs.replace(key, removed=True))
+        await self._save(self._book.removal(key, time.time()))
 
     async def run(self) -> None:
         """Follows the file, which other kvpins may change, and saves what they tell. Runs for ever."""

@@ -47,7 +47,10 @@ def encode_marks(marks: list[EngineMark]) -> bytes:
 
 def decode_marks(data: bytes) -> list[EngineMark]:
     """The marks of `encode_marks`. Raises msgspec.MsgspecError if they are none."""
-    return msgspec.msgpack.decode(data, type=list[EngineMark])
+    try:
+        return msgspec.msgpack.decode(data, type=list[EngineMark])
+    except UnicodeDecodeError as error:
+        raise msgspec.DecodeError("a text is not UTF-8") from error
 
 
 class EngineBook:

@@ -10,6 +10,8 @@ import msgspec
 
 # A book holds this many keys, and as many marks of removed ones, the newest.
 MAX_KEYS = 2000
+# The least time between two removals.
+_TICK_S = 0.001
 _SIGNATURE, _SIGNATURE_BYTES = "sha256", 32
 
 
@@ -23,7 +25,8 @@ class IssuedKey(msgspec.Struct, frozen=True, array_like=True):
         name: what its operator calls it; may be empty.
         models: the names that its requests may have as `model`; None for all.
         expires: when it ends, in Unix time; None for never.
-        removed: it opens nothing any more. Its entry stays as a mark: another kvpin may still tell of it.
+        removed: when it was removed, in Unix time; 0 before that. Then it opens nothing any more. Its entry
+            stays as a mark: another kvpin may still tell of it.
     """
 
     id: str
@@ -34,7 +37,7 @@ class IssuedKey(msgspec.Struct, frozen=True, array_like=True):
     name: str = ""
     models: tuple[str, ...] | None = None
     expires: float | None = None
-    removed: bool = False
+    removed: float = 0.0
 
 
 def signed(entries: list[IssuedKey], secret: bytes) -> bytes:
@@ -50,7 +53,7 @@ def verified(told: bytes, secret: bytes) -> list[IssuedKey] | None:
         return None
     try:
         return msgspec.msgpack.decode(data, type=list[IssuedKey])
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, UnicodeDecodeError):
         return None
 
 
@@ -78,14 +81,23 @@ class KeyBook:
         """The keys and the marks, the first issued first."""
         return sorted(self._entries.values(), key=lambda entry: (entry.created, entry.id))
 
+    def removal(self, key: IssuedKey, now: float) -> IssuedKey:
+        """The mark of a key that is removed at `now`, in Unix time. It is the newest mark, whatever the clock
+        says: the oldest ones are dropped."""
+        newest = max((entry.removed for entry in self._entries.values()), default=0.0)
+        return msgspec.structs.replace(key, name="", models=None, removed=max(now, newest + _TICK_S))
+
     def merge(self, entries: Iterable[IssuedKey]) -> None:
-        """Takes over what is new here. A removal counts for good."""
+        """Takes over what is new here. A removal counts for good, while its mark is among the newest."""
         before = dict(self._entries)
         for entry in entries:
             known = self._entries.get(entry.id)
-            if known is None or (entry.removed and not known.removed):
+            if known is None or entry.removed > known.removed:
                 self._entries[entry.id] = entry
-        marks = [entry for entry in self.entries() if entry.removed]
+        marks = sorted(
+            (entry for entry in self._entries.values() if entry.removed),
+            key=lambda entry: (entry.removed, entry.id),
+        )
         for mark in marks[:-MAX_KEYS]:
             del self._entries[mark.id]
         for listener in self.listeners if self._entries != before else ():

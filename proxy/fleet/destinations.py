@@ -8,7 +8,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from engine_adapter import JsonBody
+from engine_adapter import ADAPTER_FIELDS, JsonBody
 from engine_adapter.off_loop import JSON_BYTES_PER_MS, off_loop
 from proxy.errors import BadRequest, Forbidden, ModelRefused, NotFound
 from proxy.errors.codes import Code
@@ -79,7 +79,7 @@ class Destinations:
 
         Raises:
             ModelRefused: its key is not for that model.
-            Forbidden: kvpin cannot see which models it will name.
+            Forbidden: kvpin cannot see which models it will name, or it chooses an adapter beside its model.
             NotFound, Forbidden, BadRequest, msgspec.DecodeError, NoEngine: see `_find`.
         """
         return self._find(call) if call.models is None else self._find_of(call, call.models)
@@ -91,6 +91,10 @@ class Destinations:
             raise Forbidden(f"a key for some models cannot use {what}")
         if call.model is not None and call.model not in models:
             raise refused_model(call.model, models)
+        for name in call.models_in_query - models:  # the engine may read another one than kvpin
+            raise refused_model(name, models)
+        if isinstance(call.body, JsonBody) and call.body.has_any(ADAPTER_FIELDS):
+            raise Forbidden("a key for some models cannot choose an adapter by a field: name it as `model`")
         try:
             to = await self._find(call)
         except NotFound as error:

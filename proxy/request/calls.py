@@ -105,6 +105,11 @@ class Call(msgspec.Struct, frozen=True):
             model = next(iter(parse_qs(self.path.partition("?")[2]).get("model", ())), None)
         return model if isinstance(model, str) else None
 
+    @property
+    def models_in_query(self) -> frozenset[str]:
+        """All that the query names as a model."""
+        return frozenset(parse_qs(self.path.partition("?")[2]).get("model", ()))
+
     def naming(self, model: str) -> Call:
         """The request with another model in its query, where it has one there."""
         path, _, query = self.path.partition("?")

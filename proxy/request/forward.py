@@ -276,7 +276,9 @@ def _no_websocket(status: int, said: str) -> EngineRejected:
 class _Stream:
     """An engine's stream as the client gets it."""
 
-    __slots__ = ("_begins", "_events", "_must_end", "_passage", "_reader", "_response", "tail")
+    __slots__ = (
+        "_begins", "_events", "_is_whole", "_must_end", "_passage", "_reader", "_response", "tail",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -303,6 +305,7 @@ class _Stream:
         self._passage = passage
         self._events = events
         self._must_end = must_end
+        self._is_whole = False  # what was dropped from the tail had an end mark
         self._begins: Callable[[], None] | None = begins
         self.tail = bytearray()
 
@@ -316,16 +319,17 @@ class _Stream:
             self._note_begin()
             self.tail += chunk
             if len(self.tail) > 2 * _TAIL_BYTES:
+                self._is_whole = self._is_whole or (self._must_end and is_whole(bytes(self.tail)))
                 del self.tail[:-_TAIL_BYTES]
             kept = chunk if self._reader is None else self._reader.feed(chunk)
             if self._passage is not None:
                 kept = self._passage.feed(kept)
             elif self._events is not None and kept:
-                kept = self._events.joined(kept)
+                kept = self._whole_events(self._events, kept)
             if kept:
                 return kept
         self._note_begin()
-        if self._must_end and not is_whole(bytes(self.tail)):
+        if self._must_end and not (self._is_whole or is_whole(bytes(self.tail))):
             raise EngineDied("the engine ended its answer too early")
         return b""
 
@@ -335,6 +339,14 @@ class _Stream:
         if self._passage is not None:
             return self._passage.feed(rest) + self._passage.finish()
         return rest if self._events is None else self._events.rest + rest
+
+    def _whole_events(self, events: WholeEvents, chunk: bytes) -> bytes:
+        """The events that a chunk completes. From one on that is too long to be held back, the stream passes
+        as it comes."""
+        if events.may_hold(chunk):
+            return events.joined(chunk)
+        self._events = None
+        return events.take_rest() + chunk
 
     def _note_begin(self) -> None:
         begins, self._begins = self._begins, None

@@ -20,6 +20,8 @@ _RAW_BYTES = 16 << 10
 _MAX_TEXT = 1 << 20
 _FINISHED = re.compile(rb'"finish_reason"\s*:\s*"')
 _DONE = re.compile(rb"\ndata: ?\[DONE\]\s*$", re.MULTILINE)  # begins with text: ten times as fast as with ^
+# An engine's own error, as an event or as llama-servers wrote it.
+_FAILED = re.compile(rb'\n(?:error: ?\{|data: ?\{\s*"error"\s*:\s*["{])')
 _DATA = b"data: "
 _END = b"\n\ndata: [DONE]\n\n"
 NULL, _FIRST = msgspec.Raw(b"null"), msgspec.Raw(b"0")
@@ -113,11 +115,12 @@ def read_event(event: bytes) -> Event | None:
 
 
 def is_whole(tail: bytes) -> bool:
-    """True if a stream with this end has told the whole answer. Text cannot look so: in JSON, its line feeds
-    and quotes are escaped."""
+    """True if a stream with this end has told the whole answer, or the error that ended it. Text cannot look
+    so: in JSON, its line feeds and quotes are escaped."""
     if tail.endswith(_END):
         return True
-    return _DONE.search(b"\n" + tail) is not None or _FINISHED.search(tail) is not None
+    tail = b"\n" + tail
+    return any(end.search(tail) is not None for end in (_DONE, _FINISHED, _FAILED))
 
 
 class SentStream(msgspec.Struct, frozen=True):

@@ -128,6 +128,42 @@ async def test_without_a_name_nobody_hears_of_other_models():
     )
 
 
+@pytest.mark.parametrize("field", ["lora", "lora_path", "lora_request"])
+@pytest.mark.parametrize("path", ["/v1/completions", "/completion", CHAT])
+async def test_no_field_chooses_an_adapter_beside_the_model(path, field):
+    async with served("m") as (_, client, engines):
+        response = await client.post(path, json={"model": "m", field: "ada", **BODIES[path]})
+        assert response.status_code == 403
+        assert not any(engine.seen for engine in engines)
+        allowed = await client.post(path, json={"model": "m", field: "ada", **BODIES[path]}, headers=ALL)
+        assert allowed.status_code == 200
+
+
+@pytest.mark.parametrize("query", ["model=ada", "model=m&model=ada", "model=ada&model=m"])
+@pytest.mark.parametrize("named", [{}, {"model": "m"}])
+async def test_no_query_names_another_model(query, named):
+    async with served("m") as (_, client, engines):
+        response = await client.post(f"{CHAT}?{query}", json={"messages": ASK["messages"], **named})
+        assert response.status_code == 404
+        assert not any(engine.seen for engine in engines)
+        response = await client.post(f"{CHAT}?model=m", json={"messages": ASK["messages"], **named})
+        assert response.status_code == 200
+
+
+@pytest.mark.parametrize(
+    "name",
+    [b'name="model"', b"name=model", b"name*=utf-8''mod%65l", b'name="lora_path"'],
+)
+async def test_a_form_names_no_second_model(name):
+    second = b"content-disposition: form-data; %b\r\n\r\nada\r\n--b--\r\n" % name
+    async with served("m", script=transcribe) as (_, client, (a, _b)):
+        form = (FORM % b"m").replace(b"--b--\r\n", b"--b\r\n") + second
+        response = await client.post("/v1/audio/transcriptions", content=form, headers=MULTIPART)
+        assert response.status_code == 400, response.text
+        assert "one model" in response.text
+        assert not any(b"ada" in each.body and b"--b--" in each.body for each in a.seen)
+
+
 @pytest.mark.parametrize(("model", "status"), [(b"secret", 404), (b"m", 404), (b"fast", 200)])
 async def test_the_model_of_a_form(model, status):
     async with served("fast", script=transcribe) as (_, client, _engines):

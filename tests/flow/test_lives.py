@@ -383,6 +383,59 @@ class TestWhatATrialFound:
                 assert (is_clean, proxy.last.cause) == (False, Cause.ENGINE_DIED)
                 assert json.loads(raw.split(b"data: ")[-1])["error"]["code"] == "engine_failed"
 
+    @pytest.mark.parametrize(
+        "rest",
+        [
+            [event({"choices": [], "usage": {"x": "y" * 40_000}})],
+            [event({"choices": [{"index": 1, "delta": {"content": "z" * 99}}]})] * 200,
+            [b": bye\n\n"] * 3000,
+        ],
+        ids=["a long event", "another choice", "comments"],
+    )
+    @pytest.mark.parametrize("temperature", [0, 1])
+    async def test_what_follows_the_end_may_be_long(self, rest, temperature):
+        sent = [*words("The capital"), chunk("", "stop"), *rest]
+        async with FakeEngine("a", telling(*sent)) as engine, proxy_over(engine) as proxy:
+            async with client_of(proxy) as client:
+                raw, is_clean = await stream(client, CHAT, {**STREAM, "temperature": temperature})
+            assert (raw, is_clean, proxy.last.cause) == (b"".join(sent), True, Cause.ANSWERED)
+
+    @pytest.mark.parametrize(
+        "end",
+        [
+            event({"error": {"code": 400, "message": "the context is full"}}),
+            b'error: {"code":400,"message":"the context is full"}\n\n',
+        ],
+    )
+    @pytest.mark.parametrize("begin", [[], words("The capital")])
+    async def test_an_engine_that_ends_its_stream_by_an_error_has_not_died(self, begin, end):
+        """A llama-server sends no [DONE] after it."""
+        sent = [*begin, end]
+        async with FakeEngine("a", telling(*sent)) as engine, proxy_over(engine) as proxy:
+            async with client_of(proxy) as client:
+                raw, is_clean = await stream(client, CHAT, STREAM)
+            assert (raw, is_clean) == (b"".join(sent), True)
+            assert proxy.fleet.engines["a"].state == "ready"
+
+    async def test_text_that_looks_like_an_error_is_none(self):
+        text = '\ndata: {"error":{"message":"x"}}\n\nerror: {}'
+        async with FakeEngine("a", telling(chunk(text))) as engine, proxy_over(engine) as proxy:
+            async with client_of(proxy) as client:
+                _, is_clean = await stream(client, CHAT, STREAM)
+            assert (is_clean, proxy.last.cause) == (False, Cause.ENGINE_DIED)
+
+    async def test_an_event_that_is_too_long_to_be_held_back_passes(self):
+        """Such as a picture."""
+        picture = event({"b64_json": "x" * (9 << 20)})
+        sent = [picture[:5], *(picture[at : at + (1 << 20)] for at in range(5, len(picture), 1 << 20))]
+        sent += [event({"type": "completed"}), b"data: no end"]
+        async with FakeEngine("a", telling(*sent)) as engine, proxy_over(engine) as proxy:
+            async with client_of(proxy) as client:
+                body = {"model": "m", "prompt": "x", "stream": True}
+                raw, is_clean = await stream(client, "/v1/images/generations", body)
+            assert is_clean
+            assert raw == b"".join(sent)
+
     async def test_half_an_event_is_not_sent_before_the_error(self):
         async with (
             FakeEngine("a", dying(*words("The capital"), chunk("of")[:-9])) as engine,

@@ -12,6 +12,8 @@ from proxy.control.target import Name, Target
 
 # A request for an operation is answered when the operation ends, or after this many seconds while it runs.
 WAIT_S = 10.0
+# Kvpins tell each other all keys in one message of at most 64 MiB.
+MAX_KEY_MODELS = 100
 Wait = Annotated[float, msgspec.Meta(ge=0, le=60)]
 
 
@@ -67,12 +69,15 @@ class AddKey(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """The key to issue: its tenant, the models that it is for (all by default), and when it ends, as
     `2027-01-31T00:00:00Z`. `name` is for people."""
 
-    tenant: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")] | None = None
-    name: Annotated[str, msgspec.Meta(max_length=64, pattern=r"^[^\x00-\x1f\x7f]*$")] = ""
+    tenant: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}\Z")] | None = None
+    name: Annotated[str, msgspec.Meta(max_length=64, pattern=r"^[^\x00-\x1f\x7f-\x9f]*\Z")] = ""
     models: (
         Annotated[
-            tuple[Annotated[str, msgspec.Meta(max_length=256, pattern=r"\S")], ...],
-            msgspec.Meta(min_length=1),
+            tuple[
+                Annotated[str, msgspec.Meta(max_length=256, pattern=r"^(?=.*\S)[^\x00-\x1f\x7f-\x9f]*\Z")],
+                ...,
+            ],
+            msgspec.Meta(min_length=1, max_length=MAX_KEY_MODELS),
         ]
         | None
     ) = None

@@ -285,7 +285,10 @@ def owner_of(frame: bytes) -> int | None:
 
 def batch_of(frame: bytes) -> Batch:
     """The batch of a frame. Raises msgspec.MsgspecError if it is none."""
-    return _decode(memoryview(frame)[_HEAD:])
+    try:
+        return _decode(memoryview(frame)[_HEAD:])
+    except UnicodeDecodeError as error:
+        raise msgspec.DecodeError("a text is not UTF-8") from error
 
 
 def packed(hashes: Iterable[BlockHash]) -> bytes:

@@ -111,7 +111,9 @@ def test_keys_that_open_nothing_are_warned_of_without_the_key(check, tmp_path):
         '[[api_keys]]\nkey = "the-secret"\ntenant = "acme"\nmodels = ["m1", "fast", "m3"]\n'
         '[[api_keys]]\nkey = "other-secret"\ntenant = "acme"\nexpires = 2020-01-31T00:00:00Z\n'
     )
-    issued = [IssuedKey(f"key-{n}", "t", b"%d" % n, "last", 0.0, expires=1.0, removed=n == 2) for n in (1, 2)]
+    issued = [
+        IssuedKey(f"key-{n}", "t", b"%d" % n, "last", 0.0, expires=1.0, removed=float(n == 2)) for n in (1, 2)
+    ]
     KeyBookFile(tmp_path).add(issued)
     text = f'state_dir = "{tmp_path}"\n{engines}{keys}[model_aliases]\nfast = "m2"\n'
     result = check(text)

@@ -1,12 +1,17 @@
 import hmac
 
 import msgspec
+import pytest
 
+from proxy.api.admin.request_bodies import MAX_KEY_MODELS
 from proxy.core.issued_keys import MAX_KEYS, IssuedKey, KeyBook, signed, verified
+from proxy.peers.unix_bus import MAX_FRAME_BYTES
 
 
 def key(number=1, *, removed=False):
-    return IssuedKey(f"key-{number}", "t", b"%d" % number, "last", float(number), removed=removed)
+    """It is removed as long after its issue as all others."""
+    removed_at = number + 0.5 if removed else 0.0
+    return IssuedKey(f"key-{number}", "t", b"%d" % number, "last", float(number), removed=removed_at)
 
 
 def book_of(*entries):
@@ -48,6 +53,26 @@ def test_only_the_newest_marks_are_kept_and_every_key():
     assert calls == []
 
 
+@pytest.mark.parametrize("now", [9e9, 0.5])
+def test_the_newest_removal_is_kept_however_old_the_key_is_and_whatever_the_clock_says(now):
+    book = book_of(key(0), *(key(number, removed=True) for number in range(1, MAX_KEYS + 1)))
+    mark = book.removal(book.issued()[0], now)
+    for told in ([*book.entries(), mark], [mark]):
+        book.merge(told)
+        assert book.issued() == []
+        assert mark in book.entries()
+        assert len(book.entries()) == MAX_KEYS
+
+
+def test_kvpins_that_remove_a_key_at_once_end_with_one_mark():
+    one, two = book_of(key()), book_of(key())
+    for book, now in ((one, 5.0), (two, 6.0)):
+        book.merge([book.removal(key(), now)])
+    one.merge(two.entries())
+    two.merge(one.entries())
+    assert one.entries() == two.entries()
+
+
 def test_the_wire_takes_entries_of_a_later_version():
     fields = msgspec.msgpack.decode(msgspec.msgpack.encode(key()))
     data = msgspec.msgpack.encode([*fields, "a field of a later version"])
@@ -62,3 +87,13 @@ def test_only_who_has_the_secret_can_tell_of_keys():
         assert verified(forged, secret) is None
     no_entries = msgspec.msgpack.encode(["x"])
     assert verified(hmac.digest(b"secret", no_entries, "sha256") + no_entries, b"secret") is None
+
+
+def test_all_keys_of_a_full_book_fit_in_one_message_of_the_exchange():
+    names = tuple(["x" * 256] * MAX_KEY_MODELS)
+    keys = [
+        IssuedKey(f"key-{n:012}", "t" * 64, b"d" * 32, "last", 1e9, "n" * 64, names, 1e9) for n in range(20)
+    ]
+    marks = [KeyBook().removal(each, 1e9) for each in keys]
+    size = len(signed([*keys, *marks], b"secret")) / 20 * MAX_KEYS
+    assert size < 0.9 * MAX_FRAME_BYTES

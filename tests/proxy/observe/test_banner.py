@@ -117,7 +117,7 @@ async def test_the_request_is_for_a_model_that_the_key_is_for(capsys, models, mo
 
 async def test_once_keys_were_issued_there_is_no_request_without_one(capsys):
     book = KeyBook()
-    book.merge([IssuedKey("k", "t", b"d", "last", 0.0, removed=True)])
+    book.merge([IssuedKey("k", "t", b"d", "last", 0.0, removed=1.0)])
     await banner_of(ready_fleet(), issued=book).print_when_ready()
     assert "try it" not in capsys.readouterr().out
 

@@ -153,7 +153,7 @@ async def test_a_drain_at_one_is_known_to_the_others_and_to_a_newcomer(unix):
 
 
 def issued(*names, removed=False):
-    return [IssuedKey(name, "t", name.encode(), "last", 1.0, removed=removed) for name in names]
+    return [IssuedKey(name, "t", name.encode(), "last", 1.0, removed=float(removed)) for name in names]
 
 
 async def test_an_issued_key_is_known_to_the_others_and_to_a_newcomer_and_so_is_its_removal(unix):

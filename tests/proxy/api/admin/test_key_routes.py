@@ -262,3 +262,35 @@ async def test_a_book_that_is_damaged_while_kvpin_runs_changes_nothing_and_is_to
         assert told == ["issued keys are not saved: those that are known count; repair the file"]
         (tmp_path / "keys").write_bytes(whole)
         await here.issue()
+
+
+@pytest.mark.parametrize(
+    "expires", ["9999-12-31T23:59:59-12:00", "9999-12-31T23:59:59.999999Z", "9999-12-31T23:59:59+14:00"]
+)
+async def test_a_key_that_ends_where_the_calendar_does_can_be_listed_and_removed(tmp_path, expires):
+    async with kvpin(tmp_path) as here:
+        added = await here.issue(expires=expires)
+        assert await here.status(added["key"]) == 200
+        (listed,) = (await here.admin("GET")).json()["keys"]
+        assert listed["expires"].startswith("9999-12-")
+        assert (await here.admin("DELETE", f"/{listed['id']}")).status_code == 204
+        assert await here.status(added["key"]) == 401
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"tenant": "acme\n"},
+        {"name": "x\n"},
+        {"name": "\x9b2J"},
+        {"models": ["m\n"]},
+        {"models": ["\x1b[2J m"]},
+        {"models": [" "]},
+        {"models": ["m"] * 101},
+    ],
+)
+async def test_no_name_holds_a_line_break_or_what_a_terminal_obeys_and_models_are_bounded(tmp_path, body):
+    async with kvpin(tmp_path) as here:
+        refused = await here.admin("POST", **body)
+        assert refused.status_code == 400, refused.text
+        assert (await here.admin("GET")).json() == {"keys": []}

@@ -7,6 +7,7 @@ from proxy.core.peers.messages import (
     Batch,
     Begun,
     Heartbeat,
+    KvpinState,
     RequestOver,
     Used,
     batch_of,
@@ -79,3 +80,10 @@ def test_hashes():
 def test_a_prompt_that_is_not_known_has_no_chain():
     assert chain_of(BEGUN, 16) == Chain((7, 2**64 - 1), 40, 16)
     assert chain_of(msgspec.structs.replace(BEGUN, hashes=None), 16) is None
+
+
+def test_a_text_that_is_no_utf_8_makes_a_frame_none():
+    """Who may write to a Redis channel ended the exchange by it."""
+    frame = frame_of(1, Batch(1, [KvpinState("a name", [])])).replace(b"a name", b"a n\xffme")
+    with pytest.raises(msgspec.MsgspecError):
+        batch_of(frame)

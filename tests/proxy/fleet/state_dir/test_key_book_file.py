@@ -11,7 +11,7 @@ from proxy.settings import SettingsError
 
 
 def key(number=1, *, removed=False):
-    return IssuedKey(f"key-{number}", "t", b"%d" % number, "last", float(number), removed=removed)
+    return IssuedKey(f"key-{number}", "t", b"%d" % number, "last", float(number), removed=float(removed))
 
 
 def test_without_a_directory_there_are_none_and_the_first_one_makes_it(tmp_path):
