@@ -103,7 +103,7 @@ class FairThreads:
             self._pool.submit(self._run, tenant, [job])
 
     def _run(self, tenant: str | None, jobs: list[_Job]) -> None:
-        """Does the only one of `jobs`, and takes it out: the pool keeps its arguments for as long as an error's
+        """Does the only one of `jobs`, and takes it out: the pool keeps its arguments as long as an error's
         traceback, which leads to the pool."""
         job = jobs.pop()
         began, tell = time.thread_time(), None

@@ -8,6 +8,7 @@ warm.py            compute a prefix ahead of need
 pinning.py         pins over engines
 engines.py         add, remove, drain
 keys.py            keys of clients: issue, list, remove
+key_notes.py       what an issued key changed for others
 tables.py          prompt tables, on all engines or on none
 configured.py      the engines of the settings join and leave
 discovered.py      likewise those found elsewhere
