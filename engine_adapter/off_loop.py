@@ -103,8 +103,8 @@ class FairThreads:
             self._pool.submit(self._run, tenant, [job])
 
     def _run(self, tenant: str | None, jobs: list[_Job]) -> None:
-        """Does the only one of `jobs`, and takes it out: an error's traceback leads to the pool, and so
-        to these arguments."""
+        """Does the only one of `jobs`, and takes it out: the pool keeps its arguments as long as an error's
+        traceback, which leads to the pool."""
         job = jobs.pop()
         began, tell = time.thread_time(), None
         if job.result.set_running_or_notify_cancel():

@@ -54,6 +54,9 @@ _KINDS = {
     "null": "null",
     "bytes": "bytes",
 }
+# msgspec's messages about a time.
+_NO_TIME = re.compile(r"^(?:Invalid RFC3339 encoded datetime|Expected `datetime` with a timezone component)")
+_A_TIME = "must be a time with its zone, as 2027-01-31T00:00:00Z"
 _BOUNDS = {
     " > ": " above ",
     " >= ": " of at least ",
@@ -97,6 +100,8 @@ def _read(kind: type, value: object) -> Any:  # noqa: ANN401 - msgspec's signatu
 
 def plain_error(message: str) -> str:
     """The message of a `msgspec.ValidationError`; what follows in it, the place of the value, stays."""
+    if _NO_TIME.match(message):
+        return _NO_TIME.sub(_A_TIME, message)
     found = _EXPECTED.match(message)
     if found is None:
         return message

@@ -143,12 +143,17 @@ def engines_drain(
 ) -> None:
     """Give an engine no new requests, from any kvpin of the group.
 
-    It stays drained over restarts until `--undo`, see docs/many.md.
+    With a state_dir or Redis, it stays drained over a restart of kvpin, unless kvpin starts the engine
+    itself: docs/operations.md.
     """
     if undo and wait:
         fail("--wait waits for an engine that drains: leave out --undo or --wait")
     engine = kvpin.post(f"/engines/{path_part(engine_id)}/drain", {"undo": undo})
-    typer.echo(f"{engine_id} is {engine['state']}, {engine['in_flight']} requests in flight")
+    if undo and engine["state"] == "suspect":
+        state = "takes requests again after a health check"
+    else:
+        state = f"is {engine['state']}"
+    typer.echo(f"{engine_id} {state}, {engine['in_flight']} requests in flight")
     if wait and engine["in_flight"]:
         _wait_until_idle(kvpin, engine_id)
         typer.echo(f"{engine_id} has no request in flight")
@@ -279,6 +284,8 @@ def keys_add(
         f"issued {added['id']} for tenant {added['tenant']}: keep the key, kvpin does not show it again",
         err=True,
     )
+    for note in added["notes"]:
+        typer.echo(f"note: {note}", err=True)
 
 
 @keys_app.command("remove")
@@ -290,3 +297,7 @@ def keys_remove(
     """Remove an issued key."""
     kvpin.delete(f"/keys/{path_part(key_id)}")
     typer.echo(f"removed {key_id}")
+    if not (left := kvpin.get("/keys"))["keys"]:
+        from proxy.cli import answer_tables  # noqa: PLC0415 - rich is slow to import
+
+        typer.echo(f"note: {answer_tables.without_issued_keys(left)}", err=True)

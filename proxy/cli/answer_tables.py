@@ -102,8 +102,20 @@ def show_engines(answer: dict[str, Any]) -> None:
 
 
 def show_keys(answer: dict[str, Any]) -> None:
-    """Prints one row per key."""
+    """Prints one row per key; without keys, what that means for requests."""
+    if not answer["keys"]:
+        console().print(without_issued_keys(answer))
+        return
     TerminalTable.of(answer["keys"], _KEYS, text="models", less=("created", "name")).print(console())
+
+
+def without_issued_keys(answer: dict[str, Any]) -> str:
+    """What holds for requests while there is no issued key, by the answer that lists none."""
+    if not answer["needed"]:
+        return "no key was issued, and requests need none; `kvpin keys add` issues the first one"
+    if answer["in_settings"]:
+        return f"no issued key; keys in the settings: {answer['in_settings']}"
+    return "no key is left: kvpin refuses every request; `kvpin keys add` issues a key"
 
 
 def _day(moment: str | None) -> str:

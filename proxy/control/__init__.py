@@ -9,6 +9,7 @@ pinning.py         pins over engines
 engines.py         add, remove, drain
 engine_orders.py   the same for all kvpins, as operators order it
 keys.py            keys of clients: issue, list, remove
+key_notes.py       what an issued key changed for others
 tables.py          prompt tables, on all engines or on none
 configured.py      the engines of the settings join and leave
 discovered.py      likewise those found elsewhere

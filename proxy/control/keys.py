@@ -54,9 +54,10 @@ class KeyAnswer(msgspec.Struct, kw_only=True):
 
 
 class NewKey(KeyAnswer, kw_only=True):
-    """A key that was just issued. Only this answer tells the `key`."""
+    """A key that was just issued. Only this answer tells the `key`. `notes`: what it changed for others."""
 
     key: str
+    notes: list[str] = []
 
 
 class IssuedKeys:

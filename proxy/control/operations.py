@@ -152,9 +152,7 @@ class Operation(OperationAnswer, kw_only=True):
         if not failed:
             return self.end(OperationState.DONE)
         first = f"{failed[0].engine}: {failed[0].error}"
-        return self.end(
-            OperationState.FAILED, f"{len(failed)} of {len(self.parts)} engine(s) failed: {first}"
-        )
+        return self.end(OperationState.FAILED, f"{len(failed)} of {len(self.parts)} engines failed: {first}")
 
 
 class Operations:

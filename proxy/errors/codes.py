@@ -95,7 +95,11 @@ class Code(StrEnum):
     )
     METHOD_NOT_ALLOWED = "method_not_allowed", 405, "the route takes other methods, which `allow` names"
     SLOW_BODY = "slow_body", 408, "the body did not arrive in time"
-    CONFLICT = "conflict", 409, "the same name exists with other content"
+    CONFLICT = (
+        "conflict",
+        409,
+        "the same name exists with other content, or kvpin was not started for this: the message says why",
+    )
     BODY_TOO_LARGE = (
         "body_too_large",
         413,

@@ -48,7 +48,8 @@ def is_no_websocket(status: int) -> bool:
 def final_error(failures: Sequence[Exception]) -> EngineRejected | ProxyError:
     """The client's error when every engine that was asked failed."""
     last = failures[-1]
-    failed = EngineFailed(f"{len(failures)} engine(s) failed this request; the last said: {last}")
+    count = "1 engine" if len(failures) == 1 else f"{len(failures)} engines"
+    failed = EngineFailed(f"{count} failed this request; the last said: {last}")
     error = last if isinstance(last, (EngineRejected, Overloaded)) else failed
     if len(failures) > 1 and not error.headers.keys() & {*RETRY_HEADERS}:
         # kvpin has retried already: more retries would only add load.

@@ -106,6 +106,11 @@ class Tenants:
             listener()
 
     @property
+    def count_in_settings(self) -> int:
+        """How many keys the settings have."""
+        return len(self._of_settings)
+
+    @property
     def keys(self) -> Iterable[ApiKey]:
         """All keys, those of the settings and issued ones."""
         return self._keys.values()

@@ -442,7 +442,7 @@ def admin_api(proxy: Proxy) -> Mount:
     kv = KvVerbs(targets, warming, pins, proxy.ingest, operations)
     endpoints = (
         *engine_routes(fleet, proxy.orders, pinning, proxy.discovered.sources, proxy.peers, reuse=reuse),
-        *key_routes(proxy.keys),
+        *key_routes(proxy.keys, proxy.tenants, fleet),
         *kv_routes(kv, warming, pinning, operations),
         *request_routes(flow),
         *prefix_routes(Prefixes(fleet, proxy.prompts)),

@@ -1,3 +1,4 @@
+from datetime import datetime
 from typing import Annotated
 
 import msgspec
@@ -21,6 +22,15 @@ def test_what_a_value_must_be(meta, kind, value, said):
     struct = msgspec.defstruct("Fields", [("value", Annotated[kind, msgspec.Meta(**meta)] if meta else kind)])
     with pytest.raises(msgspec.ValidationError) as caught:
         msgspec.convert({"value": value}, struct)
+    assert plain_error(str(caught.value)) == said
+
+
+@pytest.mark.parametrize("text", ["tomorrow", "2027-01-31", "2027-01-31T00:00:00"])
+def test_what_a_time_must_be(text):
+    struct = msgspec.defstruct("Fields", [("end", Annotated[datetime, msgspec.Meta(tz=True)] | None)])
+    with pytest.raises(msgspec.ValidationError) as caught:
+        msgspec.convert({"end": text}, struct)
+    said = "must be a time with its zone, as 2027-01-31T00:00:00Z - at `$.end`"
     assert plain_error(str(caught.value)) == said
 
 

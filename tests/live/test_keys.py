@@ -83,6 +83,7 @@ async def test_all_workers_know_a_key_at_once_and_so_does_a_worker_that_starts_l
     key = added.stdout.strip()
     assert key.startswith("kvp-")
     assert "keep the key, kvpin does not show it again" in added.stderr
+    assert "note: this is the first key: from now on, every request needs one" in added.stderr
     assert await in_thread(statuses, kvpin) == {401: 20}
     assert await in_thread(statuses, kvpin, key) == {200: 20}
 
@@ -111,6 +112,9 @@ async def test_all_workers_know_a_key_at_once_and_so_does_a_worker_that_starts_l
     assert await in_thread(statuses, single, None, 1) == {401: 1}
     failed = await in_thread(kvpin_keys, single, "remove", other["id"], status=1)
     assert "was removed (404)" in failed.stderr
+    last = await in_thread(kvpin_keys, single, "remove", entry["id"])
+    assert last.stdout == f"removed {entry['id']}\n"
+    assert "note: no key is left: kvpin refuses every request" in last.stderr
 
 
 async def test_kvpins_of_a_group_over_redis_know_each_others_keys(start, tmp_path):

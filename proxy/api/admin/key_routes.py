@@ -8,26 +8,38 @@ from starlette.responses import Response
 
 from proxy.api.admin.endpoint import Endpoint, answer, read_body
 from proxy.api.admin.request_bodies import AddKey
+from proxy.control.key_notes import KeyNotes
 from proxy.control.keys import IssuedKeys, KeyAnswer, NewKey
+from proxy.fleet.fleet import Fleet
+from proxy.request.tenants import Tenants
 
 
 class KeyList(msgspec.Struct):
-    """The issued keys; those of the settings are not among them."""
+    """The issued keys; those of the settings are not among them.
+
+    `needed`: requests need a key. `in_settings`: how many keys the settings have.
+    """
 
     keys: list[KeyAnswer]
+    needed: bool
+    in_settings: int
 
 
-def key_routes(keys: IssuedKeys) -> tuple[Endpoint, ...]:
+def key_routes(keys: IssuedKeys, tenants: Tenants, fleet: Fleet) -> tuple[Endpoint, ...]:
     """Issues, lists and removes keys."""
+    notes = KeyNotes(tenants, fleet)
 
     async def list_keys(_request: Request) -> Response:
-        return answer(KeyList(keys.described()))
+        return answer(
+            KeyList(keys.described(), needed=not tenants.open, in_settings=tenants.count_in_settings)
+        )
 
     async def post_key(request: Request) -> Response:
         body = await read_body(request, AddKey)
-        added = answer(
-            await keys.add(tenant=body.tenant, name=body.name, models=body.models, expires=body.expires), 201
-        )
+        before = notes.before()
+        key = await keys.add(tenant=body.tenant, name=body.name, models=body.models, expires=body.expires)
+        key.notes = notes.since(before, key)
+        added = answer(key, 201)
         added.headers["cache-control"] = "no-store"
         return added
 

@@ -18,6 +18,7 @@ import msgspec
 
 from engine_adapter import read_error
 from proxy.errors import EngineFailed
+from proxy.errors.codes import Code
 from proxy.request.dialects import ANTHROPIC
 from proxy.request.translate.chats import ChatMessage, ChatUsage, read_chat
 from proxy.request.translate.translation import Predicted
@@ -28,6 +29,8 @@ _REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "content_filter": 
 # Clients send a thinking block back only if it is signed. kvpin does not check it.
 _SIGNATURE = "kvpin"
 _BROKEN_OFF = "the engine broke off its answer"
+# The status of each error of kvpin: it decides the type of the error.
+_STATUSES = {str(code): code.status for code in Code}
 
 
 class MessageAnswer:
@@ -74,7 +77,8 @@ class MessageAnswer:
             return b""
         if chunk.error:
             self._failed = True
-            return _error(read_error(payload).message, chunk.request_id)
+            error = read_error(payload)
+            return _error(error.message, chunk.request_id, status=_STATUSES.get(str(error.code), 500))
         if self._garbled:
             return b""
         events = [] if self._started else self._start(chunk.model)
@@ -202,8 +206,8 @@ def _arguments(text: str) -> dict[str, msgspec.Raw]:
         return {}
 
 
-def _error(message: str, request_id: str | None = None) -> bytes:
-    return ANTHROPIC.error_event(ANTHROPIC.error(500, message, kind="server_error", request_id=request_id))
+def _error(message: str, request_id: str | None = None, *, status: int = 500) -> bytes:
+    return ANTHROPIC.error_event(ANTHROPIC.error(status, message, kind="server_error", request_id=request_id))
 
 
 def _sent(event: _Json) -> bytes:

@@ -159,6 +159,21 @@ def test_tables_for_people(show):
     assert "1 of 1 engines ready" in show("stats")
 
 
+def test_a_drain_is_undone(ask, show):
+    assert show("engines", "drain", "e0").startswith("e0 is draining, ")
+    undone = show("engines", "drain", "e0", "--undo")
+    assert undone.startswith("e0 takes requests again after a health check, ")
+    until_ready(ask)
+    assert show("engines", "drain", "e0", "--undo").startswith("e0 is ready, ")
+
+
+def until_ready(ask):
+    deadline = time.monotonic() + 10
+    while ask("engines")["engines"][0]["state"] != "ready":
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
 def test_engines_come_and_go(kvpin, ask, show, live_proxy):
     added = show("engines", "add", "vllm=http://127.0.0.1:1,id=gone,dp_rank=0")
     assert added.startswith("added gone, not connected yet: `kvpin engines` says ")

@@ -107,6 +107,19 @@ def test_the_bar_follows_each_engine(monkeypatch, capsys, terminal):
     assert ("flush e0" in streams.err) == terminal
 
 
+@pytest.mark.parametrize(
+    ("needed", "in_settings", "said"),
+    [
+        (False, 0, "no key was issued, and requests need none; `kvpin keys add` issues the first one"),
+        (True, 2, "no issued key; keys in the settings: 2"),
+        (True, 0, "no key is left: kvpin refuses every request; `kvpin keys add` issues a key"),
+    ],
+)
+def test_without_issued_keys_it_is_said_what_requests_need(capsys, needed, in_settings, said):
+    answer_tables.show_keys({"keys": [], "needed": needed, "in_settings": in_settings})
+    assert " ".join(capsys.readouterr().out.split()) == said
+
+
 def test_keys_show_whose_they_are_and_never_a_secret(capsys):
     plain = {
         "name": "",
@@ -120,7 +133,7 @@ def test_keys_show_whose_they_are_and_never_a_secret(capsys):
         {"id": "key-2", **plain, "models": ["m", "[fast]"], "expires": "2027-01-31T00:00:00Z"},
         {"id": "key-3", **plain, "models": None, "expires": "2020-01-31T00:00:00Z", "expired": True},
     ]
-    answer_tables.show_keys({"keys": keys})
+    answer_tables.show_keys({"keys": keys, "needed": True, "in_settings": 0})
     first, second, third = capsys.readouterr().out.splitlines()[1:]
     assert first.split() == ["key-1", "acme", "…wxyz", "all", "never", "2026-11-27", "10:00"]
     assert "m, [fast]  2027-01-31 00:00" in second

@@ -179,7 +179,7 @@ def test_a_long_operation_is_followed(monkeypatch):
 
 @pytest.mark.parametrize("status", [404, 502])
 def test_an_operation_that_failed_is_no_error_of_the_request(status):
-    failed = operation("failed") | {"verb": "flush", "error": "1 of 2 engine(s) failed: e: gone"}
+    failed = operation("failed") | {"verb": "flush", "error": "1 of 2 engines failed: e: gone"}
     with admin(lambda *_: (status, failed)) as (url, _):
         assert AdminClient(url, None).run("flush", {"all": True}, lambda _: None) == failed
 

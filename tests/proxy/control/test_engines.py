@@ -49,7 +49,7 @@ async def test_a_removed_engine_ends_its_part_of_operations(world, pair):
     removed = world.fleet.engine("a")
     await world.engine_set.remove(removed)
     assert await operation.wait(5)
-    assert operation.error == "1 of 2 engine(s) failed: a: the engine was removed"
+    assert operation.error == "1 of 2 engines failed: a: the engine was removed"
     assert a.closed
     await world.engine_set.remove(removed)  # a second time has no effect
 

@@ -147,7 +147,7 @@ async def test_an_engine_that_goes_away_fails_its_part(world, learned):
         world.served(fake, tokens(32))
     a.failure = EngineUnavailable("gone")
     operation = await finished(await world.kv.operate(KvVerb.FLUSH, Target(all=True)))
-    assert operation.error == "1 of 2 engine(s) failed: a: gone"
+    assert operation.error == "1 of 2 engines failed: a: gone"
     assert not b.tiers
 
 

@@ -120,7 +120,7 @@ async def test_one_engine_fails_and_the_others_go_on(tasks):
     await operation.wait(5)
     assert [part.state for part in parts] == [OperationState.FAILED, OperationState.DONE]
     assert operation.state is OperationState.FAILED
-    assert operation.error == "1 of 2 engine(s) failed: a: gone"
+    assert operation.error == "1 of 2 engines failed: a: gone"
 
 
 async def test_an_engine_that_is_removed_ends_its_part_alone(tasks):

@@ -27,7 +27,8 @@ def test_the_last_failure_is_the_clients_error_and_stops_its_retries():
     assert last.headers["x-should-retry"] == "false"
     failed = final_error([FULL, DOWN])
     assert isinstance(failed, EngineFailed)
-    assert str(failed) == "2 engine(s) failed this request; the last said: down"
+    assert str(failed) == "2 engines failed this request; the last said: down"
+    assert str(final_error([DOWN])) == "1 engine failed this request; the last said: down"
 
 
 def test_what_an_engine_says_of_retries_stands():

@@ -74,7 +74,23 @@ async def test_the_first_key_closes_kvpin_and_the_last_one_does_not_open_it(tmp_
         assert (await here.status(), await here.status(added["key"])) == (401, 401)
     async with kvpin(tmp_path) as again:
         assert (await again.status(), await again.status(added["key"])) == (401, 401)
-        assert (await again.admin("GET")).json() == {"keys": []}
+        assert (await again.admin("GET")).json() == {"keys": [], "needed": True, "in_settings": 0}
+
+
+async def test_the_answer_tells_what_a_key_changed_for_others(tmp_path):
+    async with kvpin(tmp_path) as here:
+        assert (await here.admin("GET")).json() == {"keys": [], "needed": False, "in_settings": 0}
+        first = await here.issue(tenant="one", models=["typo"])
+        assert first["notes"] == [
+            "this is the first key: from now on, every request needs one",
+            "no engine serves 'typo' now",
+        ]
+        assert (await here.issue(tenant="one"))["notes"] == []
+        other = await here.issue(tenant="other")
+        (note,) = other["notes"]
+        assert note.startswith("not used any more, because several tenants would share their KV: e; ")
+        assert note.endswith(f"kvpin keys remove {other['id']}")
+        assert await here.status(other["key"]) == 503
 
 
 async def test_a_key_is_told_once_and_nothing_else_ever_has_it(tmp_path):
@@ -82,13 +98,13 @@ async def test_a_key_is_told_once_and_nothing_else_ever_has_it(tmp_path):
         with capture_logs() as entries:
             answer = await here.admin("POST", name="n", models=["m"], expires=LATER)
             added = answer.json()
-            secret = added.pop("key")
+            secret, _notes = added.pop("key"), added.pop("notes")
             listed = await here.admin("GET")
             again = await here.admin("DELETE", f"/{secret}")
         assert answer.headers["cache-control"] == "no-store"
         assert secret.startswith("kvp-")
         assert len(secret) == 47
-        assert listed.json() == {"keys": [added]}
+        assert listed.json()["keys"] == [added]
         created = added.pop("created")
         assert (
             abs(time.time() - time.mktime(time.strptime(created, "%Y-%m-%dT%H:%M:%SZ")) + time.timezone) < 60
@@ -171,7 +187,7 @@ async def test_without_a_state_dir_none_is_issued():
         answer = await here.admin("POST", name="x")
         assert answer.status_code == 409
         assert "set state_dir" in answer.json()["error"]["message"]
-        assert (await here.admin("GET")).json() == {"keys": []}
+        assert (await here.admin("GET")).json() == {"keys": [], "needed": False, "in_settings": 0}
         assert await here.status() == 200
 
 

@@ -133,14 +133,31 @@ class TestStream:
         *_, last = events_of(answer.content)
         assert last["error"] == {"type": "api_error", "message": "boom"}
 
+    @pytest.mark.parametrize(
+        ("code", "kind"),
+        [("time_limit", "timeout_error"), ("overloaded", "overloaded_error"), (7, "api_error")],
+    )
+    async def test_a_code_decides_the_type_of_an_error(self, engine, client, code, kind):
+        error = event({"error": {"message": "boom", "code": code}})
+
+        async def script(exchange):
+            await exchange.stream(event(chunk({"content": "x"})), error, DONE)
+
+        engine.script = script
+        answer = await client.post(ROUTE, json={**ASK, "stream": True})
+        *_, last = events_of(answer.content)
+        assert last["error"] == {"type": kind, "message": "boom"}
+
     async def test_an_end_that_came_too_early(self, engine, client):
         async def script(exchange):
             await exchange.stream(event(chunk({"content": "x"})))
 
         engine.script = script
-        answer = await client.post(ROUTE, json={**ASK, "stream": True})
-        *_, last = events_of(answer.content)
-        assert last["error"] == {"type": "api_error", "message": "the engine broke off its answer"}
+        parts = []
+        with pytest.raises(httpx.RemoteProtocolError):
+            await read(client, parts)
+        *_, last = events_of(b"".join(parts))
+        assert last["error"] == {"type": "api_error", "message": "the engine ended its answer too early"}
 
     async def test_an_engine_that_dies(self, engine, client):
         async def script(exchange):
