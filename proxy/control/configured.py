@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -18,7 +19,7 @@ import structlog
 from engine_adapter import EngineAdapter, EngineSpec
 from proxy.control.engines import Engines
 from proxy.errors import Conflict
-from proxy.fleet.engine import Engine, EngineState
+from proxy.fleet.engine import Engine, EngineState, order_name
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.monitor import Monitor
 from proxy.fleet.process.managed_engine import ManagedEngine
@@ -112,6 +113,8 @@ class ConfiguredEngines:
     def _make(self, entry: EngineEntry) -> _Made:
         if isinstance(entry, ManagedSettings):
             process = ManagedEngine(entry)
+            # An order to drain an engine that had this port before is not about this one.
+            self._fleet.book.drain(order_name(process.spec), drained=False, now=time.time())
             return _Made(entry, self._make_adapter(process.spec), process)
         return _Made(entry, self._make_adapter(entry.spec()), None)
 

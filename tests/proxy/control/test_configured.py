@@ -2,13 +2,15 @@
 
 import asyncio
 import contextlib
+import time
 
 import pytest
 import structlog
 
 from engine_adapter import EngineSpec, EngineSpecError, HttpTransport
 from proxy.errors import Conflict
-from proxy.fleet.engine import EngineState
+from proxy.fleet.engine import EngineState, order_name
+from proxy.fleet.process import managed_engine
 from proxy.server.app import Proxy
 from proxy.settings import EngineSettings, ManagedSettings, Settings, StartedSettings
 from tests.fakes import FakeEngine
@@ -197,3 +199,14 @@ async def test_other_settings_replace_an_engine_that_the_admin_api_added_under_t
         assert engine.adapter.spec.api_key == "k"
         proxy.configured.follow([], grace_s=60)
         await until(lambda: not proxy.fleet.engines)
+
+
+async def test_a_managed_engine_on_the_port_of_one_that_was_drained_is_not_drained(monkeypatch):
+    monkeypatch.setattr(managed_engine, "_free_port", lambda: 49_152)
+    mine = ManagedSettings(kind="openai_compatible", id="mine", command="sleep 60")
+    proxy = Proxy(Settings(), HttpTransport())
+    name = order_name(mine.spec(49_152))
+    proxy.fleet.book.drain(name, drained=True, now=time.time() + 60)  # by a clock that is ahead
+    proxy.configured.follow([mine], grace_s=0)
+    assert not proxy.fleet.is_drained(proxy.fleet.engine("mine"))
+    await proxy.stop()
