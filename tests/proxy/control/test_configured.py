@@ -203,7 +203,7 @@ async def test_other_settings_replace_an_engine_that_the_admin_api_added_under_t
 
 async def test_a_managed_engine_on_the_port_of_one_that_was_drained_is_not_drained(monkeypatch):
     monkeypatch.setattr(managed_engine, "_free_port", lambda: 49_152)
-    mine = ManagedSettings(kind="openai_compatible", id="mine", command="sleep 60")
+    mine = ManagedSettings(kind="openai_compatible", id="mine", command="sleep 60 {port}")
     proxy = Proxy(Settings(), HttpTransport())
     name = order_name(mine.spec(49_152))
     proxy.fleet.book.drain(name, drained=True, now=time.time() + 60)  # by a clock that is ahead
