@@ -46,6 +46,7 @@ from engine_adapter.llama_server.slot_io import Pulse, read_pulse
 from engine_adapter.llama_server.tokens import tokenize
 from engine_adapter.llama_server.turns import Ask
 from engine_adapter.llama_server.verbs import SlotVerbs
+from engine_adapter.routes import READ
 from engine_adapter.types import (
     TRANSLATED_ROUTES,
     Capability,
@@ -295,7 +296,8 @@ class LlamaServerAdapter(HttpAdapter):
     def hold(
         self, path: str, body: RequestBody, prompt: KvTarget | None
     ) -> AbstractAsyncContextManager[Hold]:
-        if self._router is not None or (self._session is None and self._pulse.is_sleeping):
+        sleeps = self._session is None and self._pulse.is_sleeping
+        if self._router is not None or (sleeps and ROUTES.get(path) is not READ):
             return self._hold_in_memory(path, body, prompt)
         return self._hold_there(path, body, prompt)
 

@@ -53,6 +53,9 @@ _INSTEAD = {
     '"fallback": "warm" computes a prefix again by a one-token prefill',
     Capability.PIN: "start it with an LMCache server and name that: lmcache=http://HOST:PORT",
 }  # fmt: skip
+# Seconds that the replay socket may be silent. A thread of the server answers while its worker computes.
+# On SGLang that thread waits for the computation.
+_SILENT_S = 3.0
 
 
 class VllmAdapter(HttpAdapter):
@@ -172,7 +175,9 @@ class VllmAdapter(HttpAdapter):
         if since is not None:
             # Copies of blocks were counted before, and are not known here: too little may be held now.
             since = structs.replace(since, complete=False)
-        self._subscriber = KvEventSubscriber(endpoints, read_keys=read_vllm_keys, since=since)
+        self._subscriber = KvEventSubscriber(
+            endpoints, read_keys=read_vllm_keys, idle_timeout_s=_SILENT_S, since=since
+        )
         with watch.follower():
             async with aclosing(self._subscriber.events()) as events:
                 async for sent in events:

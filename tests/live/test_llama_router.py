@@ -213,6 +213,9 @@ def test_kvpin_lets_a_server_sleep(tmp_path):
         # A kvpin that starts while the server sleeps does not wake it either.
         with running_kvpin(tmp_path / "kvpin-2.log", engine, tokenised=False) as kvpin:
             time.sleep(CHECKS_S)
+            # Nor does a question that the server answers in its sleep.
+            told = httpx.get(f"{kvpin.url}/props", timeout=WAIT_S, trust_env=False)
+            assert told.json()["is_sleeping"]
             assert sleeps(server)
             answer = World(kvpin, server).chat("tiny", messages)
             assert answer.status_code == 200
