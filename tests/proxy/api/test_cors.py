@@ -8,7 +8,7 @@ import pytest
 from proxy.request.tenants import ApiKey, Tenants
 from proxy.server.app import Proxy, build_app
 from proxy.settings import Settings
-from tests.fakes import ASK, CHAT, STREAM, client_of, event, is_openai_error, proxy_over, serving
+from tests.fakes import ASK, CHAT, DONE, STREAM, client_of, event, is_openai_error, proxy_over, serving
 
 PAGE = "https://chat.example"
 ASKS = {
@@ -113,6 +113,7 @@ async def test_an_engines_own_headers_of_cors_end_at_kvpin(engine, client):
             headers=[("content-type", "text/event-stream"), ("access-control-max-age", "9"), *own]
         )
         await exchange.chunk(event({}))
+        await exchange.chunk(DONE)
         await exchange.end()
 
     engine.script = script

@@ -154,7 +154,7 @@ class TestClientLeaves:
         async def script(exchange):
             await exchange.receive(b"one")
             await exchange.start()
-            await exchange.chunk(b"so far so good")
+            await exchange.chunk(b"so far so good\n\n")
             await exchange.left.wait()
 
         script.reads_body = False
@@ -283,7 +283,7 @@ class TestRefusals:
         async def script(exchange):
             await exchange.receive(b"one")
             await exchange.start()
-            await exchange.chunk(b"so far so good")
+            await exchange.chunk(b"so far so good\n\n")
             await exchange.left.wait()
 
         script.reads_body = False
