@@ -9,8 +9,8 @@ decode; `kvpin replay --model chunked` models them.
     python benchmarks/mock_engine.py --port 8001 [--kv-tokens 100000] [--prefill-rate 10000] [--token-ms 15]
                                      [--window-groups 5 --window 1024]
 
-With --window-groups, it serves a hybrid model in the same memory: so many layers with a sliding window for
-each layer of full attention. Their KV cache groups share the blocks (`hybrid_pages.py`).
+With --window-groups N, it serves a hybrid model in the same memory: N layers with a sliding window for each
+layer of full attention. Their KV cache groups share the blocks (`hybrid_pages.py`).
 
 `GET /mock` reports what it did since `POST /mock/restart`, after which it looks like a new process.
 """

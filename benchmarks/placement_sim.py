@@ -2,8 +2,8 @@
 
 Two traces, 4, 8 and 16 engines of 0.5M tokens, GPU only and with a host tier of four times that, at loads of
 0.6, 0.9 and 1.1 of the engines' compute if nothing were cached; then kvpin with each term of its rule left
-out. With --window-groups, engines serve a hybrid model in the same memory: so many layers with a sliding
-window of 1,024 tokens for each layer of full attention, on the GPU only. The other routers see full attention
+out. With --window-groups N, engines serve a hybrid model in the same memory: N layers with a sliding window
+of 1,024 tokens for each layer of full attention, on the GPU only. The other routers see full attention
 alone. Prints markdown. The traces are Mooncake's conversation trace and the agentic one, by these names in
 DIR; tests/data/traces has excerpts of both.
 

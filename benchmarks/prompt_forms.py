@@ -127,7 +127,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--engine", default="llama-server", choices=list(KINDS))
     parser.add_argument("--template", default="", help="only those whose name contains this")
-    parser.add_argument("--templates", type=int, default=1000, help="at most so many, evenly spread")
+    parser.add_argument("--templates", type=int, default=1000, help="the most of them, evenly spread")
     options = parser.parse_args()
     kind = KINDS[options.engine]
     found = [path for path in sorted(shipped_models().glob("*.jinja")) if options.template in path.name]

@@ -195,7 +195,7 @@ class LlamaServerAdapter(HttpAdapter):
                     self._on_saved(SavedEvent.ADDED, entry)
 
     def _info(self) -> EngineInfo:
-        """What is known of it; while its model is not in memory, as it was last."""
+        """The facts about the server. While its model is not in memory, those of the last time."""
         router, session = self._router, self._session
         info = self._known if session is None else self._info_of(session)
         assert info is not None  # noqa: S101 - `_meet` has set it
@@ -502,7 +502,7 @@ class LlamaServerAdapter(HttpAdapter):
 
 
 def _absent(model: str, instance: str, card: Mapping[str, Any], *, keeps_none: bool = False) -> EngineInfo:
-    """What is known of a server whose model was not in memory yet. `keeps_none`: it has no `--cache-ram`."""
+    """The facts about a server whose model was not in memory yet. `keeps_none`: it has no `--cache-ram`."""
     salted = {Capability.CACHE_SALT} if keeps_none else set()
     return EngineInfo(
         model=model,

@@ -31,7 +31,7 @@ _PAD = 256  # the cells of a sliding window are a multiple of this
 
 
 class Checkpoint(NamedTuple):
-    """A copy of the memory: of its first `tokens` tokens, the oldest of which is at position `oldest`."""
+    """A copy of the memory of a slot's first `tokens` tokens. It holds them from position `oldest` on."""
 
     tokens: int
     oldest: int
@@ -44,7 +44,7 @@ class Checkpoint(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MemoryRules:
-    """What the memory of a server is, and its flags. The defaults: memory that can be cut at any token.
+    """The kind of a server's memory, and its flags. By default, the memory can be cut at any token.
 
     Attributes:
         slot_ctx: context of a slot, in tokens.
@@ -202,7 +202,7 @@ class SlotMemory:
 def _batch_end(
     rules: MemoryRules, at: int, new: int, user_starts: Sequence[int], last: Checkpoint | None
 ) -> int:
-    """Where the server ends the batch that begins at `at`: for a checkpoint, or at its limit."""
+    """The end of the batch that begins at `at`: a place for a checkpoint, or the limit of a batch."""
     ends = [new, at + rules.batch]
     if rules.most:
         ends += [new - min(rules.batch, tail) for tail in (_LAST + rules.ubatch, _LAST)]

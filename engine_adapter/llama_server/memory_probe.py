@@ -1,4 +1,4 @@
-"""What the memory of a server is: tried out with three short prompts, since no route tells it.
+"""Finds out the kind of a server's memory by three short prompts: no route tells it.
 
 48 tokens, then 8 more           48 reused: no sliding window
 the same 50 tokens, then others  50 reused: can be cut anywhere; fewer: from a checkpoint; 0: there is none
