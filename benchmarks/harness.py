@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -21,6 +22,8 @@ import httpx
 ROOT = Path(__file__).resolve().parent.parent
 CACHE = Path(os.environ.get("KVPIN_CACHE", Path.home() / ".cache" / "kvpin"))
 INSTALL = "pip install -e '.[dev,engine]'"
+OWN_PORTS = range(20_000, 32_768)
+"""Ports that a server keeps over its restarts."""
 
 
 def say_what_to_install(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -52,10 +55,18 @@ def _need_torch() -> None:
 
 
 def free_port() -> int:
-    """A port nobody listens on now."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port
+    """A port nobody listens on now, and that no connection takes as its own end while its server is down.
+
+    The ports that the system gives away (Linux: from 32768 on) are not such: a relay that got the port of its
+    engine, which was yet to begin, would connect to itself until no file is left.
+    """
+    for port in random.sample(OWN_PORTS, len(OWN_PORTS)):
+        try:
+            with socket.create_server(("127.0.0.1", port)):
+                return port
+        except OSError:
+            continue
+    raise RuntimeError(f"no free port from {OWN_PORTS[0]} to {OWN_PORTS[-1]}")
 
 
 @contextmanager

@@ -97,7 +97,7 @@ async def _at_once(attacks: Sequence[Attack], worlds: Worlds, options: argparse.
         while time.monotonic() < until and world.kvpin.process.poll() is None:
             # None beside itself: an attack on what is around kvpin puts back what it found.
             attack = waiting.pop(dice.randrange(len(waiting)))
-            more, wrong = await make(attack, world.place, pool, small=options.small)
+            more, wrong = await make(attack, world.place, pool, small=options.small, beside_others=True)
             waiting.append(attack)
             answers.update(more)
             faults.extend(f"{attack.name}: {fault}" for fault in wrong)

@@ -18,7 +18,8 @@ from tests.hostile.place import BAD, Place
 
 MIB = 1 << 20
 SERVED = frozenset({200})
-REFUSED = frozenset({400, 408, 413, 415, 422, 429, 431, 503})
+BUSY = frozenset({429, 503})
+REFUSED = frozenset({400, 408, 413, 415, 422, 431}) | BUSY
 ANY = SERVED | REFUSED
 UNKNOWN = frozenset({401, 403, 404, 405, 501})
 CLOSED, LATE, HELD = 0, -1, -2

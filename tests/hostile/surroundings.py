@@ -57,7 +57,7 @@ async def _clock_jumps(a: Attacker) -> None:
         a.place.clock.write_text(f"{seconds:+d}")
         for model in (BROKEN, TINY):
             await a.ask(post(CHAT, chat(model, "hi", max_tokens=2), key=BAD))
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(1.5)  # the file is looked at once a second
 
 
 def _frames(a: Attacker) -> Iterator[bytes]:

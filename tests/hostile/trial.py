@@ -161,12 +161,20 @@ def attackers(count: int) -> ProcessPoolExecutor:
 
 
 async def make(
-    attack: Attack, place: Place, pool: ProcessPoolExecutor, *, small: bool, seconds: float = 0.0
+    attack: Attack,
+    place: Place,
+    pool: ProcessPoolExecutor,
+    *,
+    small: bool,
+    seconds: float = 0.0,
+    beside_others: bool = False,
 ) -> tuple[Counter[int], list[str]]:
     """Makes an attack for `seconds`, at least once, in a process of the pool. Returns answers and faults."""
     until = time.monotonic() + seconds
     try:
-        return await asyncio.get_running_loop().run_in_executor(pool, fire, attack.name, place, small, until)
+        return await asyncio.get_running_loop().run_in_executor(
+            pool, fire, attack.name, place, small, until, beside_others
+        )
     except OSError as error:
         return Counter(), [f"kvpin is not there: {error}"]
 
