@@ -155,7 +155,6 @@ class Site:
     url: str = ""
     pid: int = 0
     _left_out: set[str] = field(default_factory=set)
-    _of_admin: set[str] = field(default_factory=set)  # engines that the settings do not rule
     _changes: Counter[str] = field(default_factory=Counter)
 
     @property
@@ -172,11 +171,15 @@ class Site:
         tables = [f"[timeouts]\nidle_s = {IDLE_S}\ntotal_s = {self.total_s}\n"]
         for engine in self.engines:
             if engine.id not in self._left_out:
-                entry = engine.entry.items()
-                lines = [f"{name} = {json.dumps(value)}" for name, value in entry]
-                header = f'headers = {{ x-chaos = "{self._changes[engine.id]}" }}'
-                tables.append("\n".join(["[[engines]]", *lines, header, ""]))
+                lines = [f"{name} = {json.dumps(value)}" for name, value in engine.entry.items()]
+                headers = [
+                    f'headers = {{ {name} = "{value}" }}' for name, value in self._headers(engine).items()
+                ]
+                tables.append("\n".join(["[[engines]]", *lines, *headers, ""]))
         self.file.write_text("\n".join(tables), encoding="utf-8")
+
+    def _headers(self, engine: Engine) -> dict[str, str]:
+        return {"x-chaos": str(self._changes[engine.id])}
 
     def _reload(self) -> None:
         self.write()
@@ -188,32 +191,24 @@ class Site:
             (await client.delete(f"/admin/v1/engines/{engine.id}")).raise_for_status()
 
     async def add(self, engine: Engine) -> None:
-        """By the admin API."""
+        """By the admin API: the engine of the settings comes back."""
+        entry = {**engine.entry, "headers": self._headers(engine)}
         async with httpx.AsyncClient(base_url=self.url, timeout=60) as client:
-            (await client.post("/admin/v1/engines", json=engine.entry)).raise_for_status()
-        self._of_admin.add(engine.id)
+            (await client.post("/admin/v1/engines", json=entry)).raise_for_status()
 
     async def leave_out(self, engine: Engine) -> None:
-        """By a reload. What the admin API has added, it has to remove."""
+        """By a reload."""
         self._left_out.add(engine.id)
         self._reload()
-        if engine.id in self._of_admin:
-            self._of_admin.remove(engine.id)
-            await self.remove(engine)
 
     async def name_again(self, engine: Engine) -> None:
-        """Names the engine again by a reload, once it has left: kvpin takes no second engine of that id."""
-        async with httpx.AsyncClient(base_url=self.url, timeout=60) as client:
-            while engine.id in (await client.get("/health/ready")).json()["engines"]:
-                self._reload()  # again: kvpin refuses one while another engine is still leaving
-                await asyncio.sleep(0.5)
+        """By a reload, perhaps while it still leaves."""
         self._left_out.remove(engine.id)
         self._reload()
 
     async def change(self, engine: Engine) -> None:
-        """By a reload, which also replaces what the admin API has added."""
+        """By a reload."""
         self._changes[engine.id] += 1
-        self._of_admin.discard(engine.id)
         self._reload()
 
 

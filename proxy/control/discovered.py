@@ -6,6 +6,7 @@ gone           leaves after its requests
 source fails   its last engines stay; it is asked again after 1 to 30 s
 several parts  each data-parallel rank, or each model of a router, joins; the engine that stood for all leaves
 removed        leaves if an operator has removed it; its source ends that when it no longer names the engine
+waiting        joins once its id is free: an engine that still leaves has it, or one that an operator added
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ class DiscoveredEngines:
     _parts: Parts = field(default_factory=Parts)
     _wanted: dict[str, EngineEntry] = field(default_factory=dict)
     _drained: frozenset[str] = frozenset()
-    _waits: bool = False  # an engine whose id is taken, by one that still leaves
+    _waiting: frozenset[str] = frozenset()
 
     def follow(
         self,
@@ -107,7 +108,7 @@ class DiscoveredEngines:
             grace_s: time that requests of an engine that leaves get to end.
 
         Raises:
-            Conflict: the id of an engine of the settings is taken. Nothing changed.
+            Conflict: an engine has the id of a rank or model. Nothing changed.
             EngineSpecError: an engine cannot be used. Nothing changed.
         """
         before = self._entries, self._grace_s, dict(self.sources)
@@ -130,8 +131,7 @@ class DiscoveredEngines:
                 source = Source(name, finder, source.found if source is not None else ())
                 self._tasks.keep(f"find {name}", partial(self._ask, source))
             self.sources[name] = source  # in the settings' order
-        if self.sources:
-            self._tasks.keep("find engines that wait", self._retry)
+        self._tasks.keep("find engines that wait", self._retry)
         return changes
 
     def split(self, engine: Engine, info: EngineInfo) -> bool:
@@ -207,7 +207,7 @@ class DiscoveredEngines:
     async def _retry(self) -> None:
         while True:
             await asyncio.sleep(FIRST_BACKOFF_S)
-            if self._waits:
+            if self._waiting:
                 self.settle()
 
     def settle(self) -> None:
@@ -240,18 +240,18 @@ class DiscoveredEngines:
     def _settle(self) -> EngineChanges:
         """Lets engines join, leave and drain as the settings and all sources say."""
         wanted = {entry.id: entry for entry in self._entries}
-        drained, waits, named = set[str](), False, _Named(self._entries)
+        drained, named = set[str](), _Named(self._entries)
         for engine_id, each in self._found():
             known = self._wanted.get(engine_id)
             if engine_id in wanted or named.has(each.entry):
                 continue  # the settings come first, then the sources in their order
-            if known is None and engine_id in self._fleet.engines:
-                waits = True
-            elif each.is_ready:
+            if each.is_ready:
                 wanted[engine_id] = each.entry
             elif known is not None:
                 wanted[engine_id] = known
                 drained.add(engine_id)
+        waiting = frozenset(entry.id for entry in wanted.values() if self._must_wait(entry))
+        wanted = {engine_id: entry for engine_id, entry in wanted.items() if engine_id not in waiting}
         parts = {engine_id: self._parts.split(entry) for engine_id, entry in wanted.items()}
         engines = {
             each.id: each for several in parts.values() for each in several if not self._is_overruled(each)
@@ -262,8 +262,21 @@ class DiscoveredEngines:
             engine = self._configured.engine(engine_id)
             if engine is not None:
                 self._engines.drain(engine, undo=engine_id not in draining)
-        self._wanted, self._drained, self._waits = wanted, draining, waits
+        for engine_id in sorted(waiting - self._waiting):
+            log.info(
+                "an engine waits: one that leaves has its id, or that an operator added", engine=engine_id
+            )
+        self._wanted, self._drained, self._waiting = wanted, draining, waiting
         return changes
+
+    def _must_wait(self, entry: EngineEntry) -> bool:
+        """True if another engine has the id of one that would join."""
+        parts = self._parts.split(entry)
+        return (
+            entry.id in self._fleet.engines
+            and not any(self._configured.entry(each.id) for each in (entry, *parts))
+            and not all(map(self._is_overruled, parts))
+        )
 
     def _found(self) -> Iterator[tuple[str, FoundEngine]]:
         for source in self.sources.values():

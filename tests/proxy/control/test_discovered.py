@@ -172,7 +172,7 @@ async def test_a_pod_that_is_not_ready_drains_and_one_that_is_gone_leaves_under_
             api.fail(410, "expired")
             await until(lambda: proxy.configured.entry("b.llm") is None, 60)
             put("b", b)  # it is back before its last request has ended: it joins after that
-            await until(lambda: proxy.discovered._waits, 60)
+            await until(lambda: proxy.discovered._waiting, 60)
             assert proxy.fleet.engine("b.llm") is old
             old.leases.discard(request)
             await until(lambda: state(proxy, "b.llm") is EngineState.READY, 60)
@@ -197,7 +197,7 @@ async def test_a_source_that_fails_or_names_what_cannot_be_used_keeps_its_engine
         await until(lambda: "ca: " in (sources["one"].error or ""))
         assert set(proxy.fleet.engines) == {"s", "a", "b"}
         assert [each.entry.id for each in sources["one"].found] == ["a", "s"]
-        proxy.engines.add(EngineSpec("openai_compatible", a.url, "mine", headers={"x-to": "mine"}))
+        mine = proxy.engines.add(EngineSpec("openai_compatible", a.url, "mine", headers={"x-to": "mine"}))
         found.follow([static], [("one", one)], grace_s=60)  # the other is gone
         await until(lambda: set(proxy.fleet.engines) == {"s", "a", "mine"})
         again = Scripted()
@@ -205,10 +205,11 @@ async def test_a_source_that_fails_or_names_what_cannot_be_used_keeps_its_engine
         assert set(proxy.fleet.engines) == {"s", "a", "mine"}
         again.say(engine("mine", a.url, headers={"x-to": "found"}))
         await until(lambda: set(proxy.fleet.engines) == {"s", "mine"})
-        assert found._waits  # the admin API's engine is not touched
-        with pytest.raises(Exception, match="'mine' exists"):
-            found.follow([static.model_copy(update={"id": "mine"})], [], grace_s=60)
-        assert list(sources) == ["one"]
+        assert found._waiting  # the admin API's engine is not touched
+        found.follow([static.model_copy(update={"id": "mine"})], [("one", again)], grace_s=60)
+        assert (proxy.fleet.engines["mine"], found._waiting) == (mine, {"mine"})
+        await proxy.engines.remove(mine)
+        await until(lambda: not found._waiting and "mine" in proxy.fleet.engines)
 
 
 async def test_an_engine_that_is_found_where_another_is_named_counts_once(tmp_path):

@@ -182,6 +182,37 @@ async def test_an_id_that_is_taken_keeps_a_removed_engine_out():
         assert proxy.fleet.engine("a").adapter.spec.url == b.url
 
 
+async def test_settings_may_name_an_id_that_an_added_engine_has():
+    async with (
+        FakeEngine("a") as server,
+        FakeEngine("b") as other,
+        running(named("a", server.url, headers={"x-team": "old"})) as proxy,
+    ):
+        await proxy.orders.remove(proxy.fleet.engine("a"))
+        added = proxy.orders.add(named("a", server.url))
+        changed = named("a", server.url, headers={"x-team": "new"})
+        engines = (changed, named("b", other.url))
+        proxy.reload(proxy.settings.model_copy(update={"engines": engines}))
+        assert proxy.fleet.engine("a") is added  # what an operator added stays
+        assert ids(proxy) == ["a", "b"]  # and holds up nothing
+        await proxy.orders.remove(added)
+        await until(lambda: sorted(ids(proxy)) == ["a", "b"])
+        assert proxy.fleet.engine("a").adapter.spec.headers == {"x-team": "new"}
+
+
+async def test_settings_may_name_an_engine_again_while_it_leaves():
+    entries = [named("a", "http://127.0.0.1:9"), named("b", "http://127.0.0.1:19")]
+    async with running(*entries) as proxy:
+        old, before = proxy.fleet.engine("a"), proxy.settings
+        old.leases.add(request := object())
+        proxy.reload(before.model_copy(update={"engines": tuple(entries[1:])}))
+        await until(lambda: old.state is EngineState.DRAINING)
+        proxy.reload(before)
+        assert proxy.fleet.engine("a") is old
+        old.leases.discard(request)
+        await until(lambda: sorted(ids(proxy)) == ["a", "b"] and proxy.fleet.engine("a") is not old)
+
+
 async def test_a_removed_engine_comes_back_after_its_source_has_forgotten_it(tmp_path):
     source = Scripted()
     async with FakeEngine("a") as a, running(engines_file=tmp_path / "none.toml") as proxy:
