@@ -22,6 +22,8 @@ from engine_adapter.upload import Upload
 
 # Engines whose address and headers are remembered in the form that requests need.
 _MAX_ENGINES = 4096
+# Paths whose route is remembered: a request asks for its own some 20 times. A path has up to 64 KiB.
+_MAX_PATHS = 64
 # Hop-by-hop headers (RFC 9110 7.6.1), and those of the next connection. No compression: kvpin reads the
 # usage.
 ENDS_HERE = frozenset(
@@ -72,6 +74,7 @@ def base_url(spec: EngineSpec) -> str:
     return spec.url.rstrip("/").removesuffix("/v1").rstrip("/")
 
 
+@lru_cache(_MAX_PATHS)
 def route_of(path: str) -> str:
     """The route of a path as a server reads it: without query, decoded, single slashes. A route spelt in
     another way must get the same treatment, above all its salt."""

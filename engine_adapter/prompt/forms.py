@@ -117,9 +117,8 @@ def forms_of(body: JsonBody, not_plain: Sequence[Any]) -> frozenset[Form]:
         found.add(Form.TEMPLATE_KWARGS)
     if tools:
         found.add(Form.TOOLS if _are_like(tools, _OF_TOOLS, _OF_FUNCTIONS) else Form.OTHER)
-    if body.has_any(_SPECIAL) or not (
-        isinstance(messages, list) and _is_usual_json([tools, template_kwargs])
-    ):
+    is_usual = isinstance(messages, list) and _is_usual_json(tools) and _is_usual_json(template_kwargs)
+    if body.has_any(_SPECIAL) or not is_usual:
         found.add(Form.OTHER)
     return _PLAIN | found if found else _PLAIN
 
@@ -186,6 +185,8 @@ def _are_like(items: object, names: Sequence[str], of_function: Sequence[str]) -
 
 def _is_usual_json(value: Any) -> bool:  # noqa: ANN401 - JSON
     """True if all engines write a value in the same way: not so fractions (1.0, 1e-7) and large integers."""
+    if value is None:
+        return True
     waiting = [value]
     while waiting:
         each = waiting.pop()
