@@ -154,6 +154,8 @@ def engines_drain(
     else:
         state = f"is {engine['state']}"
     typer.echo(f"{engine_id} {state}, {engine['in_flight']} requests in flight")
+    if engine.get("warning"):  # older kvpins have none
+        typer.echo(f"warning: {engine['warning']}", err=True)
     if wait and engine["in_flight"]:
         _wait_until_idle(kvpin, engine_id)
         typer.echo(f"{engine_id} has no request in flight")
