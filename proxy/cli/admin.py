@@ -297,8 +297,10 @@ def keys_remove(
     kvpin: AdminClient,
 ) -> None:
     """Remove an issued key."""
-    kvpin.delete(f"/keys/{path_part(key_id)}")
+    removed = kvpin.delete(f"/keys/{path_part(key_id)}")
     typer.echo(f"removed {key_id}")
+    if removed["warning"] is not None:
+        typer.echo(f"warning: {removed['warning']}", err=True)
     if not (left := kvpin.get("/keys"))["keys"]:
         from proxy.cli import answer_tables  # noqa: PLC0415 - rich is slow to import
 
