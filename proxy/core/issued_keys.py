@@ -50,8 +50,8 @@ class _Told(msgspec.Struct, frozen=True, array_like=True):
 
 
 def signed(entries: list[IssuedKey], secret: bytes, now: float) -> bytes:
-    """Entries as bytes for another kvpin that has the same secret. Whoever lacks it can issue no key. `now` is
-    in Unix time."""
+    """Entries as bytes for another kvpin that has the same secret. Whoever lacks it can issue no key. `now`
+    is in Unix time."""
     data = msgspec.msgpack.encode(_Told(now, entries))
     return hmac.digest(secret, data, _SIGNATURE) + data
 
