@@ -216,6 +216,10 @@ def test_the_check_of_the_tokenizer_waits_for_a_request_that_wakes_the_server(tm
             time.sleep(CHECKS_S)
             assert sleeps(server)
             assert kvpin.engines()["llama_server-0"]["model_state"] == "sleeping"
+            spec = EngineSpec("llama_server", server.url, "e")
+            found = asyncio.run(examine(spec, probe=False)).as_json()  # as `kvpin doctor` does
+            assert "not asked: the model is sleeping" in found["tokenisation"]["detail"]
+            assert sleeps(server)
 
 
 def tokenised_by(kvpin: Kvpin) -> str | None:
