@@ -56,11 +56,12 @@ def signed(entries: list[IssuedKey], secret: bytes, now: float) -> bytes:
     return hmac.digest(secret, data, _SIGNATURE) + data
 
 
-def verified(told: bytes, secret: bytes, now: float) -> list[IssuedKey] | None:
+def verified(told: bytes, secret: bytes, now: float | None) -> list[IssuedKey] | None:
     """The entries of `signed`; None if another secret signed them, or they are none.
 
     Also None MAX_AGE_S after they were signed, as `now` says: whoever may write to the exchange could repeat
-    what it told before a key was removed.
+    what it told before a key was removed. With `now` None, only this user may write there, and age is no
+    matter.
     """
     signature, data = told[:_SIGNATURE_BYTES], told[_SIGNATURE_BYTES:]
     if not hmac.compare_digest(hmac.digest(secret, data, _SIGNATURE), signature):
@@ -69,7 +70,7 @@ def verified(told: bytes, secret: bytes, now: float) -> list[IssuedKey] | None:
         heard = msgspec.msgpack.decode(data, type=_Told)
     except (msgspec.MsgspecError, UnicodeDecodeError):
         return None
-    return heard.entries if abs(now - heard.at) <= MAX_AGE_S else None
+    return heard.entries if now is None or abs(now - heard.at) <= MAX_AGE_S else None
 
 
 @dataclass(slots=True)

@@ -266,7 +266,8 @@ class Peers:
     def _take_keys(self, told: bytes) -> None:
         """Takes over the issued keys of another kvpin, if it has this one's secret."""
         secret = self._secret()
-        entries = verified(told, secret, time()) if told and secret is not None else None
+        now = None if self._bus.is_private else time()
+        entries = verified(told, secret, now) if told and secret is not None else None
         if entries is not None:
             self._tenants.issued.merge(entries)
         elif told:

@@ -98,6 +98,7 @@ def test_an_old_state_that_is_told_once_more_opens_no_removed_key():
     ):
         assert (verified(told, b"secret", now) is not None) is is_taken
     assert verified(signed([key()], b"secret", float("nan")), b"secret", 1000.0) is None
+    assert verified(told, b"secret", None) == [key()], "only this user may write there"
 
 
 def test_all_keys_of_a_full_book_fit_in_one_message_of_the_exchange():
