@@ -176,13 +176,8 @@ async def test_who_lacks_the_secret_issues_no_key(wires):
     async with world(lambda _: Wire(wires)) as (_, (one, two)):
         two.peers._secret = lambda: b"another"
         now = time.time()
-        forged = [
-            signed(issued("k"), b"a guess", now),
-            signed(issued("k"), b"", now)[:-1],
-            b"\xff" * 40,
-            b"x",
-        ]
-        forged.append(signed(issued("k"), b"", now - 2 * MAX_AGE_S))  # heard before the key was removed
+        whole = signed(issued("k"), b"", now)
+        forged = [signed(issued("k"), b"a guess", now), whole[:-1], b"\xff" * 40, b"x"]
         with capture_logs() as logs:
             for number, told in enumerate(forged):
                 state = KvpinState("evil", [], keys=told)
@@ -194,6 +189,17 @@ async def test_who_lacks_the_secret_issues_no_key(wires):
         two.peers._secret = lambda: b""
         one.tenants.issued.merge(issued("own", removed=True))
         await until(lambda: not two.tenants.open)
+
+
+async def test_an_old_message_that_is_repeated_opens_no_key_where_others_may_write(wires):
+    """It was told before the key was removed, and whoever may publish to a Redis channel has kept it."""
+    async with world(lambda _: Wire(wires)) as (_, (one, two)):
+        old = signed(issued("k"), b"", time.time() - 2 * MAX_AGE_S)
+        one.peers._secret = two.peers._secret = lambda: b""
+        for proxy, is_private, keys in ((one, False, []), (two, True, [b"k"])):
+            proxy.peers._bus.is_private = is_private
+            proxy.peers._take_keys(old)
+            assert [key.digest for key in proxy.tenants.keys] == keys
 
 
 async def test_without_a_secret_keys_stay_here(wires):
