@@ -82,6 +82,10 @@ class EngineAdapter(Protocol):
         neither load nor wake a model."""
         return None
 
+    async def is_loaded(self) -> bool:
+        """True if its model is in memory now, by the engine's own word: a question loads or wakes none."""
+        return self.model_state in (None, ModelState.LOADED)
+
     async def connect(self) -> EngineInfo:
         """Asks the engine what it is; called again after each outage. It does not affect other requests. The
         first time, it may send the engine a few one-token requests to find out what it can do. Raises

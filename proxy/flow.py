@@ -66,7 +66,7 @@ CLIENT_LEFT = 499
 _LEFT = {
     Cause.CLIENT_LEFT: "the client left",
     Cause.CLIENT_SLOW: "the client took its answer too slowly",
-    Cause.OUR_LIMIT: "the request took longer than kvpin's limit",
+    Cause.OUR_LIMIT: "the request took longer than kvpin's limit, timeouts.total_s",
     Cause.PART_FAILED: "another part of the request failed",
     Cause.STOPPING: "kvpin stopped",
 }
@@ -227,23 +227,27 @@ class Flow:
     def _late(self, cause: Cause, serving: Serving) -> Exception:
         """The error of a step that took too long."""
         rules, reply = self.rules, serving.reply
+        first_byte = f"{rules.first_byte_s:g} s (timeouts.first_byte_s)"
         match cause:
             case Cause.ENGINE_LATE:
-                return EngineLate(f"the engine did not answer within {rules.first_byte_s:g} s")
+                return EngineLate(f"the engine did not answer within {first_byte}")
             case Cause.ENGINE_SILENT:
-                return EngineLate(f"nothing of the answer came for {rules.idle_s:g} s")
+                return EngineLate(f"nothing of the answer came for {rules.idle_s:g} s (timeouts.idle_s)")
             case Cause.ENGINE_LOST:
                 return EngineLost(
                     f"the engine was lost {'in mid-answer' if reply.started else 'before it answered'}"
                 )
             case Cause.ENGINE_BUSY:
-                text = f"the engine had no room for the request within {rules.first_byte_s:g} s"
+                text = f"the engine had no room for the request within {first_byte}"
                 return Overloaded(text, retry_after_s=1)
             case _:
                 lasted_s = time.monotonic() - _arrived(serving.record, serving.admitted)
-                is_total = rules.total_s is not None and lasted_s >= rules.total_s
-                limit_s = rules.total_s if is_total else rules.placed_s
-                return TimeLimit(f"the request took longer than {limit_s:g} s, kvpin's limit")
+                if rules.total_s is not None and lasted_s >= rules.total_s:
+                    return longer_than_total(rules.total_s)
+                return TimeLimit(
+                    f"the request reached no engine within {rules.placed_s:g} s "
+                    "(timeouts.first_byte_s + limits.queue_s)"
+                )
 
     # --- Prepare --------------------------------------------------------------------------------------
 
@@ -380,6 +384,11 @@ class Flow:
             )
         finally:
             record.queued_s = time.monotonic() - began
+
+
+def longer_than_total(total_s: float) -> TimeLimit:
+    """The error of a request that took longer than `timeouts.total_s`."""
+    return TimeLimit(f"the request took longer than {total_s:g} s, kvpin's limit (timeouts.total_s)")
 
 
 def _arrived(record: RequestRecord, admitted: Admission) -> float:

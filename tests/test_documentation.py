@@ -202,3 +202,11 @@ def test_every_path_named_is_there(page):
     paths = re.findall(r"`((?:proxy|engine_adapter|tests|scripts|docs)/[\w./-]+)`", text)
     assert len(paths) > 10
     assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_table_has_a_head(page):
+    """Rows behind a paragraph are no table: they are shown as text."""
+    text = re.sub(r"^```.*?^```", "", PAGES[page], flags=re.MULTILINE | re.DOTALL)
+    for table in re.findall(r"(?:^\|.*\n)+", text, flags=re.MULTILINE):
+        assert re.match(r"\|.*\n\|[ |:-]+\|\n", table), table

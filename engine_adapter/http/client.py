@@ -27,8 +27,9 @@ class HttpTransport:
     changes nothing is sent a second time if its connection, used before, ended without an answer.
     """
 
-    def __init__(self, *, connect_timeout_s: float = 5.0) -> None:
-        self._connect_timeout_s = connect_timeout_s
+    def __init__(self, *, connect_timeout_s: float = 5.0, setting: str | None = None) -> None:
+        """`setting`: the operator's name of the time for a connection, for errors."""
+        self._connect_timeout_s, self._setting = connect_timeout_s, setting
         self._origins: dict[tuple[str, ssl.SSLContext | None, str | None], Origin] = {}
 
     async def send(self, request: OutgoingRequest) -> IncomingResponse:
@@ -70,7 +71,7 @@ class HttpTransport:
             now = asyncio.get_running_loop().time()
             for key in [key for key, each in self._origins.items() if each.is_unused(now)]:
                 del self._origins[key]
-            origin = Origin(address, tls, self._connect_timeout_s, unix)
+            origin = Origin(address, tls, self._connect_timeout_s, unix, self._setting)
             self._origins[address, tls, unix] = origin
         return origin
 

@@ -29,10 +29,15 @@ class Origin:
     """
 
     def __init__(
-        self, url: str, tls: ssl.SSLContext | None, connect_timeout_s: float, unix: str | None = None
+        self,
+        url: str,
+        tls: ssl.SSLContext | None,
+        connect_timeout_s: float,
+        unix: str | None = None,
+        setting: str | None = None,
     ) -> None:
         """`url`: scheme, host and port. `tls` is for https; None is the default there. `unix`: path of the
-        Unix socket to connect to instead."""
+        Unix socket to connect to instead. `setting`: where `connect_timeout_s` comes from, for errors."""
         parsed = httpx.URL(url)
         is_tls = parsed.scheme == "https"
         self.host = parsed.netloc
@@ -40,6 +45,7 @@ class Origin:
         self._port = parsed.port or (443 if is_tls else 80)
         self._tls = (tls or ssl.create_default_context()) if is_tls else None
         self._connect_timeout_s, self._unix = connect_timeout_s, unix
+        self._limit = f"{connect_timeout_s:g} s" + (f" ({setting})" if setting is not None else "")
         self._addresses: list[str] = []
         self._addresses_until = 0.0
         self._reached: str | None = None
@@ -169,7 +175,7 @@ class Origin:
     def _unreachable(self, error: BaseException | None) -> EngineUnavailable:
         why = "the name has no address" if error is None else describe(error)
         if isinstance(error, TimeoutError) and not str(error):
-            why = f"no answer within {self._connect_timeout_s:g} s"
+            why = f"no answer within {self._limit}"
         if isinstance(error, ssl.SSLCertVerificationError):
             why += "; name the authorities that signed its certificate: ca=FILE"
         kind = EngineUnhealthy if isinstance(error, TimeoutError) else EngineUnreachable

@@ -110,7 +110,7 @@ class LlamaServerAdapter(HttpAdapter):
         self._known: EngineInfo | None = None  # as of its last session
         self._told: EngineInfo | None = None  # by `connect`
         self._probed: Probed | None = None  # likewise
-        self._pulse = Pulse()  # before there is a session
+        self._pulse = Pulse()  # as it was told last, where there are no managed slots
         self._connecting = Lock()
 
     # --- what it is -----------------------------------------------------------------------------------
@@ -237,26 +237,36 @@ class LlamaServerAdapter(HttpAdapter):
     async def load(self) -> EngineLoad:
         await self._control.fetch("GET", "/health")
         session, scheduler = self._session, self._scheduler
+        try:
+            await self._look()
+        except EngineError:
+            if session is not None and self._session is not session:
+                return EngineLoad(running=0, waiting=0, counted=False)  # it was unloaded meanwhile
+            raise
         if session is None:
-            if self._router is None:
-                self._pulse = await read_pulse(self._control)
             # A model in memory is met, so that its first request finds its tokenizer.
             is_there = self.model_state in (None, ModelState.LOADED) and not self._connecting.locked()
             return EngineLoad(running=0, waiting=0, counted=False, outdated=is_there or self._is_outdated)
         if scheduler is None:
             return EngineLoad(running=0, waiting=0, counted=False, outdated=self._is_outdated)
-        try:
-            sleeps = await scheduler.look()
-        except EngineError:
-            if self._session is not session:
-                return EngineLoad(running=0, waiting=0, counted=False)  # it was unloaded meanwhile
-            raise
         # Only after requests: reading the slots regularly would keep the server from falling asleep.
-        if scheduler.has_worked and not (scheduler.streams or scheduler.moves_kv or sleeps):
+        if scheduler.has_worked and not (scheduler.streams or scheduler.moves_kv or scheduler.sleeps):
             await scheduler.reconcile()
             await session.try_out()
             self.capabilities = session.capabilities
         return EngineLoad(running=scheduler.streams, waiting=scheduler.waiting, outdated=self._is_outdated)
+
+    @override
+    async def is_loaded(self) -> bool:
+        await self._look()
+        return await super().is_loaded()
+
+    async def _look(self) -> None:
+        """Learns whether the server sleeps. A router tells the states of its models itself."""
+        if self._scheduler is not None:
+            await self._scheduler.look()
+        elif self._router is None:
+            self._pulse = await read_pulse(self._control)
 
     @property
     def _is_outdated(self) -> bool:

@@ -40,9 +40,8 @@ from proxy.errors import (
     MethodNotAllowed,
     NoEngine,
     RateLimited,
-    TimeLimit,
 )
-from proxy.flow import Flow
+from proxy.flow import Flow, longer_than_total
 from proxy.headers import REQUEST_ID_HEADER
 from proxy.http.exchange import ClientLeft, Exchange
 from proxy.request.answer_headers import with_limits
@@ -309,7 +308,7 @@ class DataPlane:
             if cancelled.args != (Cause.OUR_LIMIT,):
                 raise
             task.uncancel()
-            raise TimeLimit(f"the request took longer than {total_s:g} s, kvpin's limit") from cancelled
+            raise longer_than_total(total_s) from cancelled
         finally:
             timer.cancel()
 

@@ -154,6 +154,8 @@ def engines_drain(
     else:
         state = f"is {engine['state']}"
     typer.echo(f"{engine_id} {state}, {engine['in_flight']} requests in flight")
+    if engine.get("warning"):  # older kvpins have none
+        typer.echo(f"warning: {engine['warning']}", err=True)
     if wait and engine["in_flight"]:
         _wait_until_idle(kvpin, engine_id)
         typer.echo(f"{engine_id} has no request in flight")
@@ -295,8 +297,10 @@ def keys_remove(
     kvpin: AdminClient,
 ) -> None:
     """Remove an issued key."""
-    kvpin.delete(f"/keys/{path_part(key_id)}")
+    removed = kvpin.delete(f"/keys/{path_part(key_id)}")
     typer.echo(f"removed {key_id}")
+    if removed["warning"] is not None:
+        typer.echo(f"warning: {removed['warning']}", err=True)
     if not (left := kvpin.get("/keys"))["keys"]:
         from proxy.cli import answer_tables  # noqa: PLC0415 - rich is slow to import
 

@@ -97,8 +97,10 @@ def show_engines(answer: dict[str, Any]) -> None:
     """Prints one row per engine, and a line for each that an operator has removed."""
     less, out = ("served", "kind", "view", "in flight", "model"), console()
     TerminalTable.of(answer["engines"], _ENGINES, text="last error", less=less).print(out)
-    for name in answer.get("removed", ()):  # older kvpins have no such field
-        out.print(f"removed: {name}; settings name it, and `kvpin engines add` brings it back", markup=False)
+    for each in answer.get("removed", ()):  # engines that are not connected come without it
+        why = "settings name it; " if each["named"] else ""
+        line = f"removed {_day(each['removed'])} UTC: {each['engine']}; {why}undo: {each['undo']}"
+        out.print(line, markup=False, style="dim", soft_wrap=True)
 
 
 def show_keys(answer: dict[str, Any]) -> None:

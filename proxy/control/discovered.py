@@ -183,7 +183,7 @@ class DiscoveredEngines:
         """A source has answered. Raises Conflict or EngineSpecError if its engines cannot be used."""
         before, source.found = source.found, found
         if found != before:
-            named = self.names(each.entry for each in before)
+            named = self.named(each.entry for each in before)
             try:
                 changes = self._settle()
             except (Conflict, EngineSpecError):
@@ -197,7 +197,7 @@ class DiscoveredEngines:
                 removed=list(changes.removed),
                 changed=[entry.id for entry in changes.changed],
             )
-            for name in named - self.names():
+            for name in named.keys() - self.named().keys():
                 if self._fleet.book.is_removed(name):  # what comes to its address is another engine
                     self._fleet.book.readmit(name, now=time.time())
         elif source.error is not None:
@@ -215,13 +215,17 @@ class DiscoveredEngines:
         with suppress(Conflict, EngineSpecError):  # the source that changes next says so
             self._settle()
 
-    def names(self, entries: Iterable[EngineEntry] | None = None) -> set[str]:
-        """The names of these engines in operators' orders; by default of all that settings and sources name.
+    def named(self, entries: Iterable[EngineEntry] | None = None) -> dict[str, EngineSettings]:
+        """These engines by their names in operators' orders; by default all that settings and sources name.
         Engines that kvpin starts have none."""
         if entries is None:
             entries = [*self._entries, *(each.entry for _, each in self._found())]
         engines = [part for entry in entries for part in self._parts.split(entry)]
-        return {name for engine in engines if (name := _order_name(engine)) is not None}
+        return {
+            name: engine
+            for engine in engines
+            if isinstance(engine, EngineSettings) and (name := _order_name(engine)) is not None
+        }
 
     def _is_overruled(self, entry: EngineEntry) -> bool:
         """True if an operator has removed the engine, or has added it here already, with other settings."""

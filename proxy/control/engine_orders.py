@@ -11,7 +11,9 @@ import time
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from dataclasses import replace as with_changes
+from datetime import UTC, datetime
 
+import msgspec
 import structlog
 from pydantic import ValidationError
 
@@ -26,6 +28,22 @@ from proxy.runtime.tasks import Supervisor
 from proxy.settings import EngineSettings, engine_as_json
 
 log = structlog.get_logger(__name__)
+
+# A removed engine that nothing names is listed for this long.
+_RECENT_S = 86_400.0
+
+
+class RemovedEngine(msgspec.Struct, kw_only=True):
+    """An engine that an operator has removed.
+
+    `engine` is its address, and what tells it from others there. `named`: settings or sources name it, so it
+    would be used. `undo` is the command that brings it back.
+    """
+
+    engine: str
+    removed: datetime
+    named: bool
+    undo: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +65,7 @@ class EngineOrders:
         """
         book, spec = self._fleet.book, settings.spec()
         name = order_name(spec)
-        if book.is_removed(name) and name in self._discovered.names():
+        if book.is_removed(name) and name in self._discovered.named():
             book.readmit(name, now=time.time())
             if (known := self._find(name)) is not None:
                 return known
@@ -75,9 +93,20 @@ class EngineOrders:
         self._fleet.book.drain(order_name(engine.adapter.spec), drained=not undo, now=time.time())
         return self._engines.drain(engine, undo=undo)
 
-    def removed(self) -> list[str]:
-        """The engines that settings or sources name and that operators have removed."""
-        return sorted(name for name in self._discovered.names() if self._fleet.book.is_removed(name))
+    def removed(self) -> list[RemovedEngine]:
+        """The engines that operators have removed, the last first: those that settings or sources name, and
+        those of the last day."""
+        named, since = self._discovered.named(), time.time() - _RECENT_S
+        return [
+            RemovedEngine(
+                engine=mark.engine,
+                removed=datetime.fromtimestamp(mark.at, UTC).replace(microsecond=0),
+                named=mark.engine in named,
+                undo=f"kvpin engines add {_flag_of(named.get(mark.engine))}",
+            )
+            for mark in self._fleet.book.removals()
+            if mark.engine in named or mark.at >= since
+        ]
 
     def start(self) -> None:
         """Adds the engines that were added before kvpin was started, and follows all later orders."""
@@ -139,6 +168,16 @@ class EngineOrders:
     def _find(self, name: str) -> Engine | None:
         engines = self._fleet.engines.values()
         return next((engine for engine in engines if order_name(engine.adapter.spec) == name), None)
+
+
+def _flag_of(entry: EngineSettings | None) -> str:
+    """How the command line names an engine: what tells it from others, without secrets."""
+    if entry is None:
+        return "KIND=URL"
+    spec = entry.spec()
+    more = {"model": spec.model, "dp_rank": spec.options.rank, "headers": "…" if spec.headers else None}
+    parts = (f",{name}={value}" for name, value in more.items() if value is not None)
+    return f"{spec.kind}={spec.url}{''.join(parts)}"
 
 
 def _is_own(engine: Engine) -> bool:

@@ -55,6 +55,13 @@ class EngineAnswer(msgspec.Struct, kw_only=True):
     findings: list[str]
 
 
+class DrainedEngine(EngineAnswer, kw_only=True):
+    """An engine that an operator drains, or lets take requests again. `warning` says which models have no
+    engine now; null if each has one."""
+
+    warning: str | None
+
+
 @dataclass(frozen=True, slots=True)
 class Engines:
     """Adds and removes engines, and lets them drain. What operators order: `engine_orders.py`."""
@@ -145,3 +152,15 @@ def describe_engine(engine: Engine, pool: Pool | None) -> EngineAnswer:
         owner=engine.owner,
         findings=[str(finding) for finding in engine.adapter.findings()],
     )
+
+
+def describe_drained(engine: Engine, fleet: Fleet) -> DrainedEngine:
+    """An engine that was just drained, or is no longer, and what that means for its models."""
+    pool, warning = fleet.pool_of(engine), None
+    own = {pool.model, *engine.loras} if pool is not None else set()
+    if engine.state is EngineState.DRAINING and (lost := sorted(own.intersection(fleet.unserved()))):
+        warning = (
+            f"no engine takes requests for {', '.join(lost)} now: they get 503 no_engine; "
+            f"kvpin engines drain {engine.id} --undo ends that"
+        )
+    return DrainedEngine(**msgspec.structs.asdict(describe_engine(engine, pool)), warning=warning)

@@ -32,6 +32,13 @@ _SECRET_BYTES, _ID_BYTES, _ENDING = 32, 6, 4
 _LAST = datetime(9999, 12, 30, tzinfo=UTC).timestamp()
 # Between two looks whether another kvpin has changed the file.
 _LOOK_S = 1.0
+_SAVED_ELSEWHERE = (
+    "this kvpin has no state_dir: it does not save the removal, and those of its group do that have one"
+)
+_UNSAVED = (
+    "the key opens nothing now, but its removal is not saved: {}; kvpin tries again every second, and "
+    "a restart before it succeeds would open the key again"
+)
 # The version of a file that was never read.
 _NEVER = (0, 0)
 
@@ -58,6 +65,13 @@ class NewKey(KeyAnswer, kw_only=True):
 
     key: str
     notes: list[str] = []
+
+
+class RemovedKey(msgspec.Struct):
+    """A key that was removed. `warning`: why that is not saved; null if it is."""
+
+    id: str
+    warning: str | None
 
 
 class IssuedKeys:
@@ -109,15 +123,23 @@ class IssuedKeys:
             models,
             min(expires.timestamp(), _LAST) if expires is not None else None,
         )
-        await self._save(key)
+        await self._save([*self._book.entries(), key])
         return NewKey(**_fields(key), key=secret)
 
-    async def remove(self, key_id: str) -> None:
-        """Removes a key. Raises NotFound, and as `add` if that cannot be saved."""
+    async def remove(self, key_id: str) -> RemovedKey:
+        """Removes a key. It opens nothing from then on, here and in the group, also where that cannot be
+        saved. Raises NotFound."""
         key = next((each for each in self._book.issued() if each.id == key_id), None)
         if key is None:
             raise NotFound(f"no key with the id {key_id!r} was issued, or it was removed", param="key_id")
-        await self._save(self._book.removal(key, time.time()))
+        self._book.merge([self._book.removal(key, time.time())])
+        if self._file is None:
+            return RemovedKey(key_id, _SAVED_ELSEWHERE)
+        try:
+            await self._save(self._book.entries())
+        except ProxyError as error:
+            return RemovedKey(key_id, _UNSAVED.format(error))
+        return RemovedKey(key_id, None)
 
     async def run(self) -> None:
         """Follows the file, which other kvpins may change, and saves what they tell. Runs for ever."""
@@ -144,16 +166,19 @@ class IssuedKeys:
                     error=str(error),
                 )
         else:
-            self._has_complained = False
+            if self._has_complained:
+                self._has_complained = False
+                log.info("issued keys are saved again")
 
-    async def _save(self, entry: IssuedKey) -> None:
-        """Saves a change and lets it count, here and at the other workers."""
+    async def _save(self, entries: list[IssuedKey]) -> None:
+        """Saves entries and lets them count, here and at the other workers. Raises Conflict and ProxyError if
+        they cannot be saved."""
         if self._file is None:
             raise Conflict("there is no place to keep keys: start kvpin with --state-dir, or set state_dir")
         try:
-            await self._exchange(self._file, [*self._book.entries(), entry])
+            await self._exchange(self._file, entries)
         except OSError as error:
-            raise ProxyError(f"the key is not saved: {error.strerror or error}") from error
+            raise ProxyError(f"the file of keys cannot be written: {error.strerror or error}") from error
         except SettingsError as error:
             raise ProxyError(str(error)) from error
         await self._tell()

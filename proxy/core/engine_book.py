@@ -98,6 +98,10 @@ class EngineBook:
         """The removal of the engine ends, at `now` in Unix time: settings and sources count again."""
         self._order(engine, now, removed=False)
 
+    def removals(self) -> list[EngineMark]:
+        """The marks of engines that operators have removed, the last first."""
+        return [mark for mark in self.marks() if mark.removed]
+
     def _order(self, engine: str, now: float, **changes: Any) -> None:  # noqa: ANN401 - fields of a mark
         before = self._marks.get(engine, EngineMark(engine, drained=False, at=now - _STEP_S))
         self.merge([replace(before, at=max(now, before.at + _STEP_S), **changes)])

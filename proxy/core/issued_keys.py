@@ -10,6 +10,8 @@ import msgspec
 
 # A book holds this many keys, and as many marks of removed ones, the newest.
 MAX_KEYS = 2000
+# Clocks of kvpins may differ by about this much.
+MAX_AGE_S = 300.0
 # The least time between two removals.
 _TICK_S = 0.001
 _SIGNATURE, _SIGNATURE_BYTES = "sha256", 32
@@ -40,21 +42,35 @@ class IssuedKey(msgspec.Struct, frozen=True, array_like=True):
     removed: float = 0.0
 
 
-def signed(entries: list[IssuedKey], secret: bytes) -> bytes:
-    """Entries as bytes for another kvpin that has the same secret. Whoever lacks it can issue no key."""
-    data = msgspec.msgpack.encode(entries)
+class _Told(msgspec.Struct, frozen=True, array_like=True):
+    """What one kvpin tells another. `at`: when, in Unix time."""
+
+    at: float
+    entries: list[IssuedKey]
+
+
+def signed(entries: list[IssuedKey], secret: bytes, now: float) -> bytes:
+    """Entries as bytes for another kvpin that has the same secret. Whoever lacks it can issue no key. `now`
+    is in Unix time."""
+    data = msgspec.msgpack.encode(_Told(now, entries))
     return hmac.digest(secret, data, _SIGNATURE) + data
 
 
-def verified(told: bytes, secret: bytes) -> list[IssuedKey] | None:
-    """The entries of `signed`; None if another secret signed them, or they are none."""
+def verified(told: bytes, secret: bytes, now: float | None) -> list[IssuedKey] | None:
+    """The entries of `signed`; None if another secret signed them, or they are none.
+
+    Also None MAX_AGE_S after they were signed, as `now` says: whoever may write to the exchange could repeat
+    what it told before a key was removed. With `now` None, only this user may write there, and age is no
+    matter.
+    """
     signature, data = told[:_SIGNATURE_BYTES], told[_SIGNATURE_BYTES:]
     if not hmac.compare_digest(hmac.digest(secret, data, _SIGNATURE), signature):
         return None
     try:
-        return msgspec.msgpack.decode(data, type=list[IssuedKey])
+        heard = msgspec.msgpack.decode(data, type=_Told)
     except (msgspec.MsgspecError, UnicodeDecodeError):
         return None
+    return heard.entries if now is None or abs(now - heard.at) <= MAX_AGE_S else None
 
 
 @dataclass(slots=True)

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 import structlog
 
 from engine_adapter import EngineAdapter, EngineInfo
+from proxy.core.admission import Needs
 from proxy.core.engine_book import EngineBook
 from proxy.core.peers.telling import OwnRequests
 from proxy.core.pins import PinBook
@@ -296,6 +297,17 @@ class Fleet:
             return bool(self.find(name))
         except (NotFound, NoEngine):
             return False
+
+    def unserved(self) -> list[str]:
+        """Models and LoRA adapters that no engine takes requests for now. None while another kvpin uses
+        engines for this one: it knows what they serve."""
+        if any(engine.is_served_there for engine in self.engines.values()):
+            return []
+        return [
+            name
+            for name, model in self.served().items()
+            if not self.pools[model].engines_for(Needs(lora=name if name != model else None))
+        ]
 
     def none_ready(self, lora: str | None) -> NoEngine:
         """The error of a request whose pool has no engine that can take it now."""

@@ -12,7 +12,7 @@ from contextlib import suppress
 
 import structlog
 
-from engine_adapter import Capability, EngineError, EngineInfo, ModelState
+from engine_adapter import Capability, EngineError, EngineInfo
 from engine_adapter.prompt.tokenizer_process import load_tokenizer
 from proxy.fleet.engine import Engine
 from proxy.fleet.pool import Pool
@@ -86,7 +86,7 @@ class PoolTokenizers:
             adapter = next(iter(pool.tokenisers()), None if must_ask else engine.adapter)
             with suppress(EngineError):
                 # A question must not load or wake a model.
-                if adapter is not None and adapter.model_state in (None, ModelState.LOADED):
+                if adapter is not None and await adapter.is_loaded():
                     _log(pool, builder, await verify_exactness(builder, adapter))
                     return
             await asyncio.sleep(RETRY_S)

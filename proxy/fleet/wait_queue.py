@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, inf
 from time import monotonic
 
 from proxy.core.admission import MAX_RETRY_S, Entry, FairQueue, Needs, Pace, retry_after_s
@@ -88,10 +88,12 @@ class Line:
         Raises:
             Overloaded: the wait is longer than the limit or than its client waits, or there is no room.
         """
-        now, limit_s = monotonic(), min(self._limits.queue_s, deadline_s or self._limits.queue_s)
-        wait_s = self._wait_s(now, tenant, needs, priority, tokens)
+        limit_s, whose = min(
+            (self._limits.queue_s, "limits.queue_s"), (deadline_s or inf, "its client waits no longer")
+        )
+        wait_s = self._wait_s(monotonic(), tenant, needs, priority, tokens)
         if wait_s is not None and wait_s > limit_s:
-            raise _too_long(wait_s, limit_s)
+            raise _too_long(wait_s, limit_s, whose)
         waiter = _Waiter(may_go, asyncio.get_running_loop().create_future())
         entry = Entry(tenant, priority, tokens, size, needs, waiter)
         for displaced in self._queue.add(entry):
@@ -102,7 +104,7 @@ class Line:
             async with asyncio.timeout(limit_s):
                 is_called = await waiter.turn
         except TimeoutError:
-            raise _too_long(None, limit_s) from None
+            raise _too_long(None, limit_s, whose) from None
         finally:
             self._queue.remove(entry)
             if self._called is entry:
@@ -163,10 +165,10 @@ class Line:
         self._call_next()
 
 
-def _too_long(wait_s: float | None, limit_s: float) -> Overloaded:
+def _too_long(wait_s: float | None, limit_s: float, whose: str) -> Overloaded:
     expected = f"would wait about {wait_s:.0f} s" if wait_s is not None else f"has waited {limit_s:g} s"
     return Overloaded(
-        f"all engines are busy: the request {expected} for one; the limit is {limit_s:g} s",
+        f"all engines are busy: the request {expected} for one; the limit is {limit_s:g} s ({whose})",
         retry_after_s=retry_after_s(wait_s, limit_s),
     )
 

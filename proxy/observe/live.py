@@ -81,6 +81,7 @@ class Snapshot(msgspec.Struct, kw_only=True):
         requests: requests that have ended since kvpin started.
         unshown: requests since the last snapshot that had no events of their own: there were too many.
         waiting: requests that wait because engines are busy, by model.
+        unserved: models and LoRA adapters that no engine takes requests for.
         reuse: all engines together, those that have left included.
     """
 
@@ -89,6 +90,7 @@ class Snapshot(msgspec.Struct, kw_only=True):
     requests: int
     unshown: int
     waiting: dict[str, int]
+    unserved: list[str]
     reuse: ReuseCounts
     engines: list[EngineNow]
 
@@ -233,6 +235,7 @@ class Live:
             requests=self._metrics.ended,
             unshown=self._unshown,
             waiting={pool.model: len(pool.line) for pool in pools},
+            unserved=fleet.unserved(),
             reuse=self._metrics.total_reuse,
             engines=[
                 self._engine(engine, by_engine.get(engine.id, ReuseCounts()))

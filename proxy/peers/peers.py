@@ -12,13 +12,13 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from time import monotonic
+from time import monotonic, time
 
 import msgspec
 import structlog
 
 from proxy.core.engine_book import EngineMark, decode_marks, encode_marks
-from proxy.core.issued_keys import signed, verified
+from proxy.core.issued_keys import MAX_AGE_S, signed, verified
 from proxy.core.peers.follower import Follower
 from proxy.core.peers.messages import (
     AskListing,
@@ -261,18 +261,19 @@ class Peers:
             self._complain(
                 "issued keys stay at this kvpin: set the same admin_key at all kvpins of the group"
             )
-        return signed(entries, secret) if secret is not None and entries else b""
+        return signed(entries, secret, time()) if secret is not None and entries else b""
 
     def _take_keys(self, told: bytes) -> None:
         """Takes over the issued keys of another kvpin, if it has this one's secret."""
         secret = self._secret()
-        entries = verified(told, secret) if told and secret is not None else None
+        now = None if self._bus.is_private else time()
+        entries = verified(told, secret, now) if told and secret is not None else None
         if entries is not None:
             self._tenants.issued.merge(entries)
         elif told:
             self._complain(
                 "issued keys of another kvpin do not count here: set the same admin_key at all kvpins of the "
-                "group"
+                f"group, and clocks that differ by less than {MAX_AGE_S:g} s"
             )
 
     def _tell_marks(self, _changed: list[str]) -> None:

@@ -120,7 +120,7 @@ async def _run(
 ) -> int:
     """`are_shared`: another kvpin may serve the sockets, now or later. `orders`: those of a worker.
     `watchdog`: that of this process. Raises SettingsError or EngineSpecError."""
-    transport = HttpTransport(connect_timeout_s=settings.timeouts.connect_s)
+    transport = HttpTransport(connect_timeout_s=settings.timeouts.connect_s, setting="timeouts.connect_s")
     try:
         siblings = Siblings(orders.siblings, orders.http_socket) if orders is not None else None
         proxy = Proxy(settings, transport, siblings)

@@ -108,7 +108,11 @@ def _whole_size(value: object) -> object:
 
 Kind = Annotated[str, AfterValidator(_kind)]
 # Of an engine, a tenant, or a namespace.
-Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
+NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$"
+Name = Annotated[str, StringConstraints(pattern=NAME_PATTERN)]
+# Of a kvpin, for people.
+SHOWN_PATTERN = r"^[!-~]{1,64}$"
+ShownName = Annotated[str, StringConstraints(pattern=SHOWN_PATTERN)]
 Url = Annotated[str, AfterValidator(_url)]
 SourceUrl = Annotated[str, AfterValidator(_source)]
 Origin = Annotated[str, AfterValidator(_origin)]

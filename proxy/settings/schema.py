@@ -48,6 +48,7 @@ from proxy.settings.fields import (
     Place,
     Seconds,
     Secret,
+    ShownName,
     Size,
     key_digest,
 )
@@ -236,7 +237,7 @@ class Settings(BaseSettings):
     """Where kvpin listens; several addresses with commas between them, e.g. `127.0.0.1,::1`."""
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
     """Port to listen on; 0 takes any free one."""
-    name: Annotated[str, Field(pattern=r"^[!-~]{1,64}$")] | None = None
+    name: ShownName | None = None
     """This kvpin's name for people: other kvpins show it. By default its host's name and its port."""
     reuse: bool = False
     """Route by KV cache. Without it kvpin balances by load."""

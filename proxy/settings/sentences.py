@@ -8,8 +8,8 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-# The one pattern of the settings' texts is that of ids and tenants.
-_NAME = "it must have 1 to 64 letters, digits, dots, dashes or underscores, and begin with a letter or digit"
+from proxy.settings.fields import NAME_PATTERN, SHOWN_PATTERN
+
 _TABLE, _WHOLE, _NUMBER, _LIST = (
     f"it must be {what}"
     for what in ("a table of settings, not a single value", "a whole number", "a number", "a list")
@@ -48,7 +48,12 @@ _PLAIN = {
     "less_than_equal": "it must be at most {le}",
     "string_too_short": "it must not be empty",
     "string_too_long": "it must have at most {max_length} characters",
-    "string_pattern_mismatch": _NAME,
+}
+# By the pattern of a text.
+_BY_PATTERN = {
+    NAME_PATTERN: "it must have 1 to 64 letters, digits, dots, dashes or underscores"
+    ", the first a letter or digit",
+    SHOWN_PATTERN: "it must have 1 to 64 characters of ASCII, without spaces",
 }
 
 
@@ -59,9 +64,10 @@ def details_of(error: ValidationError) -> list[ErrorDetails]:
 
 def plain_message(error: ErrorDetails) -> str:
     """One error in plain English."""
-    plain = _PLAIN.get(error["type"])
+    limits = error.get("ctx", {})
+    plain = _BY_PATTERN.get(limits.get("pattern", "")) or _PLAIN.get(error["type"])
     if plain is not None:
-        return plain.format_map(_shown(error.get("ctx", {}).items()))
+        return plain.format_map(_shown(limits.items()))
     return error["msg"].removeprefix("Value error, ")
 
 

@@ -333,6 +333,7 @@ async def test_many_engines_and_requests_fill_pages_not_the_browser(page, kvpin)
     }  # fmt: skip
     snapshot = {
         "at": 1.0, "reuse_on": True, "requests": 5000, "unshown": 7, "waiting": {"m": 3}, "reuse": reuse,
+        "unserved": ["lost"],
         "engines": [{**engine, "id": f"{NASTY}-{number}"} for number in range(256)],
     }  # fmt: skip
     request = {"started": 1.0, "engine": "e", "n_tokens": 10, "status": None, "why": NASTY}
@@ -350,6 +351,7 @@ async def test_many_engines_and_requests_fill_pages_not_the_browser(page, kvpin)
     await expect(page.locator("article.engine").first).to_contain_text(
         "exact 49 of 50 checked; 1,203 not checked (1,200 prediction not firm, 3 ended early)"
     )
+    await expect(page.get_by_text("No engine takes requests for lost")).to_be_visible()
     await expect(page.locator("tbody tr")).to_have_count(50)
     await expect(page.locator(".pages")).to_contain_text("1–24 of 256")
     await page.get_by_role("button", name="Next").click()

@@ -116,7 +116,9 @@ async def test_an_engine_that_does_not_answer_in_time_is_replaced():
         bad.script = hanging
         response = await client.post(CHAT, json=ASK)
         assert (response.status_code, response.headers["x-kvpin-engine"]) == (200, "b")
-        assert proxy.fleet.engines["a"].last_error == "the engine did not answer within 0.1 s"
+        assert proxy.fleet.engines["a"].last_error == (
+            "the engine did not answer within 0.1 s (timeouts.first_byte_s)"
+        )
 
 
 async def test_an_engine_without_room_blames_nobody_and_is_overloaded(monkeypatch):
@@ -129,7 +131,8 @@ async def test_an_engine_without_room_blames_nobody_and_is_overloaded(monkeypatc
         monkeypatch.setattr(Attempts, "_hold", never)
         response = await client.post(CHAT, json=ASK)
         assert response.status_code == 503
-        assert "the engine had no room for the request within 0.1 s" in response.json()["error"]["message"]
+        said = "the engine had no room for the request within 0.1 s (timeouts.first_byte_s)"
+        assert said in response.json()["error"]["message"]
         assert response.headers["retry-after"] == "1"
         assert bad.seen + good.seen == []
         assert {engine.last_error for engine in proxy.fleet.engines.values()} == {None}
@@ -152,15 +155,16 @@ async def test_the_total_time_is_that_of_all_attempts():
         response = await client.post(CHAT, json=ASK)
         assert is_openai_error(response, 504, "time_limit")
         assert response.headers["x-should-retry"] == "false"
-        assert response.json()["error"]["message"] == "the request took longer than 0.3 s, kvpin's limit"
+        said = "the request took longer than 0.3 s, kvpin's limit (timeouts.total_s)"
+        assert response.json()["error"]["message"] == said
         assert (len(bad.seen), len(good.seen)) == (1, 1)
 
 
 @pytest.mark.parametrize(
     ("limit", "said", "code"),
     [
-        ("idle_s", "nothing of the answer came for 0.5 s", "engine_failed"),
-        ("total_s", "the request took longer than 0.5 s, kvpin's limit", "time_limit"),
+        ("idle_s", "nothing of the answer came for 0.5 s (timeouts.idle_s)", "engine_failed"),
+        ("total_s", "the request took longer than 0.5 s, kvpin's limit (timeouts.total_s)", "time_limit"),
     ],
 )
 async def test_a_stream_that_stops_or_does_not_end_is_broken_off(limit, said, code):

@@ -70,7 +70,7 @@ def _frames(a: Attacker) -> Iterator[bytes]:
     yield from (b"", os.urandom(99), VERSION, VERSION + bytes(8), VERSION + os.urandom(200))
     yield b"\xff" * a.size(60)
     yield VERSION + _FORGED.to_bytes(8, "little") + b"\x92\x63" + b"\x91" * a.size(6)
-    key = signed([IssuedKey("key-1", "nobody", bytes(32), "evil", 0.0)], b"")
+    key = signed([IssuedKey("key-1", "nobody", bytes(32), "evil", 0.0)], b"", 0.0)
     forged = (KvpinState("evil \x1b[2J", [], "/nowhere", keys=key), Used("nobody", Use(9, 9, 9)))
     yield from (frame_of(_FORGED, Batch(number, [message])) for number, message in enumerate(forged))
     hashes = os.urandom(a.size(6))

@@ -18,6 +18,7 @@ from starlette.types import Receive
 
 from engine_adapter import UNREADABLE, plain_error
 from engine_adapter.off_loop import off_loop
+from proxy.api.admin.request_bodies import PATTERNS
 from proxy.errors import BadRequest, BodyTooLarge
 from proxy.errors.codes import Code
 
@@ -123,7 +124,7 @@ def decode(raw: bytes, kind: type[Body]) -> Body:
         at_fault = _field_of(str(error))
         if at_fault is None:
             raise BadRequest("the body must be a JSON object", code=Code.INVALID_JSON) from error
-        raise BadRequest(plain_error(str(error)), param=at_fault) from error
+        raise BadRequest(_in_words(str(error)), param=at_fault) from error
     except UNREADABLE as error:
         raise BadRequest(f"the body is not valid JSON: {error}", code=Code.INVALID_JSON) from error
 
@@ -141,6 +142,13 @@ def int_query(request: Request, name: str, default: int, most: int) -> int:
     if not (text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS) or not 1 <= int(text) <= most:
         raise BadRequest(f"{name} must be an integer from 1 to {most}", param=name)
     return int(text)
+
+
+def _in_words(message: str) -> str:
+    """The message of a `msgspec.ValidationError`, with what a text must be in place of its pattern."""
+    for pattern, words in PATTERNS.items():
+        message = message.replace(f"Expected `str` matching regex {pattern!r}", f"must be {words}")
+    return plain_error(message)
 
 
 def _field_of(message: str) -> str | None:

@@ -13,8 +13,8 @@ from starlette.responses import Response
 from engine_adapter import EngineSpecError
 from proxy.api.admin.endpoint import Endpoint, answer, read_body
 from proxy.api.admin.request_bodies import Drain
-from proxy.control.engine_orders import EngineOrders
-from proxy.control.engines import EngineAnswer, describe_engine
+from proxy.control.engine_orders import EngineOrders, RemovedEngine
+from proxy.control.engines import DrainedEngine, EngineAnswer, describe_drained, describe_engine
 from proxy.control.pinning import Pinning
 from proxy.control.stats import Stats, stats
 from proxy.errors import BadRequest
@@ -35,12 +35,12 @@ class SourceAnswer(msgspec.Struct):
 
 
 class EngineList(msgspec.Struct):
-    """All engines, and the sources that some of them were found in. `removed` are the addresses of engines
-    that settings or sources name and that operators have removed: they come back when they are added."""
+    """All engines, and the sources that some of them were found in. `removed` are the engines that operators
+    have removed, the last first: those that settings or sources name, and those of the last day."""
 
     engines: list[EngineAnswer]
     sources: list[SourceAnswer]
-    removed: list[str]
+    removed: list[RemovedEngine]
 
 
 def engine_routes(
@@ -81,7 +81,7 @@ def engine_routes(
 
     async def post_drain(request: Request) -> Response:
         body = await read_body(request, Drain)
-        return answer(described(orders.drain(named(request), undo=body.undo)))
+        return answer(describe_drained(orders.drain(named(request), undo=body.undo), fleet))
 
     return (
         Endpoint("GET", "/stats", get_stats, "What every pool and engine holds and has predicted.", Stats),
@@ -108,7 +108,7 @@ def engine_routes(
             "/engines/{engine_id}/drain",
             post_drain,
             "No kvpin of the group sends the engine new requests; with `undo`, they do again.",
-            EngineAnswer,
+            DrainedEngine,
             body=Drain,
         ),
     )

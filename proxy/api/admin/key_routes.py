@@ -9,7 +9,7 @@ from starlette.responses import Response
 from proxy.api.admin.endpoint import Endpoint, answer, read_body
 from proxy.api.admin.request_bodies import AddKey
 from proxy.control.key_notes import KeyNotes
-from proxy.control.keys import IssuedKeys, KeyAnswer, NewKey
+from proxy.control.keys import IssuedKeys, KeyAnswer, NewKey, RemovedKey
 from proxy.fleet.fleet import Fleet
 from proxy.request.tenants import Tenants
 
@@ -44,8 +44,7 @@ def key_routes(keys: IssuedKeys, tenants: Tenants, fleet: Fleet) -> tuple[Endpoi
         return added
 
     async def delete_key(request: Request) -> Response:
-        await keys.remove(request.path_params["key_id"])
-        return Response(status_code=204)
+        return answer(await keys.remove(request.path_params["key_id"]))
 
     return (
         Endpoint(
@@ -64,8 +63,7 @@ def key_routes(keys: IssuedKeys, tenants: Tenants, fleet: Fleet) -> tuple[Endpoi
             "DELETE",
             "/keys/{key_id}",
             delete_key,
-            "Removes an issued key; its requests in flight go on to their end.",
-            None,
-            statuses=(204,),
+            "Removes an issued key, even if that cannot be saved; its requests in flight go on to their end.",
+            RemovedKey,
         ),
     )

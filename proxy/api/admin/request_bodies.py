@@ -15,6 +15,15 @@ WAIT_S = 10.0
 # Kvpins tell each other all keys in one message of at most 64 MiB.
 MAX_KEY_MODELS = 100
 Wait = Annotated[float, msgspec.Meta(ge=0, le=60)]
+TENANT = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}\Z"
+_LINE = r"^[^\x00-\x1f\x7f-\x9f]*\Z"
+_MODEL = r"^(?=.*\S)[^\x00-\x1f\x7f-\x9f]*\Z"
+# What a text must be, by its pattern: errors say this.
+PATTERNS = {
+    TENANT: "1 to 64 letters, digits, dots, dashes or underscores, the first a letter or digit",
+    _LINE: "one line of text, without control characters",
+    _MODEL: "one line of text that is not blank, without control characters",
+}
 
 
 class OnTarget(Target, kw_only=True):
@@ -69,14 +78,11 @@ class AddKey(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """The key to issue: its tenant, the models that it is for (all by default), and when it ends, as
     `2027-01-31T00:00:00Z`. `name` is for people."""
 
-    tenant: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}\Z")] | None = None
-    name: Annotated[str, msgspec.Meta(max_length=64, pattern=r"^[^\x00-\x1f\x7f-\x9f]*\Z")] = ""
+    tenant: Annotated[str, msgspec.Meta(pattern=TENANT)] | None = None
+    name: Annotated[str, msgspec.Meta(max_length=64, pattern=_LINE)] = ""
     models: (
         Annotated[
-            tuple[
-                Annotated[str, msgspec.Meta(max_length=256, pattern=r"^(?=.*\S)[^\x00-\x1f\x7f-\x9f]*\Z")],
-                ...,
-            ],
+            tuple[Annotated[str, msgspec.Meta(max_length=256, pattern=_MODEL)], ...],
             msgspec.Meta(min_length=1, max_length=MAX_KEY_MODELS),
         ]
         | None

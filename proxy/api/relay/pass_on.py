@@ -72,7 +72,10 @@ async def pass_on(
                 await reply.write(chunk)
                 limit.reschedule(clock() + silent_s)
     except (EngineUnavailable, TimeoutError) as failed:
-        text = f"the kvpin that got the request was silent for {silent_s:g} s"
+        text = (
+            f"the kvpin that got the request was silent for {silent_s:g} s, the time of all attempts "
+            "(timeouts.first_byte_s, limits.queue_s, retries)"
+        )
         error = TimeLimit(text) if isinstance(failed, TimeoutError) else failed
         if not reply.started:
             raise error from failed

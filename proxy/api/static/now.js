@@ -126,6 +126,7 @@ const Engines = pure(({ snapshot }) => {
   const waiting = Object.entries(snapshot.waiting);
   return html`<section aria-label="Engines">
     <h2>Engines <small>${ready} of ${engines.length} ready${more}</small></h2>
+    ${snapshot.unserved.map((model) => html`<p class="problem">No engine takes requests for ${model}</p>`)}
     ${waiting.map(([model, n]) => html`<p class="problem">${count(n)} requests for ${model} wait: all its engines are busy</p>`)}
     <${Paged} items=${engines} size=${CARDS} name="engines">
       ${(shown) => html`<div class="engines">${shown.map((each) => html`<${Engine} key=${each.id} engine=${each} />`)}</div>`}

@@ -113,7 +113,7 @@ async def examine(
         source = spec.tokenizer or info.tokenizer
         if source is not None:
             await builder.load(source)
-        is_there = probe or adapter.model_state in (None, ModelState.LOADED)
+        is_there = probe or await adapter.is_loaded()
         tokenisation = await verify_exactness(builder, adapter) if is_there else _unasked(adapter.model_state)
         async with ProbedEngine(adapter, info, builder) as probed_engine:
             view = await probed_engine.first_view(takes_events=probe)

@@ -67,9 +67,14 @@ class Cause(StrEnum):
     MODEL_REFUSED = "model_refused", Code.MODEL_NOT_FOUND, "the client's key is not for the model"
     # kvpin.
     QUOTA = "quota", Code.RATE_LIMIT_EXCEEDED, "the tenant is over one of its limits"
-    OVERLOADED = "overloaded", Code.OVERLOADED, "the wait for an engine, or for memory, would be too long"
+    OVERLOADED = (
+        "overloaded", Code.OVERLOADED,
+        "the wait for an engine exceeds `limits.queue_s`, the queue is full, or no memory is left")
     NO_ENGINE = "no_engine", Code.NO_ENGINE, "no engine takes the request now"
-    OUR_LIMIT = "our_limit", Code.TIME_LIMIT, "the request took longer than kvpin's limit for requests"
+    OUR_LIMIT = (
+        "our_limit", Code.TIME_LIMIT,
+        ("the request exceeded `timeouts.total_s`, or reached no engine within `timeouts.first_byte_s` + "
+         "`limits.queue_s`"))
     STOPPING = "stopping", Code.NO_ENGINE, "kvpin stopped"
     BUG = "bug", Code.INTERNAL_ERROR, "a bug in kvpin; the log has the details"
     # The engine.
@@ -80,7 +85,8 @@ class Cause(StrEnum):
         "engine_lost", Code.ENGINE_FAILED, "health checks lost the engine, or it was removed",
         Blame.NOBODY, "elsewhere")
     ENGINE_BUSY = (
-        "engine_busy", Code.OVERLOADED, "the engine had no room in time, for example no slot",
+        "engine_busy", Code.OVERLOADED,
+        "the engine had no room within `timeouts.first_byte_s`, for example no slot",
         Blame.NOBODY, "elsewhere")
     ENGINE_DIED = (
         "engine_died", Code.ENGINE_FAILED, "the connection broke after the request was sent",

@@ -10,6 +10,7 @@ import uvloop
 
 from engine_adapter.errors import EngineUnavailable, EngineUnhealthy, EngineUnreachable
 from engine_adapter.http import origin
+from engine_adapter.http.client import HttpTransport
 from engine_adapter.http.transport import OutgoingRequest
 from tests.engine_adapter.http.raw_engine import Wire, raw_engine
 
@@ -94,9 +95,13 @@ async def test_a_connection_that_takes_too_long():
         await wire.left()
 
     async with raw_engine(silent) as (url, _):
-        place = origin.Origin(url.replace("http:", "https:").rstrip("/"), None, 0.05)
-        with pytest.raises(EngineUnhealthy, match=r"no answer within 0\.05 s"):
-            await place.connect()
+        address = url.replace("http:", "https:").rstrip("/")
+        with pytest.raises(EngineUnhealthy, match=r"no answer within 0\.05 s$"):
+            await origin.Origin(address, None, 0.05).connect()
+        transport = HttpTransport(connect_timeout_s=0.05, setting="timeouts.connect_s")
+        with pytest.raises(EngineUnhealthy, match=r"no answer within 0\.05 s \(timeouts\.connect_s\)$"):
+            await ask(transport, f"{address}/")
+        await transport.aclose()
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from engine_adapter import (
     JsonBody,
     KvTarget,
     KvVerb,
+    ModelState,
     NotSupported,
     make_adapter,
 )
@@ -320,6 +321,32 @@ class TestLives:
                     await asyncio.sleep(0.1)
             _, reported, said = await world.ask(prompt_of(1))
             assert reported == said
+
+    async def test_one_whose_slots_are_not_managed_is_seen_to_sleep_and_to_wake(self, start_llama, save_dir):
+        server = start_llama("--sleep-idle-seconds", "1", "--no-slots", save_dir=save_dir)
+        async with slot_world(server.url) as world:
+            adapter = world.adapter
+
+            async def until(state):
+                async with asyncio.timeout(20):
+                    while adapter.model_state is not state:
+                        await adapter.load()
+                        await asyncio.sleep(0.1)
+
+            await adapter.connect()
+            assert await adapter.is_loaded()
+            await until(ModelState.SLEEPING)
+            assert not await adapter.is_loaded()
+            await adapter.tokenize("/v1/completions", JsonBody(b'{"prompt": "x"}'))
+            assert await adapter.is_loaded()
+            await until(None)
+            # A kvpin that meets it asleep: a request wakes it, and that is seen.
+            await until(ModelState.SLEEPING)
+            async with slot_world(server.url) as late:
+                await late.adapter.connect()
+                assert not await late.adapter.is_loaded()
+                async with late.adapter.hold("/v1/embeddings", JsonBody(b"{}"), None):
+                    assert await late.adapter.is_loaded()
 
 
 async def test_a_body_that_is_no_json_is_left_alone(world):

@@ -159,8 +159,13 @@ def test_tables_for_people(show):
     assert "1 of 1 engines ready" in show("stats")
 
 
-def test_a_drain_is_undone(ask, show):
-    assert show("engines", "drain", "e0").startswith("e0 is draining, ")
+def test_a_drain_is_undone(kvpin, live_proxy, ask, show):
+    drained = kvpin("engines", "drain", "e0", "--url", live_proxy, *KEY)
+    assert drained.stdout.startswith("e0 is draining, ")
+    assert drained.stderr == (
+        "warning: no engine takes requests for kvpin-tiny now: they get 503 no_engine; "
+        "kvpin engines drain e0 --undo ends that\n"
+    )
     undone = show("engines", "drain", "e0", "--undo")
     assert undone.startswith("e0 takes requests again after a health check, ")
     until_ready(ask)

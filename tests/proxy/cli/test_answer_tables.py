@@ -21,8 +21,20 @@ OPERATION = {
 
 
 def test_engines_that_were_removed_are_listed(capsys):
-    answer_tables.show_engines({"engines": [], "removed": ["http://gpu1:8000"]})
-    assert "removed: http://gpu1:8000; settings name it" in capsys.readouterr().out
+    named = {
+        "engine": "http://gpu1:8000",
+        "removed": "2027-01-31T09:05:07Z",
+        "named": True,
+        "undo": "kvpin engines add vllm=http://gpu1:8000",
+    }
+    other = {**named, "engine": "h http://127.0.0.1:1", "named": False, "undo": "kvpin engines add KIND=URL"}
+    answer_tables.show_engines({"engines": [], "removed": [named, other]})
+    *_, first, second = capsys.readouterr().out.splitlines()
+    assert first == (
+        "removed 2027-01-31 09:05 UTC: http://gpu1:8000; settings name it; "
+        "undo: kvpin engines add vllm=http://gpu1:8000"
+    )
+    assert second == "removed 2027-01-31 09:05 UTC: h http://127.0.0.1:1; undo: kvpin engines add KIND=URL"
 
 
 def test_an_operation_shows_what_was_left_and_why(capsys):

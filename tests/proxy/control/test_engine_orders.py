@@ -1,6 +1,7 @@
 """Operators' orders about engines: given here, at another kvpin, or before the start."""
 
 import asyncio
+import time
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -102,7 +103,9 @@ async def test_an_engine_added_at_one_kvpin_joins_the_others_and_leaves_with_it(
         await one.orders.remove(added)
         tell(one, two)
         await until(lambda: not ids(two))
-        assert two.orders.removed() == [], "nothing names it"
+        assert [(each.engine, each.named) for each in two.orders.removed()] == [
+            (order_name(added.adapter.spec), False)
+        ]
         one.orders.add(named("again", server.url))
         tell(one, two)
         await until(lambda: two.fleet.engine("again").state is EngineState.READY)
@@ -150,13 +153,31 @@ async def test_orders_outlive_a_restart(tmp_path):
         async with running(*engines, state_dir=state_dir) as proxy:
             assert ids(proxy) == ["a", "c"]
             assert proxy.fleet.engine("c").adapter.spec.api_key == "secret"
-            assert proxy.orders.removed() == [order_name(engines[1].spec())]
+            (removed,) = proxy.orders.removed()
+            assert (removed.engine, removed.named) == (order_name(engines[1].spec()), True)
+            assert removed.undo == f"kvpin engines add openai_compatible={b.url}"
             proxy.reload(proxy.settings)
             assert ids(proxy) == ["a", "c"]
             back = proxy.orders.add(named("other", b.url))
             assert (back.id, proxy.orders.removed()) == ("b", [])
         async with running(*engines, state_dir=state_dir) as proxy:
             assert ids(proxy) == ["a", "b", "c"]
+
+
+async def test_removed_engines_are_listed_while_that_may_matter():
+    entry = named("a", "http://127.0.0.1:1", model="m", headers={"x-key": "secret"})
+    ranked = EngineSettings(kind="vllm", id="b", url="http://gpu:8000", dp_rank=1)
+    async with running(entry, ranked) as proxy:
+        book, now = proxy.fleet.book, time.time()
+        book.remove("http://long-ago", now=now - 90_000)
+        book.remove("http://today", now=now - 80_000)
+        for age_s, each in enumerate((entry, ranked)):
+            book.remove(order_name(each.spec()), now=now - 100_000 - age_s)
+        assert [(each.named, each.undo) for each in proxy.orders.removed()] == [
+            (False, "kvpin engines add KIND=URL"),
+            (True, "kvpin engines add openai_compatible=http://127.0.0.1:1,model=m,headers=…"),
+            (True, "kvpin engines add vllm=http://gpu:8000,dp_rank=1"),
+        ]
 
 
 async def test_settings_that_name_an_added_engine_count_from_the_next_start(tmp_path):

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from proxy.api.admin.request_bodies import MAX_KEY_MODELS
-from proxy.core.issued_keys import MAX_KEYS, IssuedKey, KeyBook, signed, verified
+from proxy.core.issued_keys import MAX_AGE_S, MAX_KEYS, IssuedKey, KeyBook, signed, verified
 from proxy.peers.unix_bus import MAX_FRAME_BYTES
 
 
@@ -80,13 +80,25 @@ def test_the_wire_takes_entries_of_a_later_version():
 
 
 def test_only_who_has_the_secret_can_tell_of_keys():
-    told = signed([key()], b"secret")
-    assert verified(told, b"secret") == [key()]
+    told = signed([key()], b"secret", 5.0)
+    assert verified(told, b"secret", 5.0) == [key()]
     changed = told.replace(b"last", b"mine")
     for forged, secret in ((told, b"other"), (changed, b"secret"), (told[:40], b"secret"), (b"", b"secret")):
-        assert verified(forged, secret) is None
-    no_entries = msgspec.msgpack.encode(["x"])
-    assert verified(hmac.digest(b"secret", no_entries, "sha256") + no_entries, b"secret") is None
+        assert verified(forged, secret, 5.0) is None
+    no_entries = msgspec.msgpack.encode([5.0, ["x"]])
+    assert verified(hmac.digest(b"secret", no_entries, "sha256") + no_entries, b"secret", 5.0) is None
+
+
+def test_an_old_state_that_is_told_once_more_opens_no_removed_key():
+    told = signed([key()], b"secret", 1000.0)
+    for now, is_taken in (
+        (1000.0 + MAX_AGE_S, True),
+        (1000.0 - MAX_AGE_S, True),
+        (1001.0 + MAX_AGE_S, False),
+    ):
+        assert (verified(told, b"secret", now) is not None) is is_taken
+    assert verified(signed([key()], b"secret", float("nan")), b"secret", 1000.0) is None
+    assert verified(told, b"secret", None) == [key()], "only this user may write there"
 
 
 def test_all_keys_of_a_full_book_fit_in_one_message_of_the_exchange():
@@ -95,5 +107,5 @@ def test_all_keys_of_a_full_book_fit_in_one_message_of_the_exchange():
         IssuedKey(f"key-{n:012}", "t" * 64, b"d" * 32, "last", 1e9, "n" * 64, names, 1e9) for n in range(20)
     ]
     marks = [KeyBook().removal(each, 1e9) for each in keys]
-    size = len(signed([*keys, *marks], b"secret")) / 20 * MAX_KEYS
+    size = len(signed([*keys, *marks], b"secret", 1e9)) / 20 * MAX_KEYS
     assert size < 0.9 * MAX_FRAME_BYTES

@@ -49,6 +49,19 @@ class TestAdapters:
             assert [candidate.engine for candidate in candidates] == ["a"]
         assert len(pool.candidates(None)) == 2
 
+    def test_what_no_engine_serves_now_is_told_unless_another_kvpin_may(self, fleet, engines):
+        a, b, n = engines
+        assert fleet.unserved() == []
+        a.state = EngineState.DRAINING
+        assert fleet.unserved() == ["ada"]
+        b.state = EngineState.DRAINING
+        assert fleet.unserved() == ["m", "ada"]
+        b.state = EngineState.SUSPECT
+        n.state = EngineState.DOWN
+        assert fleet.unserved() == ["n", "ada"]
+        n.is_served_there = True
+        assert fleet.unserved() == []
+
     def test_its_chain_is_its_own_under_each_salt(self, fleet, engines):
         pool = fleet.pool("m")
         prompts = [replace(PROMPT, lora=a, salt=s) for a in (None, "ada", "lin") for s in (None, "ada", "s")]

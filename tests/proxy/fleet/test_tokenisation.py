@@ -169,6 +169,27 @@ async def test_one_whose_source_is_away_is_looked_for_again(world, tokenizer, mo
     assert [line["event"] for line in logs] == ["the engines tokenise", "tokenizer gives the engine's ids"]
 
 
+async def test_an_engine_that_fell_asleep_after_its_last_health_check_is_not_woken(world, monkeypatch):
+    monkeypatch.setattr(tokenisation, "RETRY_S", 0.01)
+    is_awake, asked_whether = False, 0
+
+    async def is_loaded(_adapter):
+        nonlocal asked_whether
+        asked_whether += 1
+        return is_awake
+
+    monkeypatch.setattr(Tokenising, "is_loaded", is_loaded)
+    engine = world.join("a")
+    world.loader.go.set()
+    async with asyncio.timeout(5):
+        while asked_whether < 3:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    assert engine.adapter.asked == 0
+    is_awake = True  # a request has woken it
+    await world.settled()
+    assert (engine.adapter.asked > 0, world.prompts.exactness.source) == (True, "local")
+
+
 async def test_where_the_first_engines_tokenizer_is_nowhere_that_of_another_is_loaded(world, tokenizer):
     world.loader.tokenizer = None
     world.loader.go.set()

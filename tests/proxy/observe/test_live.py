@@ -54,6 +54,10 @@ async def test_the_first_event_is_a_snapshot_of_everything(world):
     world._metrics.observe(record(reported_tokens=16, status=200))
     ((name, now),) = events(await world.join().take())
     assert (name, now["requests"], now["reuse_on"], now["waiting"]) == ("snapshot", 1, True, {})
+    assert now["unserved"] == []
+    world._fleet.engine("a").state = EngineState.DRAINING
+    assert world.snapshot().unserved == ["m"]
+    world._fleet.engine("a").state = EngineState.READY
     (engine,) = now["engines"]
     assert (engine["id"], engine["model"], engine["state"], engine["trust"]) == (
         "a",

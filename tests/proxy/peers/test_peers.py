@@ -9,7 +9,7 @@ from structlog.testing import capture_logs
 
 from proxy.control.pinning import PinAnswer
 from proxy.control.stats import stats
-from proxy.core.issued_keys import IssuedKey, signed
+from proxy.core.issued_keys import MAX_AGE_S, IssuedKey, signed
 from proxy.core.peers.messages import Batch, Heartbeat, KvpinState, Leaving, frame_of
 from proxy.core.pins import Pin
 from proxy.core.placement.load import LoadSample, Work
@@ -175,7 +175,9 @@ async def test_who_lacks_the_secret_issues_no_key(wires):
     """Whoever may publish to a Redis channel could otherwise let himself in."""
     async with world(lambda _: Wire(wires)) as (_, (one, two)):
         two.peers._secret = lambda: b"another"
-        forged = [signed(issued("k"), b"a guess"), signed(issued("k"), b"")[:-1], b"\xff" * 40, b"x"]
+        now = time.time()
+        whole = signed(issued("k"), b"", now)
+        forged = [signed(issued("k"), b"a guess", now), whole[:-1], b"\xff" * 40, b"x"]
         with capture_logs() as logs:
             for number, told in enumerate(forged):
                 state = KvpinState("evil", [], keys=told)
@@ -189,12 +191,23 @@ async def test_who_lacks_the_secret_issues_no_key(wires):
         await until(lambda: not two.tenants.open)
 
 
+async def test_an_old_message_that_is_repeated_opens_no_key_where_others_may_write(wires):
+    """It was told before the key was removed, and whoever may publish to a Redis channel has kept it."""
+    async with world(lambda _: Wire(wires)) as (_, (one, two)):
+        old = signed(issued("k"), b"", time.time() - 2 * MAX_AGE_S)
+        one.peers._secret = two.peers._secret = lambda: b""
+        for proxy, is_private, keys in ((one, False, []), (two, True, [b"k"])):
+            proxy.peers._bus.is_private = is_private
+            proxy.peers._take_keys(old)
+            assert [key.digest for key in proxy.tenants.keys] == keys
+
+
 async def test_without_a_secret_keys_stay_here(wires):
     async with world(lambda _: Wire(wires)) as (_, (one, two)):
         one.peers._secret = lambda: None
         with capture_logs() as logs:
             one.tenants.issued.merge(issued("own"))
-            one.peers._take_keys(signed(issued("k"), b""))
+            one.peers._take_keys(signed(issued("k"), b"", time.time()))
             await asyncio.sleep(0.1)
         assert (two.tenants.open, len([*one.tenants.keys])) == (True, 1)
         assert {each["event"].partition(":")[0] for each in logs} == {

@@ -23,6 +23,7 @@ from proxy.settings.sentences import details_of, plain_message
         ),
         ({"logs": {"format": "x"}}, "it must be 'auto', 'json' or 'pretty'"),
         ({"managed": [{"kind": "embedded", "id": "a b"}]}, "it must have 1 to 64 letters, digits, "),
+        ({"name": "a b"}, "it must have 1 to 64 characters of ASCII, without spaces"),
         ({"engines": [{"kind": "vlm", "url": "http://x"}]}, "unknown engine kind 'vlm'"),
     ],
 )

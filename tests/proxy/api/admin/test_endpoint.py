@@ -3,7 +3,7 @@ import pytest
 
 from proxy.api.admin import endpoint
 from proxy.api.admin.endpoint import answer, decode
-from proxy.api.admin.request_bodies import Flush, Pin, Unpin
+from proxy.api.admin.request_bodies import PATTERNS, TENANT, AddKey, Flush, Pin, Unpin
 from proxy.errors import BadRequest
 
 
@@ -27,6 +27,23 @@ def test_a_wrong_body_names_its_field(raw, kind, param):
     with pytest.raises(BadRequest) as caught:
         decode(raw, kind)
     assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("raw", "said"),
+    [
+        (b'{"tenant": "no spaces"}', f"must be {PATTERNS[TENANT]} - at `$.tenant`"),
+        (b'{"name": "x\\n"}', "must be one line of text, without control characters - at `$.name`"),
+        (
+            b'{"models": ["m", " "]}',
+            "must be one line of text that is not blank, without control characters - at `$.models[1]`",
+        ),
+    ],
+)
+def test_what_a_text_must_be_is_said_in_words(raw, said):
+    with pytest.raises(BadRequest) as caught:
+        decode(raw, AddKey)
+    assert str(caught.value) == said
 
 
 @pytest.mark.parametrize("raw", [b"0", b"[]", b"{", b'{"all": NaN}', b'{"prompt": "\xff"}', b"[" * 100_000])

@@ -1,3 +1,6 @@
+import time
+from datetime import datetime
+
 import pytest
 
 from proxy.fleet.engine import EngineState
@@ -15,11 +18,31 @@ async def test_an_engine_comes_drains_and_goes(world, client):
         assert [(e["id"], e["state"], e["model"]) for e in listed] == [(engine.id, "ready", "m")]
         drained = await client.post(f"/engines/{engine.id}/drain")
         assert drained.json()["state"] == "draining"
-        await client.post(f"/engines/{engine.id}/drain", json={"undo": True})
+        assert drained.json()["warning"] == (
+            "no engine takes requests for m now: they get 503 no_engine; "
+            "kvpin engines drain openai_compatible-0 --undo ends that"
+        )
+        undone = await client.post(f"/engines/{engine.id}/drain", json={"undo": True})
+        assert undone.json()["warning"] is None
         await until(lambda: engine.state is EngineState.READY)
         gone = await client.delete(f"/engines/{engine.id}")
         assert (gone.status_code, gone.content) == (204, b"")
-        assert (await client.get("/engines")).json() == {"engines": [], "sources": [], "removed": []}
+        listed = (await client.get("/engines")).json()
+        assert (listed["engines"], listed["sources"]) == ([], [])
+        (removed,) = listed["removed"]
+        assert removed.pop("engine").endswith(server.url)
+        assert abs(datetime.fromisoformat(removed.pop("removed")).timestamp() - time.time()) < 60
+        assert removed == {"named": False, "undo": "kvpin engines add KIND=URL"}
+
+
+async def test_the_last_engine_of_a_model_is_drained_with_a_warning(world, client, pair):
+    assert (await client.post("/engines/a/drain")).json()["warning"] is None
+    last = (await client.post("/engines/b/drain")).json()
+    assert (last["state"], last["warning"].partition(" now: ")[0]) == (
+        "draining", "no engine takes requests for m",
+    )  # fmt: skip
+    assert (await client.post("/engines/a/drain", json={"undo": True})).json()["warning"] is None
+    assert (await client.post("/engines/b/drain")).json()["warning"] is None, "a is back"
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -13,6 +14,8 @@ from structlog.testing import capture_logs
 
 from engine_adapter import HttpTransport
 from proxy.core.issued_keys import MAX_KEYS, IssuedKey
+from proxy.fleet.state_dir import key_book_file
+from proxy.fleet.state_dir.key_book_file import KeyBookFile
 from proxy.server.app import Proxy, build_app
 from proxy.settings import EngineSettings, Settings, SettingsError
 from tests.fakes import FakeEngine, serving
@@ -70,7 +73,8 @@ async def test_the_first_key_closes_kvpin_and_the_last_one_does_not_open_it(tmp_
         assert (await here.status(), await here.status("wrong"), await here.status(added["key"])) == (
             401, 401, 200,
         )  # fmt: skip
-        assert (await here.admin("DELETE", f"/{added['id']}")).status_code == 204
+        removed = await here.admin("DELETE", f"/{added['id']}")
+        assert (removed.status_code, removed.json()) == (200, {"id": added["id"], "warning": None})
         assert (await here.status(), await here.status(added["key"])) == (401, 401)
     async with kvpin(tmp_path) as again:
         assert (await again.status(), await again.status(added["key"])) == (401, 401)
@@ -242,6 +246,29 @@ async def test_what_cannot_be_saved_does_not_count(tmp_path):
         assert await here.status() == 200
 
 
+async def test_a_leaked_key_is_closed_in_the_whole_group_while_the_disk_is_full(tmp_path, monkeypatch):
+    group = {"reuse": True, "exchange": {"url": f"unix:{tmp_path / 'group'}"}}
+    async with kvpin(tmp_path / "one", **group) as one, kvpin(tmp_path / "two", **group) as two:
+        leaked, kept = await one.issue(), await one.issue()
+        await until(lambda: two.proxy.tenants.find(leaked["key"]))
+
+        def full(*_args, **_fields):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        monkeypatch.setattr(key_book_file, "write", full)
+        removed = await one.admin("DELETE", f"/{leaked['id']}")
+        assert (removed.status_code, await one.status(leaked["key"])) == (200, 401)
+        assert "its removal is not saved: " in removed.json()["warning"]
+        assert "No space left on device" in removed.json()["warning"]
+        await until(lambda: not two.proxy.tenants.find(leaked["key"]))
+        assert [await each.status(kept["key"]) for each in (one, two)] == [200, 200]
+        assert (await one.admin("POST", name="x")).status_code == 500
+        monkeypatch.undo()
+        for name in ("one", "two"):
+            file = KeyBookFile(tmp_path / name)
+            await until(lambda file=file: [key.id for key in file.read() if key.removed] == [leaked["id"]])
+
+
 async def test_a_damaged_book_opens_no_door(tmp_path):
     async with kvpin(tmp_path) as here:
         await here.issue()
@@ -289,7 +316,7 @@ async def test_a_key_that_ends_where_the_calendar_does_can_be_listed_and_removed
         assert await here.status(added["key"]) == 200
         (listed,) = (await here.admin("GET")).json()["keys"]
         assert listed["expires"].startswith("9999-12-")
-        assert (await here.admin("DELETE", f"/{listed['id']}")).status_code == 204
+        assert (await here.admin("DELETE", f"/{listed['id']}")).status_code == 200
         assert await here.status(added["key"]) == 401
 
 

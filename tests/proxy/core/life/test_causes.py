@@ -1,5 +1,7 @@
 """The table of causes."""
 
+import re
+
 import pytest
 
 from engine_adapter import EngineError, EngineRejected, EngineUnavailable
@@ -7,6 +9,7 @@ from proxy import errors
 from proxy.core.life import Blame, Cause
 from proxy.errors import ProxyError
 from proxy.request.error_table import CAUSES, cause_of, status_of
+from proxy.settings import Settings
 
 
 def subclasses(base):
@@ -22,6 +25,23 @@ def test_each_has_a_meaning_and_only_engines_are_blamed(cause):
     assert is_of_engine or cause.blame is Blame.NOBODY
     assert not cause.is_poison or cause.elsewhere
     assert not cause.elsewhere or is_of_engine or cause is Cause.DIVERGED
+
+
+@pytest.mark.parametrize(
+    ("cause", "settings"),
+    [
+        (Cause.OVERLOADED, ["limits.queue_s"]),
+        (Cause.OUR_LIMIT, ["timeouts.total_s", "timeouts.first_byte_s", "limits.queue_s"]),
+        (Cause.ENGINE_BUSY, ["timeouts.first_byte_s"]),
+        (Cause.ENGINE_LATE, ["timeouts.first_byte_s"]),
+        (Cause.ENGINE_SILENT, ["timeouts.idle_s"]),
+    ],
+)
+def test_a_time_limit_names_its_settings(cause, settings):
+    named = re.findall(r"`(\w+\.\w+)`", cause.meaning)
+    assert named == settings
+    for group, _, field in (each.partition(".") for each in named):
+        assert hasattr(getattr(Settings(), group), field)
 
 
 @pytest.mark.parametrize(
