@@ -18,10 +18,13 @@ TEXTS = ("content", "reasoning_content", "reasoning", "text")
 _RAW_BYTES = 16 << 10
 # Characters of text that are kept of one answer. A longer one ends with its engine.
 _MAX_TEXT = 1 << 20
-_FINISHED = re.compile(rb'"finish_reason"\s*:\s*"')
+_REASON = b'"finish_reason"'
+_FINISHED = re.compile(_REASON + rb'\s*:\s*"')
 _DONE = re.compile(rb"\ndata: ?\[DONE\]\s*$", re.MULTILINE)  # begins with text: ten times as fast as with ^
 # An engine's own error, as an event or as llama-servers wrote it.
 _FAILED = re.compile(rb'\n(?:error: ?\{|data: ?\{\s*"error"\s*:\s*["{])')
+# Choices end in turn, and an event with the usage may follow the last end.
+_LAST_REASONS = 8
 _DATA = b"data: "
 _END = b"\n\ndata: [DONE]\n\n"
 NULL, _FIRST = msgspec.Raw(b"null"), msgspec.Raw(b"0")
@@ -120,7 +123,24 @@ def is_whole(tail: bytes) -> bool:
     if tail.endswith(_END):
         return True
     tail = b"\n" + tail
-    return any(end.search(tail) is not None for end in (_DONE, _FINISHED, _FAILED))
+    # A word that a pattern needs is found ten times as fast, from the end five times more.
+    return (
+        _has_finished(tail)
+        or (tail.rfind(b"[DONE]") >= 0 and _DONE.search(tail) is not None)
+        or (tail.rfind(b"error") >= 0 and _FAILED.search(tail) is not None)
+    )
+
+
+def _has_finished(tail: bytes) -> bool:
+    """True if one of the last events ends a choice."""
+    at = len(tail)
+    for _ in range(_LAST_REASONS):
+        at = tail.rfind(_REASON, 0, at)
+        if at < 0:
+            return False
+        if _FINISHED.match(tail, at) is not None:
+            return True
+    return False
 
 
 class SentStream(msgspec.Struct, frozen=True):
