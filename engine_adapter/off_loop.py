@@ -89,42 +89,52 @@ class FairThreads:
         return result
 
     def _start(self) -> None:
-        """Gives free threads to the tenants in turn."""
-        while self._running.total() < self._threads:
-            tenant = next((each for each in self._waiting if self._running[each] < self._each), _NOBODY)
-            if tenant is _NOBODY:
-                return
-            jobs = self._waiting[tenant]
-            job = jobs.popleft()
-            self._waiting.move_to_end(tenant)
-            if not jobs:
-                del self._waiting[tenant]
-            self._running[tenant] += 1
-            self._pool.submit(self._run, tenant, [job])
+        """Lets free threads begin."""
+        while self._running.total() < self._threads and (taken := self._next()) is not None:
+            self._pool.submit(self._work, [taken])
 
-    def _run(self, tenant: str | None, jobs: list[_Job]) -> None:
-        """Does the only one of `jobs`, and takes it out: the pool keeps its arguments as long as an error's
-        traceback, which leads to the pool."""
-        job = jobs.pop()
+    def _next(self) -> tuple[str | None, _Job] | None:
+        """Takes work from the tenants in turn; None if none may run."""
+        tenant = next((each for each in self._waiting if self._running[each] < self._each), _NOBODY)
+        if tenant is _NOBODY:
+            return None
+        jobs = self._waiting[tenant]
+        job = jobs.popleft()
+        self._waiting.move_to_end(tenant)
+        if not jobs:
+            del self._waiting[tenant]
+        self._running[tenant] += 1
+        return tenant, job
+
+    def _work(self, first: list[tuple[str | None, _Job]]) -> None:
+        """Does the only one of `first`, then what waits: more threads would fill more encoders' caches. It is
+        taken out: the pool keeps its arguments as long as an error's traceback, which leads to the pool."""
+        taken: tuple[str | None, _Job] | None = first.pop()
+        while taken is not None:
+            taken = self._do(*taken)
+
+    def _do(self, tenant: str | None, job: _Job) -> tuple[str | None, _Job] | None:
+        """Does work; returns what this thread does next."""
         began, tell = time.thread_time(), None
         if job.result.set_running_or_notify_cancel():
             try:
                 tell = partial(job.result.set_result, job.work())
             except BaseException as error:  # noqa: BLE001 - the caller gets it
                 tell = partial(job.result.set_exception, error)
-        self._end(tenant, job.what, time.thread_time() - began)
+        following = self._end(tenant, job.what, time.thread_time() - began)
         if tell is not None:
             tell()
         del job, tell  # an error's traceback holds this frame
+        return following
 
-    def _end(self, tenant: str | None, what: What, spent_s: float) -> None:
+    def _end(self, tenant: str | None, what: What, spent_s: float) -> tuple[str | None, _Job] | None:
         """Charges the tenant, and gives its thread to the next one."""
         with self._lock:
             self._in_threads[tenant, what] += spent_s
             self._running[tenant] -= 1
             if not self._running[tenant]:
                 del self._running[tenant]
-            self._start()
+            return self._next()
 
 
 _NOBODY: Any = object()

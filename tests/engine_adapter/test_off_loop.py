@@ -92,6 +92,14 @@ class TestFairness:
         assert order[:3] in (["a", "b", "c"], ["b", "c", "a"])
         assert order.count("a") == 5
 
+    def test_a_thread_does_what_waits_before_another_is_made(self):
+        threads, used = FairThreads(4, 2), set()
+        for each in [
+            threads.submit("a", "parse", lambda: used.add(threading.get_ident())) for _ in range(500)
+        ]:
+            each.result(5)
+        assert len(used) <= 2
+
     def test_an_error_gives_the_thread_back(self):
         threads = FairThreads(1, 1)
         with pytest.raises(ZeroDivisionError):
