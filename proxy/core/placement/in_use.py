@@ -63,6 +63,17 @@ class Residents:
             del prompts[last]
         return lost
 
+    def reaches(self, blocks: int, hashes: Sequence[BlockHash]) -> bool:
+        """True if the `blocks` least recently used blocks may include some of a prompt's."""
+        own, seen = continued(self._prompts, hashes), 0
+        for looked_at, (last, (_, size)) in enumerate(self._prompts.items()):
+            if seen >= blocks:
+                return False
+            if last in own or looked_at == MAX_LOOKED_AT:
+                return True
+            seen += size if self._holds(last) else 0
+        return seen < blocks
+
     def clear(self) -> None:
         """The engine lost everything."""
         self._prompts.clear()

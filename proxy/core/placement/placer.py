@@ -22,7 +22,7 @@ from proxy.core.placement.demand import Demand
 from proxy.core.placement.in_use import InUse, Residents
 from proxy.core.placement.load import EngineLedger, LoadSample, Spent, Work
 from proxy.core.placement.rates import EngineRates, PoolRates
-from proxy.core.placement.recent import Rate
+from proxy.core.placement.recent import WINDOW_S, Rate
 from proxy.core.placement.whole_answers import AnswerSample, Report
 
 # Conversations whose last engine is remembered: more than run at a time.
@@ -42,7 +42,10 @@ class EngineBook:
         in_use: GPU memory that requests in flight hold; None if the capacity is unknown.
         turn: number of the placement that last chose it, 0 for none.
         epoch: epoch of the rates that priced its ledger.
-        worked: seconds it spent lately on prompts before their first tokens.
+        worked: seconds that it spent on prompts before their first tokens, over the last minutes: the next
+            turns of a conversation take minutes, too. Over a few seconds, one long prefill would drive the
+            conversations away from its engine, and their prefills elsewhere would drive the next ones away.
+        unread: blocks of the prompts in flight that have no first token yet.
     """
 
     engine: str
@@ -56,7 +59,8 @@ class EngineBook:
     in_use: InUse | None
     turn: int = 0
     epoch: int = 0
-    worked: Rate = field(default_factory=Rate)
+    worked: Rate = field(default_factory=partial(Rate, WINDOW_S))
+    unread: int = 0
 
     def forget(self) -> None:
         """The engine lost its KV."""
@@ -172,13 +176,16 @@ class Placer:
         if book.epoch != self.rates.epoch:
             book.epoch = self.rates.epoch
             book.ledger.reprice(book.rates.price)
-        free = room = None
+        free, room, evicts = None, None, 0
         if book.gpu_blocks is not None:
             gpu, host, _, pending = self.index.counts(engine)
             free = room = max(book.gpu_blocks - gpu - pending, 0)
             groups = self.index.groups_of(engine)
             if groups is not None:
                 free = room = max(groups.room(book.gpu_blocks, gpu) - pending, 0)
+                evicts = groups.evicted(book.gpu_blocks, gpu, book.unread) if book.unread else 0
+            elif book.unread:
+                evicts = max(book.unread - (book.gpu_blocks - gpu), 0)
             if book.host_blocks > host:
                 room += book.host_blocks - host
         busy = book.worked.per_s(now)
@@ -198,6 +205,7 @@ class Placer:
             is_last,
             min(busy, 1.0),
             book.in_use,
+            evicts,
         )
 
     def place(self, now: float, candidates: Sequence[Candidate], chain: Chain | None) -> Placement:
@@ -233,7 +241,8 @@ class Placer:
         if session is not None:
             self._note(session, engine)
         if chain is not None:
-            self.index.add_pending(engine, chain.hashes)
+            self.index.add_pending(engine, chain.hashes, chain.reusable)
+            book.unread += len(chain.hashes)
             if book.in_use is not None:
                 book.in_use.add(chain.hashes)
         known = known and chain is not None
@@ -286,6 +295,7 @@ class Placer:
         if computed is None:
             if placed.begun is None:
                 self.demand.refused(now, placed.counted_s)
+                book.unread -= len(placed.hashes)
             return
         if placed.begun is not None and chain is not None:  # a WebSocket may be open for hours
             self.demand.answered(now, now - placed.begun)
@@ -319,6 +329,7 @@ class Placer:
         if placed.begun is not None:
             return
         placed.begun = now
+        placed.book.unread -= len(placed.hashes)
         if self.rates.learned:
             seconds = placed.book.rates.price(placed.work)
             placed.book.worked.add(now, seconds)

@@ -46,9 +46,9 @@ def begin(placer, now, chain, *names, **more):
     return begin_at(placer, now, place(placer, now, chain, *names), chain, **more)
 
 
-def serve(placer, now, chain, *, took_s=0.1, session=None):
+def serve(placer, now, chain, *, took_s=0.1, session=None, on=()):
     """A streamed request from beginning to end, alone; returns its engine and the cached tokens predicted."""
-    placement = place(placer, now, chain)
+    placement = place(placer, now, chain, *on)
     placed = begin_at(placer, now, placement, chain, session=session)
     placer.first_token(now + took_s, placed)
     placer.index.store(placement.engine, Tier.GPU, chain.hashes)
@@ -172,6 +172,53 @@ class TestCandidates:
             placer.index.remove_group("a", group, (*range(1, 31), 99))
         assert placer.index.groups_of("a").held == 0
 
+    def test_prompts_that_were_not_read_yet_may_evict(self, placer):
+        for name in range(9):  # 90 of 100 blocks
+            serve(placer, float(name), prompt(name), on="a")
+        first, last = (place(placer, 20.0, prompt(name, blocks=12), "a") for name in (0, 8))
+        assert (first.predicted_tokens, last.predicted_tokens) == (160, 160)
+        assert not first.may_be_evicted
+        for name, blocks in ((20, 10), (21, 5)):
+            placed = begin(placer, 20.0, prompt(name, blocks=blocks), "a")
+        assert placer.candidate(20.0, "a").evicts == 5
+        first, last, new = (place(placer, 20.0, prompt(name, blocks=12), "a") for name in (0, 8, 30))
+        assert (first.may_be_evicted, last.may_be_evicted, new.may_be_evicted) == (True, False, False)
+        placer.first_token(21.0, placed)
+        assert not place(placer, 21.0, prompt(0, blocks=12), "a").may_be_evicted
+
+    def test_a_host_tier_keeps_what_they_evict(self):
+        placer = Placer(16)
+        placer.add("a", gpu_blocks=10, host_blocks=100)
+        serve(placer, 0.0, prompt(0))
+        begin(placer, 1.0, prompt(1), "a")
+        assert placer.candidate(1.0, "a").evicts == 10
+        assert not place(placer, 1.0, prompt(0)).may_be_evicted
+
+    def test_until_a_window_has_left_them_prompts_take_its_blocks_too(self):
+        placer = Placer(16)
+        placer.add("a", gpu_blocks=60)
+        group = KvGroup(1, Attention.WINDOW, 64)
+        placer.index.add_group("a", group, 16, 16)
+        assert placer.index.groups_of("a").evicted(60, 0, 100) == 0  # nothing is there
+        placer.index.store("a", Tier.GPU, prompt(0, blocks=30).hashes)
+        placer.index.store_group("a", group, prompt(0, blocks=30).hashes[-10:])
+        begin(placer, 0.0, prompt(1), "a")
+        assert placer.candidate(0.0, "a").evicts == 0  # 20 blocks are free: it takes 10 in each of two
+        begin(placer, 0.0, prompt(2, blocks=4), "a")
+        assert placer.candidate(0.0, "a").evicts == 8 * 30 // 40
+        assert place(placer, 0.0, prompt(0, blocks=31)).may_be_evicted
+
+    def test_who_is_over_evicts_nothing(self, placer):
+        lives = [begin(placer, 0.0, prompt(name, blocks=60), "a") for name in range(4)]
+        assert placer.candidate(0.0, "a").evicts == 140
+        placer.first_token(1.0, lives[0])
+        placer.end(2.0, lives[0], 10)
+        placer.end(2.0, lives[1], None)  # it failed
+        placer.end(2.0, lives[2], 961)  # its answer came whole
+        placer.first_token(2.0, lives[3])
+        placer.end(3.0, lives[3], None)
+        assert placer.books["a"].unread == 0
+
 
 class TestPlacement:
     def test_a_prompt_returns_to_the_engine_that_served_it(self, placer):
@@ -260,6 +307,20 @@ class TestPlacement:
             placer.refine(placed, Work(1, host=80_000))
             placer.end(second + 0.5, placed, 1)
         assert placer.candidate(600.0, "a").busy == pytest.approx(0.5, rel=0.05)
+
+    def test_one_long_prefill_drives_no_conversation_away(self):
+        placer = Placer(16)
+        for name in ("a", "b"):
+            placer.add(name, gpu_blocks=10_000)
+        home, _ = serve(placer, 0.0, prompt(0, blocks=200), took_s=1.0)
+        for turn in range(1, 100):
+            assert serve(placer, 10.0 * turn, prompt(0, blocks=200 + turn))[0] == home
+        # Many more turns are expected. Each would find the engine computing if it went on like this.
+        placed = begin(placer, 1000.0, prompt(1, blocks=600), home)
+        placer.first_token(1003.0, placed)
+        placer.end(1003.0, placed, 9601)
+        assert placer.demand.turns > 5
+        assert place(placer, 1003.0, prompt(0, blocks=300)).engine == home
 
     def test_where_streams_hold_the_memory_a_prompt_waits_for_one_to_end(self, placer):
         serve(placer, 0.0, prompt(0))
