@@ -279,7 +279,7 @@ class Attempts:
             unchecked = Unchecked.TOKENS_DIFFER
         elif not placement.firm:
             unchecked = Unchecked.NOT_FIRM
-        elif placement.may_be_evicted:
+        elif lease.placed.may_be_evicted and placement.predicted_tokens:
             unchecked = Unchecked.MAY_BE_EVICTED
         else:
             predicted = placement.predicted_tokens

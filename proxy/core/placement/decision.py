@@ -57,7 +57,6 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
         is_last: it served this session before.
         busy: share of its time that it computes prompts.
         in_use: GPU memory that requests in flight hold; None if its capacity is not known.
-        evicts: most blocks that it may evict for prompts placed there before their first tokens.
     """
 
     engine: str
@@ -75,7 +74,6 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     is_last: bool = False
     busy: float = 0.0
     in_use: InUse | None = None
-    evicts: int = 0
 
 
 class Cost(msgspec.Struct, frozen=True, gc=False):
@@ -137,7 +135,6 @@ class Placement(msgspec.Struct, frozen=True, gc=False):
         elsewhere: most tokens of the prompt that another candidate would reuse; None without another.
         firm: False if the prediction counts blocks that requests in flight have yet to leave, or the engine
             may hold more than is known.
-        may_be_evicted: requests in flight may evict what it counts on before the engine looks for it.
         gpu_tokens: predicted tokens that lie on the GPU.
         strain: how many times a second of prefill counted, see `Outlook`.
         cut_tokens: further tokens that its full attention holds, and that it cannot reuse.
@@ -151,7 +148,6 @@ class Placement(msgspec.Struct, frozen=True, gc=False):
     rule: str
     elsewhere: int | None = None
     firm: bool = True
-    may_be_evicted: bool = False
     gpu_tokens: int = 0
     strain: float = 1.0
     cut_tokens: int = 0
@@ -383,7 +379,6 @@ def place(candidates: Sequence[Candidate], chain: Chain, outlook: Outlook = CALM
         rule="lowest cost",
         elsewhere=scores.elsewhere(best),
         firm=_is_firm(candidate),
-        may_be_evicted=chosen.cached_tokens > 0 and _may_be_evicted(candidate, chain),
         gpu_tokens=_on_gpu(candidate, chosen, chain),
         strain=outlook.strain,
         cut_tokens=candidate.match.cut * chain.tokens_per_block,
@@ -420,13 +415,6 @@ def _is_firm(candidate: Candidate) -> bool:
     if candidate.forecast is not None:
         return candidate.forecast.firm
     return candidate.complete and candidate.match.pending == 0
-
-
-def _may_be_evicted(candidate: Candidate, chain: Chain) -> bool:
-    if not candidate.evicts or candidate.forecast is not None or candidate.residents is None:
-        return False
-    # What leaves a GPU for a host tier can be reused there.
-    return candidate.on_gpu is None and candidate.residents.reaches(candidate.evicts, chain.hashes)
 
 
 def place_least_loaded(candidates: Sequence[Candidate]) -> Placement:

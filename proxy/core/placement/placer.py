@@ -15,6 +15,7 @@ from functools import partial
 from itertools import islice
 
 from engine_adapter.hold import Forecast
+from engine_adapter.types import Tier
 from proxy.core.index.blocks import BlockHash, Chain
 from proxy.core.index.prefix_index import Match, PrefixIndex
 from proxy.core.placement.decision import NOTHING, Candidate, Outlook, Placement, place, place_least_loaded
@@ -27,6 +28,8 @@ from proxy.core.placement.whole_answers import AnswerSample, Report
 
 # Conversations whose last engine is remembered: more than run at a time.
 MAX_SESSIONS = 50_000
+# Of the prompts that an engine has yet to read, so many are looked at when another one joins them.
+MAX_NEIGHBOURS = 8
 
 
 @dataclass(slots=True, eq=False)
@@ -45,7 +48,8 @@ class EngineBook:
         worked: seconds that it spent on prompts before their first tokens, over the last minutes: the next
             turns of a conversation take minutes, too. Over a few seconds, one long prefill would drive the
             conversations away from its engine, and their prefills elsewhere would drive the next ones away.
-        unread: blocks of the prompts in flight that have no first token yet.
+        unread: requests that have no first token yet, by their tickets.
+        unread_blocks: those of their prompts.
     """
 
     engine: str
@@ -60,7 +64,8 @@ class EngineBook:
     turn: int = 0
     epoch: int = 0
     worked: Rate = field(default_factory=partial(Rate, WINDOW_S))
-    unread: int = 0
+    unread: dict[int, PlacedRequest] = field(default_factory=dict)
+    unread_blocks: int = 0
 
     def forget(self) -> None:
         """The engine lost its KV."""
@@ -80,6 +85,7 @@ class PlacedRequest:
         counted_s: seconds of that work which count as demand.
         begun: when that work ended; None before.
         spent: the engine's work until its answer came, if that came whole.
+        may_be_evicted: prompts in flight may evict what it counts on before its engine looks for that.
     """
 
     book: EngineBook
@@ -89,6 +95,7 @@ class PlacedRequest:
     counted_s: float = 0.0
     begun: float | None = None
     spent: Spent | None = None
+    may_be_evicted: bool = False
 
     @property
     def hashes(self) -> tuple[BlockHash, ...]:
@@ -176,16 +183,13 @@ class Placer:
         if book.epoch != self.rates.epoch:
             book.epoch = self.rates.epoch
             book.ledger.reprice(book.rates.price)
-        free, room, evicts = None, None, 0
+        free = room = None
         if book.gpu_blocks is not None:
             gpu, host, _, pending = self.index.counts(engine)
             free = room = max(book.gpu_blocks - gpu - pending, 0)
             groups = self.index.groups_of(engine)
             if groups is not None:
                 free = room = max(groups.room(book.gpu_blocks, gpu) - pending, 0)
-                evicts = groups.evicted(book.gpu_blocks, gpu, book.unread) if book.unread else 0
-            elif book.unread:
-                evicts = max(book.unread - (book.gpu_blocks - gpu), 0)
             if book.host_blocks > host:
                 room += book.host_blocks - host
         busy = book.worked.per_s(now)
@@ -205,7 +209,6 @@ class Placer:
             is_last,
             min(busy, 1.0),
             book.in_use,
-            evicts,
         )
 
     def place(self, now: float, candidates: Sequence[Candidate], chain: Chain | None) -> Placement:
@@ -242,14 +245,33 @@ class Placer:
             self._note(session, engine)
         if chain is not None:
             self.index.add_pending(engine, chain.hashes, chain.reusable)
-            book.unread += len(chain.hashes)
             if book.in_use is not None:
                 book.in_use.add(chain.hashes)
         known = known and chain is not None
         seconds = book.rates.price(work)
         counted_s = self.demand.placed(now, seconds, learned=self.rates.learned)
         ticket = book.ledger.begin(now, seconds, work if known else None, seen=streams)
-        return PlacedRequest(book, ticket, chain, work, counted_s)
+        placed = PlacedRequest(book, ticket, chain, work, counted_s)
+        self._note_evictions(placed)
+        return placed
+
+    def _note_evictions(self, placed: PlacedRequest) -> None:
+        """Of prompts that an engine has yet to read, each may evict what another is to reuse. Engines need not
+        read them in the order in which they were placed."""
+        book = placed.book
+        book.unread[placed.ticket] = placed
+        book.unread_blocks += len(placed.hashes)
+        # What leaves a GPU for a host tier can be reused there.
+        if len(book.unread) == 1 or book.gpu_blocks is None or book.on_gpu is not None:
+            return
+        held, groups = self.index.held(book.engine, Tier.GPU), self.index.groups_of(book.engine)
+        for each in islice(reversed(book.unread.values()), MAX_NEIGHBOURS):
+            if not each.may_be_evicted:
+                coming = book.unread_blocks - len(each.hashes)
+                evicts = coming - max(book.gpu_blocks - held, 0)
+                if groups is not None:
+                    evicts = groups.evicted(book.gpu_blocks, held, coming)
+                each.may_be_evicted = evicts > 0 and book.residents.reaches(evicts, each.hashes)
 
     def recent_sessions(self, limit: int) -> list[tuple[Hashable, str]]:
         """Conversations and the engine that each was last placed on, the last placed first."""
@@ -289,13 +311,13 @@ class Placer:
         """The request is over. `computed` tokens of its prompt are new on the engine; None if it failed. If
         its answer came whole, the engine's `report` teaches rates."""
         book, chain, size = placed.book, placed.chain, self.tokens_per_block
+        self._was_read(placed)
         book.ledger.end(now, placed.ticket)
         if chain is not None and book.in_use is not None:
             book.in_use.remove(chain.hashes)
         if computed is None:
             if placed.begun is None:
                 self.demand.refused(now, placed.counted_s)
-                book.unread -= len(placed.hashes)
             return
         if placed.begun is not None and chain is not None:  # a WebSocket may be open for hours
             self.demand.answered(now, now - placed.begun)
@@ -329,13 +351,18 @@ class Placer:
         if placed.begun is not None:
             return
         placed.begun = now
-        placed.book.unread -= len(placed.hashes)
+        self._was_read(placed)
         if self.rates.learned:
             seconds = placed.book.rates.price(placed.work)
             placed.book.worked.add(now, seconds)
             self.demand.worked(now, seconds)
         if placed.chain is not None:
             self.demand.asked(now, placed.chain, placed.work.computed)
+
+    def _was_read(self, placed: PlacedRequest) -> None:
+        book = placed.book
+        if book.unread.pop(placed.ticket, None) is not None:
+            book.unread_blocks -= len(placed.hashes)
 
     def settled(self, placed: PlacedRequest) -> None:
         """Ends its pending blocks: events have confirmed by now what it left."""

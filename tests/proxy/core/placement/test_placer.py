@@ -172,53 +172,6 @@ class TestCandidates:
             placer.index.remove_group("a", group, (*range(1, 31), 99))
         assert placer.index.groups_of("a").held == 0
 
-    def test_prompts_that_were_not_read_yet_may_evict(self, placer):
-        for name in range(9):  # 90 of 100 blocks
-            serve(placer, float(name), prompt(name), on="a")
-        first, last = (place(placer, 20.0, prompt(name, blocks=12), "a") for name in (0, 8))
-        assert (first.predicted_tokens, last.predicted_tokens) == (160, 160)
-        assert not first.may_be_evicted
-        for name, blocks in ((20, 10), (21, 5)):
-            placed = begin(placer, 20.0, prompt(name, blocks=blocks), "a")
-        assert placer.candidate(20.0, "a").evicts == 5
-        first, last, new = (place(placer, 20.0, prompt(name, blocks=12), "a") for name in (0, 8, 30))
-        assert (first.may_be_evicted, last.may_be_evicted, new.may_be_evicted) == (True, False, False)
-        placer.first_token(21.0, placed)
-        assert not place(placer, 21.0, prompt(0, blocks=12), "a").may_be_evicted
-
-    def test_a_host_tier_keeps_what_they_evict(self):
-        placer = Placer(16)
-        placer.add("a", gpu_blocks=10, host_blocks=100)
-        serve(placer, 0.0, prompt(0))
-        begin(placer, 1.0, prompt(1), "a")
-        assert placer.candidate(1.0, "a").evicts == 10
-        assert not place(placer, 1.0, prompt(0)).may_be_evicted
-
-    def test_until_a_window_has_left_them_prompts_take_its_blocks_too(self):
-        placer = Placer(16)
-        placer.add("a", gpu_blocks=60)
-        group = KvGroup(1, Attention.WINDOW, 64)
-        placer.index.add_group("a", group, 16, 16)
-        assert placer.index.groups_of("a").evicted(60, 0, 100) == 0  # nothing is there
-        placer.index.store("a", Tier.GPU, prompt(0, blocks=30).hashes)
-        placer.index.store_group("a", group, prompt(0, blocks=30).hashes[-10:])
-        begin(placer, 0.0, prompt(1), "a")
-        assert placer.candidate(0.0, "a").evicts == 0  # 20 blocks are free: it takes 10 in each of two
-        begin(placer, 0.0, prompt(2, blocks=4), "a")
-        assert placer.candidate(0.0, "a").evicts == 8 * 30 // 40
-        assert place(placer, 0.0, prompt(0, blocks=31)).may_be_evicted
-
-    def test_who_is_over_evicts_nothing(self, placer):
-        lives = [begin(placer, 0.0, prompt(name, blocks=60), "a") for name in range(4)]
-        assert placer.candidate(0.0, "a").evicts == 140
-        placer.first_token(1.0, lives[0])
-        placer.end(2.0, lives[0], 10)
-        placer.end(2.0, lives[1], None)  # it failed
-        placer.end(2.0, lives[2], 961)  # its answer came whole
-        placer.first_token(2.0, lives[3])
-        placer.end(3.0, lives[3], None)
-        assert placer.books["a"].unread == 0
-
 
 class TestPlacement:
     def test_a_prompt_returns_to_the_engine_that_served_it(self, placer):
@@ -343,6 +296,82 @@ class TestPlacement:
                 assert place(placer, 6.0, prompt(1)).strain == pytest.approx(1 / 0.6, rel=0.1)
         assert place(placer, 100.0, prompt(1)).strain == pytest.approx(1 / 0.9)
         assert placer.candidate(100.0, "a").busy == 0.0
+
+
+class TestEvictions:
+    """Prompts that an engine has yet to read may evict what others of them are to reuse."""
+
+    @pytest.fixture
+    def full(self, placer):
+        """90 of 100 blocks are taken."""
+        for name in range(9):
+            serve(placer, float(name), prompt(name), on="a")
+        return placer
+
+    def test_they_reach_the_least_recently_used(self, full):
+        old, late = (begin(full, 20.0, prompt(name, blocks=12), "a") for name in (0, 8))
+        assert (old.may_be_evicted, late.may_be_evicted) == (True, False)
+
+    def test_those_placed_later_count_too(self, full):
+        old = begin(full, 20.0, prompt(0), "a")
+        assert not old.may_be_evicted
+        begin(full, 20.0, prompt(20, blocks=10), "a")
+        assert not old.may_be_evicted  # 10 blocks are free
+        begin(full, 20.0, prompt(21, blocks=1), "a")
+        assert old.may_be_evicted
+
+    def test_what_was_read_evicts_no_more(self, full):
+        full.first_token(20.5, begin(full, 20.0, prompt(20, blocks=50), "a"))
+        old = begin(full, 21.0, prompt(0), "a")
+        begin(full, 21.0, prompt(21, blocks=10), "a")
+        assert not old.may_be_evicted
+
+    def test_a_host_tier_keeps_what_they_evict(self):
+        placer = Placer(16)
+        placer.add("a", gpu_blocks=10, host_blocks=100)
+        serve(placer, 0.0, prompt(0))
+        begin(placer, 1.0, prompt(1), "a")
+        assert not begin(placer, 1.0, prompt(0)).may_be_evicted
+
+    def test_an_engine_of_unknown_size_tells_nothing(self):
+        placer = Placer(16)
+        placer.add("a")
+        serve(placer, 0.0, prompt(0))
+        begin(placer, 1.0, prompt(1, blocks=10_000), "a")
+        assert not begin(placer, 1.0, prompt(0)).may_be_evicted
+
+    def test_until_a_window_has_left_them_prompts_take_its_blocks_too(self):
+        placer = Placer(16)
+        placer.add("a", gpu_blocks=60)
+        group = KvGroup(1, Attention.WINDOW, 64)
+        groups = placer.index.add_group("a", group, 16, 16)
+        assert groups.evicted(60, 0, 100) == 0  # nothing is there
+        placer.index.store("a", Tier.GPU, prompt(0, blocks=30).hashes)
+        placer.index.store_group("a", group, prompt(0, blocks=30).hashes[-10:])
+        assert [groups.evicted(60, 30, coming) for coming in (10, 14)] == [0, 8 * 30 // 40]  # 20 are free
+        old = begin(placer, 0.0, prompt(0, blocks=31), "a")
+        begin(placer, 0.0, prompt(1, blocks=10), "a")
+        assert not old.may_be_evicted
+        begin(placer, 0.0, prompt(2, blocks=4), "a")
+        assert old.may_be_evicted
+
+    def test_of_many_only_the_last_are_looked_at(self, full, monkeypatch):
+        monkeypatch.setattr(module, "MAX_NEIGHBOURS", 2)
+        old = begin(full, 20.0, prompt(0), "a")
+        for name in (20, 21, 22):
+            begin(full, 20.0, prompt(name, blocks=5), "a")
+        assert not old.may_be_evicted
+
+    def test_who_is_over_evicts_nothing(self, placer):
+        lives = [begin(placer, 0.0, prompt(name, blocks=60), "a") for name in range(4)]
+        assert placer.books["a"].unread_blocks == 240
+        placer.first_token(1.0, lives[0])
+        placer.end(2.0, lives[0], 10)
+        placer.end(2.0, lives[1], None)  # it failed
+        placer.end(2.0, lives[2], 961)  # its answer came whole
+        placer.first_token(2.0, lives[3])
+        placer.end(3.0, lives[3], None)
+        assert (placer.books["a"].unread, placer.books["a"].unread_blocks) == ({}, 0)
 
 
 class TestRequests:
