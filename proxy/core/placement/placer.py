@@ -256,8 +256,8 @@ class Placer:
         return placed
 
     def _note_evictions(self, placed: PlacedRequest) -> None:
-        """Of prompts that an engine has yet to read, each may evict what another is to reuse. Engines need not
-        read them in the order in which they were placed."""
+        """Of prompts that an engine has yet to read, each may evict what another is to reuse. They need not be
+        read in the order in which they were placed."""
         book = placed.book
         book.unread[placed.ticket] = placed
         book.unread_blocks += len(placed.hashes)
