@@ -402,15 +402,16 @@ class PrefixIndex:
         groups, shift = self._grouped[engine].groups, self._shifts[engine]
         stretches = [*self._locations.stretches(chain)]
         masks, ends = [mask for mask, _ in stretches], [*accumulate(blocks for _, blocks in stretches)]
-        reused = groups.reach(masks, ends, stored)[0]
+        reused, lacks = groups.reach(masks, ends, stored)
         end = len(chain) if reusable is None else min(reusable, len(chain))
         held = 0
         for mask, stop in zip(masks, ends, strict=True):
             if not mask >> shift & _ALL:
                 break
             held = min(stop, end)
-        pending, coming = _PENDING << shift, self._flights[engine].coming(chain)
-        reach, lacks = groups.reach(masks, ends, held, pending, coming)
+        reach, coming = reused, self._flights[engine].coming(chain)
+        if coming or held != stored:
+            reach, lacks = groups.reach(masks, ends, held, _PENDING << shift, coming)
         boundaries = {end, held} if lacks is not None and reach < held else {end}
         aligned = {each // groups.alignment * groups.alignment for each in boundaries}
         return reused, tuple([chain[each - 1] for each in aligned if each])

@@ -256,22 +256,30 @@ class Placer:
         return placed
 
     def _note_evictions(self, placed: PlacedRequest) -> None:
-        """Of prompts that an engine has yet to read, each may evict what another is to reuse. They need not be
-        read in the order in which they were placed."""
+        """Notes which prompts may lose what they are to reuse. Of those that an engine has yet to read, each
+        may evict it for another, as they may be read in any order."""
         book = placed.book
         book.unread[placed.ticket] = placed
         book.unread_blocks += len(placed.hashes)
         # What leaves a GPU for a host tier can be reused there.
-        if len(book.unread) == 1 or book.gpu_blocks is None or book.on_gpu is not None:
+        if len(book.unread) == 1 or book.on_gpu is not None:
             return
+        oldest = book.residents.oldest(self._evictions_of(book, book.unread_blocks))
+        for each in islice(reversed(book.unread.values()), MAX_NEIGHBOURS) if oldest else ():
+            evicts = self._evictions_of(book, book.unread_blocks - len(each.hashes))
+            each.may_be_evicted |= any(
+                before < evicts and each.hashes[blocks - 1 : blocks] == (last,)
+                for before, blocks, last in oldest
+            )
+
+    def _evictions_of(self, book: EngineBook, blocks: int) -> int:
+        """The most blocks that an engine evicts to compute prompts of so many blocks."""
         held, groups = self.index.held(book.engine, Tier.GPU), self.index.groups_of(book.engine)
-        for each in islice(reversed(book.unread.values()), MAX_NEIGHBOURS):
-            if not each.may_be_evicted:
-                coming = book.unread_blocks - len(each.hashes)
-                evicts = coming - max(book.gpu_blocks - held, 0)
-                if groups is not None:
-                    evicts = groups.evicted(book.gpu_blocks, held, coming)
-                each.may_be_evicted = evicts > 0 and book.residents.reaches(evicts, each.hashes)
+        if book.gpu_blocks is None:
+            return 0
+        if groups is not None:
+            return groups.evicted(book.gpu_blocks, held, blocks)
+        return max(blocks - max(book.gpu_blocks - held, 0), 0)
 
     def recent_sessions(self, limit: int) -> list[tuple[Hashable, str]]:
         """Conversations and the engine that each was last placed on, the last placed first."""

@@ -348,6 +348,7 @@ class TestEvictions:
         assert groups.evicted(60, 0, 100) == 0  # nothing is there
         placer.index.store("a", Tier.GPU, prompt(0, blocks=30).hashes)
         placer.index.store_group("a", group, prompt(0, blocks=30).hashes[-10:])
+        placer.books["a"].residents.use(0.0, prompt(0, blocks=30).hashes, 30)
         assert [groups.evicted(60, 30, coming) for coming in (10, 14)] == [0, 8 * 30 // 40]  # 20 are free
         old = begin(placer, 0.0, prompt(0, blocks=31), "a")
         begin(placer, 0.0, prompt(1, blocks=10), "a")
