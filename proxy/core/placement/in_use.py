@@ -66,8 +66,8 @@ class Residents:
         return lost
 
     def oldest(self, blocks: int) -> list[tuple[int, int, BlockHash]]:
-        """The least recently used prompts, as far as evicting `blocks` blocks reaches. For each: the blocks of
-        those before it, its own number of blocks, and its last block. Looks at MAX_LOOKED_AT at most."""
+        """The least recently used prompts, as far as evicting `blocks` blocks reaches. For each: the blocks
+        of those before it, its own number of blocks, and its last block. At most MAX_LOOKED_AT prompts."""
         found, seen = list[tuple[int, int, BlockHash]](), 0
         for last, (_, size, length) in islice(self._prompts.items(), MAX_LOOKED_AT):
             if seen >= blocks:
