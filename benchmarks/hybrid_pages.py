@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from proxy.core.index.blocks import BlockHash, Chain
@@ -62,9 +62,8 @@ class HybridPages:
         self.tell_evictions(taken)
         self.queries += length
         self.hits += taken.gpu * size
-        return HybridRunning(
-            self, prompt, taken.gpu * size, list(prompt.tokens), hashes[: taken.gpu], blocks, hashes
-        )
+        own = list(prompt.tokens), hashes[: taken.gpu], blocks, taken.boundaries, hashes
+        return HybridRunning(self, prompt, taken.gpu * size, *own)
 
     def extended(self, prompt: CachePrompt, hashes: Sequence[BlockHash]) -> list[BlockHash]:
         """The hashes of all full pages, after the first ones."""
@@ -96,6 +95,7 @@ class HybridRunning:
     Attributes:
         hashes: of its pages that are computed.
         blocks: pages for its prompt and its answer.
+        boundaries: where windows are kept, in pages.
     """
 
     cache: HybridPages
@@ -104,6 +104,7 @@ class HybridRunning:
     tokens: list[int]
     hashes: list[BlockHash]
     blocks: int
+    boundaries: Sequence[int] = ()
     _known: list[BlockHash] = field(default_factory=list)
 
     def append(self, token: int) -> None:
@@ -112,17 +113,24 @@ class HybridRunning:
         self.store(len(self.tokens) - 1)
 
     def store(self, computed: int) -> None:
-        """Stores the full pages of the first `computed` tokens that are not stored yet. Every group announces
-        all of them."""
+        """Stores the full pages of the first `computed` tokens that are not stored yet. Full attention tells
+        of all of them, each window group of those that it keeps."""
         cache, since = self.cache, len(self.hashes)
         if computed // cache.pages.page_size <= since:
             return
         whole = CachePrompt(tuple(self.tokens[:computed]), self.prompt.namespace, self.prompt.media)
         self.hashes = self._known = cache.extended(whole, self._known)
-        filled = cache.pool.fill(self.hashes, since)
+        filled = cache.pool.fill(self.hashes, since, self.boundaries)
         run = cache.pages.run_of(whole, since, len(self.hashes), self.hashes)
-        for group in (*cache.windows, cache.full):
-            cache.listener.stored(run, group)
+        new = set(filled.new_in_window)
+        kept = [at for at, page in enumerate(run.hashes) if page in new]
+        # As vLLM: the tokens are those of all pages.
+        in_window = replace(
+            run, hashes=tuple(run.hashes[at] for at in kept), media=tuple(run.media[at] for at in kept)
+        )
+        for group in cache.windows:
+            cache.listener.stored(in_window, group)
+        cache.listener.stored(run, cache.full)
         cache.tell_evictions(filled)
 
     def close(self) -> None:

@@ -19,7 +19,13 @@ from msgspec import structs
 from typing_extensions import override
 
 from engine_adapter.body import JsonBody
-from engine_adapter.errors import EngineError, EngineRejected, EngineUnavailable, EngineUnhealthy
+from engine_adapter.errors import (
+    EngineError,
+    EngineRejected,
+    EngineUnavailable,
+    EngineUnhealthy,
+    NotSupported,
+)
 from engine_adapter.hold import Forecast, Hold, RequestBody
 from engine_adapter.http.adapter import HttpAdapter
 from engine_adapter.http.models import read_models
@@ -87,6 +93,11 @@ _INSTEAD = {
     Capability.RESTORE: "start it with --slot-save-path DIR and set host_cache_dir to DIR; "
     '"fallback": "warm" computes a prefix again by a one-token prefill',
 }  # fmt: skip
+_MOVES = frozenset({Capability.OFFLOAD, Capability.RESTORE})
+_IN_VAIN = (
+    "it would compute what is restored again, so the KV stays in its slots; "
+    "if its model has sliding windows, start it with --swa-full"
+)
 
 
 class LlamaServerAdapter(HttpAdapter):
@@ -128,6 +139,12 @@ class LlamaServerAdapter(HttpAdapter):
         scheduler = self._scheduler
         sleeps = self._pulse.is_sleeping if scheduler is None else scheduler.sleeps
         return ModelState.SLEEPING if sleeps else None
+
+    @override
+    def not_supported(self, capability: Capability) -> NotSupported:
+        if capability in _MOVES and self._session is not None and self._session.restores_in_vain:
+            return NotSupported(capability.value, engine=self.spec.id, instead=_IN_VAIN)
+        return super().not_supported(capability)
 
     @override
     async def connect(self) -> EngineInfo:
@@ -495,9 +512,10 @@ class LlamaServerAdapter(HttpAdapter):
 
     async def _verbs(self, capability: Capability) -> SlotVerbs:
         await self.require(capability)
-        if self._session is None or self._session.verbs is None:
+        session = self._session
+        if session is None or session.verbs is None or capability not in session.capabilities:
             raise self.not_supported(capability)
-        return self._session.verbs
+        return session.verbs
 
     def _on_saved(self, event: SavedEvent, entry: Saved) -> None:
         """Mirrors a change of the shared registry: this server can restore what another one saved."""

@@ -114,11 +114,20 @@ class ServerSession:
             Capability.PIN: True,
             Capability.CACHE_SALT: self.keeps_none_itself,
             Capability.FLUSH: self.facts.can_save,
-            Capability.OFFLOAD: self._has_files,
-            Capability.RESTORE: self._has_files,
+            Capability.OFFLOAD: self._can_restore,
+            Capability.RESTORE: self._can_restore,
         }
         with_slots = {capability for capability, there in has.items() if there and self.scheduler is not None}
         return frozenset({Capability.CACHED_TOKENS, Capability.TOKENIZE, *with_slots})
+
+    @property
+    def restores_in_vain(self) -> bool:
+        """True if the server computes again whatever is restored, so that a saved slot is a lost one."""
+        return self._has_files and not self._can_restore
+
+    @property
+    def _can_restore(self) -> bool:
+        return self.scheduler is not None and self.scheduler.contents.can_restore
 
     @property
     def keeps_none_itself(self) -> bool:

@@ -36,6 +36,7 @@ class Unchecked(StrEnum):
     NOT_REPORTED = "engine reported nothing"
     TOKENS_DIFFER = "token ids differ"
     NOT_FIRM = "prediction not firm"
+    MAY_BE_EVICTED = "evictions ahead of it"  # by requests that its engine had yet to read
 
 
 @dataclass(frozen=True, slots=True)

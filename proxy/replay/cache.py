@@ -25,6 +25,7 @@ class Taken:
         evicted: blocks that left the GPU.
         out_of_window: blocks that left the window groups, see `hybrid_cache`.
         gone: blocks that left the host tier.
+        boundaries: where windows are kept, in blocks of the prompt.
     """
 
     gpu: int
@@ -32,6 +33,7 @@ class Taken:
     evicted: Sequence[BlockHash]
     out_of_window: Sequence[BlockHash] = ()
     gone: Sequence[BlockHash] = ()
+    boundaries: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +70,14 @@ class TieredCache:
         """Blocks on the GPU that are not empty."""
         return self.held + self._private
 
-    def match(self, chain: Chain, coming: AbstractSet[BlockHash] = frozenset()) -> tuple[int, int]:
+    def match(
+        self,
+        chain: Chain,
+        coming: AbstractSet[BlockHash] = frozenset(),
+        ends: AbstractSet[BlockHash] = frozenset(),
+    ) -> tuple[int, int]:
         """Leading blocks of the chain on the GPU, and those only on the host tier. Blocks in `coming` count
-        as on the GPU."""
+        as on the GPU; `ends` are for `HybridCache`."""
         gpu = host = 0
         for block in chain.hashes:
             if block in self._used or block in self._idle or block in coming:
@@ -102,9 +109,14 @@ class TieredCache:
         self._private += fresh
         return Taken(gpu, host, evicted, gone=self._lower(evicted, found))
 
-    def fill(self, hashes: Sequence[BlockHash], since: int) -> Filled:
+    def fill(
+        self,
+        hashes: Sequence[BlockHash],
+        since: int,
+        boundaries: Sequence[int] = (),
+    ) -> Filled:
         """The prefill has ended: matches find the chain from now on. Its blocks before `since` were found on
-        the GPU."""
+        the GPU; `boundaries` are for `HybridCache`."""
         used = self._used
         new = [block for block in hashes[since:] if block not in used]
         for block in new:

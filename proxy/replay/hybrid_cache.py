@@ -5,13 +5,16 @@ The rules are vLLM's (vllm/v1/core/kv_cache_coordinator.py and single_type_kv_ca
 - One group of layers has full attention and holds every block of a prompt. The others have a window.
 - A prompt is reused up to a boundary. Full attention needs all blocks before it, a window group the last
   `window_blocks` before it; the leading blocks count too if there are not as many.
-- A running request holds its blocks of full attention, and in window groups those of its window. Blocks that
-  the window has left can be evicted at once, although the request still runs.
+- A running request holds its blocks of full attention, and in window groups those of its window.
+- Window groups keep few blocks: the last window of each prompt, and the one before the point up to which full
+  attention held more than the prompt could reuse. The others are free as soon as the window has left them.
+  This is vLLM's default, `prefix_cache_retention_interval` 0.
 - All groups evict from one list, the least recently used block first. A request that ends frees its window
   before its blocks of full attention, and of each the end before the beginning.
 
-Two simplifications: window groups have equal windows, so they hold the same blocks, and these leave
-together. A block that is computed again takes the place of its old copy.
+Three simplifications: window groups have equal windows, so they hold the same blocks, and these leave
+together. A block that is computed again takes the place of its old copy. The window before the end of an
+answer is kept, too.
 """
 
 from __future__ import annotations
@@ -66,24 +69,39 @@ class HybridCache:
         """Blocks of the pool that running requests hold."""
         return self._awake + self._private
 
-    def match(self, chain: Chain, coming: AbstractSet[BlockHash] = frozenset()) -> tuple[int, int]:
-        """The boundary up to which a prompt can be reused, in blocks, and 0 for the host tier. Blocks in
-        `coming` count as held by every group."""
-        hashes, full, run = chain.hashes[: chain.reusable], 0, 0
+    def match(
+        self,
+        chain: Chain,
+        coming: AbstractSet[BlockHash] = frozenset(),
+        ends: AbstractSet[BlockHash] = frozenset(),
+    ) -> tuple[int, int]:
+        """The boundary up to which a prompt can be reused, in blocks, and 0 for the host tier. Full attention
+        counts as holding the blocks in `coming`, and windows as whole before the end of those in `ends`."""
+        return self._reach(chain, coming, ends)[0], 0
+
+    def _reach(
+        self,
+        chain: Chain,
+        coming: AbstractSet[BlockHash] = frozenset(),
+        ends: AbstractSet[BlockHash] = frozenset(),
+    ) -> tuple[int, int]:
+        """That boundary, and the one that full attention alone would allow."""
+        hashes, full, run, whole = chain.hashes[: chain.reusable], 0, 0, 0
         for block in hashes:
             if not (self._has(block) or block in coming):
                 break
             full += 1
         for at in range(full - 1, -1, -1):
-            run = run + 1 if self._has(_InWindow(hashes[at])) or hashes[at] in coming else 0
+            whole = self.window_blocks if hashes[at] in ends else max(whole - 1, 0)
+            run = run + 1 if whole or self._has(_InWindow(hashes[at])) else 0
             if run == self.window_blocks:
-                return at + run, 0
-        return run, 0
+                return at + run, full
+        return run, full
 
     def take(self, chain: Chain, blocks: int) -> Taken | None:
         """Takes room for a request of `blocks` blocks that begin with the chain; None if there is not
         enough."""
-        hashes, (reused, _) = chain.hashes, self.match(chain)
+        hashes, (reused, full) = chain.hashes, self._reach(chain)
         found: list[_Held] = [*hashes[:reused], *self._window(hashes, reused)]
         asleep = sum(self._weight(each) for each in found if each in self._idle)
         fresh = blocks - reused + self._beside(blocks, reused)
@@ -92,10 +110,11 @@ class HybridCache:
         for each in found:
             self._use(each)
         self._private += fresh
-        return Taken(reused, 0, *self._evict())
+        return Taken(reused, 0, *self._evict(), boundaries=(chain.reusable, full))
 
-    def fill(self, hashes: Sequence[BlockHash], since: int) -> Filled:
-        """The blocks of a running prompt from `since` on are computed: matches find them from now on."""
+    def fill(self, hashes: Sequence[BlockHash], since: int, boundaries: Sequence[int] = ()) -> Filled:
+        """The blocks of a running prompt from `since` on are computed: matches find them from now on. Of
+        blocks that the window has left, it finds the last ones before the `boundaries`."""
         end, window = len(hashes), set(self._window(hashes, len(hashes)))
         later = [_InWindow(block) for block in hashes[since:]]
         self._private -= end - since + self.groups * (self._of_window(end) - self._of_window(since))
@@ -104,7 +123,8 @@ class HybridCache:
         for each in self._window(hashes, since):
             if each not in window:
                 self._leave(each)
-        passed = [each for each in later if each not in window]
+        kept = {each for boundary in boundaries for each in self._window(hashes, boundary)} - window
+        passed = [each for each in later if each in kept]
         in_window = [each.block for each in passed if self._pass(each)] + in_window
         return Filled(new, in_window, *self._evict())
 

@@ -109,6 +109,11 @@ def _found(chain: Chain, gpu: int, host: int) -> tuple[int, int]:
     return cached, max(cached - gpu * size, 0)
 
 
+def _end_of(chain: Chain) -> tuple[BlockHash, ...]:
+    """The last block that the same prompt can reuse."""
+    return chain.hashes[: chain.reusable][-1:]
+
+
 class Listener:
     """Is called for what happens on an engine, and ignores it. `engine` is its position."""
 
@@ -160,6 +165,7 @@ class SimEngine:
         self._last = 0.0  # the time up to which all of this is counted
         self._prefill_due = self._stream_due = inf
         self._uncached = self._reused = 0
+        self._boundaries: Sequence[int] = ()
 
     @property
     def running(self) -> int:
@@ -178,16 +184,18 @@ class SimEngine:
         have to restore and compute, and what each of them leaves for the next. It leaves out what they evict,
         and streams that begin or end meanwhile.
         """
-        seconds, cached, coming = 0.0, 0, set[BlockHash]()
+        seconds, cached, coming, ends = 0.0, 0, set[BlockHash](), set[BlockHash]()
         rate = self._model.rates(len(self._streams), prefilling=True)[0]
         if self._current is not None:
             done = rate * max(now - max(self._last, self._restored_at), 0.0)
             seconds = max(self._restored_at - now, 0.0) + max(self._left - done, 0.0) / rate
             coming.update(self._current.chain.hashes)
+            ends.update(_end_of(self._current.chain))
         for each in (*(request.chain for request in self._waiting), chain):
-            cached, host = _found(each, *self.cache.match(each, coming))
+            cached, host = _found(each, *self.cache.match(each, coming, ends))
             seconds += host / self._model.restore_tok_s + self._model.work(cached, each.n_tokens) / rate
             coming.update(each.hashes)
+            ends.update(_end_of(each))
         return seconds, cached
 
     def submit(self, now: float, request: TraceRequest) -> None:
@@ -250,6 +258,7 @@ class SimEngine:
         self._restored_at = now + host / model.restore_tok_s
         self._left = model.work(cached, chain.n_tokens)
         self._uncached, self._reused = chain.n_tokens - cached, taken.gpu
+        self._boundaries = taken.boundaries
         self._tell_evictions(taken, taken.gone[::-1])
         listener.started(now, self._position, request, cached - host, host)
 
@@ -270,7 +279,7 @@ class SimEngine:
     def _end_prefill(self, now: float, request: TraceRequest) -> None:
         self._current = None
         self.computed += self._uncached
-        filled = self.cache.fill(request.chain.hashes, self._reused)
+        filled = self.cache.fill(request.chain.hashes, self._reused, self._boundaries)
         if filled.new:
             self._listener.stored(self._position, Tier.GPU, filled.new)
         if filled.new_in_window:

@@ -31,7 +31,7 @@ def oracle_hits(requests: Sequence[TraceRequest], engines: int, model: EngineMod
         taken = cache.take(request.chain, len(hashes))
         if taken is not None:  # which it is: what fits one engine fits all of them
             hits += min(taken.gpu * size, reusable_tokens(request.n_tokens, size))
-            cache.fill(hashes, taken.gpu)
+            cache.fill(hashes, taken.gpu, taken.boundaries)
             cache.release(hashes, len(hashes))
     return hits
 

@@ -279,6 +279,8 @@ class Attempts:
             unchecked = Unchecked.TOKENS_DIFFER
         elif not placement.firm:
             unchecked = Unchecked.NOT_FIRM
+        elif lease.placed.may_be_evicted and placement.predicted_tokens:
+            unchecked = Unchecked.MAY_BE_EVICTED
         else:
             predicted = placement.predicted_tokens
             self.ingest.audit(engine, predicted, reported, evicted_since=lease.evicted_since)

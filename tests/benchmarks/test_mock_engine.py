@@ -89,7 +89,7 @@ async def test_a_hybrid_model_reuses_what_all_its_groups_hold(mock):
     assert (cached, (await served(core, [*range(160), *output, 1]))[0]) == (0, 176)
     window = ("sliding_window", 33)
     assert heard.kinds == {0: window, 1: window, 2: ("full_attention", None)}
-    assert [len(heard.held[number]) for number in range(3)] == [11] * 3
+    assert [len(heard.held[number]) for number in range(3)] == [4, 4, 11]  # windows: of prompt and answer
     first = set(heard.held[2])
     for start in range(1000, 1000 + 5 * 64, 64):
         await served(core, range(start, start + 64))

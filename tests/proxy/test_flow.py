@@ -598,6 +598,25 @@ class TestReuse:
         await asyncio.gather(*asks)
         assert audit.view().checked == 3, "the second of them was a guess about the first"
 
+    async def test_what_requests_ahead_may_evict_is_not_checked(self, engine, proxy, client):
+        proxy.fleet.engines["b"].state = EngineState.DOWN
+        audit, pool = proxy.fleet.engines["a"].audit, proxy.fleet.pools["m"]
+        await self.ask(client, 0)
+        pool.placer.books["a"].gpu_blocks = 10
+        gate = asyncio.Event()
+
+        async def script(exchange):
+            await gate.wait()
+            await self.report(0)(exchange)
+
+        engine.script = script
+        asks = [asyncio.create_task(self.ask(client, start, n)) for start, n in ((5000, 400), (0, 40))]
+        await engine.request(2)
+        gate.set()
+        assert [predicted for _, predicted in await asyncio.gather(*asks)] == [0, 32]
+        await proxy.settled()
+        assert (audit.view().checked, audit.view().unchecked) == (2, {Unchecked.MAY_BE_EVICTED: 1})
+
     async def test_every_request_is_counted_by_why_its_prediction_was_not_checked(
         self, engine, proxy, client
     ):

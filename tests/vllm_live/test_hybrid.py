@@ -19,11 +19,15 @@ async def test_predicted_is_reported(tmp_path, tell, shape, blocks, chats):
     with vllm_world(tmp_path, options, servers=2, kvpin_flags=KVPIN_FLAGS) as world:
         report = await MixedRun(world, chats=chats, loras=0).play(120)
         views = [world.engine(number) for number in range(2)]
-    tell(*report.lines())
+    audits = [view["audit"] for view in views]
+    checked, exact = (sum(audit[key] for audit in audits) for key in ("checked", "exact"))
+    tell(*report.lines(), f"checked: {exact} of {checked}; not: {[audit['unchecked'] for audit in audits]}")
     alone, together = report.answered(alone=True), report.answered(alone=False)
     assert len(alone) > 70
     assert report.misses(alone=True) == []
-    assert len(report.misses(alone=False)) <= 1
     assert len(together) > 35
+    # Four at once need more blocks than a server has: one may evict what another was to reuse. kvpin knows
+    # which predictions may fall to that.
+    assert exact == checked > 90
     assert report.evicted > 100
     assert [view["trust"] for view in views] == ["precise"] * 2

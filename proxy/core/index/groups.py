@@ -4,6 +4,10 @@ A prompt can be reused up to a boundary if each group holds what it needs there 
 boundary so (vllm/v1/core/kv_cache_coordinator.py): the main group gives the longest prefix; each further
 kind of group shortens it to the next boundary where it hits; again, until none shortens it.
 
+A request leaves windows and states whole at few boundaries, by vLLM's default (`reachable_block_mask` in
+vllm/v1/core/single_type_kv_cache_manager.py): at the end of its prompt, and where it met blocks that another
+kind of group held further than its own window or state. Other groups keep all that is computed.
+
 Lengths are in blocks of the pool here; a group's own blocks have one or more of them.
 """
 
@@ -38,8 +42,24 @@ class GroupKind:
     bits: int
     tokens_per_block: int
 
-    def runs(self, masks: Sequence[int], ends: Sequence[int], end: int, pending: int) -> Runs:
+    @property
+    def need(self) -> int:
+        """The blocks that a window or a state needs before a boundary."""
+        if self.attention is Attention.STATE:
+            return 1
+        return -(-(self.window - 1) // (self.tokens_per_block * self.size))
+
+    def runs(
+        self, masks: Sequence[int], ends: Sequence[int], end: int, pending: int, coming: Sequence[int]
+    ) -> Runs:
         """Runs of their blocks along a chain; see `KvGroups.reach`. Only its first `end` blocks count."""
+        if self.attention not in {Attention.WINDOW, Attention.STATE}:
+            return self._runs(masks, ends, end, pending)
+        runs = self._runs(masks, ends, end, 0)
+        lasts = [min(boundary, end) // self.size for boundary in coming]
+        return _joined([*runs, *((max(last - self.need, 0), last) for last in lasts)]) if lasts else runs
+
+    def _runs(self, masks: Sequence[int], ends: Sequence[int], end: int, pending: int) -> Runs:
         runs, size, bits, start = list[tuple[int, int]](), self.size, self.bits, 0
         for mask, stop in zip(masks, ends, strict=True):
             if start >= end:
@@ -68,11 +88,9 @@ class GroupKind:
 
     def _before(self, runs: Runs, most: int, step: int) -> int:
         """The last boundary that has the blocks they need before it, or all blocks; from the right."""
-        tokens = self.tokens_per_block * self.size
-        need = -(-(self.window - 1) // tokens) if self.attention is Attention.WINDOW else 1
         for first, last in reversed(runs):
             end = min(last, most) // step * step
-            if end > first and (end - first >= need or not first):
+            if end > first and (end - first >= self.need or not first):
                 return end
         return 0
 
@@ -83,6 +101,17 @@ class GroupKind:
             if first <= start < last:
                 return min(last, most)
         return start
+
+
+def _joined(runs: Sequence[tuple[int, int]]) -> Runs:
+    """The same runs in order; those that touch are one."""
+    joined = list[tuple[int, int]]()
+    for first, last in sorted(runs):
+        if joined and first <= joined[-1][1]:
+            joined[-1] = joined[-1][0], max(joined[-1][1], last)
+        else:
+            joined.append((first, last))
+    return joined
 
 
 class KvGroups:
@@ -139,12 +168,23 @@ class KvGroups:
         free = max(blocks - main - self.held, 0)
         return free * main // (main + self.held) if main else free // (1 + len(self.bits))
 
+    def evicted(self, blocks: int, main: int, coming: int) -> int:
+        """Blocks of prompts that the engine evicts while it computes prompts of `coming` blocks. Until the
+        window has left them, these take as many in each group. `blocks` and `main`: see `room`."""
+        more = coming * (1 + len(self.bits)) - max(blocks - main - self.held, 0)
+        return more * main // (main + self.held) if main and more > 0 else 0
+
     def count(self, group: KvGroup, blocks: int) -> None:
         """The group holds so many of its blocks more, or less."""
         self.held += blocks * self._sizes.get(group, 1)
 
     def reach(
-        self, masks: Sequence[int], ends: Sequence[int], held: int, pending: int = 0
+        self,
+        masks: Sequence[int],
+        ends: Sequence[int],
+        held: int,
+        pending: int = 0,
+        coming: Sequence[int] = (),
     ) -> tuple[int, Attention | None]:
         """The boundary up to which a prompt can be reused, in blocks of the pool, and the kind of groups that
         lack what they need beyond it; None if no group does.
@@ -154,11 +194,12 @@ class KvGroups:
             ends: where each stretch ends.
             held: leading blocks that the main group holds, without those that no prompt of this length can
                 reuse.
-            pending: the location bit of blocks that requests in flight will leave in every group; 0: they do
-                not count.
+            pending: the location bit of blocks that requests in flight will leave in the groups that keep
+                all blocks; 0: they do not count.
+            coming: boundaries at which requests in flight will leave windows and states whole.
         """
         length = held // self.alignment * self.alignment
-        runs = [kind.runs(masks, ends, held, pending) for kind in self.kinds]
+        runs = [kind.runs(masks, ends, held, pending, coming) for kind in self.kinds]
         lacks = None
         while length:
             before = length

@@ -100,16 +100,21 @@ class InFlight:
     """Pending blocks of one engine: what requests in flight are about to leave there.
 
     Attributes:
-        starts: last block of a chain → for each request for it, the place where its pending blocks begin.
+        starts: last block of a chain → for each request for it, the place where its pending blocks begin, and
+            its boundaries.
         awaited: block → requests that will leave it, without the first; the location bit stands for that one.
+        boundaries: block → requests that will leave windows and states whole up to its end.
     """
 
-    starts: dict[BlockHash, list[int]] = field(default_factory=dict)
+    starts: dict[BlockHash, list[tuple[int, tuple[BlockHash, ...]]]] = field(default_factory=dict)
     awaited: Counter[BlockHash] = field(default_factory=Counter)
+    boundaries: Counter[BlockHash] = field(default_factory=Counter)
 
-    def begin(self, last: BlockHash, start: int) -> None:
-        """A request for the chain that ends in `last` has pending blocks from `start` on."""
-        self.starts.setdefault(last, []).append(start)
+    def begin(self, last: BlockHash, start: int, boundaries: tuple[BlockHash, ...] = ()) -> None:
+        """A request for the chain that ends in `last` has pending blocks from `start` on, and leaves windows
+        and states whole at these boundaries."""
+        self.starts.setdefault(last, []).append((start, boundaries))
+        self.boundaries.update(boundaries)
 
     def end(self, last: BlockHash) -> int | None:
         """One of those requests has ended; of several, the one with the fewest pending blocks. Returns where
@@ -117,11 +122,21 @@ class InFlight:
         starts = self.starts.get(last)
         if not starts:
             return None
-        start = max(starts)
-        starts.remove(start)
+        ended = start, boundaries = max(starts)
+        starts.remove(ended)
         if not starts:
             del self.starts[last]
+        for block in boundaries:
+            self.boundaries[block] -= 1
+            if not self.boundaries[block]:
+                del self.boundaries[block]
         return start
+
+    def coming(self, chain: Sequence[BlockHash]) -> list[int]:
+        """The boundaries that lie on a chain, in blocks."""
+        if not self.boundaries:
+            return []
+        return [chain.index(block) + 1 for block in self.boundaries.keys() & chain]
 
     def last_of(self, blocks: tuple[BlockHash, ...]) -> tuple[BlockHash, ...]:
         """Counts each block down by one request. Returns the blocks that no other request will leave."""
@@ -332,13 +347,16 @@ class PrefixIndex:
             self.remove_engine(engine)
             self.add_engine(engine)
 
-    def add_pending(self, engine: str, hashes: Iterable[BlockHash]) -> None:
-        """A request placed on the engine will leave this chain there. Its blocks are pending from the first
-        that it has to compute: that no tier of the engine holds, or that a further group cannot reuse."""
+    def add_pending(self, engine: str, hashes: Iterable[BlockHash], reusable: int | None = None) -> None:
+        """A request placed on the engine will leave this chain there, of which the same prompt can reuse
+        `reusable` blocks; None for all. Its blocks are pending from the first that it has to compute: that no
+        tier of the engine holds, or that a further group cannot reuse."""
         chain, shift, flight = tuple(hashes), self._shifts[engine], self._flights[engine]
         if chain:
-            start = self._reused(engine, chain, self._stored(chain, shift))
-            flight.begin(chain[-1], start)
+            start, boundaries = self._stored(chain, shift), tuple[BlockHash, ...]()
+            if engine in self._grouped:
+                start, boundaries = self._left_in_groups(engine, chain, start, reusable)
+            flight.begin(chain[-1], start, boundaries)
             bits = _PENDING << shift, _GPU << shift
             added, there = self._locations.mark(bits[0], chain[start:], None, flight.awaited, beside=bits[1])
             self._counts[engine][_AT_PENDING] += added - there
@@ -376,13 +394,27 @@ class PrefixIndex:
             stored += blocks
         return stored
 
-    def _reused(self, engine: str, chain: Sequence[BlockHash], stored: int) -> int:
-        """How many of the stored leading blocks the engine's further groups can reuse."""
-        groups = self.groups_of(engine)
-        if groups is None or not stored:
-            return stored
-        masks, blocks = zip(*self._locations.stretches(chain), strict=True)
-        return groups.reach(masks, [*accumulate(blocks)], stored)[0]
+    def _left_in_groups(
+        self, engine: str, chain: tuple[BlockHash, ...], stored: int, reusable: int | None
+    ) -> tuple[int, tuple[BlockHash, ...]]:
+        """How many of the `stored` leading blocks the engine's further groups can reuse, and the boundaries
+        at which a request for the chain leaves windows and states whole: see `groups.py`."""
+        groups, shift = self._grouped[engine].groups, self._shifts[engine]
+        stretches = [*self._locations.stretches(chain)]
+        masks, ends = [mask for mask, _ in stretches], [*accumulate(blocks for _, blocks in stretches)]
+        reused, lacks = groups.reach(masks, ends, stored)
+        end = len(chain) if reusable is None else min(reusable, len(chain))
+        held = 0
+        for mask, stop in zip(masks, ends, strict=True):
+            if not mask >> shift & _ALL:
+                break
+            held = min(stop, end)
+        reach, coming = reused, self._flights[engine].coming(chain)
+        if coming or held != stored:
+            reach, lacks = groups.reach(masks, ends, held, _PENDING << shift, coming)
+        boundaries = {end, held} if lacks is not None and reach < held else {end}
+        aligned = {each // groups.alignment * groups.alignment for each in boundaries}
+        return reused, tuple([chain[each - 1] for each in aligned if each])
 
     def _clear(self, engine: str, bits: int, hashes: tuple[BlockHash, ...]) -> None:
         """Clears some of the engine's four bits of blocks."""
@@ -410,11 +442,11 @@ class PrefixIndex:
                     match = matches[column] = _match_of(column, ends)
                 found[engine] = match
         if self._grouped:
-            found |= self._match_grouped(digits, masks, ends, most)
+            found |= self._match_grouped(digits, masks, ends, hashes, most)
         return found
 
     def _match_grouped(
-        self, digits: str, masks: list[int], ends: list[int], most: int | None
+        self, digits: str, masks: list[int], ends: list[int], hashes: Sequence[BlockHash], most: int | None
     ) -> dict[str, Match]:
         """The matches of engines with further groups. `digits`: see `match`."""
         width, found = len(self._slots), dict[str, Match]()
@@ -434,6 +466,11 @@ class PrefixIndex:
                 if key[0][0] == "0":
                     continue
                 last = key
+                if max(key[0]) >= _PENDING_DIGIT:  # what is in flight differs from engine to engine
+                    coming = self._flights[engine].coming(hashes)
+                    found[engine] = _within_groups(own, masks, ends, key[0], most, coming)
+                    last = ("",)
+                    continue
                 if key not in within:
                     within[key] = _within_groups(own, masks, ends, key[0], most)
                 match = within[key]
@@ -475,15 +512,22 @@ def _match_of(column: str, ends: list[int]) -> Match:
     return Match(gpu, host, disk, pending, lead)
 
 
-def _within_groups(own: Grouped, masks: list[int], ends: list[int], column: str, most: int | None) -> Match:
-    """The part of a chain that an engine's further groups can reuse, too.
+def _within_groups(
+    own: Grouped,
+    masks: list[int],
+    ends: list[int],
+    column: str,
+    most: int | None,
+    coming: Sequence[int] = (),
+) -> Match:
+    """The part of a chain that an engine's further groups can reuse, too. `coming`: see `KvGroups.reach`.
 
     Blocks are pending beyond the boundary that the groups allow now, if requests in flight move it: whatever
     full attention holds there is reused only when they have computed it again.
     """
     match, groups, pending = _match_of(column, ends), own.groups, _PENDING << _WIDTH * own.slots[0]
     held = match.blocks if most is None else min(match.blocks, most)
-    reach, lacks = groups.reach(masks, ends, held, pending)
+    reach, lacks = groups.reach(masks, ends, held, pending, coming)
     sure = groups.reach(masks, ends, reach)[0] if max(column) >= _PENDING_DIGIT else reach
     if sure >= held:
         return match

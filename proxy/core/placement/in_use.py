@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from itertools import islice
 
 from proxy.core.index.blocks import BlockHash
 from proxy.core.placement.demand import continued
@@ -24,7 +25,8 @@ class Residents:
     def __init__(self, holds: Callable[[BlockHash], bool]) -> None:
         """`holds` says whether the engine still holds a block."""
         self._holds = holds
-        self._prompts: OrderedDict[BlockHash, tuple[float, int]] = OrderedDict()  # → when, blocks
+        # → when, blocks that no other prompt has, all blocks
+        self._prompts: OrderedDict[BlockHash, tuple[float, int, int]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._prompts)
@@ -37,7 +39,7 @@ class Residents:
         prompts, blocks = self._prompts, new
         for last in continued(prompts, hashes):
             blocks += prompts.pop(last)[1]
-        prompts[hashes[-1]] = (now, min(blocks, len(hashes)))
+        prompts[hashes[-1]] = (now, min(blocks, len(hashes)), len(hashes))
         if len(prompts) > MAX_PROMPTS:
             prompts.popitem(last=False)
 
@@ -48,7 +50,7 @@ class Residents:
             return 0.0
         prompts, gone = self._prompts, list[BlockHash]()
         seen, looked_at, lost = 0, 0, 0.0
-        for last, (then, size) in prompts.items():
+        for last, (then, size, _) in prompts.items():
             if not self._holds(last):
                 gone.append(last)
                 continue
@@ -62,6 +64,17 @@ class Residents:
         for last in gone:
             del prompts[last]
         return lost
+
+    def oldest(self, blocks: int) -> list[tuple[int, int, BlockHash]]:
+        """The least recently used prompts, as far as evicting `blocks` blocks reaches. For each: the blocks
+        of those before it, its own number of blocks, and its last block. At most MAX_LOOKED_AT prompts."""
+        found, seen = list[tuple[int, int, BlockHash]](), 0
+        for last, (_, size, length) in islice(self._prompts.items(), MAX_LOOKED_AT):
+            if seen >= blocks:
+                break
+            found.append((seen, length, last))
+            seen += size if self._holds(last) else 0
+        return found
 
     def clear(self) -> None:
         """The engine lost everything."""

@@ -15,6 +15,7 @@ from functools import partial
 from itertools import islice
 
 from engine_adapter.hold import Forecast
+from engine_adapter.types import Tier
 from proxy.core.index.blocks import BlockHash, Chain
 from proxy.core.index.prefix_index import Match, PrefixIndex
 from proxy.core.placement.decision import NOTHING, Candidate, Outlook, Placement, place, place_least_loaded
@@ -22,11 +23,13 @@ from proxy.core.placement.demand import Demand
 from proxy.core.placement.in_use import InUse, Residents
 from proxy.core.placement.load import EngineLedger, LoadSample, Spent, Work
 from proxy.core.placement.rates import EngineRates, PoolRates
-from proxy.core.placement.recent import Rate
+from proxy.core.placement.recent import WINDOW_S, Rate
 from proxy.core.placement.whole_answers import AnswerSample, Report
 
 # Conversations whose last engine is remembered: more than run at a time.
 MAX_SESSIONS = 50_000
+# Of the prompts that an engine has yet to read, so many are looked at when another one joins them.
+MAX_NEIGHBOURS = 8
 
 
 @dataclass(slots=True, eq=False)
@@ -42,7 +45,11 @@ class EngineBook:
         in_use: GPU memory that requests in flight hold; None if the capacity is unknown.
         turn: number of the placement that last chose it, 0 for none.
         epoch: epoch of the rates that priced its ledger.
-        worked: seconds it spent lately on prompts before their first tokens.
+        worked: seconds that it spent on prompts before their first tokens, over the last minutes: the next
+            turns of a conversation take minutes, too. Over a few seconds, one long prefill would drive the
+            conversations away from its engine, and their prefills elsewhere would drive the next ones away.
+        unread: requests that have no first token yet, by their tickets.
+        unread_blocks: those of their prompts.
     """
 
     engine: str
@@ -56,7 +63,9 @@ class EngineBook:
     in_use: InUse | None
     turn: int = 0
     epoch: int = 0
-    worked: Rate = field(default_factory=Rate)
+    worked: Rate = field(default_factory=partial(Rate, WINDOW_S))
+    unread: dict[int, PlacedRequest] = field(default_factory=dict)
+    unread_blocks: int = 0
 
     def forget(self) -> None:
         """The engine lost its KV."""
@@ -76,6 +85,7 @@ class PlacedRequest:
         counted_s: seconds of that work which count as demand.
         begun: when that work ended; None before.
         spent: the engine's work until its answer came, if that came whole.
+        may_be_evicted: prompts in flight may evict what it counts on before its engine looks for that.
     """
 
     book: EngineBook
@@ -85,6 +95,7 @@ class PlacedRequest:
     counted_s: float = 0.0
     begun: float | None = None
     spent: Spent | None = None
+    may_be_evicted: bool = False
 
     @property
     def hashes(self) -> tuple[BlockHash, ...]:
@@ -233,14 +244,42 @@ class Placer:
         if session is not None:
             self._note(session, engine)
         if chain is not None:
-            self.index.add_pending(engine, chain.hashes)
+            self.index.add_pending(engine, chain.hashes, chain.reusable)
             if book.in_use is not None:
                 book.in_use.add(chain.hashes)
         known = known and chain is not None
         seconds = book.rates.price(work)
         counted_s = self.demand.placed(now, seconds, learned=self.rates.learned)
         ticket = book.ledger.begin(now, seconds, work if known else None, seen=streams)
-        return PlacedRequest(book, ticket, chain, work, counted_s)
+        placed = PlacedRequest(book, ticket, chain, work, counted_s)
+        self._note_evictions(placed)
+        return placed
+
+    def _note_evictions(self, placed: PlacedRequest) -> None:
+        """Notes which prompts may lose what they are to reuse. Of those that an engine has yet to read, each
+        may evict it for another, as they may be read in any order."""
+        book = placed.book
+        book.unread[placed.ticket] = placed
+        book.unread_blocks += len(placed.hashes)
+        # What leaves a GPU for a host tier can be reused there.
+        if len(book.unread) == 1 or book.on_gpu is not None:
+            return
+        oldest = book.residents.oldest(self._evictions_of(book, book.unread_blocks))
+        for each in islice(reversed(book.unread.values()), MAX_NEIGHBOURS) if oldest else ():
+            evicts = self._evictions_of(book, book.unread_blocks - len(each.hashes))
+            each.may_be_evicted |= any(
+                before < evicts and each.hashes[blocks - 1 : blocks] == (last,)
+                for before, blocks, last in oldest
+            )
+
+    def _evictions_of(self, book: EngineBook, blocks: int) -> int:
+        """The most blocks that an engine evicts to compute prompts of so many blocks."""
+        held, groups = self.index.held(book.engine, Tier.GPU), self.index.groups_of(book.engine)
+        if book.gpu_blocks is None:
+            return 0
+        if groups is not None:
+            return groups.evicted(book.gpu_blocks, held, blocks)
+        return max(blocks - max(book.gpu_blocks - held, 0), 0)
 
     def recent_sessions(self, limit: int) -> list[tuple[Hashable, str]]:
         """Conversations and the engine that each was last placed on, the last placed first."""
@@ -280,6 +319,7 @@ class Placer:
         """The request is over. `computed` tokens of its prompt are new on the engine; None if it failed. If
         its answer came whole, the engine's `report` teaches rates."""
         book, chain, size = placed.book, placed.chain, self.tokens_per_block
+        self._was_read(placed)
         book.ledger.end(now, placed.ticket)
         if chain is not None and book.in_use is not None:
             book.in_use.remove(chain.hashes)
@@ -319,12 +359,18 @@ class Placer:
         if placed.begun is not None:
             return
         placed.begun = now
+        self._was_read(placed)
         if self.rates.learned:
             seconds = placed.book.rates.price(placed.work)
             placed.book.worked.add(now, seconds)
             self.demand.worked(now, seconds)
         if placed.chain is not None:
             self.demand.asked(now, placed.chain, placed.work.computed)
+
+    def _was_read(self, placed: PlacedRequest) -> None:
+        book = placed.book
+        if book.unread.pop(placed.ticket, None) is not None:
+            book.unread_blocks -= len(placed.hashes)
 
     def settled(self, placed: PlacedRequest) -> None:
         """Ends its pending blocks: events have confirmed by now what it left."""

@@ -43,14 +43,16 @@ class Recent:
 
 
 class Rate:
-    """The amount added per second, lately. Each amount fades by a factor of e in RATE_S.
+    """The amount added per second, lately.
 
-    While the first amount is younger than RATE_S, the rate is the one since the first amount.
+    While the first amount is younger than `fades_s`, the rate is the one since the first amount.
     """
 
-    __slots__ = ("_at", "_first", "_sum")
+    __slots__ = ("_at", "_fades_s", "_first", "_sum")
 
-    def __init__(self) -> None:
+    def __init__(self, fades_s: float = RATE_S) -> None:
+        """Each amount fades by a factor of e in `fades_s` seconds."""
+        self._fades_s = fades_s
         self._sum = self._at = 0.0
         self._first: float | None = None
 
@@ -66,11 +68,11 @@ class Rate:
         if self._first is None:
             return 0.0
         age = max(now - self._first, YOUNG_S)
-        return self._faded(now) / (RATE_S * (1 - exp(-age / RATE_S)))
+        return self._faded(now) / (self._fades_s * (1 - exp(-age / self._fades_s)))
 
     def is_young(self, now: float) -> bool:
-        """True if the first amount was added less than RATE_S ago, or none was."""
-        return self._first is None or now - self._first < RATE_S
+        """True if the first amount was added less than `fades_s` ago, or none was."""
+        return self._first is None or now - self._first < self._fades_s
 
     def _faded(self, now: float) -> float:
-        return self._sum * exp((self._at - now) / RATE_S)
+        return self._sum * exp((self._at - now) / self._fades_s)

@@ -6,7 +6,14 @@ import asyncio
 
 import pytest
 
-from engine_adapter import Capability, EngineUnavailable, HttpTransport, KvVerb, make_adapter
+from engine_adapter import (
+    Capability,
+    EngineUnavailable,
+    HttpTransport,
+    KvVerb,
+    NotSupported,
+    make_adapter,
+)
 from engine_adapter.llama_server.discovery import discover
 from engine_adapter.llama_server.mirror_events import MirrorEvents
 from engine_adapter.llama_server.session import ServerSession
@@ -151,10 +158,9 @@ async def test_one_that_failed_to_connect_connects_again(server, save_dir, start
     await transport.aclose()
 
 
-@pytest.mark.parametrize("flags", [(), ("--swa-full",)])
-async def test_answers_on_what_was_restored_are_those_of_the_whole_prompt(start_llama, save_dir, flags):
+async def test_answers_on_what_was_restored_are_those_of_the_whole_prompt(start_llama, save_dir):
     """A file has the last window only. A server with --swa-full takes it for all."""
-    server = start_llama(*flags, model=gguf_path("swa"), slots=2, ctx=1024, save_dir=save_dir)
+    server = start_llama("--swa-full", model=gguf_path("swa"), slots=2, ctx=1024, save_dir=save_dir)
     prompt, end = prompt_of(1, 400), prompt_of(2, 40)
     asked = {"max_tokens": 16, "ignore_eos": True}
     async with slot_world(server.url, host_cache_dir=str(save_dir)) as world:
@@ -166,6 +172,29 @@ async def test_answers_on_what_was_restored_are_those_of_the_whole_prompt(start_
             text, cached, predicted = await world.ask(changed, **asked)
             assert text == right
             assert cached == predicted
+
+
+async def test_a_server_that_computes_again_what_is_restored_keeps_its_slots(start_llama, save_dir):
+    """Offloading saved the slot to a file that nobody could use, and erased it."""
+    server = start_llama(model=gguf_path("swa"), slots=2, ctx=1024, save_dir=save_dir)
+    prompt = prompt_of(1, 400)
+    async with slot_world(server.url, host_cache_dir=str(save_dir)) as world:
+        assert not {Capability.OFFLOAD, Capability.RESTORE} & world.adapter.capabilities
+        await world.ask(prompt)
+        for verb in (KvVerb.OFFLOAD, KvVerb.RESTORE):
+            with pytest.raises(NotSupported, match=r"restored again.*start it with --swa-full"):
+                await world.do(verb)
+        cached, predicted = (await world.ask(prompt + prompt_of(2, 40)))[1:]
+        assert cached == predicted >= 400
+
+
+async def test_a_server_that_turns_out_to_restore_in_vain_keeps_its_slots(server, save_dir):
+    async with slot_world(server.url, host_cache_dir=str(save_dir)) as world:
+        await world.ask(prompt_of(1))
+        world.adapter._session.scheduler.contents.reuses_any_prefix = False
+        with pytest.raises(NotSupported, match="restored again"):
+            await world.do(KvVerb.OFFLOAD)
+        assert (await world.ask(prompt_of(1)))[1:] == (99, 99)
 
 
 async def test_a_restored_slot_is_not_taken_for_empty(start_llama, server, save_dir):

@@ -19,7 +19,7 @@ def serve(cache, *hashes, tail=1):
     """How many blocks a prompt reuses."""
     blocks = len(hashes) + (tail > 0)
     taken = cache.take(prompt(*hashes, tail=tail), blocks)
-    cache.fill(hashes, taken.gpu)
+    cache.fill(hashes, taken.gpu, taken.boundaries)
     cache.release(hashes, blocks)
     return taken.gpu
 
@@ -32,9 +32,29 @@ def chain_of(letters):
 def test_a_prompt_is_reused_up_to_a_window_that_is_there():
     cache = HybridCache(100, groups=3, window_blocks=2)
     assert serve(cache, 1, 2, 3, 4, 5) == 0
-    assert cache.match(prompt(1, 2, 3, 9)) == (3, 0)
-    assert cache.match(prompt(1, 2, 3, 4, 5, tail=0)) == (4, 0)  # the last token is always computed
-    assert (cache.held, cache.occupied, cache.in_use) == (5 + 3 * 5, 20, 0)
+    assert cache.match(prompt(1, 2, 3, 4, 5, 6)) == (5, 0)
+    assert cache.match(prompt(1, 2, 3, 4, 5, tail=0)) == (0, 0)  # the last token is always computed
+    assert (cache.held, cache.occupied, cache.in_use) == (5 + 3 * 2, 11, 0)
+
+
+def test_a_window_is_kept_where_full_attention_had_more():
+    cache = HybridCache(100, groups=3, window_blocks=2)
+    assert serve(cache, 1, 2, 3, 4, 5) == 0
+    assert serve(cache, 1, 2, 3, 9) == 0
+    assert serve(cache, 1, 2, 3, 8) == 3
+    assert cache.held == 7 + 3 * 6  # 2 and 3, and the last two of each prompt
+
+
+def test_so_it_is_where_the_same_prompt_is_reused():
+    cache = HybridCache(100, groups=1, window_blocks=1)
+    assert [serve(cache, 1, 2, 3, tail=0) for _ in range(2)] == [0, 2]
+
+
+def test_what_runs_will_leave_windows_at_its_end():
+    cache = HybridCache(100, groups=1, window_blocks=2)
+    coming = {1, 2, 3, 4}
+    assert cache.match(prompt(1, 2, 3, 4, 5), coming, {4}) == (4, 0)
+    assert cache.match(prompt(1, 2, 3, 9), coming, {4}) == (0, 0)
 
 
 def test_a_short_prompt_needs_no_whole_window():
@@ -45,7 +65,7 @@ def test_a_short_prompt_needs_no_whole_window():
 
 def test_what_the_window_left_goes_first_and_the_window_next():
     cache = HybridCache(15, groups=2, window_blocks=1)
-    serve(cache, 1, 2, 3, 4, tail=0)  # 4 blocks, and twice 4 in windows, of which the last is held to the end
+    serve(cache, 1, 2, 3, 4, tail=0)  # 4 blocks, and 3 and 4 in two windows; 4 is held to the end
     gone = []
     for block in (7, 8):
         taken = cache.take(prompt(block, tail=0), 1)
@@ -53,7 +73,7 @@ def test_what_the_window_left_goes_first_and_the_window_next():
         cache.release((block,), 1)
         assert (taken.evicted, filled.evicted, filled.out_of_window) == ([], [], [])
         gone += taken.out_of_window
-    assert gone == [1, 2, 3]
+    assert gone == [3]
     assert cache.match(prompt(1, 2, 3, 4)) == (4, 0)
     assert cache.take(prompt(9, tail=0), 1).out_of_window == [4]
     assert cache.match(prompt(1, 2, 3, 4)) == (0, 0)  # full attention still has all of it
@@ -107,7 +127,7 @@ def test_its_events_say_what_it_reuses(prompts, groups, window_blocks, room):
             cache.release(*running.pop(0))
         assert taken.gpu == min(match.gpu if match else 0, asked.reusable)
         hear(taken)
-        hear(cache.fill(hashes, taken.gpu))
+        hear(cache.fill(hashes, taken.gpu, taken.boundaries))
         assert cache.match(prompt(*hashes)) == (len(hashes), 0)
         assert cache.held == index.held("e", Tier.GPU) + index.groups_of("e").held
         assert cache.occupied <= room or not cache._idle

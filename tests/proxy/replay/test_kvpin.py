@@ -147,7 +147,7 @@ def test_of_a_hybrid_model_it_counts_what_all_groups_hold():
 
 def test_on_hybrid_models_it_predicts_what_engines_reuse():
     trace = chats(30, 6, seed=1)
-    model = EngineModel(100_000, window_groups=3, window_tokens=301)
+    model = EngineModel(30_000, window_groups=3, window_tokens=301)
     speedup = speedup_for_load(trace, model, 2, 0.5)
     own, other = (simulate(trace, ReplayRun(name, 2, model, speedup)) for name in ("kvpin", "llm-d"))
     assert own.evicted > 0

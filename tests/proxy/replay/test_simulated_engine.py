@@ -64,10 +64,10 @@ class TestFifo:
         assert diary.lines == [
             ("started", 0.0, 1, 0, 0),
             ("stored", "gpu", [1, 2, 3]),
-            ("in window", [1, 2, 3]),
+            ("in window", [2, 3]),
             ("first", 0.3, 1),
             ("finished", 0.3, 1),
-            ("out of window", [1, 2]),
+            ("out of window", [2]),
             ("started", 0.3, 2, 0, 0),
             ("stored", "gpu", [7, 8]),
             ("in window", [7, 8]),

@@ -217,6 +217,47 @@ class TestEvents:
         world.index.end_pending("a", world.chain.hashes[:8])
         assert world.match() == Match(gpu=8)
 
+    def test_a_request_in_flight_leaves_a_window_whole_at_its_end_alone(self, world):
+        """vLLM keeps no other window, so that a prompt which shares less with it reuses nothing."""
+        world.store(None, range(1))
+        world.store(WINDOW, range(1))
+        chain = world.chain.hashes
+        world.index.add_pending("a", (*chain[:9], -10, -11, -12), 11)
+        match = world.match()
+        assert (match.blocks, match.pending, match.cut, match.lacks) == (1, 0, 8, Attention.WINDOW)
+        # The next one finds that full attention goes further than the window, and leaves a window there.
+        world.index.add_pending("a", chain[:20], 20)
+        other = (*chain[:9], -20, -21)
+        assert world.index.match(other, 11)["a"].blocks == 9
+        match = world.match()
+        assert (match.blocks, match.pending) == (20, 19)
+        world.index.end_pending("a", chain[:20])
+        assert world.index.match(other, 11)["a"].blocks == 1
+        world.index.end_pending("a", (*chain[:9], -10, -11, -12))
+        assert (world.match().blocks, world.match().cut) == (1, 0)
+        assert not world.index._flights["a"].boundaries
+
+    def test_that_end_is_where_the_same_prompt_can_be_reused(self, world):
+        world.store(None, range(1))
+        world.store(WINDOW, range(1))
+        world.index.add_pending("a", world.chain.hashes[:8], 7)  # 8 whole blocks: the last token is computed
+        assert world.match().blocks == 7
+
+    def test_a_group_that_keeps_all_blocks_will_have_them_too(self, world):
+        chunk = KvGroup(1, Attention.CHUNK, 12)
+        world.store(None, range(1))
+        world.store(chunk, range(1))
+        world.index.add_pending("a", (*world.chain.hashes[:9], -10, -11), 11)
+        assert (world.match().blocks, world.match().pending) == (9, 8)
+
+    def test_several_requests_leave_the_same_boundary(self, world):
+        world.store(None, range(1))
+        world.store(WINDOW, range(1))
+        for _ in range(2):
+            world.index.add_pending("a", world.chain.hashes[:8], 8)
+        world.index.end_pending("a", world.chain.hashes[:8])
+        assert world.match().blocks == 8
+
     def test_large_blocks_with_states(self, world):
         state = KvGroup(2, Attention.STATE)
         world.store(None, range(3), 4 * POOL)

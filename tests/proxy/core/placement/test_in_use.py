@@ -94,6 +94,21 @@ def test_the_least_recently_used_go_first(residents):
     assert residents.lost(20.0, 999, returns) == pytest.approx(0.05 + 0.5 + 5.0)
 
 
+def test_the_oldest_are_those_that_evictions_take_first(residents, held):
+    first, second, third = (0, 5, 15), (5, 5, 25), (10, 5, 35)
+    found = [residents.oldest(blocks) for blocks in (0, 1, 5, 6, 999)]
+    assert found == [[], [first], [first], [first, second], [first, second, third]]
+    held.discard(15)
+    assert residents.oldest(1) == [first, (0, 5, 25)]  # its end is gone, and its beginning may be next
+
+
+def test_of_many_only_the_oldest_are_looked_at():
+    residents = Residents(lambda _block: True)
+    for at in range(MAX_LOOKED_AT + 3):
+        residents.use(0.0, (at,), 1)
+    assert len(residents.oldest(999)) == MAX_LOOKED_AT
+
+
 def test_nothing_is_lost_that_nobody_asks_for_again(residents):
     assert residents.lost(20.0, 999, lambda _idle_s: 0.0) == 0.0
 

@@ -46,9 +46,9 @@ def begin(placer, now, chain, *names, **more):
     return begin_at(placer, now, place(placer, now, chain, *names), chain, **more)
 
 
-def serve(placer, now, chain, *, took_s=0.1, session=None):
+def serve(placer, now, chain, *, took_s=0.1, session=None, on=()):
     """A streamed request from beginning to end, alone; returns its engine and the cached tokens predicted."""
-    placement = place(placer, now, chain)
+    placement = place(placer, now, chain, *on)
     placed = begin_at(placer, now, placement, chain, session=session)
     placer.first_token(now + took_s, placed)
     placer.index.store(placement.engine, Tier.GPU, chain.hashes)
@@ -261,6 +261,20 @@ class TestPlacement:
             placer.end(second + 0.5, placed, 1)
         assert placer.candidate(600.0, "a").busy == pytest.approx(0.5, rel=0.05)
 
+    def test_one_long_prefill_drives_no_conversation_away(self):
+        placer = Placer(16)
+        for name in ("a", "b"):
+            placer.add(name, gpu_blocks=10_000)
+        home, _ = serve(placer, 0.0, prompt(0, blocks=200), took_s=1.0)
+        for turn in range(1, 100):
+            assert serve(placer, 10.0 * turn, prompt(0, blocks=200 + turn))[0] == home
+        # Many more turns are expected. Each would find the engine computing if it went on like this.
+        placed = begin(placer, 1000.0, prompt(1, blocks=600), home)
+        placer.first_token(1003.0, placed)
+        placer.end(1003.0, placed, 9601)
+        assert placer.demand.turns > 5
+        assert place(placer, 1003.0, prompt(0, blocks=300)).engine == home
+
     def test_where_streams_hold_the_memory_a_prompt_waits_for_one_to_end(self, placer):
         serve(placer, 0.0, prompt(0))
         streams = [begin(placer, 10.0, prompt(name, blocks=90), "a") for name in (1, 2)]
@@ -282,6 +296,83 @@ class TestPlacement:
                 assert place(placer, 6.0, prompt(1)).strain == pytest.approx(1 / 0.6, rel=0.1)
         assert place(placer, 100.0, prompt(1)).strain == pytest.approx(1 / 0.9)
         assert placer.candidate(100.0, "a").busy == 0.0
+
+
+class TestEvictions:
+    """Prompts that an engine has yet to read may evict what others of them are to reuse."""
+
+    @pytest.fixture
+    def full(self, placer):
+        """90 of 100 blocks are taken."""
+        for name in range(9):
+            serve(placer, float(name), prompt(name), on="a")
+        return placer
+
+    def test_they_reach_the_least_recently_used(self, full):
+        old, late = (begin(full, 20.0, prompt(name, blocks=12), "a") for name in (0, 8))
+        assert (old.may_be_evicted, late.may_be_evicted) == (True, False)
+
+    def test_those_placed_later_count_too(self, full):
+        old = begin(full, 20.0, prompt(0), "a")
+        assert not old.may_be_evicted
+        begin(full, 20.0, prompt(20, blocks=10), "a")
+        assert not old.may_be_evicted  # 10 blocks are free
+        begin(full, 20.0, prompt(21, blocks=1), "a")
+        assert old.may_be_evicted
+
+    def test_what_was_read_evicts_no_more(self, full):
+        full.first_token(20.5, begin(full, 20.0, prompt(20, blocks=50), "a"))
+        old = begin(full, 21.0, prompt(0), "a")
+        begin(full, 21.0, prompt(21, blocks=10), "a")
+        assert not old.may_be_evicted
+
+    def test_a_host_tier_keeps_what_they_evict(self):
+        placer = Placer(16)
+        placer.add("a", gpu_blocks=10, host_blocks=100)
+        serve(placer, 0.0, prompt(0))
+        begin(placer, 1.0, prompt(1), "a")
+        assert not begin(placer, 1.0, prompt(0)).may_be_evicted
+
+    def test_an_engine_of_unknown_size_tells_nothing(self):
+        placer = Placer(16)
+        placer.add("a")
+        serve(placer, 0.0, prompt(0))
+        begin(placer, 1.0, prompt(1, blocks=10_000), "a")
+        assert not begin(placer, 1.0, prompt(0)).may_be_evicted
+
+    def test_until_a_window_has_left_them_prompts_take_its_blocks_too(self):
+        placer = Placer(16)
+        placer.add("a", gpu_blocks=60)
+        group = KvGroup(1, Attention.WINDOW, 64)
+        groups = placer.index.add_group("a", group, 16, 16)
+        assert groups.evicted(60, 0, 100) == 0  # nothing is there
+        placer.index.store("a", Tier.GPU, prompt(0, blocks=30).hashes)
+        placer.index.store_group("a", group, prompt(0, blocks=30).hashes[-10:])
+        placer.books["a"].residents.use(0.0, prompt(0, blocks=30).hashes, 30)
+        assert [groups.evicted(60, 30, coming) for coming in (10, 14)] == [0, 8 * 30 // 40]  # 20 are free
+        old = begin(placer, 0.0, prompt(0, blocks=31), "a")
+        begin(placer, 0.0, prompt(1, blocks=10), "a")
+        assert not old.may_be_evicted
+        begin(placer, 0.0, prompt(2, blocks=4), "a")
+        assert old.may_be_evicted
+
+    def test_of_many_only_the_last_are_looked_at(self, full, monkeypatch):
+        monkeypatch.setattr(module, "MAX_NEIGHBOURS", 2)
+        old = begin(full, 20.0, prompt(0), "a")
+        for name in (20, 21, 22):
+            begin(full, 20.0, prompt(name, blocks=5), "a")
+        assert not old.may_be_evicted
+
+    def test_who_is_over_evicts_nothing(self, placer):
+        lives = [begin(placer, 0.0, prompt(name, blocks=60), "a") for name in range(4)]
+        assert placer.books["a"].unread_blocks == 240
+        placer.first_token(1.0, lives[0])
+        placer.end(2.0, lives[0], 10)
+        placer.end(2.0, lives[1], None)  # it failed
+        placer.end(2.0, lives[2], 961)  # its answer came whole
+        placer.first_token(2.0, lives[3])
+        placer.end(3.0, lives[3], None)
+        assert (placer.books["a"].unread, placer.books["a"].unread_blocks) == ({}, 0)
 
 
 class TestRequests:

@@ -25,6 +25,17 @@ def test_a_young_rate_is_that_since_its_first_amount():
     assert rate.per_s(1004.0) == pytest.approx(6 / 4, rel=0.1)
 
 
+def test_a_rate_may_be_that_of_the_last_minutes():
+    rate = Rate(WINDOW_S)
+    for at in range(1000):
+        rate.add(float(at), 2.0)
+    assert rate.per_s(999.0 + RATE_S) == pytest.approx(2 * e ** (-RATE_S / WINDOW_S), rel=0.01)
+    young = Rate(WINDOW_S)
+    young.add(0.0, 3.0)
+    assert young.is_young(WINDOW_S - 1)
+    assert young.per_s(6.0) == pytest.approx(3 / 6, rel=0.1)
+
+
 def test_means_are_of_what_has_not_faded():
     recent = Recent()
     assert (recent.mean, recent.rest) == (0.0, 0.0)
