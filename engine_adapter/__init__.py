@@ -60,6 +60,7 @@ from engine_adapter.registry import (
     ENGINE_OPTIONS,
     NATIVE_ROUTES,
     check_kind,
+    check_role,
     make_adapter,
     make_options,
 )
@@ -82,6 +83,7 @@ from engine_adapter.types import (
     Pinned,
     PromptTable,
     Retention,
+    Role,
     Tier,
     ViewCurrent,
     ViewLost,

@@ -12,7 +12,7 @@ from enum import StrEnum
 
 import structlog
 
-from engine_adapter import Capability, EngineAdapter, EngineInfo, EngineSpec, log_text
+from engine_adapter import Capability, EngineAdapter, EngineInfo, EngineSpec, Role, log_text
 from proxy.core.audit import EngineAudit
 from proxy.core.breaker import Breaker
 from proxy.core.index.learned import LearnedBlocks
@@ -65,6 +65,7 @@ class Engine:
     """One engine: its adapter, what it declared, its load, its audit.
 
     Attributes:
+        role: the part of requests that it is meant for.
         info: its declaration when it connected; None before that.
         audit: predicted against reported cached tokens, and the trust in its view.
         learned: blocks learned from responses, for engines without events.
@@ -90,6 +91,7 @@ class Engine:
         """`on_ready` is called whenever the engine becomes ready."""
         self.adapter = adapter
         self.id = adapter.spec.id
+        self.role: Role = adapter.spec.role
         self._state = EngineState.CONNECTING
         self._on_ready = on_ready
         self._failed = 0  # requests, since it was ready last

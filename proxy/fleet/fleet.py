@@ -147,7 +147,7 @@ class Fleet:
             gpu_blocks=info.gpu_blocks if info.tokens_per_block is not None else None,
             host_blocks=info.host_blocks if info.tokens_per_block is not None else None,
         )
-        pool.engines[engine.id] = engine
+        pool.join(engine)
         self._not_away(engine.id)
         self._warn_of_names()
         return pool
@@ -158,7 +158,7 @@ class Fleet:
         if pool is not None:
             pool.wipe(engine)
             pool.placer.remove(engine.id)
-            del pool.engines[engine.id]
+            pool.leave(engine)
             if engine.info is not None:
                 pool.away[engine.id] = engine.info
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import Callable, Container, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Hashable, Iterator, Sequence
 from functools import lru_cache, partial
 from time import monotonic
 from typing import Any
 
-from engine_adapter import Capability, EngineAdapter, EngineInfo, KvTarget, Tier
+from engine_adapter import Capability, EngineAdapter, EngineInfo, KvTarget, Role, Tier
 from proxy.core.admission import HOLD_S, KEPT_BUSY, Needs
 from proxy.core.audit import Trust
 from proxy.core.index.blocks import BlockHash, Chain, chain, namespace_root
@@ -44,6 +44,7 @@ class Pool:
 
     Attributes:
         prompts: renders and tokenises requests; None until an engine has connected.
+        has_roles: some of its engines are meant for one part of requests.
         away: lost engines, as they were when they were lost.
         line: requests that wait because its engines are busy.
     """
@@ -61,9 +62,23 @@ class Pool:
         self.engines: dict[str, Engine] = {}
         self.placer = Placer(tokens_per_block)
         self.prompts: PromptBuilder | None = None
+        self.has_roles = False
         self.away: dict[str, EngineInfo] = {}
         self.line = Line(self.engines_for, self.is_free, queue)
         self._told = told
+
+    def join(self, engine: Engine) -> None:
+        """Adds an engine that has connected."""
+        self.engines[engine.id] = engine
+        self._note_roles()
+
+    def leave(self, engine: Engine) -> None:
+        """Removes an engine."""
+        del self.engines[engine.id]
+        self._note_roles()
+
+    def _note_roles(self) -> None:
+        self.has_roles = any(engine.role is not Role.BOTH for engine in self.engines.values())
 
     @property
     def index(self) -> PrefixIndex:
@@ -200,25 +215,13 @@ class Pool:
         return frozenset(engine.id for engine in self._able(needs))
 
     def _able(self, needs: Needs, without: Container[str] = ()) -> list[Engine]:
-        """The ready engines that can take a request; without one, the suspect engines: one broken connection
-        must not empty a small pool."""
-        lora, native, home, kind = needs.lora, needs.native, needs.home, needs.kind
-        for state in (EngineState.READY, EngineState.SUSPECT):
-            able = [
-                engine
-                for engine in self.engines.values()
-                if engine.state is state
-                and engine.id not in without
-                and (lora is None or lora in engine.loras)
-                and (native is None or engine.serves(native))
-                and (home is None or home == engine.id)
-                and (kind is None or kind == engine.adapter.spec.kind)
-            ]
-            if able:
-                # Never none: where all fail, one may still succeed.
-                able = [engine for engine in able if engine.is_allowed] or able
-                return [engine for engine in able if needs.route not in engine.lacks] or able
-        return []
+        """The engines that can take a request. Those that are meant for prefills answer only where no other
+        can."""
+        if self.has_roles:
+            answering = [engine for engine in self.engines.values() if engine.role is not Role.PREFILL]
+            if able := _able_of(answering, needs, without):
+                return able
+        return _able_of(self.engines.values(), needs, without)
 
     def place(self, candidates: Sequence[Candidate], chain: Chain | None) -> Placement:
         """Chooses among `candidates`; by load alone when the prompt is not known."""
@@ -337,3 +340,25 @@ class Pool:
         engine.below.clear()
         engine.has_emptied()
         self.placer.wipe(engine.id)
+
+
+def _able_of(engines: Collection[Engine], needs: Needs, without: Container[str]) -> list[Engine]:
+    """Of `engines`, the ready ones that can take a request; without one, the suspect ones: one broken
+    connection must not empty a small pool."""
+    lora, native, home, kind = needs.lora, needs.native, needs.home, needs.kind
+    for state in (EngineState.READY, EngineState.SUSPECT):
+        able = [
+            engine
+            for engine in engines
+            if engine.state is state
+            and engine.id not in without
+            and (lora is None or lora in engine.loras)
+            and (native is None or engine.serves(native))
+            and (home is None or home == engine.id)
+            and (kind is None or kind == engine.adapter.spec.kind)
+        ]
+        if able:
+            # Never none: where all fail, one may still succeed.
+            able = [engine for engine in able if engine.is_allowed] or able
+            return [engine for engine in able if needs.route not in engine.lacks] or able
+    return []
