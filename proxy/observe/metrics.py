@@ -55,7 +55,8 @@ _FAMILIES = {
         "Requests placed, by reason: held (the engine has the most of the prompt), gathered "
         "(it will have it, after requests in flight have stored it), released (another has "
         "more, but costs more), spread (no engine has any of it), only (no other engine could "
-        "take it), balanced (the prompt is not known: by load alone)",
+        "take it), paired (another engine computes the prompt for it), balanced (the prompt is not "
+        "known: by load alone)",
         ("model", "reason"),
     ),
     "kvpin_prompt_tokens_total": _Row("Prompt tokens of requests whose prompt kvpin knows", _BY_ENGINE),
