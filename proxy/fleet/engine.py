@@ -72,6 +72,7 @@ class Engine:
         below: blocks on lower tiers that its events do not report.
         ahead: counts of restores ahead of need.
         lacks: routes that the engine said it does not have.
+        keeps_no_kv: it computed a prompt for another engine, and kept nothing for it.
         view: its KV cache, from its events; None without events.
         process: its process, if kvpin runs it.
         has_supervisor: kvpin's supervisor starts it, and says what is wrong with it.
@@ -103,6 +104,7 @@ class Engine:
         self.salts = TenantSalts()
         self.ahead = AheadCounts()
         self.lacks: set[str] = set()
+        self.keeps_no_kv = False
         self.view: EngineView | None = None
         self.process: ManagedEngine | None = None
         self.has_supervisor = False

@@ -138,6 +138,7 @@ class Fleet:
             pool = self.pools[model] = Pool(model, tokens_per_block, self._queue, self.told)
         engine.info = info
         engine.lacks.clear()
+        engine.keeps_no_kv = False
         if info.gpu_blocks is not None and info.tokens_per_block is not None:
             engine.learned.capacity = info.gpu_blocks * info.tokens_per_block // pool.tokens_per_block
         pool.placer.add(

@@ -9,13 +9,14 @@ from functools import lru_cache, partial
 from time import monotonic
 from typing import Any
 
-from engine_adapter import Capability, EngineAdapter, EngineInfo, KvTarget, Role, Tier
+from engine_adapter import Capability, EngineAdapter, EngineInfo, KvTarget, Role, Tier, Transfer
 from proxy.core.admission import HOLD_S, KEPT_BUSY, Needs
 from proxy.core.audit import Trust
 from proxy.core.index.blocks import BlockHash, Chain, chain, namespace_root
 from proxy.core.index.prefix_index import PrefixIndex
 from proxy.core.peers.telling import OwnRequests
 from proxy.core.placement.decision import Candidate, Cost, Placement
+from proxy.core.placement.pairs import Prefillers
 from proxy.core.placement.placer import PlacedRequest, Placer
 from proxy.core.placement.whole_answers import Report
 from proxy.errors import NotFound
@@ -223,9 +224,47 @@ class Pool:
                 return able
         return _able_of(self.engines.values(), needs, without)
 
-    def place(self, candidates: Sequence[Candidate], chain: Chain | None) -> Placement:
-        """Chooses among `candidates`; by load alone when the prompt is not known."""
-        return self.placer.place(monotonic(), candidates, chain)
+    def prefillers(
+        self,
+        candidates: Sequence[Candidate],
+        chain: Chain,
+        lora: str | None,
+        moves_by: Callable[[Transfer], bool],
+    ) -> Prefillers | None:
+        """The engines that may compute a request's prompt for one of the `candidates`; None if there is none.
+
+        `moves_by`: whether the request can be served in two legs, by that transfer.
+        """
+        sources = {
+            engine.id: engine.adapter.transfer.name
+            for engine in self.engines.values()
+            if engine.role is Role.PREFILL
+            and engine.state is EngineState.READY
+            and engine.is_allowed
+            and not engine.keeps_no_kv
+            and (lora is None or lora in engine.loras)
+            and engine.adapter.transfer is not None
+            and moves_by(engine.adapter.transfer)
+        }
+        decoders = {each.engine for each in candidates if self._pulls(each.engine, sources.values())}
+        if not decoders:
+            return None
+        now, matches = monotonic(), self.placer.match(chain)
+        found = [self.placer.candidate(now, each, matches.get(each)) for each in sources]
+        return self.placer.prefillers(now, found, decoders)
+
+    def _pulls(self, engine_id: str, transfers: Collection[str]) -> bool:
+        """True if the engine reads KV from others by one of these transfers."""
+        engine = self.engines[engine_id]
+        transfer = engine.adapter.transfer
+        return engine.role is Role.DECODE and transfer is not None and transfer.name in transfers
+
+    def place(
+        self, candidates: Sequence[Candidate], chain: Chain | None, prefillers: Prefillers | None = None
+    ) -> Placement:
+        """Chooses among `candidates`, alone or with one of the `prefillers`; by load alone when the prompt is
+        not known."""
+        return self.placer.place(monotonic(), candidates, chain, prefillers)
 
     def must_queue(self, placement: Placement, needs: Needs) -> bool:
         """True if a placed request has to wait here: others wait for its engines, or these are all busy."""
@@ -248,7 +287,7 @@ class Pool:
         return forecast is not None and not self._is_late(engine, forecast.wait_s)
 
     def _begins_late(self, cost: Cost) -> bool:
-        return self._is_late(self.engines[cost.engine], cost.queue_s + cost.room_s)
+        return self._is_late(self.engines[cost.prefiller or cost.engine], cost.queue_s + cost.room_s)
 
     def _is_late(self, engine: Engine, wait_s: float) -> bool:
         """True if a request would wait long at the engine, by the engine's report or by `wait_s`, our
@@ -267,9 +306,11 @@ class Pool:
         streams: bool = False,
         known: bool = True,
         session: Session | None = None,
+        part: Role = Role.BOTH,
         on_lost: Callable[[], None] = lambda: None,
     ) -> Lease:
-        """A request's hold on its engine, to be entered at once: counts its load, marks its blocks pending.
+        """The hold of a request, or of a `part` of it, on its engine, to be entered at once: counts its load,
+        marks its blocks pending.
 
         Nothing is learned from a request whose tokens are not all `known`.
 
@@ -278,18 +319,16 @@ class Pool:
         engine, now = self.engines[placement.engine], monotonic()
         key = self._key_of(session)
         placed = self.placer.begin(
-            now, placement.engine, placement.work, chain, streams=streams, known=known, session=key
+            now, placement.engine, placement.work, chain, streams=streams, known=known, session=key, part=part
         )
-        telling = None
+        tell = None
         if self._told is not None:
             digest = session.digest if session is not None else None
-            telling = self._told.begun(
-                engine.id, placement.work, chain, streams=streams, known=known, session=digest
+            tell = partial(
+                self._told.begun, engine.id, chain=chain, streams=streams, known=known, session=digest
             )
         ended = partial(self._ended, engine)
-        return Lease(
-            engine, placement, self.placer, placed, now, engine.removals, ended, on_lost, telling=telling
-        )
+        return Lease(engine, placement, self.placer, placed, now, engine.removals, ended, on_lost, tell=tell)
 
     def _key_of(self, session: Session | None) -> Hashable:
         """Placement's key of a conversation. Kvpins that share their requests use the digest."""

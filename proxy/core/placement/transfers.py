@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from enum import StrEnum
 from statistics import median
 
 # Prior: moving KV is ten times as fast as computing it.
@@ -23,6 +24,14 @@ MIN_SAMPLE_TOKENS = 64
 # Medians are of this many measurements, none older than this.
 WINDOW = 16
 KEPT_S = 300.0
+
+
+class TransferResult(StrEnum):
+    """What came of a prompt that one engine was to compute for another."""
+
+    MOVED = "moved"  # the other engine answered from it
+    FAILED = "failed"  # it was not computed, or not in time: the other engine computed it
+    LATE = "late"  # the other engine did not answer while it was surely kept
 
 
 @dataclass(slots=True)
