@@ -30,9 +30,10 @@ from proxy.core.placement.decision import (
     regret_of,
 )
 
-# A second of prefill costs each stream on the same engine half a second: engines mix the two, and the stream
-# gets some tokens meanwhile.
-STALL = 0.5
+# What a second of prefill costs each stream on the same engine, in seconds. Tokens that come later matter
+# less than an answer that begins later. Of 0 to 1, values from 0.1 to 0.25 gave the shortest times to first
+# token in benchmarks/pairs_sim.py, with gaps between tokens that are hardly longer than with 1.
+STALL = 0.15
 # Shorter transfers are never worth their round trips.
 MIN_PULL_TOKENS = 64
 # The first leg may take as long as expected and, beyond that, as long as the other engine would need alone,
