@@ -125,7 +125,7 @@ class FirstLeg:
             ready.chain,
             streams=True,  # its one token is seen
             part=Role.PREFILL,
-            on_lost=lambda: limit.reschedule(asyncio.get_running_loop().time()),
+            on_lost=lambda: _end_now(limit),
         ) as lease:
             try:
                 async with limit:
@@ -188,6 +188,12 @@ class FirstLeg:
             engine.check_now.set()
         elif cause.blame is Blame.SUSPECT:
             engine.suspect(error)
+
+
+def _end_now(limit: asyncio.Timeout) -> None:
+    """Ends what the limit is for, unless that was done before."""
+    if not limit.expired():
+        limit.reschedule(asyncio.get_running_loop().time())
 
 
 class _Silence:

