@@ -134,7 +134,11 @@ class VllmAdapter(HttpAdapter):
         metrics = await look(self._control, self._rank)
         subscriber = self._subscriber
         return {
-            "prefix_cache": {"queried_tokens": metrics.queries, "hit_tokens": metrics.hits},
+            "prefix_cache": {
+                "queried_tokens": metrics.queries,
+                "hit_tokens": metrics.hits,
+                "fetched_tokens": metrics.fetched,
+            },
             "requests": {"running": metrics.running, "waiting": metrics.waiting},
             "blocks": {"capacity": metrics.blocks, "known": self._watch.blocks, "in_use": metrics.usage},
             "events": {

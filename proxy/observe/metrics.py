@@ -62,8 +62,8 @@ _FAMILIES = {
     "kvpin_transfers_total": _Row(
         "Prompts that one engine was to compute for another, by result: moved (the other one answered "
         "from its KV), failed (the other one computed the prompt), late (the other one did not answer "
-        "while the KV was surely kept); prefiller: the first engine, engine: the other",
-        ("model", "prefiller", "engine", "result"),
+        "while the KV was surely kept); prefiller: the first engine",
+        ("model", "prefiller", "result"),
     ),
     "kvpin_prompt_tokens_total": _Row("Prompt tokens of requests whose prompt kvpin knows", _BY_ENGINE),
     "kvpin_available_cached_tokens_total": _Row(
@@ -201,7 +201,7 @@ class Metrics:
         if (reason := _refusal(record)) is not None:
             self._count("kvpin_refused_total", reason)
         self._observe_times(record, model, engine, trace_id)
-        self._count_transfer(record, model, engine)
+        self._count_transfer(record, model)
         if self._max_tenants and record.tenant is not None:
             self._count_tenant(record, record.tenant)
         if record.output_tokens is not None:
@@ -231,11 +231,11 @@ class Metrics:
                 self._add_reuse(saver, ReuseCounts(saved_s=saved_s))
                 self._count("kvpin_saved_prefill_seconds_total", served, saver, by=saved_s)
 
-    def _count_transfer(self, record: RequestRecord, model: str, engine: str) -> None:
+    def _count_transfer(self, record: RequestRecord, model: str) -> None:
         """Counts what came of a prompt that another engine was to compute."""
         if record.prefilled_by is not None and record.transfer is not None:
             prefiller = self._label(record.prefilled_by)
-            self._count("kvpin_transfers_total", model, prefiller, engine, record.transfer.value)
+            self._count("kvpin_transfers_total", model, prefiller, record.transfer.value)
 
     def _add_reuse(self, engine: str, reuse: ReuseCounts) -> None:
         self.total_reuse = self.total_reuse.plus(reuse)

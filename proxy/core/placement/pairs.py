@@ -33,7 +33,7 @@ from proxy.core.placement.decision import (
 # What a second of prefill costs each stream on the same engine, in seconds. Tokens that come later matter
 # less than an answer that begins later. Of 0 to 1, values from 0.1 to 0.25 gave the shortest times to first
 # token in benchmarks/pairs_sim.py, with gaps between tokens that are hardly longer than with 1.
-STALL = 0.15
+STALL = 0.18
 # Shorter transfers are never worth their round trips.
 MIN_PULL_TOKENS = 64
 # The first leg may take as long as expected and, beyond that, as long as the other engine would need alone,
