@@ -339,9 +339,10 @@ class Flow:
         return (self.choose(ready, candidates), len(candidates)) if candidates else None
 
     def choose(self, ready: Ready, candidates: Sequence[Candidate]) -> Placement:
-        """The candidate that the request goes to, or the pair of engines."""
+        """The candidate that the request goes to, or the pair of engines. An answer of a pair may come too
+        late to be used: then another engine has to be tried."""
         pool, chain = ready.pool, ready.chain
-        if not pool.has_roles or chain is None:
+        if not pool.has_roles or chain is None or not self.rules.retries:
             return pool.place(candidates, chain)
         prefillers = pool.prefillers(candidates, chain, ready.lora, ready.moves_by)
         return pool.place(candidates, chain, prefillers)

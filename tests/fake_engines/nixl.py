@@ -48,6 +48,11 @@ class FakeNixl:
         """Nobody reaches it any more."""
         self.reached.pop(self.id, None)
 
+    @property
+    def held(self) -> list[str]:
+        """Requests whose lease has not ended."""
+        return [name for name, ends in self.kept.copy().items() if ends > time.monotonic()]
+
     def keep(self, request_id: str, tokens: int, cached: int, block_size: int) -> dict:
         """Keeps the blocks of a prompt; returns the `kv_transfer_params` of the answer."""
         request_id = f"cmpl-{request_id}-{uuid.uuid4().hex[:8]}"

@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
+from random import Random
 from time import monotonic
 
 import pytest
+from msgspec.structs import replace
 
 from engine_adapter import Role
 from proxy.core.audit import Trust, Unchecked
@@ -23,7 +26,7 @@ from tests.live.fake_world import FakeWorld, proxy_over, until
 
 # About 800 tokens.
 TEXT = " ".join(f"Entry {n}: all was well on this day." for n in range(75))
-ROLES = {"p": Role.PREFILL, "d": Role.DECODE, "e": Role.DECODE}
+ROLES = {"p": Role.PREFILL, "q": Role.PREFILL, "d": Role.DECODE, "e": Role.DECODE}
 
 
 def asked(text=TEXT, **fields):
@@ -106,10 +109,10 @@ async def world_of(
             world = PairWorld(*made, fakes)
             await world.settle()
             placer = world.proxy.fleet.pools["tiny"].placer
-            for name in set(names) - {"p"}:
+            for name in (name for name in names if ROLES[name] is Role.DECODE):
                 placer.books[name].rates.pace = pace
-                for _ in range(2):
-                    placer.transfers.measured(monotonic(), "p", name, 1000, 0.001)
+                for source in ("p", "q") * 2:
+                    placer.transfers.measured(monotonic(), source, name, 1000, 0.001)
             yield world
 
 
@@ -232,6 +235,13 @@ class TestAlone:
             await until(world.is_idle)
             assert (world.last.engine, world.last.prefilled_by) == ("d", None)
             assert world.sent("p") == []
+
+    async def test_where_no_other_engine_may_be_tried(self):
+        async with world_of("p", "d") as world:
+            flow = world.proxy.flow
+            object.__setattr__(flow, "rules", replace(flow.rules, retries=0))
+            await world.stream()
+            assert (world.last.engine, world.last.prefilled_by) == ("d", None)
 
     async def test_where_a_pair_costs_more(self):
         async with world_of("p", "d", pace=1.0) as world:
@@ -376,3 +386,57 @@ class TestTheLease:
             assert text_of(await asking) == await world.alone()
             assert world.last.attempts == ["d"]
             assert world.nixl("d").found == [Found.THE_KV]
+
+
+class TestChaos:
+    """Engines stop and go on, are lost, and clients leave, all at random, with leases of half a second."""
+
+    REQUESTS = 60
+
+    async def ask(self, world, number: int, random: Random) -> tuple[str, str | None]:
+        """One request: its prompt, and its text if its client stayed."""
+        text = f"{number % 20} {TEXT} {number}"
+        await asyncio.sleep(random.uniform(0, 4))
+        patience_s = random.choice((0.05, 0.3, 30, 30, 30))
+        asking = world.client.post(f"{world.url}/v1/completions", json=asked(text))
+        try:
+            answer = await asyncio.wait_for(asking, patience_s)
+        except TimeoutError:
+            return text, None
+        assert answer.status_code == 200, answer.text
+        assert answer.text.endswith("data: [DONE]\n\n"), answer.text[-300:]
+        return text, text_of(answer.text)
+
+    async def trouble(self, world, random: Random) -> None:
+        """One engine after the other stands still for a while; some are lost."""
+        while True:
+            name = random.choice(tuple(world.fakes))
+            core = world.fakes[name].core
+            core.hold(after=random.choice((0, 0, 2)))
+            if random.random() < 0.3:
+                world.engine(name).abandon()
+            await asyncio.sleep(random.uniform(0.1, 1.5))
+            core.release()
+            await asyncio.sleep(random.uniform(0, 0.3))
+
+    @pytest.mark.parametrize("seed", [1, 2])
+    async def test_no_answer_is_wrong_and_nothing_is_left(self, seed):
+        random = Random(seed)  # noqa: S311 - a test
+        async with world_of("p", "q", "d", "e", lease_s=0.5) as world:
+            with running_vllm() as single:
+                trouble = asyncio.ensure_future(self.trouble(world, random))
+                answers = await asyncio.gather(
+                    *(self.ask(world, number, random) for number in range(self.REQUESTS))
+                )
+                trouble.cancel()
+                for fake in world.fakes.values():
+                    fake.core.release()
+                await until(world.is_idle)
+                for text, answer in answers:
+                    if answer is not None:
+                        alone = await world.client.post(f"{single.url}/v1/completions", json=asked(text))
+                        assert answer == text_of(alone.text), text[:20]
+            assert sum(answer is not None for _, answer in answers) > self.REQUESTS / 2
+            results = Counter(record.transfer for record in world.proxy.flow.requests)
+            assert results[TransferResult.MOVED] > 5, results
+            await until(lambda: all(not world.nixl(name).held for name in "pq"))
