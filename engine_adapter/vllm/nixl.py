@@ -17,7 +17,7 @@ from engine_adapter.http.usage import read_answer_usage
 from engine_adapter.transfer import Handover, Transfer
 
 _ROUTES = ("/v1/chat/completions", "/v1/completions")
-_PARAMS = "kv_transfer_params"
+_PARAMS, _IDS = "kv_transfer_params", "prompt_token_ids"
 # What the prefill engine is asked for. It fills in the rest.
 _KEEP = {
     "do_remote_decode": True,
@@ -34,6 +34,17 @@ _OF_ANSWER = (
     "return_token_ids",
     "stream_options",
     "top_logprobs",
+)
+# Likewise, but some of them change the prompt. So they are left out only if its token ids go along.
+_OF_GENERATION = (
+    "guided_choice",
+    "guided_grammar",
+    "guided_json",
+    "guided_regex",
+    "response_format",
+    "structured_outputs",
+    "tool_choice",
+    "tools",
 )
 # With these fields the engine computes the whole prompt itself, or the client moves KV by its own means.
 _ALONE = ("echo", "prompt_embeds", "prompt_logprobs", "use_beam_search", _PARAMS)
@@ -65,8 +76,10 @@ class NixlPull(Transfer):
         limits = {"max_tokens": 1}
         if "max_completion_tokens" in body:
             limits["max_completion_tokens"] = 1
-        params = {**_params_of(body), **_KEEP}
-        return body.replace(**dict.fromkeys(_OF_ANSWER), **limits, stream=False, kv_transfer_params=params)
+        own = _params_of(body)
+        drop = (*_OF_ANSWER, *_OF_GENERATION) if _IDS in own else _OF_ANSWER
+        params = {**own, **_KEEP}
+        return body.replace(**dict.fromkeys(drop), **limits, stream=False, kv_transfer_params=params)
 
     @override
     def handover(self, answer: bytes) -> Handover | None:

@@ -76,14 +76,29 @@ async def pair(tmp_path):
             yield proxy, client, url, {name: server.url for name, server in servers.items()}
 
 
-def asked(number: int) -> dict:
+def asked(number: int) -> tuple[str, dict]:
+    """The route and body of a request. The first 20 are completions, the others chats, which carry their token
+    ids beside the transfer's own parameters."""
     text = " ".join(f"{number}. Entry {at} of log {number}: all was well." for at in range(40))
-    return {"model": MODEL, "prompt": text, "max_tokens": 12, "temperature": 0}
+    body = {"model": MODEL, "max_tokens": 12, "temperature": 0}
+    if number < 20:
+        return "/v1/completions", body | {"prompt": text}
+    tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+    chat = {"messages": [{"role": "user", "content": text}]}
+    return "/v1/chat/completions", body | chat | ({"tools": [tool]} if number % 2 else {})
 
 
 def text_of(stream: str) -> str:
     events = [json.loads(line[6:]) for line in stream.splitlines() if line.startswith("data: {")]
-    return "".join(event["choices"][0]["text"] for event in events if event["choices"])
+    choices = [event["choices"][0] for event in events if event["choices"]]
+    return "".join(
+        choice["text"] if "text" in choice else choice["delta"].get("content") or "" for choice in choices
+    )
+
+
+def whole_text_of(answer: dict) -> str:
+    choice = answer["choices"][0]
+    return choice["text"] if "text" in choice else choice["message"]["content"] or ""
 
 
 async def pulled_tokens(client: httpx.AsyncClient, url: str) -> float:
@@ -97,8 +112,8 @@ async def test_the_answers_are_those_of_a_single_engine(tmp_path, tell):
     async with pair(tmp_path) as (proxy, client, url, servers):
         legs, transfers, pool, moved = list[float](), list[float](), proxy.fleet.pools[MODEL], 0
         for number in range(REQUESTS):
-            body = asked(number)
-            answer = await client.post(f"{url}/v1/completions", json=body | {"stream": True}, timeout=120)
+            path, body = asked(number)
+            answer = await client.post(f"{url}{path}", json=body | {"stream": True}, timeout=120)
             assert answer.status_code == 200, answer.text
             await until(lambda: not any(engine.leases for engine in pool.engines.values()))
             record = list(proxy.flow.requests)[-1]
@@ -106,8 +121,8 @@ async def test_the_answers_are_those_of_a_single_engine(tmp_path, tell):
             if record.transfer is TransferResult.MOVED:
                 legs.append(record.first_leg_s)
                 transfers.append(record.transfer_s)
-            alone = await client.post(f"{servers['p']}/v1/completions", json=body, timeout=120)
-            assert text_of(answer.text) == alone.json()["choices"][0]["text"]
+            alone = await client.post(f"{servers['p']}{path}", json=body, timeout=120)
+            assert text_of(answer.text) == whole_text_of(alone.json())
         pulled = await pulled_tokens(client, servers["d"])
         prompts = sum(record.n_tokens for record in proxy.flow.requests)
         assert moved > 0.8 * REQUESTS, "on a machine this busy, an engine may miss a health check"
@@ -116,9 +131,9 @@ async def test_the_answers_are_those_of_a_single_engine(tmp_path, tell):
         assert audit.exact == audit.checked >= moved
         # In blocks of 16. What it pulled first was evicted, and it said so.
         await until(lambda: pool.index.held("d", Tier.GPU) <= 2 * BLOCKS)
-        again = asked(REQUESTS - 1) | {"stream": True}
+        path, again = asked(REQUESTS - 1)
         pool.placer.books["d"].rates.pace = 1.0
-        await client.post(f"{url}/v1/completions", json=again, timeout=120)
+        await client.post(f"{url}{path}", json=again | {"stream": True}, timeout=120)
         record = list(proxy.flow.requests)[-1]
         assert (record.engine, record.prefilled_by) == ("d", None), "it holds what it pulled"
         assert record.reported_tokens == record.predicted_tokens > 0

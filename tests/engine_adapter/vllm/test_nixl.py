@@ -95,6 +95,17 @@ class TestFirstLeg:
         sent = json.loads(NIXL.first_leg(body_of(max_completion_tokens=50, max_tokens=None)).raw)
         assert (sent["max_completion_tokens"], sent["max_tokens"]) == (1, 1)
 
+    def test_generation_is_left_out_only_where_the_prompt_does_not_hang_on_it(self):
+        fields = {
+            "tools": [{"type": "function"}],
+            "tool_choice": "required",
+            "response_format": {"type": "x"},
+        }
+        text = json.loads(NIXL.first_leg(body_of(**fields)).raw)
+        assert fields.items() <= text.items()
+        ids = {"kv_transfer_params": {"prompt_token_ids": [5, 6]}}
+        assert not fields.keys() & json.loads(NIXL.first_leg(body_of(**fields, **ids)).raw).keys()
+
     def test_keeps_the_token_ids_that_kvpin_sends(self):
         body = body_of(kv_transfer_params={"prompt_token_ids": [5, 6]})
         first = json.loads(NIXL.first_leg(body).raw)["kv_transfer_params"]
