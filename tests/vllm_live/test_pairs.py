@@ -77,15 +77,16 @@ async def pair(tmp_path):
 
 
 def asked(number: int) -> tuple[str, dict]:
-    """The route and body of a request. The first 20 are completions, the others chats, which carry their token
-    ids beside the transfer's own parameters."""
+    """The route and body of a request. The first 20 are completions. The others are chats: their token ids go
+    beside the transfer's own parameters."""
     text = " ".join(f"{number}. Entry {at} of log {number}: all was well." for at in range(40))
     body = {"model": MODEL, "max_tokens": 12, "temperature": 0}
     if number < 20:
         return "/v1/completions", body | {"prompt": text}
     tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+    tools = {"tools": [tool], "tool_choice": "none"}
     chat = {"messages": [{"role": "user", "content": text}]}
-    return "/v1/chat/completions", body | chat | ({"tools": [tool]} if number % 2 else {})
+    return "/v1/chat/completions", body | chat | (tools if number % 2 else {})
 
 
 def text_of(stream: str) -> str:
