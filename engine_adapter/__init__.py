@@ -9,6 +9,7 @@ hold.py        forecasts, and holds on an engine body.py        a request's JSON
 registry.py    kind → adapter and options        options.py     settings of one kind
 managed.py     how kvpin starts an engine, and the `kvpin engine` command
 private_fields.py  what clients of several tenants may not send
+transfer.py    KV from the engine that computed it to the one that answers
 
 openai_compatible.py, vllm/, sglang/, tensorrt_llm/, nim.py, llama_server/, torch_engine/  the adapters
 lmcache/       host and disk tier of vLLM        events/        KV events of engines
@@ -48,22 +49,25 @@ from engine_adapter.http.client import HttpTransport
 from engine_adapter.http.connection import IncomingResponse
 from engine_adapter.http.error_bodies import read_error
 from engine_adapter.http.headers import HeaderPairs, Headers
+from engine_adapter.http.openai_answer import tell_cached
 from engine_adapter.http.prepare import base_url, route_of
 from engine_adapter.http.sse import WholeEvents
 from engine_adapter.http.transport import OutgoingRequest
 from engine_adapter.http.usage import UNREAD, TokenUsage, is_json, read_answer_usage, read_streamed_usage
 from engine_adapter.managed import managed_kind, run_engine_cli
 from engine_adapter.options import EngineOptions, OptionError, plain_error
-from engine_adapter.private_fields import ADAPTER_FIELDS, OWN_IDS, PRIVATE_FIELDS, PRIVATE_HEADERS
+from engine_adapter.private_fields import ADAPTER_FIELDS, HINTS, OWN_IDS, PRIVATE_FIELDS, PRIVATE_HEADERS
 from engine_adapter.registry import (
     ENGINE_KINDS,
     ENGINE_OPTIONS,
     NATIVE_ROUTES,
     check_kind,
+    check_role,
     make_adapter,
     make_options,
 )
 from engine_adapter.routes import websocket
+from engine_adapter.transfer import Handover, Transfer
 from engine_adapter.types import (
     BelowGpu,
     BlocksRemoved,
@@ -82,6 +86,7 @@ from engine_adapter.types import (
     Pinned,
     PromptTable,
     Retention,
+    Role,
     Tier,
     ViewCurrent,
     ViewLost,

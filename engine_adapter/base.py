@@ -15,6 +15,7 @@ from engine_adapter.body import JsonBody
 from engine_adapter.errors import NotSupported
 from engine_adapter.hold import Forecast, Hold, RequestBody
 from engine_adapter.http.transport import OutgoingRequest
+from engine_adapter.transfer import Transfer
 from engine_adapter.types import (
     BelowGpu,
     Capability,
@@ -66,6 +67,7 @@ class EngineAdapter(Protocol):
         may_try: `connect` may try out what the engine can do, at the cost of some of its KV. False where
             another kvpin may use the engine: facts that only a trial tells are unknown then.
         capabilities: those of the last `connect`, for `require`; None before the first.
+        transfer: how the engine, which has a role, moves KV to or from others; None if it cannot.
         instead: advice for missing capabilities, where this kind has other advice than any engine.
     """
 
@@ -74,6 +76,7 @@ class EngineAdapter(Protocol):
     has_lock: bool = False
     may_try: bool = True
     capabilities: frozenset[Capability] | None = None
+    transfer: Transfer | None = None
     instead: ClassVar[Mapping[Capability, str]] = MappingProxyType({})
 
     @property

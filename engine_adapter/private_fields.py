@@ -8,6 +8,8 @@ from __future__ import annotations
 
 OWN_IDS = frozenset({"rid", "request_id"})
 """Fields with the engine's own id of a request. Two requests with one id end each other, or mix."""
+HINTS = frozenset({"kv_hints"})
+"""Fields that tell an engine where KV lies. Without them the answer is the same."""
 PRIVATE_FIELDS = frozenset(
     {
         "bootstrap_host",
@@ -18,6 +20,7 @@ PRIVATE_FIELDS = frozenset(
         "data_parallel_rank_decode",
         "disagg_prefill_dp_rank",
         "disaggregated_params",
+        "ec_transfer_params",
         "kv_transfer_params",
         "routed_dp_rank",
         "session_params",

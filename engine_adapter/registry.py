@@ -18,7 +18,7 @@ from engine_adapter.llama_server.routes import ALL_ROUTES as LLAMA_SERVER_ROUTES
 from engine_adapter.nim import NimOptions, make_nim
 from engine_adapter.openai_compatible import ROUTES as OPENAI_SOCKETS
 from engine_adapter.openai_compatible import OpenAICompatibleAdapter
-from engine_adapter.options import EngineOptions, read_options
+from engine_adapter.options import EngineOptions, OptionError, read_options
 from engine_adapter.routes import NativeRoute
 from engine_adapter.sglang.adapter import SglangAdapter
 from engine_adapter.sglang.routes import ROUTES as SGLANG_ROUTES
@@ -26,7 +26,7 @@ from engine_adapter.tensorrt_llm.adapter import TensorRTLLMAdapter
 from engine_adapter.tensorrt_llm.routes import ROUTES as TENSORRT_LLM_ROUTES
 from engine_adapter.torch_engine.adapter import EmbeddedAdapter
 from engine_adapter.torch_engine.routes import ROUTES as EMBEDDED_ROUTES
-from engine_adapter.types import EngineSpec
+from engine_adapter.types import EngineSpec, Role
 from engine_adapter.vllm.options import VllmOptions
 from engine_adapter.vllm.routes import ROUTES as VLLM_ROUTES
 from engine_adapter.vllm.tiered import make_vllm
@@ -38,21 +38,23 @@ class EngineKind:
 
     Attributes:
         options: those it has beyond the options of `EngineSpec`.
+        transfers: its engines can pass KV to each other, so they may have a role.
         routes: all routes beside `/v1`, and WebSockets, that its adapter may declare.
     """
 
     make: Callable[[EngineSpec[Any]], EngineAdapter]
     options: type[EngineOptions] = EngineOptions
+    transfers: bool = False
     routes: Mapping[str, NativeRoute] = field(default_factory=dict)
 
 
 KINDS = {
     "embedded": EngineKind(EmbeddedAdapter, routes=EMBEDDED_ROUTES),
     "openai_compatible": EngineKind(OpenAICompatibleAdapter, routes=OPENAI_SOCKETS),
-    "llama_server": EngineKind(LlamaServerAdapter, LlamaServerOptions, LLAMA_SERVER_ROUTES),
-    "vllm": EngineKind(make_vllm, VllmOptions, VLLM_ROUTES),
-    "sglang": EngineKind(SglangAdapter, EventOptions, SGLANG_ROUTES),
-    "tensorrt_llm": EngineKind(TensorRTLLMAdapter, EventAddresses, TENSORRT_LLM_ROUTES),
+    "llama_server": EngineKind(LlamaServerAdapter, LlamaServerOptions, routes=LLAMA_SERVER_ROUTES),
+    "vllm": EngineKind(make_vllm, VllmOptions, transfers=True, routes=VLLM_ROUTES),
+    "sglang": EngineKind(SglangAdapter, EventOptions, routes=SGLANG_ROUTES),
+    "tensorrt_llm": EngineKind(TensorRTLLMAdapter, EventAddresses, routes=TENSORRT_LLM_ROUTES),
     "nim": EngineKind(lambda spec: make_nim(spec, _as_kind), NimOptions),
 }
 
@@ -94,6 +96,15 @@ def check_kind(kind: str) -> None:
     near = near or difflib.get_close_matches(kind, ENGINE_KINDS, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]!r}? It can be" if near else "use"
     raise EngineSpecError(f"unknown engine kind {kind!r}: {hint} one of {', '.join(ENGINE_KINDS)}")
+
+
+def check_role(kind: str, role: Role) -> None:
+    """Raises OptionError for a role that engines of `kind` cannot have."""
+    if role is Role.BOTH or KINDS[kind].transfers:
+        return
+    able = " or ".join(name for name, each in KINDS.items() if each.transfers)
+    message = f"{kind} engines cannot have role={role}: kvpin moves KV between {able} engines; leave role out"
+    raise OptionError(message, param="role")
 
 
 def _as_kind(spec: EngineSpec, kind: str) -> EngineAdapter:

@@ -56,6 +56,14 @@ class Capability(StrEnum):
     PIN = "pin"
 
 
+class Role(StrEnum):
+    """The part of requests that an engine is meant for."""
+
+    BOTH = "both"
+    PREFILL = "prefill"  # computes prompts, whose KV a decode engine then reads from it
+    DECODE = "decode"  # generates answers, and computes prompts where that costs less
+
+
 class ModelState(StrEnum):
     """The state of a model that its engine loads and unloads."""
 
@@ -99,6 +107,7 @@ class EngineSpec(Generic[Options_co]):
         cert: file of the certificate (PEM) that kvpin shows to it.
         key: file of the private key of `cert`, if `cert` does not hold it.
         share_kv: tenants may share its KV, where it cannot keep them apart.
+        role: the part of requests that it is meant for; the kind must be able to transfer KV.
         options: settings that only its kind has.
     """
 
@@ -113,6 +122,7 @@ class EngineSpec(Generic[Options_co]):
     cert: str | None = None
     key: str | None = None
     share_kv: bool = False
+    role: Role = Role.BOTH
     options: Options_co = cast("Options_co", EngineOptions())  # noqa: RUF009 - frozen
 
     @property

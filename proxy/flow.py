@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -335,12 +335,21 @@ class Flow:
         pool, candidates = ready.pool, await self._candidates(ready, step)
         if not candidates:
             return None
-        placement = pool.place(candidates, ready.chain)
+        placement = self.choose(ready, candidates)
         if not step.waits or not pool.must_queue(placement, ready.needs):
             return placement, len(candidates)
         await self._in_turn(ready, serving.record)
         candidates = await self._candidates(ready, step)  # engines hold other KV by now
-        return (pool.place(candidates, ready.chain), len(candidates)) if candidates else None
+        return (self.choose(ready, candidates), len(candidates)) if candidates else None
+
+    def choose(self, ready: Ready, candidates: Sequence[Candidate]) -> Placement:
+        """The candidate that the request goes to, or the pair of engines. An answer of a pair may come too
+        late to be used: then another engine has to be tried."""
+        pool, chain = ready.pool, ready.chain
+        if not pool.has_roles or chain is None or not self.rules.retries:
+            return pool.place(candidates, chain)
+        prefillers = pool.prefillers(candidates, chain, ready.lora, ready.moves_by)
+        return pool.place(candidates, chain, prefillers)
 
     def candidates(self, ready: Ready, without: Container[str] = ()) -> list[Candidate]:
         """The engines that could serve the request now, with what placement knows of each."""
@@ -370,7 +379,7 @@ class Flow:
 
         def may_go() -> bool:
             candidates = self.candidates(ready)
-            return not candidates or not pool.is_busy(pool.place(candidates, ready.chain))
+            return not candidates or not pool.is_busy(self.choose(ready, candidates))
 
         try:
             await pool.line.wait(

@@ -15,7 +15,7 @@ import httpx
 import uvicorn
 from starlette.applications import Starlette
 
-from engine_adapter import EngineInfo, EngineLoad, EngineSpec, HttpTransport
+from engine_adapter import EngineInfo, EngineLoad, EngineSpec, HttpTransport, Role
 from engine_adapter.openai_compatible import OpenAICompatibleAdapter
 from engine_adapter.prompt.chat import ChatTokenizer
 from engine_adapter.shape import Shape
@@ -330,9 +330,9 @@ def is_tokenised(proxy) -> bool:
     return not any(name.startswith("tokenizer ") for name in proxy.tasks._tasks)
 
 
-def add_ready(fleet: Fleet, engine_id: str, *, model=None, **info) -> Engine:
+def add_ready(fleet: Fleet, engine_id: str, *, model=None, role=Role.BOTH, **info) -> Engine:
     """An engine of the fleet that takes requests, with changes of INFO."""
-    adapter = FakeAdapter(engine_id, model=model)
+    adapter = FakeAdapter(engine_id, model=model, role=role)
     engine = fleet.add(adapter)
     fleet.join(engine, replace(INFO, **info))
     engine.state = EngineState.READY

@@ -128,7 +128,7 @@ def test_the_output_of_the_demo_is_what_it_prints(monkeypatch):
 def test_the_output_of_doctor_is_what_it_prints(capsys):
     view, asked = View("late", "no view within 10 s: no event came"), (Form.DOCUMENTS, Form.OTHER)
     found = {
-        "kind": "vllm", "version": "0.32.0", "detected": True, "model": "qwen3", "models": {},
+        "kind": "vllm", "version": "0.32.0", "detected": True, "role": "both", "model": "qwen3", "models": {},
         "loras": ["ada"], "max_model_len": 32768, "tokens_per_block": 16, "gpu_blocks": 28163,
         "host_blocks": None,
         "running": 0, "waiting": 0, "can": ["cache_salt", "cached_tokens", "kv_events", "tokenize"],

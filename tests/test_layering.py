@@ -17,6 +17,7 @@ ELSEWHERE = {
         for kind in ("llama_server", "sglang", "tensorrt_llm", "torch_engine", "vllm")
     },
     "engine_adapter/torch_engine/__main__.py": "one line: managed engines are started by it",
+    "engine_adapter/transfer.py": "data and a Protocol: tests/engine_adapter/vllm/test_nixl.py",
     "proxy/cli/replay.py": "one call: tests/proxy/cli/test_replay_options.py runs it",
     "proxy/cli/__main__.py": "one line: tests/live and benchmarks start kvpin by it",
     "proxy/core/life/states.py": "classes of data: tests/proxy/core/life/test_machine.py",

@@ -26,6 +26,7 @@ _ROUTES = ("/v1/chat/completions", "/v1/completions")
 _USAGE = re.compile(rb'"usage"\s*:\s*\{')
 _USAGE_OR_IDS = re.compile(rb'"(?:usage"\s*:\s*\{|(?:prompt_)?token_ids")')
 NULL = msgspec.Raw(b"null")
+_DETAILS = "prompt_tokens_details"
 # Fields that `return_token_ids` fills, in an answer and in each choice. Without it they are null.
 _IN_ANSWER, _IN_CHOICE = ("prompt_token_ids",), ("prompt_token_ids", "token_ids")
 _decode_choices = msgspec.json.Decoder(list[RawFields]).decode
@@ -69,8 +70,21 @@ def hold_openai(
     return Hold(body.replace(**fields) if fields else body, answer=answer, note=note)
 
 
+def tell_cached(hold: Hold, cached: int) -> None:
+    """Lets a stream tell its client `cached` reused tokens in place of those that the engine reports: another
+    engine computed the prompt."""
+    if hold.answer is None:
+        hold.answer = OpenAIAnswer(streams=True)
+    if isinstance(hold.answer, OpenAIAnswer):
+        hold.answer.told_cached = cached
+
+
 class OpenAIAnswer(AnswerReader):
-    """Reads chats and completions: a JSON answer, or the events of a stream that have a mark."""
+    """Reads chats and completions: a JSON answer, or the events of a stream that have a mark.
+
+    Attributes:
+        told_cached: reused tokens that the client is told; None for those that the engine reports.
+    """
 
     def __init__(
         self,
@@ -88,6 +102,7 @@ class OpenAIAnswer(AnswerReader):
         self._events = WholeEvents()
         self._cached: int | None = None
         self._prompt: TokenIds[int] | None = None
+        self.told_cached: int | None = None
 
     @override
     def feed(self, chunk: bytes) -> bytes:
@@ -132,10 +147,12 @@ class OpenAIAnswer(AnswerReader):
             self._cached = cached if cached is not None else self._cached
             if self._hides_usage and not choices:
                 return None
+            if self.told_cached is not None:
+                fields["usage"] = _with_cached(usage, self.told_cached)
         if self._reads_tokens and self._prompt is None:
             self._prompt = _prompt_in(fields, choices)
         if not self._hides_tokens or not choices:
-            return False
+            return self.told_cached is not None
         if all(map(_says_nothing, choices)):
             return None
         _hide_tokens(fields, choices)
@@ -180,6 +197,16 @@ def _token_ids(raw: msgspec.Raw) -> TokenIds[int] | None:
         return None if ids is None else array("i", ids)
     except (*UNREADABLE, OverflowError):
         return None
+
+
+def _with_cached(usage: bytes, cached: int) -> msgspec.Raw:
+    """A usage with that number of cached tokens; its other fields keep their bytes."""
+    fields = decode_object(usage)
+    details = bytes(fields.get(_DETAILS, NULL))
+    counts = decode_object(details) if details.startswith(b"{") else {}
+    counts["cached_tokens"] = msgspec.Raw(b"%d" % cached)
+    fields[_DETAILS] = msgspec.Raw(msgspec.json.encode(counts))
+    return msgspec.Raw(msgspec.json.encode(fields))
 
 
 def _says_nothing(choice: RawFields) -> bool:

@@ -6,5 +6,5 @@ findings.py    what is missing, and which flag adds it  metrics.py   reads its /
 prompts.py     tokenises a request on the server      requests.py  changes to requests
 event_watch.py what the adapter learns from events; counts blocks stored more than once
 tiered.py      vLLM with LMCache below it             embeddings.py  prompts with embeddings
-routes.py      routes beside `/v1`
+routes.py      routes beside `/v1`             nixl.py       KV from one vLLM to another
 """

@@ -31,6 +31,7 @@ from engine_adapter.types import (
     KvTarget,
     KvVerb,
     RenderedPrompt,
+    Role,
     TokenIds,
 )
 from engine_adapter.vllm import embeddings, prompts
@@ -38,6 +39,7 @@ from engine_adapter.vllm.discovery import VllmFacts, discover, event_endpoints
 from engine_adapter.vllm.event_watch import Copies, EventWatch, flush
 from engine_adapter.vllm.findings import findings_of
 from engine_adapter.vllm.metrics import look
+from engine_adapter.vllm.nixl import NixlPull
 from engine_adapter.vllm.options import VllmSpec, rank_headers
 from engine_adapter.vllm.requests import RequestShaper, longest_chat
 from engine_adapter.vllm.routes import ROUTES
@@ -74,6 +76,8 @@ class VllmAdapter(HttpAdapter):
         self._queries = 0
         self._watch = EventWatch(None)
         self._shaper = RequestShaper(asks_usage=False)
+        if spec.role is not Role.BOTH:
+            self.transfer = NixlPull(spec.options.kv_lease_s)
 
     # --- what it is -----------------------------------------------------------------------------------
 
@@ -130,7 +134,11 @@ class VllmAdapter(HttpAdapter):
         metrics = await look(self._control, self._rank)
         subscriber = self._subscriber
         return {
-            "prefix_cache": {"queried_tokens": metrics.queries, "hit_tokens": metrics.hits},
+            "prefix_cache": {
+                "queried_tokens": metrics.queries,
+                "hit_tokens": metrics.hits,
+                "fetched_tokens": metrics.fetched,
+            },
             "requests": {"running": metrics.running, "waiting": metrics.waiting},
             "blocks": {"capacity": metrics.blocks, "known": self._watch.blocks, "in_use": metrics.usage},
             "events": {

@@ -14,8 +14,9 @@ _STARTED, _CREATED = "process_start_time_seconds", "vllm:prefix_cache_queries_cr
 _RUNNING, _WAITING = "vllm:num_requests_running", "vllm:num_requests_waiting"
 _USAGE, _CONFIG = "vllm:kv_cache_usage_perc", "vllm:cache_config_info"
 _QUERIES, _HITS = "vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total"
+_SOURCES, _FETCHED = "vllm:prompt_tokens_by_source_total", "external_kv_transfer"
 _LMCACHE = "vllm:lmcache_mp_lookup_duration_seconds_count"
-_NAMES = (_STARTED, _CREATED, _RUNNING, _WAITING, _USAGE, _CONFIG, _QUERIES, _HITS, _LMCACHE)
+_NAMES = (_STARTED, _CREATED, _RUNNING, _WAITING, _USAGE, _CONFIG, _QUERIES, _HITS, _SOURCES, _LMCACHE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,7 @@ class VllmMetrics:
         blocks: usable for KV; vLLM keeps one block empty.
         caching: whether prefix caching is on; None where unknown.
         queries, hits: prompt tokens looked up and found so far.
+        fetched: prompt tokens whose KV came from another engine or tier so far.
     """
 
     ranks: tuple[int, ...] = ()
@@ -42,6 +44,7 @@ class VllmMetrics:
     caching: bool | None = None
     queries: int = 0
     hits: int = 0
+    fetched: int = 0
     lmcache: bool = False
 
     @property
@@ -85,6 +88,7 @@ def read_metrics(page: bytes, rank: int | None = None) -> VllmMetrics:
         caching={"True": True, "False": False}.get(config.get("enable_prefix_caching", "")),
         queries=_count(samples, _QUERIES, one),
         hits=_count(samples, _HITS, one),
+        fetched=_count(samples, _SOURCES, {**one, "source": _FETCHED}),
         lmcache=bool(samples.all(_LMCACHE, **one)),
     )
 

@@ -32,6 +32,7 @@ from engine_adapter.types import (
     KvTarget,
     KvVerb,
     Pinned,
+    Role,
     Tier,
 )
 from engine_adapter.vllm.adapter import VllmAdapter
@@ -40,6 +41,10 @@ from engine_adapter.vllm.prompts import RENDERED_ROUTES
 
 _MOVES = frozenset({Capability.OFFLOAD, Capability.RESTORE, Capability.PIN})
 _GENERATES = RENDERED_ROUTES | {"/v1/chat/completions/batch", "/inference/v1/generate"}
+_NO_PAIRS = Finding(
+    "it has a role and an LMCache: kvpin moves KV between engines by NixlConnector alone",
+    "leave out lmcache or role",
+)
 _MIXED = Finding(
     "it takes no cache_salt: LMCache would answer requests with one LoRA adapter from the KV of another",
     "upgrade vLLM, or serve LoRA adapters from engines without LMCache",
@@ -58,6 +63,7 @@ class TieredVllmAdapter(VllmAdapter):
 
     def __init__(self, spec: VllmSpec, lower: LmCache) -> None:
         super().__init__(spec)
+        self.transfer = None  # its connector is LMCache's
         self._lower = lower
         self._loras: frozenset[str] = frozenset()
         self._salts = False
@@ -88,7 +94,8 @@ class TieredVllmAdapter(VllmAdapter):
     @override
     def findings(self) -> tuple[Finding, ...]:
         mixed = (_MIXED,) if self._loras and not self._salts else ()
-        return (*super().findings(), *self._lower.findings, *mixed)
+        alone = (_NO_PAIRS,) if self.spec.role is not Role.BOTH else ()
+        return (*super().findings(), *self._lower.findings, *mixed, *alone)
 
     @override
     def not_supported(self, capability: Capability) -> NotSupported:

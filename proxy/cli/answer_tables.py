@@ -12,16 +12,17 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from proxy.cli.grid import Columns, TerminalTable, console, of_state
 
 
-def _of_model(engine: dict[str, Any]) -> str:
-    """The state of its model, where the engine loads and unloads it."""
-    return f", model {engine['model_state']}" if engine.get("model_state") is not None else ""
+def _beside_state(engine: dict[str, Any]) -> str:
+    """Its role if it has one, and the state of its model where the engine loads and unloads it."""
+    role, model = engine.get("role", "both"), engine.get("model_state")  # older kvpins tell none
+    return (f", {role}" if role != "both" else "") + (f", model {model}" if model is not None else "")
 
 
 _ENGINES: Columns = {
     "engine": "id",
     "kind": "kind",
     "address": "url",
-    "state": lambda engine: of_state(engine["state"], _of_model(engine)),
+    "state": lambda engine: of_state(engine["state"], _beside_state(engine)),
     "model": "model",
     "view": lambda engine: of_state(engine["trust"]),
     "in flight": "in_flight",
@@ -30,7 +31,7 @@ _ENGINES: Columns = {
 }
 _POOL: Columns = {
     "engine": "id",
-    "state": lambda engine: of_state(engine["state"], _of_model(engine)),
+    "state": lambda engine: of_state(engine["state"], _beside_state(engine)),
     "view": lambda engine: of_state(engine["trust"], f" ({engine['why']})"),
     "gpu": lambda engine: engine["blocks"]["gpu"],
     "host": lambda engine: engine["blocks"]["host"],

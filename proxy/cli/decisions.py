@@ -9,20 +9,22 @@ from rich.text import Text
 
 from proxy.cli.grid import Columns, TerminalTable, console
 
-# The terms of a cost and the titles of their columns. They fit into 80 characters without `_RARE`, which is
-# shown only where it is not zero.
+# The terms of a cost and the titles of their columns. They fit into 80 characters without `_RARE`, which are
+# shown only where one of them is not zero.
 _TERMS = {
     "queue_s": "queue",
     "room_s": "room",
     "restore_s": "restore",
     "prefill_s": "prefill",
+    "transfer_s": "transfer",
     "interference_s": "decode",
+    "stall_s": "streams",
     "congestion_s": "others",
     "later_s": "later",
     "regret_s": "regret",
     "total_s": "total",
 }
-_RARE = "room_s"
+_RARE = ("room_s", "transfer_s", "stall_s")
 _MEANINGS = "others: requests after it wait; later: its next turns wait; regret: KV it evicts"
 
 
@@ -102,12 +104,15 @@ def _show_costs(
             table.add(_bold(cost["engine"], cost["engine"] == chosen), cost["in_flight"])
         table.print(out)
         return
-    shown = [name for name in _TERMS if name != _RARE or any(cost[name] for cost in costs)]
+    shown = [name for name in _TERMS if name not in _RARE or any(cost.get(name) for cost in costs)]
     numbers = ("cached", *map(_TERMS.__getitem__, shown))
     table = TerminalTable(("engine", *numbers), numbers=numbers, gap=1)
-    for cost in sorted(costs, key=lambda cost: (cost["engine"] != chosen, cost["total_s"])):
+    costs = sorted(costs, key=lambda cost: (cost["engine"] != chosen, cost["total_s"]))
+    best = costs[0]
+    for cost in costs:
         terms = (_milliseconds(cost[name]) for name in shown)
-        table.add(_bold(cost["engine"], cost["engine"] == chosen), f"{cost['cached_tokens']:,}", *terms)
+        pair = f"{cost['prefiller']} → {cost['engine']}" if cost.get("prefiller") else cost["engine"]
+        table.add(_bold(pair, cost is best), f"{cost['cached_tokens']:,}", *terms)
     table.print(out)
     strain = f"{decision['utilisation']:.0%} utilisation, prefill counts {decision['strain']:.1f} times"
     out.print(f"tokens of {n_tokens}; milliseconds; {strain}", style="dim")

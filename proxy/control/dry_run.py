@@ -93,7 +93,7 @@ async def route(flow: Flow, body: JsonBody) -> RouteAnswer:
     candidates = flow.candidates(ready)
     if not candidates:
         raise flow.fleet.none_ready(ready.lora)
-    placement = pool.place(candidates, chain)
+    placement = flow.choose(ready, candidates)
     by_engine = {candidate.engine: candidate for candidate in candidates}
     return RouteAnswer(
         model=pool.model,

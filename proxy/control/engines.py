@@ -9,7 +9,7 @@ from time import monotonic
 
 import msgspec
 
-from engine_adapter import EngineAdapter, EngineSpec, ModelState
+from engine_adapter import EngineAdapter, EngineSpec, ModelState, Role
 from proxy.control.operations import Operations
 from proxy.core.audit import Trust
 from proxy.core.pins import PinBook
@@ -18,21 +18,24 @@ from proxy.fleet.engine import Engine, EngineState
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.monitor import Monitor
 from proxy.fleet.pool import Pool
+from proxy.fleet.roles import of_role
 
 
 class EngineAnswer(msgspec.Struct, kw_only=True):
     """One engine as kvpin sees it, without its key.
 
-    `process` is null for an engine that kvpin does not run itself. `trust` is `precise` while its KV events
-    are healthy, and `why` says why. `model_state` is null, but for an engine that loads and unloads its
-    model: `loaded`, `loading`, `sleeping`, `unloaded`, `downloading` or `failed`. `served` counts requests of
-    this kvpin, `in_flight` those of all. `owner` is the kvpin that uses the engine, if only one may; if it is
-    another one that answers this one's requests, there is no `last_error`. Each of `findings` names something
-    that keeps kvpin from using the engine fully, and the remedy.
+    `role` is the part of requests that it is meant for. `process` is null for an engine that kvpin does not
+    run itself. `trust` is `precise` while its KV events are healthy, and `why` says why. `model_state` is
+    null, but for an engine that loads and unloads its model: `loaded`, `loading`, `sleeping`, `unloaded`,
+    `downloading` or `failed`. `served` counts requests of this kvpin, `in_flight` those of all.
+    `owner` is the kvpin that uses the engine, if only one may; if it is another one that answers this one's
+    requests, there is no `last_error`. Each of `findings` names something that keeps kvpin from using the
+    engine fully, and the remedy.
     """
 
     id: str
     kind: str
+    role: Role
     url: str
     state: EngineState
     process: dict[str, str | int | None] | None
@@ -131,6 +134,7 @@ def describe_engine(engine: Engine, pool: Pool | None) -> EngineAnswer:
     return EngineAnswer(
         id=engine.id,
         kind=spec.kind,
+        role=engine.role,
         url=spec.url,
         state=engine.state,
         process=engine.process.describe() if engine.process is not None else None,
@@ -150,7 +154,7 @@ def describe_engine(engine: Engine, pool: Pool | None) -> EngineAnswer:
         prefill_tok_s=rates.prefill_tok_s if rates is not None else None,
         last_error=(engine.process.error if engine.process is not None else None) or engine.last_error,
         owner=engine.owner,
-        findings=[str(finding) for finding in engine.adapter.findings()],
+        findings=[str(each) for each in (*of_role(engine, pool), *engine.adapter.findings())],
     )
 
 

@@ -1,7 +1,8 @@
 """What a request's time to its first byte was spent on, from the moments at which it passed each step.
 
-    read → tokenise → queue → (failed attempts) → place → gather → hold │ prefill, decode │ engine
-    kvpin's own steps, measured here                                    │ as it reports   │ the rest
+    read → tokenise → queue → (failed attempts) → place → gather → first leg → hold      measured here
+    → prefill, decode                                                                    as the engine reports
+    → engine                                                                             the rest
 
 The parts add up to the measured time: what no step and no report accounts for is the engine's part.
 """
@@ -22,6 +23,7 @@ class Part(StrEnum):
     FAILED = "failed attempts"  # on engines that failed, and the placements between
     PLACE = "place"  # choose the engine
     GATHER = "gather"  # wait for another request that computes the same prefix
+    FIRST_LEG = "first leg"  # another engine computed the prompt, or failed to
     HOLD = "hold"  # the adapter's work: wait for a slot, save, restore
     PREFILL = "prefill"  # by the engine's clock
     DECODE = "decode"  # likewise; only of an answer that came whole
@@ -38,6 +40,7 @@ class Moments(msgspec.Struct, frozen=True, kw_only=True):
         queued_s: seconds that it waited for busy engines after that.
         placed: it was placed on the engine that answered.
         gathered: no other request computes its prefix any more.
+        first_leg_s: seconds that another engine took to compute its prompt, or to fail, after that.
         sent: it was sent to the engine.
         began: the first byte of the answer came.
         has_failed: other engines had failed before.
@@ -53,6 +56,7 @@ class Moments(msgspec.Struct, frozen=True, kw_only=True):
     sent: float
     began: float
     queued_s: float = 0.0
+    first_leg_s: float = 0.0
     has_failed: bool = False
     is_whole: bool = False
     prefill_s: float | None = None
@@ -69,7 +73,8 @@ def parts_of(moments: Moments) -> dict[Part, float]:
         Part.QUEUE: moments.queued_s,
         between: moments.placed - moments.prepared - moments.queued_s,
         Part.GATHER: moments.gathered - moments.placed,
-        Part.HOLD: moments.sent - moments.gathered,
+        Part.FIRST_LEG: moments.first_leg_s,
+        Part.HOLD: moments.sent - moments.gathered - moments.first_leg_s,
         Part.PREFILL: moments.prefill_s or 0.0,
         Part.DECODE: decode_s or 0.0,
     }

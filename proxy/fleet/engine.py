@@ -12,7 +12,7 @@ from enum import StrEnum
 
 import structlog
 
-from engine_adapter import Capability, EngineAdapter, EngineInfo, EngineSpec, log_text
+from engine_adapter import Capability, EngineAdapter, EngineInfo, EngineSpec, Role, log_text
 from proxy.core.audit import EngineAudit
 from proxy.core.breaker import Breaker
 from proxy.core.index.learned import LearnedBlocks
@@ -65,12 +65,14 @@ class Engine:
     """One engine: its adapter, what it declared, its load, its audit.
 
     Attributes:
+        role: the part of requests that it is meant for.
         info: its declaration when it connected; None before that.
         audit: predicted against reported cached tokens, and the trust in its view.
         learned: blocks learned from responses, for engines without events.
         below: blocks on lower tiers that its events do not report.
         ahead: counts of restores ahead of need.
         lacks: routes that the engine said it does not have.
+        keeps_no_kv: it computed a prompt for another engine, and kept nothing for it.
         view: its KV cache, from its events; None without events.
         process: its process, if kvpin runs it.
         has_supervisor: kvpin's supervisor starts it, and says what is wrong with it.
@@ -90,6 +92,7 @@ class Engine:
         """`on_ready` is called whenever the engine becomes ready."""
         self.adapter = adapter
         self.id = adapter.spec.id
+        self.role: Role = adapter.spec.role
         self._state = EngineState.CONNECTING
         self._on_ready = on_ready
         self._failed = 0  # requests, since it was ready last
@@ -101,6 +104,7 @@ class Engine:
         self.salts = TenantSalts()
         self.ahead = AheadCounts()
         self.lacks: set[str] = set()
+        self.keeps_no_kv = False
         self.view: EngineView | None = None
         self.process: ManagedEngine | None = None
         self.has_supervisor = False

@@ -139,6 +139,7 @@ class Fleet:
             pool = self.pools[model] = Pool(model, tokens_per_block, self._queue, self.told)
         engine.info = info
         engine.lacks.clear()
+        engine.keeps_no_kv = False
         if info.gpu_blocks is not None and info.tokens_per_block is not None:
             engine.learned.capacity = info.gpu_blocks * info.tokens_per_block // pool.tokens_per_block
         pool.placer.add(
@@ -148,7 +149,7 @@ class Fleet:
             gpu_blocks=info.gpu_blocks if info.tokens_per_block is not None else None,
             host_blocks=info.host_blocks if info.tokens_per_block is not None else None,
         )
-        pool.engines[engine.id] = engine
+        pool.join(engine)
         self._not_away(engine.id)
         self._warn_of_names()
         return pool
@@ -159,7 +160,7 @@ class Fleet:
         if pool is not None:
             pool.wipe(engine)
             pool.placer.remove(engine.id)
-            del pool.engines[engine.id]
+            pool.leave(engine)
             if engine.info is not None:
                 pool.away[engine.id] = engine.info
 

@@ -11,7 +11,7 @@ from typing import Protocol, Self
 
 from msgspec.structs import replace
 
-from engine_adapter import EngineInfo, Hold
+from engine_adapter import EngineInfo, Hold, Role
 from proxy.core.index.blocks import BlockHash, Chain
 from proxy.core.peers.telling import Telling
 from proxy.core.placement.decision import NOTHING, Placement, predict
@@ -79,7 +79,8 @@ class Lease:
         removals: blocks the engine had removed by then.
         ended: called once it is over.
         on_lost: called if its engine is lost meanwhile.
-        telling: tells other kvpins of it; None if there are none.
+        tell: tells other kvpins that it begins; None if there are none.
+        telling: tells them of its further steps; None before it has begun.
         gathered: when no other request computed its prefix any more; until then, `started`.
         first_byte_s: seconds from placement to the first byte; None before that.
         succeeded: the answer is complete, and kvpin's token ids were right: the engine now holds the prompt.
@@ -96,6 +97,7 @@ class Lease:
     removals: int
     ended: Callable[[Lease], None]
     on_lost: Callable[[], None]
+    tell: Callable[..., Telling] | None = None
     telling: Telling | None = None
     gathered: float = 0.0
     first_byte_s: float | None = None
@@ -108,7 +110,19 @@ class Lease:
     def __enter__(self) -> Self:
         self.gathered = self.started
         self.engine.leases.add(self)
+        if self.placed.part is not Role.DECODE:
+            self.begins()
         return self
+
+    def begins(self) -> None:
+        """The engine gets work. A decode leg begins when another engine has computed the prompt."""
+        if self.tell is not None:
+            self.telling = self.tell(self.placed.work, part=self.placed.part)
+
+    def computes(self) -> None:
+        """A decode leg begins without the prompt's KV: its engine has to compute the prompt itself."""
+        self.placer.computes(time.monotonic(), self.placed, self.placement.work)
+        self.begins()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import Callable, Container, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Hashable, Iterator, Sequence
 from functools import lru_cache, partial
 from time import monotonic
 from typing import Any
 
-from engine_adapter import Capability, EngineAdapter, EngineInfo, KvTarget, Tier
+from engine_adapter import Capability, EngineAdapter, EngineInfo, KvTarget, Role, Tier, Transfer
 from proxy.core.admission import HOLD_S, KEPT_BUSY, Needs
 from proxy.core.audit import Trust
 from proxy.core.index.blocks import BlockHash, Chain, chain, namespace_root
 from proxy.core.index.prefix_index import PrefixIndex
 from proxy.core.peers.telling import OwnRequests
 from proxy.core.placement.decision import Candidate, Cost, Placement
+from proxy.core.placement.pairs import Prefillers
 from proxy.core.placement.placer import PlacedRequest, Placer
 from proxy.core.placement.whole_answers import Report
 from proxy.errors import NotFound
@@ -44,6 +45,7 @@ class Pool:
 
     Attributes:
         prompts: renders and tokenises requests; None until an engine has connected.
+        has_roles: some of its engines are meant for one part of requests.
         away: lost engines, as they were when they were lost.
         line: requests that wait because its engines are busy.
     """
@@ -61,9 +63,23 @@ class Pool:
         self.engines: dict[str, Engine] = {}
         self.placer = Placer(tokens_per_block)
         self.prompts: PromptBuilder | None = None
+        self.has_roles = False
         self.away: dict[str, EngineInfo] = {}
         self.line = Line(self.engines_for, self.is_free, queue)
         self._told = told
+
+    def join(self, engine: Engine) -> None:
+        """Adds an engine that has connected."""
+        self.engines[engine.id] = engine
+        self._note_roles()
+
+    def leave(self, engine: Engine) -> None:
+        """Removes an engine."""
+        del self.engines[engine.id]
+        self._note_roles()
+
+    def _note_roles(self) -> None:
+        self.has_roles = any(engine.role is not Role.BOTH for engine in self.engines.values())
 
     @property
     def index(self) -> PrefixIndex:
@@ -200,29 +216,55 @@ class Pool:
         return frozenset(engine.id for engine in self._able(needs))
 
     def _able(self, needs: Needs, without: Container[str] = ()) -> list[Engine]:
-        """The ready engines that can take a request; without one, the suspect engines: one broken connection
-        must not empty a small pool."""
-        lora, native, home, kind = needs.lora, needs.native, needs.home, needs.kind
-        for state in (EngineState.READY, EngineState.SUSPECT):
-            able = [
-                engine
-                for engine in self.engines.values()
-                if engine.state is state
-                and engine.id not in without
-                and (lora is None or lora in engine.loras)
-                and (native is None or engine.serves(native))
-                and (home is None or home == engine.id)
-                and (kind is None or kind == engine.adapter.spec.kind)
-            ]
-            if able:
-                # Never none: where all fail, one may still succeed.
-                able = [engine for engine in able if engine.is_allowed] or able
-                return [engine for engine in able if needs.route not in engine.lacks] or able
-        return []
+        """The engines that can take a request. Those that are meant for prefills answer only where no other
+        can."""
+        if self.has_roles:
+            answering = [engine for engine in self.engines.values() if engine.role is not Role.PREFILL]
+            if able := _able_of(answering, needs, without):
+                return able
+        return _able_of(self.engines.values(), needs, without)
 
-    def place(self, candidates: Sequence[Candidate], chain: Chain | None) -> Placement:
-        """Chooses among `candidates`; by load alone when the prompt is not known."""
-        return self.placer.place(monotonic(), candidates, chain)
+    def prefillers(
+        self,
+        candidates: Sequence[Candidate],
+        chain: Chain,
+        lora: str | None,
+        moves_by: Callable[[Transfer], bool],
+    ) -> Prefillers | None:
+        """The engines that may compute a request's prompt for one of the `candidates`; None if there is none.
+
+        `moves_by`: whether the request can be served in two legs, by that transfer.
+        """
+        sources = {
+            engine.id: engine.adapter.transfer.name
+            for engine in self.engines.values()
+            if engine.role is Role.PREFILL
+            and engine.state is EngineState.READY
+            and engine.is_allowed
+            and not engine.keeps_no_kv
+            and (lora is None or lora in engine.loras)
+            and engine.adapter.transfer is not None
+            and moves_by(engine.adapter.transfer)
+        }
+        decoders = {each.engine for each in candidates if self._pulls(each.engine, sources.values())}
+        if not decoders:
+            return None
+        now, matches = monotonic(), self.placer.match(chain)
+        found = [self.placer.candidate(now, each, matches.get(each)) for each in sources]
+        return self.placer.prefillers(now, found, decoders)
+
+    def _pulls(self, engine_id: str, transfers: Collection[str]) -> bool:
+        """True if the engine reads KV from others by one of these transfers."""
+        engine = self.engines[engine_id]
+        transfer = engine.adapter.transfer
+        return engine.role is Role.DECODE and transfer is not None and transfer.name in transfers
+
+    def place(
+        self, candidates: Sequence[Candidate], chain: Chain | None, prefillers: Prefillers | None = None
+    ) -> Placement:
+        """Chooses among `candidates`, alone or with one of the `prefillers`; by load alone when the prompt is
+        not known."""
+        return self.placer.place(monotonic(), candidates, chain, prefillers)
 
     def must_queue(self, placement: Placement, needs: Needs) -> bool:
         """True if a placed request has to wait here: others wait for its engines, or these are all busy."""
@@ -245,7 +287,7 @@ class Pool:
         return forecast is not None and not self._is_late(engine, forecast.wait_s)
 
     def _begins_late(self, cost: Cost) -> bool:
-        return self._is_late(self.engines[cost.engine], cost.queue_s + cost.room_s)
+        return self._is_late(self.engines[cost.prefiller or cost.engine], cost.queue_s + cost.room_s)
 
     def _is_late(self, engine: Engine, wait_s: float) -> bool:
         """True if a request would wait long at the engine, by the engine's report or by `wait_s`, our
@@ -264,9 +306,11 @@ class Pool:
         streams: bool = False,
         known: bool = True,
         session: Session | None = None,
+        part: Role = Role.BOTH,
         on_lost: Callable[[], None] = lambda: None,
     ) -> Lease:
-        """A request's hold on its engine, to be entered at once: counts its load, marks its blocks pending.
+        """The hold of a request, or of a `part` of it, on its engine, to be entered at once: counts its load,
+        marks its blocks pending.
 
         Nothing is learned from a request whose tokens are not all `known`.
 
@@ -275,18 +319,16 @@ class Pool:
         engine, now = self.engines[placement.engine], monotonic()
         key = self._key_of(session)
         placed = self.placer.begin(
-            now, placement.engine, placement.work, chain, streams=streams, known=known, session=key
+            now, placement.engine, placement.work, chain, streams=streams, known=known, session=key, part=part
         )
-        telling = None
+        tell = None
         if self._told is not None:
             digest = session.digest if session is not None else None
-            telling = self._told.begun(
-                engine.id, placement.work, chain, streams=streams, known=known, session=digest
+            tell = partial(
+                self._told.begun, engine.id, chain=chain, streams=streams, known=known, session=digest
             )
         ended = partial(self._ended, engine)
-        return Lease(
-            engine, placement, self.placer, placed, now, engine.removals, ended, on_lost, telling=telling
-        )
+        return Lease(engine, placement, self.placer, placed, now, engine.removals, ended, on_lost, tell=tell)
 
     def _key_of(self, session: Session | None) -> Hashable:
         """Placement's key of a conversation. Kvpins that share their requests use the digest."""
@@ -337,3 +379,25 @@ class Pool:
         engine.below.clear()
         engine.has_emptied()
         self.placer.wipe(engine.id)
+
+
+def _able_of(engines: Collection[Engine], needs: Needs, without: Container[str]) -> list[Engine]:
+    """Of `engines`, the ready ones that can take a request; without one, the suspect ones: one broken
+    connection must not empty a small pool."""
+    lora, native, home, kind = needs.lora, needs.native, needs.home, needs.kind
+    for state in (EngineState.READY, EngineState.SUSPECT):
+        able = [
+            engine
+            for engine in engines
+            if engine.state is state
+            and engine.id not in without
+            and (lora is None or lora in engine.loras)
+            and (native is None or engine.serves(native))
+            and (home is None or home == engine.id)
+            and (kind is None or kind == engine.adapter.spec.kind)
+        ]
+        if able:
+            # Never none: where all fail, one may still succeed.
+            able = [engine for engine in able if engine.is_allowed] or able
+            return [engine for engine in able if needs.route not in engine.lacks] or able
+    return []

@@ -55,8 +55,15 @@ _FAMILIES = {
         "Requests placed, by reason: held (the engine has the most of the prompt), gathered "
         "(it will have it, after requests in flight have stored it), released (another has "
         "more, but costs more), spread (no engine has any of it), only (no other engine could "
-        "take it), balanced (the prompt is not known: by load alone)",
+        "take it), paired (another engine computes the prompt for it), balanced (the prompt is not "
+        "known: by load alone)",
         ("model", "reason"),
+    ),
+    "kvpin_transfers_total": _Row(
+        "Prompts that one engine was to compute for another, by result: moved (the other one answered "
+        "from its KV), failed (the other one computed the prompt), late (the other one did not answer "
+        "while the KV was surely kept); prefiller: the first engine",
+        ("model", "prefiller", "result"),
     ),
     "kvpin_prompt_tokens_total": _Row("Prompt tokens of requests whose prompt kvpin knows", _BY_ENGINE),
     "kvpin_available_cached_tokens_total": _Row(
@@ -107,6 +114,12 @@ _FAMILIES = {
         "How long requests waited for engines that were busy; requests that did not wait are not in it",
         ("model",),
         _SECONDS,
+    ),
+    "kvpin_first_leg_seconds": _Row(
+        "How long an engine took to compute a prompt for another one, or to fail", ("model",), _SECONDS
+    ),
+    "kvpin_transfer_seconds": _Row(
+        "From then to the first byte of the other engine's answer", ("model",), _SECONDS
     ),
     "kvpin_refused_total": _Row(
         "Requests refused before an engine was asked, by reason: busy (all engines are), "
@@ -188,6 +201,7 @@ class Metrics:
         if (reason := _refusal(record)) is not None:
             self._count("kvpin_refused_total", reason)
         self._observe_times(record, model, engine, trace_id)
+        self._count_transfer(record, model)
         if self._max_tenants and record.tenant is not None:
             self._count_tenant(record, record.tenant)
         if record.output_tokens is not None:
@@ -217,6 +231,12 @@ class Metrics:
                 self._add_reuse(saver, ReuseCounts(saved_s=saved_s))
                 self._count("kvpin_saved_prefill_seconds_total", served, saver, by=saved_s)
 
+    def _count_transfer(self, record: RequestRecord, model: str) -> None:
+        """Counts what came of a prompt that another engine was to compute."""
+        if record.prefilled_by is not None and record.transfer is not None:
+            prefiller = self._label(record.prefilled_by)
+            self._count("kvpin_transfers_total", model, prefiller, record.transfer.value)
+
     def _add_reuse(self, engine: str, reuse: ReuseCounts) -> None:
         self.total_reuse = self.total_reuse.plus(reuse)
         self.reuse[engine] = self.reuse.get(engine, ReuseCounts()).plus(reuse)
@@ -238,6 +258,7 @@ class Metrics:
             self.reuse = {engine: each for engine, each in self.reuse.items() if engine not in left}
             for family in self._families:
                 family.drop("engine", left)
+                family.drop("prefiller", left)
 
     def _count(self, name: str, *labels: str, by: float = 1) -> None:
         self._counters[name].of(*labels).add(by)
@@ -248,6 +269,8 @@ class Metrics:
             ("kvpin_request_duration_seconds", (model, engine), record.duration_s),
             ("kvpin_queued_seconds", (record.served_as or "",), record.queued_s),
             ("kvpin_placement_seconds", (model,), record.placement_s),
+            ("kvpin_first_leg_seconds", (model,), record.first_leg_s),
+            ("kvpin_transfer_seconds", (model,), record.transfer_s),
             ("kvpin_time_to_first_token_seconds", (model, engine), record.first_token_s),
             ("kvpin_time_per_output_token_seconds", (model, engine), record.per_token_s),
         ):

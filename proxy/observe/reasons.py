@@ -1,6 +1,6 @@
 """Why a request was placed where it was: one word for metrics, one sentence for people.
 
-reason_of   the case, out of six
+reason_of   the case, out of seven
 why         the term that made the difference, with figures
 tie_of      what decided when costs were equal
 
@@ -9,6 +9,7 @@ Everything follows from the placement itself, so a past decision is explained by
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from enum import StrEnum
 
 from proxy.core.placement.decision import TIE_S, Cost, Placement
@@ -22,6 +23,7 @@ class Reason(StrEnum):
     RELEASED = "released"  # another engine holds more of the prompt, and costs more
     SPREAD = "spread"  # no engine holds any of the prompt
     ONLY = "only"  # no other engine could take the request
+    PAIRED = "paired"  # another engine computes the prompt for it, and costs less together with it
     BALANCED = "balanced"  # the prompt is not known here: placed by requests in flight alone
 
 
@@ -29,6 +31,8 @@ def reason_of(placement: Placement) -> Reason:
     """The case that a placement is."""
     if placement.rule == "least loaded":
         return Reason.BALANCED
+    if placement.pair is not None:
+        return Reason.PAIRED
     chosen, elsewhere = placement.chosen, placement.elsewhere
     if elsewhere is None:
         return Reason.ONLY
@@ -67,10 +71,10 @@ def why(placement: Placement, *, unknown: str = "the prompt is not known here") 
     if reason is Reason.BALANCED:
         fewest = f"{name} has the fewest requests in flight ({chosen.in_flight})"
         return f"{unknown}: {fewest}{_tie(placement)}"
+    if reason in _OF_TWO:
+        return _OF_TWO[reason](placement)
     if reason is Reason.ONLY:
         return f"{name} is the only engine that can take the request; it holds {_held(chosen, total)}"
-    if reason is Reason.RELEASED:
-        return _of_a_release(placement)
     said, subject = f"{name} holds {_held(chosen, total)}", "it"
     if reason is Reason.GATHERED:
         said = f"{name} is computing {chosen.pending_tokens:,} of {total:,} tokens for requests in flight"
@@ -87,6 +91,15 @@ def why(placement: Placement, *, unknown: str = "the prompt is not known here") 
     return f"{said}; {subject} {_takes(chosen, total)}, but {obstacle}"
 
 
+def _of_a_pair(placement: Placement) -> str:
+    """The sentence when another engine computes the prompt."""
+    chosen, total = placement.chosen, placement.n_tokens
+    rival = min(_others(placement), key=lambda cost: cost.total_s)
+    read = f"{chosen.engine} reads the KV of {chosen.pulled_tokens:,} from it in {_s(chosen.transfer_s)}"
+    alone = _obstacle(rival, placement, f"on {rival.engine}")
+    return f"{chosen.prefiller} {_takes(chosen, total)}, and {read}; without a pair, {alone}"
+
+
 def _of_a_release(placement: Placement) -> str:
     """The sentence when another engine holds more of the prompt."""
     chosen, total = placement.chosen, placement.n_tokens
@@ -97,6 +110,13 @@ def _of_a_release(placement: Placement) -> str:
         return f"{said}, which saves less than a millisecond{_tie(placement)}"
     obstacle = _obstacle(holder, placement, "there")
     return f"{said}, but {obstacle}; {chosen.engine} {_takes(chosen, total)}"
+
+
+# The sentences about another engine's part in a decision.
+_OF_TWO: Mapping[Reason, Callable[[Placement], str]] = {
+    Reason.PAIRED: _of_a_pair,
+    Reason.RELEASED: _of_a_release,
+}
 
 
 def _of_the_sooner(sooner: Cost, placement: Placement) -> str:
@@ -138,6 +158,10 @@ def _obstacle(rival: Cost, placement: Placement, place: str) -> str:
         (
             rival.interference_s - chosen.interference_s,
             f"running streams {place} slow the prompt by {_s(rival.interference_s)}",
+        ),
+        (
+            rival.stall_s - chosen.stall_s,
+            f"computing {computed} {place} delays running streams by {_s(rival.stall_s)} in all",
         ),
         (
             rival.later_s - chosen.later_s,
@@ -191,7 +215,9 @@ def _equals(placement: Placement) -> list[Cost]:
 
 
 def _others(placement: Placement) -> list[Cost]:
-    return [cost for cost in placement.costs if cost.engine != placement.engine]
+    """The single engines that were not chosen. An engine of the chosen pair is one: it could do all alone."""
+    chosen = None if placement.pair is not None else placement.engine
+    return [cost for cost in placement.costs if cost.prefiller is None and cost.engine != chosen]
 
 
 def _held(cost: Cost, total: int) -> str:

@@ -18,6 +18,7 @@ from proxy.core.index.blocks import Chain
 from proxy.core.life import Cause
 from proxy.core.misses import Diagnosis
 from proxy.core.placement.decision import Placement
+from proxy.core.placement.transfers import TransferResult
 from proxy.prompt import Prompt
 from proxy.request.calls import Call
 from proxy.request.kept_bodies import Sources
@@ -48,6 +49,12 @@ class RequestFacts(msgspec.Struct):
         queued_s: how long it waited because all engines were busy; None if it did not.
         interrupted: how often an engine died in mid-answer. Without an error, another one went on with it.
         cause: why it ended, see docs/reference/causes.md; None while it runs.
+        prefilled_by: the engine that computed its prompt for the one that answered, or failed to; None if
+            none was to.
+        transfer: what came of that: moved, failed (the other engine computed the prompt), late (it did not
+            answer in time); None before that.
+        first_leg_s: how long that engine took.
+        transfer_s: from then to the first byte.
     """
 
     request_id: str
@@ -71,6 +78,10 @@ class RequestFacts(msgspec.Struct):
     queued_s: float | None = None
     interrupted: int = 0
     cause: Cause | None = None
+    prefilled_by: str | None = None
+    transfer: TransferResult | None = None
+    first_leg_s: float | None = None
+    transfer_s: float | None = None
 
 
 class RequestRecord(RequestFacts, kw_only=True):
@@ -183,6 +194,7 @@ class RequestRecord(RequestFacts, kw_only=True):
             queued_s=self.queued_s or 0.0,
             placed=placed,
             gathered=gathered,
+            first_leg_s=self.first_leg_s or 0.0,
             sent=sent,
             began=placed + first_byte_s,
             has_failed=len(self.attempts) > 1,

@@ -10,10 +10,13 @@ import hmac
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from engine_adapter import OWN_IDS, PRIVATE_FIELDS, JsonBody
+from engine_adapter import HINTS, OWN_IDS, PRIVATE_FIELDS, JsonBody
 from proxy.core.issued_keys import IssuedKey, KeyBook
 from proxy.core.quotas import Quota, TenantLimits, Use
 from proxy.errors import BadRequest
+
+# Fields that make no difference to the answer.
+_LEFT_OUT = OWN_IDS | HINTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +170,7 @@ class Tenants:
                         "tenants share the engines",
                         param=name,
                     )
-        return body.replace(**dict.fromkeys(OWN_IDS)) if body.has_any(OWN_IDS) else body
+        return body.replace(**dict.fromkeys(_LEFT_OUT)) if body.has_any(_LEFT_OUT) else body
 
     def owner(self, salt: str | None) -> str | None:
         """The tenant whose requests run under `salt`, with or without a salt of the client's; None for a salt

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from engine_adapter import EngineSpecError, managed_kind
+from engine_adapter import EngineSpecError, Role, managed_kind
 from proxy.core.issued_keys import IssuedKey
 from proxy.fleet.discovery import finders_of
 from proxy.fleet.state_dir.key_book_file import KeyBookFile
@@ -30,6 +30,9 @@ from proxy.settings import (
 if TYPE_CHECKING:
     from proxy.api.workers.siblings import Siblings
     from proxy.server.tracing import otlp
+
+
+_GIVE_DECODE = "give one of them role=decode, or none a role"
 
 
 def check(settings: Settings) -> None:
@@ -129,6 +132,7 @@ def telemetry_module() -> type[otlp.Telemetry]:
 def _checks(settings: Settings) -> Iterator[Callable[[], object]]:
     yield from (partial(_check_managed, engine) for engine in managed_engines(settings))
     yield lambda: list(finders_of(settings))
+    yield partial(_check_roles, settings)
     if settings.exchange is not None:
         yield partial(_check_exchange, settings.exchange)
     if settings.otel:
@@ -149,6 +153,24 @@ def _check_issued_keys(settings: Settings) -> None:
     for name, key in (("admin_key", settings.admin_key), ("metrics_key", settings.metrics_key)):
         if key is not None and key_digest(key.get_secret_value()) in issued:
             raise SettingsError(f"{name} must differ from every key that the admin API issued")
+
+
+def _check_roles(settings: Settings) -> None:
+    """Refuses a model that only engines for prefills serve. Engines that are found, or that tell their model
+    themselves, may decode."""
+    if settings.finds_engines:
+        return
+    by_model: dict[str | None, set[Role]] = {}
+    for engine in all_engines(settings):
+        by_model.setdefault(engine.model, set()).add(engine.role)
+    unnamed = by_model.pop(None, set())
+    if unnamed - {Role.PREFILL}:
+        return
+    if unnamed and all(roles == {Role.PREFILL} for roles in by_model.values()):
+        raise SettingsError(f"every engine has role=prefill: {_GIVE_DECODE}")
+    for model, roles in by_model.items():
+        if roles == {Role.PREFILL}:
+            raise SettingsError(f"every engine of the model {model!r} has role=prefill: {_GIVE_DECODE}")
 
 
 def _check_managed(engine: ManagedSettings) -> None:

@@ -29,8 +29,10 @@ from engine_adapter import (
     EngineSpec,
     EngineSpecError,
     OptionError,
+    Role,
     address_of_rank,
     check_kind,
+    check_role,
     make_options,
     managed_kind,
 )
@@ -99,6 +101,8 @@ class _EngineSettings(BaseModel):
     share_kv: bool = False
     """Tenants may share its KV. If there are several tenants and this is false, kvpin does not use an
     engine that cannot keep them apart."""
+    role: Role = Role.BOTH
+    """`prefill`, `decode` or `both`: the part of requests that it is [meant for](pairs.md)."""
 
     @field_validator("kind")
     @classmethod
@@ -114,6 +118,7 @@ class _EngineSettings(BaseModel):
         if self.kind in ENGINE_KINDS:  # see UndetectedSettings
             try:
                 make_options(self.kind, self.model_extra or {})
+                check_role(self.kind, self.role)
             except OptionError as error:
                 context = {"param": error.param or ""}
                 raise PydanticCustomError("option", str(error), context) from error

@@ -2,4 +2,5 @@
 
 preparation.py  prepare: reads and tokenises the request, finds the pool that may serve it
 attempt.py      run: one attempt on one engine, from the lease to its release
+first_leg.py    within it: another engine computes the prompt
 """

@@ -1,6 +1,6 @@
 """One attempt of a request on one engine.
 
-    lease → gather → hold → forward → audit → release
+    lease → gather → hold → (first leg on another engine) → forward → audit → release
 
 Running takes an `InTurn`, which only the machine of the request's life makes (`core/life/`). A failure is
 raised; the machine decides whether to try another engine.
@@ -23,7 +23,9 @@ from engine_adapter import (
     HttpTransport,
     IncomingResponse,
     JsonBody,
+    Role,
     log_text,
+    tell_cached,
 )
 from proxy.core.audit import Unchecked
 from proxy.core.budget import ByteBudget
@@ -42,7 +44,8 @@ from proxy.core.life import (
     Life,
     Sent,
 )
-from proxy.core.placement.decision import Placement
+from proxy.core.placement.decision import Pair, Placement
+from proxy.core.placement.transfers import TransferResult
 from proxy.core.placement.whole_answers import Report
 from proxy.fleet.engine import Engine
 from proxy.fleet.ingest import Ingest
@@ -61,6 +64,7 @@ from proxy.request.records import RequestRecord
 from proxy.request.retries import PASSED_ON, is_not_here, refusals_of
 from proxy.request.tenants import Tenants
 from proxy.request.transcript import SentStream
+from proxy.steps.first_leg import FirstLeg, Prefilled
 from proxy.steps.preparation import Ready
 
 log = structlog.get_logger(__name__)
@@ -169,13 +173,14 @@ class Attempts:
         placement, record, pool = serving.placement, serving.record, ready.pool
         assert placement is not None  # noqa: S101 - the turn of an engine says so
         serving.engine, serving.passage, serving.cached, record.placement = engine, None, None, placement
-        known = ready.prompt is not None and ready.prompt.whole
+        pair, known = placement.pair, ready.prompt is not None and ready.prompt.whole
         with pool.lease(
-            placement,
+            placement if pair is None else pair.decode,
             ready.chain,
             streams=ready.call.streams,
             known=known,
             session=ready.session,
+            part=Role.BOTH if pair is None else Role.DECODE,
             on_lost=serving.alarm.engine_lost,
         ) as lease:
             serving.take(Entered())
@@ -183,19 +188,66 @@ class Attempts:
             await lease.gather()
             lease.gathered = monotonic()
             async with self._hold(engine, ready) as hold:
-                await look_below(pool, engine, lease, ready.prompt, ready.chain)
-                record.placement, record.note, record.slot = lease.refine(hold), hold.note, hold.slot
-                forwarded = await self.forward(serving, ready, engine, lease, hold)
-            return forwarded, self._close(serving, ready, engine, lease, hold, forwarded)
+                prefilled = None
+                if pair is None:
+                    await look_below(pool, engine, lease, ready.prompt, ready.chain)
+                else:
+                    prefilled = await self.first_leg(serving, ready, pair, engine, lease, hold)
+                refined = lease.refine(hold)
+                record.placement = refined if prefilled is None else placement
+                record.note, record.slot = hold.note, hold.slot
+                forwarded = await self.forward(serving, ready, engine, lease, hold, prefilled)
+            return forwarded, self._close(serving, ready, engine, lease, hold, forwarded, prefilled)
+
+    async def first_leg(
+        self, serving: Serving, ready: Ready, pair: Pair, engine: Engine, lease: Lease, hold: Hold
+    ) -> Prefilled | None:
+        """Lets another engine compute the prompt. None without success: then the leased engine does so."""
+        record, name, began = serving.record, pair.prefill.engine, monotonic()
+        source, transfer = ready.pool.engines.get(name), engine.adapter.transfer
+        record.prefilled_by, record.transfer, prefilled = name, TransferResult.FAILED, None
+        if source is not None and transfer is not None and isinstance(hold.body, JsonBody):
+            source.salts.note(self.tenants.owner(ready.salt), ready.salt)
+            serving.take(Sent())
+            leg = FirstLeg(ready, pair, source, transfer, hold.body, self.ingest)
+            prefilled = await leg.run(self.transport)
+            if prefilled is not None and prefilled.is_over:  # kvpin was paused
+                prefilled = None
+            if prefilled is not None:
+                hold.body = transfer.second_leg(hold.body, prefilled.handover)
+                tell_cached(hold, prefilled.handover.cached_tokens or 0)
+        record.first_leg_s = monotonic() - began
+        if prefilled is None:
+            lease.computes()
+        else:
+            record.transfer = TransferResult.LATE  # until its answer begins
+            lease.begins()
+            # What an engine reports as cached of a prompt whose KV it fetched differs between versions.
+            lease.placement = replace(lease.placement, firm=False)
+        return prefilled
 
     async def forward(
-        self, serving: Serving, ready: Ready, engine: Engine, lease: Lease, hold: Hold
+        self,
+        serving: Serving,
+        ready: Ready,
+        engine: Engine,
+        lease: Lease,
+        hold: Hold,
+        prefilled: Prefilled | None = None,
     ) -> Forwarded:
-        """Sends the request to the engine that it holds, and the answer to the client."""
+        """Sends the request to the engine that it holds, and the answer to the client.
+
+        `prefilled`: another engine has computed its prompt. Raises EngineLate if the answer does not begin
+        while that one surely keeps the KV.
+        """
         call, reply, record = ready.call_for(engine), serving.reply, serving.record
+        placement = record.placement if prefilled is not None and record.placement else lease.placement
         sent = monotonic()
 
         def began(answer: IncomingResponse, cached: int | None) -> None:
+            if prefilled is not None:
+                prefilled.begins()
+                _moved(record, prefilled, lease, sent)
             serving.cached = cached
             serving.alarm.progress = lambda: (answer.received, reply.waits)
             serving.take(Began(is_socket=answer.status == HTTPStatus.SWITCHING_PROTOCOLS))
@@ -205,16 +257,17 @@ class Attempts:
                 record.begins(lease.started, lease.gathered, sent, lease.first_byte_s or 0.0)
 
         if ready.translation is not None:
-            ready.translation.predicted = ready.predicted(lease.placement, engine)
+            ready.translation.predicted = ready.predicted(placement, engine)
         passage = serving.passage = self._passage(serving, ready, call, hold, engine)
         kept = serving.call.body if serving.kept else None
         reply.on_start = lambda: _forget_bodies(call, hold, kept)
-        headers = _headers(call, lease.placement, hold, reply) | ready.told | _retained(ready, hold)
+        headers = _headers(call, placement, hold, reply) | ready.told | _retained(ready, hold)
         refusals = refusals_of(call, serving.n_candidates)
         serving.take(Sent())
-        forwarded = await Forwarding(
-            engine.adapter, call, hold, reply, headers, refusals, passage, began
-        ).run(self.transport)
+        answer = Forwarding(engine.adapter, call, hold, reply, headers, refusals, passage, began).run(
+            self.transport
+        )
+        forwarded = await (answer if prefilled is None else prefilled.in_time(answer))
         record.reports(forwarded.prefill, forwarded.decode_s)
         return forwarded
 
@@ -253,7 +306,14 @@ class Attempts:
         return passage
 
     def _close(
-        self, serving: Serving, ready: Ready, engine: Engine, lease: Lease, hold: Hold, forwarded: Forwarded
+        self,
+        serving: Serving,
+        ready: Ready,
+        engine: Engine,
+        lease: Lease,
+        hold: Hold,
+        forwarded: Forwarded,
+        prefilled: Prefilled | None,
     ) -> Unchecked | None:
         """Notes what the engine reported of a complete answer, and what it holds now. Returns why its
         prediction was not checked."""
@@ -261,16 +321,20 @@ class Attempts:
         lease.report = Report(forwarded.cached_tokens, forwarded.output_tokens, forwarded.prefill)
         record.status, record.error = forwarded.status, forwarded.error
         record.reported_tokens, record.output_tokens = forwarded.cached_tokens, forwarded.output_tokens
+        if prefilled is not None:
+            record.reported_tokens = prefilled.handover.cached_tokens
         engine.audit.reported(forwarded.cached_tokens or 0)
         self._check_tokens(pool, engine, hold, record)
         lease.succeeded = forwarded.error is None and record.tokens_agree is not False
         if lease.succeeded:
             expect_below(pool, engine, ready.chain)
-        return self._audit(engine, ready, lease, record)
+        return self._audit(engine, ready, lease, record, forwarded.cached_tokens)
 
-    def _audit(self, engine: Engine, ready: Ready, lease: Lease, record: RequestRecord) -> Unchecked | None:
-        """Compares a firm prediction with the engine's report. Returns why it did not."""
-        placement, reported = lease.placement, record.reported_tokens
+    def _audit(
+        self, engine: Engine, ready: Ready, lease: Lease, record: RequestRecord, reported: int | None
+    ) -> Unchecked | None:
+        """Compares a firm prediction with what the engine reported. Returns why it did not."""
+        placement = lease.placement
         if self.ingest is None or reported is None:
             unchecked = Unchecked.REUSE_OFF if self.ingest is None else Unchecked.NOT_REPORTED
         elif ready.prompt is None:
@@ -323,6 +387,16 @@ def cause_for(error: Exception, serving: Serving) -> Cause:
     # In the middle of a stream, another engine may still go on, whatever error this one gives.
     is_refusal = serving.reply.started or error.status in refusals_of(serving.call, serving.n_candidates)
     return Cause.ENGINE_REFUSED if is_refusal else Cause.ENGINE_REJECTED
+
+
+def _moved(record: RequestRecord, prefilled: Prefilled, lease: Lease, sent: float) -> None:
+    """Notes that an answer from another engine's KV begins, and how long moving that took."""
+    now, book = monotonic(), lease.placed.book
+    record.transfer, record.transfer_s = TransferResult.MOVED, now - sent
+    pulled = record.placement.chosen.pulled_tokens if record.placement is not None else 0
+    waited = book.ledger.view(now).queue_s > 0  # then the time is not that of the transfer alone
+    measured = 0 if waited else pulled
+    lease.placer.transfers.measured(now, prefilled.source, book.engine, measured, record.transfer_s)
 
 
 def _forget_bodies(call: Call, hold: Hold, kept: object) -> None:

@@ -12,7 +12,7 @@ from weakref import WeakValueDictionary
 from msgspec import Struct
 from msgspec.structs import replace
 
-from engine_adapter import Capability, JsonBody, RequestBody, Retention, Upload
+from engine_adapter import Capability, JsonBody, RequestBody, Retention, Transfer, Upload
 from engine_adapter.off_loop import JSON_BYTES_PER_MS, off_loop
 from proxy.core.admission import Needs
 from proxy.core.index.blocks import Chain
@@ -92,6 +92,15 @@ class Ready(Struct, frozen=True):
         call = self.call
         route = call.route if call.route in PASSED_ON else None
         return Needs(self.lora, call.native, route, self.home, self.kind)
+
+    def moves_by(self, transfer: Transfer) -> bool:
+        """True if one engine may compute the prompt and another one answer: all of it is text that kvpin
+        knows, and nothing of the answer has come yet."""
+        prompt, body = self.prompt, self.call.body
+        if prompt is None or not prompt.whole or prompt.extra_ids is not None:
+            return False
+        is_free = self.home is None and self.kind is None
+        return is_free and isinstance(body, JsonBody) and transfer.takes(self.call.route, body)
 
     def call_for(self, engine: Engine) -> Call:
         """The request, with the engine's own model name in its query if it has no body."""

@@ -23,6 +23,7 @@ from tests.fake_engines.answers import Work, answer
 from tests.fake_engines.cache import CachePrompt, Namespace, PageCache, StoredRun
 from tests.fake_engines.core import EngineCore
 from tests.fake_engines.images import Images
+from tests.fake_engines.nixl import FakeNixl, Found
 from tests.fake_engines.publisher import Publisher
 from tests.fake_engines.text import MODEL_DIR, chat_tokens, encode, words
 
@@ -43,6 +44,8 @@ class VllmOptions:
         tells_zero: usage reports reused tokens also if there are none.
         identity: `/metrics` says when its counters were created.
         event_ports: ports of events and replay of the first rank, 0 for any free one.
+        nixl: it has a NixlConnector.
+        kv_lease_duration: how long that keeps KV for others, in seconds.
     """
 
     model: str = "tiny"
@@ -67,6 +70,8 @@ class VllmOptions:
     tells_zero: bool = True
     identity: bool = True
     event_ports: tuple[int, int] = (0, 0)
+    nixl: bool = False
+    kv_lease_duration: float = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +158,9 @@ class FakeVllm:
         self.seen: list[tuple[int, dict]] = []
         self.rendered: list[dict] = []
         self.images = Images()
+        self.nixl = FakeNixl(options.kv_lease_duration) if options.nixl else None
+        if self.nixl is not None:
+            self.nixl.open()
         words()  # loads the tokenizer now, which takes seconds, so that no client waits
         self._begin()
         self.app = Starlette(routes=list(self._routes()))
@@ -164,6 +172,8 @@ class FakeVllm:
             publisher.restart()
 
     def close(self) -> None:
+        if self.nixl is not None:
+            self.nixl.close()
         for core in self.cores:
             core.release()
         for publisher in self.publishers:
@@ -283,9 +293,36 @@ class FakeVllm:
             core = self.cores[rank]
             if (body.get("vllm_xargs") or {}).get("kv_cache_report_mode") == "full":
                 _announce_reused(core, prompt)
-            return await answer(core, self._work(path, body, prompt))
+            work = self._work(path, body, prompt)
+            transfer = body.get("kv_transfer_params") or {}
+            if self.nixl is not None and transfer.get("do_remote_decode"):
+                return await self._first_leg(self.nixl, request, core, work)
+            if self.nixl is not None and transfer.get("do_remote_prefill"):
+                await core.turn()
+                work = self._pulled(work, self.nixl.pull(transfer))
+            return await answer(core, work)
 
         return serve
+
+    async def _first_leg(self, nixl: FakeNixl, request: Request, core: EngineCore, work: Work) -> Response:
+        """Computes a prompt and keeps its blocks, unless the client leaves."""
+        whole = json.loads((await answer(core, work)).body)
+        if await request.is_disconnected():
+            nixl.aborted += 1
+            return Response(status_code=499)
+        cached = (whole["usage"].get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+        size, named = self.options.block_size, request.headers["x-request-id"]
+        params = nixl.keep(named, len(work.prompt.tokens), cached, size)
+        return JSONResponse(whole | {"kv_transfer_params": params})
+
+    def _pulled(self, work: Work, found: Found) -> Work:
+        """A request whose KV was pulled. Usage counts no pulled token; another's KV makes another answer."""
+        if found is Found.NOTHING:
+            return work
+        work = replace(work, usage=lambda prompt, output, _: self._usage(prompt, output, 0))
+        if found is Found.OTHER_KV:
+            work = replace(work, prompt=replace(work.prompt, tokens=work.prompt.tokens[::-1]))
+        return work
 
     def _work(self, path: str, body: dict, prompt: CachePrompt) -> Work:
         computes_all = body.get("prompt_logprobs") is not None or (

@@ -13,11 +13,16 @@ const TERMS = [
   ["room_s", "wait for memory"],
   ["restore_s", "restore"],
   ["prefill_s", "prefill"],
+  ["transfer_s", "transfer"],
   ["interference_s", "running streams"],
+  ["stall_s", "delay of its streams"],
   ["congestion_s", "delay of others"],
   ["later_s", "its next turns"],
   ["regret_s", "evicted KV"],
 ];
+
+// Terms of pairs of engines: shown where one of them is not zero.
+const OF_PAIRS = ["transfer_s", "stall_s"];
 
 const PARTS = {
   read: "kvpin: receive and parse the body",
@@ -26,6 +31,7 @@ const PARTS = {
   "failed attempts": "engines that failed before",
   place: "kvpin: choose the engine",
   gather: "kvpin: wait for another request that computes the same prefix",
+  "first leg": "another engine: compute the prompt",
   hold: "kvpin: wait for a slot, save, restore",
   prefill: "the engine, by its own clock",
   decode: "the engine, by its own clock: the answer came whole",
@@ -36,8 +42,11 @@ const Costs = ({ request }) => {
   const { decision } = request;
   const [isAll, showAll] = useState(false);
   const costs = [...decision.costs].sort((a, b) => a.total_s - b.total_s);
+  // Of an engine alone and the same one in a pair, the cheaper one was chosen.
   const chosen = costs.findIndex((each) => each.engine === request.engine);
   const shown = isAll ? costs : costs.filter((_, at) => at < ENGINES || at === chosen);
+  const terms = TERMS.filter(([term]) => !OF_PAIRS.includes(term) || shown.some((cost) => cost[term]));
+  const nameOf = (cost) => (cost.prefiller ? `${cost.prefiller} → ${cost.engine}` : cost.engine);
   const measured = request.stream ? request.first_byte_s : null;
   const most = Math.max(...shown.map((each) => each.total_s), measured ?? 0);
   const x = (s) => (100 * s) / most;
@@ -45,24 +54,25 @@ const Costs = ({ request }) => {
     return html`<p>Placed by load alone: ${shown.map((each) => `${each.engine} had ${each.in_flight} in flight`).join(", ")}.</p>`;
   }
   return html`
-    <p class="legend">${TERMS.map(([term, label]) => html`<b class=${`key ${term}`}>${label}</b> `)}
+    <p class="legend">${terms.map(([term, label]) => html`<b class=${`key ${term}`}>${label}</b> `)}
       ${measured !== null && html`<b class="key measured">first byte, measured</b>`}</p>
     <ol class="costs">
       ${shown.map((cost) => {
         let left = 0;
-        return html`<li class=${cost.engine === request.engine ? "chosen" : ""}>
-          <span class="label">${cost.engine}${cost.engine === request.engine ? " ✓" : ""}</span>
+        const isChosen = cost === costs[chosen];
+        return html`<li class=${isChosen ? "chosen" : ""}>
+          <span class="label">${nameOf(cost)}${isChosen ? " ✓" : ""}</span>
           <svg class="bar" viewBox="0 0 100 10" preserveAspectRatio="none" role="img"
-            aria-label=${`${cost.engine}: ${seconds(cost.total_s)}`}>
+            aria-label=${`${nameOf(cost)}: ${seconds(cost.total_s)}`}>
             <rect class="ground" width="100" height="10" />
-            ${TERMS.map(([term, label]) => {
+            ${terms.map(([term, label]) => {
               const width = x(Math.max(cost[term] ?? 0, 0));
               left += width;
               return html`<rect class=${term} x=${left - width} width=${width} height="10">
                 <title>${label}: ${seconds(cost[term])}</title>
               </rect>`;
             })}
-            ${cost.engine === request.engine && measured !== null &&
+            ${isChosen && measured !== null &&
             html`<rect class="measured" x=${Math.max(x(measured) - 0.6, 0)} width="0.6" height="10" />`}
           </svg>
           <span class="figure">${seconds(cost.total_s)} · ${count(cost.cached_tokens)} held</span>
@@ -71,10 +81,10 @@ const Costs = ({ request }) => {
     </ol>
     ${costs.length > shown.length && html`<button onClick=${() => showAll(true)}>All ${costs.length} engines</button>`}
     <details><summary>Figures</summary><div class="scroll"><table>
-      <thead><tr><th>engine</th>${TERMS.map(([, label]) => html`<th class="number">${label}</th>`)}<th class="number">sum</th></tr></thead>
+      <thead><tr><th>engine</th>${terms.map(([, label]) => html`<th class="number">${label}</th>`)}<th class="number">sum</th></tr></thead>
       <tbody>${shown.map(
-        (cost) => html`<tr><td>${cost.engine}</td>
-          ${TERMS.map(([term]) => html`<td class="number">${seconds(cost[term])}</td>`)}
+        (cost) => html`<tr><td>${nameOf(cost)}</td>
+          ${terms.map(([term]) => html`<td class="number">${seconds(cost[term])}</td>`)}
           <td class="number">${seconds(cost.total_s)}</td></tr>`,
       )}</tbody>
     </table></div></details>`;

@@ -43,6 +43,8 @@ def show_examination(found: dict[str, Any]) -> None:
 
 def _of_engine(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "engine", f"{found['kind']} {found['version']}".rstrip() + ", detected" * found["detected"]
+    if found["role"] != "both":
+        yield "role", found["role"]
     if found["model"]:
         yield "model", found["model"] + "".join(f", LoRA {name}" for name in found["loras"])
     for at, (name, state) in enumerate(found["models"].items()):

@@ -154,6 +154,7 @@ class Follower:
             streams=begun.streams,
             known=begun.known and is_new,
             session=begun.session if is_new else None,
+            part=begun.part,
         )
         site.begun(request.placed)
         if not is_new and begun.session is not None:

@@ -14,6 +14,7 @@ from typing import Annotated
 
 import msgspec
 
+from engine_adapter.types import Role
 from proxy.core.engine_book import EngineMark
 from proxy.core.index.blocks import BlockHash, Chain
 from proxy.core.peers.claims import Claim
@@ -55,6 +56,7 @@ class Begun(_Message, tag=0, frozen=True):
         known: all its tokens are known, so rates may be learned from its times.
         session: digest of its conversation; None without one.
         step: 0 before the answer, 1 after its first token, 2 after its end.
+        part: the part of the request that the engine got.
     """
 
     id: _Number
@@ -66,6 +68,7 @@ class Begun(_Message, tag=0, frozen=True):
     known: bool
     session: _Number | None
     step: int = 0
+    part: Role = Role.BOTH
 
     def __post_init__(self) -> None:
         """Raises ValueError for hashes that are not whole, which makes a frame no batch."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from xxhash import xxh3_64_intdigest
 
+from engine_adapter.types import Role
 from proxy.core.index.blocks import Chain
 from proxy.core.peers.messages import (
     AnsweredWhole,
@@ -70,6 +71,7 @@ class Telling:
             known=False,
             session=begun.session,
             step=self._step,
+            part=begun.part,
         )
 
 
@@ -92,12 +94,22 @@ class OwnRequests:
         streams: bool,
         known: bool,
         session: int | None,
+        part: Role = Role.BOTH,
     ) -> Telling:
-        """Tells that a request was placed. Returns the object that tells its further steps."""
+        """Tells that a request, or a `part` of it, was placed. Returns the object that tells its further
+        steps."""
         self._last += 1
         hashes, n_tokens = (packed(chain.hashes), chain.n_tokens) if chain is not None else (None, 0)
         begun = Begun(
-            self._last, engine, hashes, n_tokens, work, streams=streams, known=known, session=session
+            self._last,
+            engine,
+            hashes,
+            n_tokens,
+            work,
+            streams=streams,
+            known=known,
+            session=session,
+            part=part,
         )
         telling = self._in_flight[begun.id] = Telling(self, begun)
         self.tell(begun)

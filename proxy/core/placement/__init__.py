@@ -1,9 +1,11 @@
 """Placement: the choice of an engine for a request.
 
 decision.py       the cost of each candidate, and the choice
+pairs.py          one engine computes the prompt, another one answers
 placer.py         all state of one pool that the choice uses
 load.py           each engine's work in flight
 rates.py          how fast each engine is
+transfers.py      how long moving KV between two engines takes
 demand.py         how likely a prompt is requested again
 in_use.py         blocks held by running requests, and prompts that an engine would evict
 recent.py         sums that fade with time

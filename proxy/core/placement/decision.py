@@ -84,7 +84,9 @@ class Cost(msgspec.Struct, frozen=True, gc=False):
         room_s: until the streams that hold the memory it needs have ended.
         restore_s: to bring KV back from lower tiers.
         prefill_s: to compute the rest.
+        transfer_s: to move the KV that `prefiller` computes to the engine.
         interference_s: delay of the prefill by decoding streams.
+        stall_s: delay of those streams by the prefill; counted only where a pair could spare them.
         congestion_s: delay of later requests.
         later_s: delay of its own next turns there by prompts of others.
         regret_s: cost of what it evicts and will be requested again. None if it was not computed, because the
@@ -96,6 +98,9 @@ class Cost(msgspec.Struct, frozen=True, gc=False):
         free_blocks: empty blocks on its GPU; None if unknown. This and the next two break ties.
         turn: number of the placement that last chose it, 0 for none.
         is_last: it served this session before.
+        prefiller: the engine that computes the prompt for it; None if it does so itself. What comes before
+            the transfer, and the cached tokens, are then that engine's.
+        pulled_tokens: prompt tokens whose KV is moved.
     """
 
     engine: str
@@ -103,7 +108,9 @@ class Cost(msgspec.Struct, frozen=True, gc=False):
     room_s: float = 0.0
     restore_s: float = 0.0
     prefill_s: float = 0.0
+    transfer_s: float = 0.0
     interference_s: float = 0.0
+    stall_s: float = 0.0
     congestion_s: float = 0.0
     later_s: float = 0.0
     regret_s: float | None = None
@@ -116,11 +123,14 @@ class Cost(msgspec.Struct, frozen=True, gc=False):
     free_blocks: int | None = None
     turn: int = 0
     is_last: bool = False
+    prefiller: str | None = None
+    pulled_tokens: int = 0
 
     @property
     def first_token_s(self) -> float:
         """Seconds the request itself waits for its first token."""
-        return self.queue_s + self.room_s + self.restore_s + self.prefill_s + self.interference_s
+        computing_s = self.restore_s + self.prefill_s + self.interference_s
+        return self.queue_s + self.room_s + computing_s + self.transfer_s
 
 
 class Placement(msgspec.Struct, frozen=True, gc=False):
@@ -139,6 +149,7 @@ class Placement(msgspec.Struct, frozen=True, gc=False):
         strain: how many times a second of prefill counted, see `Outlook`.
         cut_tokens: further tokens that its full attention holds, and that it cannot reuse.
         lacks: the kind of attention that lacks its part of those; None without any.
+        pair: the two legs, if another engine computes the prompt; None if the engine does so itself.
     """
 
     chosen: Cost
@@ -152,6 +163,7 @@ class Placement(msgspec.Struct, frozen=True, gc=False):
     strain: float = 1.0
     cut_tokens: int = 0
     lacks: Attention | None = None
+    pair: Pair | None = None
 
     @classmethod
     def of(
@@ -190,6 +202,20 @@ class Placement(msgspec.Struct, frozen=True, gc=False):
         return Work(self.uncached_tokens, self.chosen.host_tokens, self.chosen.disk_tokens)
 
 
+class Pair(msgspec.Struct, frozen=True, gc=False):
+    """The two legs of a request whose prompt one engine computes and another one answers.
+
+    Attributes:
+        prefill: the placement of the prompt alone.
+        decode: the placement on the other engine, as if it computed the prompt itself.
+        patience_s: the first leg is given up if it takes longer.
+    """
+
+    prefill: Placement
+    decode: Placement
+    patience_s: float
+
+
 class Outlook(msgspec.Struct, frozen=True, gc=False):
     """Figures for the cost of a placement to other requests.
 
@@ -200,6 +226,7 @@ class Outlook(msgspec.Struct, frozen=True, gc=False):
         turns: expected number of requests of a prompt from now on, the present one included.
         rest_s: mean seconds that are left of a prefill that a prompt finds running.
         answer_s: mean seconds from the first token of an answer to its last.
+        stall: what a second of prefill costs each stream that its engine decodes, in seconds.
     """
 
     now: float
@@ -208,6 +235,7 @@ class Outlook(msgspec.Struct, frozen=True, gc=False):
     turns: float = 1.0
     rest_s: float = 0.0
     answer_s: float = 0.0
+    stall: float = 0.0
 
 
 # No other requests run, and no prompt comes back.
@@ -230,7 +258,8 @@ class Reuse(msgspec.Struct, frozen=True, gc=False, eq=False):
         host_tokens: those of them on its host tier.
         disk_tokens: those of them on its disk tier.
         pending_tokens: those of them that requests in flight have yet to compute.
-        stream_s: time that each decoding stream adds to `prefill_s`.
+        stream_s: time that each decoding stream adds to the total.
+        stall_s: the part of it by which that stream is delayed; the rest delays the prefill.
         congestion_s: time that later requests wait because of it.
         total_s: `restore_s`, `prefill_s` and `congestion_s` together: the total without other streams.
     """
@@ -242,11 +271,13 @@ class Reuse(msgspec.Struct, frozen=True, gc=False, eq=False):
     restore_s: float
     prefill_s: float
     stream_s: float
+    stall_s: float
     congestion_s: float
     total_s: float
 
 
-def _reuse_of(candidate: Candidate, chain: Chain, outlook: Outlook) -> Reuse:
+def reuse_of(candidate: Candidate, chain: Chain, outlook: Outlook) -> Reuse:
+    """The part of a prompt that an engine reuses, and the time for the rest."""
     foreseen, match, rates = candidate.forecast, candidate.match, candidate.rates
     cached = host = disk = pending = 0
     restore_s = 0.0
@@ -260,10 +291,11 @@ def _reuse_of(candidate: Candidate, chain: Chain, outlook: Outlook) -> Reuse:
             pending = min(match.pending * size, cached - host - disk)
             restore_s = rates.restore_s(host, disk)
         prefill_s = rates.prefill_s(chain.n_tokens - cached)
-    stream_s = prefill_s * rates.pool.interference
+    stall_s = prefill_s * outlook.stall
+    stream_s = prefill_s * rates.pool.interference + stall_s
     congestion_s = (restore_s + prefill_s) * (outlook.strain - 1)
     total_s = restore_s + prefill_s + congestion_s
-    return Reuse(cached, host, disk, pending, restore_s, prefill_s, stream_s, congestion_s, total_s)
+    return Reuse(cached, host, disk, pending, restore_s, prefill_s, stream_s, stall_s, congestion_s, total_s)
 
 
 class Scores:
@@ -292,13 +324,13 @@ class Scores:
                 key = id(candidate.match), candidate.tokens_per_block, id(rates.pool), rates.pace
                 reuse = shared.get(key)
                 if reuse is None:
-                    reuse = shared[key] = _reuse_of(candidate, chain, outlook)
+                    reuse = shared[key] = reuse_of(candidate, chain, outlook)
                 total_s = load.queue_s + reuse.total_s + reuse.stream_s * load.decoding
                 if in_use is not None and in_use.blocks + blocks > in_use.capacity:
                     room_s = rooms[len(totals)] = in_use.wait_s(chain.hashes, outlook.answer_s)
                     total_s += room_s
             else:
-                reuse = shared[candidate.engine] = _reuse_of(candidate, chain, outlook)
+                reuse = shared[candidate.engine] = reuse_of(candidate, chain, outlook)
                 total_s = foreseen.wait_s + reuse.total_s + foreseen.interference_s
             totals.append(total_s + later_s * candidate.busy)
             reuses.append(reuse)
@@ -330,17 +362,36 @@ class Scores:
         """The cost of every candidate, in their order."""
         return tuple([self.cost(at) for at in range(len(self.totals))])
 
+    def placement(self, at: int, chain: Chain, outlook: Outlook) -> Placement:
+        """The decision for one candidate."""
+        chosen, candidate = self.cost(at), self._candidates[at]
+        return Placement(
+            chosen=chosen,
+            predicted_tokens=chosen.cached_tokens,
+            n_tokens=chain.n_tokens,
+            all_costs=self.costs,
+            rule="lowest cost",
+            elsewhere=self.elsewhere(at),
+            firm=_is_firm(candidate),
+            gpu_tokens=_on_gpu(candidate, chosen, chain),
+            strain=outlook.strain,
+            cut_tokens=candidate.match.cut * chain.tokens_per_block,
+            lacks=candidate.match.lacks,
+        )
+
     def cost(self, at: int) -> Cost:
         """The terms of one candidate."""
         candidate, reuse, regret_s = self._candidates[at], self.reuses[at], self.regrets.get(at)
         foreseen, load = candidate.forecast, candidate.load
+        slowed_s = (reuse.stream_s - reuse.stall_s) * load.decoding
         return Cost(
             engine=candidate.engine,
             queue_s=load.queue_s if foreseen is None else foreseen.wait_s,
             room_s=self._rooms.get(at, 0.0),
             restore_s=reuse.restore_s,
             prefill_s=reuse.prefill_s,
-            interference_s=reuse.stream_s * load.decoding if foreseen is None else foreseen.interference_s,
+            interference_s=slowed_s if foreseen is None else foreseen.interference_s,
+            stall_s=reuse.stall_s * load.decoding if foreseen is None else 0.0,
             congestion_s=reuse.congestion_s,
             later_s=self._later_s * candidate.busy,
             regret_s=regret_s,
@@ -361,32 +412,18 @@ def place(candidates: Sequence[Candidate], chain: Chain, outlook: Outlook = CALM
     scores = Scores(candidates, chain, outlook)
     totals, regrets = scores.totals, scores.regrets
     first = scores.within(min(totals))[0]
-    regrets[first] = _regret_s(candidates[first], scores.reuses[first], chain, outlook)
+    regrets[first] = regret_of(candidates[first], scores.reuses[first], chain, outlook)
     least = totals[first] + regrets[first]
     for at in scores.within(least + TIE_S)[1:MAX_LOOKS]:
         if totals[at] > least + TIE_S:
             break  # costs more, even without its regret
-        regrets[at] = _regret_s(candidates[at], scores.reuses[at], chain, outlook)
+        regrets[at] = regret_of(candidates[at], scores.reuses[at], chain, outlook)
         least = min(least, totals[at] + regrets[at])
     equal = [at for at, regret_s in regrets.items() if totals[at] + regret_s <= least + TIE_S]
-    best = min(equal, key=scores.among_equals)
-    chosen, candidate = scores.cost(best), candidates[best]
-    return Placement(
-        chosen=chosen,
-        predicted_tokens=chosen.cached_tokens,
-        n_tokens=chain.n_tokens,
-        all_costs=scores.costs,
-        rule="lowest cost",
-        elsewhere=scores.elsewhere(best),
-        firm=_is_firm(candidate),
-        gpu_tokens=_on_gpu(candidate, chosen, chain),
-        strain=outlook.strain,
-        cut_tokens=candidate.match.cut * chain.tokens_per_block,
-        lacks=candidate.match.lacks,
-    )
+    return scores.placement(min(equal, key=scores.among_equals), chain, outlook)
 
 
-def _regret_s(candidate: Candidate, reuse: Reuse, chain: Chain, outlook: Outlook) -> float:
+def regret_of(candidate: Candidate, reuse: Reuse, chain: Chain, outlook: Outlook) -> float:
     """The cost of computing or restoring again what this placement evicts, if it is requested again."""
     if candidate.forecast is not None:
         return candidate.forecast.regret_s * outlook.strain

@@ -161,18 +161,36 @@ class EngineLedger:
             work: tokens to compute and to restore; None if they are not known.
             seen: its first token will be seen, because the answer is a stream.
         """
-        if self._settle(now) is None:
-            self._turn, self._busy = now, _BusyPeriod(now)
         self.served += 1
         self.backlog.placed()
-        if not seen:
+        self._queue(now, _Prefill(self.served, work, expected_s, now, seen))
+        return self.served
+
+    def begin_pull(self) -> int:
+        """A request was placed whose prompt another engine computes: it counts as a stream. Returns its
+        ticket."""
+        self.served += 1
+        self.backlog.placed()
+        self._decoding.add(self.served)
+        return self.served
+
+    def computes(
+        self, now: float, ticket: int, expected_s: float, work: Work | None, *, seen: bool = True
+    ) -> None:
+        """The engine has to compute the prompt of such a request itself, see `begin`."""
+        self._decoding.discard(ticket)
+        self._queue(now, _Prefill(ticket, work, expected_s, now, seen))
+
+    def _queue(self, now: float, prefill: _Prefill) -> None:
+        if self._settle(now) is None:
+            self._turn, self._busy = now, _BusyPeriod(now)
+        if not prefill.seen:
             self._busy = None
-            self._whole[self.served] = _Begun(now, self._computed, self._unknown)
-        prefill = self._prefills[self.served] = _Prefill(self.served, work, expected_s, now, seen)
+            self._whole[prefill.ticket] = _Begun(now, self._computed, self._unknown)
+        self._prefills[prefill.ticket] = prefill
         if self._first is None:
             self._first = prefill
-        self._expected_s += expected_s
-        return self.served
+        self._expected_s += prefill.expected_s
 
     def refine(self, ticket: int, expected_s: float, work: Work) -> None:
         """Corrects the work of a request that was placed."""

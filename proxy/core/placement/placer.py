@@ -9,27 +9,30 @@ says what engines hold.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 
 from engine_adapter.hold import Forecast
-from engine_adapter.types import Tier
+from engine_adapter.types import Role, Tier
 from proxy.core.index.blocks import BlockHash, Chain
 from proxy.core.index.prefix_index import Match, PrefixIndex
 from proxy.core.placement.decision import NOTHING, Candidate, Outlook, Placement, place, place_least_loaded
 from proxy.core.placement.demand import Demand
 from proxy.core.placement.in_use import InUse, Residents
 from proxy.core.placement.load import EngineLedger, LoadSample, Spent, Work
+from proxy.core.placement.pairs import Prefillers, place_with_pairs
 from proxy.core.placement.rates import EngineRates, PoolRates
 from proxy.core.placement.recent import WINDOW_S, Rate
+from proxy.core.placement.transfers import Transfers
 from proxy.core.placement.whole_answers import AnswerSample, Report
 
 # Conversations whose last engine is remembered: more than run at a time.
 MAX_SESSIONS = 50_000
 # Of the prompts that an engine has yet to read, so many are looked at when another one joins them.
 MAX_NEIGHBOURS = 8
+_NO_WORK = Work(0)
 
 
 @dataclass(slots=True, eq=False)
@@ -84,6 +87,7 @@ class PlacedRequest:
         work: its work before the first token.
         counted_s: seconds of that work which count as demand.
         begun: when that work ended; None before.
+        part: the part of the request that runs on the engine. The engine of a decode leg computes no prompt.
         spent: the engine's work until its answer came, if that came whole.
         may_be_evicted: prompts in flight may evict what it counts on before its engine looks for that.
     """
@@ -94,6 +98,7 @@ class PlacedRequest:
     work: Work
     counted_s: float = 0.0
     begun: float | None = None
+    part: Role = Role.BOTH
     spent: Spent | None = None
     may_be_evicted: bool = False
 
@@ -111,6 +116,7 @@ class Placer:
         self.index = PrefixIndex()
         self.demand = Demand()
         self.rates = PoolRates()
+        self.transfers = Transfers(lambda: self.rates.prefill_tok_s)
         self.books: dict[str, EngineBook] = {}
         self._turn = 0
         self._sessions: OrderedDict[Hashable, str] = OrderedDict()  # → the engine it was last on
@@ -147,6 +153,7 @@ class Placer:
     def remove(self, engine: str) -> None:
         """Removes an engine and everything it held."""
         self.index.remove_engine(engine)
+        self.transfers.forget(engine)
         book = self.books.pop(engine, None)
         if book is not None:
             book.forget()  # costs of past decisions still refer to it
@@ -211,11 +218,26 @@ class Placer:
             book.in_use,
         )
 
-    def place(self, now: float, candidates: Sequence[Candidate], chain: Chain | None) -> Placement:
-        """Chooses an engine; by load alone if the prompt is not known. Changes no state."""
+    def place(
+        self,
+        now: float,
+        candidates: Sequence[Candidate],
+        chain: Chain | None,
+        prefillers: Prefillers | None = None,
+    ) -> Placement:
+        """Chooses an engine, or a pair if there are `prefillers`; by load alone if the prompt is not known.
+        Changes no state."""
         if chain is None:
             return place_least_loaded(candidates)
+        if prefillers is not None:
+            return place_with_pairs(candidates, prefillers, chain, self.outlook(now))
         return place(candidates, chain, self.outlook(now))
+
+    def prefillers(
+        self, now: float, candidates: Sequence[Candidate], decoders: Collection[str]
+    ) -> Prefillers:
+        """These engines, which may compute a prompt for one of the `decoders`."""
+        return Prefillers(candidates, decoders, partial(self.transfers.seconds, now))
 
     def outlook(self, now: float) -> Outlook:
         """The figures for the cost of a placement to other requests now."""
@@ -235,25 +257,40 @@ class Placer:
         streams: bool = True,
         known: bool = True,
         session: Hashable | None = None,
+        part: Role = Role.BOTH,
     ) -> PlacedRequest:
-        """A request goes to an engine, which has so much work with it. Its first token will be seen if it
-        `streams`. Its times teach rates only if all its tokens are `known`."""
+        """A request, or a `part` of it, goes to an engine, which has so much work with it. Its first token
+        will be seen if it `streams`. Its times teach rates only if all its tokens are `known`.
+
+        A decode leg has no work and leaves no pending blocks, unless the engine `computes` its prompt."""
         book = self.books[engine]
         self._turn += 1
         book.turn = self._turn
         if session is not None:
             self._note(session, engine)
-        if chain is not None:
-            self.index.add_pending(engine, chain.hashes, chain.reusable)
-            if book.in_use is not None:
-                book.in_use.add(chain.hashes)
-        known = known and chain is not None
-        seconds = book.rates.price(work)
-        counted_s = self.demand.placed(now, seconds, learned=self.rates.learned)
-        ticket = book.ledger.begin(now, seconds, work if known else None, seen=streams)
-        placed = PlacedRequest(book, ticket, chain, work, counted_s)
+        if chain is not None and book.in_use is not None:
+            book.in_use.add(chain.hashes)
+        if part is Role.DECODE:
+            return PlacedRequest(book, book.ledger.begin_pull(), chain, _NO_WORK, part=part)
+        seconds, counted_s = self._queue(now, book, chain, work)
+        ticket = book.ledger.begin(now, seconds, work if known and chain is not None else None, seen=streams)
+        placed = PlacedRequest(book, ticket, chain, work, counted_s, part=part)
         self._note_evictions(placed)
         return placed
+
+    def computes(self, now: float, placed: PlacedRequest, work: Work, *, streams: bool = True) -> None:
+        """The engine of a decode leg has to compute the prompt itself."""
+        book, placed.work, placed.part = placed.book, work, Role.BOTH
+        seconds, placed.counted_s = self._queue(now, book, placed.chain, work)
+        book.ledger.computes(now, placed.ticket, seconds, work, seen=streams)
+        self._note_evictions(placed)
+
+    def _queue(self, now: float, book: EngineBook, chain: Chain | None, work: Work) -> tuple[float, float]:
+        """A prompt will be computed: its blocks are pending. Returns its seconds, and how many count."""
+        if chain is not None:
+            self.index.add_pending(book.engine, chain.hashes, chain.reusable)
+        seconds = book.rates.price(work)
+        return seconds, self.demand.placed(now, seconds, learned=self.rates.learned)
 
     def _note_evictions(self, placed: PlacedRequest) -> None:
         """Notes which prompts may lose what they are to reuse. Of those that an engine has yet to read, each
@@ -327,7 +364,8 @@ class Placer:
             if placed.begun is None:
                 self.demand.refused(now, placed.counted_s)
             return
-        if placed.begun is not None and chain is not None:  # a WebSocket may be open for hours
+        decodes = placed.part is not Role.PREFILL
+        if placed.begun is not None and decodes and chain is not None:  # a WebSocket may be open for hours
             self.demand.answered(now, now - placed.begun)
         if placed.spent is not None and chain is not None and report is not None:
             self._learn(now, placed, chain, placed.spent, report)
@@ -360,6 +398,8 @@ class Placer:
             return
         placed.begun = now
         self._was_read(placed)
+        if placed.part is Role.DECODE:
+            return  # the other leg counts
         if self.rates.learned:
             seconds = placed.book.rates.price(placed.work)
             placed.book.worked.add(now, seconds)
@@ -375,5 +415,7 @@ class Placer:
     def settled(self, placed: PlacedRequest) -> None:
         """Ends its pending blocks: events have confirmed by now what it left."""
         book, chain = placed.book, placed.chain
+        if placed.part is Role.DECODE:
+            return  # it had none
         if chain is not None and self.books.get(book.engine) is book:
             self.index.end_pending(book.engine, chain.hashes)

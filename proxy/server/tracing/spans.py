@@ -22,7 +22,7 @@ from proxy.request.records import RequestRecord
 Attributes = dict[str, str | int | float | bool]
 
 # Names of the other spans: kvpin's own steps.
-PARSE, TOKENISE, PLACE, QUEUE, HOLD = "parse", "tokenise", "place", "queue", "hold"
+PARSE, TOKENISE, PLACE, QUEUE, HOLD, FIRST_LEG = "parse", "tokenise", "place", "queue", "hold", "first leg"
 # Route → the operation that it asks of the model.
 _OPERATIONS = {
     "/v1/chat/completions": "chat",

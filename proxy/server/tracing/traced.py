@@ -6,6 +6,7 @@
         place                     look up, compute costs, decide
             queue                 wait for busy engines
         hold                      wait for another request's prefix and for the adapter
+        first leg                 another engine computes the prompt
         chat qwen3                the engine's part
 
 The trace goes on from the client's `traceparent`, and the engine gets one that leads to the last span. Each
@@ -40,7 +41,7 @@ from structlog.contextvars import STRUCTLOG_KEY_PREFIX
 from engine_adapter import Headers, Hold, JsonBody, RequestBody
 from proxy.api.openai import DataPlane
 from proxy.core.life import Place
-from proxy.core.placement.decision import Placement
+from proxy.core.placement.decision import Pair, Placement
 from proxy.fleet.engine import Engine
 from proxy.fleet.lease import Lease
 from proxy.flow import CLIENT_LEFT, Flow
@@ -52,6 +53,7 @@ from proxy.request.records import RequestRecord
 from proxy.request.tenants import ApiKey
 from proxy.server.tracing import spans
 from proxy.steps.attempt import Attempts, Serving
+from proxy.steps.first_leg import Prefilled
 from proxy.steps.preparation import Ready
 
 _W3C = TraceContextTextMapPropagator()
@@ -171,8 +173,24 @@ class TracedAttempts(Attempts):
 
     tracer: Tracer = field(kw_only=True)
 
+    async def first_leg(
+        self, serving: Serving, ready: Ready, pair: Pair, engine: Engine, lease: Lease, hold: Hold
+    ) -> Prefilled | None:
+        """Lets another engine compute the prompt, within a span."""
+        with _span(self.tracer, spans.FIRST_LEG, SpanKind.CLIENT) as span:
+            if span.is_recording():
+                span.set_attribute("kvpin.engine", pair.prefill.engine)
+            ready = replace(ready, call=replace(ready.call, headers=_leading_here(ready.call.headers)))
+            return await super().first_leg(serving, ready, pair, engine, lease, hold)
+
     async def forward(
-        self, serving: Serving, ready: Ready, engine: Engine, lease: Lease, hold: Hold
+        self,
+        serving: Serving,
+        ready: Ready,
+        engine: Engine,
+        lease: Lease,
+        hold: Hold,
+        prefilled: Prefilled | None = None,
     ) -> Forwarded:
         """Sends the request to the engine that it holds, within a span."""
         self._add_hold(lease)
@@ -181,7 +199,7 @@ class TracedAttempts(Attempts):
             if span.is_recording():
                 span.set_attributes(spans.of_engine_request(record, engine.adapter.spec))
             ready = replace(ready, call=replace(ready.call, headers=_leading_here(ready.call.headers)))
-            answer = await super().forward(serving, ready, engine, lease, hold)
+            answer = await super().forward(serving, ready, engine, lease, hold, prefilled)
             if span.is_recording():
                 span.set_attributes(spans.of_answer(record, answer))
                 if answer.error is not None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine_adapter import JsonBody
-from engine_adapter.http.openai_answer import OpenAIAnswer, hold_openai, pass_marked
+from engine_adapter.http.openai_answer import OpenAIAnswer, hold_openai, pass_marked, tell_cached
 from tests.fakes import DONE, event
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -303,3 +303,31 @@ class TestTokenIds:
         answer = hold_openai(CHAT, body_of(), ask_tokens=True).answer
         answer.feed(json.dumps({"choices": [], "prompt_token_ids": ids}).encode())
         assert answer.prompt_tokens() is None
+
+
+class TestToldReuse:
+    """Reused tokens of another engine, which computed the prompt."""
+
+    @given(st.data())
+    def test_stands_in_the_usage_that_the_client_asked_for(self, data):
+        hold = hold_openai(CHAT, body_of(stream=True, stream_options={"include_usage": True}))
+        tell_cached(hold, 640)
+        passed = read(hold.answer, data.draw(splits(CHATS[0][1] + USAGE + DONE)))
+        counts = COUNTS | {"prompt_tokens_details": {"cached_tokens": 640}}
+        assert passed == CHATS[0][1] + compact({**CARD, "choices": [], "usage": counts}) + DONE
+        assert hold.answer.cached_tokens() == 8, "the engine's own report is for the audit"
+
+    def test_is_not_shown_to_a_client_that_asked_for_no_usage(self):
+        hold = hold_openai(CHAT, body_of(stream=True), ask_usage=True)
+        tell_cached(hold, 640)
+        assert read(hold.answer, [CHATS[0][1] + USAGE + DONE]) == CHATS[0][1] + DONE
+
+    def test_an_engine_that_gives_no_details_gets_some(self):
+        hold = hold_openai(CHAT, body_of(stream=True, stream_options={"include_usage": True}))
+        tell_cached(hold, 3)
+        for details in ({}, {"prompt_tokens_details": None}):
+            (line, _, _) = read(hold.answer, [compact({"choices": [], "usage": COUNTS | details})]).split(
+                b"\n"
+            )
+            usage = json.loads(line[6:])["usage"]
+            assert usage == COUNTS | {"prompt_tokens_details": {"cached_tokens": 3}}

@@ -179,7 +179,7 @@ async def test_a_restart_makes_the_view_anew(adapter_of):
             assert len((await anext(events)).hashes) == 2
         stats = await adapter.stats()
         assert stats["events"]["batches"] == 1
-        assert stats["prefix_cache"] == {"queried_tokens": 40, "hit_tokens": 0}
+        assert stats["prefix_cache"] == {"queried_tokens": 40, "hit_tokens": 0, "fetched_tokens": 0}
 
 
 async def test_another_reader_goes_on_where_one_stopped(adapter_of):

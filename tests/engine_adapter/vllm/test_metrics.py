@@ -18,6 +18,8 @@ vllm:kv_cache_usage_perc{engine="1",model_name="tiny"} 0.1
 vllm:prefix_cache_queries_total{engine="0",model_name="tiny"} 847.0
 vllm:prefix_cache_queries_total{engine="1",model_name="tiny"} 3.0
 vllm:prefix_cache_hits_total{engine="0",model_name="tiny"} 384.0
+vllm:prompt_tokens_by_source_total{engine="0",model_name="tiny",source="local_compute"} 400.0
+vllm:prompt_tokens_by_source_total{engine="0",model_name="tiny",source="external_kv_transfer"} 63.0
 vllm:prefix_cache_queries_created{engine="0",model_name="tiny"} 1.795250395377022e+09
 vllm:prefix_cache_queries_created{engine="1",model_name="tiny"} 1.795250395377099e+09
 vllm:cache_config_info{block_size="32",enable_prefix_caching="True",engine="0",num_gpu_blocks="200"} 1.0
@@ -37,6 +39,7 @@ def test_one_rank_of_a_page():
         caching=True,
         queries=847,
         hits=384,
+        fetched=63,
     )
     other = read_metrics(PAGE, 1)
     assert (other.blocks, other.caching, other.tells_blocks, other.hits) == (None, False, False, 0)

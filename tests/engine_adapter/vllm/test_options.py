@@ -1,4 +1,6 @@
-from engine_adapter.options import read_options
+import pytest
+
+from engine_adapter.options import OptionError, read_options
 from engine_adapter.vllm.options import VllmOptions, rank_headers
 
 
@@ -10,3 +12,9 @@ def test_a_rank_with_an_lmcache():
 def test_a_rank_is_named_in_a_header():
     assert rank_headers(2) == {"x-data-parallel-rank": "2"}
     assert rank_headers(None) == {}
+
+
+def test_a_lease_is_longer_than_the_time_to_fetch():
+    assert read_options("vllm", VllmOptions, {"kv_lease_s": "12"}).kv_lease_s == 12
+    with pytest.raises(OptionError, match="kv_lease_s: must be a number above 5"):
+        read_options("vllm", VllmOptions, {"kv_lease_s": "5"})

@@ -37,6 +37,17 @@ def test_engines_that_were_removed_are_listed(capsys):
     assert second == "removed 2027-01-31 09:05 UTC: h http://127.0.0.1:1; undo: kvpin engines add KIND=URL"
 
 
+def test_the_role_of_an_engine_stands_beside_its_state(capsys):
+    engine = {
+        "id": "e0", "kind": "vllm", "url": "http://a", "state": "ready", "model": "m", "model_state": None,
+        "trust": "precise", "in_flight": 0, "served": 0, "last_error": None,
+    }  # fmt: skip
+    answer_tables.show_engines({"engines": [engine | {"role": "prefill"}]})
+    assert "ready, prefill" in capsys.readouterr().out
+    answer_tables.show_engines({"engines": [engine | {"role": "both"}]})
+    assert "both" not in capsys.readouterr().out
+
+
 def test_an_operation_shows_what_was_left_and_why(capsys):
     answer_tables.show_operation(OPERATION)
     output = capsys.readouterr().out

@@ -153,3 +153,15 @@ def test_a_row_says_how_long_it_was_queued(capsys):
 def test_a_list_says_where_the_records_of_requests_are_that_were_passed_on(capsys):
     decisions.show_list({"requests": [], "passed_on": {"vm:7": 3}})
     assert "3 requests were answered by the kvpin vm:7, which has their records\n" in capsys.readouterr().out
+
+
+def test_a_pair_is_shown_by_its_two_engines(capsys):
+    pair = cost("d", prefiller="p", transfer_s=0.05, stall_s=0.0, total_s=2.0)
+    alone = cost("d", transfer_s=0.0, stall_s=0.5, total_s=4.0)
+    decisions.show_route(ROUTE | {"engine": "d", "candidates": [alone, pair]})
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    header, first, second = lines[-5:-2]
+    assert "transfer" in header
+    assert "streams" in header
+    assert first[:4] == ["p", "→", "d", "0"]
+    assert second[:2] == ["d", "0"]

@@ -1,6 +1,6 @@
 import pytest
 
-from engine_adapter import EngineSpec, EngineSpecError, KvVerb
+from engine_adapter import EngineSpec, EngineSpecError, KvVerb, Role
 from proxy.control.engines import describe_engine
 from proxy.control.target import Target
 from proxy.errors import Conflict
@@ -52,6 +52,18 @@ async def test_a_removed_engine_ends_its_part_of_operations(world, pair):
     assert operation.error == "1 of 2 engines failed: a: the engine was removed"
     assert a.closed
     await world.engine_set.remove(removed)  # a second time has no effect
+
+
+async def test_its_role_and_what_it_lacks_are_told(world, pair):
+    engine = world.engines["a"]
+    assert (describe_engine(engine, world.pool).role, describe_engine(engine, world.pool).findings) == (
+        Role.BOTH,
+        [],
+    )
+    engine.role = Role.DECODE
+    assert describe_engine(engine, world.pool).role is Role.DECODE
+    (finding,) = describe_engine(engine, world.pool).findings
+    assert "none of its model has role=prefill" in finding
 
 
 async def test_the_process_of_an_engine_is_described(world, pair):

@@ -5,6 +5,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from proxy.core.placement.decision import Cost, Placement
+from proxy.core.placement.transfers import TransferResult
 from proxy.fleet.fleet import Fleet
 from proxy.observe.metrics import LEFT, OTHER_TENANTS, Metrics
 from proxy.prompt import Prompt
@@ -204,3 +205,14 @@ async def test_requests_are_served_while_the_page_of_many_engines_is_written(fle
     serving.cancel()
     assert page == metrics.render()
     assert served > 2000 / 100
+
+
+def test_transfers_are_counted_by_their_two_engines(fleet):
+    metrics = Metrics(fleet)
+    metrics.observe(record(prefilled_by="a", transfer=TransferResult.MOVED, first_leg_s=0.5, transfer_s=0.1))
+    metrics.observe(record(prefilled_by="gone", transfer=TransferResult.FAILED, first_leg_s=2.0))
+    metrics.observe(record())
+    assert value(metrics, "kvpin_transfers_total", model="m", prefiller="a", result="moved") == 1
+    assert value(metrics, "kvpin_transfers_total", model="m", prefiller=LEFT, result="failed") == 1
+    assert value(metrics, "kvpin_first_leg_seconds_sum", model="m") == 2.5
+    assert value(metrics, "kvpin_transfer_seconds_count", model="m") == 1

@@ -1,8 +1,9 @@
 """Every sentence that explains a placement, case by case."""
 
 import pytest
+from msgspec.structs import replace
 
-from proxy.core.placement.decision import Cost, Placement
+from proxy.core.placement.decision import Cost, Pair, Placement
 from proxy.observe.reasons import Reason, reason_of, tie_of, utilisation_of, why
 
 
@@ -214,3 +215,37 @@ def test_one_engine_alone():
     placement = placed("e0", cost("e0", 800))
     assert reason_of(placement) is Reason.ONLY
     assert why(placement) == "e0 is the only engine that can take the request; it holds 800 of 4,000 tokens"
+
+
+class TestPaired:
+    def pair(self, alone, **terms):
+        """A pair of p and d, where d alone would cost `alone`."""
+        both = replace(
+            cost("d", prefill=0.2, **terms), prefiller="p", pulled_tokens=4000, transfer_s=0.05,
+            cached_tokens=3200, total_s=0.25,
+        )  # fmt: skip
+        legs = Pair(placed("p", cost("p", 3200)), placed("d", alone), 1.0)
+        return replace(placed("d", alone), chosen=both, pair=legs, all_costs=lambda: (alone, both))
+
+    def test_the_prompt_would_wait_behind_others(self):
+        placement = self.pair(cost("d", queue=2.0))
+        assert reason_of(placement) is Reason.PAIRED
+        assert tie_of(placement) is None
+        assert why(placement) == (
+            "p computes 800 tokens in 200 ms, and d reads the KV of 4,000 from it in 50 ms; without a pair, "
+            "2.0 s of prefill wait on d"
+        )
+
+    def test_the_prompt_would_delay_streams(self):
+        alone = replace(cost("d"), stall_s=3.0)
+        assert why(self.pair(alone)).endswith(
+            "without a pair, computing 4,000 tokens on d delays running streams by 3.0 s in all"
+        )
+
+    def test_a_pair_that_was_not_chosen_is_no_rival(self):
+        alone, both = cost("d"), replace(cost("d", 3200), prefiller="p", total_s=9.0)
+        placement = placed("d", alone, both)
+        assert placement.chosen is alone
+        assert reason_of(placement) is not Reason.PAIRED
+        other = placed("e", cost("e", 3200), alone, both)
+        assert "on d takes 1.0 s" in why(other)

@@ -76,8 +76,8 @@ def test_of_several_tenants_none_reaches_into_an_engine(field):
     assert ONE.without_private(body) is body
 
 
-def test_an_id_of_the_engines_own_is_left_out():
-    body = JsonBody(b'{"rid":["r"],"request_id":"r","kv_transfer_params":null,"model":"m"}')
+def test_what_makes_no_difference_to_the_answer_is_left_out():
+    body = JsonBody(b'{"rid":["r"],"request_id":"r","kv_hints":{},"kv_transfer_params":null,"model":"m"}')
     assert set(msgspec.json.decode(TWO.without_private(body).raw)) == {"kv_transfer_params", "model"}
     plain = JsonBody(b'{"model":"m"}')
     assert TWO.without_private(plain) is plain

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from engine_adapter import Role
 from proxy.server.checks import check, faults_here, managed_engines
 from proxy.settings import EngineSettings, ManagedSettings, Settings, SettingsError
 from scripts.make_gguf import gguf_path
@@ -42,6 +43,34 @@ def test_what_a_llama_server_needs_is_there_before_it_starts(tmp_path):
 
 def faults(**settings):
     return list(faults_here(Settings(engines=(ELSEWHERE,), **settings)))
+
+
+def of_roles(*engines):
+    made = [
+        EngineSettings(kind="vllm", url=f"http://127.0.0.1:{n}", id=f"e{n}", model=model, role=role)
+        for n, (model, role) in enumerate(engines, 1)
+    ]
+    return [*faults_here(Settings(engines=made))]
+
+
+def test_a_model_that_nothing_could_decode_is_refused():
+    remedy = "give one of them role=decode, or none a role"
+    assert of_roles((None, "prefill")) == [f"every engine has role=prefill: {remedy}"]
+    assert of_roles(("m", "prefill"), (None, "prefill")) == [f"every engine has role=prefill: {remedy}"]
+    one = f"every engine of the model 'm' has role=prefill: {remedy}"
+    assert of_roles(("m", "prefill"), ("n", "decode")) == [one]
+    assert of_roles(("m", "prefill"), ("m", "prefill"), ("n", "decode")) == [one]
+
+
+def test_a_model_that_something_may_decode_is_served():
+    assert of_roles(("m", "prefill"), ("m", "decode")) == []
+    assert of_roles(("m", "prefill"), (None, "both")) == [], "which model that one serves is not known yet"
+    assert of_roles((None, "prefill"), ("m", "decode")) == []
+    found = Settings(
+        engines=[ELSEWHERE.model_copy(update={"role": Role.PREFILL})],
+        discovery=[{"source": "dns://gpus.example:8000", "kind": "vllm"}],
+    )
+    assert [*faults_here(found)] == [], "a source may name one that decodes"
 
 
 def test_every_fault_is_told(tmp_path, monkeypatch):

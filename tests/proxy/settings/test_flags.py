@@ -1,5 +1,6 @@
 import pytest
 
+from engine_adapter import Role
 from proxy.settings import (
     SettingsError,
     is_command_line,
@@ -40,7 +41,7 @@ def test_an_engine_with_all_its_options():
         ("vllm=http://x:1/v1?a=b", "must not have a query"),
         (
             "vllm=http://x:1,colour=red",
-            "known: id, model, tokenizer, api_key, headers, ca, cert, key, share_kv, events,",
+            "known: id, model, tokenizer, api_key, headers, ca, cert, key, share_kv, role, events,",
         ),
         ("vllm=http://x:1,id=a,id=b", "option 'id' is given twice"),
         ("vllm=http://x:1,id", "option 'id' needs a value"),
@@ -53,6 +54,8 @@ def test_an_engine_with_all_its_options():
         ("vllm=http://x:1,dp_rank=-1", "dp_rank: must be a whole number of at least 0"),
         ("vllm=http://x:1,headers=hush", "headers: write a header as 'Name: value'"),
         ("V LLM=http://x:1", "kind: "),
+        ("vllm=http://x:1,role=prefil", "role: "),
+        ("sglang=http://x:1,role=prefill", "sglang engines cannot have role=prefill: kvpin moves KV between"),
     ],
 )
 def test_an_engine_flag_that_is_wrong_says_why(text, message):
@@ -123,6 +126,12 @@ def test_a_managed_flag_that_is_wrong_says_why(text, message):
 def test_whether_tenants_may_share_an_engines_kv():
     assert not parse_engine_flag("vllm=http://127.0.0.1:8000").spec().share_kv
     assert parse_engine_flag("vllm=http://127.0.0.1:8000,share_kv=true").spec().share_kv
+
+
+def test_the_part_of_requests_that_an_engine_is_meant_for():
+    assert parse_engine_flag("vllm=http://127.0.0.1:8000").spec().role is Role.BOTH
+    assert parse_engine_flag("vllm=http://127.0.0.1:8000,role=prefill").spec().role is Role.PREFILL
+    assert parse_engine_flag("sglang=http://127.0.0.1:8000,role=both").spec().role is Role.BOTH
 
 
 def test_aliases():

@@ -5,7 +5,7 @@ import pytest
 from proxy.cli.engine_check.display import show_examination
 
 FOUND = {
-    "kind": "vllm", "version": "", "detected": False, "model": "m", "models": {}, "loras": [],
+    "kind": "vllm", "version": "", "detected": False, "role": "both", "model": "m", "models": {}, "loras": [],
     "max_model_len": None,
     "tokens_per_block": None, "gpu_blocks": 5, "host_blocks": None, "running": 0, "waiting": 0, "can": [],
     "cannot": {"pin": "restart it", "offload": "add LMCache"}, "view": {"detail": "[none]"},
@@ -29,6 +29,10 @@ def test_an_engine_without_findings(capsys):
     assert lines[6:8] == ["cannot pin: restart it", "offload: add LMCache"]
     assert "events [none]" in lines
     assert lines[-1] == "no findings"
+
+
+def test_the_role_that_the_operator_named_is_shown(capsys):
+    assert shown(capsys, role="prefill")[1] == "role prefill"
 
 
 def test_findings_are_numbered_each_with_its_remedy(capsys):

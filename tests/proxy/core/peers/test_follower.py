@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from engine_adapter import Tier
+from engine_adapter import Role, Tier
 from proxy.core.index.blocks import Chain
 from proxy.core.peers.follower import Follower, RoundTrip
 from proxy.core.peers.messages import AskListing, Batch, Heard, Heartbeat
@@ -266,3 +266,13 @@ def test_several_long_trips_in_succession_are_a_delay():
     for seconds, is_behind in ((0.1, False), (2.0, False), (2.1, True), (0.2, False), (1.9, False)):
         trip.measure(100.0 + seconds, Heard(1, 99.0, 1.0))
         assert trip.is_behind is is_behind
+
+
+def test_a_decode_leg_of_a_peer_is_no_prefill_here():
+    world = World()
+    world.listing()
+    world.begin(part=Role.DECODE)
+    world.send()
+    view = world.ledger.view(1.0)
+    assert (view.in_flight, view.queue_s, view.decoding) == (1, 0, 1)
+    assert world.pending == 0

@@ -1,3 +1,4 @@
+from engine_adapter import Role
 from proxy.core.index.blocks import Chain
 from proxy.core.peers.messages import (
     AnsweredWhole,
@@ -63,3 +64,9 @@ def test_a_listing_has_what_runs_as_it_is_now():
 def test_a_digest_tells_requests_apart_and_needs_no_order():
     assert digest_of([1, 2]) == digest_of([2, 1])
     assert len({digest_of(ids) for ids in ([], [1], [2], [1, 2], [1, 3])}) == 5
+
+
+def test_a_part_of_a_request_is_told_as_one():
+    own, _ = made()
+    telling = begin(own, part=Role.DECODE)
+    assert own.take()[0].part is telling.now().part is Role.DECODE

@@ -96,6 +96,33 @@ class TestQueue:
         assert ledger.remaining(2.0, third) is None
 
 
+class TestPulls:
+    """Requests whose prompts another engine computes."""
+
+    def test_it_counts_as_a_stream_from_the_beginning(self, ledger):
+        begin(ledger)
+        ticket = ledger.begin_pull()
+        assert ledger.view(0.25) == LoadView(in_flight=2, queue_s=0.75, decoding=1)
+        assert ledger.first_token(0.5, ticket) is None
+        assert ledger.view(0.5) == LoadView(in_flight=2, queue_s=0.5, decoding=1)
+        ledger.end(2.0, ticket)
+        assert (ledger.served, ledger.in_flight) == (2, 1)
+
+    def test_it_teaches_nothing_and_spoils_nothing(self, ledger):
+        ticket = begin(ledger)
+        ledger.first_token(0.5, ledger.begin_pull())
+        sample = ledger.first_token(1.0, ticket)
+        assert (sample.work, sample.seconds) == (THOUSAND, 1.0)
+
+    def test_its_prompt_may_have_to_be_computed_after_all(self, ledger):
+        ticket = ledger.begin_pull()
+        ledger.computes(1.0, ticket, 2.0, THOUSAND)
+        assert ledger.view(1.5) == LoadView(in_flight=1, queue_s=1.5, decoding=0)
+        sample = ledger.first_token(3.5, ticket)
+        assert (sample.work, sample.seconds) == (THOUSAND, 2.5)
+        assert ledger.served == 1
+
+
 class TestUnseen:
     """Answers that are no streams never tell their first token."""
 

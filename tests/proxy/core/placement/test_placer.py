@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine_adapter import Forecast, Tier
-from engine_adapter.types import Attention, KvGroup
+from engine_adapter.types import Attention, KvGroup, Role
 from proxy.core.index.blocks import Chain
 from proxy.core.index.prefix_index import Match
 from proxy.core.placement import placer as module
@@ -562,3 +562,88 @@ def test_sessions_that_another_has_seen_are_older(monkeypatch):
     placer.note_earlier("one too many", "a")
     assert placer.recent_sessions(9) == [("new", "a"), ("old", "b"), ("older", "a")]
     assert placer.recent_sessions(1) == [("new", "a")]
+
+
+class TestPairs:
+    """One engine computes a prompt for another one."""
+
+    @pytest.fixture
+    def pair(self, placer):
+        """The two legs of one request, begun."""
+        chain = prompt(1)
+        legs = [
+            placer.begin(0.0, name, Work(161), chain, part=part, session=session)
+            for name, part, session in (("a", Role.PREFILL, None), ("b", Role.DECODE, "s"))
+        ]
+        return chain, *legs
+
+    def test_are_chosen_where_engines_may_prefill(self, placer):
+        chain = prompt(1)
+        placer.begin(0.0, "b", Work(400_000), prompt(2))
+        a, b = (placer.candidate(0.0, name) for name in "ab")
+        placement = placer.place(0.0, [b], chain, placer.prefillers(0.0, [a], {"b"}))
+        assert (placement.engine, placement.chosen.prefiller) == ("b", "a")
+        assert placer.place(0.0, [b], chain).pair is None
+        assert placer.place(0.0, [b], None, placer.prefillers(0.0, [a], {"b"})).rule == "least loaded"
+
+    def test_the_prompt_is_work_and_pending_where_it_is_computed(self, placer, pair):
+        chain, _, _ = pair
+        matches = placer.match(chain)
+        assert {name: match.pending for name, match in matches.items()} == {"a": 10}
+        views = {name: placer.books[name].ledger.view(0.0) for name in "ab"}
+        assert (views["a"].queue_s > 0, views["a"].decoding) == (True, 0)
+        assert (views["b"].queue_s, views["b"].decoding) == (0, 1)
+        assert placer.books["b"].in_use.blocks == 10, "the memory for it is reserved at once"
+        assert placer.last_engine("s") == "b"
+
+    def test_count_once_as_demand(self, placer, pair):
+        chain, prefill, decode = pair
+        placer.first_token(0.5, prefill)
+        placer.end(0.5, prefill, 161)
+        assert placer.demand.answer_s == 0, "the first leg is no answer"
+        placer.first_token(0.6, decode)
+        placer.end(2.6, decode, 161)
+        assert placer.demand.answer_s == pytest.approx(2.0)
+        assert placer.demand._made == 10
+        for leg in (prefill, decode):
+            placer.settled(leg)
+        assert placer.match(chain) == {}
+        assert [book.in_use.blocks for book in placer.books.values()] == [0, 0]
+
+    def test_the_second_engine_may_have_to_compute_the_prompt(self, placer, pair):
+        chain, prefill, decode = pair
+        placer.end(1.0, prefill, None)
+        placer.settled(prefill)
+        placer.computes(1.0, decode, Work(161))
+        assert {name: match.pending for name, match in placer.match(chain).items()} == {"b": 10}
+        assert placer.books["b"].ledger.view(1.0).queue_s > 0
+        placer.first_token(1.5, decode)
+        placer.end(2.0, decode, 161)
+        placer.settled(decode)
+        assert placer.match(chain) == {}
+        assert placer.demand._made == 10
+
+    def test_one_that_ends_early_leaves_nothing(self, placer, pair):
+        chain, prefill, decode = pair
+        for leg in (prefill, decode):
+            placer.end(0.1, leg, None)
+            placer.settled(leg)
+        assert placer.match(chain) == {}
+        assert [book.ledger.view(0.1) for book in placer.books.values()] == [IDLE, IDLE]
+
+    def test_another_request_for_the_prompt_keeps_its_pending_blocks(self, placer, pair):
+        chain, _, decode = pair
+        other = placer.begin(0.0, "b", Work(161), chain)
+        placer.end(0.1, decode, None)
+        placer.settled(decode)
+        assert placer.match(chain)["b"].pending == 10
+        placer.end(0.2, other, None)
+        placer.settled(other)
+        assert "b" not in placer.match(chain)
+
+    def test_links_of_a_removed_engine_are_forgotten(self, placer):
+        for _ in range(2):
+            placer.transfers.measured(0.0, "a", "b", 1000, 2.0)
+        assert placer.transfers.seconds(0.0, "a", "b", 1000) == 2.0
+        placer.remove("a")
+        assert placer.transfers.seconds(0.0, "a", "b", 1000) != 2.0

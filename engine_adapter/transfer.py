@@ -1,0 +1,58 @@
+"""How the KV of a prompt gets from the engine that computed it to the engine that answers.
+
+    first leg     prefill engine   the prompt, and one token     → Handover
+    second leg    decode engine    the request and the Handover  → the answer
+
+The first leg ends before the second begins. Either is cancelled by closing its connection. KV that the decode
+engine does not fetch stays with the prefill engine until its lease ends. Then it is freed, and other KV may
+take its place: whoever reads it after that reads the wrong KV, and no error shows it. So nobody may be told
+of a handover that is older than `Transfer.usable_s`, and an answer that begins later must not be used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+
+from engine_adapter.body import JsonBody
+
+
+@dataclass(frozen=True, slots=True)
+class Handover:
+    """The KV that a prefill engine keeps for a decode engine.
+
+    Attributes:
+        fields: where it lies, for the decode engine.
+        cached_tokens: prompt tokens that the prefill engine reused; None if it did not tell.
+    """
+
+    fields: Mapping[str, msgspec.Raw]
+    cached_tokens: int | None
+
+
+class Transfer(Protocol):
+    """One way to move KV. Engines move it between each other if their transfers have the same name.
+
+    Attributes:
+        name: of the way, for people.
+        usable_s: seconds from the end of a prefill in which the KV is certainly still there.
+    """
+
+    name: str
+    usable_s: float
+
+    def takes(self, route: str, body: JsonBody) -> bool:
+        """True if a request can be served in two legs."""
+
+    def first_leg(self, body: JsonBody) -> JsonBody:
+        """The body for the prefill engine, from that for the decode engine."""
+
+    def handover(self, answer: bytes) -> Handover | None:
+        """What the prefill engine's answer says; None if it keeps nothing for another engine. Raises
+        EngineGarbled for an answer that cannot be understood."""
+
+    def second_leg(self, body: JsonBody, handover: Handover) -> JsonBody:
+        """The body for the decode engine, which then fetches the KV."""

@@ -1,0 +1,126 @@
+"""KV from one vLLM to another by its NixlConnector: the decode engine pulls.
+
+The first leg asks the prefill engine for one token, and to keep the prompt's blocks. Its answer names them in
+`kv_transfer_params`, which the second leg passes on as it is. The prefill engine keeps the blocks for
+`kv_lease_duration` after its answer (30 s by default), and longer while the decode engine, which has the
+request by then, sends heartbeats.
+"""
+
+from __future__ import annotations
+
+import msgspec
+from typing_extensions import override
+
+from engine_adapter.body import UNREADABLE, JsonBody, RawFields, decode_object
+from engine_adapter.errors import EngineGarbled
+from engine_adapter.http.usage import read_answer_usage
+from engine_adapter.transfer import Handover, Transfer
+
+_ROUTES = ("/v1/chat/completions", "/v1/completions")
+_PARAMS, _IDS = "kv_transfer_params", "prompt_token_ids"
+# What the prefill engine is asked for. It fills in the rest.
+_KEEP = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+# Fields about the answer, which the first leg does not need. Some contradict its one token.
+_OF_ANSWER = (
+    "logprobs",
+    "min_tokens",
+    "return_token_ids",
+    "stream_options",
+    "top_logprobs",
+)
+# Likewise, but some of them change the prompt. So they are left out only if its token ids go along.
+_OF_GENERATION = (
+    "guided_choice",
+    "guided_grammar",
+    "guided_json",
+    "guided_regex",
+    "response_format",
+    "structured_outputs",
+    "tool_choice",
+    "tools",
+)
+# With these fields the engine computes the whole prompt itself, or the client moves KV by its own means.
+_ALONE = ("echo", "prompt_embeds", "prompt_logprobs", "use_beam_search", _PARAMS)
+# The lease may begin a little before its engine says so, and the decode engine needs time to fetch the KV.
+MARGIN_S = 5.0
+
+
+class NixlPull(Transfer):
+    """`Transfer` by NixlConnector, pulled by the decode engine."""
+
+    name = "NIXL pull"
+
+    def __init__(self, lease_s: float) -> None:
+        """`lease_s`: the prefill engines' `kv_lease_duration`, above `MARGIN_S`."""
+        self.usable_s = lease_s - MARGIN_S
+
+    @override
+    def takes(self, route: str, body: JsonBody) -> bool:
+        """Only streams: their first token shows that the KV was fetched in time. With several choices, each
+        would fetch it, and the first one that did would free it."""
+        if route not in _ROUTES or body.get("stream") is not True:
+            return False
+        several = any(body.hint(name) not in (None, 1) for name in ("n", "best_of"))
+        alone = any(value is not None and value is not False for value in map(body.hint, _ALONE))
+        return not (several or alone)
+
+    @override
+    def first_leg(self, body: JsonBody) -> JsonBody:
+        limits = {"max_tokens": 1}
+        if "max_completion_tokens" in body:
+            limits["max_completion_tokens"] = 1
+        own = _params_of(body)
+        drop = (*_OF_ANSWER, *_OF_GENERATION) if _IDS in own else _OF_ANSWER
+        params = {**own, **_KEEP}
+        return body.replace(**dict.fromkeys(drop), **limits, stream=False, kv_transfer_params=params)
+
+    @override
+    def handover(self, answer: bytes) -> Handover | None:
+        try:
+            kept = _decode_answer(answer).kv_transfer_params
+            fields = decode_object(decode_object(answer)[_PARAMS]) if kept is not None else {}
+        except UNREADABLE as error:
+            raise EngineGarbled(f"its answer to a prefill cannot be read: {error}") from error
+        if kept is None or not kept.is_there:
+            return None
+        cached = read_answer_usage(answer).cached_tokens
+        return Handover(fields, kept.remote_prefill_cached_tokens if cached is None else cached)
+
+    @override
+    def second_leg(self, body: JsonBody, handover: Handover) -> JsonBody:
+        return body.replace(kv_transfer_params={**_params_of(body), **handover.fields})
+
+
+class _Kept(msgspec.Struct):
+    """The part of the prefill engine's `kv_transfer_params` that kvpin reads. Blocks are listed by KV cache
+    group."""
+
+    do_remote_prefill: bool = False
+    remote_block_ids: list[object] | None = None
+    transfer_mode: str | None = None
+    remote_prefill_cached_tokens: int | None = None
+
+    @property
+    def is_there(self) -> bool:
+        """True if blocks are kept, for another engine to pull."""
+        has_blocks = any(group != [] for group in self.remote_block_ids or ())
+        return self.do_remote_prefill and has_blocks and self.transfer_mode in (None, "pull")
+
+
+class _Answer(msgspec.Struct):
+    kv_transfer_params: _Kept | None = None
+
+
+_decode_answer = msgspec.json.Decoder(_Answer).decode
+
+
+def _params_of(body: JsonBody) -> RawFields:
+    """The parameters that kvpin has set itself: the prompt's token ids."""
+    return decode_object(body.raw_of(_PARAMS)) if _PARAMS in body else {}

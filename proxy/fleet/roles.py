@@ -1,0 +1,38 @@
+"""What the roles of a pool's engines lack."""
+
+from __future__ import annotations
+
+from engine_adapter import Finding, Role
+from proxy.fleet.engine import Engine
+from proxy.fleet.pool import Pool
+
+_KEEPS_NO_KV = Finding(
+    "it computed a prompt for another engine and kept no KV for it: until it restarts, it is in no pair",
+    """start it with --kv-transfer-config '{"kv_connector":"NixlConnector","kv_role":"kv_both",…}'""",
+)
+
+
+def of_role(engine: Engine, pool: Pool | None) -> tuple[Finding, ...]:
+    """The finding about an engine whose role has no counterpart in its pool. `pool`: None while it is not
+    connected."""
+    if pool is None or engine.role is Role.BOTH:
+        return ()
+    if engine.keeps_no_kv:
+        return (_KEEPS_NO_KV,)
+    there = {each.role for each in pool.engines.values()}
+    if engine.role is Role.PREFILL and Role.DECODE not in there:
+        use = "only when no other engine can" if Role.BOTH in there else "itself"
+        return (
+            Finding(
+                f"it is meant for prefills, and no engine of its model has role=decode: it answers {use}",
+                "give another engine of the model role=decode, or take its role away",
+            ),
+        )
+    if engine.role is Role.DECODE and Role.PREFILL not in there:
+        return (
+            Finding(
+                "it is meant for decoding, and none of its model has role=prefill: it computes all prompts",
+                "give another engine of the model role=prefill, or take its role away",
+            ),
+        )
+    return ()

@@ -1,0 +1,222 @@
+"""The first leg of a request that two engines serve: one computes the prompt, and keeps its KV for the other.
+
+It runs within the attempt on the other engine, which is leased by then, and takes a lease of its own. If it
+fails, is late or its engine is lost, the attempt goes on without it: the other engine computes the prompt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from time import monotonic
+from typing import Any, Self
+
+import structlog
+from msgspec.structs import replace
+
+from engine_adapter import (
+    EngineError,
+    EngineLate,
+    EngineLost,
+    EngineRejected,
+    Handover,
+    HttpTransport,
+    JsonBody,
+    Role,
+    Transfer,
+    log_text,
+    read_error,
+)
+from proxy.core.audit import Unchecked
+from proxy.core.life import Blame, Cause
+from proxy.core.placement.decision import Pair
+from proxy.fleet.engine import Engine
+from proxy.fleet.ingest import Ingest
+from proxy.fleet.lease import Lease
+from proxy.request.error_table import cause_of
+from proxy.request.forward import Forwarded
+from proxy.request.retries import REFUSALS
+from proxy.steps.preparation import Ready
+
+log = structlog.get_logger(__name__)
+
+# How often kvpin looks whether an answer has begun, in seconds.
+TICK_S = 1.0
+
+
+@dataclass(slots=True, eq=False)
+class Prefilled:
+    """A prompt that was computed, whose KV waits for the second leg.
+
+    Attributes:
+        source: the engine that computed it.
+        until: when that engine may drop the KV, in monotonic seconds.
+    """
+
+    source: str
+    handover: Handover
+    until: float
+    _limit: asyncio.Timeout | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """True if the KV may have been dropped."""
+        return monotonic() >= self.until
+
+    async def in_time(self, answer: Coroutine[Any, Any, Forwarded]) -> Forwarded:
+        """The answer of the other engine, which `begins` while the KV is surely there.
+
+        Raises:
+            EngineLate: it did not begin in time: it may be from other KV.
+        """
+        if self.is_over:
+            answer.close()
+            raise self._late()
+        self._limit = asyncio.timeout(self.until - monotonic())
+        try:
+            async with self._limit:
+                return await answer
+        except TimeoutError:
+            if not self._limit.expired():
+                raise
+            raise self._late() from None
+
+    def begins(self) -> None:
+        """The answer begins. Raises EngineLate: too late; kvpin may have been paused meanwhile."""
+        if self.is_over:
+            raise self._late()
+        if self._limit is not None:
+            self._limit.reschedule(None)
+
+    def _late(self) -> EngineLate:
+        return EngineLate(f"no answer while engine {self.source!r} surely kept the prompt's KV for it")
+
+
+@dataclass(slots=True, eq=False)
+class FirstLeg:
+    """The first leg of one attempt.
+
+    Attributes:
+        body: of the second leg, before it is told where the KV lies.
+    """
+
+    ready: Ready
+    pair: Pair
+    engine: Engine
+    transfer: Transfer
+    body: JsonBody
+    ingest: Ingest | None
+
+    async def run(self, transport: HttpTransport) -> Prefilled | None:
+        """Computes the prompt on its engine. None if that failed: the engine is blamed for it."""
+        try:
+            return await self._run(transport)
+        except EngineError as error:
+            self._blame(error)
+            return None
+
+    async def _run(self, transport: HttpTransport) -> Prefilled | None:
+        """Raises EngineUnavailable, EngineRejected: it failed."""
+        ready, patience_s = self.ready, self.pair.patience_s
+        limit = asyncio.timeout(patience_s)
+        with ready.pool.lease(
+            self.pair.prefill,
+            ready.chain,
+            streams=True,  # its one token is seen
+            part=Role.PREFILL,
+            on_lost=lambda: _end_now(limit),
+        ) as lease:
+            try:
+                async with limit:
+                    content, silent = await self._answer(transport)
+            except TimeoutError:
+                if lease.is_lost:
+                    raise EngineLost("the engine was lost while it computed a prompt") from None
+                raise EngineLate(f"the engine did not compute a prompt within {patience_s:.1f} s") from None
+            lease.first_byte(streamed=True)
+            handover = self.transfer.handover(content)
+            lease.succeeded = True
+            self._audit(lease, handover)
+        if handover is None:
+            self.engine.keeps_no_kv = True
+            log.warning("an engine keeps no KV for others: see its findings", engine=self.engine.id)
+            return None
+        return Prefilled(self.engine.id, handover, silent + self.transfer.usable_s)
+
+    async def _answer(self, transport: HttpTransport) -> tuple[bytes, float]:
+        """The engine's answer, and a time at which it had surely not begun."""
+        ready, call = self.ready, self.ready.call
+        own, body = ready.body_for(self.engine), self.transfer.first_leg(self.body)
+        if isinstance(own, JsonBody):
+            body = body.replace(model=own.get("model"), cache_salt=own.get("cache_salt"))
+        sent = self.engine.adapter.prepare("POST", call.path, call.headers, body)
+        named = [pair for pair in sent.headers if pair[0] != b"x-request-id"]
+        sent = replace(sent, headers=[*named, (b"x-request-id", call.request_id.encode())])
+        with _Silence() as silence:
+            response = await transport.send(sent)
+        async with response:
+            content = await response.read()
+            if response.status >= 400:  # noqa: PLR2004 - HTTP
+                raise EngineRejected(read_error(content).message, status=response.status)
+            return content, silence.surely
+
+    def _audit(self, lease: Lease, handover: Handover | None) -> None:
+        """Compares the prediction for its engine with what that reports."""
+        audit, placement = self.engine.audit, lease.placement
+        reported = handover.cached_tokens if handover is not None else None
+        audit.reported(reported or 0)
+        if self.ingest is None or reported is None:
+            audit.skip(Unchecked.NOT_REPORTED)
+        elif not placement.firm:
+            audit.skip(Unchecked.NOT_FIRM)
+        else:
+            self.ingest.audit(
+                self.engine, placement.predicted_tokens, reported, evicted_since=lease.evicted_since
+            )
+
+    def _blame(self, error: EngineError) -> None:
+        """Notes what the failure says about the engine. The other engine tells the client what is wrong with
+        its request."""
+        engine, cause = self.engine, cause_of(error)
+        log.warning("a prompt was not computed for another engine", engine=engine.id, error=log_text(error))
+        if isinstance(error, EngineRejected):
+            if error.status in REFUSALS:
+                engine.refused(error)
+        elif cause is Cause.ENGINE_LATE:
+            engine.refused(error)
+            engine.check_now.set()
+        elif cause.blame is Blame.SUSPECT:
+            engine.suspect(error)
+
+
+def _end_now(limit: asyncio.Timeout) -> None:
+    """Ends what the limit is for, unless that was done before."""
+    if not limit.expired():
+        limit.reschedule(asyncio.get_running_loop().time())
+
+
+class _Silence:
+    """The time in which an answer has not begun, as a context.
+
+    kvpin may be paused, and then find an answer that came long before. So when it came is not known. But what
+    had come by a tick is read before the next one: if that finds silence, too, nothing had come by the first.
+
+    Attributes:
+        surely: a time at which the answer had not begun, in monotonic seconds; at most two ticks ago while
+            kvpin is not paused.
+    """
+
+    def __init__(self) -> None:
+        self.surely = self._last = monotonic()
+
+    def __enter__(self) -> Self:
+        self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._timer.cancel()
+
+    def _tick(self) -> None:
+        self.surely, self._last = self._last, monotonic()
+        self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)

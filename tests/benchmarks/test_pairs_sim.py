@@ -1,0 +1,51 @@
+"""The simulation of pairs: what is divided, and that no request is lost."""
+
+from pathlib import Path
+
+import pytest
+
+from proxy.replay.trace import read_trace
+
+TRACES = Path(__file__).parents[1] / "data" / "traces"
+
+
+@pytest.fixture(scope="module")
+def trace():
+    return read_trace(TRACES / "conversation.jsonl.gz", limit=120)
+
+
+@pytest.fixture
+def pairs_sim(scripts):
+    import pairs_sim
+
+    return pairs_sim
+
+
+@pytest.mark.parametrize("rule", ["no roles", "never", "always", "threshold", "local", "kvpin"])
+def test_every_request_is_answered_under_every_rule(pairs_sim, trace, rule):
+    played = pairs_sim.PairRun(1, 2, rule, 100_000.0, trace.tokens_per_block)
+    figures = played.play([(request.at / 1000, request) for request in trace.requests])
+    assert len(played.ttfts) == len(trace.requests)
+    assert played.running == {}
+    assert {name: book.ledger.in_flight for name, book in played.placer.books.items()} == {
+        "e0": 0, "e1": 0, "e2": 0,
+    }  # fmt: skip
+    assert not any(played.placer.index.pending(name) for name in played.names)
+    divided = {"no roles": 0, "never": 0, "always": len(trace.requests)}.get(rule, played.divided)
+    assert played.divided == divided
+    assert 0 < figures.mean_ttft_s <= figures.p99_ttft_s
+
+
+def test_a_decoder_computes_nothing_of_what_was_moved(pairs_sim, trace):
+    played = pairs_sim.PairRun(1, 1, "always", 100_000.0, trace.tokens_per_block)
+    played.play([(60.0 * number, request) for number, request in enumerate(trace.requests)])
+    assert played.engines[1].computed == 0
+    assert played.engines[0].computed > 0
+
+
+def test_kvpin_is_no_worse_than_always_and_never(pairs_sim, trace):
+    means = {
+        rule: pairs_sim.run(trace, (1, 2), 0.6, 400_000.0, rule).mean_ttft_s
+        for rule in ("never", "always", "kvpin")
+    }
+    assert means["kvpin"] <= 1.02 * min(means["never"], means["always"])

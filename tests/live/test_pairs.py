@@ -1,0 +1,442 @@
+"""One vLLM computes prompts, another one reads their KV and answers. Both are fakes that follow vLLM's wire
+format; the adapter, the events and the whole of kvpin are real."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import dataclass
+from random import Random
+from time import monotonic
+
+import pytest
+from msgspec.structs import replace
+
+from engine_adapter import Role
+from proxy.core.audit import Trust, Unchecked
+from proxy.core.placement.transfers import TransferResult
+from proxy.observe.reasons import Reason, reason_of
+from proxy.settings import EngineSettings
+from tests.fake_engines.nixl import Found
+from tests.fake_engines.vllm import RunningVllm, running_vllm
+from tests.live.fake_world import FakeWorld, proxy_over, until
+
+# About 800 tokens.
+TEXT = " ".join(f"Entry {n}: all was well on this day." for n in range(75))
+ROLES = {"p": Role.PREFILL, "q": Role.PREFILL, "d": Role.DECODE, "e": Role.DECODE}
+
+
+def asked(text=TEXT, **fields):
+    return {"prompt": text, "max_tokens": 6, "temperature": 0, "stream": True, **fields}
+
+
+def events_of(answer: str) -> list[dict]:
+    return [json.loads(line[6:]) for line in answer.splitlines() if line.startswith("data: {")]
+
+
+def text_of(answer: str) -> str:
+    return "".join(event["choices"][0].get("text") or "" for event in events_of(answer) if event["choices"])
+
+
+def cached_of(answer: str) -> int | None:
+    (usage,) = [event["usage"] for event in events_of(answer) if event.get("usage")]
+    return usage["prompt_tokens_details"]["cached_tokens"]
+
+
+@dataclass(frozen=True)
+class PairWorld(FakeWorld):
+    """kvpin, and the fakes behind it by their names: `p` computes prompts, `d` and `e` answer."""
+
+    fakes: dict[str, RunningVllm]
+
+    def is_read(self, name: str) -> bool:
+        engine = self.engine(name)
+        return engine.audit.trust is Trust.PRECISE and engine.view is not None
+
+    async def stream(self, text=TEXT, path="completions", **fields) -> str:
+        """The whole answer of a stream, which ended well."""
+        answer = await self.client.post(f"{self.url}/v1/{path}", json=asked(text, **fields))
+        assert answer.status_code == 200, answer.text
+        assert answer.text.endswith("data: [DONE]\n\n")
+        assert '"error"' not in answer.text
+        await until(self.is_idle)
+        return answer.text
+
+    def is_idle(self) -> bool:
+        """Whether nothing is in flight or pending, here and in the ledgers."""
+        pool = self.proxy.fleet.pools["tiny"]
+        engines = pool.engines.values()
+        return all(
+            not engine.leases and not engine.ledger.in_flight and not pool.index.pending(engine.id)
+            for engine in engines
+        )
+
+    async def alone(self, text=TEXT) -> str:
+        """The text of a single engine's answer."""
+        with running_vllm() as single:
+            return text_of((await self.client.post(f"{single.url}/v1/completions", json=asked(text))).text)
+
+    def nixl(self, name: str):
+        return self.fakes[name].fake.nixl
+
+    def sent(self, name: str) -> list[dict]:
+        """Bodies that an engine got through kvpin, without those by which it was tried out."""
+        return [
+            body for _, body in self.fakes[name].fake.seen if body.get("max_tokens") and "prompt" in body
+        ][1:]
+
+
+@asynccontextmanager
+async def world_of(
+    *names: str, lease_s: float = 30.0, tenants: tuple[str, ...] = (), pace: float = 5.0, **options
+) -> AsyncIterator[PairWorld]:
+    """A world in which pairs cost less than single engines: those that answer compute slowly."""
+    with ExitStack() as stack:
+        fakes = {
+            name: stack.enter_context(
+                running_vllm(**({"nixl": True, "kv_lease_duration": lease_s} | options.get(name, {})))
+            )
+            for name in names
+        }
+        engines = [
+            EngineSettings(id=name, kind="vllm", url=fake.url, role=ROLES[name], kv_lease_s=lease_s + 5.0)
+            for name, fake in fakes.items()
+        ]
+        async with proxy_over(engines, tenants, interval_s=30.0) as made:
+            world = PairWorld(*made, fakes)
+            await world.settle()
+            placer = world.proxy.fleet.pools["tiny"].placer
+            for name in (name for name in names if ROLES[name] is Role.DECODE):
+                placer.books[name].rates.pace = pace
+                for source in ("p", "q") * 2:
+                    placer.transfers.measured(monotonic(), source, name, 1000, 0.001)
+            yield world
+
+
+class TestBothLegs:
+    async def test_one_engine_computes_and_the_other_answers(self):
+        async with world_of("p", "d") as world:
+            answer = await world.stream()
+            record = world.last
+            assert text_of(answer) == await world.alone()
+            assert (record.engine, record.prefilled_by, record.attempts) == ("d", "p", ["d"])
+            assert record.transfer is TransferResult.MOVED
+            assert reason_of(record.placement) is Reason.PAIRED
+            assert record.first_leg_s > 0
+            assert record.transfer_s > 0
+            assert world.nixl("d").found == [Found.THE_KV]
+            assert world.nixl("p").kept == {}
+            parts = record.first_byte_parts
+            assert sum(parts.values()) == pytest.approx(record.moments.began - record.moments.came)
+
+    async def test_what_each_of_them_is_sent(self):
+        async with world_of("p", "d") as world:
+            await world.stream(stop=["zzz"], min_tokens=3, stream_options={"include_usage": True})
+            (first,), (second,) = world.sent("p"), world.sent("d")
+            assert first["kv_transfer_params"] == {
+                "do_remote_decode": True,
+                "do_remote_prefill": False,
+                "remote_engine_id": None,
+                "remote_block_ids": None,
+                "remote_host": None,
+                "remote_port": None,
+            }
+            assert (first["stream"], first["max_tokens"], first["stop"]) == (False, 1, ["zzz"])
+            assert not {"stream_options", "min_tokens"} & first.keys()
+            assert first["prompt"] == second["prompt"]
+            params = second["kv_transfer_params"]
+            assert (params["do_remote_prefill"], params["transfer_mode"]) == (True, "pull")
+            assert params["remote_engine_id"] == world.nixl("p").id
+            assert (second["stream"], second["max_tokens"], second["min_tokens"]) == (True, 6, 3)
+
+    async def test_a_chat_and_a_message_go_the_same_way(self):
+        async with world_of("p", "d") as world:
+            for path in ("chat/completions", "messages"):
+                chat = {"messages": [{"role": "user", "content": f"{path}: {TEXT}"}], "max_tokens": 4}
+                asked = {"model": "tiny", "stream": True, **chat}
+                answer = await world.client.post(f"{world.url}/v1/{path}", json=asked)
+                assert answer.status_code == 200
+                await until(world.is_idle)
+                assert world.last.transfer is TransferResult.MOVED, path
+            assert world.nixl("d").found == [Found.THE_KV] * 2
+
+    async def test_the_client_is_told_what_the_first_engine_reused(self):
+        async with world_of("p", "d") as world:
+            usage = {"stream_options": {"include_usage": True}}
+            assert cached_of(await world.stream(**usage)) == 0
+            await world.operate("flush", engine="d")
+            again = asked(f"{TEXT} And?", **usage)
+            answer = await world.client.post(f"{world.url}/v1/completions", json=again)
+            await until(world.is_idle)
+            record = world.last
+            assert record.transfer is TransferResult.MOVED
+            assert cached_of(answer.text) == record.reported_tokens > 700
+            assert int(answer.headers["x-kvpin-predicted-tokens"]) == record.reported_tokens
+            audits = {name: world.engine(name).audit.view() for name in "pd"}
+            assert (audits["p"].checked, audits["p"].exact) == (2, 2)
+            assert (audits["d"].checked, audits["d"].unchecked) == (0, {Unchecked.NOT_FIRM: 2})
+
+    async def test_pulled_blocks_are_in_the_view_so_the_next_turn_stays(self):
+        async with world_of("p", "d") as world:
+            await world.stream()
+            await world.settle()
+            turn = TEXT + " What then?"
+            await world.stream(turn)
+            record = world.last
+            assert (record.engine, record.prefilled_by) == ("d", None)
+            assert record.reported_tokens == record.predicted_tokens > 700
+            assert len(world.sent("p")) == 1
+
+    async def test_both_legs_have_the_tenants_salt(self):
+        async with world_of("p", "d", tenants=("one", "two")) as world:
+            answer = await world.client.post(
+                f"{world.url}/v1/completions",
+                json=asked(kv_hints={"actions": []}),
+                headers={"authorization": "Bearer key-of-one"},
+            )
+            assert answer.status_code == 200
+            await until(world.is_idle)
+            assert world.last.transfer is TransferResult.MOVED
+            (first,), (second,) = world.sent("p"), world.sent("d")
+            assert first["cache_salt"] == second["cache_salt"]
+            assert "kv_hints" not in second
+
+    async def test_many_at_once(self):
+        async with world_of("p", "d", "e") as world:
+            texts = [f"{n} {TEXT}" for n in range(8)]
+            answers = await asyncio.gather(
+                *(world.client.post(f"{world.url}/v1/completions", json=asked(text)) for text in texts)
+            )
+            for text, answer in zip(texts, answers, strict=True):
+                assert text_of(answer.text) == await world.alone(text)
+            await until(world.is_idle)
+            assert Found.OTHER_KV not in world.nixl("d").found + world.nixl("e").found
+            assert world.nixl("d").found + world.nixl("e").found
+            page = (await world.client.get(f"{world.url}/metrics")).text
+            moved = [line for line in page.splitlines() if line.startswith("kvpin_transfers_total{")]
+            assert all('prefiller="p"' in line and 'result="moved"' in line for line in moved), page
+            assert sum(float(line.split()[-1]) for line in moved) == len(
+                world.nixl("d").found + world.nixl("e").found
+            )
+
+
+class TestAlone:
+    @pytest.mark.parametrize(
+        "fields",
+        [{"stream": False}, {"n": 2}, {"echo": True}, {"kv_transfer_params": {"max_load_tokens": 1}}],
+    )
+    async def test_some_requests_are_not_divided(self, fields):
+        async with world_of("p", "d") as world:
+            answer = await world.client.post(f"{world.url}/v1/completions", json=asked(**fields))
+            assert answer.status_code == 200
+            await until(world.is_idle)
+            assert (world.last.engine, world.last.prefilled_by) == ("d", None)
+            assert world.sent("p") == []
+
+    async def test_where_no_other_engine_may_be_tried(self):
+        async with world_of("p", "d") as world:
+            flow = world.proxy.flow
+            object.__setattr__(flow, "rules", replace(flow.rules, retries=0))
+            await world.stream()
+            assert (world.last.engine, world.last.prefilled_by) == ("d", None)
+
+    async def test_where_a_pair_costs_more(self):
+        async with world_of("p", "d", pace=1.0) as world:
+            await world.stream()
+            assert (world.last.engine, world.last.prefilled_by) == ("d", None)
+
+
+class TestFirstEngineFails:
+    async def served_by_the_other(self, world):
+        answer = await world.stream()
+        record = world.last
+        assert text_of(answer) == await world.alone()
+        assert (record.engine, record.attempts, record.interrupted) == ("d", ["d"], 0)
+        assert (record.prefilled_by, record.transfer) == ("p", TransferResult.FAILED)
+        assert "kv_transfer_params" not in world.sent("d")[-1]
+        assert world.nixl("d").found == []
+        assert (record.predicted_tokens, record.reported_tokens) == (0, 0)
+
+    async def test_by_dying(self):
+        async with world_of("p", "d") as world:
+            fake = world.fakes["p"].fake
+
+            async def die(*_):
+                raise OSError
+
+            fake._first_leg = die
+            await self.served_by_the_other(world)
+            assert world.engine("p").breaker is not None
+
+    async def test_by_being_late(self):
+        async with world_of("p", "d") as world:
+            world.fakes["p"].core.hold()
+            began = monotonic()
+            await self.served_by_the_other(world)
+            assert monotonic() - began < 10
+            world.fakes["p"].core.release()
+            await until(lambda: world.nixl("p").aborted == 1)
+            assert world.nixl("p").kept == {}
+
+    async def test_by_being_lost(self):
+        async with world_of("p", "d") as world:
+            world.fakes["p"].core.hold()
+            serving = asyncio.ensure_future(self.served_by_the_other(world))
+            await until(lambda: bool(world.engine("p").leases))
+            world.engine("p").abandon()
+            await asyncio.sleep(0)
+            world.engine("p").abandon()  # its monitor says so again at each attempt to connect
+            await serving
+            world.fakes["p"].core.release()
+
+    async def test_by_keeping_nothing(self):
+        async with world_of("p", "d", p={"nixl": False}) as world:
+            await self.served_by_the_other(world)
+            assert world.engine("p").keeps_no_kv
+            told = (await world.client.get(f"{world.url}/admin/v1/engines")).json()["engines"]
+            (findings,) = [engine["findings"] for engine in told if engine["id"] == "p"]
+            assert "--kv-transfer-config" in findings[0]
+            await world.stream("Another one. " + TEXT)
+            assert world.last.prefilled_by is None
+
+
+class TestSecondEngineFails:
+    async def test_another_one_reads_the_prompt_that_the_first_engine_still_holds(self):
+        async with world_of("p", "d", "e") as world:
+            expected = await world.alone()
+            for name in "de":
+                world.fakes[name].core.hold()
+            asking = asyncio.ensure_future(world.stream())
+            await until(lambda: bool(world.sent("d") or world.sent("e")))
+            died = "d" if world.sent("d") else "e"
+            other = "e" if died == "d" else "d"
+            world.fakes[other].core.release()
+            world.engine(died).abandon()
+            assert text_of(await asking) == expected
+            world.fakes[died].core.release()
+            record = world.last
+            assert record.attempts == [died, other]
+            assert (record.prefilled_by, record.transfer) == ("p", TransferResult.MOVED)
+            assert record.reported_tokens == record.predicted_tokens > 700, "the second time, p held it"
+            assert world.nixl(other).found == [Found.THE_KV]
+
+
+class TestTheClientLeaves:
+    async def leaves(self, world, when):
+        """A client that leaves as soon as `when` holds."""
+        asking = asyncio.ensure_future(
+            world.client.post(f"{world.url}/v1/completions", json=asked(), timeout=30)
+        )
+        await until(when)
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        await until(world.is_idle)
+
+    async def test_during_the_first_leg(self):
+        async with world_of("p", "d") as world:
+            world.fakes["p"].core.hold()
+            await self.leaves(world, lambda: bool(world.engine("p").leases))
+            world.fakes["p"].core.release()
+            await until(lambda: world.nixl("p").aborted == 1)
+            assert world.sent("d") == []
+            assert world.nixl("p").kept == {}
+            assert world.last.status == 499
+
+    async def test_during_the_second_leg(self):
+        async with world_of("p", "d") as world:
+            world.fakes["d"].core.hold(after=1)
+            await self.leaves(world, lambda: world.nixl("d").found == [Found.THE_KV])
+            world.fakes["d"].core.release()
+            assert world.nixl("p").kept == {}
+
+
+class TestTheLease:
+    async def test_an_engine_that_stopped_answers_from_no_kv_that_may_be_gone(self):
+        """The second engine stands still until the lease is over, and goes on then. Its answer would be one
+        from the KV of somebody else, with status 200."""
+        async with world_of("p", "d", lease_s=0.5) as world:
+            expected = await world.alone()
+            world.fakes["d"].core.hold()
+            asking = asyncio.ensure_future(
+                world.client.post(f"{world.url}/v1/completions", json=asked(), timeout=30)
+            )
+            await until(lambda: bool(world.sent("d")))
+            await asyncio.sleep(0.7)
+            world.fakes["d"].core.release()
+            answer = await asking
+            assert text_of(answer.text) == expected
+            assert answer.text.endswith("data: [DONE]\n\n")
+            await until(lambda: world.nixl("d").found == [Found.OTHER_KV])  # else this tests nothing
+            await until(world.is_idle)
+            record = world.last
+            assert record.attempts == ["d", "p"]
+            assert record.transfer is TransferResult.LATE
+
+    async def test_an_engine_that_is_a_little_slow_is_in_time(self):
+        async with world_of("p", "d", lease_s=5.0) as world:
+            world.fakes["d"].core.hold()
+            asking = asyncio.ensure_future(world.stream())
+            await until(lambda: bool(world.sent("d")))
+            await asyncio.sleep(0.7)
+            world.fakes["d"].core.release()
+            assert text_of(await asking) == await world.alone()
+            assert world.last.attempts == ["d"]
+            assert world.nixl("d").found == [Found.THE_KV]
+
+
+class TestChaos:
+    """Engines stop and go on, are lost, and clients leave, all at random, with leases of half a second."""
+
+    REQUESTS = 60
+
+    async def ask(self, world, number: int, random: Random) -> tuple[str, str | None]:
+        """One request: its prompt, and its text if its client stayed."""
+        text = f"{number % 20} {TEXT} {number}"
+        await asyncio.sleep(random.uniform(0, 4))
+        patience_s = random.choice((0.05, 0.3, 30, 30, 30))
+        asking = world.client.post(f"{world.url}/v1/completions", json=asked(text))
+        try:
+            answer = await asyncio.wait_for(asking, patience_s)
+        except TimeoutError:
+            return text, None
+        assert answer.status_code == 200, answer.text
+        assert answer.text.endswith("data: [DONE]\n\n"), answer.text[-300:]
+        return text, text_of(answer.text)
+
+    async def trouble(self, world, random: Random) -> None:
+        """One engine after the other stands still for a while; some are lost."""
+        while True:
+            name = random.choice(tuple(world.fakes))
+            core = world.fakes[name].core
+            core.hold(after=random.choice((0, 0, 2)))
+            if random.random() < 0.3:
+                world.engine(name).abandon()
+            await asyncio.sleep(random.uniform(0.1, 1.5))
+            core.release()
+            await asyncio.sleep(random.uniform(0, 0.3))
+
+    @pytest.mark.parametrize("seed", [1, 2])
+    async def test_no_answer_is_wrong_and_nothing_is_left(self, seed):
+        random = Random(seed)  # noqa: S311 - a test
+        async with world_of("p", "q", "d", "e", lease_s=0.5) as world:
+            with running_vllm() as single:
+                trouble = asyncio.ensure_future(self.trouble(world, random))
+                answers = await asyncio.gather(
+                    *(self.ask(world, number, random) for number in range(self.REQUESTS))
+                )
+                trouble.cancel()
+                for fake in world.fakes.values():
+                    fake.core.release()
+                await until(world.is_idle)
+                for text, answer in answers:
+                    if answer is not None:
+                        alone = await world.client.post(f"{single.url}/v1/completions", json=asked(text))
+                        assert answer == text_of(alone.text), text[:20]
+            assert sum(answer is not None for _, answer in answers) > self.REQUESTS / 2
+            results = Counter(record.transfer for record in world.proxy.flow.requests)
+            assert results[TransferResult.MOVED] > 5, results
+            await until(lambda: all(not world.nixl(name).held for name in "pq"))

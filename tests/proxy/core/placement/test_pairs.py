@@ -1,0 +1,147 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from proxy.core.index.blocks import Chain
+from proxy.core.index.prefix_index import Match
+from proxy.core.placement.decision import CALM, TIE_S, Candidate, Outlook, place
+from proxy.core.placement.in_use import InUse, Residents
+from proxy.core.placement.load import LoadView
+from proxy.core.placement.pairs import LEAST_PATIENCE_S, STALL, Prefillers, place_with_pairs
+from proxy.core.placement.rates import EngineRates, PoolRates
+
+# Engines compute 1,000 tokens a second.
+POOL = PoolRates()
+POOL.computed(1000, 1.0, 0)
+TWO = Outlook(now=100.0, strain=2.0, returns=lambda _idle_s: 1.0, turns=3.0, rest_s=0.1)
+
+
+def prompt(n_tokens=2000):
+    return Chain(tuple(range(n_tokens // 16)), n_tokens, 16)
+
+
+def engine(name, *, queue_s=0.0, decoding=0, gpu=0, **more):
+    load = LoadView(decoding, queue_s, decoding)
+    return Candidate(name, 16, EngineRates(POOL), match=Match(gpu=gpu), load=load, **more)
+
+
+def placed(decoders, prefillers, chain=None, outlook=CALM, *, transfer_s=0.05, may=("d", "e")):
+    pairs = Prefillers(prefillers, may, lambda _source, _target, tokens: transfer_s + tokens / 100_000)
+    return place_with_pairs(decoders, pairs, chain or prompt(), outlook)
+
+
+class TestAPair:
+    def test_wins_where_the_decoder_is_busy_with_prompts(self):
+        placement = placed([engine("d", queue_s=1.5)], [engine("p")])
+        cost = placement.chosen
+        assert (cost.engine, cost.prefiller, cost.pulled_tokens) == ("d", "p", 2000)
+        assert (cost.prefill_s, cost.transfer_s) == (2.0, pytest.approx(0.07))
+        assert cost.queue_s == 0, "the decoder's queue is over by then"
+        assert cost.first_token_s == cost.total_s == pytest.approx(2.07)
+        assert placement.engine == "d"
+        assert [(each.engine, each.prefiller) for each in placement.costs] == [("d", None), ("d", "p")]
+
+    def test_wins_where_a_prefill_would_delay_many_streams(self):
+        quiet, busy = engine("d", decoding=0), engine("d", decoding=4)
+        assert placed([quiet], [engine("p")]).pair is None
+        placement = placed([busy], [engine("p")])
+        assert placement.pair is not None
+        assert placement.costs[0].stall_s == 2.0 * STALL * 4
+        assert placement.costs[0].first_token_s == 2.0, "the request itself does not wait for that"
+        assert place([busy], prompt()).chosen.stall_s == 0, "where no pair is possible, nothing is charged"
+
+    def test_waits_for_what_is_left_of_the_decoders_queue(self):
+        placement = placed([engine("d", queue_s=3.0)], [engine("p", queue_s=0.5)])
+        assert placement.chosen.queue_s == pytest.approx(0.5 + 3.0 - 0.5 - 2.0 - 0.07)
+
+    def test_waits_for_memory_of_the_decoder(self):
+        full = InUse(10)
+        full.add(range(10**6, 10**6 + 10))
+        outlook = Outlook(0.0, 1.0, lambda _: 0.0, answer_s=8.0)
+        there = placed([engine("d", decoding=8, in_use=full)], [engine("p")], outlook=outlook)
+        assert there.pair is not None
+        assert there.chosen.room_s == there.costs[0].room_s > 0
+
+    def test_moves_what_the_decoder_lacks_and_computes_what_the_prefiller_lacks(self):
+        placement = placed([engine("d", queue_s=9.0, gpu=25)], [engine("p", gpu=75)])
+        assert (placement.predicted_tokens, placement.chosen.cached_tokens) == (1200, 1200)
+        assert (placement.chosen.pulled_tokens, placement.chosen.prefill_s) == (1600, pytest.approx(0.8))
+        pair = placement.pair
+        assert (pair.prefill.engine, pair.prefill.predicted_tokens) == ("p", 1200)
+        assert (pair.decode.engine, pair.decode.predicted_tokens) == ("d", 400)
+        assert pair.decode.work.computed == 1600, "should it have to compute the prompt itself"
+        assert pair.prefill.pair is pair.decode.pair is None
+
+    def test_gives_its_first_leg_up_when_the_answer_would_be_twice_as_late(self):
+        placement = placed([engine("d", queue_s=4.0)], [engine("p", gpu=75)])
+        assert placement.pair.patience_s == pytest.approx(0.8 + 6.0)
+        short = placed([engine("d", queue_s=0.5, decoding=9)], [engine("p", gpu=20)], prompt(400))
+        assert short.pair.patience_s == pytest.approx(0.08 + LEAST_PATIENCE_S)
+
+    def test_pays_for_what_it_evicts_on_both_engines(self):
+        def full(size):
+            residents = Residents(lambda _block: True)
+            residents.use(0.0, range(10**6, 10**6 + size), size)
+            return residents
+
+        decoder = engine("d", queue_s=9.0, room=100, residents=full(50))
+        source = engine("p", room=120, residents=full(50))
+        cost = placed([decoder], [source], outlook=TWO).chosen
+        assert cost.regret_s == pytest.approx(2.0 * 16 * (25 + 5) / 1000)
+        assert cost.total_s == pytest.approx(
+            cost.first_token_s + cost.congestion_s + cost.later_s + cost.regret_s
+        )
+
+    def test_has_its_next_turns_at_the_decoder(self):
+        cost = placed([engine("d", queue_s=9.0, busy=0.5)], [engine("p", busy=1.0)], outlook=TWO).chosen
+        assert cost.later_s == pytest.approx(2 * 0.1 * 0.5)
+
+    def test_is_of_the_cheapest_of_both_kinds(self):
+        decoders = [engine("d", queue_s=4.0, decoding=4), engine("e", queue_s=3.0, decoding=4)]
+        cost = placed(decoders, [engine("p", queue_s=1.0), engine("q", gpu=20)]).chosen
+        assert (cost.prefiller, cost.engine) == ("q", "e")
+
+
+class TestNoPair:
+    def test_where_the_decoder_holds_nearly_all(self):
+        placement = placed([engine("d", queue_s=9.0, gpu=122)], [engine("p", gpu=122)])
+        assert placement.pair is None
+        assert len(placement.costs) == 1, "48 tokens are computed at once"
+
+    def test_where_a_single_engine_costs_as_little(self):
+        assert placed([engine("d")], [engine("p")], transfer_s=-0.02 - TIE_S / 2).pair is None
+        assert placed([engine("d")], [engine("p")], transfer_s=-0.02 - TIE_S * 2).pair is not None
+
+    def test_where_no_engine_can_read_from_another(self):
+        assert placed([engine("d", queue_s=9.0)], [engine("p")], may=()).pair is None
+        assert placed([engine("d", queue_s=9.0)], []).pair is None
+
+    def test_where_the_prefiller_is_too_busy(self):
+        placement = placed([engine("d", queue_s=1.0)], [engine("p", queue_s=2.0)])
+        assert placement.pair is None
+        assert placement.costs[-1].prefiller == "p", "why there is none can be read"
+
+
+seconds = st.floats(0, 5)
+engines = st.tuples(seconds, st.integers(0, 8), st.integers(0, 125))
+
+
+@given(st.lists(engines, min_size=1, max_size=4), st.lists(engines, max_size=3), seconds, st.booleans())
+def test_a_pair_never_costs_more_than_a_single_engine(decoders, prefillers, transfer_s, is_busy):
+    def made(names, drawn):
+        return [
+            engine(name, queue_s=queue_s, decoding=decoding, gpu=gpu)
+            for name, (queue_s, decoding, gpu) in zip(names, drawn, strict=False)
+        ]
+
+    outlook = TWO if is_busy else CALM
+    placement = placed(
+        made("defg", decoders), made("pqr", prefillers), None, outlook, transfer_s=transfer_s, may="defg"
+    )
+    singles = [cost.total_s for cost in placement.costs if cost.prefiller is None]
+    assert len(singles) == len(decoders)
+    if placement.pair is None:
+        assert placement.chosen.total_s <= min(singles) + TIE_S
+    else:
+        assert placement.chosen.total_s < min(singles)
+        assert placement.chosen in placement.costs

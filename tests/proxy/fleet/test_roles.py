@@ -1,0 +1,122 @@
+import asyncio
+from array import array
+
+import pytest
+
+from engine_adapter import EngineRejected, Role
+from engine_adapter.vllm.nixl import NixlPull
+from proxy.core.admission import Needs
+from proxy.fleet.engine import EngineState
+from proxy.fleet.fleet import Fleet
+from proxy.fleet.roles import of_role
+from proxy.prompt import Prompt
+from tests.fakes import add_ready
+
+
+@pytest.fixture
+def fleet():
+    return Fleet()
+
+
+def pool_of(fleet, **roles):
+    for name, role in roles.items():
+        add_ready(fleet, name, role=role)
+    return fleet.pools["m"]
+
+
+def able(pool, *, without=()):
+    return [candidate.engine for candidate in pool.candidates(None, without=without)]
+
+
+def test_an_engine_for_prefills_answers_only_where_no_other_can(fleet):
+    pool = pool_of(fleet, p=Role.PREFILL, d=Role.DECODE, b=Role.BOTH)
+    assert pool.has_roles
+    assert able(pool) == ["d", "b"]
+    assert pool.engines_for(Needs()) == {"d", "b"}
+    assert able(pool, without={"d", "b"}) == ["p"]
+    for name in "db":
+        fleet.engines[name].state = EngineState.SUSPECT
+    assert able(pool) == ["d", "b"], "an engine that is checked is still rather asked"
+    for name in "db":
+        fleet.engines[name].state = EngineState.DOWN
+    assert able(pool) == ["p"]
+
+
+def test_a_pool_knows_whether_any_engine_has_a_role(fleet):
+    pool = pool_of(fleet, b=Role.BOTH)
+    assert not pool.has_roles
+    add_ready(fleet, "p", role=Role.PREFILL)
+    assert pool.has_roles
+    fleet.remove(fleet.engines["p"])
+    assert not pool.has_roles
+    assert able(pool) == ["b"]
+
+
+@pytest.mark.parametrize(
+    ("roles", "engine", "said"),
+    [
+        ({"p": Role.PREFILL}, "p", "it answers itself"),
+        ({"p": Role.PREFILL, "b": Role.BOTH}, "p", "only when no other engine can"),
+        ({"d": Role.DECODE, "b": Role.BOTH}, "d", "it computes all prompts"),
+        ({"p": Role.PREFILL, "d": Role.DECODE, "b": Role.BOTH}, "p", None),
+        ({"p": Role.PREFILL, "d": Role.DECODE, "b": Role.BOTH}, "d", None),
+        ({"p": Role.PREFILL, "b": Role.BOTH}, "b", None),
+    ],
+)
+def test_a_role_without_its_counterpart_is_a_finding(fleet, roles, engine, said):
+    pool = pool_of(fleet, **roles)
+    found = [str(each) for each in of_role(fleet.engines[engine], pool)]
+    assert [said in each for each in found] == ([True] if said is not None else [])
+    assert of_role(fleet.engines[engine], None) == ()
+
+
+class TestPrefillers:
+    """The engines that may compute a prompt for others."""
+
+    @pytest.fixture
+    def pool(self, fleet):
+        pool = pool_of(fleet, p=Role.PREFILL, q=Role.PREFILL, d=Role.DECODE, b=Role.BOTH)
+        for engine in pool.engines.values():
+            engine.adapter.transfer = NixlPull(30.0)
+        return pool
+
+    def found(self, pool, *, lora=None, moves_by=lambda _: True):
+        chain = pool.chain(Prompt(array("i", range(40))))
+        prefillers = pool.prefillers(pool.candidates(chain), chain, lora, moves_by)
+        if prefillers is None:
+            return None
+        return [each.engine for each in prefillers.candidates], prefillers.decoders
+
+    def test_are_those_that_are_well_and_keep_kv(self, fleet, pool):
+        assert self.found(pool) == (["p", "q"], {"d"})
+        fleet.engines["p"].state = EngineState.SUSPECT
+        assert self.found(pool) == (["q"], {"d"})
+        fleet.engines["q"].keeps_no_kv = True
+        assert self.found(pool) is None
+        assert "--kv-transfer-config" in str(of_role(fleet.engines["q"], pool)[0])
+        fleet.join(fleet.engines["q"], fleet.engines["q"].info)
+        assert self.found(pool) == (["q"], {"d"}), "it was restarted"
+
+    def test_an_engine_whose_requests_fail_gets_none(self, fleet, pool):
+        for _ in range(20):
+            fleet.engines["p"].refused(EngineRejected("x", status=503))
+        fleet.engines["p"].leases.add(Underway())
+        assert self.found(pool) == (["q"], {"d"})
+
+    def test_serve_no_request_that_stays_whole(self, pool):
+        assert self.found(pool, moves_by=lambda _: False) is None
+        assert self.found(pool, lora="ada") is None
+
+    def test_move_kv_by_the_same_means(self, fleet, pool):
+        other = NixlPull(30.0)
+        other.name = "another"
+        fleet.engines["d"].adapter.transfer = other
+        assert self.found(pool) is None
+        fleet.engines["d"].adapter.transfer = None
+        assert self.found(pool) is None
+
+
+class Underway:
+    """A lease whose answer has not begun."""
+
+    begun = asyncio.Event()
