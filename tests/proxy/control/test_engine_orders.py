@@ -234,6 +234,29 @@ async def test_settings_may_name_an_engine_again_while_it_leaves():
         await until(lambda: sorted(ids(proxy)) == ["a", "b"] and proxy.fleet.engine("a") is not old)
 
 
+async def test_an_engine_without_an_id_is_no_newcomer_while_the_one_that_had_its_number_leaves():
+    async with (
+        FakeEngine("b") as b,
+        FakeEngine("c") as c,
+        running(named("", "http://127.0.0.1:9"), named("", b.url)) as proxy,
+    ):
+
+        def reload(*urls):
+            engines = Settings(engines=[named("", url) for url in urls]).engines
+            return proxy.reload(proxy.settings.model_copy(update={"engines": engines}))
+
+        old, kept = (proxy.fleet.engine(f"openai_compatible-{number}") for number in (0, 1))
+        await until(lambda: kept.state is EngineState.READY)
+        old.leases.add(request := object())
+        for _ in range(2):  # the settings number it 0 now, and 0 still leaves
+            reload(b.url)
+        assert reload(b.url, c.url).added == ()  # c is the first that has no number of its own: it waits
+        assert proxy.configured.engine(kept.id) is kept
+        old.leases.discard(request)
+        await until(lambda: sorted(ids(proxy)) == [old.id, kept.id] and not proxy.fleet.has(old))
+        assert proxy.fleet.has(kept)
+
+
 async def test_a_removed_engine_comes_back_after_its_source_has_forgotten_it(tmp_path):
     source = Scripted()
     async with FakeEngine("a") as a, running(engines_file=tmp_path / "none.toml") as proxy:
