@@ -19,7 +19,7 @@ _RAW_BYTES = 16 << 10
 # Characters of text that are kept of one answer. A longer one ends with its engine.
 _MAX_TEXT = 1 << 20
 _REASON = b'"finish_reason"'
-_FINISHED = re.compile(_REASON + rb'\s*:\s*"')
+_FINISHED = re.compile(_REASON + rb'\s*:\s*"[^"]')  # some engines write "" before the end
 _DONE = re.compile(rb"\ndata: ?\[DONE\]\s*$", re.MULTILINE)  # begins with text: ten times as fast as with ^
 # An engine's own error, as an event or as llama-servers wrote it.
 _FAILED = re.compile(rb'\n(?:error: ?\{|data: ?\{\s*"error"\s*:\s*["{])')

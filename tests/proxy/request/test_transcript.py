@@ -73,6 +73,7 @@ def test_the_end_of_an_answer():
     assert is_whole(DONE)
     assert is_whole(chunk({}, finish_reason="stop"))
     assert not is_whole(chunk({}, finish_reason=None))
+    assert not is_whole(chunk({}, finish_reason=""))
 
 
 def test_other_events():
