@@ -85,9 +85,7 @@ class ConfiguredEngines:
         added = [self._make(entry) for entry in joining]
         changed = [self._make(entry) for entry in changing]
         for made in added:
-            self._entries[made.entry.id] = made.entry
-            engine = self._joined[made.entry.id] = self._fleet.add(made.adapter)
-            self._begin(engine, made)
+            self._join(made)
         for made in changed:
             self._entries[made.entry.id] = made.entry
             self._joined[made.entry.id] = self._fleet.engines[made.entry.id]
@@ -112,6 +110,11 @@ class ConfiguredEngines:
             return _Made(entry, self._make_adapter(process.spec), process)
         return _Made(entry, self._make_adapter(entry.spec()), None)
 
+    def _join(self, made: _Made) -> None:
+        self._entries[made.entry.id] = made.entry
+        engine = self._joined[made.entry.id] = self._fleet.add(made.adapter)
+        self._begin(engine, made)
+
     def _begin(self, engine: Engine, made: _Made) -> None:
         engine.has_supervisor = isinstance(made.entry, StartedSettings)
         if made.process is not None:
@@ -135,9 +138,12 @@ class ConfiguredEngines:
         await _until(
             lambda: self._entries.get(engine_id) is not made.entry or not self._must_wait(made), math.inf
         )
-        if self._entries.get(engine_id) is made.entry and self.engine(engine_id) is not None:
+        is_wanted = self._entries.get(engine_id) is made.entry
+        if is_wanted and self.engine(engine_id) is not None:
             self._replace(made, grace_s)
-        else:  # the settings have changed again, or the engine was removed
+        elif is_wanted and engine_id not in self._fleet.engines:  # the old one was removed
+            self._join(made)
+        else:  # the settings have changed again, or another engine has the id
             await made.adapter.aclose()
 
     def _replace(self, made: _Made, grace_s: float) -> None:

@@ -16,7 +16,7 @@ from proxy.server.app import Proxy
 from proxy.settings import EngineSettings, ManagedSettings, Settings, engine_as_json
 from tests.fakes import FakeEngine
 from tests.kv_world import KvFake, until
-from tests.proxy.control.test_discovered import Scripted
+from tests.proxy.control.test_discovered import Scripted, state
 from tests.proxy.control.test_discovered import engine as found
 
 
@@ -255,6 +255,25 @@ async def test_an_engine_without_an_id_is_no_newcomer_while_the_one_that_had_its
         old.leases.discard(request)
         await until(lambda: sorted(ids(proxy)) == [old.id, kept.id] and not proxy.fleet.has(old))
         assert proxy.fleet.has(kept)
+
+
+async def test_an_entry_that_waits_for_its_turn_joins_although_its_old_engine_is_removed():
+    async with (
+        FakeEngine("a") as a,
+        FakeEngine("b") as b,
+        FakeEngine("c") as c,
+        running(named("a", a.url), named("b", b.url)) as proxy,
+    ):
+        old = [proxy.fleet.engine(name) for name in "ab"]
+        await until(lambda: all(each.state is EngineState.READY for each in old))
+        old[0].leases.add(request := object())
+        engines = (named("a", a.url, api_key="k"), named("b", c.url))
+        proxy.reload(proxy.settings.model_copy(update={"engines": engines}))
+        await proxy.orders.remove(old[1])
+        await until(lambda: state(proxy, "b") is EngineState.READY)
+        assert proxy.fleet.engine("b").adapter.spec.url == c.url
+        old[0].leases.discard(request)
+        await until(lambda: state(proxy, "a") is EngineState.READY)
 
 
 async def test_a_removed_engine_comes_back_after_its_source_has_forgotten_it(tmp_path):
