@@ -137,6 +137,8 @@ class EngineOrders:
 
     async def _change(self, leaving: Iterable[Engine], changed: Collection[str]) -> None:
         for engine in leaving:
+            if not self._must_leave(order_name(engine.adapter.spec)):  # it was added again meanwhile
+                continue
             log.info("engine leaves: an operator has removed or replaced it", engine=engine.id)
             await self._engines.remove(engine)
         self._admit(changed)  # now that their ids are free

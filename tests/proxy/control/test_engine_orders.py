@@ -74,9 +74,9 @@ async def test_an_engine_that_comes_back_is_still_drained_but_not_one_that_was_r
 async def test_drains_ordered_at_other_kvpins_are_followed(world, pair):
     world.orders.start()
     name = order_name(world.engines["a"].adapter.spec)
-    for drained, state in ((True, EngineState.DRAINING), (False, EngineState.SUSPECT)):
+    for drained, then in ((True, EngineState.DRAINING), (False, EngineState.SUSPECT)):
         world.fleet.book.drain(name, drained=drained, now=1.0)
-        assert world.engines["a"].state is state
+        assert world.engines["a"].state is then
 
 
 async def test_an_engine_kvpin_runs_is_not_removed(world, pair):
@@ -274,6 +274,17 @@ async def test_an_entry_that_waits_for_its_turn_joins_although_its_old_engine_is
         assert proxy.fleet.engine("b").adapter.spec.url == c.url
         old[0].leases.discard(request)
         await until(lambda: state(proxy, "a") is EngineState.READY)
+
+
+async def test_an_engine_that_is_removed_and_added_again_at_once_stays():
+    async with FakeEngine("a") as a, running(named("a", a.url)) as proxy:
+        engine, book = proxy.fleet.engine("a"), proxy.fleet.book
+        await until(lambda: engine.state is EngineState.READY)
+        name = order_name(engine.adapter.spec)
+        book.remove(name, now=1.0)
+        book.readmit(name, now=2.0)
+        await asyncio.sleep(0.1)
+        assert proxy.fleet.engines == {"a": engine}
 
 
 async def test_a_removed_engine_comes_back_after_its_source_has_forgotten_it(tmp_path):
