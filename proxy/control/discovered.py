@@ -257,7 +257,7 @@ class DiscoveredEngines:
         }
         draining = frozenset(each.id for engine_id in drained for each in parts[engine_id])
         changes = self._configured.follow(engines.values(), grace_s=self._grace_s)
-        for engine_id in draining ^ self._drained:
+        for engine_id in draining | self._drained:  # one that joined again drains, too
             engine = self._configured.engine(engine_id)
             if engine is not None:
                 self._engines.drain(engine, undo=engine_id not in draining)

@@ -287,6 +287,25 @@ async def test_an_engine_that_is_removed_and_added_again_at_once_stays():
         assert proxy.fleet.engines == {"a": engine}
 
 
+async def test_an_engine_that_an_operator_adds_again_still_drains_if_its_source_says_so(tmp_path):
+    source = Scripted()
+    async with FakeEngine("a") as a, running(engines_file=tmp_path / "none.toml") as proxy:
+        proxy.discovered.follow([], [("one", source)], grace_s=60)
+        source.say(found("a", a.url))
+        await until(lambda: state(proxy, "a") is EngineState.READY)
+        source.say(found("a", a.url, is_ready=False))
+        await until(lambda: state(proxy, "a") is EngineState.DRAINING)
+        old = proxy.fleet.engine("a")
+        await proxy.orders.remove(old)
+        await until(lambda: proxy.configured.entry("a") is None)
+        proxy.orders.add(named("a", a.url))
+        await until(lambda: proxy.fleet.engine("a").info is not None)
+        assert proxy.fleet.engine("a") is not old
+        assert state(proxy, "a") is EngineState.DRAINING
+        source.say(found("a", a.url))
+        await until(lambda: state(proxy, "a") is EngineState.READY)
+
+
 async def test_a_removed_engine_comes_back_after_its_source_has_forgotten_it(tmp_path):
     source = Scripted()
     async with FakeEngine("a") as a, running(engines_file=tmp_path / "none.toml") as proxy:
