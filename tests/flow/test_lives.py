@@ -246,7 +246,6 @@ class TestB12TheEndOfAnAnswerIsNoText:
             assert (text_of(got), is_clean) == (f"The mark\n\n{text}\n\nends it.", True)
             assert proxy.last.attempts == ["a", "b"]
 
-
     @pytest.mark.parametrize("told", [0, 2, 6])  # bytes of the reason, and of what follows it
     async def test_an_end_that_breaks_off_is_none(self, engines, told):
         a, b, _ = engines
