@@ -198,9 +198,11 @@ async def test_an_id_that_is_taken_keeps_a_removed_engine_out():
     async with FakeEngine("a") as a, FakeEngine("b") as b, running(named("a", a.url)) as proxy:
         await proxy.orders.remove(proxy.fleet.engine("a"))
         proxy.orders.add(named("a", b.url))
-        with pytest.raises(Conflict, match="under an id that is taken"):
+        with pytest.raises(Conflict, match="under an id that is taken: it joins when that is free"):
             proxy.orders.add(named("other", a.url))
         assert proxy.fleet.engine("a").adapter.spec.url == b.url
+        await proxy.orders.remove(proxy.fleet.engine("a"))
+        await until(lambda: "a" in ids(proxy) and proxy.fleet.engine("a").adapter.spec.url == a.url)
 
 
 async def test_settings_may_name_an_id_that_an_added_engine_has():
