@@ -18,7 +18,6 @@ import structlog
 
 from engine_adapter import EngineAdapter, EngineSpec
 from proxy.control.engines import Engines
-from proxy.errors import Conflict
 from proxy.fleet.engine import Engine, EngineState, order_name
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.monitor import Monitor
@@ -67,33 +66,26 @@ class ConfiguredEngines:
         return engine if engine is not None and self._fleet.has(engine) else None
 
     def follow(self, entries: Iterable[EngineEntry], *, grace_s: float) -> EngineChanges:
-        """Changes the engines to these. What takes time goes on in the background.
+        """Changes the engines to these, but for those whose ids others have. What takes time goes on in the
+        background.
 
         Args:
             entries: all engines of the settings.
             grace_s: time that requests of an engine that leaves get to end.
 
         Raises:
-            Conflict: the id of a new engine is taken. Nothing changed.
             EngineSpecError: an engine cannot be used. Nothing changed.
         """
-        changes = engine_changes(self._entries, entries)
+        changes = engine_changes(self._entries, entries, self._fleet.engines)
         # With other settings, an engine that the admin API removed joins again. One that it added under
-        # this id is replaced: a conflict would stop all later reloads.
+        # this id is replaced.
         changing = [entry for entry in changes.changed if entry.id in self._fleet.engines]
         joining = [*changes.added, *(entry for entry in changes.changed if entry not in changing)]
-        for entry in joining:
-            if entry.id in self._fleet.engines:
-                raise Conflict(
-                    f"an engine with id {entry.id!r} exists: it still leaves, or the admin API added it"
-                )
         # All are made before one joins: an engine that cannot be used must change nothing.
         added = [self._make(entry) for entry in joining]
         changed = [self._make(entry) for entry in changing]
         for made in added:
-            self._entries[made.entry.id] = made.entry
-            engine = self._joined[made.entry.id] = self._fleet.add(made.adapter)
-            self._begin(engine, made)
+            self._join(made)
         for made in changed:
             self._entries[made.entry.id] = made.entry
             self._joined[made.entry.id] = self._fleet.engines[made.entry.id]
@@ -118,6 +110,11 @@ class ConfiguredEngines:
             return _Made(entry, self._make_adapter(process.spec), process)
         return _Made(entry, self._make_adapter(entry.spec()), None)
 
+    def _join(self, made: _Made) -> None:
+        self._entries[made.entry.id] = made.entry
+        engine = self._joined[made.entry.id] = self._fleet.add(made.adapter)
+        self._begin(engine, made)
+
     def _begin(self, engine: Engine, made: _Made) -> None:
         engine.has_supervisor = isinstance(made.entry, StartedSettings)
         if made.process is not None:
@@ -141,9 +138,12 @@ class ConfiguredEngines:
         await _until(
             lambda: self._entries.get(engine_id) is not made.entry or not self._must_wait(made), math.inf
         )
-        if self._entries.get(engine_id) is made.entry and self.engine(engine_id) is not None:
+        is_wanted = self._entries.get(engine_id) is made.entry
+        if is_wanted and self.engine(engine_id) is not None:
             self._replace(made, grace_s)
-        else:  # the settings have changed again, or the engine was removed
+        elif is_wanted and engine_id not in self._fleet.engines:  # the old one was removed
+            self._join(made)
+        else:  # the settings have changed again, or another engine has the id
             await made.adapter.aclose()
 
     def _replace(self, made: _Made, grace_s: float) -> None:

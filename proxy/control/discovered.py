@@ -24,7 +24,6 @@ import structlog
 from engine_adapter import EngineInfo, EngineSpec, EngineSpecError
 from proxy.control.configured import ConfiguredEngines
 from proxy.control.engines import Engines
-from proxy.errors import Conflict
 from proxy.fleet.discovery import Finder, FoundEngine, FoundEngines, Source, SourceError
 from proxy.fleet.engine import Engine, order_name
 from proxy.fleet.fleet import Fleet
@@ -108,7 +107,6 @@ class DiscoveredEngines:
             grace_s: time that requests of an engine that leaves get to end.
 
         Raises:
-            Conflict: an engine has the id of a rank or model. Nothing changed.
             EngineSpecError: an engine cannot be used. Nothing changed.
         """
         before = self._entries, self._grace_s, dict(self.sources)
@@ -118,7 +116,7 @@ class DiscoveredEngines:
             del self.sources[name]
         try:
             changes = self._settle()
-        except (Conflict, EngineSpecError):
+        except EngineSpecError:
             self._entries, self._grace_s, sources = before
             self.sources.update(sources)
             raise
@@ -143,7 +141,7 @@ class DiscoveredEngines:
             return False
         try:
             changes = self._settle()
-        except (Conflict, EngineSpecError) as error:
+        except EngineSpecError as error:
             log.warning(
                 "the ranks or models of a server cannot be used by themselves",
                 engine=engine.id,
@@ -167,7 +165,7 @@ class DiscoveredEngines:
                 async for found in source.finder.found():
                     self._take(source, found)
                     backoff_s = FIRST_BACKOFF_S
-            except (SourceError, SettingsError, Conflict, EngineSpecError) as error:
+            except (SourceError, SettingsError, EngineSpecError) as error:
                 if source.error != str(error):
                     log.warning(
                         "source of engines failed: the engines it named last stay",
@@ -180,13 +178,13 @@ class DiscoveredEngines:
             backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
 
     def _take(self, source: Source, found: FoundEngines) -> None:
-        """A source has answered. Raises Conflict or EngineSpecError if its engines cannot be used."""
+        """A source has answered. Raises EngineSpecError if its engines cannot be used."""
         before, source.found = source.found, found
         if found != before:
             named = self.named(each.entry for each in before)
             try:
                 changes = self._settle()
-            except (Conflict, EngineSpecError):
+            except EngineSpecError:
                 source.found = before
                 raise
             log.info(
@@ -212,7 +210,7 @@ class DiscoveredEngines:
 
     def settle(self) -> None:
         """Lets engines join and leave as settings, sources and operators say now."""
-        with suppress(Conflict, EngineSpecError):  # the source that changes next says so
+        with suppress(EngineSpecError):  # the source that changes next says so
             self._settle()
 
     def named(self, entries: Iterable[EngineEntry] | None = None) -> dict[str, EngineSettings]:
@@ -232,11 +230,10 @@ class DiscoveredEngines:
         name, book = _order_name(entry), self._fleet.book
         if name is None:
             return False
-        own = self._configured.engine(entry.id)
         return book.is_removed(name) or (
             bool(book.added(name))
             and any(
-                each is not own and order_name(each.adapter.spec) == name
+                order_name(each.adapter.spec) == name and self._configured.engine(each.id) is not each
                 for each in self._fleet.engines.values()
             )
         )
@@ -254,33 +251,27 @@ class DiscoveredEngines:
             elif known is not None:
                 wanted[engine_id] = known
                 drained.add(engine_id)
-        waiting = frozenset(entry.id for entry in wanted.values() if self._must_wait(entry))
-        wanted = {engine_id: entry for engine_id, entry in wanted.items() if engine_id not in waiting}
         parts = {engine_id: self._parts.split(entry) for engine_id, entry in wanted.items()}
         engines = {
             each.id: each for several in parts.values() for each in several if not self._is_overruled(each)
         }
         draining = frozenset(each.id for engine_id in drained for each in parts[engine_id])
         changes = self._configured.follow(engines.values(), grace_s=self._grace_s)
-        for engine_id in draining ^ self._drained:
+        for engine_id in draining | self._drained:  # one that joined again drains, too
             engine = self._configured.engine(engine_id)
             if engine is not None:
                 self._engines.drain(engine, undo=engine_id not in draining)
-        for engine_id in sorted(waiting - self._waiting):
+        for engine_id in sorted(changes.waiting - self._waiting):
             log.info(
                 "an engine waits: one that leaves has its id, or that an operator added", engine=engine_id
             )
-        self._wanted, self._drained, self._waiting = wanted, draining, waiting
+        self._wanted = {
+            engine_id: entry
+            for engine_id, entry in wanted.items()
+            if not changes.waiting.issuperset(each.id for each in parts[engine_id])
+        }
+        self._drained, self._waiting = draining, changes.waiting
         return changes
-
-    def _must_wait(self, entry: EngineEntry) -> bool:
-        """True if another engine has the id of one that would join."""
-        parts = self._parts.split(entry)
-        return (
-            entry.id in self._fleet.engines
-            and not any(self._configured.entry(each.id) for each in (entry, *parts))
-            and not all(map(self._is_overruled, parts))
-        )
 
     def _found(self) -> Iterator[tuple[str, FoundEngine]]:
         for source in self.sources.values():

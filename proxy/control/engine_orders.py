@@ -69,7 +69,10 @@ class EngineOrders:
             book.readmit(name, now=time.time())
             if (known := self._find(name)) is not None:
                 return known
-            raise Conflict(f"the settings name {spec.server}, under an id that is taken", param="url")
+            raise Conflict(
+                f"the settings name {spec.server}, under an id that is taken: it joins when that is free",
+                param="url",
+            )
         if not spec.id:
             settings = settings.model_copy(update={"id": self._engines.free_id(spec.kind)})
             spec = with_changes(spec, id=settings.id)
@@ -137,6 +140,8 @@ class EngineOrders:
 
     async def _change(self, leaving: Iterable[Engine], changed: Collection[str]) -> None:
         for engine in leaving:
+            if not self._must_leave(order_name(engine.adapter.spec)):  # it was added again meanwhile
+                continue
             log.info("engine leaves: an operator has removed or replaced it", engine=engine.id)
             await self._engines.remove(engine)
         self._admit(changed)  # now that their ids are free

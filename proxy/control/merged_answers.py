@@ -116,6 +116,7 @@ def merge_snapshots(snapshots: Sequence[Json], *, shared: bool) -> Json:
     merged = _merged(snapshots, {"requests": sum, "unshown": sum})
     merged["reuse"] = _sums([each["reuse"] for each in snapshots])
     merged["waiting"] = _sums([each["waiting"] for each in snapshots])
+    merged["unserved"] = sorted(set.intersection(*(set(each["unserved"]) for each in snapshots)))
     engines = []
     for group in _by("id", (engine for each in snapshots for engine in each["engines"])):
         reuse = _sums([engine["reuse"] for engine in group])

@@ -138,6 +138,7 @@ class Peer:
         socket: serves HTTP to this kvpin; None if this kvpin cannot reach it.
         here: its id of an engine → the id here, and whether both make the same block hashes.
         asked: when it was asked for a listing last.
+        is_doubted: keys or orders that it told last do not count here.
     """
 
     follower: Follower
@@ -147,6 +148,7 @@ class Peer:
     socket: str | None = None
     here: dict[str, tuple[str, bool]] = field(default_factory=dict)
     asked: float = float("-inf")
+    is_doubted: bool = False
     _trip: RoundTrip = field(default_factory=RoundTrip)
 
     @property

@@ -95,6 +95,9 @@ log = structlog.get_logger(__name__)
 
 HEARTBEAT_S = 1.0
 LOST_S = 3.0
+# A kvpin whose keys or orders do not count here is asked again after this time: by then the operator may have
+# given both the same admin key, or their clocks may agree.
+AGAIN_S = 30.0
 _JOIN_POLL_S = 0.05
 
 
@@ -240,8 +243,8 @@ class Peers:
         is_new, path = peer.name is None, state.http_socket
         peer.name, peer.engines, peer.pins = state.name, state.engines, state.pins
         peer.socket = path if path is not None and self._bus.reaches(path) else None
-        self._take_marks(state.marks)
-        self._take_keys(state.keys)
+        has_marks, has_keys = self._take_marks(state.marks), self._take_keys(state.keys)
+        peer.is_doubted = not (has_marks and has_keys)
         self._match(now, peer)
         self._decide_owners(now)
         if is_new:
@@ -263,8 +266,9 @@ class Peers:
             )
         return signed(entries, secret, time()) if secret is not None and entries else b""
 
-    def _take_keys(self, told: bytes) -> None:
-        """Takes over the issued keys of another kvpin, if it has this one's secret."""
+    def _take_keys(self, told: bytes) -> bool:
+        """Takes over the issued keys of another kvpin, if it has this one's secret. False if they do not
+        count."""
         secret = self._secret()
         now = None if self._bus.is_private else time()
         entries = verified(told, secret, now) if told and secret is not None else None
@@ -275,6 +279,7 @@ class Peers:
                 "issued keys of another kvpin do not count here: set the same admin_key at all kvpins of the "
                 f"group, and clocks that differ by less than {MAX_AGE_S:g} s"
             )
+        return entries is not None or not told
 
     def _tell_marks(self, _changed: list[str]) -> None:
         self._announcer.tell_state()
@@ -293,14 +298,15 @@ class Peers:
             )
         return told
 
-    def _take_marks(self, marks: list[EngineMark]) -> None:
-        """Takes over operators' orders that came by the exchange."""
+    def _take_marks(self, marks: list[EngineMark]) -> bool:
+        """Takes over operators' orders that came by the exchange. False if some do not count."""
         heard = marks if self._sealing is None else self._sealing.heard(marks)
         if len(heard) < len(marks):
             self._complain(
                 "an engine that was added at another kvpin is not used here: give both the same admin_key"
             )
         self._fleet.book.merge(heard)
+        return len(heard) == len(marks)
 
     def _remember(self, kept: bytes | None) -> None:
         """Takes over the orders that the exchange keeps, and has it keep those that only this kvpin knows."""
@@ -396,7 +402,11 @@ class Peers:
             for owner, peer in list(self._peers.items()):
                 if now - peer.follower.heard > LOST_S:
                     self._lose(owner)
-                elif not peer.follower.in_step or self._joining.wants_contents(owner):
+                elif (
+                    not peer.follower.in_step
+                    or self._joining.wants_contents(owner)
+                    or (peer.is_doubted and now - peer.asked > AGAIN_S)
+                ):
                     self._ask(now, owner, peer)
             followers = [peer.follower for peer in self._peers.values()]
             self._joining.look(now, followers, is_alone=self._bus.is_alone and not followers)

@@ -44,7 +44,7 @@ from proxy.request.calls import Call, Reply
 from proxy.request.known_routes import did_you_mean
 from proxy.request.migration import ROUTES, Passage
 from proxy.request.retries import REFUSALS, is_no_websocket
-from proxy.request.transcript import is_whole
+from proxy.request.transcript import is_whole, without_half
 
 _CLIENTS = "invalid_request_error"
 _EVENTS, _JSON = "text/event-stream", "application/json"
@@ -337,8 +337,10 @@ class _Stream:
         """The last bytes for the client."""
         rest = self._reader.finish() if self._reader is not None else b""
         if self._passage is not None:
-            return self._passage.feed(rest) + self._passage.finish()
-        return rest if self._events is None else self._events.rest + rest
+            rest = self._passage.feed(rest) + self._passage.finish()
+        elif self._events is not None:
+            rest = self._events.rest + rest
+        return without_half(rest) if self._must_end else rest
 
     def _whole_events(self, events: WholeEvents, chunk: bytes) -> bytes:
         """The events that a chunk completes. From one on that is too long to be held back, the stream passes

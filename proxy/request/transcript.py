@@ -19,7 +19,7 @@ _RAW_BYTES = 16 << 10
 # Characters of text that are kept of one answer. A longer one ends with its engine.
 _MAX_TEXT = 1 << 20
 _REASON = b'"finish_reason"'
-_FINISHED = re.compile(_REASON + rb'\s*:\s*"')
+_FINISHED = re.compile(_REASON + rb'\s*:\s*"[^"]')  # some engines write "" before the end
 _DONE = re.compile(rb"\ndata: ?\[DONE\]\s*$", re.MULTILINE)  # begins with text: ten times as fast as with ^
 # An engine's own error, as an event or as llama-servers wrote it.
 _FAILED = re.compile(rb'\n(?:error: ?\{|data: ?\{\s*"error"\s*:\s*["{])')
@@ -122,13 +122,25 @@ def is_whole(tail: bytes) -> bool:
     so: in JSON, its line feeds and quotes are escaped."""
     if tail.endswith(_END):
         return True
-    tail = b"\n" + tail
+    tail = b"\n" + without_half(tail)
     # A word that a pattern needs is found ten times as fast, from the end five times more.
     return (
         _has_finished(tail)
         or (tail.rfind(b"[DONE]") >= 0 and _DONE.search(tail) is not None)
         or (tail.rfind(b"error") >= 0 and _FAILED.search(tail) is not None)
     )
+
+
+def without_half(events: bytes) -> bytes:
+    """The end of a stream without an event that broke off. The last event may lack its blank line."""
+    cut = WholeEvents()
+    whole = cut.joined(events)
+    data = cut.rest.partition(b":")[2].strip()
+    try:
+        is_half = data != b"[DONE]" and decode_object(data) is None
+    except UNREADABLE:
+        is_half = True
+    return whole if is_half else events
 
 
 def _has_finished(tail: bytes) -> bool:

@@ -281,7 +281,7 @@ class Proxy:
         """Takes over the settings that `RELOADED` names. Requests in flight go on with the old ones.
 
         Raises:
-            SettingsError, EngineSpecError, Conflict: they cannot be used. Nothing changed.
+            SettingsError, EngineSpecError: they cannot be used. Nothing changed.
         """
         if self.settings.api_keys and not (settings.api_keys or self.tenants.issued.has_issued):
             raise SettingsError(

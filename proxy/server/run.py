@@ -32,7 +32,6 @@ from proxy.api.web_pages import is_loopback
 from proxy.api.workers.peer_port import PeerPort
 from proxy.api.workers.siblings import Siblings
 from proxy.core.life import Cause
-from proxy.errors import Conflict
 from proxy.http.connection_limits import ConnectionLimits, connection_limit
 from proxy.http.handshake import over_tls
 from proxy.http.http1 import Http1Protocol
@@ -235,7 +234,7 @@ class _Server:
             if settings.tls is not None:
                 server_context(settings.tls)  # files that cannot be used must change nothing
             changes = proxy.reload(settings)
-        except (SettingsError, EngineSpecError, Conflict) as error:
+        except (SettingsError, EngineSpecError) as error:
             log.error("settings not reloaded: the old ones stay", error=str(error))  # noqa: TRY400
             return
         if settings.tls is not None and self._context is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 
 from proxy.settings.engine_settings import EngineSettings, ManagedSettings, numbered
@@ -37,20 +37,30 @@ RELOADED = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class EngineChanges:
-    """The engines that join, leave, and are connected anew with other settings."""
+    """The engines that join, leave, and are connected anew with other settings.
+
+    Attributes:
+        waiting: the ids of engines that would join, and that others have.
+    """
 
     added: tuple[EngineEntry, ...]
     removed: tuple[str, ...]
     changed: tuple[EngineEntry, ...]
+    waiting: frozenset[str] = frozenset()
 
 
-def engine_changes(have: Mapping[str, EngineEntry], want: Iterable[EngineEntry]) -> EngineChanges:
-    """Compares the engines that run, by id, with those of the settings."""
+def engine_changes(
+    have: Mapping[str, EngineEntry], want: Iterable[EngineEntry], taken: Container[str] = ()
+) -> EngineChanges:
+    """Compares the engines that run, by id, with those of the settings. Engines that are not of the settings
+    may have ids, too: these are among the `taken` ones."""
     wanted = _keep_ids(have, list(want))
+    new = [entry for entry in wanted if entry.id not in have]
     return EngineChanges(
-        added=tuple(entry for entry in wanted if entry.id not in have),
+        added=tuple(entry for entry in new if entry.id not in taken),
         removed=tuple(sorted(have.keys() - {entry.id for entry in wanted})),
         changed=tuple(entry for entry in wanted if have.get(entry.id, entry) != entry),
+        waiting=frozenset(entry.id for entry in new if entry.id in taken),
     )
 
 

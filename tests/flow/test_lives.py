@@ -246,6 +246,36 @@ class TestB12TheEndOfAnAnswerIsNoText:
             assert (text_of(got), is_clean) == (f"The mark\n\n{text}\n\nends it.", True)
             assert proxy.last.attempts == ["a", "b"]
 
+    @pytest.mark.parametrize("told", [0, 2, 6])  # bytes of the reason, and of what follows it
+    async def test_an_end_that_breaks_off_is_none(self, engines, told):
+        a, b, _ = engines
+        last = chunk("", "stop")
+        said = chunk("It ends ")
+        a.script = telling(said, last[: last.rindex(b"stop") + told])
+        b.script = telling(said, last, DONE)
+        async with proxy_over(a, b) as proxy, client_of(proxy) as client:
+            got, is_clean = await stream(client, CHAT, ASKS[CHAT])
+            assert (got.replace(b" ", b""), is_clean) == ((said + last + DONE).replace(b" ", b""), True)
+            assert proxy.last.attempts == ["a", "b"]
+
+    @pytest.mark.parametrize("temperature", [0, 1])  # without 0, no other engine could go on
+    async def test_what_breaks_off_after_the_end_is_left_out(self, engines, temperature):
+        a, b, _ = engines
+        said = b"".join(whole("It ends"))[: -len(DONE)]
+        a.script = telling(said + b'data: {"choices": [], "usage": {"prompt')
+        async with proxy_over(a, b) as proxy, client_of(proxy) as client:
+            got, is_clean = await stream(client, CHAT, {**ASKS[CHAT], "temperature": temperature})
+            assert (got, is_clean, proxy.last.attempts) == (said, True, ["a"])
+
+    @pytest.mark.parametrize("last", [b'data: {"choices": []}', b"data: [DONE]", b"data:[DONE]\n"])
+    async def test_the_last_event_may_lack_its_blank_line(self, engines, last):
+        a, b, _ = engines
+        said = b"".join(whole("It ends"))[: -len(DONE)] + last
+        a.script = telling(said)
+        async with proxy_over(a, b) as proxy, client_of(proxy) as client:
+            assert await stream(client, CHAT, ASKS[CHAT]) == (said, True)
+            assert proxy.last.attempts == ["a"]
+
 
 class TestWhatATrialFound:
     async def test_parts_share_the_time_limit_of_the_whole(self):

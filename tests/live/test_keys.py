@@ -117,6 +117,22 @@ async def test_all_workers_know_a_key_at_once_and_so_does_a_worker_that_starts_l
     assert "note: no key is left: kvpin refuses every request" in last.stderr
 
 
+@pytest.mark.parametrize("reuse", [True, False])
+async def test_a_removed_key_opens_no_worker_while_its_removal_cannot_be_saved(start, tmp_path, reuse):
+    kvpin = await start("--workers", "2", "--state-dir", str(tmp_path), reuse=reuse)
+    added = json.loads((await in_thread(kvpin_keys, kvpin, "add", "--json")).stdout)
+    assert await in_thread(statuses, kvpin, added["key"]) == {200: 20}
+    file = tmp_path / "keys"
+    book = file.read_bytes()
+    file.write_bytes(b"damaged")
+    removed = await in_thread(kvpin_keys, kvpin, "remove", added["id"])
+    assert "its removal is not saved" in removed.stderr
+    assert await in_thread(statuses, kvpin, added["key"]) == {401: 20}
+    file.write_bytes(book)  # the operator puts a backup in its place
+    await until(lambda: file.read_bytes() != book)
+    assert await in_thread(statuses, kvpin, added["key"]) == {401: 20}
+
+
 async def test_kvpins_of_a_group_over_redis_know_each_others_keys(start, tmp_path):
     valkey = Valkey()
     try:

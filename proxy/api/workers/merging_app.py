@@ -189,6 +189,8 @@ def _rules(*, shared: bool) -> tuple[_Rule, ...]:
         _Rule("POST", f"{_ADMIN}/engines", named=True),
         _Rule("DELETE", f"{_ADMIN}/engines/[^/]+"),
         _Rule("POST", f"{_ADMIN}/engines/[^/]+/drain"),
+        # They read it in the file of keys, unless that cannot be written.
+        _Rule("DELETE", f"{_ADMIN}/keys/[^/]+"),
         _Rule("GET", f"{_ADMIN}/requests", _requests),
         _Rule("GET", f"{_ADMIN}/requests/[^/]+", once=True),
         _Rule("POST", f"{_ADMIN}/(pin|warm|offload|restore)", once=True, nearby=True),

@@ -8,7 +8,6 @@ import pytest
 import structlog
 
 from engine_adapter import EngineSpec, EngineSpecError, HttpTransport
-from proxy.errors import Conflict
 from proxy.fleet.engine import EngineState, order_name
 from proxy.fleet.process import managed_engine
 from proxy.server.app import Proxy
@@ -68,10 +67,7 @@ async def test_one_engine_that_cannot_be_used_leaves_all_as_they_are(tmp_path):
         bad = named("c", "https://127.0.0.1:1", ca=str(tmp_path / "none"))
         with pytest.raises(EngineSpecError, match="engine 'c': ca: "):
             proxy.configured.follow([named("b", server.url), bad], grace_s=60)
-        proxy.engines.add(EngineSpec("openai_compatible", NOWHERE, "later"))
-        with pytest.raises(Conflict, match="'later' exists"):
-            proxy.configured.follow([named("later", server.url)], grace_s=60)
-        assert list(proxy.fleet.engines) == ["a", "later"]
+        assert list(proxy.fleet.engines) == ["a"]
         assert proxy.configured.follow([named("a", server.url)], grace_s=60).removed == ()
 
 
@@ -183,8 +179,9 @@ async def test_an_engine_that_the_admin_api_removed_may_change_or_leave_the_sett
             proxy.configured.follow([], grace_s=60)
             await asyncio.sleep(0.1)
             assert proxy.fleet.engines == {"a": namesake}
-            with pytest.raises(Conflict, match="'a' exists"):
-                proxy.configured.follow([named("a", a.url, api_key="l")], grace_s=60)
+            changes = proxy.configured.follow([named("a", a.url, api_key="l")], grace_s=60)
+            assert (changes.added, changes.waiting) == ((), {"a"})
+            assert proxy.fleet.engines == {"a": namesake}
 
 
 async def test_other_settings_replace_an_engine_that_the_admin_api_added_under_the_same_id():

@@ -407,7 +407,7 @@ def states_of(proxy):
     return {each.id: each.state.value for each in proxy.fleet.engines.values()}
 
 
-async def test_ranks_whose_ids_are_taken_stay_one_engine():
+async def test_a_rank_whose_id_is_taken_waits_for_it():
     with running_vllm(ranks=2) as server:
         server.fake.options = replace(server.fake.options, ranks=1)
         server.fake.restart()
@@ -416,10 +416,11 @@ async def test_ranks_whose_ids_are_taken_stay_one_engine():
             added = proxy.engines.add(EngineSpec("vllm", server.url, "e-dp1", headers={"x-to": "e-dp1"}))
             server.fake.options = replace(server.fake.options, ranks=2)
             server.fake.restart()
-            for name in ("e", "e-dp1"):  # the admin API adds what it was told
-                engine = proxy.fleet.engines[name]
-                await until(lambda each=engine: each.info is not None and each.info.ranks == (0, 1), 60)
-                await until(lambda each=engine: each.state is EngineState.READY, 60)
-            assert set(proxy.fleet.engines) == {"e", "e-dp1"}
-            assert "dp_rank=0 to 1" in str(added.adapter.findings())
-            assert (await complete(client, 100))[0] in ("e", "e-dp1")
+            both = {"e-dp0": "ready", "e-dp1": "ready"}
+            await until(lambda: states_of(proxy) == both, 60)
+            await until(lambda: "dp_rank=0 to 1" in str(added.adapter.findings()), 60)
+            assert proxy.fleet.engines["e-dp1"] is added  # the admin API adds what it was told
+            assert (await complete(client, 100))[0] in both
+            await proxy.engines.remove(added)
+            await until(lambda: states_of(proxy) == both, 60)
+            assert proxy.fleet.engines["e-dp1"].adapter.spec.options.rank == 1

@@ -16,7 +16,7 @@ from proxy.server.app import Proxy
 from proxy.settings import EngineSettings, ManagedSettings, Settings, engine_as_json
 from tests.fakes import FakeEngine
 from tests.kv_world import KvFake, until
-from tests.proxy.control.test_discovered import Scripted
+from tests.proxy.control.test_discovered import Scripted, state
 from tests.proxy.control.test_discovered import engine as found
 
 
@@ -74,9 +74,9 @@ async def test_an_engine_that_comes_back_is_still_drained_but_not_one_that_was_r
 async def test_drains_ordered_at_other_kvpins_are_followed(world, pair):
     world.orders.start()
     name = order_name(world.engines["a"].adapter.spec)
-    for drained, state in ((True, EngineState.DRAINING), (False, EngineState.SUSPECT)):
+    for drained, then in ((True, EngineState.DRAINING), (False, EngineState.SUSPECT)):
         world.fleet.book.drain(name, drained=drained, now=1.0)
-        assert world.engines["a"].state is state
+        assert world.engines["a"].state is then
 
 
 async def test_an_engine_kvpin_runs_is_not_removed(world, pair):
@@ -198,9 +198,11 @@ async def test_an_id_that_is_taken_keeps_a_removed_engine_out():
     async with FakeEngine("a") as a, FakeEngine("b") as b, running(named("a", a.url)) as proxy:
         await proxy.orders.remove(proxy.fleet.engine("a"))
         proxy.orders.add(named("a", b.url))
-        with pytest.raises(Conflict, match="under an id that is taken"):
+        with pytest.raises(Conflict, match="under an id that is taken: it joins when that is free"):
             proxy.orders.add(named("other", a.url))
         assert proxy.fleet.engine("a").adapter.spec.url == b.url
+        await proxy.orders.remove(proxy.fleet.engine("a"))
+        await until(lambda: "a" in ids(proxy) and proxy.fleet.engine("a").adapter.spec.url == a.url)
 
 
 async def test_settings_may_name_an_id_that_an_added_engine_has():
@@ -232,6 +234,78 @@ async def test_settings_may_name_an_engine_again_while_it_leaves():
         assert proxy.fleet.engine("a") is old
         old.leases.discard(request)
         await until(lambda: sorted(ids(proxy)) == ["a", "b"] and proxy.fleet.engine("a") is not old)
+
+
+async def test_an_engine_without_an_id_is_no_newcomer_while_the_one_that_had_its_number_leaves():
+    async with (
+        FakeEngine("b") as b,
+        FakeEngine("c") as c,
+        running(named("", "http://127.0.0.1:9"), named("", b.url)) as proxy,
+    ):
+
+        def reload(*urls):
+            engines = Settings(engines=[named("", url) for url in urls]).engines
+            return proxy.reload(proxy.settings.model_copy(update={"engines": engines}))
+
+        old, kept = (proxy.fleet.engine(f"openai_compatible-{number}") for number in (0, 1))
+        await until(lambda: kept.state is EngineState.READY)
+        old.leases.add(request := object())
+        for _ in range(2):  # the settings number it 0 now, and 0 still leaves
+            reload(b.url)
+        assert reload(b.url, c.url).added == ()  # c is the first that has no number of its own: it waits
+        assert proxy.configured.engine(kept.id) is kept
+        old.leases.discard(request)
+        await until(lambda: sorted(ids(proxy)) == [old.id, kept.id] and not proxy.fleet.has(old))
+        assert proxy.fleet.has(kept)
+
+
+async def test_an_entry_that_waits_for_its_turn_joins_although_its_old_engine_is_removed():
+    async with (
+        FakeEngine("a") as a,
+        FakeEngine("b") as b,
+        FakeEngine("c") as c,
+        running(named("a", a.url), named("b", b.url)) as proxy,
+    ):
+        old = [proxy.fleet.engine(name) for name in "ab"]
+        await until(lambda: all(each.state is EngineState.READY for each in old))
+        old[0].leases.add(request := object())
+        engines = (named("a", a.url, api_key="k"), named("b", c.url))
+        proxy.reload(proxy.settings.model_copy(update={"engines": engines}))
+        await proxy.orders.remove(old[1])
+        await until(lambda: state(proxy, "b") is EngineState.READY)
+        assert proxy.fleet.engine("b").adapter.spec.url == c.url
+        old[0].leases.discard(request)
+        await until(lambda: state(proxy, "a") is EngineState.READY)
+
+
+async def test_an_engine_that_is_removed_and_added_again_at_once_stays():
+    async with FakeEngine("a") as a, running(named("a", a.url)) as proxy:
+        engine, book = proxy.fleet.engine("a"), proxy.fleet.book
+        await until(lambda: engine.state is EngineState.READY)
+        name = order_name(engine.adapter.spec)
+        book.remove(name, now=1.0)
+        book.readmit(name, now=2.0)
+        await asyncio.sleep(0.1)
+        assert proxy.fleet.engines == {"a": engine}
+
+
+async def test_an_engine_that_an_operator_adds_again_still_drains_if_its_source_says_so(tmp_path):
+    source = Scripted()
+    async with FakeEngine("a") as a, running(engines_file=tmp_path / "none.toml") as proxy:
+        proxy.discovered.follow([], [("one", source)], grace_s=60)
+        source.say(found("a", a.url))
+        await until(lambda: state(proxy, "a") is EngineState.READY)
+        source.say(found("a", a.url, is_ready=False))
+        await until(lambda: state(proxy, "a") is EngineState.DRAINING)
+        old = proxy.fleet.engine("a")
+        await proxy.orders.remove(old)
+        await until(lambda: proxy.configured.entry("a") is None)
+        proxy.orders.add(named("a", a.url))
+        await until(lambda: proxy.fleet.engine("a").info is not None)
+        assert proxy.fleet.engine("a") is not old
+        assert state(proxy, "a") is EngineState.DRAINING
+        source.say(found("a", a.url))
+        await until(lambda: state(proxy, "a") is EngineState.READY)
 
 
 async def test_a_removed_engine_comes_back_after_its_source_has_forgotten_it(tmp_path):

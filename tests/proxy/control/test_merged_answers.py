@@ -92,3 +92,5 @@ async def test_statistics_and_snapshots_keep_their_shape():
         merged = merge_snapshots([snapshot, snapshot], shared=True)
         assert merged.keys() == snapshot.keys()
         assert merged["engines"][0]["audit"]["unchecked"] == {"prediction not firm": 2}
+        unserved = [{**snapshot, "unserved": models} for models in (["a", "m"], ["m"])]
+        assert merge_snapshots(unserved, shared=True)["unserved"] == ["m"]  # one worker still serves a

@@ -202,6 +202,21 @@ async def test_an_old_message_that_is_repeated_opens_no_key_where_others_may_wri
             assert [key.digest for key in proxy.tenants.keys] == keys
 
 
+async def test_keys_that_did_not_count_are_asked_for_until_they_do(wires, monkeypatch):
+    """A removed key would stay open where the admin key is changed later, or where the clock was wrong."""
+    monkeypatch.setattr(peers_module, "AGAIN_S", 0.05)
+    async with world(lambda _: Wire(wires)) as (_, (one, two)):
+        one.tenants.issued.merge(issued("k"))
+        await until(lambda: not two.tenants.open)
+        one.peers._secret = lambda: b"the new admin key"
+        with capture_logs() as logs:
+            one.tenants.issued.merge(issued("k", removed=True))
+            await until(lambda: any("same admin_key" in each["event"] for each in logs))
+        assert len([*two.tenants.keys]) == 1
+        two.peers._secret = one.peers._secret
+        await until(lambda: not [*two.tenants.keys])
+
+
 async def test_without_a_secret_keys_stay_here(wires):
     async with world(lambda _: Wire(wires)) as (_, (one, two)):
         one.peers._secret = lambda: None

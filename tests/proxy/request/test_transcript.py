@@ -73,6 +73,9 @@ def test_the_end_of_an_answer():
     assert is_whole(DONE)
     assert is_whole(chunk({}, finish_reason="stop"))
     assert not is_whole(chunk({}, finish_reason=None))
+    assert not is_whole(chunk({}, finish_reason=""))
+    assert is_whole(chunk({}, finish_reason="stop")[:-2])
+    assert not is_whole(chunk({}, finish_reason="stop")[:-3])
 
 
 def test_other_events():
