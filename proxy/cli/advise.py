@@ -66,9 +66,15 @@ def _show(advice: Advice, out: Console) -> None:
     if advice.unknown:
         out.print(f"{advice.unknown:,} more requests are left out: kvpin does not know their text.")
     _table("rule", advice.rules, advice, out, "No rule changes any of these prompts.", {})
-    nothing = "No session changes what it sent before."
-    if advice.alone:
-        nothing += f" {advice.alone:,} requests name no session."
+    if advice.alone == advice.requests:
+        nothing = (
+            "No request names its session, so what clients change is not known: let them send session_id or "
+            "prompt_cache_key, one for each conversation."
+        )
+    else:
+        nothing = "No session changes what it sent before."
+        if advice.alone:
+            nothing += f" {advice.alone:,} requests name no session, and were not compared."
     _table("the client changes", advice.changes, advice, out, nothing, _CLIENTS)
 
 

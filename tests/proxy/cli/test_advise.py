@@ -35,7 +35,12 @@ def test_nothing_to_advise(path):
     told = run(path, line(None, **chat(LONG)), msgspec.json.decode(b'{"input_length": 5}'))
     assert "1 more requests are left out" in told.output
     assert "No rule changes any of these prompts." in told.output
-    assert "1 requests name no session." in told.output
+    assert "No request names its session, so what clients change is not known" in told.output
+
+
+def test_requests_without_a_session_are_not_called_unchanged(path):
+    told = run(path, line(**chat(LONG)), line(None, **chat(LONG)))
+    assert "No session changes what it sent before. 1 requests name no session, and were" in told.output
 
 
 def test_json(path):
