@@ -46,10 +46,12 @@ def advise(
         typer.echo(f"kvpin: {error}", err=True)
         raise typer.Exit(_UNUSABLE) from error
     if not advice.requests:
-        typer.echo(
-            f"kvpin: {recording}: holds no text hashes: record with this kvpin, chats, messages or responses",
-            err=True,
+        what = (
+            "holds no text hashes: record chats, messages or responses, with this version of kvpin"
+            if advice.unknown
+            else "holds no request"
         )
+        typer.echo(f"kvpin: {recording}: {what}", err=True)
         raise typer.Exit(_UNUSABLE)
     if json:
         typer.echo(msgspec.json.encode(advice).decode())

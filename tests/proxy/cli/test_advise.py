@@ -48,12 +48,14 @@ def test_json(path):
     assert json.loads(told.output)["requests"] == 1
 
 
-@pytest.mark.parametrize("content", [b"", b'{"input_length": 5}\n'])
-def test_a_recording_without_text_is_refused(path, content):
+@pytest.mark.parametrize(
+    ("content", "why"), [(b"", "holds no request"), (b'{"input_length": 5}\n', "holds no text hashes")]
+)
+def test_a_recording_without_text_is_refused(path, content, why):
     path.write_bytes(content)
     told = CliRunner().invoke(app, ["advise", str(path)])
     assert told.exit_code == 2
-    assert "holds no text hashes" in told.output
+    assert why in told.output
 
 
 def test_a_file_that_is_not_there_is_refused(path):
