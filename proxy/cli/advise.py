@@ -68,6 +68,8 @@ def _show(advice: Advice, out: Console) -> None:
     if advice.unknown:
         out.print(f"{advice.unknown:,} more requests are left out: kvpin does not know their text.")
     _table("rule", advice.rules, advice, out, "No rule changes any of these prompts.", {})
+    if advice.rules:
+        out.print("Each rule alone; all: every rule together. `kvpin serve --normalise RULE` chooses one.")
     if advice.alone == advice.requests:
         nothing = (
             "No request names its session, so what clients change is not known: let them send session_id or "

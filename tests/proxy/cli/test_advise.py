@@ -28,6 +28,7 @@ def test_rules_and_changes_are_told_with_their_shares(path):
     )
     rows = [row.split() for row in told.output.splitlines()]
     assert ["date_to_day", "1,000", "50.0%", "1", "50.0%"] in rows
+    assert "`kvpin serve --normalise RULE` chooses one." in told.output
     assert any(row[:5] == ["system", "1,000", "50.0%", "1", "50.0%"] for row in rows)
 
 
