@@ -19,7 +19,13 @@ from msgspec import structs
 from typing_extensions import override
 
 from engine_adapter.body import JsonBody
-from engine_adapter.errors import EngineError, EngineRejected, EngineUnavailable, EngineUnhealthy
+from engine_adapter.errors import (
+    EngineError,
+    EngineRejected,
+    EngineUnavailable,
+    EngineUnhealthy,
+    NotSupported,
+)
 from engine_adapter.hold import Forecast, Hold, RequestBody
 from engine_adapter.http.adapter import HttpAdapter
 from engine_adapter.http.models import read_models
@@ -88,6 +94,11 @@ _INSTEAD = {
     '"fallback": "warm" computes a prefix again by a one-token prefill',
 }  # fmt: skip
 
+_SALT_UNKNOWN = (
+    "it is not known yet whether it has a prompt cache of its own, which would serve every tenant (none with "
+    "--cache-ram 0): kvpin serve finds out on an idle slot, kvpin doctor with --probe"
+)
+
 
 class LlamaServerAdapter(HttpAdapter):
     """`EngineAdapter` of llama.cpp's llama-server."""
@@ -128,6 +139,13 @@ class LlamaServerAdapter(HttpAdapter):
         scheduler = self._scheduler
         sleeps = self._pulse.is_sleeping if scheduler is None else scheduler.sleeps
         return ModelState.SLEEPING if sleeps else None
+
+    @override
+    def not_supported(self, capability: Capability) -> NotSupported:
+        session = self._session
+        if capability is Capability.CACHE_SALT and session is not None and session.facts.ram_cache is None:
+            return NotSupported(capability.value, engine=self.spec.id, instead=_SALT_UNKNOWN)
+        return super().not_supported(capability)
 
     @override
     async def connect(self) -> EngineInfo:
