@@ -10,14 +10,21 @@ import time
 
 import httpx
 from openai import OpenAI
-from shared import add_server_arguments, admin_url, cached_tokens, first_model, one_line_errors
+from shared import (
+    add_admin_argument,
+    add_server_arguments,
+    admin_url,
+    cached_tokens,
+    first_model,
+    one_line_errors,
+)
 
 
 def main() -> None:
     """Runs the demonstration."""
     parser = argparse.ArgumentParser(description="Offload and restore through kvpin.")
     add_server_arguments(parser)
-    parser.add_argument("--admin-key")
+    add_admin_argument(parser)
     arguments = parser.parse_args()
 
     client = OpenAI(base_url=arguments.base_url, api_key=arguments.api_key)

@@ -12,7 +12,14 @@ import httpx
 import numpy as np
 from openai import OpenAI
 from safetensors.numpy import save
-from shared import add_server_arguments, admin_url, cached_tokens, first_model, one_line_errors
+from shared import (
+    add_admin_argument,
+    add_server_arguments,
+    admin_url,
+    cached_tokens,
+    first_model,
+    one_line_errors,
+)
 
 ROWS = 32
 
@@ -27,7 +34,7 @@ def main() -> None:
     """Runs the demonstration."""
     parser = argparse.ArgumentParser(description="Prompt tuning through kvpin.")
     add_server_arguments(parser)
-    parser.add_argument("--admin-key")
+    add_admin_argument(parser)
     parser.add_argument("--vocab-size", type=int, default=4096, help="of the model: fake ids start there")
     parser.add_argument("--hidden", type=int, default=256, help="hidden size of the model")
     arguments = parser.parse_args()

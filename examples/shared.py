@@ -40,6 +40,11 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--api-key", default=os.environ.get("OPENAI_API_KEY") or "unused")
 
 
+def add_admin_argument(parser: argparse.ArgumentParser) -> None:
+    """Adds the key of the admin API, which may come from the environment as for kvpin's commands."""
+    parser.add_argument("--admin-key", default=os.environ.get("KVPIN_ADMIN_KEY"))
+
+
 def admin_url(base_url: str) -> str:
     """The address of the admin API beside that of clients."""
     return f"{base_url.rstrip('/').removesuffix('/v1')}/admin/v1"

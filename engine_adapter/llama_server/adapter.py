@@ -99,6 +99,11 @@ _IN_VAIN = (
     "if its model has sliding windows, start it with --swa-full"
 )
 
+_SALT_UNKNOWN = (
+    "it is not known yet whether it has a prompt cache of its own, which would serve every tenant (none with "
+    "--cache-ram 0): kvpin serve finds out on an idle slot, kvpin doctor with --probe"
+)
+
 
 class LlamaServerAdapter(HttpAdapter):
     """`EngineAdapter` of llama.cpp's llama-server."""
@@ -142,8 +147,11 @@ class LlamaServerAdapter(HttpAdapter):
 
     @override
     def not_supported(self, capability: Capability) -> NotSupported:
-        if capability in _MOVES and self._session is not None and self._session.restores_in_vain:
+        session = self._session
+        if capability in _MOVES and session is not None and session.restores_in_vain:
             return NotSupported(capability.value, engine=self.spec.id, instead=_IN_VAIN)
+        if capability is Capability.CACHE_SALT and session is not None and session.facts.ram_cache is None:
+            return NotSupported(capability.value, engine=self.spec.id, instead=_SALT_UNKNOWN)
         return super().not_supported(capability)
 
     @override

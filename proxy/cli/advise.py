@@ -46,10 +46,12 @@ def advise(
         typer.echo(f"kvpin: {error}", err=True)
         raise typer.Exit(_UNUSABLE) from error
     if not advice.requests:
-        typer.echo(
-            f"kvpin: {recording}: holds no text hashes: record with this kvpin, chats, messages or responses",
-            err=True,
+        what = (
+            "holds no text hashes: record chats, messages or responses, with this version of kvpin"
+            if advice.unknown
+            else "holds no request"
         )
+        typer.echo(f"kvpin: {recording}: {what}", err=True)
         raise typer.Exit(_UNUSABLE)
     if json:
         typer.echo(msgspec.json.encode(advice).decode())
@@ -66,9 +68,17 @@ def _show(advice: Advice, out: Console) -> None:
     if advice.unknown:
         out.print(f"{advice.unknown:,} more requests are left out: kvpin does not know their text.")
     _table("rule", advice.rules, advice, out, "No rule changes any of these prompts.", {})
-    nothing = "No session changes what it sent before."
-    if advice.alone:
-        nothing += f" {advice.alone:,} requests name no session."
+    if advice.rules:
+        out.print("Each rule alone; all: every rule together. `kvpin serve --normalise RULE` chooses one.")
+    if advice.alone == advice.requests:
+        nothing = (
+            "No request names its session, so what clients change is not known: let them send session_id or "
+            "prompt_cache_key, one for each conversation."
+        )
+    else:
+        nothing = "No session changes what it sent before."
+        if advice.alone:
+            nothing += f" {advice.alone:,} requests name no session, and were not compared."
     _table("the client changes", advice.changes, advice, out, nothing, _CLIENTS)
 
 

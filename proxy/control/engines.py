@@ -60,7 +60,7 @@ class EngineAnswer(msgspec.Struct, kw_only=True):
 
 class DrainedEngine(EngineAnswer, kw_only=True):
     """An engine that an operator drains, or lets take requests again. `warning` says which models have no
-    engine now; null if each has one."""
+    engine now, and whether other kvpins do not hear of the order; null if there is nothing to warn of."""
 
     warning: str | None
 
@@ -158,13 +158,18 @@ def describe_engine(engine: Engine, pool: Pool | None) -> EngineAnswer:
     )
 
 
-def describe_drained(engine: Engine, fleet: Fleet) -> DrainedEngine:
-    """An engine that was just drained, or is no longer, and what that means for its models."""
-    pool, warning = fleet.pool_of(engine), None
+def describe_drained(engine: Engine, fleet: Fleet, *, is_told: bool) -> DrainedEngine:
+    """An engine that was just drained, or is no longer, and what that means for its models.
+
+    `is_told`: other kvpins, if there are any, hear of it now."""
+    pool, warnings = fleet.pool_of(engine), list[str]()
     own = {pool.model, *engine.loras} if pool is not None else set()
     if engine.state is EngineState.DRAINING and (lost := sorted(own.intersection(fleet.unserved()))):
-        warning = (
+        warnings.append(
             f"no engine takes requests for {', '.join(lost)} now: they get 503 no_engine; "
             f"kvpin engines drain {engine.id} --undo ends that"
         )
-    return DrainedEngine(**msgspec.structs.asdict(describe_engine(engine, pool)), warning=warning)
+    if not is_told:
+        warnings.append("the exchange is gone: other kvpins follow this order when it is back")
+    described = msgspec.structs.asdict(describe_engine(engine, pool))
+    return DrainedEngine(**described, warning="; ".join(warnings) or None)

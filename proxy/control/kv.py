@@ -67,23 +67,33 @@ class KvVerbs:
         finally:
             if verb is KvVerb.FLUSH and not complete:
                 self._rebuild_view(share)
-        if verb is KvVerb.FLUSH and complete and KvTarget() in share.targets:
-            share.engine.salts.emptied()
+        if verb is KvVerb.FLUSH and complete:
+            self._end_pins(share, selection)
+            if KvTarget() in share.targets:
+                share.engine.salts.emptied()
 
     def _clear_view(self, share: Share, selection: Selection) -> None:
         """KV that is being flushed counts as gone at once, so that no request is sent to it."""
         engine, pool, prefix = share.engine, share.pool, selection.prefix
         if prefix is not None:
-            hashes = prefix.chain.hashes
-            pool.forget(engine, hashes)
-            first = hashes[0] if hashes else None
-            self._pins.forget_engine(engine.id, lambda pin: first is not None and pin.first_block == first)
+            pool.forget(engine, prefix.chain.hashes)
         elif all(target.cache_salt is None for target in share.targets):
             pool.wipe(engine)
-            self._pins.forget_engine(engine.id)
         elif engine.audit.trust is Trust.APPROXIMATE:
             # A block's hash does not tell whose KV it is, and no event will.
             pool.wipe(engine)
+
+    def _end_pins(self, share: Share, selection: Selection) -> None:
+        """Ends the pins on KV that is gone. Where some is left, as engines may leave pinned KV, they stay:
+        who wants it flushed can end them."""
+        if selection.prefix is not None:
+            hashes = selection.prefix.chain.hashes
+            first = hashes[0] if hashes else None
+            self._pins.forget_engine(
+                share.engine.id, lambda pin: first is not None and pin.first_block == first
+            )
+        elif all(target.cache_salt is None for target in share.targets):
+            self._pins.forget_engine(share.engine.id)
 
     def _rebuild_view(self, share: Share) -> None:
         """Some of the KV that was cleared from the view is still there: the engine's events tell which."""

@@ -1,4 +1,4 @@
-"""The text of a prompt as hashes, as it came and as rules would have made it, for `kvpin advise`.
+"""The text of a prompt as hashes, as the engine got it and as rules would make it, for `kvpin advise`.
 
 An id is a keyed hash of a block of 256 bytes and of all bytes before it. The bytes are those of the tools,
 the system prompt and the conversation, in this order. A block ends where the tools or the system prompt end.

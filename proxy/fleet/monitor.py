@@ -179,7 +179,7 @@ class Monitor:
                 failures += 1
                 if failures == FAILURES:
                     raise
-                _doubt(engine, error)
+                self._doubt(engine, error)
             else:
                 failures = 0
             _require_mine(engine)
@@ -265,7 +265,7 @@ class Monitor:
             if engine.mine.is_set() and engine.last_error != str(error):
                 log.warning("engine is not used", engine=engine.id, reason=str(error))
         elif engine.state not in (EngineState.DOWN, EngineState.CONNECTING):
-            log.warning("engine is lost", engine=engine.id, error=str(error) or "no answer in time")
+            log.warning("engine is lost", engine=engine.id, error=self._reason(error))
         elif engine.state is EngineState.CONNECTING and engine.process is None and not engine.has_supervisor:
             refuses = isinstance(error, EngineRejected)
             log.warning(
@@ -274,7 +274,7 @@ class Monitor:
                 else "engine is not reachable; kvpin keeps trying",
                 engine=engine.id,
                 url=engine.adapter.spec.url,
-                error=str(error) or "no answer in time",
+                error=self._reason(error),
             )
         engine.refuses = isinstance(error, EngineRejected)
         starting = engine.process is not None and engine.process.starting
@@ -282,7 +282,7 @@ class Monitor:
             if engine.state is not EngineState.DRAINING and not starting:
                 engine.state = EngineState.DOWN if owner is None else EngineState.ELSEWHERE
             engine.owner = owner
-            engine.last_error = str(error) or "no answer in time"
+            engine.last_error = self._reason(error)
         engine.audit.lost("the engine is down")
         engine.ledger.backlog.reported(0)
         if self._ingest is not None:
@@ -290,13 +290,16 @@ class Monitor:
         self._fleet.leave(engine)
         engine.abandon()
 
+    def _doubt(self, engine: Engine, error: Exception) -> None:
+        """A health check of an engine failed. Until one succeeds, other engines are preferred."""
+        engine.last_error = self._reason(error)
+        if engine.state is EngineState.READY:
+            engine.state = EngineState.SUSPECT
+            log.warning("a health check failed: checking again", engine=engine.id, error=engine.last_error)
 
-def _doubt(engine: Engine, error: Exception) -> None:
-    """A health check of an engine failed. Until one succeeds, other engines are preferred."""
-    engine.last_error = str(error) or "no answer in time"
-    if engine.state is EngineState.READY:
-        engine.state = EngineState.SUSPECT
-        log.warning("a health check failed: checking again", engine=engine.id, error=engine.last_error)
+    def _reason(self, error: Exception) -> str:
+        """Why a check or a connection failed. One that takes too long has no words of its own."""
+        return str(error) or f"no answer within {self._timeout_s:g} s (health.timeout_s)"
 
 
 def _require_mine(engine: Engine) -> None:

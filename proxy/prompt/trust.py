@@ -33,8 +33,8 @@ ENOUGH_AGREED = 20
 _UNPROBED = frozenset({Form.DOCUMENTS, Form.OTHER})
 # What becomes of prompts that differ here.
 _ELSEWHERE: dict[Trusted, str] = {
-    "engine": "the engine is asked for the tokens of these forms, which costs a round trip each",
-    "none": "prompts of these forms are not followed: they go by load",
+    "engine": "the engine tokenises these forms, which costs a round trip for each prompt",
+    "none": "these forms are not followed, and go by load",
 }
 
 
@@ -189,7 +189,7 @@ class FormTable:
         """The table in a sentence. `here` is the tokenizer loaded here; without one, `reason` tells why."""
         forms = {form: msgspec.convert(row, RowView, from_attributes=True) for form, row in self.rows.items()}
         chats, differing = self.rows[Form.PLAIN], list(self._differing())
-        why = "; ".join(f"{form}: {row.detail}" for form, row in differing)
+        why = ", ".join(f"{form} ({row.detail})" for form, row in differing)
         if here is None:
             how = (
                 "the engine tokenises each prompt" if chats.source == "engine" else "prompts are not followed"
@@ -206,7 +206,7 @@ class FormTable:
         else:
             detail += f"unchecked: {chats.detail}"
         for source, what in _ELSEWHERE.items():
-            if some := "; ".join(f"{form}: {row.detail}" for form, row in differing if row.source == source):
+            if some := ", ".join(f"{form} ({row.detail})" for form, row in differing if row.source == source):
                 detail += f"; {what}: {some}"
         return Exactness(chats.ok and all(row.ok for _, row in differing), detail, "local", forms)
 

@@ -15,6 +15,7 @@ from typing import Annotated
 import msgspec
 
 from proxy.core.prompt_text import ALL, TextBlocks
+from proxy.replay.recorded import HEAD
 from proxy.replay.trace import TraceError
 
 
@@ -121,7 +122,8 @@ def read_recording(path: Path) -> Iterator[AdviceLine]:
     try:
         with path.open("rb") as packed, gzip.open(packed) if path.suffix == ".gz" else packed as file:
             for at, text in enumerate(file, 1):  # noqa: B007 - names the line in an error
-                if text.endswith(b"\n") and not text.isspace():  # a killed writer leaves half a line
+                is_whole = text.endswith(b"\n")  # a killed writer leaves half a line
+                if is_whole and not text.isspace() and not text.startswith(HEAD):
                     yield decoder.decode(text)
     except OSError as error:
         raise TraceError(f"{path}: cannot be read: {error.strerror or error}") from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,6 +30,8 @@ from proxy.settings import (
 if TYPE_CHECKING:
     from proxy.api.workers.siblings import Siblings
     from proxy.server.tracing import otlp
+
+_NO_MODEL = "no engine and no alias has this name; is it a LoRA adapter?"
 
 
 _GIVE_DECODE = "give one of them role=decode, or none a role"
@@ -57,7 +59,20 @@ def issued_keys(settings: Settings) -> list[IssuedKey]:
     return KeyBookFile(settings.state_dir).read() if settings.state_dir is not None else []
 
 
-def warnings_of_keys(settings: Settings) -> Iterator[str]:
+def warnings_of(settings: Settings) -> Iterator[str]:
+    """A sentence for each key that opens nothing, and for each rule that changes no prompt."""
+    issued = [key for key in issued_keys(settings) if not key.removed]
+    yield from _warnings_of_keys(settings, issued)
+    tenants = {*(key.tenant for key in issued), *(entry.tenant_id for entry in settings.api_keys)}
+    names = _only_models(settings)
+    for number, entry in enumerate(settings.normalise):
+        if entry.tenant is not None and entry.tenant not in tenants:
+            yield f"normalise[{number}] is for tenant {entry.tenant!r}: no key is of this tenant"
+        if entry.model is not None and names is not None and entry.model not in names:
+            yield f"normalise[{number}] is for {entry.model!r}: {_NO_MODEL}"
+
+
+def _warnings_of_keys(settings: Settings, issued: Iterable[IssuedKey]) -> Iterator[str]:
     """A sentence for each key that has ended, and for each model of a key that no engine can serve by these
     settings. What engines serve beside the models that the settings name is known only once they run."""
     now, names = time.time(), _only_models(settings)
@@ -67,10 +82,10 @@ def warnings_of_keys(settings: Settings) -> Iterator[str]:
             yield f"{key} has expired: every request with it is refused; take it out"
         for model in entry.models or ():
             if names is not None and model not in names:
-                yield f"{key} is for {model!r}: no engine and no alias has this name; is it a LoRA adapter?"
-    for issued in issued_keys(settings):
-        if not issued.removed and issued.expires is not None and issued.expires <= now:
-            yield f"the issued key {issued.id} has expired: kvpin keys remove {issued.id}"
+                yield f"{key} is for {model!r}: {_NO_MODEL}"
+    for each in issued:
+        if each.expires is not None and each.expires <= now:
+            yield f"the issued key {each.id} has expired: kvpin keys remove {each.id}"
 
 
 def _only_models(settings: Settings) -> set[str] | None:

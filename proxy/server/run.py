@@ -42,7 +42,7 @@ from proxy.observe.banner import Banner
 from proxy.observe.logs import configure_logs
 from proxy.runtime.interpreter import settle, steady
 from proxy.server.app import Proxy, build_app
-from proxy.server.checks import check, issued_keys, warnings_of_keys
+from proxy.server.checks import check, issued_keys, warnings_of
 from proxy.server.workers.catch_up import catch_up
 from proxy.server.workers.fairness import ConnectionTally, FairAcceptor, tallied
 from proxy.server.workers.orders import Orders
@@ -329,8 +329,8 @@ def _protocol(proxy: Proxy) -> type[Http1Protocol]:
 
 
 def _warn(settings: Settings, listeners: list[socket.socket]) -> None:
-    """Warns of keys that open nothing, and if other machines can use the engines without a key."""
-    for warning in warnings_of_keys(settings):
+    """Warns of keys and rules that do nothing, and if other machines can use the engines without a key."""
+    for warning in warnings_of(settings):
         log.warning(warning)
     if not (settings.api_keys or issued_keys(settings) or _is_local(listeners)):
         log.warning(

@@ -59,6 +59,15 @@ async def test_where_no_model_is_served_an_example_says_so(name):
         assert (await asyncio.to_thread(failed, name, url)).startswith("No model is served yet")
 
 
+async def test_the_admin_key_may_come_from_the_environment(monkeypatch):
+    async def refuse(request):
+        return JSONResponse({"error": {"message": f"got {request.headers['authorization']}"}}, 401)
+
+    monkeypatch.setenv("KVPIN_ADMIN_KEY", "k1")
+    async with serving(Starlette(routes=[Route("/{path:path}", refuse, methods=["POST"])])) as url:
+        assert (await asyncio.to_thread(failed, "p_tuning.py", url)).endswith("answered 401: got Bearer k1\n")
+
+
 @pytest.mark.parametrize("name", NAMES)
 async def test_an_error_of_the_server_is_one_line(name):
     async def refuse(_request):

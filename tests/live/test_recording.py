@@ -106,3 +106,7 @@ def test_what_was_served_can_be_replayed_and_not_read(tmp_path):
     replayed = json.loads(done.stdout)
     assert replayed["settings"]["requests"] == len(requests)
     assert {run["policy"] for run in replayed["runs"]} >= {"kvpin", "round-robin", "oracle"}
+
+    command = [sys.executable, "-m", "proxy.cli", "advise", str(path), "--json"]
+    advice = json.loads(subprocess.run(command, capture_output=True, check=True, text=True).stdout)
+    assert (advice["requests"], advice["alone"]) == (len(requests), 0)

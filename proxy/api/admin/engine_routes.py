@@ -81,7 +81,8 @@ def engine_routes(
 
     async def post_drain(request: Request) -> Response:
         body = await read_body(request, Drain)
-        return answer(describe_drained(orders.drain(named(request), undo=body.undo), fleet))
+        engine = orders.drain(named(request), undo=body.undo)
+        return answer(describe_drained(engine, fleet, is_told=peers is None or peers.is_connected))
 
     return (
         Endpoint("GET", "/stats", get_stats, "What every pool and engine holds and has predicted.", Stats),

@@ -66,6 +66,7 @@ async def test_who_may_not_try_a_server_out_changes_nothing_there(server, save_d
     await adapter.load()
     assert {Capability.KV_EVENTS, Capability.PIN} <= info.capabilities
     assert Capability.CACHE_SALT not in info.capabilities  # nobody knows
+    assert "not known yet whether it has a" in str(adapter.not_supported(Capability.CACHE_SALT))
     await adapter.aclose()
     assert await read_slots(control) == held
     assert list(save_dir.glob("*.bin")) == []

@@ -28,6 +28,7 @@ def test_rules_and_changes_are_told_with_their_shares(path):
     )
     rows = [row.split() for row in told.output.splitlines()]
     assert ["date_to_day", "1,000", "50.0%", "1", "50.0%"] in rows
+    assert "`kvpin serve --normalise RULE` chooses one." in told.output
     assert any(row[:5] == ["system", "1,000", "50.0%", "1", "50.0%"] for row in rows)
 
 
@@ -35,7 +36,12 @@ def test_nothing_to_advise(path):
     told = run(path, line(None, **chat(LONG)), msgspec.json.decode(b'{"input_length": 5}'))
     assert "1 more requests are left out" in told.output
     assert "No rule changes any of these prompts." in told.output
-    assert "1 requests name no session." in told.output
+    assert "No request names its session, so what clients change is not known" in told.output
+
+
+def test_requests_without_a_session_are_not_called_unchanged(path):
+    told = run(path, line(**chat(LONG)), line(None, **chat(LONG)))
+    assert "No session changes what it sent before. 1 requests name no session, and were" in told.output
 
 
 def test_json(path):
@@ -43,12 +49,14 @@ def test_json(path):
     assert json.loads(told.output)["requests"] == 1
 
 
-@pytest.mark.parametrize("content", [b"", b'{"input_length": 5}\n'])
-def test_a_recording_without_text_is_refused(path, content):
+@pytest.mark.parametrize(
+    ("content", "why"), [(b"", "holds no request"), (b'{"input_length": 5}\n', "holds no text hashes")]
+)
+def test_a_recording_without_text_is_refused(path, content, why):
     path.write_bytes(content)
     told = CliRunner().invoke(app, ["advise", str(path)])
     assert told.exit_code == 2
-    assert "holds no text hashes" in told.output
+    assert why in told.output
 
 
 def test_a_file_that_is_not_there_is_refused(path):

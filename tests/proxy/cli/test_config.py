@@ -129,6 +129,25 @@ def test_keys_that_open_nothing_are_warned_of_without_the_key(check, tmp_path):
     assert "'m3'" not in result.stderr
 
 
+def test_rules_that_change_nothing_are_warned_of(check, tmp_path):
+    KeyBookFile(tmp_path).add(
+        IssuedKey(f"key-{t}", t, t.encode(), "last", 0.0, removed=float(t == "gone"))
+        for t in ("mine", "gone")
+    )
+    text = f'state_dir = "{tmp_path}"\n[[engines]]\nkind = "vllm"\nurl = "http://gpu-1:8000"\nmodel = "m1"\n'
+    text += '[[api_keys]]\nkey = "the-secret"\ntenant = "acme"\n[model_aliases]\nfast = "m1"\n'
+    for tenant in ("acme", "mine", "gone", "agnets"):
+        text += f'[[normalise]]\nrules = ["paths"]\ntenant = "{tenant}"\n'
+    for model in ("m1", "fast", "qwen"):
+        text += f'[[normalise]]\nrules = ["paths"]\nmodel = "{model}"\n'
+    entry = "kvpin: warning: normalise[{}] is for {}"
+    assert check(text).stderr.splitlines() == [
+        entry.format(2, "tenant 'gone': no key is of this tenant"),
+        entry.format(3, "tenant 'agnets': no key is of this tenant"),
+        entry.format(6, "'qwen': no engine and no alias has this name; is it a LoRA adapter?"),
+    ]
+
+
 def test_a_damaged_key_book_and_an_admin_key_that_was_issued_are_faults(check, tmp_path):
     issued = IssuedKey("key-1", "t", hashlib.sha256(b"mine").digest(), "mine", 0.0)
     KeyBookFile(tmp_path).add([issued])

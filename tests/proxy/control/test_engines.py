@@ -1,7 +1,7 @@
 import pytest
 
 from engine_adapter import EngineSpec, EngineSpecError, KvVerb, Role
-from proxy.control.engines import describe_engine
+from proxy.control.engines import describe_drained, describe_engine
 from proxy.control.target import Target
 from proxy.errors import Conflict
 from proxy.fleet.engine import EngineState
@@ -104,6 +104,15 @@ async def test_undo_on_an_engine_that_is_gone(world, pair):
     world.engine_set.drain(world.fleet.engine("a"), undo=False)
     world.fleet.leave(world.engines["a"])
     assert world.engine_set.drain(world.fleet.engine("a"), undo=True).state is EngineState.DOWN
+
+
+async def test_an_order_that_others_do_not_hear_of_is_told(world, pair):
+    engine = world.engine_set.drain(world.fleet.engine("a"), undo=False)
+    assert describe_drained(engine, world.fleet, is_told=True).warning is None
+    warning = "the exchange is gone: other kvpins follow this order when it is back"
+    assert describe_drained(engine, world.fleet, is_told=False).warning == warning
+    last = world.engine_set.drain(world.fleet.engine("b"), undo=False)
+    assert describe_drained(last, world.fleet, is_told=False).warning.endswith(f"--undo ends that; {warning}")
 
 
 async def test_its_key_is_not_shown(world):

@@ -191,6 +191,18 @@ async def test_a_flush_ends_the_pins_it_meets(world, learned):
     assert b.pins
 
 
+async def test_a_pin_that_a_flush_leaves_can_be_ended(world, learned):
+    a, _ = learned
+    world.served(a, tokens(32))
+    pinned = await finished(await world.pinning.pin(Target(token_ids=tokens(32)), 60))
+    a.in_use.add(next(iter(a.tiers)))  # a llama-server leaves what is pinned in the same way
+    for target in (Target(token_ids=tokens(32)), Target(engine="a")):
+        await finished(await world.kv.operate(KvVerb.FLUSH, target))
+        assert [held.engines for held in world.pinning.active()] == [["a"]]
+    await finished(world.pinning.unpin(pinned.result["pin_id"]))
+    assert (world.pinning.active(), a.pins) == ([], {})
+
+
 async def test_a_tenants_kv_and_nobody_elses(tokenizer_dir):
     keys = ({"key": "ka", "tenant": "alice"}, {"key": "kb", "tenant": "bob"})
     async with kv_world(tokenizer_dir, api_keys=keys) as world:

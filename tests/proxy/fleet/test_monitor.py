@@ -266,7 +266,7 @@ async def test_one_that_does_not_answer_in_time_is_down():
     with pool.lease(pool.place(pool.candidates(None), None), None, on_lost=lambda: lost.append(1)):
         adapter.load = adapter.connect = hang
         await world.state(engine, EngineState.DOWN)
-        assert engine.last_error == "no answer in time"
+        assert engine.last_error == "no answer within 0.03 s (health.timeout_s)"
         assert lost
     await world.tasks.stop()
 

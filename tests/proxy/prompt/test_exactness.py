@@ -64,7 +64,7 @@ async def test_one_token_off_costs_one_form(check, info_of, engine, is_off, form
     assert {form for form, row in rows.items() if row.source == "engine"} == forms | unprobed
     assert all(row.ok for row in rows.values())
     assert (exactness.ok, exactness.source) == (True, "engine" if Form.PLAIN in forms else "local")
-    assert all(f"{form}: '" in exactness.detail for form in forms - unprobed)
+    assert all(f"{form} ('" in exactness.detail for form in forms - unprobed)
     assert " here, 0 there" in exactness.detail
 
 
@@ -92,7 +92,7 @@ async def test_a_form_that_the_engine_refuses_is_asked_of_it(info_of, engine):
     builder = prompts_of(info_of(Capability.TOKENIZE), tables=PromptTables(), engines=lambda: [engine])
     exactness = await verify_exactness(builder, engine)
     assert (exactness.ok, exactness.source) == (True, "local")
-    assert "tools: 'tools': the engine refuses it (tools are off)" in exactness.detail
+    assert "tools ('tools': the engine refuses it (tools are off))" in exactness.detail
 
     async def source(**fields):
         prompt = await builder.build(CHAT, chat(**fields), salt=None)
@@ -143,7 +143,7 @@ async def test_what_only_the_engine_can_render(embedded, engine):
     builder.local.tokenizer._tokenizer.chat_template = None
     exactness = await verify_exactness(builder, engine)
     assert exactness.source == "engine"
-    assert "plain: 'one message': kvpin cannot render it" in exactness.detail
+    assert "plain ('one message': kvpin cannot render it" in exactness.detail
 
 
 async def test_without_a_tokenizer_here_the_engine_is_asked(check, info_of):
@@ -243,7 +243,7 @@ class TestAudit:
         prompt = await build(asking, messages=parts)
         assert (prompt.source, prompt.exact) == ("local", True)
         assert audit_tokens(asking, prompt, prompt.token_ids[1:]) is not None
-        assert "costs a round trip each: text parts: it made other ids" in asking.exactness.detail
+        assert "costs a round trip for each prompt: text parts (it made other ids" in asking.exactness.detail
         later = await build(asking, messages=parts)
         assert (later.source, later.exact) == ("engine", True)
         plain = await build(asking)

@@ -38,8 +38,8 @@ def test_a_form_that_differs_costs_itself_alone(table):
     assert table.source(TOOLS) == "engine"
     assert table.source(PLAIN) == "local"
     detail = table.summary("a tokenizer", "").detail
-    assert "; the engine is asked for the tokens of these forms" in detail
-    assert detail.endswith(": tools: token 7 differs")
+    assert "; the engine tokenises these forms, which costs" in detail
+    assert detail.endswith(": tools (token 7 differs)")
 
 
 def test_a_form_that_nobody_makes_goes_by_load():
@@ -48,7 +48,7 @@ def test_a_form_that_nobody_makes_goes_by_load():
         table.probe(form, "token 7 differs" if form is Form.TOOLS else None, "")
     table.audit(TOOLS, "engine", "token 9")
     table.audit(TOOLS, "engine", "token 9")
-    assert "prompts of these forms are not followed: they go by load: tools:" in table.summary("a", "").detail
+    assert "these forms are not followed, and go by load: tools (" in table.summary("a", "").detail
 
 
 def test_a_prompt_is_made_by_the_one_that_all_of_its_forms_trust(table):

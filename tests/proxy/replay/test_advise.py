@@ -4,10 +4,12 @@ import gzip
 import json
 from hashlib import blake2b
 
+import msgspec
 import pytest
 
 from proxy.core.prompt_text import text_blocks
 from proxy.replay.advise import AdviceLine, advise, read_recording
+from proxy.replay.recorded import Recording, RecordingLine
 from proxy.replay.trace import TraceError
 
 LONG = "a tide table for every port, " * 100
@@ -72,7 +74,9 @@ def test_requests_without_text_or_session_are_counted():
 @pytest.mark.parametrize("opened", [open, gzip.open])
 def test_a_recording_is_read(tmp_path, opened):
     path = tmp_path / ("t.jsonl" if opened is open else "t.jsonl.gz")
+    about = msgspec.json.encode(RecordingLine(Recording(began=1.0, key="k")))
     with opened(path, "wb") as file:
+        file.write(about + b"\n")
         file.write(json.dumps({"input_length": 3, "hash_ids": [1], "text": {"ids": [5]}}).encode() + b"\n")
         file.write(b'{"input_len')  # its writer was killed
     (read,) = read_recording(path)

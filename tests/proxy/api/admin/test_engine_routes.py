@@ -3,9 +3,12 @@ from datetime import datetime
 
 import pytest
 
+from proxy.api.admin.engine_routes import engine_routes
 from proxy.fleet.engine import EngineState
+from proxy.peers.peers import Peers
 from tests.fakes import FakeEngine
 from tests.kv_world import tokens, until
+from tests.proxy.peers.world import Wire
 
 
 async def test_an_engine_comes_drains_and_goes(world, client):
@@ -43,6 +46,16 @@ async def test_the_last_engine_of_a_model_is_drained_with_a_warning(world, clien
     )  # fmt: skip
     assert (await client.post("/engines/a/drain", json={"undo": True})).json()["warning"] is None
     assert (await client.post("/engines/b/drain")).json()["warning"] is None, "a is back"
+
+
+async def test_a_drain_while_the_exchange_is_gone_has_a_warning(world, pair):
+    bus = Wire([])
+    peers = Peers(bus, 1, world.fleet, world.tenants)
+    world.endpoints = engine_routes(world.fleet, world.orders, world.pinning, {}, peers, reuse=True)
+    async with world.client() as client:
+        for bus.is_connected, warning in ((True, None), (False, "the exchange is gone: other kvpins follow")):
+            told = (await client.post("/engines/a/drain")).json()["warning"]
+            assert (told and told.partition(" this order")[0]) == warning
 
 
 @pytest.mark.parametrize(
