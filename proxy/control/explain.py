@@ -121,9 +121,9 @@ def explanation(record: RequestRecord, diagnosis: Diagnosis) -> str:
     """Why the request failed, or why the cache missed or hit, in one sentence."""
     placement = record.placement
     if placement is None:
-        return f"not placed: {record.error or 'kvpin answered it without an engine'}"
+        return f"{record.route} was not placed: {record.error or 'kvpin answered it without an engine'}"
     if record.error is not None:
-        return f"failed on {placement.engine} with status {record.status}: {record.error}"
+        return f"{record.route} failed on {placement.engine} with status {record.status}: {record.error}"
     if record.prompt is None or not record.prompt.whole or record.tokens_agree is False:
         return _of_the_unknown(record, placement, diagnosis)
     if record.died:

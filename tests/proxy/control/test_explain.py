@@ -124,8 +124,15 @@ async def test_all_that_can_be(world, pair):
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"placement": None, "error": "no engine"}, "not placed: no engine"),
-        ({"placement": None}, "not placed: kvpin answered it without an engine"),
+        ({"placement": None, "error": "no engine"}, "/v1/completions was not placed: no engine"),
+        (
+            {"placement": None},
+            "/v1/completions was not placed: kvpin answered it without an engine",
+        ),
+        (
+            {"placement": placed("a", 64, ("a", 0.1, 0)), "status": 404, "error": "File Not Found"},
+            "/v1/completions failed on a with status 404: File Not Found",
+        ),
         (
             {"placement": placed("a", 64, ("a", 0.1, 0)), "ids": None},
             "nothing was predicted: the prompt is not known",
