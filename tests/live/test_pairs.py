@@ -223,6 +223,26 @@ class TestBothLegs:
             )
 
 
+class TestAdded:
+    async def test_an_engine_for_prefills_may_come_later(self):
+        async with world_of("d") as world:
+            with running_vllm(nixl=True) as late:
+                named = {"kind": "vllm", "url": late.url, "id": "p", "role": "prefill"}
+                added = await world.client.post(f"{world.url}/admin/v1/engines", json=named)
+                assert (added.status_code, added.json()["role"]) == (201, "prefill")
+                world.fakes["p"] = late
+                await world.settle()
+                await world.stream()
+                assert (world.last.engine, world.last.prefilled_by) == ("d", "p")
+
+    async def test_a_role_that_its_kind_cannot_have_is_refused(self):
+        async with world_of("d") as world:
+            named = {"kind": "sglang", "url": "http://127.0.0.1:1", "role": "prefill"}
+            refused = await world.client.post(f"{world.url}/admin/v1/engines", json=named)
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, "role")
+            assert "sglang engines cannot have role=prefill" in refused.json()["error"]["message"]
+
+
 class TestAlone:
     @pytest.mark.parametrize(
         "fields",
