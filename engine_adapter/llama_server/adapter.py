@@ -8,7 +8,7 @@ hold    → a slot for the request (scheduler.py) → body with id_slot → what
 from __future__ import annotations
 
 from array import array
-from asyncio import Lock
+from asyncio import CancelledError, Lock
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, nullcontext, suppress
 from dataclasses import asdict, replace
@@ -126,6 +126,7 @@ class LlamaServerAdapter(HttpAdapter):
         self._known: EngineInfo | None = None  # as of its last session
         self._told: EngineInfo | None = None  # by `connect`
         self._probed: Probed | None = None  # likewise
+        self._is_too_slow = False  # for the probe
         self._pulse = Pulse()  # as it was told last, where there are no managed slots
         self._connecting = Lock()
 
@@ -212,8 +213,15 @@ class LlamaServerAdapter(HttpAdapter):
         if session is None or session.is_lost or session.facts.identity != facts.identity:
             await self._end(farewell=False)
             told = self._probed if self._router is not None else None
-            session = ServerSession(self._place, self._control, facts, may_try=self.may_try, told=told)
-            await session.begin(self._registry, self._mirror)
+            is_slow, may_try = self._is_too_slow, self.may_try
+            session = ServerSession(
+                self._place, self._control, facts, may_try=may_try, told=told, is_too_slow=is_slow
+            )
+            try:
+                await session.begin(self._registry, self._mirror)
+            except CancelledError:
+                self._is_too_slow = session.is_probing  # the next time it is used as it is
+                raise
             self._session, self._probed = session, session.probed
             if session.scheduler is not None:
                 for entry in session.scheduler.contents.all_entries():

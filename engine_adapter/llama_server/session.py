@@ -38,6 +38,10 @@ FAREWELL_S = 8.0
 # A slot is written back after it has been idle for this long.
 IDLE_S = 0.1
 POLL_S = 0.25
+_TOO_SLOW = (
+    "it is too slow to be tried out: the probe at connect, some 220 tokens, did not end within "
+    "health.timeout_s. So predictions are not firm, and salts are refused; raise health.timeout_s"
+)
 
 
 class Probed(msgspec.Struct, frozen=True):
@@ -65,13 +69,19 @@ class ServerSession:
         *,
         may_try: bool = True,
         told: Probed | None = None,
+        is_too_slow: bool = False,
     ) -> None:
         """`may_try`: it may probe the server, and empty and save slots; else it changes nothing there.
-        `told`: what probing a process with the same flags has told."""
+        `told`: what probing a process with the same flags has told. `is_too_slow`: the server did not answer
+        the probe in time before; it is not probed again."""
         self.facts = facts
         self.scheduler: SlotScheduler | None = None
         self.verbs: SlotVerbs | None = None
         self.findings: list[str] = []
+        self.is_probing = False  # the probe has begun and not ended
+        if is_too_slow:
+            self.findings.append(_TOO_SLOW)
+        self._is_too_slow = is_too_slow
         self._spec = spec
         self._may_try = may_try
         self._told = told
@@ -159,7 +169,7 @@ class ServerSession:
     async def try_out(self) -> None:
         """Probes a server that was too busy for it when kvpin connected."""
         scheduler = self.scheduler
-        if scheduler is None or not self._may_try or self.facts.ram_cache is not None:
+        if scheduler is None or not self._may_probe or self.facts.ram_cache is not None:
             return
         idle = scheduler.contents.table.idle()
         if idle and not scheduler.streams and not scheduler.waiting:
@@ -184,7 +194,7 @@ class ServerSession:
             if told is not None:  # by an earlier probe: no slot loses its content again
                 self.facts = replace(self.facts, ram_cache=told.ram_cache, is_unified=told.is_unified)
                 self._memory = told.memory
-            elif self._may_try and not any(state.is_processing for state in states):
+            elif self._may_probe and not any(state.is_processing for state in states):
                 await self._probe(spare_slot(states))
         if not self.facts.has_slots or self.facts.looks_unified:
             return
@@ -220,7 +230,12 @@ class ServerSession:
                 log.exception("%s: writing slots back crashed; it starts again in 1 s", self._spec.id)
                 await asyncio.sleep(1.0)
 
+    @property
+    def _may_probe(self) -> bool:
+        return self._may_try and not self._is_too_slow
+
     async def _probe(self, slot_id: int) -> None:
+        self.is_probing = True
         leaves_a_file = self.facts.can_save and self.facts.is_unified is None
         control, directory, file = self._control, self._spec.options.host_cache_dir, probe_file()
         self.facts = await probe(control, self.facts, slot_id, file=file)
@@ -236,6 +251,7 @@ class ServerSession:
                 self.facts = replace(self.facts, can_save=False)
         if directory is not None and leaves_a_file:
             self._shares_directory = await asyncio.to_thread(_take_probe, directory, file)
+        self.is_probing = False
 
     async def _learn_memory(self) -> None:
         """Turns what the probe told of the memory into rules."""

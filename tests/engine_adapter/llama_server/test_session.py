@@ -14,6 +14,7 @@ from engine_adapter import (
     NotSupported,
     make_adapter,
 )
+from engine_adapter.llama_server import session as session_module
 from engine_adapter.llama_server.discovery import discover
 from engine_adapter.llama_server.mirror_events import MirrorEvents
 from engine_adapter.llama_server.session import ServerSession
@@ -130,6 +131,24 @@ async def test_a_busy_server_is_tried_out_later(begun, control_of, server):
     assert session.keeps_none_itself
     assert session.scheduler.contents.table.violations == 0
     await session.try_out()  # again is nothing
+
+
+async def test_a_server_that_is_too_slow_for_the_probe_is_used_without(server, save_dir, monkeypatch):
+    async def never(*_, **__):
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(session_module, "probe", never)
+    adapter = make_adapter(engine_spec("llama_server", server.url, host_cache_dir=str(save_dir)))
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(1):
+            await adapter.connect()
+    async with asyncio.timeout(5):
+        info = await adapter.connect()
+        await adapter.load()
+    assert {Capability.KV_EVENTS, Capability.PIN} <= info.capabilities
+    assert Capability.CACHE_SALT not in info.capabilities
+    assert "raise health.timeout_s" in " ".join(map(str, adapter.findings()))
+    await adapter.aclose()
 
 
 async def test_a_beginning_that_fails_leaves_nothing(begun, server):
