@@ -3,7 +3,8 @@
 added     joins, and is watched
 changed   no new requests; those in flight end; then it is connected, or started, with its new settings.
           Engines of one model do so one after the other: the others serve meanwhile
-removed   stays until the added ones were tried; no new requests; those in flight end; then it leaves
+removed   stays until the added ones were tried, also those that wait until another one has left; no new
+          requests; those in flight end; then it leaves, unless it is named again with the same settings
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import structlog
 
@@ -55,6 +56,8 @@ class ConfiguredEngines:
     processes: dict[str, ManagedEngine] = field(default_factory=dict)
     _entries: dict[str, EngineEntry] = field(default_factory=dict)
     _joined: dict[str, Engine] = field(default_factory=dict)  # the last engine of each entry
+    _leaving: dict[str, tuple[EngineEntry, Engine]] = field(default_factory=dict)
+    _waiting: frozenset[str] = frozenset()
 
     def entry(self, engine_id: str) -> EngineEntry | None:
         """The settings of an engine that was named last and does not leave; None if there is none."""
@@ -90,17 +93,34 @@ class ConfiguredEngines:
             self._entries[made.entry.id] = made.entry
             self._joined[made.entry.id] = self._fleet.engines[made.entry.id]
             if self._must_wait(made):
-                waiting = self._replace_in_turn(made, grace_s)
-                self._tasks.start(f"turn of {made.entry.id} {id(made)}", waiting)
+                turn = self._replace_in_turn(made, grace_s)
+                self._tasks.start(f"turn of {made.entry.id} {id(made)}", turn)
             else:
                 self._replace(made, grace_s)
+        waiting = tuple(entry for entry in changes.waiting if not self._keep(entry))
+        # An engine that an operator added may have its id for good.
+        self._waiting = frozenset(entry.id for entry in waiting if entry.id in self._leaving)
+        to_try = [*(made.entry.id for made in added), *self._waiting]
         for engine_id in changes.removed:
             old = self.engine(engine_id)
-            del self._entries[engine_id], self._joined[engine_id]
+            entry = self._entries.pop(engine_id)
+            del self._joined[engine_id]
             if old is not None:
-                leaving = self._leave(old, [made.entry.id for made in added], grace_s)
-                self._tasks.start(f"leave {engine_id} {id(old)}", leaving)
-        return changes
+                self._leaving[engine_id] = entry, old
+                leaving = self._leave(old, to_try, grace_s)
+                self._tasks.start(_leaving_task(old), leaving)
+        return replace(changes, waiting=waiting)
+
+    def _keep(self, entry: EngineEntry) -> bool:
+        """Keeps an engine that leaves, if it is named again with the same settings. Whether it is so."""
+        before, engine = self._leaving.get(entry.id, (None, None))
+        if engine is None or before != entry or not self._fleet.has(engine):
+            return False
+        self._tasks.cancel(_leaving_task(engine))
+        del self._leaving[entry.id]
+        self._entries[entry.id], self._joined[entry.id] = entry, engine
+        self._engines.drain(engine, undo=True)
+        return True
 
     def _make(self, entry: EngineEntry) -> _Made:
         if isinstance(entry, ManagedSettings):
@@ -162,19 +182,26 @@ class ConfiguredEngines:
 
         self._tasks.start(f"replace {old.id} {id(new)}", follow_on())
 
-    async def _leave(self, engine: Engine, added: list[str], grace_s: float) -> None:
-        await _until(lambda: not any(self._is_connecting(each) for each in added), grace_s)
+    async def _leave(self, engine: Engine, to_try: list[str], grace_s: float) -> None:
+        await _until(lambda: not any(map(self._is_untried, to_try)), grace_s)
         engine.state = EngineState.DRAINING
         await _until(lambda: not engine.leases, grace_s)
+        if (leaving := self._leaving.get(engine.id)) is not None and leaving[1] is engine:
+            del self._leaving[engine.id]  # not that of a namesake
         process = self.processes.pop(engine.id, None) if engine.process is not None else None
         await self._engines.remove(engine)
         if process is not None:
             await process.stop()
         log.info("engine has left: nothing names it any more", engine=engine.id)
 
-    def _is_connecting(self, engine_id: str) -> bool:
+    def _is_untried(self, engine_id: str) -> bool:
         engine = self._fleet.engines.get(engine_id)
-        return engine is not None and engine.state is EngineState.CONNECTING
+        is_connecting = engine is not None and engine.state is EngineState.CONNECTING
+        return is_connecting or engine_id in self._waiting
+
+
+def _leaving_task(engine: Engine) -> str:
+    return f"leave {engine.id} {id(engine)}"
 
 
 async def _until(is_so: Callable[[], bool], seconds: float) -> None:

@@ -6,7 +6,8 @@ gone           leaves after its requests
 source fails   its last engines stay; it is asked again after 1 to 30 s
 several parts  each data-parallel rank, or each model of a router, joins; the engine that stood for all leaves
 removed        leaves if an operator has removed it; its source ends that when it no longer names the engine
-waiting        joins once its id is free: an engine that still leaves has it, or one that an operator added
+waiting        joins once its id is free: an engine with other settings that still leaves has it, or one that
+               an operator added
 """
 
 from __future__ import annotations
@@ -261,16 +262,17 @@ class DiscoveredEngines:
             engine = self._configured.engine(engine_id)
             if engine is not None:
                 self._engines.drain(engine, undo=engine_id not in draining)
-        for engine_id in sorted(changes.waiting - self._waiting):
+        waiting = frozenset(each.id for each in changes.waiting)
+        for engine_id in sorted(waiting - self._waiting):
             log.info(
                 "an engine waits: one that leaves has its id, or that an operator added", engine=engine_id
             )
         self._wanted = {
             engine_id: entry
             for engine_id, entry in wanted.items()
-            if not changes.waiting.issuperset(each.id for each in parts[engine_id])
+            if not waiting.issuperset(each.id for each in parts[engine_id])
         }
-        self._drained, self._waiting = draining, changes.waiting
+        self._drained, self._waiting = draining, waiting
         return changes
 
     def _found(self) -> Iterator[tuple[str, FoundEngine]]:

@@ -40,13 +40,13 @@ class EngineChanges:
     """The engines that join, leave, and are connected anew with other settings.
 
     Attributes:
-        waiting: the ids of engines that would join, and that others have.
+        waiting: engines that would join, but others have their ids.
     """
 
     added: tuple[EngineEntry, ...]
     removed: tuple[str, ...]
     changed: tuple[EngineEntry, ...]
-    waiting: frozenset[str] = frozenset()
+    waiting: tuple[EngineEntry, ...] = ()
 
 
 def engine_changes(
@@ -60,7 +60,7 @@ def engine_changes(
         added=tuple(entry for entry in new if entry.id not in taken),
         removed=tuple(sorted(have.keys() - {entry.id for entry in wanted})),
         changed=tuple(entry for entry in wanted if have.get(entry.id, entry) != entry),
-        waiting=frozenset(entry.id for entry in new if entry.id in taken),
+        waiting=tuple(entry for entry in new if entry.id in taken),
     )
 
 

@@ -180,7 +180,7 @@ async def test_an_engine_that_the_admin_api_removed_may_change_or_leave_the_sett
             await asyncio.sleep(0.1)
             assert proxy.fleet.engines == {"a": namesake}
             changes = proxy.configured.follow([named("a", a.url, api_key="l")], grace_s=60)
-            assert (changes.added, changes.waiting) == ((), {"a"})
+            assert (changes.added, [each.id for each in changes.waiting]) == ((), ["a"])
             assert proxy.fleet.engines == {"a": namesake}
 
 

@@ -230,10 +230,53 @@ async def test_settings_may_name_an_engine_again_while_it_leaves():
         old.leases.add(request := object())
         proxy.reload(before.model_copy(update={"engines": tuple(entries[1:])}))
         await until(lambda: old.state is EngineState.DRAINING)
-        proxy.reload(before)
+        changed = (named("a", "http://127.0.0.1:9", api_key="k"), entries[1])
+        proxy.reload(before.model_copy(update={"engines": changed}))
         assert proxy.fleet.engine("a") is old
         old.leases.discard(request)
         await until(lambda: sorted(ids(proxy)) == ["a", "b"] and proxy.fleet.engine("a") is not old)
+
+
+async def test_engines_stay_until_one_that_waits_for_its_id_was_tried():
+    async with (
+        FakeEngine("a") as a,
+        FakeEngine("b") as b,
+        FakeEngine("c") as c,
+        running(named("a", a.url)) as proxy,
+    ):
+
+        def reload(entry):
+            proxy.reload(proxy.settings.model_copy(update={"engines": (entry,)}))
+
+        old = proxy.fleet.engine("a")
+        await until(lambda: old.state is EngineState.READY)
+        old.leases.add(request := object())
+        reload(named("b", b.url))
+        await until(
+            lambda: (state(proxy, "a"), state(proxy, "b")) == (EngineState.DRAINING, EngineState.READY)
+        )
+        reload(named("a", c.url))  # a request holds the id: without b, all others would fail
+        await asyncio.sleep(0.2)
+        assert state(proxy, "b") is EngineState.READY
+        old.leases.discard(request)
+        await until(lambda: ids(proxy) == ["a"])
+        assert (state(proxy, "a"), proxy.fleet.engine("a").adapter.spec.url) == (EngineState.READY, c.url)
+
+
+async def test_an_engine_that_is_named_again_as_it_was_while_it_leaves_stays():
+    """An operator takes back wrong settings: requests would wait until the last one of before has ended."""
+    async with FakeEngine("a") as a, running(named("a", a.url)) as proxy:
+        old, before = proxy.fleet.engine("a"), proxy.settings
+        await until(lambda: old.state is EngineState.READY)
+        old.leases.add(request := object())
+        proxy.reload(before.model_copy(update={"engines": (named("b", "http://127.0.0.1:9"),)}))
+        await until(lambda: old.state is EngineState.DRAINING)
+        proxy.reload(before)
+        await until(lambda: old.state is EngineState.READY)
+        old.leases.discard(request)
+        await until(lambda: ids(proxy) == ["a"])
+        await asyncio.sleep(0.2)
+        assert proxy.fleet.engines == {"a": old}
 
 
 async def test_an_engine_without_an_id_is_no_newcomer_while_the_one_that_had_its_number_leaves():
