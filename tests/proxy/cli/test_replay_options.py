@@ -120,7 +120,7 @@ def test_the_number_of_engines_that_keeps_a_p99(kvpin):
     words = ("replay", CONVERSATION, "--target-p99", "20", "--prefill-rate", "15k", "--jobs", "1")
     stdout = kvpin(*words).stdout
     assert "kvpin: plan 3 engines for a p99 TTFT of 20 s: it is " in stdout
-    assert "3 engines are enough for the traffic as it is: 8.24 s, and 32.9 s with 2" in stdout
+    assert "3 engines are enough for the traffic as it is: 8.33 s, and 32.9 s with 2" in stdout
     assert "too short to rely on: 300 requests" in stdout
     (need,) = json.loads(kvpin(*words, "--json", "-").stdout)["needs"]
     assert (need["engines"], need["target_p99_s"], need["margin"]) == (3, 20.0, 0.2)

@@ -15,7 +15,7 @@ from tests.proxy.api.workers.test_siblings import at_socket
 
 
 def snapshot(requests):
-    content = {"requests": requests, "unshown": 0, "reuse": {}, "waiting": {}, "engines": []}
+    content = {"requests": requests, "unshown": 0, "reuse": {}, "waiting": {}, "unserved": [], "engines": []}
     return b"event: snapshot\ndata: " + msgspec.json.encode(content) + b"\n\n"
 
 
