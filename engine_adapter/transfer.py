@@ -39,10 +39,12 @@ class Transfer(Protocol):
     Attributes:
         name: of the way, for people.
         usable_s: seconds from the end of a prefill in which the KV is certainly still there.
+        remedy: what to do with an engine that keeps no KV for others.
     """
 
     name: str
     usable_s: float
+    remedy: str
 
     def takes(self, route: str, body: JsonBody) -> bool:
         """True if a request can be served in two legs."""

@@ -56,6 +56,7 @@ class NixlPull(Transfer):
     """`Transfer` by NixlConnector, pulled by the decode engine."""
 
     name = "NIXL pull"
+    remedy = """start it with --kv-transfer-config '{"kv_connector":"NixlConnector","kv_role":"kv_both",…}'"""
 
     def __init__(self, lease_s: float) -> None:
         """`lease_s`: the prefill engines' `kv_lease_duration`, above `MARGIN_S`."""

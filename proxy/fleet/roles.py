@@ -6,9 +6,8 @@ from engine_adapter import Finding, Role
 from proxy.fleet.engine import Engine
 from proxy.fleet.pool import Pool
 
-_KEEPS_NO_KV = Finding(
-    "it computed a prompt for another engine and kept no KV for it: until it restarts, it is in no pair",
-    """start it with --kv-transfer-config '{"kv_connector":"NixlConnector","kv_role":"kv_both",…}'""",
+_KEEPS_NO_KV = (
+    "it computed a prompt for another engine and kept no KV for it: until it restarts, it is in no pair"
 )
 
 
@@ -17,8 +16,9 @@ def of_role(engine: Engine, pool: Pool | None) -> tuple[Finding, ...]:
     connected."""
     if pool is None or engine.role is Role.BOTH:
         return ()
-    if engine.keeps_no_kv:
-        return (_KEEPS_NO_KV,)
+    transfer = engine.adapter.transfer
+    if engine.keeps_no_kv and transfer is not None:
+        return (Finding(_KEEPS_NO_KV, transfer.remedy),)
     there = {each.role for each in pool.engines.values()}
     if engine.role is Role.PREFILL and Role.DECODE not in there:
         use = "only when no other engine can" if Role.BOTH in there else "itself"
