@@ -217,7 +217,7 @@ class PairRun(Listener):
     def _decide(
         self, now: float, request: TraceRequest, targets: list, sources: list
     ) -> tuple[Placement, Placement | None]:
-        """Where the request is answered; and where its prompt is computed, if elsewhere."""
+        """The engine that answers the request, and another one that computes its prompt, if there is one."""
         placer, chain, rule = self.placer, request.chain, RULES[self.rule]
         if rule is None:
             named = {each.engine for each in targets}

@@ -151,7 +151,7 @@ class ServerSession:
 
     @property
     def probed(self) -> Probed | None:
-        """What probing the server has told; None if a next process must be probed again."""
+        """The results of the probe; None if the next process has to be probed, too."""
         facts = self.facts
         return (
             Probed(facts.ram_cache, facts.is_unified, self._memory)

@@ -1,5 +1,4 @@
-"""What operators have ordered about engines: drained, added, removed. Every kvpin of a group holds the same
-book."""
+"""The orders of operators to drain, add and remove engines. Every kvpin of a group holds the same book."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ _STEP_S = 0.001
 
 
 class EngineMark(msgspec.Struct, frozen=True, array_like=True):
-    """What counts of the orders about one engine.
+    """The orders about one engine that hold.
 
     Attributes:
         engine: its name, as kvpins tell it to each other.
@@ -36,7 +35,7 @@ class EngineMark(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def order(self) -> tuple[bool, bool, bytes]:
-        """What is ordered, without the time."""
+        """The orders without their time."""
         return self.drained, self.removed, self.added
 
 
