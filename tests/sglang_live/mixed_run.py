@@ -10,8 +10,10 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -204,27 +206,51 @@ class MixedRun:
 
     async def play(self, requests: int, *, restarts: bool = True) -> Report:
         """Sends this many requests, four at a time."""
+        async with self._running():
+            await self._together("at first", round(requests * 0.4))
+            await self._flush()
+            await self._together("after a flush", round(requests * 0.3))
+            if restarts:
+                await self._restart()
+            await self._together("at last", requests - len(self.report.seen))
+        return self.report
+
+    async def churn(self, minutes: float) -> Report:
+        """Sends requests four at a time until these minutes are over, flushed and killed in turn."""
+        end_s = time.monotonic() + 60 * minutes
+        async with self._running():
+            while time.monotonic() < end_s:
+                await self._together("before a flush", 40)
+                await self._flush()
+                await self._together("after a flush", 40)
+                await self._restart()
+        return self.report
+
+    @asynccontextmanager
+    async def _running(self) -> AsyncIterator[None]:
+        """Opens the client, and counts evictions."""
+        first = self._world.servers[0].event_port
         async with httpx.AsyncClient(
             base_url=self._world.kvpin.url, timeout=WAIT_S, trust_env=False
         ) as self._client:
-            first = self._world.servers[0].event_port
             counters = [
                 asyncio.create_task(count_evictions(first + rank, read_sglang_keys, self._add_evicted))
                 for rank in range(len(self._world.engines[0]))
             ]
-            await self._together("at first", round(requests * 0.4))
-            await asyncio.to_thread(self._world.admin, "flush", {"all": True})
-            await self._together("after a flush", round(requests * 0.3))
-            if restarts:
-                restart = asyncio.create_task(asyncio.to_thread(self._world.restart))
-                await self._together("while it restarts", round(requests * 0.02))
-                await restart
-                await asyncio.to_thread(self._world.until_exact)
-            await self._together("at last", requests - len(self.report.seen))
+            yield
             for counter in counters:
                 counter.cancel()
             await asyncio.gather(*counters, return_exceptions=True)
-        return self.report
+
+    async def _flush(self) -> None:
+        await asyncio.to_thread(self._world.admin, "flush", {"all": True})
+
+    async def _restart(self) -> None:
+        """Kills the server and starts it again; a few requests come meanwhile."""
+        restart = asyncio.create_task(asyncio.to_thread(self._world.restart))
+        await self._together("while it restarts", 5)
+        await restart
+        await asyncio.to_thread(self._world.until_exact)
 
     def _add_evicted(self, blocks: int) -> None:
         self.report.evicted += blocks

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.live.server_world import ServerWorld
 from tests.sglang_live.mixed_run import FORMS, LEFT, MixedRun
 from tests.sglang_live.sglang_world import SglangOptions, sglang_world
 
@@ -18,14 +19,29 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-async def test_predicted_is_reported(options, tmp_path, tell):
+async def test_predicted_is_reported(options, tmp_path, tell, pytestconfig):
+    requests = pytestconfig.getoption("requests")
     with sglang_world(tmp_path, options) as world:
-        report = await MixedRun(world, within=1 if options.page > 1 else 16).play(260)
-    tell(*report.lines())
+        report = await MixedRun(world, within=1 if options.page > 1 else 16).play(requests)
+        tell(*report.lines(), _audits(world))
     assert {seen.form for seen in report.answered} == set(FORMS)
     assert {seen.stage for seen in report.seen if seen.broken not in ("", LEFT)} <= {"while it restarts"}
-    assert len(report.answered) > 230
+    assert len(report.answered) > 0.88 * requests
     # What others evict or store between a placement and its prefill is not foreseen.
-    assert len(report.misses) <= 4
+    assert len(report.misses) <= 4 + requests // 100
     assert report.evicted > 100
     assert {seen.engine for seen in report.answered} == set(world.engines[0])
+
+
+async def test_flushes_and_kills_cost_no_prediction(tmp_path, tell, pytestconfig):
+    with sglang_world(tmp_path, OPTIONS["one server"]) as world:
+        report = await MixedRun(world, seed=2).churn(pytestconfig.getoption("churn"))
+        tell(*report.lines(), _audits(world))
+    assert {seen.stage for seen in report.seen if seen.broken not in ("", LEFT)} <= {"while it restarts"}
+    assert len(report.misses) <= 1 + len(report.answered) // 100
+
+
+def _audits(world: ServerWorld) -> str:
+    """What kvpin itself says of its predictions on each engine."""
+    audits = {name: world.kvpin.engines()[name]["audit"] for name in world.engines[0]}
+    return "\n".join(f"audit of {name}: {audit}" for name, audit in audits.items())
