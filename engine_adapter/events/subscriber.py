@@ -28,7 +28,7 @@ from engine_adapter.types import CacheCleared, EventPosition, KvEvent, ViewCurre
 
 _END_OF_REPLAY = 2**64 - 1
 _SEQUENCE_BYTES = 8
-# Seconds that an idle check waits for an answer: events wait meanwhile. A replay socket that counts as silent
+# Seconds that an idle check waits for an answer. A replay socket that counts as silent
 # is tried again after this many idle checks.
 _LOOK_S, _LOOK_EVERY = 0.25, 10
 
@@ -198,7 +198,7 @@ class KvEventSubscriber:
                 for event in self._between():
                     yield event
                 if frames is None:
-                    missed = self._missed(replay, cursor, None)
+                    missed = self._look(inbox, replay, cursor)
                 elif (message := self._live(cursor, frames)) is None:
                     continue
                 elif cursor.last is None or message[0] == cursor.last + 1:
@@ -237,30 +237,33 @@ class KvEventSubscriber:
         cursor.last_live = sequence
         return message if cursor.last is None or sequence > cursor.last else None
 
-    async def _missed(
-        self, replay: ReplayClient | None, cursor: _Cursor, sequence: int | None
+    async def _look(
+        self, inbox: Inbox, replay: ReplayClient | None, cursor: _Cursor
     ) -> AsyncGenerator[KvEvent, None]:
-        """The events that were published but did not arrive: of batch `sequence` and those before it, or, on
-        an idle check (None), of any."""
-        if sequence is None:
-            if replay is None:
-                return
-            if cursor.silent:
-                await self._look_for_replay(replay, cursor)
-                return
-            patience_s = _LOOK_S
-        else:
-            self.counts.gaps += 1
-            self.counts.replays += replay is not None
-            patience_s = self._replay_timeout_s
-        first = (cursor.last or 0) + 1
-        async with aclosing(self._catch_up(replay, cursor, patience_s, sequence or -1)) as events:
+        """An idle check: the events that were published but did not arrive. A message that arrives meanwhile
+        ends it, for its number says whether one is missing."""
+        if replay is None:
+            return
+        if cursor.silent:
+            await self._look_for_replay(inbox, replay, cursor)
+            return
+        async with aclosing(self._catch_up(replay, cursor, _LOOK_S, other=inbox)) as events:
             async for event in events:
                 yield event
-        if sequence is None:
-            if cursor.silent and replay is not None:
-                self._bear_silence(replay, cursor)
-        elif cursor.last is None or cursor.last < sequence:
+        if self.replay_is_silent:
+            self._bear_silence(replay, cursor)
+
+    async def _missed(
+        self, replay: ReplayClient | None, cursor: _Cursor, sequence: int
+    ) -> AsyncGenerator[KvEvent, None]:
+        """The events that were published but did not arrive, of batch `sequence` and those before it."""
+        self.counts.gaps += 1
+        self.counts.replays += replay is not None
+        first = (cursor.last or 0) + 1
+        async with aclosing(self._catch_up(replay, cursor, self._replay_timeout_s, sequence)) as events:
+            async for event in events:
+                yield event
+        if cursor.last is None or cursor.last < sequence:
             raise _StartOverError(f"batches {first} to {sequence} are lost")
 
     def _bear_silence(self, replay: ReplayClient, cursor: _Cursor) -> None:
@@ -272,32 +275,37 @@ class KvEventSubscriber:
         cursor.silent = self.replay_is_silent = False
         replay.connect()
 
-    async def _look_for_replay(self, replay: ReplayClient, cursor: _Cursor) -> None:
-        """Starts the view over once a silent replay socket answers. It is asked again only now and then, and
-        briefly, because events wait meanwhile."""
+    async def _look_for_replay(self, inbox: Inbox, replay: ReplayClient, cursor: _Cursor) -> None:
+        """Starts the view over once a silent replay socket answers. It is asked again only now and then."""
         answers = await replay.receive(0) is not None
         cursor.idle_checks += 1
         if not answers and cursor.idle_checks % _LOOK_EVERY == 0:
             with replay_client(self._endpoints.replay) as another:
                 if another is not None:
                     await another.ask(_END_OF_REPLAY)
-                    answers = await another.receive(_LOOK_S) is not None
+                    answers = await another.receive(_LOOK_S, inbox) is not None
         if answers:
             raise _StartOverError("the replay socket answers again")
 
     async def _catch_up(
-        self, replay: ReplayClient | None, cursor: _Cursor, patience_s: float, until: int = -1
+        self,
+        replay: ReplayClient | None,
+        cursor: _Cursor,
+        patience_s: float,
+        until: int = -1,
+        other: Inbox | None = None,
     ) -> AsyncGenerator[KvEvent, None]:
         """Replays what the engine published after `cursor.last`; batch `until` is known to exist. A ROUTER
-        drops messages for a slow peer, so an answer with gaps is requested again."""
+        drops messages for a slow peer, so an answer with gaps is requested again. A message in the `other`
+        inbox ends the replay."""
         if replay is None or cursor.silent:
             return
         while True:
-            before, answer = cursor.last, _Replayed(until, patience_s)
+            before, answer = cursor.last, _Replayed(until, patience_s, other)
             async with aclosing(self._replayed(replay, cursor, answer)) as events:
                 async for event in events:
                     yield event
-            if cursor.last is None or cursor.last >= answer.until:
+            if answer.is_interrupted or cursor.last is None or cursor.last >= answer.until:
                 return
             if cursor.last == before:
                 raise _StartOverError(f"batches {cursor.last + 1} to {answer.until} are lost")
@@ -310,7 +318,7 @@ class KvEventSubscriber:
         known = cursor.last if cursor.last is not None and cursor.last >= 0 else None
         await replay.ask(known or 0)
         while True:
-            frames = await replay.receive(answer.patience_s)
+            frames = await replay.receive(answer.patience_s, answer.other)
             if frames is None:
                 self._note_silence(replay, cursor, answer)
                 return
@@ -337,8 +345,9 @@ class KvEventSubscriber:
             cursor.last, cursor.complete = -1, True
 
     def _note_silence(self, replay: ReplayClient, cursor: _Cursor, answer: _Replayed) -> None:
-        """An answer stopped. If part of it came, the rest was dropped or is late; else nobody answers."""
-        if answer.batches:
+        """An answer stopped. If part of it came, the rest was dropped or is late; else nobody answers, unless
+        it was given no time."""
+        if answer.batches or answer.is_interrupted:
             replay.connect()
         else:
             cursor.silent = self.replay_is_silent = True
@@ -379,12 +388,17 @@ class KvEventSubscriber:
 
 @dataclass(slots=True)
 class _Replayed:
-    """One answer of the replay socket: the highest number known to exist, the longest pause in seconds, and
-    the batches received."""
+    """One answer of the replay socket: the highest number known to exist, the longest pause in seconds, the
+    inbox whose messages end it, and the batches received."""
 
     until: int
     patience_s: float
+    other: Inbox | None = None
     batches: int = 0
+
+    @property
+    def is_interrupted(self) -> bool:
+        return self.other is not None and self.other.has_messages()
 
 
 def _check_same(cursor: _Cursor, sequence: int, payload: bytes) -> Iterator[KvEvent]:

@@ -42,18 +42,31 @@ class Inbox:
         self._taken: deque[list[bytes]] = deque()
         self._turn_ends = 0.0
 
-    async def receive(self, timeout_s: float) -> list[bytes] | None:
-        """The next message, None after the time-out. Raises EngineUnavailable on a dropped connection."""
+    async def receive(self, timeout_s: float, other: Inbox | None = None) -> list[bytes] | None:
+        """The next message; None after the time-out, or as soon as the `other` inbox has one. Raises
+        EngineUnavailable on a dropped connection."""
         if time.monotonic() > self._turn_ends:
             await asyncio.sleep(0)
             self._turn_ends = time.monotonic() + _TURN_S
         if not self._taken:
             self._take()
         if not self._taken:
-            await self._poller.poll(int(timeout_s * 1000))
+            poller = self._poller if other is None else self._beside(other)
+            await poller.poll(int(timeout_s * 1000))
             self._turn_ends = time.monotonic() + _TURN_S
             self._take()
         return self._taken.popleft() if self._taken else None
+
+    def has_messages(self) -> bool:
+        """True if messages wait."""
+        return bool(self._taken) or bool(int(self._now.get(zmq.EVENTS)) & zmq.POLLIN)
+
+    def _beside(self, other: Inbox) -> zmq.asyncio.Poller:
+        """A poller of this inbox's sockets and those of the other."""
+        poller = zmq.asyncio.Poller()
+        for socket, flags in (*self._poller.sockets, *other._poller.sockets):
+            poller.register(socket, flags)
+        return poller
 
     def _take(self) -> None:
         """Takes waiting messages."""
@@ -130,9 +143,9 @@ class ReplayClient:
         """Asks for batch `start` and all later ones."""
         await self._dealer.send_multipart((b"", start.to_bytes(8, "big")))
 
-    async def receive(self, timeout_s: float) -> list[bytes] | None:
-        """The next message of the answer, None after the time-out."""
-        return await self._inbox.receive(timeout_s)
+    async def receive(self, timeout_s: float, other: Inbox | None = None) -> list[bytes] | None:
+        """The next message of the answer; None after the time-out, or once the `other` inbox has one."""
+        return await self._inbox.receive(timeout_s, other)
 
 
 @contextmanager

@@ -324,6 +324,22 @@ async def test_a_replay_socket_that_is_late_on_idle_checks_costs_nothing(engine,
         assert not view.subscriber.replay_is_silent
 
 
+async def test_events_do_not_wait_for_the_answer_to_an_idle_check(engine, monkeypatch):
+    monkeypatch.setattr(subscriber_module, "_LOOK_S", 600.0)
+    engine.record(0)
+    async with reader(engine, idle_check_s=0.02) as view:
+        await view.take(3)
+        await engine.subscribed()
+        await engine.fall_silent()
+        taken = asyncio.create_task(view.take(1))
+        await asyncio.wait_for(engine.router.recv_multipart(), WAIT_S)
+        await engine.publish(1)
+        assert await taken == [removed(1)]
+        engine.answer()
+        engine.record(1, 2)  # the last was never published
+        assert await view.take(1) == [removed(2)]
+
+
 @pytest.mark.parametrize("forgets", [False, True], ids=["late", "asked-anew"])
 async def test_a_replay_socket_that_answers_again_is_found(forgets):
     engine = ScriptedEngine(replies=False)
