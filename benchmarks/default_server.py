@@ -24,6 +24,7 @@ import os
 import random
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -31,7 +32,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
-from harness import ROOT, free_port, host_cache, kvpin, llama_server, some_of
+from harness import CACHE, ROOT, free_port, host_cache, kvpin, llama_server, some_of
 from slot_restore import wait_written_back
 from slots import VOCABULARY, Answer, ask
 
@@ -183,7 +184,8 @@ def straight(stack: ExitStack, case: str, name: str, model: str) -> Setup:
 
 def through_kvpin(stack: ExitStack, case: str, model: str) -> Setup:
     """Kvpin in front of servers with a common directory."""
-    memory, disk = stack.enter_context(host_cache()), stack.enter_context(host_cache())
+    memory = stack.enter_context(host_cache())
+    disk = stack.enter_context(tempfile.TemporaryDirectory(dir=CACHE))
     servers = Servers(gguf_path(model), THROUGH, 1 + (case == "two"), memory)
     stack.callback(servers.stop)
     servers.start()
