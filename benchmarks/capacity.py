@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import httpx
@@ -30,9 +31,11 @@ from router_peers import Engine
 from router_work import MIXES, Question, make_warm_up, make_work
 from routers import SETTLE_S, engines
 
+from proxy.replay.arrivals import SEVERAL_SEEDS
 from proxy.replay.simulator import quantile_of
 
 P99 = 0.99
+SEEDS = ",".join(map(str, SEVERAL_SEEDS))
 
 
 def main() -> None:
@@ -50,8 +53,10 @@ def main() -> None:
         if arguments.engines not in predicted:
             predicted |= replayed(recording, None, arguments.engines)[1]
     for count, p99_s in sorted(measured.items()):
-        off = predicted[count] / p99_s - 1
-        print(f"{count} engines: p99 {predicted[count]:.3g} s predicted, {p99_s:.3g} s measured, {off:+.0%}")
+        runs = sorted(predicted[count])
+        draws, middle = f"{runs[0]:.3g} to {runs[-1]:.3g} in {len(runs)} runs", median(runs)
+        off = middle / p99_s - 1
+        print(f"{count} engines: p99 {middle:.3g} s predicted ({draws}), {p99_s:.3g} s measured, {off:+.0%}")
 
 
 def run(served: Sequence[Engine], work: Sequence[Question], recording: Path | None) -> float:
@@ -73,10 +78,14 @@ def run(served: Sequence[Engine], work: Sequence[Question], recording: Path | No
 
 def replayed(
     recording: Path, target_s: float | None, count: int | None = None
-) -> tuple[dict[str, Any], dict[int, float]]:
+) -> tuple[dict[str, Any], dict[int, list[float]]]:
     """Runs `kvpin replay` for a target, or for a number of engines, and prints its sentences. Returns the
-    engines needed, and the p99 of each number of engines."""
-    asked = ["--target-p99", str(target_s)] if target_s is not None else ["--engines", str(count)]
+    engines needed, and the p99s of each number of engines."""
+    asked = (
+        ["--target-p99", str(target_s)]
+        if target_s is not None
+        else ["--engines", str(count), "--seeds", SEEDS]
+    )
     command = [sys.executable, "-m", "proxy.cli", "replay", str(recording), *asked, "--policies", "kvpin"]
     ran = subprocess.run([*command, "--json", "-"], cwd=ROOT, check=True, capture_output=True, text=True)
     document = json.loads(ran.stdout)
@@ -84,7 +93,10 @@ def replayed(
         shown = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
         print(shown.stdout, flush=True)
     need = document["needs"][0] if document["needs"] else {}
-    return need, {run["engines"]: run["p99_ttft_s"] for run in document["runs"]}
+    predicted = dict[int, list[float]]()
+    for each in document["runs"]:
+        predicted.setdefault(each["engines"], []).append(each["p99_ttft_s"])
+    return need, predicted
 
 
 def _arguments() -> argparse.Namespace:

@@ -311,9 +311,11 @@ async def _fingerprint(
     return xxhash.xxh3_128_hexdigest(msgspec.json.encode([model, adapters])) if adapters else model
 
 
-def probe_file() -> str:
-    """A new name for the small file that a probe leaves behind; servers may share a directory."""
-    return f"kvpin-probe-{uuid4().hex}.bin"
+def probe_file(spec: EngineSpec | None = None) -> str:
+    """The name of the small file that a probe leaves behind: a new one, because servers may share a
+    directory; or that of a server whose directory kvpin does not know, where the next probe overwrites it."""
+    name = uuid4().hex if spec is None else xxhash.xxh3_64_hexdigest(f"{spec.url} {spec.model}".encode())
+    return f"kvpin-probe-{name}.bin"
 
 
 async def probe(control: ControlClient, facts: ServerFacts, slot_id: int, *, file: str) -> ServerFacts:

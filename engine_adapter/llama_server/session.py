@@ -88,6 +88,7 @@ class ServerSession:
         self._control = control
         self._has_files = False
         self._shares_directory = True
+        self._left = ""  # the file that the probe left in a directory that kvpin does not know
         self._write_back: asyncio.Task[None] | None = None
         self._probes: ServerRecord[Probed] | None = None
         self._memory: MemoryKind | None = None
@@ -237,11 +238,12 @@ class ServerSession:
     async def _probe(self, slot_id: int) -> None:
         self.is_probing = True
         leaves_a_file = self.facts.can_save and self.facts.is_unified is None
-        control, directory, file = self._control, self._spec.options.host_cache_dir, probe_file()
+        control, directory, left = self._control, self._spec.options.host_cache_dir, probe_file(self._spec)
+        file = probe_file() if directory is not None else left
         self.facts = await probe(control, self.facts, slot_id, file=file)
         if not self.facts.is_unified:
-            file_made = file if self.facts.can_save else None
-            leaves_a_file |= self.facts.can_save
+            file_made = file if self.facts.can_save and directory is not None else None
+            leaves_a_file |= file_made is not None
             ram_cache = self.facts.ram_cache is not False
             try:
                 self._memory = await probe_memory(
@@ -251,6 +253,9 @@ class ServerSession:
                 self.facts = replace(self.facts, can_save=False)
         if directory is not None and leaves_a_file:
             self._shares_directory = await asyncio.to_thread(_take_probe, directory, file)
+            await asyncio.to_thread(_take_probe, directory, left)
+        elif leaves_a_file:
+            self._left = left
         self.is_probing = False
 
     async def _learn_memory(self) -> None:
@@ -270,8 +275,10 @@ class ServerSession:
     async def _usable(self, registry: SavedPrefixes | None) -> SavedPrefixes | None:
         """The registry, if the server can save and the directory can be used."""
         if registry is None and self.facts.can_save:
+            left = f"; until then, a small file stays there, {self._left}" if self._left else ""
             self.findings.append(
                 "nothing is saved: set host_cache_dir to the server's --slot-save-path as kvpin sees it"
+                + left
             )
         if registry is None or not self.facts.can_save:
             return None

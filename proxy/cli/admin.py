@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -129,8 +130,9 @@ def engines_add(
 @engines_app.command("remove")
 def engines_remove(*, engine_id: EngineId, kvpin: AdminClient) -> None:
     """Remove an engine."""
-    kvpin.delete(f"/engines/{path_part(engine_id)}")
+    removed = kvpin.delete(f"/engines/{path_part(engine_id)}")
     typer.echo(f"removed {engine_id}")
+    _warn(removed or {})  # older kvpins answer nothing
 
 
 @engines_app.command("drain")
@@ -154,11 +156,18 @@ def engines_drain(
     else:
         state = f"is {engine['state']}"
     typer.echo(f"{engine_id} {state}, {engine['in_flight']} requests in flight")
-    if engine.get("warning"):  # older kvpins have none
-        typer.echo(f"warning: {engine['warning']}", err=True)
-    if wait and engine["in_flight"]:
-        _wait_until_idle(kvpin, engine_id)
-        typer.echo(f"{engine_id} has no request in flight")
+    _warn(engine)
+    if wait:
+        began = time.monotonic()
+        if engine["in_flight"]:
+            _wait_until_idle(kvpin, engine_id)
+        typer.echo(f"{engine_id} is drained, after {time.monotonic() - began:.1f} s: no request is in flight")
+
+
+def _warn(answer: Mapping[str, Any]) -> None:
+    """Prints the warning of an answer, if there is one; older kvpins have none."""
+    if answer.get("warning"):
+        typer.echo(f"warning: {answer['warning']}", err=True)
 
 
 def _wait_until_idle(kvpin: AdminClient, engine_id: str) -> None:
@@ -299,8 +308,7 @@ def keys_remove(
     """Remove an issued key."""
     removed = kvpin.delete(f"/keys/{path_part(key_id)}")
     typer.echo(f"removed {key_id}")
-    if removed["warning"] is not None:
-        typer.echo(f"warning: {removed['warning']}", err=True)
+    _warn(removed)
     if not (left := kvpin.get("/keys"))["keys"]:
         from proxy.cli import answer_tables  # noqa: PLC0415 - rich is slow to import
 

@@ -23,8 +23,12 @@ _CLIENTS = {
 
 
 def advise(
-    recording: Annotated[
-        Path, typer.Argument(metavar="RECORDING", help="Of `kvpin serve --record-traffic`, plain or .gz.")
+    recordings: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="RECORDING…",
+            help="Of `kvpin serve --record-traffic`, plain or .gz; several that kvpins made at one time.",
+        ),
     ],
     *,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -32,7 +36,7 @@ def advise(
     """Say what would let more of recorded prompts come from cache.
 
     Judges each rule that can change prompts, and what clients change themselves, by the tokens that it would
-    have saved. Exit status 2: the recording cannot be used.
+    have saved. Exit status 2: a recording cannot be used.
     """
     import msgspec  # noqa: PLC0415 - the other commands start quicker without
 
@@ -41,7 +45,7 @@ def advise(
     from proxy.replay.trace import TraceError  # noqa: PLC0415 - likewise
 
     try:
-        advice = module.advise(module.read_recording(recording))
+        advice = module.advise(module.read_recordings(*recordings))
     except TraceError as error:
         typer.echo(f"kvpin: {error}", err=True)
         raise typer.Exit(_UNUSABLE) from error
@@ -51,7 +55,7 @@ def advise(
             if advice.unknown
             else "holds no request"
         )
-        typer.echo(f"kvpin: {recording}: {what}", err=True)
+        typer.echo(f"kvpin: {', '.join(map(str, recordings))}: {what}", err=True)
         raise typer.Exit(_UNUSABLE)
     if json:
         typer.echo(msgspec.json.encode(advice).decode())

@@ -120,7 +120,9 @@ class ReplayOptions:
     policies: str | None = option(
         "NAME[,NAME…]", "all, ablations, or some: kvpin,sglang,oracle [all; with --target-p99 kvpin]."
     )
-    seeds: str = option("N[,N…]", "0: arrivals as recorded; others vary.", "0")
+    seeds: str | None = option(
+        "N[,N…]", "0: arrivals as recorded; others vary [0; with --target-p99 0 to 4]."
+    )
     limit: int | None = option("N", "Read only this many lines.", min=1)
     model_name: str | None = option("NAME", "Which model of a recording of several.")
     jobs: int | None = option("N", "Processes [one a CPU].", min=1)
@@ -212,7 +214,7 @@ class ReplayOptions:
             models=models,
             engines=self._read_all("engines", parse_count, 1) if self.engines is not None else (),
             policies=self._policies(),
-            seeds=self._read_all("seeds", parse_count),
+            seeds=self._seeds(),
             load=self.load,
             speedup=self.speedup or 1.0,
             target=P99Target(self.target_p99, self.max_engines, self.margin)
@@ -220,6 +222,13 @@ class ReplayOptions:
             else None,
             sources=self.sources(recorded),
         )
+
+    def _seeds(self) -> tuple[int, ...]:
+        from proxy.replay.arrivals import SEVERAL_SEEDS  # noqa: PLC0415 - see above
+
+        if self.seeds is not None:
+            return self._read_all("seeds", parse_count)
+        return (0,) if self.target_p99 is None else SEVERAL_SEEDS
 
     def _policies(self) -> tuple[str, ...]:
         """The named policies, else all. With a target: only kvpin. The oracle has no times to search."""

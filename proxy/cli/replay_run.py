@@ -81,7 +81,9 @@ def _write_all(
     """Writes the files that were asked for, and the table unless a file goes to the standard output."""
     each, title, why_not = rows(outcomes), plan.title(trace), doubts(plan, trace, outcomes)
     noted = notes(plan, trace, outcomes)
-    checked = check(trace, plan.models[0], lambda run: _run(trace, [run], 1)[0])
+    checked = check(
+        trace, plan.models[0], lambda runs: _run(trace, runs, options.jobs or os.cpu_count() or 1)
+    )
     if checked is not None:
         sentence, is_doubt = checked
         (why_not if is_doubt else noted).append(sentence)

@@ -4,7 +4,10 @@ added     joins, and is watched
 changed   no new requests; those in flight end; then it is connected, or started, with its new settings.
           Engines of one model do so one after the other: the others serve meanwhile
 removed   stays until the added ones were tried, also those that wait until another one has left; no new
-          requests; those in flight end; then it leaves, unless it is named again with the same settings
+          requests; those in flight end; then it leaves, unless it is named again with the same settings, or
+          an operator has added it with these settings
+renamed   a server that takes one kvpin at a time is connected under its new name after its requests under the
+          old one; requests for its model wait. Two that swap their names likewise
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
+import msgspec
 import structlog
 
 from engine_adapter import EngineAdapter, EngineSpec
@@ -24,7 +28,15 @@ from proxy.fleet.fleet import Fleet
 from proxy.fleet.monitor import Monitor
 from proxy.fleet.process.managed_engine import ManagedEngine
 from proxy.runtime.tasks import Supervisor
-from proxy.settings import EngineChanges, EngineEntry, ManagedSettings, StartedSettings, engine_changes
+from proxy.settings import (
+    EngineChanges,
+    EngineEntry,
+    EngineSettings,
+    ManagedSettings,
+    StartedSettings,
+    engine_as_json,
+    engine_changes,
+)
 
 log = structlog.get_logger(__name__)
 
@@ -46,6 +58,7 @@ class ConfiguredEngines:
 
     Attributes:
         processes: those that kvpin starts, by id.
+        left: called with each engine that has left.
     """
 
     _fleet: Fleet
@@ -54,10 +67,13 @@ class ConfiguredEngines:
     _tasks: Supervisor
     _make_adapter: Callable[[EngineSpec], EngineAdapter]
     processes: dict[str, ManagedEngine] = field(default_factory=dict)
+    left: list[Callable[[Engine], None]] = field(default_factory=list)
     _entries: dict[str, EngineEntry] = field(default_factory=dict)
     _joined: dict[str, Engine] = field(default_factory=dict)  # the last engine of each entry
     _leaving: dict[str, tuple[EngineEntry, Engine]] = field(default_factory=dict)
     _waiting: frozenset[str] = frozenset()
+    _replaced: set[Engine] = field(default_factory=set)  # they still serve requests
+    _held: set[Engine] = field(default_factory=set)  # their servers are still in use under another name
 
     def entry(self, engine_id: str) -> EngineEntry | None:
         """The settings of an engine that was named last and does not leave; None if there is none."""
@@ -105,7 +121,9 @@ class ConfiguredEngines:
             old = self.engine(engine_id)
             entry = self._entries.pop(engine_id)
             del self._joined[engine_id]
-            if old is not None:
+            if old is not None and not _is_as_ordered(
+                entry, self._fleet.book.added(order_name(old.adapter.spec))
+            ):
                 self._leaving[engine_id] = entry, old
                 leaving = self._leave(old, to_try, grace_s)
                 self._tasks.start(_leaving_task(old), leaving)
@@ -136,6 +154,38 @@ class ConfiguredEngines:
         self._begin(engine, made)
 
     def _begin(self, engine: Engine, made: _Made) -> None:
+        """Lets an engine connect, once no other adapter uses its server: each would believe that the slots
+        are its own."""
+        if not (users := self._users(engine)):
+            self._connect(engine, made)
+            return
+        log.info(
+            "engine waits: its server is still in use under another name",
+            engine=engine.id,
+            server=made.adapter.spec.server,
+            names=sorted(user.id for user in users),
+        )
+        for user in users:
+            self._fleet.stands_in(engine, user)
+        self._held.add(engine)
+
+        async def follow_on() -> None:
+            await _until(lambda: not (self._fleet.has(engine) and self._users(engine)), math.inf)
+            self._held.discard(engine)
+            if self._fleet.has(engine):
+                self._connect(engine, made)
+
+        self._tasks.start(f"begin {engine.id} {id(engine)}", follow_on())
+
+    def _users(self, engine: Engine) -> list[Engine]:
+        """The other engines whose adapters use the server of one that takes a single one."""
+        if not engine.adapter.one_owner:
+            return []
+        spec = engine.adapter.spec
+        there = {*self._fleet.engines.values(), *self._replaced} - {engine, *self._held}
+        return [each for each in there if each.adapter.spec.is_same(spec)]
+
+    def _connect(self, engine: Engine, made: _Made) -> None:
         engine.has_supervisor = isinstance(made.entry, StartedSettings)
         if made.process is not None:
             engine.process = self.processes[engine.id] = made.process
@@ -147,7 +197,10 @@ class ConfiguredEngines:
         engine = self.engine(made.entry.id)
         pool = self._fleet.pool_of(engine) if engine is not None else None
         away = [self._fleet.engines[name] for name in pool.away] if pool is not None else []
-        return any(each.state is EngineState.CONNECTING or each.process is not None for each in away)
+        return any(
+            (each.state is EngineState.CONNECTING and each not in self._held) or each.process is not None
+            for each in away
+        )
 
     async def _replace_in_turn(self, made: _Made, grace_s: float) -> None:
         engine_id = made.entry.id
@@ -170,11 +223,12 @@ class ConfiguredEngines:
         old, process = self._joined[made.entry.id], self.processes.pop(made.entry.id, None)
         self._monitor.forget(old)
         new = self._joined[old.id] = self._fleet.replace(old, made.adapter)
+        self._replaced.add(old)
 
         async def follow_on() -> None:
-            # Two adapters at once would each believe that an engine's slots are its own.
             await _until(lambda: not old.leases, grace_s)
             await old.adapter.aclose()
+            self._replaced.discard(old)
             if process is not None:
                 await process.stop()
             if self.engine(new.id) is new:
@@ -193,11 +247,21 @@ class ConfiguredEngines:
         if process is not None:
             await process.stop()
         log.info("engine has left: nothing names it any more", engine=engine.id)
+        for listener in self.left:
+            listener(engine)
 
     def _is_untried(self, engine_id: str) -> bool:
         engine = self._fleet.engines.get(engine_id)
         is_connecting = engine is not None and engine.state is EngineState.CONNECTING
-        return is_connecting or engine_id in self._waiting
+        return (is_connecting and engine not in self._held) or engine_id in self._waiting
+
+
+def _is_as_ordered(entry: EngineEntry, added: bytes) -> bool:
+    """True if an operator has added the engine with these settings, under any id."""
+    if not added or not isinstance(entry, EngineSettings):
+        return False
+    ordered, named = (msgspec.json.decode(each) | {"id": ""} for each in (added, engine_as_json(entry)))
+    return bool(ordered == named)
 
 
 def _leaving_task(engine: Engine) -> str:

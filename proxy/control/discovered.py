@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -132,6 +132,11 @@ class DiscoveredEngines:
             self.sources[name] = source  # in the settings' order
         self._tasks.keep("find engines that wait", self._retry)
         return changes
+
+    @property
+    def left(self) -> list[Callable[[Engine], None]]:
+        """Called with each engine that has left because nothing names it any more."""
+        return self._configured.left
 
     def split(self, engine: Engine, info: EngineInfo) -> bool:
         """An engine has connected, and declares the parts of its server. Whether it leaves, because others

@@ -81,15 +81,18 @@ class EngineOrders:
         book.add(name, self._joined[name], now=time.time())
         return engine
 
-    async def remove(self, engine: Engine) -> None:
-        """Drops an engine; its requests in flight go on to their end. Raises Conflict if kvpin runs it."""
+    async def remove(self, engine: Engine) -> str:
+        """Drops an engine; its requests in flight go on to their end. Returns the command that brings it
+        back. Raises Conflict if kvpin runs it."""
         if _is_own(engine):
             raise Conflict(
                 f"kvpin runs {engine.id!r} itself: drain it, or take it out of the settings",
                 param="engine_id",
             )
         await self._engines.remove(engine)
-        self._fleet.book.remove(order_name(engine.adapter.spec), now=time.time())
+        name = order_name(engine.adapter.spec)
+        self._fleet.book.remove(name, now=time.time())
+        return _undo(self._discovered.named().get(name))
 
     def drain(self, engine: Engine, *, undo: bool) -> Engine:
         """Drains an engine, or undoes that."""
@@ -105,7 +108,7 @@ class EngineOrders:
                 engine=mark.engine,
                 removed=datetime.fromtimestamp(mark.at, UTC).replace(microsecond=0),
                 named=mark.engine in named,
-                undo=f"kvpin engines add {_flag_of(named.get(mark.engine))}",
+                undo=_undo(named.get(mark.engine)),
             )
             for mark in self._fleet.book.removals()
             if mark.engine in named or mark.at >= since
@@ -115,6 +118,7 @@ class EngineOrders:
         """Adds the engines that were added before kvpin was started, and follows all later orders."""
         self._join(self._fleet.book.marks())
         self._fleet.book.listeners.append(self._follow)
+        self._discovered.left.append(lambda engine: self._admit([order_name(engine.adapter.spec)]))
 
     def _follow(self, changed: Collection[str]) -> None:
         leaving = list[Engine]()
@@ -175,14 +179,14 @@ class EngineOrders:
         return next((engine for engine in engines if order_name(engine.adapter.spec) == name), None)
 
 
-def _flag_of(entry: EngineSettings | None) -> str:
-    """How the command line names an engine: what tells it from others, without secrets."""
+def _undo(entry: EngineSettings | None) -> str:
+    """The command that brings a removed engine back: what tells it from others, without secrets."""
     if entry is None:
-        return "KIND=URL"
+        return "kvpin engines add KIND=URL"
     spec = entry.spec()
     more = {"model": spec.model, "dp_rank": spec.options.rank, "headers": "…" if spec.headers else None}
     parts = (f",{name}={value}" for name, value in more.items() if value is not None)
-    return f"{spec.kind}={spec.url}{''.join(parts)}"
+    return f"kvpin engines add {spec.kind}={spec.url}{''.join(parts)}"
 
 
 def _is_own(engine: Engine) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from itertools import count
 from time import monotonic
@@ -56,6 +56,14 @@ class EngineAnswer(msgspec.Struct, kw_only=True):
     last_error: str | None
     owner: str | None
     findings: list[str]
+
+
+class RemovalAnswer(msgspec.Struct, kw_only=True):
+    """An engine that an operator has removed. `warning` says which models have no engine now, and whether
+    other kvpins do not hear of the order; null if there is nothing to warn of."""
+
+    id: str
+    warning: str | None
 
 
 class DrainedEngine(EngineAnswer, kw_only=True):
@@ -162,14 +170,25 @@ def describe_drained(engine: Engine, fleet: Fleet, *, is_told: bool) -> DrainedE
     """An engine that was just drained, or is no longer, and what that means for its models.
 
     `is_told`: other kvpins, if there are any, hear of it now."""
-    pool, warnings = fleet.pool_of(engine), list[str]()
-    own = {pool.model, *engine.loras} if pool is not None else set()
-    if engine.state is EngineState.DRAINING and (lost := sorted(own.intersection(fleet.unserved()))):
-        warnings.append(
-            f"no engine takes requests for {', '.join(lost)} now: they get 503 no_engine; "
-            f"kvpin engines drain {engine.id} --undo ends that"
-        )
+    names = names_served(engine, fleet) if engine.state is EngineState.DRAINING else ()
+    undo = f"they get 503 no_engine; kvpin engines drain {engine.id} --undo ends that"
+    warning = warning_of(fleet, names, undo, is_told=is_told)
+    described = msgspec.structs.asdict(describe_engine(engine, fleet.pool_of(engine)))
+    return DrainedEngine(**described, warning=warning)
+
+
+def names_served(engine: Engine, fleet: Fleet) -> frozenset[str]:
+    """The model and the LoRA adapters of an engine; none while it is not connected."""
+    pool = fleet.pool_of(engine)
+    return frozenset({pool.model, *engine.loras}) if pool is not None else frozenset()
+
+
+def warning_of(fleet: Fleet, names: Collection[str], undo: str, *, is_told: bool) -> str | None:
+    """What an operator should know after an order about an engine that served `names`; None if nothing.
+    `undo` says what their requests get, and the command that undoes the order."""
+    warnings = list[str]()
+    if lost := sorted(set(names).intersection(fleet.unserved(names))):
+        warnings.append(f"no engine takes requests for {', '.join(lost)} now: {undo}")
     if not is_told:
         warnings.append("the exchange is gone: other kvpins follow this order when it is back")
-    described = msgspec.structs.asdict(describe_engine(engine, pool))
-    return DrainedEngine(**described, warning="; ".join(warnings) or None)
+    return "; ".join(warnings) or None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import structlog
 
@@ -108,6 +108,13 @@ class Fleet:
         connected, requests for the model wait."""
         self.leave(old)
         return self._made(adapter)
+
+    def stands_in(self, engine: Engine, other: Engine) -> None:
+        """The engine will take the place of another one, which leaves. Until it has connected, requests for
+        the model wait."""
+        pool = self.pool_of(other)
+        if pool is not None and other.info is not None:
+            pool.away[engine.id] = other.info
 
     def engine(self, engine_id: str) -> Engine:
         """The engine with that id. Raises NotFound."""
@@ -299,16 +306,19 @@ class Fleet:
         except (NotFound, NoEngine):
             return False
 
-    def unserved(self) -> list[str]:
-        """Models and LoRA adapters that no engine takes requests for now. None while another kvpin uses
-        engines for this one: it knows what they serve."""
+    def unserved(self, names: Iterable[str] = ()) -> list[str]:
+        """Models and LoRA adapters, also of these names, that no engine takes requests for now. None while
+        another kvpin uses engines for this one: it knows what they serve."""
         if any(engine.is_served_there for engine in self.engines.values()):
             return []
-        return [
-            name
-            for name, model in self.served().items()
-            if not self.pools[model].engines_for(Needs(lora=name if name != model else None))
-        ]
+        served = self.served()
+        known = {**dict.fromkeys(names), **served}
+        return [name for name, model in known.items() if not self._takes(name, model)]
+
+    def _takes(self, name: str, model: str | None) -> bool:
+        """True if an engine takes requests for this name, of this model's pool."""
+        needs = Needs(lora=name if name != model else None)
+        return model is not None and bool(self.pools[model].engines_for(needs))
 
     def none_ready(self, lora: str | None) -> NoEngine:
         """The error of a request whose pool has no engine that can take it now."""

@@ -8,23 +8,25 @@ from __future__ import annotations
 
 import gzip
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 
 from proxy.core.prompt_text import ALL, TextBlocks
-from proxy.replay.recorded import HEAD
-from proxy.replay.trace import TraceError
+from proxy.replay.recorded import HEAD, Recording, RecordingLine
+from proxy.replay.trace import TraceError, late_by_ms
 
 
 class AdviceLine(msgspec.Struct):
-    """A request of a recording, as far as advice needs it."""
+    """A request of a recording, as far as advice needs it. `timestamp`: its arrival in milliseconds since the
+    recording began."""
 
     input_length: Annotated[int, msgspec.Meta(ge=1)]
     session_id: str | int | None = None
     text: TextBlocks | None = None
+    timestamp: float = 0.0
 
 
 class Saving(msgspec.Struct):
@@ -116,18 +118,36 @@ def _leading(ids: list[int], known: set[int]) -> int:
     return next((at for at, each in enumerate(ids) if each not in known), len(ids))
 
 
-def read_recording(path: Path) -> Iterator[AdviceLine]:
-    """The requests of a recording, plain or gzip. Raises TraceError, which says what is wrong where."""
-    decoder, at = msgspec.json.Decoder(AdviceLine), 0
+def read_recordings(*paths: Path) -> list[AdviceLine]:
+    """The requests of recordings that kvpins made at one time, plain or gzip, in the order of their arrival.
+    Raises TraceError, which says what is wrong where."""
+    files = [_read(path) for path in paths]
+    late = late_by_ms(paths, [about for _, about in files])
+    arrived = [
+        (line.timestamp + late_ms, line)
+        for (lines, _), late_ms in zip(files, late, strict=True)
+        for line in lines
+    ]
+    return [line for _, line in sorted(arrived, key=lambda each: each[0])]
+
+
+def _read(path: Path) -> tuple[list[AdviceLine], Recording | None]:
+    """The requests of a file in its order, and what it says of itself last."""
+    decoder, about = msgspec.json.Decoder(AdviceLine), msgspec.json.Decoder(RecordingLine)
+    lines, head, at = list[AdviceLine](), None, 0
     try:
         with path.open("rb") as packed, gzip.open(packed) if path.suffix == ".gz" else packed as file:
             for at, text in enumerate(file, 1):  # noqa: B007 - names the line in an error
-                is_whole = text.endswith(b"\n")  # a killed writer leaves half a line
-                if is_whole and not text.isspace() and not text.startswith(HEAD):
-                    yield decoder.decode(text)
+                if not text.endswith(b"\n") or text.isspace():  # a killed writer leaves half a line
+                    continue
+                if text.startswith(HEAD):
+                    head = about.decode(text).recording
+                else:
+                    lines.append(decoder.decode(text))
     except OSError as error:
         raise TraceError(f"{path}: cannot be read: {error.strerror or error}") from error
     except (EOFError, zlib.error) as error:
         raise TraceError(f"{path}: is incomplete or damaged: {error}") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise TraceError(f"{path}, line {at}: {error}") from error
+    return lines, head

@@ -13,6 +13,8 @@ from proxy.replay.trace import Trace, TraceRequest
 # Seeds other than 0 move each arrival by up to this. It is less than the turns of people vary, and changes
 # which requests meet in a queue.
 JITTER_S = 2.0
+# A p99 is that of a few requests, and which of these meet in a queue is chance: one run is one draw.
+SEVERAL_SEEDS = (0, 1, 2, 3, 4)
 # 30 years. Within that, a float resolves microseconds.
 MAX_DURATION_S = 1e9
 

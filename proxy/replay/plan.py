@@ -192,6 +192,7 @@ class Need:
         p99_s_with_one_less: the same with one engine less; None if one engine is enough.
         planned: the fewest that keep it with the target's margin of traffic; None as for `engines`.
         planned_p99_s: p99 with `planned`, or the allowed maximum, and the margin.
+        runs: seeds, of which the worst counts.
     """
 
     policy: str
@@ -201,24 +202,30 @@ class Need:
     p99_s_with_one_less: float | None = None
     planned: int | None = None
     planned_p99_s: float = 0.0
+    runs: int = 1
 
     def __str__(self) -> str:
         goal = f"a p99 TTFT of {self.target.p99_s:g} s"
         most = f"{_engines(self.target.max_engines)} not enough"
         allow = "allow more with --max-engines, or use faster engines"
         if self.engines is None:
-            return f"{self.policy}: {most} for {goal}: it is {self.p99_s:.3g} s; {allow}"
+            return f"{self.policy}: {most} for {goal}: it is {self.p99_s:.3g} s{self._of_runs}; {allow}"
         less = ""
         if self.p99_s_with_one_less is not None:
             less = f", and {self.p99_s_with_one_less:.3g} s with {self.engines - 1}"
         enough = f"{_engines(self.engines)} enough for the traffic as it is: {self.p99_s:.3g} s{less}"
         more = f"with {self.target.margin:.0%} more traffic"
         if self.planned is None:
-            return f"{self.policy}: {enough}; {more}, {most} for {goal}: {self.planned_p99_s:.3g} s; {allow}"
+            planned = f"{self.planned_p99_s:.3g} s{self._of_runs}"
+            return f"{self.policy}: {enough}; {more}, {most} for {goal}: {planned}; {allow}"
         return (
             f"{self.policy}: plan {_counted(self.planned)} for {goal}: it is {self.planned_p99_s:.3g} s "
-            f"{more}; {enough}"
+            f"{more}; {enough}{self._of_runs}"
         )
+
+    @property
+    def _of_runs(self) -> str:
+        return f" (each p99 is the worst of {self.runs} runs)" if self.runs > 1 else ""
 
     def as_data(self) -> dict[str, str | float | None]:
         """The need as a JSON object."""
@@ -255,7 +262,8 @@ def search(
     }
     faster = replace(plan, speedup=plan.speedup * (1 + target.margin))
     _search(faster, target, trace, run_all, with_margin)
-    return [_need(policy, p99s, with_margin[policy], target) for policy, p99s in tried.items()], outcomes
+    needs = [_need(policy, p99s, with_margin[policy], target) for policy, p99s in tried.items()]
+    return [replace(need, runs=len(plan.seeds)) for need in needs], outcomes
 
 
 def _search(

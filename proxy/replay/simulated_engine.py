@@ -279,12 +279,7 @@ class SimEngine:
     def _end_prefill(self, now: float, request: TraceRequest) -> None:
         self._current = None
         self.computed += self._uncached
-        filled = self.cache.fill(request.chain.hashes, self._reused, self._boundaries)
-        if filled.new:
-            self._listener.stored(self._position, Tier.GPU, filled.new)
-        if filled.new_in_window:
-            self._listener.window_stored(self._position, filled.new_in_window)
-        self._tell_evictions(filled)
+        self._fill(request.chain.hashes, self._reused, self._boundaries)
         self._listener.first_token(now, self._position, request)
         if self._model.chunked and request.output_tokens > 1:
             # The prefill has produced the first token of the answer.
@@ -293,6 +288,28 @@ class SimEngine:
         else:
             self._finish(now, request)
 
+    def _fill(self, hashes: Sequence[BlockHash], since: int, boundaries: Sequence[int]) -> None:
+        """Matches find these blocks from now on; those before `since` they find already."""
+        filled = self.cache.fill(hashes, since, boundaries)
+        if filled.new:
+            self._listener.stored(self._position, Tier.GPU, filled.new)
+        if filled.new_in_window:
+            self._listener.window_stored(self._position, filled.new_in_window)
+        self._tell_evictions(filled)
+
     def _finish(self, now: float, request: TraceRequest) -> None:
         self.cache.release(request.chain.hashes, self._model.blocks_of(request))
+        if request.answer:
+            self._keep_answer(request)
         self._listener.finished(now, self._position, request)
+
+    def _keep_answer(self, request: TraceRequest) -> None:
+        """Stores the blocks that the answer has completed, where there is room."""
+        size = request.chain.tokens_per_block
+        hashes = (*request.chain.hashes, *request.answer)
+        taken = self.cache.take(Chain(hashes, len(hashes) * size, size), len(hashes))
+        if taken is None:
+            return
+        self._tell_evictions(taken, taken.gone[::-1])
+        self._fill(hashes, taken.gpu, taken.boundaries)
+        self.cache.release(hashes, len(hashes))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import gzip
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, BinaryIO
@@ -19,6 +19,7 @@ from typing import Annotated, BinaryIO
 import msgspec
 
 from proxy.core.index.blocks import BlockHash, Chain
+from proxy.replay.answers import answer_blocks
 from proxy.replay.recorded import HEAD, RecordedFigures, Recording, RecordingLine, figures_of
 
 # Mooncake's, for lines without `block_tokens`.
@@ -81,6 +82,7 @@ class TraceRequest:
         chain: its full blocks.
         session: the conversation it belongs to; None if unknown.
         ttft_s: its measured time to first token, of a recorded stream.
+        answer: blocks after its chain that its answer completes, where a recording tells them.
     """
 
     id: int
@@ -89,6 +91,7 @@ class TraceRequest:
     output_tokens: int
     session: str | None = None
     ttft_s: float | None = None
+    answer: tuple[BlockHash, ...] = ()
 
     @property
     def n_tokens(self) -> int:
@@ -189,6 +192,9 @@ def read_trace(
         )
         for position, at in enumerate(order)
     )
+    if abouts:
+        answers = answer_blocks(requests)
+        requests = tuple(map(_with_answer, requests, answers))
     return Trace(
         path.name if len(paths) == 1 else f"{path.name} and {len(paths) - 1} more",
         requests,
@@ -203,28 +209,38 @@ def read_trace(
     )
 
 
+def _with_answer(request: TraceRequest, answer: tuple[BlockHash, ...]) -> TraceRequest:
+    return replace(request, answer=answer) if answer else request
+
+
 def _merged(paths: Sequence[Path], files: Sequence[_File]) -> list[TraceLine]:
     """The requests of all files, by one clock. Raises TraceError if that cannot be."""
-    first, about = files[0], files[0].about
-    if len(files) == 1:
-        return first.lines
     merged = list[TraceLine]()
-    begins = [file.about.began for file in files if file.about is not None]
-    for path, file in zip(paths, files, strict=True):
-        if file.about is None or about is None:
-            one = path if file.about is None else paths[0]
-            raise TraceError(f"{one}: does not say when it began, so it cannot be merged with others")
-        if file.about.key != about.key:
-            raise TraceError(
-                f"{path}: its ids were made with another key than those of {paths[0]}, which hides what "
-                "requests share: let all kvpins record with the same record_traffic_key"
-            )
-        late_ms = 1000 * (file.about.began - min(begins))
+    for file, late_ms in zip(files, late_by_ms(paths, [file.about for file in files]), strict=True):
         merged += [
             msgspec.structs.replace(line, timestamp=line.timestamp + late_ms) if late_ms else line
             for line in file.lines
         ]
     return merged
+
+
+def late_by_ms(paths: Sequence[Path], abouts: Sequence[Recording | None]) -> list[float]:
+    """Milliseconds by which each recording began after the first one; [0] for a single file.
+
+    Raises TraceError if the files cannot be merged."""
+    if len(paths) == 1:
+        return [0.0]
+    begins = list[float]()
+    for path, about in zip(paths, abouts, strict=True):
+        if about is None:
+            raise TraceError(f"{path}: does not say when it began, so it cannot be merged with others")
+        if abouts[0] is not None and about.key != abouts[0].key:
+            raise TraceError(
+                f"{path}: its ids were made with another key than those of {paths[0]}, which hides what "
+                "requests share: let all kvpins record with the same record_traffic_key"
+            )
+        begins.append(about.began)
+    return [1000 * (began - min(begins)) for began in begins]
 
 
 def _of_one_model(path: Path, lines: list[TraceLine], model: str | None) -> list[TraceLine]:

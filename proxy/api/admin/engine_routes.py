@@ -14,7 +14,15 @@ from engine_adapter import EngineSpecError
 from proxy.api.admin.endpoint import Endpoint, answer, read_body
 from proxy.api.admin.request_bodies import Drain
 from proxy.control.engine_orders import EngineOrders, RemovedEngine
-from proxy.control.engines import DrainedEngine, EngineAnswer, describe_drained, describe_engine
+from proxy.control.engines import (
+    DrainedEngine,
+    EngineAnswer,
+    RemovalAnswer,
+    describe_drained,
+    describe_engine,
+    names_served,
+    warning_of,
+)
 from proxy.control.pinning import Pinning
 from proxy.control.stats import Stats, stats
 from proxy.errors import BadRequest
@@ -57,6 +65,9 @@ def engine_routes(
     def named(request: Request) -> Engine:
         return fleet.engine(request.path_params["engine_id"])
 
+    def is_told() -> bool:
+        return peers is None or peers.is_connected
+
     def described(engine: Engine) -> EngineAnswer:
         return describe_engine(engine, fleet.pool_of(engine))
 
@@ -76,13 +87,16 @@ def engine_routes(
         return answer(described(orders.add(settings)), 201)
 
     async def delete_engine(request: Request) -> Response:
-        await orders.remove(named(request))
-        return Response(status_code=204)
+        engine = named(request)
+        names = names_served(engine, fleet)
+        undo = f"they fail; {await orders.remove(engine)} brings {engine.id} back"
+        warning = warning_of(fleet, names, undo, is_told=is_told())
+        return answer(RemovalAnswer(id=engine.id, warning=warning))
 
     async def post_drain(request: Request) -> Response:
         body = await read_body(request, Drain)
         engine = orders.drain(named(request), undo=body.undo)
-        return answer(describe_drained(engine, fleet, is_told=peers is None or peers.is_connected))
+        return answer(describe_drained(engine, fleet, is_told=is_told()))
 
     return (
         Endpoint("GET", "/stats", get_stats, "What every pool and engine holds and has predicted.", Stats),
@@ -101,8 +115,7 @@ def engine_routes(
             "/engines/{engine_id}",
             delete_engine,
             "Drops an engine at all kvpins of the group; its requests in flight go on to their end.",
-            None,
-            statuses=(204,),
+            RemovalAnswer,
         ),
         Endpoint(
             "POST",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -16,9 +17,11 @@ import msgspec
 from engine_adapter import (
     Capability,
     EngineAdapter,
+    EngineError,
     EngineInfo,
     EngineLoad,
     EngineSpec,
+    EngineSpecError,
     EngineUnavailable,
     Finding,
     ModelState,
@@ -30,6 +33,8 @@ from proxy.cli.engine_check.probe import ProbedEngine, ProbeResult, View
 from proxy.prompt import Exactness, PromptBuilder, PromptTables, verify_exactness
 
 CONNECT_S = 30.0
+# Engines of every kind may be named so: they are any engine, or have another one inside.
+_ANY_KIND = frozenset({"openai_compatible", "nim"})
 _REACH_EVENTS = (
     "make its event address reachable from this machine, or name one that is: events=tcp://HOST:PORT"
 )
@@ -90,7 +95,7 @@ async def examine(
     detected, and has these options.
 
     Raises:
-        EngineSpecError: the description cannot be used.
+        EngineSpecError: the description cannot be used, or the engine seems to be of another kind.
         EngineUnavailable: the engine does not answer.
         EngineRejected: the engine refuses a request that every engine of its kind answers.
     """
@@ -101,11 +106,7 @@ async def examine(
     adapter = make_adapter(spec)
     adapter.may_try = probe  # else a slot of a llama-server that a kvpin manages would lose its content
     try:
-        try:
-            async with asyncio.timeout(CONNECT_S):
-                info, load = await adapter.connect(), await adapter.load()
-        except TimeoutError:
-            raise EngineUnavailable(f"{spec.url} does not answer within {CONNECT_S:.0f} s") from None
+        info, load = await _connected(adapter, detected=detected)
         if not info.model:
             named = "name one of its models, model=NAME: each is an engine of its own"
             none = Exactness(True, named, "none")
@@ -119,8 +120,9 @@ async def examine(
         async with ProbedEngine(adapter, info, builder) as probed_engine:
             view = await probed_engine.first_view(takes_events=probe)
             probed = await probed_engine.probe() if probe else None
+        of_kind = () if detected else await _of_kind(spec)
         findings = (
-            *adapter.findings(),
+            *(of_kind or adapter.findings()),  # the flags that these name are of another kind
             *(_of_tokenisation(tokenisation) if is_there else ()),
             *_of_view(view),
             *_of_probe(probed, view),
@@ -130,6 +132,40 @@ async def examine(
         )
     finally:
         await adapter.aclose()
+
+
+async def _connected(adapter: EngineAdapter, *, detected: bool) -> tuple[EngineInfo, EngineLoad]:
+    spec = adapter.spec
+    try:
+        async with asyncio.timeout(CONNECT_S):
+            return await adapter.connect(), await adapter.load()
+    except TimeoutError:
+        raise EngineUnavailable(f"{spec.url} does not answer within {CONNECT_S:.0f} s") from None
+    except EngineError as error:
+        if detected or (kind := await _other_kind(spec)) is None:
+            raise
+        raise EngineSpecError(
+            f"{spec.url} is no {spec.kind}: it seems to be of the kind {kind}; name that one, or no kind"
+        ) from error
+
+
+async def _other_kind(spec: EngineSpec) -> str | None:
+    """The kind that an engine seems to be of, if an operator named another one."""
+    with suppress(EngineError):
+        kind = await detect_kind(spec)
+        return kind if kind != spec.kind else None
+    return None
+
+
+async def _of_kind(spec: EngineSpec) -> tuple[Finding, ...]:
+    if spec.kind in _ANY_KIND or (kind := await _other_kind(spec)) is None or kind in _ANY_KIND:
+        return ()
+    return (
+        Finding(
+            f"it seems to be of the kind {kind}, not {spec.kind}: kvpin does not know its cache",
+            f"name that kind: {kind}={spec.url}; or name none",
+        ),
+    )
 
 
 def _missing(adapter: EngineAdapter, info: EngineInfo) -> dict[str, str]:

@@ -54,6 +54,24 @@ async def test_trying_a_server_out_leaves_nothing_behind(begun, save_dir, contro
     assert {slot.n_tokens for slot in await read_slots(control_of(server.url))} <= {0, None}
 
 
+async def test_a_probe_leaves_one_file_at_most_where_kvpin_does_not_know_the_directory(
+    server, save_dir, control_of
+):
+    async def tried_out(**caches):
+        control, spec = control_of(server.url), engine_spec("llama_server", server.url, **caches)
+        session = ServerSession(spec, control, await discover(control, spec))
+        await session.begin(None, MirrorEvents())
+        await session.end(farewell=False)
+        return "".join(session.findings)
+
+    await tried_out()
+    told = await tried_out()
+    (left,) = save_dir.iterdir()
+    assert told.endswith(f"until then, a small file stays there, {left.name}")
+    await tried_out(host_cache_dir=str(save_dir))
+    assert list(save_dir.iterdir()) == []
+
+
 async def test_who_may_not_try_a_server_out_changes_nothing_there(server, save_dir, control_of):
     """As `kvpin doctor`, beside the kvpin that manages the server."""
     control = control_of(server.url)

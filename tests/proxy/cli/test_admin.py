@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from proxy.cli import admin
+
 pytestmark = pytest.mark.live
 KEY = ("--admin-key", "secret")
 
@@ -182,7 +184,9 @@ def until_ready(ask):
 def test_engines_come_and_go(kvpin, ask, show, live_proxy):
     added = show("engines", "add", "vllm=http://127.0.0.1:1,id=gone,dp_rank=0")
     assert added.startswith("added gone, not connected yet: `kvpin engines` says ")
-    assert show("engines", "drain", "gone", "--wait") == "gone is draining, 0 requests in flight\n"
+    assert show("engines", "drain", "gone", "--wait") == (
+        "gone is draining, 0 requests in flight\ngone is drained, after 0.0 s: no request is in flight\n"
+    )
     both = kvpin("engines", "drain", "gone", "--undo", "--wait", "--url", live_proxy, *KEY)
     assert (both.exit_code, "leave out --undo or --wait" in both.stderr) == (1, True)
     assert [engine["state"] for engine in ask("engines")["engines"]] == ["ready", "draining"]
@@ -191,6 +195,27 @@ def test_engines_come_and_go(kvpin, ask, show, live_proxy):
     for words in (("remove", "gone"), *(("add", text) for text in wrong)):
         result = kvpin("engines", *words, "--url", live_proxy, *KEY)
         assert (result.exit_code, result.stderr.count("\n")) == (1, 1)
+
+
+def test_a_drain_that_is_waited_for_says_when_it_is_over(capsys, monkeypatch):
+    class Asked:
+        """A kvpin whose engine has two requests, of which one ends between two looks."""
+
+        left = 2
+
+        def post(self, path, body):
+            assert (path, body) == ("/engines/e0/drain", {"undo": False})
+            return {"state": "draining", "in_flight": self.left, "warning": None}
+
+        def get(self, path):
+            self.left -= 1
+            return {"engines": [{"id": "e0", "in_flight": self.left}]}
+
+    monkeypatch.setattr(admin, "_POLL_S", 0.2)
+    admin.engines_drain(engine_id="e0", wait=True, kvpin=Asked())
+    first, last = capsys.readouterr().out.splitlines()
+    assert first == "e0 is draining, 2 requests in flight"
+    assert re.fullmatch(r"e0 is drained, after 0\.[2-9] s: no request is in flight", last)
 
 
 def test_the_address_and_key_come_from_the_environment(kvpin, live_proxy):

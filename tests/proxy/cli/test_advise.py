@@ -7,6 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from proxy.cli.main import app
+from proxy.replay.recorded import Recording, RecordingLine
 from tests.proxy.replay.test_advise import LONG, chat, line
 
 
@@ -57,6 +58,18 @@ def test_a_recording_without_text_is_refused(path, content, why):
     told = CliRunner().invoke(app, ["advise", str(path)])
     assert told.exit_code == 2
     assert why in told.output
+
+
+def test_several_recordings_are_one(path, tmp_path):
+    about = msgspec.json.encode(RecordingLine(Recording(1.0, "k"))) + b"\n"
+    files = [path, tmp_path / "traffic-1.jsonl"]
+    for file in files:
+        file.write_bytes(about + msgspec.json.encode(line(**chat(LONG))) + b"\n")
+    told = CliRunner().invoke(app, ["advise", *map(str, files)])
+    assert "2 requests with 2,000 prompt tokens. A cache that keeps everything has 50.0%" in told.output
+    files[1].write_bytes(b"")
+    told = CliRunner().invoke(app, ["advise", *map(str, files)])
+    assert (told.exit_code, "does not say when it began" in told.output) == (2, True)
 
 
 def test_a_file_that_is_not_there_is_refused(path):

@@ -8,6 +8,7 @@ import pytest
 import structlog
 
 from engine_adapter import EngineSpec, EngineSpecError, HttpTransport
+from engine_adapter.openai_compatible import OpenAICompatibleAdapter
 from proxy.fleet.engine import EngineState, order_name
 from proxy.fleet.process import managed_engine
 from proxy.server.app import Proxy
@@ -207,3 +208,51 @@ async def test_a_managed_engine_on_the_port_of_one_that_was_drained_is_not_drain
     proxy.configured.follow([mine], grace_s=0)
     assert not proxy.fleet.is_drained(proxy.fleet.engine("mine"))
     await proxy.stop()
+
+
+@pytest.fixture
+def one_adapter(monkeypatch):
+    """Engines take one kvpin at a time, as a llama-server does."""
+    monkeypatch.setattr(OpenAICompatibleAdapter, "one_owner", True)
+
+
+async def test_a_server_under_another_name_is_connected_once_the_old_one_has_left(one_adapter):
+    async with FakeEngine("a") as server, running(named("a", server.url)) as proxy:
+        old = proxy.fleet.engine("a")
+        old.leases.add(request := object())
+        proxy.configured.follow([named("b", server.url)], grace_s=60)
+        new = proxy.fleet.engine("b")
+        await until(lambda: old.state is EngineState.DRAINING)
+        await asyncio.sleep(0.2)
+        assert (new.state, new.info) == (EngineState.CONNECTING, None)
+        assert proxy.fleet.pool("m").is_coming_back  # requests wait for it
+        old.leases.discard(request)
+        await until(lambda: new.state is EngineState.READY)
+        assert proxy.fleet.engines == {"b": new}
+        assert list(proxy.fleet.pool("m").engines) == ["b"]
+
+
+async def test_servers_that_swap_their_names_are_each_used_by_one_adapter(one_adapter):
+    async with (
+        FakeEngine("a") as one,
+        FakeEngine("b") as two,
+        running(named("a", one.url), named("b", two.url)) as proxy,
+    ):
+        old = proxy.fleet.engine("b")
+        old.leases.add(request := object())
+        proxy.configured.follow([named("a", two.url), named("b", one.url)], grace_s=60)
+        await until(lambda: not proxy.fleet.has(old))  # `a` waits for its server: it is not waited for
+        await asyncio.sleep(0.2)
+        assert [proxy.fleet.engine(name).info for name in "ab"] == [None, None]
+        old.leases.discard(request)
+        await until(lambda: all(proxy.fleet.engine(name).state is EngineState.READY for name in "ab"))
+        assert [proxy.fleet.engine(name).adapter.spec.url for name in "ab"] == [two.url, one.url]
+
+
+async def test_a_new_name_that_is_taken_back_leaves_the_engine_as_it_was(one_adapter):
+    async with FakeEngine("a") as server, running(named("a", server.url)) as proxy:
+        old = proxy.fleet.engine("a")
+        old.leases.add(object())
+        for name in "ba":
+            proxy.configured.follow([named(name, server.url)], grace_s=60)
+        await until(lambda: proxy.fleet.engines == {"a": old} and old.state is EngineState.READY)

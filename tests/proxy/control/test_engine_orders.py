@@ -194,6 +194,25 @@ async def test_settings_that_name_an_added_engine_count_from_the_next_start(tmp_
             assert ids(proxy) == ["theirs"]
 
 
+@pytest.mark.parametrize("key", [None, "another"])
+async def test_an_added_engine_stays_when_the_settings_no_longer_name_it(tmp_path, key):
+    async with FakeEngine("a") as server, FakeEngine("b") as other:
+        async with running(state_dir=tmp_path / "state") as proxy:
+            proxy.orders.add(named("mine", server.url))
+        entries = named("theirs", server.url, api_key=key), named("b", other.url)
+        async with running(*entries, state_dir=tmp_path / "state") as proxy:
+            engine = proxy.fleet.engine("theirs")
+            proxy.reload(proxy.settings.model_copy(update={"engines": entries[1:]}))
+            if key is None:  # as the operator has ordered it, but for its name
+                assert engine.state is not EngineState.DRAINING
+                await asyncio.sleep(0.3)
+                assert sorted(ids(proxy)) == ["b", "theirs"]
+                assert proxy.fleet.engine("theirs") is engine
+            else:
+                await until(lambda: sorted(ids(proxy)) == ["b", "mine"])
+                assert proxy.fleet.engine("mine").adapter.spec.api_key is None
+
+
 async def test_an_id_that_is_taken_keeps_a_removed_engine_out():
     async with FakeEngine("a") as a, FakeEngine("b") as b, running(named("a", a.url)) as proxy:
         await proxy.orders.remove(proxy.fleet.engine("a"))

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from proxy.core.prompt_text import text_blocks
-from proxy.replay.advise import AdviceLine, advise, read_recording
+from proxy.replay.advise import AdviceLine, advise, read_recordings
 from proxy.replay.recorded import Recording, RecordingLine
 from proxy.replay.trace import TraceError
 
@@ -79,7 +79,7 @@ def test_a_recording_is_read(tmp_path, opened):
         file.write(about + b"\n")
         file.write(json.dumps({"input_length": 3, "hash_ids": [1], "text": {"ids": [5]}}).encode() + b"\n")
         file.write(b'{"input_len')  # its writer was killed
-    (read,) = read_recording(path)
+    (read,) = read_recordings(path)
     assert (read.input_length, read.text.ids) == (3, [5])
 
 
@@ -96,11 +96,35 @@ def test_a_file_that_is_none_is_refused(tmp_path, content, says):
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(TraceError, match=says):
-        list(read_recording(path))
+        read_recordings(path)
 
 
 def test_a_damaged_archive_is_refused(tmp_path):
     path = tmp_path / "t.jsonl.gz"
     path.write_bytes(gzip.compress(b'{"input_length": 1}\n' * 100)[:-12])
     with pytest.raises(TraceError, match="incomplete or damaged"):
-        list(read_recording(path))
+        read_recordings(path)
+
+
+def recorded(path, began, *lines, key="k"):
+    about = msgspec.json.encode(RecordingLine(Recording(began, key)))
+    path.write_bytes(b"\n".join((about, *map(msgspec.json.encode, lines), b"")))
+    return path
+
+
+def test_recordings_of_one_time_are_merged_by_it(tmp_path):
+    def turn(at_ms, *texts):
+        return msgspec.structs.replace(line(**chat("Be brief.", LONG, *texts)), timestamp=at_ms)
+
+    first = recorded(tmp_path / "a", 100.0, turn(0.0), turn(9000.0, LONG, LONG))
+    second = recorded(tmp_path / "b", 102.0, turn(1000.0, LONG))
+    assert [each.timestamp for each in read_recordings(second, first)] == [0.0, 1000.0, 9000.0]
+
+
+def test_recordings_that_do_not_belong_together_are_refused(tmp_path):
+    first, other = recorded(tmp_path / "a", 1.0), recorded(tmp_path / "b", 1.0, key="other")
+    with pytest.raises(TraceError, match=r"b: its ids were made with another key"):
+        read_recordings(first, other)
+    first.write_bytes(b"")
+    with pytest.raises(TraceError, match=r"a: does not say when it began"):
+        read_recordings(other, first)

@@ -39,6 +39,23 @@ def test_a_recording_of_kvpin(tmp_path):
     assert (trace.tokens_per_block, trace.requests[0].session, trace.has_sessions) == (16, "3", True)
 
 
+def test_a_recording_tells_the_blocks_of_answers_and_another_trace_does_not(tmp_path):
+    turns = [
+        {"timestamp": 1, "input_length": 20, "output_length": 60, "hash_ids": [1, 2], "block_tokens": 16},
+        {
+            "timestamp": 2,
+            "input_length": 90,
+            "output_length": 1,
+            "hash_ids": [1, 3, 4, 5, 6],
+            "block_tokens": 16,
+        },
+    ]
+    about = {"recording": {"began": 1.0, "key": "k"}}
+    for lines, answer in (([about, *turns], (3, 4, 5)), (turns, ())):
+        path = write(tmp_path / "trace.jsonl", *(json.dumps(line, separators=(",", ":")) for line in lines))
+        assert [each.answer for each in read_trace(path).requests] == [answer, ()]
+
+
 def test_the_engines_that_a_recording_names(tmp_path):
     served = [("a", 200), ("b", 200), ("a", 200), ("dead", 500), (None, 200)]
     lines = [{**LINE, "engine": engine, "status": status, "model": "m"} for engine, status in served]

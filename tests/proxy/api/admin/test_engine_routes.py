@@ -29,7 +29,14 @@ async def test_an_engine_comes_drains_and_goes(world, client):
         assert undone.json()["warning"] is None
         await until(lambda: engine.state is EngineState.READY)
         gone = await client.delete(f"/engines/{engine.id}")
-        assert (gone.status_code, gone.content) == (204, b"")
+        assert (gone.status_code, gone.json()) == (
+            200,
+            {
+                "id": "openai_compatible-0",
+                "warning": "no engine takes requests for m now: they fail; "
+                "kvpin engines add KIND=URL brings openai_compatible-0 back",
+            },
+        )
         listed = (await client.get("/engines")).json()
         assert (listed["engines"], listed["sources"]) == ([], [])
         (removed,) = listed["removed"]
@@ -48,6 +55,12 @@ async def test_the_last_engine_of_a_model_is_drained_with_a_warning(world, clien
     assert (await client.post("/engines/b/drain")).json()["warning"] is None, "a is back"
 
 
+async def test_only_the_last_engine_of_a_model_is_removed_with_a_warning(world, client, pair):
+    assert (await client.delete("/engines/a")).json() == {"id": "a", "warning": None}
+    warning = (await client.delete("/engines/b")).json()["warning"]
+    assert warning.startswith("no engine takes requests for m now: they fail; kvpin engines add ")
+
+
 async def test_a_drain_while_the_exchange_is_gone_has_a_warning(world, pair):
     bus = Wire([])
     peers = Peers(bus, 1, world.fleet, world.tenants)
@@ -56,6 +69,7 @@ async def test_a_drain_while_the_exchange_is_gone_has_a_warning(world, pair):
         for bus.is_connected, warning in ((True, None), (False, "the exchange is gone: other kvpins follow")):
             told = (await client.post("/engines/a/drain")).json()["warning"]
             assert (told and told.partition(" this order")[0]) == warning
+        assert (await client.delete("/engines/a")).json()["warning"].startswith(warning)
 
 
 @pytest.mark.parametrize(

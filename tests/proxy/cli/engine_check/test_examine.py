@@ -164,6 +164,24 @@ class TestAnOddEngine:
             await of(engine.url, kind="x")
 
 
+@pytest.mark.parametrize("kind", ["embedded", "llama_server", "sglang"])
+async def test_the_kind_that_it_seems_to_be_of_is_told_where_the_named_one_does_not_fit(kind):
+    with running_trtllm() as engine, pytest.raises(EngineSpecError) as refused:
+        await of(engine.url, kind=kind, probe=False)
+    assert str(refused.value) == (
+        f"{engine.url} is no {kind}: it seems to be of the kind tensorrt_llm; name that one, or no kind"
+    )
+
+
+async def test_another_kind_that_the_named_one_can_work_with_is_a_finding():
+    with running_sglang() as engine:
+        for kind in ("sglang", "openai_compatible"):
+            assert "seems to be" not in said(await of(engine.url, kind=kind, probe=False))
+        (finding, *_) = (await of(engine.url, kind="tensorrt_llm", probe=False)).findings
+    assert finding.problem.startswith("it seems to be of the kind sglang, not tensorrt_llm")
+    assert finding.remedy == f"name that kind: sglang={engine.url}; or name none"
+
+
 async def test_the_report_holds_no_key(embedded_engine):
     found = await of(embedded_engine.url, probe=False, api_key="secret")
     assert "secret" not in str(found.as_json()) + repr(found)
