@@ -316,7 +316,8 @@ class _Stream:
             EngineUnavailable: the engine failed, or ended its stream too early.
         """
         while chunk := await self._response.receive():
-            self._note_begin()
+            if self._begins is not None:
+                self._note_begin(self._begins)
             self.tail += chunk
             if len(self.tail) > 2 * _TAIL_BYTES:
                 self._is_whole = self._is_whole or (self._must_end and is_whole(bytes(self.tail)))
@@ -328,7 +329,8 @@ class _Stream:
                 kept = self._whole_events(self._events, kept)
             if kept:
                 return kept
-        self._note_begin()
+        if self._begins is not None:
+            self._note_begin(self._begins)
         if self._must_end and not (self._is_whole or is_whole(bytes(self.tail))):
             raise EngineDied("the engine ended its answer too early")
         return b""
@@ -350,7 +352,6 @@ class _Stream:
         self._events = None
         return events.take_rest() + chunk
 
-    def _note_begin(self) -> None:
-        begins, self._begins = self._begins, None
-        if begins is not None:
-            begins()
+    def _note_begin(self, begins: Callable[[], None]) -> None:
+        self._begins = None
+        begins()

@@ -6,7 +6,6 @@ import asyncio
 import dataclasses
 import math
 from collections.abc import Mapping
-from contextlib import nullcontext
 from weakref import WeakValueDictionary
 
 from msgspec import Struct
@@ -182,9 +181,10 @@ class Preparation:
         Raises:
             ProxyError, EngineError: the request is wrong, or no engine serves its model.
         """
-        is_long = isinstance(call.body, JsonBody) and len(call.body.raw) > _LONG_BYTES
-        async with self._turns.setdefault(call.tenant, asyncio.Lock()) if is_long else nullcontext():
-            return await self._prepare(call)
+        if isinstance(call.body, JsonBody) and len(call.body.raw) > _LONG_BYTES:
+            async with self._turns.setdefault(call.tenant, asyncio.Lock()):
+                return await self._prepare(call)
+        return await self._prepare(call)
 
     async def _prepare(self, call: Call) -> Ready:
         priority_in(call.headers)  # an invalid priority is refused even if no request waits
