@@ -310,17 +310,19 @@ class Flow:
         self.requests.keep_source(record, body.raw)
         if (api := APIS.get(record.route)) is None:
             return
-        asked, comparison = api.asked(body, call.headers), self.comparison
+        asked = api.asked(body, call.headers)
 
         def diagnose(answer_id: str, reused: int | None) -> Diagnosis | None:
-            return comparison.with_answer(answer_id, record, reused)
+            return self.comparison.with_answer(answer_id, record, reused)
 
         def note_id(answer_id: str) -> None:
             record.answer_id = answer_id
 
         reply.through(lambda client: Diagnosed(client, api, asked=asked, diagnose=diagnose, note_id=note_id))
         if record.route == CHAT_PATH and names_the_cache(body):
-            reply.through(lambda client: WritesCounted(client, lambda: comparison.tokens_per_block(record)))
+            reply.through(
+                lambda client: WritesCounted(client, lambda: self.comparison.tokens_per_block(record))
+            )
 
     # --- Place ----------------------------------------------------------------------------------------
 

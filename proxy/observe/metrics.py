@@ -215,7 +215,7 @@ class Metrics:
             )
         if placement is None:
             return
-        self._count("kvpin_placements_total", model, reason_of(placement).value)
+        self._count("kvpin_placements_total", model, reason_of(placement))
         if record.prompt is not None:
             reuse = reuse_of(record, placement)
             self._add_reuse(engine, reuse)

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Coroutine
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
-from http import HTTPStatus
 from time import monotonic
 from typing import Any
 
@@ -68,6 +67,8 @@ from proxy.steps.first_leg import FirstLeg, Prefilled
 from proxy.steps.preparation import Ready
 
 log = structlog.get_logger(__name__)
+
+_SWITCHED = 101
 
 
 @dataclass(slots=True, eq=False)
@@ -242,7 +243,7 @@ class Attempts:
                 _moved(record, prefilled, lease, sent)
             serving.cached = cached
             serving.alarm.progress = lambda: (answer.received, reply.waits)
-            serving.life.take(monotonic(), Began(is_socket=answer.status == HTTPStatus.SWITCHING_PROTOCOLS))
+            serving.life.take(monotonic(), Began(is_socket=answer.status == _SWITCHED))
             lease.first_byte(streamed=call.streams)
             if not reply.started:
                 # Now, because the client may leave before the end.

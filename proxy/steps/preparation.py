@@ -216,10 +216,12 @@ class Preparation:
         """
         translate, body = self.translations.get(call.route), call.body
         is_chat = translate is not None and call.route in pool.served_as_chats
-        # An engine that keeps no responses keeps no chats, which a GET would list.
-        keeps_none = call.route == CHAT_PATH and RESPONSES_PATH in pool.served_as_chats
-        if (is_chat or keeps_none) and call.method != "POST":
-            raise MethodNotAllowed(f"{call.route} takes {ALLOW_POST}, not {call.method}", allow=ALLOW_POST)
+        if call.method != "POST":
+            # An engine that keeps no responses keeps no chats, which a GET would list.
+            keeps_none = call.route == CHAT_PATH and RESPONSES_PATH in pool.served_as_chats
+            if is_chat or keeps_none:
+                text = f"{call.route} takes {ALLOW_POST}, not {call.method}"
+                raise MethodNotAllowed(text, allow=ALLOW_POST)
         if translate is None or not is_chat or not isinstance(body, JsonBody):
             return None
         is_long = call.route.startswith(RESPONSES_PATH) and may_name_more(body)
