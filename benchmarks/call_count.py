@@ -40,6 +40,8 @@ SHORT, LONG = 100, 8000  # tokens
 # From chunk to chunk: long enough that kvpin reads each by itself, also on a busy machine.
 INTERVAL_US = 20_000
 IDLE_S = 10.0
+# Between health checks of an engine: what they call depends on how busy the machine is.
+HEALTH_S = "600"
 # What follows an answer: blocks stay pending for a quarter of a second.
 FOLLOWS_S = 0.5
 # For kvpin to begin or end a count.
@@ -49,6 +51,8 @@ POLL_S = 0.02
 PACED_SHARE = 10
 COUNTED = Path(__file__).with_name("counted_kvpin.py")
 
+# Called once for each piece that is read from an engine.
+PIECE = "Connection.data_received (engine_adapter/http/connection.py)"
 # Calls per request of each function: its own, and those below it.
 Figures = Mapping[str, tuple[float, float]]
 
@@ -72,7 +76,7 @@ def shapes(requests: int) -> dict[str, Shape]:
     return {
         "whole": Shape("small, whole answer", load(SHORT)),
         "stream": Shape("small, stream of one chunk", load(SHORT, 1)),
-        "paced": Shape(f"small, paced stream of {CHUNKS}", load(SHORT, CHUNKS, INTERVAL_US)),
+        "paced": Shape(f"small, paced stream of {CHUNKS}, as it was read", load(SHORT, CHUNKS, INTERVAL_US)),
         "long": Shape("long, whole answer", load(LONG)),
         "next": Shape("its next turn", load(LONG), is_next=True),
     }
@@ -147,6 +151,12 @@ def total(figures: Figures) -> float:
     return sum(own for own, _ in figures.values())
 
 
+def per_piece(paced: Figures, stream: Figures) -> float:
+    """Calls for each further piece of a stream, by how often the two shapes' engines were read."""
+    pieces = _own(paced, PIECE) - _own(stream, PIECE)
+    return (total(paced) - total(stream)) / pieces
+
+
 def _own(figures: Figures, name: str) -> float:
     return figures.get(name, (0.0, 0.0))[0]
 
@@ -173,6 +183,9 @@ def main() -> None:
         print(
             f"| {shape.title} | " + " | ".join(f"{total(each[name]):,.0f}" for each in found.values()) + " |"
         )
+    if {"paced", "stream"} <= wanted.keys():
+        pieces = [per_piece(figures["paced"], figures["stream"]) for figures in found.values()]
+        print("| each further piece of a stream | " + " | ".join(f"{each:,.1f}" for each in pieces) + " |")
     for name, shape in wanted.items() if arguments.rows else ():
         print(f"\n{shape.title}\n")
         print(table(found["now"][name], found.get("before", {}).get(name, {}), arguments.rows))
@@ -219,7 +232,11 @@ def _start(router: str, place: Place, checkout: Path, file: Path) -> Start:
     return replace(
         start,
         command=[python, COUNTED, file, *start.command[1:]],
-        environment={**start.environment, "PYTHONPATH": str(checkout)},
+        environment={
+            **start.environment,
+            "KVPIN_HEALTH__INTERVAL_S": HEALTH_S,
+            "PYTHONPATH": str(checkout),
+        },
     )
 
 
