@@ -111,7 +111,7 @@ class JsonBody:
     def hint(self, name: str) -> Any:  # noqa: ANN401 - JSON
         """Like `get`, but None if the value cannot be decoded: for fields that the engine checks."""
         try:
-            return self.get(name)
+            return self.get(name) if name in self._fields else None
         except UnreadableField:
             return None
 
@@ -125,10 +125,9 @@ class JsonBody:
                 fields[name] = msgspec.Raw(msgspec.json.encode(value))
         changed = JsonBody.__new__(JsonBody)
         changed.raw, changed._fields = msgspec.json.encode(fields), fields
-        changed._scalars, changed._views = (  # noqa: SLF001 - likewise
-            {name: value for name, value in known.items() if name not in changes}
-            for known in (self._scalars, self._views)
-        )
+        kept, viewed = self._scalars.items(), self._views.items()
+        changed._scalars = {name: value for name, value in kept if name not in changes}  # noqa: SLF001
+        changed._views = {name: value for name, value in viewed if name not in changes}  # noqa: SLF001
         return changed
 
     def forget(self) -> None:

@@ -56,12 +56,17 @@ class _Job:
 
 
 class FairThreads:
-    """Threads that tenants share fairly. Any thread may submit work."""
+    """Threads that tenants share fairly. Any thread may submit work.
+
+    Attributes:
+        on_loop: CPU seconds by tenant and kind of work that was done on the loop instead. Only the loop's
+            thread may use it, and `spent`.
+    """
 
     def __init__(self, threads: int, each: int) -> None:
         """`each`: the most threads of one tenant."""
         self._in_threads: dict[tuple[str | None, What], float] = defaultdict(float)
-        self._on_loop: dict[tuple[str | None, What], float] = defaultdict(float)
+        self.on_loop: dict[tuple[str | None, What], float] = defaultdict(float)
         self._threads, self._each = threads, each
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="off-loop")
         self._lock = threading.Lock()
@@ -72,13 +77,9 @@ class FairThreads:
     def spent(self) -> dict[tuple[str | None, What], float]:
         """CPU seconds by tenant and kind of work. Those on the loop are estimated, which is faster."""
         spent = dict(self._in_threads)
-        for key, seconds in self._on_loop.items():
+        for key, seconds in self.on_loop.items():
             spent[key] = spent.get(key, 0.0) + seconds
         return spent
-
-    def charge(self, tenant: str | None, what: What, seconds: float) -> None:
-        """Notes CPU time of a tenant on the loop. Only the loop's thread may call it, as it may `spent`."""
-        self._on_loop[tenant, what] += seconds
 
     def submit(self, tenant: str | None, what: What, work: Callable[[], _Result]) -> Future[_Result]:
         """The result of work in a thread. Work that is cancelled while it waits is not done."""
@@ -149,7 +150,7 @@ async def off_loop(work: Callable[[], _Result], *, ms: float, what: What = "pars
     """
     tenant = PAYER.get()
     if ms <= MOST_MS:
-        THREADS.charge(tenant, what, ms / 1000)
+        THREADS.on_loop[tenant, what] += ms / 1000
         return work()
     return await asyncio.wrap_future(THREADS.submit(tenant, what, work))
 

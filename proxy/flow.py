@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -152,7 +153,7 @@ class Flow:
         """
         serving = self._serving(ready.call, reply, record, admitted)
         serving.is_ready(ready)
-        (step,) = serving.take(Prepared())
+        (step,) = serving.life.take(time.monotonic(), Prepared())
         assert isinstance(step, Place)  # noqa: S101 - what follows Prepared
         await self._live(serving, step)
 
@@ -168,7 +169,15 @@ class Flow:
         error = None
         try:
             while not isinstance(step, End):
-                step = self._take(serving, await self._do(serving, step))
+                event: Event | None
+                try:
+                    event = await self._do(serving, step)
+                except asyncio.CancelledError:
+                    if (event := self._interrupted(serving)) is None:
+                        raise
+                except ANSWERED as failure:
+                    event = self._failed(serving, failure)
+                step = self._take(serving, event)
             if (error := _error_of(step, serving, self.fleet)) is None:
                 return
             reply = serving.reply
@@ -185,32 +194,35 @@ class Flow:
             self._close(serving)
             del step, error  # a traceback holds this frame: the body would stay until garbage collection
 
-    async def _do(self, serving: Serving, step: Prepare | Place | Run) -> Event:
-        """Carries a step out; returns the outcome as an event."""
-        try:
-            if isinstance(step, Prepare):
-                return await self._prepare(serving)
-            if isinstance(step, Place):
-                return await self._place(serving, step)
-            return await self.attempts.run(serving, step.turn)
-        except asyncio.CancelledError:
-            if (cause := serving.alarm.interrupted()) is None:
-                raise
-            if serving.reply.complete:  # the engine does not end it, or its client does not read the rest
-                serving.reply.end()
-                serving.record.status = serving.reply.status
-                return Answered()
-            return serving.failure(cause, self._late(cause, serving))
-        except ANSWERED as error:
-            # The error of a step that was interrupted may take the interruption's place, or the client's.
-            cause = serving.alarm.interrupted()
-            if cause is None and serving.alarm.is_cancelled:
-                raise asyncio.CancelledError from error
-            return serving.failure(cause or cause_for(error, serving), error)
+    def _do(self, serving: Serving, step: Prepare | Place | Run) -> Coroutine[Any, Any, Event]:
+        """Carries a step out; gives the outcome as an event."""
+        if isinstance(step, Prepare):
+            return self._prepare(serving)
+        if isinstance(step, Place):
+            return self._place(serving, step)
+        return self.attempts.run(serving, step.turn)
+
+    def _interrupted(self, serving: Serving) -> Event | None:
+        """The outcome of a step that was cancelled; None if somebody else than the request's alarm did it."""
+        if (cause := serving.alarm.interrupted()) is None:
+            return None
+        if serving.reply.complete:  # the engine does not end it, or its client does not read the rest
+            serving.reply.end()
+            serving.record.status = serving.reply.status
+            return Answered()
+        return serving.failure(cause, self._late(cause, serving))
+
+    def _failed(self, serving: Serving, error: Exception) -> Event:
+        """The outcome of a step that raised an error."""
+        # The error of a step that was interrupted may take the interruption's place, or the client's.
+        cause = serving.alarm.interrupted()
+        if cause is None and serving.alarm.is_cancelled:
+            raise asyncio.CancelledError from error
+        return serving.failure(cause or cause_for(error, serving), error)
 
     def _take(self, serving: Serving, event: Event) -> Step:
         """Lets the machine take an event; returns the next step."""
-        *before, step = serving.take(event)
+        *before, step = serving.life.take(time.monotonic(), event)
         for command in before:
             if isinstance(command, BlameEngine):
                 self.attempts.blame(serving, command.attempt)
@@ -298,17 +310,19 @@ class Flow:
         self.requests.keep_source(record, body.raw)
         if (api := APIS.get(record.route)) is None:
             return
-        asked, comparison = api.asked(body, call.headers), self.comparison
+        asked = api.asked(body, call.headers)
 
         def diagnose(answer_id: str, reused: int | None) -> Diagnosis | None:
-            return comparison.with_answer(answer_id, record, reused)
+            return self.comparison.with_answer(answer_id, record, reused)
 
         def note_id(answer_id: str) -> None:
             record.answer_id = answer_id
 
         reply.through(lambda client: Diagnosed(client, api, asked=asked, diagnose=diagnose, note_id=note_id))
         if record.route == CHAT_PATH and names_the_cache(body):
-            reply.through(lambda client: WritesCounted(client, lambda: comparison.tokens_per_block(record)))
+            reply.through(
+                lambda client: WritesCounted(client, lambda: self.comparison.tokens_per_block(record))
+            )
 
     # --- Place ----------------------------------------------------------------------------------------
 

@@ -46,11 +46,13 @@ class IncomingResponse:
     Attributes:
         failure: why the rest of the answer will never come.
         overran: bytes came after the end of the answer, so the connection cannot be used again.
+        received: pieces of the body that have arrived.
+        waiting_bytes: bytes of them that wait for the reader.
     """
 
     __slots__ = (
-        "_connection", "_has_body", "_may_switch", "_pairs", "_parts", "_waiter", "_waiting_bytes",
-        "failure", "headers", "is_complete", "keeps_connection", "overran", "received", "status",
+        "_connection", "_has_body", "_may_switch", "_pairs", "_parts", "_waiter", "failure", "headers",
+        "is_complete", "keeps_connection", "overran", "received", "status", "waiting_bytes",
     )  # fmt: skip
 
     def __init__(self, connection: Connection, *, has_body: bool, may_switch: bool) -> None:
@@ -61,7 +63,7 @@ class IncomingResponse:
         self._may_switch = may_switch
         self._pairs: HeaderPairs = []
         self._parts: list[bytes] = []
-        self._waiting_bytes = 0
+        self.waiting_bytes = 0
         self._waiter: asyncio.Future[None] | None = None
         self.status = 0  # until the head is there
         self.headers = Headers(self._pairs)
@@ -85,8 +87,8 @@ class IncomingResponse:
             if self.is_complete:
                 return b""
             await self._more()
-        parts, self._parts, self._waiting_bytes = self._parts, [], 0
-        if self._connection is not None:
+        parts, self._parts, self.waiting_bytes = self._parts, [], 0
+        if self._connection is not None and self._connection.is_paused:
             self._connection.resume_reading()
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
@@ -118,19 +120,9 @@ class IncomingResponse:
             return not coding.lower().endswith("chunked")
         return self.status != 0 and "content-length" not in self.headers
 
-    @property
-    def is_full(self) -> bool:
-        """True if enough waits for the reader."""
-        return self._waiting_bytes > MAX_WAITING_BYTES
-
-    @property
-    def waiting(self) -> int:
-        """Pieces that wait for the reader."""
-        return len(self._parts)
-
-    def forget(self, first: int) -> None:
-        """Drops the waiting pieces from index `first` on: they may hold what could not be parsed."""
-        del self._parts[first:]
+    def forget(self, pieces: int) -> None:
+        """Drops the last pieces that wait: they may hold what could not be parsed."""
+        del self._parts[len(self._parts) - pieces :]
 
     def wake(self) -> None:
         """Tells the reader that there is something new: bytes, the end, or a failure."""
@@ -141,11 +133,12 @@ class IncomingResponse:
         """The answer has no connection any more."""
         self._connection = None
 
-    async def _more(self) -> None:
+    def _more(self) -> asyncio.Future[None]:
+        """Done when there is something new."""
         if self.failure is not None:
             raise self.failure
         self._waiter = asyncio.get_running_loop().create_future()
-        await self._waiter
+        return self._waiter
 
     # --- For the parser -------------------------------------------------------------------------------
 
@@ -183,7 +176,7 @@ class IncomingResponse:
             self.overran = True
             return
         self._parts.append(part)
-        self._waiting_bytes += len(part)
+        self.waiting_bytes += len(part)
         self.received += 1
 
     def on_message_complete(self) -> None:
@@ -197,11 +190,12 @@ class Connection(asyncio.Protocol):
 
     Attributes:
         parser: parses the answer that is being read; None once it is a WebSocket.
+        is_paused: the connection is not read, because much waits for the reader.
     """
 
     __slots__ = (
-        "_answer", "_closes", "_head_bytes", "_is_lost", "_is_paused", "_owner", "_poll", "_room",
-        "_transport", "_upload", "parser",
+        "_answer", "_closes", "_head_bytes", "_is_lost", "_owner", "_poll", "_room", "_transport",
+        "_upload", "is_paused", "parser",
     )  # fmt: skip
 
     def __init__(self, owner: Owner) -> None:
@@ -212,7 +206,7 @@ class Connection(asyncio.Protocol):
         self._closes = False  # the request asked for it
         self._upload: asyncio.Task[None] | None = None
         self._room: asyncio.Future[None] | None = None  # while the socket is full
-        self._is_paused = False
+        self.is_paused = False
         self._is_lost = False
 
     async def ask(self, request: OutgoingRequest, head: bytes) -> IncomingResponse:
@@ -259,8 +253,8 @@ class Connection(asyncio.Protocol):
 
     def resume_reading(self) -> None:
         """The reader has room again."""
-        if self._is_paused and not self._is_lost:
-            self._is_paused = False
+        if self.is_paused and not self._is_lost:
+            self.is_paused = False
             self._transport.resume_reading()
 
     def close(self) -> None:
@@ -295,17 +289,16 @@ class Connection(asyncio.Protocol):
         if answer is None:
             self.close()  # nobody asked for anything
             return
-        before = answer.waiting
+        received = answer.received
         try:
-            self._feed(answer, data)
+            if self.parser is None:  # it is a WebSocket
+                answer.on_body(data)
+            else:
+                self.parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
-            if not answer.is_complete:
-                answer.forget(before)
-                self.fail(EngineGarbled(f"the engine's answer is not HTTP/1.1: {error}"))
-                return
-            answer.overran = True
+            self._stop_parsing(answer, error, data, answer.received - received)
         if self._answer is not answer:
-            return  # its head was refused
+            return  # it was refused
         if answer.is_complete:
             self._end(answer)
         elif not answer.status:
@@ -314,8 +307,8 @@ class Connection(asyncio.Protocol):
                 too_long = f"the headers of the engine's answer are longer than {MAX_HEAD_BYTES} bytes"
                 self.fail(EngineGarbled(too_long))
             return
-        elif answer.is_full and not self._is_paused:
-            self._is_paused = True
+        elif answer.waiting_bytes > MAX_WAITING_BYTES and not self.is_paused:
+            self.is_paused = True
             self._transport.pause_reading()
         answer.wake()
 
@@ -349,19 +342,18 @@ class Connection(asyncio.Protocol):
 
     # --- Within ---------------------------------------------------------------------------------------
 
-    def _feed(self, answer: IncomingResponse, data: bytes) -> None:
-        """Gives the answer what was read. Raises the errors of httptools for what is not HTTP/1.1."""
-        if self.parser is None:
-            answer.on_body(data)
-            return
-        try:
-            self.parser.feed_data(data)
-        except httptools.HttpParserUpgrade as switch:
-            if answer.status != _SWITCHED:
-                raise
+    def _stop_parsing(self, answer: IncomingResponse, error: Exception, data: bytes, pieces: int) -> None:
+        """The parser stops within `data`, after so many pieces of it: what follows is a WebSocket's, or not
+        HTTP/1.1."""
+        if isinstance(error, httptools.HttpParserUpgrade) and answer.status == _SWITCHED:
             self.parser = None
-            if rest := data[switch.args[0] :]:
+            if rest := data[error.args[0] :]:
                 answer.on_body(rest)
+        elif answer.is_complete:
+            answer.overran = True
+        else:
+            answer.forget(pieces)
+            self.fail(EngineGarbled(f"the engine's answer is not HTTP/1.1: {error}"))
 
     async def _send_stream(self, source: AsyncIterator[bytes], length: int | None) -> None:
         """Sends a streamed body. An error of its source ends the answer: the engine waits for the rest of the

@@ -12,7 +12,6 @@ ENDS = (b"\n\n", b"\r\n\r\n")
 END = re.compile(rb"\n\r?\n")  # begins with a line feed: found fast
 MAX_EVENT_BYTES = 8 << 20
 """The longest event that is collected. The ids of a prompt of a million tokens fit in it."""
-_LAST_BYTES = (b"\n\n", b"\n\r\n")  # of an event
 # Bytes of an end that may be there before its last one arrives.
 _BEFORE_THE_LAST = 2
 
@@ -50,8 +49,8 @@ class WholeEvents:
         if not self._rest and chunk.endswith(ENDS):
             return chunk
         self._rest += chunk
-        found = ((self._rest.rfind(each, self._seen), len(each)) for each in _LAST_BYTES)
-        end = max((at + length for at, length in found if at >= 0), default=0)
+        lf, crlf = self._rest.rfind(b"\n\n", self._seen), self._rest.rfind(b"\n\r\n", self._seen)
+        end = max(lf + 2 if lf >= 0 else 0, crlf + 3 if crlf >= 0 else 0)
         with memoryview(self._rest) as rest:
             events = bytes(rest[:end])
         self._keep_from(end)

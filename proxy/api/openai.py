@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
@@ -82,6 +83,7 @@ CLEAN_UP_S = 30.0
 # its prefix; to bind one through structlog would look at all of them.
 _OWN_ID = ContextVar[str](f"{structlog.contextvars.STRUCTLOG_KEY_PREFIX}request")
 _CLIENT_ID = ContextVar[str](f"{structlog.contextvars.STRUCTLOG_KEY_PREFIX}client_request")
+_NO_LIMIT = nullcontext()
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,12 +170,15 @@ class DataPlane:
         self._check_route(method, path)
         call = partial(self._call, exchange, path, key, own_id, client_id)
         is_upload = _is_upload(path, headers)
-        with self._admit(tenant, exchange, reply, partial(call, None), is_upload=is_upload) as admitted:
+        head = partial(call, None)
+        with self._admit(tenant, exchange, reply, head, is_upload=is_upload) as admitted, self._limit():
             if may_be_kept(path) and (kept := await self.responses.answer(method, path, tenant)) is not None:
                 _send(kept, exchange)
-                return
-            read = self._serve_upload if is_upload else self._serve_json
-            await self._within_limit(read(exchange, reply, call, admitted))
+            elif is_upload:
+                await self._serve_upload(exchange, reply, call, admitted)
+            else:
+                # No name for the call and its body here: the body is freed before the answer ends.
+                await self._work(call(await self._body(exchange, admitted)), exchange, reply, admitted)
 
     def _check_route(self, method: str, path: str) -> None:
         """Checks what may be passed on.
@@ -289,35 +294,14 @@ class DataPlane:
         with self._admit(tenant, exchange, reply, lambda: call) as admitted:
             await self._work(call, exchange, reply, admitted)
 
-    async def _within_limit(self, work: Coroutine[Any, Any, object]) -> None:
-        """Does the work of a request. Its life ends in time by itself: this ends what is around it.
+    def _limit(self) -> AbstractContextManager[None]:
+        """Limits the work of a request. Its life ends in time by itself: this ends what is around it.
 
         Raises:
             TimeLimit: it took longer than `timeouts.total_s`, and the time to clean up.
         """
         total_s = self.flow.rules.total_s
-        if total_s is None:
-            await work
-            return
-        task = asyncio.current_task()
-        assert task is not None  # noqa: S101 - it runs in one
-        timer = asyncio.get_running_loop().call_later(total_s + CLEAN_UP_S, task.cancel, Cause.OUR_LIMIT)
-        try:
-            await work
-        except asyncio.CancelledError as cancelled:
-            if cancelled.args != (Cause.OUR_LIMIT,):
-                raise
-            task.uncancel()
-            raise longer_than_total(total_s) from cancelled
-        finally:
-            timer.cancel()
-
-    async def _serve_json(
-        self, exchange: Exchange, reply: Reply, call: Callable[[RequestBody], Call], admitted: Admission
-    ) -> None:
-        """Serves a request whose body is read as JSON."""
-        # No name for the call and its body here: the body is freed before the answer ends.
-        await self._work(call(await self._body(exchange, admitted)), exchange, reply, admitted)
+        return _NO_LIMIT if total_s is None else _within(total_s)
 
     async def _serve_upload(
         self, exchange: Exchange, reply: Reply, call: Callable[[RequestBody], Call], admitted: Admission
@@ -389,6 +373,23 @@ class DataPlane:
         else:
             allow = ALLOW_POST if route_of(path) in POST_ONLY else METHODS
         return Response(status_code=204, headers={"allow": allow})
+
+
+@contextmanager
+def _within(total_s: float) -> Iterator[None]:
+    """Ends what the running task does here a while after `total_s`; see `DataPlane._limit`."""
+    task = asyncio.current_task()
+    assert task is not None  # noqa: S101 - it runs in one
+    timer = asyncio.get_running_loop().call_later(total_s + CLEAN_UP_S, task.cancel, Cause.OUR_LIMIT)
+    try:
+        yield
+    except asyncio.CancelledError as cancelled:
+        if cancelled.args != (Cause.OUR_LIMIT,):
+            raise
+        task.uncancel()
+        raise longer_than_total(total_s) from cancelled
+    finally:
+        timer.cancel()
 
 
 def _cancel(exchange: Exchange, reply: Reply) -> None:

@@ -76,14 +76,15 @@ class Exchange:
         status: of the answer; None before it begins.
         keep_alive: the connection stays open after the answer.
         is_reserved: the connection is one beyond the limit, which is not for the data plane.
+        is_from_peer: another kvpin of this machine passes this request on.
     """
 
     __slots__ = (
         "_arrived", "_chunked", "_chunks", "_complete", "_connection", "_credited", "_has_body", "_head",
         "_invited", "_is_1_0", "_is_hurried", "_left_to_send", "_patience_s", "_pauses", "_silence",
-        "_switched", "_unread", "_wakes", "added", "asks_for_websocket", "finished", "headers", "is_late",
-        "is_reserved", "is_slow", "keep_alive", "left", "method", "on_left", "reword", "started", "status",
-        "target", "task",
+        "_switched", "_unread", "_wakes", "added", "asks_for_websocket", "finished", "headers",
+        "is_from_peer", "is_late", "is_reserved", "is_slow", "keep_alive", "left", "method", "on_left",
+        "reword", "started", "status", "target", "task",
     )  # fmt: skip
 
     def __init__(
@@ -108,6 +109,7 @@ class Exchange:
         self.left = self.is_slow = self.is_late = self.started = self.finished = False
         self.status: int | None = None
         self.keep_alive, self.is_reserved = keep_alive and not is_1_0, is_reserved
+        self.is_from_peer = connection.is_of_peer
         self._connection, self._is_1_0 = connection, is_1_0
         # The request's body.
         # The first piece as it came, and all others in one growing piece: small ones would take 33 bytes more
@@ -139,11 +141,6 @@ class Exchange:
         """Host and port of one end of the connection, `peername` or `sockname`; None where it has none."""
         address = self.transport.get_extra_info(end)
         return (address[0], address[1]) if isinstance(address, tuple) else None
-
-    @property
-    def is_from_peer(self) -> bool:
-        """True if another kvpin of this machine passes this request on."""
-        return self._connection.is_of_peer
 
     # --- the request ----------------------------------------------------------------------------------
 
@@ -312,13 +309,13 @@ class Exchange:
 
     def write(self, chunk: bytes) -> None:
         """Sends bytes of the body."""
-        data = self._end_of_head() + self._framed(chunk)
+        data = (self._end_of_head() if self._head else b"") + self._framed(chunk)
         if data and not self.left:
             self._connection.transport.write(data)
 
     def finish(self, chunk: bytes = b"") -> None:
         """Sends the last bytes of the body."""
-        data = self._end_of_head(len(chunk)) + self._framed(chunk)
+        data = (self._end_of_head(len(chunk)) if self._head else b"") + self._framed(chunk)
         if self._chunked:
             data += b"0\r\n\r\n"
         elif self._left_to_send and self._has_body:
@@ -330,9 +327,7 @@ class Exchange:
         self._connection.answered(self)
 
     def _end_of_head(self, length: int | None = None) -> bytes:
-        """The head, if it was not sent yet. `length`: that of the body, if all of it is here."""
-        if not self._head:
-            return b""
+        """The head, which was not sent yet. `length`: that of the body, if all of it is here."""
         head, self._head = self._head, b""
         if self._switched:
             return head + _TO_WEBSOCKET

@@ -114,34 +114,49 @@ class Count:
         self.number += number
 
 
-_Series = TypeVar("_Series")
+_Each = TypeVar("_Each")
 
 
-class _SeriesByLabels(Generic[_Series]):
-    """A family with one series for each combination of label values."""
+class _Series(dict[tuple[str, ...], _Each]):
+    """The series of a family by label values. One that is asked for appears on the page from then on."""
+
+    def __init__(self, new: Callable[[tuple[str, ...]], _Each]) -> None:
+        """`new` makes a series."""
+        super().__init__()
+        self._new = new
+
+    def __missing__(self, values: tuple[str, ...]) -> _Each:
+        series = self[values] = self._new(values)
+        return series
+
+
+class _SeriesByLabels(Generic[_Each]):
+    """A family with one series for each combination of label values.
+
+    Attributes:
+        series: label values → series.
+    """
 
     def __init__(self, family: Family) -> None:
         self.family = family
-        self._series: dict[tuple[str, ...], _Series] = {}
+        self.series = _Series(self._new)
 
-    def of(self, *values: str) -> _Series:
+    def of(self, *values: str) -> _Each:
         """The series with these label values. It appears on the page from now on."""
-        series = self._series.get(values)
-        if series is None:
-            series = self._series[values] = self._new(values)
-        return series
+        return self.series[values]
 
     def drop(self, label: str, values: AbstractSet[str]) -> None:
         """Drops the series with these values of a label, where the family has that label."""
         if label in self.family.labels:
             at = self.family.labels.index(label)
-            self._series = {key: each for key, each in self._series.items() if key[at] not in values}
+            for key in [each for each in self.series if each[at] in values]:
+                del self.series[key]
 
     def lines(self, *, openmetrics: bool = False) -> Iterator[str]:
         """The family's part of the page: its head, then a part for each series."""
         raise NotImplementedError
 
-    def _new(self, values: tuple[str, ...]) -> _Series:
+    def _new(self, values: tuple[str, ...]) -> _Each:
         raise NotImplementedError
 
 
@@ -160,7 +175,7 @@ class Counter(_SeriesByLabels[Count]):
     def lines(self, *, openmetrics: bool = False) -> Iterator[str]:
         name = self.family.name.removesuffix("_total") if openmetrics else self.family.name
         yield self.family._replace(name=name).head
-        for series in list(self._series.values()):
+        for series in list(self.series.values()):
             yield f"{series.line} {float(series.number)}\n"
 
 
@@ -208,7 +223,7 @@ class Histogram(_SeriesByLabels[Buckets]):
     @override
     def lines(self, *, openmetrics: bool = False) -> Iterator[str]:
         yield self.family.head
-        for series in list(self._series.values()):
+        for series in list(self.series.values()):
             yield series.lines(exemplars=openmetrics)
 
     @override

@@ -215,7 +215,7 @@ class Metrics:
             )
         if placement is None:
             return
-        self._count("kvpin_placements_total", model, reason_of(placement).value)
+        self._count("kvpin_placements_total", model, reason_of(placement))
         if record.prompt is not None:
             reuse = reuse_of(record, placement)
             self._add_reuse(engine, reuse)
@@ -261,7 +261,7 @@ class Metrics:
                 family.drop("prefiller", left)
 
     def _count(self, name: str, *labels: str, by: float = 1) -> None:
-        self._counters[name].of(*labels).add(by)
+        self._counters[name].series[labels].number += by
 
     def _observe_times(self, record: RequestRecord, model: str, engine: str, trace_id: str | None) -> None:
         """Counts how long one finished request took, and its parts."""
@@ -275,7 +275,7 @@ class Metrics:
             ("kvpin_time_per_output_token_seconds", (model, engine), record.per_token_s),
         ):
             if seconds is not None:
-                self._histograms[name].of(*labels).observe(seconds, trace_id)
+                self._histograms[name].series[labels].observe(seconds, trace_id)
 
     def _count_tenant(self, record: RequestRecord, tenant: str) -> None:
         """Counts one finished request of a tenant. The first ones that come have series of their own."""

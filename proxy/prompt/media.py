@@ -112,16 +112,16 @@ class MediaPart:
 
 def not_plain(messages: object) -> list[Any]:
     """The messages that are more than a text that someone says. Most are not, and need no other look."""
-    return [each for each in messages if not _is_plain(each)] if isinstance(messages, list) else []
-
-
-def _is_plain(message: object) -> bool:
-    return (
-        type(message) is dict
-        and message.keys() == _OF_PLAIN
-        and type(message["content"]) is str
-        and message["role"] in ("user", "assistant", "system")
-    )
+    if not isinstance(messages, list):
+        return []
+    return [
+        each
+        for each in messages
+        if type(each) is not dict
+        or each.keys() != _OF_PLAIN
+        or type(each["content"]) is not str
+        or each["role"] not in ("user", "assistant", "system")
+    ]
 
 
 def is_text(part: object) -> bool:

@@ -10,7 +10,6 @@ rows. A prompt may have several forms: it is made by the one that all of its row
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
@@ -63,15 +62,15 @@ class Row(RowView):
     """
 
     probed: bool = False
-    _wrong: Counter[Source] = msgspec.field(default_factory=Counter)
+    _wrong: dict[Source, int] = {}  # each row gets its own
 
     def is_unknown(self, source: Source) -> bool:
         """True if ids from this source were wrong more than once."""
-        return self._wrong[source] >= _REFUTED
+        return self._wrong.get(source, 0) >= _REFUTED
 
     def is_exact(self, source: Source) -> bool:
         """True if ids from this source are the engine's own."""
-        return not self._wrong[source] and (source == "engine" or self.probed)
+        return source not in self._wrong and (source == "engine" or self.probed)
 
     def confirm(self, source: Source) -> None:
         """Ids from this source were right in a served prompt."""
@@ -83,7 +82,7 @@ class Row(RowView):
     def refute(self, source: Source, difference: str, *, can_ask: bool) -> bool:
         """Ids from this source were wrong in a served prompt. Returns False if that was known."""
         self.differed += 1
-        self._wrong[source] += 1
+        self._wrong[source] = self._wrong.get(source, 0) + 1
         if source == "local" == self.source and can_ask:
             self.source, self.ok = "engine", True
         elif source == self.source:
@@ -162,7 +161,7 @@ class FormTable:
 
     def source(self, forms: Iterable[Form]) -> Trusted:
         """Who makes the ids of a prompt of these forms."""
-        return min((self.rows[form].source for form in forms), key=_LEAST.index)
+        return min([self.rows[form].source for form in forms], key=_LEAST.index)
 
     def is_exact(self, forms: Iterable[Form], source: Source) -> bool:
         """True if ids of these forms from this source are known to be the engine's own."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from http import HTTPStatus
 from math import ceil
 
 from engine_adapter import EngineSpec, HeaderPairs, Headers, IncomingResponse, base_url
@@ -14,6 +13,7 @@ _DROPPED = frozenset(name.encode() for name in DROPPED_HEADERS)
 # Of an answer that has no other address.
 _DROPPED_IF_OK = _DROPPED | {b"location"}
 _OWN_PREFIX, _LIMIT_PREFIX = OWN_PREFIX.encode(), LIMIT_PREFIX.encode()
+_CREATED, _MULTIPLE_CHOICES = 201, 300
 _SECOND_MS, _MINUTE_MS = 1000, 60_000
 _OF_AN_ERROR = frozenset({*RETRY_HEADERS, "allow"})
 # Headers of a stream that do not apply to the JSON answer assembled from it.
@@ -22,8 +22,8 @@ _OF_A_STREAM = frozenset({b"content-type", b"content-length", b"cache-control", 
 
 def passed_on(response: IncomingResponse, spec: EngineSpec) -> HeaderPairs:
     """The headers of an engine's answer that its client gets."""
-    is_redirection = response.status >= HTTPStatus.MULTIPLE_CHOICES
-    dropped = _DROPPED if is_redirection or response.status == HTTPStatus.CREATED else _DROPPED_IF_OK
+    is_redirection = response.status >= _MULTIPLE_CHOICES
+    dropped = _DROPPED if is_redirection or response.status == _CREATED else _DROPPED_IF_OK
     kept = [
         pair
         for pair in response.headers.raw

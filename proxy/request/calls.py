@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Callable
+from functools import cached_property
 from typing import Protocol
 from urllib.parse import parse_qs, parse_qsl, urlencode
 
@@ -37,8 +38,8 @@ _MOST_END = max(map(len, _END_EVENT))
 _EVENT_END, _EVENT_END_CR = b"\n\n", b"\n\r\n"
 
 
-class Call(msgspec.Struct, frozen=True):
-    """A client's request, authenticated and read.
+class Call(msgspec.Struct, frozen=True, dict=True):
+    """A client's request, authenticated and read. What follows from its fields is found out once.
 
     Attributes:
         request_id: kvpin's own, unique.
@@ -72,12 +73,12 @@ class Call(msgspec.Struct, frozen=True):
         """The `x-request-id` of the answer."""
         return self.client_id or self.request_id
 
-    @property
+    @cached_property
     def route(self) -> str:
         """The route, as engines will understand the path."""
         return route_of(self.path)
 
-    @property
+    @cached_property
     def native(self) -> str | None:
         """The route, if only engines that declare it get the request: one beside `/v1`, or a WebSocket."""
         route = self.path.partition("?")[0]
@@ -85,7 +86,7 @@ class Call(msgspec.Struct, frozen=True):
             return websocket(route)
         return route if route in NATIVE_ROUTES else None
 
-    @property
+    @cached_property
     def runs_prompt(self) -> bool:
         """True if an engine computes a prompt for this request."""
         native = NATIVE_ROUTES.get(self.native or "")
@@ -93,7 +94,7 @@ class Call(msgspec.Struct, frozen=True):
             return native.runs
         return self.route in PROMPT_ROUTES and isinstance(self.body, JsonBody)
 
-    @property
+    @cached_property
     def model(self) -> str | None:
         """The model that the body names; if it names none, the query may."""
         body, model = self.body, None
@@ -119,7 +120,7 @@ class Call(msgspec.Struct, frozen=True):
         named = [(name, model if name == "model" else value) for name, value in fields]
         return msgspec.structs.replace(self, path=f"{path}?{urlencode(named)}")
 
-    @property
+    @cached_property
     def streams(self) -> bool:
         """True if the client asked for a stream, or for a WebSocket."""
         if self.socket is not None:

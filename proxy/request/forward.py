@@ -101,14 +101,15 @@ class Forwarding:
             if response.status >= 400:  # noqa: PLR2004 - HTTP
                 return await self._as_error(response)
             self.cached = self.adapter.cached_tokens(response.headers)
-            headers = self._headers(response)
+            kind = response.headers.get("content-type", "").lower()
+            headers = self._headers(response, kind)
             if call.socket is not None:
                 return await self._as_websocket(response, headers)
             # A compressed stream, which no engine is asked for, is passed on as it is.
-            is_events = _is_of(response, _EVENTS) and _is_plain(response)
+            is_events = kind.startswith(_EVENTS) and _is_plain(response)
             if self.reply.started and not is_events:
                 raise EngineGarbled("the engine that was to go on with a stream sent none")
-            if _is_of(response, _JSON):
+            if kind.startswith(_JSON):
                 return await self._as_json(response, headers)
             reader = self.hold.answer
             if reader is not None and reader.assembles:
@@ -120,11 +121,11 @@ class Forwarding:
         request = self.adapter.prepare(call.method, call.path, call.headers, self.hold.body)
         return request if call.socket is None else replace(request, socket=call.socket)
 
-    def _headers(self, response: IncomingResponse) -> HeaderPairs:
-        """The headers that the client gets. A reader of the answer may change its length, and so may a
-        translation of a stream, or another engine that goes on with it."""
+    def _headers(self, response: IncomingResponse, kind: str) -> HeaderPairs:
+        """The headers that the client gets; `kind` is the content type. A reader of the answer may change its
+        length, and so may a translation of a stream, or another engine that goes on with it."""
         kept = passed_on(response, self.adapter.spec)
-        if self.hold.answer is not None or _is_of(response, _EVENTS):
+        if self.hold.answer is not None or kind.startswith(_EVENTS):
             kept = [pair for pair in kept if pair[0] != b"content-length"]
         return kept + pairs(self.headers)
 
@@ -256,10 +257,6 @@ def _forwarded(status: int, cached: int | None, usage: TokenUsage) -> Forwarded:
     )
 
 
-def _is_of(response: IncomingResponse, content_type: str) -> bool:
-    return response.headers.get("content-type", "").lower().startswith(content_type)
-
-
 def _is_plain(response: IncomingResponse) -> bool:
     return response.headers.get("content-encoding", "identity") == "identity"
 
@@ -316,7 +313,8 @@ class _Stream:
             EngineUnavailable: the engine failed, or ended its stream too early.
         """
         while chunk := await self._response.receive():
-            self._note_begin()
+            if self._begins is not None:
+                self._note_begin(self._begins)
             self.tail += chunk
             if len(self.tail) > 2 * _TAIL_BYTES:
                 self._is_whole = self._is_whole or (self._must_end and is_whole(bytes(self.tail)))
@@ -328,7 +326,8 @@ class _Stream:
                 kept = self._whole_events(self._events, kept)
             if kept:
                 return kept
-        self._note_begin()
+        if self._begins is not None:
+            self._note_begin(self._begins)
         if self._must_end and not (self._is_whole or is_whole(bytes(self.tail))):
             raise EngineDied("the engine ended its answer too early")
         return b""
@@ -337,10 +336,10 @@ class _Stream:
         """The last bytes for the client."""
         rest = self._reader.finish() if self._reader is not None else b""
         if self._passage is not None:
-            rest = self._passage.feed(rest) + self._passage.finish()
+            rest = (self._passage.feed(rest) if rest else b"") + self._passage.finish()
         elif self._events is not None:
             rest = self._events.rest + rest
-        return without_half(rest) if self._must_end else rest
+        return without_half(rest) if rest and self._must_end else rest
 
     def _whole_events(self, events: WholeEvents, chunk: bytes) -> bytes:
         """The events that a chunk completes. From one on that is too long to be held back, the stream passes
@@ -350,7 +349,6 @@ class _Stream:
         self._events = None
         return events.take_rest() + chunk
 
-    def _note_begin(self) -> None:
-        begins, self._begins = self._begins, None
-        if begins is not None:
-            begins()
+    def _note_begin(self, begins: Callable[[], None]) -> None:
+        self._begins = None
+        begins()

@@ -7,10 +7,9 @@ for each request.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from hashlib import blake2b
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from engine_adapter import Headers, JsonBody, RequestBody
 from proxy.headers import SESSION_HEADERS
@@ -39,16 +38,13 @@ class Session(NamedTuple):
 
 def session_of(tenant: str | None, headers: Headers, body: RequestBody) -> Session | None:
     """The conversation that a request names; None if it names none."""
-    for name in _names(headers, body):
-        if isinstance(name, str) and 0 < len(name) <= MAX_NAME:
-            return Session(tenant, name)
-    return None
-
-
-def _names(headers: Headers, body: RequestBody) -> Iterator[Any]:
-    """Possible names, best first. The body is read only if no header names the conversation."""
     named = [(_RANKS[name], value) for name, value in headers.raw if name in _RANKS]
     for _, value in sorted(named, key=itemgetter(0)):
-        yield value.decode("latin-1")
+        if 0 < len(value) <= MAX_NAME:
+            return Session(tenant, value.decode("latin-1"))
     if isinstance(body, JsonBody):
-        yield from map(body.hint, FIELDS)
+        for field in FIELDS:
+            name = body.hint(field)
+            if isinstance(name, str) and 0 < len(name) <= MAX_NAME:
+                return Session(tenant, name)
+    return None

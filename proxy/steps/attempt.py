@@ -8,10 +8,11 @@ raised; the machine decides whether to try another engine.
 
 from __future__ import annotations
 
+from collections.abc import Coroutine
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
-from http import HTTPStatus
 from time import monotonic
+from typing import Any
 
 import structlog
 from msgspec.structs import replace
@@ -36,9 +37,7 @@ from proxy.core.life import (
     Began,
     Blame,
     Cause,
-    Command,
     Entered,
-    Event,
     Failed,
     InTurn,
     Life,
@@ -68,6 +67,8 @@ from proxy.steps.first_leg import FirstLeg, Prefilled
 from proxy.steps.preparation import Ready
 
 log = structlog.get_logger(__name__)
+
+_SWITCHED = 101
 
 
 @dataclass(slots=True, eq=False)
@@ -105,10 +106,6 @@ class Serving:
     cached: int | None = None
     told: SentStream | None = None
     kept: int = 0
-
-    def take(self, event: Event) -> tuple[Command, ...]:
-        """Lets the machine take an event."""
-        return self.life.take(monotonic(), event)
 
     def is_ready(self, ready: Ready) -> None:
         """Notes the prepared request. Drops the client's body if engines get a translated one."""
@@ -152,12 +149,28 @@ class Attempts:
         Raises:
             EngineUnavailable, EngineRejected: the engine failed.
         """
-        ready = serving.ready
-        assert ready is not None  # noqa: S101 - `turn` says so
-        engine = ready.pool.engines[turn.engine]
+        ready, placement, record = serving.ready, serving.placement, serving.record
+        assert ready is not None and placement is not None  # noqa: S101, PT018 - `turn` says so
+        pool, pair, engine = ready.pool, placement.pair, ready.pool.engines[turn.engine]
+        serving.engine, serving.passage, serving.cached, record.placement = engine, None, None, placement
         unchecked: Unchecked | None = Unchecked.ENDED_EARLY
         try:
-            forwarded, unchecked = await self._serve(serving, ready, engine)
+            with self._lease(serving, ready, placement) as lease:
+                serving.life.take(monotonic(), Entered())
+                engine.salts.note(self.tenants.owner(ready.salt), ready.salt)
+                await lease.gather()
+                lease.gathered = monotonic()
+                async with self._hold(engine, ready) as hold:
+                    prefilled = None
+                    if pair is None:
+                        await look_below(pool, engine, lease, ready.prompt, ready.chain)
+                    else:
+                        prefilled = await self.first_leg(serving, ready, pair, engine, lease, hold)
+                    refined = lease.refine(hold)
+                    record.placement = refined if prefilled is None else placement
+                    record.note, record.slot = hold.note, hold.slot
+                    forwarded = await self.forward(serving, ready, engine, lease, hold, prefilled)
+                unchecked = self._close(serving, ready, engine, lease, hold, forwarded, prefilled)
         except EngineError:
             unchecked = Unchecked.FAILED
             raise
@@ -166,38 +179,18 @@ class Attempts:
                 engine.audit.skip(unchecked)
         return Answered(is_error=forwarded.error is not None)
 
-    async def _serve(
-        self, serving: Serving, ready: Ready, engine: Engine
-    ) -> tuple[Forwarded, Unchecked | None]:
-        """One attempt on its engine, to the end of the answer; and why its prediction was not checked."""
-        placement, record, pool = serving.placement, serving.record, ready.pool
-        assert placement is not None  # noqa: S101 - the turn of an engine says so
-        serving.engine, serving.passage, serving.cached, record.placement = engine, None, None, placement
-        pair, known = placement.pair, ready.prompt is not None and ready.prompt.whole
-        with pool.lease(
+    def _lease(self, serving: Serving, ready: Ready, placement: Placement) -> Lease:
+        """The request's lease of the engine that answers."""
+        pair = placement.pair
+        return ready.pool.lease(
             placement if pair is None else pair.decode,
             ready.chain,
             streams=ready.call.streams,
-            known=known,
+            known=ready.prompt is not None and ready.prompt.whole,
             session=ready.session,
             part=Role.BOTH if pair is None else Role.DECODE,
             on_lost=serving.alarm.engine_lost,
-        ) as lease:
-            serving.take(Entered())
-            engine.salts.note(self.tenants.owner(ready.salt), ready.salt)
-            await lease.gather()
-            lease.gathered = monotonic()
-            async with self._hold(engine, ready) as hold:
-                prefilled = None
-                if pair is None:
-                    await look_below(pool, engine, lease, ready.prompt, ready.chain)
-                else:
-                    prefilled = await self.first_leg(serving, ready, pair, engine, lease, hold)
-                refined = lease.refine(hold)
-                record.placement = refined if prefilled is None else placement
-                record.note, record.slot = hold.note, hold.slot
-                forwarded = await self.forward(serving, ready, engine, lease, hold, prefilled)
-            return forwarded, self._close(serving, ready, engine, lease, hold, forwarded, prefilled)
+        )
 
     async def first_leg(
         self, serving: Serving, ready: Ready, pair: Pair, engine: Engine, lease: Lease, hold: Hold
@@ -208,7 +201,7 @@ class Attempts:
         record.prefilled_by, record.transfer, prefilled = name, TransferResult.FAILED, None
         if source is not None and transfer is not None and isinstance(hold.body, JsonBody):
             source.salts.note(self.tenants.owner(ready.salt), ready.salt)
-            serving.take(Sent())
+            serving.life.take(monotonic(), Sent())
             leg = FirstLeg(ready, pair, source, transfer, hold.body, self.ingest)
             prefilled = await leg.run(self.transport)
             if prefilled is not None and prefilled.is_over:  # kvpin was paused
@@ -226,7 +219,7 @@ class Attempts:
             lease.placement = replace(lease.placement, firm=False)
         return prefilled
 
-    async def forward(
+    def forward(
         self,
         serving: Serving,
         ready: Ready,
@@ -234,7 +227,7 @@ class Attempts:
         lease: Lease,
         hold: Hold,
         prefilled: Prefilled | None = None,
-    ) -> Forwarded:
+    ) -> Coroutine[Any, Any, Forwarded]:
         """Sends the request to the engine that it holds, and the answer to the client.
 
         `prefilled`: another engine has computed its prompt. Raises EngineLate if the answer does not begin
@@ -250,7 +243,7 @@ class Attempts:
                 _moved(record, prefilled, lease, sent)
             serving.cached = cached
             serving.alarm.progress = lambda: (answer.received, reply.waits)
-            serving.take(Began(is_socket=answer.status == HTTPStatus.SWITCHING_PROTOCOLS))
+            serving.life.take(monotonic(), Began(is_socket=answer.status == _SWITCHED))
             lease.first_byte(streamed=call.streams)
             if not reply.started:
                 # Now, because the client may leave before the end.
@@ -263,13 +256,10 @@ class Attempts:
         reply.on_start = lambda: _forget_bodies(call, hold, kept)
         headers = _headers(call, placement, hold, reply) | ready.told | _retained(ready, hold)
         refusals = refusals_of(call, serving.n_candidates)
-        serving.take(Sent())
-        answer = Forwarding(engine.adapter, call, hold, reply, headers, refusals, passage, began).run(
-            self.transport
-        )
-        forwarded = await (answer if prefilled is None else prefilled.in_time(answer))
-        record.reports(forwarded.prefill, forwarded.decode_s)
-        return forwarded
+        serving.life.take(monotonic(), Sent())
+        forwarding = Forwarding(engine.adapter, call, hold, reply, headers, refusals, passage, began)
+        answer = forwarding.run(self.transport)
+        return answer if prefilled is None else prefilled.in_time(answer)
 
     def blame(self, serving: Serving, attempt: Attempt) -> None:
         """Notes what a failed attempt says about its engine."""
@@ -318,6 +308,7 @@ class Attempts:
         """Notes what the engine reported of a complete answer, and what it holds now. Returns why its
         prediction was not checked."""
         record, pool = serving.record, ready.pool
+        record.reports(forwarded.prefill, forwarded.decode_s)
         lease.report = Report(forwarded.cached_tokens, forwarded.output_tokens, forwarded.prefill)
         record.status, record.error = forwarded.status, forwarded.error
         record.reported_tokens, record.output_tokens = forwarded.cached_tokens, forwarded.output_tokens

@@ -6,7 +6,6 @@ import asyncio
 import dataclasses
 import math
 from collections.abc import Mapping
-from contextlib import nullcontext
 from weakref import WeakValueDictionary
 
 from msgspec import Struct
@@ -182,9 +181,10 @@ class Preparation:
         Raises:
             ProxyError, EngineError: the request is wrong, or no engine serves its model.
         """
-        is_long = isinstance(call.body, JsonBody) and len(call.body.raw) > _LONG_BYTES
-        async with self._turns.setdefault(call.tenant, asyncio.Lock()) if is_long else nullcontext():
-            return await self._prepare(call)
+        if isinstance(call.body, JsonBody) and len(call.body.raw) > _LONG_BYTES:
+            async with self._turns.setdefault(call.tenant, asyncio.Lock()):
+                return await self._prepare(call)
+        return await self._prepare(call)
 
     async def _prepare(self, call: Call) -> Ready:
         priority_in(call.headers)  # an invalid priority is refused even if no request waits
@@ -216,10 +216,12 @@ class Preparation:
         """
         translate, body = self.translations.get(call.route), call.body
         is_chat = translate is not None and call.route in pool.served_as_chats
-        # An engine that keeps no responses keeps no chats, which a GET would list.
-        keeps_none = call.route == CHAT_PATH and RESPONSES_PATH in pool.served_as_chats
-        if (is_chat or keeps_none) and call.method != "POST":
-            raise MethodNotAllowed(f"{call.route} takes {ALLOW_POST}, not {call.method}", allow=ALLOW_POST)
+        if call.method != "POST":
+            # An engine that keeps no responses keeps no chats, which a GET would list.
+            keeps_none = call.route == CHAT_PATH and RESPONSES_PATH in pool.served_as_chats
+            if is_chat or keeps_none:
+                text = f"{call.route} takes {ALLOW_POST}, not {call.method}"
+                raise MethodNotAllowed(text, allow=ALLOW_POST)
         if translate is None or not is_chat or not isinstance(body, JsonBody):
             return None
         is_long = call.route.startswith(RESPONSES_PATH) and may_name_more(body)

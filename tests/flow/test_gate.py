@@ -109,7 +109,7 @@ def test_the_cpu_time_of_tenants_is_a_metric(monkeypatch):
     threads = off_loop.FairThreads(1, 1)
     monkeypatch.setattr("proxy.observe.metrics.THREADS", threads)
     for tenant, what in (("a", "parse"), ("a", "render"), ("b", "parse"), (None, "parse")):
-        threads.charge(tenant, what, 0.5)
+        threads.on_loop[tenant, what] += 0.5
     name = "kvpin_tenant_cpu_seconds_total"
     assert f"{name}{{" not in Metrics(Fleet()).render().decode()
     shown = Metrics(Fleet(), tenants=1)

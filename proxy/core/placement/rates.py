@@ -112,7 +112,12 @@ class PoolRates:
         if seconds is None:
             if len(self._memo) >= _MEMO:
                 self._memo.clear()
-            seconds = self._memo[tokens] = self._on_curve(tokens)
+            seconds = (
+                on_curve(self._lengths, self._seconds, tokens)
+                if self._lengths
+                else tokens / DEFAULT_PREFILL_TOK_S
+            )
+            self._memo[tokens] = seconds
         return seconds
 
     def restore_tok_s(self, tier: Tier) -> float:
@@ -178,13 +183,6 @@ class PoolRates:
         """Restoring `tokens` tokens from `tier` took `seconds`."""
         self._restores[tier].append(tokens / seconds)
         self._restore_tok_s[tier] = median(self._restores[tier])
-
-    def _on_curve(self, tokens: int) -> float:
-        """Seconds on the lines between the learned points; in proportion before the first and after the
-        last."""
-        if not self._lengths:
-            return tokens / DEFAULT_PREFILL_TOK_S
-        return on_curve(self._lengths, self._seconds, tokens)
 
     def _redraw(self) -> None:
         """Draws the curve through the points so that it never falls."""

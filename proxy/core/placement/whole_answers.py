@@ -110,20 +110,20 @@ def fit(answers: Sequence[AnswerSample]) -> Fit | None:
     return Fit(token_s, max(step_s, 0.0))
 
 
-def _token_seconds(answers: Sequence[AnswerSample]) -> Iterable[tuple[float, float]]:
+def _token_seconds(answers: Sequence[AnswerSample]) -> list[tuple[float, float]]:
     """Seconds for each prompt token, with a weight: by each two answers, and by each with the guess."""
-    for each in answers:
-        yield each.seconds / (each.prefilled + STEP_TOKENS * each.output), GUESS_WEIGHT
+    found = [(each.seconds / (each.prefilled + STEP_TOKENS * each.output), GUESS_WEIGHT) for each in answers]
     shares = [(each, each.prefill_share) for each in answers]
     for (one, own), (other, others) in combinations(shares, 2):
         apart = one.prefilled * other.output - other.prefilled * one.output
         if apart:
             seconds = one.seconds * other.output - other.seconds * one.output
-            yield seconds / apart, abs(own - others)
+            found.append((seconds / apart, abs(own - others)))
+    return found
 
 
 def weighted_median(values: Iterable[tuple[float, float]]) -> float:
     """The value below which half of the weight lies. There must be one."""
     ordered = sorted(values)
-    below = list(accumulate(weight for _, weight in ordered))
+    below = list(accumulate([weight for _, weight in ordered]))
     return ordered[bisect_left(below, below[-1] / 2)][0]

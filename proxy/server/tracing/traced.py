@@ -201,6 +201,7 @@ class TracedAttempts(Attempts):
             ready = replace(ready, call=replace(ready.call, headers=_leading_here(ready.call.headers)))
             answer = await super().forward(serving, ready, engine, lease, hold, prefilled)
             if span.is_recording():
+                record.reports(answer.prefill, answer.decode_s)  # `run` does so, too, after this span
                 span.set_attributes(spans.of_answer(record, answer))
                 if answer.error is not None:
                     _fail(span, str(answer.status))
