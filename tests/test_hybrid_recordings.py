@@ -1,4 +1,4 @@
-"""What a real vLLM with a hybrid model reused of each prompt is what its events make kvpin predict."""
+"""What real vLLMs and SGLangs with hybrid models reused is what their events make kvpin predict."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from engine_adapter.events.keys import read_vllm_keys
+from engine_adapter.events.keys import read_sglang_keys, read_vllm_keys
 from engine_adapter.events.wire import EventReader
+from engine_adapter.sglang.windows import Windows
 from engine_adapter.types import ViewCurrent, ViewLost, token_array
 from engine_adapter.vllm.event_watch import Copies
 from proxy.core.index.blocks import chain, namespace_root
@@ -20,7 +21,7 @@ from proxy.core.placement.decision import predict
 from proxy.core.placement.placer import Placer
 
 DATA = Path(__file__).parent / "data" / "hybrid_events"
-POOL, BLOCK = 16, 32  # tokens of a block of kvpin's and of vLLM's
+POOL, BLOCK, PAGE = 16, 32, 16  # tokens of a block of kvpin's and of vLLM's, and of a page of SGLang's
 
 
 def recorded(shape):
@@ -44,17 +45,19 @@ class Seen:
     checked: bool
 
 
-def replay(lines, blocks=None):
-    """The requests, placed on one engine of so many blocks."""
-    root, placer, reader = namespace_root("m"), Placer(POOL), EventReader(read_vllm_keys)
-    placer.add("e", tokens_per_block=BLOCK, gpu_blocks=blocks)
+def replay(lines, blocks=None, windows=None):
+    """The requests, placed on one engine of so many blocks: a vLLM, or an SGLang with these windows."""
+    reader = EventReader(read_vllm_keys if windows is None else read_sglang_keys)
+    counted, size = (Copies().count, BLOCK) if windows is None else (windows.follow, PAGE)
+    root, placer = namespace_root("m"), Placer(POOL)
+    placer.add("e", tokens_per_block=size, gpu_blocks=blocks)
     view = EngineView("e", placer.index, lambda salt, lora: namespace_root("m", lora=lora, salt=salt), POOL)
-    copies, running, seen = Copies(), {}, []
+    running, seen = {}, []
 
     def take(*events):
         for event in events:
-            for counted in copies.count(event):
-                for part in slices(counted):
+            for each in counted(event):
+                for part in slices(each):
                     view.apply(part)
 
     take(ViewLost("connected"), ViewCurrent(complete=True))
@@ -62,7 +65,10 @@ def replay(lines, blocks=None):
         if "events" in line:
             take(*reader.read(msgspec.msgpack.encode([0.0, line["events"], None])))
         elif "asked" in line:
-            asked = chain(root, token_array(line["asked"]), None, POOL)
+            tokens = token_array(line["asked"])
+            asked = chain(root, tokens, None, POOL)
+            if windows is not None:
+                windows.asked(tokens)
             placement = placer.place(now, [placer.candidate(now, "e", placer.match(asked).get("e"))], asked)
             running[line["id"]] = placement, placer.begin(now, "e", placement.work, asked)
         else:
@@ -70,7 +76,7 @@ def replay(lines, blocks=None):
             cached, predicted = line["cached"], placement.predicted_tokens
             placer.end(now, placed, placement.n_tokens - cached)
             placer.settled(placed)
-            held = predict(placed.chain, (predicted + placement.cut_tokens) // POOL, BLOCK)
+            held = predict(placed.chain, (predicted + placement.cut_tokens) // POOL, size)
             seen.append(
                 Seen(predicted, cached, held, placement.firm and not (placed.may_be_evicted and predicted))
             )
@@ -88,6 +94,14 @@ def test_predicted_is_reused(shape):
     assert all(each.checked for each in seen)
     assert sum(each.cached > 0 for each in seen) > len(seen) // 4
     # The other groups shorten what full attention holds, of some prompts.
+    assert sum(each.held > each.cached for each in seen) > len(seen) // 20
+
+
+def test_what_an_sglang_does_not_tell_of_its_windows_is_worked_out():
+    seen = replay(recorded("sglang-mellum"), windows=Windows(128, PAGE, None))
+    assert [each.predicted for each in seen] == [each.cached for each in seen]
+    assert all(each.checked for each in seen)
+    assert sum(each.cached > 0 for each in seen) > len(seen) // 2
     assert sum(each.held > each.cached for each in seen) > len(seen) // 20
 
 

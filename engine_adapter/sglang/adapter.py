@@ -37,6 +37,7 @@ from engine_adapter.sglang.requests import (
 from engine_adapter.sglang.routes import ROUTES
 from engine_adapter.sglang.server_info import Loads, ServerInfo, read_server_info
 from engine_adapter.sglang.template_input import SGLANG_INPUT
+from engine_adapter.sglang.windows import Windows, window_of
 from engine_adapter.types import (
     TRANSLATED_ROUTES,
     CacheCleared,
@@ -85,6 +86,9 @@ class SglangAdapter(HttpAdapter):
         self._tells_ready = True
         self._tokenizes = self._jinja = False
         self._clearings = 0  # of the cache, as its events tell
+        self._window: int | None = (
+            None  # tokens of the model's sliding window, where it has any and they are followed
+        )
 
     @override
     async def connect(self) -> EngineInfo:
@@ -109,6 +113,8 @@ class SglangAdapter(HttpAdapter):
     def _hold(self, path: str, body: JsonBody, prompt: KvTarget | None) -> Hold:
         if self._info is None:
             return Hold(body)
+        if self._windows is not None and prompt is not None and prompt.token_ids is not None:
+            self._windows.asked(prompt.token_ids)
         return hold_request(self._info, path, body, prompt, jinja=self._jinja)
 
     @override
@@ -133,10 +139,23 @@ class SglangAdapter(HttpAdapter):
         if endpoints is None:
             raise self.not_supported(Capability.KV_EVENTS)
         self._subscriber = KvEventSubscriber(endpoints, read_keys=read_sglang_keys, since=since)
+        windows = self._windows = self._follow_windows(info)
         async with aclosing(self._subscriber.events()) as events:
-            async for event in events:
-                self._clearings += isinstance(event, CacheCleared)
-                yield event
+            async for sent in events:
+                self._clearings += isinstance(sent, CacheCleared)
+                for event in (sent,) if windows is None else windows.follow(sent):
+                    yield event
+
+    @override
+    def event_position(self) -> EventPosition | None:
+        """None for models with several kinds of attention: what their windows hold is not kept."""
+        return None if self._info is None or self._info.is_hybrid else super().event_position()
+
+    def _follow_windows(self, info: ServerInfo) -> Windows | None:
+        """What follows the sliding windows of its model; None for models with full attention alone."""
+        if not info.is_hybrid or info.page_size is None:
+            return None
+        return Windows(self._window, info.page_size, info.window_tokens if info.drops_windows else None)
 
     @override
     async def operate(self, verb: KvVerb, target: KvTarget) -> AsyncGenerator[KvProgress, None]:
@@ -191,9 +210,14 @@ class SglangAdapter(HttpAdapter):
         if rank is not None and rank >= info.dp_ranks:
             raise EngineUnavailable(f"it has no dp_rank {rank}, only {info.dp_ranks} rank(s)")
         self._loads.forget()
+        self._window = None
+        if info.follows_windows:
+            self._window = await asyncio.to_thread(window_of, self.spec.tokenizer or info.tokenizer)
         self._tokenizes = await tokenizes_chats(self._control)
         self._jinja = self._tokenizes and await uses_jinja(self._control, info)
-        self._findings = find(info, self.spec, jinja=self._jinja, tokenizes=self._tokenizes)
+        self._findings = find(
+            info, self.spec, jinja=self._jinja, tokenizes=self._tokenizes, window=self._window
+        )
         return info
 
     async def _check_ready(self) -> None:

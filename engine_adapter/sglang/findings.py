@@ -27,9 +27,39 @@ def why_events_do_not_fit(info: ServerInfo, spec: EventSpec) -> Finding | None:
     return next(_why_not_followed(info, spec), None) or _why_no_endpoint(info, spec)
 
 
-def find(info: ServerInfo, spec: EventSpec, *, jinja: bool, tokenizes: bool) -> tuple[Finding, ...]:
-    """All findings. The server `tokenizes` messages, and renders chats with a Jinja template (`jinja`)."""
-    return tuple(_findings(info, spec, jinja=jinja, tokenizes=tokenizes))
+def find(
+    info: ServerInfo, spec: EventSpec, *, jinja: bool, tokenizes: bool, window: int | None = None
+) -> tuple[Finding, ...]:
+    """All findings. The server `tokenizes` messages, and renders chats with a Jinja template (`jinja`). Its
+    model's sliding windows have `window` tokens; None if they are not followed."""
+    found = _findings(info, spec, jinja=jinja, tokenizes=tokenizes)
+    return (*found, *_hybrid(info, window))
+
+
+def _hybrid(info: ServerInfo, window: int | None) -> Iterator[Finding]:
+    """Why predictions for a model with several kinds of attention are not exact."""
+    if not info.radix_cache or not info.is_hybrid:
+        return
+    less = "it may reuse less than predicted"
+    if info.keeps_states:
+        yield Finding(f"no event tells which states of its linear attention or Mamba layers it keeps: {less}")
+    elif info.hicache:
+        yield Finding(f"no event tells what its sliding windows hold on the host tier: {less}")
+    elif not info.follows_windows:
+        yield Finding(
+            f"its pages are too small to follow its sliding windows: {less}", "start it with --page-size 16"
+        )
+    elif window is None:
+        yield Finding(
+            f"no config.json here says how long its sliding windows are: {less}",
+            "copy the model's directory here, without the weights, and name it: tokenizer=DIR",
+        )
+    elif info.drops_windows:
+        yield Finding(
+            "its sliding windows have less memory than full attention, and no event tells which it drops: "
+            f"once {info.window_tokens} tokens of windows were kept, {less}",
+            "start it with --swa-full-tokens-ratio 1",
+        )
 
 
 def _findings(info: ServerInfo, spec: EventSpec, *, jinja: bool, tokenizes: bool) -> Iterator[Finding]:

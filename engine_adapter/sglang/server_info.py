@@ -20,6 +20,8 @@ from engine_adapter.types import EngineLoad
 EVENTS_CARRY_SALTS = (0, 5, 18)
 # First versions whose events carry the LoRA adapter: with "format": "dynamo", and always.
 EVENTS_MAY_CARRY_LORA, EVENTS_CARRY_LORA = (0, 5, 22), (0, 5, 23)
+# Smaller pages are gathered into blocks of 16 tokens, which are too coarse for windows.
+MIN_PAGE = 4
 # With these, an event's tokens are pairs of neighbours, and a hit also needs the next token.
 _PAIRED = ("EAGLE", "NEXTN", "FROZEN_KV_MTP")
 
@@ -65,6 +67,8 @@ class ServerInfo:
         host_ratio: its size as a multiple of the GPU pool, 0 where unknown.
         lora: LoRA adapters may be loaded.
         completion_template: text completions are rendered by a template.
+        window_tokens: of one rank's pool of sliding windows; None where the model has no such pool.
+        keeps_states: the model has linear attention or Mamba layers, whose states are cached too.
         disaggregation: "null" for a server that both prefills and decodes.
         lacks_admin_key: management routes want a key that kvpin was not given.
         card: its own fields of the model in `/v1/models`.
@@ -88,6 +92,8 @@ class ServerInfo:
     lora: bool = False
     speculative: str | None = None
     completion_template: bool = False
+    window_tokens: int | None = None
+    keeps_states: bool = False
     disaggregation: str = "null"
     lacks_admin_key: bool = False
     card: Mapping[str, Any] = field(default_factory=dict, repr=False)
@@ -110,6 +116,22 @@ class ServerInfo:
         return self.release >= EVENTS_CARRY_LORA
 
     @property
+    def is_hybrid(self) -> bool:
+        """True if a prompt's reuse also depends on sliding windows or states, which events do not tell."""
+        return self.window_tokens is not None or self.keeps_states
+
+    @property
+    def follows_windows(self) -> bool:
+        """True if what its sliding windows hold can be worked out from its events."""
+        pages = self.page_size is not None and self.page_size >= MIN_PAGE
+        return pages and self.window_tokens is not None and not self.keeps_states and not self.hicache
+
+    @property
+    def drops_windows(self) -> bool:
+        """True if its sliding windows run out of memory before its full attention does."""
+        return (self.window_tokens or 0) < (self.capacity_tokens or 0)
+
+    @property
     def pairs_tokens(self) -> bool:
         """True if pages are of pairs of tokens."""
         return (self.speculative or "").upper().startswith(_PAIRED)
@@ -127,6 +149,16 @@ class _Publisher(msgspec.Struct, frozen=True):
 class _EventsConfig(msgspec.Struct, frozen=True):
     format: str = "default"
     bind: bool | None = None
+
+
+class _Memory(msgspec.Struct, frozen=True):
+    token_capacity_swa: int | None = None
+
+
+class _State(msgspec.Struct, frozen=True):
+    """What one rank reports."""
+
+    memory_usage: _Memory = _Memory()
 
 
 class _Raw(msgspec.Struct, frozen=True):
@@ -150,6 +182,8 @@ class _Raw(msgspec.Struct, frozen=True):
     speculative_algorithm: str | None = None
     completion_template: str | None = None
     disaggregation_mode: str = "null"
+    uses_mamba_radix_cache: bool = False
+    internal_states: tuple[_State, ...] = ()
     random_seed: int | None = None
     startup_time: Any = None
     admin_api_key: str | None = None
@@ -188,6 +222,8 @@ def read_server_info(answer: object, models: object, *, api_key: str | None = No
         lora=bool(raw.enable_lora or model.loras),
         speculative=raw.speculative_algorithm,
         completion_template=raw.completion_template is not None,
+        window_tokens=next((state.memory_usage.token_capacity_swa for state in raw.internal_states), None),
+        keeps_states=raw.uses_mamba_radix_cache,
         disaggregation=raw.disaggregation_mode,
         lacks_admin_key=raw.admin_api_key not in (None, api_key),
     )

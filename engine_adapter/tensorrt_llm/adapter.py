@@ -73,8 +73,8 @@ EVENTS_LOST = Finding(
     "let nobody else read /kv_cache_events, and raise event_buffer_max_size in its kv_cache_config",
 )
 SEVERAL_WINDOWS = Finding(
-    "it has several attention windows: predictions follow the largest, and are too high if KV of a smaller "
-    "one was evicted"
+    "it has several attention windows, and its events do not tell what each holds: it may reuse less than "
+    "predicted"
 )
 
 
@@ -151,7 +151,7 @@ class TensorRTLLMAdapter(HttpAdapter):
             found.append(EVENTS_LOST)
         if reader.blocks_per_level and not any(reader.blocks_per_level[1:]):
             found.append(NO_HOST_TIER)
-        if len(reader.windows) > 1:
+        if not reader.follows_all:
             found.append(SEVERAL_WINDOWS)
         return tuple(found)
 

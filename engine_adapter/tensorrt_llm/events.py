@@ -5,8 +5,11 @@
     removed     from the block's level, which earlier events have shown
     updated     the level changed: stored there by name, removed here
 
-It follows the largest attention window and that window's first layer group. Events of other windows and
-groups report the same tokens again and are skipped.
+The largest attention window tells what is stored. Each smaller one has a radix tree of its own, in which the
+same blocks have the same names; a prompt is reused as far as all of them hold it (BlockManager in
+kvCacheManager.cpp). So each is a further KV cache group, with all blocks that it has on any level. The V2
+cache manager names blocks differently in each layer group: the first one is followed, and no prediction is
+firm if others have other windows. Nor is one for a recurrent state, whose window is not positive.
 """
 
 from __future__ import annotations
@@ -38,10 +41,12 @@ from engine_adapter.tensorrt_llm.wire import (
     kind_of,
 )
 from engine_adapter.types import (
+    Attention,
     BlocksRemoved,
     BlocksStored,
     ExtraIds,
     KvEvent,
+    KvGroup,
     MediaSpan,
     Tier,
     TokenIds,
@@ -60,7 +65,7 @@ class PolledEventReader:
         tokens_per_block: the block size: the reported one until blocks show it.
         is_measured: blocks have shown it.
         heard: an event came.
-        windows: attention windows whose events came.
+        follows_all: what each attention window holds is known.
         ranks: data-parallel ranks whose events came.
         blocks_per_level: capacity of each cache level, () where unknown.
         lacks_salt: blocks came without saying whether they have a salt.
@@ -80,7 +85,7 @@ class PolledEventReader:
         self._tiers: dict[BlockName, Tier] = {}  # of the blocks of this view
         self.heard = self.is_measured = False
         self.skipped = self.gaps = self.restarts = 0
-        self.windows: set[int] = set()
+        self.follows_all = True
         self.ranks: set[int] = set()
         self.blocks_per_level: tuple[int, ...] = ()
         self.lacks_salt = self.lacks_lora = False
@@ -153,7 +158,7 @@ class PolledEventReader:
             self.restarts += 1
             self._window = self._group = None
             self._in_use = False
-            self.windows.clear()
+            self.follows_all = True
             self.blocks_per_level = ()
             lost = self._lose(f"the engine was restarted: after event {last} came {event_id}")
             self._from_start = event_id == 0
@@ -170,7 +175,6 @@ class PolledEventReader:
     def _choose(self, frame: Frame, data: Event) -> list[KvEvent]:
         """Follows the window of this event if it is the largest so far."""
         window = frame.window_size or 0
-        self.windows.add(window)
         in_use, self._in_use = self._in_use, self._in_use or not isinstance(data, Created)
         if self._window is not None and window <= self._window:
             return []
@@ -179,12 +183,15 @@ class PolledEventReader:
         return self._lose(f"a larger attention window of {window} tokens is followed") if widened else []
 
     def _apply(self, frame: Frame, data: Event) -> list[KvEvent]:
-        if (frame.window_size or 0) != self._window:
-            return []
+        group = frame.layer_group_id if frame.layer_group_id is not None else data.layer_group_id
+        window = frame.window_size or 0
+        if window != self._window:
+            is_known = group is None and window > 0
+            self.follows_all &= is_known
+            return self._further(KvGroup(window, Attention.PREFIX if is_known else Attention.UNKNOWN), data)
         if isinstance(data, Created):
             self.blocks_per_level = tuple(data.num_blocks_per_cache_level)
             return []
-        group = frame.layer_group_id if frame.layer_group_id is not None else data.layer_group_id
         if self._group is None:
             self._group = group
         if group != self._group:
@@ -192,6 +199,17 @@ class PolledEventReader:
         if isinstance(data, Stored):
             return self._stored(data)
         return self._removed(data) if isinstance(data, Removed) else self._updated(data)
+
+    def _further(self, group: KvGroup, data: Event) -> list[KvEvent]:
+        """What changed in a smaller window. Its blocks can be reused from any level."""
+        size = self.tokens_per_block
+        if isinstance(data, Stored):
+            whole = takewhile(lambda block: len(block.tokens) == size, data.blocks)
+            names = tuple([name_of(block.block_hash) for block in whole])
+            return [BlocksStored(Tier.GPU, None, names, array("i"), size, group=group)] if names else []
+        if isinstance(data, Removed):
+            return [BlocksRemoved(Tier.GPU, tuple(map(name_of, data.block_hashes)), group)]
+        return []
 
     def _stored(self, data: Stored) -> list[KvEvent]:
         for block in data.blocks:

@@ -1,4 +1,4 @@
-"""Tiny models with several kinds of attention, as directories that vLLM loads with dummy weights."""
+"""Tiny models with several kinds of attention, as directories that engines load with dummy weights."""
 
 from __future__ import annotations
 
@@ -99,6 +99,23 @@ SHAPES: dict[str, dict[str, Any]] = {
         "attention_bias": False,
         "hidden_act": "silu",
         "rope_theta": 1e6,
+    },
+    "mellum": {
+        "architectures": ["MellumForCausalLM"],
+        "model_type": "mellum",
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"],
+        "mlp_layer_types": ["dense"] * 4,
+        "sliding_window": WINDOW,
+        "num_experts": 4,
+        "num_experts_per_tok": 1,
+        "moe_intermediate_size": 128,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 5e5},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
     },
     "llama4": {
         "architectures": ["Llama4ForCausalLM"],

@@ -104,6 +104,13 @@ async def record(
     return recorder.lines
 
 
+def write_lines(path: Path, lines: list[dict[str, Any]]) -> None:
+    """Writes a recording."""
+    encode = json.JSONEncoder(separators=(",", ":"), default=lambda name: {"__bytes__": name.hex()}).encode
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(gzip.compress("\n".join(map(encode, lines)).encode() + b"\n", 9, mtime=0))
+
+
 def main() -> None:
     """Records."""
     parser = argparse.ArgumentParser()
@@ -119,9 +126,7 @@ def main() -> None:
             args.shape, Path(directory), requests=args.requests, blocks=blocks, at_once=args.at_once
         )
         lines = asyncio.run(recording)
-    encode = json.JSONEncoder(separators=(",", ":"), default=lambda name: {"__bytes__": name.hex()}).encode
-    args.path.parent.mkdir(parents=True, exist_ok=True)
-    args.path.write_bytes(gzip.compress("\n".join(map(encode, lines)).encode() + b"\n", 9, mtime=0))
+    write_lines(args.path, lines)
 
 
 if __name__ == "__main__":

@@ -13,15 +13,13 @@ Lengths are in blocks of the pool here; a group's own blocks have one or more of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import lcm
 from sys import intern
 
 from engine_adapter.types import Attention, KvGroup
-
-Runs = Sequence[tuple[int, int]]
-"""Where blocks in a row begin and end that a kind of group holds, in order, in the group's own blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,50 +49,55 @@ class GroupKind:
 
     def runs(
         self, masks: Sequence[int], ends: Sequence[int], end: int, pending: int, coming: Sequence[int]
-    ) -> Runs:
-        """Runs of their blocks along a chain; see `KvGroups.reach`. Only its first `end` blocks count."""
+    ) -> Iterator[tuple[int, int]]:
+        """Where blocks in a row begin and end that they hold along a chain, the last ones first, in their own
+        blocks; see `KvGroups.reach`. Only the first `end` blocks count."""
         if self.attention not in {Attention.WINDOW, Attention.STATE}:
             return self._runs(masks, ends, end, pending)
         runs = self._runs(masks, ends, end, 0)
         lasts = [min(boundary, end) // self.size for boundary in coming]
         return _joined([*runs, *((max(last - self.need, 0), last) for last in lasts)]) if lasts else runs
 
-    def _runs(self, masks: Sequence[int], ends: Sequence[int], end: int, pending: int) -> Runs:
-        runs, size, bits, start = list[tuple[int, int]](), self.size, self.bits, 0
-        for mask, stop in zip(masks, ends, strict=True):
-            if start >= end:
-                break
+    def _runs(
+        self, masks: Sequence[int], ends: Sequence[int], end: int, pending: int
+    ) -> Iterator[tuple[int, int]]:
+        size, bits, run_start, run_end = self.size, self.bits, 0, 0
+        for at in range(min(bisect_left(ends, end), len(ends) - 1), -1, -1):
+            mask = masks[at]
             if mask & bits == bits or mask & pending:
                 # A block counts where it ends: only its last block of the pool is marked.
-                first, last = -(-(start + 1) // size) - 1, min(stop, end) // size
-                if runs and first <= runs[-1][1]:
-                    first, last = runs[-1][0], max(runs.pop()[1], last)
+                first, last = (ends[at - 1] if at else 0) // size, min(ends[at], end) // size
                 if last > first:
-                    runs.append((first, last))
-            start = stop
-        return runs
+                    if last < run_start:
+                        yield run_start, run_end
+                        run_end = 0
+                    run_start, run_end = first, run_end or last
+        if run_end:
+            yield run_start, run_end
 
-    def hit(self, runs: Runs, length: int, alignment: int) -> int:
+    def hit(self, runs: Iterator[tuple[int, int]], length: int, alignment: int) -> int:
         """The longest boundary up to `length` at which they hit. `alignment` divides every boundary."""
         most, step = length // self.size, max(alignment // self.size, 1)
         match self.attention:
             case Attention.PREFIX:
-                found = min(runs[0][1], most) if runs and not runs[0][0] else 0
+                *_, (first, last) = ((0, 0), *runs)
+                found = 0 if first else min(last, most)
             case Attention.CHUNK:
                 found = self._chunk(runs, most)
             case _:  # a window or a state; unknown kinds have no rule, see `KvGroups.add`
                 found = self._before(runs, most, step)
         return found // step * step * self.size
 
-    def _before(self, runs: Runs, most: int, step: int) -> int:
-        """The last boundary that has the blocks they need before it, or all blocks; from the right."""
-        for first, last in reversed(runs):
+    def _before(self, runs: Iterator[tuple[int, int]], most: int, step: int) -> int:
+        """The last boundary that has the blocks they need before it, or all blocks."""
+        need = self.need
+        for first, last in runs:
             end = min(last, most) // step * step
-            if end > first and (end - first >= self.need or not first):
+            if end > first and (end - first >= need or not first):
                 return end
         return 0
 
-    def _chunk(self, runs: Runs, most: int) -> int:
+    def _chunk(self, runs: Iterator[tuple[int, int]], most: int) -> int:
         tokens = self.tokens_per_block * self.size
         start = most * tokens // self.window * self.window // tokens
         for first, last in runs:
@@ -103,15 +106,15 @@ class GroupKind:
         return start
 
 
-def _joined(runs: Sequence[tuple[int, int]]) -> Runs:
-    """The same runs in order; those that touch are one."""
+def _joined(runs: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """The same runs from the last to the first; those that touch are one."""
     joined = list[tuple[int, int]]()
     for first, last in sorted(runs):
         if joined and first <= joined[-1][1]:
             joined[-1] = joined[-1][0], max(joined[-1][1], last)
         else:
             joined.append((first, last))
-    return joined
+    return reversed(joined)
 
 
 class KvGroups:
@@ -199,14 +202,13 @@ class KvGroups:
             coming: boundaries at which requests in flight will leave windows and states whole.
         """
         length = held // self.alignment * self.alignment
-        runs = [kind.runs(masks, ends, held, pending, coming) for kind in self.kinds]
         lacks = None
         while length:
             before = length
-            for kind, own in zip(self.kinds, runs, strict=True):
-                found = kind.hit(own, length, self.alignment)
+            for kind in self.kinds:
+                found = kind.hit(kind.runs(masks, ends, held, pending, coming), length, self.alignment)
                 if found < length:
                     length, lacks = found, kind.attention
-            if length == before or len(runs) == 1:
+            if length == before or len(self.kinds) == 1:
                 break
         return length, lacks

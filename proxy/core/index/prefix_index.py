@@ -12,10 +12,9 @@ prefix gathers on one engine. They end with the request; by then events or usage
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from operator import itemgetter
 
 import msgspec
 
@@ -92,7 +91,9 @@ class Match(msgspec.Struct, frozen=True, gc=False, eq=False):
         return self.gpu, self.host, self.disk, self.pending
 
 
-_NOTHING = Match()
+Alike = tuple[int, int, tuple[str, ...]]
+"""Location bits of engines, those of their groups, and the engines: see `PrefixIndex._holders`."""
+_MAX_ALIKE = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,9 +184,8 @@ class PrefixIndex:
         self._counts: dict[str, list[int]] = {}  # see `counts`
         self._alone: dict[str, int] = {}  # as `_shifts`, of engines without further groups
         self._grouped: dict[str, Grouped] = {}  # the other engines
-        # Their shapes, and what picks their columns (see `match`); None after a change of slots or groups.
-        self._columns: list[tuple[str, str, Callable[[str], tuple[str, ...]], Grouped]] | None = None
-        self._group_bits = 0
+        self._grouped_bits = self._group_bits = 0  # all location bits of those, and of their groups
+        self._alike: dict[int, Alike] = {}  # see `_holders`
 
     def __len__(self) -> int:
         """Blocks of all engines, and blocks of wiped engines that are not tidied yet."""
@@ -204,7 +204,6 @@ class PrefixIndex:
 
     def _slot(self) -> int:
         """Takes a slot whose bits no block has."""
-        self._columns = None
         if not self._free:
             self._free.append(len(self._slots))
             self._slots.append("")
@@ -224,11 +223,13 @@ class PrefixIndex:
         """
         own = self._grouped.get(engine)
         if own is None:
-            own = self._grouped[engine] = Grouped(KvGroups(pool), [self._alone.pop(engine) // _WIDTH])
+            shift = self._alone.pop(engine)
+            own = self._grouped[engine] = Grouped(KvGroups(pool), [shift // _WIDTH])
+            self._grouped_bits |= _ALL << shift
         groups, slots = own.groups, own.slots
         if group.number in groups.bits:
             return groups
-        self._columns = None
+        self._alike.clear()
         at = len(groups.bits)
         if not at % _WIDTH:
             slots.append(self._slot())
@@ -274,7 +275,8 @@ class PrefixIndex:
         if own is None:
             del self._alone[engine]
             return
-        self._columns = None
+        self._alike.clear()
+        self._grouped_bits ^= _ALL << shift
         for slot in own.slots[1:]:
             self._group_bits ^= _ALL << _WIDTH * slot
             self._locations.retire(_ALL << _WIDTH * slot)
@@ -449,33 +451,61 @@ class PrefixIndex:
         self, digits: str, masks: list[int], ends: list[int], hashes: Sequence[BlockHash], most: int | None
     ) -> dict[str, Match]:
         """The matches of engines with further groups. `digits`: see `match`."""
-        width, found = len(self._slots), dict[str, Match]()
-        if self._columns is None:
-            self._columns = [
-                (engine, own.groups.shape, itemgetter(*[slice(at, None, width) for at in own.slots]), own)
-                for engine, own in self._grouped.items()
-            ]
-        last: tuple[str, ...] = ("",)
-        last_shape, match = "", _NOTHING
-        within: dict[tuple[str, ...], Match] = {}
-        for engine, shape, columns, own in self._columns:
-            key = columns(digits)
-            if shape is not last_shape:
-                last, last_shape, within = ("",), shape, {}
-            if key != last:  # most engines hold the same as the one before
-                if key[0][0] == "0":
-                    continue
-                last = key
-                if max(key[0]) >= _PENDING_DIGIT:  # what is in flight differs from engine to engine
-                    coming = self._flights[engine].coming(hashes)
-                    found[engine] = _within_groups(own, masks, ends, key[0], most, coming)
-                    last = ("",)
-                    continue
-                if key not in within:
-                    within[key] = _within_groups(own, masks, ends, key[0], most)
-                match = within[key]
+        found, others = self._match_alike(digits, masks, ends, most)
+        width, within = len(self._slots), dict[tuple[str, ...], Match]()
+        for engine in others:
+            own = self._grouped[engine]
+            columns = [digits[slot::width] for slot in own.slots]
+            column = columns[0]
+            if max(column) >= _PENDING_DIGIT:  # what is in flight differs from engine to engine
+                coming = self._flights[engine].coming(hashes)
+                found[engine] = _within_groups(own, masks, ends, column, most, coming)
+                continue
+            key = (own.groups.shape, *columns)
+            match = within.get(key)
+            if match is None:
+                match = within[key] = _within_groups(own, masks, ends, column, most)
             found[engine] = match
         return found
+
+    def _match_alike(
+        self, digits: str, masks: list[int], ends: list[int], most: int | None
+    ) -> tuple[dict[str, Match], Sequence[str]]:
+        """The matches of engines that hold the first stretches alike, and no more; and the engines left over.
+        Most engines hold a system prompt, and nothing else of a prompt."""
+        bits, groups, engines = self._holders(masks[0])
+        same = 0
+        if groups:
+            all_bits = bits * _ALL | groups
+            for mask in masks:
+                here = mask & all_bits
+                if here not in (bits, bits | groups):
+                    break
+                same += 1
+        if not same:
+            return {}, engines
+        own = self._grouped[engines[0]]
+        match = _within_groups(own, masks[:same], ends[:same], "1" * same, most)
+        found = dict.fromkeys(engines, match)
+        if same == len(masks):
+            return found, ()
+        row = len(self._slots) * same
+        return found, [each for each in engines if digits[row + self._shifts[each] // _WIDTH] != "0"]
+
+    def _holders(self, mask: int) -> Alike:
+        """The engines with further groups that hold a block, by its location bits. Those bits and the bits of
+        their groups, if all of them hold it on the GPU alone and have groups that need the same; else 0."""
+        held = mask & self._grouped_bits
+        alike = self._alike.get(held)
+        if alike is None:
+            engines = tuple([each for each in self._grouped if held >> self._shifts[each] & _ALL])
+            shapes = {self._grouped[each].groups.shape for each in engines}
+            is_alike = len(shapes) == 1 and held & ~self._each == 0
+            groups = sum(self._grouped[each].groups.mask for each in engines) if is_alike else 0
+            if len(self._alike) == _MAX_ALIKE:
+                self._alike.clear()
+            alike = self._alike[held] = held, groups, engines
+        return alike
 
     def _reach(self, chain: Sequence[BlockHash]) -> tuple[list[int], list[int]]:
         """Location bits of the engines that hold all blocks so far, and where each stretch of equal bits
@@ -531,8 +561,9 @@ def _within_groups(
     sure = groups.reach(masks, ends, reach)[0] if max(column) >= _PENDING_DIGIT else reach
     if sure >= held:
         return match
-    within = _match_of(column, [min(end, reach) for end in ends])
-    now = _match_of(column, [min(end, sure) for end in ends])
+    now = within = _match_of(column, [min(end, sure) for end in ends])
+    if reach > sure:
+        within = _match_of(column, [min(end, reach) for end in ends])
     return Match(
         now.gpu, now.host, now.disk, reach - now.blocks + now.pending, within.lead, held - reach, lacks
     )

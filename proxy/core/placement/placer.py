@@ -9,7 +9,7 @@ says what engines hold.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -313,11 +313,9 @@ class Placer:
             return
         oldest = book.residents.oldest(self._evictions_of(book, book.unread_blocks))
         for each in islice(reversed(book.unread.values()), MAX_NEIGHBOURS) if oldest else ():
-            evicts = self._evictions_of(book, book.unread_blocks - len(each.hashes))
-            each.may_be_evicted |= any(
-                before < evicts and each.hashes[blocks - 1 : blocks] == (last,)
-                for before, blocks, last in oldest
-            )
+            if not each.may_be_evicted:
+                evicts = self._evictions_of(book, book.unread_blocks - len(each.hashes))
+                each.may_be_evicted = _goes_on_from(each.hashes, oldest, evicts)
 
     def _untold_from(self, now: float, book: EngineBook, hashes: tuple[BlockHash, ...]) -> int | None:
         for ended, before in book.ended:
@@ -450,3 +448,17 @@ def _fills_a_block(chain: Chain, report: Report | None) -> bool:
     if report is None or report.output_tokens is None:
         return True
     return chain.n_tokens % chain.tokens_per_block + report.output_tokens > chain.tokens_per_block
+
+
+def _goes_on_from(
+    chain: Sequence[BlockHash], oldest: Iterable[tuple[int, int, BlockHash]], evicts: int
+) -> bool:
+    """True if a chain continues one of the prompts that leave with the first `evicts` blocks; see
+    `Residents.oldest`."""
+    most = len(chain)
+    for before, blocks, last in oldest:
+        if before >= evicts:
+            return False
+        if blocks <= most and chain[blocks - 1] == last:
+            return True
+    return False

@@ -23,12 +23,17 @@ from engine_adapter import (
     make_adapter,
 )
 from engine_adapter.sglang import adapter as adapter_module
-from engine_adapter.types import token_array
+from engine_adapter.types import Attention, KvGroup, token_array
 from tests.engines import engine_spec
 from tests.fake_engines.sglang import CHAT, COMPLETIONS, running_sglang
 from tests.fake_engines.text import MODEL_DIR
 
 ALL = KvTarget()
+
+
+def _windows(tokens):
+    """What a server with sliding windows reports, and their pool has so many tokens."""
+    return {"internal_states": [{"memory_usage": {"token_capacity_swa": tokens}}]}
 
 
 @pytest.fixture
@@ -199,6 +204,30 @@ class TestEvents:
         await asyncio.gather(waits, return_exceptions=True)
         events = then.events(position)
         assert [await anext(events) for _ in range(2)] == [ViewResumed(), ViewCurrent()]
+        await events.aclose()
+
+    async def test_windows_are_told_where_they_are_known(self, start, adapter_of, tmp_path):
+        """A window of 17 tokens needs the page before a boundary."""
+        running = start(page_size=16, capacity=100, server_info=_windows(1600))
+        (tmp_path / "config.json").write_text('{"sliding_window": 17}', encoding="utf-8")
+        adapter = adapter_of(running, tokenizer=str(tmp_path))
+        body = {"model": "tiny", "max_tokens": 1}
+        await complete(adapter, body | {"prompt": list(range(100, 180))})
+        events = adapter.events()
+        seen = [await anext(events) for _ in range(5)]
+        assert list(map(type, seen)) == [ViewLost, CacheCleared, BlocksStored, BlocksStored, ViewCurrent]
+        assert (seen[2].group, seen[3].group) == (None, KvGroup(1, Attention.WINDOW, 17))
+        assert seen[3].hashes == seen[2].hashes[-1:]
+        assert seen[4].complete
+        assert adapter.event_position() is None
+        await events.aclose()
+
+    async def test_without_the_length_of_its_windows_no_view_is_complete(self, start, adapter_of):
+        adapter = adapter_of(start(page_size=16, server_info=_windows(1600)), tokenizer="no-such/model")
+        events = adapter.events()
+        seen = [await anext(events) for _ in range(4)]
+        assert seen[2:] == [ViewCurrent(complete=False)] * 2
+        assert any("how long its sliding windows are" in finding.problem for finding in adapter.findings())
         await events.aclose()
 
     async def test_lower_tiers(self, start, adapter_of):

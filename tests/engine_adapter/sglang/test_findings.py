@@ -24,9 +24,9 @@ def spec(url="http://gpu7:30000", **fields):
     return engine_spec("sglang", url, **fields)
 
 
-def found(described=None, *, jinja=True, tokenizes=True, **fields):
+def found(described=None, *, jinja=True, tokenizes=True, window=None, **fields):
     info = ServerInfo(**WELL | fields)
-    return find(info, described or spec(), jinja=jinja, tokenizes=tokenizes)
+    return find(info, described or spec(), jinja=jinja, tokenizes=tokenizes, window=window)
 
 
 def test_nothing_stands_in_the_way():
@@ -85,6 +85,33 @@ def test_what_else_there_is(fields, options, problem, remedy):
     assert problem in finding.problem
     assert remedy in finding.remedy
     assert why_events_do_not_fit(ServerInfo(**WELL | fields), spec()) is None
+
+
+WINDOWS = {"window_tokens": 1600, "hicache": False}
+
+
+@pytest.mark.parametrize(
+    ("fields", "window", "problem", "remedy"),
+    [
+        ({"keeps_states": True}, None, "which states", ""),
+        (WINDOWS | {"keeps_states": True}, 128, "which states", ""),
+        (WINDOWS | {"hicache": True}, None, "on the host tier", ""),
+        (WINDOWS | {"page_size": 1}, None, "pages are too small", "--page-size 16"),
+        (WINDOWS, None, "how long its sliding windows are", "tokenizer=DIR"),
+        (WINDOWS | {"window_tokens": 1599}, 128, "once 1599 tokens", "--swa-full-tokens-ratio 1"),
+    ],
+)
+def test_why_a_hybrid_model_is_not_followed_exactly(fields, window, problem, remedy):
+    *_, finding = found(**fields, window=window)
+    assert problem in finding.problem
+    assert "may reuse less than predicted" in finding.problem
+    assert remedy in finding.remedy
+    assert why_events_do_not_fit(ServerInfo(**WELL | fields), spec()) is None
+    assert len(found(**fields | {"radix_cache": False}, window=window)) <= 2
+
+
+def test_a_hybrid_model_that_is_followed_exactly_has_no_finding():
+    assert found(**WINDOWS, window=128) == found(hicache=False)
 
 
 def test_addresses_the_operator_gives_stand_for_the_servers_own():

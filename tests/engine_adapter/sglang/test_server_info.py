@@ -36,6 +36,17 @@ def test_what_a_server_says():
     assert "secret" not in repr(info)
 
 
+def test_several_kinds_of_attention():
+    memory = {"memory_usage": {"token_capacity": 6400, "token_capacity_swa": 5120}}
+    windows = read(internal_states=[memory, memory])
+    assert (windows.window_tokens, windows.is_hybrid, windows.follows_windows) == (5120, True, True)
+    assert windows.drops_windows
+    states = read(uses_mamba_radix_cache=True)
+    assert (states.keeps_states, states.is_hybrid, states.follows_windows) == (True, True, False)
+    for none in ([], [{}], [{"memory_usage": {}}], [{"memory_usage": {"token_capacity_swa": None}}]):
+        assert not read(internal_states=none).is_hybrid
+
+
 def test_a_process_is_told_from_the_next():
     assert read().instance == read().instance
     others = [read(startup_time={"load_weight": 1.6}), read(random_seed=8), read(version="0.5.22")]

@@ -354,10 +354,11 @@ class TestEvents:
                 await event()
                 assert not (await adapter.load()).outdated
 
-    async def test_several_attention_windows_are_told_of(self, adapter):
+    async def test_windows_that_cannot_be_followed_are_told_of(self, adapter):
         adapter._poller.reader.read(answer(created(), window_size=16))
-        assert module.SEVERAL_WINDOWS not in adapter.findings()
         adapter._poller.reader.read(answer(created(), first=1))
+        assert module.SEVERAL_WINDOWS not in adapter.findings()
+        adapter._poller.reader.read(answer(created(), first=2, window_size=-1))
         assert module.SEVERAL_WINDOWS in adapter.findings()
 
     async def test_adapters_it_does_not_tell_of_void_the_view(self, adapter):

@@ -7,7 +7,10 @@ import pytest
 
 from engine_adapter.events.fields import MalformedEvents
 from engine_adapter.tensorrt_llm.events import PolledEventReader
-from engine_adapter.types import BlocksRemoved, BlocksStored, Tier, ViewCurrent, ViewLost
+from engine_adapter.types import Attention, BlocksRemoved, BlocksStored, KvGroup, Tier, ViewCurrent, ViewLost
+from proxy.core.index.blocks import chain, namespace_root
+from proxy.core.index.prefix_index import PrefixIndex
+from proxy.core.index.view import EngineView
 
 SIZE = 4
 WHOLE, IN_PART = ViewCurrent(complete=True), ViewCurrent(complete=False)
@@ -221,14 +224,49 @@ class TestSizes:
 
 
 class TestRepeats:
-    def test_the_largest_window_is_followed(self):
-        reader = PolledEventReader(SIZE, exact=True)
+    def test_smaller_windows_are_further_groups(self):
+        reader, group = PolledEventReader(SIZE, exact=True), KvGroup(16, Attention.PREFIX)
         assert reader.read(answer(created(), window_size=16)) == [WHOLE]
         assert reader.read(answer(created(20, 8), first=1)) == []
-        assert reader.read(answer(stored(ONE), first=2, window_size=16)) == []
-        assert reader.read(answer(stored(ONE), first=3)) == [run((1,), range(4))]
-        assert reader.read(answer(removed(1), first=4, window_size=16)) == []
-        assert (reader.windows, reader.blocks_per_level) == ({16, 64}, (20, 8))
+        partial = block(3, range(8, 10))
+        assert reader.read(answer(stored(ONE, TWO, partial), first=2, window_size=16)) == [
+            BlocksStored(Tier.GPU, None, (1, 2), array("i"), SIZE, group=group)
+        ]
+        assert reader.read(answer(stored(ONE, TWO), first=3)) == [run((1, 2), range(8))]
+        assert reader.read(answer(updated(1, 0, 1), stored(partial), first=4, window_size=16)) == []
+        assert reader.read(answer(removed(2), first=6, window_size=16)) == [
+            BlocksRemoved(Tier.GPU, (2,), group)
+        ]
+        assert (reader.follows_all, reader.blocks_per_level) == (True, (20, 8))
+
+    @pytest.mark.parametrize(("window", "fields"), [(16, {"layer_group_id": 1}), (-1, {}), (0, {})])
+    def test_what_a_window_holds_may_be_unknown(self, reader, window, fields):
+        told = reader.read(answer(stored(ONE) | fields, first=1, window_size=window))
+        assert [event.group for event in told] == [KvGroup(window, Attention.UNKNOWN)]
+        assert not reader.follows_all
+        reader.read(answer(created()))
+        assert reader.follows_all
+
+    def test_a_prompt_is_reused_as_far_as_all_windows_hold_it(self, reader):
+        """Two blocks of a prompt: of the second, the smaller window's copy is evicted first."""
+        index, root = PrefixIndex(), namespace_root("m")
+        index.add_engine("e")
+        view = EngineView("e", index, lambda salt, lora: root, SIZE)
+
+        def matched(*events):
+            for event in events:
+                view.apply(event)
+            return index.match(chain(root, array("i", range(8)), None, SIZE).hashes)["e"]
+
+        view.apply(WHOLE)
+        both = answer(stored(ONE, TWO), first=1), answer(stored(ONE, TWO), first=2, window_size=16)
+        found = matched(*[event for told in both for event in reader.read(told)])
+        assert (found.gpu, found.cut, found.lacks) == (2, 0, None)
+        found = matched(*reader.read(answer(removed(2), first=3, window_size=16)))
+        assert (found.gpu, found.cut, found.lacks) == (1, 1, Attention.PREFIX)
+        assert view.complete
+        matched(*reader.read(answer(stored(ONE), first=4, window_size=-1)))
+        assert not view.complete
 
     def test_a_larger_one_that_shows_late_begins_anew(self):
         reader = PolledEventReader(SIZE, exact=True)

@@ -374,3 +374,41 @@ class TestEvents:
         # A window of 12 tokens needs three blocks: 5 to 7 are whole, but block 7 ends in the last token.
         match = world.index.match(chain.hashes, chain.reusable)["a"]
         assert match.blocks == 4
+
+
+SEGMENTS = st.lists(st.sampled_from([(0, 4), (4, 8), (8, 12), (3, 9)]), max_size=3)
+HELD = st.tuples(
+    st.sampled_from([0, 8, 8, 12]),
+    st.sampled_from([Tier.GPU, Tier.GPU, Tier.GPU, Tier.HOST]),
+    st.sampled_from([(), (WINDOW,), (WINDOW,), (WINDOW, KvGroup(2, Attention.STATE))]),
+    st.sampled_from([None, None, None, 10, 14]),
+    SEGMENTS,
+)
+
+
+@given(st.lists(HELD, min_size=1, max_size=6), st.sampled_from([None, 7, 11]))
+def test_each_engine_is_matched_as_if_it_were_alone(engines, most):
+    chain = chain_of(ROOT, array("i", range(N * POOL)), None, POOL)
+
+    def fill(index, name, held):
+        blocks, tier, groups, asked, kept = held
+        index.add_engine(name)
+        index.store(name, tier, chain.hashes[:blocks])
+        for group in groups:
+            index.add_group(name, group, POOL, POOL)
+            for first, end in kept:
+                index.store_group(name, group, chain.hashes[first:end])
+        if asked is not None:
+            index.add_pending(name, chain.hashes[:asked])
+
+    def seen(match):
+        return match and (match.gpu, match.host, match.pending, match.lead, match.cut, match.lacks)
+
+    together = PrefixIndex()
+    for at, held in enumerate(engines):
+        fill(together, str(at), held)
+    found = together.match(chain.hashes, most)
+    for at, held in enumerate(engines):
+        alone = PrefixIndex()
+        fill(alone, "e", held)
+        assert seen(found.get(str(at))) == seen(alone.match(chain.hashes, most).get("e"))
