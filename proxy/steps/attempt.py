@@ -25,7 +25,6 @@ from engine_adapter import (
     JsonBody,
     Role,
     log_text,
-    tell_cached,
 )
 from proxy.core.audit import Unchecked
 from proxy.core.budget import ByteBudget
@@ -209,18 +208,19 @@ class Attempts:
         if source is not None and transfer is not None and isinstance(hold.body, JsonBody):
             source.salts.note(self.tenants.owner(ready.salt), ready.salt)
             serving.take(Sent())
-            leg = FirstLeg(ready, pair, source, transfer, hold.body, self.ingest)
+            leg = FirstLeg.of(ready, pair, source, transfer, hold.body, self.ingest)
             prefilled = await leg.run(self.transport)
-            if prefilled is not None and prefilled.is_over:  # kvpin was paused
-                prefilled = None
+            record.first_leg_s = monotonic() - began
             if prefilled is not None:
-                hold.body = transfer.second_leg(hold.body, prefilled.handover)
-                tell_cached(hold, prefilled.handover.cached_tokens or 0)
-        record.first_leg_s = monotonic() - began
+                record.transfer = TransferResult.LATE  # until the engine has shown that it has the KV
+                if not await leg.hand_over(self.transport, engine, hold, prefilled):
+                    record.transfer, prefilled = TransferResult.FAILED, None
+        record.legs_s = monotonic() - began
         if prefilled is None:
-            lease.computes()
+            lease.computes(streams=ready.call.streams)
         else:
-            record.transfer = TransferResult.LATE  # until its answer begins
+            if prefilled.is_fetched:
+                _moved(record, prefilled, lease, began + (record.first_leg_s or 0.0))
             lease.begins()
             # What an engine reports as cached of a prompt whose KV it fetched differs between versions.
             lease.placement = replace(lease.placement, firm=False)
@@ -237,17 +237,18 @@ class Attempts:
     ) -> Forwarded:
         """Sends the request to the engine that it holds, and the answer to the client.
 
-        `prefilled`: another engine has computed its prompt. Raises EngineLate if the answer does not begin
-        while that one surely keeps the KV.
+        `prefilled`: another engine has computed its prompt. Raises EngineLate if the engine was to fetch its
+        KV, and does not begin to answer while it is surely kept.
         """
         call, reply, record = ready.call_for(engine), serving.reply, serving.record
         placement = record.placement if prefilled is not None and record.placement else lease.placement
+        kept = None if prefilled is None or prefilled.is_fetched else prefilled
         sent = monotonic()
 
         def began(answer: IncomingResponse, cached: int | None) -> None:
-            if prefilled is not None:
-                prefilled.begins()
-                _moved(record, prefilled, lease, sent)
+            if kept is not None:
+                kept.begins()
+                _moved(record, kept, lease, sent)
             serving.cached = cached
             serving.alarm.progress = lambda: (answer.received, reply.waits)
             serving.take(Began(is_socket=answer.status == HTTPStatus.SWITCHING_PROTOCOLS))
@@ -259,15 +260,15 @@ class Attempts:
         if ready.translation is not None:
             ready.translation.predicted = ready.predicted(placement, engine)
         passage = serving.passage = self._passage(serving, ready, call, hold, engine)
-        kept = serving.call.body if serving.kept else None
-        reply.on_start = lambda: _forget_bodies(call, hold, kept)
+        for_others = serving.call.body if serving.kept else None
+        reply.on_start = lambda: _forget_bodies(call, hold, for_others)
         headers = _headers(call, placement, hold, reply) | ready.told | _retained(ready, hold)
         refusals = refusals_of(call, serving.n_candidates)
         serving.take(Sent())
         answer = Forwarding(engine.adapter, call, hold, reply, headers, refusals, passage, began).run(
             self.transport
         )
-        forwarded = await (answer if prefilled is None else prefilled.in_time(answer))
+        forwarded = await (answer if kept is None else kept.in_time(answer))
         record.reports(forwarded.prefill, forwarded.decode_s)
         return forwarded
 
@@ -323,7 +324,8 @@ class Attempts:
         record.reported_tokens, record.output_tokens = forwarded.cached_tokens, forwarded.output_tokens
         if prefilled is not None:
             record.reported_tokens = prefilled.handover.cached_tokens
-        engine.audit.reported(forwarded.cached_tokens or 0)
+        else:
+            engine.audit.reported(forwarded.cached_tokens or 0)
         self._check_tokens(pool, engine, hold, record)
         lease.succeeded = forwarded.error is None and record.tokens_agree is not False
         if lease.succeeded:
@@ -390,7 +392,7 @@ def cause_for(error: Exception, serving: Serving) -> Cause:
 
 
 def _moved(record: RequestRecord, prefilled: Prefilled, lease: Lease, sent: float) -> None:
-    """Notes that an answer from another engine's KV begins, and how long moving that took."""
+    """Notes that an engine has the KV that another one computed, and how long moving that took."""
     now, book = monotonic(), lease.placed.book
     record.transfer, record.transfer_s = TransferResult.MOVED, now - sent
     pulled = record.placement.chosen.pulled_tokens if record.placement is not None else 0

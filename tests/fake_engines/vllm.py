@@ -226,7 +226,7 @@ class FakeVllm:
                 return JSONResponse({"error": "Unauthorized"}, 401)
             try:
                 return await handler(request)
-            except _RefusedError as refused:
+            except RefusedError as refused:
                 error = {"message": str(refused), "type": "BadRequestError"}
                 error |= {"param": refused.param, "code": refused.status}
                 return JSONResponse({"error": error}, refused.status)
@@ -284,12 +284,12 @@ class FakeVllm:
             body = await self._body(request)
             heeds_salt = self.options.knows_salts and path not in self.options.saltless
             if body.get("cache_salt") == "" and heeds_salt:
-                raise _RefusedError("Parameter 'cache_salt' must be a non-empty string", param="cache_salt")
+                raise RefusedError("Parameter 'cache_salt' must be a non-empty string", param="cache_salt")
             rank = self._rank(request)
             self.seen.append((rank, body))
             prompt = read(body)
             if len(prompt.tokens) >= self.options.max_model_len:
-                raise _RefusedError(f"context is {self.options.max_model_len} tokens", param="input_tokens")
+                raise RefusedError(f"context is {self.options.max_model_len} tokens", param="input_tokens")
             core = self.cores[rank]
             if (body.get("vllm_xargs") or {}).get("kv_cache_report_mode") == "full":
                 _announce_reused(core, prompt)
@@ -352,14 +352,14 @@ class FakeVllm:
 
     async def _body(self, request: Request) -> dict:
         if request.headers.get("content-type") != "application/json":
-            raise _RefusedError("Unsupported Media Type: Only 'application/json' is allowed")
+            raise RefusedError("Unsupported Media Type: Only 'application/json' is allowed")
         try:
             body = json.loads(await request.body())
         except ValueError as error:
-            raise _RefusedError(f"JSON decode error: {error}") from error
+            raise RefusedError(f"JSON decode error: {error}") from error
         model = body.get("model")
         if model not in (None, self.options.model, *self.options.loras):
-            raise _RefusedError(f"The model `{model}` does not exist.", param="model", status=404)
+            raise RefusedError(f"The model `{model}` does not exist.", param="model", status=404)
         return body
 
     def _rank(self, request: Request) -> int:
@@ -378,12 +378,12 @@ class FakeVllm:
             if body.get(name) is not None:
                 options[name] = body[name]
         if not body.get("messages"):
-            raise _RefusedError("Cannot apply chat template to an empty conversation.")
+            raise RefusedError("Cannot apply chat template to an empty conversation.")
         try:
             messages, identities = self.images.take(body["messages"])
             tokens = chat_tokens(messages, body.get("tools"), **options)
         except Exception as error:
-            raise _RefusedError(str(error)) from error
+            raise RefusedError(str(error)) from error
         tokens, media = self.images.lay_out(tokens, identities)
         return replace(self._prompt(body, tokens), media=media)
 
@@ -395,7 +395,7 @@ class FakeVllm:
     def _text_prompt(self, body: dict) -> CachePrompt:
         prompt = body.get("prompt")
         if not prompt:
-            raise _RefusedError("Either prompt or prompt_embeds must be provided", param="prompt")
+            raise RefusedError("Either prompt or prompt_embeds must be provided", param="prompt")
         if isinstance(prompt, str):
             prompt = encode(prompt, add_special_tokens=body.get("add_special_tokens", True))
         return self._prompt(body, prompt)
@@ -445,14 +445,14 @@ class FakeVllm:
         yield "vllm:cache_config_info{" + ",".join(f'{k}="{v}"' for k, v in config.items()) + "} 1.0"
 
 
-class _RefusedError(Exception):
+class RefusedError(Exception):
     def __init__(self, message: str, *, param: str | None = None, status: int = 400) -> None:
         super().__init__(message)
         self.param, self.status = param, status
 
 
 async def _disabled(_: Request) -> Response:
-    raise _RefusedError("Scale-out endpoints are disabled. Restart with --enable-scale-out.", status=403)
+    raise RefusedError("Scale-out endpoints are disabled. Restart with --enable-scale-out.", status=403)
 
 
 def _announce_reused(core: EngineCore, prompt: CachePrompt) -> None:
