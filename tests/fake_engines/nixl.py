@@ -29,6 +29,7 @@ class FakeNixl:
         lease_s: how long it keeps blocks.
         kept: request → when its lease ends.
         found: what its own pulls found.
+        fetched: prompt tokens whose KV they read.
         aborted: first legs whose client left.
     """
 
@@ -38,6 +39,7 @@ class FakeNixl:
     id: str = field(default_factory=lambda: str(uuid.uuid4()))
     kept: dict[str, float] = field(default_factory=dict)
     found: list[Found] = field(default_factory=list)
+    fetched: int = 0
     aborted: int = 0
 
     def open(self) -> None:
@@ -55,12 +57,12 @@ class FakeNixl:
 
     def keep(self, request_id: str, tokens: int, cached: int, block_size: int) -> dict:
         """Keeps the blocks of a prompt; returns the `kv_transfer_params` of the answer."""
-        request_id = f"cmpl-{request_id}-{uuid.uuid4().hex[:8]}"
+        request_id = f"cmpl-{request_id}-0-{uuid.uuid4().hex[:8]}"
         self.kept[request_id] = time.monotonic() + self.lease_s
         return {
             "do_remote_prefill": True,
             "do_remote_decode": False,
-            "remote_block_ids": [list(range(1, tokens // block_size + 2))],
+            "remote_block_ids": [list(range(1, -(-tokens // block_size) + 1))],
             "remote_engine_id": self.id,
             "remote_request_id": request_id,
             "remote_host": "127.0.0.1",
@@ -74,13 +76,14 @@ class FakeNixl:
             "remote_prefill_cached_tokens": cached,
         }
 
-    def pull(self, params: dict) -> Found:
-        """Reads the blocks that another engine keeps, which then frees them."""
+    def pull(self, params: dict, tokens: int) -> Found:
+        """Reads the blocks of that many tokens that another engine keeps, which then frees them."""
         source = self.reached.get(params["remote_engine_id"])
         if source is None:
             found = Found.NOTHING
         else:
             ends = source.kept.pop(params["remote_request_id"], 0.0)
             found = Found.THE_KV if time.monotonic() < ends else Found.OTHER_KV
+            self.fetched += tokens
         self.found.append(found)
         return found

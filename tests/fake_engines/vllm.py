@@ -299,7 +299,7 @@ class FakeVllm:
                 return await self._first_leg(self.nixl, request, core, work)
             if self.nixl is not None and transfer.get("do_remote_prefill"):
                 await core.turn()
-                work = self._pulled(work, self.nixl.pull(transfer))
+                work = self._pulled(core, work, transfer)
             return await answer(core, work)
 
         return serve
@@ -311,12 +311,18 @@ class FakeVllm:
             nixl.aborted += 1
             return Response(status_code=499)
         cached = (whole["usage"].get("prompt_tokens_details") or {}).get("cached_tokens", 0)
-        size, named = self.options.block_size, request.headers["x-request-id"]
+        size, named = self.options.block_size, request.headers.get("x-request-id", "1")
         params = nixl.keep(named, len(work.prompt.tokens), cached, size)
         return JSONResponse(whole | {"kv_transfer_params": params})
 
-    def _pulled(self, work: Work, found: Found) -> Work:
-        """A request whose KV was pulled. Usage counts no pulled token; another's KV makes another answer."""
+    def _pulled(self, core: EngineCore, work: Work, params: dict) -> Work:
+        """A request that pulls what its engine lacks. Usage then counts no reuse at all.
+
+        Another prompt's KV makes another answer."""
+        assert self.nixl is not None
+        n, size = len(work.prompt.tokens), self.options.block_size
+        own = min(core.cache.match(work.prompt), (n - 1) // size * size)
+        found = self.nixl.pull(params, n - own)
         if found is Found.NOTHING:
             return work
         work = replace(work, usage=lambda prompt, output, _: self._usage(prompt, output, 0))
@@ -436,6 +442,9 @@ class FakeVllm:
             yield f"vllm:{name}{{{labels}}} {value}"
         if options.identity:
             yield f"vllm:prefix_cache_queries_created{{{labels}}} {self._started}"
+        fetched = self.nixl.fetched if self.nixl is not None else 0
+        source = 'source="external_kv_transfer"'
+        yield f"vllm:prompt_tokens_by_source_total{{{labels},{source}}} {fetched}"
         config = {
             "block_size": options.block_size,
             "enable_prefix_caching": options.enable_prefix_caching,
