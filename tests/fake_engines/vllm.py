@@ -158,12 +158,15 @@ class FakeVllm:
         self.seen: list[tuple[int, dict]] = []
         self.rendered: list[dict] = []
         self.images = Images()
-        self.nixl = FakeNixl(options.kv_lease_duration) if options.nixl else None
+        self.nixl = self._connector() if options.nixl else None
         if self.nixl is not None:
             self.nixl.open()
         words()  # loads the tokenizer now, which takes seconds, so that no client waits
         self._begin()
         self.app = Starlette(routes=list(self._routes()))
+
+    def _connector(self) -> FakeNixl:
+        return FakeNixl(self.options.kv_lease_duration)
 
     def restart(self) -> None:
         """Acts like a new process at the same addresses: empty cache, events from 0, new counters."""
@@ -299,7 +302,7 @@ class FakeVllm:
                 return await self._first_leg(self.nixl, request, core, work)
             if self.nixl is not None and transfer.get("do_remote_prefill"):
                 await core.turn()
-                work = self._pulled(core, work, transfer)
+                work = await self._pulled(core, work, transfer)
             return await answer(core, work)
 
         return serve
@@ -315,20 +318,26 @@ class FakeVllm:
         params = nixl.keep(named, len(work.prompt.tokens), cached, size)
         return JSONResponse(whole | {"kv_transfer_params": params})
 
-    def _pulled(self, core: EngineCore, work: Work, params: dict) -> Work:
+    async def _pulled(self, core: EngineCore, work: Work, params: dict) -> Work:
         """A request that pulls what its engine lacks. Usage then counts no reuse at all.
 
         Another prompt's KV makes another answer."""
-        assert self.nixl is not None
-        n, size = len(work.prompt.tokens), self.options.block_size
-        own = min(core.cache.match(work.prompt), (n - 1) // size * size)
-        found = self.nixl.pull(params, n - own)
+        found, prompt = await self._with_kv(core, work.prompt, params)
         if found is Found.NOTHING:
             return work
-        work = replace(work, usage=lambda prompt, output, _: self._usage(prompt, output, 0))
+        return replace(work, prompt=prompt, usage=lambda prompt, output, _: self._usage(prompt, output, 0))
+
+    async def _with_kv(
+        self, core: EngineCore, prompt: CachePrompt, params: dict
+    ) -> tuple[Found, CachePrompt]:
+        """Pulls what the engine lacks of a prompt. Returns what it found, and the prompt that it has then."""
+        assert self.nixl is not None
+        n, size = len(prompt.tokens), self.options.block_size
+        own = min(core.cache.match(prompt), (n - 1) // size * size)
+        found = await self.nixl.pull(params, n - own)
         if found is Found.OTHER_KV:
-            work = replace(work, prompt=replace(work.prompt, tokens=work.prompt.tokens[::-1]))
-        return work
+            prompt = replace(prompt, tokens=prompt.tokens[::-1])
+        return found, prompt
 
     def _work(self, path: str, body: dict, prompt: CachePrompt) -> Work:
         computes_all = body.get("prompt_logprobs") is not None or (

@@ -283,7 +283,7 @@ class TestFetchedBefore:
         async with world_of("p", "d") as world:
             fake = world.fakes["d"].fake
 
-            def refuse(*_):
+            async def refuse(*_):
                 raise RefusedError("kv_load_failure_policy is fail", status=500)
 
             fake._pulled = refuse
