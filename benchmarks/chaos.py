@@ -12,6 +12,7 @@ is full by RLIMIT_FSIZE, which needs no rights.
 
     python benchmarks/chaos.py [--minutes 30] [--seed 1] [--clients 100] [--fault-every 5]
     python benchmarks/chaos.py --busy     # 90 s of mocks alone, for a machine with other work
+    python benchmarks/chaos.py --pairs    # mocks alone; half of them compute prompts for the others
 
 Prints tables in Markdown, and faults and errors in order on stderr. Ends with status 1 if an invariant does
 not hold.
@@ -50,6 +51,7 @@ from chaos_engines import (
     open_sockets,
     resident_mb,
 )
+from chaos_pairs import Transfers, pair_engines, transfers_of
 from chaos_relay import HOST, Spoil
 from chaos_work import Answer, Clients, Talks
 from harness import host_cache, kvpin
@@ -480,6 +482,18 @@ def judge(trial: Trial, before: Books, after: Books, healed_at: float, log: str,
     return verdict
 
 
+def judge_pairs(verdict: Verdict, transfers: Transfers, healed_at: float) -> None:
+    """Checks that requests were divided, and that no KV is kept for nobody."""
+    moved, results = transfers.results["moved"], dict(sorted(transfers.results.items()))
+    verdict.hold("requests in two legs, by what came of the transfer", results, holds=moved > 0)
+    found = f"{transfers.held}; {transfers.fetched} fetched before, {len(transfers.unfetched)} ran out"
+    verdict.hold("leases of KV at rest", found, holds=not transfers.held)
+    left = transfers.after(healed_at)
+    verdict.hold("leases that began after the last fault and ran out", left, holds=not left, in_time=True)
+    found = f"by what was there: {dict(sorted(transfers.found.items()))}"
+    verdict.hold("pulls", found, holds=transfers.found["THE_KV"] > 0)
+
+
 def print_tables(trial: Trial, verdict: Verdict) -> None:
     """Prints the tables in Markdown."""
     print("\n| fault | times |\n|---|---:|")
@@ -529,8 +543,13 @@ def print_errors(trial: Trial, start: float) -> None:
 async def play(arguments: argparse.Namespace, directory: Path, log: Path) -> Verdict:
     """Starts everything, runs the trial and prints its tables."""
     dice = random.Random(arguments.seed)  # noqa: S311 - not for secrets
+    mocks = (
+        pair_engines(arguments.mocks, dice)
+        if arguments.pairs
+        else [mock_engine(number, dice) for number in range(arguments.mocks)]
+    )
     engines = [
-        *(mock_engine(number, dice) for number in range(arguments.mocks)),
+        *mocks,
         *(embedded_engine(number, dice) for number in range(arguments.embedded)),
         *(llama_engine(number, dice, directory) for number in range(arguments.llama)),
     ]
@@ -557,6 +576,8 @@ async def play(arguments: argparse.Namespace, directory: Path, log: Path) -> Ver
         held = await trial.run(60 * arguments.minutes, arguments.fault_every, arguments.clients)
         said = await asyncio.to_thread(log.read_text, errors="replace")
         verdict = judge(trial, *held, said, is_busy=arguments.busy)
+        if arguments.pairs:
+            judge_pairs(verdict, await transfers_of(site.url, mocks), held[2])
         print_errors(trial, start)
         print(f"{arguments.minutes:g} minutes, {arguments.clients} clients, seed {arguments.seed}")
         print_tables(trial, verdict)
@@ -606,8 +627,11 @@ def main() -> None:
     parser.add_argument("--llama", type=int, help="llama-servers")
     parser.add_argument("--faketime", type=Path, default=_faketime(), help="libfaketimeMT.so.1")
     parser.add_argument("--log", type=Path, help="kvpin's log, to keep it")
+    parser.add_argument("--pairs", action="store_true", help="mocks alone, with roles")
     parser.set_defaults(**_SIZES[parser.parse_known_args()[0].busy])
     arguments = parser.parse_args()
+    if arguments.pairs:
+        arguments.mocks, arguments.embedded, arguments.llama = max(arguments.mocks, 4), 0, 0
     if arguments.faketime is None:
         print("The clock does not jump: libfaketime is not installed.")
     with tempfile.TemporaryDirectory() as temporary, host_cache() as directory:

@@ -8,9 +8,10 @@ import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import httpx
 from chaos_relay import HOST, EventRelay, Relay
@@ -40,7 +41,7 @@ class Engine:
     model: str
     command: Sequence[str]
     port: int
-    settings: dict[str, str]
+    settings: dict[str, Any]
     relay: Relay
     events: EventRelay | None = None
     process: subprocess.Popen[bytes] = field(init=False)
@@ -67,7 +68,7 @@ class Engine:
                 await asyncio.sleep(0.1)
 
     @property
-    def entry(self) -> dict[str, str]:
+    def entry(self) -> dict[str, Any]:
         """Its entry in kvpin's settings, once its relays listen."""
         return {"id": self.id, "url": self.relay.url, **self.settings}
 
@@ -102,14 +103,17 @@ def limit_files(pid: int, *, full: bool) -> None:
     resource.prlimit(pid, resource.RLIMIT_FSIZE, (0 if full else hard, hard))
 
 
-def mock_engine(number: int, dice: random.Random) -> Engine:
+def mock_engine(
+    number: int, dice: random.Random, flags: Sequence[str] = (), settings: Mapping[str, Any] | None = None
+) -> Engine:
     """A vLLM without a model, with the cache of one and texts of its own. Its events come through a relay."""
     port, events, replay = free_port(), free_port(), free_port()
     script = str(ROOT / "benchmarks" / "chaos_mock.py")
     command = [sys.executable, script, "--number", str(number), "--event-ports", str(events), str(replay)]
+    command += flags
     relay = EventRelay(f"tcp://{HOST}:{events}", dice)
-    settings = {"kind": "vllm", "events": relay.endpoint, "replay": f"tcp://{HOST}:{replay}"}
-    return Engine(f"mock-{number}", MOCK, command, port, settings, Relay(port, dice), relay)
+    own = {"kind": "vllm", "events": relay.endpoint, "replay": f"tcp://{HOST}:{replay}", **(settings or {})}
+    return Engine(f"mock-{number}", MOCK, command, port, own, Relay(port, dice), relay)
 
 
 def embedded_engine(number: int, dice: random.Random) -> Engine:

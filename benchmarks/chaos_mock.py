@@ -32,18 +32,19 @@ from tests.fake_engines.vllm import VllmOptions
 class DifferingVllm(MockVllm):
     """The mock with answers of its own."""
 
-    def __init__(self, options: VllmOptions, clock: Clock, number: int) -> None:
+    def __init__(self, options: VllmOptions, clock: Clock, number: int, port: int) -> None:
         self._number = number
-        super().__init__(options, clock)
+        super().__init__(options, clock, port=port)
 
     def _serve(self, path: str, read: Callable[[dict], CachePrompt]) -> Callable:
         other = super()._serve(path, read)
 
         async def serve(request: Request) -> Response | Stream:
             body = await self._body(request)
-            if path != CHAT:
+            params = body.get("kv_transfer_params") or {}
+            if path != CHAT or params.get("do_remote_decode"):
                 return await other(request)
-            prompt = read(body)
+            prompt, _ = await self.pulled(read(body), body)
             limit = body.get("max_completion_tokens") or body.get("max_tokens") or 16
             if not body.get("stream"):
                 return await self._whole(prompt, told(prompt.tokens, limit, self._number))
@@ -107,6 +108,7 @@ def main() -> None:
     parser.add_argument("--kv-tokens", type=int, default=12_000)
     parser.add_argument("--prefill-rate", type=float, default=8000, help="tokens a second")
     parser.add_argument("--token-ms", type=float, default=40, help="from token to token")
+    parser.add_argument("--lease-s", type=float, help="keeps KV for others for so long, and pulls theirs")
     parser.add_argument("--event-ports", type=int, nargs=2, default=(0, 0), help="of KV events and replay")
     arguments = parser.parse_args()
     options = VllmOptions(
@@ -116,9 +118,11 @@ def main() -> None:
         max_model_len=32_768,
         event_ports=tuple(arguments.event_ports),
         enable_scale_out=False,  # it renders nothing: responses reach it as chats, too
+        nixl=arguments.lease_s is not None,
+        kv_lease_duration=arguments.lease_s or 0.0,
     )
     clock = Clock(arguments.prefill_rate, arguments.token_ms / 1000)
-    engine = DifferingVllm(options, clock, arguments.number)
+    engine = DifferingVllm(options, clock, arguments.number, arguments.port)
     words()  # not while a client waits
     gc.collect()
     gc.freeze()  # what was loaded need not be looked through again and again

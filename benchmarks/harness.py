@@ -76,7 +76,7 @@ def kvpin(
     """Runs `kvpin serve` with these options; yields its address once it is ready."""
     command = [sys.executable, "-m", "proxy.cli", "serve", *options]
     environment = {**os.environ, "ENABLE_KV_CACHE_REUSE": str(int(reuse)), **environment}
-    with _running(command, environment, "/health/ready", ready_s, log) as url:
+    with running(command, environment, "/health/ready", ready_s, log) as url:
         yield url
 
 
@@ -85,7 +85,7 @@ def engine(*options: str, ready_s: float = 120) -> Iterator[str]:
     """Runs `kvpin engine` with these options; yields its address once it serves."""
     _need_torch()
     command = [sys.executable, "-m", "engine_adapter.torch_engine", *options]
-    with _running(command, dict(os.environ), "/health", ready_s, None) as url:
+    with running(command, dict(os.environ), "/health", ready_s, None) as url:
         yield url
 
 
@@ -95,7 +95,7 @@ def llama_server(
 ) -> Iterator[str]:
     """Runs a llama-server with one thread, `slots` slots of `ctx` tokens; yields its address."""
     command = llama_command(model, *flags, slots=slots, ctx=ctx, save_dir=save_dir)
-    with _running(command, dict(os.environ), "/health", 120, Path(os.devnull), port) as url:
+    with running(command, dict(os.environ), "/health", 120, Path(os.devnull), port) as url:
         yield url
 
 
@@ -104,7 +104,7 @@ def llama_router(models: Path, *flags: str, save_dir: Path) -> Iterator[str]:
     """Runs a llama-server with one thread as a router of the models in a directory; yields its address."""
     command = [_llama_binary(), "--models-dir", str(models), "-t", "1", "--slots", "--no-ui", *flags]
     command += ["--slot-save-path", str(save_dir)]
-    with _running(command, dict(os.environ), "/health", 120, Path(os.devnull)) as url:
+    with running(command, dict(os.environ), "/health", 120, Path(os.devnull)) as url:
         yield url
 
 
@@ -140,7 +140,7 @@ def host_cache() -> Iterator[Path]:
 
 
 @contextmanager
-def _running(
+def running(
     command: list[str],
     environment: dict[str, str],
     health: str,
@@ -148,6 +148,7 @@ def _running(
     log: Path | None,
     port: int | None = None,
 ) -> Iterator[str]:
+    """Runs a server; yields its address once `health` answers 200 there, within `ready_s` seconds."""
     port = port or free_port()
     with log.open("wb") if log is not None else nullcontext() as output:
         process = subprocess.Popen(

@@ -9,6 +9,8 @@ decode; `kvpin replay --model chunked` models them.
     python benchmarks/mock_engine.py --port 8001 [--kv-tokens 100000] [--prefill-rate 10000] [--token-ms 15]
                                      [--window-groups 5 --window 1024]
 
+With --nixl, engines pass KV to each other (`mock_nixl.py`): a pull takes `--transfer-rate`, and no computing.
+
 With --window-groups N, it serves a hybrid model in the same memory: N layers with a sliding window for each
 layer of full attention. Their KV cache groups share the blocks (`hybrid_pages.py`).
 
@@ -31,6 +33,7 @@ from dataclasses import dataclass, field
 import uvicorn
 from harness import ROOT
 from hybrid_pages import HybridPages, HybridRunning
+from mock_nixl import MockNixl
 from router_work import BLOCK_TOKENS, MODEL, answer_ids, tokenizer, words
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -41,6 +44,7 @@ from xxhash import xxh3_64_intdigest
 sys.path.insert(0, str(ROOT))
 from tests.fake_engines.cache import CachePrompt, PageCache, RunningPrompt
 from tests.fake_engines.core import EngineCore, Generation
+from tests.fake_engines.nixl import Found
 from tests.fake_engines.vllm import FakeVllm, VllmOptions
 
 CHAT = "/v1/chat/completions"
@@ -142,6 +146,14 @@ class TimedCore(EngineCore):
                 self._closed.set()
             self.running -= 1
 
+    def receive(self, prompt: CachePrompt) -> None:
+        """Stores the KV of a prompt that another engine computed."""
+        running = self._quick.look_up(prompt, read=True, max_tokens=0)
+        if running is not None:
+            running.store(len(prompt.tokens))
+            running.close()
+            self.end_of_step()
+
     async def _begin(
         self, prompt: CachePrompt, max_tokens: int, *, read: bool
     ) -> RunningPrompt | HybridRunning:
@@ -176,10 +188,19 @@ class MockVllm(FakeVllm):
     """The fake with a clock."""
 
     def __init__(
-        self, options: VllmOptions, clock: Clock, *, window_groups: int = 0, window_tokens: int = 0
+        self,
+        options: VllmOptions,
+        clock: Clock,
+        *,
+        window_groups: int = 0,
+        window_tokens: int = 0,
+        port: int = 0,
+        transfer_rate: float = 80_000,
     ) -> None:
-        """`window_groups`: of a hybrid model, with windows of `window_tokens`."""
+        """`window_groups`: of a hybrid model, with windows of `window_tokens`. `port`, `transfer_rate`: of
+        its connector, if the options name one."""
         self._clock = clock
+        self._port, self._transfer_rate = port, transfer_rate
         self._windows = {"groups": window_groups, "window_tokens": window_tokens} if window_groups else None
         super().__init__(options)
         for publisher in self.publishers:
@@ -187,6 +208,7 @@ class MockVllm(FakeVllm):
         self.app.router.routes += [
             Route("/mock", self._told),
             Route("/mock/restart", self._restarted, methods=["POST"]),
+            Route("/mock/nixl", self._nixl, methods=["GET", "POST"]),
         ]
 
     def restart(self) -> None:
@@ -195,9 +217,42 @@ class MockVllm(FakeVllm):
         self.seen.clear()
         self.rendered.clear()
 
-    def usage(self, generation: Generation, count: int) -> dict:
+    def usage(self, generation: Generation, count: int, *, was_pulled: bool = False) -> dict:
         """The usage that an answer of `count` tokens reports."""
-        return self._usage(generation.prompt_tokens, count, generation.cached_tokens)
+        cached = 0 if was_pulled else generation.cached_tokens
+        return self._usage(generation.prompt_tokens, count, cached)
+
+    async def pulled(self, prompt: CachePrompt, body: dict) -> tuple[CachePrompt, bool]:
+        """Pulls a prompt's KV if the request names an engine that keeps it. Returns the prompt that this
+        engine has then, and whether it pulled."""
+        params = body.get("kv_transfer_params") or {}
+        if self.nixl is None or not params.get("do_remote_prefill"):
+            return prompt, False
+        found, prompt = await self._with_kv(self.cores[0], prompt, params)
+        return prompt, found is not Found.NOTHING
+
+    async def _with_kv(
+        self, core: EngineCore, prompt: CachePrompt, params: dict
+    ) -> tuple[Found, CachePrompt]:
+        found, prompt = await super()._with_kv(core, prompt, params)
+        if found is not Found.NOTHING and isinstance(core, TimedCore):
+            core.receive(prompt)
+        return found, prompt
+
+    def _connector(self) -> MockNixl:
+        rate, lease_s = self._transfer_rate, self.options.kv_lease_duration
+        return MockNixl(lease_s, self._port, transfer_rate=rate)
+
+    async def _nixl(self, request: Request) -> Response:
+        """Its leases; or, for another engine, the KV of one."""
+        if self.nixl is None:
+            return Response(status_code=404)
+        if request.method == "GET":
+            return JSONResponse(self.nixl.told)
+        asked = await request.json()
+        if asked["engine"] != self.nixl.id:
+            return Response(status_code=404)
+        return JSONResponse(self.nixl.give(asked["request"]).name)
 
     def _core(self, rank: int) -> TimedCore:
         plain = super()._core(rank)
@@ -220,7 +275,8 @@ class MockVllm(FakeVllm):
             if path != CHAT or is_rare:
                 return await thorough(request)
             limit = body.get("max_completion_tokens") or body.get("max_tokens") or 16
-            return QuickStream(self, read(body), limit)
+            prompt, was_pulled = await self.pulled(read(body), body)
+            return QuickStream(self, prompt, limit, was_pulled=was_pulled)
 
         return serve
 
@@ -243,10 +299,13 @@ class MockVllm(FakeVllm):
 class QuickStream:
     """An answer as an event stream: what `answers.event_stream` sends, for less of a busy machine's time."""
 
-    def __init__(self, engine: MockVllm, prompt: CachePrompt, max_tokens: int) -> None:
+    def __init__(
+        self, engine: MockVllm, prompt: CachePrompt, max_tokens: int, *, was_pulled: bool = False
+    ) -> None:
         self._engine = engine
         self._prompt = prompt
         self._max_tokens = max_tokens
+        self._was_pulled = was_pulled
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - ASGI
         """Serves the request."""
@@ -260,7 +319,8 @@ class QuickStream:
                 count += 1
                 finish = "length" if count == self._max_tokens else None
                 await _send(send, _chunk({"content": words()[token]}, finish))
-            await _send(send, _event(choices=[], usage=self._engine.usage(generation, count)))
+            usage = self._engine.usage(generation, count, was_pulled=self._was_pulled)
+            await _send(send, _event(choices=[], usage=usage))
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
 
 
@@ -292,6 +352,8 @@ def main() -> None:
     parser.add_argument("--token-ms", type=float, default=15, help="from token to token")
     parser.add_argument("--window-groups", type=int, default=0, help="of a hybrid model")
     parser.add_argument("--window", type=int, default=1024, help="tokens of their window")
+    parser.add_argument("--nixl", action="store_true", help="passes KV to others and pulls theirs")
+    parser.add_argument("--transfer-rate", type=float, default=80_000, help="tokens a second")
     parser.add_argument("--event-ports", type=int, nargs=2, default=(0, 0), help="of KV events and replay")
     arguments = parser.parse_args()
     options = VllmOptions(
@@ -300,9 +362,17 @@ def main() -> None:
         num_gpu_blocks=arguments.kv_tokens // BLOCK_TOKENS * (1 + arguments.window_groups) + 1,
         max_model_len=32_768,
         event_ports=tuple(arguments.event_ports),
+        nixl=arguments.nixl,
     )
     clock = Clock(arguments.prefill_rate, arguments.token_ms / 1000)
-    engine = MockVllm(options, clock, window_groups=arguments.window_groups, window_tokens=arguments.window)
+    engine = MockVllm(
+        options,
+        clock,
+        window_groups=arguments.window_groups,
+        window_tokens=arguments.window,
+        port=arguments.port,
+        transfer_rate=arguments.transfer_rate,
+    )
     words()  # not while a client waits
     gc.collect()
     gc.freeze()  # what was loaded need not be looked through again and again

@@ -90,6 +90,7 @@ class Hold:
         cached_tokens: reused tokens that the engine will report; None keeps the placement's prediction.
         firm: False if there may be more.
         answer: reads the answer; None if nothing does.
+        told_cached: reused tokens that its client is told; None for those that the engine reports.
         note: how it was served, for people.
         slot: the engine's slot that it runs on; None for an engine without slots.
         retains: the engine retains the KV as the target of the request asks.
@@ -100,6 +101,7 @@ class Hold:
     cached_tokens: int | None = None
     firm: bool = True
     answer: AnswerReader | None = None
+    told_cached: int | None = None
     note: str = ""
     slot: int | None = None
     retains: bool = False

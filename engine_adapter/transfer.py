@@ -7,6 +7,9 @@ The first leg ends before the second begins. Either is cancelled by closing its 
 engine does not fetch stays with the prefill engine until its lease ends. Then it is freed, and other KV may
 take its place: whoever reads it after that reads the wrong KV, and no error shows it. So nobody may be told
 of a handover that is older than `Transfer.usable_s`, and an answer that begins later must not be used.
+
+An answer that shows too late when it began, or that fetches several times, has a leg of its own between the
+two: the decode engine fetches the KV for one token. Then it gets the request, and finds the KV in its cache.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from typing import Protocol
 import msgspec
 
 from engine_adapter.body import JsonBody
+from engine_adapter.types import TokenIds
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +52,11 @@ class Transfer(Protocol):
 
     def takes(self, route: str, body: JsonBody) -> bool:
         """True if a request can be served in two legs."""
+
+    def fetch(self, route: str, body: JsonBody, token_ids: TokenIds[int]) -> tuple[str, JsonBody] | None:
+        """The route and body of a request for one token of that prompt, by which the decode engine fetches
+        the KV before it gets the request itself. Both legs are then made of it. None where the request's own
+        answer shows in time that the KV was fetched."""
 
     def first_leg(self, body: JsonBody) -> JsonBody:
         """The body for the prefill engine, from that for the decode engine."""

@@ -27,6 +27,8 @@ _USAGE = re.compile(rb'"usage"\s*:\s*\{')
 _USAGE_OR_IDS = re.compile(rb'"(?:usage"\s*:\s*\{|(?:prompt_)?token_ids")')
 NULL = msgspec.Raw(b"null")
 _DETAILS = "prompt_tokens_details"
+# Cached tokens in a usage of the Responses API. Text cannot contain it, likewise.
+_CACHED_INPUT = re.compile(rb'("input_tokens_details"\s*:\s*\{[^{}]*?"cached_tokens"\s*:\s*)\d+')
 # Fields that `return_token_ids` fills, in an answer and in each choice. Without it they are null.
 _IN_ANSWER, _IN_CHOICE = ("prompt_token_ids",), ("prompt_token_ids", "token_ids")
 _decode_choices = msgspec.json.Decoder(list[RawFields]).decode
@@ -70,11 +72,14 @@ def hold_openai(
     return Hold(body.replace(**fields) if fields else body, answer=answer, note=note)
 
 
-def tell_cached(hold: Hold, cached: int) -> None:
-    """Lets a stream tell its client `cached` reused tokens in place of those that the engine reports: another
-    engine computed the prompt."""
-    if hold.answer is None:
-        hold.answer = OpenAIAnswer(streams=True)
+def tell_cached(hold: Hold, route: str, cached: int) -> None:
+    """Lets the answer tell its client `cached` reused tokens in place of those that the engine reports:
+    another engine computed the prompt."""
+    hold.told_cached = cached
+    if hold.answer is None and isinstance(hold.body, JsonBody):
+        streams = hold.body.get("stream") is True
+        is_usual = route in _ROUTES
+        hold.answer = OpenAIAnswer(streams=streams) if is_usual else ResponseTold(cached, streams=streams)
     if isinstance(hold.answer, OpenAIAnswer):
         hold.answer.told_cached = cached
 
@@ -157,6 +162,23 @@ class OpenAIAnswer(AnswerReader):
             return None
         _hide_tokens(fields, choices)
         return True
+
+
+class ResponseTold(AnswerReader):
+    """Reads an answer of the Responses API, and tells other cached tokens in its usage."""
+
+    def __init__(self, cached: int, *, streams: bool) -> None:
+        self._told = rb"\g<1>%d" % cached
+        self._events = WholeEvents()
+        self._streams = streams
+
+    @override
+    def feed(self, chunk: bytes) -> bytes:
+        return _CACHED_INPUT.sub(self._told, self._events.joined(chunk) if self._streams else chunk)
+
+    @override
+    def finish(self) -> bytes:
+        return self._events.take_rest()
 
 
 def _usage_options(body: JsonBody) -> dict[str, object] | None:

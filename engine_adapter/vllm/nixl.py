@@ -4,6 +4,10 @@ The first leg asks the prefill engine for one token, and to keep the prompt's bl
 `kv_transfer_params`, which the second leg passes on as it is. The prefill engine keeps the blocks for
 `kv_lease_duration` after its answer (30 s by default), and longer while the decode engine, which has the
 request by then, sends heartbeats.
+
+Several choices of one request would each pull, and the first one that did would free the blocks. An answer
+that is no stream shows its first token last. So both, and all other routes, pull with a request of their own.
+It names the prompt by its token ids: if these are not the engine's, the KV is found by no request.
 """
 
 from __future__ import annotations
@@ -15,8 +19,10 @@ from engine_adapter.body import UNREADABLE, JsonBody, RawFields, decode_object
 from engine_adapter.errors import EngineGarbled
 from engine_adapter.http.usage import read_answer_usage
 from engine_adapter.transfer import Handover, Transfer
+from engine_adapter.types import TokenIds
+from engine_adapter.vllm.requests import computes_all
 
-_ROUTES = ("/v1/chat/completions", "/v1/completions")
+_CHAT, _COMPLETIONS, _RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 _PARAMS, _IDS = "kv_transfer_params", "prompt_token_ids"
 # What the prefill engine is asked for. It fills in the rest.
 _KEEP = {
@@ -46,8 +52,11 @@ _OF_GENERATION = (
     "tool_choice",
     "tools",
 )
-# With these fields the engine computes the whole prompt itself, or the client moves KV by its own means.
-_ALONE = ("echo", "prompt_embeds", "prompt_logprobs", "use_beam_search", _PARAMS)
+# With these fields a request would pull several times, or answers with its prompt.
+_SEVERAL = ("n", "best_of")
+_OTHERWISE = ("echo", "use_beam_search")
+# Fields of a request that a pull of its own has, too.
+_OF_PULL = ("model", "cache_salt", "priority")
 # The lease may begin a little before its engine says so, and the decode engine needs time to fetch the KV.
 MARGIN_S = 5.0
 
@@ -64,13 +73,20 @@ class NixlPull(Transfer):
 
     @override
     def takes(self, route: str, body: JsonBody) -> bool:
-        """Only streams: their first token shows that the KV was fetched in time. With several choices, each
-        would fetch it, and the first one that did would free it."""
-        if route not in _ROUTES or body.get("stream") is not True:
-            return False
-        several = any(body.hint(name) not in (None, 1) for name in ("n", "best_of"))
-        alone = any(value is not None and value is not False for value in map(body.hint, _ALONE))
-        return not (several or alone)
+        """Unless its engine computes the whole prompt anyway, or its client moves KV by its own means."""
+        is_one = route in (_CHAT, _COMPLETIONS, _RESPONSES)
+        return is_one and body.hint(_PARAMS) is None and not computes_all(route, body)
+
+    @override
+    def fetch(self, route: str, body: JsonBody, token_ids: TokenIds[int]) -> tuple[str, JsonBody] | None:
+        """None for a stream of one answer: its first token shows that the KV was pulled."""
+        is_one = all(body.hint(name) in (None, 1) for name in _SEVERAL)
+        is_usual = route != _RESPONSES and all(body.hint(name) in (None, False) for name in _OTHERWISE)
+        if body.get("stream") is True and is_one and is_usual:
+            return None
+        named = {name: msgspec.Raw(body.raw_of(name)) for name in _OF_PULL if name in body}
+        pull = {"prompt": token_ids.tolist(), "max_tokens": 1, "temperature": 0, "stream": False}
+        return _COMPLETIONS, JsonBody(msgspec.json.encode({**named, **pull}))
 
     @override
     def first_leg(self, body: JsonBody) -> JsonBody:

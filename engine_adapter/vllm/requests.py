@@ -66,7 +66,7 @@ class RequestShaper:
         if prompt is not None and not ask_tokens:
             changes |= self._ids_for_text(path, body, prompt)
         hold = hold_openai(path, body, changes=changes, ask_usage=self._asks_usage, ask_tokens=ask_tokens)
-        if _computes_all(path, body):
+        if computes_all(path, body):
             hold.cached_tokens = 0
         if body.hint("n") not in (None, 1) and body.get("stream") is not True:
             hold.firm = False  # what vLLM reports is the reuse of the choice that ended last
@@ -107,7 +107,7 @@ def _with_reuse_told(body: JsonBody) -> dict[str, object]:
     return {"vllm_xargs": {"kv_cache_report_mode": "full", **(given or {})}}
 
 
-def _computes_all(path: str, body: JsonBody) -> bool:
+def computes_all(path: str, body: JsonBody) -> bool:
     """True if vLLM computes the whole prompt, whatever it holds: prompt logprobs need that."""
     if body.get("prompt_logprobs") is not None:
         return True

@@ -23,7 +23,7 @@ class Part(StrEnum):
     FAILED = "failed attempts"  # on engines that failed, and the placements between
     PLACE = "place"  # choose the engine
     GATHER = "gather"  # wait for another request that computes the same prefix
-    FIRST_LEG = "first leg"  # another engine computed the prompt, or failed to
+    FIRST_LEG = "first leg"  # another engine computed the prompt, or failed to; a fetch of its KV
     HOLD = "hold"  # the adapter's work: wait for a slot, save, restore
     PREFILL = "prefill"  # by the engine's clock
     DECODE = "decode"  # likewise; only of an answer that came whole
@@ -40,7 +40,8 @@ class Moments(msgspec.Struct, frozen=True, kw_only=True):
         queued_s: seconds that it waited for busy engines after that.
         placed: it was placed on the engine that answered.
         gathered: no other request computes its prefix any more.
-        first_leg_s: seconds that another engine took to compute its prompt, or to fail, after that.
+        legs_s: seconds that another engine took to compute its prompt, or to fail, after that; and its own
+            engine, to fetch the KV before it got the request.
         sent: it was sent to the engine.
         began: the first byte of the answer came.
         has_failed: other engines had failed before.
@@ -56,7 +57,7 @@ class Moments(msgspec.Struct, frozen=True, kw_only=True):
     sent: float
     began: float
     queued_s: float = 0.0
-    first_leg_s: float = 0.0
+    legs_s: float = 0.0
     has_failed: bool = False
     is_whole: bool = False
     prefill_s: float | None = None
@@ -73,8 +74,8 @@ def parts_of(moments: Moments) -> dict[Part, float]:
         Part.QUEUE: moments.queued_s,
         between: moments.placed - moments.prepared - moments.queued_s,
         Part.GATHER: moments.gathered - moments.placed,
-        Part.FIRST_LEG: moments.first_leg_s,
-        Part.HOLD: moments.sent - moments.gathered - moments.first_leg_s,
+        Part.FIRST_LEG: moments.legs_s,
+        Part.HOLD: moments.sent - moments.gathered - moments.legs_s,
         Part.PREFILL: moments.prefill_s or 0.0,
         Part.DECODE: decode_s or 0.0,
     }

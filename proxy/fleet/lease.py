@@ -119,9 +119,10 @@ class Lease:
         if self.tell is not None:
             self.telling = self.tell(self.placed.work, part=self.placed.part)
 
-    def computes(self) -> None:
-        """A decode leg begins without the prompt's KV: its engine has to compute the prompt itself."""
-        self.placer.computes(time.monotonic(), self.placed, self.placement.work)
+    def computes(self, *, streams: bool) -> None:
+        """A decode leg begins without the prompt's KV: its engine has to compute the prompt itself. Its first
+        token will be seen if it `streams`."""
+        self.placer.computes(time.monotonic(), self.placed, self.placement.work, streams=streams)
         self.begins()
 
     def __exit__(

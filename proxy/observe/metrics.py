@@ -119,7 +119,7 @@ _FAMILIES = {
         "How long an engine took to compute a prompt for another one, or to fail", ("model",), _SECONDS
     ),
     "kvpin_transfer_seconds": _Row(
-        "From then to the first byte of the other engine's answer", ("model",), _SECONDS
+        "From then until the other engine answers or has fetched the KV", ("model",), _SECONDS
     ),
     "kvpin_refused_total": _Row(
         "Requests refused before an engine was asked, by reason: busy (all engines are), "

@@ -159,9 +159,13 @@ class Forwarding:
     async def _send(
         self, status: int, content: bytes, headers: HeaderPairs, cached: int | None, usage: TokenUsage
     ) -> Forwarded:
-        await self.reply.start(status, [*headers, *of_cached(cached)])
+        await self.reply.start(status, [*headers, *of_cached(self._told(cached))])
         await self.reply.finish(content)
         return _forwarded(status, cached, usage)
+
+    def _told(self, cached: int | None) -> int | None:
+        """The cached tokens that the client is told, where the engine reports `cached`."""
+        return cached if self.hold.told_cached is None else self.hold.told_cached
 
     async def _as_stream(
         self, response: IncomingResponse, headers: HeaderPairs, *, is_events: bool
@@ -178,7 +182,7 @@ class Forwarding:
             must_end=must_end,
         )
         first = chunk = await stream.receive()
-        await reply.start(response.status, [*headers, *of_cached(cached)], is_events=is_events)
+        await reply.start(response.status, [*headers, *of_cached(self._told(cached))], is_events=is_events)
         try:
             while chunk:
                 await reply.write(chunk)

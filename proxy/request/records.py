@@ -94,6 +94,7 @@ class RequestRecord(RequestFacts, kw_only=True):
         died: the engines that died in mid-answer, in order.
         placed: when it was placed on the engine whose answer began first; None before its answer begins.
         moments: when it passed each step before its answer began; None before that.
+        legs_s: seconds of the legs on other engines, or by which its engine fetched KV, before it was sent.
         session: the conversation its client says it belongs to.
         served_as: the model of the pool it was sent to.
         chain: the prompt's blocks, until the request is over.
@@ -112,6 +113,7 @@ class RequestRecord(RequestFacts, kw_only=True):
     died: list[str] = []  # each record gets its own
     placed: float | None = None
     moments: Moments | None = None
+    legs_s: float = 0.0
     session: Session | None = None
     served_as: str | None = None
     lora: str | None = None
@@ -194,7 +196,7 @@ class RequestRecord(RequestFacts, kw_only=True):
             queued_s=self.queued_s or 0.0,
             placed=placed,
             gathered=gathered,
-            first_leg_s=self.first_leg_s or 0.0,
+            legs_s=self.legs_s,
             sent=sent,
             began=placed + first_byte_s,
             has_failed=len(self.attempts) > 1,

@@ -8,11 +8,9 @@ raised; the machine decides whether to try another engine.
 
 from __future__ import annotations
 
-from collections.abc import Coroutine
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 from time import monotonic
-from typing import Any
 
 import structlog
 from msgspec.structs import replace
@@ -26,7 +24,6 @@ from engine_adapter import (
     JsonBody,
     Role,
     log_text,
-    tell_cached,
 )
 from proxy.core.audit import Unchecked
 from proxy.core.budget import ByteBudget
@@ -202,24 +199,25 @@ class Attempts:
         if source is not None and transfer is not None and isinstance(hold.body, JsonBody):
             source.salts.note(self.tenants.owner(ready.salt), ready.salt)
             serving.life.take(monotonic(), Sent())
-            leg = FirstLeg(ready, pair, source, transfer, hold.body, self.ingest)
+            leg = FirstLeg.of(ready, pair, source, transfer, hold.body, self.ingest)
             prefilled = await leg.run(self.transport)
-            if prefilled is not None and prefilled.is_over:  # kvpin was paused
-                prefilled = None
+            record.first_leg_s = monotonic() - began
             if prefilled is not None:
-                hold.body = transfer.second_leg(hold.body, prefilled.handover)
-                tell_cached(hold, prefilled.handover.cached_tokens or 0)
-        record.first_leg_s = monotonic() - began
+                record.transfer = TransferResult.LATE  # until the engine has shown that it has the KV
+                if not await leg.hand_over(self.transport, engine, hold, prefilled):
+                    record.transfer, prefilled = TransferResult.FAILED, None
+        record.legs_s = monotonic() - began
         if prefilled is None:
-            lease.computes()
+            lease.computes(streams=ready.call.streams)
         else:
-            record.transfer = TransferResult.LATE  # until its answer begins
+            if prefilled.is_fetched:
+                _moved(record, prefilled, lease, began + (record.first_leg_s or 0.0))
             lease.begins()
             # What an engine reports as cached of a prompt whose KV it fetched differs between versions.
             lease.placement = replace(lease.placement, firm=False)
         return prefilled
 
-    def forward(
+    async def forward(
         self,
         serving: Serving,
         ready: Ready,
@@ -227,20 +225,21 @@ class Attempts:
         lease: Lease,
         hold: Hold,
         prefilled: Prefilled | None = None,
-    ) -> Coroutine[Any, Any, Forwarded]:
+    ) -> Forwarded:
         """Sends the request to the engine that it holds, and the answer to the client.
 
-        `prefilled`: another engine has computed its prompt. Raises EngineLate if the answer does not begin
-        while that one surely keeps the KV.
+        `prefilled`: another engine has computed its prompt. Raises EngineLate if the engine was to fetch its
+        KV, and does not begin to answer while it is surely kept.
         """
         call, reply, record = ready.call_for(engine), serving.reply, serving.record
         placement = record.placement if prefilled is not None and record.placement else lease.placement
+        kept = None if prefilled is None or prefilled.is_fetched else prefilled
         sent = monotonic()
 
         def began(answer: IncomingResponse, cached: int | None) -> None:
-            if prefilled is not None:
-                prefilled.begins()
-                _moved(record, prefilled, lease, sent)
+            if kept is not None:
+                kept.begins()
+                _moved(record, kept, lease, sent)
             serving.cached = cached
             serving.alarm.progress = lambda: (answer.received, reply.waits)
             serving.life.take(monotonic(), Began(is_socket=answer.status == _SWITCHED))
@@ -252,14 +251,17 @@ class Attempts:
         if ready.translation is not None:
             ready.translation.predicted = ready.predicted(placement, engine)
         passage = serving.passage = self._passage(serving, ready, call, hold, engine)
-        kept = serving.call.body if serving.kept else None
-        reply.on_start = lambda: _forget_bodies(call, hold, kept)
+        for_others = serving.call.body if serving.kept else None
+        reply.on_start = lambda: _forget_bodies(call, hold, for_others)
         headers = _headers(call, placement, hold, reply) | ready.told | _retained(ready, hold)
         refusals = refusals_of(call, serving.n_candidates)
         serving.life.take(monotonic(), Sent())
-        forwarding = Forwarding(engine.adapter, call, hold, reply, headers, refusals, passage, began)
-        answer = forwarding.run(self.transport)
-        return answer if prefilled is None else prefilled.in_time(answer)
+        answer = Forwarding(engine.adapter, call, hold, reply, headers, refusals, passage, began).run(
+            self.transport
+        )
+        forwarded = await (answer if kept is None else kept.in_time(answer))
+        record.reports(forwarded.prefill, forwarded.decode_s)
+        return forwarded
 
     def blame(self, serving: Serving, attempt: Attempt) -> None:
         """Notes what a failed attempt says about its engine."""
@@ -314,7 +316,8 @@ class Attempts:
         record.reported_tokens, record.output_tokens = forwarded.cached_tokens, forwarded.output_tokens
         if prefilled is not None:
             record.reported_tokens = prefilled.handover.cached_tokens
-        engine.audit.reported(forwarded.cached_tokens or 0)
+        else:
+            engine.audit.reported(forwarded.cached_tokens or 0)
         self._check_tokens(pool, engine, hold, record)
         lease.succeeded = forwarded.error is None and record.tokens_agree is not False
         if lease.succeeded:
@@ -383,7 +386,7 @@ def cause_for(error: Exception, serving: Serving) -> Cause:
 
 
 def _moved(record: RequestRecord, prefilled: Prefilled, lease: Lease, sent: float) -> None:
-    """Notes that an answer from another engine's KV begins, and how long moving that took."""
+    """Notes that an engine has the KV that another one computed, and how long moving that took."""
     now, book = monotonic(), lease.placed.book
     record.transfer, record.transfer_s = TransferResult.MOVED, now - sent
     pulled = record.placement.chosen.pulled_tokens if record.placement is not None else 0

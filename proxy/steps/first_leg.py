@@ -2,6 +2,8 @@
 
 It runs within the attempt on the other engine, which is leased by then, and takes a lease of its own. If it
 fails, is late or its engine is lost, the attempt goes on without it: the other engine computes the prompt.
+
+Where the request's own answer does not show when the KV was fetched, the other engine fetches it before.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ import asyncio
 from collections.abc import Coroutine
 from dataclasses import dataclass
 from time import monotonic
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import structlog
 from msgspec.structs import replace
@@ -21,12 +23,14 @@ from engine_adapter import (
     EngineLost,
     EngineRejected,
     Handover,
+    Hold,
     HttpTransport,
     JsonBody,
     Role,
     Transfer,
     log_text,
     read_error,
+    tell_cached,
 )
 from proxy.core.audit import Unchecked
 from proxy.core.life import Blame, Cause
@@ -35,11 +39,11 @@ from proxy.fleet.engine import Engine
 from proxy.fleet.ingest import Ingest
 from proxy.fleet.lease import Lease
 from proxy.request.error_table import cause_of
-from proxy.request.forward import Forwarded
 from proxy.request.retries import REFUSALS
 from proxy.steps.preparation import Ready
 
 log = structlog.get_logger(__name__)
+_T = TypeVar("_T")
 
 # How often kvpin looks whether an answer has begun, in seconds.
 TICK_S = 1.0
@@ -52,11 +56,13 @@ class Prefilled:
     Attributes:
         source: the engine that computed it.
         until: when that engine may drop the KV, in monotonic seconds.
+        is_fetched: the other engine has it.
     """
 
     source: str
     handover: Handover
     until: float
+    is_fetched: bool = False
     _limit: asyncio.Timeout | None = None
 
     @property
@@ -64,7 +70,7 @@ class Prefilled:
         """True if the KV may have been dropped."""
         return monotonic() >= self.until
 
-    async def in_time(self, answer: Coroutine[Any, Any, Forwarded]) -> Forwarded:
+    async def in_time(self, answer: Coroutine[Any, Any, _T]) -> _T:
         """The answer of the other engine, which `begins` while the KV is surely there.
 
         Raises:
@@ -98,23 +104,74 @@ class FirstLeg:
     """The first leg of one attempt.
 
     Attributes:
-        body: of the second leg, before it is told where the KV lies.
+        path, body: of the leg that fetches the KV, before it is told where that lies.
+        is_apart: that is not the request itself.
     """
 
     ready: Ready
     pair: Pair
     engine: Engine
     transfer: Transfer
+    path: str
     body: JsonBody
     ingest: Ingest | None
+    is_apart: bool
+
+    @classmethod
+    def of(
+        cls,
+        ready: Ready,
+        pair: Pair,
+        engine: Engine,
+        transfer: Transfer,
+        body: JsonBody,
+        ingest: Ingest | None,
+    ) -> FirstLeg:
+        """The first leg of a request that another engine would get with this `body`."""
+        call, prompt = ready.call, ready.prompt
+        apart = transfer.fetch(call.route, body, prompt.token_ids) if prompt is not None else None
+        path, body = apart or (call.path, body)
+        return cls(ready, pair, engine, transfer, path, body, ingest, is_apart=apart is not None)
 
     async def run(self, transport: HttpTransport) -> Prefilled | None:
         """Computes the prompt on its engine. None if that failed: the engine is blamed for it."""
         try:
-            return await self._run(transport)
+            prefilled = await self._run(transport)
         except EngineError as error:
             self._blame(error)
             return None
+        return None if prefilled is None or prefilled.is_over else prefilled  # kvpin may have been paused
+
+    async def hand_over(
+        self, transport: HttpTransport, target: Engine, hold: Hold, prefilled: Prefilled
+    ) -> bool:
+        """Tells the request where the KV lies, or lets its engine fetch that before. False if the engine
+        refused to: it computes the prompt then.
+
+        Raises:
+            EngineUnavailable: that engine failed, or did not fetch the KV in time.
+        """
+        if not self.is_apart:
+            hold.body = self.transfer.second_leg(self.body, prefilled.handover)
+        elif not await self._fetch(transport, target, prefilled):
+            return False
+        tell_cached(hold, self.ready.call.route, prefilled.handover.cached_tokens or 0)
+        return True
+
+    async def _fetch(self, transport: HttpTransport, target: Engine, prefilled: Prefilled) -> bool:
+        asked = self.transfer.second_leg(self.body, prefilled.handover)
+
+        async def fetched() -> None:
+            await self._ask(transport, target, asked)
+            prefilled.begins()
+
+        try:
+            await prefilled.in_time(fetched())
+        except EngineRejected as error:
+            log.warning("an engine did not fetch the KV of a prompt", engine=target.id, error=log_text(error))
+            return False
+        prefilled.is_fetched = True
+        return True
 
     async def _run(self, transport: HttpTransport) -> Prefilled | None:
         """Raises EngineUnavailable, EngineRejected: it failed."""
@@ -129,7 +186,8 @@ class FirstLeg:
         ) as lease:
             try:
                 async with limit:
-                    content, silent = await self._answer(transport)
+                    asked = self.transfer.first_leg(self.body)
+                    content, silent = await self._ask(transport, self.engine, asked)
             except TimeoutError:
                 if lease.is_lost:
                     raise EngineLost("the engine was lost while it computed a prompt") from None
@@ -144,13 +202,14 @@ class FirstLeg:
             return None
         return Prefilled(self.engine.id, handover, silent + self.transfer.usable_s)
 
-    async def _answer(self, transport: HttpTransport) -> tuple[bytes, float]:
-        """The engine's answer, and a time at which it had surely not begun."""
+    async def _ask(self, transport: HttpTransport, engine: Engine, body: JsonBody) -> tuple[bytes, float]:
+        """An engine's answer, and a time at which it had surely not begun. Raises EngineRejected for an
+        error."""
         ready, call = self.ready, self.ready.call
-        own, body = ready.body_for(self.engine), self.transfer.first_leg(self.body)
+        own = ready.body_for(engine)
         if isinstance(own, JsonBody):
             body = body.replace(model=own.get("model"), cache_salt=own.get("cache_salt"))
-        sent = self.engine.adapter.prepare("POST", call.path, call.headers, body)
+        sent = engine.adapter.prepare("POST", self.path, call.headers, body)
         named = [pair for pair in sent.headers if pair[0] != b"x-request-id"]
         sent = replace(sent, headers=[*named, (b"x-request-id", call.request_id.encode())])
         with _Silence() as silence:

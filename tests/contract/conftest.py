@@ -52,6 +52,21 @@ def vllm_server() -> Iterator[VllmServer]:
         yield VllmServer(vllm.url, vllm.fake)
 
 
+@pytest.fixture(scope="session")
+def vllm_pair() -> Iterator[tuple[str, str]]:
+    """The addresses of two with a NixlConnector: fakes, or real ones at KVPIN_TEST_PAIR, with a blank
+    between; blocks of 32 tokens."""
+    if addresses := os.environ.get("KVPIN_TEST_PAIR"):
+        prefill, decode = addresses.split()
+        yield prefill, decode
+        return
+    with (
+        running_vllm(block_size=32, num_gpu_blocks=200, nixl=True) as prefill,
+        running_vllm(block_size=32, num_gpu_blocks=200, nixl=True) as decode,
+    ):
+        yield prefill.url, decode.url
+
+
 @dataclass(frozen=True, slots=True)
 class SglangServer:
     """The server for the tests of SGLang's adapter.

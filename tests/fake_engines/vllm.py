@@ -158,12 +158,15 @@ class FakeVllm:
         self.seen: list[tuple[int, dict]] = []
         self.rendered: list[dict] = []
         self.images = Images()
-        self.nixl = FakeNixl(options.kv_lease_duration) if options.nixl else None
+        self.nixl = self._connector() if options.nixl else None
         if self.nixl is not None:
             self.nixl.open()
         words()  # loads the tokenizer now, which takes seconds, so that no client waits
         self._begin()
         self.app = Starlette(routes=list(self._routes()))
+
+    def _connector(self) -> FakeNixl:
+        return FakeNixl(self.options.kv_lease_duration)
 
     def restart(self) -> None:
         """Acts like a new process at the same addresses: empty cache, events from 0, new counters."""
@@ -226,7 +229,7 @@ class FakeVllm:
                 return JSONResponse({"error": "Unauthorized"}, 401)
             try:
                 return await handler(request)
-            except _RefusedError as refused:
+            except RefusedError as refused:
                 error = {"message": str(refused), "type": "BadRequestError"}
                 error |= {"param": refused.param, "code": refused.status}
                 return JSONResponse({"error": error}, refused.status)
@@ -284,12 +287,12 @@ class FakeVllm:
             body = await self._body(request)
             heeds_salt = self.options.knows_salts and path not in self.options.saltless
             if body.get("cache_salt") == "" and heeds_salt:
-                raise _RefusedError("Parameter 'cache_salt' must be a non-empty string", param="cache_salt")
+                raise RefusedError("Parameter 'cache_salt' must be a non-empty string", param="cache_salt")
             rank = self._rank(request)
             self.seen.append((rank, body))
             prompt = read(body)
             if len(prompt.tokens) >= self.options.max_model_len:
-                raise _RefusedError(f"context is {self.options.max_model_len} tokens", param="input_tokens")
+                raise RefusedError(f"context is {self.options.max_model_len} tokens", param="input_tokens")
             core = self.cores[rank]
             if (body.get("vllm_xargs") or {}).get("kv_cache_report_mode") == "full":
                 _announce_reused(core, prompt)
@@ -299,7 +302,7 @@ class FakeVllm:
                 return await self._first_leg(self.nixl, request, core, work)
             if self.nixl is not None and transfer.get("do_remote_prefill"):
                 await core.turn()
-                work = self._pulled(work, self.nixl.pull(transfer))
+                work = await self._pulled(core, work, transfer)
             return await answer(core, work)
 
         return serve
@@ -311,18 +314,30 @@ class FakeVllm:
             nixl.aborted += 1
             return Response(status_code=499)
         cached = (whole["usage"].get("prompt_tokens_details") or {}).get("cached_tokens", 0)
-        size, named = self.options.block_size, request.headers["x-request-id"]
+        size, named = self.options.block_size, request.headers.get("x-request-id", "1")
         params = nixl.keep(named, len(work.prompt.tokens), cached, size)
         return JSONResponse(whole | {"kv_transfer_params": params})
 
-    def _pulled(self, work: Work, found: Found) -> Work:
-        """A request whose KV was pulled. Usage counts no pulled token; another's KV makes another answer."""
+    async def _pulled(self, core: EngineCore, work: Work, params: dict) -> Work:
+        """A request that pulls what its engine lacks. Usage then counts no reuse at all.
+
+        Another prompt's KV makes another answer."""
+        found, prompt = await self._with_kv(core, work.prompt, params)
         if found is Found.NOTHING:
             return work
-        work = replace(work, usage=lambda prompt, output, _: self._usage(prompt, output, 0))
+        return replace(work, prompt=prompt, usage=lambda prompt, output, _: self._usage(prompt, output, 0))
+
+    async def _with_kv(
+        self, core: EngineCore, prompt: CachePrompt, params: dict
+    ) -> tuple[Found, CachePrompt]:
+        """Pulls what the engine lacks of a prompt. Returns what it found, and the prompt that it has then."""
+        assert self.nixl is not None
+        n, size = len(prompt.tokens), self.options.block_size
+        own = min(core.cache.match(prompt), (n - 1) // size * size)
+        found = await self.nixl.pull(params, n - own)
         if found is Found.OTHER_KV:
-            work = replace(work, prompt=replace(work.prompt, tokens=work.prompt.tokens[::-1]))
-        return work
+            prompt = replace(prompt, tokens=prompt.tokens[::-1])
+        return found, prompt
 
     def _work(self, path: str, body: dict, prompt: CachePrompt) -> Work:
         computes_all = body.get("prompt_logprobs") is not None or (
@@ -352,14 +367,14 @@ class FakeVllm:
 
     async def _body(self, request: Request) -> dict:
         if request.headers.get("content-type") != "application/json":
-            raise _RefusedError("Unsupported Media Type: Only 'application/json' is allowed")
+            raise RefusedError("Unsupported Media Type: Only 'application/json' is allowed")
         try:
             body = json.loads(await request.body())
         except ValueError as error:
-            raise _RefusedError(f"JSON decode error: {error}") from error
+            raise RefusedError(f"JSON decode error: {error}") from error
         model = body.get("model")
         if model not in (None, self.options.model, *self.options.loras):
-            raise _RefusedError(f"The model `{model}` does not exist.", param="model", status=404)
+            raise RefusedError(f"The model `{model}` does not exist.", param="model", status=404)
         return body
 
     def _rank(self, request: Request) -> int:
@@ -378,12 +393,12 @@ class FakeVllm:
             if body.get(name) is not None:
                 options[name] = body[name]
         if not body.get("messages"):
-            raise _RefusedError("Cannot apply chat template to an empty conversation.")
+            raise RefusedError("Cannot apply chat template to an empty conversation.")
         try:
             messages, identities = self.images.take(body["messages"])
             tokens = chat_tokens(messages, body.get("tools"), **options)
         except Exception as error:
-            raise _RefusedError(str(error)) from error
+            raise RefusedError(str(error)) from error
         tokens, media = self.images.lay_out(tokens, identities)
         return replace(self._prompt(body, tokens), media=media)
 
@@ -395,7 +410,7 @@ class FakeVllm:
     def _text_prompt(self, body: dict) -> CachePrompt:
         prompt = body.get("prompt")
         if not prompt:
-            raise _RefusedError("Either prompt or prompt_embeds must be provided", param="prompt")
+            raise RefusedError("Either prompt or prompt_embeds must be provided", param="prompt")
         if isinstance(prompt, str):
             prompt = encode(prompt, add_special_tokens=body.get("add_special_tokens", True))
         return self._prompt(body, prompt)
@@ -436,6 +451,9 @@ class FakeVllm:
             yield f"vllm:{name}{{{labels}}} {value}"
         if options.identity:
             yield f"vllm:prefix_cache_queries_created{{{labels}}} {self._started}"
+        fetched = self.nixl.fetched if self.nixl is not None else 0
+        source = 'source="external_kv_transfer"'
+        yield f"vllm:prompt_tokens_by_source_total{{{labels},{source}}} {fetched}"
         config = {
             "block_size": options.block_size,
             "enable_prefix_caching": options.enable_prefix_caching,
@@ -445,14 +463,14 @@ class FakeVllm:
         yield "vllm:cache_config_info{" + ",".join(f'{k}="{v}"' for k, v in config.items()) + "} 1.0"
 
 
-class _RefusedError(Exception):
+class RefusedError(Exception):
     def __init__(self, message: str, *, param: str | None = None, status: int = 400) -> None:
         super().__init__(message)
         self.param, self.status = param, status
 
 
 async def _disabled(_: Request) -> Response:
-    raise _RefusedError("Scale-out endpoints are disabled. Restart with --enable-scale-out.", status=403)
+    raise RefusedError("Scale-out endpoints are disabled. Restart with --enable-scale-out.", status=403)
 
 
 def _announce_reused(core: EngineCore, prompt: CachePrompt) -> None:

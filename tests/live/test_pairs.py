@@ -21,7 +21,7 @@ from proxy.core.placement.transfers import TransferResult
 from proxy.observe.reasons import Reason, reason_of
 from proxy.settings import EngineSettings
 from tests.fake_engines.nixl import Found
-from tests.fake_engines.vllm import RunningVllm, running_vllm
+from tests.fake_engines.vllm import RefusedError, RunningVllm, running_vllm
 from tests.live.fake_world import FakeWorld, proxy_over, until
 
 # About 800 tokens.
@@ -223,6 +223,93 @@ class TestBothLegs:
             )
 
 
+class TestFetchedBefore:
+    """Answers that do not show in time when the KV was fetched: a request for one token fetches it before."""
+
+    @pytest.mark.parametrize("fields", [{"stream": False}, {"n": 2}, {"stream": False, "echo": True}])
+    async def test_the_request_finds_the_kv_in_its_engines_cache(self, fields):
+        async with world_of("p", "d") as world:
+            answer = await world.client.post(f"{world.url}/v1/completions", json=asked(**fields))
+            assert answer.status_code == 200, answer.text
+            await until(world.is_idle)
+            record = world.last
+            assert (record.engine, record.prefilled_by, record.attempts) == ("d", "p", ["d"])
+            assert record.transfer is TransferResult.MOVED
+            assert min(record.first_leg_s, record.transfer_s) > 0
+            (first,), (fetch, itself) = world.sent("p"), world.sent("d")
+            assert first["kv_transfer_params"]["do_remote_decode"] is True
+            assert (fetch["max_tokens"], fetch["stream"], fetch["prompt"]) == (1, False, first["prompt"])
+            assert fetch["kv_transfer_params"]["remote_engine_id"] == world.nixl("p").id
+            assert "kv_transfer_params" not in itself
+            assert {name: itself[name] for name in fields} == fields
+            assert world.nixl("d").found == [Found.THE_KV]
+            assert world.nixl("p").kept == {}
+            assert world.fakes["d"].core.cache.hits > 700, "it did not compute the prompt again"
+            parts = record.first_byte_parts
+            assert parts["first leg"] == pytest.approx(record.first_leg_s + record.transfer_s, abs=0.05)
+            assert world.engine("d").ledger.in_flight == 0
+
+    async def test_its_client_is_told_what_the_first_engine_reused(self):
+        async with world_of("p", "d") as world:
+            for expected in (0, 700):
+                whole = asked(stream=False)
+                answer = await world.client.post(f"{world.url}/v1/completions", json=whole)
+                await until(world.is_idle)
+                assert world.last.transfer is TransferResult.MOVED
+                cached = answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+                assert cached == world.last.reported_tokens >= expected
+                assert cached == int(answer.headers["x-kvpin-cached-tokens"])
+                assert cached == int(answer.headers["x-kvpin-predicted-tokens"])
+                await world.operate("flush", engine="d")
+            assert world.engine("p").audit.view().exact == 2
+            assert world.engine("d").audit.view().unchecked == {Unchecked.NOT_FIRM: 2}
+
+    async def test_the_text_is_that_of_a_single_engine(self):
+        async with world_of("p", "d") as world:
+            whole = asked(stream=False)
+            answer = await world.client.post(f"{world.url}/v1/completions", json=whole)
+            assert answer.json()["choices"][0]["text"] == await world.alone()
+
+    async def test_a_response_and_a_message(self):
+        async with world_of("p", "d") as world:
+            message = {"messages": [{"role": "user", "content": TEXT}], "max_tokens": 4}
+            for path, body in (("messages", message), ("responses", {"input": "Once more. " + TEXT})):
+                answer = await world.client.post(f"{world.url}/v1/{path}", json={"model": "tiny"} | body)
+                assert answer.status_code == 200, answer.text
+                await until(world.is_idle)
+                assert world.last.transfer is TransferResult.MOVED, path
+
+    async def test_an_engine_that_refuses_to_fetch_computes_the_prompt(self):
+        async with world_of("p", "d") as world:
+            fake = world.fakes["d"].fake
+
+            async def refuse(*_):
+                raise RefusedError("kv_load_failure_policy is fail", status=500)
+
+            fake._pulled = refuse
+            answer = await world.client.post(f"{world.url}/v1/completions", json=asked(stream=False))
+            await until(world.is_idle)
+            assert answer.json()["choices"][0]["text"] == await world.alone()
+            assert (world.last.attempts, world.last.transfer) == (["d"], TransferResult.FAILED)
+            cached = answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+            assert cached == world.last.reported_tokens == 0
+
+    async def test_a_fetch_that_comes_too_late_ends_the_attempt(self):
+        async with world_of("p", "d", lease_s=0.5) as world:
+            world.fakes["d"].core.hold()
+            asking = asyncio.ensure_future(
+                world.client.post(f"{world.url}/v1/completions", json=asked(stream=False), timeout=30)
+            )
+            await until(lambda: bool(world.sent("d")))
+            await asyncio.sleep(0.7)
+            world.fakes["d"].core.release()
+            answer = await asking
+            assert answer.json()["choices"][0]["text"] == await world.alone()
+            await until(world.is_idle)
+            assert (world.last.attempts, world.last.transfer) == (["d", "p"], TransferResult.LATE)
+            assert len(world.sent("d")) == 1, "the request itself was not sent there"
+
+
 class TestAdded:
     async def test_an_engine_for_prefills_may_come_later(self):
         async with world_of("d") as world:
@@ -246,7 +333,7 @@ class TestAdded:
 class TestAlone:
     @pytest.mark.parametrize(
         "fields",
-        [{"stream": False}, {"n": 2}, {"echo": True}, {"kv_transfer_params": {"max_load_tokens": 1}}],
+        [{"prompt_logprobs": 1}, {"kv_transfer_params": {"max_load_tokens": 1}}],
     )
     async def test_some_requests_are_not_divided(self, fields):
         async with world_of("p", "d") as world:
@@ -418,12 +505,15 @@ class TestChaos:
         text = f"{number % 20} {TEXT} {number}"
         await asyncio.sleep(random.uniform(0, 4))
         patience_s = random.choice((0.05, 0.3, 30, 30, 30))
-        asking = world.client.post(f"{world.url}/v1/completions", json=asked(text))
+        streams = number % 3 > 0
+        asking = world.client.post(f"{world.url}/v1/completions", json=asked(text, stream=streams))
         try:
             answer = await asyncio.wait_for(asking, patience_s)
         except TimeoutError:
             return text, None
         assert answer.status_code == 200, answer.text
+        if not streams:
+            return text, answer.json()["choices"][0]["text"]
         assert answer.text.endswith("data: [DONE]\n\n"), answer.text[-300:]
         return text, text_of(answer.text)
 

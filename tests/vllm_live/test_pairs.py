@@ -1,146 +1,128 @@
-"""Two real vLLMs with a NixlConnector: one computes prompts, the other one pulls their KV and answers.
-
-kvpin runs in this process, so that the engine that answers can be made to look slow: else, with a model this
-small, no pair would be worth its transfer.
-"""
+"""Requests of all kinds on pairs of real vLLMs: the texts of a single engine, exact predictions, and counters
+that agree."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-from contextlib import ExitStack, asynccontextmanager
+from collections import Counter
+from collections.abc import Iterator
 from statistics import median
 
-import httpx
 import pytest
 
 from engine_adapter import Tier
-from proxy.core.audit import Trust
 from proxy.core.placement.transfers import TransferResult
-from proxy.settings import EngineSettings
-from tests.fakes import is_tokenised
-from tests.live.fake_world import proxy_over, until
-from tests.live.server_world import MODEL, ROOT, free_port
-from tests.vllm_live.vllm_world import VllmOptions, running_vllm
+from proxy.request.records import RequestRecord
+from tests.live.fake_world import until
+from tests.live.server_world import MODEL
+from tests.vllm_live.pair_world import BLOCKS, real_pairs
 
-pytestmark = pytest.mark.live
-REQUESTS = 30
-BLOCKS = 200
-SIDE_CHANNELS = range(5600, 5700, 2)
-CONNECTOR = {
-    "kv_connector": "NixlConnector",
-    "kv_role": "kv_both",
-    "kv_buffer_device": "cpu",
-    "kv_load_failure_policy": "recompute",
-}
-
-
-def nixl() -> str:
-    """The directory that contains NIXL for the vLLM of scripts/vllm; installs it on first use."""
-    command = [ROOT / "scripts" / "vllm", "nixl"]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-
-
-def with_connector() -> VllmOptions:
-    return VllmOptions(
-        blocks=BLOCKS,
-        flags=("--kv-transfer-config", json.dumps(CONNECTOR)),
-        environment={
-            "PYTHONPATH": nixl(),
-            "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
-            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port(SIDE_CHANNELS)),
-        },
-    )
-
-
-@asynccontextmanager
-async def pair(tmp_path):
-    """kvpin over a prefill engine `p` and a decode engine `d`, and their addresses."""
-    with ExitStack() as stack:
-        servers = {
-            name: stack.enter_context(running_vllm(tmp_path / f"{name}.log", with_connector()))
-            for name in "pd"
-        }
-        for server in servers.values():
-            server.wait()
-        roles = {"p": "prefill", "d": "decode"}
-        engines = [
-            EngineSettings(id=name, kind="vllm", url=server.url, role=roles[name])
-            for name, server in servers.items()
-        ]
-        async with proxy_over(engines, (), interval_s=5.0) as (url, proxy, client):
-            await until(lambda: all(e.audit.trust is Trust.PRECISE for e in proxy.fleet.engines.values()))
-            await until(lambda: is_tokenised(proxy))
-            placer = proxy.fleet.pools[MODEL].placer
-            placer.books["d"].rates.pace = 1000.0
-            yield proxy, client, url, {name: server.url for name, server in servers.items()}
+pytestmark = [pytest.mark.live, pytest.mark.timeout(3600)]
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+# An engine that is this slow never computes a prompt itself.
+SLOW = 1000.0
 
 
 def asked(number: int) -> tuple[str, dict]:
-    """The route and body of a request. The first 20 are completions. The others are chats: their token ids go
-    beside the transfer's own parameters."""
-    text = " ".join(f"{number}. Entry {at} of log {number}: all was well." for at in range(40))
+    """The route and body of a request. Each four begin with the same text."""
+    first = " ".join(f"{number // 4}. Entry {at} of a log: all was well." for at in range(16))
+    rest = " ".join(f"{number}. Line {at} of a log: all was well." for at in range(16))
+    text = f"{first} {rest}"
     body = {"model": MODEL, "max_tokens": 12, "temperature": 0}
-    if number < 20:
-        return "/v1/completions", body | {"prompt": text}
-    tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
-    tools = {"tools": [tool], "tool_choice": "none"}
-    chat = {"messages": [{"role": "user", "content": text}]}
-    return "/v1/chat/completions", body | chat | (tools if number % 2 else {})
-
-
-def text_of(stream: str) -> str:
-    events = [json.loads(line[6:]) for line in stream.splitlines() if line.startswith("data: {")]
-    choices = [event["choices"][0] for event in events if event["choices"]]
-    return "".join(
-        choice["text"] if "text" in choice else choice["delta"].get("content") or "" for choice in choices
+    completion = body | {"prompt": text}
+    chat = body | {"messages": [{"role": "user", "content": text}]}
+    tools = {"tools": [TOOL], "tool_choice": "none"}
+    one_of = {"structured_outputs": {"choice": ["all was well", "nothing was well"]}}
+    response = {"model": MODEL, "input": text, "max_output_tokens": 12, "temperature": 0}
+    kinds = (
+        ("/v1/completions", completion | {"stream": True}),
+        ("/v1/completions", completion | {"stream": True, "stop": ["zzz"]}),
+        ("/v1/completions", completion | {"stream": True, "logprobs": 2}),
+        ("/v1/completions", completion | {"echo": True}),
+        ("/v1/completions", completion | {"n": 2, "temperature": 1, "top_k": 1}),
+        ("/v1/chat/completions", chat | {"stream": True}),
+        ("/v1/chat/completions", chat | tools | {"stream": True}),
+        ("/v1/chat/completions", chat | tools),
+        ("/v1/chat/completions", chat | one_of),
+        ("/v1/responses", response),
     )
+    return kinds[number % len(kinds)]
 
 
-def whole_text_of(answer: dict) -> str:
-    choice = answer["choices"][0]
-    return choice["text"] if "text" in choice else choice["message"]["content"] or ""
+def texts_of(answer: str) -> list[str]:
+    """The text of each choice, of a stream or a whole answer."""
+    found: dict[int, str] = {}
+    for event in _events(answer):
+        for output in event.get("output", ()):
+            found[len(found)] = "".join(part["text"] for part in output.get("content") or ())
+        for choice in event.get("choices", ()):
+            message = choice.get("delta") or choice.get("message") or choice
+            text = message.get("text") or message.get("content") or ""
+            found[choice["index"]] = found.get(choice["index"], "") + text
+    return [found[index] for index in sorted(found)]
 
 
-async def pulled_tokens(client: httpx.AsyncClient, url: str) -> float:
-    """Prompt tokens whose KV came from another engine, by the server's own count."""
-    lines = (await client.get(f"{url}/metrics")).text.splitlines()
-    named = [line for line in lines if line.startswith("vllm:prompt_tokens_by_source_total")]
-    return sum(float(line.split()[-1]) for line in named if 'source="external_kv_transfer"' in line)
+def _events(answer: str) -> Iterator[dict]:
+    if answer.startswith("{"):
+        yield json.loads(answer)
+        return
+    for line in answer.splitlines():
+        if line.startswith("data: {"):
+            yield json.loads(line[6:])
 
 
-async def test_the_answers_are_those_of_a_single_engine(tmp_path, tell):
-    async with pair(tmp_path) as (proxy, client, url, servers):
-        legs, transfers, pool, moved = list[float](), list[float](), proxy.fleet.pools[MODEL], 0
-        for number in range(REQUESTS):
+def is_moved(record: RequestRecord) -> bool:
+    return record.transfer is TransferResult.MOVED
+
+
+async def test_the_answers_are_those_of_a_single_engine(tmp_path, tell, request):
+    requests, pairs = (request.config.getoption(name) for name in ("--requests", "--pairs"))
+    async with real_pairs(tmp_path, pairs) as world:
+        records, single = list[RequestRecord](), world.servers["p0"]
+        for number in range(requests):
             path, body = asked(number)
-            answer = await client.post(f"{url}{path}", json=body | {"stream": True}, timeout=120)
+            world.pace(SLOW)  # what an engine measures of itself would undo it
+            answer = await world.client.post(f"{world.url}{path}", json=body, timeout=120)
             assert answer.status_code == 200, answer.text
-            await until(lambda: not any(engine.leases for engine in pool.engines.values()))
-            record = list(proxy.flow.requests)[-1]
-            moved += record.transfer is TransferResult.MOVED
-            if record.transfer is TransferResult.MOVED:
-                legs.append(record.first_leg_s)
-                transfers.append(record.transfer_s)
-            alone = await client.post(f"{servers['p']}{path}", json=body, timeout=120)
-            assert text_of(answer.text) == whole_text_of(alone.json())
-        pulled = await pulled_tokens(client, servers["d"])
-        prompts = sum(record.n_tokens for record in proxy.flow.requests)
-        assert moved > 0.8 * REQUESTS, "on a machine this busy, an engine may miss a health check"
-        assert pulled > 0.9 * prompts * moved / REQUESTS, (pulled, prompts)
-        audit = proxy.fleet.engines["p"].audit.view()
-        assert audit.exact == audit.checked >= moved
-        # In blocks of 16. What it pulled first was evicted, and it said so.
-        await until(lambda: pool.index.held("d", Tier.GPU) <= 2 * BLOCKS)
-        path, again = asked(REQUESTS - 1)
-        pool.placer.books["d"].rates.pace = 1.0
-        await client.post(f"{url}{path}", json=again | {"stream": True}, timeout=120)
-        record = list(proxy.flow.requests)[-1]
-        assert (record.engine, record.prefilled_by) == ("d", None), "it holds what it pulled"
-        assert record.reported_tokens == record.predicted_tokens > 0
-        tell(
-            f"{REQUESTS} requests, texts equal; {moved} pulled, {pulled:.0f} of {prompts} tokens",
-            f"first legs: median {median(legs):.3f} s, longest {max(legs):.3f} s",
-            f"transfers: first {transfers[0]:.3f} s, median {median(transfers):.3f} s, "
-            f"longest {max(transfers):.3f} s",
-        )
+            records.append(await world.done())
+            alone = await world.client.post(f"{single}{path}", json=body, timeout=120)
+            assert texts_of(answer.text) == texts_of(alone.text) != [], number
+        moved = [record for record in records if is_moved(record)]
+        tell(*figures(records, await world.fetched_tokens()))
+        assert len(moved) > 0.8 * requests, "on a machine this busy, an engine may miss a health check"
+        expected = sum(record.placement.chosen.pulled_tokens for record in moved)
+        assert await world.fetched_tokens() == pytest.approx(expected, rel=0.1)
+        for name in world.named("p"):
+            audit = world.engine(name).audit.view()
+            assert audit.exact == audit.checked
+        assert sum(world.engine(name).audit.view().checked for name in world.named("p")) >= len(moved)
+        for name in world.named("d"):  # what it pulled first was evicted, and it said so
+            await until(lambda name=name: world.pool.index.held(name, Tier.GPU) <= 2 * BLOCKS)
+        last = next(number for number in reversed(range(requests)) if is_moved(records[number]))
+        await its_engine_answers_again(world, last)
+
+
+async def its_engine_answers_again(world, number: int) -> None:
+    """An engine holds what it pulled."""
+    path, body = asked(number)
+    world.pace(1.0)
+    await world.client.post(f"{world.url}{path}", json=body, timeout=120)
+    record = await world.done()
+    assert (record.engine[0], record.prefilled_by) == ("d", None)
+    assert record.reported_tokens == record.predicted_tokens > 0
+
+
+def figures(records: list[RequestRecord], fetched: float) -> Iterator[str]:
+    moved = [record for record in records if is_moved(record)]
+    prompts = sum(record.n_tokens for record in records)
+    results = Counter("alone" if each.transfer is None else each.transfer.value for each in records)
+    yield f"{len(records)} requests, texts equal: {dict(results)}"
+    yield f"{sum(len(each.attempts) > 1 for each in records)} with a second attempt"
+    yield f"{fetched:.0f} of {prompts} prompt tokens were fetched"
+    yield f"{sum(each.reported_tokens or 0 for each in moved)} were reused by the first engines"
+    for name, legs in (
+        ("first leg", [each.first_leg_s for each in moved]),
+        ("transfer and first token of a stream", [each.transfer_s for each in moved if each.stream]),
+        ("fetch before others", [each.transfer_s for each in moved if not each.stream]),
+    ):
+        yield f"{name}: median {median(legs):.3f} s, longest {max(legs):.3f} s"

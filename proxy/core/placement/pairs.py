@@ -61,7 +61,7 @@ def place_with_pairs(
     """The engine, or the pair, that costs least. `candidates` is not empty."""
     outlook = replace(outlook, stall=STALL)
     alone = place(candidates, chain, outlook)
-    pair = _best_pair(candidates, prefillers, chain, outlook)
+    pair = best_pair(candidates, prefillers, chain, outlook)
     if pair is None:
         return alone
     chosen = pair if pair.chosen.total_s < alone.chosen.total_s - TIE_S else alone
@@ -69,7 +69,7 @@ def place_with_pairs(
     return replace(chosen, all_costs=lambda: (*alones(), cost))
 
 
-def _best_pair(
+def best_pair(
     candidates: Sequence[Candidate], prefillers: Prefillers, chain: Chain, outlook: Outlook
 ) -> Placement | None:
     """The cheapest pair; None if there is none. Regret is computed for this one alone."""

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine_adapter import JsonBody
+from engine_adapter.hold import Hold
 from engine_adapter.http.openai_answer import OpenAIAnswer, hold_openai, pass_marked, tell_cached
 from tests.fakes import DONE, event
 
@@ -311,7 +312,7 @@ class TestToldReuse:
     @given(st.data())
     def test_stands_in_the_usage_that_the_client_asked_for(self, data):
         hold = hold_openai(CHAT, body_of(stream=True, stream_options={"include_usage": True}))
-        tell_cached(hold, 640)
+        tell_cached(hold, CHAT, 640)
         passed = read(hold.answer, data.draw(splits(CHATS[0][1] + USAGE + DONE)))
         counts = COUNTS | {"prompt_tokens_details": {"cached_tokens": 640}}
         assert passed == CHATS[0][1] + compact({**CARD, "choices": [], "usage": counts}) + DONE
@@ -319,15 +320,49 @@ class TestToldReuse:
 
     def test_is_not_shown_to_a_client_that_asked_for_no_usage(self):
         hold = hold_openai(CHAT, body_of(stream=True), ask_usage=True)
-        tell_cached(hold, 640)
+        tell_cached(hold, CHAT, 640)
         assert read(hold.answer, [CHATS[0][1] + USAGE + DONE]) == CHATS[0][1] + DONE
 
     def test_an_engine_that_gives_no_details_gets_some(self):
         hold = hold_openai(CHAT, body_of(stream=True, stream_options={"include_usage": True}))
-        tell_cached(hold, 3)
+        tell_cached(hold, CHAT, 3)
         for details in ({}, {"prompt_tokens_details": None}):
             (line, _, _) = read(hold.answer, [compact({"choices": [], "usage": COUNTS | details})]).split(
                 b"\n"
             )
             usage = json.loads(line[6:])["usage"]
             assert usage == COUNTS | {"prompt_tokens_details": {"cached_tokens": 3}}
+
+    def test_stands_in_a_whole_answer(self):
+        hold = hold_openai(CHAT, body_of())
+        tell_cached(hold, CHAT, 640)
+        answer = {"id": "c-1", "choices": [{"index": 0}], "usage": COUNTS}
+        passed = json.loads(read(hold.answer, [json.dumps(answer).encode()]))
+        assert passed == answer | {"usage": COUNTS | {"prompt_tokens_details": {"cached_tokens": 640}}}
+        assert hold.told_cached == 640
+
+    @given(st.data())
+    def test_stands_in_a_response_and_not_in_its_text(self, data):
+        text = 'say "input_tokens_details": {"cached_tokens": 1}'
+        response = {"output": [text], "usage": RESPONSE_USAGE | {"output_tokens": 2}}
+        told = response | {"usage": _with_cached(RESPONSE_USAGE, 640) | {"output_tokens": 2}}
+        for whole in (True, False):
+            hold = Hold(body_of(stream=not whole))
+            tell_cached(hold, "/v1/responses", 640)
+            if whole:
+                passed = read(hold.answer, [json.dumps(response).encode()])
+                assert json.loads(passed) == told
+            else:
+                events = compact({"response": {"usage": None}}) + compact({"response": response})
+                passed = read(hold.answer, data.draw(splits(events)))
+                assert passed == compact({"response": {"usage": None}}) + compact({"response": told})
+
+
+RESPONSE_USAGE = {
+    "input_tokens": 700,
+    "input_tokens_details": {"cached_tokens_per_turn": [3], "cached_tokens": 688},
+}
+
+
+def _with_cached(usage: dict, cached: int) -> dict:
+    return usage | {"input_tokens_details": usage["input_tokens_details"] | {"cached_tokens": cached}}

@@ -1,6 +1,7 @@
 """What each leg is sent, and what the first one's answer says, as vLLM 0.32 has them."""
 
 import json
+from array import array
 
 import pytest
 
@@ -8,7 +9,8 @@ from engine_adapter import EngineGarbled, JsonBody, Role, make_adapter
 from engine_adapter.vllm.nixl import MARGIN_S, NixlPull
 from tests.engines import engine_spec
 
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+IDS = array("i", [5, 6, 7])
 NIXL = NixlPull(30.0)
 ASKED = {"model": "m", "prompt": "hi", "max_tokens": 9, "stream": True}
 KEPT = {
@@ -37,32 +39,61 @@ def answer_of(params, **usage) -> bytes:
     return json.dumps({"choices": [], "usage": usage or None, "kv_transfer_params": params}).encode()
 
 
+SEVERAL_OR_WHOLE = [
+    {"stream": False},
+    {"stream": None},
+    {"n": 2},
+    {"best_of": 3},
+    {"n": "2"},
+    {"echo": True},
+    {"use_beam_search": True},
+]
+
+
 class TestTakes:
-    @pytest.mark.parametrize("route", [CHAT, COMPLETIONS])
-    @pytest.mark.parametrize("fields", [{}, {"n": 1}, {"echo": False}, {"kv_transfer_params": None}])
-    def test_a_stream_of_one_answer(self, route, fields):
+    @pytest.mark.parametrize("route", [CHAT, COMPLETIONS, RESPONSES])
+    @pytest.mark.parametrize("fields", [{}, {"kv_transfer_params": None}, *SEVERAL_OR_WHOLE])
+    def test_what_generates(self, route, fields):
         assert NIXL.takes(route, body_of(**fields))
 
     @pytest.mark.parametrize(
         "fields",
         [
-            {"stream": False},
-            {"stream": None},
-            {"n": 2},
-            {"best_of": 3},
-            {"n": "2"},
-            {"echo": True},
             {"prompt_logprobs": 0},
-            {"prompt_embeds": "AA=="},
-            {"use_beam_search": True},
+            {"echo": True, "logprobs": 0},
             {"kv_transfer_params": {"do_remote_decode": True}},
         ],
     )
-    def test_nothing_that_would_fetch_twice_or_compute_all(self, fields):
+    def test_nothing_that_is_computed_whole_or_moved_by_its_client(self, fields):
         assert not NIXL.takes(COMPLETIONS, body_of(**fields))
 
     def test_no_other_route(self):
         assert not NIXL.takes("/v1/embeddings", body_of())
+
+
+class TestFetch:
+    """Whether the decode engine pulls with the request itself, or with one before."""
+
+    @pytest.mark.parametrize("route", [CHAT, COMPLETIONS])
+    @pytest.mark.parametrize("fields", [{}, {"n": 1}, {"echo": False}, {"n": None}])
+    def test_a_stream_of_one_answer_pulls_itself(self, route, fields):
+        assert NIXL.fetch(route, body_of(**fields), IDS) is None
+
+    @pytest.mark.parametrize("fields", SEVERAL_OR_WHOLE)
+    def test_all_others_pull_before(self, fields):
+        asked = body_of(cache_salt="s", priority=-1, tools=[{}], kv_transfer_params={}, **fields)
+        route, body = NIXL.fetch(CHAT, asked, IDS)
+        assert route == COMPLETIONS
+        expected = {"model": "m", "cache_salt": "s", "priority": -1, "prompt": [5, 6, 7]}
+        expected |= {"max_tokens": 1, "temperature": 0, "stream": False}
+        assert json.loads(body.raw) == expected
+        first = json.loads(NIXL.first_leg(body).raw)
+        assert first.pop("kv_transfer_params")["do_remote_decode"] is True
+        assert first == expected
+
+    def test_a_response_too(self):
+        route, _ = NIXL.fetch(RESPONSES, body_of(), IDS)
+        assert route == COMPLETIONS
 
 
 class TestFirstLeg:

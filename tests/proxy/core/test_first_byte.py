@@ -30,8 +30,8 @@ def test_each_part_of_a_stream():
     [
         ({"is_whole": True}, Part.DECODE, 1.0),
         ({"has_failed": True}, Part.FAILED, 0.25),
-        ({"first_leg_s": 3.0}, Part.FIRST_LEG, 3.0),
-        ({"first_leg_s": 3.0}, Part.HOLD, 1.0),
+        ({"legs_s": 3.0}, Part.FIRST_LEG, 3.0),
+        ({"legs_s": 3.0}, Part.HOLD, 1.0),
         ({"prefill_s": None}, Part.ENGINE, 8.0),
         ({"prefill_s": 60.0}, Part.PREFILL, 8.0),  # the engine's clock says more than passed here
         ({"is_whole": True, "decode_s": None}, Part.ENGINE, 2.0),

@@ -1,0 +1,111 @@
+"""Real vLLMs with a NixlConnector: some compute prompts, others pull their KV and answer.
+
+kvpin runs in this process, so that the engines that answer can be made to look slow: else, with a model this
+small, no pair would be worth its transfer.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import AsyncIterator
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from proxy.core.audit import Trust
+from proxy.core.placement.placer import Placer
+from proxy.fleet.pool import Pool
+from proxy.request.records import RequestRecord
+from proxy.settings import EngineSettings
+from tests.fakes import is_tokenised
+from tests.live.fake_world import FakeWorld, proxy_over, until
+from tests.live.server_world import MODEL, ROOT, free_port
+from tests.vllm_live.vllm_world import VllmOptions, running_vllm
+
+BLOCKS = 200
+SIDE_CHANNELS = range(5600, 5700, 2)
+ROLES = {"p": "prefill", "d": "decode"}
+CONNECTOR = {
+    "kv_connector": "NixlConnector",
+    "kv_role": "kv_both",
+    "kv_buffer_device": "cpu",
+    "kv_load_failure_policy": "recompute",
+}
+_FETCHED = 'source="external_kv_transfer"'
+
+
+def nixl() -> str:
+    """The directory that contains NIXL for the vLLM of scripts/vllm; installs it on first use."""
+    command = [ROOT / "scripts" / "vllm", "nixl"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def with_connector() -> VllmOptions:
+    return VllmOptions(
+        blocks=BLOCKS,
+        flags=("--kv-transfer-config", json.dumps(CONNECTOR), "--enable-scale-out"),
+        environment={
+            "PYTHONPATH": nixl(),
+            "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port(SIDE_CHANNELS)),
+        },
+    )
+
+
+@dataclass(frozen=True)
+class RealPairs(FakeWorld):
+    """kvpin, and the addresses of the engines behind it: `p0`, `p1` … compute prompts, `d0` … answer."""
+
+    servers: dict[str, str]
+
+    @property
+    def pool(self) -> Pool:
+        return self.proxy.fleet.pools[MODEL]
+
+    @property
+    def placer(self) -> Placer:
+        return self.pool.placer
+
+    def named(self, kind: str) -> list[str]:
+        return [name for name in self.servers if name.startswith(kind)]
+
+    def pace(self, pace: float) -> None:
+        """The engines that answer look so slow."""
+        for name in self.named("d"):
+            self.placer.books[name].rates.pace = pace
+
+    def is_read(self, name: str) -> bool:
+        return self.engine(name).audit.trust is Trust.PRECISE
+
+    async def done(self) -> RequestRecord:
+        """The record of the last request, once it is over."""
+        await until(lambda: not any(engine.leases for engine in self.pool.engines.values()))
+        return self.last
+
+    async def fetched_tokens(self) -> float:
+        """Prompt tokens whose KV came from other engines, by the servers' own counts."""
+        total = 0.0
+        for name in self.named("d"):
+            lines = (await self.client.get(f"{self.servers[name]}/metrics")).text.splitlines()
+            named = [line for line in lines if line.startswith("vllm:prompt_tokens_by_source_total")]
+            total += sum(float(line.split()[-1]) for line in named if _FETCHED in line)
+        return total
+
+
+@asynccontextmanager
+async def real_pairs(tmp_path: Path, pairs: int) -> AsyncIterator[RealPairs]:
+    """kvpin over so many engines of each role."""
+    with ExitStack() as stack:
+        running = {}
+        for name in [f"{kind}{number}" for number in range(pairs) for kind in ROLES]:
+            running[name] = stack.enter_context(running_vllm(tmp_path / f"{name}.log", with_connector()))
+            running[name].wait()
+        engines = [
+            EngineSettings(id=name, kind="vllm", url=server.url, role=ROLES[name[0]])
+            for name, server in running.items()
+        ]
+        async with proxy_over(engines, (), interval_s=5.0) as made:
+            world = RealPairs(*made, {name: server.url for name, server in running.items()})
+            await until(lambda: all(map(world.is_read, world.servers)) and is_tokenised(world.proxy))
+            yield world
