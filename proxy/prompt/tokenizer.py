@@ -6,6 +6,7 @@ import asyncio
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -125,25 +126,19 @@ def _texts_in(messages: object) -> Iterator[str]:
                 yield text
 
 
+@dataclass(slots=True)
 class EngineTokenizer:
     """Asks the engines in turn, one call per prompt: slower, and always right.
 
     A prompt that no engine tokenises within 2 s stays unknown and does not fail: it is placed by session and
-    load, and an error in it is the engine's to report.
+    load, and an error in it is the engine's to report. `_engines` gives those that can be asked now,
+    `_renderers` those that also say where images lie, and `_embedders` those that identify prompt embeddings.
     """
 
-    def __init__(
-        self,
-        engines: Callable[[], Iterable[EngineAdapter]],
-        renderers: Callable[[], Iterable[EngineAdapter]] = tuple,
-        embedders: Callable[[], Iterable[EngineAdapter]] = tuple,
-    ) -> None:
-        """`engines` gives those that can be asked now, `renderers` those that also say where images lie, and
-        `embedders` those that identify prompt embeddings."""
-        self._engines = engines
-        self._renderers = renderers
-        self._embedders = embedders
-        self._turn = -1
+    _engines: Callable[[], Iterable[EngineAdapter]]
+    _renderers: Callable[[], Iterable[EngineAdapter]] = tuple
+    _embedders: Callable[[], Iterable[EngineAdapter]] = tuple
+    _turn: int = field(default=-1, init=False)
 
     async def ask(self, path: str, body: JsonBody) -> ChatPrompt | None:
         """Token ids of a request; None where the engine refuses it, or none answers in time."""

@@ -11,7 +11,7 @@ send → refused (REFUSALS)       raise: nothing was sent to the client, so anot
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http import HTTPStatus
 
 import msgspec
@@ -174,7 +174,7 @@ class Forwarding:
             self.passage if is_events else None,
             WholeEvents() if is_events else None,
             lambda: self.begins(response, cached),
-            must_end=must_end,
+            must_end,
         )
         first = chunk = await stream.receive()
         await reply.start(response.status, [*headers, *of_cached(cached)], is_events=is_events)
@@ -273,41 +273,25 @@ def _no_websocket(status: int, said: str) -> EngineRejected:
     return EngineRejected(text, status=404, type=_CLIENTS, code=Code.NOT_FOUND)
 
 
+@dataclass(slots=True)
 class _Stream:
-    """An engine's stream as the client gets it."""
+    """An engine's stream as the client gets it.
 
-    __slots__ = (
-        "_begins", "_events", "_is_whole", "_must_end", "_passage", "_reader", "_response", "tail",
-    )  # fmt: skip
+    Attributes:
+        passage: reads it for a later engine.
+        events: holds back half events, which an error event must not follow; None for other streams.
+        begins: called at its first bytes.
+        must_end: a whole answer has an end mark.
+    """
 
-    def __init__(
-        self,
-        response: IncomingResponse,
-        reader: AnswerReader | None,
-        passage: Passage | None,
-        events: WholeEvents | None,
-        begins: Callable[[], None],
-        *,
-        must_end: bool,
-    ) -> None:
-        """A stream.
-
-        Args:
-            response: the engine's.
-            reader: reads it, and may change it.
-            passage: reads it for a later engine.
-            events: holds back half events, which an error event must not follow; None for other streams.
-            begins: called at its first bytes.
-            must_end: a whole answer has an end mark.
-        """
-        self._response = response
-        self._reader = reader
-        self._passage = passage
-        self._events = events
-        self._must_end = must_end
-        self._is_whole = False  # what was dropped from the tail had an end mark
-        self._begins: Callable[[], None] | None = begins
-        self.tail = bytearray()
+    response: IncomingResponse
+    reader: AnswerReader | None
+    passage: Passage | None
+    events: WholeEvents | None
+    begins: Callable[[], None] | None
+    must_end: bool
+    tail: bytearray = field(default_factory=bytearray)
+    is_whole: bool = False  # what was dropped from the tail had an end mark
 
     async def receive(self) -> bytes:
         """The next bytes for the client; b"" at the end.
@@ -315,42 +299,42 @@ class _Stream:
         Raises:
             EngineUnavailable: the engine failed, or ended its stream too early.
         """
-        while chunk := await self._response.receive():
+        while chunk := await self.response.receive():
             self._note_begin()
             self.tail += chunk
             if len(self.tail) > 2 * _TAIL_BYTES:
-                self._is_whole = self._is_whole or (self._must_end and is_whole(bytes(self.tail)))
+                self.is_whole = self.is_whole or (self.must_end and is_whole(bytes(self.tail)))
                 del self.tail[:-_TAIL_BYTES]
-            kept = chunk if self._reader is None else self._reader.feed(chunk)
-            if self._passage is not None:
-                kept = self._passage.feed(kept)
-            elif self._events is not None and kept:
-                kept = self._whole_events(self._events, kept)
+            kept = chunk if self.reader is None else self.reader.feed(chunk)
+            if self.passage is not None:
+                kept = self.passage.feed(kept)
+            elif self.events is not None and kept:
+                kept = self._whole_events(self.events, kept)
             if kept:
                 return kept
         self._note_begin()
-        if self._must_end and not (self._is_whole or is_whole(bytes(self.tail))):
+        if self.must_end and not (self.is_whole or is_whole(bytes(self.tail))):
             raise EngineDied("the engine ended its answer too early")
         return b""
 
     def finish(self) -> bytes:
         """The last bytes for the client."""
-        rest = self._reader.finish() if self._reader is not None else b""
-        if self._passage is not None:
-            rest = self._passage.feed(rest) + self._passage.finish()
-        elif self._events is not None:
-            rest = self._events.rest + rest
-        return without_half(rest) if self._must_end else rest
+        rest = self.reader.finish() if self.reader is not None else b""
+        if self.passage is not None:
+            rest = self.passage.feed(rest) + self.passage.finish()
+        elif self.events is not None:
+            rest = self.events.rest + rest
+        return without_half(rest) if self.must_end else rest
 
     def _whole_events(self, events: WholeEvents, chunk: bytes) -> bytes:
         """The events that a chunk completes. From one on that is too long to be held back, the stream passes
         as it comes."""
         if events.may_hold(chunk):
             return events.joined(chunk)
-        self._events = None
+        self.events = None
         return events.take_rest() + chunk
 
     def _note_begin(self) -> None:
-        begins, self._begins = self._begins, None
+        begins, self.begins = self.begins, None
         if begins is not None:
             begins()
