@@ -28,7 +28,6 @@ from engine_adapter.types import (
     Capability,
     EngineInfo,
     EngineLoad,
-    EngineSpec,
     EventPosition,
     KvEvent,
     KvProgress,
@@ -54,8 +53,6 @@ CACHED_TOKENS_HEADER = "x-kv-cached-tokens"
 
 
 class _Info(msgspec.Struct, frozen=True):
-    """`GET /kv/info`."""
-
     version: str
     instance: str
     model: str
@@ -69,20 +66,14 @@ class _Info(msgspec.Struct, frozen=True):
 
 
 class _Tokens(msgspec.Struct, frozen=True):
-    """`POST /tokenize`."""
-
     tokens: list[int]
 
 
 class _Unpinned(msgspec.Struct, frozen=True):
-    """`POST /kv/unpin`."""
-
     unpinned: bool
 
 
 class _Load(msgspec.Struct, frozen=True):
-    """`GET /kv/load`."""
-
     instance: str
     running: int
     waiting: int
@@ -92,11 +83,7 @@ class EmbeddedAdapter(HttpAdapter):
     """`EngineAdapter` of `kvpin engine`."""
 
     instead = _INSTEAD
-
-    def __init__(self, spec: EngineSpec) -> None:
-        """Raises EngineSpecError for an invalid address."""
-        super().__init__(spec)
-        self._instance: str | None = None
+    _instance: str | None = None
 
     @override
     async def connect(self) -> EngineInfo:

@@ -46,7 +46,6 @@ class DnsFinder:
             await asyncio.sleep(min(max(ttl_s, _MIN_TTL_S), _MAX_TTL_S))
 
     async def _ask(self) -> tuple[list[tuple[str, int]], float]:
-        """Hosts and ports, and their TTL in seconds."""
         types = ("SRV",) if isinstance(self.source, SrvSource) else ("A", "AAAA")
         try:
             answers = [

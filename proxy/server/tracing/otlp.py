@@ -9,7 +9,9 @@ The variables: https://opentelemetry.io/docs/languages/sdk-configuration/
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -18,6 +20,7 @@ from importlib.metadata import version
 from urllib.parse import urlsplit
 from uuid import uuid4
 
+import structlog
 from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.metrics.export import MetricsData, ResourceMetrics, ScopeMetrics
@@ -28,11 +31,48 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
 from proxy.api.openai import DataPlane
 from proxy.flow import Flow
-from proxy.server.tracing.complaints import Complaints
 from proxy.server.tracing.points import read
 from proxy.server.tracing.traced import TracedAttempts, TracedDataPlane, TracedFlow, trace_id
 from proxy.settings import SettingsError
 from proxy.steps.attempt import Attempts
+
+log = structlog.get_logger(__name__)
+
+# Seconds between two lines.
+EVERY_S = 60.0
+_LOGGER = "opentelemetry"
+_CAUSE = re.compile(r"\[Errno -?[0-9]+\] (?P<cause>[^\"')\]]+)")
+_LONGEST = 120
+
+
+class Complaints(logging.Handler):
+    """Logs the first record of OpenTelemetry's packages, which complain of every attempt to send, and then at
+    most one in `EVERY_S`."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(logging.WARNING)
+        self._clock = clock
+        self._quiet_until: float | None = None
+
+    @classmethod
+    def take(cls) -> None:
+        """Takes all records of these packages."""
+        logger = logging.getLogger(_LOGGER)
+        logger.handlers, logger.propagate = [cls()], False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Logs the record, if none was logged in the last `EVERY_S`."""
+        now = self._clock()
+        if self._quiet_until is not None and now < self._quiet_until:
+            return
+        self._quiet_until = now + EVERY_S
+        said = record.getMessage()
+        found = _CAUSE.search(said)
+        log.warning(
+            "traces or metrics are not sent; kvpin goes on trying, and says so at most once a minute",
+            error=found["cause"] if found else said[:_LONGEST],
+        )
+
 
 _NAME = "kvpin"
 _ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"

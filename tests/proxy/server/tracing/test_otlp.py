@@ -1,11 +1,13 @@
 import asyncio
+import logging
 import sys
 
 import pytest
+from structlog.testing import capture_logs
 
 from engine_adapter import HttpTransport
 from proxy.server.app import Proxy
-from proxy.server.tracing.otlp import Telemetry
+from proxy.server.tracing.otlp import EVERY_S, Complaints, Telemetry
 from proxy.settings import Settings, SettingsError
 from tests.fakes import ASK, CHAT
 
@@ -90,3 +92,33 @@ async def test_a_collector_that_hangs_holds_nothing_up(traced, monkeypatch):
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
         await writer.drain()
         writer.close()
+
+
+REFUSED = (
+    "Transient error HTTPConnectionPool(host='127.0.0.1', port=4318): Max retries exceeded (Caused by "
+    'NewConnectionError("Failed to connect: [Errno 111] Connection refused")), retrying in 1.02s'
+)
+
+
+@pytest.mark.parametrize(("said", "error"), [(REFUSED, "Connection refused"), ("x" * 500, "x" * 120)])
+def test_one_short_line_a_minute(said, error):
+    now = 0.0
+    complaints = Complaints(lambda: now)
+    record = logging.LogRecord("opentelemetry.x", logging.ERROR, "", 0, said, (), None)
+    with capture_logs() as lines:
+        for now in (0.0, 1.0, EVERY_S - 1, EVERY_S, EVERY_S + 1):  # noqa: B007 - the clock
+            complaints.emit(record)
+    assert [line["error"] for line in lines] == [error] * 2
+
+
+def test_they_are_taken_from_the_packages_that_complain():
+    logger = logging.getLogger("opentelemetry")
+    before = logger.handlers, logger.propagate
+    try:
+        Complaints.take()
+        with capture_logs() as lines:
+            logging.getLogger("opentelemetry.exporter.x").warning("no")
+        assert [line["error"] for line in lines] == ["no"]
+        assert not logger.propagate
+    finally:
+        logger.handlers, logger.propagate = before
