@@ -2,6 +2,5 @@
 
 merging_app.py     asks all workers, merges their answers
 merged_events.py   likewise, their streams of events
-siblings.py        the other workers, asked over their sockets
-peer_port.py       the Unix socket that serves other kvpins of this machine
+siblings.py        the other workers, asked over their sockets; the socket that serves them
 """
