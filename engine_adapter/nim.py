@@ -54,7 +54,6 @@ class NimAdapter:
     """
 
     def __init__(self, spec: EngineSpec[Any], as_kind: AsKind) -> None:
-        """Raises EngineSpecError for an invalid address."""
         self.spec = spec
         self._as_kind = as_kind
         self._control = ControlClient(spec)

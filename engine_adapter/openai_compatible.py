@@ -33,7 +33,6 @@ class OpenAICompatibleAdapter(HttpAdapter):
     """
 
     def __init__(self, spec: EngineSpec) -> None:
-        """Raises EngineSpecError for an invalid address."""
         super().__init__(spec)
         self._instance = uuid.uuid4().hex
         self._has_health = True

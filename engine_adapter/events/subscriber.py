@@ -16,7 +16,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 
 import xxhash
 
@@ -127,42 +127,33 @@ class _Cursor:
         self.reported = self.reported if self.reported is None else True
 
 
+@dataclass(eq=False)
 class KvEventSubscriber:
-    """One engine's event stream, as `EngineAdapter.events` describes it."""
+    """One engine's event stream, as `EngineAdapter.events` describes it. Connects when `events` is iterated.
 
-    def __init__(
-        self,
-        endpoints: EventEndpoints,
-        *,
-        snapshot: Callable[[], Awaitable[CacheSnapshot]] | None = None,
-        read_keys: KeyReader | None = None,
-        idle_check_s: float = 0.5,
-        replay_timeout_s: float = 5.0,
-        idle_timeout_s: float = 30.0,
-        since: EventPosition | None = None,
-        between: Callable[[], Iterable[KvEvent]] = tuple,
-    ) -> None:
-        """Connects when `events` is iterated.
+    Attributes:
+        snapshot: asks the engine what it holds, where it can tell.
+        read_keys: reads the keys beside the tokens, by default the embedded engine's.
+        idle_check_s: after this time without a message, the replay socket is asked for missed batches.
+        replay_timeout_s: its answer is over after this pause, on an idle check sooner.
+        idle_timeout_s: the socket counts as silent once idle checks got no answer for this time.
+        since: the view goes on here if the engine has the batches since then.
+        between: called before each message is read, and on each idle check: its events come first, and what
+            it raises ends the stream.
+    """
 
-        `snapshot` asks the engine what it holds, where it can tell. `read_keys` reads the keys beside the
-        tokens, by default the embedded engine's. After `idle_check_s` without a message, the replay socket is
-        asked for missed batches. Its answer is over after a pause of `replay_timeout_s`, on an idle check
-        sooner: the socket counts as silent once such checks got no answer for `idle_timeout_s`. The view goes
-        on at `since` if the engine has the batches since then.
-        `between` is called before each message is read, and on each idle check: its events come first, and
-        what it raises ends the stream.
-        """
-        self._endpoints = endpoints
-        self._snapshot = snapshot
-        self._read_keys = read_keys
-        self._idle_check_s = idle_check_s
-        self._replay_timeout_s = replay_timeout_s
-        self._idle_timeout_s = idle_timeout_s
-        self._since = since
-        self._between = between
-        self._cursor: _Cursor | None = None
-        self.counts = SubscriberCounts()
-        self.replay_is_silent = False
+    endpoints: EventEndpoints
+    _: KW_ONLY
+    snapshot: Callable[[], Awaitable[CacheSnapshot]] | None = None
+    read_keys: KeyReader | None = None
+    idle_check_s: float = 0.5
+    replay_timeout_s: float = 5.0
+    idle_timeout_s: float = 30.0
+    since: EventPosition | None = None
+    between: Callable[[], Iterable[KvEvent]] = tuple
+    counts: SubscriberCounts = field(default_factory=SubscriberCounts, init=False)
+    replay_is_silent: bool = field(default=False, init=False)
+    _cursor: _Cursor | None = field(default=None, init=False)
 
     @property
     def position(self) -> EventPosition | None:
@@ -172,9 +163,9 @@ class KvEventSubscriber:
     async def events(self) -> AsyncGenerator[KvEvent, None]:
         """Yields as `EngineAdapter.events` does. Raises EngineUnavailable when the engine goes away."""
         reason = "connected"
-        with subscription(self._endpoints.events, self._endpoints.topic) as inbox:
+        with subscription(self.endpoints.events, self.endpoints.topic) as inbox:
             while True:
-                if self._since is None:
+                if self.since is None:
                     yield ViewLost(reason)
                 try:
                     async with aclosing(self._follow(inbox)) as events:
@@ -186,16 +177,16 @@ class KvEventSubscriber:
 
     async def _follow(self, inbox: Inbox) -> AsyncGenerator[KvEvent, None]:
         """One view, from its start until it is lost."""
-        since, self._since = self._since, None
-        reader = EventReader(self._read_keys)
+        since, self.since = self.since, None
+        reader = EventReader(self.read_keys)
         cursor = self._cursor = _Cursor(reader) if since is None else _Cursor.at(reader, since)
-        with replay_client(self._endpoints.replay) as replay:
+        with replay_client(self.endpoints.replay) as replay:
             async with aclosing(self._start(replay, cursor)) as events:
                 async for event in events:
                     yield event
             while True:
-                frames = await inbox.receive(self._idle_check_s)
-                for event in self._between():
+                frames = await inbox.receive(self.idle_check_s)
+                for event in self.between():
                     yield event
                 if frames is None:
                     missed = self._look(inbox, replay, cursor)
@@ -213,12 +204,12 @@ class KvEventSubscriber:
 
     async def _start(self, replay: ReplayClient | None, cursor: _Cursor) -> AsyncGenerator[KvEvent, None]:
         """Yields what the engine holds, as far as it can tell, up to the last batch that it replays."""
-        if self._snapshot is not None and not cursor.is_unproven:
-            held = await self._snapshot()
+        if self.snapshot is not None and not cursor.is_unproven:
+            held = await self.snapshot()
             cursor.last, cursor.complete = held.sequence, True
             for event in held.events:
                 yield event
-        async with aclosing(self._catch_up(replay, cursor, self._replay_timeout_s)) as events:
+        async with aclosing(self._catch_up(replay, cursor, self.replay_timeout_s)) as events:
             async for event in events:
                 yield event
         if cursor.is_unproven:
@@ -260,7 +251,7 @@ class KvEventSubscriber:
         self.counts.gaps += 1
         self.counts.replays += replay is not None
         first = (cursor.last or 0) + 1
-        async with aclosing(self._catch_up(replay, cursor, self._replay_timeout_s, sequence)) as events:
+        async with aclosing(self._catch_up(replay, cursor, self.replay_timeout_s, sequence)) as events:
             async for event in events:
                 yield event
         if cursor.last is None or cursor.last < sequence:
@@ -270,7 +261,7 @@ class KvEventSubscriber:
         """An idle check got no answer, as a busy engine may be late. Raises if it is silent for too long."""
         now = time.monotonic()
         cursor.asked_at = now if cursor.asked_at is None else cursor.asked_at
-        if now - cursor.asked_at >= self._idle_timeout_s:
+        if now - cursor.asked_at >= self.idle_timeout_s:
             raise _StartOverError("the replay socket no longer answers")
         cursor.silent = self.replay_is_silent = False
         replay.connect()
@@ -280,7 +271,7 @@ class KvEventSubscriber:
         answers = await replay.receive(0) is not None
         cursor.idle_checks += 1
         if not answers and cursor.idle_checks % _LOOK_EVERY == 0:
-            with replay_client(self._endpoints.replay) as another:
+            with replay_client(self.endpoints.replay) as another:
                 if another is not None:
                     await another.ask(_END_OF_REPLAY)
                     answers = await another.receive(_LOOK_S, inbox) is not None
@@ -380,7 +371,7 @@ class KvEventSubscriber:
         if len(frames) < 2 or len(frames[-2]) != _SEQUENCE_BYTES:  # noqa: PLR2004 - sequence, payload
             self.counts.malformed += 1
             return None
-        topic = self._endpoints.topic
+        topic = self.endpoints.topic
         if topic and not replayed and frames[0] != topic.encode():
             return None
         return int.from_bytes(frames[-2], "big"), frames[-1]

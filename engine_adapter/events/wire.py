@@ -221,7 +221,6 @@ def _tokens(raw: list[int]) -> TokenIds[int]:
 
 
 def _tier(medium: str | None) -> Tier:
-    """The tier on which the blocks lie."""
     tier = _TIER_OF.get(medium) or _TIER_OF.get(medium and medium.upper())
     if tier is None:
         raise MalformedEvents(f"unknown medium {medium!r}")

@@ -69,7 +69,6 @@ class Inbox:
         return poller
 
     def _take(self) -> None:
-        """Takes waiting messages."""
         with suppress(zmq.Again):
             for _ in range(_AT_ONCE):
                 self._taken.append(self._now.recv_multipart(zmq.NOBLOCK))

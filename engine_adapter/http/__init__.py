@@ -2,9 +2,9 @@
 
 transport.py      the seam: a request, its answer      client.py   the client behind it
 connection.py     one connection, its answers          origin.py   an address, its idle connections
-prepare.py        a client's request, for the engine   control.py  kvpin's own requests
+prepare.py        a request for the engine, its TLS    control.py  kvpin's own requests
 models.py         what an engine says of its models    adapter.py  the base of adapters
-headers.py        headers as bytes                     tls.py      one TLS context per engine
+headers.py        headers as bytes
 openai_answer.py  fields kvpin asks of an answer and hides from the client
 error_bodies.py   engines' error bodies in one shape
 sse.py            whole events of a stream

@@ -1,6 +1,7 @@
 """llama-server: slots leased one operation at a time, saved, restored, and followed token by token.
 
 adapter.py      all of it as an EngineAdapter          session.py        one server process and its scheduler
+engine_info.py  what it is, for kvpin                  requests.py       a slot for each, or all
 scheduler.py    leases slots                           turns.py          whose turn it is
 own_tasks.py    work that no leaving client stops      plan.py           which slot, restore what? rates
 slots.py        what each slot holds and runs          slot_io.py        the routes of slots

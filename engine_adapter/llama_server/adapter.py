@@ -2,12 +2,11 @@
 
 connect → what the server is (discovery.py) → a scheduler for its slots, or none if they cannot be managed;
           nothing is asked of a model that is not in memory (router.py): its first request comes before that
-hold    → a slot for the request (scheduler.py) → body with id_slot → what the answer left (answer.py)
+hold    → a slot for the request (requests.py) → body with id_slot → what the answer left (answer.py)
 """
 
 from __future__ import annotations
 
-from array import array
 from asyncio import CancelledError, Lock
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, nullcontext, suppress
@@ -30,31 +29,22 @@ from engine_adapter.hold import Forecast, Hold, RequestBody
 from engine_adapter.http.adapter import HttpAdapter
 from engine_adapter.http.models import read_models
 from engine_adapter.http.transport import OutgoingRequest
-from engine_adapter.llama_server.answer_reader import SlotsAnswer, read_by
 from engine_adapter.llama_server.discovery import discover, findings_of
-from engine_adapter.llama_server.mirror_events import TOKENS_PER_BLOCK, MirrorEvents
+from engine_adapter.llama_server.engine_info import absent, info_of
+from engine_adapter.llama_server.mirror_events import MirrorEvents
 from engine_adapter.llama_server.options import LlamaServerSpec
+from engine_adapter.llama_server.requests import ask_of, hold_request
 from engine_adapter.llama_server.router import Router, ServerClient
-from engine_adapter.llama_server.routes import (
-    ALL_ROUTES,
-    INFILL,
-    LOAD,
-    NATIVE_COMPLETIONS,
-    PINNED_ROUTES,
-    ROUTES,
-    SLOTS,
-)
-from engine_adapter.llama_server.saved import Saved, SavedEvent, SavedPlace, SavedPrefixes, salt_digest
+from engine_adapter.llama_server.routes import ALL_ROUTES, LOAD, PINNED_ROUTES, ROUTES
+from engine_adapter.llama_server.saved import Saved, SavedEvent, SavedPlace, SavedPrefixes
 from engine_adapter.llama_server.scheduler import SlotScheduler
-from engine_adapter.llama_server.server_files import UNKNOWN_OWNER, ServerLock
+from engine_adapter.llama_server.server_files import ServerLock
 from engine_adapter.llama_server.session import Probed, ServerSession
 from engine_adapter.llama_server.slot_io import Pulse, read_pulse
 from engine_adapter.llama_server.tokens import tokenize
-from engine_adapter.llama_server.turns import Ask
 from engine_adapter.llama_server.verbs import SlotVerbs
 from engine_adapter.routes import READ
 from engine_adapter.types import (
-    TRANSLATED_ROUTES,
     Capability,
     EngineInfo,
     EngineLoad,
@@ -70,20 +60,9 @@ from engine_adapter.types import (
 )
 
 DEFAULT_CACHE_BYTES = 4 * 2**30
-_COMPLETIONS = "/v1/completions"
-_TEXTS = NATIVE_COMPLETIONS | {_COMPLETIONS}
 # The server keeps the stream of a conversation that this header names, and generates on when its client has
 # left: the slot would not be free.
 _CONVERSATION = "x-conversation-id"
-# Fields that turn one request into several; the server chooses their slots.
-_SEVERAL = ("n", "n_cmpl")
-# Fields that make the server parse an answer instead of passing on its text.
-_PARSED = ("tools", "response_format", "json_schema", "grammar")
-# Fields that change the KV of a prompt: its tokens alone do not identify it.
-_OTHER_KV = ("lora",)
-
-# A prompt whose KV its tokens do not identify.
-_UNKNOWN = Ask(array("i"), UNKNOWN_OWNER)
 _INSTEAD = {
     Capability.KV_EVENTS: "kvpin cannot follow its slots and learns from its answers what it holds",
     Capability.CACHE_SALT: "start it with --cache-ram 0: its own prompt cache serves every tenant",
@@ -187,7 +166,7 @@ class LlamaServerAdapter(HttpAdapter):
             self._pulse = await read_pulse(self._control)
             if self._pulse.is_sleeping:
                 model = read_models(await self._control.get("/v1/models"))
-                self._known = _absent(name or model.name, self._pulse.instance or "", model.card)
+                self._known = absent(name or model.name, self._pulse.instance or "", model.card)
             return
         await router.refresh()
         self._control.model = name
@@ -196,7 +175,7 @@ class LlamaServerAdapter(HttpAdapter):
             self._lock.free()
             self._lock = ServerLock(self._registry.place.host if self._registry else None, self._place.url)
             keeps_none = router.model(name).flag("--cache-ram") == "0"
-            self._known = _absent(name, self._place.url, {}, keeps_none=keeps_none)
+            self._known = absent(name, self._place.url, {}, keeps_none=keeps_none)
 
     @property
     def _place(self) -> LlamaServerSpec:
@@ -230,7 +209,7 @@ class LlamaServerAdapter(HttpAdapter):
     def _info(self) -> EngineInfo:
         """The facts about the server. While its model is not in memory, those of the last time."""
         router, session = self._router, self._session
-        info = self._known if session is None else self._info_of(session)
+        info = self._known if session is None else info_of(self.spec, session)
         assert info is not None  # noqa: S101 - `_meet` has set it
         if router is not None and self.spec.model is not None:
             card, states = router.card(self.spec.model), router.states
@@ -238,27 +217,6 @@ class LlamaServerAdapter(HttpAdapter):
             info = replace(info, instance=url, any_model=False, routes=ALL_ROUTES, models=states, card=card)
         self._known, self.capabilities = info, info.capabilities
         return info
-
-    def _info_of(self, session: ServerSession) -> EngineInfo:
-        facts = session.facts
-        return EngineInfo(
-            model=self.spec.model or facts.model,
-            instance=facts.instance or facts.fingerprint,
-            capabilities=session.capabilities,
-            tokens_per_block=TOKENS_PER_BLOCK,
-            max_model_len=facts.slot_ctx,
-            vocab_size=facts.vocab_size,
-            tokenizer=self.spec.tokenizer or (str(facts.local_model) if facts.local_model else None),
-            gpu_blocks=facts.slots * facts.slot_ctx // TOKENS_PER_BLOCK,
-            version=facts.build,
-            shares_prefill=True,
-            any_model=True,
-            served_as_chats=TRANSLATED_ROUTES,
-            routes=ROUTES,
-            splits_choices=session.scheduler is not None,
-            card=facts.card,
-            too_long=_too_long,
-        )
 
     @override
     async def leave(self) -> None:
@@ -332,7 +290,7 @@ class LlamaServerAdapter(HttpAdapter):
             return Forecast(0, firm=False, wait_s=self._router.load_s(self.spec.model or ""))
         if session is None or scheduler is None:
             return None
-        forecast = scheduler.forecast(self._ask(prompt))
+        forecast = scheduler.forecast(ask_of(prompt, self._mirror))
         return forecast if session.keeps_none_itself else replace(forecast, firm=False)
 
     @override
@@ -342,7 +300,7 @@ class LlamaServerAdapter(HttpAdapter):
         sleeps = self._session is None and self._pulse.is_sleeping
         if self._router is not None or (sleeps and ROUTES.get(path) is not READ):
             return self._hold_in_memory(path, body, prompt)
-        return self._hold_there(path, body, prompt)
+        return hold_request(self._session, self._mirror, path, body, prompt)
 
     @asynccontextmanager
     async def _hold_in_memory(
@@ -368,25 +326,8 @@ class LlamaServerAdapter(HttpAdapter):
                     with suppress(EngineRejected):
                         ids = await self.tokenize(path, body)
                         prompt = KvTarget(ids, cache_salt=body.get("cache_salt"))
-            async with self._hold_there(path, body, prompt) as hold:
+            async with hold_request(self._session, self._mirror, path, body, prompt) as hold:
                 yield hold
-
-    def _hold_there(
-        self, path: str, body: RequestBody, prompt: KvTarget | None
-    ) -> AbstractAsyncContextManager[Hold]:
-        if path == SLOTS:
-            return nullcontext(Hold(body, answer=SlotsAnswer()))
-        session, scheduler = self._session, self._scheduler
-        if (
-            session is None
-            or scheduler is None
-            or path not in PINNED_ROUTES
-            or not isinstance(body, JsonBody)
-        ):
-            return nullcontext(Hold(body))
-        if _is_several(body):
-            return _hold_all(scheduler, body)
-        return self._hold_slot(session, scheduler, path, body, prompt)
 
     @override
     def prepare(
@@ -487,45 +428,6 @@ class LlamaServerAdapter(HttpAdapter):
             await session.end(farewell=farewell)
         self._mirror.clear()
 
-    @asynccontextmanager
-    async def _hold_slot(
-        self,
-        session: ServerSession,
-        scheduler: SlotScheduler,
-        path: str,
-        body: JsonBody,
-        prompt: KvTarget | None,
-    ) -> AsyncIterator[Hold]:
-        is_known = prompt is not None and not any(body.get(name) for name in _OTHER_KV)
-        ask = self._ask(prompt) if prompt is not None and is_known else _UNKNOWN
-        if path == INFILL and not body.get("lora"):
-            ask = self._ask(KvTarget(cache_salt=body.get("cache_salt")))
-        # The server's own prompt cache serves every tenant.
-        may_share = session.keeps_none_itself or ask.salt is None
-        wants_reuse = body.get("cache_prompt") is not False
-        reuse = ask is not _UNKNOWN and wants_reuse and may_share
-        ask = replace(ask, reuse=reuse, is_chat=path not in _TEXTS and path != INFILL)
-        async with scheduler.lease(ask) as lease:
-            lease.shows_text = _shows_text(path, session.facts.chat_template, body)
-            reuses = lease.may_reuse
-            sent, answer = read_by(path, body, lease)
-            yield Hold(
-                sent.replace(id_slot=lease.slot, cache_prompt=reuses, **_ids_for_text(path, body, prompt)),
-                cached_tokens=lease.cached_tokens if reuses else 0,
-                firm=not reuses or (is_known and lease.firm and session.keeps_none_itself),
-                answer=answer,
-                slot=lease.slot,
-                retains=ask.retention is not None
-                and ask.retention.priority > 0
-                and scheduler.contents.can_restore,
-            )
-
-    def _ask(self, prompt: KvTarget) -> Ask:
-        digest = salt_digest(prompt.cache_salt)
-        self._mirror.know(digest, prompt.cache_salt)
-        tokens = prompt.token_ids if prompt.token_ids is not None else array("i")
-        return Ask(tokens, digest, retention=prompt.retention)
-
     async def _verbs(self, capability: Capability) -> SlotVerbs:
         await self.require(capability)
         session = self._session
@@ -543,67 +445,6 @@ class LlamaServerAdapter(HttpAdapter):
             session.scheduler.contents.note_removed()
         else:
             self._mirror.put(entry.name, entry.tier, entry.tokens, entry.salt)
-
-
-def _absent(model: str, instance: str, card: Mapping[str, Any], *, keeps_none: bool = False) -> EngineInfo:
-    """The facts about a server whose model was not in memory yet. `keeps_none`: it has no `--cache-ram`."""
-    salted = {Capability.CACHE_SALT} if keeps_none else set()
-    return EngineInfo(
-        model=model,
-        instance=instance,
-        capabilities=frozenset(
-            {Capability.CACHED_TOKENS, Capability.KV_EVENTS, Capability.TOKENIZE, *salted}
-        ),
-        tokens_per_block=TOKENS_PER_BLOCK,
-        shares_prefill=True,
-        any_model=True,
-        served_as_chats=TRANSLATED_ROUTES,
-        routes=ROUTES,
-        splits_choices=True,
-        card=card,
-        too_long=_too_long,
-    )
-
-
-def _too_long(tokens: int, limit: int) -> dict[str, Any]:
-    """The server's own fields of this error; its clients look for the type."""
-    return {"type": "exceed_context_size_error", "n_prompt_tokens": tokens, "n_ctx": limit}
-
-
-@asynccontextmanager
-async def _hold_all(scheduler: SlotScheduler, body: JsonBody) -> AsyncIterator[Hold]:
-    """Runs a request alone, because the server chooses its slots. Nothing is predicted for it."""
-    async with scheduler.alone():
-        yield Hold(body, cached_tokens=0, firm=False, note="unpinned: it ran alone on all slots")
-
-
-def _ids_for_text(path: str, body: JsonBody, prompt: KvTarget | None) -> dict[str, object]:
-    """The text of a completion as token ids, so that the server need not tokenise it again.
-
-    A chat stays as it is: the server makes its prompt from the messages, whatever else comes with them.
-    """
-    is_text = path in _TEXTS and isinstance(body.get("prompt"), str)
-    if not is_text or prompt is None or not prompt.exact or not prompt.token_ids:
-        return {}
-    return {"prompt": prompt.token_ids.tolist()}
-
-
-def _is_several(body: JsonBody) -> bool:
-    """True if the server turns it into several requests. A list with a number in it is one prompt."""
-    prompt = body.get("prompt")
-    texts = isinstance(prompt, list) and not any(isinstance(token, int) for token in prompt)
-    return (texts and len(prompt) > 1) or any(body.get(name) not in (None, 1) for name in _SEVERAL)
-
-
-def _shows_text(path: str, template: str, body: JsonBody) -> bool:
-    """True if the stream of an answer shows all text that is sampled, as it is sampled.
-
-    Stop strings hold text back. The chat parser drops white space before an answer when the template knows
-    reasoning, or when the answer is parsed.
-    """
-    if body.get("stop"):
-        return False
-    return path == _COMPLETIONS or not ("think" in template or any(body.get(name) for name in _PARSED))
 
 
 def _place(spec: LlamaServerSpec) -> SavedPlace | None:

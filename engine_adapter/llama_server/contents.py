@@ -128,11 +128,10 @@ class Contents:
         *,
         unknown: int = 0,
         saved: int | None = None,
-        restored: bool = False,
         memory: SlotMemory | None = None,
     ) -> None:
         """Sets what a slot holds; see `SlotTable.hold`."""
-        self.table.hold(slot.id, tokens, salt, unknown=unknown, saved=saved, restored=restored, memory=memory)
+        self.table.hold(slot.id, tokens, salt, unknown=unknown, saved=saved, memory=memory)
         self.owners.holds(slot.id, slot.salt)
         if slot.is_empty or salt == UNKNOWN_OWNER:
             self._mirror.drop(slot.id)
@@ -250,7 +249,7 @@ class Contents:
         self.counts.restored_tokens += moved.tokens
         self.rates.restored(moved.size, moved.seconds)
         memory = self.rules.restored(len(entry.tokens))
-        self.hold(slot, entry.tokens, entry.salt, saved=len(entry.tokens), restored=True, memory=memory)
+        self.hold(slot, entry.tokens, entry.salt, saved=len(entry.tokens), memory=memory)
         return True
 
     def keeping(self, entry: Saved | None) -> AbstractAsyncContextManager[None]:

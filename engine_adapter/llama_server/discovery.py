@@ -179,8 +179,6 @@ class _Settings(msgspec.Struct, frozen=True):
 
 
 class _Props(msgspec.Struct, frozen=True):
-    """`GET /props`."""
-
     total_slots: int
     default_generation_settings: _Settings
     model_path: str

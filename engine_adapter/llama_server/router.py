@@ -121,7 +121,6 @@ class Router:
     _shared: ClassVar[WeakValueDictionary[tuple[str, ...], Router]] = WeakValueDictionary()
 
     def __init__(self, spec: EngineSpec[Any]) -> None:
-        """Raises EngineSpecError for an address, a header or a TLS file that cannot be used."""
         self.loads = True
         self._most = 0
         self._control = ControlClient(spec)

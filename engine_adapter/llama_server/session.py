@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -52,46 +52,42 @@ class Probed(msgspec.Struct, frozen=True):
     memory: MemoryKind | None
 
 
+@dataclass(eq=False, repr=False)
 class ServerSession:
     """A connected server process.
 
     Attributes:
-        findings: reasons why kvpin cannot use it fully, beyond the findings of the facts.
+        may_try: it may probe the server, and empty and save slots; else it changes nothing there.
+        told: what probing a process with the same flags has told.
+        is_too_slow: the server did not answer the probe in time before; it is not probed again.
         scheduler: manages its slots; None if they cannot be managed, and the server chooses them itself.
         verbs: the admin verbs on its slots; None likewise.
+        findings: reasons why kvpin cannot use it fully, beyond the findings of the facts.
+        is_probing: the probe has begun and not ended.
     """
 
-    def __init__(
-        self,
-        spec: LlamaServerSpec,
-        control: ControlClient,
-        facts: ServerFacts,
-        *,
-        may_try: bool = True,
-        told: Probed | None = None,
-        is_too_slow: bool = False,
-    ) -> None:
-        """`may_try`: it may probe the server, and empty and save slots; else it changes nothing there.
-        `told`: what probing a process with the same flags has told. `is_too_slow`: the server did not answer
-        the probe in time before; it is not probed again."""
-        self.facts = facts
-        self.scheduler: SlotScheduler | None = None
-        self.verbs: SlotVerbs | None = None
-        self.findings: list[str] = []
-        self.is_probing = False  # the probe has begun and not ended
-        if is_too_slow:
+    _spec: LlamaServerSpec
+    _control: ControlClient
+    facts: ServerFacts
+    _: KW_ONLY
+    may_try: bool = True
+    told: Probed | None = None
+    is_too_slow: bool = False
+    scheduler: SlotScheduler | None = field(default=None, init=False)
+    verbs: SlotVerbs | None = field(default=None, init=False)
+    findings: list[str] = field(default_factory=list, init=False)
+    is_probing: bool = field(default=False, init=False)
+    _has_files: bool = field(default=False, init=False)
+    _shares_directory: bool = field(default=True, init=False)
+    # The file that the probe left in a directory that kvpin does not know.
+    _left: str = field(default="", init=False)
+    _write_back: asyncio.Task[None] | None = field(default=None, init=False)
+    _probes: ServerRecord[Probed] | None = field(default=None, init=False)
+    _memory: MemoryKind | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        if self.is_too_slow:
             self.findings.append(_TOO_SLOW)
-        self._is_too_slow = is_too_slow
-        self._spec = spec
-        self._may_try = may_try
-        self._told = told
-        self._control = control
-        self._has_files = False
-        self._shares_directory = True
-        self._left = ""  # the file that the probe left in a directory that kvpin does not know
-        self._write_back: asyncio.Task[None] | None = None
-        self._probes: ServerRecord[Probed] | None = None
-        self._memory: MemoryKind | None = None
 
     async def begin(self, registry: SavedPrefixes | None, mirror: MirrorEvents) -> None:
         """Probes the server, takes over its slots, and begins to write them back. Errors end the session."""
@@ -110,7 +106,7 @@ class ServerSession:
         scheduler, self.scheduler, self.verbs = self.scheduler, None, None
         if scheduler is None:
             return
-        if farewell and self._may_try:
+        if farewell and self.may_try:
             with suppress(TimeoutError):
                 async with asyncio.timeout(FAREWELL_S):
                     if not await scheduler.is_asleep():
@@ -191,7 +187,7 @@ class ServerSession:
         directory = registry.place.host if registry is not None else None
         self._probes = ServerRecord(directory, self._spec.url, self.facts.instance, "probe", Probed)
         if self.facts.has_slots:
-            states, told = await read_slots(self._control), self._told or self._probes.read()
+            states, told = await read_slots(self._control), self.told or self._probes.read()
             if told is not None:  # by an earlier probe: no slot loses its content again
                 self.facts = replace(self.facts, ram_cache=told.ram_cache, is_unified=told.is_unified)
                 self._memory = told.memory
@@ -210,13 +206,13 @@ class ServerSession:
         contents = Contents(self._spec.id, self.facts, self._control, saved, mirror, clock, owners)
         scheduler = self.scheduler = SlotScheduler(self._spec.id, self._control, contents, clock=clock)
         verbs = self.verbs = SlotVerbs(scheduler, ServerRecord(*process, "pins", list[RecordedPin]))
-        for state in await read_slots(self._control) if self._may_try else ():
+        for state in await read_slots(self._control) if self.may_try else ():
             # Content that was restored and never used does not show, and may be anybody's.
             if state.n_tokens is None and self.facts.can_save and not state.is_processing:
                 await erase(self._control, state.id)
         scheduler.adopt(await read_slots(self._control))
         verbs.recall()
-        if self._may_try:
+        if self.may_try:
             writing = self._keep_writing_back(scheduler, verbs)
             self._write_back = asyncio.get_running_loop().create_task(writing)
 
@@ -233,7 +229,7 @@ class ServerSession:
 
     @property
     def _may_probe(self) -> bool:
-        return self._may_try and not self._is_too_slow
+        return self.may_try and not self.is_too_slow
 
     async def _probe(self, slot_id: int) -> None:
         self.is_probing = True

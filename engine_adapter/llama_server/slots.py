@@ -45,7 +45,6 @@ class Slot:
         since: time when the operation began, or when the slot became idle.
         uses: operations and wipes so far; if it has not changed, nothing happened.
         saved: leading tokens of the content that lie in a saved file.
-        restored: the content came from a file and nothing has used it since.
         pinned: leading tokens that must not be overwritten before `pinned_until`.
         kept_until: a client retains the content until this time: it is not overwritten unsaved.
         kept_for: digest of that client's tenant.
@@ -61,7 +60,6 @@ class Slot:
     since: float = 0.0
     uses: int = 0
     saved: int = 0
-    restored: bool = False
     pinned: int = 0
     pinned_until: float = NEVER
     kept_until: float = NEVER
@@ -161,7 +159,6 @@ class SlotTable:
         *,
         unknown: int = 0,
         saved: int | None = None,
-        restored: bool = False,
         memory: SlotMemory | None = None,
     ) -> None:
         """Sets the content of a slot; an erased slot has no tokens, known or unknown.
@@ -181,7 +178,6 @@ class SlotTable:
         slot.unknown = unknown
         slot.salt = None if slot.is_empty else salt
         slot.saved = min(min(slot.saved, kept) if saved is None else saved, slot.length)
-        slot.restored = restored
         slot.memory = memory or slot.memory.grown(slot.length)
 
     def pin(self, slot_id: int, tokens: int, until: float) -> int:

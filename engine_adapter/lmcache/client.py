@@ -180,8 +180,6 @@ class _Pins(msgspec.Struct):
 
 
 class _LmCacheServer:
-    """A server at `url`."""
-
     health: ClassVar[str]
 
     def __init__(self, spec: LmCacheSpec, url: str) -> None:
@@ -194,7 +192,6 @@ class _LmCacheServer:
         await self._control.get(self.health)
 
     async def aclose(self) -> None:
-        """Closes its connections."""
         await self._control.aclose()
 
 

@@ -305,7 +305,6 @@ class _Chat:
         self.format = (given.content_format or content_format)(template)
 
     def render(self, messages: list[dict[str, Any]]) -> str:
-        """Renders normalised messages."""
         if self._message is not None:
             messages = list(map(self._message, messages))
         try:

@@ -69,22 +69,16 @@ def normalize_messages(
     return NormalMessages(normal, reader.embeddings, reader.word)
 
 
+@dataclass(slots=True)
 class _Reader:
     """Converts the messages of one chat and collects its embeddings."""
 
-    def __init__(
-        self,
-        wanted: ContentFormat,
-        joint: str,
-        make_word: Callable[[], str] | None,
-        hidden_size: int | None,
-    ) -> None:
-        self.embeddings: list[EmbeddingSlot] = []
-        self._wanted = wanted
-        self._joint = joint
-        self._make_word = make_word
-        self.word = ""
-        self._hidden_size = hidden_size
+    _wanted: ContentFormat
+    _joint: str
+    _make_word: Callable[[], str] | None
+    _hidden_size: int | None
+    embeddings: list[EmbeddingSlot] = field(default_factory=list)
+    word: str = ""
 
     def message(self, message: object, name: str) -> dict[str, Any]:
         if not isinstance(message, dict):

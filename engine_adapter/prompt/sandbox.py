@@ -66,7 +66,6 @@ class _CheckedCode(CodeGenerator):
         self.write("))")
 
     def visit_For(self, node: nodes.For, frame: Frame) -> None:  # noqa: N802 - likewise
-        """Writes `{% for … %}`."""
         node.body.insert(0, _STEP)
         super().visit_For(node, frame)
 

@@ -175,7 +175,6 @@ class _Dict:
         return dict(*args, **kwargs)
 
     def fromkeys(self, keys: Iterable[Any], value: object = None, /) -> dict[Any, Any]:
-        """A dict with these keys, like `dict.fromkeys`."""
         return dict.fromkeys(keys, value)
 
 

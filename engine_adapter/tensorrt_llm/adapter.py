@@ -96,7 +96,6 @@ class TensorRTLLMAdapter(HttpAdapter):
     instead = _INSTEAD
 
     def __init__(self, spec: EngineSpec[EventAddresses]) -> None:
-        """Raises EngineSpecError for an invalid address."""
         super().__init__(spec)
         self._instance = uuid.uuid4().hex
         self._server: Discovered | None = None

@@ -17,11 +17,10 @@ from engine_adapter.errors import EngineRejected, EngineUnavailable
 from engine_adapter.http.control import ControlClient
 from engine_adapter.http.models import read_models
 from engine_adapter.prompt.template_input import TemplateInput
-from engine_adapter.tensorrt_llm.fields import CHAT, COMPLETIONS, SALT, RequestFields
+from engine_adapter.tensorrt_llm.fields import CHAT, COMPLETIONS, SALT, GivenTools, RequestFields
 from engine_adapter.tensorrt_llm.poller import CONFIG
 from engine_adapter.tensorrt_llm.routes import ROUTES
 from engine_adapter.tensorrt_llm.stats import ServerFigures, read_iterations, read_prometheus
-from engine_adapter.tensorrt_llm.tools import GivenTools
 from engine_adapter.types import TRANSLATED_ROUTES, Capability, EngineInfo, Finding
 
 DEFAULT_TOKENS_PER_BLOCK = 32

@@ -1,4 +1,4 @@
-"""Decides which request fields go to the server.
+"""Decides which request fields go to the server, and how its chat template gets tools.
 
 trtllm-serve refuses a request with an unknown field. So kvpin removes unknown fields that cannot change the
 answer. Fields that can change it stay, and the server refuses them. A cache salt is never removed from a
@@ -7,7 +7,7 @@ request that runs a prompt, because the request could then reuse another tenant'
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from engine_adapter.body import JsonBody
@@ -111,3 +111,30 @@ def look_up(value: object, *keys: str) -> object:
     for key in keys:
         value = value.get(key) if isinstance(value, dict) else None
     return value
+
+
+FUNCTION = ("name", "description", "parameters", "strict")
+"""The fields of a function, for servers that do not list them. 1.2 and older have no `strict`."""
+
+
+class GivenTools:
+    """The client's tools → those of the chat template: read into trtllm-serve's models and written out again.
+
+    So every field of these models is there, in their order, with null where the client gave none: a template
+    that writes tools first would share almost nothing with one that got the client's JSON.
+    """
+
+    def __init__(self, openapi: object = None) -> None:
+        """`openapi` is the server's description of its routes, if it gives one."""
+        listed = look_up(openapi, "components", "schemas", "FunctionDefinition", "properties")
+        self.fields: Sequence[str] = tuple(listed) if isinstance(listed, dict) and listed else FUNCTION
+
+    def __call__(self, tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """A tool without a function stays: the server refuses it."""
+        return [self._written(tool, tool.get("function")) for tool in tools]
+
+    def _written(self, tool: dict[str, Any], function: object) -> dict[str, Any]:
+        if not isinstance(function, dict):
+            return tool
+        written = {name: function.get(name) for name in self.fields}
+        return {"type": tool.get("type", "function"), "function": written}

@@ -15,6 +15,5 @@ model      model.py loads it and checks its answers
            memory.py what memory there is
 KV cache   kv_cache.py sequences and blocks · kv_tree.py the prefix tree over two tiers, and its events
            kv_node.py its parts · kv_kept.py retention · kv_admin.py flush, offload, restore, pin
-adapter.py drives such an engine from kvpin · routes.py its routes beside `/v1`
-           told_tokens.py the token ids of its streams
+adapter.py drives such an engine from kvpin, reads its streams · routes.py its routes beside `/v1`
 """

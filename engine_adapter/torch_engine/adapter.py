@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from array import array
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
@@ -12,23 +13,22 @@ import msgspec
 from typing_extensions import override
 
 from engine_adapter.body import JsonBody
-from engine_adapter.errors import EngineRejected, EngineUnavailable
+from engine_adapter.errors import EngineDied, EngineGarbled, EngineRejected, EngineUnavailable
 from engine_adapter.events.fields import MalformedEvents
 from engine_adapter.events.options import reachable_endpoint
 from engine_adapter.events.subscriber import EventEndpoints, KvEventSubscriber
 from engine_adapter.events.wire import CacheSnapshot, decode_snapshot
-from engine_adapter.hold import Hold, RequestBody
+from engine_adapter.hold import AnswerReader, Hold, RequestBody, Resumption
 from engine_adapter.http.adapter import HttpAdapter
+from engine_adapter.http.sse import WholeEvents
 from engine_adapter.torch_engine.event_publisher import EventSource
 from engine_adapter.torch_engine.kv_admin import SliceResult
 from engine_adapter.torch_engine.routes import ROUTES
-from engine_adapter.torch_engine.told_tokens import ToldTokens
 from engine_adapter.types import (
     TRANSLATED_ROUTES,
     Capability,
     EngineInfo,
     EngineLoad,
-    EngineSpec,
     EventPosition,
     KvEvent,
     KvProgress,
@@ -38,6 +38,55 @@ from engine_adapter.types import (
     PromptTable,
     TokenIds,
 )
+
+# In the error event of an engine that ends; a tool may have that name, too.
+_ENDS = b'"engine_unavailable"'
+_ENDED = re.compile(rb'^data: \{"error":.*"code":"engine_unavailable"', re.MULTILINE)
+# Text cannot contain it: JSON strings have no line feed.
+_TOLD = re.compile(rb"^: ([\d ]+)\n", re.MULTILINE)
+_ODD = re.compile(rb"^:", re.MULTILINE)
+
+
+class ToldTokens(AnswerReader):
+    """Reads the token ids that the engine tells in comments of a stream, and removes the comments.
+
+        : 1032 77
+        data: {"id": "chatcmpl-…", "choices": […]}
+
+    The tokens are those of all text up to the end of the event. With them, another engine goes on where this
+    one ends. Raises EngineUnavailable where it can: the engine says that it ends, or tells what are no ids.
+    """
+
+    def __init__(self, answered: object = None) -> None:
+        """`answered`: the tokens with which the request begins its answer, if it does."""
+        self._answered = answered if isinstance(answered, list) else []
+        self._told = bytearray()  # as text: five bytes per token
+        self._events = WholeEvents()
+
+    @override
+    def feed(self, chunk: bytes) -> bytes:
+        chunk = self._events.joined(chunk)
+        if _ENDS in chunk and _ENDED.search(chunk) is not None:
+            raise EngineDied("the engine ended in mid-answer")
+        if b"\n: " not in chunk and (first := _TOLD.match(chunk)) is not None:  # one event, as nearly always
+            self._told += b" " + first[1]
+            return chunk[first.end() :]
+        parts = _TOLD.split(chunk)
+        events = b"".join(parts[::2])
+        if _ODD.search(events) is not None:
+            raise EngineGarbled("the engine told tokens that are no ids")
+        self._told += b"".join(b" " + told for told in parts[1::2])
+        return events
+
+    @override
+    def finish(self) -> bytes:
+        return self._events.take_rest()
+
+    def resume(self) -> Resumption:
+        """The tokens that another engine needs to go on with the answer."""
+        token_ids = [*self._answered, *map(int, self._told.split())]
+        return Resumption(array("i", token_ids), {"answer_token_ids": token_ids})
+
 
 _PROMPT_ROUTES = frozenset({"/v1/chat/completions", "/v1/completions"})
 _CAPABILITIES = frozenset(Capability) - {Capability.RENDER}
@@ -54,8 +103,6 @@ CACHED_TOKENS_HEADER = "x-kv-cached-tokens"
 
 
 class _Info(msgspec.Struct, frozen=True):
-    """`GET /kv/info`."""
-
     version: str
     instance: str
     model: str
@@ -69,20 +116,14 @@ class _Info(msgspec.Struct, frozen=True):
 
 
 class _Tokens(msgspec.Struct, frozen=True):
-    """`POST /tokenize`."""
-
     tokens: list[int]
 
 
 class _Unpinned(msgspec.Struct, frozen=True):
-    """`POST /kv/unpin`."""
-
     unpinned: bool
 
 
 class _Load(msgspec.Struct, frozen=True):
-    """`GET /kv/load`."""
-
     instance: str
     running: int
     waiting: int
@@ -92,11 +133,7 @@ class EmbeddedAdapter(HttpAdapter):
     """`EngineAdapter` of `kvpin engine`."""
 
     instead = _INSTEAD
-
-    def __init__(self, spec: EngineSpec) -> None:
-        """Raises EngineSpecError for an invalid address."""
-        super().__init__(spec)
-        self._instance: str | None = None
+    _instance: str | None = None
 
     @override
     async def connect(self) -> EngineInfo:

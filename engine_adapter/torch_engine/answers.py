@@ -38,7 +38,6 @@ class Piece:
     finish_reason: str | None = None
 
     def __bool__(self) -> bool:
-        """True if there is anything in it."""
         return bool(self.text or self.tokens or self.calls or self.echoed or self.finish_reason)
 
     def add(self, more: Piece) -> None:
@@ -266,7 +265,6 @@ def error_event(body: dict[str, Any]) -> bytes:
 
 
 def _whole_calls(parts: Sequence[CallPart]) -> list[dict[str, Any]]:
-    """The calls that were made in these parts."""
     calls: list[dict[str, Any]] = []
     for part in parts:
         if part.call_id is not None:

@@ -123,7 +123,6 @@ async def _vectors(service: EngineService, requests: list[GenerationRequest]) ->
 def _body(
     service: EngineService, request: EmbeddingRequest, vectors: list[bytes], tokens: int
 ) -> dict[str, Any]:
-    """OpenAI's answer."""
     data = [
         {"object": "embedding", "index": index, "embedding": _shown(vector, request.encoding_format)}
         for index, vector in enumerate(vectors)

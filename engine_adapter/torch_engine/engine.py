@@ -270,7 +270,6 @@ class Engine:
     # --- in the engine thread: steps -------------------------------------------------------------
 
     def _step(self) -> None:
-        """Runs the next tokens of the requests in flight."""
         self._cache.expire(time.monotonic())
         items = self._plan()
         outputs: list[tuple[Active, list[Output]]] = []

@@ -72,10 +72,9 @@ class Grammar(Constraint):
         return begun
 
     @override
-    def allow(self, words: NDArray[np.int32]) -> bool:
+    def allow(self, words: NDArray[np.int32]) -> None:
         """Raises RequestRefused when the structure is too complex to go on."""
         self._advance(lambda matcher: matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes))
-        return True
 
     @override
     def accept(self, token: int) -> None:

@@ -111,15 +111,15 @@ class KvCache(KvAdmin):
         sequence.computed = len(path) * self.tokens_per_block
         return True
 
-    def extend(self, sequence: KvSequence) -> int:
+    def extend(self, sequence: KvSequence) -> None:
         """Replaces reserved blocks by blocks that other sequences have computed since `begin`.
 
-        Works only at a block boundary, and never covers the last token. Returns the tokens gained.
+        Works only at a block boundary, and never covers the last token.
         """
         size = self.tokens_per_block
         held = len(sequence.path)
         if sequence.computed != held * size or not sequence.reuses:
-            return 0
+            return
         more = self.tree.walk(sequence.tip, self._keys_after(sequence, held))
         for index, node in enumerate(more, start=held):
             if node.tier is Tier.HOST:
@@ -130,7 +130,6 @@ class KvCache(KvAdmin):
             self.tree.hold(node)
             sequence.path.append(node)
             sequence.computed += size
-        return len(more) * size
 
     def reserve(self, sequence: KvSequence, tokens: int) -> bool:
         """Reserves blocks for the first `tokens` tokens. Without room, returns False and changes nothing."""

@@ -36,10 +36,6 @@ class KeptBlocks:
     def __len__(self) -> int:
         return len(self._owners)
 
-    def by_owner(self) -> dict[str | None, int]:
-        """Number of blocks that each owner keeps."""
-        return {owner: len(book) for owner, book in self._books.items()}
-
     def keep(self, chain: Sequence[Node], retention: Retention, now: float) -> None:
         """Retains a chain, from the root down, as far as the limit reaches. A block that is retained already
         gets the higher priority and the later end."""

@@ -19,7 +19,6 @@ _read_size = TypeAdapter(ByteSize).validate_python
 
 
 def _size(text: str) -> int:
-    """Parses a size in bytes, with or without a unit."""
     try:
         return int(_read_size(text))
     except ValidationError:

@@ -97,7 +97,6 @@ def _requests(
     answered: TokenIds[int],
     grammar: Grammar | None,
 ) -> list[GenerationRequest]:
-    """A request to the engine for each choice."""
     extra_ids = prompt.extra_ids
     first = GenerationRequest(
         request_id=secrets.token_hex(12),

@@ -47,8 +47,6 @@ class StreamOptions(msgspec.Struct, frozen=True):
 
 
 class _Generation(msgspec.Struct, frozen=True, kw_only=True):
-    """Fields that chat and completions share."""
-
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -89,7 +87,6 @@ class _Generation(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def include_usage(self) -> bool:
-        """True when a stream must end with its usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     @property
@@ -100,12 +97,10 @@ class _Generation(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def limit_name(self) -> str:
-        """The field that limits the answer."""
         return "max_tokens"
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """Stop strings."""
         if self.stop is None:
             return ()
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)

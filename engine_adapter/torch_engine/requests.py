@@ -75,12 +75,9 @@ class SamplingParams:
 class Constraint(Protocol):
     """Says which tokens may come next, as a grammar does. The engine thread calls it, each token in turn."""
 
-    def allow(self, words: NDArray[np.int32]) -> bool:
-        """Sets bit `i % 32` of `words[i // 32]` for each token `i` that may come next; all are 0 before.
-
-        False means that every token may come. An exception ends the request: RequestRefused as the client's
-        fault, any other as an error.
-        """
+    def allow(self, words: NDArray[np.int32]) -> None:
+        """Sets bit `i % 32` of `words[i // 32]` for each token `i` that may come next; all are 0 before. An
+        exception ends the request: RequestRefused as the client's fault, any other as an error."""
 
     def accept(self, token: int) -> None:
         """Goes on by the chosen token."""

@@ -184,8 +184,8 @@ def _constrain(scores: Tensor, constraints: Mapping[int, Constraint]) -> dict[in
     for row, constraint in constraints.items():
         words = np.zeros(-(-scores.shape[1] // 32), dtype="<i4")
         try:
-            if constraint.allow(words):
-                masks[row] = words
+            constraint.allow(words)
+            masks[row] = words
         except Exception as error:  # noqa: BLE001 - the error of this row's request alone
             errors[row] = error
     if masks:

@@ -138,8 +138,6 @@ class EngineService:
         return self._with_rows(chat, "messages")
 
     async def _embedded_prompt(self, data: object) -> Prompt:
-        """A prompt of embeddings alone."""
-
         def read() -> Prompt:
             rows = read_embeds(data, param="prompt_embeds", hidden_size=self.model.hidden_size)
             prompt = ChatPrompt.of_embeddings(rows, self.model.vocab_size)

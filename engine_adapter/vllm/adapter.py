@@ -67,7 +67,6 @@ class VllmAdapter(HttpAdapter):
     instead = _INSTEAD
 
     def __init__(self, spec: VllmSpec) -> None:
-        """Raises EngineSpecError for an invalid address."""
         super().__init__(spec)
         self._rank = spec.options.dp_rank
         self._own_headers = Headers.of(rank_headers(self._rank).items()).raw

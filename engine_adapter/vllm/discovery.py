@@ -136,8 +136,6 @@ class RankSource(msgspec.Struct, frozen=True):
 
 
 class _Version(msgspec.Struct, frozen=True):
-    """`GET /version`."""
-
     version: str = ""
 
 

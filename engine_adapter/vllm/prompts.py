@@ -57,8 +57,6 @@ _RENDERED: Any = _Rendered | list[_Rendered]
 
 
 class _Tokens(msgspec.Struct, frozen=True):
-    """`POST /tokenize`."""
-
     tokens: list[int]
 
 
@@ -121,7 +119,6 @@ def _media(features: _Features) -> tuple[MediaSpan, ...]:
 
 
 def _plain_ids(prompt: object) -> TokenIds[int]:
-    """A prompt given as token ids."""
     try:
         return token_array(msgspec.convert(prompt, list[int]))
     except (msgspec.ValidationError, OverflowError) as error:

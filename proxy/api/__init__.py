@@ -1,12 +1,11 @@
 """The routes: the data plane (/v1), the admin API, health, metrics, the page. HTTP itself is `proxy/http/`.
 
-dispatch.py        which part of kvpin serves a request
+dispatch.py        which part of kvpin serves a request; ASGI on exchanges, for all but the data plane
 openai.py          /v1/*: the data plane
 paths.py           which paths below /v1 are open
 websockets.py      which WebSockets are passed on
 models.py          /v1/models
 ops.py             /health/*, /metrics
-asgi.py            ASGI on exchanges, for all but the data plane
 admin/             /admin/v1/*: the control plane
 auth.py            keys
 web_pages.py       which web page asks, loopback

@@ -344,7 +344,6 @@ class DataPlane:
         return Call(own_id, exchange.method, path, passed_on, body, tenant, client_id, session, models=models)
 
     async def _body(self, exchange: Exchange, admitted: Admission) -> JsonBody | None:
-        """The parsed JSON body."""
         raw = await exchange.read(self.max_body_bytes, admitted.hold)
         encoding = exchange.headers.get("content-encoding", "identity")
         if raw and encoding.lower() != "identity":

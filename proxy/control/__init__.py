@@ -8,8 +8,7 @@ warm.py            compute a prefix ahead of need
 pinning.py         pins over engines
 engines.py         add, remove, drain
 engine_orders.py   the same for all kvpins, as operators order it
-keys.py            keys of clients: issue, list, remove
-key_notes.py       what an issued key changed for others
+keys.py            keys of clients: issue, list, remove; what that changes for others
 tables.py          prompt tables, on all engines or on none
 configured.py      the engines of the settings join and leave
 discovered.py      likewise those found elsewhere

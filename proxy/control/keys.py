@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
@@ -15,8 +16,10 @@ import structlog
 
 from proxy.core.issued_keys import MAX_KEYS, IssuedKey, KeyBook
 from proxy.errors import BadRequest, Conflict, NotFound, ProxyError
+from proxy.fleet.engine import EngineState
+from proxy.fleet.fleet import Fleet
 from proxy.fleet.state_dir.key_book_file import KeyBookFile
-from proxy.request.tenants import ApiKey
+from proxy.request.tenants import ApiKey, Tenants
 from proxy.settings import SettingsError
 
 log = structlog.get_logger(__name__)
@@ -216,3 +219,49 @@ def _fields(key: IssuedKey) -> dict[str, Any]:
         "expired": key.expires is not None and key.expires <= time.time(),
         "created": datetime.fromtimestamp(key.created, UTC).replace(microsecond=0),
     }
+
+
+@dataclass(frozen=True, slots=True)
+class Before:
+    """Before the key was issued: whether requests needed no key, and which engines were used."""
+
+    open: bool
+    used: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class KeyNotes:
+    """Says what an issued key has changed."""
+
+    tenants: Tenants
+    fleet: Fleet
+
+    def before(self) -> Before:
+        """To be asked before the key is issued."""
+        return Before(
+            self.tenants.open,
+            frozenset(each.id for each in self.fleet.engines.values() if not _is_refused(each.state)),
+        )
+
+    def since(self, before: Before, key: KeyAnswer) -> list[str]:
+        """A sentence for each change that may surprise."""
+        return [*self._notes(before, key)]
+
+    def _notes(self, before: Before, key: KeyAnswer) -> Iterator[str]:
+        if before.open and not self.tenants.open:
+            yield "this is the first key: from now on, every request needs one"
+        engines = self.fleet.engines.values()
+        if lost := [each.id for each in engines if each.id in before.used and _is_refused(each.state)]:
+            yield (
+                f"not used any more, because several tenants would share their KV: {', '.join(lost)}; set "
+                f"share_kv=true on them, or remove the key: kvpin keys remove {key.id}"
+            )
+        if any(each.is_served_there for each in engines):
+            return  # another kvpin knows what these serve
+        for model in key.models or ():
+            if not self.fleet.has_model(model):
+                yield f"no engine serves {model!r} now"
+
+
+def _is_refused(state: EngineState) -> bool:
+    return state is EngineState.REFUSED

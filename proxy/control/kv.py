@@ -53,7 +53,6 @@ class KvVerbs:
         return self._operations.start(operation, lambda _operation: run_parts(work))
 
     async def _do(self, verb: KvVerb, share: Share, selection: Selection, part: Part) -> None:
-        """One engine's part."""
         if verb is KvVerb.FLUSH:
             self._clear_view(share, selection)
         complete = False

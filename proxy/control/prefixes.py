@@ -127,7 +127,6 @@ class KeptPrompts:
 
 
 async def _hashes(pool: Pool, prompt: Prompt) -> Sequence[BlockHash]:
-    """The blocks of a prompt."""
     root, block = pool.root_of(prompt.salt, prompt.lora), pool.tokens_per_block
     known: tuple[BlockHash, ...] = ()
     step = _SLICE_BLOCKS * block

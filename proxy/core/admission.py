@@ -100,7 +100,6 @@ class _Share(Generic[Item]):
         return min([lane[0] for each, lane in self.lanes.items() if each in needs], key=_order, default=None)
 
     def in_order(self, needs: Container[Needs]) -> Iterator[Entry[Item]]:
-        """All its requests that have one of these needs, in order."""
         return merge(*(lane for each, lane in self.lanes.items() if each in needs), key=_order)
 
     @property

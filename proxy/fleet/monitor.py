@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import KW_ONLY, dataclass, field
 from time import monotonic
 from zlib import crc32
 
@@ -46,6 +47,7 @@ HELD_UP_S = 0.5
 Split = Callable[[Engine, EngineInfo], bool]
 
 
+@dataclass(eq=False, repr=False)
 class Monitor:
     """Watches the engines of a fleet.
 
@@ -64,31 +66,23 @@ class Monitor:
             models of its server. True if these replace the engine.
     """
 
-    def __init__(
-        self,
-        fleet: Fleet,
-        tasks: Supervisor,
-        ingest: Ingest | None,
-        tables: PromptTables,
-        *,
-        interval_s: float,
-        timeout_s: float,
-        isolated: bool = False,
-    ) -> None:
-        self._fleet = fleet
-        self._tasks = tasks
-        self._ingest = ingest
-        self._tables = tables
-        self._interval_s = interval_s
-        self._timeout_s = timeout_s
-        self._isolated = isolated
-        self._tokenisation = PoolTokenizers(tasks, tables)
-        self._findings: dict[str, tuple[Finding, ...]] = {}  # logged, by engine
-        self.split: Split = lambda _engine, _info: False
+    _fleet: Fleet
+    _tasks: Supervisor
+    _ingest: Ingest | None
+    _tables: PromptTables
+    _: KW_ONLY
+    interval_s: float
+    timeout_s: float
+    isolated: bool = False
+    split: Split = field(default_factory=lambda: lambda _engine, _info: False, init=False)
+    _findings: dict[str, tuple[Finding, ...]] = field(default_factory=dict, init=False)  # logged, by engine
+
+    def __post_init__(self) -> None:
+        self._tokenisation = PoolTokenizers(self._tasks, self._tables)
 
     def isolate(self, *, isolated: bool) -> None:
         """Sets whether there are several tenants. This changes which engines may be used."""
-        self._isolated = isolated
+        self.isolated = isolated
         for engine in self._fleet.engines.values():
             if engine.state in (EngineState.READY, EngineState.SUSPECT) and not self.allows(engine):
                 self._refuse(engine)
@@ -126,7 +120,7 @@ class Monitor:
 
     async def _connect(self, engine: Engine) -> None:
         """Connects an engine, gives it what it needs, and lets it take requests."""
-        async with asyncio.timeout(self._timeout_s):
+        async with asyncio.timeout(self.timeout_s):
             info = await engine.adapter.connect()
         _require_mine(engine)
         if self.split(engine, info):
@@ -155,15 +149,15 @@ class Monitor:
 
     async def _until_lost(self, engine: Engine) -> None:
         """Checks a connected engine until it is gone, or `FAILURES` checks in a row have failed."""
-        pause_s, failures = self._interval_s * _phase(engine.id), 0
+        pause_s, failures = self.interval_s * _phase(engine.id), 0
         while True:
             if failures:
-                await asyncio.sleep(self._interval_s)  # failed requests do not shorten this wait
+                await asyncio.sleep(self.interval_s)  # failed requests do not shorten this wait
             else:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(pause_s):
                         await engine.check_now.wait()
-                pause_s = self._interval_s
+                pause_s = self.interval_s
             # Cleared before the check: a request that fails during the check asks for another one.
             engine.check_now.clear()
             _require_mine(engine)
@@ -193,10 +187,10 @@ class Monitor:
         while True:
             began = monotonic()
             try:
-                async with asyncio.timeout(self._timeout_s):
+                async with asyncio.timeout(self.timeout_s):
                     return await self._check(engine)
             except TimeoutError:
-                if monotonic() - began < self._timeout_s + HELD_UP_S:
+                if monotonic() - began < self.timeout_s + HELD_UP_S:
                     raise
 
     async def _check(self, engine: Engine) -> None:
@@ -223,7 +217,7 @@ class Monitor:
     def allows(self, engine: Engine) -> bool:
         """True if a connected engine may be used: it keeps tenants' KV apart where there are several."""
         can_isolate = engine.can(Capability.CACHE_SALT) or engine.adapter.spec.share_kv
-        return can_isolate or not self._isolated
+        return can_isolate or not self.isolated
 
     def _admit(self, engine: Engine) -> None:
         """Lets a connected engine take requests, unless it is draining or tenants would share its KV."""
@@ -299,7 +293,7 @@ class Monitor:
 
     def _reason(self, error: Exception) -> str:
         """Why a check or a connection failed. One that takes too long has no words of its own."""
-        return str(error) or f"no answer within {self._timeout_s:g} s (health.timeout_s)"
+        return str(error) or f"no answer within {self.timeout_s:g} s (health.timeout_s)"
 
 
 def _require_mine(engine: Engine) -> None:

@@ -85,7 +85,6 @@ class _Witness:
         )
 
     def stop(self) -> None:
-        """Ends the thread."""
         self._ended.set()
         gc.callbacks.remove(self._on_collection)
 

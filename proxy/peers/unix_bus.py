@@ -204,7 +204,6 @@ class _Incoming(asyncio.Protocol):
         self._look_now.set()
 
     def data_received(self, data: bytes) -> None:
-        """Takes the frames that are whole."""
         buffer, at = self._buffer, 0
         buffer += data
         while len(buffer) - at >= _LENGTH_BYTES:

@@ -6,6 +6,7 @@ import asyncio
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -25,23 +26,19 @@ ANSWER_S = 2.0
 _MESSAGES_PER_MS = 64
 
 
+@dataclass(eq=False, repr=False)
 class LocalTokenizer:
-    """Tokenises here, with a loaded tokenizer."""
+    """Tokenises here, with a loaded tokenizer. A prompt that is clearly longer than `limit`, in tokens, is a
+    CannotFit."""
 
-    def __init__(
-        self,
-        tokenizer: ChatTokenizer,
-        *,
-        vocab_size: int | None,
-        hidden_size: int | None,
-        limit: int | None = None,
-    ) -> None:
-        """`limit`: tokens of the model's context. A prompt that is clearly longer is a CannotFit."""
-        self.tokenizer = tokenizer
-        self._vocab_size = vocab_size
-        self._hidden_size = hidden_size
-        self._limit = limit
-        cut = find_cut(tokenizer)
+    tokenizer: ChatTokenizer
+    _: KW_ONLY
+    vocab_size: int | None
+    hidden_size: int | None
+    limit: int | None = None
+
+    def __post_init__(self) -> None:
+        cut = find_cut(self.tokenizer)
         self._known = None if cut is None else KnownChats(cut)
 
     @cached_property
@@ -59,9 +56,9 @@ class LocalTokenizer:
             len(body.raw),
             lambda: self.tokenizer.chat(
                 **_of_template(source),
-                vocab_size=self._vocab_size,
-                hidden_size=self._hidden_size,
-                limit=self._limit,
+                vocab_size=self.vocab_size,
+                hidden_size=self.hidden_size,
+                limit=self.limit,
             ),
         )
 
@@ -100,7 +97,7 @@ class LocalTokenizer:
         self, texts: Sequence[str], chars: int, *, add_special_tokens: bool
     ) -> list[TokenIds[int]]:
         """Token ids of each text; `chars`: of all."""
-        encode_all, limit = self.tokenizer.encode_all, self._limit
+        encode_all, limit = self.tokenizer.encode_all, self.limit
         return await self.tokenizer.off_loop(
             chars, lambda: encode_all(texts, add_special_tokens=add_special_tokens, limit=limit)
         )
@@ -125,25 +122,19 @@ def _texts_in(messages: object) -> Iterator[str]:
                 yield text
 
 
+@dataclass(slots=True)
 class EngineTokenizer:
     """Asks the engines in turn, one call per prompt: slower, and always right.
 
     A prompt that no engine tokenises within 2 s stays unknown and does not fail: it is placed by session and
-    load, and an error in it is the engine's to report.
+    load, and an error in it is the engine's to report. `_engines` gives those that can be asked now,
+    `_renderers` those that also say where images lie, and `_embedders` those that identify prompt embeddings.
     """
 
-    def __init__(
-        self,
-        engines: Callable[[], Iterable[EngineAdapter]],
-        renderers: Callable[[], Iterable[EngineAdapter]] = tuple,
-        embedders: Callable[[], Iterable[EngineAdapter]] = tuple,
-    ) -> None:
-        """`engines` gives those that can be asked now, `renderers` those that also say where images lie, and
-        `embedders` those that identify prompt embeddings."""
-        self._engines = engines
-        self._renderers = renderers
-        self._embedders = embedders
-        self._turn = -1
+    _engines: Callable[[], Iterable[EngineAdapter]]
+    _renderers: Callable[[], Iterable[EngineAdapter]] = tuple
+    _embedders: Callable[[], Iterable[EngineAdapter]] = tuple
+    _turn: int = field(default=-1, init=False)
 
     async def ask(self, path: str, body: JsonBody) -> ChatPrompt | None:
         """Token ids of a request; None where the engine refuses it, or none answers in time."""

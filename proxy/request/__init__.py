@@ -11,9 +11,9 @@ error_table.py     error class → code, status, reason of a refusal
 dialects.py        how each API words an error
 retries.py         which answers of an engine let another one be tried, and the error when all fail
 urgency.py         priority, deadline and cost, in the client's words
-migration.py       which streams go on on another engine after their engine died
+migration.py       which streams go on on another engine after their engine died; joins the rest to
+                   the part that the client has
 transcript.py      the part of a stream that its client has
-splice.py          joins the next engine's stream to that part
 temporary.py       what is refused when the temporary directory is full
 kept_bodies.py     the last requests' bodies
 comparison.py      why a request's cache missed

@@ -8,6 +8,7 @@ no engine has yet. It gives each back exactly once.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 from weakref import WeakValueDictionary
@@ -22,42 +23,31 @@ _RETRY_S = 1
 _UNLIMITED = ByteBudget(1 << 62)
 
 
+@dataclass(eq=False, slots=True)
 class Admission:
-    """The permission to serve one request. Use it as a context manager, or `close` it.
+    """The permission to serve one request. Use it as a context manager, or `close` it. Only `Gate.admit`,
+    `of_kvpin` and `part` make one.
 
     Attributes:
+        is_counted: the request counts in the tenant's quota until it is closed.
+        whole: the request of which this is a part.
         came: when the head was read, in monotonic seconds; None for parts, and for kvpin's own requests.
         since: the same, also for parts: they share the time limit of their whole.
         prompt_is_paid: the tenant was charged for the prompt; later parts inherit this.
     """
 
-    __slots__ = (
-        "_bodies", "_held", "_is_counted", "_parts", "_quota", "_whole", "came", "prompt_is_paid", "since",
-    )  # fmt: skip
+    _quota: Quota | None  # None without limits
+    _bodies: ByteBudget
+    is_counted: bool = False
+    whole: Admission | None = None
+    came: float | None = None
+    since: float | None = field(init=False)
+    prompt_is_paid: bool = field(default=False, init=False)
+    _held: int = field(default=0, init=False)  # bytes
+    _parts: set[Admission] = field(default_factory=set, init=False)  # those that run
 
-    def __init__(
-        self,
-        quota: Quota | None,
-        bodies: ByteBudget,
-        *,
-        is_counted: bool = False,
-        whole: Admission | None = None,
-        came: float | None = None,
-    ) -> None:
-        """Only `Gate.admit`, `of_kvpin` and `part` make one.
-
-        Args:
-            quota: the tenant's; None without limits.
-            bodies: memory for bodies.
-            is_counted: the request counts in the quota until it is closed.
-            whole: the request of which this is a part.
-            came: see the attribute.
-        """
-        self._quota, self._bodies, self._is_counted, self._whole = quota, bodies, is_counted, whole
-        self._held = 0  # bytes
-        self._parts = set[Admission]()  # those that run
-        self.came = self.since = came
-        self.prompt_is_paid = False
+    def __post_init__(self) -> None:
+        self.since = self.came
 
     @classmethod
     def of_kvpin(cls) -> Admission:
@@ -114,12 +104,12 @@ class Admission:
         for part in [*self._parts]:
             part.close()
         self.free_body()
-        if self._is_counted and self._quota is not None:
+        if self.is_counted and self._quota is not None:
             self._quota.leave()
-        self._is_counted = False
-        if self._whole is not None:
-            self._whole._end(self)  # noqa: SLF001 - of the same class
-        self._whole = None
+        self.is_counted = False
+        if self.whole is not None:
+            self.whole._end(self)  # noqa: SLF001 - of the same class
+        self.whole = None
 
     def _end(self, part: Admission) -> None:
         """Takes a finished part off the count."""

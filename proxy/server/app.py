@@ -222,7 +222,6 @@ class Proxy:
         return KeyBookFile(directory) if directory is not None else None
 
     def _named_tenants(self) -> set[str]:
-        """The tenants that the settings name."""
         return {entry.tenant for entry in self.settings.api_keys if entry.tenant is not None}
 
     async def _tell_keys(self) -> None:

@@ -29,8 +29,7 @@ import uvloop
 
 from engine_adapter import EngineSpecError, HttpTransport
 from proxy.api.web_pages import is_loopback
-from proxy.api.workers.peer_port import PeerPort
-from proxy.api.workers.siblings import Siblings
+from proxy.api.workers.siblings import PeerPort, Siblings
 from proxy.core.life import Cause
 from proxy.http.connection_limits import ConnectionLimits, connection_limit
 from proxy.http.handshake import over_tls
@@ -43,9 +42,8 @@ from proxy.observe.logs import configure_logs
 from proxy.runtime.interpreter import settle, steady
 from proxy.server.app import Proxy, build_app
 from proxy.server.checks import check, issued_keys, warnings_of
-from proxy.server.workers.catch_up import catch_up
 from proxy.server.workers.fairness import ConnectionTally, FairAcceptor, tallied
-from proxy.server.workers.orders import Orders
+from proxy.server.workers.orders import Orders, catch_up
 from proxy.server.workers.supervisor import Workers
 from proxy.server.workers.watchdog import Watchdog
 from proxy.settings import Settings, SettingsError, needs_restart

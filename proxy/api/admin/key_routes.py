@@ -8,8 +8,7 @@ from starlette.responses import Response
 
 from proxy.api.admin.endpoint import Endpoint, answer, read_body
 from proxy.api.admin.request_bodies import AddKey
-from proxy.control.key_notes import KeyNotes
-from proxy.control.keys import IssuedKeys, KeyAnswer, NewKey, RemovedKey
+from proxy.control.keys import IssuedKeys, KeyAnswer, KeyNotes, NewKey, RemovedKey
 from proxy.fleet.fleet import Fleet
 from proxy.request.tenants import Tenants
 

@@ -1,8 +1,7 @@
 """Requests for several answers (`n` choices, several prompts): split, served one by one, and joined.
 
 split.py        which requests a pool needs split, and the single requests
-join.py         their answers, joined into the client's one answer
-listed.py       the same on routes beside `/v1` that answer with a list
+join.py         their answers, joined into the client's one answer: also those of routes with lists
 serve_parts.py  serves the parts side by side
 prefill.py      computes a prompt once for all its choices, where an engine would not
 

@@ -14,8 +14,15 @@ from msgspec.structs import replace
 
 from engine_adapter import NATIVE_ROUTES, HeaderPairs, JsonBody
 from engine_adapter.off_loop import off_loop
-from proxy.api.fan_out.join import JoinedStream, PartAnswer, is_error, joined
-from proxy.api.fan_out.listed import ListedStream, joined_list, read_listed
+from proxy.api.fan_out.join import (
+    JoinedStream,
+    ListedStream,
+    PartAnswer,
+    is_error,
+    joined,
+    joined_list,
+    read_listed,
+)
 from proxy.api.fan_out.prefill import compute_once
 from proxy.api.fan_out.split import CHAT, COMPLETIONS, Part, Several, several_of
 from proxy.core.life import Cause

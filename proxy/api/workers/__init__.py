@@ -1,7 +1,5 @@
 """Several workers answer as one: the asked one asks the others and merges their answers.
 
-merging_app.py     asks all workers, merges their answers
-merged_events.py   likewise, their streams of events
-siblings.py        the other workers, asked over their sockets
-peer_port.py       the Unix socket that serves other kvpins of this machine
+merging_app.py     asks all workers, merges their answers and their streams of events
+siblings.py        the other workers, asked over their sockets; the socket that serves them
 """

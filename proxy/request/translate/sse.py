@@ -22,6 +22,5 @@ class Events:
 
 
 def _data_of(event: bytes) -> bytes:
-    """The data lines of an event, joined."""
     lines = (line[len(_DATA) :].strip() for line in event.splitlines() if line.startswith(_DATA))
     return b"\n".join(lines)

@@ -2,6 +2,5 @@
 
 traced.py   the data plane and the flow, with a span around each step
 spans.py    names and attributes of the spans
-points.py   the metrics page as metrics of OpenTelemetry
-otlp.py     sends both to a collector; complaints.py: what OpenTelemetry's packages log
+otlp.py     sends spans, and the metrics page as metrics of OpenTelemetry, to a collector
 """

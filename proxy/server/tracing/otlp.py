@@ -9,30 +9,132 @@ The variables: https://opentelemetry.io/docs/languages/sdk-configuration/
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
+import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.metadata import version
+from itertools import pairwise
 from urllib.parse import urlsplit
 from uuid import uuid4
 
+import structlog
 from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-from opentelemetry.sdk.metrics.export import MetricsData, ResourceMetrics, ScopeMetrics
+from opentelemetry.sdk.metrics.export import (
+    AggregationTemporality,
+    DataT,
+    Gauge,
+    Histogram,
+    HistogramDataPoint,
+    Metric,
+    MetricsData,
+    NumberDataPoint,
+    ResourceMetrics,
+    ScopeMetrics,
+    Sum,
+)
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+from prometheus_client import Metric as Family
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 from proxy.api.openai import DataPlane
 from proxy.flow import Flow
-from proxy.server.tracing.complaints import Complaints
-from proxy.server.tracing.points import read
 from proxy.server.tracing.traced import TracedAttempts, TracedDataPlane, TracedFlow, trace_id
 from proxy.settings import SettingsError
 from proxy.steps.attempt import Attempts
+
+
+def read(page: str, since_ns: int, now_ns: int) -> Iterator[Metric]:
+    """The metrics of a page in the format of Prometheus. Times are Unix times in ns: from when its counters
+    count, and when it was read."""
+    for family in text_string_to_metric_families(page):
+        name = f"{family.name}_total" if family.type == "counter" else family.name
+        unit = "s" if "_seconds" in name else ""
+        yield Metric(name, family.documentation, unit, _data(family, since_ns, now_ns))
+
+
+def _data(family: Family, since_ns: int, now_ns: int) -> DataT:
+    if family.type == "histogram":
+        points = [_histogram(samples, since_ns, now_ns) for samples in _series(family)]
+        return Histogram(points, AggregationTemporality.CUMULATIVE)
+    numbers = [NumberDataPoint(each.labels, since_ns, now_ns, each.value) for each in family.samples]
+    if family.type == "counter":
+        return Sum(numbers, AggregationTemporality.CUMULATIVE, is_monotonic=True)
+    return Gauge(numbers)
+
+
+def _series(family: Family) -> Iterator[list[Sample]]:
+    """The samples of each series of a histogram: its buckets, its count, its sum, in this order."""
+    series: list[Sample] = []
+    for sample in family.samples:
+        series.append(sample)
+        if sample.name.endswith("_sum"):
+            yield series
+            series = []
+
+
+def _histogram(samples: list[Sample], since_ns: int, now_ns: int) -> HistogramDataPoint:
+    *buckets, count, total = samples
+    below = [0, *(round(bucket.value) for bucket in buckets)]
+    bounds = [float(bucket.labels["le"]) for bucket in buckets]
+    return HistogramDataPoint(
+        attributes=total.labels,
+        start_time_unix_nano=since_ns,
+        time_unix_nano=now_ns,
+        count=round(count.value),
+        sum=total.value,
+        bucket_counts=[upper - lower for lower, upper in pairwise(below)],
+        explicit_bounds=bounds[:-1],
+        min=None,  # type: ignore[arg-type]  # not known; the encoder leaves it out
+        max=None,  # type: ignore[arg-type]  # likewise
+    )
+
+
+log = structlog.get_logger(__name__)
+
+# Seconds between two lines.
+EVERY_S = 60.0
+_LOGGER = "opentelemetry"
+_CAUSE = re.compile(r"\[Errno -?[0-9]+\] (?P<cause>[^\"')\]]+)")
+_LONGEST = 120
+
+
+class Complaints(logging.Handler):
+    """Logs the first record of OpenTelemetry's packages, which complain of every attempt to send, and then at
+    most one in `EVERY_S`."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(logging.WARNING)
+        self._clock = clock
+        self._quiet_until: float | None = None
+
+    @classmethod
+    def take(cls) -> None:
+        """Takes all records of these packages."""
+        logger = logging.getLogger(_LOGGER)
+        logger.handlers, logger.propagate = [cls()], False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Logs the record, if none was logged in the last `EVERY_S`."""
+        now = self._clock()
+        if self._quiet_until is not None and now < self._quiet_until:
+            return
+        self._quiet_until = now + EVERY_S
+        said = record.getMessage()
+        found = _CAUSE.search(said)
+        log.warning(
+            "traces or metrics are not sent; kvpin goes on trying, and says so at most once a minute",
+            error=found["cause"] if found else said[:_LONGEST],
+        )
+
 
 _NAME = "kvpin"
 _ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"

@@ -10,9 +10,8 @@ come at once, which `fairness.py` corrects.
 
 supervisor.py      starts, watches, drains and reloads the workers; owns the engines that kvpin starts
 shared_engines.py  the engines that kvpin starts, each once
-orders.py          what a worker is told when it starts
+orders.py          what a worker is told when it starts, and asks the others then
 directory.py       where their sockets and files are
-catch_up.py        what one that is started later does first
 fairness.py        shares the port's connections among them
 watchdog.py        notices a worker that hangs; tells systemd that kvpin does not
 """

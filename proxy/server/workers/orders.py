@@ -14,6 +14,9 @@ import msgspec
 from pydantic import SecretStr
 
 from engine_adapter import EngineSpec
+from proxy.api.workers.merging_app import ORDERS_PATH
+from proxy.api.workers.siblings import Siblings
+from proxy.core.engine_book import EngineBook, decode_marks
 from proxy.settings import (
     WORKER_VARIABLE,
     EngineSettings,
@@ -122,3 +125,10 @@ def _is_socket(descriptor: int) -> bool:
 
 def _http_socket(directory: str, number: int) -> Path:
     return Path(directory) / f"worker-{number}.http"
+
+
+async def catch_up(siblings: Siblings, book: EngineBook) -> None:
+    """Takes over the orders about engines that the other workers know. This worker's own socket listens
+    already: what is ordered from now on comes there."""
+    for told in await siblings.told(ORDERS_PATH):
+        book.merge(decode_marks(told))

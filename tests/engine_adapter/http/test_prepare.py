@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-import pytest
+import ssl
+from dataclasses import replace
+from pathlib import Path
 
+import pytest
+import trustme
+from cryptography.hazmat.primitives import serialization as pem
+from starlette.applications import Starlette
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+
+from engine_adapter import EngineSpecError, EngineUnavailable, HttpTransport
 from engine_adapter.body import JsonBody
-from engine_adapter.errors import EngineSpecError
+from engine_adapter.http.control import ControlClient
 from engine_adapter.http.headers import Headers
-from engine_adapter.http.prepare import base_url, parts_of, prepare_request
+from engine_adapter.http.prepare import base_url, parts_of, prepare_request, tls_context
 from engine_adapter.types import EngineSpec
 from engine_adapter.upload import Upload
+from tests.engines import served
 
 
 def spec(url="http://127.0.0.1:8000", **fields):
@@ -154,3 +165,119 @@ def test_an_adapters_own_header_takes_the_place_of_the_clients():
         (b"x-other", b"1"), (b"accept-encoding", b"identity"), *own
     ]  # fmt: skip
     assert (b"x-data-parallel-rank", b"5") in prepare_request(spec(), "GET", "/", clients, None).headers
+
+
+APP = Starlette(routes=[Route("/health", lambda request: JSONResponse(dict(request.headers)))])
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """Paths: an authority, the certificate of the server and that of a client, and another authority."""
+    directory = tmp_path_factory.mktemp("tls")
+    authority = trustme.CA()
+    names = ("ca", "server", "cert", "key", "both", "other")
+    paths = {name: str(directory / f"{name}.pem") for name in names}
+    authority.cert_pem.write_to_path(paths["ca"])
+    trustme.CA().cert_pem.write_to_path(paths["other"])
+    authority.issue_cert("127.0.0.1").private_key_and_cert_chain_pem.write_to_path(paths["server"])
+    client = authority.issue_cert("kvpin@example.org")
+    client.cert_chain_pems[0].write_to_path(paths["cert"])
+    client.private_key_pem.write_to_path(paths["key"])
+    client.private_key_and_cert_chain_pem.write_to_path(paths["both"])
+    return paths
+
+
+@pytest.fixture(scope="module")
+def url(files):
+    with served(APP, ssl_certfile=files["server"]) as address:
+        yield address.replace("http://", "https://")
+
+
+@pytest.fixture(scope="module")
+def strict_url(files):
+    """A server that wants a certificate of its clients."""
+    required = {"ssl_cert_reqs": ssl.CERT_REQUIRED, "ssl_ca_certs": files["ca"]}
+    with served(APP, ssl_certfile=files["server"], **required) as address:
+        yield address.replace("http://", "https://")
+
+
+async def by_control(spec):
+    control = ControlClient(spec)
+    try:
+        return await control.get("/health")
+    finally:
+        await control.aclose()
+
+
+async def by_data_plane(spec):
+    transport = HttpTransport(connect_timeout_s=2)
+    try:
+        async with await transport.send(prepare_request(spec, "GET", "/health", {}, None)) as response:
+            await response.read()
+            return response.status
+    finally:
+        await transport.aclose()
+
+
+@pytest.mark.parametrize("client", [by_control, by_data_plane])
+async def test_both_clients_trust_the_engines_own_authority_and_no_other(client, url, files):
+    spec = EngineSpec("openai_compatible", url, "e", ca=files["ca"])
+    assert await client(spec)
+    for distrusted in (replace(spec, ca=files["other"]), replace(spec, ca=None)):
+        with pytest.raises(EngineUnavailable, match="CERTIFICATE_VERIFY_FAILED"):
+            await client(distrusted)
+
+
+async def test_who_distrusts_a_certificate_is_told_what_to_do(url):
+    with pytest.raises(EngineUnavailable, match="name the authorities that signed its certificate: ca=FILE"):
+        await by_control(EngineSpec("openai_compatible", url, "e"))
+
+
+@pytest.mark.parametrize("client", [by_control, by_data_plane])
+async def test_both_clients_show_the_certificate(client, strict_url, files):
+    spec = EngineSpec("openai_compatible", strict_url, "e", ca=files["ca"])
+    assert await client(replace(spec, cert=files["cert"], key=files["key"]))
+    assert await client(replace(spec, cert=files["both"]))
+    with pytest.raises(EngineUnavailable):
+        await client(spec)
+
+
+async def test_certificates_are_checked_however_the_scheme_is_spelt(url):
+    with pytest.raises(EngineUnavailable, match="CERTIFICATE_VERIFY_FAILED"):
+        await by_control(EngineSpec("openai_compatible", url.replace("https", "HTTPS"), "e"))
+
+
+def test_one_context_an_engine(files):
+    spec = EngineSpec("openai_compatible", "https://h:1", "e", ca=files["ca"])
+    assert tls_context(spec) is tls_context(replace(spec, id="other"))
+    assert tls_context(spec) is not tls_context(replace(spec, ca=files["other"]))
+    assert tls_context(replace(spec, url="http://h:1")) is None
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        ({"ca": "missing"}, "engine 'e': ca: 'missing' cannot be read: No such file or directory"),
+        ({"ca": "key"}, "ca: .* holds no certificates in PEM form"),
+        ({"cert": "cert"}, "do not go together"),
+        ({"cert": "server", "key": "key"}, "do not go together"),
+        ({"cert": "cert", "key": "missing"}, "key: 'missing' cannot be read"),
+        ({"key": "key"}, "key is given without cert"),
+        ({"ca": "a\0b"}, "ca: .* is no path"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_named(files, names, message):
+    paths = {name: files.get(path, path) for name, path in names.items()}
+    with pytest.raises(EngineSpecError, match=message):
+        ControlClient(EngineSpec("openai_compatible", "https://h:1", "e", **paths))
+
+
+def test_an_encrypted_key_is_refused_and_nobody_is_asked_for_its_password(files, tmp_path):
+    key = pem.load_pem_private_key(Path(files["key"]).read_bytes(), None)
+    encrypted = tmp_path / "key.pem"
+    encrypted.write_bytes(
+        key.private_bytes(pem.Encoding.PEM, pem.PrivateFormat.PKCS8, pem.BestAvailableEncryption(b"hush"))
+    )
+    spec = EngineSpec("openai_compatible", "https://h:1", "e", cert=files["cert"], key=str(encrypted))
+    with pytest.raises(EngineSpecError, match="unencrypted private key"):
+        tls_context(spec)

@@ -1,4 +1,4 @@
-"""A control client for the servers that tests start."""
+"""Servers, their control clients, schedulers and adapters."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 from engine_adapter.http.control import ControlClient
 from engine_adapter.types import EngineSpec
 from tests.engine_adapter.llama_server.scheduler_world import SMALL_STEPS, SchedulerWorld, scheduler_world
+from tests.engine_adapter.llama_server.slot_world import slot_world
 from tests.llama import RunningLlama, memory_dir, running_llama_server
 
 
@@ -47,4 +48,12 @@ def two_slots(tmp_path_factory) -> Iterator[RunningLlama]:
 async def scheduler(two_slots) -> AsyncIterator[SchedulerWorld]:
     """A scheduler of its slots, which are empty."""
     async with scheduler_world(two_slots) as world:
+        yield world
+
+
+@pytest.fixture
+async def world(start_llama, save_dir):
+    server = start_llama(slots=2, ctx=1024, save_dir=save_dir)
+    async with slot_world(server.url, host_cache_dir=str(save_dir)) as world:
+        world.server = server
         yield world

@@ -1,25 +1,19 @@
-"""llama-server as an engine: what it can do as it was started, restarts, tenants, requests of every shape."""
+"""llama-server as an engine: restarts, sleep, and other kvpins."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import os
-from array import array
 
 import pytest
 
 from engine_adapter import (
     Capability,
-    EngineSpecError,
     EngineTaken,
     EngineUnavailable,
     JsonBody,
-    KvTarget,
     KvVerb,
     ModelState,
-    NotSupported,
-    make_adapter,
 )
 from engine_adapter.llama_server import adapter as adapter_module
 from engine_adapter.llama_server import saved_files
@@ -29,215 +23,6 @@ from tests.engines import engine_spec
 PLAIN = {Capability.CACHED_TOKENS, Capability.TOKENIZE}
 SLOTS = PLAIN | {Capability.KV_EVENTS, Capability.CACHE_SALT, Capability.PIN}
 FILES = SLOTS | {Capability.FLUSH, Capability.OFFLOAD, Capability.RESTORE}
-
-
-@pytest.fixture
-async def world(start_llama, save_dir):
-    server = start_llama(slots=2, ctx=1024, save_dir=save_dir)
-    async with slot_world(server.url, host_cache_dir=str(save_dir)) as world:
-        world.server = server
-        yield world
-
-
-class TestWhatItCanDo:
-    async def test_all_of_it_with_a_save_path_and_its_directory(self, world):
-        info = await world.adapter.connect()
-        assert info.capabilities == FILES
-        assert (info.max_model_len, info.gpu_blocks, info.tokens_per_block) == (1024, 128, 16)
-        assert info.vocab_size == 4096
-        assert world.adapter.findings() == ()
-
-    async def test_slots_alone_without_the_directory(self, start_llama, save_dir):
-        server = start_llama(slots=2, save_dir=save_dir)
-        async with slot_world(server.url) as world:
-            assert (await world.adapter.connect()).capabilities == SLOTS | {Capability.FLUSH}
-            with pytest.raises(NotSupported, match="host_cache_dir"):
-                await world.do(KvVerb.OFFLOAD)
-            assert (await world.ask(prompt_of(1)))[1:] == (0, 0)
-            assert (await world.ask(prompt_of(1)))[1:] == (99, 99)
-
-    async def test_nor_without_a_save_path(self, start_llama, save_dir):
-        server = start_llama(slots=2)
-        async with slot_world(server.url, host_cache_dir=str(save_dir)) as world:
-            assert (await world.adapter.connect()).capabilities == SLOTS
-            assert "--slot-save-path" in " ".join(map(str, world.adapter.findings()))
-            with pytest.raises(NotSupported, match="--slot-save-path"):
-                await world.do(KvVerb.FLUSH)
-            assert (await world.ask(prompt_of(1)))[1:] == (0, 0)
-            assert (await world.ask(prompt_of(1)))[1:] == (99, 99)
-
-    @pytest.mark.parametrize("flag", ["-kvu", "--no-slots"])
-    async def test_left_to_itself_where_slots_cannot_be_kept(self, start_llama, save_dir, flag):
-        server = start_llama(flag, slots=2, save_dir=save_dir)
-        async with slot_world(server.url, host_cache_dir=str(save_dir)) as world:
-            assert (await world.adapter.connect()).capabilities == PLAIN
-            stats = await world.adapter.stats()
-            assert stats["slots"] == []
-            assert flag.removeprefix("--no-") in " ".join(map(str, world.adapter.findings()))
-            assert world.adapter.forecast(KvTarget(prompt_of(1))) is None
-            async with world.hold(prompt_of(1)) as hold:
-                assert hold.body.get("id_slot") is None
-                async with await world.sent(hold) as response:
-                    assert response.status == 200
-
-    async def test_no_word_for_a_server_with_a_cache_of_its_own(self, start_llama, save_dir):
-        server = start_llama("--cache-ram", "64", slots=2, save_dir=save_dir)
-        async with slot_world(server.url, host_cache_dir=str(save_dir)) as world:
-            assert (await world.adapter.connect()).capabilities == FILES - {Capability.CACHE_SALT}
-            assert "--cache-ram 0" in " ".join(map(str, world.adapter.findings()))
-            assert "start it with --cache-ram 0" in str(world.adapter.not_supported(Capability.CACHE_SALT))
-            async with world.hold(prompt_of(1)) as hold:
-                assert not hold.firm
-            assert not world.adapter.forecast(KvTarget(prompt_of(1))).firm
-            for salt in ("a", "b", "a"):
-                assert (await world.ask(prompt_of(2), salt=salt))[1] == 0
-
-    def test_one_directory_has_one_description(self, save_dir):
-        specs = [
-            engine_spec("llama_server", "http://127.0.0.1:1", "a", host_cache_dir=str(save_dir), **cap)
-            for cap in ({"host_cache_bytes": 1 << 20}, {"host_cache_bytes": 2 << 20})
-        ]
-        first = make_adapter(specs[0])
-        with pytest.raises(EngineSpecError, match="different bytes"):
-            make_adapter(specs[1])
-        assert first.spec is specs[0]
-
-
-class TestRequests:
-    async def test_those_that_follow_an_answer_at_once_are_not_lost(self, start_llama):
-        # The server closes the connection after each stream, when the next request may be under way.
-        async with slot_world(start_llama(slots=2).url) as world, world.hold(prompt_of(1)) as hold:
-            for _ in range(200):
-                async with await world.sent(hold) as response:
-                    await response.read()
-
-    async def test_a_body_is_pinned_and_streamed_and_else_as_it_was(self, world):
-        async with world.hold(prompt_of(1), seed=7, id_slot="nonsense") as hold:
-            assert hold.body.get("id_slot") in (0, 1)
-            assert (hold.body.get("stream"), hold.body.get("seed")) == (True, 7)
-            assert hold.body.get("stream_options") == {"include_usage": True}
-            assert hold.answer.assembles
-        async with world.hold(prompt_of(1), stream=True) as hold:
-            assert hold.body.get("stream_options") is None
-            assert not hold.answer.assembles
-
-    @pytest.mark.parametrize("path", ["/v1/completions", "/completion"])
-    async def test_a_text_goes_as_its_token_ids(self, world, path, control_of):
-        body = JsonBody(b'{"prompt": "Hello there", "temperature": 0, "max_tokens": 4, "n_predict": 4}')
-        ids = await world.adapter.tokenize("/v1/completions", body)
-        straight = await control_of(world.server.url).call("POST", path, json=json.loads(body.raw))
-        async with world.adapter.hold(path, body, KvTarget(ids, exact=True)) as hold:
-            assert hold.body.get("prompt") == ids.tolist()
-            async with await world.sent(hold, path) as response:
-                kept = hold.answer.feed(await response.read())
-                answer = json.loads(kept + hold.answer.finish())
-        for name in ("content", "prompt", "tokens_evaluated", "stop_type"):
-            assert answer.get(name) == straight.get(name)
-        if path == "/v1/completions":
-            assert answer["choices"] == straight["choices"]
-            assert answer["usage"]["prompt_tokens"] == straight["usage"]["prompt_tokens"]
-
-    @pytest.mark.parametrize("exact", [False, True])
-    async def test_a_chat_and_ids_that_are_not_proved_stay_as_they_are(self, world, exact):
-        path = "/v1/chat/completions" if exact else "/v1/completions"
-        body = JsonBody(b'{"messages": [{"role": "user", "content": "Hi"}], "prompt": "Hello"}')
-        async with world.adapter.hold(path, body, KvTarget(prompt_of(1), exact=exact)) as hold:
-            assert hold.body.get("prompt") == "Hello"
-
-    async def test_a_stream_ends_with_its_client_also_where_it_names_a_conversation(self, world):
-        named = {"content-type": "application/json", "x-conversation-id": "c"}
-        sent = world.adapter.prepare("POST", "/v1/completions", named, None).headers
-        assert b"x-conversation-id" not in dict(sent)
-        assert dict(sent)[b"content-type"] == b"application/json"
-
-    async def test_who_wants_no_reuse_gets_none(self, world):
-        await world.ask(prompt_of(1))
-        assert (await world.ask(prompt_of(1), cache_prompt=False))[1:] == (0, 0)
-
-    async def test_a_prompt_nobody_knows_leaves_a_slot_nobody_knows(self, world):
-        async with world.hold(None) as hold, await world.sent(hold) as response:
-            hold.answer.feed(await response.read())
-            hold.answer.finish()
-        await world.until(lambda slots: all(slot["operation"] is None for slot in slots))
-        assert sorted((s["tokens"] > 0, s["unknown"] > 0) for s in await world.slots()) == [
-            (False, False),
-            (True, True),
-        ]
-        assert (await world.ask(array("i", [1, 2, 3])))[1:] == (0, 0)
-
-    async def test_the_kv_of_an_adapter_is_not_that_of_its_tokens(self, world):
-        await world.ask(prompt_of(1))
-        assert (await world.ask(prompt_of(1), lora=[{"id": 0, "scale": 1.0}]))[2] == 0
-        await world.until(lambda slots: all(slot["operation"] is None for slot in slots))
-        assert sum(slot["unknown"] > 0 for slot in await world.slots()) == 1
-
-    @pytest.mark.parametrize(
-        "fields", [{"n": 2}, {"prompt": ["Hello there", "Good day"]}, {"prompt": [[5, 6], [7, 8]]}]
-    )
-    async def test_what_is_several_requests_runs_alone(self, world, fields):
-        await world.ask(prompt_of(1))
-        async with world.hold(prompt_of(2), **fields) as hold:
-            assert "alone" in hold.note
-            assert hold.body.get("id_slot") is None
-            assert {slot["operation"] for slot in await world.slots()} == {"foreign"}
-            async with await world.sent(hold) as response:
-                assert len(json.loads(await response.read())["choices"]) == 2
-        await world.until(lambda slots: all(slot["operation"] is None for slot in slots))
-        for seed in (1, 3):
-            _, reported, said = await world.ask(prompt_of(seed))
-            assert reported == said
-
-    async def test_a_client_that_leaves_frees_its_slot(self, world):
-        tokens = prompt_of(1, 900)
-
-        async def leave():
-            async with (
-                world.hold(tokens, stream=True, max_tokens=100) as hold,
-                await world.sent(hold) as answer,
-            ):
-                hold.answer.feed(await answer.receive())
-                raise ConnectionError
-
-        with pytest.raises(ConnectionError):
-            await leave()
-        await world.until(lambda slots: all(slot["operation"] is None for slot in slots))
-        _, reported, said = await world.ask(tokens)
-        assert reported == said > 800
-
-    async def test_more_requests_than_slots_all_get_their_turn(self, world):
-        prompts = [prompt_of(seed, 60) for seed in range(8)]
-        alone = [await world.ask(tokens) for tokens in prompts]
-        await world.do(KvVerb.FLUSH)
-        together = await asyncio.gather(*(world.ask(tokens) for tokens in prompts))
-        assert [text for text, *_ in together] == [text for text, *_ in alone]
-        assert all(reported == said for _, reported, said in together)
-
-    async def test_a_forecast_is_what_happens(self, world):
-        await world.ask(prompt_of(1))
-        for seed in (1, 2):
-            forecast = world.adapter.forecast(KvTarget(prompt_of(seed)))
-            assert forecast.firm
-            assert (await world.ask(prompt_of(seed)))[1] == forecast.cached_tokens
-
-
-class TestTenants:
-    async def test_no_salt_shares_with_another(self, world):
-        tokens = prompt_of(1)
-        for salt in ("a", "b", None, "c", "d"):
-            assert (await world.ask(tokens, salt=salt))[1:] == (0, 0)
-
-    async def test_nor_by_files(self, world):
-        tokens = prompt_of(1)
-        await world.ask(tokens, salt="a")
-        await world.do(KvVerb.OFFLOAD)
-        assert (await world.ask(tokens, salt="b"))[1:] == (0, 0)
-        assert (await world.ask(tokens, salt="a"))[1:] == (99, 99)
-
-    async def test_salts_are_not_written_down(self, world, save_dir):
-        await world.ask(prompt_of(1), salt="tenant-secret")
-        await world.do(KvVerb.OFFLOAD)
-        assert (await world.files()) != []
-        assert not [path for path in save_dir.iterdir() if b"tenant-secret" in path.read_bytes()]
 
 
 class TestLives:
@@ -348,17 +133,6 @@ class TestLives:
                 assert not await late.adapter.is_loaded()
                 async with late.adapter.hold("/v1/embeddings", JsonBody(b"{}"), None):
                     assert await late.adapter.is_loaded()
-
-
-async def test_a_body_that_is_no_json_is_left_alone(world):
-    async def chunks():
-        yield b"x"
-
-    body = chunks()
-    async with world.adapter.hold("/v1/audio/transcriptions", body, None) as hold:
-        assert hold.body is body
-    async with world.adapter.hold("/v1/embeddings", JsonBody(b'{"input": "x"}'), None) as hold:
-        assert hold.body.get("id_slot") is None
 
 
 def test_caps_are_plain_numbers_that_json_can_hold(tmp_path):

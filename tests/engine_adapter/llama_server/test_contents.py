@@ -204,7 +204,7 @@ class TestRestore:
         entry = await world.saved_away(prompt_of(1), "a")
         assert await world.restore(1, entry)
         slot = world.table[1]
-        assert (slot.tokens, slot.salt, slot.saved, slot.restored) == (entry.tokens, "a", 103, True)
+        assert (slot.tokens, slot.salt, slot.saved) == (entry.tokens, "a", 103)
         counts = world.contents.counts
         assert (counts.restores, counts.restored_tokens, entry.uses) == (1, 103, 1)
         await world.check()

@@ -17,7 +17,7 @@ def run(*bounds):
 
 
 def contents(table):
-    return [(list(slot.tokens), slot.unknown, slot.salt, slot.saved, slot.restored) for slot in table]
+    return [(list(slot.tokens), slot.unknown, slot.salt, slot.saved) for slot in table]
 
 
 def test_a_new_table_is_empty_and_idle():
@@ -82,19 +82,19 @@ def test_it_takes_every_slot_or_none():
 
 def test_content_is_known_or_unknown():
     table = SlotTable(1)
-    table.hold(0, run(10), "tenant", unknown=5, saved=12, restored=True)
+    table.hold(0, run(10), "tenant", unknown=5, saved=12)
     slot = table[0]
-    assert contents(table) == [(list(range(10)), 5, "tenant", 12, True)]
+    assert contents(table) == [(list(range(10)), 5, "tenant", 12)]
     assert (slot.length, slot.is_empty, slot.dirty) == (15, False, True)
     table.hold(0, run(10), "tenant", saved=99)
-    assert (slot.saved, slot.dirty, slot.restored) == (10, False, False)
+    assert (slot.saved, slot.dirty) == (10, False)
 
 
 def test_no_tokens_are_an_erased_slot():
     table = SlotTable(1)
     table.hold(0, run(10), "tenant", saved=10)
     table.hold(0, ids(), "tenant")
-    assert contents(table) == [([], 0, None, 0, False)]
+    assert contents(table) == [([], 0, None, 0)]
     table.hold(0, ids(), "tenant", unknown=7)
     assert (table[0].length, table[0].salt, table[0].is_empty) == (7, "tenant", False)
 
@@ -147,11 +147,11 @@ def test_a_pin_ends_when_one_of_its_tokens_goes():
 
 def test_a_wipe_takes_contents_and_pins_and_leaves_operations():
     table = SlotTable(2)
-    table.hold(0, run(10), "a", saved=10, restored=True)
+    table.hold(0, run(10), "a", saved=10)
     table.pin(0, 10, 60.0)
     table.begin(0, SlotOperation.REQUEST, 1.0)
     table.wipe()
-    assert contents(table) == [([], 0, None, 0, False)] * 2
+    assert contents(table) == [([], 0, None, 0)] * 2
     assert (table[0].pinned, table[0].pinned_until) == (0, -math.inf)
     assert [slot.uses for slot in table] == [2, 1]  # who compares uses sees that the content is no more
     assert table[0].operation is SlotOperation.REQUEST

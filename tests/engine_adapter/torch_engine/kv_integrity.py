@@ -77,13 +77,18 @@ def _leaves(cache, nodes):
             yield f"{tier}: {len(missing)} evictable blocks are not queued"
 
 
+def by_owner(kept):
+    """Number of blocks that each owner keeps."""
+    return {owner: len(book) for owner, book in kept._books.items()}
+
+
 def _kept(cache, nodes):
     """Retained blocks are known and within the limit. A parent is retained at least as long as its child."""
     kept = cache.tree.kept
     if {node for node in nodes if node.priority > 0} != set(kept._owners):
         yield "the kept blocks differ from those of the tree"
-    if len(kept) > kept.limit or len(kept) != sum(kept.by_owner().values()):
-        yield f"{len(kept)} blocks are kept of at most {kept.limit}, by owner: {kept.by_owner()}"
+    if len(kept) > kept.limit or len(kept) != sum(by_owner(kept).values()):
+        yield f"{len(kept)} blocks are kept of at most {kept.limit}, by owner: {by_owner(kept)}"
     for node in nodes:
         parent = node.parent
         if parent is not None and parent.parent is not None:

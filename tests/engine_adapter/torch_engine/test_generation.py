@@ -136,7 +136,7 @@ class GivesUp:
     def allow(self, words):
         if not self.left:
             raise RequestRefused("guided_regex cannot be followed", param="guided_regex")
-        return False
+        words[:] = -1
 
     def accept(self, token):
         self.left -= 1

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from engine_adapter.torch_engine.kv_kept import KeptBlocks
 from engine_adapter.torch_engine.kv_node import Node
 from engine_adapter.types import KvTarget, Retention
+from tests.engine_adapter.torch_engine.kv_integrity import by_owner
 from tests.engine_adapter.torch_engine.kv_world import SIZE, World
 
 DAY_S = 86_400.0
@@ -127,7 +128,7 @@ def test_an_owner_that_keeps_little_loses_none_to_one_that_keeps_much():
         world.run(prompt(name), priority=1, owner="much")
     scan(world)
     assert world.held(prompt(1)) == 2
-    assert world.cache.tree.kept.by_owner() == {"little": 2, "much": 6}
+    assert by_owner(world.cache.tree.kept) == {"little": 2, "much": 6}
 
 
 def test_owners_that_ask_for_much_get_equal_shares():
@@ -135,7 +136,7 @@ def test_owners_that_ask_for_much_get_equal_shares():
     for round_ in range(6):
         for owner in range(3):
             world.run(prompt(10 * owner + round_), priority=1, owner=f"{owner}")
-    assert world.cache.tree.kept.by_owner() == {"0": 4, "1": 4, "2": 4}
+    assert by_owner(world.cache.tree.kept) == {"0": 4, "1": 4, "2": 4}
 
 
 def test_owners_that_share_a_beginning_leave_it_in_order():
@@ -168,7 +169,7 @@ def test_a_long_chain_ends_at_once():
     book.keep(chain[1:], Retention(1, 5.0, "a"), 0.0)
     book.keep(chain[1:10], Retention(1, 5.0, "b"), 0.0)
     book.expire(5.0)
-    assert (len(book), book.by_owner()) == (0, {})
+    assert (len(book), by_owner(book)) == (0, {})
     assert set(freed) == set(chain[1:])
     assert {node.priority for node in chain} == {0}
 
@@ -191,7 +192,7 @@ def test_whatever_others_ask_an_owner_has_its_share(asks, host):
         world.run(prompt(100 * owner + name, blocks), priority=1, owner=owner)
         asked.setdefault(owner, {}).setdefault(name, 0)
         asked[owner][name] = max(asked[owner][name], blocks)
-    shares = world.cache.tree.kept.by_owner()
+    shares = by_owner(world.cache.tree.kept)
     assert sum(shares.values()) == min(sum(sum(names.values()) for names in asked.values()), 12)
     for owner, names in asked.items():
         assert shares.get(owner, 0) >= min(sum(names.values()), 12 // 4)

@@ -39,7 +39,7 @@ async def test_every_limit_reaches_what_it_limits():
             part = {"image_url": f"data:;base64,{data}", "uuid": "u"}
             body = JsonBody(json.dumps({"input": [{"content": [part]}]}).encode())
             assert await proxy.flow.preparation.media.admit(body, None) is body
-        assert (proxy.monitor._interval_s, proxy.monitor._timeout_s) == (0.25, 0.75)
+        assert (proxy.monitor.interval_s, proxy.monitor.timeout_s) == (0.25, 0.75)
         with pytest.raises(BodyTooLarge, match="more than 10 bytes"):
             proxy.tables.put(save({"t": np.zeros((2, 4), np.float32)}))
         for number in range(5):

@@ -1,13 +1,19 @@
 import asyncio
+import logging
 import sys
 
 import pytest
+from opentelemetry.sdk.metrics.export import Gauge, Histogram, Sum
+from structlog.testing import capture_logs
 
 from engine_adapter import HttpTransport
+from proxy.fleet.fleet import Fleet
+from proxy.observe.metrics import Metrics
 from proxy.server.app import Proxy
-from proxy.server.tracing.otlp import Telemetry
+from proxy.server.tracing.otlp import EVERY_S, Complaints, Telemetry, read
 from proxy.settings import Settings, SettingsError
-from tests.fakes import ASK, CHAT
+from tests.fakes import ASK, CHAT, add_ready
+from tests.proxy.observe.test_metrics import record
 
 
 async def test_metrics_are_sent_again_and_again(traced, collector, monkeypatch):
@@ -90,3 +96,66 @@ async def test_a_collector_that_hangs_holds_nothing_up(traced, monkeypatch):
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
         await writer.drain()
         writer.close()
+
+
+REFUSED = (
+    "Transient error HTTPConnectionPool(host='127.0.0.1', port=4318): Max retries exceeded (Caused by "
+    'NewConnectionError("Failed to connect: [Errno 111] Connection refused")), retrying in 1.02s'
+)
+
+
+@pytest.mark.parametrize(("said", "error"), [(REFUSED, "Connection refused"), ("x" * 500, "x" * 120)])
+def test_one_short_line_a_minute(said, error):
+    now = 0.0
+    complaints = Complaints(lambda: now)
+    record = logging.LogRecord("opentelemetry.x", logging.ERROR, "", 0, said, (), None)
+    with capture_logs() as lines:
+        for now in (0.0, 1.0, EVERY_S - 1, EVERY_S, EVERY_S + 1):  # noqa: B007 - the clock
+            complaints.emit(record)
+    assert [line["error"] for line in lines] == [error] * 2
+
+
+def test_they_are_taken_from_the_packages_that_complain():
+    logger = logging.getLogger("opentelemetry")
+    before = logger.handlers, logger.propagate
+    try:
+        Complaints.take()
+        with capture_logs() as lines:
+            logging.getLogger("opentelemetry.exporter.x").warning("no")
+        assert [line["error"] for line in lines] == ["no"]
+        assert not logger.propagate
+    finally:
+        logger.handlers, logger.propagate = before
+
+
+def test_the_page_says_the_same_in_otlp():
+    fleet = Fleet()
+    add_ready(fleet, "a")
+    metrics = Metrics(fleet)
+    for duration_s in (0.003, 0.3, 0.3, 1e6):
+        metrics.observe(record(reported_tokens=16, duration_s=duration_s))
+    points = {metric.name: metric for metric in read(metrics.render().decode(), 1, 2)}
+    requests = points["kvpin_requests_total"].data
+    assert isinstance(requests, Sum)
+    assert requests.is_monotonic
+    (point,) = requests.data_points
+    assert point.attributes == {"model": "m", "engine": "a", "status": "200"}
+    assert (point.value, point.start_time_unix_nano, point.time_unix_nano) == (4, 1, 2)
+    assert isinstance(points["kvpin_engine_ready"].data, Gauge)
+    duration = points["kvpin_request_duration_seconds"]
+    assert duration.unit == "s"
+    assert duration.description == "From a request's arrival at kvpin to the end of its answer"
+    assert isinstance(duration.data, Histogram)
+    (point,) = duration.data.data_points
+    assert point.attributes == {"model": "m", "engine": "a"}
+    assert (point.count, point.sum) == (4, 1e6 + 0.603)
+    assert len(point.bucket_counts) == len(point.explicit_bounds) + 1
+    assert next(iter(point.bucket_counts)) == 1
+    assert point.bucket_counts[point.explicit_bounds.index(0.5)] == 2
+    assert point.bucket_counts[-1] == 1
+
+
+def test_every_metric_of_the_page_is_sent():
+    page = Metrics(Fleet()).render().decode()
+    names = {line.split()[2] for line in page.splitlines() if line.startswith("# TYPE")}
+    assert {metric.name for metric in read(page, 1, 2)} == names

@@ -6,10 +6,17 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from starlette.applications import Starlette
+from starlette.responses import Response
+from starlette.routing import Route
 
 from engine_adapter import EngineSpec
-from proxy.server.workers.orders import Orders, write_engines
+from proxy.api.workers.merging_app import ORDERS_PATH
+from proxy.api.workers.siblings import Siblings
+from proxy.core.engine_book import EngineBook, encode_marks
+from proxy.server.workers.orders import Orders, catch_up, write_engines
 from proxy.settings import WORKER_VARIABLE, ManagedSettings, Settings, SettingsError, StartedSettings
+from tests.proxy.api.workers.test_siblings import at_socket
 
 
 @pytest.fixture
@@ -89,3 +96,25 @@ def test_workers_record_with_one_key(orders, given):
 def test_a_worker_has_a_name_of_its_own(orders):
     write_engines(orders.http_socket.parent, [])
     assert orders.settings(lambda: Settings(name="blue")).name == "blue/2"
+
+
+async def test_it_knows_what_any_of_the_others_knows(tmp_path):
+    def telling(book):
+        return Starlette(routes=[Route(ORDERS_PATH, lambda _: Response(encode_marks(book.marks())))])
+
+    second, third, learned = EngineBook(), EngineBook(), EngineBook()
+    second.drain("gpu1:8000", drained=True, now=5.0)
+    third.add("gpu2:8000", b"{}", now=5.0)
+    sockets = [tmp_path / f"worker-{number}.http" for number in (2, 3, 4)]
+    siblings = Siblings(sockets)  # the fourth does not run
+    async with at_socket(telling(second), sockets[0]), at_socket(telling(third), sockets[1]):
+        await catch_up(siblings, learned)
+        await siblings.aclose()
+    assert learned.is_drained("gpu1:8000")
+    assert learned.added("gpu2:8000")
+
+
+async def test_alone_it_has_nothing_to_do(tmp_path):
+    siblings = Siblings([tmp_path / "worker-2.http"])
+    await catch_up(siblings, EngineBook())
+    await siblings.aclose()
