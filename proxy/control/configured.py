@@ -118,16 +118,17 @@ class ConfiguredEngines:
         self._waiting = frozenset(entry.id for entry in waiting if entry.id in self._leaving)
         to_try = [*(made.entry.id for made in added), *self._waiting]
         for engine_id in changes.removed:
-            old = self.engine(engine_id)
-            entry = self._entries.pop(engine_id)
-            del self._joined[engine_id]
-            if old is not None and not _is_as_ordered(
-                entry, self._fleet.book.added(order_name(old.adapter.spec))
-            ):
-                self._leaving[engine_id] = entry, old
-                leaving = self._leave(old, to_try, grace_s)
-                self._tasks.start(_leaving_task(old), leaving)
+            self._drop(engine_id, to_try, grace_s)
         return replace(changes, waiting=waiting)
+
+    def _drop(self, engine_id: str, to_try: list[str], grace_s: float) -> None:
+        """The settings no longer name an engine: it leaves, unless an operator has ordered it as it is."""
+        old, entry = self.engine(engine_id), self._entries.pop(engine_id)
+        del self._joined[engine_id]
+        if old is None or _is_as_ordered(entry, self._fleet.book.added(order_name(old.adapter.spec))):
+            return
+        self._leaving[engine_id] = entry, old
+        self._tasks.start(_leaving_task(old), self._leave(old, to_try, grace_s))
 
     def _keep(self, entry: EngineEntry) -> bool:
         """Keeps an engine that leaves, if it is named again with the same settings. Whether it is so."""

@@ -6,6 +6,7 @@ trace.py             a file of block hashes → requests
 recorded.py          a recording's lines about its engines
 figures.py           the figures of the engines that a replay simulates
 check.py             whether a replay's first tokens come when the recorded ones did
+answers.py           the blocks that answers leave in a cache
 arrivals.py          when they arrive
 plan.py              plan → runs
 simulator.py         one run, on a virtual clock
