@@ -232,7 +232,8 @@ class Flow:
     def _close(self, serving: Serving) -> None:
         """Frees what the request holds, however it ended."""
         serving.alarm.stop()
-        self.attempts.room.give_back(serving.kept)
+        if serving.kept:
+            self.attempts.room.give_back(serving.kept)
         serving.record.cause = serving.life.ended(time.monotonic())
         serving.first = serving.ready = None
 

@@ -399,5 +399,7 @@ def _able_of(engines: Collection[Engine], needs: Needs, without: Container[str])
         if able:
             # Never none: where all fail, one may still succeed.
             able = [engine for engine in able if engine.is_allowed] or able
+            if needs.route is None:
+                return able
             return [engine for engine in able if needs.route not in engine.lacks] or able
     return []

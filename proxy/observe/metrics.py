@@ -10,6 +10,7 @@ from typing import NamedTuple
 from engine_adapter.off_loop import THREADS
 from proxy.core.budget import ByteBudget
 from proxy.core.life import Cause
+from proxy.core.placement.decision import Placement
 from proxy.fleet.discovery import Source
 from proxy.fleet.fleet import Fleet
 from proxy.observe.gauges import GAUGES, ScrapedState, counters_of, gauges_of
@@ -217,19 +218,29 @@ class Metrics:
             return
         self._count("kvpin_placements_total", model, reason_of(placement))
         if record.prompt is not None:
-            reuse = reuse_of(record, placement)
-            self._add_reuse(engine, reuse)
-            self._count("kvpin_prompt_tokens_total", model, engine, by=reuse.prompt_tokens)
-            self._count("kvpin_available_cached_tokens_total", model, engine, by=reuse.available_tokens)
-            self._count("kvpin_predicted_cached_tokens_total", model, engine, by=reuse.selected_tokens)
-            if record.reported_tokens is not None:
-                self._count("kvpin_cached_tokens_total", model, engine, by=reuse.delivered_tokens)
-                self._count("kvpin_saved_prefill_seconds_total", model, engine, by=0)
-                missed = record.reported_tokens != placement.predicted_tokens
-                self._count("kvpin_mispredictions_total", model, engine, by=int(missed))
-            for served, saver, saved_s in self._saved.observe(record):
-                self._add_reuse(saver, ReuseCounts(saved_s=saved_s))
-                self._count("kvpin_saved_prefill_seconds_total", served, saver, by=saved_s)
+            self._count_reuse(record, placement, model, engine)
+
+    def _count_reuse(self, record: RequestRecord, placement: Placement, model: str, engine: str) -> None:
+        """Counts what was reused of a prompt that kvpin knows."""
+        reuse = reuse_of(record, placement)
+        self._add_reuse(engine, reuse)
+        counts = {
+            "kvpin_prompt_tokens_total": reuse.prompt_tokens,
+            "kvpin_available_cached_tokens_total": reuse.available_tokens,
+            "kvpin_predicted_cached_tokens_total": reuse.selected_tokens,
+        }
+        if record.reported_tokens is not None:
+            missed = record.reported_tokens != placement.predicted_tokens
+            counts |= {
+                "kvpin_cached_tokens_total": reuse.delivered_tokens,
+                "kvpin_saved_prefill_seconds_total": 0,
+                "kvpin_mispredictions_total": int(missed),
+            }
+        for name, number in counts.items():
+            self._counters[name].series[model, engine].number += number
+        for served, saver, saved_s in self._saved.observe(record):
+            self._add_reuse(saver, ReuseCounts(saved_s=saved_s))
+            self._count("kvpin_saved_prefill_seconds_total", served, saver, by=saved_s)
 
     def _count_transfer(self, record: RequestRecord, model: str) -> None:
         """Counts what came of a prompt that another engine was to compute."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from engine_adapter import (
     Capability,
@@ -187,7 +188,7 @@ class PromptBuilder:
         per_ms = TOKEN_ID_BYTES_PER_MS if path == COMPLETIONS_PATH else JSON_BYTES_PER_MS
         native = self.info.routes.get(path)
         source: PromptInput | None = await off_loop(
-            lambda: read_prompt(path, body) if native is None else read_native(native.prompt, body),
+            partial(read_prompt, path, body) if native is None else partial(read_native, native.prompt, body),
             ms=len(body.raw) / per_ms,
         )
         if source is None:
