@@ -319,7 +319,7 @@ class Pool:
         engine, now = self.engines[placement.engine], monotonic()
         key = self._key_of(session)
         placed = self.placer.begin(
-            now, placement.engine, placement.work, chain, streams=streams, known=known, session=key, part=part
+            now, engine.id, placement.work, chain, streams=streams, known=known, session=key, part=part
         )
         tell = None
         if self._told is not None:

@@ -202,7 +202,8 @@ class Metrics:
         if (reason := _refusal(record)) is not None:
             self._count("kvpin_refused_total", reason)
         self._observe_times(record, model, engine, trace_id)
-        self._count_transfer(record, model)
+        if record.prefilled_by is not None and record.transfer is not None:
+            self._count("kvpin_transfers_total", model, self._label(record.prefilled_by), record.transfer)
         if self._max_tenants and record.tenant is not None:
             self._count_tenant(record, record.tenant)
         if record.output_tokens is not None:
@@ -241,12 +242,6 @@ class Metrics:
         for served, saver, saved_s in self._saved.observe(record):
             self._add_reuse(saver, ReuseCounts(saved_s=saved_s))
             self._count("kvpin_saved_prefill_seconds_total", served, saver, by=saved_s)
-
-    def _count_transfer(self, record: RequestRecord, model: str) -> None:
-        """Counts what came of a prompt that another engine was to compute."""
-        if record.prefilled_by is not None and record.transfer is not None:
-            prefiller = self._label(record.prefilled_by)
-            self._count("kvpin_transfers_total", model, prefiller, record.transfer.value)
 
     def _add_reuse(self, engine: str, reuse: ReuseCounts) -> None:
         self.total_reuse = self.total_reuse.plus(reuse)

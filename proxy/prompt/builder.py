@@ -323,12 +323,13 @@ class PromptBuilder:
         beginning: KnownBeginning | None = None,
     ) -> Prompt | None:
         """The prompt of these forms; None if it could not be made, or such prompts were found to be wrong."""
-        if prompt is None or self.forms.is_unknown(forms, source):
+        exact = None if prompt is None else self.forms.is_exact(forms, source)
+        if prompt is None or exact is None:
             return None
         return Prompt(
             prompt.token_ids,
             prompt.extra_ids,
-            exact=self.forms.is_exact(forms, source),
+            exact=exact,
             source=source,
             forms=forms,
             beginning=beginning,
