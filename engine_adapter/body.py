@@ -62,9 +62,9 @@ class JsonBody:
             return self._scalars[name]
         raw = self._fields.get(name)
         try:
-            value = None if raw is None else _checked(msgspec.json.decode, raw)
-        except msgspec.DecodeError as error:
-            raise UnreadableField(name, error) from error
+            value = None if raw is None else msgspec.json.decode(raw)
+        except UNREADABLE as error:
+            raise UnreadableField(name, _fault_of(error)) from error
         if not isinstance(value, (dict, list)):
             self._scalars[name] = value
         return value
@@ -139,7 +139,13 @@ def _checked(decode: Callable[[bytes | msgspec.Raw], _T], raw: bytes | msgspec.R
     """Decodes `raw`; every fault of the client's becomes a msgspec.DecodeError."""
     try:
         return decode(raw)
-    except UnicodeDecodeError as error:
-        raise msgspec.DecodeError(f"it is not UTF-8 ({error})") from None
-    except RecursionError:
-        raise msgspec.DecodeError("it is nested too deeply") from None
+    except (UnicodeDecodeError, RecursionError) as error:
+        raise _fault_of(error) from None
+
+
+def _fault_of(error: Exception) -> msgspec.DecodeError:
+    """The client's fault that one of `UNREADABLE` tells."""
+    if isinstance(error, msgspec.DecodeError):
+        return error
+    is_text = isinstance(error, UnicodeDecodeError)
+    return msgspec.DecodeError(f"it is not UTF-8 ({error})" if is_text else "it is nested too deeply")

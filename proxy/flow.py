@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Container, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from msgspec.structs import replace
@@ -232,7 +233,8 @@ class Flow:
     def _close(self, serving: Serving) -> None:
         """Frees what the request holds, however it ended."""
         serving.alarm.stop()
-        self.attempts.room.give_back(serving.kept)
+        if serving.kept:
+            self.attempts.room.give_back(serving.kept)
         serving.record.cause = serving.life.ended(time.monotonic())
         serving.first = serving.ready = None
 
@@ -318,7 +320,7 @@ class Flow:
         def note_id(answer_id: str) -> None:
             record.answer_id = answer_id
 
-        reply.through(lambda client: Diagnosed(client, api, asked=asked, diagnose=diagnose, note_id=note_id))
+        reply.through(partial(Diagnosed, api=api, asked=asked, diagnose=diagnose, note_id=note_id))
         if record.route == CHAT_PATH and names_the_cache(body):
             reply.through(
                 lambda client: WritesCounted(client, lambda: self.comparison.tokens_per_block(record))
@@ -336,11 +338,11 @@ class Flow:
         if placed is None:
             return NoneLeft()
         serving.placement, serving.n_candidates = placed
-        record = serving.record
+        record, engine = serving.record, serving.placement.engine
         record.placement = serving.placement
-        record.attempts.append(serving.placement.engine)
+        record.attempts.append(engine)
         self.placed(record, serving.placement)
-        return Placed(serving.placement.engine)
+        return Placed(engine)
 
     async def _placement(self, serving: Serving, step: Place) -> tuple[Placement, int] | None:
         """The engine to try next, of how many; None if there is none."""

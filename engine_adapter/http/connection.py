@@ -26,6 +26,7 @@ MAX_WHOLE_BYTES = 512 << 20
 MAX_HEAD_BYTES = 64 * 1024
 _CLOSES = (b"connection", b"close")
 _SWITCHED = 101
+_NO_HEADERS = Headers([])
 
 
 class Owner(Protocol):
@@ -66,7 +67,7 @@ class IncomingResponse:
         self.waiting_bytes = 0
         self._waiter: asyncio.Future[None] | None = None
         self.status = 0  # until the head is there
-        self.headers = Headers(self._pairs)
+        self.headers = _NO_HEADERS
         self.received = 0
         self.is_complete = False
         self.failure: Exception | None = None
@@ -389,7 +390,8 @@ class Connection(asyncio.Protocol):
         if self._is_lost:
             return
         if is_sent and answer.keeps_connection and not self._closes and not answer.overran:
-            self.resume_reading()
+            if self.is_paused:
+                self.resume_reading()
             self._owner.give_back(self)
         elif is_sent:
             self._transport.close()

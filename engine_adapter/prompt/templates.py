@@ -49,6 +49,8 @@ _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 
 def choose_template(templates: str | Mapping[str, str] | None, tools: object) -> str:
     """The template for a chat with these tools. Raises ValueError if there is none."""
+    if isinstance(templates, str):
+        return templates
     if isinstance(templates, Mapping):
         name = "tool_use" if tools is not None and "tool_use" in templates else "default"
         templates = templates.get(name)

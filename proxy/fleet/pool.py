@@ -319,7 +319,7 @@ class Pool:
         engine, now = self.engines[placement.engine], monotonic()
         key = self._key_of(session)
         placed = self.placer.begin(
-            now, placement.engine, placement.work, chain, streams=streams, known=known, session=key, part=part
+            now, engine.id, placement.work, chain, streams=streams, known=known, session=key, part=part
         )
         tell = None
         if self._told is not None:
@@ -399,5 +399,7 @@ def _able_of(engines: Collection[Engine], needs: Needs, without: Container[str])
         if able:
             # Never none: where all fail, one may still succeed.
             able = [engine for engine in able if engine.is_allowed] or able
+            if needs.route is None:
+                return able
             return [engine for engine in able if needs.route not in engine.lacks] or able
     return []

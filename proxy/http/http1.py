@@ -14,6 +14,7 @@ import fcntl
 import select
 import termios
 import time
+from functools import partial
 from itertools import chain
 from typing import Any, ClassVar
 
@@ -352,7 +353,7 @@ class Http1Protocol(asyncio.Protocol):
         self._current = exchange
         task = exchange.task = self._loop.create_task(self._port.handler(exchange))
         self._port.tasks.add(task)
-        task.add_done_callback(lambda task: self._over(exchange, task))
+        task.add_done_callback(partial(self._over, exchange))
 
     def _over(self, exchange: Exchange, task: asyncio.Task[None]) -> None:
         """Ends the exchange after its handler. An incomplete answer breaks the connection, so that the client

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from engine_adapter.off_loop import THREADS
 from proxy.core.budget import ByteBudget
 from proxy.core.life import Cause
+from proxy.core.placement.decision import Placement
 from proxy.fleet.discovery import Source
 from proxy.fleet.fleet import Fleet
 from proxy.observe.gauges import GAUGES, ScrapedState, counters_of, gauges_of
@@ -201,7 +202,8 @@ class Metrics:
         if (reason := _refusal(record)) is not None:
             self._count("kvpin_refused_total", reason)
         self._observe_times(record, model, engine, trace_id)
-        self._count_transfer(record, model)
+        if record.prefilled_by is not None and record.transfer is not None:
+            self._count("kvpin_transfers_total", model, self._label(record.prefilled_by), record.transfer)
         if self._max_tenants and record.tenant is not None:
             self._count_tenant(record, record.tenant)
         if record.output_tokens is not None:
@@ -217,25 +219,29 @@ class Metrics:
             return
         self._count("kvpin_placements_total", model, reason_of(placement))
         if record.prompt is not None:
-            reuse = reuse_of(record, placement)
-            self._add_reuse(engine, reuse)
-            self._count("kvpin_prompt_tokens_total", model, engine, by=reuse.prompt_tokens)
-            self._count("kvpin_available_cached_tokens_total", model, engine, by=reuse.available_tokens)
-            self._count("kvpin_predicted_cached_tokens_total", model, engine, by=reuse.selected_tokens)
-            if record.reported_tokens is not None:
-                self._count("kvpin_cached_tokens_total", model, engine, by=reuse.delivered_tokens)
-                self._count("kvpin_saved_prefill_seconds_total", model, engine, by=0)
-                missed = record.reported_tokens != placement.predicted_tokens
-                self._count("kvpin_mispredictions_total", model, engine, by=int(missed))
-            for served, saver, saved_s in self._saved.observe(record):
-                self._add_reuse(saver, ReuseCounts(saved_s=saved_s))
-                self._count("kvpin_saved_prefill_seconds_total", served, saver, by=saved_s)
+            self._count_reuse(record, placement, model, engine)
 
-    def _count_transfer(self, record: RequestRecord, model: str) -> None:
-        """Counts what came of a prompt that another engine was to compute."""
-        if record.prefilled_by is not None and record.transfer is not None:
-            prefiller = self._label(record.prefilled_by)
-            self._count("kvpin_transfers_total", model, prefiller, record.transfer.value)
+    def _count_reuse(self, record: RequestRecord, placement: Placement, model: str, engine: str) -> None:
+        """Counts what was reused of a prompt that kvpin knows."""
+        reuse = reuse_of(record, placement)
+        self._add_reuse(engine, reuse)
+        counts = {
+            "kvpin_prompt_tokens_total": reuse.prompt_tokens,
+            "kvpin_available_cached_tokens_total": reuse.available_tokens,
+            "kvpin_predicted_cached_tokens_total": reuse.selected_tokens,
+        }
+        if record.reported_tokens is not None:
+            missed = record.reported_tokens != placement.predicted_tokens
+            counts |= {
+                "kvpin_cached_tokens_total": reuse.delivered_tokens,
+                "kvpin_saved_prefill_seconds_total": 0,
+                "kvpin_mispredictions_total": int(missed),
+            }
+        for name, number in counts.items():
+            self._counters[name].series[model, engine].number += number
+        for served, saver, saved_s in self._saved.observe(record):
+            self._add_reuse(saver, ReuseCounts(saved_s=saved_s))
+            self._count("kvpin_saved_prefill_seconds_total", served, saver, by=saved_s)
 
     def _add_reuse(self, engine: str, reuse: ReuseCounts) -> None:
         self.total_reuse = self.total_reuse.plus(reuse)

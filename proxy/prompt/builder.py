@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from engine_adapter import (
     Capability,
@@ -187,7 +188,7 @@ class PromptBuilder:
         per_ms = TOKEN_ID_BYTES_PER_MS if path == COMPLETIONS_PATH else JSON_BYTES_PER_MS
         native = self.info.routes.get(path)
         source: PromptInput | None = await off_loop(
-            lambda: read_prompt(path, body) if native is None else read_native(native.prompt, body),
+            partial(read_prompt, path, body) if native is None else partial(read_native, native.prompt, body),
             ms=len(body.raw) / per_ms,
         )
         if source is None:
@@ -322,12 +323,13 @@ class PromptBuilder:
         beginning: KnownBeginning | None = None,
     ) -> Prompt | None:
         """The prompt of these forms; None if it could not be made, or such prompts were found to be wrong."""
-        if prompt is None or self.forms.is_unknown(forms, source):
+        exact = None if prompt is None else self.forms.is_exact(forms, source)
+        if prompt is None or exact is None:
             return None
         return Prompt(
             prompt.token_ids,
             prompt.extra_ids,
-            exact=self.forms.is_exact(forms, source),
+            exact=exact,
             source=source,
             forms=forms,
             beginning=beginning,

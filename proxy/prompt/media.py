@@ -14,6 +14,7 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -254,7 +255,7 @@ class MediaUuids:
         """
         # JSON may write any letter as \u00xx.
         size = len(body.raw)
-        may_hold = await off_loop(lambda: _may_hold_media(body), ms=size / JSON_BYTES_PER_MS)
+        may_hold = await off_loop(partial(_may_hold_media, body), ms=size / JSON_BYTES_PER_MS)
         if not may_hold or not (b"uuid" in body.raw or b"\\u00" in body.raw):
             return body
 

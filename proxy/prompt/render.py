@@ -199,8 +199,9 @@ def _token_ids(values: list[int]) -> TokenIds[int]:
 
 
 def _flag(body: JsonBody, name: str, *, default: bool) -> bool:
-    value = _checked(body, name, bool, "true or false")
-    return default if value is None else value
+    if body.get(name) is None:
+        return default
+    return bool(_checked(body, name, bool, "true or false"))
 
 
 def _checked(body: JsonBody, name: str, kind: type[_T], what: str) -> _T | None:

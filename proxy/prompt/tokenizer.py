@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from engine_adapter import EngineAdapter, EngineRejected, EngineUnavailable, JsonBody
@@ -85,7 +85,7 @@ class LocalTokenizer:
         """The chat's text. A template may look at any message for any other: it always gets all of them."""
         messages = len(source.messages) if isinstance(source.messages, list) else 0
         ms = max(messages / _MESSAGES_PER_MS, size / JSON_BYTES_PER_MS)
-        return await off_loop(lambda: self.tokenizer.render(**_of_template(source)), ms=ms, what="render")
+        return await off_loop(partial(self.tokenizer.render, **_of_template(source)), ms=ms, what="render")
 
     async def text(self, source: CompletionInput) -> ChatPrompt:
         """The prompt of a completion's text."""
@@ -99,7 +99,7 @@ class LocalTokenizer:
         """Token ids of each text; `chars`: of all."""
         encode_all, limit = self.tokenizer.encode_all, self.limit
         return await self.tokenizer.off_loop(
-            chars, lambda: encode_all(texts, add_special_tokens=add_special_tokens, limit=limit)
+            chars, partial(encode_all, texts, add_special_tokens=add_special_tokens, limit=limit)
         )
 
 

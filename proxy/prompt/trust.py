@@ -163,13 +163,16 @@ class FormTable:
         """Who makes the ids of a prompt of these forms."""
         return min([self.rows[form].source for form in forms], key=_LEAST.index)
 
-    def is_exact(self, forms: Iterable[Form], source: Source) -> bool:
-        """True if ids of these forms from this source are known to be the engine's own."""
-        return all(self.rows[form].is_exact(source) for form in forms)
-
-    def is_unknown(self, forms: Iterable[Form], source: Source) -> bool:
-        """True if ids of one of these forms from this source are known to be wrong."""
-        return any(self.rows[form].is_unknown(source) for form in forms)
+    def is_exact(self, forms: Iterable[Form], source: Source) -> bool | None:
+        """True if ids of these forms from this source are known to be the engine's own; None if those of one
+        form are known to be wrong."""
+        exact = True
+        for form in forms:
+            row = self.rows[form]
+            if row.is_unknown(source):
+                return None
+            exact = exact and row.is_exact(source)
+        return exact
 
     def audit(self, forms: frozenset[Form], source: Source, difference: str | None) -> bool:
         """A prompt of these forms was served. A difference counts against its special forms, if it has any.

@@ -42,7 +42,7 @@ class Alarm:
         """Sets the timer to its next ring."""
         if self._handle is not None:
             self._handle.cancel()
-        wait_s = max(min(self._life.deadline - monotonic(), self._life.looks_s), _LEAST_S)
+        wait_s = max(min(self._life.deadline - monotonic(), self._life.rules.looks_s), _LEAST_S)
         self._handle = asyncio.get_running_loop().call_later(wait_s, self._ring)
 
     def engine_lost(self) -> None:

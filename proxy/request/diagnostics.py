@@ -122,7 +122,7 @@ class Diagnosed(Through):
         self._diagnose = diagnose
         self._note_id = note_id
         self._is_stream = self._is_error = self._has_id = False
-        self._events = WholeEvents()
+        self._events = None if asked is None else WholeEvents()
 
     @override
     def start(self, status: int, headers: HeaderPairs) -> None:
@@ -142,7 +142,8 @@ class Diagnosed(Through):
         if self._is_error:
             self._client.finish(chunk)
         elif self._is_stream:
-            self._client.finish(self._streamed(chunk) + self._events.rest)
+            whole = self._streamed(chunk)
+            self._client.finish(whole if self._events is None else whole + self._events.rest)
         else:
             self._note(_id_of(chunk))
             self._client.finish(self._with_field(chunk) if self._asked is not None else chunk)
@@ -151,7 +152,7 @@ class Diagnosed(Through):
         """The part of a stream that the client can get now: whole events if one of them may change."""
         if not self._has_id and (found := _ID.search(chunk)) is not None:
             self._note(found[1].decode(errors="replace"))
-        if self._asked is None:
+        if self._events is None:
             if self._has_id:
                 self.write = self._client.write  # type: ignore[method-assign]  # nothing more is read
             return chunk

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
+from functools import partial
 from http import HTTPStatus
 
 import msgspec
@@ -177,8 +178,8 @@ class Forwarding:
             response,
             reader,
             self.passage if is_events else None,
-            WholeEvents() if is_events else None,
-            lambda: self.begins(response, cached),
+            WholeEvents() if is_events and self.passage is None else None,
+            partial(self.begins, response, cached),
             must_end=must_end,
         )
         first = chunk = await stream.receive()

@@ -68,8 +68,9 @@ class Admission:
 
     def free_body(self) -> None:
         """Gives the memory back: an engine has the body, or nobody needs it any more."""
-        self._bodies.give_back(self._held)
-        self._held = 0
+        if self._held:
+            self._bodies.give_back(self._held)
+            self._held = 0
 
     def spend(self, tokens: int) -> None:
         """Charges the tenant for tokens."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from time import monotonic
 
 import structlog
@@ -252,7 +253,7 @@ class Attempts:
             ready.translation.predicted = ready.predicted(placement, engine)
         passage = serving.passage = self._passage(serving, ready, call, hold, engine)
         for_others = serving.call.body if serving.kept else None
-        reply.on_start = lambda: _forget_bodies(call, hold, for_others)
+        reply.on_start = partial(_forget_bodies, call, hold, for_others)
         headers = _headers(call, placement, hold, reply) | ready.told | _retained(ready, hold)
         refusals = refusals_of(call, serving.n_candidates)
         serving.life.take(monotonic(), Sent())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from math import inf
 from typing import Any, ClassVar
 
@@ -50,7 +51,7 @@ _LOOKS = 4
 _MOST_LOOKS_S = 5.0
 
 
-class Rules(Struct, frozen=True):
+class Rules(Struct, frozen=True, dict=True):
     """The limits of a request's life, in seconds, and the engines tried after the first.
 
     Attributes:
@@ -66,10 +67,15 @@ class Rules(Struct, frozen=True):
     retries: int = 2
     queue_s: float = 60.0
 
-    @property
+    @cached_property
     def placed_s(self) -> float:
         """From the end of its body, or from a failed attempt, to placement."""
         return self.first_byte_s + self.queue_s
+
+    @cached_property
+    def looks_s(self) -> float:
+        """The most seconds to the next `Tick`. It exceeds no limit, so that no later state lasts too long."""
+        return min(_MOST_LOOKS_S, self.first_byte_s, self.idle_s / _LOOKS)
 
     @property
     def all_placed_s(self) -> float:
@@ -85,9 +91,13 @@ class UnexpectedEvent(Exception):
 
 
 class Life:
-    """One request's life, from its admission to its end."""
+    """One request's life, from its admission to its end.
 
-    __slots__ = ("_arrived", "_budget", "_rules", "state")
+    Attributes:
+        rules: its limits.
+    """
+
+    __slots__ = ("_arrived", "_budget", "rules", "state")
 
     def __init__(
         self, rules: Rules, budget: RetryBudget, arrived: float, admitted: float | None = None
@@ -95,13 +105,13 @@ class Life:
         """A life that begins.
 
         Args:
-            rules: its limits.
+            rules: see the attribute.
             budget: retries of all requests together.
             arrived: when the request's head came.
             admitted: when it could be read; None for when its head came.
         """
         self.state: State = Admitted(arrived if admitted is None else admitted)
-        self._rules, self._budget, self._arrived = rules, budget, arrived
+        self.rules, self._budget, self._arrived = rules, budget, arrived
 
     def take(self, now: float, event: Event) -> tuple[Command, ...]:
         """Takes an event. The last of the commands is the next step; without one, the running step goes on.
@@ -117,7 +127,7 @@ class Life:
     @property
     def deadline(self) -> float:
         """When the state will have lasted too long: never for a WebSocket without limit, and at the end."""
-        state, rules = self.state, self._rules
+        state, rules = self.state, self.rules
         total = inf if rules.total_s is None else self._arrived + rules.total_s
         match state:
             case Admitted():
@@ -130,11 +140,6 @@ class Life:
                 return min(state.heard + _silent_s(state), total)
             case _:
                 return inf
-
-    @property
-    def looks_s(self) -> float:
-        """The most seconds to the next `Tick`. It exceeds no limit, so that no later state lasts too long."""
-        return min(_MOST_LOOKS_S, self._rules.first_byte_s, self._rules.idle_s / _LOOKS)
 
     @property
     def turn(self) -> InTurn | None:
@@ -172,7 +177,7 @@ class Life:
         return ()
 
     def _began(self, state: Leased, event: Began, now: float) -> tuple[Command, ...]:
-        idle_s = inf if event.is_socket else self._rules.idle_s
+        idle_s = inf if event.is_socket else self.rules.idle_s
         self.state = Answering(state, idle_s, 0, now)
         return ()
 
@@ -201,8 +206,8 @@ class Life:
     def _may_try_again(self, attempts: tuple[Attempt, ...], now: float) -> bool:
         last = attempts[-1].cause
         counted = sum(each.cause is not Cause.ENGINE_LACKS for each in attempts)
-        is_late = self._rules.total_s is not None and now >= self._arrived + self._rules.total_s
-        if not last.elsewhere or is_late or counted > self._rules.retries:
+        is_late = self.rules.total_s is not None and now >= self._arrived + self.rules.total_s
+        if not last.elsewhere or is_late or counted > self.rules.retries:
             return False
         if sum(each.cause.is_poison for each in attempts) >= MAX_POISON:
             return False
@@ -221,13 +226,13 @@ class Life:
         """Ends a step before the answer, if its time is over."""
         if now < self.deadline:
             return ()
-        if not isinstance(state, Leased) or now < state.since + self._rules.first_byte_s:
+        if not isinstance(state, Leased) or now < state.since + self.rules.first_byte_s:
             return (Interrupt(Cause.OUR_LIMIT),)
         return (Interrupt(Cause.ENGINE_LATE if state.is_sent else Cause.ENGINE_BUSY),)
 
     def _looked(self, state: Answering, event: Tick, now: float) -> tuple[Command, ...]:
         """Checks a running answer. The engine is silent only while kvpin waits for it, not for the client."""
-        if self._rules.total_s is not None and now >= self._arrived + self._rules.total_s:
+        if self.rules.total_s is not None and now >= self._arrived + self.rules.total_s:
             return (Interrupt(Cause.OUR_LIMIT),)
         if event.received != state.seen or event.at_client:
             self.state = replace(state, seen=event.received, heard=now, is_lost=False)

@@ -70,6 +70,7 @@ class PoolRates:
         prefill_tok_s: prompt tokens computed per second, in prompts of TYPICAL_TOKENS.
         interference: share that each decoding stream adds to the time of a prefill.
         epoch: number that changes when rates change by more than OWN_PACE.
+        learned: any rate was learned.
         fit: rates from whole answers; None before there are enough, and once a first token was seen.
     """
 
@@ -77,6 +78,7 @@ class PoolRates:
         self.prefill_tok_s = DEFAULT_PREFILL_TOK_S
         self.interference = 0.0
         self.epoch = 0
+        self.learned = False
         self._epoch_tok_s = self.prefill_tok_s
         self._samples: dict[int, deque[tuple[int, float]]] = {}  # octave of tokens → (tokens, seconds)
         self._points: dict[int, tuple[float, float]] = {}  # octave → medians of those
@@ -90,11 +92,6 @@ class PoolRates:
         self._clear = False  # a sample that is not blurred has come
         self._answers = AnswerFit()
         self.fit: Fit | None = None
-
-    @property
-    def learned(self) -> bool:
-        """True if any rate was learned."""
-        return bool(self._lengths)
 
     @property
     def curve(self) -> list[tuple[float, float]]:
@@ -185,10 +182,11 @@ class PoolRates:
         self._restore_tok_s[tier] = median(self._restores[tier])
 
     def _redraw(self) -> None:
-        """Draws the curve through the points so that it never falls."""
+        """Draws the curve through the points, of which there is one, so that it never falls."""
+        self.learned = True
         points = [self._points[octave] for octave in sorted(self._points)]
         self._lengths = [tokens for tokens, _ in points]
-        self._seconds = list(accumulate((seconds for _, seconds in points), max))
+        self._seconds = list(accumulate([seconds for _, seconds in points], max))
         self._memo.clear()
         self.prefill_tok_s = TYPICAL_TOKENS / self.prefill_s(TYPICAL_TOKENS)
         if not 1 / OWN_PACE < self.prefill_tok_s / self._epoch_tok_s < OWN_PACE:
@@ -265,12 +263,12 @@ class EngineRates:
         if not pool.admits(blurred=sample.blurred):
             return
         computing_s = sample.seconds - self.restore_s(work.host, work.disk)
-        restoring_s = sample.seconds - self.prefill_s(work.computed)
         brought = work.host + work.disk
         # A sample teaches the rate of what it mostly consists of, by tokens and not by time. By time, any
         # delay of the engine would look like slow restores; then nothing would be restored, and nothing
         # relearned.
         if brought >= max(HOST_SPEEDUP * work.computed, MIN_SAMPLE_TOKENS):
+            restoring_s = sample.seconds - self.prefill_s(work.computed)
             if restoring_s > sample.seconds / 2:
                 pool.restored(Tier.HOST if work.host >= work.disk else Tier.DISK, brought, restoring_s)
         elif work.computed >= max(brought, MIN_SAMPLE_TOKENS) and computing_s > sample.seconds / 2:

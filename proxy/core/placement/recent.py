@@ -60,7 +60,7 @@ class Rate:
         """Adds an amount now; takes back one that is negative."""
         if self._first is None:
             self._first = now
-        self._sum = max(self._faded(now) + amount, 0.0)
+        self._sum = max(self._sum * exp((self._at - now) / self._fades_s) + amount, 0.0)
         self._at = now
 
     def per_s(self, now: float) -> float:
@@ -68,11 +68,9 @@ class Rate:
         if self._first is None:
             return 0.0
         age = max(now - self._first, YOUNG_S)
-        return self._faded(now) / (self._fades_s * (1 - exp(-age / self._fades_s)))
+        faded = self._sum * exp((self._at - now) / self._fades_s)
+        return faded / (self._fades_s * (1 - exp(-age / self._fades_s)))
 
     def is_young(self, now: float) -> bool:
         """True if the first amount was added less than `fades_s` ago, or none was."""
         return self._first is None or now - self._first < self._fades_s
-
-    def _faded(self, now: float) -> float:
-        return self._sum * exp((self._at - now) / self._fades_s)

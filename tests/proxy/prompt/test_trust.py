@@ -66,7 +66,7 @@ class TestAudit:
     def test_a_difference_is_new_once(self, table):
         assert table.audit(PLAIN, "local", "token 9")
         assert not table.audit(PLAIN, "local", "token 9")
-        assert table.is_unknown(PLAIN, "local")
+        assert table.is_exact(PLAIN, "local") is None
 
     def test_ids_of_the_engine_that_were_wrong_twice_are_trusted_by_nobody(self, table):
         table.probe(Form.TOOLS, "token 7 differs", "")

@@ -1,0 +1,103 @@
+"""Counts of calls: every call of Python code counts once, for its function and for those that led to it."""
+
+import asyncio
+from dataclasses import dataclass
+
+import pytest
+
+
+@pytest.fixture
+def counted():
+    import counted_kvpin
+
+    return counted_kvpin
+
+
+@pytest.fixture
+def call_count():
+    import call_count
+
+    return call_count
+
+
+def leaf():
+    return len("a call of C code does not count")
+
+
+def branch():
+    return leaf() + leaf()
+
+
+async def waits():
+    await asyncio.sleep(0)
+
+
+async def outer():
+    await waits()
+
+
+@dataclass
+class Made:
+    field: int
+
+
+def counts(counted, work):
+    """Own calls and calls below, by the functions' names."""
+    counter = counted.Counter()
+    counter.begin()
+    try:
+        work()
+    finally:
+        count = counter.end()
+    return {each.name.partition(" ")[0]: (each.own, each.below) for each in count.functions}
+
+
+def test_calls_count_for_those_that_led_to_them(counted):
+    found = counts(counted, lambda: (branch(), leaf()))
+    assert (found["branch"], found["leaf"]) == ((1, 3), (3, 3))
+
+
+def test_a_coroutine_that_goes_on_counts_again_and_so_do_those_that_wait_for_it(counted):
+    found = counts(counted, lambda: asyncio.run(outer()))
+    assert (found["outer"][0], found["waits"][0]) == (2, 2)
+
+
+def test_generated_methods_have_the_names_of_their_classes(counted):
+    assert counts(counted, lambda: Made(1))["Made.__init__"] == (1, 1)
+
+
+def test_what_had_begun_before_is_left_alone(counted):
+    counter = counted.Counter()
+
+    def begins():
+        counter.begin()
+        leaf()
+
+    begins()
+    leaf()
+    found = {each.name.partition(" ")[0]: each.own for each in counter.end().functions}
+    assert found["leaf"] == 2
+
+
+def test_the_calls_of_an_idle_kvpin_are_subtracted_by_time(counted, call_count):
+    calls, count = counted.Calls, counted.Count
+    busy = count(2.0, [calls("served", 40, 80), calls("served", 2, 2), calls("tick", 30, 30)])
+    idle = count(10.0, [calls("tick", 50, 50)])
+    found = call_count.net(busy, idle, 10)
+    assert found["served"] == pytest.approx((4.2, 8.2))
+    assert found["tick"] == pytest.approx((2, 2))
+    assert call_count.total(found) == pytest.approx(6.2)
+
+
+def test_pieces_of_a_stream_cost_what_further_ones_add(call_count):
+    stream = {call_count.PIECE: (1.0, 9.0), "serve": (99.0, 100.0)}
+    paced = {call_count.PIECE: (11.0, 99.0), "serve": (389.0, 400.0)}
+    assert call_count.per_piece(paced, stream) == 30
+
+
+def test_the_table_has_the_functions_with_the_most_calls_now_or_before(call_count):
+    now, before = {"a": (1.0, 1.0), "b": (2.5, 3.0)}, {"a": (7.0, 7.0), "c": (0.5, 0.5)}
+    assert call_count.table(now, before, 2).splitlines()[2:] == [
+        "| `a` | 1.00 | 1.0 | 7.00 |",
+        "| `b` | 2.50 | 3.0 | 0.00 |",
+    ]
