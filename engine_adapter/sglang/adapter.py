@@ -86,9 +86,8 @@ class SglangAdapter(HttpAdapter):
         self._tells_ready = True
         self._tokenizes = self._jinja = False
         self._clearings = 0  # of the cache, as its events tell
-        self._window: int | None = (
-            None  # tokens of the model's sliding window, where it has any and they are followed
-        )
+        self._window: int | None = None  # tokens of the model's sliding window, if it is followed
+        self._windows: Windows | None = None
 
     @override
     async def connect(self) -> EngineInfo:

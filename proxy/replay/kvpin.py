@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from engine_adapter.types import Attention, KvGroup
 from proxy.core.index.blocks import BlockHash, Chain
-from proxy.core.index.prefix_index import Match
+from proxy.core.index.match import Match
 from proxy.core.placement.decision import Candidate, Placement, place
 from proxy.core.placement.placer import PlacedRequest, Placer
 from proxy.replay.policy import PolicyChoice, Seeing, SimFleet

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from proxy.core.index.blocks import BlockHash, Chain
-from proxy.core.index.prefix_index import Match
+from proxy.core.index.match import Match
 from proxy.replay.policy import Counting, Policy, PolicyChoice, Seeing, SimFleet, cached_tokens
 from proxy.replay.simulated_engine import SimEngine
 from proxy.replay.trace import TraceRequest

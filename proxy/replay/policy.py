@@ -10,7 +10,8 @@ from typing import NamedTuple, TypeVar
 
 from engine_adapter.types import Tier
 from proxy.core.index.blocks import BlockHash, Chain, reusable_tokens
-from proxy.core.index.prefix_index import Match, PrefixIndex
+from proxy.core.index.match import Match
+from proxy.core.index.prefix_index import PrefixIndex
 from proxy.replay.simulated_engine import EngineModel, Listener, SimEngine
 from proxy.replay.trace import TraceRequest
 

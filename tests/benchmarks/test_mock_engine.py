@@ -7,7 +7,8 @@ import pytest
 from engine_adapter.events.wire import EventReader
 from engine_adapter.types import CacheCleared
 from proxy.core.index.blocks import chain, namespace_root
-from proxy.core.index.prefix_index import Match, PrefixIndex
+from proxy.core.index.match import Match
+from proxy.core.index.prefix_index import PrefixIndex
 from proxy.core.index.view import EngineView
 from tests.fake_engines.cache import CachePrompt
 

@@ -14,18 +14,17 @@ pytestmark = [pytest.mark.live, pytest.mark.timeout(1800)]
 ALONE = tuple(form for form in FORMS if "n=2" not in form)
 
 
-# With less memory for windows than for full attention, SGLang drops windows and does not tell which.
-@pytest.mark.parametrize(("ratio", "is_sure"), [("1.0", True), ("0.1", False)])
-async def test_predicted_is_reported(ratio, is_sure, tmp_path, tell, pytestconfig):
+async def test_predicted_is_reported(tmp_path, tell, pytestconfig):
+    """With less memory for windows than for full attention, this server ends itself under this load."""
     requests = pytestconfig.getoption("requests")
     model = make_model(tmp_path / "model", "mellum")
-    flags = ("--enable-cache-report", "--load-format", "dummy", "--swa-full-tokens-ratio", ratio)
+    flags = ("--enable-cache-report", "--load-format", "dummy", "--swa-full-tokens-ratio", "1.0")
     with sglang_world(tmp_path, SglangOptions(tokens=6144, model=model, flags=flags)) as world:
         report = await MixedRun(world, forms=ALONE).play(requests, restarts=False)
-        view = world.engine()
-        tell(*report.lines(), f"audit: {view['audit']}")
+        audit = world.engine()["audit"]
+        tell(*report.lines(), f"audit: {audit}")
     assert {seen.broken for seen in report.seen} <= {"", LEFT}
     # What others evict, or leave in a window, between a placement and its prefill is not foreseen.
-    assert len(report.misses) <= (4 + requests // 20 if is_sure else requests // 2)
+    assert len(report.misses) <= 4 + requests // 20
     assert report.evicted > 100
-    assert (view["audit"]["checked"] > requests // 2) is is_sure
+    assert audit["checked"] > requests // 2

@@ -212,3 +212,15 @@ class KvGroups:
             if length == before or len(self.kinds) == 1:
                 break
         return length, lacks
+
+
+@dataclass(slots=True)
+class Grouped:
+    """An engine with further KV cache groups.
+
+    Attributes:
+        slots: its own slot, and those of its groups' bits.
+    """
+
+    groups: KvGroups
+    slots: list[int]

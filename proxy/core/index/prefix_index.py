@@ -11,35 +11,31 @@ prefix gathers on one engine. They end with the request; by then events or usage
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from itertools import accumulate
 
-import msgspec
-
-from engine_adapter.types import Attention, KvGroup, Tier
+from engine_adapter.types import KvGroup, Tier
 from proxy.core.index.blocks import BlockHash
-from proxy.core.index.groups import KvGroups
+from proxy.core.index.groups import Grouped, KvGroups
+from proxy.core.index.in_flight import InFlight
 from proxy.core.index.locations import Locations
+from proxy.core.index.match import (
+    ALL,
+    AT_PENDING,
+    GPU,
+    ON_GPU,
+    PENDING,
+    PENDING_DIGIT,
+    PLACES,
+    WIDTH,
+    Match,
+    match_of,
+    within_groups,
+)
 
-# Which of an engine's bits.
-_PLACES = {Tier.GPU: 0, Tier.HOST: 1, Tier.DISK: 2}
-_AT_PENDING = 3
-_PENDING = 1 << _AT_PENDING
-_WIDTH = 4  # bits of an engine: one hexadecimal digit
-_ALL = 15
-_STORED = _ALL - _PENDING
-_PENDING_DIGIT = f"{_PENDING:x}"  # digits from here on have the bit
-_GPU = 1 << _PLACES[Tier.GPU]
-_ON_GPU = _GPU | _PENDING
-# For each digit: the fastest of gpu, host, disk and pending (the lowest bit), and whether the block is or
-# will be on the GPU.
-_READ = {f"{held:x}": ((held & -held).bit_length() - 1, held & _ON_GPU > 0) for held in range(1, _ALL + 1)}
+_STORED = ALL - PENDING
 # For each digit: which of the four counts it adds to. A block that is on the GPU is not pending there.
-_COUNTED = [
-    [held >> place & 1 for place in range(3)] + [held & _ON_GPU == _PENDING] for held in range(_ALL + 1)
-]
+_COUNTED = [[held >> place & 1 for place in range(3)] + [held & ON_GPU == PENDING] for held in range(ALL + 1)]
 # For each digit and the bits that are cleared of it: which counts change, and by how much.
 _CHANGES = [
     [
@@ -48,124 +44,15 @@ _CHANGES = [
             for at, (then, now) in enumerate(zip(_COUNTED[held], _COUNTED[held & ~bits], strict=True))
             if now != then
         )
-        for bits in range(_ALL + 1)
+        for bits in range(ALL + 1)
     ]
-    for held in range(_ALL + 1)
+    for held in range(ALL + 1)
 ]
 
 
-class Match(msgspec.Struct, frozen=True, gc=False, eq=False):
-    """Number of leading blocks of a chain that one engine holds, by the fastest tier of each block.
-
-    Attributes:
-        lead: leading blocks that are on the GPU or will be.
-        cut: blocks after these that full attention holds, and that cannot be reused.
-        lacks: the kind of attention whose groups lack what they need to reuse those; None without any.
-    """
-
-    gpu: int = 0
-    host: int = 0
-    disk: int = 0
-    pending: int = 0
-    lead: int = 0
-    cut: int = 0
-    lacks: Attention | None = None
-
-    @property
-    def blocks(self) -> int:
-        """All of them."""
-        return self.gpu + self.host + self.disk + self.pending
-
-    def tokens(self, tokens_per_block: int) -> dict[str, int]:
-        """Tokens by tier; `pending` are those that requests in flight will leave on the GPU."""
-        return {name: getattr(self, name) * tokens_per_block for name in ("gpu", "host", "disk", "pending")}
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Match) and self._tiers == other._tiers
-
-    def __hash__(self) -> int:
-        return hash(self._tiers)
-
-    @property
-    def _tiers(self) -> tuple[int, int, int, int]:
-        return self.gpu, self.host, self.disk, self.pending
-
-
-Alike = tuple[int, int, tuple[str, ...]]
-"""Location bits of engines, those of their groups, and the engines: see `PrefixIndex._holders`."""
+Alike = tuple[int, int, tuple[str, ...], tuple[int, ...]]
+"""Location bits of engines, those of their groups, the engines and their slots: `PrefixIndex._holders`."""
 _MAX_ALIKE = 256
-
-
-@dataclass(frozen=True, slots=True)
-class InFlight:
-    """Pending blocks of one engine: what requests in flight are about to leave there.
-
-    Attributes:
-        starts: last block of a chain → for each request for it, the place where its pending blocks begin, and
-            its boundaries.
-        awaited: block → requests that will leave it, without the first; the location bit stands for that one.
-        boundaries: block → requests that will leave windows and states whole up to its end.
-    """
-
-    starts: dict[BlockHash, list[tuple[int, tuple[BlockHash, ...]]]] = field(default_factory=dict)
-    awaited: Counter[BlockHash] = field(default_factory=Counter)
-    boundaries: Counter[BlockHash] = field(default_factory=Counter)
-
-    def begin(self, last: BlockHash, start: int, boundaries: tuple[BlockHash, ...] = ()) -> None:
-        """A request for the chain that ends in `last` has pending blocks from `start` on, and leaves windows
-        and states whole at these boundaries."""
-        self.starts.setdefault(last, []).append((start, boundaries))
-        self.boundaries.update(boundaries)
-
-    def end(self, last: BlockHash) -> int | None:
-        """One of those requests has ended; of several, the one with the fewest pending blocks. Returns where
-        they began; None if there is no such request."""
-        starts = self.starts.get(last)
-        if not starts:
-            return None
-        ended = start, boundaries = max(starts)
-        starts.remove(ended)
-        if not starts:
-            del self.starts[last]
-        for block in boundaries:
-            self.boundaries[block] -= 1
-            if not self.boundaries[block]:
-                del self.boundaries[block]
-        return start
-
-    def coming(self, chain: Sequence[BlockHash]) -> list[int]:
-        """The boundaries that lie on a chain, in blocks."""
-        if not self.boundaries:
-            return []
-        return [chain.index(block) + 1 for block in self.boundaries.keys() & chain]
-
-    def last_of(self, blocks: tuple[BlockHash, ...]) -> tuple[BlockHash, ...]:
-        """Counts each block down by one request. Returns the blocks that no other request will leave."""
-        awaited = self.awaited
-        if awaited.keys().isdisjoint(blocks):
-            return blocks
-        last = []
-        for block in blocks:
-            others = awaited.get(block, 0)
-            if others > 1:
-                awaited[block] = others - 1
-            elif others:
-                del awaited[block]
-            else:
-                last.append(block)
-        return tuple(last)
-
-
-@dataclass(slots=True)
-class Grouped:
-    """An engine with further KV cache groups.
-
-    Attributes:
-        slots: its own slot, and those of its groups' bits.
-    """
-
-    groups: KvGroups
-    slots: list[int]
 
 
 class PrefixIndex:
@@ -197,7 +84,7 @@ class PrefixIndex:
             return
         slot = self._slot()
         self._slots[slot] = engine
-        self._shifts[engine] = self._alone[engine] = shift = _WIDTH * slot
+        self._shifts[engine] = self._alone[engine] = shift = WIDTH * slot
         self._each |= 1 << shift
         self._flights[engine] = InFlight()
         self._counts[engine] = [0, 0, 0, 0]
@@ -224,17 +111,17 @@ class PrefixIndex:
         own = self._grouped.get(engine)
         if own is None:
             shift = self._alone.pop(engine)
-            own = self._grouped[engine] = Grouped(KvGroups(pool), [shift // _WIDTH])
-            self._grouped_bits |= _ALL << shift
+            own = self._grouped[engine] = Grouped(KvGroups(pool), [shift // WIDTH])
+            self._grouped_bits |= ALL << shift
         groups, slots = own.groups, own.slots
         if group.number in groups.bits:
             return groups
         self._alike.clear()
         at = len(groups.bits)
-        if not at % _WIDTH:
+        if not at % WIDTH:
             slots.append(self._slot())
-            self._group_bits |= _ALL << _WIDTH * slots[-1]
-        groups.add(group, tokens_per_block, 1 << _WIDTH * slots[-1] + at % _WIDTH)
+            self._group_bits |= ALL << WIDTH * slots[-1]
+        groups.add(group, tokens_per_block, 1 << WIDTH * slots[-1] + at % WIDTH)
         return groups
 
     def groups_of(self, engine: str) -> KvGroups | None:
@@ -262,30 +149,30 @@ class PrefixIndex:
         if engine not in self._shifts:
             return
         shift = self._shifts.pop(engine)
-        self._slots[shift // _WIDTH] = ""
+        self._slots[shift // WIDTH] = ""
         self._each ^= 1 << shift
         held = self._counts.pop(engine)
         del self._flights[engine]
         if any(held):
-            self._locations.retire(_ALL << shift)
+            self._locations.retire(ALL << shift)
             self._tidy()
         else:
-            self._free.append(shift // _WIDTH)
+            self._free.append(shift // WIDTH)
         own = self._grouped.pop(engine, None)
         if own is None:
             del self._alone[engine]
             return
         self._alike.clear()
-        self._grouped_bits ^= _ALL << shift
+        self._grouped_bits ^= ALL << shift
         for slot in own.slots[1:]:
-            self._group_bits ^= _ALL << _WIDTH * slot
-            self._locations.retire(_ALL << _WIDTH * slot)
+            self._group_bits ^= ALL << WIDTH * slot
+            self._locations.retire(ALL << WIDTH * slot)
 
     def _tidy(self) -> None:
         """Clears a few bits of engines that are gone."""
         gone = self._locations.tidy()
         if gone:
-            self._free += [slot for slot in range(len(self._slots)) if gone >> _WIDTH * slot & 1]
+            self._free += [slot for slot in range(len(self._slots)) if gone >> WIDTH * slot & 1]
 
     def store(
         self, engine: str, tier: Tier, hashes: Iterable[BlockHash], after: BlockHash | None = None
@@ -300,24 +187,24 @@ class PrefixIndex:
         self, engine: str, tier: Tier, hashes: tuple[BlockHash, ...], after: BlockHash | None, off: int = 0
     ) -> None:
         """Sets the engine's bit for the tier, and clears `off`, which must not change any count."""
-        at, shift, counts = _PLACES[tier], self._shifts[engine], self._counts[engine]
-        beside = _PENDING << shift if tier is Tier.GPU else 0
+        at, shift, counts = PLACES[tier], self._shifts[engine], self._counts[engine]
+        beside = PENDING << shift if tier is Tier.GPU else 0
         bit = 1 << shift + at
         added, awaited = self._locations.mark(bit, hashes, after, beside=beside, off=off << shift)
         counts[at] += added
-        counts[_AT_PENDING] -= awaited
+        counts[AT_PENDING] -= awaited
 
     def remove(self, engine: str, tier: Tier, hashes: Iterable[BlockHash]) -> None:
         """These blocks left `tier` of the engine. They need not be one chain, and may be unknown; consecutive
         blocks of one chain are removed faster."""
-        self._clear(engine, 1 << _PLACES[tier], tuple(hashes))
+        self._clear(engine, 1 << PLACES[tier], tuple(hashes))
         if self._locations.retired:
             self._tidy()
 
     def drop(self, engine: str, hashes: Iterable[BlockHash]) -> None:
         """Removes blocks that kvpin flushed: no tier holds them, and none is pending."""
         hashes = tuple(hashes)
-        self._clear(engine, _ALL, hashes)
+        self._clear(engine, ALL, hashes)
         awaited = self._flights[engine].awaited
         for block in awaited and hashes:
             awaited.pop(block, None)
@@ -328,15 +215,15 @@ class PrefixIndex:
 
     def is_on_gpu(self, engine: str, block: BlockHash) -> bool:
         """True if the block lies on the engine's GPU; pending blocks do not count."""
-        return bool(self._locations.get(block) >> self._shifts[engine] & _GPU)
+        return bool(self._locations.get(block) >> self._shifts[engine] & GPU)
 
     def held(self, engine: str, tier: Tier) -> int:
         """Blocks that lie on `tier` of the engine."""
-        return self._counts[engine][_PLACES[tier]]
+        return self._counts[engine][PLACES[tier]]
 
     def pending(self, engine: str) -> int:
         """Blocks that requests in flight will leave on the engine and its GPU does not hold yet."""
-        return self._counts[engine][_AT_PENDING]
+        return self._counts[engine][AT_PENDING]
 
     def counts(self, engine: str) -> tuple[int, int, int, int]:
         """Blocks on its GPU, host tier and disk, and pending blocks."""
@@ -359,9 +246,9 @@ class PrefixIndex:
             if engine in self._grouped:
                 start, boundaries = self._left_in_groups(engine, chain, start, reusable)
             flight.begin(chain[-1], start, boundaries)
-            bits = _PENDING << shift, _GPU << shift
+            bits = PENDING << shift, GPU << shift
             added, there = self._locations.mark(bits[0], chain[start:], None, flight.awaited, beside=bits[1])
-            self._counts[engine][_AT_PENDING] += added - there
+            self._counts[engine][AT_PENDING] += added - there
 
     def end_pending(self, engine: str, hashes: Iterable[BlockHash]) -> None:
         """That request has ended. Of several for the same chain, the one that added the fewest blocks ends
@@ -369,7 +256,7 @@ class PrefixIndex:
         chain, flight = tuple(hashes), self._flights[engine]
         start = flight.end(chain[-1]) if chain else None
         if start is not None:
-            self._clear(engine, _PENDING, flight.last_of(chain[start:]))
+            self._clear(engine, PENDING, flight.last_of(chain[start:]))
 
     def served(self, engine: str, hashes: tuple[BlockHash, ...]) -> None:
         """A request for this chain has ended and left it on the GPU: `store` and `end_pending` in one."""
@@ -382,10 +269,10 @@ class PrefixIndex:
         pending = hashes[start:]
         last = flight.last_of(pending)
         if len(last) == len(pending):
-            self._store(engine, Tier.GPU, pending, None, off=_PENDING)
+            self._store(engine, Tier.GPU, pending, None, off=PENDING)
         else:
             self._store(engine, Tier.GPU, pending, None)
-            self._clear(engine, _PENDING, last)
+            self._clear(engine, PENDING, last)
 
     def _stored(self, chain: Sequence[BlockHash], shift: int) -> int:
         """Leading blocks of the chain that a tier of the engine holds."""
@@ -408,12 +295,12 @@ class PrefixIndex:
         end = len(chain) if reusable is None else min(reusable, len(chain))
         held = 0
         for mask, stop in zip(masks, ends, strict=True):
-            if not mask >> shift & _ALL:
+            if not mask >> shift & ALL:
                 break
             held = min(stop, end)
         reach, coming = reused, self._flights[engine].coming(chain)
         if coming or held != stored:
-            reach, lacks = groups.reach(masks, ends, held, _PENDING << shift, coming)
+            reach, lacks = groups.reach(masks, ends, held, PENDING << shift, coming)
         boundaries = {end, held} if lacks is not None and reach < held else {end}
         aligned = {each // groups.alignment * groups.alignment for each in boundaries}
         return reused, tuple([chain[each - 1] for each in aligned if each])
@@ -421,7 +308,7 @@ class PrefixIndex:
     def _clear(self, engine: str, bits: int, hashes: tuple[BlockHash, ...]) -> None:
         """Clears some of the engine's four bits of blocks."""
         shift, counts = self._shifts[engine], self._counts[engine]
-        for mask, blocks in self._locations.clear(bits << shift, hashes, _ALL << shift).items():
+        for mask, blocks in self._locations.clear(bits << shift, hashes, ALL << shift).items():
             for at, change in _CHANGES[mask >> shift][bits]:
                 counts[at] += change * blocks
 
@@ -437,11 +324,11 @@ class PrefixIndex:
         matches: dict[str, Match] = {}  # engines that hold the same of a prompt share one
         found: dict[str, Match] = {}
         for engine, shift in self._alone.items():
-            column = digits[shift // _WIDTH :: width]
+            column = digits[shift // WIDTH :: width]
             if column[0] != "0":
                 match = matches.get(column)
                 if match is None:
-                    match = matches[column] = _match_of(column, ends)
+                    match = matches[column] = match_of(column, ends)
                 found[engine] = match
         if self._grouped:
             found |= self._match_grouped(digits, masks, ends, hashes, most)
@@ -457,14 +344,14 @@ class PrefixIndex:
             own = self._grouped[engine]
             columns = [digits[slot::width] for slot in own.slots]
             column = columns[0]
-            if max(column) >= _PENDING_DIGIT:  # what is in flight differs from engine to engine
+            if max(column) >= PENDING_DIGIT:  # what is in flight differs from engine to engine
                 coming = self._flights[engine].coming(hashes)
-                found[engine] = _within_groups(own, masks, ends, column, most, coming)
+                found[engine] = within_groups(own, masks, ends, column, most, coming)
                 continue
             key = (own.groups.shape, *columns)
             match = within.get(key)
             if match is None:
-                match = within[key] = _within_groups(own, masks, ends, column, most)
+                match = within[key] = within_groups(own, masks, ends, column, most)
             found[engine] = match
         return found
 
@@ -473,10 +360,10 @@ class PrefixIndex:
     ) -> tuple[dict[str, Match], Sequence[str]]:
         """The matches of engines that hold the first stretches alike, and no more; and the engines left over.
         Most engines hold a system prompt, and nothing else of a prompt."""
-        bits, groups, engines = self._holders(masks[0])
+        bits, groups, engines, slots = self._holders(masks[0])
         same = 0
         if groups:
-            all_bits = bits * _ALL | groups
+            all_bits = bits * ALL | groups
             for mask in masks:
                 here = mask & all_bits
                 if here not in (bits, bits | groups):
@@ -485,12 +372,13 @@ class PrefixIndex:
         if not same:
             return {}, engines
         own = self._grouped[engines[0]]
-        match = _within_groups(own, masks[:same], ends[:same], "1" * same, most)
+        match = within_groups(own, masks[:same], ends[:same], "1" * same, most)
         found = dict.fromkeys(engines, match)
         if same == len(masks):
             return found, ()
-        row = len(self._slots) * same
-        return found, [each for each in engines if digits[row + self._shifts[each] // _WIDTH] != "0"]
+        width = len(self._slots)
+        row = digits[width * same : width * (same + 1)]
+        return found, [each for each, slot in zip(engines, slots, strict=True) if row[slot] != "0"]
 
     def _holders(self, mask: int) -> Alike:
         """The engines with further groups that hold a block, by its location bits. Those bits and the bits of
@@ -498,72 +386,31 @@ class PrefixIndex:
         held = mask & self._grouped_bits
         alike = self._alike.get(held)
         if alike is None:
-            engines = tuple([each for each in self._grouped if held >> self._shifts[each] & _ALL])
+            engines = tuple([each for each in self._grouped if held >> self._shifts[each] & ALL])
             shapes = {self._grouped[each].groups.shape for each in engines}
             is_alike = len(shapes) == 1 and held & ~self._each == 0
             groups = sum(self._grouped[each].groups.mask for each in engines) if is_alike else 0
             if len(self._alike) == _MAX_ALIKE:
                 self._alike.clear()
-            alike = self._alike[held] = held, groups, engines
+            slots = tuple([self._shifts[each] // WIDTH for each in engines])
+            alike = self._alike[held] = held, groups, engines, slots
         return alike
 
     def _reach(self, chain: Sequence[BlockHash]) -> tuple[list[int], list[int]]:
         """Location bits of the engines that hold all blocks so far, and where each stretch of equal bits
         ends; up to the first block that none of them holds."""
         masks, ends, at = list[int](), list[int](), 0
-        last, alive, groups = -1, self._each * _ALL, self._group_bits
+        last, alive, groups = -1, self._each * ALL, self._group_bits
         for mask, blocks in self._locations.stretches(chain):
             at += blocks
             here = mask & (alive | groups)
             if here == last:
                 ends[-1] = at
                 continue
-            alive = ((here | here >> 1 | here >> 2 | here >> 3) & self._each) * _ALL
+            alive = ((here | here >> 1 | here >> 2 | here >> 3) & self._each) * ALL
             if not alive:
                 break
             last = here
             masks.append(here)
             ends.append(at)
         return masks, ends
-
-
-def _match_of(column: str, ends: list[int]) -> Match:
-    """An engine's match, from its digit in each stretch and where the stretches end."""
-    counts, lead, start = [0, 0, 0, 0], 0, 0
-    for digit, end in zip(column, ends, strict=True):
-        if digit == "0":
-            break
-        fastest, on_gpu = _READ[digit]
-        counts[fastest] += end - start
-        if on_gpu and lead == start:
-            lead = end
-        start = end
-    gpu, host, disk, pending = counts
-    return Match(gpu, host, disk, pending, lead)
-
-
-def _within_groups(
-    own: Grouped,
-    masks: list[int],
-    ends: list[int],
-    column: str,
-    most: int | None,
-    coming: Sequence[int] = (),
-) -> Match:
-    """The part of a chain that an engine's further groups can reuse, too. `coming`: see `KvGroups.reach`.
-
-    Blocks are pending beyond the boundary that the groups allow now, if requests in flight move it: whatever
-    full attention holds there is reused only when they have computed it again.
-    """
-    match, groups, pending = _match_of(column, ends), own.groups, _PENDING << _WIDTH * own.slots[0]
-    held = match.blocks if most is None else min(match.blocks, most)
-    reach, lacks = groups.reach(masks, ends, held, pending, coming)
-    sure = groups.reach(masks, ends, reach)[0] if max(column) >= _PENDING_DIGIT else reach
-    if sure >= held:
-        return match
-    now = within = _match_of(column, [min(end, sure) for end in ends])
-    if reach > sure:
-        within = _match_of(column, [min(end, reach) for end in ends])
-    return Match(
-        now.gpu, now.host, now.disk, reach - now.blocks + now.pending, within.lead, held - reach, lacks
-    )

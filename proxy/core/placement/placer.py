@@ -17,7 +17,8 @@ from itertools import islice
 from engine_adapter.hold import Forecast
 from engine_adapter.types import Role, Tier
 from proxy.core.index.blocks import BlockHash, Chain
-from proxy.core.index.prefix_index import Match, PrefixIndex
+from proxy.core.index.match import Match
+from proxy.core.index.prefix_index import PrefixIndex
 from proxy.core.placement.decision import NOTHING, Candidate, Outlook, Placement, place, place_least_loaded
 from proxy.core.placement.demand import Demand
 from proxy.core.placement.in_use import InUse, Residents

@@ -211,8 +211,12 @@ class TestEvents:
         running = start(page_size=16, capacity=100, server_info=_windows(1600))
         (tmp_path / "config.json").write_text('{"sliding_window": 17}', encoding="utf-8")
         adapter = adapter_of(running, tokenizer=str(tmp_path))
-        body = {"model": "tiny", "max_tokens": 1}
+        await adapter.connect()
+        body, other = {"model": "tiny", "max_tokens": 1}, list(range(300, 364))
+        target = KvTarget(token_array(other))
         await complete(adapter, body | {"prompt": list(range(100, 180))})
+        async with adapter.hold(COMPLETIONS, JsonBody(json.dumps(body).encode()), target):
+            pass  # nobody follows its events yet
         events = adapter.events()
         seen = [await anext(events) for _ in range(5)]
         assert list(map(type, seen)) == [ViewLost, CacheCleared, BlocksStored, BlocksStored, ViewCurrent]
@@ -220,6 +224,11 @@ class TestEvents:
         assert seen[3].hashes == seen[2].hashes[-1:]
         assert seen[4].complete
         assert adapter.event_position() is None
+        # Of a prompt of whole pages, a page more is kept: its last token is computed again each time.
+        async with adapter.hold(COMPLETIONS, JsonBody(json.dumps(body).encode()), target):
+            await complete(adapter, body | {"prompt": other})
+        stored, kept = [await anext(events) for _ in range(2)]
+        assert kept.hashes == stored.hashes[-2:]
         await events.aclose()
 
     async def test_without_the_length_of_its_windows_no_view_is_complete(self, start, adapter_of):

@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from engine_adapter import Hold, Tier
-from proxy.core.index.prefix_index import Match
+from proxy.core.index.match import Match
 from proxy.core.placement.decision import place, place_least_loaded
 from proxy.core.placement.load import Work
 from proxy.core.placement.rates import DEFAULT_PREFILL_TOK_S

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from engine_adapter import BelowGpu, Tier
-from proxy.core.index.prefix_index import Match
+from proxy.core.index.match import Match
 from proxy.core.placement.decision import place
 from proxy.core.placement.rates import DEFAULT_PREFILL_TOK_S
 from proxy.fleet.engine import EngineState

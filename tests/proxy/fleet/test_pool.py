@@ -7,7 +7,7 @@ import pytest
 from engine_adapter import BlocksStored, Capability, Forecast, Tier
 from proxy.core.admission import Needs
 from proxy.core.index import segments
-from proxy.core.index.prefix_index import Match
+from proxy.core.index.match import Match
 from proxy.core.placement.decision import Cost, Placement
 from proxy.fleet.engine import ASSUMED_CAPACITY_TOKENS, Engine, EngineState
 from proxy.fleet.fleet import Fleet

@@ -20,7 +20,7 @@ from engine_adapter import (
 )
 from proxy.core.audit import Trust
 from proxy.core.index.blocks import extend
-from proxy.core.index.prefix_index import Match
+from proxy.core.index.match import Match
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.ingest import Ingest
 from proxy.fleet.recall import SLICE_RUNS, EngineMemory, Memories, keep

@@ -1,6 +1,6 @@
 import pytest
 
-from proxy.core.index.prefix_index import Match
+from proxy.core.index.match import Match
 from proxy.core.placement.decision import Candidate, place
 from proxy.core.placement.rates import EngineRates, PoolRates
 from tests.kv_world import tokens

@@ -11,7 +11,8 @@ from engine_adapter.types import Attention, BlocksRemoved, BlocksStored, CacheCl
 from proxy.core.index.blocks import chain as chain_of
 from proxy.core.index.blocks import namespace_root
 from proxy.core.index.groups import KvGroups
-from proxy.core.index.prefix_index import Match, PrefixIndex
+from proxy.core.index.match import Match
+from proxy.core.index.prefix_index import PrefixIndex
 from proxy.core.index.view import EngineView
 
 ROOT = namespace_root("m")

@@ -10,7 +10,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from engine_adapter.types import Tier
 from proxy.core.index import locations
 from proxy.core.index.blocks import extend, namespace_root
-from proxy.core.index.prefix_index import InFlight, Match, PrefixIndex
+from proxy.core.index.match import Match
+from proxy.core.index.prefix_index import PrefixIndex
 
 ROOT = namespace_root("m")
 DEPTH = 5
@@ -362,11 +363,6 @@ def test_what_is_served_becomes_stored_unless_others_await_it():
     assert len(index) == 0
 
 
-def test_matches_are_equal_by_tiers():
-    assert {Match(gpu=1, lead=1), Match(gpu=1), Match(host=1)} == {Match(gpu=1), Match(host=1)}
-    assert Match(gpu=1) != 1
-
-
 def test_dropped_blocks_are_no_longer_awaited():
     index = PrefixIndex()
     index.add_engine("a")
@@ -379,25 +375,3 @@ def test_dropped_blocks_are_no_longer_awaited():
     index.end_pending("a", (1, 2))
     index.end_pending("a", (1, 2))
     assert len(index) == 0
-
-
-def test_of_several_requests_the_one_that_waits_for_least_ends_first():
-    flight = InFlight()
-    for start in (2, 5, 0):
-        flight.begin(9, start)
-    assert [flight.end(9) for _ in range(4)] == [5, 2, 0, None]
-    assert not flight.starts
-
-
-def test_what_never_began_has_no_end():
-    assert InFlight().end(9) is None
-
-
-def test_a_block_goes_with_the_last_request_that_waits_for_it():
-    flight = InFlight()
-    flight.awaited.update([1, 2])
-    flight.awaited.update([1])
-    assert flight.last_of((1, 2, 3)) == (3,)
-    assert flight.last_of((1, 2, 3)) == (2, 3)
-    assert not flight.awaited
-    assert flight.last_of((1, 2)) == (1, 2)

@@ -16,7 +16,8 @@ from engine_adapter.types import (
 )
 from proxy.core.index import view as module
 from proxy.core.index.blocks import extend, namespace_root
-from proxy.core.index.prefix_index import Match, PrefixIndex
+from proxy.core.index.match import Match
+from proxy.core.index.prefix_index import PrefixIndex
 from proxy.core.index.runs import KeptRun
 from proxy.core.index.view import SLICE_NAMES, SLICE_TOKENS, EngineView, slices
 

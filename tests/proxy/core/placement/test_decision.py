@@ -5,7 +5,7 @@ from msgspec.structs import replace
 
 from engine_adapter import Forecast
 from proxy.core.index.blocks import Chain
-from proxy.core.index.prefix_index import Match
+from proxy.core.index.match import Match
 from proxy.core.placement.decision import (
     CALM,
     MAX_LOOKS,

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from proxy.core.index.blocks import Chain
-from proxy.core.index.prefix_index import Match
+from proxy.core.index.match import Match
 from proxy.core.placement.decision import CALM, TIE_S, Candidate, Outlook, place
 from proxy.core.placement.in_use import InUse, Residents
 from proxy.core.placement.load import LoadView

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from engine_adapter import Forecast, Tier
 from engine_adapter.types import Attention, KvGroup, Role
 from proxy.core.index.blocks import Chain
-from proxy.core.index.prefix_index import Match
+from proxy.core.index.match import Match
 from proxy.core.placement import placer as module
 from proxy.core.placement.load import IDLE, EngineLedger, Work
 from proxy.core.placement.placer import Placer
