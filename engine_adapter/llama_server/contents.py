@@ -10,7 +10,7 @@ import shutil
 from array import array
 from collections.abc import Callable, Iterator
 from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from engine_adapter.errors import EngineError, EngineRejected
@@ -55,41 +55,37 @@ class Counts:
     strangers: int = 0  # times that somebody else changed a slot
 
 
+@dataclass(eq=False, repr=False)
 class Contents:
     """The slots of one server process and the files it can restore.
 
-    `saved` is None when nothing can be saved. Every change of content goes to `mirror`, and its owner to the
-    record `owners`, if there is one.
+    `_saved` is None when nothing can be saved. Every change of content goes to `_mirror`, and its owner to
+    `owners`.
+
+    Attributes:
+        reuses_any_prefix: the server reuses any prefix of a slot's content: true until it is seen not to.
     """
 
-    def __init__(
-        self,
-        engine: str,
-        facts: ServerFacts,
-        control: ControlClient,
-        saved: SavedPrefixes | None,
-        mirror: MirrorEvents,
-        clock: Callable[[], float],
-        owners: SlotOwners | None = None,
-    ) -> None:
-        self.owners = owners or SlotOwners(None, "", None, facts.slots)
-        self.rules = facts.memory
-        self.table = SlotTable(facts.slots, self.rules)
-        self.rates = RateBook()
-        self.counts = Counts()
-        self.findings: list[str] = []
-        self._engine = engine
-        self._facts = facts
-        self._control = control
-        self._saved = saved
-        self._mirror = mirror
-        self._clock = clock
-        self._refused: set[str] = set()  # names of saved prefixes that this server did not take
-        # Whether the server reuses any prefix of a slot's content: true until it is seen not to.
-        self.reuses_any_prefix = True
-        self._vain_restores = self._wrong = 0
-        self._no_save_before = 0.0
-        self._save_pause_s = SAVE_PAUSE_S
+    _engine: str
+    _facts: ServerFacts
+    _control: ControlClient
+    _saved: SavedPrefixes | None
+    _mirror: MirrorEvents
+    _clock: Callable[[], float]
+    owners: SlotOwners
+    rates: RateBook = field(default_factory=RateBook, init=False)
+    counts: Counts = field(default_factory=Counts, init=False)
+    findings: list[str] = field(default_factory=list, init=False)
+    reuses_any_prefix: bool = field(default=True, init=False)
+    _refused: set[str] = field(default_factory=set, init=False)  # by this server, by name
+    _vain_restores: int = field(default=0, init=False)
+    _wrong: int = field(default=0, init=False)
+    _no_save_before: float = field(default=0.0, init=False)
+    _save_pause_s: float = field(default=SAVE_PAUSE_S, init=False)
+
+    def __post_init__(self) -> None:
+        self.rules = self._facts.memory
+        self.table = SlotTable(self._facts.slots, self.rules)
 
     @property
     def instance(self) -> str | None:

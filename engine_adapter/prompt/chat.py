@@ -113,11 +113,6 @@ class ChatTokenizer:
         return self._tokenizer
 
     @property
-    def encoder(self) -> str:
-        """The name of the library that encodes."""
-        return self._encoder.name
-
-    @property
     def cuts(self) -> tuple[str, ...]:
         """Added tokens before which a text can be cut, and its pieces encoded alone; see cuts.py."""
         return self._encoder.cuts

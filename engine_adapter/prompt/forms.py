@@ -44,7 +44,6 @@ class Form(StrEnum):
     """Fields, roles or values that some engines leave out, rename, reorder or join differently."""
 
 
-CHAT_FORMS = frozenset(Form) - {Form.TEXT}
 _PLAIN = frozenset({Form.PLAIN})
 # Fields that make the prompt, or the namespace of its KV, in a way that only the engine knows.
 _OF_THE_ENGINE = frozenset(

@@ -31,8 +31,6 @@ class Rule(StrEnum):
     PATHS = "paths"
 
 
-CHOSEN = tuple(rule for rule in Rule if rule is not Rule.BILLING_LINE)
-"""The rules that apply only where the operator chose them."""
 FIELDS = ("system", "instructions", "tools", "messages", "input")
 """The fields that rules read and change."""
 BILLING = "x-anthropic-billing-header"

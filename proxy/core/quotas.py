@@ -94,7 +94,6 @@ class Quota:
         "_requests",
         "_running",
         "_tokens",
-        "limits",
         "tenant",
     )
 
@@ -111,7 +110,6 @@ class Quota:
 
     def change(self, limits: TenantLimits) -> None:
         """Other limits. What was used still counts."""
-        self.limits = limits
         self._requests = _changed(self._requests, limits.requests_per_minute)
         self._tokens = _changed(self._tokens, limits.tokens_per_minute)
         self._concurrent = limits.concurrent_requests

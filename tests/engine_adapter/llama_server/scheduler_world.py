@@ -19,7 +19,7 @@ from engine_adapter.llama_server.discovery import ServerFacts, discover, probe
 from engine_adapter.llama_server.mirror_events import MirrorEvents
 from engine_adapter.llama_server.saved import SavedEvent, SavedPlace, SavedPrefixes
 from engine_adapter.llama_server.scheduler import SlotScheduler
-from engine_adapter.llama_server.server_files import UNKNOWN_OWNER
+from engine_adapter.llama_server.server_files import UNKNOWN_OWNER, SlotOwners
 from engine_adapter.llama_server.slot_io import read_slots
 from engine_adapter.llama_server.slots import SlotOperation
 from engine_adapter.llama_server.state_file import read_tokens
@@ -58,7 +58,8 @@ class SchedulerWorld:
         self.server, self.facts, self.control, self.registry = server, facts, control, registry
         self.clock = Clock()
         self.mirror = MirrorEvents()
-        self.contents = Contents("e", facts, control, registry, self.mirror, self.clock)
+        owners = SlotOwners(None, "", None, facts.slots)
+        self.contents = Contents("e", facts, control, registry, self.mirror, self.clock, owners)
         self.scheduler = SlotScheduler("e", control, self.contents, clock=self.clock)
         self.table = self.contents.table
         registry.subscribe(self._on_saved)

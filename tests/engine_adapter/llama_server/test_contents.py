@@ -104,7 +104,9 @@ class TestSave:
         assert list(world.server.save_dir.iterdir()) == []
 
     async def test_without_files_nothing_is(self, world):
-        contents = Contents("e", world.facts, world.control, None, world.mirror, world.clock)
+        contents = Contents(
+            "e", world.facts, world.control, None, world.mirror, world.clock, world.contents.owners
+        )
         contents.hold(contents.table[0], prompt_of(1), None)
         assert not contents.can_save
         assert not await contents.save(contents.table[0])

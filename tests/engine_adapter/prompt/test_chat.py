@@ -317,7 +317,7 @@ async def test_long_work_leaves_the_event_loop(chat):
 
 
 def test_it_encodes_as_fast_as_it_can(chat):
-    assert chat.encoder == "fastokens"
+    assert chat._encoder.name == "fastokens"
 
 
 def test_importing_loads_neither_torch_nor_transformers():

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from engine_adapter import Capability, EngineRejected, EngineUnavailable, JsonBody
-from engine_adapter.prompt.forms import CHAT_FORMS, Form
+from engine_adapter.prompt.forms import Form
 from proxy.prompt import PromptBuilder, PromptTables, audit_tokens, exactness, verify_exactness
 from proxy.prompt.trust import ENOUGH_AGREED
 from tests.fakes import prompts_of
@@ -48,7 +48,7 @@ def has_messages(body):
 @pytest.mark.parametrize(
     ("is_off", "forms"),
     [
-        (has_messages, set(CHAT_FORMS)),
+        (has_messages, set(Form) - {Form.TEXT}),
         (lambda body: "tools" in body, {Form.TOOLS, Form.TOOL_CALLS, Form.REASONING}),
         (lambda body: "prompt" in body, {Form.TEXT}),
         (lambda body: "reasoning_content" in body.raw.decode(), {Form.REASONING}),
