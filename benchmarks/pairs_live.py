@@ -1,14 +1,14 @@
 """When one engine should compute a prompt for another: rules of routers, on sockets.
 
 kvpin runs over mock engines that take time for prefills, tokens and transfers (`mock_engine.py --nixl`): some
-compute prompts for the others. The rules are those of `pairs_sim.py`. Each takes the place of kvpin's own inside
-kvpin, so only the rule differs: all choose the two engines by kvpin's costs. Every rule gets the same requests
-at the same times, and fresh engines.
+compute prompts for the others. The rules are those of `pairs_sim.py`. Each takes the place of kvpin's own
+inside kvpin, so only the rule differs: all choose the two engines by kvpin's costs. Every rule gets the same
+requests at the same times, and fresh engines.
 
     python benchmarks/pairs_live.py [--rates 2,4] [--seconds 60] [--seed 1] [--prefillers 2] [--decoders 2]
 
-Prints a table in Markdown: the time to first token, mean and 99th percentile, in seconds; the share of requests
-that were divided; and failures. `pairs_live.py serve RULE …` is `kvpin serve …` under a rule.
+Prints a table in Markdown: the time to first token, mean and 99th percentile, in seconds; the share of
+requests that were divided; and failures. `pairs_live.py serve RULE …` is `kvpin serve …` under a rule.
 """
 
 from __future__ import annotations
@@ -128,9 +128,8 @@ def main() -> None:
         mix, requests = MIXES["a"], round(rate * arguments.seconds)
         work = make_work(dataclasses.replace(mix, requests_per_s=rate), arguments.seed)[:requests]
         print(f"\n{rate:g} requests a second, {len(work)} requests, seed {arguments.seed}\n")
-        print(
-            "| rule | mean TTFT s | p99 TTFT s | divided | failed | latest sent s |\n|---|---|---|---|---|---|"
-        )
+        print("| rule | mean TTFT s | p99 TTFT s | divided | failed | latest sent s |")
+        print("|---|---|---|---|---|---|")
         for rule in arguments.rules.split(","):
             answers, divided = run(rule, work, arguments.prefillers, arguments.decoders)
             print(row(rule, answers, divided), flush=True)

@@ -202,6 +202,8 @@ class EngineInfo:
             where that is not known.
         models: the models of its server, each an engine of its own, and their states; empty where its server
             has only one. `model` is "" where the operator named none of them.
+        role: the part of requests that it is meant for: as its settings say, else as it says itself; None
+            where neither says it.
         routes: its routes beside `/v1` that clients may use.
         card: its own fields of the model in `/v1/models`, e.g. `max_model_len` or `meta`.
         too_long: (tokens of a prompt, tokens of its context) → the fields that it adds to the error of a
@@ -233,6 +235,7 @@ class EngineInfo:
     any_model: bool = False
     ranks: tuple[int, ...] = ()
     models: Mapping[str, ModelState] = field(default_factory=dict, hash=False, compare=False)
+    role: Role | None = None
     routes: Mapping[str, NativeRoute] = field(default_factory=dict, repr=False, hash=False)
     card: Mapping[str, Any] = field(default_factory=dict, repr=False, hash=False)
     too_long: Callable[[int, int], Mapping[str, Any]] = field(default=_nothing_more, repr=False)

@@ -50,6 +50,7 @@ from engine_adapter.types import (
     KvProgress,
     KvTarget,
     KvVerb,
+    Role,
     TokenIds,
 )
 
@@ -60,6 +61,7 @@ _INSTEAD = {
     Capability.OFFLOAD: "with --enable-hierarchical-cache SGLang copies to its host tier by itself",
     Capability.RESTORE: 'SGLang loads from its host tier by itself; "fallback": "warm" computes again',
 }
+_ROLES = {"prefill": Role.PREFILL, "decode": Role.DECODE}
 _RANK_HEADER = b"x-data-parallel-rank"  # /generate takes the rank in its body
 # Headers by which other servers of a deployment, not its clients, replace fields of a request: the rank, the
 # priority, the server that did the prefill.
@@ -262,6 +264,7 @@ class SglangAdapter(HttpAdapter):
             loras=info.loras,
             template_input=SGLANG_INPUT,
             served_as_chats=TRANSLATED_ROUTES,
+            role=_ROLES.get(info.disaggregation),
             ranks=tuple(range(info.dp_ranks)) if info.release >= _RANKS_SINCE else (),
             routes=ROUTES,
             card=info.card,

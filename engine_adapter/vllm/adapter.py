@@ -31,15 +31,14 @@ from engine_adapter.types import (
     KvTarget,
     KvVerb,
     RenderedPrompt,
-    Role,
     TokenIds,
 )
 from engine_adapter.vllm import embeddings, prompts
 from engine_adapter.vllm.discovery import VllmFacts, discover, event_endpoints
 from engine_adapter.vllm.event_watch import Copies, EventWatch, flush
 from engine_adapter.vllm.findings import findings_of
+from engine_adapter.vllm.kv_transfer import role_of, transfer_of
 from engine_adapter.vllm.metrics import look
-from engine_adapter.vllm.nixl import NixlPull
 from engine_adapter.vllm.options import VllmSpec, rank_headers
 from engine_adapter.vllm.requests import RequestShaper, longest_chat
 from engine_adapter.vllm.routes import ROUTES
@@ -75,8 +74,7 @@ class VllmAdapter(HttpAdapter):
         self._queries = 0
         self._watch = EventWatch(None)
         self._shaper = RequestShaper(asks_usage=False)
-        if spec.role is not Role.BOTH:
-            self.transfer = NixlPull(spec.options.kv_lease_s)
+        self.transfer = transfer_of(spec, None)
 
     # --- what it is -----------------------------------------------------------------------------------
 
@@ -88,6 +86,7 @@ class VllmAdapter(HttpAdapter):
             self._instance = metrics.identity or uuid.uuid4().hex
             self._watch = EventWatch(metrics.blocks)
         self._facts, self._queries = facts, metrics.queries
+        self.transfer = transfer_of(self.spec, facts.kv_transfer)
         self.capabilities = _capabilities(facts, self.spec)
         self._shaper = RequestShaper(
             asks_usage=facts.trials.reports_cached is not False,
@@ -111,6 +110,7 @@ class VllmAdapter(HttpAdapter):
             ranks=metrics.addressable_ranks,
             routes=ROUTES,
             card=facts.model.card,
+            role=role_of(self.spec, facts.kv_transfer),
         )
 
     @override

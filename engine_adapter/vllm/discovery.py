@@ -20,6 +20,8 @@ from engine_adapter.events.subscriber import EventEndpoints
 from engine_adapter.http.control import ControlClient
 from engine_adapter.http.models import ServedModel, read_models
 from engine_adapter.types import Finding
+from engine_adapter.vllm.kv_transfer import KvTransfer
+from engine_adapter.vllm.kv_transfer import ask as kv_transfer_of
 from engine_adapter.vllm.metrics import VllmMetrics, look
 from engine_adapter.vllm.options import VllmSpec, rank_headers
 
@@ -152,6 +154,7 @@ class VllmFacts:
         tokenizes, renders, resets: it has these routes.
         trials: the facts that only requests show.
         wrong_kind: it says that it is no vLLM.
+        kv_transfer: how it passes KV on; None where it does not say.
     """
 
     model: ServedModel
@@ -164,6 +167,7 @@ class VllmFacts:
     resets: bool
     trials: Trials
     wrong_kind: Finding | None = None
+    kv_transfer: KvTransfer | None = None
 
 
 async def discover(control: ControlClient, spec: VllmSpec, known: VllmFacts | None) -> VllmFacts:
@@ -171,7 +175,7 @@ async def discover(control: ControlClient, spec: VllmSpec, known: VllmFacts | No
     Raises EngineUnavailable if it is not reachable, not vLLM, has no such rank, or is too busy to be tried
     out."""
     rank = spec.options.dp_rank
-    models, version, sources, metrics, tokenizes, renders, resets = await asyncio.gather(
+    models, version, sources, metrics, tokenizes, renders, resets, kv_transfer = await asyncio.gather(
         control.get("/v1/models"),
         control.read_optional(_Version, "/version"),
         control.read_optional(dict[str, RankSource], "/kv_event_sources"),
@@ -179,6 +183,7 @@ async def discover(control: ControlClient, spec: VllmSpec, known: VllmFacts | No
         _exists(control, "/tokenize"),
         _renders(control),
         _exists(control, "/reset_prefix_cache"),
+        _answered(kv_transfer_of(control)),
     )
     if rank is not None and metrics.ranks and rank not in metrics.ranks:
         raise EngineUnavailable(f"it has no data-parallel rank {rank}: it has {list(metrics.ranks)}")
@@ -196,6 +201,7 @@ async def discover(control: ControlClient, spec: VllmSpec, known: VllmFacts | No
         resets=resets,
         trials=await try_out(control, model.name, metrics, rank_headers(rank), tried),
         wrong_kind=wrong_kind(models, spec),
+        kv_transfer=kv_transfer,
     )
 
 

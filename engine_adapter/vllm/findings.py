@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from engine_adapter.events.options import RANKS
 from engine_adapter.types import Finding
 from engine_adapter.vllm.discovery import VllmFacts, event_endpoints, is_several
+from engine_adapter.vllm.kv_transfer import findings_of_transfer
 from engine_adapter.vllm.options import VllmSpec
 
 _FLAG = (
@@ -45,7 +46,7 @@ def findings_of(facts: VllmFacts, spec: VllmSpec, *, replay_is_silent: bool = Fa
         found.insert(0, _LMCACHE)
     if replay_is_silent:
         found.append(_SILENT)
-    return (*found, *_route_findings(facts, spec))
+    return (*found, *_route_findings(facts, spec), *findings_of_transfer(spec, facts.kv_transfer))
 
 
 def _cache_findings(facts: VllmFacts) -> Iterator[Finding]:

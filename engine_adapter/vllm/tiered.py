@@ -63,7 +63,6 @@ class TieredVllmAdapter(VllmAdapter):
 
     def __init__(self, spec: VllmSpec, lower: LmCache) -> None:
         super().__init__(spec)
-        self.transfer = None  # its connector is LMCache's
         self._lower = lower
         self._loras: frozenset[str] = frozenset()
         self._salts = False

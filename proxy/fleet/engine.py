@@ -65,7 +65,6 @@ class Engine:
     """One engine: its adapter, what it declared, its load, its audit.
 
     Attributes:
-        role: the part of requests that it is meant for.
         info: its declaration when it connected; None before that.
         audit: predicted against reported cached tokens, and the trust in its view.
         learned: blocks learned from responses, for engines without events.
@@ -92,7 +91,6 @@ class Engine:
         """`on_ready` is called whenever the engine becomes ready."""
         self.adapter = adapter
         self.id = adapter.spec.id
-        self.role: Role = adapter.spec.role
         self._state = EngineState.CONNECTING
         self._on_ready = on_ready
         self._failed = 0  # requests, since it was ready last
@@ -120,6 +118,12 @@ class Engine:
         self.mine.set()
         self.owner: str | None = None
         self.is_served_there = False
+
+    @property
+    def role(self) -> Role:
+        """The part of requests that it is meant for."""
+        told = self.info.role if self.info is not None else None
+        return told or self.adapter.spec.role
 
     @property
     def state(self) -> EngineState:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -46,6 +46,8 @@ class VllmOptions:
         event_ports: ports of events and replay of the first rank, 0 for any free one.
         nixl: it has a NixlConnector.
         kv_lease_duration: how long that keeps KV for others, in seconds.
+        kv_transfer_config: what `/server_info` says, older servers as a text; None without that route, which
+            only dev mode has.
     """
 
     model: str = "tiny"
@@ -72,6 +74,7 @@ class VllmOptions:
     event_ports: tuple[int, int] = (0, 0)
     nixl: bool = False
     kv_lease_duration: float = 30.0
+    kv_transfer_config: Mapping[str, object] | str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +217,9 @@ class FakeVllm:
             yield Route("/kv_event_sources", lambda _: JSONResponse(self._sources()))
         if options.dev_mode:
             yield Route("/reset_prefix_cache", self._reset, methods=["POST"])
+        if (transfer := options.kv_transfer_config) is not None:
+            config = transfer if isinstance(transfer, str) else {"kv_transfer_config": transfer or None}
+            yield Route("/server_info", lambda _: JSONResponse({"vllm_config": config, "vllm_env": {}}))
         for path, read in prompts.items():
             yield Route(path, self._guarded(self._serve(path, read)), methods=["POST"])
             render = self._guarded(self._render(path, read) if options.enable_scale_out else _disabled)

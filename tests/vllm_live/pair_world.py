@@ -25,10 +25,9 @@ from tests.vllm_live.vllm_world import VllmOptions, running_vllm
 
 BLOCKS = 200
 SIDE_CHANNELS = range(5600, 5700, 2)
-ROLES = {"p": "prefill", "d": "decode"}
+ROLES = {"p": "kv_producer", "d": "kv_consumer"}
 CONNECTOR = {
     "kv_connector": "NixlConnector",
-    "kv_role": "kv_both",
     "kv_buffer_device": "cpu",
     "kv_load_failure_policy": "recompute",
 }
@@ -41,10 +40,12 @@ def nixl() -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
-def with_connector() -> VllmOptions:
+def with_connector(name: str) -> VllmOptions:
+    """Of an engine of that name. In dev mode, it tells kvpin its role."""
+    connector = CONNECTOR | {"kv_role": ROLES[name[0]]}
     return VllmOptions(
         blocks=BLOCKS,
-        flags=("--kv-transfer-config", json.dumps(CONNECTOR), "--enable-scale-out"),
+        flags=("--kv-transfer-config", json.dumps(connector), "--enable-scale-out"),
         environment={
             "PYTHONPATH": nixl(),
             "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
@@ -99,12 +100,10 @@ async def real_pairs(tmp_path: Path, pairs: int) -> AsyncIterator[RealPairs]:
     with ExitStack() as stack:
         running = {}
         for name in [f"{kind}{number}" for number in range(pairs) for kind in ROLES]:
-            running[name] = stack.enter_context(running_vllm(tmp_path / f"{name}.log", with_connector()))
+            options = with_connector(name)
+            running[name] = stack.enter_context(running_vllm(tmp_path / f"{name}.log", options))
             running[name].wait()
-        engines = [
-            EngineSettings(id=name, kind="vllm", url=server.url, role=ROLES[name[0]])
-            for name, server in running.items()
-        ]
+        engines = [EngineSettings(id=name, kind="vllm", url=server.url) for name, server in running.items()]
         async with proxy_over(engines, (), interval_s=5.0) as made:
             world = RealPairs(*made, {name: server.url for name, server in running.items()})
             await until(lambda: all(map(world.is_read, world.servers)) and is_tokenised(world.proxy))

@@ -27,7 +27,7 @@ def test_vllm_keeps_the_contract(tmp_path, tell):
 def test_a_pair_keeps_the_contract(tmp_path, tell):
     with ExitStack() as stack:
         servers = [
-            stack.enter_context(running_vllm(tmp_path / f"{name}.log", with_connector())) for name in "pd"
+            stack.enter_context(running_vllm(tmp_path / f"{name}.log", with_connector(name))) for name in "pd"
         ]
         for server in servers:
             server.wait()

@@ -68,7 +68,7 @@ class Examination:
             "url": self.spec.url,
             "kind": self.spec.kind,
             "detected": self.detected,
-            "role": self.spec.role,
+            "role": info.role or self.spec.role,
             "version": info.version,
             "model": info.model,
             "models": info.models,

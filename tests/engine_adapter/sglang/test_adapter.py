@@ -80,6 +80,11 @@ class TestConnect:
             Capability.FLUSH,
         }
 
+    @pytest.mark.parametrize(("mode", "role"), [("prefill", "prefill"), ("decode", "decode"), ("null", None)])
+    async def test_it_says_its_role(self, start, adapter_of, mode, role):
+        info = await adapter_of(start(server_info={"disaggregation_mode": mode})).connect()
+        assert info.role == role
+
     async def test_each_start_is_another_instance(self, start, adapter_of):
         running = start()
         adapter = adapter_of(running)

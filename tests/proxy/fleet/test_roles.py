@@ -1,5 +1,6 @@
 import asyncio
 from array import array
+from dataclasses import replace
 
 import pytest
 
@@ -120,3 +121,10 @@ class Underway:
     """A lease whose answer has not begun."""
 
     begun = asyncio.Event()
+
+
+def test_an_engine_may_say_its_role_itself(fleet):
+    engine = add_ready(fleet, "p")
+    assert engine.role is Role.BOTH
+    engine.info = replace(engine.info, role=Role.PREFILL)
+    assert engine.role is Role.PREFILL
