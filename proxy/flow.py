@@ -167,10 +167,10 @@ class Flow:
     async def _live(self, serving: Serving, step: Step) -> None:
         """Carries out `step`, and those that follow, to the end of the request's life."""
         serving.alarm.set()
+        event: Event | None = None
         error = None
         try:
             while not isinstance(step, End):
-                event: Event | None
                 try:
                     event = await self._do(serving, step)
                 except asyncio.CancelledError:
@@ -193,7 +193,8 @@ class Flow:
             raise
         finally:
             self._close(serving)
-            del step, error  # a traceback holds this frame: the body would stay until garbage collection
+            # A traceback holds this frame: the body would stay until garbage collection.
+            del step, event, error
 
     def _do(self, serving: Serving, step: Prepare | Place | Run) -> Coroutine[Any, Any, Event]:
         """Carries a step out; gives the outcome as an event."""
