@@ -183,7 +183,7 @@ async def discover(control: ControlClient, spec: VllmSpec, known: VllmFacts | No
         _exists(control, "/tokenize"),
         _renders(control),
         _exists(control, "/reset_prefix_cache"),
-        _answered(kv_transfer_of(control)),
+        kv_transfer_of(control),
     )
     if rank is not None and metrics.ranks and rank not in metrics.ranks:
         raise EngineUnavailable(f"it has no data-parallel rank {rank}: it has {list(metrics.ranks)}")

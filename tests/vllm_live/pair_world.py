@@ -71,9 +71,10 @@ class RealPairs(FakeWorld):
     def named(self, kind: str) -> list[str]:
         return [name for name in self.servers if name.startswith(kind)]
 
-    def pace(self, pace: float) -> None:
-        """The engines that answer look so slow."""
+    async def pace(self, pace: float) -> None:
+        """The engines that answer look so slow, once kvpin uses them: on a busy machine, they may be lost."""
         for name in self.named("d"):
+            await until(lambda name=name: name in self.placer.books)
             self.placer.books[name].rates.pace = pace
 
     def is_read(self, name: str) -> bool:

@@ -81,7 +81,7 @@ async def test_the_answers_are_those_of_a_single_engine(tmp_path, tell, request)
         records, single = list[RequestRecord](), world.servers["p0"]
         for number in range(requests):
             path, body = asked(number)
-            world.pace(SLOW)  # what an engine measures of itself would undo it
+            await world.pace(SLOW)  # what an engine measures of itself would undo it
             answer = await world.client.post(f"{world.url}{path}", json=body, timeout=120)
             assert answer.status_code == 200, answer.text
             records.append(await world.done())
@@ -105,7 +105,7 @@ async def test_the_answers_are_those_of_a_single_engine(tmp_path, tell, request)
 async def its_engine_answers_again(world, number: int) -> None:
     """An engine holds what it pulled."""
     path, body = asked(number)
-    world.pace(1.0)
+    await world.pace(1.0)
     await world.client.post(f"{world.url}{path}", json=body, timeout=120)
     record = await world.done()
     assert (record.engine[0], record.prefilled_by) == ("d", None)
