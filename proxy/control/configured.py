@@ -228,8 +228,10 @@ class ConfiguredEngines:
 
         async def follow_on() -> None:
             await _until(lambda: not old.leases, grace_s)
-            await old.adapter.aclose()
-            self._replaced.discard(old)
+            try:
+                await old.adapter.aclose()
+            finally:
+                self._replaced.discard(old)
             if process is not None:
                 await process.stop()
             if self.engine(new.id) is new:
