@@ -72,7 +72,7 @@ class ConfiguredEngines:
     _joined: dict[str, Engine] = field(default_factory=dict)  # the last engine of each entry
     _leaving: dict[str, tuple[EngineEntry, Engine]] = field(default_factory=dict)
     _waiting: frozenset[str] = frozenset()
-    _replaced: set[Engine] = field(default_factory=set)  # they still serve requests
+    _replaced: set[Engine] = field(default_factory=set)  # they still use their servers
     _held: set[Engine] = field(default_factory=set)  # their servers are still in use under another name
 
     def entry(self, engine_id: str) -> EngineEntry | None:
@@ -228,8 +228,10 @@ class ConfiguredEngines:
 
         async def follow_on() -> None:
             await _until(lambda: not old.leases, grace_s)
-            await old.adapter.aclose()
-            self._replaced.discard(old)
+            try:
+                await old.adapter.aclose()
+            finally:
+                self._replaced.discard(old)
             if process is not None:
                 await process.stop()
             if self.engine(new.id) is new:
@@ -244,7 +246,11 @@ class ConfiguredEngines:
         if (leaving := self._leaving.get(engine.id)) is not None and leaving[1] is engine:
             del self._leaving[engine.id]  # not that of a namesake
         process = self.processes.pop(engine.id, None) if engine.process is not None else None
-        await self._engines.remove(engine)
+        self._replaced.add(engine)  # it saves its slots after the fleet has dropped it
+        try:
+            await self._engines.remove(engine)
+        finally:
+            self._replaced.discard(engine)
         if process is not None:
             await process.stop()
         log.info("engine has left: nothing names it any more", engine=engine.id)

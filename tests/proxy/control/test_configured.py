@@ -232,6 +232,26 @@ async def test_a_server_under_another_name_is_connected_once_the_old_one_has_lef
         assert list(proxy.fleet.pool("m").engines) == ["b"]
 
 
+async def test_a_server_under_another_name_is_connected_once_the_old_one_has_saved(one_adapter, monkeypatch):
+    async with FakeEngine("a") as server, running(named("a", server.url)) as proxy:
+        old, is_saved = proxy.fleet.engine("a"), asyncio.Event()
+        aclose = old.adapter.aclose
+
+        async def slow_aclose():
+            await is_saved.wait()
+            await aclose()
+
+        monkeypatch.setattr(old.adapter, "aclose", slow_aclose)
+        proxy.configured.follow([named("b", server.url)], grace_s=60)
+        new = proxy.fleet.engine("b")
+        await until(lambda: not proxy.fleet.has(old))
+        await asyncio.sleep(0.5)
+        assert (new.state, new.info) == (EngineState.CONNECTING, None)
+        assert proxy.fleet.pool("m").is_coming_back  # requests wait for it
+        is_saved.set()
+        await until(lambda: new.state is EngineState.READY)
+
+
 async def test_servers_that_swap_their_names_are_each_used_by_one_adapter(one_adapter):
     async with (
         FakeEngine("a") as one,
