@@ -146,6 +146,7 @@ class FormTable:
 
     def probe(self, form: Form, difference: str | None, detail: str) -> None:
         """Notes how kvpin's ids differ from the engine's on the probes of a form; None: they are the same."""
+        self.uses_local = True
         if difference is None:
             self.rows[form] = Row("local", ok=True, detail=detail, probed=True)
         else:
@@ -191,7 +192,8 @@ class FormTable:
         return sum(row.refute(source, difference, can_ask=self.can_ask) for row in blamed) > 0
 
     def summary(self, here: str | None, reason: str) -> Exactness:
-        """The table in a sentence. `here` is the tokenizer loaded here. While it is not used, `reason` tells why."""
+        """The table in a sentence. `here` is the tokenizer loaded here. While it is not used, `reason` tells
+        why."""
         forms = {form: msgspec.convert(row, RowView, from_attributes=True) for form, row in self.rows.items()}
         chats, differing = self.rows[Form.PLAIN], list(self._differing())
         why = ", ".join(f"{form} ({row.detail})" for form, row in differing)

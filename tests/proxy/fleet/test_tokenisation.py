@@ -187,8 +187,8 @@ async def test_an_engine_that_fell_asleep_after_its_last_health_check_is_not_wok
     assert engine.adapter.asked == 0
     detail = world.prompts.exactness.detail
     assert detail == (
-        "the engine tokenises each prompt: the tokenizer 'acme/model' is loaded; it is checked once the engine has the "
-        "model in memory"
+        "the engine tokenises each prompt: the tokenizer 'acme/model' is loaded; it is checked once the "
+        "engine has the model in memory"
     )
     is_awake = True  # a request has woken it
     await world.settled()
