@@ -137,13 +137,17 @@ class PromptBuilder:
 
     async def load(self, source: str, load: Load = load_tokenizer) -> bool:
         """Loads the engine's tokenizer from a directory, a GGUF file or the hub, and adopts it, which takes
-        seconds; `reason` says why it failed. Returns False if it failed now and may succeed later."""
+        seconds; `reason` says why it failed, or is not used yet. Returns False if it failed now and may
+        succeed later."""
         try:
             tokenizer = (await load(source)).rendering(self.info.template_input)
             await in_own_thread(lambda: self.adopt(tokenizer))  # compiles and tries the chat template
         except (EngineSpecError, EngineUnavailable) as error:
             self.reason = str(error)
             return isinstance(error, EngineSpecError)
+        self.reason = (
+            f"the tokenizer {source!r} is loaded; it is checked once the engine has the model in memory"
+        )
         return True
 
     def use_local(self) -> None:

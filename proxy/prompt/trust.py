@@ -123,16 +123,19 @@ class FormTable:
 
     Attributes:
         can_ask: an engine of the pool tokenises requests.
+        uses_local: the tokenizer that is loaded here was compared, or is used unchecked.
     """
 
     def __init__(self, *, can_ask: bool, detail: str) -> None:
         """Until there is a tokenizer here, the engines are asked. `detail` tells why there is none."""
         self.can_ask = can_ask
+        self.uses_local = False
         self.rows = {form: Row("engine" if can_ask else "none", can_ask, detail) for form in Form}
 
     def make_here(self, detail: str, *, alike: bool) -> None:
         """From now on prompts are made here, unchecked. `alike`: the engine renders with kvpin's own code, so
         no form is special. Else an engine is asked about forms that no probe can settle, if it can be."""
+        self.uses_local = True
         for form in Form:
             row = Row("local", ok=False, detail=detail)
             if form in _UNPROBED and not alike and self.can_ask:
@@ -143,6 +146,7 @@ class FormTable:
 
     def probe(self, form: Form, difference: str | None, detail: str) -> None:
         """Notes how kvpin's ids differ from the engine's on the probes of a form; None: they are the same."""
+        self.uses_local = True
         if difference is None:
             self.rows[form] = Row("local", ok=True, detail=detail, probed=True)
         else:
@@ -188,11 +192,12 @@ class FormTable:
         return sum(row.refute(source, difference, can_ask=self.can_ask) for row in blamed) > 0
 
     def summary(self, here: str | None, reason: str) -> Exactness:
-        """The table in a sentence. `here` is the tokenizer loaded here; without one, `reason` tells why."""
+        """The table in a sentence. `here` is the tokenizer loaded here. While it is not used, `reason` tells
+        why."""
         forms = {form: msgspec.convert(row, RowView, from_attributes=True) for form, row in self.rows.items()}
         chats, differing = self.rows[Form.PLAIN], list(self._differing())
         why = ", ".join(f"{form} ({row.detail})" for form, row in differing)
-        if here is None:
+        if here is None or not self.uses_local:
             how = (
                 "the engine tokenises each prompt" if chats.source == "engine" else "prompts are not followed"
             )

@@ -185,6 +185,11 @@ async def test_an_engine_that_fell_asleep_after_its_last_health_check_is_not_wok
         while asked_whether < 3:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     assert engine.adapter.asked == 0
+    detail = world.prompts.exactness.detail
+    assert detail == (
+        "the engine tokenises each prompt: the tokenizer 'acme/model' is loaded; it is checked once the "
+        "engine has the model in memory"
+    )
     is_awake = True  # a request has woken it
     await world.settled()
     assert (engine.adapter.asked > 0, world.prompts.exactness.source) == (True, "local")
