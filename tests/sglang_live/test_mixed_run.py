@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.live.server_world import ServerWorld
@@ -23,12 +25,17 @@ async def test_predicted_is_reported(options, tmp_path, tell, pytestconfig):
     requests = pytestconfig.getoption("requests")
     with sglang_world(tmp_path, options) as world:
         report = await MixedRun(world, within=1 if options.page > 1 else 16).play(requests)
-        tell(*report.lines(), _audits(world))
+        audits = _audits(world)
+        tell(*report.lines(), str(audits))
     assert {seen.form for seen in report.answered} == set(FORMS)
     assert {seen.stage for seen in report.seen if seen.broken not in ("", LEFT)} <= {"while it restarts"}
     assert len(report.answered) > 0.88 * requests
-    # What others evict or store between a placement and its prefill is not foreseen.
-    assert len(report.misses) <= 4 + requests // 100
+    # What others evict or store between a placement and its prefill is not foreseen. kvpin knows where that may
+    # happen, but for one prediction of 200.
+    assert len(report.misses) <= 4 + requests // 50
+    checked, exact = (sum(audit[key] for audit in audits.values()) for key in ("checked", "exact"))
+    assert checked > len(report.answered) // 3
+    assert checked - exact <= 1 + checked // 200
     assert report.evicted > 100
     assert {seen.engine for seen in report.answered} == set(world.engines[0])
 
@@ -36,12 +43,11 @@ async def test_predicted_is_reported(options, tmp_path, tell, pytestconfig):
 async def test_flushes_and_kills_cost_no_prediction(tmp_path, tell, pytestconfig):
     with sglang_world(tmp_path, OPTIONS["one server"]) as world:
         report = await MixedRun(world, seed=2).churn(pytestconfig.getoption("churn"))
-        tell(*report.lines(), _audits(world))
+        tell(*report.lines(), str(_audits(world)))
     assert {seen.stage for seen in report.seen if seen.broken not in ("", LEFT)} <= {"while it restarts"}
     assert len(report.misses) <= 1 + len(report.answered) // 100
 
 
-def _audits(world: ServerWorld) -> str:
-    """What kvpin itself says of its predictions on each engine."""
-    audits = {name: world.kvpin.engines()[name]["audit"] for name in world.engines[0]}
-    return "\n".join(f"audit of {name}: {audit}" for name, audit in audits.items())
+def _audits(world: ServerWorld) -> dict[str, dict[str, Any]]:
+    """What kvpin itself says of its predictions, by engine."""
+    return {name: world.kvpin.engines()[name]["audit"] for name in world.engines[0]}
