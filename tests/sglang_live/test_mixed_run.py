@@ -30,8 +30,8 @@ async def test_predicted_is_reported(options, tmp_path, tell, pytestconfig):
     assert {seen.form for seen in report.answered} == set(FORMS)
     assert {seen.stage for seen in report.seen if seen.broken not in ("", LEFT)} <= {"while it restarts"}
     assert len(report.answered) > 0.88 * requests
-    # What others evict or store between a placement and its prefill is not foreseen. kvpin knows where that may
-    # happen, but for one prediction of 200.
+    # What others evict or store between a placement and its prefill is not foreseen. kvpin knows where that
+    # may happen, but for one prediction of 200.
     assert len(report.misses) <= 4 + requests // 50
     checked, exact = (sum(audit[key] for audit in audits.values()) for key in ("checked", "exact"))
     assert checked > len(report.answered) // 3
