@@ -669,7 +669,7 @@ class TestUntoldAnswers:
         assert begin(answered, 1.1, prompt(0, blocks=12), "a").untold_from is None
 
     def test_after_a_while_nothing_is_to_be_told(self, answered):
-        assert begin(answered, 1.3, prompt(0, blocks=12), "a").untold_from is None
+        assert begin(answered, 2.1, prompt(0, blocks=12), "a").untold_from is None
 
     def test_an_answer_that_fills_no_block_leaves_none(self, placer):
         placer.end(1.0, begin(placer, 0.0, prompt(0), "a"), 160, Report(output_tokens=15))
