@@ -33,7 +33,7 @@ from proxy.core.placement.whole_answers import AnswerSample, Report
 MAX_SESSIONS = 50_000
 # Of the prompts that an engine has yet to read, so many are looked at when another one joins them.
 MAX_NEIGHBOURS = 8
-# An engine tells within this time what an answer left: vLLM with its last step, SGLang with the next one. That
+# An engine tells so soon what an answer left: vLLM with its last step, SGLang with the next one. A step
 # takes a fraction of a second on a CPU.
 UNTOLD_S = 1.0
 _NO_WORK = Work(0)
