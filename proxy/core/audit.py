@@ -37,7 +37,6 @@ class Unchecked(StrEnum):
     TOKENS_DIFFER = "token ids differ"
     NOT_FIRM = "prediction not firm"
     MAY_BE_EVICTED = "evictions ahead of it"  # by requests that its engine had yet to read
-    UNTOLD = "answer before it not told yet"  # no event has said what that left
 
 
 @dataclass(frozen=True, slots=True)

@@ -340,8 +340,6 @@ class Attempts:
             unchecked = Unchecked.NOT_FIRM
         elif lease.placed.may_be_evicted and placement.predicted_tokens:
             unchecked = Unchecked.MAY_BE_EVICTED
-        elif lease.placed.untold_from == placement.predicted_tokens:
-            unchecked = Unchecked.UNTOLD
         else:
             predicted = placement.predicted_tokens
             self.ingest.audit(engine, predicted, reported, evicted_since=lease.evicted_since)

@@ -8,7 +8,7 @@ says what engines hold.
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -33,9 +33,6 @@ from proxy.core.placement.whole_answers import AnswerSample, Report
 MAX_SESSIONS = 50_000
 # Of the prompts that an engine has yet to read, so many are looked at when another one joins them.
 MAX_NEIGHBOURS = 8
-# An engine tells so soon what an answer left: vLLM with its last step, SGLang with the next one. A step
-# takes a fraction of a second on a CPU.
-UNTOLD_S = 1.0
 _NO_WORK = Work(0)
 
 
@@ -57,7 +54,6 @@ class EngineBook:
             conversations away from its engine, and their prefills elsewhere would drive the next ones away.
         unread: requests that have no first token yet, by their tickets.
         unread_blocks: those of their prompts.
-        ended: the last requests whose answers filled a block: when they ended, and their prompts' blocks.
     """
 
     engine: str
@@ -74,9 +70,6 @@ class EngineBook:
     worked: Rate = field(default_factory=partial(Rate, WINDOW_S))
     unread: dict[int, PlacedRequest] = field(default_factory=dict)
     unread_blocks: int = 0
-    ended: deque[tuple[float, tuple[BlockHash, ...]]] = field(
-        default_factory=lambda: deque(maxlen=MAX_NEIGHBOURS)
-    )
 
     def forget(self) -> None:
         """The engine lost its KV."""
@@ -98,8 +91,6 @@ class PlacedRequest:
         part: the part of the request that runs on the engine. The engine of a decode leg computes no prompt.
         spent: the engine's work until its answer came, if that came whole.
         may_be_evicted: prompts in flight may evict what it counts on before its engine looks for that.
-        untold_from: tokens from which on the engine may hold more than is known: there ended the prompt of a
-            request that was answered just now, and no event has told what that left. None if there is none.
     """
 
     book: EngineBook
@@ -111,7 +102,6 @@ class PlacedRequest:
     part: Role = Role.BOTH
     spent: Spent | None = None
     may_be_evicted: bool = False
-    untold_from: int | None = None
 
     @property
     def hashes(self) -> tuple[BlockHash, ...]:
@@ -286,7 +276,6 @@ class Placer:
         seconds, counted_s = self._queue(now, book, chain, work)
         ticket = book.ledger.begin(now, seconds, work if known and chain is not None else None, seen=streams)
         placed = PlacedRequest(book, ticket, chain, work, counted_s, part=part)
-        placed.untold_from = self._untold_from(now, book, placed.hashes) if book.ended else None
         self._note_evictions(placed)
         return placed
 
@@ -318,18 +307,6 @@ class Placer:
             if not each.may_be_evicted:
                 evicts = self._evictions_of(book, book.unread_blocks - len(each.hashes))
                 each.may_be_evicted = _goes_on_from(each.hashes, oldest, evicts)
-
-    def _untold_from(self, now: float, book: EngineBook, hashes: tuple[BlockHash, ...]) -> int | None:
-        for ended, before in book.ended:
-            end = len(before)
-            if (
-                now - ended < UNTOLD_S
-                and end < len(hashes)
-                and hashes[end - 1] == before[-1]
-                and not self.index.is_on_gpu(book.engine, hashes[end])
-            ):
-                return end * self.tokens_per_block
-        return None
 
     def _evictions_of(self, book: EngineBook, blocks: int) -> int:
         """The most blocks that an engine evicts to compute prompts of so many blocks."""
@@ -394,8 +371,6 @@ class Placer:
         self._count(now, placed)
         if chain is None:
             return
-        if chain.hashes and _fills_a_block(chain, report):
-            book.ended.append((now, chain.hashes))
         book.residents.use(now, chain.hashes, computed // size)
         if book.on_gpu is not None:
             book.on_gpu.use(now, chain.hashes, (computed + placed.work.host + placed.work.disk) // size)
@@ -443,13 +418,6 @@ class Placer:
             return  # it had none
         if chain is not None and self.books.get(book.engine) is book:
             self.index.end_pending(book.engine, chain.hashes)
-
-
-def _fills_a_block(chain: Chain, report: Report | None) -> bool:
-    """True if an answer may complete a block of the pool. KV of its last token is never computed."""
-    if report is None or report.output_tokens is None:
-        return True
-    return chain.n_tokens % chain.tokens_per_block + report.output_tokens > chain.tokens_per_block
 
 
 def _goes_on_from(

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from engine_adapter import EngineSpec, EngineSpecError, KvVerb, Role
@@ -60,7 +62,7 @@ async def test_its_role_and_what_it_lacks_are_told(world, pair):
         Role.BOTH,
         [],
     )
-    engine.role = Role.DECODE
+    engine.info = replace(engine.info, role=Role.DECODE)
     assert describe_engine(engine, world.pool).role is Role.DECODE
     (finding,) = describe_engine(engine, world.pool).findings
     assert "none of its model has role=prefill" in finding

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -48,8 +49,15 @@ def trace():
 @pytest.fixture
 def children():
     """The ids of this process's own processes."""
-    path = Path(f"/proc/{os.getpid()}/task")
-    return lambda: {pid for each in path.iterdir() for pid in (each / "children").read_text().split()}
+
+    def look() -> set[str]:
+        found = set()
+        for each in Path(f"/proc/{os.getpid()}/task").iterdir():
+            with suppress(FileNotFoundError):  # the thread has ended since
+                found.update((each / "children").read_text().split())
+        return found
+
+    return look
 
 
 async def test_it_is_what_the_command_says(trace, tmp_path):

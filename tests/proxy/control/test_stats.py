@@ -32,7 +32,7 @@ async def test_how_prompts_become_tokens(world, pair):
     world.pool.prompts.agreed = 3
     (pool,) = (await shown_by(world))["pools"]
     forms = pool["tokenisation"].pop("forms")
-    assert pool["tokenisation"].pop("detail").startswith("the engine tokenises each chat: ")
+    assert pool["tokenisation"].pop("detail").startswith("the engine tokenises each prompt: ")
     assert pool["tokenisation"] == {"ok": True, "source": "engine", "agreed": 3, "differed": 0}
     assert forms["text parts"] == {
         "source": "engine", "ok": True, "detail": "why", "agreed": 0, "differed": 0

@@ -647,30 +647,3 @@ class TestPairs:
         assert placer.transfers.seconds(0.0, "a", "b", 1000) == 2.0
         placer.remove("a")
         assert placer.transfers.seconds(0.0, "a", "b", 1000) != 2.0
-
-
-class TestUntoldAnswers:
-    """An engine tells what an answer left a little after its end."""
-
-    @pytest.fixture
-    def answered(self, placer):
-        """Answers a prompt of 10 blocks with 20 tokens, at 1 s."""
-        placer.end(1.0, begin(placer, 0.0, prompt(0), "a"), 160, Report(output_tokens=20))
-        return placer
-
-    def test_what_goes_on_there_may_find_more(self, answered):
-        assert begin(answered, 1.1, prompt(0, blocks=12), "a").untold_from == 160
-        assert begin(answered, 1.1, prompt(0), "a").untold_from is None
-        assert begin(answered, 1.1, prompt(1, blocks=12), "a").untold_from is None
-        assert begin(answered, 1.1, prompt(0, blocks=12), "b").untold_from is None
-
-    def test_an_event_tells_it(self, answered):
-        answered.index.store("a", Tier.GPU, prompt(0, blocks=11).hashes)
-        assert begin(answered, 1.1, prompt(0, blocks=12), "a").untold_from is None
-
-    def test_after_a_while_nothing_is_to_be_told(self, answered):
-        assert begin(answered, 2.1, prompt(0, blocks=12), "a").untold_from is None
-
-    def test_an_answer_that_fills_no_block_leaves_none(self, placer):
-        placer.end(1.0, begin(placer, 0.0, prompt(0), "a"), 160, Report(output_tokens=15))
-        assert begin(placer, 1.1, prompt(0, blocks=12), "a").untold_from is None
