@@ -53,6 +53,7 @@ class ScriptedEngine:
     def __init__(self, *, replies: bool = True) -> None:
         self.context = zmq.asyncio.Context()
         self.pub = self.context.socket(zmq.XPUB)
+        self.pub.setsockopt(zmq.XPUB_VERBOSE, 1)  # each subscription is told, also one like another
         self.router = self.context.socket(zmq.ROUTER)
         self.ports = [s.bind_to_random_port("tcp://127.0.0.1") for s in (self.pub, self.router)]
         self.history: deque[tuple[int, bytes]] = deque()
@@ -69,7 +70,10 @@ class ScriptedEngine:
         return EventEndpoints(*(f"tcp://127.0.0.1:{port}" for port in self.ports))
 
     async def subscribed(self) -> None:
-        await asyncio.wait_for(self.pub.recv(), WAIT_S)
+        """Waits for a subscription that was not waited for yet; the end of one is none."""
+        async with asyncio.timeout(WAIT_S):
+            while not (await self.pub.recv()).startswith(b"\1"):
+                pass
 
     def record(self, *names: int) -> None:
         """Puts batches into the replay history without publishing them."""
@@ -402,6 +406,7 @@ async def position_after(engine, taken):
     """The position of a reader that took so many events, ViewLost included, and waits."""
     async with reader(engine, idle_check_s=60) as view:
         await view.take(taken)
+        await engine.subscribed()
         waits = asyncio.ensure_future(anext(view.events))
         await asyncio.sleep(0)
         position = view.subscriber.position

@@ -1,19 +1,13 @@
 import asyncio
-import contextlib
 import sys
 
-import dns.flags
-import dns.message
-import dns.rcode
-import dns.rrset
 import pytest
-from dns.asyncresolver import Resolver
 
 from proxy.fleet.discovery import SourceError, finders, finders_of
-from proxy.fleet.discovery import finders as finder
-from proxy.fleet.discovery.finders import DnsFinder, FileFinder
+from proxy.fleet.discovery.dns import DnsFinder
+from proxy.fleet.discovery.finders import FileFinder
 from proxy.fleet.discovery.kubernetes import KubernetesFinder
-from proxy.settings import DiscoverySettings, Settings, SettingsError, read_engines
+from proxy.settings import Settings, SettingsError, read_engines
 
 
 def settings(*sources, **more):
@@ -32,7 +26,7 @@ def test_each_source_has_its_finder_which_equals_that_of_the_same_settings(tmp_p
 
 
 def test_without_dnspython_the_settings_are_refused(monkeypatch):
-    monkeypatch.setitem(sys.modules, "proxy.fleet.discovery.finders", None)
+    monkeypatch.setitem(sys.modules, "proxy.fleet.discovery.dns", None)
     with pytest.raises(
         SettingsError, match=r"discovery 'dns://a:1' needs dnspython: pip install 'kvpin\[dns\]'"
     ):
@@ -91,89 +85,3 @@ def test_what_is_refused(tmp_path, name, text, said):
     (tmp_path / name).write_text(text)
     with pytest.raises(SettingsError, match=said):
         read_engines(tmp_path / name)
-
-
-class Server(asyncio.DatagramProtocol):
-    """Answers from `records`: (name, type) → texts. Says `rcode` for other names."""
-
-    def __init__(self):
-        self.records, self.rcode, self.is_authority, self.ttl = {}, dns.rcode.NXDOMAIN, False, 0
-
-    def connection_made(self, transport):
-        self.transport = transport
-
-    def datagram_received(self, data, sender):
-        query = dns.message.from_wire(data)
-        question = query.question[0]
-        name, type_ = question.name.to_text(), dns.rdatatype.to_text(question.rdtype)
-        response = dns.message.make_response(query)
-        response.flags |= dns.flags.AA if self.is_authority else 0
-        texts = self.records.get((name, type_), ())
-        if texts:
-            response.answer.append(dns.rrset.from_text(name, self.ttl, "IN", type_, *texts))
-        elif not any(name == known for known, _ in self.records):
-            response.set_rcode(self.rcode)
-        self.transport.sendto(response.to_wire(), sender)
-
-
-@contextlib.asynccontextmanager
-async def looking(source):
-    """A server, and what a finder that asks it finds."""
-    transport, server = await asyncio.get_running_loop().create_datagram_endpoint(
-        Server, local_addr=("127.0.0.1", 0)
-    )
-    resolver = Resolver(configure=False)
-    resolver.nameservers, resolver.port = ["127.0.0.1"], transport.get_extra_info("sockname")[1]
-    settings = DiscoverySettings(source=source, kind="vllm")
-    sets = DnsFinder(settings, settings.place, resolver).found()
-    try:
-        yield server, sets
-    finally:
-        await sets.aclose()
-        transport.close()
-
-
-def urls(found):
-    return [each.entry.url for each in found]
-
-
-async def test_all_addresses_of_both_families_each_time_the_ttl_ends(monkeypatch):
-    monkeypatch.setattr(finder, "_MIN_TTL_S", 0.0)
-    async with looking("dns://vllm.svc.:8000") as (server, sets):
-        server.records["vllm.svc.", "A"] = ["10.0.0.2", "10.0.0.1"]
-        assert urls(await anext(sets)) == ["http://10.0.0.1:8000", "http://10.0.0.2:8000"]
-        server.records["vllm.svc.", "A"] = ["10.0.0.2"]
-        server.records["vllm.svc.", "AAAA"] = ["fd00::1"]
-        assert urls(await anext(sets)) == ["http://10.0.0.2:8000", "http://[fd00::1]:8000"]
-
-
-async def test_a_target_that_is_the_root_says_that_there_is_none():
-    async with looking("srv://_http._tcp.vllm.svc.") as (server, sets):
-        server.records["_http._tcp.vllm.svc.", "SRV"] = ["0 0 0 .", "0 1 8000 a.svc."]
-        assert urls(await anext(sets)) == ["http://a.svc:8000"]
-
-
-async def test_the_targets_of_srv_records_with_their_ports():
-    async with looking("srv://_http._tcp.vllm.svc.") as (server, sets):
-        server.records["_http._tcp.vllm.svc.", "SRV"] = ["0 1 8001 b.svc.", "0 1 8000 a.svc."]
-        found = await anext(sets)
-        assert urls(found) == ["http://a.svc:8000", "http://b.svc:8001"]
-        assert [each.entry.id for each in found] == ["a.svc-8000", "b.svc-8001"]
-
-
-@pytest.mark.parametrize("known", [{}, {("vllm.svc.", "TXT"): ["x"]}], ids=["no name", "no data"])
-async def test_an_empty_answer_counts_only_from_the_authority(known):
-    async with looking("dns://vllm.svc.:8000") as (server, sets):
-        server.records, server.is_authority = known, True
-        assert await anext(sets) == ()
-    async with looking("dns://vllm.svc.:8000") as (server, sets):
-        server.records = known
-        with pytest.raises(SourceError, match=r"no engine at 'vllm\.svc\.', but not from its authority"):
-            await anext(sets)
-
-
-async def test_a_server_that_fails():
-    async with looking("dns://vllm.svc.:8000") as (server, sets):
-        server.rcode = dns.rcode.SERVFAIL
-        with pytest.raises(SourceError, match=r"DNS has no answer for 'vllm\.svc\.': .*SERVFAIL"):
-            await anext(sets)
