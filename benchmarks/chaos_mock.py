@@ -108,7 +108,7 @@ def main() -> None:
     parser.add_argument("--kv-tokens", type=int, default=12_000)
     parser.add_argument("--prefill-rate", type=float, default=8000, help="tokens a second")
     parser.add_argument("--token-ms", type=float, default=40, help="from token to token")
-    parser.add_argument("--lease-s", type=float, help="keeps KV for others for so long, and pulls theirs")
+    parser.add_argument("--lease-s", type=float, help="of KV for other engines; it pulls theirs")
     parser.add_argument("--event-ports", type=int, nargs=2, default=(0, 0), help="of KV events and replay")
     arguments = parser.parse_args()
     options = VllmOptions(

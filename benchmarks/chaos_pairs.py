@@ -42,12 +42,12 @@ def pair_engines(count: int, dice: random.Random) -> list[Engine]:
 
 @dataclass(slots=True)
 class Transfers:
-    """What came of the transfers.
+    """The transfers of a run.
 
     Attributes:
-        results: what kvpin says of them.
-        fetched: leases that ended because another engine pulled.
-        unfetched: when each lease began that ran out.
+        results: their number by result, as kvpin counts them.
+        fetched: leases that ended because another engine pulled the KV.
+        unfetched: the beginning of each lease that ran out.
         held: leases that still run.
         found: what the engines' pulls found.
     """
@@ -64,7 +64,7 @@ class Transfers:
 
 
 def results_of(page: str) -> Counter[str]:
-    """What came of transfers, by kvpin's metrics."""
+    """The number of transfers by result, from kvpin's metrics."""
     results = Counter[str]()
     for result, count in _TRANSFERS.findall(page):
         results[result] += round(float(count))
@@ -72,7 +72,7 @@ def results_of(page: str) -> Counter[str]:
 
 
 async def transfers_of(url: str, engines: Sequence[Engine]) -> Transfers:
-    """What came of them, once each lease may have run out."""
+    """Waits until each lease may have run out; returns the transfers."""
     await asyncio.sleep(LEASE_S)
     seen = Transfers()
     async with httpx.AsyncClient(timeout=30) as client:

@@ -3,8 +3,8 @@
     python counted_kvpin.py FILE serve …
 
 SIGUSR1 begins a count and makes the empty FILE. The next one ends it and writes the `Count` to FILE.
-A coroutine that goes on after an await counts as called again, like each of those that wait for it: the
-interpreter enters their frames anew.
+When a coroutine resumes after an await, it counts as called again, and so do the coroutines that wait for it:
+the interpreter enters their frames again.
 """
 
 from __future__ import annotations

@@ -126,7 +126,7 @@ def _cpu_s(port: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """Where requests go.
+    """A way to serve the conversations.
 
     Attributes:
         urls: one for each address that a request may go to.

@@ -1,8 +1,8 @@
 """The NixlConnector of a mock engine, which reaches those of other processes.
 
 A pull asks the other engine by HTTP, as the real one asks by its side channel. Then it takes the time of a
-transfer. An engine that is gone, or that was started anew, has nothing; one that does not answer has nothing
-after `GIVE_UP_S`.
+transfer. A pull finds nothing if the other engine is gone or has restarted, and if it does not answer within
+`GIVE_UP_S`.
 """
 
 from __future__ import annotations

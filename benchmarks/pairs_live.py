@@ -91,7 +91,7 @@ def run(rule: str, work: Sequence[Question], prefillers: int, decoders: int) -> 
 
 
 def until_ready(url: str, engines: int) -> None:
-    """Returns once kvpin uses so many engines."""
+    """Waits until kvpin uses this many engines."""
     for _ in range(600):
         states = httpx.get(f"{url}/health/ready", timeout=30).json()["engines"]
         if list(states.values()).count("ready") == engines:

@@ -119,8 +119,8 @@ class ReplayClient:
         self._inbox = Inbox(self._dealer)
 
     def connect(self) -> None:
-        """Connects, or connects anew: a late answer to an earlier question is then never read as one to the
-        next. Raises EngineUnavailable for an address that cannot be used."""
+        """Connects. A later call opens another connection: a late answer to an earlier question is then not
+        read as the answer to the next. Raises EngineUnavailable for an address that cannot be used."""
         self._dealer.close(linger=0)
         self._dealer = self._new_socket()
         self._inbox = Inbox(self._dealer)

@@ -344,8 +344,8 @@ class Connection(asyncio.Protocol):
     # --- Within ---------------------------------------------------------------------------------------
 
     def _stop_parsing(self, answer: IncomingResponse, error: Exception, data: bytes, pieces: int) -> None:
-        """The parser stops within `data`, after so many pieces of it: what follows is a WebSocket's, or not
-        HTTP/1.1."""
+        """The parser stops within `data`, after it took `pieces` of it. The rest is a WebSocket's, or
+        not HTTP/1.1."""
         if isinstance(error, httptools.HttpParserUpgrade) and answer.status == _SWITCHED:
             self.parser = None
             if rest := data[error.args[0] :]:
