@@ -97,8 +97,9 @@ async def compare(adapter: EngineAdapter, chats: ChatTokenizer) -> Counter[str]:
     """Counts the probed forms that are made here, and chats by who makes their ids; prints what differs."""
     counts = Counter[str]()
     try:
-        builder = PromptBuilder(await adapter.connect(), tables=PromptTables(), engines=lambda: [adapter])
-        builder.adopt(chats)
+        info = await adapter.connect()
+        builder = PromptBuilder(info, tables=PromptTables(), engines=lambda: [adapter])
+        builder.adopt(chats.rendering(info.template_input))
         await verify_exactness(builder, adapter)
         rows = {form: builder.forms.rows[form] for form in PROBED if form in builder.forms.rows}
         here = [form for form, row in rows.items() if row.source == "local"]
