@@ -22,7 +22,13 @@ from weakref import WeakValueDictionary
 import msgspec
 from typing_extensions import override
 
-from engine_adapter.errors import EngineError, EngineRejected, EngineSpecError, EngineUnavailable
+from engine_adapter.errors import (
+    EngineError,
+    EngineRejected,
+    EngineSpecError,
+    EngineUnavailable,
+    ModelNotLoaded,
+)
 from engine_adapter.http.control import ControlClient
 from engine_adapter.http.models import read_models
 from engine_adapter.types import EngineSpec, ModelState
@@ -31,6 +37,8 @@ from engine_adapter.types import EngineSpec, ModelState
 _LOOK_S = 1.0
 # Between attempts to load a model while the router has no room for it.
 _RETRY_S = 0.2
+# The longest that a model which leaves waits for kvpin's own questions to it.
+_QUESTIONS_S = 5.0
 # What a model's card does not show: how the router starts it.
 _PRIVATE = frozenset({"args", "preset"})
 _IN_MEMORY = (ModelState.LOADED, ModelState.SLEEPING)
@@ -265,6 +273,19 @@ class Router:
             self._users[name] -= 1
             self._wake()
 
+    @asynccontextmanager
+    async def visiting(self, name: str, within_s: float) -> AsyncIterator[None]:
+        """Keeps a model that somebody else has loaded until the block ends, but others wait for that only
+        briefly. Raises ModelNotLoaded if nobody loads it within `within_s` seconds."""
+        try:
+            async with asyncio.timeout(within_s):
+                while not (self.is_open(name) and self.state(name) is ModelState.LOADED):
+                    await self._changed.wait()
+        except TimeoutError:
+            raise ModelNotLoaded(f"the model {name!r} is not loaded") from None
+        with self.keeping(name):
+            yield
+
     def is_open(self, name: str) -> bool:
         """True if requests to a model need not wait: it is in memory, and is not to leave."""
         return self.state(name) in _IN_MEMORY and name != self._leaving
@@ -325,7 +346,10 @@ class Router:
         """Unloads a model once its requests have ended and its slots are saved."""
         self._leaving = name
         try:
-            await self._until(lambda: not self._users[name])
+            await self._until(lambda: not self._requests[name])
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_QUESTIONS_S):
+                    await self._until(lambda: not self._users[name])
             if name in self._residents:
                 await self._residents[name].put_away()
             self._ending = name

@@ -131,6 +131,22 @@ def test_conversations_outlive_swaps_and_predictions_are_exact(world):
             messages += [said, {"role": "user", "content": f"{name} {turn}"}]
 
 
+def test_the_tokenizer_of_a_model_is_checked_however_short_it_stays(tmp_path):
+    """The models take turns without a pause: none is in memory when kvpin happens to look."""
+    with router_world(tmp_path, "--models-max", "1") as world:
+        deadline = time.monotonic() + WAIT_S
+        while set(sources(world).values()) != {"local"}:
+            assert time.monotonic() < deadline, world.kvpin.log.read_text()
+            for model in MODELS:
+                assert world.chat(model, begun("letter")).status_code == 200
+
+
+def sources(world: World) -> dict[str, str]:
+    """Who tokenises, by model, of the models that were loaded."""
+    pools = world.kvpin.admin("GET", "stats").json()["pools"]
+    return {pool["model"]: pool["tokenisation"]["source"] for pool in pools if pool["model"] in MODELS}
+
+
 def test_a_model_that_an_operator_unloads_is_known_to_hold_nothing(world):
     messages = begun("garden")
     world.chat("m0", messages).raise_for_status()
