@@ -384,9 +384,10 @@ class LlamaServerAdapter(HttpAdapter):
 
     @override
     def findings(self) -> tuple[Finding, ...]:
-        session, scheduler = self._session, self._scheduler
+        session, scheduler, router = self._session, self._scheduler, self._router
         if session is None:
-            return ()
+            named = [] if router is None else [self.spec.model] if self.spec.model else list(router.states)
+            return tuple(Finding(why) for name in named if router and (why := router.failure(name)))
         seen = scheduler.contents.findings if scheduler is not None else []
         has_slept = session.facts.is_sleeping or (scheduler is not None and scheduler.has_slept)
         facts = replace(session.facts, is_sleeping=has_slept)

@@ -177,6 +177,16 @@ class Router:
         model = self._models.get(name)
         return ModelState.UNLOADED if model is None or name == self._ending else model.state
 
+    def failure(self, name: str) -> str | None:
+        """Why a model failed to load; None if it did not."""
+        if self.state(name) is not ModelState.FAILED:
+            return None
+        code = self.model(name).status.exit_code
+        return (
+            f"the model {name!r} failed to load: its llama-server ended with status {code}, and the router's "
+            "log says why"
+        )
+
     def card(self, name: str) -> Mapping[str, Any]:
         """The router's own fields of a model, without the command line of its process. They stay current."""
         return self._cards.setdefault(name, {})
@@ -300,12 +310,8 @@ class Router:
                 raise _unavailable(f"the router no longer has the model {name!r}")
             if self.state(name) is ModelState.LOADING:
                 await self._until(lambda: self.state(name) is not ModelState.LOADING)
-            elif self.state(name) is ModelState.FAILED and tries:
-                code = self.model(name).status.exit_code
-                raise _unavailable(
-                    f"the model {name!r} failed to load: its llama-server ended with status {code}, and the "
-                    "router's log says why"
-                )
+            elif tries and (failure := self.failure(name)):
+                raise _unavailable(failure)
             else:
                 await self._make_room(name)
                 tries += await self._load(name)
