@@ -86,7 +86,6 @@ class PoolTokenizers:
             if not (pool.engines or pool.away):
                 return
             adapters = pool.tokenisers() or ([] if must_ask else [engine.adapter])
-            pause_s = RETRY_S
             try:
                 if adapters:
                     # In turn: any of them may be the one whose model a request loads.
@@ -95,10 +94,10 @@ class PoolTokenizers:
                         _log(pool, builder, await verify_exactness(builder, adapter))
                         return
             except ModelNotLoaded:
-                pause_s = 0.0  # it has waited
+                continue  # it has waited
             except EngineError:
                 pass
-            await asyncio.sleep(pause_s)
+            await asyncio.sleep(RETRY_S)
 
 
 def _log(pool: Pool, builder: PromptBuilder, exactness: Exactness) -> None:
