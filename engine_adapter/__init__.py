@@ -39,6 +39,7 @@ from engine_adapter.errors import (
     EngineUnhealthy,
     EngineUnreachable,
     FieldError,
+    ModelNotLoaded,
     NotSupported,
     PromptTableError,
     log_text,

@@ -6,13 +6,14 @@ and say what to do instead.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
-from contextlib import AbstractAsyncContextManager, nullcontext
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from types import MappingProxyType
 from typing import Any, ClassVar, Protocol
 
 from engine_adapter.body import JsonBody
-from engine_adapter.errors import NotSupported
+from engine_adapter.errors import ModelNotLoaded, NotSupported
 from engine_adapter.hold import Forecast, Hold, RequestBody
 from engine_adapter.http.transport import OutgoingRequest
 from engine_adapter.transfer import Transfer
@@ -89,6 +90,16 @@ class EngineAdapter(Protocol):
         """True if its model is in memory now, by the engine's own word: a question loads or wakes none."""
         return self.model_state in (None, ModelState.LOADED)
 
+    @asynccontextmanager
+    async def kept_loaded(self, within_s: float) -> AsyncIterator[None]:
+        """Waits until its model is in memory, and keeps it there, if it can, until the block ends. Raises
+        ModelNotLoaded if no request has loaded or woken it within `within_s` seconds."""
+        if not await self.is_loaded():
+            await asyncio.sleep(within_s)
+            if not await self.is_loaded():
+                raise ModelNotLoaded("the model is not in memory")
+        yield
+
     async def connect(self) -> EngineInfo:
         """Asks the engine what it is; called again after each outage. It does not affect other requests. The
         first time, it may send the engine a few one-token requests to find out what it can do. Raises
@@ -163,6 +174,11 @@ class EngineAdapter(Protocol):
         request's own. `/v1/chat/completions` and `/v1/completions` always work; a route that the engine
         cannot tokenise raises EngineRejected."""
         raise self.not_supported(Capability.TOKENIZE)
+
+    async def tokenize_if_loaded(self, path: str, body: JsonBody) -> TokenIds[int]:
+        """As `tokenize`, for a question of kvpin's own. Raises ModelNotLoaded where that would load
+        or wake the model."""
+        return await self.tokenize(path, body)
 
     async def render(self, path: str, body: JsonBody) -> RenderedPrompt:  # noqa: ARG002 - likewise
         """Token ids of a request with images, and where each image lies [Capability.RENDER]; or of one with

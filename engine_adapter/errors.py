@@ -10,6 +10,7 @@ EngineError
 │   ├── EngineLost         health checks lost the engine meanwhile
 │   ├── EngineDiverged     it was to go on with an answer, and gave another one
 │   ├── EngineUnhealthy    it answers, but not well, or not in time: it may soon be well again
+│   │   └── ModelNotLoaded its model is not in memory, and this question must not load or wake it
 │   └── EngineTaken        another kvpin uses it, and only one may
 ├── EngineRejected         refused: the engine answered with an error: status, message, field
 ├── NotSupported           the engine cannot do this; says what it can do instead
@@ -78,6 +79,10 @@ class EngineDiverged(EngineUnavailable):
 class EngineUnhealthy(EngineUnavailable):
     """The engine answered that it is not healthy, answered nonsense, or did not answer in time. The same
     process may soon be well again."""
+
+
+class ModelNotLoaded(EngineUnhealthy):
+    """The model is not in memory, and the question may neither load nor wake it."""
 
 
 class EngineTaken(EngineUnavailable):

@@ -22,7 +22,7 @@ from engine_adapter.errors import (
     EngineError,
     EngineRejected,
     EngineUnavailable,
-    EngineUnhealthy,
+    ModelNotLoaded,
     NotSupported,
 )
 from engine_adapter.hold import Forecast, Hold, RequestBody
@@ -249,8 +249,17 @@ class LlamaServerAdapter(HttpAdapter):
 
     @override
     async def is_loaded(self) -> bool:
-        await self._look()
+        if self._router is None:
+            await self._look()
         return await super().is_loaded()
+
+    @override
+    @asynccontextmanager
+    async def kept_loaded(self, within_s: float) -> AsyncIterator[None]:
+        router, name = self._router, self._control.model
+        visit = router.visiting(name, within_s) if router and name else super().kept_loaded(within_s)
+        async with visit:
+            yield
 
     async def _look(self) -> None:
         """Learns whether the server sleeps. A router tells the states of its models itself."""
@@ -279,7 +288,13 @@ class LlamaServerAdapter(HttpAdapter):
         except EngineRejected as error:
             if await router.has(name):
                 raise
-            raise EngineUnhealthy(f"the model {name!r} is not loaded") from error
+            raise ModelNotLoaded(f"the model {name!r} is not loaded") from error
+
+    @override
+    async def tokenize_if_loaded(self, path: str, body: JsonBody) -> TokenIds[int]:
+        if not await self.is_loaded():
+            raise ModelNotLoaded("the model is not in memory")
+        return await self.tokenize(path, body)
 
     # --- requests -------------------------------------------------------------------------------------
 
@@ -369,9 +384,10 @@ class LlamaServerAdapter(HttpAdapter):
 
     @override
     def findings(self) -> tuple[Finding, ...]:
-        session, scheduler = self._session, self._scheduler
+        session, scheduler, router = self._session, self._scheduler, self._router
         if session is None:
-            return ()
+            named = [] if router is None else [self.spec.model] if self.spec.model else list(router.states)
+            return tuple(Finding(why) for name in named if router and (why := router.failure(name)))
         seen = scheduler.contents.findings if scheduler is not None else []
         has_slept = session.facts.is_sleeping or (scheduler is not None and scheduler.has_slept)
         facts = replace(session.facts, is_sleeping=has_slept)

@@ -22,7 +22,13 @@ from weakref import WeakValueDictionary
 import msgspec
 from typing_extensions import override
 
-from engine_adapter.errors import EngineError, EngineRejected, EngineSpecError, EngineUnavailable
+from engine_adapter.errors import (
+    EngineError,
+    EngineRejected,
+    EngineSpecError,
+    EngineUnavailable,
+    ModelNotLoaded,
+)
 from engine_adapter.http.control import ControlClient
 from engine_adapter.http.models import read_models
 from engine_adapter.types import EngineSpec, ModelState
@@ -31,6 +37,8 @@ from engine_adapter.types import EngineSpec, ModelState
 _LOOK_S = 1.0
 # Between attempts to load a model while the router has no room for it.
 _RETRY_S = 0.2
+# The longest that a model which leaves waits for kvpin's own questions to it.
+_QUESTIONS_S = 5.0
 # What a model's card does not show: how the router starts it.
 _PRIVATE = frozenset({"args", "preset"})
 _IN_MEMORY = (ModelState.LOADED, ModelState.SLEEPING)
@@ -169,6 +177,16 @@ class Router:
         model = self._models.get(name)
         return ModelState.UNLOADED if model is None or name == self._ending else model.state
 
+    def failure(self, name: str) -> str | None:
+        """Why a model failed to load; None if it did not."""
+        if self.state(name) is not ModelState.FAILED:
+            return None
+        code = self.model(name).status.exit_code
+        return (
+            f"the model {name!r} failed to load: its llama-server ended with status {code}, and the router's "
+            "log says why"
+        )
+
     def card(self, name: str) -> Mapping[str, Any]:
         """The router's own fields of a model, without the command line of its process. They stay current."""
         return self._cards.setdefault(name, {})
@@ -265,6 +283,19 @@ class Router:
             self._users[name] -= 1
             self._wake()
 
+    @asynccontextmanager
+    async def visiting(self, name: str, within_s: float) -> AsyncIterator[None]:
+        """Keeps a model that somebody else has loaded until the block ends, but others wait for that only
+        briefly. Raises ModelNotLoaded if nobody loads it within `within_s` seconds."""
+        try:
+            async with asyncio.timeout(within_s):
+                while not (self.is_open(name) and self.state(name) is ModelState.LOADED):
+                    await self._changed.wait()
+        except TimeoutError:
+            raise ModelNotLoaded(f"the model {name!r} is not loaded") from None
+        with self.keeping(name):
+            yield
+
     def is_open(self, name: str) -> bool:
         """True if requests to a model need not wait: it is in memory, and is not to leave."""
         return self.state(name) in _IN_MEMORY and name != self._leaving
@@ -279,12 +310,8 @@ class Router:
                 raise _unavailable(f"the router no longer has the model {name!r}")
             if self.state(name) is ModelState.LOADING:
                 await self._until(lambda: self.state(name) is not ModelState.LOADING)
-            elif self.state(name) is ModelState.FAILED and tries:
-                code = self.model(name).status.exit_code
-                raise _unavailable(
-                    f"the model {name!r} failed to load: its llama-server ended with status {code}, and the "
-                    "router's log says why"
-                )
+            elif tries and (failure := self.failure(name)):
+                raise _unavailable(failure)
             else:
                 await self._make_room(name)
                 tries += await self._load(name)
@@ -325,7 +352,10 @@ class Router:
         """Unloads a model once its requests have ended and its slots are saved."""
         self._leaving = name
         try:
-            await self._until(lambda: not self._users[name])
+            await self._until(lambda: not self._requests[name])
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_QUESTIONS_S):
+                    await self._until(lambda: not self._users[name])
             if name in self._residents:
                 await self._residents[name].put_away()
             self._ending = name

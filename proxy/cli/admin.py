@@ -157,6 +157,8 @@ def engines_drain(
         state = f"is {engine['state']}"
     typer.echo(f"{engine_id} {state}, {engine['in_flight']} requests in flight")
     _warn(engine)
+    if not (undo or wait):
+        typer.echo("add --wait to wait for its last request, --undo to let it take requests again")
     if wait:
         began = time.monotonic()
         if engine["in_flight"]:

@@ -87,7 +87,7 @@ def _write_all(
     if checked is not None:
         sentence, is_doubt = checked
         (why_not if is_doubt else noted).append(sentence)
-    said = [*map(str, needs), *why_not, *noted]
+    said = [*map(str, needs), *noted]
     if options.json_path is not None:
         _write(
             options.json_path, as_json(plan.settings(trace), each, why_not, needs, title=title, notes=noted)
@@ -98,7 +98,7 @@ def _write_all(
         from proxy.api.page import text_of  # noqa: PLC0415 - slow to import, and seldom needed
         from proxy.replay.html_report import as_html  # noqa: PLC0415 - likewise
 
-        _write(options.html_path, as_html(title, each, said, text_of))
+        _write(options.html_path, as_html(title, each, [*why_not, *said], text_of))
     if options.plot_path is not None:
         from proxy.replay.plot import draw  # noqa: PLC0415 - an extra
 
@@ -106,13 +106,14 @@ def _write_all(
             draw(options.plot_path, each, title)
     if _STDOUT not in options.paths:
         with _writing(_STDOUT):
-            _show(title, each, said)
+            _show(title, why_not, each, said)
 
 
-def _show(title: str, each: Sequence[Row], notes: Sequence[str]) -> None:
-    """Prints the table and the notes."""
+def _show(title: str, doubts: Sequence[str], each: Sequence[Row], notes: Sequence[str]) -> None:
+    """Prints the doubts, the table and the notes."""
     out = console()
-    out.print(title, soft_wrap=True, markup=False)
+    for line in (title, *doubts):
+        out.print(line, soft_wrap=True, markup=False)
     table_of(each).print(out)
     for note in notes:
         out.print(note, soft_wrap=True, markup=False)

@@ -160,12 +160,13 @@ class ConfiguredEngines:
         if not (users := self._users(engine)):
             self._connect(engine, made)
             return
-        log.info(
-            "engine waits: its server is still in use under another name",
-            engine=engine.id,
-            server=made.adapter.spec.server,
-            names=sorted(user.id for user in users),
-        )
+        if any(user.info is not None for user in users):  # one that has not connected leaves at once
+            log.info(
+                "engine waits: its server is still in use under another name",
+                engine=engine.id,
+                server=made.adapter.spec.server,
+                names=sorted(user.id for user in users),
+            )
         for user in users:
             self._fleet.stands_in(engine, user)
         self._held.add(engine)

@@ -12,7 +12,7 @@ from enum import StrEnum
 
 import structlog
 
-from engine_adapter import Capability, EngineAdapter, EngineInfo, EngineSpec, Role, log_text
+from engine_adapter import Capability, EngineAdapter, EngineInfo, EngineSpec, ModelState, Role, log_text
 from proxy.core.audit import EngineAudit
 from proxy.core.breaker import Breaker
 from proxy.core.index.learned import LearnedBlocks
@@ -38,7 +38,7 @@ class EngineState(StrEnum):
 
     CONNECTING = "connecting"
     READY = "ready"
-    SUSPECT = "suspect"  # a request failed on it; it is being checked
+    SUSPECT = "suspect"  # a request failed on it, or its model failed to load; it is being checked
     DOWN = "down"
     DRAINING = "draining"  # finishes its requests, gets no new ones
     REFUSED = "refused"  # not used: tenants would share its KV
@@ -124,6 +124,11 @@ class Engine:
         """The part of requests that it is meant for."""
         told = self.info.role if self.info is not None else None
         return told or self.adapter.spec.role
+
+    @property
+    def model_failed(self) -> bool:
+        """True if its model failed to load. The next request that no other engine can take tries again."""
+        return self.adapter.model_state is ModelState.FAILED
 
     @property
     def state(self) -> EngineState:

@@ -199,7 +199,7 @@ class Monitor:
         if load.counted:
             engine.ledger.reported(monotonic(), load.running + load.waiting)
             engine.ledger.backlog.reported(load.waiting)
-        if load.outdated or engine.state is EngineState.SUSPECT:
+        if load.outdated or engine.state is EngineState.SUSPECT or engine.model_failed:
             await self._recheck(engine)
 
     async def _recheck(self, engine: Engine) -> None:
@@ -224,7 +224,8 @@ class Monitor:
         if engine.state is EngineState.DRAINING or not engine.mine.is_set():
             return
         if self.allows(engine):
-            engine.state = EngineState.READY
+            engine.state = EngineState.SUSPECT if engine.model_failed else EngineState.READY
+            engine.last_error = "its model failed to load" if engine.model_failed else engine.last_error
         elif engine.state is not EngineState.REFUSED:
             self._refuse(engine)
 

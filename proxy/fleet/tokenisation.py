@@ -8,11 +8,11 @@ Engines that join later, or again, find what the pool has.
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
+from itertools import count
 
 import structlog
 
-from engine_adapter import Capability, EngineError, EngineInfo
+from engine_adapter import Capability, EngineError, EngineInfo, ModelNotLoaded
 from engine_adapter.prompt.tokenizer_process import load_tokenizer
 from proxy.fleet.engine import Engine
 from proxy.fleet.pool import Pool
@@ -82,13 +82,21 @@ class PoolTokenizers:
     async def _check(self, pool: Pool, builder: PromptBuilder, engine: Engine) -> None:
         """Compares the tokenizer with an engine of the pool, and logs what came of it."""
         must_ask = builder.local is not None and Capability.TOKENIZE in builder.info.capabilities
-        while pool.engines or pool.away:
-            adapter = next(iter(pool.tokenisers()), None if must_ask else engine.adapter)
-            with suppress(EngineError):
-                # A question must not load or wake a model.
-                if adapter is not None and await adapter.is_loaded():
-                    _log(pool, builder, await verify_exactness(builder, adapter))
-                    return
+        for attempt in count():
+            if not (pool.engines or pool.away):
+                return
+            adapters = pool.tokenisers() or ([] if must_ask else [engine.adapter])
+            try:
+                if adapters:
+                    # In turn: any of them may be the one whose model a request loads.
+                    adapter = adapters[attempt % len(adapters)]
+                    async with adapter.kept_loaded(within_s=RETRY_S):
+                        _log(pool, builder, await verify_exactness(builder, adapter))
+                        return
+            except ModelNotLoaded:
+                continue  # it has waited
+            except EngineError:
+                pass
             await asyncio.sleep(RETRY_S)
 
 

@@ -103,7 +103,8 @@ class Banner:
             while True:
                 for engine in self._fleet.engines.values():
                     is_known = engine.is_served_there or engine.has_supervisor or engine.id in named
-                    if engine.state not in _USABLE and not is_known:
+                    is_usable = engine.state in _USABLE and not engine.model_failed
+                    if not is_usable and not is_known:
                         named.add(engine.id)
                         _print(_why_not(engine))
                 if self._fleet.is_ready() and self._has_joined():
@@ -128,19 +129,21 @@ class Banner:
 
     def _print_ready(self) -> None:
         for pool in self._fleet.pools.values():
-            if engines := self._fleet.engines_of(pool):
-                _print(f"ready: {pool.model} on {', '.join(engine.id for engine in engines)}")
+            if names := [each.id for each in self._fleet.engines_of(pool) if not each.model_failed]:
+                _print(f"ready: {pool.model} on {', '.join(names)}")
         for engine in self._fleet.engines.values():
             if engine.is_served_there:
                 _print(f"ready: {engine.id} through the kvpin {engine.owner}, which uses it")
 
     def _print_request(self) -> None:
-        """A request to copy, for the model that most keys are for. It names a variable, never a key: this
-        output may end up in a log."""
-        now, names = time.time(), [*self._fleet.served(), *self._fleet.served_aliases()]
+        """A request to copy, for the ready model that most keys are for. It names a variable, never a key:
+        this output may end up in a log."""
+        now, served = time.time(), self._fleet.served()
+        served |= {alias: served[own] for alias, own in self._fleet.served_aliases().items()}
         keys = [key.models for key in self._tenants.keys if not key.has_expired(now)]
-        fitting = {name: sum(models is None or name in models for models in keys) for name in names}
-        model = max(fitting, key=lambda name: fitting[name])
+        fitting = {name: sum(models is None or name in models for models in keys) for name in served}
+        is_ready = {name: bool(self._fleet.pools[pool].ready()) for name, pool in served.items()}
+        model = max(served, key=lambda name: (fitting[name] > 0, is_ready[name], fitting[name]))
         if not (fitting[model] or self._tenants.open):
             return
         body = {"model": model, "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 32}

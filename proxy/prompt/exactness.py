@@ -18,6 +18,7 @@ from engine_adapter import (
     EngineRejected,
     EngineUnavailable,
     JsonBody,
+    ModelNotLoaded,
     common_prefix,
 )
 from engine_adapter.prompt.forms import Form
@@ -127,7 +128,7 @@ async def verify_exactness(builder: PromptBuilder, adapter: EngineAdapter) -> Ex
     """Compares our token ids with the engine's, form by form, and trusts whichever are right.
 
     Raises:
-        EngineUnavailable: the engine went away meanwhile.
+        EngineUnavailable: the engine went away meanwhile, or its model was unloaded.
     """
     if builder.local is None:
         builder.ask_engines(builder.reason)
@@ -190,6 +191,7 @@ async def _compare(
 
     Raises:
         EngineUnavailable: it does not answer a plain chat.
+        ModelNotLoaded: its model left meanwhile.
     """
     path = COMPLETIONS_PATH if form is Form.TEXT else CHAT_PATH
     for name, body in bodies.items():
@@ -198,6 +200,8 @@ async def _compare(
                 difference = await _difference(local, adapter, path, body)
         except EngineRejected as error:
             difference = f"the engine refuses it ({error})"
+        except ModelNotLoaded:
+            raise
         except (EngineUnavailable, TimeoutError) as error:
             if form is Form.PLAIN:
                 raise EngineUnavailable(str(error) or f"no answer within {_PROBE_S:g} s") from error
@@ -215,7 +219,7 @@ async def _difference(local: LocalTokenizer, adapter: EngineAdapter, path: str, 
     """
     ours = await _ours(local, path, body)
     try:
-        theirs = await adapter.tokenize(path, body)
+        theirs = await adapter.tokenize_if_loaded(path, body)
     except EngineRejected:
         if ours is None:
             return None

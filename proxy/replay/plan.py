@@ -104,7 +104,7 @@ class ReplayPlan:
 
 
 def doubts(plan: ReplayPlan, trace: Trace, outcomes: Sequence[RunResult]) -> list[str]:
-    """Reasons not to rely on the result, one sentence each."""
+    """Reasons not to rely on the result, one sentence each: the one that weighs most is the first."""
     figures = assumed_figures(plan.models, plan.sources), trace.figures.differ
     found = [sentence for sentence in figures if sentence]
     if trace.unrecorded:
@@ -123,7 +123,7 @@ def doubts(plan: ReplayPlan, trace: Trace, outcomes: Sequence[RunResult]) -> lis
             if is_compared
             else f"to rely on: {{}}, and the p99 is that of the slowest {-(-requests // 100)}"
         ).format(f"{requests:,} requests")
-        found.append(f"too short {reason}; use {MIN_REQUESTS:,} requests or more")
+        found.insert(0, f"too short {reason}; use {MIN_REQUESTS:,} requests or more")
     light = _light(trace, simulated) if is_compared else []
     if light:
         found.append(

@@ -117,6 +117,16 @@ def test_doctor_tells_the_states_and_loads_no_model(world):
     assert set(world.own_states().values()) == {"unloaded"}
 
 
+def test_a_probe_of_doctor_loads_the_model_by_its_requests(world):
+    model = EngineSpec("llama_server", world.router.url, "x", model="m0")
+    assert world.own_states()["m0"] == "unloaded"
+    found = asyncio.run(examine(model, probe=True)).as_json()
+    assert world.own_states()["m0"] == "loaded"
+    assert found["probe"]["error"] is None
+    assert found["probe"]["reported"] == found["probe"]["predicted"] > 0
+    assert found["tokenisation"]["ok"]
+
+
 def test_conversations_outlive_swaps_and_predictions_are_exact(world):
     talks = {(model, name): begun(name) for name in ("river", "stone") for model in MODELS}
     for turn in range(3):
@@ -129,6 +139,22 @@ def test_conversations_outlive_swaps_and_predictions_are_exact(world):
             assert world.own_states()[model] == "loaded"
             said = answer.json()["choices"][0]["message"]
             messages += [said, {"role": "user", "content": f"{name} {turn}"}]
+
+
+def test_the_tokenizer_of_a_model_is_checked_however_short_it_stays(tmp_path):
+    """The models take turns without a pause: none is in memory when kvpin happens to look."""
+    with router_world(tmp_path, "--models-max", "1") as world:
+        deadline = time.monotonic() + WAIT_S
+        while set(sources(world).values()) != {"local"}:
+            assert time.monotonic() < deadline, world.kvpin.log.read_text()
+            for model in MODELS:
+                assert world.chat(model, begun("letter")).status_code == 200
+
+
+def sources(world: World) -> dict[str, str]:
+    """Who tokenises, by model, of the models that were loaded."""
+    pools = world.kvpin.admin("GET", "stats").json()["pools"]
+    return {pool["model"]: pool["tokenisation"]["source"] for pool in pools if pool["model"] in MODELS}
 
 
 def test_a_model_that_an_operator_unloads_is_known_to_hold_nothing(world):
@@ -151,6 +177,27 @@ def test_a_model_that_fails_to_load_is_a_503_with_its_reason(world):
     )
     world.until("broken", "failed")
     assert world.chat("m1", begun("light")).status_code == 200
+    deadline = time.monotonic() + WAIT_S
+    while (engine := world.kvpin.engines()["llama_server-0-broken"])["state"] != "suspect":
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert engine["findings"] == [answer.json()["error"]["message"]]
+    stats = world.kvpin.admin("GET", "stats").json()
+    assert (stats["totals"]["ready"], stats["totals"]["engines"]) == (2, 3)
+    health = httpx.get(f"{world.kvpin.url}/health/ready", timeout=WAIT_S, trust_env=False).json()
+    assert health["engines"]["llama_server-0-broken"] == "suspect"
+    listed = httpx.get(f"{world.kvpin.base_url}/models", timeout=WAIT_S, trust_env=False).json()["data"]
+    assert {model["id"]: model["status"].get("failed", False) for model in listed} == {
+        "broken": True,
+        "m0": False,
+        "m1": False,
+    }
+    found = asyncio.run(examine(EngineSpec("", world.router.url, "x"), probe=False)).as_json()
+    assert (found["models"]["broken"], [each["problem"] for each in found["findings"]]) == (
+        "failed",
+        engine["findings"],
+    )
+    assert world.chat("broken", begun("light")).status_code == 503  # tried again
 
 
 def test_requests_for_several_models_at_once_are_all_answered(world):

@@ -31,7 +31,8 @@ def show_examination(found: dict[str, Any]) -> None:
     out = console()
     table = TerminalTable(("name", "text"), text="text")
     for name, text in _of_engine(found):
-        table.add(Text(name, "bold"), text)
+        if text:
+            table.add(Text(name, "bold"), text)
     table.print(out, header=False)
     for number, finding in enumerate(found["findings"], 1):
         out.print(f"\n{number}. {finding['problem']}", markup=False)
@@ -42,6 +43,7 @@ def show_examination(found: dict[str, Any]) -> None:
 
 
 def _of_engine(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Names and texts; empty where nothing is known."""
     yield "engine", f"{found['kind']} {found['version']}".rstrip() + ", detected" * found["detected"]
     if found["role"] != "both":
         yield "role", found["role"]
@@ -49,24 +51,28 @@ def _of_engine(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "model", found["model"] + "".join(f", LoRA {name}" for name in found["loras"])
     for at, (name, state) in enumerate(found["models"].items()):
         yield "" if at else "router", f"{name}: {state}"
-    yield "context", f"{found['max_model_len'] or 'unknown'} tokens"
-    block = found["tokens_per_block"]
-    counts = [
-        f"{blocks} on {tier}" for tier in ("gpu", "host") if (blocks := found[f"{tier}_blocks"]) is not None
-    ]
-    yield "blocks", f"{block or 'unknown'} tokens each" + "".join(f", {count}" for count in counts)
+    if not found["model"]:
+        yield "", "each is an engine of its own: name one to examine it, as kind=URL,model=NAME"
+        return
+    yield "context", f"{found['max_model_len']} tokens" if found["max_model_len"] else ""
+    yield "blocks", _blocks(found)
     yield "load", f"{found['running']} running, {found['waiting']} waiting"
     yield "can", ", ".join(found["can"])
     for at, (name, instead) in enumerate(found["cannot"].items()):
         yield "" if at else "cannot", f"{name}: {instead}"
     yield "tokens", found["tokenisation"]["detail"]
-    if forms := forms_of(found["tokenisation"]):
-        yield "forms", forms
+    yield "forms", forms_of(found["tokenisation"])
     yield "events", found["view"]["detail"]
     probe = found["probe"]
     if probe is not None and probe["error"] is None:
         reported = f"the engine reports {probe['reported']} of {probe['n_tokens']} tokens reused"
         yield "probe", f"sent twice: {reported}, kvpin predicted {probe['predicted']}"
+
+
+def _blocks(found: dict[str, Any]) -> str:
+    size = [f"{found['tokens_per_block']} tokens each"] if found["tokens_per_block"] else []
+    counts = {tier: found[f"{tier}_blocks"] for tier in ("gpu", "host")}
+    return ", ".join([*size, *(f"{count} on {tier}" for tier, count in counts.items() if count is not None)])
 
 
 def examined(

@@ -1,6 +1,6 @@
 """The examination of one engine: what it is, what it can do, and what keeps kvpin from using it fully.
 
-connect → tokenisation → first view of its KV events → with `probe`: two equal requests → findings
+connect → first view of its KV events → with `probe`: two equal requests → tokenisation → findings
 """
 
 from __future__ import annotations
@@ -110,16 +110,17 @@ async def examine(
         if not info.model:
             named = "name one of its models, model=NAME: each is an engine of its own"
             none = Exactness(True, named, "none")
-            return Examination(spec, detected, info, load, {}, none, View("none", named), None, ())
+            view, findings = View("none", named), adapter.findings()
+            return Examination(spec, detected, info, load, {}, none, view, None, findings)
         builder = PromptBuilder(info, tables=PromptTables(), engines=lambda: (adapter,))
         source = spec.tokenizer or info.tokenizer
         if source is not None:
             await builder.load(source)
-        is_there = probe or await adapter.is_loaded()
-        tokenisation = await verify_exactness(builder, adapter) if is_there else _unasked(adapter.model_state)
         async with ProbedEngine(adapter, info, builder) as probed_engine:
             view = await probed_engine.first_view(takes_events=probe)
             probed = await probed_engine.probe() if probe else None
+        is_there = await adapter.is_loaded()
+        tokenisation = await verify_exactness(builder, adapter) if is_there else _unasked(adapter.model_state)
         of_kind = () if detected else await _of_kind(spec)
         findings = (
             *(of_kind or adapter.findings()),  # the flags that these name are of another kind

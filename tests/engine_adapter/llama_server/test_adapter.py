@@ -13,6 +13,7 @@ from engine_adapter import (
     EngineUnavailable,
     JsonBody,
     KvVerb,
+    ModelNotLoaded,
     ModelState,
 )
 from engine_adapter.llama_server import adapter as adapter_module
@@ -123,8 +124,16 @@ class TestLives:
             assert await adapter.is_loaded()
             await until(ModelState.SLEEPING)
             assert not await adapter.is_loaded()
-            await adapter.tokenize("/v1/completions", JsonBody(b'{"prompt": "x"}'))
+            ask = "/v1/completions", JsonBody(b'{"prompt": "x"}')
+            with pytest.raises(ModelNotLoaded):  # it fell asleep in the middle of a check
+                await adapter.tokenize_if_loaded(*ask)
+            with pytest.raises(ModelNotLoaded):
+                async with adapter.kept_loaded(0.01):
+                    pass
+            assert not await adapter.is_loaded()
+            ids = await adapter.tokenize(*ask)
             assert await adapter.is_loaded()
+            assert await adapter.tokenize_if_loaded(*ask) == ids
             await until(None)
             # A kvpin that meets it asleep: a request wakes it, and that is seen.
             await until(ModelState.SLEEPING)

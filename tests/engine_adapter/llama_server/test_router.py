@@ -14,7 +14,14 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from engine_adapter import EngineRejected, EngineSpec, EngineSpecError, EngineUnavailable, ModelState
+from engine_adapter import (
+    EngineRejected,
+    EngineSpec,
+    EngineSpecError,
+    EngineUnavailable,
+    ModelNotLoaded,
+    ModelState,
+)
 from engine_adapter.http.control import ControlClient
 from engine_adapter.llama_server import router as router_module
 from engine_adapter.llama_server.router import Router, ServerClient
@@ -189,6 +196,51 @@ async def test_a_model_that_fails_to_load_is_refused_with_the_reason_and_tried_a
                 fake.states["b"] = {"value": "unloaded", "failed": True, "exit_code": 1}
             assert router.state("b") is ModelState.FAILED
             assert fake.asked == ["load b"] * 2
+
+
+async def test_a_visit_waits_for_a_request_to_load_the_model_and_a_swap_waits_for_the_visit():
+    """However short the model stays."""
+    fake = FakeRouter("a", "b")
+    with served(fake.app) as url:
+        async with World(fake, url) as router:
+            with pytest.raises(ModelNotLoaded, match="'a' is not loaded"):
+                async with router.visiting("a", 0.01):
+                    pass
+            assert fake.asked == []
+            visited, done = asyncio.Event(), asyncio.Event()
+
+            async def visit() -> None:
+                async with router.visiting("a", 5.0):
+                    visited.set()
+                    await done.wait()
+                    fake.asked.append("visited")
+
+            visits = asyncio.create_task(visit())
+            await asyncio.sleep(0.02)
+            async with router.using("a"):
+                pass
+            swap = asyncio.create_task(router.using("b").__aenter__())
+            await asyncio.sleep(0.05)
+            assert visited.is_set()
+            assert fake.asked == ["load a"]
+            done.set()
+            await asyncio.gather(visits, swap)
+            assert fake.asked == ["load a", "visited", "save a", "unload a", "gone a", "load b"]
+
+
+async def test_a_swap_waits_for_a_visit_only_briefly_and_for_a_request_to_its_end(monkeypatch):
+    monkeypatch.setattr(router_module, "_QUESTIONS_S", 0.02)
+    fake = FakeRouter("a", "b")
+    with served(fake.app) as url:
+        async with World(fake, url) as router, router.using("a"):
+            async with router.visiting("a", 1.0):
+                swap = asyncio.create_task(router.using("b").__aenter__())
+                await asyncio.sleep(0.1)
+                assert fake.asked == ["load a"]
+            swap.cancel()
+            await asyncio.wait([swap])
+        async with World(fake, url) as router, router.visiting("a", 1.0), router.using("b"):
+            assert router.state("a") is ModelState.UNLOADED
 
 
 async def test_a_router_without_room_is_asked_again(monkeypatch):

@@ -163,7 +163,9 @@ def test_tables_for_people(show):
 
 def test_a_drain_is_undone(kvpin, live_proxy, ask, show):
     drained = kvpin("engines", "drain", "e0", "--url", live_proxy, *KEY)
-    assert drained.stdout.startswith("e0 is draining, ")
+    state, hint = drained.stdout.splitlines()
+    assert state.startswith("e0 is draining, ")
+    assert hint == "add --wait to wait for its last request, --undo to let it take requests again"
     assert drained.stderr == (
         "warning: no engine takes requests for kvpin-tiny now: they get 503 no_engine; "
         "kvpin engines drain e0 --undo ends that\n"

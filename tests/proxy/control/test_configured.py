@@ -220,7 +220,10 @@ async def test_a_server_under_another_name_is_connected_once_the_old_one_has_lef
     async with FakeEngine("a") as server, running(named("a", server.url)) as proxy:
         old = proxy.fleet.engine("a")
         old.leases.add(request := object())
-        proxy.configured.follow([named("b", server.url)], grace_s=60)
+        with structlog.testing.capture_logs() as logs:
+            proxy.configured.follow([named("b", server.url)], grace_s=60)
+        (line,) = logs
+        assert line["event"] == "engine waits: its server is still in use under another name"
         new = proxy.fleet.engine("b")
         await until(lambda: old.state is EngineState.DRAINING)
         await asyncio.sleep(0.2)
@@ -230,6 +233,17 @@ async def test_a_server_under_another_name_is_connected_once_the_old_one_has_lef
         await until(lambda: new.state is EngineState.READY)
         assert proxy.fleet.engines == {"b": new}
         assert list(proxy.fleet.pool("m").engines) == ["b"]
+
+
+async def test_one_that_never_connected_leaves_its_server_to_another_name_without_a_word(one_adapter):
+    """As the engine that stands for all models of a router."""
+    proxy = Proxy(Settings(), HttpTransport())
+    proxy.configured.follow([named("a", NOWHERE)], grace_s=60)
+    with structlog.testing.capture_logs() as logs:
+        proxy.configured.follow([named("b", NOWHERE)], grace_s=60)
+        await until(lambda: list(proxy.fleet.engines) == ["b"])
+    assert not [line for line in logs if line["event"].startswith("engine waits")]
+    await proxy.stop()
 
 
 async def test_a_server_under_another_name_is_connected_once_the_old_one_has_saved(one_adapter, monkeypatch):

@@ -15,6 +15,7 @@ from engine_adapter import (
     EngineUnhealthy,
     Finding,
     JsonBody,
+    ModelState,
     PromptTable,
     Tier,
     ViewCurrent,
@@ -191,6 +192,23 @@ async def test_one_that_fails_a_check_leaves_with_all_that_was_known_and_comes_b
     await world.state(engine, EngineState.READY)
     assert world.fleet.pools["m"] is pool
     assert engine.last_error is None
+
+
+async def test_an_engine_whose_model_failed_to_load_is_not_ready_until_it_is_loaded(world, monkeypatch):
+    state = ModelState.UNLOADED
+    monkeypatch.setattr(FakeAdapter, "model_state", property(lambda _adapter: state))
+    engine, adapter = world.add()
+    await world.state(engine, EngineState.READY)
+    pool = world.fleet.pools["m"]
+    state = ModelState.FAILED
+    await world.state(engine, EngineState.SUSPECT)
+    assert (pool.ready(), engine.last_error) == ([], "its model failed to load")
+    checks = adapter.checks
+    await world.until(lambda: adapter.checks > checks + 4)
+    assert engine.state is EngineState.SUSPECT
+    assert [each.engine for each in pool.candidates(None)] == ["a"]  # a request tries it again
+    state = ModelState.LOADED
+    await world.state(engine, EngineState.READY)
 
 
 PASSING = [EngineUnhealthy("503"), EngineRejected("broken", status=500), TimeoutError()]

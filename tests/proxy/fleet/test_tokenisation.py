@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 import structlog
 
-from engine_adapter import Capability, EngineSpecError, EngineUnavailable, JsonBody
+from engine_adapter import Capability, EngineSpecError, EngineUnavailable, JsonBody, ModelNotLoaded
 from engine_adapter.prompt.chat import ChatTokenizer
+from engine_adapter.prompt.forms import Form
 from proxy.fleet import tokenisation
 from proxy.fleet.engine import EngineState
 from proxy.fleet.fleet import Fleet
@@ -193,6 +194,38 @@ async def test_an_engine_that_fell_asleep_after_its_last_health_check_is_not_wok
     is_awake = True  # a request has woken it
     await world.settled()
     assert (engine.adapter.asked > 0, world.prompts.exactness.source) == (True, "local")
+
+
+async def test_any_engine_of_the_pool_whose_model_is_in_memory_is_asked(world, monkeypatch):
+    """Of two routers, requests may load the model always on the second one."""
+    monkeypatch.setattr(tokenisation, "RETRY_S", 0.01)
+
+    async def is_loaded(adapter):
+        return adapter.spec.id == "b"
+
+    monkeypatch.setattr(Tokenising, "is_loaded", is_loaded)
+    first, second = world.join("a"), world.join("b")
+    world.loader.go.set()
+    await world.settled()
+    assert (first.adapter.asked, second.adapter.asked > 0) == (0, True)
+    assert world.prompts.exactness.source == "local"
+
+
+async def test_a_check_that_its_model_leaves_is_done_again_from_the_start(world, monkeypatch):
+    monkeypatch.setattr(tokenisation, "RETRY_S", 0.01)
+    leaves = [False] * 6 + [True]  # after the plain chats
+
+    async def tokenize_if_loaded(adapter, path, body):
+        if leaves and leaves.pop(0):
+            raise ModelNotLoaded("unloaded")
+        return await adapter.tokenize(path, body)
+
+    monkeypatch.setattr(Tokenising, "tokenize_if_loaded", tokenize_if_loaded)
+    world.join("a")
+    world.loader.go.set()
+    await world.settled()
+    assert leaves == []
+    assert world.prompts.forms.rows[Form.TEXT_PARTS].source == "local"
 
 
 async def test_where_the_first_engines_tokenizer_is_nowhere_that_of_another_is_loaded(world, tokenizer):

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from engine_adapter import ModelState
 from proxy.core.issued_keys import IssuedKey, KeyBook
 from proxy.fleet.engine import EngineState
 from proxy.fleet.fleet import Fleet
@@ -113,6 +114,25 @@ async def test_the_request_is_for_a_model_that_the_key_is_for(capsys, models, mo
     assert (f'"model": "{model}"' in printed) is (model is not None)
     assert ("curl" in printed) is (model is not None)
     assert ("not served: gone (a key of tenant 't' is for it)\n" in printed) is (["gone"] in models)
+
+
+async def test_a_model_that_failed_to_load_is_neither_ready_nor_in_the_request(capsys):
+    class Failed(FakeAdapter):
+        model_state = ModelState.FAILED
+
+    fleet = Fleet()
+    for name, kind in (("broken", Failed), ("good", FakeAdapter)):
+        engine = fleet.add(kind(name, info=replace(INFO, model=name)))
+        fleet.join(engine, engine.adapter.info)
+        engine.state = EngineState.READY
+    failed = fleet.engine("broken")
+    failed.state, failed.last_error = EngineState.SUSPECT, "its model failed to load"
+    await banner_of(fleet).print_when_ready()
+    printed = capsys.readouterr().out
+    assert printed.startswith("suspect: broken: its model failed to load\nready: good on good\ntry it:\n")
+    assert '"model": "good"' in printed
+    await banner_of(fleet, ApiKey.of("k", "t", frozenset({"broken"}))).print_when_ready()
+    assert '"model": "broken"' in capsys.readouterr().out  # the only model that a key is for
 
 
 async def test_once_keys_were_issued_there_is_no_request_without_one(capsys):

@@ -45,6 +45,9 @@ class TokenizingEngine:
             ids = self.tokenizer.encode(source.prompt, add_special_tokens=source.add_special_tokens)
         return token_array(self.alter(path, body, ids.tolist()))
 
+    async def tokenize_if_loaded(self, path, body):
+        return await self.tokenize(path, body)
+
     def is_gone(self):
         self.error = EngineUnavailable("gone")
 

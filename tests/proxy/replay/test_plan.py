@@ -119,6 +119,11 @@ def test_a_short_trace_compares_nothing():
     assert found(BUSY, "kvpin", "sticky") == [SHORT]
 
 
+def test_that_a_trace_is_short_is_told_before_what_else_is_doubtful():
+    trace = replace(BUSY, unrecorded=7)
+    assert found(trace, "kvpin", "sticky")[0] == SHORT
+
+
 @pytest.fixture
 def long_enough(monkeypatch):
     monkeypatch.setattr(module, "MIN_REQUESTS", len(BUSY.requests))

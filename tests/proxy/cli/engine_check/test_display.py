@@ -20,13 +20,8 @@ def shown(capsys, **fields):
 
 def test_an_engine_without_findings(capsys):
     lines = shown(capsys)
-    assert lines[:4] == [
-        "engine vllm",
-        "model m",
-        "context unknown tokens",
-        "blocks unknown tokens each, 5 on gpu",
-    ]
-    assert lines[6:8] == ["cannot pin: restart it", "offload: add LMCache"]
+    assert lines[:4] == ["engine vllm", "model m", "blocks 5 on gpu", "load 0 running, 0 waiting"]
+    assert lines[4:6] == ["cannot pin: restart it", "offload: add LMCache"]
     assert "events [none]" in lines
     assert lines[-1] == "no findings"
 
@@ -48,5 +43,11 @@ def test_a_probe_that_failed_is_a_finding_and_no_comparison(capsys, error, is_sh
 
 
 def test_the_models_of_a_router_are_listed_with_their_states(capsys):
-    lines = shown(capsys, model="", models={"a": "loaded", "b": "unloaded"})
-    assert lines[1:3] == ["router a: loaded", "b: unloaded"]
+    assert shown(capsys, model="", models={"a": "loaded", "b": "failed"}) == [
+        "engine vllm",
+        "router a: loaded",
+        "b: failed",
+        "each is an engine of its own: name one to examine it, as kind=URL,model=NAME",
+        "",
+        "no findings",
+    ]
