@@ -426,13 +426,14 @@ def _again_s(
     candidates: Sequence[Candidate], parted: int, chain: Chain, outlook: Outlook
 ) -> dict[int, float]:
     """`Cost.again_s` by the position of the candidate. `parted`: where the prompt parts from others, in
-    blocks; an engine whose full attention holds less of it will leave no window or state there."""
-    price = SHARED * outlook.strain
-    return {
-        at: price * each.rates.prefill_s((parted - each.match.of_full_attention) * chain.tokens_per_block)
-        for at, each in enumerate(candidates)
-        if each.forecast is None and each.match.of_full_attention < parted
-    }
+    blocks; an engine whose full attention holds less of it will leave no window or state there. What any
+    engine can reuse need not be computed again."""
+    price, reusable, found = SHARED * outlook.strain, max(each.match.blocks for each in candidates), {}
+    for at, each in enumerate(candidates):
+        lacking = parted - max(each.match.of_full_attention, reusable)
+        if lacking > 0 and each.forecast is None:
+            found[at] = price * each.rates.prefill_s(lacking * chain.tokens_per_block)
+    return found
 
 
 def place(candidates: Sequence[Candidate], chain: Chain, outlook: Outlook = CALM) -> Placement:

@@ -270,17 +270,17 @@ class TestPartedPrompts:
         placement = place(told, chain, BUSY)
         assert [cost.again_s for cost in placement.costs] == [
             0.0,
-            pytest.approx(SHARED * 3 * 0.8),
+            pytest.approx(SHARED * 3 * 0.64),
             pytest.approx(SHARED * 3 * 0.64),
         ]
         assert [place(told[:2], chain, outlook).engine for outlook in (BUSY, CALM)] == ["a", "b"]
         is_whole = replace(told[0], match=Match())
         assert place((is_whole, told[1]), chain, BUSY).engine == "b"
 
-    def test_an_engine_that_reuses_it_lacks_nothing(self):
+    def test_what_an_engine_reuses_need_not_be_completed_on_another(self):
         whole, half = Match(gpu=50), Match(gpu=20, cut=30, lacks=Attention.STATE)
-        told = candidate("a", match=half), candidate("b", match=whole)
-        assert [cost.again_s for cost in place(told, prompt(1600), BUSY).costs] == [0.0, 0.0]
+        told = candidate("a", match=half), candidate("b", match=whole), candidate("c")
+        assert [cost.again_s for cost in place(told, prompt(1600), BUSY).costs] == [0.0, 0.0, 0.0]
 
     def test_an_adapter_that_follows_its_engine_is_taken_at_its_word(self):
         told = candidate("a", match=Match(cut=50)), candidate("b", forecast=Forecast(cached_tokens=0))
