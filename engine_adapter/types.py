@@ -450,6 +450,7 @@ class KvTarget(msgspec.Struct, frozen=True):
         extra_ids: one per token, None when all are 0.
         exact: the token ids are known to equal the engine's own, so they may replace the text.
         retention: how long the request wants its KV retained; None if there is no request.
+        session: digest of the conversation that the request belongs to; None if its client names none.
     """
 
     token_ids: TokenIds[int] | None = None
@@ -458,6 +459,7 @@ class KvTarget(msgspec.Struct, frozen=True):
     lora: str | None = None
     exact: bool = False
     retention: Retention | None = None
+    session: int | None = None
 
     @property
     def is_everything(self) -> bool:

@@ -37,7 +37,7 @@ def ask_of(prompt: KvTarget, mirror: MirrorEvents) -> Ask:
     digest = salt_digest(prompt.cache_salt)
     mirror.know(digest, prompt.cache_salt)
     tokens = prompt.token_ids if prompt.token_ids is not None else array("i")
-    return Ask(tokens, digest, retention=prompt.retention)
+    return Ask(tokens, digest, retention=prompt.retention, session=prompt.session)
 
 
 def hold_request(

@@ -113,6 +113,7 @@ class SlotScheduler:
         self.contents.owners.changes(lease.slot, ask.salt)
         memory = lease.memory.after(lease.shared, len(ask.tokens), self.contents.user_starts(ask))
         self._table.hold(lease.slot, ask.tokens, ask.salt, memory=memory)
+        self._table.serve(lease.slot, ask.session)
         try:
             yield lease
         except BaseException:

@@ -49,6 +49,8 @@ class Slot:
         kept_until: a client retains the content until this time: it is not overwritten unsaved.
         kept_for: digest of that client's tenant.
         due_until: its answer called a tool: the next turn, with the result, is expected until then.
+        session: digest of the content's conversation; None if its client names none.
+        is_outdated: that conversation went on in another slot.
         memory: which of the content a prompt can resume. During a request: once its prompt is computed.
     """
 
@@ -65,6 +67,8 @@ class Slot:
     kept_until: float = NEVER
     kept_for: str | None = None
     due_until: float = NEVER
+    session: int | None = None
+    is_outdated: bool = False
     memory: SlotMemory = field(default_factory=SlotMemory)
 
     @property
@@ -173,12 +177,21 @@ class SlotTable:
             self.pin(slot_id, 0, NEVER)
         if kept < len(slot.tokens):
             slot.kept_until, slot.kept_for = NEVER, None
+            slot.session, slot.is_outdated = None, False
         slot.tokens = tokens
         slot.due_until = NEVER
         slot.unknown = unknown
         slot.salt = None if slot.is_empty else salt
         slot.saved = min(min(slot.saved, kept) if saved is None else saved, slot.length)
         slot.memory = memory or slot.memory.grown(slot.length)
+
+    def serve(self, slot_id: int, session: int | None) -> None:
+        """A request of a conversation runs on a slot. What other idle slots hold of it is out of date."""
+        for slot in self._slots:
+            if slot.id == slot_id:
+                slot.session, slot.is_outdated = session, False
+            elif session is not None and slot.session == session and slot.is_idle:
+                slot.is_outdated = True
 
     def pin(self, slot_id: int, tokens: int, until: float) -> int:
         """Pins the first `tokens` known tokens of a slot until `until`; returns how many are pinned.

@@ -30,6 +30,7 @@ class Ask:
         salt: digest of its cache salt.
         retention: how long to retain what it leaves; None for no retention.
         is_chat: the server knows where its messages begin.
+        session: digest of its conversation; None if its client names none.
     """
 
     tokens: TokenIds[int] = field(repr=False)
@@ -37,6 +38,7 @@ class Ask:
     reuse: bool = True
     retention: Retention | None = None
     is_chat: bool = False
+    session: int | None = None
 
 
 @dataclass(slots=True)

@@ -21,10 +21,11 @@ _TERMS = {
     "stall_s": "streams",
     "congestion_s": "others",
     "later_s": "later",
+    "again_s": "again",
     "regret_s": "regret",
     "total_s": "total",
 }
-_RARE = ("room_s", "transfer_s", "stall_s")
+_RARE = ("room_s", "transfer_s", "stall_s", "again_s")
 _MEANINGS = "others: requests after it wait; later: its next turns wait; regret: KV it evicts"
 
 

@@ -23,9 +23,9 @@ class CostAnswer(Cost, frozen=True, kw_only=True):
     """Cost of a request on an engine, term by term, in seconds. The lowest `total_s` wins.
 
     `first_token_s` is the time that the request itself waits for its first token. It leaves out
-    `congestion_s` and `regret_s`, which other requests pay, and `later_s`, which the conversation's next
-    turns pay. `regret_s` is null where the engine already cost more without it. Totals within a millisecond
-    are equal: `is_last`, `free_blocks` and `turn` then decide.
+    `congestion_s`, `regret_s` and `again_s`, which other requests pay, and `later_s`, which the
+    conversation's next turns pay. `regret_s` is null where the engine already cost more without it. Totals
+    within a millisecond are equal: `is_last`, `free_blocks` and `turn` then decide.
     """
 
     first_token_s: float

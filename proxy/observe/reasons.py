@@ -128,11 +128,14 @@ def _of_the_sooner(sooner: Cost, placement: Placement) -> str:
         (sooner.congestion_s - chosen.congestion_s, "congestion"),
         (_regret_s(sooner) - _regret_s(chosen), "regret"),
         (sooner.later_s - chosen.later_s, "later"),
+        (sooner.again_s - chosen.again_s, "again"),
     )
     if dearest == "regret":
         return f"{said} evict KV worth {_s(_regret_s(sooner))}"
     if dearest == "later":
         return f"{said} make the next turns wait {_s(price_s)} longer, because it is busier"
+    if dearest == "again":
+        return f"{said} have the next prompt with this beginning compute it again"
     busy = f"at {utilisation_of(placement):.0%} utilisation"
     return f"{said} delay later requests by {_s(sooner.congestion_s)}, {busy}"
 
@@ -166,6 +169,10 @@ def _obstacle(rival: Cost, placement: Placement, place: str) -> str:
         (
             rival.later_s - chosen.later_s,
             f"the next turns would wait {_s(rival.later_s)} {place}",
+        ),
+        (
+            rival.again_s - chosen.again_s,
+            f"the next prompt with this beginning would compute it {place} again: {_s(rival.again_s)}",
         ),
         (
             _regret_s(rival) - _regret_s(chosen),

@@ -36,6 +36,7 @@ _CANDIDATES: Mapping[str, Callable[[Candidate], Candidate]] = {
     "interference": lambda candidate: replace(candidate, load=replace(candidate.load, decoding=0)),
     "lost": lambda candidate: replace(candidate, residents=None, on_gpu=None),
     "later": lambda candidate: replace(candidate, busy=0.0),
+    "again": lambda candidate: replace(candidate, match=replace(candidate.match, cut=0)),
 }
 # Terms that can be left out. `congestion` is the division by 1 - utilisation; `pending` are the blocks that
 # requests in flight will leave.

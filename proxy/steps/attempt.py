@@ -370,7 +370,9 @@ class Attempts:
             return nullcontext(Hold(body))
         if prompt is None or not prompt.whole:
             return engine.adapter.hold(call.route, body, None)
-        return engine.adapter.hold(call.route, body, replace(prompt.kv, retention=ready.retention))
+        session = ready.session.digest if ready.session is not None else None
+        kv = replace(prompt.kv, retention=ready.retention, session=session)
+        return engine.adapter.hold(call.route, body, kv)
 
 
 def cause_for(error: Exception, serving: Serving) -> Cause:

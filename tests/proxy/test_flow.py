@@ -1076,6 +1076,12 @@ class TestHold:
         (_, prompt) = (a.asked + b.asked)[0]
         assert prompt.retention.priority == priority
 
+    async def test_the_engine_is_told_whose_conversation_it_is(self, a, b, client):
+        for asked in ({"prompt_cache_key": "mine"}, {"prompt_cache_key": "mine"}, {}):
+            await client.post(self.PROMPT, json={**self.BODY, **asked})
+        told = [prompt.session for _, prompt in a.asked + b.asked]
+        assert sorted(told, key=str) == [*[Session(None, "mine").digest] * 2, None]
+
     @pytest.mark.parametrize(
         ("retains", "ttl", "told"), [(True, "30m", "1800"), (False, "30m", "0"), (True, None, None)]
     )

@@ -18,11 +18,12 @@ const TERMS = [
   ["stall_s", "delay of its streams"],
   ["congestion_s", "delay of others"],
   ["later_s", "its next turns"],
+  ["again_s", "its beginning once more"],
   ["regret_s", "evicted KV"],
 ];
 
-// Terms of pairs of engines: shown where one of them is not zero.
-const OF_PAIRS = ["transfer_s", "stall_s"];
+// Terms of pairs of engines and of hybrid models: shown where one of them is not zero.
+const RARE = ["transfer_s", "stall_s", "again_s"];
 
 const PARTS = {
   read: "kvpin: receive and parse the body",
@@ -45,7 +46,7 @@ const Costs = ({ request }) => {
   // Of an engine alone and the same one in a pair, the cheaper one was chosen.
   const chosen = costs.findIndex((each) => each.engine === request.engine);
   const shown = isAll ? costs : costs.filter((_, at) => at < ENGINES || at === chosen);
-  const terms = TERMS.filter(([term]) => !OF_PAIRS.includes(term) || shown.some((cost) => cost[term]));
+  const terms = TERMS.filter(([term]) => !RARE.includes(term) || shown.some((cost) => cost[term]));
   const nameOf = (cost) => (cost.prefiller ? `${cost.prefiller} → ${cost.engine}` : cost.engine);
   const measured = request.stream ? request.first_byte_s : null;
   const most = Math.max(...shown.map((each) => each.total_s), measured ?? 0);

@@ -49,6 +49,11 @@ class Match(msgspec.Struct, frozen=True, gc=False, eq=False):
         """All of them."""
         return self.gpu + self.host + self.disk + self.pending
 
+    @property
+    def of_full_attention(self) -> int:
+        """Those that full attention holds."""
+        return self.blocks + self.cut
+
     def tokens(self, tokens_per_block: int) -> dict[str, int]:
         """Tokens by tier; `pending` are those that requests in flight will leave on the GPU."""
         return {name: getattr(self, name) * tokens_per_block for name in ("gpu", "host", "disk", "pending")}

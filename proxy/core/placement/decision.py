@@ -1,6 +1,6 @@
 """Placement: the choice of an engine, with its reasons.
 
-    cost = queue + room + interference + (restore + prefill + lost) / (1 - utilisation) + later
+    cost = queue + room + interference + (restore + prefill + lost + again) / (1 - utilisation) + later
 
 in seconds; the lowest cost wins.
 
@@ -9,6 +9,10 @@ work that this placement causes by evicting KV that will be requested again. Wor
 1 - utilisation because it delays others: in a queue of utilisation ρ, each second of work delays later
 requests by ρ / (1 - ρ) seconds in all. `later` is what the prompt's next turns, which come to the same
 engine, will wait there for other prefills; it keeps conversations apart that share only their beginning.
+
+`again` is for hybrid models. A window or a state is left where two prompts part only if the engine held the
+first one's blocks when it computed the second one. So a beginning that an engine holds without its window
+is completed there; on any other engine, the next prompt with it would compute it once more.
 
 Ties go to the engine that served the session before, then to the one with the most free cache, then to the
 one that was chosen longest ago.
@@ -35,6 +39,9 @@ from proxy.core.placement.rates import EngineRates
 TIE_S = 0.001
 # Regret is computed for this many engines at most, the cheapest first: one of them is cheap enough.
 MAX_LOOKS = 16
+# Probability that a third prompt comes with a beginning that two have. With 0.3 to 1, mean times to first
+# token were about the same in `benchmarks/placement_sim.py` and on workload b of `benchmarks/routers.py`.
+SHARED = 0.5
 # The match of an engine that holds none of a prompt.
 NOTHING = Match()
 
@@ -89,6 +96,7 @@ class Cost(msgspec.Struct, frozen=True, gc=False):
         stall_s: delay of those streams by the prefill; counted only where a pair could spare them.
         congestion_s: delay of later requests.
         later_s: delay of its own next turns there by prompts of others.
+        again_s: cost of computing its beginning once more for the next prompt with it.
         regret_s: cost of what it evicts and will be requested again. None if it was not computed, because the
             engine costs more than others without it.
         cached_tokens: prompt tokens the engine would reuse.
@@ -113,6 +121,7 @@ class Cost(msgspec.Struct, frozen=True, gc=False):
     stall_s: float = 0.0
     congestion_s: float = 0.0
     later_s: float = 0.0
+    again_s: float = 0.0
     regret_s: float | None = None
     total_s: float = 0.0
     cached_tokens: int = 0
@@ -310,13 +319,13 @@ class Scores:
             it; only for candidates for which it was computed.
     """
 
-    __slots__ = ("_candidates", "_kinds", "_later_s", "_rooms", "regrets", "reuses", "totals")
+    __slots__ = ("_again", "_candidates", "_kinds", "_later_s", "_rooms", "regrets", "reuses", "totals")
 
     def __init__(self, candidates: Sequence[Candidate], chain: Chain, outlook: Outlook) -> None:
         totals, reuses = list[float](), list[Reuse]()
         rooms: dict[int, float] = {}
         shared: dict[object, Reuse] = {}
-        blocks, later_s = len(chain.hashes), (outlook.turns - 1) * outlook.rest_s
+        blocks, later_s, parted = len(chain.hashes), (outlook.turns - 1) * outlook.rest_s, 0
         for candidate in candidates:
             foreseen = candidate.forecast
             if foreseen is None:
@@ -325,6 +334,8 @@ class Scores:
                 reuse = shared.get(key)
                 if reuse is None:
                     reuse = shared[key] = reuse_of(candidate, chain, outlook)
+                    if candidate.match.cut:
+                        parted = max(parted, candidate.match.of_full_attention)
                 total_s = load.queue_s + reuse.total_s + reuse.stream_s * load.decoding
                 if in_use is not None and in_use.blocks + blocks > in_use.capacity:
                     room_s = rooms[len(totals)] = in_use.wait_s(chain.hashes, outlook.answer_s)
@@ -336,6 +347,9 @@ class Scores:
             reuses.append(reuse)
         self._candidates, self._kinds, self._later_s, self._rooms = candidates, shared, later_s, rooms
         self.totals, self.reuses = totals, reuses
+        self._again = _again_s(candidates, parted, chain, outlook) if parted else {}
+        for at, again_s in self._again.items():
+            totals[at] += again_s
         self.regrets: dict[int, float] = {}
 
     def within(self, limit_s: float) -> list[int]:
@@ -394,6 +408,7 @@ class Scores:
             stall_s=reuse.stall_s * load.decoding if foreseen is None else 0.0,
             congestion_s=reuse.congestion_s,
             later_s=self._later_s * candidate.busy,
+            again_s=self._again.get(at, 0.0),
             regret_s=regret_s,
             total_s=self.totals[at] + (regret_s or 0.0),
             cached_tokens=reuse.cached_tokens,
@@ -405,6 +420,20 @@ class Scores:
             turn=candidate.turn,
             is_last=candidate.is_last,
         )
+
+
+def _again_s(
+    candidates: Sequence[Candidate], parted: int, chain: Chain, outlook: Outlook
+) -> dict[int, float]:
+    """`Cost.again_s` by the position of the candidate. `parted`: where the prompt parts from others, in
+    blocks; an engine whose full attention holds less of it will leave no window or state there. What any
+    engine can reuse need not be computed again."""
+    price, reusable, found = SHARED * outlook.strain, max(each.match.blocks for each in candidates), {}
+    for at, each in enumerate(candidates):
+        lacking = parted - max(each.match.of_full_attention, reusable)
+        if lacking > 0 and each.forecast is None:
+            found[at] = price * each.rates.prefill_s(lacking * chain.tokens_per_block)
+    return found
 
 
 def place(candidates: Sequence[Candidate], chain: Chain, outlook: Outlook = CALM) -> Placement:

@@ -588,6 +588,15 @@ def test_a_slot_whose_tool_is_running_is_overwritten_last(can_save):
     assert decide(run(5000, 5100), [waiting, person], now=100.0, can_save=can_save).slot == 0
 
 
+def test_a_slot_whose_conversation_went_on_elsewhere_is_overwritten_first():
+    """Without that, the slot with less to lose would go."""
+    moved, other = slot(0, run(900)), slot(1, run(1000, 1500))
+    assert decide(run(5000, 5100), [moved, other], can_save=False).slot == 1
+    moved.is_outdated = True
+    assert decide(run(5000, 5100), [moved, other], can_save=False).slot == 0
+    assert decide(run(1000), [moved, other], can_save=False).cached_tokens == 900  # it may go on for all that
+
+
 @pytest.fixture
 def book():
     return RateBook()

@@ -58,6 +58,18 @@ async def fill(world, *seeds):
     return [await world.ask(prompt_of(seed)) for seed in seeds]
 
 
+async def test_the_slot_that_a_conversation_has_left_is_out_of_date(world):
+    held = []
+    for seed in (1, 2):
+        async with world.scheduler.lease(Ask(prompt_of(seed), session=7)) as lease:
+            await world.send(lease)
+        await world.idle(lease.slot)
+        held.append(world.table[lease.slot])
+    assert held[0] is not held[1]
+    assert [(slot.session, slot.is_outdated) for slot in held] == [(7, True), (7, False)]
+    await world.check()
+
+
 class TestForecast:
     async def test_is_what_happens(self, world):
         """Of new prompts, and ones that slots and files hold in part or whole."""

@@ -210,3 +210,21 @@ def test_a_result_is_expected_until_the_slot_holds_something_else():
     table[0].due_until = 50.0
     table.hold(0, run(12), None)
     assert table[0].due_until == NEVER
+
+
+def test_what_idle_slots_hold_of_a_conversation_is_out_of_date_once_another_slot_serves_it():
+    table = SlotTable(4)
+    for slot, session in zip(table, (7, 7, 8, None), strict=True):
+        table.hold(slot.id, run(10), None)
+        table.serve(slot.id, session)
+    assert [slot.is_outdated for slot in table] == [True, False, False, False]
+    table.begin(1, SlotOperation.REQUEST, 0.0)
+    table.serve(2, 7)  # from another conversation's slot, while slot 1 answers it, too
+    table.serve(3, None)
+    assert [slot.is_outdated for slot in table] == [True, False, False, False]
+    table.end(1, 1.0)
+    table.serve(0, 7)
+    assert [slot.is_outdated for slot in table] == [False, True, True, False]
+    table.hold(1, run(20), None)  # an answer
+    table.hold(2, run(5), None)
+    assert [(slot.session, slot.is_outdated) for slot in table][1:3] == [(7, True), (None, False)]

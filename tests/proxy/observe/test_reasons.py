@@ -13,7 +13,7 @@ def cost(engine, cached=0, *, prefill=None, strain=1.0, **terms):
     regret = terms.pop("regret", 0.0)
     seconds = {
         f"{name}_s": terms.pop(name)
-        for name in ("queue", "room", "restore", "interference", "later")
+        for name in ("queue", "room", "restore", "interference", "later", "again")
         if name in terms
     }
     congestion = (prefill + seconds.get("restore_s", 0.0)) * (strain - 1)
@@ -95,6 +95,10 @@ class TestHeld:
             "busier"
         )
 
+    def test_another_would_answer_sooner_and_leave_a_beginning_to_be_computed_again(self):
+        placement = placed("e1", cost("e0", again=2.5), cost("e1", queue=1.5))
+        assert why(placement).endswith("but would have the next prompt with this beginning compute it again")
+
 
 class TestReleased:
     @pytest.mark.parametrize(
@@ -110,6 +114,7 @@ class TestReleased:
             ({"prefill": 1.9}, "computing 800 tokens there takes 1.9 s"),
             ({"interference": 1.9}, "running streams there slow the prompt by 1.9 s"),
             ({"later": 1.9}, "the next turns would wait 1.9 s there"),
+            ({"again": 1.9}, "the next prompt with this beginning would compute it there again: 1.9 s"),
             ({"regret": 1.9}, "making room there evicts KV worth 1.9 s"),
         ],
     )

@@ -145,6 +145,13 @@ def test_of_a_hybrid_model_it_counts_what_all_groups_hold():
     assert policy._placer.match(ask((1, 2)).chain)["e0"].cut == 1
 
 
+@pytest.mark.parametrize(("without", "second"), [(None, 0), ("again", 1)])
+def test_of_a_hybrid_model_a_beginning_is_completed_where_a_prompt_left_it(without, second):
+    policy = Kvpin(fleet_of(window_groups=2, window_tokens=101), 0, without=without)
+    assert answered(policy, ask((1, 2, 3, 4))) == 0
+    assert choose(policy, ask((1, 2, 3, 5), name=1), now=1.0) == [(second, 0)]
+
+
 def test_on_hybrid_models_it_predicts_what_engines_reuse():
     trace = chats(30, 6, seed=1)
     model = EngineModel(30_000, window_groups=3, window_tokens=301)

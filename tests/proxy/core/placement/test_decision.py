@@ -4,11 +4,13 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from engine_adapter import Forecast
+from engine_adapter.types import Attention
 from proxy.core.index.blocks import Chain
 from proxy.core.index.match import Match
 from proxy.core.placement.decision import (
     CALM,
     MAX_LOOKS,
+    SHARED,
     TIE_S,
     Candidate,
     Cost,
@@ -259,6 +261,32 @@ class TestPlace:
         assert place([candidate(match=Match(gpu=10, lead=10))], prompt(160)).gpu_tokens == 144
 
 
+class TestPartedPrompts:
+    """The second prompt leaves windows where they part, on the engine that holds the first."""
+
+    def test_a_beginning_is_completed_where_it_is(self):
+        half, chain = Match(cut=50, lacks=Attention.WINDOW), prompt(1600)
+        told = candidate("a", queue_s=1.0, match=half), candidate("b"), candidate("c", match=Match(gpu=10))
+        placement = place(told, chain, BUSY)
+        assert [cost.again_s for cost in placement.costs] == [
+            0.0,
+            pytest.approx(SHARED * 3 * 0.64),
+            pytest.approx(SHARED * 3 * 0.64),
+        ]
+        assert [place(told[:2], chain, outlook).engine for outlook in (BUSY, CALM)] == ["a", "b"]
+        is_whole = replace(told[0], match=Match())
+        assert place((is_whole, told[1]), chain, BUSY).engine == "b"
+
+    def test_what_an_engine_reuses_need_not_be_completed_on_another(self):
+        whole, half = Match(gpu=50), Match(gpu=20, cut=30, lacks=Attention.STATE)
+        told = candidate("a", match=half), candidate("b", match=whole), candidate("c")
+        assert [cost.again_s for cost in place(told, prompt(1600), BUSY).costs] == [0.0, 0.0, 0.0]
+
+    def test_an_adapter_that_follows_its_engine_is_taken_at_its_word(self):
+        told = candidate("a", match=Match(cut=50)), candidate("b", forecast=Forecast(cached_tokens=0))
+        assert [cost.again_s for cost in place(told, prompt(1600), BUSY).costs] == [0.0, 0.0]
+
+
 class TestTies:
     """Costs within a millisecond are equal."""
 
@@ -375,6 +403,6 @@ class TestWhateverTheState:
 def test_the_first_token_waits_for_the_requests_own_terms_alone():
     cost = Cost(
         "a", queue_s=1.0, room_s=2.0, restore_s=0.25, prefill_s=0.5, interference_s=0.125,
-        congestion_s=8.0, later_s=9.0, regret_s=7.0, total_s=27.875,
+        congestion_s=8.0, later_s=9.0, again_s=5.0, regret_s=7.0, total_s=32.875,
     )  # fmt: skip
     assert cost.first_token_s == 3.875
