@@ -15,8 +15,8 @@ class VllmOptions(LmCacheOptions, frozen=True):
     """Options of `vllm` engines: those of its KV events, of an LMCache below it, and of transfers.
 
     Attributes:
-        kv_transfer: `nixl`: it has a NixlConnector and no role, and passes KV both ways. In dev mode it says so
-            itself.
+        kv_transfer: `nixl`: it has no role, and passes KV both ways by a NixlConnector. In dev mode it says
+            so itself.
         kv_lease_s: its `kv_lease_duration`: seconds for which it keeps the KV of a prompt that it computed
             for another engine.
     """

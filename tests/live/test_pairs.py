@@ -149,7 +149,8 @@ class TestWithoutRoles:
     """An engine reads the KV that another one holds; both compute prompts and answer."""
 
     async def test_one_engine_reads_what_another_holds(self):
-        async with world_of("a", "b", a={"kv_transfer_config": BOTH}, b={"kv_transfer_config": BOTH}) as world:
+        told = {"kv_transfer_config": BOTH}
+        async with world_of("a", "b", a=told, b=told) as world:
             await world.stream()
             holder = world.last.engine
             other = "b" if holder == "a" else "a"

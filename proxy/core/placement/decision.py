@@ -409,7 +409,11 @@ class Scores:
 
 def place(candidates: Sequence[Candidate], chain: Chain, outlook: Outlook = CALM) -> Placement:
     """The engine that costs least. `candidates` is not empty."""
-    scores = Scores(candidates, chain, outlook)
+    return choose(candidates, Scores(candidates, chain, outlook), chain, outlook)
+
+
+def choose(candidates: Sequence[Candidate], scores: Scores, chain: Chain, outlook: Outlook) -> Placement:
+    """The candidate that costs least, by these scores and with regret."""
     totals, regrets = scores.totals, scores.regrets
     first = scores.within(min(totals))[0]
     regrets[first] = regret_of(candidates[first], scores.reuses[first], chain, outlook)

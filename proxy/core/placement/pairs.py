@@ -29,7 +29,7 @@ from proxy.core.placement.decision import (
     Pair,
     Placement,
     Scores,
-    place,
+    choose,
     regret_of,
 )
 
@@ -42,8 +42,9 @@ MIN_PULL_TOKENS = 64
 # The first leg may take as long as expected and, beyond that, as long as the other engine would need alone,
 # but at least this. So the answer comes at most twice as late as without a pair.
 LEAST_PATIENCE_S = 1.0
-# Pairs are made of the cheapest engines of either kind, so that a large pool costs little more than a small one.
+# Pairs are made of the cheapest engines, so that a decision in a large pool takes little more time.
 MAX_SOURCES = 4
+MAX_HOLDERS = 2
 MAX_TARGETS = 4
 # An engine that is not meant for prefills computes no prompt for another one: it holds at least this share of
 # what that one lacks.
@@ -72,8 +73,9 @@ def place_with_pairs(
     """The engine, or the pair, that costs least. `candidates` is not empty."""
     if prefillers.candidates:
         outlook = replace(outlook, stall=STALL)
-    alone = place(candidates, chain, outlook)
-    pair = best_pair(candidates, prefillers, chain, outlook, alone.chosen.total_s)
+    scores = Scores(candidates, chain, outlook)
+    alone = choose(candidates, scores, chain, outlook)
+    pair = best_pair(candidates, prefillers, chain, outlook, scores, alone.chosen.total_s)
     if pair is None:
         return alone
     chosen = pair if pair.chosen.total_s < alone.chosen.total_s - TIE_S else alone
@@ -86,12 +88,13 @@ def best_pair(
     prefillers: Prefillers,
     chain: Chain,
     outlook: Outlook,
+    targets: Scores,
     alone_s: float = inf,
 ) -> Placement | None:
     """The cheapest pair; None if there is none. Regret is computed for this one alone.
 
-    `alone_s`: the cost of the best single engine. Engines that hold KV, and cost as much already, are left
-    out.
+    `targets` are the scores of the candidates. `alone_s` is the cost of the best of them: engines that hold
+    KV, and cost as much already, are left out.
     """
     once = replace(outlook, turns=1.0)  # the next turns come to the decoder
     meant = len(prefillers.candidates)
@@ -102,10 +105,9 @@ def best_pair(
     cheapest = [at for at in sources.within(inf) if at < meant or sources.totals[at] < limit_s]
     if not cheapest:
         return None
-    targets = Scores(candidates, chain, outlook)
     first_legs = [(at, sources.cost(at)) for at in cheapest[:MAX_SOURCES]]
     best: tuple[int, int, Cost] | None = None
-    for target in _nearest(candidates, targets, prefillers, chain, first_legs[0][1].engine):
+    for target in _nearest(candidates, targets, prefillers, chain):
         pulled, second = _lacks(targets, target, chain), targets.cost(target)
         for source, first in first_legs:
             held = first.cached_tokens - second.cached_tokens
@@ -118,10 +120,7 @@ def best_pair(
     if best is None:
         return None
     source, target, cost = best
-    for at, scores, each in (
-        (source, sources, givers[source]),
-        (target, targets, candidates[target]),
-    ):
+    for at, scores, each in ((source, sources, givers[source]), (target, targets, candidates[target])):
         scores.regrets[at] = regret_of(each, scores.reuses[at], chain, outlook)
     lost_s = sources.regrets[source] + targets.regrets[target]
     prefill, decode = sources.placement(source, chain, once), targets.placement(target, chain, outlook)
@@ -135,7 +134,7 @@ def best_pair(
 
 def _most_held(holders: Sequence[Candidate]) -> list[Candidate]:
     """The engines that hold most of the prompt."""
-    return nlargest(MAX_SOURCES, [each for each in holders if each.match.blocks], key=_blocks_of)
+    return nlargest(MAX_HOLDERS, [each for each in holders if each.match.blocks], key=_blocks_of)
 
 
 def _blocks_of(candidate: Candidate) -> int:
@@ -148,22 +147,26 @@ def _lacks(targets: Scores, at: int, chain: Chain) -> int:
 
 
 def _nearest(
-    candidates: Sequence[Candidate], targets: Scores, prefillers: Prefillers, chain: Chain, source: str
+    candidates: Sequence[Candidate], targets: Scores, prefillers: Prefillers, chain: Chain
 ) -> list[int]:
-    """The targets for which a transfer from that source, and what they add to it, costs least."""
-
-    def seconds(at: int) -> float:
-        candidate, reuse = candidates[at], targets.reuses[at]
-        own_s = reuse.total_s - reuse.restore_s + reuse.stream_s * candidate.load.decoding
-        transfer_s = prefillers.transfer_s(source, candidate.engine, _lacks(targets, at, chain))
-        return targets.totals[at] - own_s + transfer_s
-
+    """The targets for which the transfer, and what they add to it, costs least. Links count as equal here."""
     able = [
         at
         for at, candidate in enumerate(candidates)
         if candidate.engine in prefillers.decoders and _lacks(targets, at, chain) >= MIN_PULL_TOKENS
     ]
-    return able if len(able) <= MAX_TARGETS else nsmallest(MAX_TARGETS, able, key=seconds)
+    if len(able) <= MAX_TARGETS:
+        return able
+    any_link = candidates[able[0]].engine, candidates[able[-1]].engine
+    n_tokens = chain.n_tokens
+    token_s = (prefillers.transfer_s(*any_link, n_tokens) - prefillers.transfer_s(*any_link, 0)) / n_tokens
+
+    def seconds(at: int) -> float:
+        reuse = targets.reuses[at]
+        own_s = reuse.total_s - reuse.restore_s + reuse.stream_s * candidates[at].load.decoding
+        return targets.totals[at] - own_s + token_s * _lacks(targets, at, chain)
+
+    return nsmallest(MAX_TARGETS, able, key=seconds)
 
 
 def _joined(first: Cost, second: Cost, transfer_s: float, pulled: int) -> Cost:
