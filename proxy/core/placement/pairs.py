@@ -162,9 +162,7 @@ def _nearest(
     token_s = (prefillers.transfer_s(*any_link, n_tokens) - prefillers.transfer_s(*any_link, 0)) / n_tokens
 
     def seconds(at: int) -> float:
-        reuse = targets.reuses[at]
-        own_s = reuse.total_s - reuse.restore_s + reuse.stream_s * candidates[at].load.decoding
-        return targets.totals[at] - own_s + token_s * _lacks(targets, at, chain)
+        return targets.apart_s(at) + token_s * _lacks(targets, at, chain)
 
     return nsmallest(MAX_TARGETS, able, key=seconds)
 

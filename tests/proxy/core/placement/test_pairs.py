@@ -61,6 +61,22 @@ class TestAPair:
         placement = placed([engine("d", queue_s=3.0)], [engine("p", queue_s=0.5)])
         assert placement.chosen.queue_s == pytest.approx(0.5 + 3.0 - 0.5 - 2.0 - 0.07)
 
+    def test_spares_those_that_wait_for_memory_of_the_decoder(self):
+        def placed_at(in_flight, capacity):
+            full = InUse(capacity)
+            full.add(range(10**6, 10**6 + 10))
+            load = LoadView(in_flight, 0.0, 1)
+            decoder = Candidate("d", 16, EngineRates(POOL), load=load, in_use=full)
+            return placed([decoder], [engine("p", queue_s=0.5)])
+
+        alone = placed_at(1, 10)
+        assert (alone.pair, alone.costs[0].stall_s) == (None, 2.0 * STALL)
+        spared = placed_at(3, 10)
+        assert spared.pair is not None
+        assert spared.costs[0].stall_s == pytest.approx(2.0 * STALL + 2 * 2.0), "two wait, two seconds each"
+        assert spared.chosen.total_s == pytest.approx(alone.costs[1].total_s), "the pair keeps nobody waiting"
+        assert placed_at(3, 1000).costs[0].stall_s == 2.0 * STALL, "nobody waits for memory"
+
     def test_waits_for_memory_of_the_decoder(self):
         full = InUse(10)
         full.add(range(10**6, 10**6 + 10))
