@@ -18,7 +18,8 @@ run. "plain" is the least that Python can do: the hashes in a loop, and a bisect
 for the deepest block that any engine holds. That is right if parents outlive children, and finds only the
 engines with the longest match. "hybrid" is kvpin for a model with five window layers for each layer of full
 attention: each engine has five more KV cache groups, which hold the last 1,024 tokens of what it holds of a
-prompt.
+prompt. "shared" is kvpin where every engine can read what another one holds, and conversations are long: it
+looks for pairs each time.
 
     python benchmarks/core_speed.py [--world 8k] [--rounds 7] [--no-peer]
 """
@@ -43,12 +44,14 @@ from pathlib import Path
 from core_world import IN_FLIGHT, SYSTEM_TOKENS, TOKENS_PER_BLOCK, WORLDS, World
 from harness import CACHE
 from index_memory import cpu
+from msgspec.structs import replace
 from xxhash import xxh3_64_intdigest
 
 from engine_adapter.types import Attention, KvGroup, Tier
-from proxy.core.index.blocks import BlockHash, chain, namespace_root
+from proxy.core.index.blocks import BlockHash, Chain, chain, namespace_root
 from proxy.core.index.learned import LearnedBlocks
 from proxy.core.index.prefix_index import PrefixIndex
+from proxy.core.placement.decision import Candidate, Placement
 from proxy.core.placement.placer import Placer
 
 PEER = "ai-dynamo-runtime==1.6.1"
@@ -81,8 +84,8 @@ def main() -> None:
 class Kvpin:
     """A placer that knows the world, and a dict of bit masks that does."""
 
-    def __init__(self, world: World, window_groups: int = 0) -> None:
-        self.world = world
+    def __init__(self, world: World, window_groups: int = 0, *, shares: bool = False) -> None:
+        self.world, self.shares = world, shares
         self.groups = [KvGroup(at + 1, Attention.WINDOW, WINDOW_TOKENS) for at in range(window_groups)]
         self.placer = Placer(TOKENS_PER_BLOCK)
         self.masks: dict[BlockHash, int] = {}
@@ -93,6 +96,8 @@ class Kvpin:
         self.engines = list(self.placer.books)
         for at in range(IN_FLIGHT * world.engines):
             self._begin(world.request(at))
+        if shares:
+            self._crowd()
 
     def _fill(self) -> None:
         placer = self.placer
@@ -116,6 +121,18 @@ class Kvpin:
         placement = self.placer.place(self.now, candidates, prompt)
         self.placer.begin(self.now, placement.engine, placement.work, prompt)
 
+    def _crowd(self) -> None:
+        """Next turns wait, at some engines longer than at others."""
+        outlook = replace(self.placer.outlook(self.now), turns=5.0, rest_s=0.5)
+        self.placer.outlook = lambda _now: outlook  # type: ignore[method-assign]
+        for number, book in enumerate(self.placer.books.values()):
+            book.worked.add(self.now, number)
+
+    def _placed(self, prompt: Chain, candidates: list[Candidate]) -> Placement:
+        placer, now = self.placer, self.now
+        prefillers = placer.prefillers(now, [], placer.books, candidates) if self.shares else None
+        return placer.place(now, candidates, prompt, prefillers)
+
     def check(self) -> None:
         """Raises when what is found is not what engines hold."""
         for at in range(self.world.prompts):
@@ -136,7 +153,7 @@ class Kvpin:
             matches = placer.match(prompt)
             matched = time.perf_counter()
             candidates = [placer.candidate(now, engine, matches.get(engine)) for engine in self.engines]
-            placement = placer.place(now, candidates, prompt)
+            placement = self._placed(prompt, candidates)
             decided = time.perf_counter()
             placed = placer.begin(now, placement.engine, placement.work, prompt)
             placer.end(now, placed, None)
@@ -255,7 +272,7 @@ def answer(process: subprocess.Popen[str]) -> str:
 
 def rounds(world: World, count: int, process: subprocess.Popen[str] | None) -> list[dict[str, Times]]:
     """The medians of each round. In a round, kvpin, plain Python and the peer take turns."""
-    kvpin, hybrid = Kvpin(world), Kvpin(world, WINDOW_GROUPS)
+    kvpin, hybrid, shared = Kvpin(world), Kvpin(world, WINDOW_GROUPS), Kvpin(world, shares=True)
     kvpin.check()
     hybrid.check()
     if process is not None:
@@ -267,9 +284,10 @@ def rounds(world: World, count: int, process: subprocess.Popen[str] | None) -> l
     for _ in range(count):
         own, plain = kvpin.measure(prompts)
         groups, _ = hybrid.measure(prompts)
-        for times in (own, groups):
+        pairs, _ = shared.measure(prompts)
+        for times in (own, groups, pairs):
             times["in all"] = times["chain"] + times["match"] + times["place"]
-        each.append({"kvpin": own, "hybrid": groups, "plain": plain})
+        each.append({"kvpin": own, "hybrid": groups, "shared": pairs, "plain": plain})
         if process is not None:
             each[-1]["dynamo"] = ask(process)
     return each
@@ -284,6 +302,8 @@ def report(world: World, each: list[dict[str, Times]]) -> None:
     for step in ("match", "place", "lease", "in all"):
         ratio = statistics.median(times["hybrid"][step] / times["kvpin"][step] for times in each)
         print(f"  {step} of hybrid models takes {ratio:.2f} times as long")
+    ratio = statistics.median(times["shared"]["place"] / times["kvpin"]["place"] for times in each)
+    print(f"  place with pairs takes {ratio:.2f} times as long")
     if "dynamo" in each[0]:
         for own, theirs in (("chain", "hash"), ("match", "match"), ("in all", "select")):
             ratio = statistics.median(times["kvpin"][own] / times["dynamo"][theirs] for times in each)

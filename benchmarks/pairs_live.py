@@ -34,7 +34,7 @@ from router_work import MIXES, Question, make_work
 from proxy.cli.main import main as kvpin
 from proxy.core.index.blocks import Chain
 from proxy.core.placement import placer
-from proxy.core.placement.decision import Candidate, Outlook, Placement, place
+from proxy.core.placement.decision import Candidate, Outlook, Placement, Scores, place
 from proxy.core.placement.pairs import Prefillers, best_pair
 
 LIVE = [name for name in RULES if name != "no roles"]
@@ -60,7 +60,7 @@ def serve(rule_name: str, arguments: Sequence[str]) -> None:
         if not rule(Waiting(chain.n_tokens, decode.uncached_tokens, queued)):
             return decode
         chosen = [each for each in decoders if each.engine == decode.engine]
-        placement = best_pair(chosen, prefillers, chain, outlook)
+        placement = best_pair(chosen, prefillers, chain, outlook, Scores(chosen, chain, outlook))
         if placement is None or placement.pair is None:
             return decode
         return replace(placement, pair=replace(placement.pair, patience_s=PATIENCE_S))

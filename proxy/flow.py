@@ -363,7 +363,7 @@ class Flow:
         """The candidate that the request goes to, or the pair of engines. An answer of a pair may come too
         late to be used: then another engine has to be tried."""
         pool, chain = ready.pool, ready.chain
-        if not pool.has_roles or chain is None or not self.rules.retries:
+        if not pool.passes_kv or chain is None or not self.rules.retries:
             return pool.place(candidates, chain)
         prefillers = pool.prefillers(candidates, chain, ready.lora, ready.moves_by)
         return pool.place(candidates, chain, prefillers)

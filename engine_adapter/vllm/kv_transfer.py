@@ -76,10 +76,18 @@ def role_of(spec: VllmSpec, told: KvTransfer | None) -> Role:
     return told.role if spec.role is Role.BOTH and told is not None else spec.role
 
 
+def is_meant_to(spec: VllmSpec, told: KvTransfer | None) -> bool:
+    """True if it is to pass KV on: it has a role, or its connector is known and passes KV both ways."""
+    if spec.options.lmcache is not None:  # that one has its own connector
+        return False
+    is_known = spec.options.kv_transfer is not None or (told is not None and told.kv_connector == _CONNECTOR)
+    return is_known or role_of(spec, told) is not Role.BOTH
+
+
 def transfer_of(spec: VllmSpec, told: KvTransfer | None) -> Transfer | None:
-    """How it moves KV; None if it has no role, or cannot. Of the operator's lease and its own, the shorter
-    one holds."""
-    if role_of(spec, told) is Role.BOTH or spec.options.lmcache is not None:  # that one has its own connector
+    """How it moves KV; None if it is not meant to, or cannot. Of the operator's lease and its own, the
+    shorter one holds."""
+    if not is_meant_to(spec, told):
         return None
     lease_s = spec.options.kv_lease_s if told is None else min(spec.options.kv_lease_s, told.lease_s)
     can = (told is None or told.moves_kv) and lease_s > MARGIN_S
@@ -87,19 +95,20 @@ def transfer_of(spec: VllmSpec, told: KvTransfer | None) -> Transfer | None:
 
 
 def findings_of_transfer(spec: VllmSpec, told: KvTransfer | None) -> Iterator[Finding]:
-    """What keeps an engine that has a role from passing KV on."""
+    """What keeps an engine that is meant to pass KV on from doing so."""
     role = role_of(spec, told)
-    if told is None or role is Role.BOTH or spec.options.lmcache is not None:
+    if told is None or not is_meant_to(spec, told):
         return
     if not told.moves_kv:
-        yield Finding(f"it has role={role} and no {_CONNECTOR}: it is in no pair", NixlPull.remedy)
+        meant = "kv_transfer=nixl" if role is Role.BOTH else f"role={role}"
+        yield Finding(f"it has {meant} and no {_CONNECTOR}: it is in no pair", NixlPull.remedy)
         return
     if told.lease_s <= MARGIN_S:
         yield Finding(
             f"it keeps KV for others for {told.lease_s:g} s: too short to be used, so it is in no pair",
             f'raise "kv_lease_duration" in --kv-transfer-config above {MARGIN_S:g}',
         )
-    if role is Role.DECODE and told.kv_load_failure_policy == "fail":
+    if role is not Role.PREFILL and told.kv_load_failure_policy == "fail":
         yield Finding(
             "an answer is an error if it cannot fetch the KV of its prompt",
             'add "kv_load_failure_policy":"recompute" to its --kv-transfer-config',

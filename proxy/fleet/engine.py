@@ -243,6 +243,11 @@ class Engine:
         """True if its breaker lets another request through."""
         return self.breaker is None or self.breaker.allows(time.monotonic(), len(self.unanswered))
 
+    def gives_kv(self, lora: str | None) -> bool:
+        """True if it may compute a prompt, for that adapter, for another engine now."""
+        is_well = self.state is EngineState.READY and self.is_allowed and not self.keeps_no_kv
+        return is_well and (lora is None or lora in self.loras)
+
     def abandon(self) -> None:
         """Ends the requests of a lost engine. A request whose answer has not begun is retried elsewhere.
 

@@ -46,6 +46,7 @@ class Pool:
     Attributes:
         prompts: renders and tokenises requests; None until an engine has connected.
         has_roles: some of its engines are meant for one part of requests.
+        passes_kv: some of its engines can pass KV to others.
         away: lost engines, as they were when they were lost.
         line: requests that wait because its engines are busy.
     """
@@ -63,7 +64,7 @@ class Pool:
         self.engines: dict[str, Engine] = {}
         self.placer = Placer(tokens_per_block)
         self.prompts: PromptBuilder | None = None
-        self.has_roles = False
+        self.has_roles = self.passes_kv = False
         self.away: dict[str, EngineInfo] = {}
         self.line = Line(self.engines_for, self.is_free, queue)
         self._told = told
@@ -79,7 +80,9 @@ class Pool:
         self._note_roles()
 
     def _note_roles(self) -> None:
-        self.has_roles = any(engine.role is not Role.BOTH for engine in self.engines.values())
+        engines = self.engines.values()
+        self.has_roles = any(engine.role is not Role.BOTH for engine in engines)
+        self.passes_kv = any(engine.adapter.transfer is not None for engine in engines)
 
     @property
     def index(self) -> PrefixIndex:
@@ -231,33 +234,38 @@ class Pool:
         lora: str | None,
         moves_by: Callable[[Transfer], bool],
     ) -> Prefillers | None:
-        """The engines that may compute a request's prompt for one of the `candidates`; None if there is none.
+        """The engines that may compute a request's prompt for one of the `candidates`, or hold it for them;
+        None if there is none.
 
         `moves_by`: whether the request can be served in two legs, by that transfer.
         """
-        sources = {
-            engine.id: engine.adapter.transfer.name
-            for engine in self.engines.values()
-            if engine.role is Role.PREFILL
-            and engine.state is EngineState.READY
-            and engine.is_allowed
-            and not engine.keeps_no_kv
-            and (lora is None or lora in engine.loras)
-            and engine.adapter.transfer is not None
-            and moves_by(engine.adapter.transfer)
-        }
-        decoders = {each.engine for each in candidates if self._pulls(each.engine, sources.values())}
-        if not decoders:
+        moved = dict[str, bool]()
+        givers = dict[str, Engine]()
+        for engine in self.engines.values():
+            transfer = engine.adapter.transfer
+            if transfer is None or engine.role is Role.DECODE or not engine.gives_kv(lora):
+                continue
+            if transfer.name not in moved:
+                moved[transfer.name] = moves_by(transfer)
+            if moved[transfer.name]:
+                givers[engine.id] = engine
+        if not givers:
             return None
-        now, matches = monotonic(), self.placer.match(chain)
-        found = [self.placer.candidate(now, each, matches.get(each)) for each in sources]
-        return self.placer.prefillers(now, found, decoders)
+        ways = {name for name, moves in moved.items() if moves}
+        decoders = {each.engine for each in candidates if self._pulls(each.engine, ways)}
+        prefilling = [name for name, engine in givers.items() if engine.role is Role.PREFILL]
+        holders = [each for each in candidates if each.engine in givers and each.engine not in prefilling]
+        if not decoders or not (prefilling or holders):
+            return None
+        now, matches = monotonic(), self.placer.match(chain) if prefilling else {}
+        found = [self.placer.candidate(now, each, matches.get(each)) for each in prefilling]
+        return self.placer.prefillers(now, found, decoders, holders)
 
-    def _pulls(self, engine_id: str, transfers: Collection[str]) -> bool:
-        """True if the engine reads KV from others by one of these transfers."""
+    def _pulls(self, engine_id: str, ways: Collection[str]) -> bool:
+        """True if the engine reads KV from others in one of these ways."""
         engine = self.engines[engine_id]
         transfer = engine.adapter.transfer
-        return engine.role is Role.DECODE and transfer is not None and transfer.name in transfers
+        return engine.role is not Role.PREFILL and transfer is not None and transfer.name in ways
 
     def place(
         self, candidates: Sequence[Candidate], chain: Chain | None, prefillers: Prefillers | None = None

@@ -1,4 +1,4 @@
-"""What the roles of a pool's engines lack."""
+"""What keeps a pool's engines from passing KV to each other."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _KEEPS_NO_KV = (
 
 
 def of_role(engine: Engine, pool: Pool | None) -> tuple[Finding, ...]:
-    """The finding about an engine whose role has no counterpart in its pool. `pool`: None while it is not
-    connected."""
-    if pool is None or engine.role is Role.BOTH:
+    """The finding about an engine that kept no KV, or whose role has no counterpart in its pool. `pool`: None
+    while it is not connected."""
+    if pool is None:
         return ()
     transfer = engine.adapter.transfer
     if engine.keeps_no_kv and transfer is not None:

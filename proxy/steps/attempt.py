@@ -195,7 +195,8 @@ class Attempts:
     ) -> Prefilled | None:
         """Lets another engine compute the prompt. None without success: then the leased engine does so."""
         record, name, began = serving.record, pair.prefill.engine, monotonic()
-        source, transfer = ready.pool.engines.get(name), engine.adapter.transfer
+        source = ready.pool.engines.get(name)
+        transfer = source.adapter.transfer if source is not None else None  # its lease is the one that counts
         record.prefilled_by, record.transfer, prefilled = name, TransferResult.FAILED, None
         if source is not None and transfer is not None and isinstance(hold.body, JsonBody):
             source.salts.note(self.tenants.owner(ready.salt), ready.salt)

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from proxy.replay.trace import read_trace
+from proxy.core.index.blocks import Chain
+from proxy.replay.trace import TraceRequest, read_trace
 
 TRACES = Path(__file__).parents[1] / "data" / "traces"
 
@@ -21,7 +22,10 @@ def pairs_sim(scripts):
     return pairs_sim
 
 
-@pytest.mark.parametrize("rule", ["no roles", "never", "always", "threshold", "local", "kvpin"])
+RULES = ["no roles", "shared", "never", "always", "threshold", "local", "ppd", "conserve", "kvpin"]
+
+
+@pytest.mark.parametrize("rule", RULES)
 def test_every_request_is_answered_under_every_rule(pairs_sim, trace, rule):
     played = pairs_sim.PairRun(1, 2, rule, 100_000.0, trace.tokens_per_block)
     figures = played.play([(request.at / 1000, request) for request in trace.requests])
@@ -31,6 +35,7 @@ def test_every_request_is_answered_under_every_rule(pairs_sim, trace, rule):
         "e0": 0, "e1": 0, "e2": 0,
     }  # fmt: skip
     assert not any(played.placer.index.pending(name) for name in played.names)
+    assert list(pairs_sim.RULES) == RULES
     divided = {"no roles": 0, "never": 0, "always": len(trace.requests)}.get(rule, played.divided)
     assert played.divided == divided
     assert 0 < figures.mean_ttft_s <= figures.p99_ttft_s
@@ -41,6 +46,32 @@ def test_a_decoder_computes_nothing_of_what_was_moved(pairs_sim, trace):
     played.play([(60.0 * number, request) for number, request in enumerate(trace.requests)])
     assert played.engines[1].computed == 0
     assert played.engines[0].computed > 0
+
+
+def turns_of(blocks: list[list[int]]) -> list[TraceRequest]:
+    """Prompts of so many blocks each of 512 tokens, ten seconds apart."""
+    chains = [Chain(tuple(each), 512 * len(each), 512) for each in blocks]
+    return [TraceRequest(number, 10_000.0 * number, each, 20) for number, each in enumerate(chains)]
+
+
+@pytest.mark.parametrize(("rule", "divided"), [("always", 5), ("ppd", 3), ("conserve", 2), ("never", 0)])
+def test_rules_for_conversations_divide_first_turns(pairs_sim, rule, divided):
+    """Two conversations of one system prompt: turns that add little, one that adds much."""
+    first, second = [1, 2, 3], [1, 5, 6]
+    requests = turns_of([first, second, [*first, 4], [*second, 7, 8, 9, 10, 11], [*first, 4, 12]])
+    played = pairs_sim.PairRun(1, 2, rule, 100_000.0, 512)
+    played.play([(request.at / 1000, request) for request in requests])
+    assert played.divided == divided
+
+
+def test_conserve_stays_on_a_decoder_that_is_busy(pairs_sim):
+    requests = turns_of([[1, 2], [*range(100, 500)], [1, 2, 3]])
+    targets = {}
+    for rule in ("ppd", "conserve"):
+        played = pairs_sim.PairRun(1, 2, rule, 100_000.0, 512)
+        played.play([(0.001 * number if number else 0.0, each) for number, each in enumerate(requests)])
+        targets[rule] = dict(played.homes)
+    assert targets["conserve"][2] == targets["conserve"][3]
 
 
 def test_kvpin_is_no_worse_than_always_and_never(pairs_sim, trace):

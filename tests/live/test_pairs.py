@@ -6,11 +6,12 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from random import Random
 from time import monotonic
+from types import MappingProxyType
 
 import pytest
 from msgspec.structs import replace
@@ -18,7 +19,7 @@ from msgspec.structs import replace
 from engine_adapter import Role
 from proxy.core.audit import Trust, Unchecked
 from proxy.core.placement.transfers import TransferResult
-from proxy.observe.reasons import Reason, reason_of
+from proxy.observe.reasons import Reason, reason_of, why
 from proxy.settings import EngineSettings
 from tests.fake_engines.nixl import Found
 from tests.fake_engines.vllm import RefusedError, RunningVllm, running_vllm
@@ -27,6 +28,8 @@ from tests.live.fake_world import FakeWorld, proxy_over, until
 # About 800 tokens.
 TEXT = " ".join(f"Entry {n}: all was well on this day." for n in range(75))
 ROLES = {"p": Role.PREFILL, "q": Role.PREFILL, "d": Role.DECODE, "e": Role.DECODE}
+# Engines without a role: in dev mode, they say that they pass KV both ways.
+BOTH = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
 
 
 def asked(text=TEXT, **fields):
@@ -48,7 +51,8 @@ def cached_of(answer: str) -> int | None:
 
 @dataclass(frozen=True)
 class PairWorld(FakeWorld):
-    """kvpin, and the fakes behind it by their names: `p` computes prompts, `d` and `e` answer."""
+    """kvpin, and the fakes behind it by their names: `p` computes prompts, `d` and `e` answer; `a` and `b`
+    have no role."""
 
     fakes: dict[str, RunningVllm]
 
@@ -91,7 +95,12 @@ class PairWorld(FakeWorld):
 
 @asynccontextmanager
 async def world_of(
-    *names: str, lease_s: float = 30.0, tenants: tuple[str, ...] = (), pace: float = 5.0, **options
+    *names: str,
+    lease_s: float = 30.0,
+    leases: Mapping[str, float] = MappingProxyType({}),
+    tenants: tuple[str, ...] = (),
+    pace: float = 5.0,
+    **options,
 ) -> AsyncIterator[PairWorld]:
     """A world in which pairs cost less than single engines: those that answer compute slowly."""
     with ExitStack() as stack:
@@ -102,18 +111,86 @@ async def world_of(
             for name in names
         }
         engines = [
-            EngineSettings(id=name, kind="vllm", url=fake.url, role=ROLES[name], kv_lease_s=lease_s + 5.0)
+            EngineSettings(
+                id=name,
+                kind="vllm",
+                url=fake.url,
+                role=ROLES.get(name, Role.BOTH),
+                kv_lease_s=leases.get(name, lease_s + 5.0),
+            )
             for name, fake in fakes.items()
         ]
         async with proxy_over(engines, tenants, interval_s=30.0) as made:
             world = PairWorld(*made, fakes)
             await world.settle()
             placer = world.proxy.fleet.pools["tiny"].placer
-            for name in (name for name in names if ROLES[name] is Role.DECODE):
+            for name in (name for name in names if ROLES.get(name) is Role.DECODE):
                 placer.books[name].rates.pace = pace
                 for source in ("p", "q") * 2:
                     placer.transfers.measured(monotonic(), source, name, 1000, 0.001)
             yield world
+
+
+def crowd(world: PairWorld, busy: str) -> None:
+    """That engine computes prompts all the time, and conversations are long: so their next turns wait there.
+    The others compute slowly."""
+    placer = world.proxy.fleet.pools["tiny"].placer
+    own = placer.outlook
+    placer.outlook = lambda now: replace(own(now), turns=5.0, rest_s=100.0)
+    placer.books[busy].worked.add(monotonic(), 10_000.0)
+    for name, book in placer.books.items():
+        if name != busy:
+            book.rates.pace = 1000.0
+            for _ in range(2):
+                placer.transfers.measured(monotonic(), busy, name, 1000, 0.001)
+
+
+class TestWithoutRoles:
+    """An engine reads the KV that another one holds; both compute prompts and answer."""
+
+    async def test_one_engine_reads_what_another_holds(self):
+        told = {"kv_transfer_config": BOTH}
+        async with world_of("a", "b", a=told, b=told) as world:
+            await world.stream()
+            holder = world.last.engine
+            other = "b" if holder == "a" else "a"
+            await world.settle()
+            crowd(world, holder)
+            answer = await world.stream()
+            record = world.last
+            assert (record.engine, record.prefilled_by, record.attempts) == (other, holder, [other])
+            assert record.transfer is TransferResult.MOVED
+            assert reason_of(record.placement) is Reason.PAIRED
+            assert f"{other} reads the KV of" in why(record.placement)
+            assert text_of(answer) == await world.alone()
+            assert world.nixl(other).found == [Found.THE_KV]
+            assert record.predicted_tokens > 700
+            audit = world.engine(holder).audit.view()
+            assert audit.exact == audit.checked > 0
+
+    async def test_an_engine_whose_connector_is_not_known_is_never_asked(self):
+        async with world_of("a", "b") as world:
+            await world.stream()
+            holder = world.last.engine
+            crowd(world, holder)
+            await world.stream()
+            record = world.last
+            assert record.prefilled_by is None
+            assert all(cost.prefiller is None for cost in record.placement.costs)
+
+    async def test_an_engine_that_keeps_nothing_is_asked_once(self):
+        told = {"kv_transfer_config": BOTH}
+        async with world_of("a", "b", a=told | {"nixl": False}, b=told | {"nixl": False}) as world:
+            await world.stream()
+            holder = world.last.engine
+            await world.settle()
+            crowd(world, holder)
+            await world.stream()
+            assert (world.last.prefilled_by, world.last.transfer) == (holder, TransferResult.FAILED)
+            assert world.engine(holder).keeps_no_kv
+            world.proxy.fleet.pools["tiny"].index.wipe(world.last.engine)
+            await world.stream()
+            assert world.last.prefilled_by is None
 
 
 class TestBothLegs:
@@ -482,6 +559,17 @@ class TestTheLease:
             record = world.last
             assert record.attempts == ["d", "p"]
             assert record.transfer is TransferResult.LATE
+
+    async def test_the_shorter_lease_of_the_first_engine_holds(self):
+        slow = {"kv_lease_duration": 0.5}
+        async with world_of("p", "d", leases={"p": 5.5}, p=slow) as world:
+            world.fakes["d"].core.hold()
+            asking = asyncio.ensure_future(world.stream())
+            await until(lambda: bool(world.sent("d")))
+            await asyncio.sleep(0.7)
+            world.fakes["d"].core.release()
+            assert text_of(await asking) == await world.alone()
+            assert world.last.transfer is TransferResult.LATE
 
     async def test_an_engine_that_is_a_little_slow_is_in_time(self):
         async with world_of("p", "d", lease_s=5.0) as world:

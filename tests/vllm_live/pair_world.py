@@ -25,7 +25,7 @@ from tests.vllm_live.vllm_world import VllmOptions, running_vllm
 
 BLOCKS = 200
 SIDE_CHANNELS = range(5600, 5700, 2)
-ROLES = {"p": "kv_producer", "d": "kv_consumer"}
+ROLES = {"p": "kv_producer", "d": "kv_consumer", "b": "kv_both"}
 CONNECTOR = {
     "kv_connector": "NixlConnector",
     "kv_buffer_device": "cpu",
@@ -56,7 +56,8 @@ def with_connector(name: str) -> VllmOptions:
 
 @dataclass(frozen=True)
 class RealPairs(FakeWorld):
-    """kvpin, and the addresses of the engines behind it: `p0`, `p1` … compute prompts, `d0` … answer."""
+    """kvpin, and the addresses of the engines behind it: `p0`, `p1` … compute prompts, `d0` … answer, `b0` …
+    do both."""
 
     servers: dict[str, str]
 
@@ -71,9 +72,9 @@ class RealPairs(FakeWorld):
     def named(self, kind: str) -> list[str]:
         return [name for name in self.servers if name.startswith(kind)]
 
-    async def pace(self, pace: float) -> None:
-        """The engines that answer look so slow, once kvpin uses them: on a busy machine, they may be lost."""
-        for name in self.named("d"):
+    async def pace(self, pace: float, kind: str = "d") -> None:
+        """Engines that answer look so slow, once kvpin uses them: on a busy machine, they may be lost."""
+        for name in self.named(kind):
             await until(lambda name=name: name in self.placer.books)
             self.placer.books[name].rates.pace = pace
 
@@ -88,7 +89,7 @@ class RealPairs(FakeWorld):
     async def fetched_tokens(self) -> float:
         """Prompt tokens whose KV came from other engines, by the servers' own counts."""
         total = 0.0
-        for name in self.named("d"):
+        for name in (*self.named("d"), *self.named("b")):
             lines = (await self.client.get(f"{self.servers[name]}/metrics")).text.splitlines()
             named = [line for line in lines if line.startswith("vllm:prompt_tokens_by_source_total")]
             total += sum(float(line.split()[-1]) for line in named if _FETCHED in line)
@@ -96,11 +97,11 @@ class RealPairs(FakeWorld):
 
 
 @asynccontextmanager
-async def real_pairs(tmp_path: Path, pairs: int) -> AsyncIterator[RealPairs]:
-    """kvpin over so many engines of each role."""
+async def real_pairs(tmp_path: Path, pairs: int, kinds: str = "pd") -> AsyncIterator[RealPairs]:
+    """kvpin over so many engines of each kind."""
     with ExitStack() as stack:
         running = {}
-        for name in [f"{kind}{number}" for number in range(pairs) for kind in ROLES]:
+        for name in [f"{kind}{number}" for number in range(pairs) for kind in kinds]:
             options = with_connector(name)
             running[name] = stack.enter_context(running_vllm(tmp_path / f"{name}.log", options))
             running[name].wait()

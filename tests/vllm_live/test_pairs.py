@@ -7,8 +7,10 @@ import json
 from collections import Counter
 from collections.abc import Iterator
 from statistics import median
+from time import monotonic
 
 import pytest
+from msgspec.structs import replace
 
 from engine_adapter import Tier
 from proxy.core.placement.transfers import TransferResult
@@ -110,6 +112,35 @@ async def its_engine_answers_again(world, number: int) -> None:
     record = await world.done()
     assert (record.engine[0], record.prefilled_by) == ("d", None)
     assert record.reported_tokens == record.predicted_tokens > 0
+
+
+async def test_an_engine_without_a_role_reads_what_another_one_holds(tmp_path, tell):
+    """The first engine is busy with other prompts, so that later turns would wait there; the second one
+    computes slowly."""
+    async with real_pairs(tmp_path, 2, "b") as world:
+        own, records = world.placer.outlook, list[RequestRecord]()
+        world.placer.outlook = lambda now: replace(own(now), turns=5.0, rest_s=100.0)
+        for number in range(10):
+            path, body = asked(number)
+            answers = list[list[str]]()
+            for _ in range(2):  # the first engine computes the prompt, then the second one reads it
+                await world.pace(100 * SLOW, "b1")
+                world.placer.books["b0"].worked.add(monotonic(), 1e6)
+                answer = await world.client.post(f"{world.url}{path}", json=body, timeout=120)
+                assert answer.status_code == 200, answer.text
+                records.append(await world.done())
+                answers.append(texts_of(answer.text))
+            assert answers[0] == answers[1] != [], number
+        moved = [record for record in records if is_moved(record)]
+        tell(*figures(records, await world.fetched_tokens()))
+        assert {(each.prefilled_by, each.engine) for each in moved} == {("b0", "b1")}
+        assert len(moved) > 7, "on a machine this busy, an engine may miss a health check"
+        expected = sum(record.placement.chosen.pulled_tokens for record in moved)
+        assert await world.fetched_tokens() == pytest.approx(expected, rel=0.1)
+        audit = world.engine("b0").audit.view()
+        assert audit.exact == audit.checked >= len(moved)
+        for record in moved:  # what was read was found in the first engine's cache
+            assert record.predicted_tokens > 0.8 * record.n_tokens
 
 
 def figures(records: list[RequestRecord], fetched: float) -> Iterator[str]:

@@ -93,7 +93,8 @@ class Cost(msgspec.Struct, frozen=True, gc=False):
         prefill_s: to compute the rest.
         transfer_s: to move the KV that `prefiller` computes to the engine.
         interference_s: delay of the prefill by decoding streams.
-        stall_s: delay of those streams by the prefill; counted only where a pair could spare them.
+        stall_s: delay of those streams by the prefill, and of requests that wait for their memory; counted
+            only where a pair could spare them.
         congestion_s: delay of later requests.
         later_s: delay of its own next turns there by prompts of others.
         again_s: cost of computing its beginning once more for the next prompt with it.
@@ -319,11 +320,13 @@ class Scores:
             it; only for candidates for which it was computed.
     """
 
-    __slots__ = ("_again", "_candidates", "_kinds", "_later_s", "_rooms", "regrets", "reuses", "totals")
+    __slots__ = (
+        "_again", "_candidates", "_kinds", "_later_s", "_rooms", "_waiting_s", "regrets", "reuses", "totals",
+    )  # fmt: skip
 
     def __init__(self, candidates: Sequence[Candidate], chain: Chain, outlook: Outlook) -> None:
         totals, reuses = list[float](), list[Reuse]()
-        rooms: dict[int, float] = {}
+        rooms, waiting_s = dict[int, float](), dict[int, float]()
         shared: dict[object, Reuse] = {}
         blocks, later_s, parted = len(chain.hashes), (outlook.turns - 1) * outlook.rest_s, 0
         for candidate in candidates:
@@ -339,13 +342,15 @@ class Scores:
                 total_s = load.queue_s + reuse.total_s + reuse.stream_s * load.decoding
                 if in_use is not None and in_use.blocks + blocks > in_use.capacity:
                     room_s = rooms[len(totals)] = in_use.wait_s(chain.hashes, outlook.answer_s)
-                    total_s += room_s
+                    waiting_s[len(totals)] = waits_s = _waiting_s(reuse, load)
+                    total_s += room_s + waits_s
             else:
                 reuse = shared[candidate.engine] = reuse_of(candidate, chain, outlook)
                 total_s = foreseen.wait_s + reuse.total_s + foreseen.interference_s
             totals.append(total_s + later_s * candidate.busy)
             reuses.append(reuse)
         self._candidates, self._kinds, self._later_s, self._rooms = candidates, shared, later_s, rooms
+        self._waiting_s = waiting_s
         self.totals, self.reuses = totals, reuses
         self._again = _again_s(candidates, parted, chain, outlook) if parted else {}
         for at, again_s in self._again.items():
@@ -376,6 +381,13 @@ class Scores:
         """The cost of every candidate, in their order."""
         return tuple([self.cost(at) for at in range(len(self.totals))])
 
+    def apart_s(self, at: int) -> float:
+        """The total of a candidate if another engine computed the prompt: without the prefill, and what that
+        delays."""
+        reuse, decoding = self.reuses[at], self._candidates[at].load.decoding
+        own_s = reuse.total_s - reuse.restore_s + reuse.stream_s * decoding
+        return self.totals[at] - own_s - self._waiting_s.get(at, 0.0)
+
     def placement(self, at: int, chain: Chain, outlook: Outlook) -> Placement:
         """The decision for one candidate."""
         chosen, candidate = self.cost(at), self._candidates[at]
@@ -398,6 +410,7 @@ class Scores:
         candidate, reuse, regret_s = self._candidates[at], self.reuses[at], self.regrets.get(at)
         foreseen, load = candidate.forecast, candidate.load
         slowed_s = (reuse.stream_s - reuse.stall_s) * load.decoding
+        stall_s = reuse.stall_s * load.decoding + self._waiting_s.get(at, 0.0)
         return Cost(
             engine=candidate.engine,
             queue_s=load.queue_s if foreseen is None else foreseen.wait_s,
@@ -405,7 +418,7 @@ class Scores:
             restore_s=reuse.restore_s,
             prefill_s=reuse.prefill_s,
             interference_s=slowed_s if foreseen is None else foreseen.interference_s,
-            stall_s=reuse.stall_s * load.decoding if foreseen is None else 0.0,
+            stall_s=stall_s if foreseen is None else 0.0,
             congestion_s=reuse.congestion_s,
             later_s=self._later_s * candidate.busy,
             again_s=self._again.get(at, 0.0),
@@ -436,9 +449,19 @@ def _again_s(
     return found
 
 
+def _waiting_s(reuse: Reuse, load: LoadView) -> float:
+    """What a prefill on an engine without free memory costs the requests that wait there until streams end:
+    all of its time, as the streams stand still meanwhile. 0 where the delay of streams does not count."""
+    return reuse.prefill_s * (load.in_flight - load.decoding) if reuse.stall_s else 0.0
+
+
 def place(candidates: Sequence[Candidate], chain: Chain, outlook: Outlook = CALM) -> Placement:
     """The engine that costs least. `candidates` is not empty."""
-    scores = Scores(candidates, chain, outlook)
+    return choose(candidates, Scores(candidates, chain, outlook), chain, outlook)
+
+
+def choose(candidates: Sequence[Candidate], scores: Scores, chain: Chain, outlook: Outlook) -> Placement:
+    """The candidate that costs least, by these scores and with regret."""
     totals, regrets = scores.totals, scores.regrets
     first = scores.within(min(totals))[0]
     regrets[first] = regret_of(candidates[first], scores.reuses[first], chain, outlook)

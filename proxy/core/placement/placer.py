@@ -235,10 +235,15 @@ class Placer:
         return place(candidates, chain, self.outlook(now))
 
     def prefillers(
-        self, now: float, candidates: Sequence[Candidate], decoders: Collection[str]
+        self,
+        now: float,
+        candidates: Sequence[Candidate],
+        decoders: Collection[str],
+        holders: Sequence[Candidate] = (),
     ) -> Prefillers:
-        """These engines, which may compute a prompt for one of the `decoders`."""
-        return Prefillers(candidates, decoders, partial(self.transfers.seconds, now))
+        """These engines, which may compute a prompt for one of the `decoders`, and those that may hold it for
+        them."""
+        return Prefillers(candidates, decoders, partial(self.transfers.seconds, now), holders)
 
     def outlook(self, now: float) -> Outlook:
         """The figures for the cost of a placement to other requests now."""

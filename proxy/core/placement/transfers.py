@@ -39,12 +39,21 @@ class _Link:
     """What is known of one link: whether the two have met, and (when, tokens a second)."""
 
     has_met: bool = False
-    rates: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    _rates: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    _median: float | None = None
+
+    def measured(self, now: float, rate: float) -> None:
+        self._rates.append((now, rate))
+        self._median = median([each for _, each in self._rates])
 
     def rate(self, now: float) -> float | None:
-        while self.rates and self.rates[0][0] < now - KEPT_S:
-            self.rates.popleft()
-        return median([rate for _, rate in self.rates]) if self.rates else None
+        """Its median; None if nothing was measured lately."""
+        rates = self._rates
+        if rates and rates[0][0] < now - KEPT_S:
+            while rates and rates[0][0] < now - KEPT_S:
+                rates.popleft()
+            self._median = median([each for _, each in rates]) if rates else None
+        return self._median
 
 
 class Transfers:
@@ -54,13 +63,14 @@ class Transfers:
         """`prefill_tok_s`: tokens that an engine of the pool computes in a second."""
         self._prefill_tok_s = prefill_tok_s
         self._links: dict[tuple[str, str], _Link] = {}
+        self._all = _Link()  # a link that is new is as fast as the others were lately
 
     def seconds(self, now: float, source: str, target: str, tokens: int) -> float:
         """Seconds to move the KV of `tokens` tokens from engine `source` to engine `target`."""
         link = self._links.get((source, target))
         rate = link.rate(now) if link is not None else None
         if rate is None:
-            rate = self._usual(now) or SPEEDUP * self._prefill_tok_s()
+            rate = self._all.rate(now) or SPEEDUP * self._prefill_tok_s()
         handshake_s = 0.0 if link is not None and link.has_met else HANDSHAKE_S
         return handshake_s + tokens / rate
 
@@ -69,15 +79,11 @@ class Transfers:
         rate."""
         link = self._links.setdefault((source, target), _Link())
         if link.has_met and tokens >= MIN_SAMPLE_TOKENS and seconds > 0:
-            link.rates.append((now, tokens / seconds))
+            for each in (link, self._all):
+                each.measured(now, tokens / seconds)
         link.has_met = True
 
     def forget(self, engine: str) -> None:
         """The engine is gone: who has its place must be met anew."""
         for link in [each for each in self._links if engine in each]:
             del self._links[link]
-
-    def _usual(self, now: float) -> float | None:
-        """The median rate of the links; None before one was measured."""
-        known = [rate for link in self._links.values() if (rate := link.rate(now)) is not None]
-        return median(known) if known else None

@@ -30,8 +30,23 @@ async def connected(told, **fields):
 async def test_a_server_in_dev_mode_says_its_role(says, role):
     async with connected(NIXL | {"kv_role": says}) as (adapter, info):
         assert info.role is role
-        assert (adapter.transfer is not None) == (role is not Role.BOTH)
+        assert adapter.transfer is not None, "without a role, it passes KV both ways"
         assert adapter.findings() == ()
+
+
+@pytest.mark.parametrize("told", [None, {}, {"kv_connector": "MultiConnector", "kv_role": "kv_both"}])
+async def test_an_engine_without_role_whose_connector_is_not_known_passes_nothing_on(told):
+    async with connected(told) as (adapter, _):
+        assert adapter.transfer is None
+        assert adapter.findings() == ()
+
+
+async def test_outside_dev_mode_the_operator_says_that_it_passes_kv_on():
+    async with connected(None, kv_transfer="nixl", kv_lease_s=12.0) as (adapter, info):
+        assert (info.role, adapter.transfer.usable_s) == (Role.BOTH, 7.0)
+    async with connected({}, kv_transfer="nixl") as (adapter, _):
+        assert adapter.transfer is None
+        assert "it has kv_transfer=nixl and no NixlConnector" in adapter.findings()[0].problem
 
 
 async def test_settings_say_more_than_the_server():
@@ -103,6 +118,8 @@ class TestFindings:
         (finding,) = findings_of_transfer(spec_of(), told)
         assert '"kv_load_failure_policy":"recompute"' in finding.remedy
         assert list(findings_of_transfer(spec_of(Role.PREFILL), told)) == [], "it fetches none"
+
+        assert list(findings_of_transfer(spec_of(Role.BOTH), told)) == [finding]
 
     def test_nothing_to_say_without_a_role(self):
         assert list(findings_of_transfer(spec_of(Role.BOTH), KvTransfer())) == []

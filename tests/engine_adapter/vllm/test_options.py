@@ -14,6 +14,12 @@ def test_a_rank_is_named_in_a_header():
     assert rank_headers(None) == {}
 
 
+def test_a_connector_that_kvpin_knows():
+    assert read_options("vllm", VllmOptions, {"kv_transfer": "nixl"}).kv_transfer == "nixl"
+    with pytest.raises(OptionError, match="kv_transfer: must be"):
+        read_options("vllm", VllmOptions, {"kv_transfer": "mooncake"})
+
+
 def test_a_lease_is_longer_than_the_time_to_fetch():
     assert read_options("vllm", VllmOptions, {"kv_lease_s": "12"}).kv_lease_s == 12
     with pytest.raises(OptionError, match="kv_lease_s: must be a number above 5"):

@@ -77,8 +77,8 @@ class TestPrefillers:
     @pytest.fixture
     def pool(self, fleet):
         pool = pool_of(fleet, p=Role.PREFILL, q=Role.PREFILL, d=Role.DECODE, b=Role.BOTH)
-        for engine in pool.engines.values():
-            engine.adapter.transfer = NixlPull(30.0)
+        for name in "pqd":  # the connector of b is not known
+            fleet.engines[name].adapter.transfer = NixlPull(30.0)
         return pool
 
     def found(self, pool, *, lora=None, moves_by=lambda _: True):
@@ -115,6 +115,63 @@ class TestPrefillers:
         assert self.found(pool) is None
         fleet.engines["d"].adapter.transfer = None
         assert self.found(pool) is None
+
+
+class TestHolders:
+    """Engines without a role that may give KV to others."""
+
+    @pytest.fixture
+    def pool(self, fleet):
+        pool = pool_of(fleet, a=Role.BOTH, b=Role.BOTH, c=Role.BOTH)
+        for name in "ab":  # the connector of c is not known
+            fleet.engines[name].adapter.transfer = NixlPull(30.0)
+        return pool
+
+    def found(self, pool, candidates=None, moves_by=lambda _: True):
+        chain = pool.chain(Prompt(array("i", range(40))))
+        found = pool.prefillers(candidates or pool.candidates(chain), chain, None, moves_by)
+        if found is None:
+            return None
+        assert found.candidates == []
+        return [each.engine for each in found.holders], found.decoders
+
+    def test_are_those_whose_connector_is_known(self, fleet, pool):
+        assert self.found(pool) == (["a", "b"], {"a", "b"})
+        fleet.engines["a"].keeps_no_kv = True
+        assert self.found(pool) == (["b"], {"a", "b"}), "it still reads the KV of others"
+        assert "--kv-transfer-config" in str(of_role(fleet.engines["a"], pool)[0])
+        fleet.engines["b"].state = EngineState.SUSPECT
+        assert self.found(pool) is None
+
+    def test_serve_the_same_requests_as_those_that_they_serve_alone(self, pool):
+        only = [each for each in pool.candidates(None) if each.engine != "a"]
+        assert self.found(pool, only) == (["b"], {"b"})
+        assert self.found(pool, moves_by=lambda _: False) is None
+
+    def test_a_request_is_looked_at_once_for_all_of_them(self, pool):
+        asked = []
+        self.found(pool, moves_by=lambda transfer: asked.append(transfer) or True)
+        assert len(asked) == 1
+
+    def test_give_to_engines_for_decoding_and_read_from_those_for_prefills(self, fleet, pool):
+        for name, role in (("p", Role.PREFILL), ("d", Role.DECODE)):
+            add_ready(fleet, name, role=role).adapter.transfer = NixlPull(30.0)
+        chain = pool.chain(Prompt(array("i", range(40))))
+        found = pool.prefillers(pool.candidates(chain), chain, None, lambda _: True)
+        assert [each.engine for each in found.candidates] == ["p"]
+        assert [each.engine for each in found.holders] == ["a", "b"]
+        assert found.decoders == {"a", "b", "d"}
+
+
+def test_a_pool_knows_whether_any_engine_passes_kv(fleet):
+    pool = pool_of(fleet, a=Role.BOTH)
+    assert not pool.passes_kv
+    engine = fleet.engines["a"]
+    engine.adapter.transfer = NixlPull(30.0)
+    fleet.join(engine, engine.info)  # it was restarted with a connector
+    assert pool.passes_kv
+    fleet.remove(engine)
+    assert not pool.passes_kv
 
 
 class Underway:

@@ -7,7 +7,14 @@ from proxy.core.index.match import Match
 from proxy.core.placement.decision import CALM, TIE_S, Candidate, Outlook, place
 from proxy.core.placement.in_use import InUse, Residents
 from proxy.core.placement.load import LoadView
-from proxy.core.placement.pairs import LEAST_PATIENCE_S, STALL, Prefillers, place_with_pairs
+from proxy.core.placement.pairs import (
+    LEAST_PATIENCE_S,
+    MAX_SOURCES,
+    MAX_TARGETS,
+    STALL,
+    Prefillers,
+    place_with_pairs,
+)
 from proxy.core.placement.rates import EngineRates, PoolRates
 
 # Engines compute 1,000 tokens a second.
@@ -53,6 +60,22 @@ class TestAPair:
     def test_waits_for_what_is_left_of_the_decoders_queue(self):
         placement = placed([engine("d", queue_s=3.0)], [engine("p", queue_s=0.5)])
         assert placement.chosen.queue_s == pytest.approx(0.5 + 3.0 - 0.5 - 2.0 - 0.07)
+
+    def test_spares_those_that_wait_for_memory_of_the_decoder(self):
+        def placed_at(in_flight, capacity):
+            full = InUse(capacity)
+            full.add(range(10**6, 10**6 + 10))
+            load = LoadView(in_flight, 0.0, 1)
+            decoder = Candidate("d", 16, EngineRates(POOL), load=load, in_use=full)
+            return placed([decoder], [engine("p", queue_s=0.5)])
+
+        alone = placed_at(1, 10)
+        assert (alone.pair, alone.costs[0].stall_s) == (None, 2.0 * STALL)
+        spared = placed_at(3, 10)
+        assert spared.pair is not None
+        assert spared.costs[0].stall_s == pytest.approx(2.0 * STALL + 2 * 2.0), "two wait, two seconds each"
+        assert spared.chosen.total_s == pytest.approx(alone.costs[1].total_s), "the pair keeps nobody waiting"
+        assert placed_at(3, 1000).costs[0].stall_s == 2.0 * STALL, "nobody waits for memory"
 
     def test_waits_for_memory_of_the_decoder(self):
         full = InUse(10)
@@ -120,6 +143,69 @@ class TestNoPair:
         placement = placed([engine("d", queue_s=1.0)], [engine("p", queue_s=2.0)])
         assert placement.pair is None
         assert placement.costs[-1].prefiller == "p", "why there is none can be read"
+
+
+# A conversation whose two next turns wait a second for each prefill of others that they find.
+TURNS = Outlook(now=0.0, strain=1.0, returns=lambda _idle_s: 0.0, turns=3.0, rest_s=1.0)
+
+
+def shared(candidates, chain=None, outlook=TURNS, *, transfer_s=0.05, asked=None):
+    """Engines without roles, which give KV to each other."""
+
+    def takes_s(source, target, tokens):
+        if asked is not None:
+            asked.append((source, target))
+        return transfer_s + tokens / 100_000
+
+    pairs = Prefillers([], {each.engine for each in candidates}, takes_s, candidates)
+    return place_with_pairs(candidates, pairs, chain or prompt(), outlook)
+
+
+class TestAHolder:
+    """An engine without a role that holds the prompt."""
+
+    def test_gives_it_to_an_engine_where_the_next_turns_wait_less(self):
+        placement = shared([engine("a", gpu=120, busy=1.0), engine("b", busy=0.1)])
+        cost = placement.chosen
+        assert (cost.engine, cost.prefiller, cost.pulled_tokens, cost.cached_tokens) == ("b", "a", 2000, 1920)
+        assert (cost.prefill_s, cost.later_s) == (pytest.approx(0.08), pytest.approx(0.2))
+        alone = {each.engine: each.total_s for each in placement.costs if each.prefiller is None}
+        assert alone == {"a": pytest.approx(2.08), "b": pytest.approx(2.2)}
+        assert cost.total_s == pytest.approx(0.08 + 0.07 + 0.2)
+
+    def test_keeps_it_where_it_answers_as_soon_itself(self):
+        assert shared([engine("a", gpu=120, busy=0.1), engine("b", busy=0.1)]).pair is None
+        assert shared([engine("a", gpu=120, busy=1.0), engine("b")], transfer_s=2.0).pair is None
+
+    def test_has_a_queue_that_the_pair_waits_for(self):
+        placement = shared([engine("a", gpu=120, busy=1.0, queue_s=3.0), engine("b", busy=0.1)])
+        assert (placement.engine, placement.pair) == ("b", None)
+
+    def test_computes_no_prompt_for_others_of_which_it_holds_little(self):
+        few, half = engine("a", gpu=60, busy=1.0), engine("a", gpu=64, busy=1.0)
+        others = [engine("b", busy=0.0, decoding=50)]
+        POOL.interference, before = 0.1, POOL.interference
+        try:
+            assert shared([few, *others]).pair is None
+            assert shared([half, *others]).pair is not None
+        finally:
+            POOL.interference = before
+
+    def test_is_no_reason_to_price_the_streams_of_single_engines(self):
+        placement = shared([engine("a", gpu=120, busy=1.0, decoding=4), engine("b", decoding=4)])
+        assert placement.pair is not None
+        assert all(cost.stall_s == 0 for cost in placement.costs)
+
+    def test_of_a_large_pool_only_the_best_are_looked_at(self):
+        asked = []
+        holders = [engine(f"a{n}", gpu=120 - n, busy=1.0, queue_s=0.01 * n) for n in range(32)]
+        idle = [engine(f"b{n}", busy=0.1 + 0.02 * n) for n in range(32)]
+        placement = shared([*holders, *idle], asked=asked)
+        assert (placement.chosen.prefiller, placement.engine) == ("a0", "b0")
+        assert len(asked) <= 64 + MAX_SOURCES * MAX_TARGETS
+        asked.clear()
+        assert shared([engine(f"a{n}", gpu=120, busy=0.1) for n in range(64)], asked=asked).pair is None
+        assert asked == [], "all of them hold it"
 
 
 seconds = st.floats(0, 5)
