@@ -142,7 +142,7 @@ def test_conversations_outlive_swaps_and_predictions_are_exact(world):
 
 
 def test_the_tokenizer_of_a_model_is_checked_however_short_it_stays(tmp_path):
-    """The models take turns without a pause: none is in memory when kvpin happens to look."""
+    """The models take turns without a pause; tests of the router prove that no load is missed."""
     with router_world(tmp_path, "--models-max", "1") as world:
         deadline = time.monotonic() + WAIT_S
         while set(sources(world).values()) != {"local"}:
