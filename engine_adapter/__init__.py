@@ -57,7 +57,14 @@ from engine_adapter.http.transport import OutgoingRequest
 from engine_adapter.http.usage import UNREAD, TokenUsage, is_json, read_answer_usage, read_streamed_usage
 from engine_adapter.managed import managed_kind, run_engine_cli
 from engine_adapter.options import EngineOptions, OptionError, plain_error
-from engine_adapter.private_fields import ADAPTER_FIELDS, HINTS, OWN_IDS, PRIVATE_FIELDS, PRIVATE_HEADERS
+from engine_adapter.private_fields import (
+    ADAPTER_FIELDS,
+    HINTS,
+    OWN_IDS,
+    PRIVATE_FIELDS,
+    PRIVATE_HEADERS,
+    PRIVATE_WITHIN,
+)
 from engine_adapter.registry import (
     ENGINE_KINDS,
     ENGINE_OPTIONS,

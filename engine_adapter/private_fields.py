@@ -13,11 +13,13 @@ HINTS = frozenset({"kv_hints"})
 PRIVATE_FIELDS = frozenset(
     {
         "bootstrap_host",
+        "bootstrap_pair_key",
         "bootstrap_port",
         "bootstrap_room",
         "custom_logit_processor",
         "data_parallel_rank",
         "data_parallel_rank_decode",
+        "decode_tp_size",
         "disagg_prefill_dp_rank",
         "disaggregated_params",
         "ec_transfer_params",
@@ -27,6 +29,8 @@ PRIVATE_FIELDS = frozenset(
     }
 )
 """Fields that name other servers, other sessions' KV, ranks, or code to run."""
+PRIVATE_WITHIN = (("vllm_xargs",), ("sampling_params", "extra_args"))
+"""Where vLLM takes such fields, too: it reads its own `kv_transfer_params` from there."""
 PRIVATE_HEADERS = frozenset({b"x-request-id", b"x-data-parallel-rank", b"x-correlation-id"})
 """Headers with the same meanings, in lower case."""
 ADAPTER_FIELDS = frozenset({"lora", "lora_path", "lora_request"})

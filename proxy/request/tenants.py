@@ -10,13 +10,15 @@ import hmac
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from engine_adapter import HINTS, OWN_IDS, PRIVATE_FIELDS, JsonBody
+from engine_adapter import HINTS, OWN_IDS, PRIVATE_FIELDS, PRIVATE_WITHIN, JsonBody
 from proxy.core.issued_keys import IssuedKey, KeyBook
 from proxy.core.quotas import Quota, TenantLimits, Use
 from proxy.errors import BadRequest
 
 # Fields that make no difference to the answer.
 _LEFT_OUT = OWN_IDS | HINTS
+# Fields within other fields are refused: leaving them out would mean to write the outer one anew.
+_NOT_WITHIN = PRIVATE_FIELDS | HINTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,20 +164,31 @@ class Tenants:
         """
         if not self.isolated:
             return body
-        if body.has_any(PRIVATE_FIELDS):
-            for name in sorted(PRIVATE_FIELDS):
-                if body.get(name) is not None:
-                    raise BadRequest(
-                        f"{name} is a field between servers; kvpin takes it from no client while several "
-                        "tenants share the engines",
-                        param=name,
-                    )
+        for name in _private_fields(body):
+            raise BadRequest(
+                f"{name} is a field between servers; kvpin takes it from no client while several "
+                "tenants share the engines",
+                param=name,
+            )
         return body.replace(**dict.fromkeys(_LEFT_OUT)) if body.has_any(_LEFT_OUT) else body
 
     def owner(self, salt: str | None) -> str | None:
         """The tenant whose requests run under `salt`, with or without a salt of the client's; None for a salt
         of no tenant."""
         return self._owners.get(salt[:_OWN_LENGTH]) if salt is not None else None
+
+
+def _private_fields(body: JsonBody) -> Iterator[str]:
+    """The fields between servers that have a value, with their paths."""
+    if body.has_any(PRIVATE_FIELDS):
+        yield from (name for name in sorted(PRIVATE_FIELDS) if body.get(name) is not None)
+    for first, *rest in PRIVATE_WITHIN:
+        value = body.get(first)
+        for name in rest:
+            value = value.get(name) if isinstance(value, dict) else None
+        if isinstance(value, dict):
+            found = sorted(value.keys() & _NOT_WITHIN)
+            yield from (".".join((first, *rest, name)) for name in found if value[name] is not None)
 
 
 def _own_salt(tenant: str) -> str:

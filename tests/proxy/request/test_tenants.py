@@ -76,6 +76,42 @@ def test_of_several_tenants_none_reaches_into_an_engine(field):
     assert ONE.without_private(body) is body
 
 
+@pytest.mark.parametrize("field", ["bootstrap_pair_key", "decode_tp_size"])
+def test_the_fields_of_sglangs_own_pairs_are_private(field):
+    with pytest.raises(BadRequest, match=f"{field} is a field between servers"):
+        TWO.without_private(JsonBody(b'{"text":"a","%b":1}' % field.encode()))
+
+
+@pytest.mark.parametrize("field", ["kv_transfer_params", "ec_transfer_params", "kv_hints"])
+@pytest.mark.parametrize(
+    ("text", "where"),
+    [
+        (b'{"model":"m","vllm_xargs":{"%b":"x"}}', "vllm_xargs"),
+        (b'{"token_ids":[1],"sampling_params":{"extra_args":{"%b":{"a":1}}}}', "sampling_params.extra_args"),
+    ],
+)
+def test_nor_by_a_field_within_another_one(text, where, field):
+    body = JsonBody(text % field.encode())
+    with pytest.raises(BadRequest, match="is a field between servers") as refused:
+        TWO.without_private(body)
+    assert refused.value.param == f"{where}.{field}"
+    assert ONE.without_private(body) is body
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b'{"vllm_xargs":{"session_id":"s","kv_transfer_params":null}}',
+        b'{"vllm_xargs":"kv_transfer_params"}',
+        b'{"sampling_params":{"extra_args":null,"kv_hints":1}}',
+        b'{"sampling_params":[]}',
+    ],
+)
+def test_other_fields_within_stay(text):
+    body = JsonBody(text)
+    assert TWO.without_private(body) is body
+
+
 def test_what_makes_no_difference_to_the_answer_is_left_out():
     body = JsonBody(b'{"rid":["r"],"request_id":"r","kv_hints":{},"kv_transfer_params":null,"model":"m"}')
     assert set(msgspec.json.decode(TWO.without_private(body).raw)) == {"kv_transfer_params", "model"}
