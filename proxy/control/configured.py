@@ -222,8 +222,11 @@ class ConfiguredEngines:
 
     def _is_untried(self, engine_id: str) -> bool:
         engine = self._fleet.engines.get(engine_id)
-        is_connecting = engine is not None and engine.state is EngineState.CONNECTING
-        return (is_connecting and not self._servers.is_held(engine)) or engine_id in self._waiting
+        if engine_id in self._waiting:
+            return True
+        if engine is None or self._servers.is_held(engine):
+            return False
+        return engine.state is EngineState.CONNECTING
 
 
 def _is_as_ordered(entry: EngineEntry, added: bytes) -> bool:
