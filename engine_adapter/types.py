@@ -424,6 +424,9 @@ class RenderedPrompt:
 
 # --- KV operations -------------------------------------------------------------------------------
 
+# Seconds in which the result of a tool comes back to the model that called it, 95% of the time.
+TOOL_S = 10.0
+
 
 @dataclass(frozen=True, slots=True)
 class Retention:
@@ -438,6 +441,9 @@ class Retention:
     priority: int = 0
     ttl_s: float = math.inf
     owner: str | None = None
+
+
+NOT_RETAINED = Retention()
 
 
 class KvTarget(msgspec.Struct, frozen=True):

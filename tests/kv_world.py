@@ -40,6 +40,7 @@ from proxy.control.operations import Operations
 from proxy.control.pinning import Pinning
 from proxy.control.prefixes import KeptPrompts, Prefixes
 from proxy.control.replays import Replays
+from proxy.control.server_use import ServerUse
 from proxy.control.tables import SharedTables
 from proxy.control.target_engines import Targets
 from proxy.control.warm import Warming
@@ -173,7 +174,10 @@ class KvWorld:
         self.prompts = KeptPrompts(self.fleet, self.flow.requests, self.pins, self._tell, lambda: self.now)
         self.prefixes = Prefixes(self.fleet, self.prompts)
         self.kv = KvVerbs(self.targets, self.warming, self.pins, proxy.ingest, self.operations)
-        self.engine_set = Engines(self.fleet, proxy.monitor, self.pins, self.operations, make_adapter)
+        servers = ServerUse(self.fleet, proxy.tasks)
+        self.engine_set = Engines(
+            self.fleet, proxy.monitor, self.pins, self.operations, servers, make_adapter
+        )
         self.orders = EngineOrders(self.fleet, self.engine_set, proxy.discovered, proxy.tasks)
         self.tables = SharedTables(self.fleet, proxy.tables)
         self.endpoints = (

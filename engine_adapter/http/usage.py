@@ -15,6 +15,7 @@ class TokenUsage(msgspec.Struct, frozen=True):
     """Token counts of an answer; None where the engine did not report them.
 
     Attributes:
+        called_tool: the answer ended with a tool call.
         prefill: prompt tokens the engine computed, and the seconds that took by its own clock.
         decode_s: seconds that the other tokens took, by the same clock.
     """
@@ -23,6 +24,7 @@ class TokenUsage(msgspec.Struct, frozen=True):
     output_tokens: int | None = None
     prefill: tuple[int, float] | None = None
     decode_s: float | None = None
+    called_tool: bool = False
 
 
 class _Details(msgspec.Struct):
@@ -56,6 +58,7 @@ _decode_any = msgspec.json.Decoder().decode
 # strings have a backslash.
 USAGE_KEY = b'"usage"'
 _USAGE = re.compile(USAGE_KEY + rb"\s*:\s*(\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\})")
+_CALLED_TOOL = re.compile(rb'"finish_reason"\s*:\s*"tool_calls"')
 _TIMINGS_KEY = b'"timings"'
 _TIMINGS = re.compile(_TIMINGS_KEY + rb"\s*:\s*(\{[^{}]*\})")
 
@@ -66,7 +69,7 @@ def read_answer_usage(content: bytes) -> TokenUsage:
         answer = _decode_answer(content)
     except UNREADABLE:
         return UNREAD
-    return _timed(_read(answer.usage), answer.timings)
+    return _told(_read(answer.usage), answer.timings, content)
 
 
 def is_json(content: bytes) -> bool:
@@ -96,7 +99,7 @@ def read_streamed_usage(part: bytes) -> TokenUsage:
         output = usage.output_tokens if output is None else output
         if cached is not None and output is not None:
             break
-    return _timed(TokenUsage(cached, output), _last_timings(part))
+    return _told(TokenUsage(cached, output), _last_timings(part), part)
 
 
 def _last_timings(part: bytes) -> object:
@@ -130,8 +133,11 @@ def _count(tokens: int | None) -> int | None:
     return tokens if tokens is not None and 0 <= tokens <= _MAX_TOKENS else None
 
 
-def _timed(usage: TokenUsage, timings: object) -> TokenUsage:
-    """The usage with the times of an answer's `timings`, as llama.cpp writes them."""
+def _told(usage: TokenUsage, timings: object, answer: bytes) -> TokenUsage:
+    """The usage with the times of an answer's `timings`, as llama.cpp writes them, and what the answer, or
+    its last part, ended with."""
+    if _CALLED_TOOL.search(answer) is not None:
+        usage = msgspec.structs.replace(usage, called_tool=True)
     if not isinstance(timings, dict):
         return usage
     tokens, prefill_s = timings.get("prompt_n"), _seconds(timings.get("prompt_ms"))

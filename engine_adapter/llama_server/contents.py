@@ -25,14 +25,12 @@ from engine_adapter.llama_server.server_files import UNKNOWN_OWNER, SlotOwners
 from engine_adapter.llama_server.slots import Slot, SlotTable
 from engine_adapter.llama_server.state_file import StateFileError
 from engine_adapter.llama_server.turns import Ask
-from engine_adapter.types import Retention, Tier, TokenIds, common_prefix
+from engine_adapter.types import TOOL_S, Retention, Tier, TokenIds, common_prefix
 
 log = logging.getLogger("kvpin.llama_server")
 
 # Pause after a failed save; it doubles with each further failure.
 SAVE_PAUSE_S, MAX_SAVE_PAUSE_S = 1.0, 60.0
-# Seconds in which the result of a tool comes back to the model that called it, 95% of the time.
-TOOL_S = 10.0
 # After this many unexpected changes, somebody else uses the slots too.
 MANY_CHANGES = 5
 # After this many useless restores in a row (less than half was reused), restoring ends.

@@ -178,13 +178,16 @@ class EmbeddedAdapter(HttpAdapter):
         retention = prompt.retention if prompt is not None else None
         changes: dict[str, Any] = {}
         retains = retention is not None and retention.priority > 0
+        owner = retention.owner if retention is not None else None
         if retention is not None and retains:
             asked = body.get("keep_priority")
             priority = max(asked, retention.priority) if isinstance(asked, int) else retention.priority
             changes = {"keep_priority": priority, "keep_s": retention.ttl_s}
-        if changes or any(name in body for name in _KEEPING):
+        # After a tool call, the engine retains the prompt without being asked.
+        is_kept_for = owner is not None and "tools" in body
+        if changes or is_kept_for or any(name in body for name in _KEEPING):
             # The owner is never the client's choice: it could use up the share of another owner.
-            changes["keep_for"] = retention.owner if retention is not None else None
+            changes["keep_for"] = owner
         cached = 0 if _computes_all(path, body) else None
         if body.get("stream") is not True or body.get("echo"):  # an echo would be sent twice
             changed = body.replace(**changes) if changes else body

@@ -21,6 +21,7 @@ from engine_adapter.torch_engine.protocol import ChatRequest, CompletionRequest,
 from engine_adapter.torch_engine.requests import RequestFailed, RequestRefused, Token
 from engine_adapter.torch_engine.service import EngineService
 from engine_adapter.torch_engine.web import as_api_error, error_body, read_body
+from engine_adapter.types import TOOL_S
 
 _log = logging.getLogger("kvpin.engine")
 
@@ -132,8 +133,11 @@ class CompletionAnswer:
                 self._has_token = True
                 self.metrics.first_token_seconds.observe(time.perf_counter() - started)
             self.prepared.readers[index].accept(outputs)
-            if self.prepared.readers[index].finish_reason is not None:
+            reason = self.prepared.readers[index].finish_reason
+            if reason is not None:
                 generation.cancel(index)
+            if reason == "tool_calls":
+                generation.await_turn(index, TOOL_S)
         return [
             (index, piece) for index, reader in enumerate(self.prepared.readers) if (piece := reader.take())
         ]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from types import TracebackType
 from typing import Self
@@ -20,6 +22,7 @@ from engine_adapter.torch_engine.requests import (
     Scheduled,
     Token,
 )
+from engine_adapter.types import KvTarget, Retention
 
 Outputs = list[Token | PromptScores | Finished]
 
@@ -66,6 +69,14 @@ class Generation:
             self._open.remove(index)
             self._engine.cancel(self._requests[index].request_id)
         self._pending.pop(index, None)
+
+    def await_turn(self, index: int, seconds: float) -> None:
+        """Retains the KV of the prompt of a choice that has ended: its next turn is expected that soon."""
+        request = self._requests[index]
+        target = KvTarget(request.token_ids, request.extra_ids, request.cache_salt)
+        retention = Retention(1, seconds, request.retention.owner)
+        with suppress(EngineUnavailable):  # it stops, and the answer is whole
+            self._engine.call(lambda cache: cache.await_turn(target, retention, time.monotonic()))
 
     async def outputs(self) -> dict[int, Outputs]:
         """The outputs of each choice since the last call, of at least one. Finished is the last of a choice.

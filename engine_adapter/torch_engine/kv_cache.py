@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from engine_adapter.torch_engine.kv_admin import KvAdmin
 from engine_adapter.torch_engine.kv_node import Node, block_key
 from engine_adapter.torch_engine.kv_tree import KvTree
-from engine_adapter.types import Retention, Tier
+from engine_adapter.types import NOT_RETAINED, KvTarget, Retention, Tier
 
 if TYPE_CHECKING:
     from engine_adapter.torch_engine.storage import KvStorage
@@ -29,7 +29,7 @@ class KvSequence:
         computed: tokens whose KV lies in `blocks`.
         blocks: all reserved GPU slots, in order; the first `len(path)` belong to the tree.
         path: the full blocks of the tree that the sequence holds.
-        retention: how long to retain these blocks after the end; None for no retention.
+        retention: how long to retain these blocks after the end, and for whom.
         reuses: whether it begins with cached blocks. All sequences leave theirs to others.
         root: of the tree, while it runs.
     """
@@ -37,7 +37,7 @@ class KvSequence:
     tokens: array[int]
     extra_ids: array[int] | None
     salt: str | None
-    retention: Retention | None = None
+    retention: Retention = NOT_RETAINED
     reuses: bool = True
     root: Node | None = None
     path: list[Node] = field(default_factory=list)
@@ -160,7 +160,7 @@ class KvCache(KvAdmin):
         for slot in sequence.blocks[len(sequence.path) :]:
             self.tree.gpu.give(slot)
         self.tree.touch(sequence.path)
-        if sequence.retention is not None and sequence.retention.priority > 0:
+        if sequence.retention.priority > 0:
             self.tree.kept.keep(sequence.path, sequence.retention, self._now)
         self._let_go(sequence, root)
 
@@ -169,6 +169,16 @@ class KvCache(KvAdmin):
             self.tree.release(node)
         self.tree.release_root(root)
         sequence.root, sequence.path, sequence.blocks, sequence.computed = None, [], array("i"), 0
+
+    def await_turn(self, target: KvTarget, retention: Retention, now: float) -> None:
+        """Retains the blocks of a prompt that has ended, as far as nothing else loses its retention for it:
+        its next turn is expected soon."""
+        chain = self.tree.kept.fitting(self._scope(target))
+        for node in chain:
+            self.tree.hold(node)
+        self.tree.kept.keep(chain, retention, now)
+        for node in reversed(chain):
+            self.tree.release(node)
 
     def key_of(self, sequence: KvSequence, index: int) -> bytes:
         """Key (see `Node.key`) of block `index` of a sequence."""

@@ -54,6 +54,11 @@ class KeptBlocks:
         while len(self._owners) > self.limit:
             self._shorten()
 
+    def fitting(self, chain: Sequence[Node]) -> Sequence[Node]:
+        """The part of a chain, from the root down, that can be retained with no loss of another retention."""
+        fresh = (index for index, node in enumerate(chain) if node not in self._owners)
+        return chain[: next(islice(fresh, self.limit - len(self), None), len(chain))]
+
     def expire(self, now: float) -> None:
         """Ends the retentions whose time has passed."""
         if now < self._next_end:

@@ -351,15 +351,15 @@ def answered_of(request: PromptRequest, sampling: SamplingParams) -> TokenIds[in
     return answered
 
 
-def retention_of(request: PromptRequest) -> Retention | None:
-    """The retention a request asks for, None for none.
+def retention_of(request: PromptRequest) -> Retention:
+    """The retention a request asks for, with priority 0 for none.
 
     `keep_priority` alone retains without an end. `keep_s` alone means priority 1.
     """
     default = 0 if request.keep_s is None else 1
     priority = default if request.keep_priority is None else request.keep_priority
     ttl_s = math.inf if request.keep_s is None else request.keep_s
-    return Retention(priority, ttl_s, request.keep_for) if priority > 0 else None
+    return Retention(priority, ttl_s, request.keep_for)
 
 
 def target_of(request: SliceRequest | PinRequest) -> KvTarget:

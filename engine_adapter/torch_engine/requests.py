@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 import msgspec
 
 from engine_adapter.errors import EngineError, FieldError
-from engine_adapter.types import ExtraIds, Retention, TokenIds
+from engine_adapter.types import NOT_RETAINED, ExtraIds, Retention, TokenIds
 
 if TYPE_CHECKING:
     import numpy as np
@@ -93,7 +93,7 @@ class GenerationRequest:
         extra_ids: one per token, 0 for text; None for text alone.
         embeddings: extra id → [rows, hidden]; a fake id stands for row `id - vocab_size`.
         cache_salt: KV is shared only under the same salt.
-        retention: how long to retain its blocks; None for no retention.
+        retention: how long to retain its blocks, and for whom.
         priority: the waiting request with the lowest value runs next; equal ones run in order of arrival.
         answered: so many of the last tokens were generated before, for the same answer.
         constraint: has accepted the tokens that were generated before; None allows every token.
@@ -106,7 +106,7 @@ class GenerationRequest:
     extra_ids: ExtraIds[int] | None = None
     embeddings: Mapping[int, Tensor] = field(default_factory=dict, repr=False)
     cache_salt: str | None = None
-    retention: Retention | None = None
+    retention: Retention = NOT_RETAINED
     priority: int = 0
     answered: int = 0
     constraint: Constraint | None = None

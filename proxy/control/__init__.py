@@ -12,6 +12,7 @@ keys.py            keys of clients: issue, list, remove; what that changes for o
 tables.py          prompt tables, on all engines or on none
 configured.py      the engines of the settings join and leave
 discovered.py      likewise those found elsewhere
+server_use.py      one adapter at a time, where a server takes only one
 stats.py           what everything holds
 merged_answers.py  answers of several workers as one
 dry_run.py         where would this request go?

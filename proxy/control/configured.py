@@ -12,7 +12,6 @@ renamed   a server that takes one kvpin at a time is connected under its new nam
 
 from __future__ import annotations
 
-import asyncio
 import math
 import time
 from collections.abc import Callable, Iterable
@@ -23,6 +22,7 @@ import structlog
 
 from engine_adapter import EngineAdapter, EngineSpec
 from proxy.control.engines import Engines
+from proxy.control.server_use import ServerUse, until
 from proxy.fleet.engine import Engine, EngineState, order_name
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.monitor import Monitor
@@ -39,8 +39,6 @@ from proxy.settings import (
 )
 
 log = structlog.get_logger(__name__)
-
-_POLL_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +63,7 @@ class ConfiguredEngines:
     _monitor: Monitor
     _engines: Engines
     _tasks: Supervisor
+    _servers: ServerUse
     _make_adapter: Callable[[EngineSpec], EngineAdapter]
     processes: dict[str, ManagedEngine] = field(default_factory=dict)
     left: list[Callable[[Engine], None]] = field(default_factory=list)
@@ -72,8 +71,6 @@ class ConfiguredEngines:
     _joined: dict[str, Engine] = field(default_factory=dict)  # the last engine of each entry
     _leaving: dict[str, tuple[EngineEntry, Engine]] = field(default_factory=dict)
     _waiting: frozenset[str] = frozenset()
-    _replaced: set[Engine] = field(default_factory=set)  # they still use their servers
-    _held: set[Engine] = field(default_factory=set)  # their servers are still in use under another name
 
     def entry(self, engine_id: str) -> EngineEntry | None:
         """The settings of an engine that was named last and does not leave; None if there is none."""
@@ -152,40 +149,7 @@ class ConfiguredEngines:
     def _join(self, made: _Made) -> None:
         self._entries[made.entry.id] = made.entry
         engine = self._joined[made.entry.id] = self._fleet.add(made.adapter)
-        self._begin(engine, made)
-
-    def _begin(self, engine: Engine, made: _Made) -> None:
-        """Lets an engine connect, once no other adapter uses its server: each would believe that the slots
-        are its own."""
-        if not (users := self._users(engine)):
-            self._connect(engine, made)
-            return
-        if any(user.info is not None for user in users):  # one that has not connected leaves at once
-            log.info(
-                "engine waits: its server is still in use under another name",
-                engine=engine.id,
-                server=made.adapter.spec.server,
-                names=sorted(user.id for user in users),
-            )
-        for user in users:
-            self._fleet.stands_in(engine, user)
-        self._held.add(engine)
-
-        async def follow_on() -> None:
-            await _until(lambda: not (self._fleet.has(engine) and self._users(engine)), math.inf)
-            self._held.discard(engine)
-            if self._fleet.has(engine):
-                self._connect(engine, made)
-
-        self._tasks.start(f"begin {engine.id} {id(engine)}", follow_on())
-
-    def _users(self, engine: Engine) -> list[Engine]:
-        """The other engines whose adapters use the server of one that takes a single one."""
-        if not engine.adapter.one_owner:
-            return []
-        spec = engine.adapter.spec
-        there = {*self._fleet.engines.values(), *self._replaced} - {engine, *self._held}
-        return [each for each in there if each.adapter.spec.is_same(spec)]
+        self._servers.begin(engine, lambda: self._connect(engine, made))
 
     def _connect(self, engine: Engine, made: _Made) -> None:
         engine.has_supervisor = isinstance(made.entry, StartedSettings)
@@ -200,7 +164,8 @@ class ConfiguredEngines:
         pool = self._fleet.pool_of(engine) if engine is not None else None
         away = [self._fleet.engines[name] for name in pool.away] if pool is not None else []
         return any(
-            (each.state is EngineState.CONNECTING and each not in self._held) or each.process is not None
+            (each.state is EngineState.CONNECTING and not self._servers.is_held(each))
+            or each.process is not None
             for each in away
         )
 
@@ -210,7 +175,7 @@ class ConfiguredEngines:
             "engine keeps its old settings until the others of its model are back: they serve meanwhile",
             engine=engine_id,
         )
-        await _until(
+        await until(
             lambda: self._entries.get(engine_id) is not made.entry or not self._must_wait(made), math.inf
         )
         is_wanted = self._entries.get(engine_id) is made.entry
@@ -225,43 +190,43 @@ class ConfiguredEngines:
         old, process = self._joined[made.entry.id], self.processes.pop(made.entry.id, None)
         self._monitor.forget(old)
         new = self._joined[old.id] = self._fleet.replace(old, made.adapter)
-        self._replaced.add(old)
+        self._servers.leaves(old)
 
         async def follow_on() -> None:
-            await _until(lambda: not old.leases, grace_s)
+            await until(lambda: not old.leases, grace_s)
             try:
-                await old.adapter.aclose()
+                await self._servers.close(old)
             finally:
-                self._replaced.discard(old)
-            if process is not None:
-                await process.stop()
-            if self.engine(new.id) is new:
-                self._begin(new, made)
+                if process is not None:
+                    await process.stop()
+                if self.engine(new.id) is new:
+                    self._servers.begin(new, lambda: self._connect(new, made))
 
         self._tasks.start(f"replace {old.id} {id(new)}", follow_on())
 
     async def _leave(self, engine: Engine, to_try: list[str], grace_s: float) -> None:
-        await _until(lambda: not any(map(self._is_untried, to_try)), grace_s)
+        await until(lambda: not any(map(self._is_untried, to_try)), grace_s)
         engine.state = EngineState.DRAINING
-        await _until(lambda: not engine.leases, grace_s)
+        await until(lambda: not engine.leases, grace_s)
         if (leaving := self._leaving.get(engine.id)) is not None and leaving[1] is engine:
             del self._leaving[engine.id]  # not that of a namesake
         process = self.processes.pop(engine.id, None) if engine.process is not None else None
-        self._replaced.add(engine)  # it saves its slots after the fleet has dropped it
         try:
             await self._engines.remove(engine)
         finally:
-            self._replaced.discard(engine)
-        if process is not None:
-            await process.stop()
-        log.info("engine has left: nothing names it any more", engine=engine.id)
-        for listener in self.left:
-            listener(engine)
+            if process is not None:
+                await process.stop()
+            log.info("engine has left: nothing names it any more", engine=engine.id)
+            for listener in self.left:
+                listener(engine)
 
     def _is_untried(self, engine_id: str) -> bool:
         engine = self._fleet.engines.get(engine_id)
-        is_connecting = engine is not None and engine.state is EngineState.CONNECTING
-        return (is_connecting and engine not in self._held) or engine_id in self._waiting
+        if engine_id in self._waiting:
+            return True
+        if engine is None or self._servers.is_held(engine):
+            return False
+        return engine.state is EngineState.CONNECTING
 
 
 def _is_as_ordered(entry: EngineEntry, added: bytes) -> bool:
@@ -274,10 +239,3 @@ def _is_as_ordered(entry: EngineEntry, added: bytes) -> bool:
 
 def _leaving_task(engine: Engine) -> str:
     return f"leave {engine.id} {id(engine)}"
-
-
-async def _until(is_so: Callable[[], bool], seconds: float) -> None:
-    """Waits until something is so, but not longer."""
-    deadline = asyncio.get_running_loop().time() + seconds
-    while not is_so() and asyncio.get_running_loop().time() < deadline:  # noqa: ASYNC110 - a rare wait
-        await asyncio.sleep(_POLL_S)

@@ -89,9 +89,10 @@ class EngineOrders:
                 f"kvpin runs {engine.id!r} itself: drain it, or take it out of the settings",
                 param="engine_id",
             )
-        await self._engines.remove(engine)
         name = order_name(engine.adapter.spec)
+        # Before its adapter is closed, which takes long: an order to add it again may come meanwhile.
         self._fleet.book.remove(name, now=time.time())
+        await self._engines.remove(engine)
         return _undo(self._discovered.named().get(name))
 
     def drain(self, engine: Engine, *, undo: bool) -> Engine:

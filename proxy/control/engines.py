@@ -11,6 +11,7 @@ import msgspec
 
 from engine_adapter import EngineAdapter, EngineSpec, ModelState, Role
 from proxy.control.operations import Operations
+from proxy.control.server_use import ServerUse
 from proxy.core.audit import Trust
 from proxy.core.pins import PinBook
 from proxy.errors import Conflict
@@ -81,10 +82,11 @@ class Engines:
     _monitor: Monitor
     _pins: PinBook
     _operations: Operations
+    _servers: ServerUse
     _make_adapter: Callable[[EngineSpec], EngineAdapter]
 
     def add(self, spec: EngineSpec) -> Engine:
-        """Adds an engine and starts watching it.
+        """Adds an engine and starts watching it, once no engine that has left uses its server.
 
         Raises:
             Conflict: an engine of that id or at that address exists.
@@ -96,7 +98,7 @@ class Engines:
             if engine.adapter.spec.is_same(spec):
                 raise Conflict(f"engine {engine.id!r} is already at {spec.server}", param="url")
         engine = self._fleet.add(self._make_adapter(spec))
-        self._monitor.watch(engine)
+        self._servers.begin(engine, lambda: self._monitor.watch(engine))
         return engine
 
     def free_id(self, kind: str) -> str:
@@ -112,7 +114,7 @@ class Engines:
         self._operations.stop_on(engine.id)
         self._fleet.remove(engine)
         self._pins.forget_engine(engine.id)
-        await engine.adapter.aclose()
+        await self._servers.close(engine)
 
     def drain(self, engine: Engine, *, undo: bool) -> Engine:
         """Sends an engine no new requests; with `undo`, sends it requests again, unless an operator drained

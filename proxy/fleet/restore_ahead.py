@@ -85,7 +85,8 @@ class RestoreAhead:
         hashes = record.chain.hashes if record.chain is not None else ()
         now = self._clock()
         started = now - (record.duration_s or 0.0)
-        before = self._threads.turn(started, now, hashes, len(prompt.token_ids), NextTurn(pool.model, prompt))
+        turn, called = NextTurn(pool.model, prompt), record.called_tool
+        before = self._threads.turn(started, now, hashes, len(prompt.token_ids), turn, called_tool=called)
         if before is not None and before.restored_on is not None:
             is_used = (
                 before.restored_on == engine.id

@@ -55,7 +55,7 @@ _TAIL_BYTES = 8192
 
 class Forwarded(msgspec.Struct, frozen=True):
     """A complete answer: the status that the client got, the engine's own error about the request, and what
-    the engine reported: cached tokens, generated tokens, and its own timings."""
+    the engine reported: cached tokens, generated tokens, its own timings. `called_tool`: it ended so."""
 
     status: int
     cached_tokens: int | None = None
@@ -63,6 +63,7 @@ class Forwarded(msgspec.Struct, frozen=True):
     output_tokens: int | None = None
     prefill: tuple[int, float] | None = None
     decode_s: float | None = None
+    called_tool: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -258,7 +259,7 @@ class Forwarding:
 
 def _forwarded(status: int, cached: int | None, usage: TokenUsage) -> Forwarded:
     return Forwarded(
-        status, cached, output_tokens=usage.output_tokens, prefill=usage.prefill, decode_s=usage.decode_s
+        status, cached, None, usage.output_tokens, usage.prefill, usage.decode_s, usage.called_tool
     )
 
 

@@ -101,6 +101,7 @@ class RequestRecord(RequestFacts, kw_only=True):
         tokens_agree: whether the engine made the same tokens of the prompt; None where it did not tell.
         runs_prompt: it had a prompt, whether kvpin knew that or not.
         answer_id: the id that the answer carries, of responses and messages.
+        called_tool: the answer ended with a tool call.
         diagnosis: why no more was reused, once somebody asked.
         events: events of the answer's stream that the client was sent.
         refusal: the reason of `kvpin_refused_total` for which its key kept it from its model; None otherwise.
@@ -125,6 +126,7 @@ class RequestRecord(RequestFacts, kw_only=True):
     tokens_agree: bool | None = None
     runs_prompt: bool = True
     answer_id: str | None = None
+    called_tool: bool = False
     diagnosis: Diagnosis | None = None
 
     @classmethod

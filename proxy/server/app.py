@@ -56,6 +56,7 @@ from proxy.control.operations import Operations
 from proxy.control.pinning import Pinning
 from proxy.control.prefixes import PROMPTS_PATH, KeptPrompts, Prefixes
 from proxy.control.replays import Replays
+from proxy.control.server_use import ServerUse
 from proxy.control.tables import SharedTables
 from proxy.control.target_engines import Targets
 from proxy.control.warm import Warming
@@ -143,8 +144,11 @@ class Proxy:
         self.operations, self.pins = Operations(self.tasks), self.fleet.pins
         if self.state is not None:
             self.state.restore(self.pins, self.tables, self.fleet.book)
-        self.engines = Engines(self.fleet, self.monitor, self.pins, self.operations, make_adapter)
-        self.configured = ConfiguredEngines(self.fleet, self.monitor, self.engines, self.tasks, make_adapter)
+        servers = ServerUse(self.fleet, self.tasks)
+        self.engines = Engines(self.fleet, self.monitor, self.pins, self.operations, servers, make_adapter)
+        self.configured = ConfiguredEngines(
+            self.fleet, self.monitor, self.engines, self.tasks, servers, make_adapter
+        )
         self.discovered = DiscoveredEngines(self.fleet, self.configured, self.engines, self.tasks)
         self.monitor.split = self.discovered.split
         self.orders = EngineOrders(self.fleet, self.engines, self.discovered, self.tasks)

@@ -315,6 +315,7 @@ class Attempts:
         record.reports(forwarded.prefill, forwarded.decode_s)
         lease.report = Report(forwarded.cached_tokens, forwarded.output_tokens, forwarded.prefill)
         record.status, record.error = forwarded.status, forwarded.error
+        record.called_tool = forwarded.called_tool
         record.reported_tokens, record.output_tokens = forwarded.cached_tokens, forwarded.output_tokens
         if prefilled is not None:
             record.reported_tokens = prefilled.handover.cached_tokens

@@ -51,7 +51,10 @@ class Thread(Generic[Prompt]):
     Attributes:
         prompt: whatever the caller needs to restore it.
         ended: when its answer ended.
-        gaps: the last gaps, in seconds from the end of an answer to the next turn.
+        gaps: the last gaps, in seconds from the end of an answer to the next turn, of answers that ended with
+            a tool call if this one did, else of the others. Tools take seconds, people minutes.
+        other_gaps: those of the other kind of answers.
+        called_tool: its answer ended with a tool call.
         restored_on: the engine that it was restored on for the turn that is due.
         on_gpu: blocks of it that were on that GPU before.
     """
@@ -61,6 +64,8 @@ class Thread(Generic[Prompt]):
     n_tokens: int
     ended: float
     gaps: tuple[float, ...] = ()
+    other_gaps: tuple[float, ...] = ()
+    called_tool: bool = False
     restored_on: str | None = None
     on_gpu: int = 0
 
@@ -95,7 +100,14 @@ class Threads(Generic[Prompt]):
         return len(self._threads)
 
     def turn(
-        self, started: float, ended: float, hashes: tuple[BlockHash, ...], n_tokens: int, prompt: Prompt
+        self,
+        started: float,
+        ended: float,
+        hashes: tuple[BlockHash, ...],
+        n_tokens: int,
+        prompt: Prompt,
+        *,
+        called_tool: bool = False,
     ) -> Thread[Prompt] | None:
         """A request was answered. Returns the thread that it continues, the longest if there are several."""
         if not hashes:
@@ -103,11 +115,14 @@ class Threads(Generic[Prompt]):
         found = [self._threads[last] for last in continued(self._threads, hashes)]
         before = max(found, key=lambda thread: len(thread.hashes), default=None)
         gaps: tuple[float, ...] = ()
+        other_gaps: tuple[float, ...] = ()
         if before is not None:
             self._drop(before)
             if started >= before.ended:
-                gaps = (*before.gaps, started - before.ended)[-GAPS:]
-        self._add(Thread(prompt, hashes, n_tokens, ended, gaps))
+                gaps, other_gaps = (*before.gaps, started - before.ended)[-GAPS:], before.other_gaps
+            if called_tool != before.called_tool:
+                gaps, other_gaps = other_gaps, gaps
+        self._add(Thread(prompt, hashes, n_tokens, ended, gaps, other_gaps, called_tool))
         return before
 
     def due(self, now: float) -> Iterator[Thread[Prompt]]:

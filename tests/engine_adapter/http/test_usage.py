@@ -48,6 +48,20 @@ class TestUsage:
         answer = {"usage": {"completion_tokens": 4}, "timings": timings}
         assert read_answer_usage(json.dumps(answer).encode()) == TokenUsage(None, 4, prefill)
 
+    @pytest.mark.parametrize(
+        ("choice", "called"),
+        [
+            ({"finish_reason": "tool_calls"}, True),
+            ({"finish_reason": "stop", "message": {"tool_calls": None}}, False),
+            ({"finish_reason": "stop", "text": '"finish_reason": "tool_calls"'}, False),
+        ],
+    )
+    def test_a_tool_call_is_seen_in_an_answer_and_in_a_stream(self, choice, called):
+        answer = {"choices": [choice], "usage": {"completion_tokens": 4}}
+        said = TokenUsage(None, 4, called_tool=called)
+        assert read_answer_usage(json.dumps(answer).encode()) == said
+        assert read_streamed_usage(event({"choices": []}) + event(answer) + DONE) == said
+
     def test_timings_of_a_stream_are_the_last_ones(self):
         early = {"timings": {"prompt_n": 1, "prompt_ms": 1.0}}
         last = {

@@ -74,7 +74,7 @@ class World:
 
     def sequence(self, tokens, extra_ids=None, salt=None, **keep):
         extras = None if extra_ids is None else array("Q", extra_ids)
-        return KvSequence(array("i", tokens), extras, salt, Retention(**keep) if keep else None)
+        return KvSequence(array("i", tokens), extras, salt, Retention(**keep))
 
     def begin(self, sequence, spare=0):
         if not self.cache.begin(sequence, spare=spare):

@@ -65,6 +65,8 @@ async def test_without_a_host_tier_it_says_how_to_get_one():
         ({"keep_priority": 7}, Retention(owner="acme"), {"keep_priority": 7, "keep_for": "acme"}),
         ({"keep_s": 5, "keep_for": "other"}, Retention(owner="acme"), {"keep_s": 5, "keep_for": "acme"}),
         ({"keep_for": "other"}, None, {}),
+        ({"tools": []}, Retention(owner="acme"), {"tools": [], "keep_for": "acme"}),
+        ({"tools": []}, Retention(), {"tools": []}),
     ],
 )
 async def test_the_engine_is_told_what_to_keep_and_for_whom(asked, retention, sent):

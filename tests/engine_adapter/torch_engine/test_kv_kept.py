@@ -96,6 +96,41 @@ def test_a_shared_beginning_is_kept_as_long_as_any_that_needs_it():
     assert world.held([*stem, *prompt(3)]) == 2
 
 
+@pytest.mark.parametrize("host", [0, 16])
+def test_a_prompt_whose_next_turn_is_expected_outlives_a_scan_until_then(host):
+    world = World(8, host)
+    for name in (1, 2):
+        world.run(prompt(name))
+    world.cache.await_turn(KvTarget(array("i", prompt(1))), Retention(1, 10.0), 100.0)
+    world.check()
+    scan(world)
+    assert [world.held(prompt(name)) for name in (1, 2)] == [2, 0]
+    world.cache.expire(110.0)
+    assert kept(world) == 0
+    scan(world)
+    assert world.held(prompt(1)) == 0
+
+
+def test_what_clients_asked_to_keep_loses_nothing_to_a_turn_that_is_expected():
+    world = World(8)
+    world.run(prompt(1, 3), priority=1, ttl_s=DAY_S)
+    for name in (2, 3):
+        world.run(prompt(name))
+        world.cache.await_turn(KvTarget(array("i", prompt(name))), Retention(1, 10.0), 0.0)
+    assert kept(world) == 4
+    scan(world)
+    assert [world.held(prompt(1, 3)), world.held(prompt(2)), world.held(prompt(3))] == [3, 1, 0]
+
+
+def test_a_prompt_that_is_kept_already_needs_no_more_room_for_its_next_turn():
+    world = World(8)
+    world.cache.expire(0.0)
+    world.run(prompt(1, 4), priority=1, ttl_s=5.0)
+    world.cache.await_turn(KvTarget(array("i", prompt(1, 4))), Retention(1, 10.0), 0.0)
+    world.cache.expire(9.0)
+    assert kept(world) == 4
+
+
 def test_no_more_is_kept_than_its_share_and_the_oldest_goes_first():
     world = World(8)
     for name in (1, 2, 3):

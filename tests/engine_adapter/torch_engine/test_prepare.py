@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -13,6 +14,7 @@ from engine_adapter.prompt.chat import ChatTokenizer
 from engine_adapter.torch_engine.prepare import _shows_special
 from engine_adapter.torch_engine.structure import ToolUse
 from engine_adapter.torch_engine.tool_calls import HERMES, MISTRAL
+from engine_adapter.types import TOOL_S
 
 PROMPT = "The ship came to the harbour, and "
 HELLO = [{"role": "user", "content": "hello"}]
@@ -243,6 +245,23 @@ class TestMinTokens:
 
 class TestTools:
     NAMED: ClassVar = {"type": "function", "function": {"name": "f"}}
+
+    @pytest.mark.parametrize("stream", [False, True])
+    async def test_the_prompt_of_a_tool_call_is_retained_for_seconds(self, client, served_engine, stream):
+        def retained(cache):
+            now = time.monotonic()
+            ends = [node.kept_until - now for node, name in cache.tree.kept._owners.items() if name == owner]
+            return len(ends), max(ends, default=0)
+
+        owner = f"agent {stream}"
+        fields = {"tools": TOOLS, "parallel_tool_calls": False, "max_tokens": 600, "stream": stream}
+        fields |= {"keep_for": owner, "cache_salt": owner}
+        for choice, is_retained in (("none", False), ("required", True)):
+            body = {"messages": HELLO, "temperature": 0, "tool_choice": choice, **fields}
+            answer = await client.post("/v1/chat/completions", json=body)
+            assert ("tool_calls" in answer.text) is is_retained
+            blocks, seconds = served_engine.service.engine.call(retained).result(10)
+            assert (blocks > 0, 0 < seconds <= TOOL_S + 1) == (is_retained, is_retained)
 
     @pytest.mark.parametrize("choice", ["required", NAMED], ids=["required", "named"])
     async def test_a_call_that_must_be_made(self, client, served_engine, choice):

@@ -307,10 +307,10 @@ def test_the_index_of_a_bad_id_is_named():
 @pytest.mark.parametrize(
     ("fields", "retention"),
     [
-        ({}, None),
-        ({"keep_priority": 0, "keep_s": 60}, None),
-        ({"priority": 5}, None),
-        ({"keep_for": "acme"}, None),
+        ({}, Retention()),
+        ({"keep_priority": 0, "keep_s": 60}, Retention(0, 60.0)),
+        ({"priority": 5}, Retention()),
+        ({"keep_for": "acme"}, Retention(owner="acme")),
         ({"keep_priority": 3}, Retention(3)),
         ({"keep_s": 60}, Retention(1, 60.0)),
         ({"keep_priority": 2, "keep_s": 0.5, "keep_for": "acme"}, Retention(2, 0.5, "acme")),

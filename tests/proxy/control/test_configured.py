@@ -223,7 +223,7 @@ async def test_a_server_under_another_name_is_connected_once_the_old_one_has_lef
         with structlog.testing.capture_logs() as logs:
             proxy.configured.follow([named("b", server.url)], grace_s=60)
         (line,) = logs
-        assert line["event"] == "engine waits: its server is still in use under another name"
+        assert line["event"] == "engine waits: its server is still in use under another name, or by its old settings"
         new = proxy.fleet.engine("b")
         await until(lambda: old.state is EngineState.DRAINING)
         await asyncio.sleep(0.2)
@@ -264,6 +264,43 @@ async def test_a_server_under_another_name_is_connected_once_the_old_one_has_sav
         assert proxy.fleet.pool("m").is_coming_back  # requests wait for it
         is_saved.set()
         await until(lambda: new.state is EngineState.READY)
+
+
+async def test_a_server_that_was_removed_is_connected_again_once_the_old_adapter_has_saved(
+    one_adapter, monkeypatch
+):
+    async with FakeEngine("a") as server, running(named("a", server.url)) as proxy:
+        old, is_saved = proxy.fleet.engine("a"), asyncio.Event()
+        monkeypatch.setattr(old.adapter, "aclose", is_saved.wait)
+        removal = asyncio.create_task(proxy.orders.remove(old))
+        await until(lambda: not proxy.fleet.has(old))
+        new = proxy.orders.add(named("b", server.url)) or proxy.fleet.engine("a")
+        await asyncio.sleep(0.5)
+        assert (new.state, new.info) == (EngineState.CONNECTING, None)
+        is_saved.set()
+        await removal
+        await until(lambda: new.state is EngineState.READY)
+
+
+@pytest.mark.parametrize("settings", [{"api_key": "k"}, None], ids=["replaced", "left"])
+async def test_an_engine_that_fails_to_close_holds_up_nothing(one_adapter, monkeypatch, settings):
+    async with FakeEngine("a") as server, running(named("a", server.url)) as proxy:
+        old, gone = proxy.fleet.engine("a"), []
+        proxy.configured.left.append(gone.append)
+
+        async def broken():
+            raise OSError("the disk is full")
+
+        monkeypatch.setattr(old.adapter, "aclose", broken)
+        entries = [named("a", server.url, **settings)] if settings else []
+        proxy.configured.follow(entries, grace_s=60)
+        if settings:
+            new = proxy.fleet.engine("a")
+        else:
+            await until(lambda: gone == [old])
+            new = proxy.engines.add(EngineSpec("openai_compatible", server.url, "b"))
+        await until(lambda: new.state is EngineState.READY)
+        assert new is not old
 
 
 async def test_servers_that_swap_their_names_are_each_used_by_one_adapter(one_adapter):

@@ -123,6 +123,19 @@ class TestPassingOn:
         await client.post(CHAT, json=ASK)
         assert (proxy.last.output_tokens, proxy.last.events) == (2, 0)
 
+    async def test_a_tool_call_at_its_end_is_noted(self, engine, proxy, client):
+        for reason in ("tool_calls", "stop"):
+            last = event({"choices": [{"index": 0, "delta": {}, "finish_reason": reason}]}) + DONE
+
+            async def script(exchange, last=last):
+                await exchange.start()
+                await exchange.chunk(last)
+                await exchange.end()
+
+            engine.script = script
+            await client.post(CHAT, json=STREAM)
+            assert proxy.last.called_tool is (reason == "tool_calls")
+
     async def test_any_v1_route_and_method_passes(self, engine, client):
         for method, path in [("GET", "/v1/files?after=a%20b&x=%2F"), ("DELETE", "/v1/responses/r%2F1")]:
             assert (await client.request(method, path)).status_code == 200

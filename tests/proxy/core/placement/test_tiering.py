@@ -111,6 +111,17 @@ class TestThreads:
         assert threads.turn(5.0, 6.0, (1, 2, 3), 48, "next").prompt == "question"
         assert len(threads) == 2
 
+    def test_the_time_of_tools_and_that_of_people_are_told_apart(self):
+        threads, now = Threads(), 0.0
+        for number in range(7):  # two steps with a tool, and then somebody reads the answer
+            called_tool = number % 3 != 2
+            threads.turn(now, now + 1.0, tuple(range(number + 2)), 16, "x", called_tool=called_tool)
+            now += 1.0 + (2.0 if called_tool else 60.0)
+        last = threads._threads[7]
+        assert (last.gaps, last.other_gaps) == ((2.0,) * 4, (60.0, 60.0))
+        threads.turn(now, now + 1.0, tuple(range(9)), 16, "x")
+        assert threads._threads[8].window == (now + 1.0 + 51.0, now + 1.0 + 69.0)
+
     def test_only_the_last_gaps_count(self):
         last = talk(Threads(), [11.0 * n for n in range(GAPS + 5)])
         assert last.gaps == (10.0,) * GAPS
