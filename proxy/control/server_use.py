@@ -23,7 +23,7 @@ log = structlog.get_logger(__name__)
 _POLL_S = 0.05
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ServerUse:
     """Knows whose adapters use the servers of the fleet's engines."""
 
@@ -31,6 +31,7 @@ class ServerUse:
     _tasks: Supervisor
     _leaving: set[Engine] = field(default_factory=set)  # the fleet has dropped them, or will
     _held: set[Engine] = field(default_factory=set)
+    _is_stopped: bool = False
 
     def is_held(self, engine: Engine) -> bool:
         """True if an engine waits for its server."""
@@ -38,7 +39,9 @@ class ServerUse:
 
     def begin(self, engine: Engine, connect: Callable[[], None]) -> None:
         """Calls `connect` once no other adapter uses the server of an engine that takes a single one, unless
-        the fleet has dropped the engine by then."""
+        the fleet has dropped the engine by then, or kvpin stops."""
+        if self._is_stopped:
+            return
         if not (users := self._users(engine)):
             connect()
             return
@@ -56,7 +59,7 @@ class ServerUse:
         async def follow_on() -> None:
             await until(lambda: not (self._fleet.has(engine) and self._users(engine)), math.inf)
             self._held.discard(engine)
-            if self._fleet.has(engine):
+            if self._fleet.has(engine) and not self._is_stopped:
                 connect()
 
         self._tasks.start(f"begin {engine.id} {id(engine)}", follow_on())
@@ -72,6 +75,12 @@ class ServerUse:
             await engine.adapter.aclose()
         finally:
             self._leaving.discard(engine)
+
+    async def stop(self, *, within_s: float) -> None:
+        """Connects no further engine. Waits until those that leave have closed their adapters, but not
+        longer: they save their slots."""
+        self._is_stopped = True
+        await until(lambda: not self._leaving, within_s)
 
     def _users(self, engine: Engine) -> list[Engine]:
         """The other engines whose adapters use the server of one that takes a single one."""

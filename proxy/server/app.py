@@ -144,10 +144,12 @@ class Proxy:
         self.operations, self.pins = Operations(self.tasks), self.fleet.pins
         if self.state is not None:
             self.state.restore(self.pins, self.tables, self.fleet.book)
-        servers = ServerUse(self.fleet, self.tasks)
-        self.engines = Engines(self.fleet, self.monitor, self.pins, self.operations, servers, make_adapter)
+        self.servers = ServerUse(self.fleet, self.tasks)
+        self.engines = Engines(
+            self.fleet, self.monitor, self.pins, self.operations, self.servers, make_adapter
+        )
         self.configured = ConfiguredEngines(
-            self.fleet, self.monitor, self.engines, self.tasks, servers, make_adapter
+            self.fleet, self.monitor, self.engines, self.tasks, self.servers, make_adapter
         )
         self.discovered = DiscoveredEngines(self.fleet, self.configured, self.engines, self.tasks)
         self.monitor.split = self.discovered.split
@@ -324,7 +326,9 @@ class Proxy:
         for engine in self.fleet.engines.values():
             self.monitor.forget(engine)
         # Managed engines still run here: an adapter may have KV to save.
-        await _close_all({engine.id: engine.adapter.aclose() for engine in self.fleet.engines.values()})
+        leaving = self.servers.stop(within_s=self.settings.graceful_shutdown_s)
+        closing = {engine.id: engine.adapter.aclose() for engine in self.fleet.engines.values()}
+        await asyncio.gather(leaving, _close_all(closing))
         if self.peers is not None:
             await self.peers.aclose()
         await self.tasks.stop()

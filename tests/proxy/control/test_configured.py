@@ -327,3 +327,30 @@ async def test_a_new_name_that_is_taken_back_leaves_the_engine_as_it_was(one_ada
         for name in "ba":
             proxy.configured.follow([named(name, server.url)], grace_s=60)
         await until(lambda: proxy.fleet.engines == {"a": old} and old.state is EngineState.READY)
+
+
+@pytest.mark.parametrize("settings", [{"api_key": "k"}, None], ids=["replaced", "removed"])
+async def test_a_stop_lets_an_adapter_that_leaves_save_and_connects_no_other(
+    one_adapter, monkeypatch, settings
+):
+    async with FakeEngine("a") as server, running(named("a", server.url)) as proxy:
+        old, saved = proxy.fleet.engine("a"), []
+        aclose = old.adapter.aclose
+
+        async def slow_aclose():
+            await asyncio.sleep(0.3)
+            saved.append(old.id)
+            await aclose()
+
+        monkeypatch.setattr(old.adapter, "aclose", slow_aclose)
+        if settings:
+            proxy.configured.follow([named("a", server.url, **settings)], grace_s=60)
+        else:
+            proxy.configured.follow([], grace_s=60)
+            await until(lambda: not proxy.fleet.has(old))
+            proxy.engines.add(EngineSpec("openai_compatible", server.url, "a"))
+        new = proxy.fleet.engine("a")
+        await asyncio.sleep(0.1)
+        await proxy.stop()
+        assert saved == ["a"]
+        assert (new.state, new.info, proxy.tasks._tasks) == (EngineState.CONNECTING, None, {})
