@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from proxy.core.index.blocks import Chain
 from proxy.core.index.match import Match
-from proxy.core.placement.decision import CALM, Candidate, place
+from proxy.core.placement.decision import Candidate, Outlook, place
 from proxy.core.placement.halves import least_loaded_of, place_halves
 from proxy.core.placement.in_use import InUse
 from proxy.core.placement.load import LoadView
@@ -15,6 +15,8 @@ from proxy.core.placement.rates import EngineRates, PoolRates
 # Engines compute 1,000 tokens a second.
 POOL = PoolRates()
 POOL.computed(1000, 1.0, 0)
+# Answers take two seconds.
+CALM = Outlook(0.0, 1.0, lambda _idle_s: 0.0, answer_s=2.0)
 PROMPT = Chain(tuple(range(125)), 2000, 16)
 
 
