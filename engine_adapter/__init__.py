@@ -75,7 +75,7 @@ from engine_adapter.registry import (
     make_options,
 )
 from engine_adapter.routes import websocket
-from engine_adapter.transfer import Handover, Transfer
+from engine_adapter.transfer import Handover, Rendezvous, Transfer
 from engine_adapter.types import (
     BelowGpu,
     BlocksRemoved,

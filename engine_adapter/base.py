@@ -16,7 +16,7 @@ from engine_adapter.body import JsonBody
 from engine_adapter.errors import ModelNotLoaded, NotSupported
 from engine_adapter.hold import Forecast, Hold, RequestBody
 from engine_adapter.http.transport import OutgoingRequest
-from engine_adapter.transfer import Transfer
+from engine_adapter.transfer import Rendezvous, Transfer
 from engine_adapter.types import (
     BelowGpu,
     Capability,
@@ -69,6 +69,8 @@ class EngineAdapter(Protocol):
             another kvpin may use the engine: facts that only a trial tells are unknown then.
         capabilities: those of the last `connect`, for `require`; None before the first.
         transfer: how the engine, which has a role, moves KV to or from others; None if it cannot.
+        rendezvous: how the engine, which serves only half of a request, meets the one that serves the other
+            half; None if it answers alone.
         instead: advice for missing capabilities, where this kind has other advice than any engine.
     """
 
@@ -78,6 +80,7 @@ class EngineAdapter(Protocol):
     may_try: bool = True
     capabilities: frozenset[Capability] | None = None
     transfer: Transfer | None = None
+    rendezvous: Rendezvous | None = None
     instead: ClassVar[Mapping[Capability, str]] = MappingProxyType({})
 
     @property

@@ -10,6 +10,13 @@ of a handover that is older than `Transfer.usable_s`, and an answer that begins 
 
 An answer that shows too late when it began, or that fetches several times, has a leg of its own between the
 two: the decode engine fetches the KV for one token. Then it gets the request, and finds the KV in its cache.
+
+Other engines can only serve half of a request each, and do so at the same time:
+
+    prefill engine   the request ─┐ where      the prompt, and one token
+    decode engine    the request ─┘ to meet    → the answer
+
+An engine of that kind answers no request alone.
 """
 
 from __future__ import annotations
@@ -67,3 +74,23 @@ class Transfer(Protocol):
 
     def second_leg(self, body: JsonBody, handover: Handover) -> JsonBody:
         """The body for the decode engine, which then fetches the KV."""
+
+
+class Rendezvous(Protocol):
+    """How two engines meet that serve one request at the same time, each half of it. Engines with a
+    rendezvous answer no request alone. They meet if their rendezvous have the same name.
+
+    Attributes:
+        name: of the way, for people.
+        remedy: how to give an engine the other half that it lacks.
+    """
+
+    name: str
+    remedy: str
+
+    def takes(self, route: str) -> bool:
+        """True if requests on that route have two halves. On others, the decode engine answers alone."""
+
+    def meet(self) -> Mapping[str, object]:
+        """Fields that both engines get with a request, each time others. Those of the prefill engine's
+        rendezvous count."""

@@ -435,7 +435,8 @@ def _error_of(end: End, serving: Serving, fleet: Fleet) -> Exception | None:
     if end.attempts and end.cause.elsewhere and not serving.reply.started:
         return final_error([each.error for each in end.attempts])
     if end.error is None:
-        return fleet.none_ready(serving.ready.lora if serving.ready is not None else None)
+        ready = serving.ready
+        return fleet.none_ready(None, None) if ready is None else fleet.none_ready(ready.pool, ready.lora)
     return end.error
 
 

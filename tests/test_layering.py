@@ -26,6 +26,7 @@ ELSEWHERE = {
     "proxy/errors/codes.py": "a table: tests/proxy/api/test_error_answers.py",
     "proxy/headers.py": "a table: tests of those that read and set them",
     "proxy/errors/exceptions.py": "classes of data: tests/proxy/api/test_error_answers.py",
+    "proxy/steps/legs.py": "what two steps share: tests/live/test_pairs.py, test_halves.py",
     "proxy/request/translate/translations.py": "a table: tests/proxy/request/translate/test_messages_api.py",
     "proxy/request/translate/translation.py": "a Protocol: tests/proxy/request/translate/test_translated.py",
 }

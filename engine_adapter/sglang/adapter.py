@@ -26,6 +26,7 @@ from engine_adapter.http.models import read_models
 from engine_adapter.http.prepare import route_of
 from engine_adapter.http.transport import OutgoingRequest
 from engine_adapter.sglang.findings import event_endpoints, find
+from engine_adapter.sglang.rendezvous import ROLES, check_is_one, rendezvous_of
 from engine_adapter.sglang.requests import (
     hold_request,
     kept_apart,
@@ -50,7 +51,6 @@ from engine_adapter.types import (
     KvProgress,
     KvTarget,
     KvVerb,
-    Role,
     TokenIds,
 )
 
@@ -61,7 +61,6 @@ _INSTEAD = {
     Capability.OFFLOAD: "with --enable-hierarchical-cache SGLang copies to its host tier by itself",
     Capability.RESTORE: 'SGLang loads from its host tier by itself; "fallback": "warm" computes again',
 }
-_ROLES = {"prefill": Role.PREFILL, "decode": Role.DECODE}
 _RANK_HEADER = b"x-data-parallel-rank"  # /generate takes the rank in its body
 # Headers by which other servers of a deployment, not its clients, replace fields of a request: the rank, the
 # priority, the server that did the prefill.
@@ -122,8 +121,10 @@ class SglangAdapter(HttpAdapter):
     def prepare(
         self, method: str, path: str, headers: Mapping[str, str], body: RequestBody
     ) -> OutgoingRequest:
-        """Namespaces, LoRA adapters and ranks are kept apart, also without reuse."""
+        """Namespaces, LoRA adapters and ranks are kept apart, also without reuse. Raises EngineRejected for
+        what the server would not answer."""
         if isinstance(body, JsonBody) and self._info is not None:
+            check_is_one(self._info, route_of(path), body)
             body = kept_apart(self._info, route_of(path), body, self.spec.options.dp_rank)
         request = super().prepare(method, path, headers, body)
         sent = [pair for pair in request.headers if not pair[0].startswith(_OVERRIDES)]
@@ -210,6 +211,7 @@ class SglangAdapter(HttpAdapter):
         rank = self.spec.options.dp_rank
         if rank is not None and rank >= info.dp_ranks:
             raise EngineUnavailable(f"it has no dp_rank {rank}, only {info.dp_ranks} rank(s)")
+        self.rendezvous = rendezvous_of(info, self.spec)
         self._loads.forget()
         self._window = None
         if info.follows_windows:
@@ -264,7 +266,8 @@ class SglangAdapter(HttpAdapter):
             loras=info.loras,
             template_input=SGLANG_INPUT,
             served_as_chats=TRANSLATED_ROUTES,
-            role=_ROLES.get(info.disaggregation),
+            runs_several=not info.is_half,
+            role=ROLES.get(info.disaggregation),
             ranks=tuple(range(info.dp_ranks)) if info.release >= _RANKS_SINCE else (),
             routes=ROUTES,
             card=info.card,

@@ -64,7 +64,9 @@ def _hybrid(info: ServerInfo, window: int | None) -> Iterator[Finding]:
 
 def _findings(info: ServerInfo, spec: EventSpec, *, jinja: bool, tokenizes: bool) -> Iterator[Finding]:
     no_events, endpoints = why_events_do_not_fit(info, spec), _endpoints(info, spec)
-    if no_events is not None:
+    if info.disaggregation == "decode" and not info.radix_cache:
+        pass  # it computes no prompts, and keeps none
+    elif no_events is not None:
         yield no_events
     elif endpoints is not None and endpoints.replay is None:
         yield Finding(
@@ -94,11 +96,6 @@ def _findings(info: ServerInfo, spec: EventSpec, *, jinja: bool, tokenizes: bool
         yield Finding(
             "it cannot be flushed: that needs its --admin-api-key",
             "use the same key as its --api-key, and give it to kvpin as api_key",
-        )
-    if info.disaggregation != "null":
-        yield Finding(
-            f"it does only the {info.disaggregation} half of each request; kvpin does not pair the halves",
-            "put SGLang's own router between kvpin and the two halves",
         )
 
 

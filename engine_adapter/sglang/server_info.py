@@ -70,6 +70,8 @@ class ServerInfo:
         window_tokens: of one rank's pool of sliding windows; None where the model has no such pool.
         keeps_states: the model has linear attention or Mamba layers, whose states are cached too.
         disaggregation: "null" for a server that both prefills and decodes.
+        bootstrap_port: of a prefill server, where decode servers meet it.
+        transfer_backend: by which the halves move KV.
         lacks_admin_key: management routes want a key that kvpin was not given.
         card: its own fields of the model in `/v1/models`.
     """
@@ -95,6 +97,8 @@ class ServerInfo:
     window_tokens: int | None = None
     keeps_states: bool = False
     disaggregation: str = "null"
+    bootstrap_port: int = 0
+    transfer_backend: str = ""
     lacks_admin_key: bool = False
     card: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
@@ -114,6 +118,11 @@ class ServerInfo:
         if self.dynamo_events:
             return self.release >= EVENTS_MAY_CARRY_LORA
         return self.release >= EVENTS_CARRY_LORA
+
+    @property
+    def is_half(self) -> bool:
+        """True if it does only one half of each request."""
+        return self.disaggregation in ("prefill", "decode")
 
     @property
     def is_hybrid(self) -> bool:
@@ -182,6 +191,8 @@ class _Raw(msgspec.Struct, frozen=True):
     speculative_algorithm: str | None = None
     completion_template: str | None = None
     disaggregation_mode: str = "null"
+    disaggregation_bootstrap_port: int = 0
+    disaggregation_transfer_backend: str = ""
     uses_mamba_radix_cache: bool = False
     internal_states: tuple[_State, ...] = ()
     random_seed: int | None = None
@@ -225,6 +236,8 @@ def read_server_info(answer: object, models: object, *, api_key: str | None = No
         window_tokens=next((state.memory_usage.token_capacity_swa for state in raw.internal_states), None),
         keeps_states=raw.uses_mamba_radix_cache,
         disaggregation=raw.disaggregation_mode,
+        bootstrap_port=raw.disaggregation_bootstrap_port,
+        transfer_backend=raw.disaggregation_transfer_backend,
         lacks_admin_key=raw.admin_api_key not in (None, api_key),
     )
 

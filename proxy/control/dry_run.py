@@ -92,7 +92,7 @@ async def route(flow: Flow, body: JsonBody) -> RouteAnswer:
     pool, chain = ready.pool, ready.chain
     candidates = flow.candidates(ready)
     if not candidates:
-        raise flow.fleet.none_ready(ready.lora)
+        raise flow.fleet.none_ready(pool, ready.lora)
     placement = flow.choose(ready, candidates)
     by_engine = {candidate.engine: candidate for candidate in candidates}
     return RouteAnswer(

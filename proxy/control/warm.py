@@ -82,7 +82,7 @@ class Warming:
         if not candidates and engine_id is not None:
             raise NoEngine(f"engine {engine_id!r} takes no requests now")
         if not candidates:
-            raise self._flow.fleet.none_ready(prefix.prompt.lora)
+            raise self._flow.fleet.none_ready(pool, prefix.prompt.lora)
         if everywhere:
             return [pool.engines[each.engine] for each in candidates]
         return [pool.engines[pool.place(candidates, prefix.chain).engine]]

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 
 import structlog
 
-from engine_adapter import EngineAdapter, EngineInfo
+from engine_adapter import EngineAdapter, EngineInfo, Role
 from proxy.core.admission import Needs
 from proxy.core.engine_book import EngineBook
 from proxy.core.peers.telling import OwnRequests
@@ -320,11 +320,18 @@ class Fleet:
         needs = Needs(lora=name if name != model else None)
         return model is not None and bool(self.pools[model].engines_for(needs))
 
-    def none_ready(self, lora: str | None) -> NoEngine:
-        """The error of a request whose pool has no engine that can take it now."""
+    def none_ready(self, pool: Pool | None, lora: str | None) -> NoEngine:
+        """The error of a request whose pool has no engine that can take it now; None for an unknown pool."""
+        if self.all_refuse:
+            return NoEngine(_ALL_REFUSE)
         what = "this model" if lora is None else f"the LoRA adapter {lora!r}"
+        missing = pool.missing_half(Needs(lora=lora)) if pool is not None else None
+        if missing is None:
+            return NoEngine(f"no engine is ready for {what}; try again shortly")
+        other = Role.DECODE if missing is Role.PREFILL else Role.PREFILL
         return NoEngine(
-            _ALL_REFUSE if self.all_refuse else f"no engine is ready for {what}; try again shortly"
+            f"no engine that does the {missing} half of requests is ready for {what}, and those for the "
+            f"{other} half cannot answer alone; try again shortly"
         )
 
     def not_served(self, model: str | None) -> NotFound:

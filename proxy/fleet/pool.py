@@ -9,6 +9,8 @@ from functools import lru_cache, partial
 from time import monotonic
 from typing import Any
 
+from msgspec.structs import replace
+
 from engine_adapter import Capability, EngineAdapter, EngineInfo, KvTarget, Role, Tier, Transfer
 from proxy.core.admission import HOLD_S, KEPT_BUSY, Needs
 from proxy.core.audit import Trust
@@ -47,6 +49,7 @@ class Pool:
         prompts: renders and tokenises requests; None until an engine has connected.
         has_roles: some of its engines are meant for one part of requests.
         passes_kv: some of its engines can pass KV to others.
+        has_halves: some of its engines answer only together with another one.
         away: lost engines, as they were when they were lost.
         line: requests that wait because its engines are busy.
     """
@@ -64,7 +67,7 @@ class Pool:
         self.engines: dict[str, Engine] = {}
         self.placer = Placer(tokens_per_block)
         self.prompts: PromptBuilder | None = None
-        self.has_roles = self.passes_kv = False
+        self.has_roles = self.passes_kv = self.has_halves = False
         self.away: dict[str, EngineInfo] = {}
         self.line = Line(self.engines_for, self.is_free, queue)
         self._told = told
@@ -83,6 +86,7 @@ class Pool:
         engines = self.engines.values()
         self.has_roles = any(engine.role is not Role.BOTH for engine in engines)
         self.passes_kv = any(engine.adapter.transfer is not None for engine in engines)
+        self.has_halves = any(engine.adapter.rendezvous is not None for engine in engines)
 
     @property
     def index(self) -> PrefixIndex:
@@ -189,25 +193,31 @@ class Pool:
         """The engines a request may go to: what each holds of its chain or forecasts, and its load."""
         last = self.placer.last_engine(self._key_of(session))
         target, whole = (None, True) if prompt is None else (prompt.kv, prompt.whole)
-        now, matches, candidates = monotonic(), self.placer.match(chain), list[Candidate]()
-        for engine in self._able(needs, without):
+        now, matches = monotonic(), self.placer.match(chain)
+
+        def candidate(engine: Engine, partners: tuple[Candidate, ...] = ()) -> Candidate:
             match = matches.get(engine.id)
             forecast = engine.adapter.forecast(target) if target is not None else None
             if forecast is not None and not whole:
                 # An engine with slots reuses nothing if it does not know the whole prompt.
                 match = forecast = None
-            complete = whole and (engine.view is None or engine.view.complete)
-            candidates.append(
-                self.placer.candidate(
-                    now,
-                    engine.id,
-                    match,
-                    forecast=forecast,
-                    complete=complete,
-                    is_last=engine.id == last,
-                )
+            return self.placer.candidate(
+                now,
+                engine.id,
+                match,
+                forecast=forecast,
+                complete=whole and (engine.view is None or engine.view.complete),
+                is_last=engine.id == last,
+                partners=partners,
             )
-        return candidates
+
+        able = self._able(needs, without)
+        if not self.has_halves:
+            return [candidate(engine) for engine in able]
+        partners = {
+            way: tuple(map(candidate, engines)) for way, engines in self._partners(needs, without).items()
+        }
+        return [candidate(engine, partners.get(_way_of(engine) or "", ())) for engine in able]
 
     def check_serves(self, native: str) -> None:
         """Raises NotFound if no engine of the pool has this route. Lost engines may have it."""
@@ -219,13 +229,36 @@ class Pool:
         return frozenset(engine.id for engine in self._able(needs))
 
     def _able(self, needs: Needs, without: Container[str] = ()) -> list[Engine]:
-        """The engines that can take a request. Those that are meant for prefills answer only where no other
-        can."""
+        """The engines that can answer a request. Those that are meant for prefills do so only where no other
+        can, and never if they are halves."""
+        engines: Collection[Engine] = self.engines.values()
+        if self.has_halves:
+            ways = self._partners(needs, without)
+            engines = [each for each in engines if (way := _way_of(each)) is None or _meets(each, way, ways)]
         if self.has_roles:
-            answering = [engine for engine in self.engines.values() if engine.role is not Role.PREFILL]
+            answering = [engine for engine in engines if engine.role is not Role.PREFILL]
             if able := _able_of(answering, needs, without):
                 return able
-        return _able_of(self.engines.values(), needs, without)
+        return _able_of(engines, needs, without)
+
+    def _partners(self, needs: Needs, without: Container[str]) -> dict[str, list[Engine]]:
+        """The engines that can compute a request's prompt for other halves, by their rendezvous."""
+        partners: dict[str, list[Engine]] = {}
+        for engine in self.engines.values():
+            if engine.role is Role.PREFILL and (way := _way_of(engine)) is not None:
+                partners.setdefault(way, []).append(engine)
+        needs = replace(needs, home=None)  # that is the engine that answers
+        return {way: able for way, engines in partners.items() if (able := _able_of(engines, needs, without))}
+
+    def missing_half(self, needs: Needs = ANY) -> Role | None:
+        """The half that keeps the pool from serving a request now; None if that is not why it cannot."""
+        if not self.has_halves:
+            return None
+        halves = [engine for engine in self.engines.values() if engine.adapter.rendezvous is not None]
+        for role in (Role.PREFILL, Role.DECODE):
+            if not _able_of([engine for engine in halves if engine.role is role], needs, ()):
+                return role
+        return None
 
     def prefillers(
         self,
@@ -387,6 +420,17 @@ class Pool:
         engine.below.clear()
         engine.has_emptied()
         self.placer.wipe(engine.id)
+
+
+def _way_of(engine: Engine) -> str | None:
+    """The name of its rendezvous; None for an engine that answers alone."""
+    rendezvous = engine.adapter.rendezvous
+    return None if rendezvous is None else rendezvous.name
+
+
+def _meets(engine: Engine, way: str, ways: Container[str]) -> bool:
+    """True if a half can answer: it decodes, and another engine can compute prompts for it."""
+    return engine.role is Role.DECODE and way in ways
 
 
 def _able_of(engines: Collection[Engine], needs: Needs, without: Container[str]) -> list[Engine]:

@@ -1,8 +1,8 @@
-"""What keeps a pool's engines from passing KV to each other."""
+"""What keeps a pool's engines from passing KV to each other, or from serving requests together."""
 
 from __future__ import annotations
 
-from engine_adapter import Finding, Role
+from engine_adapter import Finding, Rendezvous, Role
 from proxy.fleet.engine import Engine
 from proxy.fleet.pool import Pool
 
@@ -19,6 +19,9 @@ def of_role(engine: Engine, pool: Pool | None) -> tuple[Finding, ...]:
     transfer = engine.adapter.transfer
     if engine.keeps_no_kv and transfer is not None:
         return (Finding(_KEEPS_NO_KV, transfer.remedy),)
+    rendezvous = engine.adapter.rendezvous
+    if rendezvous is not None:
+        return _of_half(engine, rendezvous, pool)
     there = {each.role for each in pool.engines.values()}
     if engine.role is Role.PREFILL and Role.DECODE not in there:
         use = "only when no other engine can" if Role.BOTH in there else "itself"
@@ -36,3 +39,21 @@ def of_role(engine: Engine, pool: Pool | None) -> tuple[Finding, ...]:
             ),
         )
     return ()
+
+
+def _of_half(engine: Engine, rendezvous: Rendezvous, pool: Pool) -> tuple[Finding, ...]:
+    """The finding about an engine that serves half of each request, and that no other one meets."""
+    others = {
+        each.role
+        for each in pool.engines.values()
+        if each.adapter.rendezvous is not None and each.adapter.rendezvous.name == rendezvous.name
+    }
+    if {Role.PREFILL, Role.DECODE} <= others:
+        return ()
+    other = "decode" if engine.role is Role.PREFILL else "prefill"
+    does = f"it does only the {engine.role} half of each request"
+    return (
+        Finding(
+            f"{does}, and no engine of its model the {other} half: it gets no requests", rendezvous.remedy
+        ),
+    )

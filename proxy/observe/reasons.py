@@ -94,6 +94,9 @@ def why(placement: Placement, *, unknown: str = "the prompt is not known here") 
 def _of_a_pair(placement: Placement) -> str:
     """The sentence when another engine computes the prompt."""
     chosen, total = placement.chosen, placement.n_tokens
+    if placement.pair is not None and placement.pair.together:
+        holds = f"{chosen.prefiller} holds {_held(chosen, total)}; it {_takes(chosen, total)}"
+        return f"{holds}, and {chosen.engine} answers: neither of them can alone"
     rival = min(_others(placement), key=lambda cost: cost.total_s)
     read = f"{chosen.engine} reads the KV of {chosen.pulled_tokens:,} from it in {_s(chosen.transfer_s)}"
     alone = _obstacle(rival, placement, f"on {rival.engine}")
@@ -223,7 +226,8 @@ def _equals(placement: Placement) -> list[Cost]:
 
 def _others(placement: Placement) -> list[Cost]:
     """The single engines that were not chosen. An engine of the chosen pair is one: it could do all alone."""
-    chosen = None if placement.pair is not None else placement.engine
+    pair = placement.pair
+    chosen = None if pair is not None and not pair.together else placement.engine
     return [cost for cost in placement.costs if cost.prefiller is None and cost.engine != chosen]
 
 

@@ -3,4 +3,6 @@
 preparation.py  prepare: reads and tokenises the request, finds the pool that may serve it
 attempt.py      run: one attempt on one engine, from the lease to its release
 first_leg.py    within it: another engine computes the prompt
+prompt_half.py  or does so at the same time, as neither can answer alone
+legs.py         what both have in common
 """

@@ -2,16 +2,20 @@
 
     lease → gather → hold → (first leg on another engine) → forward → audit → release
 
+Where two engines serve a request together, the other one's half runs beside `forward`.
+
 Running takes an `InTurn`, which only the machine of the request's life makes (`core/life/`). A failure is
 raised; the machine decides whether to try another engine.
 """
 
 from __future__ import annotations
 
+from collections.abc import Coroutine
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from time import monotonic
+from typing import Any, Protocol, TypeVar
 
 import structlog
 from msgspec.structs import replace
@@ -63,10 +67,39 @@ from proxy.request.tenants import Tenants
 from proxy.request.transcript import SentStream
 from proxy.steps.first_leg import FirstLeg, Prefilled
 from proxy.steps.preparation import Ready
+from proxy.steps.prompt_half import PromptHalf
 
 log = structlog.get_logger(__name__)
+_T = TypeVar("_T")
 
 _SWITCHED = 101
+
+
+class OtherLeg(Protocol):
+    """The part of a request that another engine than the one that answers does.
+
+    Attributes:
+        is_fetched: the engine that answers had the KV before it got the request.
+    """
+
+    is_fetched: bool
+
+    @property
+    def source(self) -> str:
+        """The other engine."""
+
+    @property
+    def cached_tokens(self) -> int | None:
+        """Prompt tokens that it reused; None if it did not tell."""
+
+    def moves_since(self, sent: float) -> float:
+        """When the KV began to move, if the request was `sent` then."""
+
+    def begins(self) -> None:
+        """The answer begins. Raises EngineLate: too late."""
+
+    async def in_time(self, answer: Coroutine[Any, Any, _T]) -> _T:
+        """The answer, as long as it may be used. Raises EngineError."""
 
 
 @dataclass(slots=True, eq=False)
@@ -83,6 +116,7 @@ class Serving:
         ready: the request for the next attempt; `first`: the request of the first attempt.
         placement: the engine it goes to, one of `n_candidates`.
         engine: the engine of the running attempt, or of the last one.
+        half: the half of that attempt on another engine, if neither can answer alone.
         passage: reads the running stream for a later engine; None if the stream ends with its engine.
         cached: prompt tokens that the engine of the running attempt reused, as its headers tell.
         told: what the client has of the answer; None before another engine goes on with it.
@@ -100,6 +134,7 @@ class Serving:
     placement: Placement | None = None
     n_candidates: int = 0
     engine: Engine | None = None
+    half: PromptHalf | None = None
     passage: Passage | None = None
     cached: int | None = None
     told: SentStream | None = None
@@ -122,7 +157,10 @@ class Serving:
         if self.told is not None and self.first is not None:
             self.ready = self.first.going_on(self.told)
         error.__traceback__ = None  # it holds frames, and they hold the body
-        return Failed(cause, error, has_begun, can_go_on=self.told is not None)
+        blamed = None
+        if self.half is not None and self.half.is_to_blame(cause):
+            self.engine, blamed = self.half.engine, self.half.source
+        return Failed(cause, error, has_begun, can_go_on=self.told is not None, engine=blamed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +188,9 @@ class Attempts:
         ready, placement, record = serving.ready, serving.placement, serving.record
         assert ready is not None and placement is not None  # noqa: S101, PT018 - `turn` says so
         pool, pair, engine = ready.pool, placement.pair, ready.pool.engines[turn.engine]
-        serving.engine, serving.passage, serving.cached, record.placement = engine, None, None, placement
+        serving.engine, serving.passage, serving.cached, serving.half = engine, None, None, None
+        record.placement = placement
+        partner = pool.engines[pair.prefill.engine] if pair is not None and pair.together else None
         unchecked: Unchecked | None = Unchecked.ENDED_EARLY
         try:
             with self._lease(serving, ready, placement) as lease:
@@ -159,9 +199,13 @@ class Attempts:
                 await lease.gather()
                 lease.gathered = monotonic()
                 async with self._hold(engine, ready) as hold:
-                    prefilled = None
+                    prefilled: OtherLeg | None = None
                     if pair is None:
                         await look_below(pool, engine, lease, ready.prompt, ready.chain)
+                    elif partner is not None:
+                        prefilled = serving.half = self.prompt_half(
+                            serving, ready, pair, partner, lease, hold
+                        )
                     else:
                         prefilled = await self.first_leg(serving, ready, pair, engine, lease, hold)
                     refined = lease.refine(hold)
@@ -173,6 +217,8 @@ class Attempts:
             unchecked = Unchecked.FAILED
             raise
         finally:
+            if serving.half is not None:
+                record.first_leg_s = serving.half.took_s
             if unchecked is not None:
                 engine.audit.skip(unchecked)
         return Answered(is_error=forwarded.error is not None)
@@ -219,6 +265,32 @@ class Attempts:
             lease.placement = replace(lease.placement, firm=False)
         return prefilled
 
+    def prompt_half(
+        self, serving: Serving, ready: Ready, pair: Pair, source: Engine, lease: Lease, hold: Hold
+    ) -> PromptHalf | None:
+        """The half of the request that another engine serves at the same time; None for a request that has no
+        halves."""
+        reply, record, rendezvous = serving.reply, serving.record, source.adapter.rendezvous
+        lease.begins()
+        lease.placement = replace(lease.placement, firm=False)  # the other engine's report counts
+        takes = rendezvous is not None and rendezvous.takes(ready.call.route)
+        if rendezvous is None or not takes or not isinstance(hold.body, JsonBody):
+            return None
+        source.salts.note(self.tenants.owner(ready.salt), ready.salt)
+        record.prefilled_by, record.transfer = source.id, TransferResult.FAILED
+        meeting, had_begun = rendezvous.meet(), reply.started
+        hold.body = hold.body.replace(**meeting)
+        return PromptHalf(
+            transport=self.transport,
+            ready=ready,
+            engine=source,
+            placement=pair.prefill,
+            meeting=meeting,
+            hold_of=self._hold,
+            is_answering=lambda: reply.started and not had_begun,
+            ingest=self.ingest,
+        )
+
     async def forward(
         self,
         serving: Serving,
@@ -226,12 +298,12 @@ class Attempts:
         engine: Engine,
         lease: Lease,
         hold: Hold,
-        prefilled: Prefilled | None = None,
+        prefilled: OtherLeg | None = None,
     ) -> Forwarded:
         """Sends the request to the engine that it holds, and the answer to the client.
 
-        `prefilled`: another engine has computed its prompt. Raises EngineLate if the engine was to fetch its
-        KV, and does not begin to answer while it is surely kept.
+        `prefilled`: another engine has computed its prompt, or does so meanwhile. Raises EngineLate if the
+        engine was to fetch its KV, and does not begin to answer while it is surely kept.
         """
         call, reply, record = ready.call_for(engine), serving.reply, serving.record
         placement = record.placement if prefilled is not None and record.placement else lease.placement
@@ -307,7 +379,7 @@ class Attempts:
         lease: Lease,
         hold: Hold,
         forwarded: Forwarded,
-        prefilled: Prefilled | None,
+        prefilled: OtherLeg | None,
     ) -> Unchecked | None:
         """Notes what the engine reported of a complete answer, and what it holds now. Returns why its
         prediction was not checked."""
@@ -318,7 +390,7 @@ class Attempts:
         record.called_tool = forwarded.called_tool
         record.reported_tokens, record.output_tokens = forwarded.cached_tokens, forwarded.output_tokens
         if prefilled is not None:
-            record.reported_tokens = prefilled.handover.cached_tokens
+            record.reported_tokens = prefilled.cached_tokens
         else:
             engine.audit.reported(forwarded.cached_tokens or 0)
         self._check_tokens(pool, engine, hold, record)
@@ -388,10 +460,10 @@ def cause_for(error: Exception, serving: Serving) -> Cause:
     return Cause.ENGINE_REFUSED if is_refusal else Cause.ENGINE_REJECTED
 
 
-def _moved(record: RequestRecord, prefilled: Prefilled, lease: Lease, sent: float) -> None:
+def _moved(record: RequestRecord, prefilled: OtherLeg, lease: Lease, sent: float) -> None:
     """Notes that an engine has the KV that another one computed, and how long moving that took."""
     now, book = monotonic(), lease.placed.book
-    record.transfer, record.transfer_s = TransferResult.MOVED, now - sent
+    record.transfer, record.transfer_s = TransferResult.MOVED, now - prefilled.moves_since(sent)
     pulled = record.placement.chosen.pulled_tokens if record.placement is not None else 0
     waited = book.ledger.view(now).queue_s > 0  # then the time is not that of the transfer alone
     measured = 0 if waited else pulled

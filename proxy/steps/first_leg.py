@@ -15,7 +15,6 @@ from time import monotonic
 from typing import Any, Self, TypeVar
 
 import structlog
-from msgspec.structs import replace
 
 from engine_adapter import (
     EngineError,
@@ -29,17 +28,15 @@ from engine_adapter import (
     Role,
     Transfer,
     log_text,
-    read_error,
     tell_cached,
 )
-from proxy.core.audit import Unchecked
 from proxy.core.life import Blame, Cause
 from proxy.core.placement.decision import Pair
 from proxy.fleet.engine import Engine
 from proxy.fleet.ingest import Ingest
-from proxy.fleet.lease import Lease
 from proxy.request.error_table import cause_of
 from proxy.request.retries import REFUSALS
+from proxy.steps.legs import audit_leg, end_now, read_leg, send_leg
 from proxy.steps.preparation import Ready
 
 log = structlog.get_logger(__name__)
@@ -64,6 +61,15 @@ class Prefilled:
     until: float
     is_fetched: bool = False
     _limit: asyncio.Timeout | None = None
+
+    @property
+    def cached_tokens(self) -> int | None:
+        """Prompt tokens that the engine reused; None if it did not tell."""
+        return self.handover.cached_tokens
+
+    def moves_since(self, sent: float) -> float:
+        """When the KV began to move, for a request that was `sent` to the other engine then."""
+        return sent
 
     @property
     def is_over(self) -> bool:
@@ -182,7 +188,7 @@ class FirstLeg:
             ready.chain,
             streams=True,  # its one token is seen
             part=Role.PREFILL,
-            on_lost=lambda: _end_now(limit),
+            on_lost=lambda: end_now(limit),
         ) as lease:
             try:
                 async with limit:
@@ -195,7 +201,8 @@ class FirstLeg:
             lease.first_byte(streamed=True)
             handover = self.transfer.handover(content)
             lease.succeeded = True
-            self._audit(lease, handover)
+            reported = handover.cached_tokens if handover is not None else None
+            audit_leg(self.engine, self.ingest, lease, reported)
         if handover is None:
             self.engine.keeps_no_kv = True
             log.warning("an engine keeps no KV for others: see its findings", engine=self.engine.id)
@@ -205,34 +212,9 @@ class FirstLeg:
     async def _ask(self, transport: HttpTransport, engine: Engine, body: JsonBody) -> tuple[bytes, float]:
         """An engine's answer, and a time at which it had surely not begun. Raises EngineRejected for an
         error."""
-        ready, call = self.ready, self.ready.call
-        own = ready.body_for(engine)
-        if isinstance(own, JsonBody):
-            body = body.replace(model=own.get("model"), cache_salt=own.get("cache_salt"))
-        sent = engine.adapter.prepare("POST", self.path, call.headers, body)
-        named = [pair for pair in sent.headers if pair[0] != b"x-request-id"]
-        sent = replace(sent, headers=[*named, (b"x-request-id", call.request_id.encode())])
         with _Silence() as silence:
-            response = await transport.send(sent)
-        async with response:
-            content = await response.read()
-            if response.status >= 400:  # noqa: PLR2004 - HTTP
-                raise EngineRejected(read_error(content).message, status=response.status)
-            return content, silence.surely
-
-    def _audit(self, lease: Lease, handover: Handover | None) -> None:
-        """Compares the prediction for its engine with what that reports."""
-        audit, placement = self.engine.audit, lease.placement
-        reported = handover.cached_tokens if handover is not None else None
-        audit.reported(reported or 0)
-        if self.ingest is None or reported is None:
-            audit.skip(Unchecked.NOT_REPORTED)
-        elif not placement.firm:
-            audit.skip(Unchecked.NOT_FIRM)
-        else:
-            self.ingest.audit(
-                self.engine, placement.predicted_tokens, reported, evicted_since=lease.evicted_since
-            )
+            response = await send_leg(transport, engine, self.ready, self.path, body)
+        return await read_leg(response), silence.surely
 
     def _blame(self, error: EngineError) -> None:
         """Notes what the failure says about the engine. The other engine tells the client what is wrong with
@@ -247,12 +229,6 @@ class FirstLeg:
             engine.check_now.set()
         elif cause.blame is Blame.SUSPECT:
             engine.suspect(error)
-
-
-def _end_now(limit: asyncio.Timeout) -> None:
-    """Ends what the limit is for, unless that was done before."""
-    if not limit.expired():
-        limit.reschedule(asyncio.get_running_loop().time())
 
 
 class _Silence:

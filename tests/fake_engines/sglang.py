@@ -26,6 +26,7 @@ from tests.fake_engines.answers import event_stream
 from tests.fake_engines.cache import CachePrompt, Namespace, PageCache, StoredRun
 from tests.fake_engines.core import EngineCore, Generation, output_token
 from tests.fake_engines.publisher import Publisher
+from tests.fake_engines.rooms import LeftError, Room, until
 from tests.fake_engines.text import MODEL_DIR, chat_tokens, decode, encode, words
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -40,6 +41,7 @@ class SglangOptions:
         capacity: pages of each rank's pool.
         routes: which of `/ready`, `/v1/loads` and `/server_info` it has; older servers lack them.
         jinja: chats are rendered by a Jinja template.
+        disaggregation_mode: "prefill" or "decode" for a server that does half of each request.
         server_info: fields of `/server_info` that override those computed from the options.
     """
 
@@ -58,6 +60,8 @@ class SglangOptions:
     version: str = "0.5.23"
     routes: tuple[str, ...] = ("/ready", "/v1/loads", "/server_info")
     jinja: bool = True
+    disaggregation_mode: str = "null"
+    disaggregation_bootstrap_port: int = 8998
     server_info: dict[str, Any] = field(default_factory=dict)
 
 
@@ -147,13 +151,18 @@ class FakeSglang:
     Attributes:
         seen: bodies of the served chats and completions, with their rank.
         paused: it takes no requests now.
+        refuses: the status with which it answers all chats and completions; None while it serves them.
+        hangs: it answers no chats and completions, and does not say so.
+        aborted: requests whose client left while they waited for the other half.
     """
 
     def __init__(self, options: SglangOptions) -> None:
         self.options = options
         self.publishers = _publishers(options) if options.kv_events else []
         self.seen: list[tuple[int, dict]] = []
-        self.paused = False
+        self.paused = self.hangs = False
+        self.refuses: int | None = None
+        self.aborted = 0
         words()  # loads the tokenizer now, which takes seconds, so that no client waits
         self._begin()
         self.app = Starlette(routes=list(self._routes()))
@@ -216,6 +225,9 @@ class FakeSglang:
                 return JSONResponse({"error": "Unauthorized"}, 401)
             try:
                 return await handler(request)
+            except LeftError:
+                self.aborted += 1
+                return Response(status_code=499)
             except _RefusedError as refused:
                 error = {"object": "error", "message": str(refused), "type": "BadRequestError"}
                 return JSONResponse(error | {"param": None, "code": refused.status}, refused.status)
@@ -243,7 +255,10 @@ class FakeSglang:
             "enable_lora": bool(options.loras) or None,
             "speculative_algorithm": None,
             "completion_template": None,
-            "disaggregation_mode": "null",
+            "disaggregation_mode": options.disaggregation_mode,
+            "disaggregation_bootstrap_port": options.disaggregation_bootstrap_port,
+            "disaggregation_transfer_backend": "nixl",
+            "disaggregation_decode_enable_radix_cache": False,
             "kv_events_config": json.dumps({"publisher": "zmq"}) if options.kv_events else None,
             "status": "ready",
             "max_total_num_tokens": options.capacity * options.page_size,
@@ -363,12 +378,39 @@ class FakeSglang:
                     f"({self.options.max_model_len} tokens)."
                 )
             prompt = CachePrompt(tuple(tokens), self._namespace(path, body))
-            answer = _Answer(self.cores[rank], self.options, path, body, prompt)
+            room = await self._room(request, body)
+            if room is not None and self._is("prefill"):
+                body |= {"max_tokens": 1, "max_completion_tokens": 1}
+            told = room.cached if room is not None else None
+            answer = _Answer(self.cores[rank], self.options, path, body, prompt, told)
             if body.get("stream"):
                 return event_stream(answer.chunks())
-            return JSONResponse(await answer.whole())
+            whole = JSONResponse(await answer.whole())
+            if room is not None and self._is("prefill"):
+                room.cached = answer.cached
+            return whole
 
         return serve
+
+    def _is(self, mode: str) -> bool:
+        return self.options.disaggregation_mode == mode
+
+    async def _room(self, request: Request, body: dict) -> Room | None:
+        """The room in which a half of a request has met the other one; None for a server that is whole."""
+        if self._is("null"):
+            return None
+        if body.get("bootstrap_room") is None:
+            raise _RefusedError("Disaggregated request received without bootstrap room id")
+        if self.refuses is not None:
+            raise _RefusedError("out of order", self.refuses)
+        room = Room.of(body)
+        if self._is("prefill"):
+            await until(request, lambda: room.has_decoder and not self.hangs)
+        else:
+            room.has_decoder = True
+            is_one = (body.get("n") or 1) == 1
+            await until(request, lambda: room.cached is not None and is_one and not self.hangs)
+        return room
 
     async def _generate(self, request: Request) -> Response:
         """One prompt. As in 0.5.23, each event of a stream has the whole text so far."""
@@ -378,18 +420,26 @@ class FakeSglang:
         tokens = body["input_ids"] if body.get("input_ids") is not None else encode(body["text"])
         namespace = self._namespace("/generate", body)
         limit = (body.get("sampling_params") or {}).get("max_new_tokens", 128)
+        room = await self._room(request, body)
+        told = room.cached if room is not None else None
+        if room is not None and self._is("prefill"):
+            limit = 1
 
         async def answers() -> AsyncIterator[dict]:
             text = ""
             async with self.cores[rank].generate(CachePrompt(tuple(tokens), namespace), limit) as generation:
+                cached = generation.cached_tokens if told is None else told
                 async for token in generation.output:
                     text += decode([token])
                     meta = {"id": "g-1", "finish_reason": None, "prompt_tokens": len(tokens)}
-                    yield {"text": text, "meta_info": meta | {"cached_tokens": generation.cached_tokens}}
+                    yield {"text": text, "meta_info": meta | {"cached_tokens": cached}}
 
         if body.get("stream"):
             return event_stream(answers())
-        return JSONResponse([answer async for answer in answers()][-1])
+        last = [answer async for answer in answers()][-1]
+        if room is not None and self._is("prefill"):
+            room.cached = last["meta_info"]["cached_tokens"]
+        return JSONResponse(last)
 
     async def _model_info(self, _: Request) -> Response:
         return JSONResponse({"model_path": self.options.model, "is_generation": True})
@@ -470,19 +520,25 @@ class FakeSglang:
 
 @dataclass(slots=True)
 class _Answer:
-    """The answer of one request, whole or as a stream."""
+    """The answer of one request, whole or as a stream.
+
+    Attributes:
+        cached: prompt tokens that it says were reused: those that the other half of the request told, or its
+            own of the first choice.
+    """
 
     core: _Core
     options: SglangOptions
     path: str
     body: dict
     prompt: CachePrompt
+    cached: int | None = None
 
     async def whole(self) -> dict:
-        choices, cached = [], None
+        choices = []
         async for index, generation in self._generations():
             tokens = [token async for token in generation.output]
-            cached = generation.cached_tokens if cached is None else cached
+            self.cached = cached = generation.cached_tokens if self.cached is None else self.cached
             choices.append(self._choice(index, decode(tokens)))
         answer = {"id": "c-1", "object": self._object, "created": 1, "model": self._model}
         answer |= {"choices": choices, "usage": self._usage(cached), "metadata": None}
@@ -490,7 +546,7 @@ class _Answer:
         return answer if extension is None else answer | {"sglext": extension}
 
     async def chunks(self) -> AsyncIterator[dict]:
-        cached = None
+        cached = self.cached
         async for index, generation in self._generations():
             cached = generation.cached_tokens if cached is None else cached
             if self._is_chat:

@@ -36,10 +36,11 @@ WAIT_S = 120.0
 POLL_S = 0.02
 
 
-def installed(script: str) -> str:
+def installed(script: str, *arguments: str) -> str:
     """What a script of scripts/ prints, which installs the server on first use (minutes). A failed
     installation fails the test."""
-    install = subprocess.run([ROOT / "scripts" / script], capture_output=True, text=True, check=False)
+    command = [ROOT / "scripts" / script, *arguments]
+    install = subprocess.run(command, capture_output=True, text=True, check=False)
     if install.returncode:
         pytest.fail(f"scripts/{script} ended with {install.returncode}:\n{install.stderr}", pytrace=False)
     return install.stdout.strip()

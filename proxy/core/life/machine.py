@@ -193,7 +193,7 @@ class Life:
     ) -> tuple[Command, ...]:
         """Tries another engine, if that may help. A stream goes on there from what its client has."""
         turn = _turn_of(state)
-        attempt = Attempt(turn.engine, event.cause, event.error)
+        attempt = Attempt(event.engine or turn.engine, event.cause, event.error)
         attempts = (*turn.admitted.attempts, attempt)
         blame = (BlameEngine(attempt),) if event.cause.blame is not Blame.NOBODY else ()
         has_begun = event.has_begun or turn.admitted.has_begun

@@ -129,12 +129,14 @@ class Failed(Struct, frozen=True):
         error: the caller's own.
         has_begun: the client has the beginning of an answer.
         can_go_on: another engine can go on with that answer.
+        engine: the engine that failed, if it is not the one whose turn it is.
     """
 
     cause: Cause
     error: Exception
     has_begun: bool = False
     can_go_on: bool = False
+    engine: str | None = None
 
 
 class Lost(Struct, frozen=True):

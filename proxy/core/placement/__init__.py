@@ -2,6 +2,7 @@
 
 decision.py       the cost of each candidate, and the choice
 pairs.py          one engine computes the prompt, another one answers
+halves.py         two engines answer together, as neither can alone
 placer.py         all state of one pool that the choice uses
 load.py           each engine's work in flight
 rates.py          how fast each engine is

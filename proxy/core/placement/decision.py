@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from math import inf
 
 import msgspec
 
@@ -64,6 +65,8 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
         is_last: it served this session before.
         busy: share of its time that it computes prompts.
         in_use: GPU memory that requests in flight hold; None if its capacity is not known.
+        partners: the engines of which one must compute the prompt for it; () if it answers alone. Engines
+            with the same partners share one tuple.
     """
 
     engine: str
@@ -81,6 +84,7 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     is_last: bool = False
     busy: float = 0.0
     in_use: InUse | None = None
+    partners: tuple[Candidate, ...] = ()
 
 
 class Cost(msgspec.Struct, frozen=True, gc=False):
@@ -219,11 +223,13 @@ class Pair(msgspec.Struct, frozen=True, gc=False):
         prefill: the placement of the prompt alone.
         decode: the placement on the other engine, as if it computed the prompt itself.
         patience_s: the first leg is given up if it takes longer.
+        together: both legs run at once, because neither engine can answer alone.
     """
 
     prefill: Placement
     decode: Placement
-    patience_s: float
+    patience_s: float = inf
+    together: bool = False
 
 
 class Outlook(msgspec.Struct, frozen=True, gc=False):

@@ -19,8 +19,9 @@ from engine_adapter.types import Role, Tier
 from proxy.core.index.blocks import BlockHash, Chain
 from proxy.core.index.match import Match
 from proxy.core.index.prefix_index import PrefixIndex
-from proxy.core.placement.decision import NOTHING, Candidate, Outlook, Placement, place, place_least_loaded
+from proxy.core.placement.decision import NOTHING, Candidate, Outlook, Placement, place
 from proxy.core.placement.demand import Demand
+from proxy.core.placement.halves import least_loaded_of, place_halves
 from proxy.core.placement.in_use import InUse, Residents
 from proxy.core.placement.load import EngineLedger, LoadSample, Spent, Work
 from proxy.core.placement.pairs import Prefillers, place_with_pairs
@@ -185,6 +186,7 @@ class Placer:
         forecast: Forecast | None = None,
         complete: bool = True,
         is_last: bool = False,
+        partners: tuple[Candidate, ...] = (),
     ) -> Candidate:
         """An engine as a candidate for placement now."""
         book = self.books[engine]
@@ -217,6 +219,7 @@ class Placer:
             is_last,
             min(busy, 1.0),
             book.in_use,
+            partners,
         )
 
     def place(
@@ -226,13 +229,17 @@ class Placer:
         chain: Chain | None,
         prefillers: Prefillers | None = None,
     ) -> Placement:
-        """Chooses an engine, or a pair if there are `prefillers`; by load alone if the prompt is not known.
-        Changes no state."""
+        """Chooses an engine, or a pair if there are `prefillers`, or if engines answer only in pairs; by load
+        alone if the prompt is not known. Changes no state."""
         if chain is None:
-            return place_least_loaded(candidates)
-        if prefillers is not None:
-            return place_with_pairs(candidates, prefillers, chain, self.outlook(now))
-        return place(candidates, chain, self.outlook(now))
+            return least_loaded_of(candidates)
+        outlook = self.outlook(now)
+        halves = [each for each in candidates if each.partners]
+        if not halves:
+            return _alone(candidates, chain, prefillers, outlook)
+        whole = [each for each in candidates if not each.partners]
+        alone = _alone(whole, chain, prefillers, outlook) if whole else None
+        return place_halves(halves, chain, outlook, alone)
 
     def prefillers(
         self,
@@ -423,6 +430,15 @@ class Placer:
             return  # it had none
         if chain is not None and self.books.get(book.engine) is book:
             self.index.end_pending(book.engine, chain.hashes)
+
+
+def _alone(
+    candidates: Sequence[Candidate], chain: Chain, prefillers: Prefillers | None, outlook: Outlook
+) -> Placement:
+    """The choice among engines that can answer alone."""
+    if prefillers is not None:
+        return place_with_pairs(candidates, prefillers, chain, outlook)
+    return place(candidates, chain, outlook)
 
 
 def _goes_on_from(

@@ -52,7 +52,7 @@ from proxy.request.gate import Admission
 from proxy.request.records import RequestRecord
 from proxy.request.tenants import ApiKey
 from proxy.server.tracing import spans
-from proxy.steps.attempt import Attempts, Serving
+from proxy.steps.attempt import Attempts, OtherLeg, Serving
 from proxy.steps.first_leg import Prefilled
 from proxy.steps.preparation import Ready
 
@@ -190,7 +190,7 @@ class TracedAttempts(Attempts):
         engine: Engine,
         lease: Lease,
         hold: Hold,
-        prefilled: Prefilled | None = None,
+        prefilled: OtherLeg | None = None,
     ) -> Forwarded:
         """Sends the request to the engine that it holds, within a span."""
         self._add_hold(lease)

@@ -77,7 +77,6 @@ def test_why_events_do_not_fit(fields, problem, remedy):
         ({}, {"jinja": False}, "tokenised twice", ""),
         ({"completion_template": True}, {}, "text completions", "--completion-template"),
         ({"lacks_admin_key": True}, {}, "cannot be flushed", "--api-key"),
-        ({"disaggregation": "prefill"}, {}, "prefill half", "router"),
     ],
 )
 def test_what_else_there_is(fields, options, problem, remedy):

@@ -333,11 +333,11 @@ def test_where_every_engine_refuses_kvpin_the_operator_has_to_act(fleet):
     with pytest.raises(NoEngine, match="the operator has to act, and `kvpin engines` says how") as caught:
         fleet.find("m")
     assert "key" not in str(caught.value)
-    assert str(fleet.none_ready(None)) == str(caught.value), "also where they served before"
+    assert str(fleet.none_ready(None, None)) == str(caught.value), "also where they served before"
     two.state = EngineState.CONNECTING
     with pytest.raises(NoEngine, match="try again shortly"):
         fleet.find("m")
-    assert "try again shortly" in str(fleet.none_ready(None))
+    assert "try again shortly" in str(fleet.none_ready(None, None))
 
 
 def test_where_every_engine_was_given_up_nobody_is_told_to_try_again(fleet):

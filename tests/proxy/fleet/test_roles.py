@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from engine_adapter import EngineRejected, Role
+from engine_adapter.sglang.rendezvous import BootstrapRoom
 from engine_adapter.vllm.nixl import NixlPull
 from proxy.core.admission import Needs
 from proxy.fleet.engine import EngineState
@@ -69,6 +70,51 @@ def test_a_role_without_its_counterpart_is_a_finding(fleet, roles, engine, said)
     found = [str(each) for each in of_role(fleet.engines[engine], pool)]
     assert [said in each for each in found] == ([True] if said is not None else [])
     assert of_role(fleet.engines[engine], None) == ()
+
+
+class TestHalves:
+    """Engines that answer only together with another one."""
+
+    @pytest.fixture
+    def pool(self, fleet):
+        pool = pool_of(fleet, p=Role.PREFILL, q=Role.PREFILL, d=Role.DECODE, b=Role.BOTH)
+        for name in "pqd":
+            engine = fleet.engines[name]
+            engine.adapter.rendezvous = BootstrapRoom("nixl", name, 1, 0, 1)
+            fleet.join(engine, engine.info)
+            engine.state = EngineState.READY
+        return pool
+
+    def partners(self, pool, **more):
+        found = pool.candidates(None, **more)
+        return {each.engine: [partner.engine for partner in each.partners] for each in found}
+
+    def test_the_one_for_decoding_answers_with_a_partner(self, pool):
+        assert self.partners(pool) == {"b": [], "d": ["p", "q"]}
+        assert self.partners(pool, without={"p"}) == {"b": [], "d": ["q"]}
+        assert pool.engines_for(Needs()) == {"b", "d"}
+
+    def test_never_without_one(self, fleet, pool):
+        assert self.partners(pool, without={"p", "q"}) == {"b": []}
+        assert self.partners(pool, without={"b", "d"}) == {}
+        fleet.engines["b"].state = fleet.engines["d"].state = EngineState.DOWN
+        assert self.partners(pool) == {}, "those for prefills do not answer either"
+        assert pool.missing_half() is Role.DECODE
+        fleet.engines["d"].state = EngineState.READY
+        fleet.engines["p"].state = fleet.engines["q"].state = EngineState.DOWN
+        assert self.partners(pool) == {}
+        assert pool.missing_half() is Role.PREFILL
+        assert "the prefill half" in str(fleet.none_ready(pool, None))
+
+    def test_only_with_those_that_move_kv_alike(self, fleet, pool):
+        fleet.engines["q"].adapter.rendezvous = BootstrapRoom("mooncake", "q", 1, 0, 1)
+        assert self.partners(pool) == {"b": [], "d": ["p"]}
+        (finding,) = of_role(fleet.engines["q"], pool)
+        assert "no engine of its model the decode half: it gets no requests" in finding.problem
+        assert of_role(fleet.engines["d"], pool) == ()
+
+    def test_where_it_kept_a_response(self, pool):
+        assert self.partners(pool, needs=Needs(home="d")) == {"d": ["p", "q"]}
 
 
 class TestPrefillers:

@@ -64,6 +64,12 @@ class Error(Exception):
     """The error of a failed step."""
 
 
+def failed(cause, *how):
+    """`by NAME` at the end names the engine, if it is another one."""
+    *how, engine = (*how[:-2], how[-1]) if how[-2:-1] == ("by",) else (*how, None)
+    return Failed(Cause(cause), Error(cause), bool(how), how == ["goes", "on"], engine)
+
+
 EVENTS = {
     "prepared": lambda *once: Prepared(can_repeat=not once),
     "placed": Placed,
@@ -72,7 +78,7 @@ EVENTS = {
     "sent": Sent,
     "began": lambda *socket: Began(is_socket=bool(socket)),
     "answered": lambda *error: Answered(is_error=bool(error)),
-    "failed": lambda cause, *how: Failed(Cause(cause), Error(cause), bool(how), how == ("goes", "on")),
+    "failed": failed,
     "lost": lambda received="0": Lost(int(received)),
     "tick": lambda *how: Tick(0, at_client=True) if how == ("at", "client") else Tick(*map(int, how)),
     "left": lambda cause: Left(Cause(cause)),

@@ -1,0 +1,54 @@
+"""What the legs of a request on a second engine have in common: they are sent alike, and audited alike."""
+
+from __future__ import annotations
+
+import asyncio
+
+from msgspec.structs import replace
+
+from engine_adapter import EngineRejected, HttpTransport, IncomingResponse, JsonBody, read_error
+from proxy.core.audit import Unchecked
+from proxy.fleet.engine import Engine
+from proxy.fleet.ingest import Ingest
+from proxy.fleet.lease import Lease
+from proxy.steps.preparation import Ready
+
+
+async def send_leg(
+    transport: HttpTransport, engine: Engine, ready: Ready, path: str, body: JsonBody
+) -> IncomingResponse:
+    """Sends a leg of a request to an engine: with that engine's name of the model and salt, and with the id
+    that the request has on the other one. Raises EngineUnavailable."""
+    call, own = ready.call, ready.body_for(engine)
+    if isinstance(own, JsonBody):
+        body = body.replace(model=own.get("model"), cache_salt=own.get("cache_salt"))
+    sent = engine.adapter.prepare("POST", path, call.headers, body)
+    named = [pair for pair in sent.headers if pair[0] != b"x-request-id"]
+    return await transport.send(replace(sent, headers=[*named, (b"x-request-id", call.request_id.encode())]))
+
+
+async def read_leg(response: IncomingResponse) -> bytes:
+    """The whole answer. Raises EngineUnavailable; EngineRejected for an error."""
+    async with response:
+        content = await response.read()
+        if response.status >= 400:  # noqa: PLR2004 - HTTP
+            raise EngineRejected(read_error(content).message, status=response.status)
+        return content
+
+
+def audit_leg(engine: Engine, ingest: Ingest | None, lease: Lease, reported: int | None) -> None:
+    """Compares the prediction for the engine that computed the prompt with what that reports."""
+    audit, placement = engine.audit, lease.placement
+    audit.reported(reported or 0)
+    if ingest is None or reported is None:
+        audit.skip(Unchecked.REUSE_OFF if ingest is None else Unchecked.NOT_REPORTED)
+    elif not placement.firm:
+        audit.skip(Unchecked.NOT_FIRM)
+    else:
+        ingest.audit(engine, placement.predicted_tokens, reported, evicted_since=lease.evicted_since)
+
+
+def end_now(limit: asyncio.Timeout) -> None:
+    """Ends what the limit is for, unless that was done before."""
+    if not limit.expired():
+        limit.reschedule(asyncio.get_running_loop().time())

@@ -1,0 +1,30 @@
+"""NIXL's API, in which GPU memory is DRAM."""
+
+from __future__ import annotations
+
+from nixl_cu12 import _api as real
+from nixl_cu12._api import *  # noqa: F403
+
+nixl_agent_config = real.nixl_agent_config
+
+
+def _here(kind: str | None) -> str | None:
+    return "DRAM" if kind == "VRAM" else kind
+
+
+class nixl_agent(real.nixl_agent):  # noqa: N801 - NIXL's own name
+    """An agent that knows no GPU."""
+
+    def register_memory(self, reg_list: object, mem_type: str | None = None, backends: object = ()) -> object:
+        """Registers memory, whatever kind SGLang says it is."""
+        return super().register_memory(reg_list, _here(mem_type), list(backends))
+
+    def get_xfer_descs(self, descs: object, mem_type: str | None = None) -> object:
+        """Describes parts of it."""
+        return super().get_xfer_descs(descs, _here(mem_type))
+
+    def prep_xfer_dlist(
+        self, agent_name: str, xfer_list: object, mem_type: str | None = None, backends: object = ()
+    ) -> object:
+        """Prepares to move them."""
+        return super().prep_xfer_dlist(agent_name, xfer_list, _here(mem_type), list(backends))

@@ -1,0 +1,307 @@
+"""Two SGLangs serve a request together, as neither can alone. Both are fakes that follow a real pair; the
+adapter, the events and the whole of kvpin are real."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import dataclass
+
+import httpx
+import pytest
+
+from proxy.core.audit import Trust
+from proxy.core.life import Rules
+from proxy.core.placement.transfers import TransferResult
+from proxy.fleet.engine import EngineState
+from proxy.observe.reasons import Reason, reason_of, why
+from proxy.request.records import RequestRecord
+from proxy.settings import EngineSettings
+from tests.fake_engines.sglang import RunningSglang, running_sglang
+from tests.live.fake_world import FakeWorld, proxy_over, until
+
+TEXT = " ".join(f"Entry {n}: all was well on this day." for n in range(30))
+MODES = {"p": "prefill", "q": "prefill", "d": "decode", "e": "decode", "w": "null"}
+
+
+def asked(text=TEXT, **fields):
+    return {"model": "tiny", "prompt": text, "max_tokens": 6, "temperature": 0, **fields}
+
+
+def texts_of(answer: httpx.Response) -> list[str]:
+    """The text of each choice."""
+    assert answer.status_code == 200, answer.text
+    if not answer.headers["content-type"].startswith("text/event-stream"):
+        body = answer.json()
+        if "choices" not in body:
+            return [body["text"]]
+        return [each.get("text") or each["message"]["content"] for each in body["choices"]]
+    assert answer.text.endswith("data: [DONE]\n\n")
+    assert '"error"' not in answer.text
+    text = ""
+    for line in answer.text.splitlines():
+        if line.startswith("data: {"):
+            for choice in json.loads(line[6:])["choices"]:
+                text += choice.get("text") or (choice.get("delta") or {}).get("content") or ""
+    return [text]
+
+
+@dataclass(frozen=True)
+class HalvesWorld(FakeWorld):
+    """kvpin, and the fakes behind it by their names: `p` and `q` compute prompts, `d` and `e` answer; `w`
+    does both."""
+
+    fakes: dict[str, RunningSglang]
+
+    def is_read(self, name: str) -> bool:
+        if MODES[name] == "decode":
+            return True
+        view = self.engine(name).view
+        seen = [view.counts.stored, view.counts.removed] if view is not None else None
+        return self.engine(name).audit.trust is Trust.PRECISE and seen == self.fakes[name].told()
+
+    def counts(self) -> dict[str, int]:
+        """Chats and completions that each server got."""
+        return {name: len(fake.fake.seen) for name, fake in self.fakes.items()}
+
+    async def alone(self, path: str, body: dict) -> list[str]:
+        """The texts of a single server's answer."""
+        with running_sglang(page_size=16) as single:
+            return texts_of(await self.client.post(f"{single.url}/{path}", json=body))
+
+    async def ask(self, text=TEXT, **fields) -> tuple[httpx.Response, RequestRecord]:
+        """The answer to a completion, and kvpin's record of it."""
+        before = len(list(self.proxy.flow.requests))
+        answer = await self.client.post(f"{self.url}/v1/completions", json=asked(text, **fields))
+        await until(lambda: self.is_idle() and len(list(self.proxy.flow.requests)) > before)
+        await self.settle_views()
+        return answer, self.last
+
+    async def settle_views(self) -> None:
+        """Waits until kvpin has read all events."""
+        for name in self.fakes:
+            await until(lambda name=name: self.is_read(name))
+
+    def is_idle(self) -> bool:
+        engines = self.proxy.fleet.pools["tiny"].engines.values()
+        return all(not engine.leases and not engine.ledger.in_flight for engine in engines)
+
+
+@asynccontextmanager
+async def world_of(names: str = "pd", **settings) -> AsyncIterator[HalvesWorld]:
+    with ExitStack() as stack:
+        fakes = {
+            name: stack.enter_context(
+                running_sglang(
+                    page_size=16,
+                    disaggregation_mode=MODES[name],
+                    disaggregation_bootstrap_port=9000 + ord(name),
+                    kv_events=MODES[name] != "decode",
+                    disable_radix_cache=MODES[name] == "decode",
+                )
+            )
+            for name in names
+        }
+        engines = [EngineSettings(id=name, kind="sglang", url=fake.url) for name, fake in fakes.items()]
+        async with proxy_over(engines, (), interval_s=0.2) as made:
+            world = HalvesWorld(*made, fakes)
+            await world.settle()
+            yield world
+
+
+KINDS = {
+    "completion": ("v1/completions", asked()),
+    "stream": ("v1/completions", asked(stream=True)),
+    "chat": ("v1/chat/completions", asked(messages=[{"role": "user", "content": TEXT}], prompt=None)),
+    "chat stream": (
+        "v1/chat/completions",
+        asked(messages=[{"role": "user", "content": TEXT}], prompt=None, stream=True),
+    ),
+    "generate": ("generate", {"text": TEXT, "sampling_params": {"max_new_tokens": 6}}),
+}
+
+
+class TestPair:
+    @pytest.mark.parametrize("kind", KINDS)
+    async def test_both_answer_together_as_one_would(self, kind):
+        path, body = KINDS[kind]
+        body = {name: value for name, value in body.items() if value is not None}
+        async with world_of() as world:
+            expected = await world.alone(path, body)
+            for turn in range(2):
+                await world.settle()
+                answer = await world.client.post(f"{world.url}/{path}", json=body)
+                assert texts_of(answer) == expected
+                await until(lambda turn=turn: world.is_idle() and len(list(world.proxy.flow.requests)) > turn)
+                record = world.last
+                held = (len(record.prompt.token_ids) - 1) // 16 * 16 if turn else 0
+                assert record.reported_tokens == int(answer.headers["x-kvpin-predicted-tokens"]) == held
+                assert (record.prefilled_by, record.transfer) == ("p", TransferResult.MOVED)
+                assert record.first_leg_s > 0
+            assert world.engine("p").audit.view().exact == 2
+            assert world.counts() == {"p": 2, "d": 2}
+            rooms = [body["bootstrap_room"] for _, body in world.fakes["d"].fake.seen]
+            assert len({*rooms}) == 2
+            assert all(0 < room < 2**63 for room in rooms)
+
+    async def test_several_choices_and_prompts_are_requests_of_their_own(self):
+        async with world_of() as world:
+            answer = await world.post("completions", asked(["One text.", "Another text."], n=2))
+            assert len(texts_of(answer)) == 4
+            assert world.counts() == {"p": 4, "d": 4}
+
+    @pytest.mark.parametrize(
+        ("field", "value"), [("text", ["a", "b"]), ("input_ids", [[1], [2]]), ("sampling_params", {"n": 2})]
+    )
+    async def test_generate_takes_one_prompt_and_gives_one_answer(self, field, value):
+        body = {"text": TEXT, "sampling_params": {"max_new_tokens": 2}} | {field: value}
+        async with world_of() as world:
+            answer = await world.client.post(f"{world.url}/generate", json=body)
+            assert answer.status_code == 400
+            assert f"{field} asks for several answers" in answer.text
+            await until(world.is_idle)
+
+    async def test_the_decision_says_why(self):
+        async with world_of() as world:
+            _, record = await world.ask()
+            placement = record.placement
+            assert reason_of(placement) is Reason.PAIRED
+            assert why(placement).endswith("and d answers: neither of them can alone")
+
+
+class TestChoice:
+    async def test_the_prompt_goes_where_its_kv_is(self):
+        async with world_of("pqde") as world:
+            _, first = await world.ask()
+            for n in range(3):
+                _, record = await world.ask(f"{TEXT} And {n}.")
+                assert record.prefilled_by == first.prefilled_by
+                assert record.reported_tokens > 100
+
+    async def test_answers_are_spread_by_their_number(self):
+        async with world_of("pde") as world:
+            await asyncio.gather(*(world.post("completions", asked(f"{n} {TEXT}")) for n in range(6)))
+            counts = world.counts()
+            assert counts["p"] == 6
+            assert min(counts["d"], counts["e"]) >= 2
+
+    async def test_beside_one_that_is_whole(self):
+        """It answers alone, or the pair does: whatever costs less."""
+        async with world_of("pdw") as world:
+            _, record = await world.ask()
+            assert record.prefilled_by is None
+            world.proxy.fleet.pools["tiny"].placer.books["w"].rates.pace = 50.0
+            _, record = await world.ask(f"Another. {TEXT}")
+            assert record.prefilled_by == "p"
+
+
+class TestMissing:
+    @pytest.mark.parametrize(
+        ("names", "missing", "there"), [("p", "decode", "prefill"), ("d", "prefill", "decode")]
+    )
+    async def test_one_half_answers_nothing(self, names, missing, there):
+        async with world_of(names) as world:
+            answer = await world.post("completions", asked())
+            assert answer.status_code == 503
+            assert answer.json()["error"]["message"] == (
+                f"no engine that does the {missing} half of requests is ready for this model, and those for "
+                f"the {there} half cannot answer alone; try again shortly"
+            )
+            assert world.counts() == {names: 0}
+
+    async def test_a_finding_says_so(self):
+        async with world_of("p") as world:
+            stats = (await world.client.get(f"{world.url}/admin/v1/engines")).text
+            assert (
+                "it does only the prefill half of each request, and no engine of its model the decode half"
+                in stats
+            )
+        async with world_of("pd") as world:
+            assert (
+                "half of each request" not in (await world.client.get(f"{world.url}/admin/v1/engines")).text
+            )
+
+    async def test_a_half_that_comes_back_serves_again(self):
+        async with world_of() as world:
+            world.fakes["p"].fake.paused = True
+            await until(lambda: world.engine("p").state is EngineState.DOWN)
+            assert (await world.client.post(f"{world.url}/v1/completions", json=asked())).status_code == 503
+            world.fakes["p"].fake.paused = False
+            await until(lambda: world.engine("p").state is EngineState.READY)
+            assert (await world.client.post(f"{world.url}/v1/completions", json=asked())).status_code == 200
+
+
+class TestFaults:
+    async def test_a_prompt_that_is_refused_goes_to_another_engine_for_prefills(self):
+        """The one for decoding is not to blame: it is asked again."""
+        async with world_of("pqd") as world:
+            expected = await world.alone("v1/completions", asked())
+            world.fakes["p"].fake.refuses = 500
+            world.proxy.fleet.pools["tiny"].placer.books["q"].turn = 99
+            answer, record = await world.ask(stream=True)
+            assert texts_of(answer) == expected
+            assert (record.attempts, record.prefilled_by) == (["d", "d"], "q")
+            await until(lambda: world.fakes["d"].fake.aborted == 1)
+            assert world.engine("p").breaker is not None
+            assert world.engine("d").breaker is None
+
+    async def test_of_one_pair_the_client_gets_the_refusal(self):
+        async with world_of() as world:
+            world.fakes["p"].fake.refuses = 503
+            answer = await world.post("completions", asked())
+            assert answer.status_code == 503
+            assert "out of order" in answer.text
+            await until(world.is_idle)
+
+    async def test_an_error_about_the_request_is_passed_on(self):
+        async with world_of() as world:
+            world.fakes["p"].fake.refuses = 422
+            answer = await world.post("completions", asked())
+            assert answer.status_code == 422
+            assert "out of order" in answer.text
+            assert world.counts()["d"] == 1
+            await until(lambda: world.is_idle() and world.fakes["d"].fake.aborted == 1)
+
+    async def test_an_answer_that_is_refused_ends_the_prompt(self):
+        async with world_of("pde") as world:
+            expected = await world.alone("v1/completions", asked())
+            world.fakes["d"].fake.refuses = 503
+            world.proxy.fleet.pools["tiny"].placer.books["e"].turn = 99
+            answer, record = await world.ask()
+            assert texts_of(answer) == expected
+            assert record.attempts == ["d", "e"]
+            await until(lambda: world.fakes["p"].fake.aborted == 1)
+            assert world.engine("p").breaker is None
+
+    @pytest.mark.parametrize("name", ["p", "d"])
+    async def test_the_client_leaves(self, name):
+        async with world_of() as world:
+            world.fakes[name].fake.hangs = True
+            with pytest.raises(httpx.ReadTimeout):
+                await world.client.post(f"{world.url}/v1/completions", json=asked(), timeout=0.5)
+            await until(world.is_idle)
+            await until(lambda: world.fakes["d"].fake.aborted == 1)
+
+    async def test_a_prompt_that_is_late_is_the_fault_of_its_engine(self):
+        async with world_of("pqd") as world:
+            expected = await world.alone("v1/completions", asked())
+            world.fakes["p"].fake.hangs = True
+            world.proxy.fleet.pools["tiny"].placer.books["q"].turn = 99
+            object.__setattr__(world.proxy.flow, "rules", Rules(first_byte_s=2.0))
+            answer, record = await world.ask()
+            assert texts_of(answer) == expected
+            assert (record.attempts, record.prefilled_by) == (["d", "d"], "q")
+
+    async def test_a_lost_engine_for_prefills(self):
+        async with world_of("pqd") as world:
+            expected = await world.alone("v1/completions", asked())
+            world.fakes["p"].fake.hangs = True
+            world.proxy.fleet.pools["tiny"].placer.books["q"].turn = 99
+            answer = asyncio.ensure_future(world.client.post(f"{world.url}/v1/completions", json=asked()))
+            await until(lambda: world.counts()["p"] == 1)
+            world.engine("p").abandon()
+            assert texts_of(await answer) == expected
+            await until(lambda: world.is_idle() and bool(list(world.proxy.flow.requests)))
+            assert world.last.attempts == ["d", "d"]
