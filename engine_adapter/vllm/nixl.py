@@ -38,6 +38,7 @@ _OF_ANSWER = (
     "logprobs",
     "min_tokens",
     "return_token_ids",
+    "stop_token_ids",
     "stream_options",
     "top_logprobs",
 )
@@ -96,7 +97,9 @@ class NixlPull(Transfer):
         own = _params_of(body)
         drop = (*_OF_ANSWER, *_OF_GENERATION) if _IDS in own else _OF_ANSWER
         params = {**own, **_KEEP}
-        return body.replace(**dict.fromkeys(drop), **limits, stream=False, kv_transfer_params=params)
+        # KV is kept only if the answer ends by its limit: its one token may be one that ends answers.
+        ends = {**limits, "ignore_eos": True}
+        return body.replace(**dict.fromkeys(drop), **ends, stream=False, kv_transfer_params=params)
 
     @override
     def handover(self, answer: bytes) -> Handover | None:

@@ -211,6 +211,8 @@ class Monitor:
         if info.gpu_blocks != engine.info.gpu_blocks or info.tokenizer != engine.info.tokenizer:
             await self._join(engine, info)  # its model was loaded for the first time
         engine.info = info
+        if (pool := self._fleet.pool_of(engine)) is not None:
+            pool.note_roles()
         self._log_findings(engine)
         self._admit(engine)
 

@@ -75,14 +75,15 @@ class Pool:
     def join(self, engine: Engine) -> None:
         """Adds an engine that has connected."""
         self.engines[engine.id] = engine
-        self._note_roles()
+        self.note_roles()
 
     def leave(self, engine: Engine) -> None:
         """Removes an engine."""
         del self.engines[engine.id]
-        self._note_roles()
+        self.note_roles()
 
-    def _note_roles(self) -> None:
+    def note_roles(self) -> None:
+        """Some engine has joined, left, or told anew what it is."""
         engines = self.engines.values()
         self.has_roles = any(engine.role is not Role.BOTH for engine in engines)
         self.passes_kv = any(engine.adapter.transfer is not None for engine in engines)

@@ -89,7 +89,7 @@ class TestFetch:
         assert json.loads(body.raw) == expected
         first = json.loads(NIXL.first_leg(body).raw)
         assert first.pop("kv_transfer_params")["do_remote_decode"] is True
-        assert first == expected
+        assert first == expected | {"ignore_eos": True}
 
     def test_a_response_too(self):
         route, _ = NIXL.fetch(RESPONSES, body_of(), IDS)
@@ -97,6 +97,12 @@ class TestFetch:
 
 
 class TestFirstLeg:
+    def test_no_token_ends_it_before_its_limit(self):
+        """vLLM keeps no KV for an answer that ended otherwise."""
+        sent = json.loads(NIXL.first_leg(body_of(stop_token_ids=[7], ignore_eos=False)).raw)
+        assert sent["ignore_eos"] is True
+        assert "stop_token_ids" not in sent
+
     def test_asks_for_one_token_and_for_the_blocks(self):
         body = body_of(
             stream_options={"include_usage": True},
@@ -112,6 +118,7 @@ class TestFirstLeg:
             "max_tokens": 1,
             "stream": False,
             "stop": ["x"],
+            "ignore_eos": True,
             "kv_transfer_params": {
                 "do_remote_decode": True,
                 "do_remote_prefill": False,

@@ -17,10 +17,12 @@ from engine_adapter import (
     JsonBody,
     ModelState,
     PromptTable,
+    Role,
     Tier,
     ViewCurrent,
     ViewLost,
 )
+from engine_adapter.vllm.nixl import NixlPull
 from proxy.core.audit import Trust
 from proxy.fleet import monitor as monitor_module
 from proxy.fleet.engine import EngineState
@@ -192,6 +194,20 @@ async def test_one_that_fails_a_check_leaves_with_all_that_was_known_and_comes_b
     await world.state(engine, EngineState.READY)
     assert world.fleet.pools["m"] is pool
     assert engine.last_error is None
+
+
+async def test_an_engine_that_says_later_that_it_passes_kv_does(world):
+    """A vLLM that was busy when kvpin first asked."""
+    engine, adapter = world.add()
+    await world.state(engine, EngineState.READY)
+    pool = world.fleet.pool_of(engine)
+    assert (pool.passes_kv, pool.has_roles) == (False, False)
+    adapter.transfer = NixlPull(30.0)
+    adapter.info = replace(adapter.info, role=Role.DECODE)
+    engine.suspect(EngineUnavailable("it did not answer"))
+    await world.state(engine, EngineState.READY)
+    assert pool.passes_kv
+    assert pool.has_roles
 
 
 async def test_an_engine_whose_model_failed_to_load_is_not_ready_until_it_is_loaded(world, monkeypatch):
