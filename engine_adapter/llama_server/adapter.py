@@ -72,12 +72,14 @@ _INSTEAD = {
     Capability.RESTORE: "start it with --slot-save-path DIR and set host_cache_dir to DIR; "
     '"fallback": "warm" computes a prefix again by a one-token prefill',
 }  # fmt: skip
+_OF_FLAGS = frozenset({Capability.PIN, Capability.FLUSH})
 _MOVES = frozenset({Capability.OFFLOAD, Capability.RESTORE})
 _IN_VAIN = (
     "it would compute what is restored again, so the KV stays in its slots; "
     "if its model has sliding windows, start it with --swa-full"
 )
 
+_FLAGS_UNKNOWN = "its flags are not known before its model is first in memory: send a request for it first"
 _SALT_UNKNOWN = (
     "it is not known yet whether it has a prompt cache of its own, which would serve every tenant (none with "
     "--cache-ram 0): kvpin serve finds out on an idle slot, kvpin doctor with --probe"
@@ -128,6 +130,10 @@ class LlamaServerAdapter(HttpAdapter):
     @override
     def not_supported(self, capability: Capability) -> NotSupported:
         session = self._session
+        is_unmet = self._known is not None and self._known.gpu_blocks is None  # it was never in memory here
+        needs_flags = capability in _OF_FLAGS or (capability in _MOVES and self._registry is not None)
+        if is_unmet and needs_flags:
+            return NotSupported(capability.value, engine=self.spec.id, instead=_FLAGS_UNKNOWN)
         if capability in _MOVES and session is not None and session.restores_in_vain:
             return NotSupported(capability.value, engine=self.spec.id, instead=_IN_VAIN)
         if capability is Capability.CACHE_SALT and session is not None and session.facts.ram_cache is None:

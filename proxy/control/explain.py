@@ -150,9 +150,14 @@ def _of_the_unknown(record: RequestRecord, placement: Placement, diagnosis: Diag
         return f"{engine} tokenised the prompt differently than kvpin, so the prediction does not count"
     if not record.runs_prompt:
         return f"{engine} served it; it had no prompt"
+    reused = "did not report cached tokens" if reported is None else f"reused {reported}"
+    if record.prompt is None and placement.predicted_tokens:
+        return (
+            f"{engine} tokenised the prompt: {placement.predicted_tokens} of its tokens were predicted then; "
+            f"{engine} {reused}; when it was placed, {diagnosis.detail}"
+        )
     if record.prompt is None:
         return f"nothing was predicted: {diagnosis.detail}"
-    reused = "did not report cached tokens" if reported is None else f"reused {reported}"
     return (
         "only the part before the first image is known here: "
         f"{placement.predicted_tokens} of its {placement.n_tokens} tokens were predicted; {engine} {reused}; "

@@ -269,7 +269,10 @@ def _parts(facts: Facts) -> str:
 
 
 _ALONE = {
-    Miss.UNKNOWN: "the prompt is not known here: reuse is off, or it is not text",
+    Miss.UNKNOWN: (
+        "the prompt is not known here: reuse is off, its model was not in memory, "
+        "or only the engine can read it"
+    ),
     Miss.SHORT: "the prompt is too short: engines reuse blocks of {block} tokens, and never the last token",
     Miss.HIT: "these are all its {parts}; the last token is always computed",
     Miss.FIRST: "no recent request begins like it",

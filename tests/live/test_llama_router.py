@@ -114,6 +114,9 @@ def test_doctor_tells_the_states_and_loads_no_model(world):
     model = EngineSpec("llama_server", world.router.url, "x", model="m0")
     found = asyncio.run(examine(model, probe=False)).as_json()
     assert "not asked: the model is unloaded" in found["tokenisation"]["detail"]
+    for verb in ("flush", "pin"):  # its flags are right, and not known
+        assert found["cannot"][verb].startswith("its flags are not known before its model is first in memory")
+    assert "set host_cache_dir" in found["cannot"]["offload"]
     assert set(world.own_states().values()) == {"unloaded"}
 
 
@@ -197,6 +200,9 @@ def test_a_model_that_fails_to_load_is_a_503_with_its_reason(world):
         "failed",
         engine["findings"],
     )
+    broken = EngineSpec("llama_server", world.router.url, "x", model="broken")
+    found = asyncio.run(examine(broken, probe=False)).as_json()
+    assert found["tokenisation"]["detail"].startswith("not asked: the model failed to load, and")
     assert world.chat("broken", begun("light")).status_code == 503  # tried again
 
 

@@ -175,7 +175,8 @@ def _missing(adapter: EngineAdapter, info: EngineInfo) -> dict[str, str]:
 
 
 def _unasked(state: ModelState | None) -> Exactness:
-    return Exactness(False, f"not asked: the model is {state}, and a question would wake or load it", "none")
+    now = "failed to load" if state is ModelState.FAILED else f"is {state}"
+    return Exactness(False, f"not asked: the model {now}, and a question would wake or load it", "none")
 
 
 def _of_tokenisation(found: Exactness) -> tuple[Finding, ...]:

@@ -138,6 +138,10 @@ async def test_all_that_can_be(world, pair):
             "nothing was predicted: the prompt is not known",
         ),
         (
+            {"placement": placed("a", 64, ("a", 0.1, 48)), "ids": None, "reported_tokens": 48},
+            "a tokenised the prompt: 48 of its tokens were predicted then; a reused 48; when it was placed, ",
+        ),
+        (
             {"placement": placed("a", 64, ("a", 0.1, 16))},
             "a did not report cached tokens; predicted were 16",
         ),
