@@ -325,6 +325,11 @@ class Fleet:
         if self.all_refuse:
             return NoEngine(_ALL_REFUSE)
         what = "this model" if lora is None else f"the LoRA adapter {lora!r}"
+        if pool is not None and pool.engines and all(map(self.is_drained, pool.engines.values())):
+            return NoEngine(
+                f"all engines that serve {what} are drained: none takes requests until an operator undoes that "
+                "(kvpin engines drain NAME --undo)"
+            )
         missing = pool.missing_half(Needs(lora=lora)) if pool is not None else None
         if missing is None:
             return NoEngine(f"no engine is ready for {what}; try again shortly")

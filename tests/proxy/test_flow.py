@@ -25,7 +25,7 @@ from proxy.core.audit import Unchecked
 from proxy.core.index.view import EngineView
 from proxy.core.life import Cause, Rules, machine
 from proxy.core.placement.demand import MIN_UTILISATION
-from proxy.fleet.engine import EngineState
+from proxy.fleet.engine import EngineState, order_name
 from proxy.request.session import Session
 from proxy.request.tenants import ApiKey, Tenants
 from proxy.steps.preparation import Ready
@@ -441,6 +441,12 @@ class TestWaiting:
         proxy.fleet.engines["a"].state = EngineState.DRAINING
         response = await asyncio.wait_for(client.post(CHAT, json=ASK), 2)
         assert is_openai_error(response, 503, "no_engine")
+        assert "try again shortly" in response.text, "it may leave, and another take its place"
+        proxy.fleet.book.drain(order_name(proxy.fleet.engine("a").adapter.spec), drained=True, now=1.0)
+        response = await asyncio.wait_for(client.post(CHAT, json=ASK), 2)
+        assert is_openai_error(response, 503, "no_engine")
+        assert "all engines that serve this model are drained" in response.text
+        assert "try again" not in response.text
 
     async def test_a_suspect_engine_is_asked_where_it_is_the_only_one(self, proxy, client):
         proxy.fleet.engines["a"].state = EngineState.SUSPECT
