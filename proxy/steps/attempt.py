@@ -11,7 +11,7 @@ raised; the machine decides whether to try another engine.
 from __future__ import annotations
 
 from collections.abc import Coroutine
-from contextlib import AbstractAsyncContextManager, nullcontext
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from time import monotonic
@@ -190,10 +190,13 @@ class Attempts:
         pool, pair, engine = ready.pool, placement.pair, ready.pool.engines[turn.engine]
         serving.engine, serving.passage, serving.cached, serving.half = engine, None, None, None
         record.placement = placement
-        partner = pool.engines[pair.prefill.engine] if pair is not None and pair.together else None
         unchecked: Unchecked | None = Unchecked.ENDED_EARLY
         try:
-            with self._lease(serving, ready, placement) as lease:
+            with (
+                self._lease(serving, ready, placement) as lease,
+                self.prompt_half(serving, ready, pair) as half,
+            ):
+                serving.half = half
                 serving.life.take(monotonic(), Entered())
                 engine.salts.note(self.tenants.owner(ready.salt), ready.salt)
                 await lease.gather()
@@ -202,10 +205,9 @@ class Attempts:
                     prefilled: OtherLeg | None = None
                     if pair is None:
                         await look_below(pool, engine, lease, ready.prompt, ready.chain)
-                    elif partner is not None:
-                        prefilled = serving.half = self.prompt_half(
-                            serving, ready, pair, partner, lease, hold
-                        )
+                    elif pair.together:
+                        prefilled = half
+                        _begin_together(lease, hold, half)
                     else:
                         prefilled = await self.first_leg(serving, ready, pair, engine, lease, hold)
                     refined = lease.refine(hold)
@@ -266,26 +268,25 @@ class Attempts:
         return prefilled
 
     def prompt_half(
-        self, serving: Serving, ready: Ready, pair: Pair, source: Engine, lease: Lease, hold: Hold
-    ) -> PromptHalf | None:
-        """The half of the request that another engine serves at the same time; None for a request that has no
-        halves."""
-        reply, record, rendezvous = serving.reply, serving.record, source.adapter.rendezvous
-        lease.begins()
-        lease.placement = replace(lease.placement, firm=False)  # the other engine's report counts
+        self, serving: Serving, ready: Ready, pair: Pair | None
+    ) -> AbstractContextManager[PromptHalf | None]:
+        """The half of the request that another engine serves at the same time, with its lease; None for a
+        request that has no halves."""
+        if pair is None or not pair.together:
+            return nullcontext()
+        reply, record, source = serving.reply, serving.record, ready.pool.engines[pair.prefill.engine]
+        rendezvous = source.adapter.rendezvous
         takes = rendezvous is not None and rendezvous.takes(ready.call.route)
-        if rendezvous is None or not takes or not isinstance(hold.body, JsonBody):
-            return None
+        if rendezvous is None or not takes or not isinstance(ready.call.body, JsonBody):
+            return nullcontext()
         source.salts.note(self.tenants.owner(ready.salt), ready.salt)
-        record.prefilled_by, record.transfer = source.id, TransferResult.FAILED
-        meeting, had_begun = rendezvous.meet(), reply.started
-        hold.body = hold.body.replace(**meeting)
+        record.prefilled_by, record.transfer, had_begun = source.id, TransferResult.FAILED, reply.started
         return PromptHalf(
             transport=self.transport,
             ready=ready,
             engine=source,
-            placement=pair.prefill,
-            meeting=meeting,
+            lease=ready.pool.lease(pair.prefill, ready.chain, streams=True, part=Role.PREFILL),
+            meeting=rendezvous.meet(),
             hold_of=self._hold,
             is_answering=lambda: reply.started and not had_begun,
             ingest=self.ingest,
@@ -458,6 +459,14 @@ def cause_for(error: Exception, serving: Serving) -> Cause:
     # In the middle of a stream, another engine may still go on, whatever error this one gives.
     is_refusal = serving.reply.started or error.status in refusals_of(serving.call, serving.n_candidates)
     return Cause.ENGINE_REFUSED if is_refusal else Cause.ENGINE_REJECTED
+
+
+def _begin_together(lease: Lease, hold: Hold, half: PromptHalf | None) -> None:
+    """Tells the engine that answers where it meets the other one. The report of that one counts."""
+    lease.begins()
+    lease.placement = replace(lease.placement, firm=False)
+    if half is not None and isinstance(hold.body, JsonBody):
+        hold.body = hold.body.replace(**half.meeting)
 
 
 def _moved(record: RequestRecord, prefilled: OtherLeg, lease: Lease, sent: float) -> None:

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping
-from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from contextlib import AbstractAsyncContextManager, ExitStack
+from dataclasses import dataclass, field
 from time import monotonic
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import structlog
 from msgspec.structs import replace
@@ -26,12 +26,10 @@ from engine_adapter import (
     Hold,
     HttpTransport,
     JsonBody,
-    Role,
     log_text,
     read_answer_usage,
 )
 from proxy.core.life import Cause
-from proxy.core.placement.decision import Placement
 from proxy.fleet.engine import Engine
 from proxy.fleet.ingest import Ingest
 from proxy.fleet.lease import Lease
@@ -51,7 +49,8 @@ class PromptHalf:
     """The prompt's half of one attempt.
 
     Attributes:
-        engine: the engine that computes the prompt; `placement`: the decision for it.
+        engine: the engine that computes the prompt.
+        lease: of that engine; it ends with the engine's answer, or with the context that this half is.
         meeting: the fields that both engines get.
         hold_of: makes the request's hold on an engine.
         is_answering: whether the client gets an answer of this attempt, which may be an error.
@@ -64,7 +63,7 @@ class PromptHalf:
     transport: HttpTransport
     ready: Ready
     engine: Engine
-    placement: Placement
+    lease: Lease
     meeting: Mapping[str, object]
     hold_of: Callable[[Engine, Ready], AbstractAsyncContextManager[Hold]]
     is_answering: Callable[[], bool]
@@ -75,6 +74,14 @@ class PromptHalf:
     took_s: float | None = None
     is_fetched: bool = False  # the KV comes with the request
     _has_begun: bool = False
+    _leased: ExitStack = field(default_factory=ExitStack)
+
+    def __enter__(self) -> Self:
+        self._leased.enter_context(self.lease)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._leased.close()
 
     @property
     def source(self) -> str:
@@ -131,22 +138,16 @@ class PromptHalf:
 
     async def _run(self) -> None:
         """Raises EngineError: it failed."""
-        if self.engine.id not in self.ready.pool.engines:
-            raise EngineLost(_LOST)
         lost = asyncio.timeout(None)
-        lease = self.ready.pool.lease(
-            self.placement,
-            self.ready.chain,
-            streams=True,  # its one token is seen
-            part=Role.PREFILL,
-            on_lost=lambda: end_now(lost),
-        )
+        self.lease.on_lost = lambda: end_now(lost)
         try:
             async with lost:
-                with lease:
-                    await self._compute(lease)
+                if self.lease.is_lost:
+                    raise EngineLost(_LOST)
+                with self._leased:
+                    await self._compute(self.lease)
         except TimeoutError:
-            if not lease.is_lost:
+            if not self.lease.is_lost:
                 raise
             raise EngineLost(_LOST) from None
 

@@ -20,7 +20,7 @@ def half(monkeypatch):
             transport=None,
             ready=None,
             engine=SimpleNamespace(id="p"),
-            placement=None,
+            lease=None,
             meeting={},
             hold_of=None,
             is_answering=lambda: is_answering,
