@@ -327,8 +327,8 @@ class Fleet:
         what = "this model" if lora is None else f"the LoRA adapter {lora!r}"
         if pool is not None and pool.engines and all(map(self.is_drained, pool.engines.values())):
             return NoEngine(
-                f"all engines that serve {what} are drained: none takes requests before an operator undoes it "
-                "(kvpin engines drain NAME --undo)"
+                f"all engines that serve {what} are drained: none takes requests before an operator "
+                "undoes it (kvpin engines drain NAME --undo)"
             )
         missing = pool.missing_half(Needs(lora=lora)) if pool is not None else None
         if missing is None:
