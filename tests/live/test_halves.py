@@ -90,7 +90,7 @@ class HalvesWorld(FakeWorld):
 
 
 @asynccontextmanager
-async def world_of(names: str = "pd", **settings) -> AsyncIterator[HalvesWorld]:
+async def world_of(names: str = "pd", *, reuse: bool = True) -> AsyncIterator[HalvesWorld]:
     with ExitStack() as stack:
         fakes = {
             name: stack.enter_context(
@@ -105,9 +105,10 @@ async def world_of(names: str = "pd", **settings) -> AsyncIterator[HalvesWorld]:
             for name in names
         }
         engines = [EngineSettings(id=name, kind="sglang", url=fake.url) for name, fake in fakes.items()]
-        async with proxy_over(engines, (), interval_s=0.2) as made:
+        async with proxy_over(engines, (), interval_s=0.2, reuse=reuse) as made:
             world = HalvesWorld(*made, fakes)
-            await world.settle()
+            for name in names:
+                await until(lambda name=name: world.is_quiet(name) and (not reuse or world.is_read(name)))
             yield world
 
 
@@ -169,6 +170,31 @@ class TestPair:
             placement = record.placement
             assert reason_of(placement) is Reason.PAIRED
             assert why(placement).endswith("and d answers: neither of them can alone")
+
+
+    async def test_kvpin_route_shows_the_pairs(self):
+        async with world_of("pqd") as world:
+            answer = await world.client.post(f"{world.url}/admin/v1/route", json=asked())
+            found = answer.json()
+            assert found["reason"] == "paired", answer.text
+            pairs = {(each["prefiller"], each["engine"]) for each in found["candidates"]}
+            assert pairs == {("p", "d"), ("q", "d")}
+
+    async def test_the_prompts_tokens_are_asked_of_one_half(self):
+        async with world_of() as world:
+            answer = await world.client.post(f"{world.url}/tokenize", json={"model": "tiny", "prompt": "A b"})
+            assert answer.status_code == 200, answer.text
+            assert answer.json()["count"] == 2
+
+    async def test_without_reuse_the_least_loaded_of_each_half_serve(self):
+        """Also of requests that come at once: both engines count each as soon as it is placed."""
+        async with world_of("pqde", reuse=False) as world:
+            url = f"{world.url}/v1/completions"
+            expected = await world.alone("v1/completions", asked())
+            answers = await asyncio.gather(*(world.client.post(url, json=asked()) for _ in range(4)))
+            assert [texts_of(answer) for answer in answers] == [expected] * 4
+            assert world.counts() == {"p": 2, "q": 2, "d": 2, "e": 2}
+            await until(world.is_idle)
 
 
 class TestChoice:
