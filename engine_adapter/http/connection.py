@@ -26,6 +26,8 @@ MAX_WHOLE_BYTES = 512 << 20
 MAX_HEAD_BYTES = 64 * 1024
 _CLOSES = (b"connection", b"close")
 _SWITCHED = 101
+# Codings of a body that can be read. The second one is an old name for none.
+_READABLE = (b"chunked", b"identity")
 _NO_HEADERS = Headers([])
 
 
@@ -118,7 +120,7 @@ class IncomingResponse:
         """True if the head gives the body no other end than that of the connection."""
         coding = self.headers.get("transfer-encoding")
         if coding is not None:
-            return not coding.lower().endswith("chunked")
+            return coding.lower() != "chunked"
         return self.status != 0 and "content-length" not in self.headers
 
     def forget(self, pieces: int) -> None:
@@ -151,8 +153,14 @@ class IncomingResponse:
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """A header. Fields that follow a chunked body are ignored."""
-        if not self.status:
-            self._pairs.append((name.lower(), value.rstrip(b" \t")))
+        if self.status:
+            return
+        name, value = name.lower(), value.rstrip(b" \t")
+        self._pairs.append((name, value))
+        if name == b"transfer-encoding" and value.lower() not in _READABLE and self._connection is not None:
+            # Its framing would reach the client as text.
+            coding = value[:40].decode("latin-1")
+            self._connection.fail(EngineGarbled(f"the engine's answer has the transfer coding {coding!r}"))
 
     def on_headers_complete(self) -> None:
         """The head is there. Interim answers (1xx) are skipped."""

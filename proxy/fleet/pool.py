@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import Callable, Collection, Container, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from time import monotonic
 from typing import Any
@@ -196,29 +196,31 @@ class Pool:
         target, whole = (None, True) if prompt is None else (prompt.kv, prompt.whole)
         now, matches = monotonic(), self.placer.match(chain)
 
-        def candidate(engine: Engine, partners: tuple[Candidate, ...] = ()) -> Candidate:
-            match = matches.get(engine.id)
-            forecast = engine.adapter.forecast(target) if target is not None else None
-            if forecast is not None and not whole:
-                # An engine with slots reuses nothing if it does not know the whole prompt.
-                match = forecast = None
-            return self.placer.candidate(
-                now,
-                engine.id,
-                match,
-                forecast=forecast,
-                complete=whole and (engine.view is None or engine.view.complete),
-                is_last=engine.id == last,
-                partners=partners,
-            )
+        def made(engines: Iterable[Engine], partners: Mapping[str, tuple[Candidate, ...]]) -> list[Candidate]:
+            found = []
+            for engine in engines:
+                match = matches.get(engine.id)
+                forecast = engine.adapter.forecast(target) if target is not None else None
+                if forecast is not None and not whole:
+                    # An engine with slots reuses nothing if it does not know the whole prompt.
+                    match = forecast = None
+                candidate = self.placer.candidate(
+                    now,
+                    engine.id,
+                    match,
+                    forecast=forecast,
+                    complete=whole and (engine.view is None or engine.view.complete),
+                    is_last=engine.id == last,
+                    partners=partners.get(_way_of(engine) or "", ()) if partners else (),
+                )
+                found.append(candidate)
+            return found
 
-        able = self._able(needs, without)
-        if not self.has_halves:
-            return [candidate(engine) for engine in able]
-        partners = {
-            way: tuple(map(candidate, engines)) for way, engines in self._partners(needs, without).items()
-        }
-        return [candidate(engine, partners.get(_way_of(engine) or "", ())) for engine in able]
+        partners = {}
+        if self.has_halves:
+            ways = self._partners(needs, without)
+            partners = {way: tuple(made(engines, {})) for way, engines in ways.items()}
+        return made(self._able(needs, without), partners)
 
     def check_serves(self, native: str) -> None:
         """Raises NotFound if no engine of the pool has this route. Lost engines may have it."""

@@ -73,6 +73,7 @@ log = structlog.get_logger(__name__)
 _T = TypeVar("_T")
 
 _SWITCHED = 101
+_ALONE = nullcontext[None]()
 
 
 class OtherLeg(Protocol):
@@ -194,7 +195,7 @@ class Attempts:
         try:
             with (
                 self._lease(serving, ready, placement) as lease,
-                self.prompt_half(serving, ready, pair) as half,
+                self.prompt_half(serving, ready, pair) if pair is not None else _ALONE as half,
             ):
                 serving.half = half
                 serving.life.take(monotonic(), Entered())
@@ -268,17 +269,17 @@ class Attempts:
         return prefilled
 
     def prompt_half(
-        self, serving: Serving, ready: Ready, pair: Pair | None
+        self, serving: Serving, ready: Ready, pair: Pair
     ) -> AbstractContextManager[PromptHalf | None]:
         """The half of the request that another engine serves at the same time, with its lease; None for a
         request that has no halves."""
-        if pair is None or not pair.together:
-            return nullcontext()
+        if not pair.together:
+            return _ALONE
         reply, record, source = serving.reply, serving.record, ready.pool.engines[pair.prefill.engine]
         rendezvous = source.adapter.rendezvous
         takes = rendezvous is not None and rendezvous.takes(ready.call.route)
         if rendezvous is None or not takes or not isinstance(ready.call.body, JsonBody):
-            return nullcontext()
+            return _ALONE
         source.salts.note(self.tenants.owner(ready.salt), ready.salt)
         record.prefilled_by, record.transfer, had_begun = source.id, TransferResult.FAILED, reply.started
         return PromptHalf(

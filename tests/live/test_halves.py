@@ -171,7 +171,6 @@ class TestPair:
             assert reason_of(placement) is Reason.PAIRED
             assert why(placement).endswith("and d answers: neither of them can alone")
 
-
     async def test_kvpin_route_shows_the_pairs(self):
         async with world_of("pqd") as world:
             answer = await world.client.post(f"{world.url}/admin/v1/route", json=asked())

@@ -180,6 +180,8 @@ class TestWrongAnswers:
             (b"HTTP/1.1 200 OK\r\nname\r\n\r\n", "not HTTP/1.1"),
             (b"HTTP/1.1 200 OK\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\n", "not HTTP/1.1"),
             (b"HTTP/1.1 200 OK\r\ncontent-length: 1\r\ntransfer-encoding: chunked\r\n\r\n", "not HTTP/1.1"),
+            (b"HTTP/1.1 200 OK\r\ntransfer-encoding: chu\xffnked\r\n\r\n2\r\nok\r\n0\r\n\r\n", "coding 'chu"),
+            (b"HTTP/1.1 200 OK\r\ntransfer-encoding: gzip, chunked\r\n\r\n0\r\n\r\n", "coding 'gzip"),
             (b"HTTP/1.1 200 OK\r\nx: " + b"y" * MAX_HEAD_BYTES, "longer than"),
             (b"HTTP/1.1 103 Hm\r\n\r\n" * (MAX_HEAD_BYTES // 16), "longer than"),
             (b"", "no answer"),
