@@ -22,6 +22,7 @@ from engine_adapter import (
     EngineUnhealthy,
     EngineUnreachable,
     FieldError,
+    ModelNotLoaded,
     NotSupported,
     PromptTableError,
 )
@@ -60,9 +61,10 @@ CODES: dict[type[Exception], Code] = {
     EngineSpecError: Code.INVALID_ENGINE,
     NotSupported: Code.NOT_SUPPORTED,
     EngineTaken: Code.ENGINE_TAKEN,
-    EngineUnhealthy: Code.ENGINE_UNAVAILABLE,
     **dict.fromkeys(
         (
+            EngineUnhealthy,
+            ModelNotLoaded,
             EngineUnreachable,
             EngineDied,
             EngineGarbled,

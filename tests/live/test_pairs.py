@@ -523,7 +523,7 @@ class TestTheClientLeaves:
     async def test_during_the_first_leg(self):
         async with world_of("p", "d") as world:
             world.fakes["p"].core.hold()
-            await self.leaves(world, lambda: bool(world.engine("p").leases))
+            await self.leaves(world, lambda: bool(world.sent("p")))
             world.fakes["p"].core.release()
             await until(lambda: world.nixl("p").aborted == 1)
             assert world.sent("d") == []

@@ -22,6 +22,7 @@ from engine_adapter import (
     EngineUnhealthy,
     EngineUnreachable,
     FieldError,
+    ModelNotLoaded,
     NotSupported,
     PromptTableError,
 )
@@ -63,6 +64,7 @@ CASES = [
         for each in (
             EngineUnavailable,
             EngineUnreachable,
+            ModelNotLoaded,
             EngineDied,
             EngineGarbled,
             EngineLate,

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from proxy.core.index.blocks import Chain
 from proxy.core.index.match import Match
-from proxy.core.placement.decision import Candidate, Outlook, place
+from proxy.core.placement.decision import TIE_S, Candidate, Outlook, place
 from proxy.core.placement.halves import least_loaded_of, place_halves
 from proxy.core.placement.in_use import InUse
 from proxy.core.placement.load import LoadView
@@ -88,7 +88,8 @@ class TestCheapest:
         prefillers = [engine(f"p{at}", queue_s=queue_s) for at, queue_s in enumerate(queues)]
         decoders = {f"d{at}": {"in_use": full() if is_full else None} for at, is_full in enumerate(are_full)}
         placement = placed(prefillers, decoders)
-        assert placement.chosen.total_s == pytest.approx(2.0 + min(queues) + placement.chosen.room_s)
+        least_s = 2.0 + min(queues) + placement.chosen.room_s
+        assert least_s - 1e-6 <= placement.chosen.total_s <= least_s + TIE_S + 1e-6
         assert (placement.chosen.room_s > 0) == all(are_full)
 
 
