@@ -30,7 +30,7 @@ PRIVATE_FIELDS = frozenset(
 )
 """Fields that name other servers, other sessions' KV, ranks, or code to run."""
 PRIVATE_WITHIN = (("vllm_xargs",), ("sampling_params", "extra_args"))
-"""Where vLLM takes such fields, too: it reads its own `kv_transfer_params` from there."""
+"""Paths of the objects within a request from which vLLM reads `kv_transfer_params`, too."""
 PRIVATE_HEADERS = frozenset({b"x-request-id", b"x-data-parallel-rank", b"x-correlation-id"})
 """Headers with the same meanings, in lower case."""
 ADAPTER_FIELDS = frozenset({"lora", "lora_path", "lora_request"})

@@ -63,17 +63,8 @@ def _hybrid(info: ServerInfo, window: int | None) -> Iterator[Finding]:
 
 
 def _findings(info: ServerInfo, spec: EventSpec, *, jinja: bool, tokenizes: bool) -> Iterator[Finding]:
-    no_events, endpoints = why_events_do_not_fit(info, spec), _endpoints(info, spec)
-    if info.disaggregation == "decode" and not info.radix_cache:
-        pass  # it computes no prompts, and keeps none
-    elif no_events is not None:
-        yield no_events
-    elif endpoints is not None and endpoints.replay is None:
-        yield Finding(
-            "without a replay socket, kvpin does not know what it held before, and one lost event means "
-            "starting over",
-            'add "replay_endpoint": "tcp://*:5657" to --kv-events-config',
-        )
+    if info.radix_cache or info.disaggregation != "decode":  # such a half computes no prompts, and keeps none
+        yield from _of_events(info, spec)
     if info.radix_cache and not info.cache_report:
         yield Finding(
             "its usage does not report cached tokens: kvpin asks chats and completions in another way",
@@ -96,6 +87,19 @@ def _findings(info: ServerInfo, spec: EventSpec, *, jinja: bool, tokenizes: bool
         yield Finding(
             "it cannot be flushed: that needs its --admin-api-key",
             "use the same key as its --api-key, and give it to kvpin as api_key",
+        )
+
+
+def _of_events(info: ServerInfo, spec: EventSpec) -> Iterator[Finding]:
+    """What its KV events lack."""
+    no_events, endpoints = why_events_do_not_fit(info, spec), _endpoints(info, spec)
+    if no_events is not None:
+        yield no_events
+    elif endpoints is not None and endpoints.replay is None:
+        yield Finding(
+            "without a replay socket, kvpin does not know what it held before, and one lost event means "
+            "starting over",
+            'add "replay_endpoint": "tcp://*:5657" to --kv-events-config',
         )
 
 

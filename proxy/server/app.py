@@ -165,20 +165,19 @@ class Proxy:
         self.draining = asyncio.Event()
         self.live = Live(self.fleet, self.metrics, self.tasks, self.draining, reuse=settings.reuse)
         self.watch = EngineWatch(self.fleet)
-        self.recorder = (
-            Recorder(
-                settings.record_traffic,
-                int(settings.record_traffic_bytes),
-                self.watch.engines,
-                _text(settings.record_traffic_key),
-            )
-            if settings.record_traffic is not None
-            else None
-        )
+        self.recorder = self._recorder()
         self.destinations = Destinations(self.fleet, self.tenants.names)
         self.tenants.listeners.append(self._divide)
         self.flow = self._flow()
         self.prompts = KeptPrompts(self.fleet, self.flow.requests, self.pins, self._told_prompts)
+
+    def _recorder(self) -> Recorder | None:
+        """Writes the traffic to a file; None unless the settings name one."""
+        settings = self.settings
+        if settings.record_traffic is None:
+            return None
+        max_bytes, key = int(settings.record_traffic_bytes), _text(settings.record_traffic_key)
+        return Recorder(settings.record_traffic, max_bytes, self.watch.engines, key)
 
     def _peers(self) -> Peers | None:
         """The link to other kvpins, None without an exchange. Raises SettingsError if it cannot be used."""
