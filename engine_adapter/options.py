@@ -66,6 +66,8 @@ _BOUNDS = {
     " of length <= ": " with a length of at most ",
 }
 _ZERO = re.compile(r"(?<=[0-9])[.]0(?![0-9])")
+# A pattern that only one word fits.
+_ONE_WORD = re.compile(r"text matching regex '\^(\w+)\$'")
 _BOUND = re.compile(r"^( of length)? [<>]=? ")
 
 
@@ -107,4 +109,5 @@ def plain_error(message: str) -> str:
         return message
     kinds = [_KINDS.get(kind, kind) for kind in found["kinds"].split(" | ") if kind != "null"] or ["null"]
     bound = _BOUND.sub(lambda sign: _BOUNDS[sign[0]], found["bound"])
-    return f"must be {' or '.join(kinds)}{_ZERO.sub('', bound)}{message[found.end() :]}"
+    told = _ONE_WORD.sub(r"\1", f"{' or '.join(kinds)}{_ZERO.sub('', bound)}")
+    return f"must be {told}{message[found.end() :]}"
