@@ -35,7 +35,7 @@ _FETCHED = 'source="external_kv_transfer"'
 
 
 def nixl() -> str:
-    """The directory that contains NIXL for the vLLM of scripts/vllm; installs it on first use."""
+    """The directories that contain NIXL for the vLLM of scripts/vllm; installs it on first use."""
     command = [ROOT / "scripts" / "vllm", "nixl"]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 

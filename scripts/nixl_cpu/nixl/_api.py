@@ -1,4 +1,8 @@
-"""NIXL's API, in which GPU memory is DRAM."""
+"""NIXL's API, in which GPU memory is DRAM.
+
+SGLang registers its memory as that of a GPU, whatever it runs on. And each agent has a thread that looks for work
+without a pause: two engines keep two cores busy with it, and starve.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,17 @@ from nixl_cu12 import _api as real
 from nixl_cu12._api import *  # noqa: F403
 
 nixl_agent_config = real.nixl_agent_config
+PAUSE_US = 1000
+
+
+class _Config(real.nixlBind.nixlAgentConfig):
+    """An agent's settings, of which the API sets the pause itself."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        super().__setattr__(name, PAUSE_US if name == "pthrDelay" else value)
+
+
+real.nixlBind.nixlAgentConfig = _Config
 
 
 def _here(kind: str | None) -> str | None:
