@@ -288,10 +288,15 @@ class Attempts:
             engine=source,
             lease=ready.pool.lease(pair.prefill, ready.chain, streams=True, part=Role.PREFILL),
             meeting=rendezvous.meet(),
-            hold_of=self._hold,
+            leg=self.half_leg,
             is_answering=lambda: reply.started and not had_begun,
             ingest=self.ingest,
         )
+
+    async def half_leg(self, half: PromptHalf, ready: Ready) -> None:
+        """Holds the prefill engine and lets the half compute the request there. Raises EngineError."""
+        async with self._hold(half.engine, ready) as hold:
+            await half.compute(ready, hold)
 
     async def forward(
         self,

@@ -11,8 +11,8 @@ connection is closed by then.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping
-from contextlib import AbstractAsyncContextManager, ExitStack
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any, Self, TypeVar
@@ -52,7 +52,7 @@ class PromptHalf:
         engine: the engine that computes the prompt.
         lease: of that engine; it ends with the engine's answer, or with the context that this half is.
         meeting: the fields that both engines get.
-        hold_of: makes the request's hold on an engine.
+        leg: holds the engine for a request, and lets this half `compute` it there.
         is_answering: whether the client gets an answer of this attempt, which may be an error.
         error: why it failed before the answer began; None if it did not.
         cached_tokens: prompt tokens that its engine reused; None before it has told.
@@ -65,7 +65,7 @@ class PromptHalf:
     engine: Engine
     lease: Lease
     meeting: Mapping[str, object]
-    hold_of: Callable[[Engine, Ready], AbstractAsyncContextManager[Hold]]
+    leg: Callable[[PromptHalf, Ready], Awaitable[None]]
     is_answering: Callable[[], bool]
     ingest: Ingest | None
     error: BaseException | None = None
@@ -145,31 +145,29 @@ class PromptHalf:
                 if self.lease.is_lost:
                     raise EngineLost(_LOST)
                 with self._leased:
-                    await self._compute(self.lease)
+                    await self.leg(self, _in_one_piece(self.ready))
         except TimeoutError:
             if not self.lease.is_lost:
                 raise
             raise EngineLost(_LOST) from None
 
-    async def _compute(self, lease: Lease) -> None:
-        """Lets the engine compute the prompt, and notes what it reports."""
-        ready = _in_one_piece(self.ready)
-        async with self.hold_of(self.engine, ready) as hold:
-            lease.refine(hold)
-            assert isinstance(hold.body, JsonBody)  # noqa: S101 - only such requests have two halves
-            body = hold.body.replace(**self.meeting)
-            response = await send_leg(self.transport, self.engine, ready, ready.call.path, body)
-            content = await read_leg(response)
-            cached = read_answer_usage(content).cached_tokens
-            if cached is None and hold.answer is not None:
-                hold.answer.feed(content)
-                hold.answer.finish()
-                cached = hold.answer.cached_tokens()
+    async def compute(self, ready: Ready, hold: Hold) -> None:
+        """Lets the engine compute the prompt, and notes what it reports. Raises EngineError."""
+        self.lease.refine(hold)
+        assert isinstance(hold.body, JsonBody)  # noqa: S101 - only such requests have two halves
+        body = hold.body.replace(**self.meeting)
+        response = await send_leg(self.transport, self.engine, ready, ready.call.path, body)
+        content = await read_leg(response)
+        cached = read_answer_usage(content).cached_tokens
+        if cached is None and hold.answer is not None:
+            hold.answer.feed(content)
+            hold.answer.finish()
+            cached = hold.answer.cached_tokens()
         self.answered, self.cached_tokens = monotonic(), cached
-        self.took_s = self.answered - lease.started
-        lease.first_byte(streamed=True)
-        lease.succeeded = True
-        audit_leg(self.engine, self.ingest, lease, cached)
+        self.took_s = self.answered - self.lease.started
+        self.lease.first_byte(streamed=True)
+        self.lease.succeeded = True
+        audit_leg(self.engine, self.ingest, self.lease, cached)
 
 
 def _in_one_piece(ready: Ready) -> Ready:

@@ -150,6 +150,7 @@ class FakeSglang:
 
     Attributes:
         seen: bodies of the served chats and completions, with their rank.
+        parents: their trace contexts.
         paused: it takes no requests now.
         refuses: the status with which it answers all chats and completions; None while it serves them.
         hangs: it answers no chats and completions, and does not say so.
@@ -160,6 +161,7 @@ class FakeSglang:
         self.options = options
         self.publishers = _publishers(options) if options.kv_events else []
         self.seen: list[tuple[int, dict]] = []
+        self.parents: list[str | None] = []
         self.paused = self.hangs = False
         self.refuses: int | None = None
         self.aborted = 0
@@ -371,6 +373,7 @@ class FakeSglang:
                 raise _RefusedError(str(error)) from error
             rank = self._rank(request, body)
             self.seen.append((rank, body))
+            self.parents.append(request.headers.get("traceparent"))
             tokens = self._text_tokens(body) if path == COMPLETIONS else self._chat_tokens(body)
             if len(tokens) >= self.options.max_model_len:
                 raise _RefusedError(

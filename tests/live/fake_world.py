@@ -74,11 +74,17 @@ async def until(is_so: Callable[[], bool]) -> None:
 
 @asynccontextmanager
 async def proxy_over(
-    engines: Sequence[EngineSettings], tenants: Sequence[str], interval_s: float, *, reuse: bool = True
+    engines: Sequence[EngineSettings],
+    tenants: Sequence[str],
+    interval_s: float,
+    *,
+    reuse: bool = True,
+    otel: bool = False,
 ) -> AsyncIterator[tuple[str, Proxy, httpx.AsyncClient]]:
     """A proxy over these engines, its address and a client."""
     settings = Settings(
         reuse=reuse,
+        otel=otel,
         engines=tuple(engines),
         api_keys=tuple(ApiKeySettings(key=KEYS[tenant], tenant=tenant) for tenant in tenants),
         health=HealthSettings(interval_s=interval_s),

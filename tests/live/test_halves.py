@@ -19,6 +19,7 @@ from proxy.fleet.engine import EngineState
 from proxy.observe.reasons import Reason, reason_of, why
 from proxy.request.records import RequestRecord
 from proxy.settings import EngineSettings
+from tests.collector import collecting
 from tests.fake_engines.sglang import RunningSglang, running_sglang
 from tests.live.fake_world import FakeWorld, proxy_over, until
 
@@ -90,7 +91,9 @@ class HalvesWorld(FakeWorld):
 
 
 @asynccontextmanager
-async def world_of(names: str = "pd", *, reuse: bool = True) -> AsyncIterator[HalvesWorld]:
+async def world_of(
+    names: str = "pd", *, reuse: bool = True, otel: bool = False
+) -> AsyncIterator[HalvesWorld]:
     with ExitStack() as stack:
         fakes = {
             name: stack.enter_context(
@@ -105,7 +108,7 @@ async def world_of(names: str = "pd", *, reuse: bool = True) -> AsyncIterator[Ha
             for name in names
         }
         engines = [EngineSettings(id=name, kind="sglang", url=fake.url) for name, fake in fakes.items()]
-        async with proxy_over(engines, (), interval_s=0.2, reuse=reuse) as made:
+        async with proxy_over(engines, (), interval_s=0.2, reuse=reuse, otel=otel) as made:
             world = HalvesWorld(*made, fakes)
             for name in names:
                 await until(lambda name=name: world.is_quiet(name) and (not reuse or world.is_read(name)))
@@ -170,6 +173,18 @@ class TestPair:
             placement = record.placement
             assert reason_of(placement) is Reason.PAIRED
             assert why(placement).endswith("and d answers: neither of them can alone")
+
+    async def test_each_half_has_a_span(self, monkeypatch):
+        with collecting() as collector:
+            monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
+            async with world_of(otel=True) as world:
+                await world.ask()
+        tree = [(depth, each.name, each.attributes.get("kvpin.engine")) for depth, each in collector.tree()]
+        assert (1, "text_completion tiny", "d") in tree
+        assert (2, "first leg", "p") in tree
+        spans = {"p": collector.span("first leg"), "d": collector.span("text_completion tiny")}
+        for name, span in spans.items():
+            assert world.fakes[name].fake.parents[-1].startswith(f"00-{span.trace_id}-{span.span_id}-")
 
     async def test_kvpin_route_shows_the_pairs(self):
         async with world_of("pqd") as world:

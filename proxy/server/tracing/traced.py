@@ -8,6 +8,7 @@
         hold                      wait for another request's prefix and for the adapter
         first leg                 another engine computes the prompt
         chat qwen3                the engine's part
+            first leg             the half that another engine serves at the same time
 
 The trace goes on from the client's `traceparent`, and the engine gets one that leads to the last span. Each
 attempt has spans of its own, and so has each part of a request for several answers.
@@ -55,6 +56,7 @@ from proxy.server.tracing import spans
 from proxy.steps.attempt import Attempts, OtherLeg, Serving
 from proxy.steps.first_leg import Prefilled
 from proxy.steps.preparation import Ready
+from proxy.steps.prompt_half import PromptHalf
 
 _W3C = TraceContextTextMapPropagator()
 _W3C_HEADERS = frozenset(name.encode() for name in _W3C.fields)
@@ -177,11 +179,13 @@ class TracedAttempts(Attempts):
         self, serving: Serving, ready: Ready, pair: Pair, engine: Engine, lease: Lease, hold: Hold
     ) -> Prefilled | None:
         """Lets another engine compute the prompt, within a span."""
-        with _span(self.tracer, spans.FIRST_LEG, SpanKind.CLIENT) as span:
-            if span.is_recording():
-                span.set_attribute("kvpin.engine", pair.prefill.engine)
-            ready = replace(ready, call=replace(ready.call, headers=_leading_here(ready.call.headers)))
-            return await super().first_leg(serving, ready, pair, engine, lease, hold)
+        with self._leg_on(pair.prefill.engine):
+            return await super().first_leg(serving, _leading_on(ready), pair, engine, lease, hold)
+
+    async def half_leg(self, half: PromptHalf, ready: Ready) -> None:
+        """Lets another engine compute the prompt at the same time, within a span."""
+        with self._leg_on(half.source):
+            await super().half_leg(half, _leading_on(ready))
 
     async def forward(
         self,
@@ -198,8 +202,7 @@ class TracedAttempts(Attempts):
         with _span(self.tracer, spans.engine_span_name(record), SpanKind.CLIENT) as span:
             if span.is_recording():
                 span.set_attributes(spans.of_engine_request(record, engine.adapter.spec))
-            ready = replace(ready, call=replace(ready.call, headers=_leading_here(ready.call.headers)))
-            answer = await super().forward(serving, ready, engine, lease, hold, prefilled)
+            answer = await super().forward(serving, _leading_on(ready), engine, lease, hold, prefilled)
             if span.is_recording():
                 record.reports(answer.prefill, answer.decode_s)  # `run` does so, too, after this span
                 span.set_attributes(spans.of_answer(record, answer))
@@ -207,11 +210,23 @@ class TracedAttempts(Attempts):
                     _fail(span, str(answer.status))
             return answer
 
+    @contextmanager
+    def _leg_on(self, engine: str) -> Iterator[None]:
+        with _span(self.tracer, spans.FIRST_LEG, SpanKind.CLIENT) as span:
+            if span.is_recording():
+                span.set_attribute("kvpin.engine", engine)
+            yield
+
     def _add_hold(self, lease: Lease) -> None:
         """Adds the span from a request's placement until now. It is over only once the hold is entered."""
         if get_current_span().is_recording():
             began = time.time_ns() - round((time.monotonic() - lease.started) * 1e9)
             self.tracer.start_span(spans.HOLD, start_time=began).end()
+
+
+def _leading_on(ready: Ready) -> Ready:
+    """The request, whose engine goes on with the running span."""
+    return replace(ready, call=replace(ready.call, headers=_leading_here(ready.call.headers)))
 
 
 def _leading_here(headers: Headers) -> Headers:

@@ -1,7 +1,7 @@
 """NIXL's API, in which GPU memory is DRAM.
 
-SGLang registers its memory as that of a GPU, whatever it runs on. And each agent has a thread that looks for work
-without a pause: two engines keep two cores busy with it, and starve.
+SGLang registers its memory as that of a GPU, whatever it runs on. And each agent has a thread that looks for
+work without a pause: on a machine with few cores, engines would starve.
 """
 
 from __future__ import annotations
