@@ -54,7 +54,9 @@ KINDS = {
     "llama_server": EngineKind(LlamaServerAdapter, LlamaServerOptions, routes=LLAMA_SERVER_ROUTES),
     "vllm": EngineKind(make_vllm, VllmOptions, transfers=True, routes=VLLM_ROUTES),
     "sglang": EngineKind(SglangAdapter, EventOptions, routes=SGLANG_ROUTES),
-    "tensorrt_llm": EngineKind(TensorRTLLMAdapter, EventAddresses, routes=TENSORRT_LLM_ROUTES),
+    "tensorrt_llm": EngineKind(
+        TensorRTLLMAdapter, EventAddresses, transfers=True, routes=TENSORRT_LLM_ROUTES
+    ),
     "nim": EngineKind(lambda spec: make_nim(spec, _as_kind), NimOptions),
 }
 

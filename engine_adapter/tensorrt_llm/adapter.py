@@ -25,6 +25,7 @@ from engine_adapter.http.adapter import HttpAdapter
 from engine_adapter.http.openai_answer import hold_openai
 from engine_adapter.http.prepare import route_of
 from engine_adapter.http.transport import OutgoingRequest
+from engine_adapter.tensorrt_llm.context_phase import ContextPhase
 from engine_adapter.tensorrt_llm.discovery import (
     BLOCK_SIZE_UNKNOWN,
     DEFAULT_TOKENS_PER_BLOCK,
@@ -49,6 +50,7 @@ from engine_adapter.types import (
     KvProgress,
     KvTarget,
     KvVerb,
+    Role,
     Tier,
     TokenIds,
 )
@@ -97,6 +99,7 @@ class TensorRTLLMAdapter(HttpAdapter):
 
     def __init__(self, spec: EngineSpec[EventAddresses]) -> None:
         super().__init__(spec)
+        self.transfer = None if spec.role is Role.BOTH else ContextPhase()
         self._instance = uuid.uuid4().hex
         self._server: Discovered | None = None
         self._measured: int | None = None
@@ -184,7 +187,7 @@ class TensorRTLLMAdapter(HttpAdapter):
         hold = hold_openai(
             path,
             body,
-            changes={**self._named(path, body), **self._fields.as_token_ids(path, body, prompt)},
+            changes=self._fields.as_token_ids(path, body, prompt),
             drop=dropped,
             ask_usage=True,
             note=f"left out, as TensorRT-LLM does not take it: {', '.join(dropped)}" if dropped else "",
@@ -195,9 +198,12 @@ class TensorRTLLMAdapter(HttpAdapter):
     def prepare(
         self, method: str, path: str, headers: Mapping[str, str], body: RequestBody
     ) -> OutgoingRequest:
-        """No salted prompt runs unsalted, also without reuse."""
+        """No salted prompt runs unsalted, and every prompt names its model, also without reuse."""
         if isinstance(body, JsonBody):
-            self._fields.check_salt(route_of(path), body)
+            route = route_of(path)
+            self._fields.check_salt(route, body)
+            if named := self._named(route, body):
+                body = body.replace(**named)
         return super().prepare(method, path, headers, body)
 
     @override
