@@ -74,6 +74,11 @@ EVENTS_LOST = Finding(
     "KV events were lost: predictions are lower bounds until its cache is reset",
     "let nobody else read /kv_cache_events, and raise event_buffer_max_size in its kv_cache_config",
 )
+NO_NUMBERS = Finding(
+    "it cannot give the two phases of a request one number, without which KV may go to another request: it "
+    "is in no pair",
+    "use a version whose disaggregated_params have disagg_request_id",
+)
 SEVERAL_WINDOWS = Finding(
     "it has several attention windows, and its events do not tell what each holds: it may reuse less than "
     "predicted"
@@ -113,6 +118,8 @@ class TensorRTLLMAdapter(HttpAdapter):
     async def connect(self) -> EngineInfo:
         """The process has no identity; its events show a restart."""
         server = self._server = await discover(self._control, self._instance)
+        if self.spec.role is not Role.BOTH:
+            self.transfer = ContextPhase() if server.fields.numbers_phases else None
         self.capabilities = server.info.capabilities
         self._seen = self._tokens_per_block, self.findings()
         levels, info = self._poller.reader.blocks_per_level, server.info
@@ -153,6 +160,8 @@ class TensorRTLLMAdapter(HttpAdapter):
             found.append(EVENTS_LOST)
         if reader.blocks_per_level and not any(reader.blocks_per_level[1:]):
             found.append(NO_HOST_TIER)
+        if self.spec.role is not Role.BOTH and self.transfer is None:
+            found.append(NO_NUMBERS)
         if not reader.follows_all:
             found.append(SEVERAL_WINDOWS)
         return tuple(found)

@@ -44,9 +44,9 @@ FIELDS = {
 """The fields that each route takes; others are refused."""
 PARAMS = (
     *("request_type", "first_gen_tokens", "ctx_request_id", "encoded_opaque_state", "draft_tokens"),
-    *("disagg_request_id", "ctx_dp_rank", "ctx_info_endpoint", "schedule_style"),
+    *("disagg_request_id", "ctx_dp_rank", "ctx_info_endpoint", "schedule_style", "ctx_usage"),
 )
-"""The fields of `disaggregated_params`, in 1.2; later versions have `ctx_usage`, too."""
+"""The fields of `disaggregated_params`; older versions lack some."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class TrtllmOptions:
         pushes: `kv_events_config` of KVCacheManagerV2: events go out over ZMQ, and none can be polled.
         replays: it has a `replay_endpoint`.
         of_functions: the fields that its model of a function has.
-        takes_ctx_usage: `disaggregated_params` have that field.
+        numbers_phases, takes_ctx_usage: `disaggregated_params` have `disagg_request_id`, and `ctx_usage`.
         kv_transfer_timeout_s: how long it keeps a prompt's KV for another server, and waits for that of one.
     """
 
@@ -90,9 +90,16 @@ class TrtllmOptions:
     pushes: bool = False
     replays: bool = False
     of_functions: tuple[str, ...] = ("name", "description", "parameters", "strict")
+    numbers_phases: bool = True
     takes_ctx_usage: bool = True
     kv_transfer_timeout_s: float = 60.0
     version: str = "1.4.0"
+
+    @property
+    def params(self) -> tuple[str, ...]:
+        """The fields of `disaggregated_params`."""
+        has = {"disagg_request_id": self.numbers_phases, "ctx_usage": self.takes_ctx_usage}
+        return tuple(name for name in PARAMS if has.get(name, True))
 
 
 class EventBuffer:
@@ -447,6 +454,7 @@ class FakeTrtllm:
                 "properties": {field: {} for field in sorted(fields)},
                 "additionalProperties": False,
             }
+        schemas["DisaggregatedParams"] = {"properties": {name: {} for name in self.options.params}}
         schemas["FunctionDefinition"] = {"properties": {name: {} for name in self.options.of_functions}}
         return {"openapi": "3.1.0", "paths": described, "components": {"schemas": schemas}}
 
@@ -483,8 +491,7 @@ class FakeTrtllm:
         return serve
 
     def _check_params(self, params: dict) -> None:
-        known = {*PARAMS, "ctx_usage"} if self.options.takes_ctx_usage else set(PARAMS)
-        if unknown := sorted(params.keys() - known):
+        if unknown := sorted(params.keys() - {*self.options.params}):
             raise _RefusedError(f"extra_forbidden: {unknown}", flat=False)
         if params["request_type"] == "generation_only" and self.refuses_kv:
             raise _RefusedError("Invalid internal disaggregated request authentication")
@@ -504,8 +511,7 @@ class FakeTrtllm:
             return JSONResponse(told)
         number = params["disagg_request_id"]
         self.kept[number] = KeptPrompt(self, tokens, time.monotonic() + self.options.kv_transfer_timeout_s)
-        known = (*PARAMS, "ctx_usage") if self.options.takes_ctx_usage else PARAMS
-        choice["disaggregated_params"] = dict.fromkeys(known) | {
+        choice["disaggregated_params"] = dict.fromkeys(self.options.params) | {
             "request_type": "context_only",
             "first_gen_tokens": [output_token(work.prompt, 0)],
             "ctx_request_id": number,

@@ -7,6 +7,7 @@ import pytest
 
 from engine_adapter import EngineGarbled, JsonBody, Role, make_adapter
 from engine_adapter.http.control import ControlClient
+from engine_adapter.tensorrt_llm.adapter import NO_NUMBERS
 from engine_adapter.tensorrt_llm.context_phase import ContextPhase
 from engine_adapter.tensorrt_llm.fields import CHAT, COMPLETIONS, RESPONSES
 from tests.engines import engine_spec
@@ -24,7 +25,7 @@ def asked(**fields) -> JsonBody:
     return JsonBody(json.dumps(usual | fields).encode())
 
 
-@pytest.fixture(params=[True, False], ids=["with ctx_usage", "1.2"])
+@pytest.fixture(params=[True, False], ids=["with ctx_usage", "without"])
 async def pair(request):
     """(context server, its client), (generation server, its client)."""
     options = {"takes_ctx_usage": request.param}
@@ -168,3 +169,21 @@ async def test_who_moves_kv(role, moves):
     adapter = make_adapter(engine_spec("tensorrt_llm", "http://127.0.0.1:1", role=Role(role)))
     assert (adapter.transfer is not None) == moves
     await adapter.aclose()
+
+
+@pytest.mark.parametrize(
+    ("role", "options", "moves", "found"),
+    [
+        ("prefill", {}, True, False),
+        ("decode", {"describes_itself": False}, True, False),
+        ("prefill", {"numbers_phases": False}, False, True),
+        ("both", {"numbers_phases": False}, False, False),
+    ],
+)
+async def test_a_server_that_gives_phases_no_number_is_in_no_pair(role, options, moves, found):
+    with running_trtllm(**options) as server:
+        adapter = make_adapter(engine_spec("tensorrt_llm", server.url, role=Role(role)))
+        await adapter.connect()
+        assert (adapter.transfer is not None) == moves
+        assert (NO_NUMBERS in adapter.findings()) == found
+        await adapter.aclose()
