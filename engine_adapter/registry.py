@@ -104,7 +104,7 @@ def check_role(kind: str, role: Role) -> None:
     """Raises OptionError for a role that engines of `kind` cannot have."""
     if role is Role.BOTH or KINDS[kind].transfers:
         return
-    able = " or ".join(name for name, each in KINDS.items() if each.transfers)
+    able = " engines, or between ".join(name for name, each in KINDS.items() if each.transfers)
     message = f"{kind} engines cannot have role={role}: kvpin moves KV between {able} engines; leave role out"
     raise OptionError(message, param="role")
 
