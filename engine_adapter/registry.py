@@ -54,7 +54,9 @@ KINDS = {
     "llama_server": EngineKind(LlamaServerAdapter, LlamaServerOptions, routes=LLAMA_SERVER_ROUTES),
     "vllm": EngineKind(make_vllm, VllmOptions, transfers=True, routes=VLLM_ROUTES),
     "sglang": EngineKind(SglangAdapter, EventOptions, routes=SGLANG_ROUTES),
-    "tensorrt_llm": EngineKind(TensorRTLLMAdapter, EventAddresses, routes=TENSORRT_LLM_ROUTES),
+    "tensorrt_llm": EngineKind(
+        TensorRTLLMAdapter, EventAddresses, transfers=True, routes=TENSORRT_LLM_ROUTES
+    ),
     "nim": EngineKind(lambda spec: make_nim(spec, _as_kind), NimOptions),
 }
 
@@ -102,7 +104,7 @@ def check_role(kind: str, role: Role) -> None:
     """Raises OptionError for a role that engines of `kind` cannot have."""
     if role is Role.BOTH or KINDS[kind].transfers:
         return
-    able = " or ".join(name for name, each in KINDS.items() if each.transfers)
+    able = " engines, or between ".join(name for name, each in KINDS.items() if each.transfers)
     message = f"{kind} engines cannot have role={role}: kvpin moves KV between {able} engines; leave role out"
     raise OptionError(message, param="role")
 

@@ -36,7 +36,8 @@ class Handover:
     """The KV that a prefill engine keeps for a decode engine.
 
     Attributes:
-        fields: where it lies, for the decode engine.
+        fields: where it lies, for the decode engine; empty if none is kept, because the answer ended with its
+            first token.
         cached_tokens: prompt tokens that the prefill engine reused; None if it did not tell.
     """
 

@@ -25,6 +25,7 @@ from engine_adapter.http.adapter import HttpAdapter
 from engine_adapter.http.openai_answer import hold_openai
 from engine_adapter.http.prepare import route_of
 from engine_adapter.http.transport import OutgoingRequest
+from engine_adapter.tensorrt_llm.context_phase import ContextPhase
 from engine_adapter.tensorrt_llm.discovery import (
     BLOCK_SIZE_UNKNOWN,
     DEFAULT_TOKENS_PER_BLOCK,
@@ -49,6 +50,7 @@ from engine_adapter.types import (
     KvProgress,
     KvTarget,
     KvVerb,
+    Role,
     Tier,
     TokenIds,
 )
@@ -71,6 +73,11 @@ NO_HOST_TIER = Finding(
 EVENTS_LOST = Finding(
     "KV events were lost: predictions are lower bounds until its cache is reset",
     "let nobody else read /kv_cache_events, and raise event_buffer_max_size in its kv_cache_config",
+)
+NO_NUMBERS = Finding(
+    "it cannot give the two phases of a request one number, without which KV may go to another request: it "
+    "is in no pair",
+    "use a version whose disaggregated_params have disagg_request_id",
 )
 SEVERAL_WINDOWS = Finding(
     "it has several attention windows, and its events do not tell what each holds: it may reuse less than "
@@ -97,6 +104,7 @@ class TensorRTLLMAdapter(HttpAdapter):
 
     def __init__(self, spec: EngineSpec[EventAddresses]) -> None:
         super().__init__(spec)
+        self.transfer = None if spec.role is Role.BOTH else ContextPhase()
         self._instance = uuid.uuid4().hex
         self._server: Discovered | None = None
         self._measured: int | None = None
@@ -110,6 +118,8 @@ class TensorRTLLMAdapter(HttpAdapter):
     async def connect(self) -> EngineInfo:
         """The process has no identity; its events show a restart."""
         server = self._server = await discover(self._control, self._instance)
+        if self.spec.role is not Role.BOTH:
+            self.transfer = ContextPhase() if server.fields.numbers_phases else None
         self.capabilities = server.info.capabilities
         self._seen = self._tokens_per_block, self.findings()
         levels, info = self._poller.reader.blocks_per_level, server.info
@@ -150,6 +160,8 @@ class TensorRTLLMAdapter(HttpAdapter):
             found.append(EVENTS_LOST)
         if reader.blocks_per_level and not any(reader.blocks_per_level[1:]):
             found.append(NO_HOST_TIER)
+        if self.spec.role is not Role.BOTH and self.transfer is None:
+            found.append(NO_NUMBERS)
         if not reader.follows_all:
             found.append(SEVERAL_WINDOWS)
         return tuple(found)
@@ -184,7 +196,7 @@ class TensorRTLLMAdapter(HttpAdapter):
         hold = hold_openai(
             path,
             body,
-            changes={**self._named(path, body), **self._fields.as_token_ids(path, body, prompt)},
+            changes=self._fields.as_token_ids(path, body, prompt),
             drop=dropped,
             ask_usage=True,
             note=f"left out, as TensorRT-LLM does not take it: {', '.join(dropped)}" if dropped else "",
@@ -195,9 +207,12 @@ class TensorRTLLMAdapter(HttpAdapter):
     def prepare(
         self, method: str, path: str, headers: Mapping[str, str], body: RequestBody
     ) -> OutgoingRequest:
-        """No salted prompt runs unsalted, also without reuse."""
+        """No salted prompt runs unsalted, and every prompt names its model, also without reuse."""
         if isinstance(body, JsonBody):
-            self._fields.check_salt(route_of(path), body)
+            route = route_of(path)
+            self._fields.check_salt(route, body)
+            if named := self._named(route, body):
+                body = body.replace(**named)
         return super().prepare(method, path, headers, body)
 
     @override

@@ -51,10 +51,16 @@ _MORE_THAN_TOKENS = ("prompt_token_ids", "echo", "truncate_prompt_tokens", "docu
 
 
 class RequestFields:
-    """The request fields that each route of a server takes."""
+    """The request fields that each route of a server takes.
+
+    Attributes:
+        numbers_phases: the two phases of a divided request can have a number, by which KV is asked for.
+    """
 
     def __init__(self, openapi: object = None) -> None:
         """`openapi` is the server's description of its routes, if it gives one."""
+        params = look_up(openapi, "components", "schemas", "DisaggregatedParams", "properties")
+        self.numbers_phases = not isinstance(params, dict) or "disagg_request_id" in params
         described = {path: accepted_fields(openapi, path) for path in PROMPT_ROUTES}
         self._accepted = {**KNOWN, **{path: names for path, names in described.items() if names is not None}}
 

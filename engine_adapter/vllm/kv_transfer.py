@@ -18,6 +18,9 @@ from engine_adapter.vllm.nixl import MARGIN_S, NixlPull
 from engine_adapter.vllm.options import VllmSpec
 
 _CONNECTOR = "NixlConnector"
+_ITS_NAMES = (_CONNECTOR, "NixlPullConnector")
+# These move KV between engines, too, but not as kvpin asks for it.
+_OTHERS = ("MoRIIOConnector", "MooncakeConnector", "NixlPushConnector")
 # The first time, a server looks its machine over: that took 4.6 s.
 _ANSWER_S = 20.0
 _MAY_CONTAIN_IT = "MultiConnector"
@@ -40,7 +43,7 @@ class KvTransfer(msgspec.Struct, frozen=True):
     @property
     def moves_kv(self) -> bool:
         """True if others can pull its KV, and it can pull theirs."""
-        return self.kv_connector in (_CONNECTOR, _MAY_CONTAIN_IT)
+        return self.kv_connector in (*_ITS_NAMES, _MAY_CONTAIN_IT)
 
     @property
     def role(self) -> Role:
@@ -80,7 +83,7 @@ def is_meant_to(spec: VllmSpec, told: KvTransfer | None) -> bool:
     """True if it is to pass KV on: it has a role, or its connector is known and passes KV both ways."""
     if spec.options.lmcache is not None:  # that one has its own connector
         return False
-    is_known = spec.options.kv_transfer is not None or (told is not None and told.kv_connector == _CONNECTOR)
+    is_known = spec.options.kv_transfer is not None or (told is not None and told.kv_connector in _ITS_NAMES)
     return is_known or role_of(spec, told) is not Role.BOTH
 
 
@@ -97,6 +100,12 @@ def transfer_of(spec: VllmSpec, told: KvTransfer | None) -> Transfer | None:
 def findings_of_transfer(spec: VllmSpec, told: KvTransfer | None) -> Iterator[Finding]:
     """What keeps an engine that is meant to pass KV on from doing so."""
     role = role_of(spec, told)
+    if told is not None and told.kv_connector in _OTHERS:
+        yield Finding(
+            f"it has a {told.kv_connector}, and kvpin moves KV by {_CONNECTOR} alone: it is in no pair",
+            NixlPull.remedy,
+        )
+        return
     if told is None or not is_meant_to(spec, told):
         return
     if not told.moves_kv:

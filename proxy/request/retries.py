@@ -12,6 +12,8 @@ from proxy.request.calls import PROMPT_ROUTES, Call
 
 # Statuses of an engine that could not serve the request: another engine may.
 REFUSALS = frozenset({429, 500, 502, 503, 504})
+# Statuses with which an engine leaves a request to another one that it got with KV of a further one.
+ERRORS = frozenset(range(400, 600))
 # Statuses of an engine that has not got the route, or the file or batch that the route names.
 NOT_HERE = frozenset({404, 405, 501})
 # Statuses of an engine that takes no WebSocket: uvicorn has 403, also for an unknown route; others have 426.

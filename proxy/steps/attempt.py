@@ -62,7 +62,7 @@ from proxy.request.forward import Forwarded, Forwarding
 from proxy.request.gate import Admission
 from proxy.request.migration import MAX_BODIES, Passage, passage_for
 from proxy.request.records import RequestRecord
-from proxy.request.retries import PASSED_ON, is_not_here, refusals_of
+from proxy.request.retries import ERRORS, PASSED_ON, is_not_here, refusals_of
 from proxy.request.tenants import Tenants
 from proxy.request.transcript import SentStream
 from proxy.steps.first_leg import FirstLeg, Prefilled
@@ -335,7 +335,7 @@ class Attempts:
         for_others = serving.call.body if serving.kept else None
         reply.on_start = partial(_forget_bodies, call, hold, for_others)
         headers = _headers(call, placement, hold, reply) | ready.told | _retained(ready, hold)
-        refusals = refusals_of(call, serving.n_candidates)
+        refusals = ERRORS if isinstance(kept, Prefilled) else refusals_of(call, serving.n_candidates)
         serving.life.take(monotonic(), Sent())
         answer = Forwarding(engine.adapter, call, hold, reply, headers, refusals, passage, began).run(
             self.transport

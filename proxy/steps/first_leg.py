@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Coroutine
 from dataclasses import dataclass
+from http import HTTPStatus
 from time import monotonic
 from typing import Any, Self, TypeVar
 
@@ -28,6 +29,7 @@ from engine_adapter import (
     Role,
     Transfer,
     log_text,
+    route_of,
     tell_cached,
 )
 from proxy.core.life import Blame, Cause
@@ -81,6 +83,8 @@ class Prefilled:
 
         Raises:
             EngineLate: it did not begin in time: it may be from other KV.
+            EngineRejected: it refused the request. The engine that computed the prompt took it, so that is
+                about the KV, and not about what the client sent.
         """
         if self.is_over:
             answer.close()
@@ -93,6 +97,11 @@ class Prefilled:
             if not self._limit.expired():
                 raise
             raise self._late() from None
+        except EngineRejected as error:
+            if error.status in REFUSALS:
+                raise
+            message = f"it refused the KV that engine {self.source!r} keeps for it: {error}"
+            raise EngineRejected(message, status=HTTPStatus.BAD_GATEWAY) from error
 
     def begins(self) -> None:
         """The answer begins. Raises EngineLate: too late; kvpin may have been paused meanwhile."""
@@ -152,11 +161,13 @@ class FirstLeg:
         self, transport: HttpTransport, target: Engine, hold: Hold, prefilled: Prefilled
     ) -> bool:
         """Tells the request where the KV lies, or lets its engine fetch that before. False if the engine
-        refused to: it computes the prompt then.
+        refused to, or there is none: it computes the prompt then.
 
         Raises:
             EngineUnavailable: that engine failed, or did not fetch the KV in time.
         """
+        if not prefilled.handover.fields:
+            return False
         if not self.is_apart:
             hold.body = self.transfer.second_leg(self.body, prefilled.handover)
         elif not await self._fetch(transport, target, prefilled):
@@ -212,9 +223,11 @@ class FirstLeg:
     async def _ask(self, transport: HttpTransport, engine: Engine, body: JsonBody) -> tuple[bytes, float]:
         """An engine's answer, and a time at which it had surely not begun. Raises EngineRejected for an
         error."""
-        with _Silence() as silence:
-            response = await send_leg(transport, engine, self.ready, self.path, body)
-        return await read_leg(response), silence.surely
+        # For its adapter, a leg is a request like others. Its body is as its transfer made it.
+        async with engine.adapter.hold(route_of(self.path), body, None):
+            with _Silence() as silence:
+                response = await send_leg(transport, engine, self.ready, self.path, body)
+            return await read_leg(response), silence.surely
 
     def _blame(self, error: EngineError) -> None:
         """Notes what the failure says about the engine. The other engine tells the client what is wrong with

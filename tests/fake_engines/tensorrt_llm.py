@@ -6,21 +6,24 @@ host memory while there is room, and restores them when a prompt needs them.
 
 from __future__ import annotations
 
+import asyncio
 import json
+import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from tests.engines import served
 from tests.fake_engines.answers import Work, answer
 from tests.fake_engines.cache import CachePrompt, Namespace, PageCache, RunningPrompt, StoredRun, _Page
-from tests.fake_engines.core import EngineCore
+from tests.fake_engines.core import EngineCore, output_token
 from tests.fake_engines.publisher import Publisher
 from tests.fake_engines.text import chat_tokens, encode, words
 
@@ -39,6 +42,11 @@ FIELDS = {
     COMPLETIONS: frozenset(_COMMON.split()) | {"prompt", "suffix", "prompt_ignore_length"},
 }
 """The fields that each route takes; others are refused."""
+PARAMS = (
+    *("request_type", "first_gen_tokens", "ctx_request_id", "encoded_opaque_state", "draft_tokens"),
+    *("disagg_request_id", "ctx_dp_rank", "ctx_info_endpoint", "schedule_style", "ctx_usage"),
+)
+"""The fields of `disaggregated_params`; older versions lack some."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +67,8 @@ class TrtllmOptions:
         pushes: `kv_events_config` of KVCacheManagerV2: events go out over ZMQ, and none can be polled.
         replays: it has a `replay_endpoint`.
         of_functions: the fields that its model of a function has.
+        numbers_phases, takes_ctx_usage: `disaggregated_params` have `disagg_request_id`, and `ctx_usage`.
+        kv_transfer_timeout_s: how long it keeps a prompt's KV for another server, and waits for that of one.
     """
 
     model: str = "tiny"
@@ -80,7 +90,16 @@ class TrtllmOptions:
     pushes: bool = False
     replays: bool = False
     of_functions: tuple[str, ...] = ("name", "description", "parameters", "strict")
+    numbers_phases: bool = True
+    takes_ctx_usage: bool = True
+    kv_transfer_timeout_s: float = 60.0
     version: str = "1.4.0"
+
+    @property
+    def params(self) -> tuple[str, ...]:
+        """The fields of `disaggregated_params`."""
+        has = {"disagg_request_id": self.numbers_phases, "ctx_usage": self.takes_ctx_usage}
+        return tuple(name for name in PARAMS if has.get(name, True))
 
 
 class EventBuffer:
@@ -317,6 +336,15 @@ class OffloadingCache(PageCache):
         self.listener.removed((page.hash,))
 
 
+@dataclass(frozen=True, slots=True)
+class KeptPrompt:
+    """A prompt whose KV a server keeps for another one, until `ends`, in monotonic seconds."""
+
+    server: FakeTrtllm
+    tokens: tuple[int, ...]
+    ends: float
+
+
 class FakeTrtllm:
     """One server.
 
@@ -324,11 +352,20 @@ class FakeTrtllm:
         seen: bodies of the chats and completions it served, each with its route.
         polls: times its events were asked for.
         steps: what its steps did, taken away by reading `/metrics`.
+        fetched: prompt tokens whose KV it fetched from other servers.
+        ends_at_once: the first token of each answer of a context phase ends it.
+        refuses_kv: generation phases are refused, as by a server whose key for them is another one.
+        aborted: context phases whose client left.
         publisher: pushes its events; None where they are polled.
     """
 
+    kept: ClassVar[dict[int, KeptPrompt]] = {}
+    """Context phases whose KV no server has fetched, of all servers, by their numbers."""
+
     def __init__(self, options: TrtllmOptions) -> None:
         self.options = options
+        self.fetched = self.aborted = 0
+        self.ends_at_once = self.refuses_kv = False
         self.seen: list[tuple[str, dict]] = []
         self.polls = 0
         self.steps: list[dict] = []
@@ -417,6 +454,7 @@ class FakeTrtllm:
                 "properties": {field: {} for field in sorted(fields)},
                 "additionalProperties": False,
             }
+        schemas["DisaggregatedParams"] = {"properties": {name: {} for name in self.options.params}}
         schemas["FunctionDefinition"] = {"properties": {name: {} for name in self.options.of_functions}}
         return {"openapi": "3.1.0", "paths": described, "components": {"schemas": schemas}}
 
@@ -439,9 +477,70 @@ class FakeTrtllm:
             except _RefusedError as refused:
                 return refused.answer()
             self.seen.append((path, body))
-            return await answer(self.core, self._work(path, body, prompt))
+            work, params = self._work(path, body, prompt), body.get("disaggregated_params")
+            if params is None:
+                return await answer(self.core, work)
+            try:
+                self._check_params(params)
+                if params["request_type"] == "context_only":
+                    return await self._context(request, work, params)
+                return await self._generation(work, params)
+            except _RefusedError as refused:
+                return refused.answer()
 
         return serve
+
+    def _check_params(self, params: dict) -> None:
+        if unknown := sorted(params.keys() - {*self.options.params}):
+            raise _RefusedError(f"extra_forbidden: {unknown}", flat=False)
+        if params["request_type"] == "generation_only" and self.refuses_kv:
+            raise _RefusedError("Invalid internal disaggregated request authentication")
+
+    async def _context(self, request: Request, work: Work, params: dict) -> Response:
+        """Computes the prompt and one token, and keeps the KV, unless that token is the last one."""
+        done = await answer(self.core, replace(work, max_tokens=1))
+        if await request.is_disconnected():
+            self.aborted += 1
+            return Response(status_code=499)
+        told, tokens = json.loads(bytes(done.body)), work.prompt.tokens
+        choice = told["choices"][0]
+        choice["finish_reason"] = "length" if work.max_tokens == 1 else "not_finished"
+        told["prompt_token_ids"] = list(tokens)
+        if self.ends_at_once:
+            choice["finish_reason"] = "stop"
+            return JSONResponse(told)
+        number = params["disagg_request_id"]
+        self.kept[number] = KeptPrompt(self, tokens, time.monotonic() + self.options.kv_transfer_timeout_s)
+        choice["disaggregated_params"] = dict.fromkeys(self.options.params) | {
+            "request_type": "context_only",
+            "first_gen_tokens": [output_token(work.prompt, 0)],
+            "ctx_request_id": number,
+            "disagg_request_id": number,
+            "encoded_opaque_state": "AAAA",
+        }
+        return JSONResponse(told)
+
+    async def _generation(self, work: Work, params: dict) -> Response:
+        """Fetches the KV, which is gone from then on, and answers from the first token on. Without KV, it
+        waits in vain, and its answer breaks off."""
+        await self.core.turn()
+        kept = self.kept.pop(params["disagg_request_id"], None)
+        if kept is None or kept.ends < time.monotonic():
+            return _broken_off(self.options.kv_transfer_timeout_s)
+        if kept.tokens != work.prompt.tokens or params["first_gen_tokens"] != [output_token(work.prompt, 0)]:
+            raise _RefusedError("this is not what the context phase computed")
+        self.fetched += len(kept.tokens)
+        usage = params.get("ctx_usage") or {"prompt_tokens_details": {"cached_tokens": 0}}
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        return await answer(
+            self.core, replace(work, usage=lambda prompt, output, _: _usage(prompt, output, cached))
+        )
+
+    def die(self) -> None:
+        """Nobody finds what it kept for others."""
+        for number, kept in list(self.kept.items()):
+            if kept.server is self:
+                del self.kept[number]
 
     def _work(self, path: str, body: dict, prompt: CachePrompt) -> Work:
         return Work(
@@ -543,6 +642,17 @@ async def _body(path: str, request: Request) -> dict:
     if errors:
         raise _RefusedError(str(errors), flat=False)
     return body
+
+
+def _broken_off(after_s: float) -> StreamingResponse:
+    """An answer that begins with nothing, and ends so."""
+
+    async def nothing() -> AsyncIterator[bytes]:
+        await asyncio.sleep(after_s)
+        raise OSError("Error in kv cache transfer for generation requests")
+        yield b""
+
+    return StreamingResponse(nothing(), media_type="text/event-stream")
 
 
 def _usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict:

@@ -144,6 +144,8 @@ class TestRequests:
         await ask(adapter, CHAT, messages=HELLO, model=None)
         assert server.fake.seen[-1][1]["model"] == "tiny"
         unnamed = JsonBody(json.dumps({"messages": HELLO}).encode())
+        prepared = adapter.prepare("POST", f"{CHAT}?a=b", {}, unnamed)  # without reuse, nothing holds it
+        assert json.loads(prepared.body)["model"] == "tiny"
         assert await adapter.tokenize(CHAT, unnamed) == array("i", chat_tokens(HELLO))
         async with adapter.hold("/v1/responses", unnamed, None) as hold:
             assert "model" not in hold.body

@@ -103,6 +103,12 @@ class TestTransferOf:
     def test_other_connectors_pass_nothing_on_that_kvpin_knows(self, connector):
         assert transfer_of(spec_of(), told_of(kv_connector=connector)) is None
 
+    def test_the_connector_has_two_names(self):
+        told = told_of(kv_connector="NixlPullConnector")
+        for role in Role:
+            assert transfer_of(spec_of(role), told) is not None
+            assert list(findings_of_transfer(spec_of(role), told)) == []
+
     def test_one_of_several_may_be_the_right_one(self):
         assert transfer_of(spec_of(), told_of(kv_connector="MultiConnector")) is not None
 
@@ -120,6 +126,13 @@ class TestFindings:
         assert list(findings_of_transfer(spec_of(Role.PREFILL), told)) == [], "it fetches none"
 
         assert list(findings_of_transfer(spec_of(Role.BOTH), told)) == [finding]
+
+    @pytest.mark.parametrize("role", list(Role))
+    @pytest.mark.parametrize("connector", ["MoRIIOConnector", "MooncakeConnector", "NixlPushConnector"])
+    def test_an_engine_that_moves_kv_otherwise(self, role, connector):
+        (finding,) = findings_of_transfer(spec_of(role), told_of(kv_connector=connector))
+        assert f"it has a {connector}, and kvpin moves KV by NixlConnector alone" in finding.problem
+        assert '"kv_connector":"NixlConnector"' in finding.remedy
 
     def test_nothing_to_say_without_a_role(self):
         assert list(findings_of_transfer(spec_of(Role.BOTH), KvTransfer())) == []

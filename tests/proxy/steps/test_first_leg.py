@@ -5,7 +5,7 @@ from time import monotonic
 
 import pytest
 
-from engine_adapter import EngineLate, Handover
+from engine_adapter import EngineLate, EngineRejected, Handover
 from proxy.request.forward import Forwarded
 from proxy.steps import first_leg
 from proxy.steps.first_leg import Prefilled
@@ -67,6 +67,19 @@ class TestPrefilled:
 
         with pytest.raises(TimeoutError, match="of a socket"):
             await prefilled.in_time(late())
+
+    @pytest.mark.parametrize(("status", "kept"), [(400, 502), (401, 502), (422, 502), (429, 429), (503, 503)])
+    async def test_a_refusal_is_about_the_kv_and_no_fault_of_the_client(self, status, kept):
+        prefilled = kept_for(5.0)
+
+        async def refused():
+            raise EngineRejected("invalid state", status=status, headers={"retry-after": "3"})
+
+        with pytest.raises(EngineRejected, match="invalid state") as caught:
+            await prefilled.in_time(refused())
+        assert caught.value.status == kept
+        assert ("engine 'p' keeps" in str(caught.value)) == (kept != status)
+        assert ("retry-after" in caught.value.headers) == (kept == status)
 
 
 class TestSilence:

@@ -1,0 +1,189 @@
+"""What each leg is sent, and what the first one's answer says, on two fake servers."""
+
+import json
+from array import array
+
+import pytest
+
+from engine_adapter import EngineGarbled, JsonBody, Role, make_adapter
+from engine_adapter.http.control import ControlClient
+from engine_adapter.tensorrt_llm.adapter import NO_NUMBERS
+from engine_adapter.tensorrt_llm.context_phase import ContextPhase
+from engine_adapter.tensorrt_llm.fields import CHAT, COMPLETIONS, RESPONSES
+from tests.engines import engine_spec
+from tests.fake_engines.tensorrt_llm import FakeTrtllm, running_trtllm
+
+PHASE = ContextPhase()
+TOKENS = list(range(100, 200))
+IDS = array("i", TOKENS)
+HELLO = [{"role": "user", "content": "Hi"}]
+PROMPTS = {COMPLETIONS: {"prompt": TOKENS}, CHAT: {"messages": HELLO, "prompt_token_ids": TOKENS}}
+
+
+def asked(**fields) -> JsonBody:
+    usual = {"model": "tiny", "max_tokens": 6, "stream": True, "stream_options": {"include_usage": True}}
+    return JsonBody(json.dumps(usual | fields).encode())
+
+
+@pytest.fixture(params=[True, False], ids=["with ctx_usage", "without"])
+async def pair(request):
+    """(context server, its client), (generation server, its client)."""
+    options = {"takes_ctx_usage": request.param}
+    with running_trtllm(**options) as first, running_trtllm(**options) as second:
+        clients = [ControlClient(engine_spec("tensorrt_llm", each.url, "t")) for each in (first, second)]
+        yield (first.fake, clients[0]), (second.fake, clients[1])
+        for client in clients:
+            await client.aclose()
+
+
+async def first_leg(client: ControlClient, path: str, body: JsonBody) -> bytes:
+    sent = json.loads(PHASE.first_leg(body).raw)
+    return json.dumps(await client.call("POST", path, json=sent)).encode()
+
+
+class TestBothLegs:
+    @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+    async def test_the_second_server_fetches_what_the_first_one_keeps(self, pair, path):
+        (first, context), (second, generation) = pair
+        body = asked(**PROMPTS[path])
+        handover = PHASE.handover(await first_leg(context, path, body))
+        sent = json.loads(PHASE.second_leg(body, handover).raw)
+        params = sent.pop("disaggregated_params")
+        assert sent == json.loads(body.raw), "the rest is the client's"
+        assert (params["request_type"], len(params["first_gen_tokens"])) == ("generation_only", 1)
+        assert first.kept.keys() == {params["disagg_request_id"]}
+        if second.options.takes_ctx_usage:
+            assert params["ctx_usage"]["prompt_tokens"] == len(TOKENS)
+        whole = sent | {"disaggregated_params": params, "stream": False}
+        del whole["stream_options"]
+        await generation.call("POST", path, json=whole)
+        assert (handover.cached_tokens, second.fetched, FakeTrtllm.kept) == (0, 100, {})
+
+    async def test_the_prompt_goes_as_the_first_servers_tokens(self, pair):
+        (_, context), _ = pair
+        for path, body, ids in (
+            (COMPLETIONS, asked(prompt="Hello there"), "prompt"),
+            (CHAT, asked(messages=HELLO), "prompt_token_ids"),
+        ):
+            handover = PHASE.handover(await first_leg(context, path, body))
+            sent = json.loads(PHASE.second_leg(body, handover).raw)
+            assert all(isinstance(token, int) for token in sent[ids]), sent
+            assert sent[ids]
+            assert sent.keys() - json.loads(body.raw).keys() <= {"prompt_token_ids", "disaggregated_params"}
+        FakeTrtllm.kept.clear()
+
+    async def test_an_answer_that_ends_with_its_first_token_hands_nothing_over(self, pair):
+        (fake, context), _ = pair
+        fake.ends_at_once = True
+        handover = PHASE.handover(await first_leg(context, COMPLETIONS, asked(prompt=TOKENS)))
+        assert (handover.fields, handover.cached_tokens) == ({}, 0)
+
+    def test_each_request_has_a_number_that_no_server_gives_itself(self):
+        numbers = {
+            json.loads(PHASE.first_leg(asked(prompt="a")).raw)["disaggregated_params"]["disagg_request_id"]
+            for _ in range(200)
+        }
+        assert len(numbers) == 200
+        assert all(1 << 42 <= number < 1 << 63 for number in numbers)
+
+
+class TestAnswers:
+    @pytest.mark.parametrize("params", [None, {}, {"ctx_request_id": None}])
+    def test_of_a_server_that_keeps_nothing(self, params):
+        answer = {"choices": [{"finish_reason": "length", "disaggregated_params": params}]}
+        assert PHASE.handover(json.dumps(answer).encode()) is None
+
+    def test_what_the_server_says_is_passed_on_as_it_is(self):
+        own = {"ctx_request_id": 2**62, "draft_tokens": [1], "resolved_thinking": True, "request_type": "x"}
+        answer = {"choices": [{"finish_reason": "length", "disaggregated_params": own}]}
+        fields = PHASE.handover(json.dumps(answer).encode()).fields
+        assert fields.keys() == {"disaggregated_params"}, "the second server renders the prompt itself"
+        told = json.loads(bytes(fields["disaggregated_params"]))
+        assert told == own | {"request_type": "generation_only"}
+
+    @pytest.mark.parametrize(
+        "answer", [b"", b"[]", b'{"choices": 1}', b'{"choices": [{"finish_reason": 1}]}']
+    )
+    def test_that_cannot_be_read(self, answer):
+        with pytest.raises(EngineGarbled, match="its answer to a prefill cannot be read"):
+            PHASE.handover(answer)
+
+
+class TestTakes:
+    def test_chats_and_completions(self):
+        for route, taken in (
+            (CHAT, True),
+            (COMPLETIONS, True),
+            (RESPONSES, False),
+            ("/v1/embeddings", False),
+        ):
+            assert PHASE.takes(route, asked()) is taken
+
+    def test_nothing_that_its_client_divides(self):
+        assert not PHASE.takes(CHAT, asked(disaggregated_params={"request_type": "context_only"}))
+        assert PHASE.takes(CHAT, asked(disaggregated_params=None))
+
+
+class TestFetch:
+    @pytest.mark.parametrize("fields", [{}, {"n": 1}, {"echo": False}, {"logprobs": None}, {"stop": ["x"]}])
+    def test_a_stream_of_one_answer_fetches_itself(self, fields):
+        assert PHASE.fetch(COMPLETIONS, asked(prompt=TOKENS, **fields), IDS) is None
+
+    @pytest.mark.parametrize(
+        "fields",
+        [
+            {"stream": False},
+            {"stream": None},
+            {"n": 2},
+            {"best_of": 3},
+            {"echo": True},
+            {"logprobs": 0},
+            {"top_logprobs": 2},
+            {"use_beam_search": True},
+            {"max_tokens": 1},
+            {"max_completion_tokens": 1},
+        ],
+    )
+    def test_other_requests_do_so_with_one_of_their_own(self, fields):
+        body = asked(messages=HELLO, stop="x", tools=[], cache_salt="s", prompt_token_ids=TOKENS, **fields)
+        path, fetch = PHASE.fetch(CHAT, body, IDS)
+        assert path == CHAT
+        assert json.loads(fetch.raw) == {
+            "model": "tiny",
+            "messages": HELLO,
+            "tools": [],
+            "cache_salt": "s",
+            "prompt_token_ids": TOKENS,
+            "stream": False,
+            "max_tokens": 2,
+            "ignore_eos": True,
+        }
+
+    def test_a_completion_names_the_prompts_tokens(self):
+        path, fetch = PHASE.fetch(COMPLETIONS, asked(prompt="text", echo=True), IDS)
+        assert (path, json.loads(fetch.raw)["prompt"]) == (COMPLETIONS, TOKENS)
+
+
+@pytest.mark.parametrize(("role", "moves"), [("both", False), ("prefill", True), ("decode", True)])
+async def test_who_moves_kv(role, moves):
+    adapter = make_adapter(engine_spec("tensorrt_llm", "http://127.0.0.1:1", role=Role(role)))
+    assert (adapter.transfer is not None) == moves
+    await adapter.aclose()
+
+
+@pytest.mark.parametrize(
+    ("role", "options", "moves", "found"),
+    [
+        ("prefill", {}, True, False),
+        ("decode", {"describes_itself": False}, True, False),
+        ("prefill", {"numbers_phases": False}, False, True),
+        ("both", {"numbers_phases": False}, False, False),
+    ],
+)
+async def test_a_server_that_gives_phases_no_number_is_in_no_pair(role, options, moves, found):
+    with running_trtllm(**options) as server:
+        adapter = make_adapter(engine_spec("tensorrt_llm", server.url, role=Role(role)))
+        await adapter.connect()
+        assert (adapter.transfer is not None) == moves
+        assert (NO_NUMBERS in adapter.findings()) == found
+        await adapter.aclose()
