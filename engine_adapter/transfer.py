@@ -52,11 +52,14 @@ class Transfer(Protocol):
         name: of the way, for people.
         usable_s: seconds from the end of a prefill in which the KV is certainly still there.
         remedy: what to do with an engine that keeps no KV for others.
+        checks_all: the first leg has all fields of the request, so that its engine refuses what is wrong with
+            them. What the decode engine refuses then is the KV.
     """
 
     name: str
     usable_s: float
     remedy: str
+    checks_all: bool
 
     def takes(self, route: str, body: JsonBody) -> bool:
         """True if a request can be served in two legs."""

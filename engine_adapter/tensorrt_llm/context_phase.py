@@ -56,6 +56,7 @@ class ContextPhase(Transfer):
     name = "TensorRT-LLM context phase"
     usable_s = 55.0
     remedy = "start it with --config FILE, and in it cache_transceiver_config: {backend: DEFAULT}"
+    checks_all = True
 
     @override
     def takes(self, route: str, body: JsonBody) -> bool:

@@ -335,7 +335,8 @@ class Attempts:
         for_others = serving.call.body if serving.kept else None
         reply.on_start = partial(_forget_bodies, call, hold, for_others)
         headers = _headers(call, placement, hold, reply) | ready.told | _retained(ready, hold)
-        refusals = ERRORS if isinstance(kept, Prefilled) else refusals_of(call, serving.n_candidates)
+        refuses_kv = isinstance(kept, Prefilled) and kept.is_checked and not kept.is_fetched
+        refusals = ERRORS if refuses_kv else refusals_of(call, serving.n_candidates)
         serving.life.take(monotonic(), Sent())
         answer = Forwarding(engine.adapter, call, hold, reply, headers, refusals, passage, began).run(
             self.transport

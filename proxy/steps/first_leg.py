@@ -55,12 +55,14 @@ class Prefilled:
     Attributes:
         source: the engine that computed it.
         until: when that engine may drop the KV, in monotonic seconds.
+        is_checked: its engine took all fields of the request: another one that refuses it refuses the KV.
         is_fetched: the other engine has it.
     """
 
     source: str
     handover: Handover
     until: float
+    is_checked: bool
     is_fetched: bool = False
     _limit: asyncio.Timeout | None = None
 
@@ -83,8 +85,7 @@ class Prefilled:
 
         Raises:
             EngineLate: it did not begin in time: it may be from other KV.
-            EngineRejected: it refused the request. The engine that computed the prompt took it, so that is
-                about the KV, and not about what the client sent.
+            EngineRejected: it refused the request.
         """
         if self.is_over:
             answer.close()
@@ -98,7 +99,7 @@ class Prefilled:
                 raise
             raise self._late() from None
         except EngineRejected as error:
-            if error.status in REFUSALS:
+            if not self.is_checked or error.status in REFUSALS:
                 raise
             message = f"it refused the KV that engine {self.source!r} keeps for it: {error}"
             raise EngineRejected(message, status=HTTPStatus.BAD_GATEWAY) from error
@@ -218,7 +219,7 @@ class FirstLeg:
             self.engine.keeps_no_kv = True
             log.warning("an engine keeps no KV for others: see its findings", engine=self.engine.id)
             return None
-        return Prefilled(self.engine.id, handover, silent + self.transfer.usable_s)
+        return Prefilled(self.engine.id, handover, silent + self.transfer.usable_s, self.transfer.checks_all)
 
     async def _ask(self, transport: HttpTransport, engine: Engine, body: JsonBody) -> tuple[bytes, float]:
         """An engine's answer, and a time at which it had surely not begun. Raises EngineRejected for an

@@ -299,6 +299,8 @@ class FakeVllm:
             prompt = read(body)
             if len(prompt.tokens) >= self.options.max_model_len:
                 raise RefusedError(f"context is {self.options.max_model_len} tokens", param="input_tokens")
+            if (_limit(body) or 0) > self.options.max_model_len:
+                raise RefusedError("max_tokens is above the context", param="max_tokens")
             core = self.cores[rank]
             if (body.get("vllm_xargs") or {}).get("kv_cache_report_mode") == "full":
                 _announce_reused(core, prompt)
@@ -349,12 +351,11 @@ class FakeVllm:
         computes_all = body.get("prompt_logprobs") is not None or (
             bool(body.get("echo")) and body.get("logprobs") is not None
         )
-        limit = body.get("max_completion_tokens") or body.get("max_output_tokens") or body.get("max_tokens")
         return Work(
             chat=path != "/v1/completions",
             model=body.get("model") or self.options.model,
             prompt=prompt,
-            max_tokens=limit or 16,
+            max_tokens=_limit(body) or 16,
             usage=self._usage,
             stream=bool(body.get("stream")),
             include_usage=bool((body.get("stream_options") or {}).get("include_usage")),
@@ -477,6 +478,11 @@ class RefusedError(Exception):
 
 async def _disabled(_: Request) -> Response:
     raise RefusedError("Scale-out endpoints are disabled. Restart with --enable-scale-out.", status=403)
+
+
+def _limit(body: dict) -> int | None:
+    """The longest answer that a request asks for, in tokens."""
+    return body.get("max_completion_tokens") or body.get("max_output_tokens") or body.get("max_tokens")
 
 
 def _announce_reused(core: EngineCore, prompt: CachePrompt) -> None:

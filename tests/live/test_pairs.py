@@ -508,6 +508,17 @@ class TestSecondEngineFails:
             assert world.nixl(other).found == [Found.THE_KV]
 
 
+    async def test_what_the_client_sent_wrong_is_told(self):
+        """The first engine takes it: that one gets another limit."""
+        async with world_of("p", "d") as world:
+            answer = await world.client.post(f"{world.url}/v1/completions", json=asked(max_tokens=2000))
+            assert answer.status_code == 400
+            assert answer.json()["error"]["param"] == "max_tokens"
+            await until(world.is_idle)
+            assert (world.last.attempts, world.last.prefilled_by) == (["d"], "p")
+            assert world.engine("d").breaker is None
+
+
 class TestTheClientLeaves:
     async def leaves(self, world, when):
         """A client that leaves as soon as `when` holds."""

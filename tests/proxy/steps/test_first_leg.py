@@ -13,8 +13,8 @@ from proxy.steps.first_leg import Prefilled
 NOTHING = Handover({}, 0)
 
 
-def kept_for(seconds: float) -> Prefilled:
-    return Prefilled("p", NOTHING, monotonic() + seconds)
+def kept_for(seconds: float, *, is_checked: bool = True) -> Prefilled:
+    return Prefilled("p", NOTHING, monotonic() + seconds, is_checked)
 
 
 async def answered(prefilled, *, begins_after=0.0, takes=0.0) -> Forwarded:

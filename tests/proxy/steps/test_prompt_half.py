@@ -22,7 +22,7 @@ def half(monkeypatch):
             engine=SimpleNamespace(id="p"),
             lease=None,
             meeting={},
-            hold_of=None,
+            leg=None,
             is_answering=lambda: is_answering,
             ingest=None,
         )
