@@ -310,7 +310,7 @@ class Attempts:
         call, reply, record = ready.call_for(engine), serving.reply, serving.record
         placement = record.placement if prefilled is not None and record.placement else lease.placement
         kept = None if prefilled is None or prefilled.is_fetched else prefilled
-        sent = monotonic()
+        sent, is_first = monotonic(), not reply.started
 
         def began(answer: IncomingResponse, cached: int | None) -> None:
             if kept is not None:
@@ -319,8 +319,10 @@ class Attempts:
             serving.cached = cached
             serving.alarm.progress = lambda: (answer.received, reply.waits)
             serving.life.take(monotonic(), Began(is_socket=answer.status == _SWITCHED))
+
+        def spoke() -> None:
             lease.first_byte(streamed=call.streams)
-            if not reply.started:
+            if is_first:
                 # Now, because the client may leave before the end.
                 record.begins(lease.started, lease.gathered, sent, lease.first_byte_s or 0.0)
 
@@ -332,7 +334,7 @@ class Attempts:
         headers = _headers(call, placement, hold, reply) | ready.told | _retained(ready, hold)
         refusals = refusals_of(call, serving.n_candidates)
         serving.life.take(monotonic(), Sent())
-        answer = Forwarding(engine.adapter, call, hold, reply, headers, refusals, passage, began).run(
+        answer = Forwarding(engine.adapter, call, hold, reply, headers, refusals, passage, began, spoke).run(
             self.transport
         )
         forwarded = await (answer if kept is None else kept.in_time(answer))
