@@ -85,10 +85,20 @@ class Column:
 
 
 class Servers:
-    """llama-servers that keep their ports when they are started again."""
+    """llama-servers of `slots` slots of `ctx` tokens. They keep their ports when they are started again."""
 
-    def __init__(self, model: Path, flags: Sequence[str], count: int, directory: Path | None) -> None:
+    def __init__(
+        self,
+        model: Path,
+        flags: Sequence[str],
+        count: int,
+        directory: Path | None,
+        *,
+        slots: int = SLOTS,
+        ctx: int = CTX,
+    ) -> None:
         self._model, self._flags, self._directory = model, flags, directory
+        self._slots, self._ctx = slots, ctx
         self._ports = [free_port() for _ in range(count)]
         self.urls = [f"http://127.0.0.1:{port}" for port in self._ports]
         self._running, self._ended_s = ExitStack(), 0.0
@@ -97,7 +107,12 @@ class Servers:
         """Starts them."""
         for port in self._ports:
             server = llama_server(
-                self._model, *self._flags, slots=SLOTS, ctx=CTX, save_dir=self._directory, port=port
+                self._model,
+                *self._flags,
+                slots=self._slots,
+                ctx=self._ctx,
+                save_dir=self._directory,
+                port=port,
             )
             self._running.enter_context(server)
 
@@ -171,7 +186,11 @@ def straight(stack: ExitStack, case: str, name: str, model: str) -> Setup:
     flags = STRAIGHT[name]
     if case == "full" and name != "--cache-ram 0":
         flags = (*flags, "--cache-ram", str(CACHE_MIB[model]))
-    servers = Servers(gguf_path(model), flags, 1 + (case == "two"), None)
+    return alone(stack, Servers(gguf_path(model), flags, 1 + (case == "two"), None))
+
+
+def alone(stack: ExitStack, servers: Servers) -> Setup:
+    """Starts servers; clients ask them."""
     stack.callback(servers.stop)
     servers.start()
 
@@ -187,15 +206,17 @@ def through_kvpin(stack: ExitStack, case: str, model: str) -> Setup:
     memory = stack.enter_context(host_cache())
     disk = stack.enter_context(tempfile.TemporaryDirectory(dir=CACHE))
     servers = Servers(gguf_path(model), THROUGH, 1 + (case == "two"), memory)
+    room = f",host_cache_bytes={CACHE_MIB[model] * MIB},disk_cache_dir={disk}" if case == "full" else ""
+    keys = KEYS if case == "tenants" else {}
+    return behind_kvpin(stack, servers, f"host_cache_dir={memory}{room}", **keys)
+
+
+def behind_kvpin(stack: ExitStack, servers: Servers, settings: str, **environment: str) -> Setup:
+    """Starts servers and a kvpin in front of them, which clients ask. `settings`: those of each engine."""
     stack.callback(servers.stop)
     servers.start()
-    room = f",host_cache_bytes={CACHE_MIB[model] * MIB},disk_cache_dir={disk}" if case == "full" else ""
-    options = [
-        word
-        for server in servers.urls
-        for word in ("--engine", f"llama_server={server},host_cache_dir={memory}{room}")
-    ]
-    url = stack.enter_context(kvpin(*options, **KEYS if case == "tenants" else {}))
+    options = [word for server in servers.urls for word in ("--engine", f"llama_server={server},{settings}")]
+    url = stack.enter_context(kvpin(*options, **environment))
 
     def restart() -> None:
         with _client(url) as client:

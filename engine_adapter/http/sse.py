@@ -16,6 +16,12 @@ MAX_EVENT_BYTES = 8 << 20
 _BEFORE_THE_LAST = 2
 
 
+def is_silent(chunk: bytes) -> bool:
+    """True if a chunk of a stream says nothing: it holds comments alone, or their ends. Servers send comments
+    to keep a connection open while they compute a long prompt."""
+    return all(line[:1] in (b":", b"\r", b"") for line in chunk.split(b"\n"))
+
+
 class WholeEvents:
     """Collects chunks, and gives each event when it is complete. Each byte is looked at once. A method that
     takes a chunk raises EngineGarbled for an event longer than `MAX_EVENT_BYTES`."""

@@ -34,6 +34,7 @@ from engine_adapter import (
     TokenUsage,
     WholeEvents,
     is_json,
+    is_silent,
     read_answer_usage,
     read_error,
     read_streamed_usage,
@@ -76,6 +77,7 @@ class Forwarding:
         refusals: statuses with which the engine leaves the request to another one.
         passage: reads the stream for a later engine; None if the stream ends with its engine.
         begins: called with the answer when it begins, and `cached`.
+        speaks: called at the first bytes that say something, which comments of a stream do not.
         cached: cached tokens that the headers of the answer tell; None if they do not.
     """
 
@@ -87,6 +89,7 @@ class Forwarding:
     refusals: Container[int]
     passage: Passage | None
     begins: Callable[[IncomingResponse, int | None], None]
+    speaks: Callable[[], None]
     cached: int | None = None
 
     async def run(self, transport: HttpTransport) -> Forwarded:
@@ -138,7 +141,7 @@ class Forwarding:
         must_be_json = _is_plain(response) and self.call.runs_prompt and self.call.native is None
         if usage is UNREAD and must_be_json and not is_json(content):
             raise EngineGarbled("the engine's answer is not JSON")
-        self.begins(response, self.cached)
+        self._begins_at_once(response)
         cached = self.cached if self.cached is not None else usage.cached_tokens
         if reader is not None:
             kept = reader.feed(content)
@@ -154,7 +157,7 @@ class Forwarding:
         while chunk := await response.receive():
             reader.feed(chunk)
         content = reader.finish()
-        self.begins(response, self.cached)
+        self._begins_at_once(response)
         usage = read_answer_usage(content)
         return await self._send(response.status, content, of_json(headers), reader.cached_tokens(), usage)
 
@@ -164,6 +167,10 @@ class Forwarding:
         await self.reply.start(status, [*headers, *of_cached(self._told(cached))])
         await self.reply.finish(content)
         return _forwarded(status, cached, usage)
+
+    def _begins_at_once(self, response: IncomingResponse) -> None:
+        self.begins(response, self.cached)
+        self.speaks()
 
     def _told(self, cached: int | None) -> int | None:
         """The cached tokens that the client is told, where the engine reports `cached`."""
@@ -181,6 +188,7 @@ class Forwarding:
             self.passage if is_events else None,
             WholeEvents() if is_events and self.passage is None else None,
             partial(self.begins, response, cached),
+            self.speaks,
             must_end=must_end,
         )
         first = chunk = await stream.receive()
@@ -206,7 +214,7 @@ class Forwarding:
 
     async def _as_websocket(self, response: IncomingResponse, headers: HeaderPairs) -> Forwarded:
         """Passes a WebSocket on. The client's frames travel at the same time."""
-        self.begins(response, self.cached)
+        self._begins_at_once(response)
         await self.reply.start(response.status, headers)
         chunk = b""  # the head leaves at once: the client waits for it before it sends
         while True:
@@ -280,7 +288,8 @@ class _Stream:
     """An engine's stream as the client gets it."""
 
     __slots__ = (
-        "_begins", "_events", "_is_whole", "_must_end", "_passage", "_reader", "_response", "tail",
+        "_begins", "_events", "_is_whole", "_must_end", "_passage", "_reader", "_response", "_speaks",
+        "tail",
     )  # fmt: skip
 
     def __init__(
@@ -290,6 +299,7 @@ class _Stream:
         passage: Passage | None,
         events: WholeEvents | None,
         begins: Callable[[], None],
+        speaks: Callable[[], None],
         *,
         must_end: bool,
     ) -> None:
@@ -301,6 +311,7 @@ class _Stream:
             passage: reads it for a later engine.
             events: holds back half events, which an error event must not follow; None for other streams.
             begins: called at its first bytes.
+            speaks: called at the first bytes that are no comments, or at the end.
             must_end: a whole answer has an end mark.
         """
         self._response = response
@@ -310,6 +321,7 @@ class _Stream:
         self._must_end = must_end
         self._is_whole = False  # what was dropped from the tail had an end mark
         self._begins: Callable[[], None] | None = begins
+        self._speaks: Callable[[], None] | None = speaks
         self.tail = bytearray()
 
     async def receive(self) -> bytes:
@@ -319,8 +331,8 @@ class _Stream:
             EngineUnavailable: the engine failed, or ended its stream too early.
         """
         while chunk := await self._response.receive():
-            if self._begins is not None:
-                self._note_begin(self._begins)
+            if self._speaks is not None:
+                self._note_begin(chunk)
             self.tail += chunk
             if len(self.tail) > 2 * _TAIL_BYTES:
                 self._is_whole = self._is_whole or (self._must_end and is_whole(bytes(self.tail)))
@@ -332,8 +344,8 @@ class _Stream:
                 kept = self._whole_events(self._events, kept)
             if kept:
                 return kept
-        if self._begins is not None:
-            self._note_begin(self._begins)
+        if self._speaks is not None:
+            self._note_begin(b"")
         if self._must_end and not (self._is_whole or is_whole(bytes(self.tail))):
             raise EngineDied("the engine ended its answer too early")
         return b""
@@ -355,6 +367,12 @@ class _Stream:
         self._events = None
         return events.take_rest() + chunk
 
-    def _note_begin(self, begins: Callable[[], None]) -> None:
-        self._begins = None
-        begins()
+    def _note_begin(self, chunk: bytes) -> None:
+        """`chunk`: the next bytes; b"" at the end."""
+        begins, speaks = self._begins, self._speaks
+        if begins is not None:
+            self._begins = None
+            begins()
+        if speaks is not None and not (chunk and is_silent(chunk)):
+            self._speaks = None
+            speaks()

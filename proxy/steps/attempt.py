@@ -315,7 +315,7 @@ class Attempts:
         call, reply, record = ready.call_for(engine), serving.reply, serving.record
         placement = record.placement if prefilled is not None and record.placement else lease.placement
         kept = None if prefilled is None or prefilled.is_fetched else prefilled
-        sent = monotonic()
+        sent, is_first = monotonic(), not reply.started
 
         def began(answer: IncomingResponse, cached: int | None) -> None:
             if kept is not None:
@@ -324,8 +324,10 @@ class Attempts:
             serving.cached = cached
             serving.alarm.progress = lambda: (answer.received, reply.waits)
             serving.life.take(monotonic(), Began(is_socket=answer.status == _SWITCHED))
+
+        def spoke() -> None:
             lease.first_byte(streamed=call.streams)
-            if not reply.started:
+            if is_first:
                 # Now, because the client may leave before the end.
                 record.begins(lease.started, lease.gathered, sent, lease.first_byte_s or 0.0)
 
@@ -338,7 +340,7 @@ class Attempts:
         refuses_kv = isinstance(kept, Prefilled) and kept.is_checked and not kept.is_fetched
         refusals = ERRORS if refuses_kv else refusals_of(call, serving.n_candidates)
         serving.life.take(monotonic(), Sent())
-        answer = Forwarding(engine.adapter, call, hold, reply, headers, refusals, passage, began).run(
+        answer = Forwarding(engine.adapter, call, hold, reply, headers, refusals, passage, began, spoke).run(
             self.transport
         )
         forwarded = await (answer if kept is None else kept.in_time(answer))

@@ -5,21 +5,23 @@ from __future__ import annotations
 import msgspec
 from typing_extensions import override
 
-from engine_adapter import HeaderPairs
+from engine_adapter import HeaderPairs, is_silent
 from proxy.request.calls import Client, Through
 from proxy.request.translate.sse import DONE, Events
 from proxy.request.translate.translation import Translation
 
 _STREAM = b"text/event-stream"
+_COMMENT = b":\n\n"
 _ERROR = 400
 
 
 class Translated(Through):
     """Takes the answer to the chat, and sends its translation to the client.
 
-    A stream is translated event by event. A stream that breaks off has no end: the client notices. Of any
-    other answer nothing is sent before it was translated: until then it can still fail. Errors have
-    the shape of the client's API already (`proxy/request/dialects.py`).
+    A stream is translated event by event. A stream that breaks off has no end: the client notices. For an
+    engine's comment the client gets one, too: it keeps the connection open. Of any other answer nothing is
+    sent before it was translated: until then it can still fail. Errors have the shape of the client's API
+    already (`proxy/request/dialects.py`).
     """
 
     def __init__(self, client: Client, translation: Translation) -> None:
@@ -44,6 +46,8 @@ class Translated(Through):
             self._whole.append(chunk)
         elif events := self._translated(self._events, chunk):
             self._client.write(events)
+        elif is_silent(chunk):
+            self._client.write(_COMMENT)
 
     @override
     def finish(self, chunk: bytes) -> None:

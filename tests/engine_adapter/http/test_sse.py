@@ -3,9 +3,25 @@ import time
 import pytest
 
 from engine_adapter.errors import EngineGarbled
-from engine_adapter.http.sse import MAX_EVENT_BYTES, WholeEvents
+from engine_adapter.http.sse import MAX_EVENT_BYTES, WholeEvents, is_silent
 
 RAW = b"data: a\n\nevent: x\r\ndata: b\r\n\r\ndata: c\n\r\n: d\n\n"
+
+
+@pytest.mark.parametrize(
+    ("chunk", "silent"),
+    [
+        (b":\n\n", True),
+        (b": ping\r\n\r\n:\n\n", True),
+        (b":", True),
+        (b"\n\n", True),  # the end of one
+        (b"data: a\n\n", False),
+        (b":\n\ndata: a\n\n", False),
+        (b"event: a\n", False),
+    ],
+)
+def test_comments_say_nothing(chunk, silent):
+    assert is_silent(chunk) is silent
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 100])

@@ -214,6 +214,40 @@ class TestStreaming:
                 go.put_nowait(None)
         assert got == [b"data: 0\n\n", b"data: 1\n\n", b"data: 2\n\n", DONE]
 
+    async def test_a_comment_passes_and_is_no_first_token(self, engine, proxy, client):
+        """Servers send them while they compute a long prompt."""
+        go = asyncio.Event()
+
+        async def script(exchange):
+            await exchange.start()
+            await exchange.chunk(b":\n\n")
+            await go.wait()
+            await exchange.chunk(b"data: 0\n\n")
+            await exchange.chunk(DONE)
+            await exchange.end()
+
+        engine.script = script
+        (known,) = proxy.fleet.pools["m"].engines.values()
+        async with client.stream("POST", CHAT, json=STREAM) as response:
+            parts = response.aiter_raw()
+            assert await anext(parts) == b":\n\n"
+            (lease,) = known.leases
+            assert not lease.has_answer
+            assert not lease.begun.is_set()
+            go.set()
+            assert b"".join([part async for part in parts]) == b"data: 0\n\n" + DONE
+        assert proxy.last.first_byte_s == lease.first_byte_s
+
+    async def test_a_stream_of_nothing_but_comments_has_its_first_byte_last(self, engine, proxy, client):
+        async def script(exchange):
+            await exchange.stream(b":\n\n")
+
+        engine.script = script
+        with pytest.raises(httpx.RemoteProtocolError):
+            await client.post(CHAT, json=STREAM)
+        await proxy.settled()
+        assert proxy.last.first_byte_s is not None
+
     async def test_usage_is_read_from_the_end_of_the_stream(self, engine, proxy, client):
         usage = {
             "choices": [],

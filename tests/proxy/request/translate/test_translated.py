@@ -1,5 +1,6 @@
 """A request of another API, served as a chat over real sockets."""
 
+import asyncio
 import json
 from dataclasses import replace
 
@@ -126,6 +127,28 @@ async def test_a_stream_is_translated_event_by_event(engine, client):
     engine.script = script
     answer = await client.post(ROUTE, json={"shout": "hello", "stream": True})
     assert answer.text == "ONE;TWO;!"
+
+
+async def test_comments_keep_the_clients_connection_open(engine, client):
+    """A long prompt is computed in silence otherwise."""
+    go = asyncio.Event()
+
+    async def script(exchange):
+        await exchange.start()
+        await exchange.chunk(b": ping")
+        await exchange.chunk(b"\n\n")
+        await go.wait()
+        await exchange.chunk(b"data: one\n\n" + DONE)
+        await exchange.end()
+
+    engine.script = script
+    got = ""
+    async with client.stream("POST", ROUTE, json={"shout": "hello", "stream": True}) as answer:
+        async for part in answer.aiter_text():
+            got += part
+            go.set()
+    assert got.replace(":\n\n", "") == "ONE;!"
+    assert got.startswith(":\n\n")
 
 
 async def test_a_stream_ends_with_its_end_mark(engine, client):

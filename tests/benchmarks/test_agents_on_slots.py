@@ -1,0 +1,51 @@
+"""What the benchmark of agents reads from Codex, with a program that prints as Codex does."""
+
+import json
+import sys
+
+import pytest
+
+PROGRAM = """
+import json, pathlib, sys
+turn = len(list(pathlib.Path().glob("turn-*")))
+pathlib.Path(f"turn-{turn}").write_text(json.dumps(sys.argv[1:]))
+print("a line that is no event")
+print('{"type": "turn.started"}')
+if sys.argv[-1] == "fail":
+    print('{"type": "turn.failed", "error": {"message": "Incomplete response returned"}}')
+    sys.exit(1)
+usage = {"input_tokens": (100, 230)[turn], "cached_input_tokens": (0, 90)[turn]}
+print(json.dumps({"type": "turn.completed", "usage": usage}))
+"""
+
+
+@pytest.fixture
+def conversation(tmp_path):
+    from agents_on_slots import Conversation
+
+    return Conversation([sys.executable, "-c", PROGRAM], tmp_path / "home")
+
+
+def test_a_turns_usage_is_what_it_adds_to_the_conversations(conversation):
+    assert conversation.say("http://a", "one") == (0, 100)
+    assert conversation.say("http://a", "two") == (90, 130)
+
+
+def test_the_second_turn_resumes_the_first_at_any_address(conversation, tmp_path):
+    conversation.say("http://a", "one")
+    conversation.say("http://b", "two")
+    first, second = (json.loads((tmp_path / "home" / f"turn-{turn}").read_text()) for turn in range(2))
+    assert (first[:2], second[:3]) == (["exec", "--skip-git-repo-check"], ["exec", "resume", "--last"])
+    assert 'model_providers.kvpin.base_url="http://b/v1"' in second
+    assert second[-1] == "two"
+
+
+def test_a_turn_that_codex_does_not_complete_ends_the_benchmark(conversation):
+    with pytest.raises(SystemExit, match=r"Codex did not complete its turn: .*Incomplete response returned"):
+        conversation.say("http://a", "fail")
+
+
+def test_files_differ():
+    from agents_on_slots import file_of
+
+    assert len({file_of(number, 2) for number in range(50)}) == 50
