@@ -141,7 +141,8 @@ class Forwarding:
         must_be_json = _is_plain(response) and self.call.runs_prompt and self.call.native is None
         if usage is UNREAD and must_be_json and not is_json(content):
             raise EngineGarbled("the engine's answer is not JSON")
-        self._begins_at_once(response)
+        self.begins(response, self.cached)
+        self.speaks()
         cached = self.cached if self.cached is not None else usage.cached_tokens
         if reader is not None:
             kept = reader.feed(content)
@@ -157,7 +158,8 @@ class Forwarding:
         while chunk := await response.receive():
             reader.feed(chunk)
         content = reader.finish()
-        self._begins_at_once(response)
+        self.begins(response, self.cached)
+        self.speaks()
         usage = read_answer_usage(content)
         return await self._send(response.status, content, of_json(headers), reader.cached_tokens(), usage)
 
@@ -167,10 +169,6 @@ class Forwarding:
         await self.reply.start(status, [*headers, *of_cached(self._told(cached))])
         await self.reply.finish(content)
         return _forwarded(status, cached, usage)
-
-    def _begins_at_once(self, response: IncomingResponse) -> None:
-        self.begins(response, self.cached)
-        self.speaks()
 
     def _told(self, cached: int | None) -> int | None:
         """The cached tokens that the client is told, where the engine reports `cached`."""
@@ -214,7 +212,8 @@ class Forwarding:
 
     async def _as_websocket(self, response: IncomingResponse, headers: HeaderPairs) -> Forwarded:
         """Passes a WebSocket on. The client's frames travel at the same time."""
-        self._begins_at_once(response)
+        self.begins(response, self.cached)
+        self.speaks()
         await self.reply.start(response.status, headers)
         chunk = b""  # the head leaves at once: the client waits for it before it sends
         while True:

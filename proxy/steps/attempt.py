@@ -318,14 +318,14 @@ class Attempts:
         sent, is_first = monotonic(), not reply.started
 
         def began(answer: IncomingResponse, cached: int | None) -> None:
-            if kept is not None:
-                kept.begins()
-                _moved(record, kept, lease, sent)
             serving.cached = cached
             serving.alarm.progress = lambda: (answer.received, reply.waits)
             serving.life.take(monotonic(), Began(is_socket=answer.status == _SWITCHED))
 
         def spoke() -> None:
+            if kept is not None:
+                kept.begins()
+                _moved(record, kept, lease, sent)
             lease.first_byte(streamed=call.streams)
             if is_first:
                 # Now, because the client may leave before the end.
