@@ -396,7 +396,8 @@ class Attempts:
         else:
             engine.audit.reported(forwarded.cached_tokens or 0)
         self._check_tokens(pool, engine, hold, record)
-        lease.succeeded = forwarded.error is None and record.tokens_agree is not False
+        lease.failed = forwarded.error is not None
+        lease.succeeded = not lease.failed and record.tokens_agree is not False
         if lease.succeeded:
             expect_below(pool, engine, ready.chain)
         return self._audit(engine, ready, lease, record, forwarded.cached_tokens)
