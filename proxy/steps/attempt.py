@@ -27,6 +27,7 @@ from engine_adapter import (
     HttpTransport,
     IncomingResponse,
     JsonBody,
+    ModelFailed,
     Role,
     log_text,
 )
@@ -454,7 +455,7 @@ class Attempts:
 
 def cause_for(error: Exception, serving: Serving) -> Cause:
     """The cause of an attempt that failed with this error."""
-    if not isinstance(error, EngineRejected):
+    if not isinstance(error, EngineRejected) or isinstance(error, ModelFailed):
         return cause_of(error)
     if is_not_here(error) and error.status in refusals_of(serving.call, serving.n_candidates):
         return Cause.ENGINE_LACKS
