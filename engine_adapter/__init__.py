@@ -39,6 +39,7 @@ from engine_adapter.errors import (
     EngineUnhealthy,
     EngineUnreachable,
     FieldError,
+    ModelFailed,
     ModelNotLoaded,
     NotSupported,
     PromptTableError,

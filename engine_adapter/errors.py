@@ -13,6 +13,7 @@ EngineError
 │   │   └── ModelNotLoaded its model is not in memory, and this question must not load or wake it
 │   └── EngineTaken        another kvpin uses it, and only one may
 ├── EngineRejected         refused: the engine answered with an error: status, message, field
+│   └── ModelFailed        the engine cannot load the model: another engine may
 ├── NotSupported           the engine cannot do this; says what it can do instead
 └── FieldError             a wrong field of a request: the client's fault
     ├── PromptTableError   a wrong prompt table or wrong extra ids
@@ -22,6 +23,7 @@ EngineError
 from __future__ import annotations
 
 from collections.abc import Mapping
+from http import HTTPStatus
 from types import MappingProxyType
 from typing import Any
 
@@ -123,6 +125,15 @@ class EngineRejected(EngineError):
         self.code = code
         self.more = more
         self.headers = headers
+
+
+class ModelFailed(EngineRejected):
+    """The engine cannot load the model. No client should repeat the request at once: each try loads it again.
+    Its status, 424 (Failed Dependency), is one that stock clients do not retry."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, status=HTTPStatus.FAILED_DEPENDENCY)
+        self.own_words = message
 
 
 class NotSupported(EngineError):

@@ -2,7 +2,7 @@
 
 Start kvpin with a key for each:
 
-    kvpin serve --api-key alice-key --api-key bob-key
+    kvpin serve --reuse --api-key alice-key --api-key bob-key
     python examples/two_tenants.py --keys alice-key bob-key
 """
 

@@ -123,9 +123,9 @@ class Flow:
         record = RequestRecord.of(call)
         record.came = admitted.came
         reply.recorded, reply.on_begin = True, admitted.free_body
-        self._keep_for_diagnosis(call, record, reply)
         self.budget.requested()
         try:
+            self._keep_for_diagnosis(call, record, reply)
             await self._live(self._serving(call, reply, record, admitted), Prepare())
         except ANSWERED as error:
             record.status, record.error = status_of(error), str(error)
@@ -306,7 +306,7 @@ class Flow:
 
     def _keep_for_diagnosis(self, call: Call, record: RequestRecord, reply: Reply) -> None:
         """Keeps the body. Notes the answer's id, and adds to it what the client asks for: diagnostics, and
-        what the cache got."""
+        what the cache got. Raises BadRequest if the client names the earlier answer by another type."""
         body = call.body
         if not isinstance(body, JsonBody):
             return

@@ -27,6 +27,7 @@ from engine_adapter.errors import (
     EngineRejected,
     EngineSpecError,
     EngineUnavailable,
+    ModelFailed,
     ModelNotLoaded,
 )
 from engine_adapter.http.control import ControlClient
@@ -251,7 +252,7 @@ class Router:
         """Loads a model, and keeps it loaded until the block ends.
 
         A request for a model that is to leave waits until the other one was served, so that no model waits
-        for ever. Raises EngineRejected with status 503 for a model that fails to load.
+        for ever. Raises ModelFailed for a model that fails to load.
         """
         while self.loads and not self.is_open(name):
             async with self._swap:
@@ -307,11 +308,12 @@ class Router:
         began, tries = monotonic(), 0
         while self.state(name) not in _IN_MEMORY:
             if name not in self._models:
-                raise _unavailable(f"the router no longer has the model {name!r}")
+                gone = f"the router no longer has the model {name!r}"
+                raise EngineRejected(gone, status=HTTPStatus.SERVICE_UNAVAILABLE, type="unavailable_error")
             if self.state(name) is ModelState.LOADING:
                 await self._until(lambda: self.state(name) is not ModelState.LOADING)
             elif tries and (failure := self.failure(name)):
-                raise _unavailable(failure)
+                raise ModelFailed(failure)
             else:
                 await self._make_room(name)
                 tries += await self._load(name)
@@ -325,7 +327,7 @@ class Router:
             if error.status < HTTPStatus.INTERNAL_SERVER_ERROR:
                 await self.refresh()
                 if self.state(name) not in (*_IN_MEMORY, ModelState.LOADING):
-                    raise _unavailable(f"the model {name!r} cannot be loaded: {error}") from error
+                    raise ModelFailed(f"the model {name!r} cannot be loaded: {error}") from error
                 return False  # another client was faster
             await asyncio.sleep(_RETRY_S)
             await self.refresh()
@@ -389,7 +391,3 @@ class Router:
                     while await events.receive():
                         await self.refresh()
             await asyncio.sleep(_LOOK_S)
-
-
-def _unavailable(reason: str) -> EngineRejected:
-    return EngineRejected(reason, status=HTTPStatus.SERVICE_UNAVAILABLE, type="unavailable_error")

@@ -196,6 +196,9 @@ class _Prompt(msgspec.Struct, frozen=True):
     messages: msgspec.Raw = msgspec.Raw(b"")
 
 
+# msgspec names no key of an object whose values have one type.
+_EACH = "[...]"
+
 AnyRequest = TypeVar("AnyRequest", bound=msgspec.Struct)
 
 
@@ -208,11 +211,15 @@ def parse(body: bytes, kind: type[AnyRequest]) -> AnyRequest:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
         message, _, path = str(error).partition(" - at `$")
-        missing = re.fullmatch(r"Object missing required field `(\w+)`", message)
-        param = missing[1] if missing else path.rstrip("`").removeprefix(".") or None
-        where = f"{param}: " if param else "the body: "
+        path = path.rstrip("`").removeprefix(".")
+        if missing := re.fullmatch(r"Object missing required field `(\w+)`", message):
+            param = f"{path}.{missing[1]}" if path else missing[1]
+            raise ApiError(f"{param} is missing", param=param) from error
+        param = path.removesuffix(_EACH)
+        each = "each value " if path.endswith(_EACH) else ""
         reason = plain_error(message)
-        raise ApiError(where + reason[:1].lower() + reason[1:], param=param) from error
+        where = f"{param or 'the body'}: {each}"
+        raise ApiError(where + reason[:1].lower() + reason[1:], param=param or None) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ApiError(f"the body is not valid JSON: {error}", code="invalid_json") from error
     except RecursionError as error:

@@ -50,8 +50,13 @@ async def handle_http(request: Request, error: Exception) -> Response:
     message = f"{request.method} {request.url.path}: {getattr(error, 'detail', 'failed').lower()}"
     if status == NOT_FOUND:
         message = f"there is no route {request.method} {request.url.path}"
-        if not request.url.path.startswith("/admin"):
-            message += f"; OpenAI's API is under /v1: set base_url to {request.base_url}v1"
+        is_admin = request.url.path.startswith("/admin")
+        own = f"{request.base_url}v1"
+        message += (
+            "; /admin/v1/openapi.json lists the routes of the admin API"
+            if is_admin
+            else f"; OpenAI's API is under /v1: set base_url to {own}"
+        )
     code = _CODES.get(status)
     body = error_body(message, kind="invalid_request_error", code=code)
     return Response(body, status, getattr(error, "headers", None), media_type="application/json")

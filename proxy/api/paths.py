@@ -13,6 +13,7 @@ from proxy.request.known_routes import ALLOW_POST, POST_ONLY
 ENGINE_ADMIN_ROUTES = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
 # Nor these: llama-server's clients could read, find, change and end each other's running answers.
 STREAM_ROUTES = ("/v1/stream/", "/v1/streams/", "/v1/chat/completions/control/")
+_ROOT = "/v1/"
 # A client adds this to a base URL that ends with it already.
 _TWICE = "/v1/v1/"
 
@@ -35,7 +36,9 @@ def checked_path(target: bytes) -> str:
     climbs = any(segment in (".", "..") for segment in segments)
     route = route_of(path).rstrip("/")
     is_closed = route in ENGINE_ADMIN_ROUTES or f"{route}/".startswith(STREAM_ROUTES)
-    is_open = decoded.startswith("/v1/") and not decoded.startswith(_TWICE) and not is_closed
+    is_open = (
+        decoded.startswith(_ROOT) and decoded != _ROOT and not decoded.startswith(_TWICE) and not is_closed
+    )
     if climbs or not path.isascii() or not is_open:
         raise NotFound(f"there is no route {decoded!r}{_hint(decoded)}")
     return whole.removesuffix("?")
@@ -43,7 +46,7 @@ def checked_path(target: bytes) -> str:
 
 def _hint(path: str) -> str:
     """A hint for the error message if the path looks like the result of a wrong base URL."""
-    if path == "/v1":
+    if path in ("/v1", _ROOT):
         return ": OpenAI's API begins here; /v1/models lists the models"
     return ": write /v1 once, as the end of base_url" if path.startswith(_TWICE) else ""
 

@@ -26,7 +26,7 @@ _ENGINES: Columns = {
     "model": "model",
     "view": lambda engine: of_state(engine["trust"]),
     "in flight": "in_flight",
-    "served": "served",
+    "served": lambda engine: _ended(engine, ""),
     "last error": lambda engine: " ".join((engine["last_error"] or "").split()),
 }
 _POOL: Columns = {
@@ -37,7 +37,7 @@ _POOL: Columns = {
     "host": lambda engine: engine["blocks"]["host"],
     "disk": lambda engine: engine["blocks"]["disk"],
     "in flight": "in_flight",
-    "served": "served",
+    "served": lambda engine: _ended(engine, ""),
     "exact": lambda engine: f"{engine['audit']['exact']} of {engine['audit']['checked']}",
     "cached": lambda engine: f"{engine['audit']['cached_tokens']} tokens",
 }
@@ -138,9 +138,15 @@ def show_stats(stats: dict[str, Any]) -> None:
         _show_exchange(out, exchange)
     out.print(
         f"{ready_engines(totals['ready'], totals['engines'], totals['elsewhere'])}, "
-        f"{totals['in_flight']} requests in flight, {totals['served']} served; "
+        f"{totals['in_flight']} requests in flight, {_ended(totals)}; "
         f"reuse is {'on' if stats['reuse'] else 'off'}"
     )
+
+
+def _ended(counts: dict[str, Any], served: str = " served") -> str:
+    """The requests that are over: those that were served, and those that failed if there are any."""
+    failed = f", {counts['failed']} failed" if counts["failed"] else ""
+    return f"{counts['served']}{served}{failed}"
 
 
 def ready_engines(ready: int, of: int, elsewhere: int) -> str:
@@ -160,7 +166,7 @@ def forms_of(tokenisation: dict[str, Any]) -> str:
 def checked_of(audit: dict[str, Any]) -> str:
     """How many predictions were exact, and why others were not checked."""
     reasons = sorted(audit["unchecked"].items(), key=lambda each: -each[1])
-    why = ", ".join(f"{count} {reason}" for reason, count in reasons)
+    why = ", ".join(f"{reason}: {count}" for reason, count in reasons)
     return (
         f"exact {audit['exact']} of {audit['checked']} checked; "
         f"{sum(audit['unchecked'].values())} not checked ({why})"

@@ -216,7 +216,8 @@ class ConfiguredEngines:
         finally:
             if process is not None:
                 await process.stop()
-            log.info("engine has left: nothing names it any more", engine=engine.id)
+            if engine.info is not None:  # else it served nothing, as a server before it tells its parts
+                log.info("engine has left: nothing names it any more", engine=engine.id)
             for listener in self.left:
                 listener(engine)
 

@@ -55,6 +55,10 @@ class Parts:
             self.forget(url)
         return True
 
+    def has(self, url: str) -> bool:
+        """True if a server has told its parts before."""
+        return url in self._of
+
     def forget(self, url: str) -> None:
         """Nothing is known of a server."""
         self._of.pop(url, None)
@@ -143,6 +147,7 @@ class DiscoveredEngines:
         come in its place."""
         parts = tuple(info.models) or info.ranks
         url, was_named = engine.adapter.spec.url, self._configured.entry(engine.id) is not None
+        was_known = self._parts.has(url)
         if not was_named or not self._parts.learn(url, parts):
             return False
         try:
@@ -157,7 +162,9 @@ class DiscoveredEngines:
             return False
         if changes.added:
             log.info(
-                "a server has other ranks or models than were known: each is an engine",
+                "a server has other ranks or models than were known: each is an engine"
+                if was_known
+                else "a server has several ranks or models: each is an engine",
                 parts=list(parts),
                 added=[entry.id for entry in changes.added],
                 removed=list(changes.removed),

@@ -22,7 +22,7 @@ from proxy.control.discovered import DiscoveredEngines
 from proxy.control.engines import Engines
 from proxy.core.engine_book import EngineMark
 from proxy.errors import Conflict
-from proxy.fleet.engine import Engine, order_name
+from proxy.fleet.engine import Engine, order_name, place_of
 from proxy.fleet.fleet import Fleet
 from proxy.runtime.tasks import Supervisor
 from proxy.settings import EngineSettings, engine_as_json
@@ -36,7 +36,8 @@ _RECENT_S = 86_400.0
 class RemovedEngine(msgspec.Struct, kw_only=True):
     """An engine that an operator has removed.
 
-    `engine` is its address, and what tells it from others there. `named`: settings or sources name it, so it
+    `engine` is its address, what tells it from others there, and the machine, where only that one reaches the
+    address. `named`: settings or sources name it, so it
     would be used. `undo` is the command that brings it back.
     """
 
@@ -106,7 +107,7 @@ class EngineOrders:
         named, since = self._discovered.named(), time.time() - _RECENT_S
         return [
             RemovedEngine(
-                engine=mark.engine,
+                engine=place_of(mark.engine),
                 removed=datetime.fromtimestamp(mark.at, UTC).replace(microsecond=0),
                 named=mark.engine in named,
                 undo=_undo(named.get(mark.engine)),

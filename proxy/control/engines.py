@@ -28,7 +28,8 @@ class EngineAnswer(msgspec.Struct, kw_only=True):
     `role` is the part of requests that it is meant for. `process` is null for an engine that kvpin does not
     run itself. `trust` is `precise` while its KV events are healthy, and `why` says why. `model_state` is
     null, but for an engine that loads and unloads its model: `loaded`, `loading`, `sleeping`, `unloaded`,
-    `downloading` or `failed`. `served` counts requests of this kvpin, `in_flight` those of all.
+    `downloading` or `failed`. `served` and `failed` count requests of this kvpin that are over:
+    `failed` those whose answer was an error, or that got none. `in_flight` counts those of all kvpins.
     `owner` is the kvpin that uses the engine, if only one may; if it is another one that answers this one's
     requests, there is no `last_error`. Each of `findings` names something that keeps kvpin from using the
     engine fully, and the remedy.
@@ -53,6 +54,7 @@ class EngineAnswer(msgspec.Struct, kw_only=True):
     decoding: int
     queue_s: float
     served: int
+    failed: int
     prefill_tok_s: float | None
     last_error: str | None
     owner: str | None
@@ -94,9 +96,11 @@ class Engines:
         """
         if spec.id in self._fleet.engines:
             raise Conflict(f"an engine with id {spec.id!r} exists", param="id")
-        for engine in self._fleet.engines.values():
-            if engine.adapter.spec.is_same(spec):
-                raise Conflict(f"engine {engine.id!r} is already at {spec.server}", param="url")
+        known = [each.id for each in self._fleet.engines.values() if each.adapter.spec.is_same(spec)]
+        if known:
+            names = ", ".join(map(repr, known))
+            one, several = f"engine {names} is", f"engines {names}, its ranks or models, are"
+            raise Conflict(f"{one if len(known) == 1 else several} already at {spec.server}", param="url")
         engine = self._fleet.add(self._make_adapter(spec))
         self._servers.begin(engine, lambda: self._monitor.watch(engine))
         return engine
@@ -161,6 +165,7 @@ def describe_engine(engine: Engine, pool: Pool | None) -> EngineAnswer:
         decoding=load.decoding,
         queue_s=load.queue_s,
         served=engine.served,
+        failed=engine.failed,
         prefill_tok_s=rates.prefill_tok_s if rates is not None else None,
         last_error=(engine.process.error if engine.process is not None else None) or engine.last_error,
         owner=engine.owner,

@@ -154,7 +154,7 @@ def _of_the_unknown(record: RequestRecord, placement: Placement, diagnosis: Diag
     if record.prompt is None and placement.predicted_tokens:
         return (
             f"{engine} tokenised the prompt: {placement.predicted_tokens} of its tokens were predicted then; "
-            f"{engine} {reused}; when it was placed, {diagnosis.detail}"
+            f"{engine} {reused}; {diagnosis.detail}"
         )
     if record.prompt is None:
         return f"nothing was predicted: {diagnosis.detail}"

@@ -32,6 +32,7 @@ def merge_stats(answers: Sequence[Json], *, shared: bool) -> Json:
             "elsewhere": min,
             "in_flight": rule,
             "served": sum,
+            "failed": sum,
             "index_entries": max,
             "predictions_checked": sum,
             "predictions_exact": sum,
@@ -66,7 +67,8 @@ def _merge_pool(pools: Sequence[Json], *, shared: bool) -> Json:
 def _merge_engine(engines: Sequence[Json], *, shared: bool) -> Json:
     """One engine: what the worker says that uses it, with the counts of all."""
     ranked = _ranked(engines)
-    merged = {**_merge_load(ranked, shared=shared), "served": sum(each["served"] for each in ranked)}
+    ended = {name: sum(each[name] for each in ranked) for name in ("served", "failed")}
+    merged = {**_merge_load(ranked, shared=shared), **ended}
     if "audit" in merged:
         merged["audit"] = _merge_audits(ranked)
         ahead = [each["restored_ahead"] for each in ranked]

@@ -72,6 +72,7 @@ class Totals(msgspec.Struct, kw_only=True):
     elsewhere: int
     in_flight: int
     served: int
+    failed: int
     index_entries: int
     predictions_checked: int
     predictions_exact: int
@@ -173,6 +174,7 @@ def _totals(fleet: Fleet) -> Totals:
         elsewhere=sum(engine.is_served_there for engine in engines),
         in_flight=sum(engine.ledger.in_flight for engine in engines),
         served=sum(engine.served for engine in engines),
+        failed=sum(engine.failed for engine in engines),
         index_entries=sum(len(pool.index) for pool in fleet.pools.values()),
         predictions_checked=sum(audit.checked for audit in audits),
         predictions_exact=sum(audit.exact for audit in audits),

@@ -32,7 +32,7 @@ class Unchecked(StrEnum):
     REUSE_OFF = "reuse off"
     FAILED = "failed"  # its answer is an error, or its engine failed
     ENDED_EARLY = "ended early"  # its client left, or it took longer than a limit
-    PROMPT_UNKNOWN = "prompt not known"
+    PROMPT_UNKNOWN = "prompt unknown to kvpin"
     NOT_REPORTED = "engine reported nothing"
     TOKENS_DIFFER = "token ids differ"
     NOT_FIRM = "prediction not firm"

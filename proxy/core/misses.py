@@ -270,7 +270,7 @@ def _parts(facts: Facts) -> str:
 
 _ALONE = {
     Miss.UNKNOWN: (
-        "the prompt is not known here: reuse is off, its model was not in memory, "
+        "kvpin did not know the prompt when it placed it: reuse was off, its model was not in memory, "
         "or only the engine can read it"
     ),
     Miss.SHORT: "the prompt is too short: engines reuse blocks of {block} tokens, and never the last token",

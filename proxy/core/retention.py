@@ -4,7 +4,7 @@
                 prompt_cache_breakpoint {"mode": "explicit", "ttl": …} on any part of messages or input
     Anthropic   cache_control {"type": "ephemeral", "ttl": "5m" | "1h"}, on the request or any part of it
 
-The longest time counts, for the whole prompt. The fields go to the engine unchanged. A time that cannot be
+The longest time counts, for the whole prompt. The fields go to the engine unchanged. A wish that cannot be
 read is refused: its client would wait for KV that nobody keeps.
 """
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 from engine_adapter.body import JsonBody
 from engine_adapter.types import Retention
@@ -31,20 +31,24 @@ BREAKPOINT_S = 1800.0
 _DURATION = re.compile(r"(\d{1,9})([smhd])")
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
 _NOT_KEPT = ("in_memory", "in-memory")
-# Characters of a wrong time that its error repeats.
+# Characters of a wrong value that its error repeats.
 _SHOWN = 40
-_CACHE_CONTROL, _PROMPT_CACHE, _BREAKPOINT = b"cache_control", b"prompt_cache_", b"prompt_cache_breakpoint"
+_OPTIONS, _RETENTION, _MARK = "prompt_cache_options", "prompt_cache_retention", "prompt_cache_breakpoint"
+_CACHE_CONTROL, _PROMPT_CACHE, _BREAKPOINT = b"cache_control", b"prompt_cache_", _MARK.encode()
 # Fields that have parts with such marks. Clients that translate put `cache_control` in chats, too.
 _PARTS = ("system", "messages", "tools", "input")
 # Fields of a part that have parts.
 _WITHIN = ("content", "output")
+
+_Path: TypeAlias = "tuple[_Path | None, str | int]"
+"""The place of a field: the path before it, and its name, or its index in a list."""
 
 
 def retention_of(body: JsonBody, owner: str | None = None) -> Retention:
     """The retention that a request asks for, on behalf of `owner`; priority 0 if it asks for nothing.
 
     Raises:
-        BadRequest: naming a time that is none.
+        BadRequest: naming the field of a wish that cannot be read.
     """
     has_field = _CACHE_CONTROL in body.raw or _PROMPT_CACHE in body.raw
     asked = [seconds for seconds in _asked(body) if seconds is not None] if has_field else []
@@ -54,45 +58,57 @@ def retention_of(body: JsonBody, owner: str | None = None) -> Retention:
 
 
 def _asked(body: JsonBody) -> Iterator[float | None]:
-    options = body.hint("prompt_cache_options")
-    ttl = _seconds(options.get("ttl"), "prompt_cache_options.ttl") if isinstance(options, dict) else None
+    options, at = body.hint(_OPTIONS), (None, _OPTIONS)
+    ttl = _seconds(_field(options, "ttl", at), (at, "ttl"))
     yield ttl
-    kept = body.hint("prompt_cache_retention")
-    yield None if kept in _NOT_KEPT else _seconds(kept, "prompt_cache_retention")
+    kept = body.hint(_RETENTION)
+    yield None if kept in _NOT_KEPT else _seconds(kept, (None, _RETENTION))
     # Reading the messages takes as long as the rest of the parsing, and most requests have no such field.
     if _CACHE_CONTROL in body.raw or _BREAKPOINT in body.raw:
-        yield _ephemeral(body.hint("cache_control"))
+        yield _ephemeral(body.hint("cache_control"), (None, "cache_control"))
         for name in _PARTS:
-            yield from _of_parts(body.hint(name), ttl or BREAKPOINT_S)
+            yield from _of_parts(body.hint(name), (None, name), ttl or BREAKPOINT_S)
 
 
-def _of_parts(parts: Any, breakpoint_s: float) -> Iterator[float | None]:  # noqa: ANN401 - JSON
+def _of_parts(parts: Any, at: _Path, breakpoint_s: float) -> Iterator[float | None]:  # noqa: ANN401 - JSON
     """The times of messages, of their blocks, and of the blocks of tool results. `breakpoint_s` is that of a
     breakpoint without its own."""
-    stack = [parts]
+    stack = [(parts, at)]
     while stack:
-        part = stack.pop()
+        part, at = stack.pop()
         if isinstance(part, list):
-            stack.extend(part)
+            stack.extend((each, (at, index)) for index, each in enumerate(part))
         elif isinstance(part, dict):
-            yield _ephemeral(part.get("cache_control"))
-            yield _explicit(part.get("prompt_cache_breakpoint"), breakpoint_s)
-            stack.extend(map(part.get, _WITHIN))
+            yield _ephemeral(part.get("cache_control"), (at, "cache_control"))
+            yield _explicit(part.get(_MARK), (at, _MARK), breakpoint_s)
+            stack.extend((part[name], (at, name)) for name in _WITHIN if name in part)
 
 
-def _explicit(mark: Any, default_s: float) -> float | None:  # noqa: ANN401 - JSON
-    if not isinstance(mark, dict) or mark.get("mode") != "explicit":
+def _explicit(mark: Any, at: _Path, default_s: float) -> float | None:  # noqa: ANN401 - JSON
+    if _field(mark, "mode", at) != "explicit":
         return None
-    return _seconds(mark["ttl"], "prompt_cache_breakpoint.ttl") if "ttl" in mark else default_s
+    return _seconds(mark["ttl"], (at, "ttl")) if "ttl" in mark else default_s
 
 
-def _ephemeral(control: Any) -> float | None:  # noqa: ANN401 - JSON
-    if not isinstance(control, dict) or control.get("type") != "ephemeral":
+def _ephemeral(control: Any, at: _Path) -> float | None:  # noqa: ANN401 - JSON
+    kind = _field(control, "type", at)
+    if control is None:
         return None
-    return _seconds(control["ttl"], "cache_control.ttl") if "ttl" in control else EPHEMERAL_S
+    if kind != "ephemeral":
+        raise _refusal((at, "type"), kind, "the only type is 'ephemeral'")
+    return _seconds(control["ttl"], (at, "ttl")) if "ttl" in control else EPHEMERAL_S
 
 
-def _seconds(value: Any, field: str) -> float | None:  # noqa: ANN401 - JSON
+def _field(value: Any, name: str, at: _Path) -> Any:  # noqa: ANN401 - JSON
+    """A field of an object; None if there is no object, or it has no such field."""
+    if value is None:
+        return None
+    if not isinstance(value, dict):
+        raise _refusal(at, value, "it must be an object")
+    return value.get(name)
+
+
+def _seconds(value: Any, at: _Path) -> float | None:  # noqa: ANN401 - JSON
     """A duration as these APIs write it, or a number of seconds; None if there is none."""
     given = value
     if isinstance(value, str):
@@ -101,8 +117,22 @@ def _seconds(value: Any, field: str) -> float | None:  # noqa: ANN401 - JSON
     if given is None:
         return None
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-        shown = repr(given)[:_SHOWN]
-        raise BadRequest(
-            f"{field} is {shown}, which is no time: write it as '30m' or '12h', or as seconds", param=field
-        )
+        raise _refusal(at, given, "write a time as '30m' or '12h', or as seconds")
     return float(min(value, MAX_TTL_S))
+
+
+def _refusal(at: _Path, value: Any, rule: str) -> BadRequest:  # noqa: ANN401 - JSON
+    """The error about a wish that cannot be read."""
+    field = _written(at)
+    return BadRequest(f"{field} is {repr(value)[:_SHOWN]}: {rule}", param=field)
+
+
+def _written(at: _Path) -> str:
+    """A path as clients write it: `messages[0].content[1]`."""
+    steps = list[str | int]()
+    before: _Path | None = at
+    while before is not None:
+        before, step = before
+        steps.append(step)
+    written = (f"[{step}]" if isinstance(step, int) else f".{step}" for step in reversed(steps))
+    return "".join(written).removeprefix(".")

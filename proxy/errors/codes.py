@@ -9,6 +9,7 @@ _TYPES = {
     401: "authentication_error",
     403: "permission_error",
     429: "rate_limit_error",
+    424: "server_error",
     501: "not_supported_error",
 }
 _SERVERS_FAULT = 500
@@ -106,6 +107,11 @@ class Code(StrEnum):
         ("the body is longer than `limits.body_bytes`, or than `limits.json_bytes` beside base64"),
     )
     ENCODED_BODY = "encoded_body", 415, "the body is compressed"
+    MODEL_FAILED = (
+        "model_failed",
+        424,
+        "no engine can load the model: the message says why. Each request tries to load it again",
+    )
     RATE_LIMIT_EXCEEDED = (
         "rate_limit_exceeded",
         429,

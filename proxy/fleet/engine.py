@@ -61,6 +61,13 @@ def order_name(spec: EngineSpec) -> str:
     return name
 
 
+def place_of(order: str) -> str:
+    """The name of an engine in operators' orders, for people: where only one machine reaches the address, it
+    begins with the machine."""
+    machine, _, address = order.partition(" ")
+    return order if "://" in machine else f"{address} on {machine}, the machine of its kvpin"
+
+
 class Engine:
     """One engine: its adapter, what it declared, its load, its audit.
 
@@ -81,6 +88,7 @@ class Engine:
         check_now: wakes its monitor.
         of_peers: requests that other kvpins have on it and that have no answer yet, by ticket.
         from_peers: requests that other kvpins have placed on it so far.
+        failed: requests of this kvpin whose answer was an error, or that got none.
         breaker: lets few requests through after several failed in a row; None after none did.
         mine: an event, set while this kvpin may use the engine.
         owner: the kvpin that uses the engine, if only one may; None while unknown.
@@ -112,7 +120,7 @@ class Engine:
         self.check_now = asyncio.Event()
         self.leases: set[Lease] = set()
         self.of_peers: dict[int, PeerRequest] = {}
-        self.from_peers = 0
+        self.from_peers = self.failed = 0
         self.breaker: Breaker | None = None
         self.mine = asyncio.Event()
         self.mine.set()
@@ -167,8 +175,8 @@ class Engine:
 
     @property
     def served(self) -> int:
-        """Requests that this kvpin has placed on it so far."""
-        return self.ledger.served - self.from_peers
+        """Requests of this kvpin that ended on it and did not fail."""
+        return self.ledger.placed - self.from_peers - len(self.leases) - self.failed
 
     @property
     def removals(self) -> int:

@@ -11,7 +11,7 @@ from typing import Protocol, Self
 
 from msgspec.structs import replace
 
-from engine_adapter import EngineInfo, Hold, Role
+from engine_adapter import EngineError, EngineInfo, Hold, Role
 from proxy.core.index.blocks import BlockHash, Chain
 from proxy.core.peers.telling import Telling
 from proxy.core.placement.decision import NOTHING, Placement, predict
@@ -22,7 +22,13 @@ from proxy.core.placement.whole_answers import Report
 
 
 class LeasedEngine(Protocol):
-    """The part of an engine that a lease needs."""
+    """The part of an engine that a lease needs.
+
+    Attributes:
+        failed: requests whose answer was an error, or that got none.
+    """
+
+    failed: int
 
     @property
     def info(self) -> EngineInfo | None:
@@ -84,6 +90,7 @@ class Lease:
         gathered: when no other request computed its prefix any more; until then, `started`.
         first_byte_s: seconds from placement to the first byte; None before that.
         succeeded: the answer is complete, and kvpin's token ids were right: the engine now holds the prompt.
+        failed: the answer is an error, or the engine gave none.
         found: leading blocks that the engine is expected to hold; the request computes the others.
         begun: the answer has begun, or never will.
         is_lost: its engine was lost while it ran.
@@ -102,6 +109,7 @@ class Lease:
     gathered: float = 0.0
     first_byte_s: float | None = None
     succeeded: bool = False
+    failed: bool = False
     found: int = 0
     report: Report | None = None
     is_lost: bool = False
@@ -128,7 +136,9 @@ class Lease:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.failed = self.failed or isinstance(error, EngineError)
         self.engine.leases.discard(self)
+        self.engine.failed += self.failed
         self.begun.set()
         self.ended(self)
 

@@ -27,6 +27,7 @@ from engine_adapter import (
     read_streamed_usage,
 )
 from proxy.core.misses import Diagnosis, anthropic_diagnostics, openai_diagnostics
+from proxy.errors import BadRequest
 from proxy.headers import COMPARISON_HEADER
 from proxy.request.calls import Client, Through
 
@@ -63,12 +64,21 @@ class Api:
     written: Callable[[Diagnosis | None], dict[str, Any] | None]
 
     def asked(self, body: JsonBody, headers: Headers) -> str | None:
-        """The id of the answer to compare with; None if no diagnostics are asked for."""
+        """The id of the answer to compare with; None if no diagnostics are asked for.
+
+        Raises:
+            BadRequest: the field has another type.
+        """
         if (named := headers.get(COMPARISON_HEADER)) is not None:
             return named
         options = body.hint(self.options)
-        value = options.get(self.name) if isinstance(options, dict) else None
-        return value if isinstance(value, str) else None
+        if options is not None and not isinstance(options, dict):
+            raise BadRequest(f"{self.options} must be an object", param=self.options)
+        value = options.get(self.name) if options is not None else None
+        if value is not None and not isinstance(value, str):
+            field = f"{self.options}.{self.name}"
+            raise BadRequest(f"{field} must be the id of an earlier answer, a text", param=field)
+        return value
 
 
 APIS: Mapping[str, Api] = {

@@ -22,6 +22,7 @@ _ANTHROPIC_TYPES = {
     404: "not_found_error",
     409: "conflict_error",
     413: "request_too_large",
+    424: "api_error",
     429: "rate_limit_error",
     503: "overloaded_error",
     504: "timeout_error",

@@ -22,6 +22,7 @@ from engine_adapter import (
     EngineUnhealthy,
     EngineUnreachable,
     FieldError,
+    ModelFailed,
     ModelNotLoaded,
     NotSupported,
     PromptTableError,
@@ -76,6 +77,7 @@ CODES: dict[type[Exception], Code] = {
         Code.ENGINE_UNAVAILABLE,
     ),
     EngineRejected: Code.ENGINE_REJECTED,
+    ModelFailed: Code.MODEL_FAILED,
     EngineError: Code.ENGINE_ERROR,
 }
 
@@ -89,6 +91,7 @@ CAUSES: dict[type[BaseException], Cause] = {
     EngineLate: Cause.ENGINE_LATE,
     EngineLost: Cause.ENGINE_LOST,
     EngineDiverged: Cause.DIVERGED,
+    ModelFailed: Cause.ENGINE_MODEL_FAILED,
     errors.ModelRefused: Cause.MODEL_REFUSED,
     errors.RateLimited: Cause.QUOTA,
     errors.Overloaded: Cause.OVERLOADED,

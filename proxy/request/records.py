@@ -271,9 +271,10 @@ class RequestLog:
         return None
 
     def answered(self, answer_id: str, tenant: str | None) -> RequestRecord | None:
-        """The tenant's request whose answer has that id."""
+        """The tenant's request whose answer has that id, in its body or as its `x-request-id`."""
         for record in reversed(self._records.values()):
-            if record.answer_id == answer_id and record.tenant == tenant:
+            ids = record.answer_id, record.request_id, record.client_request_id
+            if answer_id in ids and record.tenant == tenant:
                 return record
         return None
 

@@ -27,6 +27,7 @@ from engine_adapter import (
     HttpTransport,
     IncomingResponse,
     JsonBody,
+    ModelFailed,
     Role,
     log_text,
 )
@@ -404,7 +405,8 @@ class Attempts:
         else:
             engine.audit.reported(forwarded.cached_tokens or 0)
         self._check_tokens(pool, engine, hold, record)
-        lease.succeeded = forwarded.error is None and record.tokens_agree is not False
+        lease.failed = forwarded.error is not None
+        lease.succeeded = not lease.failed and record.tokens_agree is not False
         if lease.succeeded:
             expect_below(pool, engine, ready.chain)
         return self._audit(engine, ready, lease, record, forwarded.cached_tokens)
@@ -461,7 +463,7 @@ class Attempts:
 
 def cause_for(error: Exception, serving: Serving) -> Cause:
     """The cause of an attempt that failed with this error."""
-    if not isinstance(error, EngineRejected):
+    if not isinstance(error, EngineRejected) or isinstance(error, ModelFailed):
         return cause_of(error)
     if is_not_here(error) and error.status in refusals_of(serving.call, serving.n_candidates):
         return Cause.ENGINE_LACKS

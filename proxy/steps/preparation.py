@@ -202,7 +202,7 @@ class Preparation:
         return _with_rules(replace(ready, translation=translation), rules, call)
 
     def _retention(self, call: Call, pool: Pool) -> Retention | None:
-        """How long the client wants its KV kept. Raises BadRequest for a time that is none."""
+        """How long the client wants its KV kept. Raises BadRequest for a wish that cannot be read."""
         is_followed = self.reuse and pool.prompts is not None and call.runs_prompt
         return (
             retention_of(call.body, call.tenant) if is_followed and isinstance(call.body, JsonBody) else None

@@ -68,7 +68,8 @@ REQUEST_HEADERS = (
     ),
     OfRequest(
         (COMPARISON_HEADER,),
-        "the id of an earlier answer: say [why no more of the prompt was reused](misses.md#in-answers), "
+        "the id of an earlier answer, or its `x-request-id`: say [why no more of the prompt was "
+        "reused](misses.md#in-answers), "
         "compared with that one",
     ),
     OfRequest(DEADLINE_HEADERS, "seconds that the client waits"),

@@ -349,7 +349,7 @@ async def test_many_engines_and_requests_fill_pages_not_the_browser(page, kvpin)
     await page.goto(f"{kvpin.url}/ui/")
     await expect(page.locator("article.engine")).to_have_count(24)
     await expect(page.locator("article.engine").first).to_contain_text(
-        "exact 49 of 50 checked; 1,203 not checked (1,200 prediction not firm, 3 ended early)"
+        "exact 49 of 50 checked; 1,203 not checked (prediction not firm: 1,200, ended early: 3)"
     )
     await expect(page.get_by_text("No engine takes requests for lost")).to_be_visible()
     await expect(page.locator("tbody tr")).to_have_count(50)

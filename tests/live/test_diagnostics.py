@@ -323,6 +323,6 @@ def test_a_prompt_that_is_not_followed(tmp_path):
         shown = Place(kvpin, "kvpin-tiny", "", lambda: None).ask(chat("nothing"))
     assert differs(shown) == ("not_followed", None)
     assert shown["explanation"] == (
-        "nothing was predicted: the prompt is not known here: reuse is off, "
+        "nothing was predicted: kvpin did not know the prompt when it placed it: reuse was off, "
         "its model was not in memory, or only the engine can read it"
     )

@@ -111,9 +111,13 @@ def test_doctor_tells_the_states_and_loads_no_model(world):
     found = asyncio.run(examine(router, probe=False)).as_json()
     assert (found["kind"], found["model"], found["findings"]) == ("llama_server", "", [])
     assert found["models"] == dict.fromkeys(("broken", *MODELS), "unloaded")
+    assert found["unseen"] == "the models themselves were not looked at"
     model = EngineSpec("llama_server", world.router.url, "x", model="m0")
     found = asyncio.run(examine(model, probe=False)).as_json()
     assert "not asked: the model is unloaded" in found["tokenisation"]["detail"]
+    assert found["unseen"].startswith(
+        "the model is unloaded: its tokenizer and its process were not looked at"
+    )
     for verb in ("flush", "pin"):  # its flags are right, and not known
         assert found["cannot"][verb].startswith("its flags are not known before its model is first in memory")
     assert "set host_cache_dir" in found["cannot"]["offload"]
@@ -171,9 +175,9 @@ def test_a_model_that_an_operator_unloads_is_known_to_hold_nothing(world):
     world.until("m0", "loaded")
 
 
-def test_a_model_that_fails_to_load_is_a_503_with_its_reason(world):
+def test_a_model_that_fails_to_load_is_an_error_of_its_own_with_its_reason(world):
     answer = world.chat("broken", begun("light"))
-    assert answer.status_code == 503
+    assert (answer.status_code, answer.json()["error"]["code"]) == (424, "model_failed")
     assert answer.json()["error"]["message"] == (
         "the model 'broken' failed to load: its llama-server ended with status 1, and the router's log says "
         "why"
@@ -203,7 +207,7 @@ def test_a_model_that_fails_to_load_is_a_503_with_its_reason(world):
     broken = EngineSpec("llama_server", world.router.url, "x", model="broken")
     found = asyncio.run(examine(broken, probe=False)).as_json()
     assert found["tokenisation"]["detail"].startswith("not asked: the model failed to load, and")
-    assert world.chat("broken", begun("light")).status_code == 503  # tried again
+    assert world.chat("broken", begun("light")).status_code == 424  # tried again
 
 
 def test_requests_for_several_models_at_once_are_all_answered(world):

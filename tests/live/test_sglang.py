@@ -125,7 +125,7 @@ async def test_each_rank_of_a_server_is_an_engine():
         async with kvpin_over((running, 0), (running, 1)) as world:
             found = [await world.post("completions", body) for _ in range(3)]
             found.append(await world.post("completions", body | {"prompt": list(range(300, 380))}))
-            served = [world.engine(name).ledger.served for name in ("e0", "e1")]
+            served = [world.engine(name).ledger.placed for name in ("e0", "e1")]
             flushed = await world.operate("flush", engine="e0")
     assert [predicted(answer) for answer in found] == [0, 64, 64, 0]
     assert sorted(served) == [1, 3]

@@ -82,7 +82,9 @@ class TestRetries:
         assert response.headers["x-kvpin-engine"] == "b"
         assert len(engine.seen) == 1
         assert other.seen[0].body == body
-        assert client.proxy.fleet.engines["a"].state == "ready"
+        engines = client.proxy.fleet.engines
+        assert engines["a"].state == "ready"
+        assert [(each.served, each.failed) for each in engines.values()] == [(0, 1), (1, 0)]
 
     async def test_a_body_that_all_engines_refuse_is_let_go_at_once(self, engine, other, client):
         """Not when the garbage collector comes by: many of them could fill the memory until then."""
@@ -669,7 +671,7 @@ class TestReuse:
             Unchecked.NOT_FIRM: 1,
             Unchecked.ENDED_EARLY: 1,
         }
-        assert (mine.served, audit.checked, audit.cached_tokens) == (8, 2, 116)
+        assert (mine.served, mine.failed, audit.checked, audit.cached_tokens) == (7, 1, 2, 116)
 
     async def test_a_miss_after_an_eviction_is_no_evidence(self, engine, proxy, client):
         proxy.fleet.engines["b"].state = EngineState.DOWN
@@ -1099,6 +1101,12 @@ class TestHold:
     async def test_a_time_that_is_none_is_refused(self, client):
         answer = await client.post(self.PROMPT, json={**self.BODY, "prompt_cache_retention": "99y"})
         assert is_openai_error(answer, 400, "invalid_value", "prompt_cache_retention")
+
+    async def test_a_comparison_with_what_is_no_id_is_refused(self, proxy, client):
+        options = {"comparison_response_id": 5}
+        answer = await client.post(CHAT, json={**ASK, "prompt_cache_options": options})
+        assert is_openai_error(answer, 400, "invalid_value", "prompt_cache_options.comparison_response_id")
+        assert proxy.requests.get(answer.headers["x-request-id"]).status == 400
 
     async def test_without_reuse_nothing_is_held(self, a, engine, b):
         a.make = b.make = lambda body: Hold(body.replace(id_slot=3), cached_tokens=1, note="held")

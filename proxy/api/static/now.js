@@ -93,7 +93,7 @@ const Forms = ({ forms }) => {
 const Checked = ({ audit: { checked, exact, unchecked } }) => {
   const reasons = Object.entries(unchecked).sort((a, b) => b[1] - a[1]);
   const all = reasons.reduce((sum, [, n]) => sum + n, 0);
-  const why = all ? `; ${count(all)} not checked (${reasons.map(([reason, n]) => `${count(n)} ${reason}`).join(", ")})` : "";
+  const why = all ? `; ${count(all)} not checked (${reasons.map(([reason, n]) => `${reason}: ${count(n)}`).join(", ")})` : "";
   return checked + all > 0 && html`<p class="note">exact ${count(exact)} of ${count(checked)} checked${why}</p>`;
 };
 

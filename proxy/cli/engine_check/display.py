@@ -38,8 +38,9 @@ def show_examination(found: dict[str, Any]) -> None:
         out.print(f"\n{number}. {finding['problem']}", markup=False)
         if finding["remedy"]:
             out.print(f"   → {finding['remedy']}", markup=False)
-    if not found["findings"]:
-        out.print("\nno findings")
+    none = "" if found["findings"] else "no findings"
+    if told := "; but ".join(filter(None, (none, found["unseen"]))):
+        out.print(f"\n{told}", markup=False)
 
 
 def _of_engine(found: dict[str, Any]) -> Iterator[tuple[str, str]]:

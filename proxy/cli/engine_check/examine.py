@@ -49,6 +49,7 @@ class Examination:
         missing: the capabilities it lacks, each with what kvpin does instead.
         view: its cache, as its KV events show it.
         probe: the two requests; None without `probe`.
+        unseen: what was not looked at, and why; empty if all was.
     """
 
     spec: EngineSpec
@@ -60,6 +61,7 @@ class Examination:
     view: View
     probe: ProbeResult | None
     findings: tuple[Finding, ...]
+    unseen: str = ""
 
     def as_json(self) -> dict[str, Any]:
         """The examination as JSON, without secrets."""
@@ -85,6 +87,7 @@ class Examination:
             "view": asdict(self.view),
             "probe": asdict(self.probe) if self.probe is not None else None,
             "findings": [asdict(finding) for finding in self.findings],
+            "unseen": self.unseen or None,
         }
 
 
@@ -111,7 +114,8 @@ async def examine(
             named = "name one of its models, model=NAME: each is an engine of its own"
             none = Exactness(True, named, "none")
             view, findings = View("none", named), adapter.findings()
-            return Examination(spec, detected, info, load, {}, none, view, None, findings)
+            unseen = "the models themselves were not looked at"
+            return Examination(spec, detected, info, load, {}, none, view, None, findings, unseen)
         builder = PromptBuilder(info, tables=PromptTables(), engines=lambda: (adapter,))
         source = spec.tokenizer or info.tokenizer
         if source is not None:
@@ -129,7 +133,16 @@ async def examine(
             *_of_probe(probed, view),
         )
         return Examination(
-            spec, detected, info, load, _missing(adapter, info), tokenisation, view, probed, findings
+            spec,
+            detected,
+            info,
+            load,
+            _missing(adapter, info),
+            tokenisation,
+            view,
+            probed,
+            findings,
+            "" if is_there else _unseen(adapter.model_state),
         )
     finally:
         await adapter.aclose()
@@ -175,8 +188,17 @@ def _missing(adapter: EngineAdapter, info: EngineInfo) -> dict[str, str]:
 
 
 def _unasked(state: ModelState | None) -> Exactness:
-    now = "failed to load" if state is ModelState.FAILED else f"is {state}"
-    return Exactness(False, f"not asked: the model {now}, and a question would wake or load it", "none")
+    detail = f"not asked: the model {_now(state)}, and a question would wake or load it"
+    return Exactness(False, detail, "none")
+
+
+def _unseen(state: ModelState | None) -> str:
+    unseen = "its tokenizer and its process were not looked at; ask again when it is loaded"
+    return f"the model {_now(state)}: {unseen}"
+
+
+def _now(state: ModelState | None) -> str:
+    return "failed to load" if state is ModelState.FAILED else f"is {state}"
 
 
 def _of_tokenisation(found: Exactness) -> tuple[Finding, ...]:

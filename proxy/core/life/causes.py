@@ -103,6 +103,9 @@ class Cause(StrEnum):
     ENGINE_REFUSED = (
         "engine_refused", Code.ENGINE_REJECTED, "the engine answered 429, 500, 502, 503 or 504",
         Blame.REFUSED, "elsewhere")
+    ENGINE_MODEL_FAILED = (
+        "engine_model_failed", Code.MODEL_FAILED, "the engine cannot load the model",
+        Blame.REFUSED, "elsewhere")
     ENGINE_LACKS = (
         "engine_lacks", Code.ENGINE_REJECTED, "the engine has not got the route, file or batch",
         Blame.LACKS, "elsewhere")

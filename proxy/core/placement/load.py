@@ -128,12 +128,12 @@ class EngineLedger:
     """Work in flight on one engine.
 
     Attributes:
-        served: requests that were placed on it so far.
+        placed: requests that were placed on it so far.
         backlog: requests that the engine reports to wait.
     """
 
     def __init__(self) -> None:
-        self.served = 0
+        self.placed = 0
         self.backlog = Backlog()
         self._prefills: dict[int, _Prefill] = {}  # by ticket, in the order they were placed
         self._first: _Prefill | None = None  # of them: the one that the engine is computing
@@ -161,18 +161,18 @@ class EngineLedger:
             work: tokens to compute and to restore; None if they are not known.
             seen: its first token will be seen, because the answer is a stream.
         """
-        self.served += 1
+        self.placed += 1
         self.backlog.placed()
-        self._queue(now, _Prefill(self.served, work, expected_s, now, seen))
-        return self.served
+        self._queue(now, _Prefill(self.placed, work, expected_s, now, seen))
+        return self.placed
 
     def begin_pull(self) -> int:
         """A request was placed whose prompt another engine computes: it counts as a stream. Returns its
         ticket."""
-        self.served += 1
+        self.placed += 1
         self.backlog.placed()
-        self._decoding.add(self.served)
-        return self.served
+        self._decoding.add(self.placed)
+        return self.placed
 
     def computes(
         self, now: float, ticket: int, expected_s: float, work: Work | None, *, seen: bool = True

@@ -18,10 +18,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import Raw, Struct
+from msgspec import Meta, Raw, Struct
 
 from engine_adapter import UNREADABLE, JsonBody
 from engine_adapter.options import plain_error
@@ -142,7 +142,7 @@ class Request(Struct):
     """The fields of a request that differ from those of a chat."""
 
     messages: list[_Message]
-    max_tokens: int | None = None
+    max_tokens: Annotated[int, Meta(ge=0)] | None = None
     system: str | list[_Text] | None = None
     tools: list[_Tool] | None = None
     tool_choice: _ToolChoice | None = None

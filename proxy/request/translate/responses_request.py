@@ -54,7 +54,12 @@ _NAMES = Names(
     within={".image_url.url": ".image_url", ".function": ""},
     types={"image_url": "input_image"},
 )
-_KINDS: Mapping[type[Any], str] = {str: "a text", list: "a list", dict: "an object"}
+_KINDS: Mapping[type[Any], str] = {
+    str: "a text",
+    list: "a list",
+    dict: "an object",
+    bool: "true or false",
+}
 MAX_NAMED_BYTES = 64 << 20
 """The most that a request may name of what is kept: as much as the body of a request, by default."""
 _LOGPROBS, _SEALED = "message.output_text.logprobs", "reasoning.encrypted_content"
@@ -113,7 +118,7 @@ def read_request(body: JsonBody, shelf: TenantResponses, response_id: str) -> Re
     changes["messages"] = messages.all
     changes |= _choice(choice, tools)
     cache_options = _of(body, "prompt_cache_options", dict) or {}
-    prewarms = cache_options.get("prewarm") is True
+    prewarms = bool(_checked(cache_options.get("prewarm"), "prompt_cache_options.prewarm", bool))
     changes |= _limit(1 if prewarms else body.get("max_output_tokens"))
     changes |= _format(text.get("format"))
     if (effort := reasoning.get("effort")) is not None:
@@ -122,7 +127,7 @@ def read_request(body: JsonBody, shelf: TenantResponses, response_id: str) -> Re
         changes |= {"logprobs": True, "top_logprobs": body.get("top_logprobs") or 0}
     if body.get("stream") is True:
         changes["stream_options"] = {"include_usage": True}
-    stores = body.get("store") is not False
+    stores = _of(body, "store", bool) is not False
     return ResponseRequest(
         body.replace(**changes),
         _turn(previous, items, response_id) if stores else None,
@@ -221,7 +226,10 @@ def _prefix(item: Json) -> str:
 
 
 def _of(body: JsonBody, name: str, kind: type[Any]) -> Any:  # noqa: ANN401 - of `kind`, or None
-    value = body.get(name)
+    return _checked(body.get(name), name, kind)
+
+
+def _checked(value: Any, name: str, kind: type[Any]) -> Any:  # noqa: ANN401 - JSON, of `kind`, or None
     if value is not None and not isinstance(value, kind):
         raise BadRequest(f"{name} must be {_KINDS[kind]}", param=name)
     return value

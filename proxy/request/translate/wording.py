@@ -69,11 +69,11 @@ class Wording:
 
     def text(self, of_chat: str) -> str:
         """A sentence about the chat, in the client's words. Names that are English words, too, stay."""
-        text = _POSITION.sub(self._place, of_chat)
+        text, found = _POSITION.subn(self._place, of_chat)
         for name, own in self.names.fields.items():
             if "_" in name:
                 text = re.sub(rf"(?<![\w.]){name}(?!\w)", own, text)
-        if text != of_chat:
+        if found or text != of_chat:
             text = _QUOTED.sub(lambda quoted: f"'{self.names.types.get(quoted[1], quoted[1])}'", text)
         return text
 

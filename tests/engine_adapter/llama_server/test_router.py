@@ -19,6 +19,7 @@ from engine_adapter import (
     EngineSpec,
     EngineSpecError,
     EngineUnavailable,
+    ModelFailed,
     ModelNotLoaded,
     ModelState,
 )
@@ -189,10 +190,10 @@ async def test_a_model_that_fails_to_load_is_refused_with_the_reason_and_tried_a
     with served(fake.app) as url:
         async with World(fake, url) as router:
             for _ in range(2):
-                with pytest.raises(EngineRejected, match=r"'b' failed to load: .* status 1") as refused:
+                with pytest.raises(ModelFailed, match=r"'b' failed to load: .* status 1") as refused:
                     async with router.using("b"):
                         pass
-                assert refused.value.status == 503
+                assert refused.value.status == 424
                 fake.states["b"] = {"value": "unloaded", "failed": True, "exit_code": 1}
             assert router.state("b") is ModelState.FAILED
             assert fake.asked == ["load b"] * 2

@@ -143,6 +143,9 @@ def test_a_bias_is_read_by_token():
 def test_a_wrong_type_is_told_in_plain_words():
     with pytest.raises(ApiError, match=r"^temperature: must be a number$"):
         chat(temperature="warm")
+    with pytest.raises(ApiError, match=r"^logit_bias: each value must be a number$") as caught:
+        chat(logit_bias={"5": "much"})
+    assert caught.value.param == "logit_bias"
 
 
 @pytest.mark.parametrize(("kind", "name"), [(ChatRequest, "messages"), (EmbeddingRequest, "input")])
@@ -150,6 +153,7 @@ def test_a_missing_field_is_named(kind, name):
     with pytest.raises(ApiError) as caught:
         parse(b"{}", kind)
     assert caught.value.param == name
+    assert str(caught.value) == f"{name} is missing"
 
 
 @pytest.mark.parametrize(

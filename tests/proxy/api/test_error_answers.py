@@ -22,6 +22,7 @@ from engine_adapter import (
     EngineUnhealthy,
     EngineUnreachable,
     FieldError,
+    ModelFailed,
     ModelNotLoaded,
     NotSupported,
     PromptTableError,
@@ -74,6 +75,7 @@ CASES = [
     ),
     (errors.TimeLimit("m"), 504, "server_error", None, "time_limit"),
     (EngineRejected("m", status=429, param="p"), 429, "server_error", "p", "engine_rejected"),
+    (ModelFailed("m"), 424, "server_error", None, "model_failed"),
     (EngineError("m"), 502, "server_error", None, "engine_error"),
     (msgspec.ValidationError("m"), 400, "invalid_request_error", None, "invalid_value"),
     (msgspec.DecodeError("m"), 400, "invalid_request_error", None, "invalid_json"),
@@ -152,3 +154,4 @@ async def test_a_base_url_without_v1_is_told_what_it_should_be(path, named):
     response = await handle_http(Request(scope), HTTPException(404))
     message = json.loads(response.body)["error"]["message"]
     assert message.endswith(" set base_url to http://proxy:8000/v1") is named
+    assert message.endswith("; /admin/v1/openapi.json lists the routes of the admin API") is not named

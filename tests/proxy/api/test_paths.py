@@ -68,6 +68,7 @@ async def test_what_is_not_under_v1(engine, proxy, path):
     ("path", "hint"),
     [
         ("/v1", ": OpenAI's API begins here; /v1/models lists the models"),
+        ("/v1/", ": OpenAI's API begins here; /v1/models lists the models"),
         ("/v1/v1/chat/completions", ": write /v1 once, as the end of base_url"),
     ],
 )

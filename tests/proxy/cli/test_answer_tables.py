@@ -27,20 +27,25 @@ def test_engines_that_were_removed_are_listed(capsys):
         "named": True,
         "undo": "kvpin engines add vllm=http://gpu1:8000",
     }
-    other = {**named, "engine": "h http://127.0.0.1:1", "named": False, "undo": "kvpin engines add KIND=URL"}
+    other = {
+        **named,
+        "engine": "http://127.0.0.1:1 on h",
+        "named": False,
+        "undo": "kvpin engines add KIND=URL",
+    }
     answer_tables.show_engines({"engines": [], "removed": [named, other]})
     *_, first, second = capsys.readouterr().out.splitlines()
     assert first == (
         "removed 2027-01-31 09:05 UTC: http://gpu1:8000; settings name it; "
         "undo: kvpin engines add vllm=http://gpu1:8000"
     )
-    assert second == "removed 2027-01-31 09:05 UTC: h http://127.0.0.1:1; undo: kvpin engines add KIND=URL"
+    assert second == "removed 2027-01-31 09:05 UTC: http://127.0.0.1:1 on h; undo: kvpin engines add KIND=URL"
 
 
 def test_the_role_of_an_engine_stands_beside_its_state(capsys):
     engine = {
         "id": "e0", "kind": "vllm", "url": "http://a", "state": "ready", "model": "m", "model_state": None,
-        "trust": "precise", "in_flight": 0, "served": 0, "last_error": None,
+        "trust": "precise", "in_flight": 0, "served": 0, "failed": 0, "last_error": None,
     }  # fmt: skip
     answer_tables.show_engines({"engines": [engine | {"role": "prefill"}]})
     assert "ready, prefill" in capsys.readouterr().out
@@ -71,20 +76,23 @@ def test_slots_and_files_are_shown_where_an_engine_has_them(capsys):
     unchecked = {"ended early": 2, "reuse off": 40}
     engine = {
         "id": "llama-0", "state": "ready", "trust": "precise", "why": "w", "in_flight": 0, "served": 1,
+        "failed": 2,
         "audit": {"exact": 1, "checked": 1, "cached_tokens": 119_008, "unchecked": unchecked},
         "blocks": {"gpu": 50, "host": 43, "disk": 0},
         "kv": {"slots": slots, "files": files}, "findings": ["-kvu is on [x]"],
     }  # fmt: skip
     pool = {"model": "m", "index_entries": 1, "tokens_per_block": 16, "engines": [engine]}
     pool["tokenisation"] = {"detail": "tokenised [here]", "forms": {"plain": {"source": "local"}}}
-    totals = {"ready": 1, "elsewhere": 0, "engines": 1, "in_flight": 0, "served": 1}
+    totals = {"ready": 1, "elsewhere": 0, "engines": 1, "in_flight": 0, "served": 1, "failed": 2}
     answer_tables.show_stats(
         {"pools": [pool], "unconnected": [], "pins": [], "totals": totals, "reuse": True, "exchange": None}
     )
     output = capsys.readouterr().out
     for text in (
         "119008 tokens",
-        "llama-0: exact 1 of 1 checked; 42 not checked (40 reuse off, 2 ended early)\n",
+        "1, 2 failed",
+        "0 requests in flight, 1 served, 2 failed; reuse is on",
+        "llama-0: exact 1 of 1 checked; 42 not checked (reuse off: 40, ended early: 2)\n",
         "slots of llama-0",
         "812",
         "700",
@@ -102,9 +110,9 @@ def test_an_engine_that_another_kvpin_uses_for_this_one_is_not_lost(capsys):
     engine = {"id": "llama-0", "state": "elsewhere", "owner": "vm:7", "last_error": None}
     lost = {
         "id": "llama-1", "kind": "llama_server", "url": "http://b", "state": "down", "model": None,
-        "trust": "lost", "in_flight": 0, "served": 0, "last_error": "gone", "owner": None,
+        "trust": "lost", "in_flight": 0, "served": 0, "failed": 0, "last_error": "gone", "owner": None,
     }  # fmt: skip
-    totals = {"ready": 0, "elsewhere": 1, "engines": 2, "in_flight": 0, "served": 0}
+    totals = {"ready": 0, "elsewhere": 1, "engines": 2, "in_flight": 0, "served": 0, "failed": 0}
     told = {"pools": [], "pins": [], "totals": totals, "reuse": True, "exchange": None}
     answer_tables.show_stats(told | {"unconnected": [engine], "passed_on": {"vm:7": 3}})
     output = capsys.readouterr().out

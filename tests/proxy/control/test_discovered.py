@@ -8,6 +8,7 @@ from dataclasses import replace
 import httpx
 import pytest
 import trustme
+from structlog.testing import capture_logs
 
 from engine_adapter import EngineSpec, HttpTransport
 from proxy.control import discovered
@@ -21,7 +22,7 @@ from proxy.settings import DiscoverySettings, EngineSettings, HealthSettings, Ma
 from tests import kubernetes_api
 from tests.fake_engines.sglang import running_sglang
 from tests.fake_engines.vllm import running_vllm
-from tests.fakes import FakeEngine, is_tokenised, serving
+from tests.fakes import INFO, FakeEngine, is_tokenised, serving
 from tests.kv_world import until
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
@@ -360,6 +361,25 @@ async def test_one_address_becomes_an_engine_for_each_rank(kind, running):
             assert [predicted for _, predicted in found] == [0] * 3 + [64] * 3
             asked = [rank for rank, body in server.fake.seen if body.get("max_tokens") == 2]
             assert [f"e-dp{rank}" for rank in asked] == homes
+
+
+async def test_a_first_start_is_not_told_as_a_change():
+    entry = EngineSettings(kind="vllm", id="e", url="http://127.0.0.1:1")
+    proxy = Proxy(Settings(reuse=True, engines=(entry,)), HttpTransport())
+    proxy.start()
+    try:
+        with capture_logs() as logs:
+            assert proxy.discovered.split(proxy.fleet.engine("e"), replace(INFO, ranks=(0, 1)))
+            await until(lambda: set(proxy.fleet.engines) == {"e-dp0", "e-dp1"})
+            assert not proxy.discovered.split(proxy.fleet.engine("e-dp0"), replace(INFO, ranks=(0, 1, 2)))
+    finally:
+        await proxy.stop()
+    events = [each["event"] for each in logs]
+    assert [each for each in events if "a server has" in each] == [
+        "a server has several ranks or models: each is an engine",
+        "a server has other ranks or models than were known: each is an engine",
+    ]
+    assert not [each for each in events if "engine has left" in each]
 
 
 async def test_a_server_that_comes_back_with_other_ranks_becomes_other_engines():

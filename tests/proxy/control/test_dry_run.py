@@ -61,9 +61,9 @@ async def test_a_busy_holder_loses(world, pair):
 
 
 async def test_it_changes_nothing(world, pair):
-    before = len(world.pool.index), world.engines["a"].ledger.served
+    before = len(world.pool.index), world.engines["a"].ledger.placed
     await routed(world, body(prompt=IDS))
-    assert (len(world.pool.index), world.engines["a"].ledger.served) == before
+    assert (len(world.pool.index), world.engines["a"].ledger.placed) == before
     assert list(world.flow.requests) == []
 
 

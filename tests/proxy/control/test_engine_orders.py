@@ -1,6 +1,7 @@
 """Operators' orders about engines: given here, at another kvpin, or before the start."""
 
 import asyncio
+import socket
 import time
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -10,7 +11,7 @@ from structlog.testing import capture_logs
 
 from engine_adapter import HttpTransport
 from proxy.errors import Conflict
-from proxy.fleet.engine import EngineState, order_name
+from proxy.fleet.engine import EngineState, order_name, place_of
 from proxy.fleet.process.managed_engine import ManagedEngine
 from proxy.server.app import Proxy
 from proxy.settings import EngineSettings, ManagedSettings, Settings, engine_as_json
@@ -104,7 +105,7 @@ async def test_an_engine_added_at_one_kvpin_joins_the_others_and_leaves_with_it(
         tell(one, two)
         await until(lambda: not ids(two))
         assert [(each.engine, each.named) for each in two.orders.removed()] == [
-            (order_name(added.adapter.spec), False)
+            (place_of(order_name(added.adapter.spec)), False)
         ]
         one.orders.add(named("again", server.url))
         tell(one, two)
@@ -139,7 +140,7 @@ async def test_a_configured_engine_that_was_drained_removed_and_added_elsewhere_
             await until(lambda: not ids(two))
             one.orders.add(entry)
             tell(one, two, late)
-            await until(lambda: {ids(each)[0] for each in (one, two, late)} == {"a"})
+            await until(lambda: {*map(tuple, map(ids, (one, two, late)))} == {("a",)})
             for each in (one, two, late):
                 await until(lambda each=each: each.fleet.engine("a").state is EngineState.READY)
 
@@ -154,7 +155,8 @@ async def test_orders_outlive_a_restart(tmp_path):
             assert ids(proxy) == ["a", "c"]
             assert proxy.fleet.engine("c").adapter.spec.api_key == "secret"
             (removed,) = proxy.orders.removed()
-            assert (removed.engine, removed.named) == (order_name(engines[1].spec()), True)
+            said = f"{b.url} on {socket.gethostname()}, the machine of its kvpin"
+            assert (removed.engine, removed.named) == (said, True)
             assert removed.undo == f"kvpin engines add openai_compatible={b.url}"
             proxy.reload(proxy.settings)
             assert ids(proxy) == ["a", "c"]

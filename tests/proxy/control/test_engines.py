@@ -29,6 +29,19 @@ async def test_an_added_engine_is_looked_after(world):
         assert world.fleet.engines == {}
 
 
+async def test_an_address_of_several_engines_is_refused_with_all_of_them(world):
+    router = EngineSpec("openai_compatible", "http://127.0.0.1:1", "r-chat", model="chat")
+    world.engine_set.add(router)
+    world.engine_set.add(replace(router, id="r-code", model="code"))
+    with pytest.raises(Conflict) as caught:
+        world.engine_set.add(replace(router, id="r", model=None))
+    assert str(caught.value) == (
+        "engines 'r-chat', 'r-code', its ranks or models, are already at http://127.0.0.1:1"
+    )
+    with pytest.raises(Conflict, match=r"^engine 'r-code' is already at "):
+        world.engine_set.add(replace(router, id="r", model="code"))
+
+
 async def test_an_unknown_kind_is_refused(world):
     with pytest.raises(EngineSpecError, match="teapot"):
         world.engine_set.add(EngineSpec("teapot", "http://127.0.0.1:1", "x"))

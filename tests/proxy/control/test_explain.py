@@ -135,11 +135,11 @@ async def test_all_that_can_be(world, pair):
         ),
         (
             {"placement": placed("a", 64, ("a", 0.1, 0)), "ids": None},
-            "nothing was predicted: the prompt is not known",
+            "nothing was predicted: kvpin did not know the prompt when it placed it: reuse was off, ",
         ),
         (
             {"placement": placed("a", 64, ("a", 0.1, 48)), "ids": None, "reported_tokens": 48},
-            "a tokenised the prompt: 48 of its tokens were predicted then; a reused 48; when it was placed, ",
+            "a tokenised the prompt: 48 of its tokens were predicted then; a reused 48; kvpin did not know ",
         ),
         (
             {"placement": placed("a", 64, ("a", 0.1, 16))},

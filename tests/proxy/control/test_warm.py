@@ -63,7 +63,7 @@ async def test_the_index_learns_what_was_warmed_and_nothing_stays_in_flight(worl
     await finished(await world.warming.warm(Target(token_ids=tokens(48), engine="a")))
     assert world.matched(tokens(48)) == {"a": 3}
     assert world.engines["a"].ledger.in_flight == 0
-    assert world.engines["a"].ledger.served == 1
+    assert world.engines["a"].ledger.placed == 1
     assert world.engines["a"].audit.view().checked == 1
 
 

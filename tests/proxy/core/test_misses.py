@@ -42,8 +42,8 @@ def diagnosis_of(case):
 
 NO_WORD = "unavailable"
 CASES = [
-    Case(Miss.UNKNOWN, NO_WORD, NO_WORD, "not known here", {"n_tokens": None}),
-    Case(Miss.UNKNOWN, NO_WORD, NO_WORD, "not known here", {"n_tokens": None, "compared": other()}),
+    Case(Miss.UNKNOWN, NO_WORD, NO_WORD, "did not know the prompt", {"n_tokens": None}),
+    Case(Miss.UNKNOWN, NO_WORD, NO_WORD, "did not know the prompt", {"n_tokens": None, "compared": other()}),
     Case(Miss.SHORT, NO_WORD, NO_WORD, "blocks of 16 tokens", {"n_tokens": 16}),
     Case(Miss.HIT, "cache_hit", None, "all its full blocks", {"reused_tokens": 48}),
     Case(Miss.HIT, "cache_hit", None, "all its full", {"reused_tokens": 48, "compared": other(64)}),

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 from hypothesis import given
@@ -55,7 +56,7 @@ def test_what_openai_clients_ask(fields, expected):
         ({"mode": "explicit"}, {"ttl": "12h"}, kept(43_200)),
         ({"mode": "explicit", "ttl": "12h"}, {"ttl": "30m"}, kept(43_200)),
         ({"mode": "implicit"}, {}, NOTHING),
-        ("explicit", {}, NOTHING),
+        (None, {}, NOTHING),
     ],
 )
 def test_a_breakpoint_asks_for_its_time_or_the_requests(mark, options, expected):
@@ -104,9 +105,8 @@ def test_a_breakpoint_asks_for_its_time_or_the_requests(mark, options, expected)
             },
             kept(3600),
         ),
-        ({"cache_control": {"type": "lasting"}}, NOTHING),
         ({"cache_control": ephemeral(ttl=None)}, NOTHING),
-        ({"cache_control": "ephemeral"}, NOTHING),
+        ({"cache_control": None}, NOTHING),
     ],
 )
 def test_what_anthropic_clients_ask(fields, expected):
@@ -124,15 +124,46 @@ def test_what_anthropic_clients_ask(fields, expected):
         (lambda ttl: {"cache_control": ephemeral(ttl=ttl)}, "cache_control.ttl"),
         (
             lambda ttl: {"input": [{"prompt_cache_breakpoint": {"mode": "explicit", "ttl": ttl}}]},
-            "prompt_cache_breakpoint.ttl",
+            "input[0].prompt_cache_breakpoint.ttl",
+        ),
+        (
+            lambda ttl: {"messages": [{}, {"content": [{"cache_control": ephemeral(ttl=ttl)}]}]},
+            "messages[1].content[0].cache_control.ttl",
         ),
     ],
 )
 def test_a_time_that_is_none_is_refused(fields, param, ttl):
-    with pytest.raises(BadRequest, match=f"^{param} is .*, which is no time") as caught:
+    with pytest.raises(BadRequest, match=f"^{re.escape(param)} is .*: write a time as '30m'") as caught:
         of(**fields(ttl))
     assert caught.value.param == param
     assert len(str(caught.value)) < 200
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "says"),
+    [
+        ({"prompt_cache_options": "30m"}, "prompt_cache_options", "'30m': it must be an object"),
+        ({"cache_control": "ephemeral"}, "cache_control", "'ephemeral': it must be an object"),
+        ({"cache_control": {"type": "lasting"}}, "cache_control.type", "'lasting': the only type is"),
+        ({"cache_control": {"ttl": "1h"}}, "cache_control.type", "None: the only type is 'ephemeral'"),
+        (
+            {"tools": [{}, {"cache_control": True}]},
+            "tools[1].cache_control",
+            "True: it must be an object",
+        ),
+        (
+            {"messages": [{"content": [{"prompt_cache_breakpoint": "explicit"}]}]},
+            "messages[0].content[0].prompt_cache_breakpoint",
+            "'explicit': it must be an object",
+        ),
+    ],
+)
+def test_a_wish_that_cannot_be_read_is_refused(fields, param, says):
+    """Its client would wait for KV that nobody keeps."""
+    with pytest.raises(BadRequest) as caught:
+        of(**fields)
+    assert caught.value.param == param
+    assert str(caught.value).startswith(f"{param} is {says}")
 
 
 def test_no_time_asks_for_nothing():

@@ -36,8 +36,10 @@ class TestLease:
             assert engine.ledger.in_flight == 1
             assert engine.ledger.view(lease.started).queue_s == pytest.approx(40 / DEFAULT_PREFILL_TOK_S)
             assert pool.index.match(chain.hashes) == {"a": Match(pending=2)}
+            assert (engine.served, engine.failed) == (0, 0)  # not yet
             lease.succeeded = True
         assert engine.ledger.in_flight == 0
+        assert (engine.served, engine.failed) == (1, 0)
         assert pool.index.match(chain.hashes) == {"a": Match(gpu=2)}
         pool.index.remove("a", Tier.GPU, chain.hashes)
         assert not pool.index.match(chain.hashes)

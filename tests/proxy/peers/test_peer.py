@@ -67,7 +67,7 @@ async def test_what_one_served_the_other_predicts(unix):
         await two.settled()
         for proxy in (one, two):
             engines = proxy.fleet.engines.values()
-            await until(lambda engines=engines: sum(engine.ledger.served for engine in engines) == 2)
+            await until(lambda engines=engines: sum(engine.ledger.placed for engine in engines) == 2)
             assert sum(engine.served for engine in engines) == 1
 
 

@@ -4,6 +4,7 @@ import pytest
 
 from engine_adapter import Headers, JsonBody
 from proxy.core.misses import Diagnosis, Miss
+from proxy.errors import BadRequest
 from proxy.request.diagnostics import APIS, Diagnosed
 
 RESPONSES, MESSAGES = APIS["/v1/responses"], APIS["/v1/messages"]
@@ -63,7 +64,7 @@ class World:
     [
         (RESPONSES, {"prompt_cache_options": {"comparison_response_id": "resp_1"}}, "resp_1"),
         (RESPONSES, {"prompt_cache_options": {"comparison_response_id": None}}, None),
-        (RESPONSES, {"prompt_cache_options": "x"}, None),
+        (RESPONSES, {"prompt_cache_options": None}, None),
         (RESPONSES, {"diagnostics": {"previous_message_id": "msg_1"}}, None),
         (MESSAGES, {"diagnostics": {"previous_message_id": "msg_1"}}, "msg_1"),
         (MESSAGES, {"diagnostics": {"previous_message_id": None}}, None),
@@ -72,6 +73,25 @@ class World:
 )
 def test_who_asks(api, body, asked):
     assert api.asked(JsonBody(json.dumps(body).encode()), Headers([])) == asked
+
+
+@pytest.mark.parametrize(
+    ("api", "body", "param"),
+    [
+        (CHATS, {"prompt_cache_options": "chatcmpl-1"}, "prompt_cache_options"),
+        (
+            RESPONSES,
+            {"prompt_cache_options": {"comparison_response_id": 5}},
+            "prompt_cache_options.comparison_response_id",
+        ),
+        (MESSAGES, {"diagnostics": ["msg_1"]}, "diagnostics"),
+        (MESSAGES, {"diagnostics": {"previous_message_id": {}}}, "diagnostics.previous_message_id"),
+    ],
+)
+def test_a_question_of_another_type_is_refused(api, body, param):
+    with pytest.raises(BadRequest, match=f"^{param} must be ") as caught:
+        api.asked(JsonBody(json.dumps(body).encode()), Headers([]))
+    assert caught.value.param == param
 
 
 @pytest.mark.parametrize("api", APIS.values())

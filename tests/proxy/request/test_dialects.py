@@ -32,6 +32,7 @@ def test_the_route_decides(target, dialect):
         (429, "rate_limit_error"),
         (500, "api_error"),
         (502, "api_error"),
+        (424, "api_error"),
         (503, "overloaded_error"),
     ],
 )

@@ -103,6 +103,15 @@ def test_an_answer_is_found_by_its_id_and_its_tenant():
     assert (log.answered("resp_1", None), log.answered("resp_2", "red")) == (None, None)
 
 
+def test_an_answer_is_found_by_its_x_request_id():
+    """kvpin's own, or the client's, which the answer repeats."""
+    asked = record("req-1", tenant="red")
+    asked.client_request_id = "mine"
+    log = log_of(asked)
+    assert (log.answered("req-1", "red"), log.answered("mine", "red")) == (asked, asked)
+    assert (log.answered("req-1", "blue"), log.answered("req-1", None)) == (None, None)
+
+
 def test_a_body_leaves_with_its_record():
     log = log_of(capacity=1)
     for name in ("a", "b"):

@@ -10,6 +10,7 @@ from engine_adapter import (
     EngineRejected,
     EngineUnreachable,
     Headers,
+    ModelFailed,
 )
 from proxy.core.life import Attempt, Cause, Life, Rules
 from proxy.core.retry_budget import RetryBudget
@@ -45,6 +46,7 @@ async def serving(path=CHAT):
         (EngineRejected("x", status=400), CHAT, Cause.ENGINE_REJECTED),
         (EngineRejected("x", status=404), CHAT, Cause.ENGINE_REJECTED),
         (EngineRejected("x", status=404), FILES, Cause.ENGINE_LACKS),
+        (ModelFailed("x"), CHAT, Cause.ENGINE_MODEL_FAILED),
         (ValueError("x"), CHAT, Cause.BUG),
     ],
 )
@@ -69,5 +71,7 @@ async def test_only_some_causes_say_something_about_the_engine(cause):
     )  # fmt: skip
     assert (engine.state == "suspect") is is_suspect
     assert engine.check_now.is_set() is (is_suspect or cause is Cause.ENGINE_SILENT)
-    assert (engine.breaker is not None) is (is_suspect or cause is Cause.ENGINE_REFUSED)
+    assert (engine.breaker is not None) is (
+        is_suspect or cause in (Cause.ENGINE_REFUSED, Cause.ENGINE_MODEL_FAILED)
+    )
     assert engine.lacks == ({"/v1/files"} if cause is Cause.ENGINE_LACKS else set())

@@ -40,7 +40,7 @@ async def test_an_engine_comes_drains_and_goes(world, client):
         listed = (await client.get("/engines")).json()
         assert (listed["engines"], listed["sources"]) == ([], [])
         (removed,) = listed["removed"]
-        assert removed.pop("engine").endswith(server.url)
+        assert removed.pop("engine").startswith(server.url)
         assert abs(datetime.fromisoformat(removed.pop("removed")).timestamp() - time.time()) < 60
         assert removed == {"named": False, "undo": "kvpin engines add KIND=URL"}
 

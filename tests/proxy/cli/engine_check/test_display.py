@@ -10,6 +10,7 @@ FOUND = {
     "tokens_per_block": None, "gpu_blocks": 5, "host_blocks": None, "running": 0, "waiting": 0, "can": [],
     "cannot": {"pin": "restart it", "offload": "add LMCache"}, "view": {"detail": "[none]"},
     "tokenisation": {"detail": "here", "forms": {}}, "probe": None, "findings": [],
+    "unseen": None,
 }  # fmt: skip
 
 
@@ -43,11 +44,20 @@ def test_a_probe_that_failed_is_a_finding_and_no_comparison(capsys, error, is_sh
 
 
 def test_the_models_of_a_router_are_listed_with_their_states(capsys):
-    assert shown(capsys, model="", models={"a": "loaded", "b": "failed"}) == [
+    unseen = "the models themselves were not looked at"
+    assert shown(capsys, model="", models={"a": "loaded", "b": "failed"}, unseen=unseen) == [
         "engine vllm",
         "router a: loaded",
         "b: failed",
         "each is an engine of its own: name one to examine it, as kind=URL,model=NAME",
         "",
-        "no findings",
+        "no findings; but the models themselves were not looked at",
+    ]
+
+
+def test_what_was_not_looked_at_is_said_beside_findings(capsys):
+    findings = [{"problem": "slow", "remedy": "--fast"}]
+    assert shown(capsys, findings=findings, unseen="the model is unloaded")[-2:] == [
+        "",
+        "the model is unloaded",
     ]

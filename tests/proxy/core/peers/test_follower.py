@@ -146,7 +146,7 @@ def test_a_listing_changes_nothing_for_who_knows_all(world):
     world.begin().first_token()
     world.send()
     world.listing()
-    assert world.ledger.served == 1
+    assert world.ledger.placed == 1
     assert world.ledger.view(1.0).decoding == 1
     assert world.follower.in_step
 

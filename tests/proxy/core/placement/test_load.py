@@ -34,7 +34,7 @@ class TestLife:
         assert ledger.view(1.0) == LoadView(in_flight=1, queue_s=0.0, decoding=1)
         ledger.end(2.0, ticket)
         assert ledger.view(2.0) is IDLE
-        assert (ledger.served, ledger.in_flight) == (1, 0)
+        assert (ledger.placed, ledger.in_flight) == (1, 0)
 
     def test_each_request_has_a_ticket_of_its_own(self, ledger):
         first, second = begin(ledger), begin(ledger)
@@ -42,7 +42,7 @@ class TestLife:
         ledger.end(0.6, first)
         assert ledger.view(0.6) == LoadView(in_flight=1, queue_s=pytest.approx(0.9), decoding=0)
         ledger.end(0.7, second)
-        assert (ledger.in_flight, ledger.served) == (0, 2)
+        assert (ledger.in_flight, ledger.placed) == (0, 2)
 
     def test_one_that_ends_before_its_first_token_leaves_nothing(self, ledger):
         ticket = begin(ledger)
@@ -106,7 +106,7 @@ class TestPulls:
         assert ledger.first_token(0.5, ticket) is None
         assert ledger.view(0.5) == LoadView(in_flight=2, queue_s=0.5, decoding=1)
         ledger.end(2.0, ticket)
-        assert (ledger.served, ledger.in_flight) == (2, 1)
+        assert (ledger.placed, ledger.in_flight) == (2, 1)
 
     def test_it_teaches_nothing_and_spoils_nothing(self, ledger):
         ticket = begin(ledger)
@@ -120,7 +120,7 @@ class TestPulls:
         assert ledger.view(1.5) == LoadView(in_flight=1, queue_s=1.5, decoding=0)
         sample = ledger.first_token(3.5, ticket)
         assert (sample.work, sample.seconds) == (THOUSAND, 2.5)
-        assert ledger.served == 1
+        assert ledger.placed == 1
 
 
 class TestUnseen:

@@ -259,6 +259,7 @@ def test_the_next_turn_begins_with_the_same_messages():
     [
         ({"messages": None}, "messages", "must be a list"),
         ({"messages": []}, "messages", "at least one"),
+        ({"max_tokens": -1}, "max_tokens", "must be a whole number of at least 0"),
         ({"messages": [{"role": "user"}]}, "messages[0].content", "missing"),
         ({"messages": [{"role": "cook", "content": "x"}]}, "messages[0].role", "cook"),
         ({"messages": [user([{"type": "sound"}])]}, "messages[0].content[0].type", "sound"),

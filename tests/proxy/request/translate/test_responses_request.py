@@ -8,6 +8,7 @@ import pytest
 from engine_adapter import JsonBody
 from proxy.errors import BadRequest
 from proxy.request.translate import responses_request
+from proxy.request.translate.responses_api import ResponseTranslation
 from proxy.request.translate.responses_request import may_name_more
 from proxy.request.translate.responses_store import ResponseStore
 from tests.proxy.request.translate.response_world import (
@@ -115,12 +116,18 @@ class TestRequests:
             ({"metadata": {"a": 1}}, "metadata"),
             ({"metadata": []}, "metadata"),
             ({"include": "a"}, "include"),
+            ({"prompt_cache_options": {"prewarm": "yes"}}, "prompt_cache_options.prewarm"),
         ],
     )
     def test_what_is_wrong_is_named(self, fields, param):
         with pytest.raises(BadRequest) as caught:
             translation(**fields)
         assert caught.value.param == param
+
+    def test_a_text_is_no_answer_to_whether_a_response_is_stored(self):
+        body = JsonBody(b'{"input": "hi", "store": "false"}')
+        with pytest.raises(BadRequest, match=r"^store must be true or false$"):
+            ResponseTranslation(body, None, store=ResponseStore())
 
     @pytest.mark.parametrize(
         ("of_chat", "param"),

@@ -85,6 +85,15 @@ def test_a_sentence_names_what_the_client_sent():
     assert of_message().text("'image_url' alone says nothing") == "'image_url' alone says nothing"
 
 
+def test_a_type_is_the_clients_where_the_position_is_the_chats():
+    body = {"max_tokens": 4, "messages": [{"role": "user", "content": [PICTURE]}]}
+    wording = MessageTranslation(JsonBody(json.dumps(body).encode())).wording
+    assert (
+        wording.text("messages[0].content[0] has type 'image_url'")
+        == "messages[0].content[0] has type 'image'"
+    )
+
+
 def test_items_of_an_earlier_response_have_its_place():
     said = of_response(input=[{"role": "user", "content": "Hi"}]).path("messages[1].content[0]")
     assert said == "input[0].content"
