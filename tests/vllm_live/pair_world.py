@@ -6,9 +6,10 @@ small, no pair would be worth its transfer.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from proxy.request.records import RequestRecord
 from proxy.settings import EngineSettings
 from tests.fakes import is_tokenised
 from tests.live.fake_world import FakeWorld, proxy_over, until
-from tests.live.server_world import MODEL, ROOT, free_port
+from tests.live.server_world import MODEL, ROOT, RunningServer, free_port
 from tests.vllm_live.vllm_world import VllmOptions, running_vllm
 
 BLOCKS = 200
@@ -60,6 +61,13 @@ class RealPairs(FakeWorld):
     do both."""
 
     servers: dict[str, str]
+    running: dict[str, RunningServer]
+    start: Callable[[str], RunningServer]
+
+    async def restart(self, name: str) -> None:
+        """Starts an engine that was killed, at its address, and waits until it is used."""
+        self.running[name] = await asyncio.to_thread(self.start, name)
+        await until(lambda: self.is_quiet(name) and self.is_read(name))
 
     @property
     def pool(self) -> Pool:
@@ -99,14 +107,23 @@ class RealPairs(FakeWorld):
 @asynccontextmanager
 async def real_pairs(tmp_path: Path, pairs: int, kinds: str = "pd") -> AsyncIterator[RealPairs]:
     """kvpin over so many engines of each kind."""
+    names = [f"{kind}{number}" for number in range(pairs) for kind in kinds]
+    options = {name: with_connector(name) for name in names}
+    running = dict[str, RunningServer]()
     with ExitStack() as stack:
-        running = {}
-        for name in [f"{kind}{number}" for number in range(pairs) for kind in kinds]:
-            options = with_connector(name)
-            running[name] = stack.enter_context(running_vllm(tmp_path / f"{name}.log", options))
-            running[name].wait()
+
+        def start(name: str) -> RunningServer:
+            last = running.get(name)
+            ports = {"port": last.port, "event_port": last.event_port} if last is not None else {}
+            server = stack.enter_context(running_vllm(tmp_path / f"{name}.log", options[name], **ports))
+            server.wait()
+            return server
+
+        for name in names:
+            running[name] = start(name)
         engines = [EngineSettings(id=name, kind="vllm", url=server.url) for name, server in running.items()]
         async with proxy_over(engines, (), interval_s=5.0) as made:
-            world = RealPairs(*made, {name: server.url for name, server in running.items()})
-            await until(lambda: all(map(world.is_read, world.servers)) and is_tokenised(world.proxy))
+            urls = {name: server.url for name, server in running.items()}
+            world = RealPairs(*made, urls, running, start)
+            await until(lambda: all(map(world.is_read, names)) and is_tokenised(world.proxy))
             yield world

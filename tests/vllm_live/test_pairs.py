@@ -3,6 +3,7 @@ that agree."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections import Counter
 from collections.abc import Iterator
@@ -112,6 +113,46 @@ async def its_engine_answers_again(world, number: int) -> None:
     record = await world.done()
     assert (record.engine[0], record.prefilled_by) == ("d", None)
     assert record.reported_tokens == record.predicted_tokens > 0
+
+
+async def test_engines_that_are_killed(tmp_path, tell):
+    """The one that answers, in the middle of its answer; then the one that computes the prompt, while it
+    does."""
+    async with real_pairs(tmp_path, 1) as world:
+        bodies = [asked(10 * number)[1] | {"max_tokens": 150} for number in range(3)]
+        url, single = (f"{base}/v1/completions" for base in (world.url, world.servers["p0"]))
+        alone = [texts_of((await world.client.post(single, json=body)).text) for body in bodies]
+
+        async def ask(number: int, killed: str) -> str:
+            text = ""
+            async with world.client.stream("POST", url, json=bodies[number], timeout=120) as answer:
+                async for part in answer.aiter_text():
+                    if killed == "d0" and not text:
+                        world.running[killed].kill()
+                    text += part
+            return text
+
+        async def stage(number: int, killed: str = "") -> RequestRecord:
+            await world.pace(SLOW)
+            answer = asyncio.create_task(ask(number, killed))
+            if killed == "p0":
+                await until(lambda: world.engine("p0").leases)
+                world.running[killed].kill()
+            assert texts_of(await answer) == alone[number] != [], killed
+            record = await world.done()
+            tell(f"killed: {killed or 'none'}; {record.prefilled_by} → {record.attempts}, {record.transfer}")
+            if killed:
+                await world.restart(killed)
+            return record
+
+        record = await stage(0, "d0")
+        assert (is_moved(record), record.interrupted) == (True, 1)
+        record = await stage(1, "p0")
+        assert (is_moved(record), record.interrupted, record.attempts) == (False, 0, ["d0"])
+        for _ in range(5):  # what the engine measured of itself may come just before a request
+            if is_moved(await stage(2)):
+                return
+        pytest.fail("no pair after both engines were started again")
 
 
 async def test_an_engine_without_a_role_reads_what_another_one_holds(tmp_path, tell):
