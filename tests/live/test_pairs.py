@@ -507,7 +507,6 @@ class TestSecondEngineFails:
             assert record.reported_tokens == record.predicted_tokens > 700, "the second time, p held it"
             assert world.nixl(other).found == [Found.THE_KV]
 
-
     async def test_what_the_client_sent_wrong_is_told(self):
         """The first engine takes it: that one gets another limit."""
         async with world_of("p", "d") as world:
