@@ -119,7 +119,7 @@ async def test_engines_that_are_killed(tmp_path, tell):
     """The one that answers, in the middle of its answer; then the one that computes the prompt, while it
     does."""
     async with real_pairs(tmp_path, 1) as world:
-        bodies = [asked(10 * number)[1] | {"max_tokens": 150} for number in range(3)]
+        bodies = [asked(10 * number)[1] | {"max_tokens": 500} for number in range(3)]
         url, single = (f"{base}/v1/completions" for base in (world.url, world.servers["p0"]))
         alone = [texts_of((await world.client.post(single, json=body)).text) for body in bodies]
 
