@@ -17,10 +17,11 @@ rule that divides a request differs:
     kvpin      if the pair costs less than any single engine
 
 Prints, for each ratio of prefillers to decoders, load and rate of transfer: the time to first token, mean and
-99th percentile; the 99th percentile of the gaps between tokens; the share of requests that were divided.
+99th percentile; the 99th percentile of the gaps between tokens; the share of requests that were divided. With
+several seeds, which move the arrivals a little, these are means over the seeds.
 
     python benchmarks/pairs_sim.py DIR [--ratios 1:3,2:2] [--loads 0.3,0.6,0.9] [--transfers 50000,400000]
-        [--limit REQUESTS] [--traces conversation,agentic]
+        [--seeds 0] [--limit REQUESTS] [--traces conversation,agentic]
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import count, pairwise
 from pathlib import Path
-from statistics import geometric_mean
+from statistics import fmean, geometric_mean
 from typing import NamedTuple
 
 from placement_sim import EXCERPTS, TRACES
@@ -79,7 +80,7 @@ WITHOUT_ROLES = ("no roles", "shared")
 
 
 class Figures(NamedTuple):
-    """The outcome of a run; times in seconds."""
+    """The outcome of a run, or the means of several; times in seconds."""
 
     mean_ttft_s: float
     p99_ttft_s: float
@@ -318,12 +319,22 @@ def _quantile(counts: Counter[int], share: float) -> int:
     return 0
 
 
-def run(trace: Trace, ratio: tuple[int, int], load: float, transfer_tok_s: float, rule: str) -> Figures:
-    """The figures of one rule."""
+def run(
+    trace: Trace,
+    ratio: tuple[int, int],
+    load: float,
+    transfer_tok_s: float,
+    rule: str,
+    seeds: Sequence[int] = (0,),
+) -> Figures:
+    """The figures of one rule: means over the seeds."""
     speedup = speedup_for_load(trace, MODEL, sum(ratio), load)
     known = {request.id for request in fitting(trace, MODEL)}
-    timed = [each for each in arrivals(trace, speedup, 0) if each[1].id in known]
-    return PairRun(*ratio, rule, transfer_tok_s, trace.tokens_per_block).play(timed)
+    played = list[Figures]()
+    for seed in seeds:
+        timed = [each for each in arrivals(trace, speedup, seed) if each[1].id in known]
+        played.append(PairRun(*ratio, rule, transfer_tok_s, trace.tokens_per_block).play(timed))
+    return Figures(*map(fmean, zip(*played, strict=True)))
 
 
 def cells(args: argparse.Namespace) -> Iterator[tuple[str, Trace, tuple[int, int], float, float]]:
@@ -348,14 +359,15 @@ def main() -> None:
     parser.add_argument("--loads", default="0.3,0.6,0.9")
     parser.add_argument("--transfers", default="50000,400000")
     parser.add_argument("--traces", default="conversation,agentic")
+    parser.add_argument("--seeds", default="0")
     parser.add_argument("--limit", type=int)
     args = parser.parse_args()
     print("mean TTFT s / p99 TTFT s / p99 gap ms / divided %\n")
     print("| trace, P:D, load, transfer tok/s | " + " | ".join(RULES) + " |")
     print("|---|" + "---|" * len(RULES))
-    played = list[dict[str, Figures]]()
+    seeds, played = [int(seed) for seed in args.seeds.split(",")], list[dict[str, Figures]]()
     for name, trace, ratio, load, rate in cells(args):
-        results = {rule: run(trace, ratio, load, rate, rule) for rule in RULES}
+        results = {rule: run(trace, ratio, load, rate, rule, seeds) for rule in RULES}
         shown = [
             f"{each.mean_ttft_s:.3f} / {each.p99_ttft_s:.2f} / "
             f"{each.p99_gap_s * 1000:.0f} / {each.divided:.0%}"

@@ -167,7 +167,7 @@ def _obstacle(rival: Cost, placement: Placement, place: str) -> str:
         ),
         (
             rival.stall_s - chosen.stall_s,
-            f"computing {computed} {place} delays running streams by {_s(rival.stall_s)} in all",
+            f"computing {computed} {place} delays other requests by {_s(rival.stall_s)} in all",
         ),
         (
             rival.later_s - chosen.later_s,

@@ -74,6 +74,15 @@ def test_conserve_stays_on_a_decoder_that_is_busy(pairs_sim):
     assert targets["conserve"][2] == targets["conserve"][3]
 
 
+def test_figures_of_several_seeds_are_means(pairs_sim, trace):
+    def run(*seeds):
+        return pairs_sim.run(trace, (1, 2), 0.3, 400_000.0, "kvpin", seeds)
+
+    one, other = run(1), run(2)
+    assert one != other, "seeds move the arrivals"
+    assert run(1, 2) == pytest.approx([(a + b) / 2 for a, b in zip(one, other, strict=True)])
+
+
 def test_kvpin_is_no_worse_than_always_and_never(pairs_sim, trace):
     means = {
         rule: pairs_sim.run(trace, (1, 2), 0.6, 400_000.0, rule).mean_ttft_s

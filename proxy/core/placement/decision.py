@@ -97,8 +97,8 @@ class Cost(msgspec.Struct, frozen=True, gc=False):
         prefill_s: to compute the rest.
         transfer_s: to move the KV that `prefiller` computes to the engine.
         interference_s: delay of the prefill by decoding streams.
-        stall_s: delay of those streams by the prefill, and of requests that wait for their memory; counted
-            only where a pair could spare them.
+        stall_s: delay of those streams by the prefill, and of requests that come while it runs or wait for
+            memory; counted only where a pair could spare them.
         congestion_s: delay of later requests.
         later_s: delay of its own next turns there by prompts of others.
         again_s: cost of computing its beginning once more for the next prompt with it.
@@ -243,6 +243,7 @@ class Outlook(msgspec.Struct, frozen=True, gc=False):
         rest_s: mean seconds that are left of a prefill that a prompt finds running.
         answer_s: mean seconds from the first token of an answer to its last.
         stall: what a second of prefill costs each stream that its engine decodes, in seconds.
+        arrivals: engine → requests that it gets per second; None where their delay does not count.
     """
 
     now: float
@@ -252,6 +253,7 @@ class Outlook(msgspec.Struct, frozen=True, gc=False):
     rest_s: float = 0.0
     answer_s: float = 0.0
     stall: float = 0.0
+    arrivals: Callable[[str], float] | None = None
 
 
 # No other requests run, and no prompt comes back.
@@ -335,6 +337,7 @@ class Scores:
         rooms, waiting_s = dict[int, float](), dict[int, float]()
         shared: dict[object, Reuse] = {}
         blocks, later_s, parted = len(chain.hashes), (outlook.turns - 1) * outlook.rest_s, 0
+        arrivals = outlook.arrivals
         for candidate in candidates:
             foreseen = candidate.forecast
             if foreseen is None:
@@ -346,10 +349,14 @@ class Scores:
                     if candidate.match.cut:
                         parted = max(parted, candidate.match.of_full_attention)
                 total_s = load.queue_s + reuse.total_s + reuse.stream_s * load.decoding
-                if in_use is not None and in_use.blocks + blocks > in_use.capacity:
-                    room_s = rooms[len(totals)] = in_use.wait_s(chain.hashes, outlook.answer_s)
-                    waiting_s[len(totals)] = waits_s = _waiting_s(reuse, load)
-                    total_s += room_s + waits_s
+                is_full = in_use is not None and in_use.blocks + blocks > in_use.capacity
+                if in_use is not None and is_full:
+                    rooms[len(totals)] = room_s = in_use.wait_s(chain.hashes, outlook.answer_s)
+                    total_s += room_s
+                if arrivals is not None:
+                    waits_s = _waiting_s(reuse, load, arrivals(candidate.engine), is_full=is_full)
+                    waiting_s[len(totals)] = waits_s
+                    total_s += waits_s
             else:
                 reuse = shared[candidate.engine] = reuse_of(candidate, chain, outlook)
                 total_s = foreseen.wait_s + reuse.total_s + foreseen.interference_s
@@ -455,10 +462,15 @@ def _again_s(
     return found
 
 
-def _waiting_s(reuse: Reuse, load: LoadView) -> float:
-    """What a prefill on an engine without free memory costs the requests that wait there until streams end:
-    all of its time, as the streams stand still meanwhile. 0 where the delay of streams does not count."""
-    return reuse.prefill_s * (load.in_flight - load.decoding) if reuse.stall_s else 0.0
+def _waiting_s(reuse: Reuse, load: LoadView, per_s: float, *, is_full: bool) -> float:
+    """What a prefill costs the requests that wait for its engine.
+
+    Those that come while it runs, `per_s` a second, wait for half of it on average. Where memory `is_full`,
+    requests wait until streams end. These wait for all of it, as the streams stand still meanwhile.
+    """
+    work_s = reuse.restore_s + reuse.prefill_s
+    for_memory = load.in_flight - load.decoding if is_full else 0
+    return work_s * work_s / 2 * per_s + reuse.prefill_s * for_memory
 
 
 def place(candidates: Sequence[Candidate], chain: Chain, outlook: Outlook = CALM) -> Placement:

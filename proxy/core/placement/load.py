@@ -139,6 +139,7 @@ class EngineLedger:
         self._first: _Prefill | None = None  # of them: the one that the engine is computing
         self._expected_s = 0.0  # of all of them
         self._decoding = set[int]()
+        self._pulls = set[int]()  # requests whose KV another engine has yet to send
         self._turn = 0.0  # when the engine began the first of the prefills
         self._busy: _BusyPeriod | None = None  # None while a prefill is queued whose end is not seen
         self._whole: dict[int, _Begun] = {}  # requests whose answers do not stream
@@ -150,7 +151,7 @@ class EngineLedger:
     @property
     def in_flight(self) -> int:
         """Requests placed and not over."""
-        return len(self._prefills) + len(self._decoding)
+        return len(self._prefills) + len(self._pulls) + len(self._decoding)
 
     def begin(self, now: float, expected_s: float, work: Work | None, *, seen: bool = True) -> int:
         """A request was placed. Returns its ticket.
@@ -166,19 +167,19 @@ class EngineLedger:
         self._queue(now, _Prefill(self.placed, work, expected_s, now, seen))
         return self.placed
 
-    def begin_pull(self) -> int:
-        """A request was placed whose prompt another engine computes: it counts as a stream. Returns its
-        ticket."""
+    def begin_pull(self, *, seen: bool = True) -> int:
+        """A request was placed whose prompt another engine computes. It waits until its first token, and then
+        counts as a stream; from the beginning, if that will not be `seen`. Returns its ticket."""
         self.placed += 1
         self.backlog.placed()
-        self._decoding.add(self.placed)
+        (self._pulls if seen else self._decoding).add(self.placed)
         return self.placed
 
     def computes(
         self, now: float, ticket: int, expected_s: float, work: Work | None, *, seen: bool = True
     ) -> None:
         """The engine has to compute the prompt of such a request itself, see `begin`."""
-        self._decoding.discard(ticket)
+        self._stop(ticket)
         self._queue(now, _Prefill(ticket, work, expected_s, now, seen))
 
     def _queue(self, now: float, prefill: _Prefill) -> None:
@@ -214,6 +215,9 @@ class EngineLedger:
         self._settle(now)
         prefill = self._take(ticket, computed=True)
         if prefill is None:
+            if ticket in self._pulls:
+                self._pulls.remove(ticket)
+                self._decoding.add(ticket)
             return None
         self._turn, busy, decoding = now, self._busy, len(self._decoding)
         self._decoding.add(ticket)
@@ -267,10 +271,11 @@ class EngineLedger:
         streams = len(self._decoding)
         if self._foreign:
             streams += self._others(now)
+        in_flight = len(self._prefills) + len(self._pulls) + streams
         if first is None:
-            return LoadView(streams, 0.0, streams) if streams else IDLE
+            return LoadView(in_flight, 0.0, streams) if in_flight else IDLE
         queue_s = self._expected_s - first.expected_s + self._left_s(now, first)
-        return LoadView(len(self._prefills) + streams, queue_s, streams)
+        return LoadView(in_flight, queue_s, streams)
 
     def remaining(self, now: float, ticket: int) -> Remaining | None:
         """Time until its first token; None if that has come or the request is over."""
@@ -310,9 +315,14 @@ class EngineLedger:
 
     def _drop(self, ticket: int, *, computed: bool = False) -> None:
         """Drops a request. When the engine ended its prefill is not known."""
-        self._decoding.discard(ticket)
+        self._stop(ticket)
         if self._take(ticket, computed=computed) is not None:
             self._busy = None
+
+    def _stop(self, ticket: int) -> None:
+        """A request is no stream here any more, nor does it wait for KV."""
+        self._decoding.discard(ticket)
+        self._pulls.discard(ticket)
 
     def _take(self, ticket: int, *, computed: bool) -> _Prefill | None:
         """Takes a prefill out of the queue. It counts as computed, or as unknown."""

@@ -7,8 +7,10 @@
 in seconds, as in `decision.py`. A pair is one more candidate beside the single engines. It never wins against
 one that costs as little.
 
-The first engine is meant for prefills, or holds much of the prompt. Where engines are meant for prefills, a
-prefill on one that decodes is charged with the delay of its streams: that is what those engines avoid.
+The first engine is meant for prefills, or holds much of the prompt. Where engines are meant for prefills,
+each prefill is charged with the delay of its engine's streams, and of requests that come to that engine
+meanwhile: that is what a pair can spare them. A prefill that takes twice as long delays twice as many
+requests, each for twice as long. So long ones are worth a pair first.
 """
 
 from __future__ import annotations
@@ -34,9 +36,9 @@ from proxy.core.placement.decision import (
 )
 
 # What a second of prefill costs each stream on the same engine, in seconds. Tokens that come later matter
-# less than an answer that begins later. Of 0 to 1, values from 0.1 to 0.25 gave the shortest times to first
-# token in benchmarks/pairs_sim.py, with gaps between tokens that are hardly longer than with 1.
-STALL = 0.18
+# less than an answer that begins later. In benchmarks/pairs_sim.py, values from 0.03 to 0.05 gave the
+# shortest times to first token. With more, gaps between tokens are shorter, and first tokens come later.
+STALL = 0.05
 # Shorter transfers are never worth their round trips.
 MIN_PULL_TOKENS = 64
 # The first leg may take as long as expected and, beyond that, as long as the other engine would need alone,
@@ -58,12 +60,14 @@ class Prefillers(msgspec.Struct, frozen=True):
         candidates: the engines that are meant for that.
         decoders: the engines that can read KV from others.
         transfer_s: (prefiller, decoder, tokens) → seconds of the transfer.
+        arrivals: engine → requests that it gets per second.
         holders: further engines that can give KV, and do so if they hold much of the prompt.
     """
 
     candidates: Sequence[Candidate]
     decoders: Collection[str]
     transfer_s: Callable[[str, str, int], float]
+    arrivals: Callable[[str], float]
     holders: Sequence[Candidate] = ()
 
 
@@ -72,7 +76,7 @@ def place_with_pairs(
 ) -> Placement:
     """The engine, or the pair, that costs least. `candidates` is not empty."""
     if prefillers.candidates:
-        outlook = replace(outlook, stall=STALL)
+        outlook = replace(outlook, stall=STALL, arrivals=prefillers.arrivals)
     scores = Scores(candidates, chain, outlook)
     alone = choose(candidates, scores, chain, outlook)
     pair = best_pair(candidates, prefillers, chain, outlook, scores, alone.chosen.total_s)

@@ -53,6 +53,7 @@ class EngineBook:
         worked: seconds that it spent on prompts before their first tokens, over the last minutes: the next
             turns of a conversation take minutes, too. Over a few seconds, one long prefill would drive the
             conversations away from its engine, and their prefills elsewhere would drive the next ones away.
+        arrived: requests that were placed on it, over the last minutes.
         unread: requests that have no first token yet, by their tickets.
         unread_blocks: those of their prompts.
     """
@@ -69,6 +70,7 @@ class EngineBook:
     turn: int = 0
     epoch: int = 0
     worked: Rate = field(default_factory=partial(Rate, WINDOW_S))
+    arrived: Rate = field(default_factory=partial(Rate, WINDOW_S))
     unread: dict[int, PlacedRequest] = field(default_factory=dict)
     unread_blocks: int = 0
 
@@ -250,7 +252,12 @@ class Placer:
     ) -> Prefillers:
         """These engines, which may compute a prompt for one of the `decoders`, and those that may hold it for
         them."""
-        return Prefillers(candidates, decoders, partial(self.transfers.seconds, now), holders)
+        seconds = partial(self.transfers.seconds, now)
+        return Prefillers(candidates, decoders, seconds, partial(self._arrivals, now), holders)
+
+    def _arrivals(self, now: float, engine: str) -> float:
+        """Requests that an engine gets per second."""
+        return self.books[engine].arrived.per_s(now)
 
     def outlook(self, now: float) -> Outlook:
         """The figures for the cost of a placement to other requests now."""
@@ -279,12 +286,13 @@ class Placer:
         book = self.books[engine]
         self._turn += 1
         book.turn = self._turn
+        book.arrived.add(now, 1.0)
         if session is not None:
             self._note(session, engine)
         if chain is not None and book.in_use is not None:
             book.in_use.add(chain.hashes)
         if part is Role.DECODE:
-            return PlacedRequest(book, book.ledger.begin_pull(), chain, _NO_WORK, part=part)
+            return PlacedRequest(book, book.ledger.begin_pull(seen=streams), chain, _NO_WORK, part=part)
         seconds, counted_s = self._queue(now, book, chain, work)
         ticket = book.ledger.begin(now, seconds, work if known and chain is not None else None, seen=streams)
         placed = PlacedRequest(book, ticket, chain, work, counted_s, part=part)

@@ -3,8 +3,9 @@
     seconds = handshake, if the two have not met + tokens / rate
 
 The engines of a pool serve the same model, so a token has the same bytes everywhere, and a rate in tokens a
-second is one in bytes a second. Each link between two engines has its own, as the median of what was measured
-lately. Measurements are forgotten, so that a link that was slow for a while is tried again.
+second is one in bytes a second. Each link between two engines has its own, the fastest that was measured
+lately: a measurement ends with the first token, so it may contain a wait for the engine's prompts or memory.
+Measurements are forgotten, so that a link that was slow for a while is tried again.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
-from statistics import median
 
 # Prior: moving KV is ten times as fast as computing it.
 SPEEDUP = 10.0
@@ -21,7 +21,7 @@ SPEEDUP = 10.0
 HANDSHAKE_S = 0.5
 # A shorter transfer measures the round trip.
 MIN_SAMPLE_TOKENS = 64
-# Medians are of this many measurements, none older than this.
+# The fastest of this many measurements counts, none older than this.
 WINDOW = 16
 KEPT_S = 300.0
 
@@ -40,20 +40,20 @@ class _Link:
 
     has_met: bool = False
     _rates: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=WINDOW))
-    _median: float | None = None
+    _fastest: float | None = None
 
     def measured(self, now: float, rate: float) -> None:
         self._rates.append((now, rate))
-        self._median = median([each for _, each in self._rates])
+        self._fastest = max([each for _, each in self._rates])
 
     def rate(self, now: float) -> float | None:
-        """Its median; None if nothing was measured lately."""
+        """The fastest; None if nothing was measured lately."""
         rates = self._rates
         if rates and rates[0][0] < now - KEPT_S:
             while rates and rates[0][0] < now - KEPT_S:
                 rates.popleft()
-            self._median = median([each for _, each in rates]) if rates else None
-        return self._median
+            self._fastest = max([each for _, each in rates], default=None)
+        return self._fastest
 
 
 class Transfers:

@@ -244,7 +244,7 @@ class TestPaired:
     def test_the_prompt_would_delay_streams(self):
         alone = replace(cost("d"), stall_s=3.0)
         assert why(self.pair(alone)).endswith(
-            "without a pair, computing 4,000 tokens on d delays running streams by 3.0 s in all"
+            "without a pair, computing 4,000 tokens on d delays other requests by 3.0 s in all"
         )
 
     def test_a_pair_that_was_not_chosen_is_no_rival(self):

@@ -274,5 +274,5 @@ def test_a_decode_leg_of_a_peer_is_no_prefill_here():
     world.begin(part=Role.DECODE)
     world.send()
     view = world.ledger.view(1.0)
-    assert (view.in_flight, view.queue_s, view.decoding) == (1, 0, 1)
+    assert (view.in_flight, view.queue_s, view.decoding) == (1, 0, 0)
     assert world.pending == 0

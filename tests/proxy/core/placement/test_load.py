@@ -99,14 +99,32 @@ class TestQueue:
 class TestPulls:
     """Requests whose prompts another engine computes."""
 
-    def test_it_counts_as_a_stream_from_the_beginning(self, ledger):
+    def test_it_waits_until_its_first_token(self, ledger):
         begin(ledger)
         ticket = ledger.begin_pull()
-        assert ledger.view(0.25) == LoadView(in_flight=2, queue_s=0.75, decoding=1)
+        assert ledger.view(0.25) == LoadView(in_flight=2, queue_s=0.75, decoding=0)
         assert ledger.first_token(0.5, ticket) is None
         assert ledger.view(0.5) == LoadView(in_flight=2, queue_s=0.5, decoding=1)
         ledger.end(2.0, ticket)
         assert (ledger.placed, ledger.in_flight) == (2, 1)
+
+    def test_it_may_end_before_its_first_token(self, ledger):
+        ticket = ledger.begin_pull()
+        assert ledger.view(0.0) == LoadView(in_flight=1)
+        ledger.end(1.0, ticket)
+        assert ledger.view(1.0) == LoadView()
+        assert ledger.first_token(2.0, ticket) is None
+        assert ledger.view(2.0) == LoadView(), "it does not come back"
+
+    def test_it_counts_as_a_stream_if_its_first_token_is_not_seen(self, ledger):
+        ledger.begin_pull(seen=False)
+        assert ledger.view(0.0) == LoadView(in_flight=1, decoding=1)
+
+    def test_it_is_not_lost_while_its_engine_has_yet_to_get_it(self, ledger):
+        ledger.begin_pull()
+        ledger.reported(1.0, 0)
+        ledger.reported(2.0, 0)
+        assert ledger.in_flight == 1
 
     def test_it_teaches_nothing_and_spoils_nothing(self, ledger):
         ticket = begin(ledger)

@@ -32,8 +32,17 @@ def engine(name, *, queue_s=0.0, decoding=0, gpu=0, **more):
     return Candidate(name, 16, EngineRates(POOL), match=Match(gpu=gpu), load=load, **more)
 
 
-def placed(decoders, prefillers, chain=None, outlook=CALM, *, transfer_s=0.05, may=("d", "e")):
-    pairs = Prefillers(prefillers, may, lambda _source, _target, tokens: transfer_s + tokens / 100_000)
+def nothing_comes(_engine):
+    return 0.0
+
+
+def placed(
+    decoders, prefillers, chain=None, outlook=CALM, *, transfer_s=0.05, may=("d", "e"), arrivals=nothing_comes
+):
+    def takes_s(_source, _target, tokens):
+        return transfer_s + tokens / 100_000
+
+    pairs = Prefillers(prefillers, may, takes_s, arrivals)
     return place_with_pairs(decoders, pairs, chain or prompt(), outlook)
 
 
@@ -76,6 +85,18 @@ class TestAPair:
         assert spared.costs[0].stall_s == pytest.approx(2.0 * STALL + 2 * 2.0), "two wait, two seconds each"
         assert spared.chosen.total_s == pytest.approx(alone.costs[1].total_s), "the pair keeps nobody waiting"
         assert placed_at(3, 1000).costs[0].stall_s == 2.0 * STALL, "nobody waits for memory"
+
+    def test_spares_those_that_come_to_the_decoder_meanwhile(self):
+        def placed_at(n_tokens, **per_s):
+            chain = prompt(n_tokens)
+            return placed([engine("d")], [engine("p")], chain, arrivals=lambda name: per_s.get(name, 0.0))
+
+        busy = placed_at(2000, d=0.5)
+        assert busy.costs[0].stall_s == pytest.approx(1.0), "one comes in two seconds, and waits for one"
+        assert busy.costs[0].first_token_s == 2.0, "the request itself does not wait for that"
+        assert (busy.pair is not None, busy.chosen.stall_s) == (True, 0)
+        assert placed_at(2000, d=0.5, p=0.5).pair is None, "as many come to the prefiller"
+        assert placed_at(200, d=0.5).pair is None, "fewer come meanwhile, and each waits less"
 
     def test_waits_for_memory_of_the_decoder(self):
         full = InUse(10)
@@ -157,7 +178,7 @@ def shared(candidates, chain=None, outlook=TURNS, *, transfer_s=0.05, asked=None
             asked.append((source, target))
         return transfer_s + tokens / 100_000
 
-    pairs = Prefillers([], {each.engine for each in candidates}, takes_s, candidates)
+    pairs = Prefillers([], {each.engine for each in candidates}, takes_s, nothing_comes, candidates)
     return place_with_pairs(candidates, pairs, chain or prompt(), outlook)
 
 

@@ -13,6 +13,7 @@ from proxy.core.index.blocks import Chain
 from proxy.core.index.match import Match
 from proxy.core.placement import placer as module
 from proxy.core.placement.load import IDLE, EngineLedger, Work
+from proxy.core.placement.pairs import STALL
 from proxy.core.placement.placer import Placer
 from proxy.core.placement.whole_answers import MIN_ANSWERS, Report
 
@@ -592,9 +593,30 @@ class TestPairs:
         assert {name: match.pending for name, match in matches.items()} == {"a": 10}
         views = {name: placer.books[name].ledger.view(0.0) for name in "ab"}
         assert (views["a"].queue_s > 0, views["a"].decoding) == (True, 0)
-        assert (views["b"].queue_s, views["b"].decoding) == (0, 1)
+        assert (views["b"].queue_s, views["b"].in_flight, views["b"].decoding) == (0, 1, 0)
         assert placer.books["b"].in_use.blocks == 10, "the memory for it is reserved at once"
         assert placer.last_engine("s") == "b"
+
+    def test_a_prefill_is_charged_for_requests_whose_kv_a_full_engine_awaits(self, placer, pair):
+        _, _, decode = pair
+        full = placer.books["b"].in_use
+        full.capacity = full.blocks
+
+        def stall_s():
+            a, b = (placer.candidate(1.0, name) for name in "ab")
+            pairs = placer.prefillers(1.0, [a], {"b"})
+            meanwhile_s = placer.rates.prefill_s(161) ** 2 / 2 * pairs.arrivals("b")
+            return placer.place(1.0, [b], prompt(2), pairs).costs[0].stall_s - meanwhile_s
+
+        assert stall_s() == pytest.approx(placer.rates.prefill_s(161)), "it waits for all of the prefill"
+        placer.first_token(1.0, decode)
+        assert stall_s() == pytest.approx(STALL * placer.rates.prefill_s(161)), "from now on it is a stream"
+
+    def test_both_engines_get_a_request(self, placer, pair):
+        placer.add("c")
+        arrivals = placer.prefillers(2.0, [], set()).arrivals
+        assert arrivals("a") == arrivals("b") == pytest.approx(0.5, rel=0.02)
+        assert arrivals("c") == 0
 
     def test_count_once_as_demand(self, placer, pair):
         chain, prefill, decode = pair

@@ -1,6 +1,6 @@
 import pytest
 
-from proxy.core.placement.transfers import HANDSHAKE_S, KEPT_S, SPEEDUP, Transfers
+from proxy.core.placement.transfers import HANDSHAKE_S, KEPT_S, SPEEDUP, WINDOW, Transfers
 
 
 @pytest.fixture
@@ -23,13 +23,22 @@ def test_the_first_transfer_tells_nothing_of_the_rate(transfers):
     assert transfers.seconds(0.0, "p", "e", 0) == HANDSHAKE_S, "these two have not met"
 
 
-def test_a_link_has_the_median_of_what_was_measured_on_it(transfers):
+def test_a_link_is_as_fast_as_its_fastest_transfer(transfers):
+    """Requests that waited for their engine make no link slow."""
     met(transfers, ("p", "d"))
-    for seconds in (0.5, 1.0, 40.0):
+    for seconds in (40.0, 1.0, 2.0, 40.0):
         transfers.measured(1.0, "p", "d", 1000, seconds)
     assert transfers.seconds(1.0, "p", "d", 500) == 0.5
-    transfers.measured(1.0, "p", "d", 10, 9.0)  # a round trip
+    transfers.measured(1.0, "p", "d", 10, 0.001)  # a round trip
     assert transfers.seconds(1.0, "p", "d", 500) == 0.5
+
+
+def test_a_link_that_has_become_slow_is_slow_after_some_transfers(transfers):
+    met(transfers, ("p", "d"))
+    transfers.measured(1.0, "p", "d", 1000, 1.0)
+    for _ in range(WINDOW):
+        transfers.measured(2.0, "p", "d", 1000, 4.0)
+    assert transfers.seconds(2.0, "p", "d", 1000) == 4.0
 
 
 def test_a_link_that_is_not_known_is_expected_to_be_as_the_others(transfers):
