@@ -179,7 +179,8 @@ class EngineLedger:
         self, now: float, ticket: int, expected_s: float, work: Work | None, *, seen: bool = True
     ) -> None:
         """The engine has to compute the prompt of such a request itself, see `begin`."""
-        self._stop(ticket)
+        self._pulls.discard(ticket)
+        self._decoding.discard(ticket)
         self._queue(now, _Prefill(ticket, work, expected_s, now, seen))
 
     def _queue(self, now: float, prefill: _Prefill) -> None:
@@ -315,14 +316,11 @@ class EngineLedger:
 
     def _drop(self, ticket: int, *, computed: bool = False) -> None:
         """Drops a request. When the engine ended its prefill is not known."""
-        self._stop(ticket)
+        self._decoding.discard(ticket)
+        if ticket in self._pulls:
+            self._pulls.remove(ticket)
         if self._take(ticket, computed=computed) is not None:
             self._busy = None
-
-    def _stop(self, ticket: int) -> None:
-        """A request is no stream here any more, nor does it wait for KV."""
-        self._decoding.discard(ticket)
-        self._pulls.discard(ticket)
 
     def _take(self, ticket: int, *, computed: bool) -> _Prefill | None:
         """Takes a prefill out of the queue. It counts as computed, or as unknown."""

@@ -53,7 +53,8 @@ class EngineBook:
         worked: seconds that it spent on prompts before their first tokens, over the last minutes: the next
             turns of a conversation take minutes, too. Over a few seconds, one long prefill would drive the
             conversations away from its engine, and their prefills elsewhere would drive the next ones away.
-        arrived: requests that were placed on it, over the last minutes.
+        arrived: requests that were placed on it, over the last minutes, `counted` of them so far: only
+            decisions about pairs ask for it.
         unread: requests that have no first token yet, by their tickets.
         unread_blocks: those of their prompts.
     """
@@ -71,6 +72,7 @@ class EngineBook:
     epoch: int = 0
     worked: Rate = field(default_factory=partial(Rate, WINDOW_S))
     arrived: Rate = field(default_factory=partial(Rate, WINDOW_S))
+    counted: int = 0
     unread: dict[int, PlacedRequest] = field(default_factory=dict)
     unread_blocks: int = 0
 
@@ -257,7 +259,10 @@ class Placer:
 
     def _arrivals(self, now: float, engine: str) -> float:
         """Requests that an engine gets per second."""
-        return self.books[engine].arrived.per_s(now)
+        book = self.books[engine]
+        book.arrived.add(now, book.ledger.placed - book.counted)
+        book.counted = book.ledger.placed
+        return book.arrived.per_s(now)
 
     def outlook(self, now: float) -> Outlook:
         """The figures for the cost of a placement to other requests now."""
@@ -286,7 +291,6 @@ class Placer:
         book = self.books[engine]
         self._turn += 1
         book.turn = self._turn
-        book.arrived.add(now, 1.0)
         if session is not None:
             self._note(session, engine)
         if chain is not None and book.in_use is not None:

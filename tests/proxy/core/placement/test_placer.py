@@ -614,6 +614,8 @@ class TestPairs:
 
     def test_both_engines_get_a_request(self, placer, pair):
         placer.add("c")
+        for name in "abc":  # as the decision about them did
+            placer.prefillers(0.0, [], set()).arrivals(name)
         arrivals = placer.prefillers(2.0, [], set()).arrivals
         assert arrivals("a") == arrivals("b") == pytest.approx(0.5, rel=0.02)
         assert arrivals("c") == 0
