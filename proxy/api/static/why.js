@@ -15,7 +15,7 @@ const TERMS = [
   ["prefill_s", "prefill"],
   ["transfer_s", "transfer"],
   ["interference_s", "running streams"],
-  ["stall_s", "delay of its streams"],
+  ["stall_s", "delay of its other requests"],
   ["congestion_s", "delay of others"],
   ["later_s", "its next turns"],
   ["again_s", "its beginning once more"],
