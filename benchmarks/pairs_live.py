@@ -27,7 +27,7 @@ import httpx
 from chaos_pairs import results_of
 from harness import ROOT, running
 from msgspec.structs import replace
-from pairs_sim import RULES, Waiting
+from pairs_sim import RULES, WITHOUT_ROLES, Waiting
 from router_client import Answer, play
 from router_work import MIXES, Question, make_work
 
@@ -37,7 +37,7 @@ from proxy.core.placement import placer
 from proxy.core.placement.decision import Candidate, Outlook, Placement, Scores, place
 from proxy.core.placement.pairs import Prefillers, best_pair
 
-LIVE = [name for name in RULES if name != "no roles"]
+LIVE = [name for name in RULES if name not in WITHOUT_ROLES]
 # Engines: tokens a second that they compute and move, and what they hold.
 PREFILL_RATE, TRANSFER_RATE, KV_TOKENS = 4000, 40_000, 100_000
 # Other routers have no limit for a first leg. Not much longer than kvpin's limit for a first byte.
@@ -55,9 +55,12 @@ def serve(rule_name: str, arguments: Sequence[str]) -> None:
         if rule is None:
             return own(candidates, prefillers, chain, outlook)
         decoders = [each for each in candidates if each.engine in prefillers.decoders]
+        home = [each for each in decoders if each.is_last]  # it answered the turn before
+        if rule_name == "conserve" and home:
+            decoders = home
         decode = place(decoders, chain, outlook)
         queued = min(each.load.in_flight for each in prefillers.candidates)
-        if not rule(Waiting(chain.n_tokens, decode.uncached_tokens, queued)):
+        if not rule(Waiting(chain.n_tokens, decode.uncached_tokens, queued, bool(home))):
             return decode
         chosen = [each for each in decoders if each.engine == decode.engine]
         placement = best_pair(chosen, prefillers, chain, outlook, Scores(chosen, chain, outlook))
@@ -85,7 +88,7 @@ def run(rule: str, work: Sequence[Question], prefillers: int, decoders: int) -> 
         command = [sys.executable, __file__, "serve", rule, "--reuse", *engines]
         url = stack.enter_context(running(command, dict(os.environ), "/health/ready", 300, Path(os.devnull)))
         until_ready(url, len(engines))
-        answers = asyncio.run(play([url], work, None))
+        answers = asyncio.run(play([url], work, "x-session-id"))
         results = results_of(httpx.get(f"{url}/metrics", timeout=30).text)
         return answers, sum(results.values()) / len(work)
 
