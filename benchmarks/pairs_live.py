@@ -19,7 +19,7 @@ import dataclasses
 import os
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -35,7 +35,7 @@ from proxy.cli.main import main as kvpin
 from proxy.core.index.blocks import Chain
 from proxy.core.placement import placer
 from proxy.core.placement.decision import Candidate, Outlook, Placement, Scores, place
-from proxy.core.placement.pairs import Prefillers, best_pair
+from proxy.core.placement.pairs import Prefillers, best_pair, place_with_pairs
 
 LIVE = [name for name in RULES if name not in WITHOUT_ROLES]
 # Engines: tokens a second that they compute and move, and what they hold.
@@ -45,15 +45,25 @@ PATIENCE_S = 60.0
 _THREADS = {"OMP_NUM_THREADS": "1"}
 
 
+Placing = Callable[[Sequence[Candidate], Prefillers, Chain, Outlook], Placement]
+
+
 def serve(rule_name: str, arguments: Sequence[str]) -> None:
     """Runs kvpin under a rule."""
+    vars(placer)["place_with_pairs"] = by_rule(rule_name, place_with_pairs)
+    sys.argv = ["kvpin", "serve", *arguments]
+    kvpin()
+
+
+def by_rule(rule_name: str, own: Placing) -> Placing:
+    """Places requests by a rule; `own` is kvpin's."""
     rule = RULES[rule_name]
+    if rule is None:
+        return own
 
     def place_by_rule(
         candidates: Sequence[Candidate], prefillers: Prefillers, chain: Chain, outlook: Outlook
     ) -> Placement:
-        if rule is None:
-            return own(candidates, prefillers, chain, outlook)
         decoders = [each for each in candidates if each.engine in prefillers.decoders]
         home = [each for each in decoders if each.is_last]  # it answered the turn before
         if rule_name == "conserve" and home:
@@ -68,9 +78,7 @@ def serve(rule_name: str, arguments: Sequence[str]) -> None:
             return decode
         return replace(placement, pair=replace(placement.pair, patience_s=PATIENCE_S))
 
-    own, placer.place_with_pairs = placer.place_with_pairs, place_by_rule
-    sys.argv = ["kvpin", "serve", *arguments]
-    kvpin()
+    return place_by_rule
 
 
 def run(rule: str, work: Sequence[Question], prefillers: int, decoders: int) -> tuple[list[Answer], float]:
