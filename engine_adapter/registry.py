@@ -39,12 +39,14 @@ class EngineKind:
     Attributes:
         options: those it has beyond the options of `EngineSpec`.
         transfers: its engines can pass KV to each other, so they may have a role.
+        tells_role: its engines say which half of requests they serve.
         routes: all routes beside `/v1`, and WebSockets, that its adapter may declare.
     """
 
     make: Callable[[EngineSpec[Any]], EngineAdapter]
     options: type[EngineOptions] = EngineOptions
     transfers: bool = False
+    tells_role: bool = False
     routes: Mapping[str, NativeRoute] = field(default_factory=dict)
 
 
@@ -53,7 +55,7 @@ KINDS = {
     "openai_compatible": EngineKind(OpenAICompatibleAdapter, routes=OPENAI_SOCKETS),
     "llama_server": EngineKind(LlamaServerAdapter, LlamaServerOptions, routes=LLAMA_SERVER_ROUTES),
     "vllm": EngineKind(make_vllm, VllmOptions, transfers=True, routes=VLLM_ROUTES),
-    "sglang": EngineKind(SglangAdapter, EventOptions, routes=SGLANG_ROUTES),
+    "sglang": EngineKind(SglangAdapter, EventOptions, tells_role=True, routes=SGLANG_ROUTES),
     "tensorrt_llm": EngineKind(
         TensorRTLLMAdapter, EventAddresses, transfers=True, routes=TENSORRT_LLM_ROUTES
     ),
@@ -105,8 +107,10 @@ def check_role(kind: str, role: Role) -> None:
     if role is Role.BOTH or KINDS[kind].transfers:
         return
     able = " engines, or between ".join(name for name, each in KINDS.items() if each.transfers)
-    message = f"{kind} engines cannot have role={role}: kvpin moves KV between {able} engines; leave role out"
-    raise OptionError(message, param="role")
+    why = f"kvpin moves KV between {able} engines; leave role out"
+    if KINDS[kind].tells_role:
+        why = "each server says which half of requests it serves; leave role out"
+    raise OptionError(f"{kind} engines cannot have role={role}: {why}", param="role")
 
 
 def _as_kind(spec: EngineSpec, kind: str) -> EngineAdapter:

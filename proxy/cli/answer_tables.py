@@ -144,9 +144,11 @@ def show_stats(stats: dict[str, Any]) -> None:
 
 
 def _ended(counts: dict[str, Any], served: str = " served") -> str:
-    """The requests that are over: those that were served, and those that failed if there are any."""
+    """The requests that are over: those that were served, and if there are any, those whose prompt an engine
+    computed for another one, and those that failed."""
+    prefilled = f", {counts['prefilled']} for others" if counts.get("prefilled") else ""
     failed = f", {counts['failed']} failed" if counts["failed"] else ""
-    return f"{counts['served']}{served}{failed}"
+    return f"{counts['served']}{served}{prefilled}{failed}"
 
 
 def ready_engines(ready: int, of: int, elsewhere: int) -> str:

@@ -18,7 +18,7 @@ _TERMS = {
     "prefill_s": "prefill",
     "transfer_s": "transfer",
     "interference_s": "decode",
-    "stall_s": "streams",
+    "stall_s": "stall",
     "congestion_s": "others",
     "later_s": "later",
     "again_s": "again",
@@ -27,11 +27,11 @@ _TERMS = {
 }
 _RARE = ("room_s", "transfer_s", "stall_s", "again_s")
 _MEANINGS = "others: requests after it wait; later: its next turns wait; regret: KV it evicts"
-
+_OF_PAIRS = "transfer: KV moves; stall: streams and requests that its prefill delays"
 
 _REQUESTS: Columns = {
     "request": "request_id",
-    "engine": "engine",
+    "engine": lambda request: _pair(_prefiller(request), request["engine"]),
     "status": "status",
     "tokens": "n_tokens",
     "predicted": "predicted_tokens",
@@ -112,21 +112,36 @@ def _show_costs(
     best = costs[0]
     for cost in costs:
         terms = (_milliseconds(cost[name]) for name in shown)
-        pair = f"{cost['prefiller']} → {cost['engine']}" if cost.get("prefiller") else cost["engine"]
+        pair = _pair(cost.get("prefiller"), cost["engine"])
         table.add(_bold(pair, cost is best), f"{cost['cached_tokens']:,}", *terms)
     table.print(out)
     strain = f"{decision['utilisation']:.0%} utilisation, prefill counts {decision['strain']:.1f} times"
     out.print(f"tokens of {n_tokens}; milliseconds; {strain}", style="dim")
     out.print(_MEANINGS, style="dim")
+    if "transfer_s" in shown or "stall_s" in shown:
+        out.print(_OF_PAIRS, style="dim")
+
+
+def _pair(prefiller: str | None, engine: str) -> str:
+    """The engines of a request: the one that computes its prompt, if that is another one, and the one that
+    answers."""
+    return f"{prefiller} → {engine}" if prefiller else engine
+
+
+def _prefiller(request: dict[str, Any]) -> str | None:
+    """The engine whose KV another one used to answer a request."""
+    return request["prefilled_by"] if request["transfer"] == "moved" else None
 
 
 def _why(request: dict[str, Any], waited: float | None, at: str | None) -> str:
-    """Text on a request: the seconds it waited for busy engines, then the cause of its failure and the error,
-    or why no more of its prompt was reused and what differs first."""
-    queued = f"queued {waited:.1f} s; " if waited is not None else ""
+    """Text on a request: the seconds it waited for busy engines, and the engine whose KV was not used as it
+    should; then the cause of its failure and the error, or why no more was reused and what differs first."""
+    before = f"queued {waited:.1f} s; " if waited is not None else ""
+    if request["prefilled_by"] is not None and _prefiller(request) is None:
+        before += f"no KV from {request['prefilled_by']}: {request['transfer']}; "
     if request["error"] is not None:
-        return f"{queued}{request['cause']}: {request['error']}"
-    return queued + str(request["miss"] or "") + (f": {at}" if at is not None else "")
+        return f"{before}{request['cause']}: {request['error']}"
+    return before + str(request["miss"] or "") + (f": {at}" if at is not None else "")
 
 
 def _ms(seconds: float | None) -> str:

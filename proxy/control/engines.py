@@ -28,8 +28,9 @@ class EngineAnswer(msgspec.Struct, kw_only=True):
     `role` is the part of requests that it is meant for. `process` is null for an engine that kvpin does not
     run itself. `trust` is `precise` while its KV events are healthy, and `why` says why. `model_state` is
     null, but for an engine that loads and unloads its model: `loaded`, `loading`, `sleeping`, `unloaded`,
-    `downloading` or `failed`. `served` and `failed` count requests of this kvpin that are over:
-    `failed` those whose answer was an error, or that got none. `in_flight` counts those of all kvpins.
+    `downloading` or `failed`. `served`, `prefilled` and `failed` count requests of this kvpin that are over:
+    `prefilled` those whose prompt it computed for another engine, `failed` those whose answer was an error,
+    or that got none. `in_flight` counts those of all kvpins.
     `owner` is the kvpin that uses the engine, if only one may; if it is another one that answers this one's
     requests, there is no `last_error`. Each of `findings` names something that keeps kvpin from using the
     engine fully, and the remedy.
@@ -54,6 +55,7 @@ class EngineAnswer(msgspec.Struct, kw_only=True):
     decoding: int
     queue_s: float
     served: int
+    prefilled: int
     failed: int
     prefill_tok_s: float | None
     last_error: str | None
@@ -165,6 +167,7 @@ def describe_engine(engine: Engine, pool: Pool | None) -> EngineAnswer:
         decoding=load.decoding,
         queue_s=load.queue_s,
         served=engine.served,
+        prefilled=engine.prefilled,
         failed=engine.failed,
         prefill_tok_s=rates.prefill_tok_s if rates is not None else None,
         last_error=(engine.process.error if engine.process is not None else None) or engine.last_error,

@@ -14,6 +14,7 @@ from proxy.core.differences import Difference
 from proxy.core.first_byte import Part
 from proxy.core.misses import Diagnosis, Miss
 from proxy.core.placement.decision import Placement
+from proxy.core.placement.transfers import TransferResult
 from proxy.fleet.fleet import Fleet
 from proxy.flow import Flow
 from proxy.request.records import RequestFacts, RequestRecord
@@ -118,7 +119,20 @@ def explain(flow: Flow, record: RequestRecord) -> RequestAnswer:
 
 
 def explanation(record: RequestRecord, diagnosis: Diagnosis) -> str:
-    """Why the request failed, or why the cache missed or hit, in one sentence."""
+    """Why the request failed, or why the cache missed or hit, in one sentence; and that an engine which was
+    to compute its prompt gave no KV."""
+    said = _explanation(record, diagnosis)
+    without = _WITHOUT_KV.get(record.transfer) if record.transfer is not None else None
+    return said if without is None else f"{said}; {record.prefilled_by} {without}"
+
+
+_WITHOUT_KV = {
+    TransferResult.FAILED: "was to compute the prompt, but no KV came from it",
+    TransferResult.LATE: "computed the prompt, but no answer began in time to use its KV",
+}
+
+
+def _explanation(record: RequestRecord, diagnosis: Diagnosis) -> str:
     placement = record.placement
     if placement is None:
         return f"{record.route} was not placed: {record.error or 'kvpin answered it without an engine'}"
@@ -134,13 +148,20 @@ def explanation(record: RequestRecord, diagnosis: Diagnosis) -> str:
 def _of_the_known(record: RequestRecord, placement: Placement, diagnosis: Diagnosis) -> str:
     """The explanation for a prompt that an engine computed whole."""
     predicted, reported, total = placement.predicted_tokens, record.reported_tokens, placement.n_tokens
-    engine = placement.engine
+    engine = _computed_by(record, placement)
     if reported is None:
         return f"{engine} did not report cached tokens; predicted were {predicted} of {total} tokens"
     if reported < predicted:
         return f"{engine} reused {reported} of {predicted} predicted tokens; {diagnosis.detail}"
     surplus = f"{reported - predicted} more than predicted" if reported > predicted else "as predicted"
     return f"{engine} reused {reported} of {total} tokens, {surplus}; {diagnosis.detail}"
+
+
+def _computed_by(record: RequestRecord, placement: Placement) -> str:
+    """The engine whose cached tokens count: the one that computed the prompt."""
+    if record.transfer is TransferResult.MOVED:
+        return f"{record.prefilled_by}, which computed the prompt for {placement.engine},"
+    return placement.engine
 
 
 def _of_the_unknown(record: RequestRecord, placement: Placement, diagnosis: Diagnosis) -> str:

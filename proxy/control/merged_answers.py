@@ -67,7 +67,7 @@ def _merge_pool(pools: Sequence[Json], *, shared: bool) -> Json:
 def _merge_engine(engines: Sequence[Json], *, shared: bool) -> Json:
     """One engine: what the worker says that uses it, with the counts of all."""
     ranked = _ranked(engines)
-    ended = {name: sum(each[name] for each in ranked) for name in ("served", "failed")}
+    ended = {name: sum(each[name] for each in ranked) for name in ("served", "prefilled", "failed")}
     merged = {**_merge_load(ranked, shared=shared), **ended}
     if "audit" in merged:
         merged["audit"] = _merge_audits(ranked)

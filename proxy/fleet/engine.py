@@ -88,6 +88,7 @@ class Engine:
         check_now: wakes its monitor.
         of_peers: requests that other kvpins have on it and that have no answer yet, by ticket.
         from_peers: requests that other kvpins have placed on it so far.
+        prefilled: requests of this kvpin whose prompt it computed for another engine.
         failed: requests of this kvpin whose answer was an error, or that got none.
         breaker: lets few requests through after several failed in a row; None after none did.
         mine: an event, set while this kvpin may use the engine.
@@ -120,7 +121,7 @@ class Engine:
         self.check_now = asyncio.Event()
         self.leases: set[Lease] = set()
         self.of_peers: dict[int, PeerRequest] = {}
-        self.from_peers = self.failed = 0
+        self.from_peers = self.prefilled = self.failed = 0
         self.breaker: Breaker | None = None
         self.mine = asyncio.Event()
         self.mine.set()
@@ -175,8 +176,8 @@ class Engine:
 
     @property
     def served(self) -> int:
-        """Requests of this kvpin that ended on it and did not fail."""
-        return self.ledger.placed - self.from_peers - len(self.leases) - self.failed
+        """Requests of this kvpin that it answered, not counting those that failed."""
+        return self.ledger.placed - self.from_peers - len(self.leases) - self.prefilled - self.failed
 
     @property
     def removals(self) -> int:

@@ -25,9 +25,11 @@ class LeasedEngine(Protocol):
     """The part of an engine that a lease needs.
 
     Attributes:
+        prefilled: requests whose prompt it computed for another engine.
         failed: requests whose answer was an error, or that got none.
     """
 
+    prefilled: int
     failed: int
 
     @property
@@ -139,6 +141,7 @@ class Lease:
         self.failed = self.failed or isinstance(error, EngineError)
         self.engine.leases.discard(self)
         self.engine.failed += self.failed
+        self.engine.prefilled += self.placed.part is Role.PREFILL and not self.failed
         self.begun.set()
         self.ended(self)
 

@@ -21,6 +21,7 @@ from engine_adapter import (
     EngineUnavailable,
     EngineUnhealthy,
     Finding,
+    Role,
 )
 from proxy.fleet.engine import Engine, EngineState
 from proxy.fleet.fleet import Fleet
@@ -134,7 +135,8 @@ class Monitor:
         self._log_findings(engine)
         self._admit(engine)
         if engine.state is EngineState.READY:
-            log.info("engine is ready", engine=engine.id, model=pool.model, version=info.version)
+            part = {} if engine.role is Role.BOTH else {"role": engine.role.value}
+            log.info("engine is ready", engine=engine.id, model=pool.model, version=info.version, **part)
 
     async def _join(self, engine: Engine, info: EngineInfo) -> Pool:
         pool = self._fleet.join(engine, info)

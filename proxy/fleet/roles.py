@@ -25,20 +25,18 @@ def of_role(engine: Engine, pool: Pool | None) -> tuple[Finding, ...]:
     there = {each.role for each in pool.engines.values()}
     if engine.role is Role.PREFILL and Role.DECODE not in there:
         use = "only when no other engine can" if Role.BOTH in there else "itself"
-        return (
-            Finding(
-                f"it is meant for prefills, and no engine of its model has role=decode: it answers {use}",
-                "give another engine of the model role=decode, or take its role away",
-            ),
-        )
+        return (_without(Role.DECODE, "prefills", f"it answers {use}"),)
     if engine.role is Role.DECODE and Role.PREFILL not in there:
-        return (
-            Finding(
-                "it is meant for decoding, and none of its model has role=prefill: it computes all prompts",
-                "give another engine of the model role=prefill, or take its role away",
-            ),
-        )
+        return (_without(Role.PREFILL, "decoding", "it computes all prompts"),)
     return ()
+
+
+def _without(role: Role, meant_for: str, follows: str) -> Finding:
+    """The finding about an engine whose pool has none of the other `role` now."""
+    return Finding(
+        f"it is meant for {meant_for}, and no engine of its model with role={role} is connected: {follows}",
+        f"start one, give another engine of the model role={role}, or take its role away",
+    )
 
 
 def _of_half(engine: Engine, rendezvous: Rendezvous, pool: Pool) -> tuple[Finding, ...]:

@@ -265,8 +265,6 @@ class Attempts:
             if prefilled.is_fetched:
                 _moved(record, prefilled, lease, began + (record.first_leg_s or 0.0))
             lease.begins()
-            # What an engine reports as cached of a prompt whose KV it fetched differs between versions.
-            lease.placement = replace(lease.placement, firm=False)
         return prefilled
 
     def prompt_half(
@@ -409,6 +407,8 @@ class Attempts:
         lease.succeeded = not lease.failed and record.tokens_agree is not False
         if lease.succeeded:
             expect_below(pool, engine, ready.chain)
+        if prefilled is not None:  # the prediction was for the engine that computed the prompt
+            return None
         return self._audit(engine, ready, lease, record, forwarded.cached_tokens)
 
     def _audit(

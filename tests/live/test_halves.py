@@ -301,8 +301,8 @@ class TestFaults:
             answer = await world.post("completions", asked())
             assert answer.status_code == 422
             assert "out of order" in answer.text
-            assert world.counts()["d"] == 1
-            await until(lambda: world.is_idle() and world.fakes["d"].fake.aborted == 1)
+            # On a busy machine, the error may come before the other half has reached its server.
+            await until(lambda: world.is_idle() and world.fakes["d"].fake.aborted == world.counts()["d"])
 
     async def test_an_answer_that_is_refused_ends_the_prompt(self):
         async with world_of("pde") as world:

@@ -17,7 +17,7 @@ import pytest
 from msgspec.structs import replace
 
 from engine_adapter import Role
-from proxy.core.audit import Trust, Unchecked
+from proxy.core.audit import Trust
 from proxy.core.placement.transfers import TransferResult
 from proxy.observe.reasons import Reason, reason_of, why
 from proxy.settings import EngineSettings
@@ -254,7 +254,12 @@ class TestBothLegs:
             assert int(answer.headers["x-kvpin-predicted-tokens"]) == record.reported_tokens
             audits = {name: world.engine(name).audit.view() for name in "pd"}
             assert (audits["p"].checked, audits["p"].exact) == (2, 2)
-            assert (audits["d"].checked, audits["d"].unchecked) == (0, {Unchecked.NOT_FIRM: 2})
+            # Each prediction is counted once: where the prompt was computed.
+            assert (audits["d"].checked, audits["d"].unchecked) == (0, {})
+            stats = (await world.client.get(f"{world.url}/admin/v1/stats")).json()
+            ended = {each["id"]: (each["served"], each["prefilled"]) for each in stats["pools"][0]["engines"]}
+            assert ended == {"p": (0, 2), "d": (2, 0)}
+            assert stats["totals"]["served"] == 2
 
     async def test_pulled_blocks_are_in_the_view_so_the_next_turn_stays(self):
         async with world_of("p", "d") as world:
@@ -339,7 +344,7 @@ class TestFetchedBefore:
                 assert cached == int(answer.headers["x-kvpin-predicted-tokens"])
                 await world.operate("flush", engine="d")
             assert world.engine("p").audit.view().exact == 2
-            assert world.engine("d").audit.view().unchecked == {Unchecked.NOT_FIRM: 2}
+            assert world.engine("d").audit.view().unchecked == {}
 
     async def test_the_text_is_that_of_a_single_engine(self):
         async with world_of("p", "d") as world:

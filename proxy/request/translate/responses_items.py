@@ -23,6 +23,15 @@ _REASONING = "kvpin."
 # The argument of the function that stands for a custom tool.
 CUSTOM_ARGUMENT = "input"
 _ROLES = ("user", "assistant", "system", "developer")
+# The types of items that a chat can have.
+_TYPES = (
+    "message",
+    "reasoning",
+    "function_call",
+    "function_call_output",
+    "custom_tool_call",
+    "custom_tool_call_output",
+)
 _SAID = frozenset({"output_text", "input_text", "text"})
 
 
@@ -83,9 +92,7 @@ class Messages:
                 roles = ", ".join(_ROLES)
                 raise BadRequest(f"{param}.role is {role!r}; it can be {roles}", param=f"{param}.role")
             case {"type": str(kind)}:
-                raise BadRequest(
-                    f"{param}: an item of type {kind!r} with these fields cannot be served", param=param
-                )
+                raise BadRequest(f"{param}: {_unserved(kind)}", param=param)
             case _:
                 raise BadRequest(
                     f"{param} is no item: it has neither a role with a content nor a type", param=param
@@ -101,6 +108,13 @@ class Messages:
         if last.get("role") != "assistant" or any(last.get(name) for name in taken):
             self.all.append({"role": "assistant", "content": None})
         return self.all[-1]
+
+
+def _unserved(kind: str) -> str:
+    """Why an item is refused, whose type and fields stand for no message of a chat."""
+    if kind in _TYPES:
+        return f"an item of type {kind!r} with these fields cannot be served"
+    return f"items of type {kind!r} cannot be served; those of {', '.join(_TYPES)} can"
 
 
 def _place(item: Json, content: str | Sequence[Json] | None, param: str) -> Place:

@@ -47,8 +47,10 @@ def test_the_role_of_an_engine_stands_beside_its_state(capsys):
         "id": "e0", "kind": "vllm", "url": "http://a", "state": "ready", "model": "m", "model_state": None,
         "trust": "precise", "in_flight": 0, "served": 0, "failed": 0, "last_error": None,
     }  # fmt: skip
-    answer_tables.show_engines({"engines": [engine | {"role": "prefill"}]})
-    assert "ready, prefill" in capsys.readouterr().out
+    answer_tables.show_engines({"engines": [engine | {"role": "prefill", "prefilled": 3}]})
+    output = capsys.readouterr().out
+    assert "ready, prefill" in output
+    assert "0, 3 for others" in output
     answer_tables.show_engines({"engines": [engine | {"role": "both"}]})
     assert "both" not in capsys.readouterr().out
 

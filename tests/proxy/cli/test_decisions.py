@@ -23,6 +23,7 @@ REQUEST = {
     "n_tokens": 4000,
     "predicted_tokens": 0, "reported_tokens": 0, "stream": True, "expected_first_token_s": 1.0,
     "first_byte_s": 1.01, "duration_s": 1.5, "explanation": "why [bold]", "divergence": None,
+    "prefilled_by": None, "transfer": None,
     "miss": "input_changed", "differs_at": "messages[1], character 17", "queued_s": None,
     "first_byte_parts": None,
     "decision": DECISION | {"costs": COSTS},
@@ -142,6 +143,21 @@ def test_a_row_says_why_it_missed_or_failed(capsys):
     )
 
 
+@pytest.mark.parametrize(
+    ("transfer", "engine", "why"),
+    [
+        ("moved", "p → d", ""),
+        ("failed", "d", "no KV from p: failed; "),
+        ("late", "d", "no KV from p: late; "),
+    ],
+)
+def test_a_row_says_which_engine_computed_the_prompt_or_did_not(capsys, transfer, engine, why):
+    decisions.show_requests([REQUEST | {"engine": "d", "prefilled_by": "p", "transfer": transfer}])
+    row = " ".join(capsys.readouterr().out.splitlines()[1].split())
+    assert row.startswith(f"r[1] {engine} 200 ")
+    assert f" ms {why}input_changed" in row
+
+
 def test_a_row_says_how_long_it_was_queued(capsys):
     refused = REQUEST | {"cause": "overloaded", "error": "all engines are busy", "queued_s": 0.04}
     decisions.show_requests([REQUEST | {"queued_s": 3.21}, refused])
@@ -159,9 +175,10 @@ def test_a_pair_is_shown_by_its_two_engines(capsys):
     pair = cost("d", prefiller="p", transfer_s=0.05, stall_s=0.0, total_s=2.0)
     alone = cost("d", transfer_s=0.0, stall_s=0.5, total_s=4.0)
     decisions.show_route(ROUTE | {"engine": "d", "candidates": [alone, pair]})
-    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    header, first, second = lines[-5:-2]
+    output = capsys.readouterr().out
+    assert "stall: streams and requests that its prefill delays" in output
+    header, first, second = [line.split() for line in output.splitlines()][-6:-3]
     assert "transfer" in header
-    assert "streams" in header
+    assert "stall" in header
     assert first[:4] == ["p", "→", "d", "0"]
     assert second[:2] == ["d", "0"]

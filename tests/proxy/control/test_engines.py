@@ -78,7 +78,7 @@ async def test_its_role_and_what_it_lacks_are_told(world, pair):
     engine.info = replace(engine.info, role=Role.DECODE)
     assert describe_engine(engine, world.pool).role is Role.DECODE
     (finding,) = describe_engine(engine, world.pool).findings
-    assert "none of its model has role=prefill" in finding
+    assert "no engine of its model with role=prefill is connected" in finding
 
 
 async def test_the_process_of_an_engine_is_described(world, pair):

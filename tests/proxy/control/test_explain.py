@@ -5,6 +5,7 @@ import pytest
 
 from proxy.control.explain import explain, summarize
 from proxy.core.placement.decision import Cost, Placement
+from proxy.core.placement.transfers import TransferResult
 from tests.kv_world import KvFake, tokens
 
 
@@ -32,6 +33,24 @@ async def test_first_time_seen(world, pair):
     assert answer["explanation"] == (
         "a reused 0 of 64 tokens, as predicted; no recent request begins like it"
     )
+
+
+@pytest.mark.parametrize(
+    ("transfer", "said"),
+    [
+        (TransferResult.MOVED, "p, which computed the prompt for a, {}"),
+        (TransferResult.FAILED, "a {}; p was to compute the prompt, but no KV came from it"),
+        (
+            TransferResult.LATE,
+            "a {}; p computed the prompt, but no answer began in time to use its KV",
+        ),
+    ],
+)
+async def test_what_the_engine_did_that_was_to_compute_the_prompt(world, pair, transfer, said):
+    placement = placed("a", 64, ("a", 0.1, 0))
+    answer = explained(world, tokens(64), placement, 0, prefilled_by="p", transfer=transfer)
+    reused = "reused 0 of 64 tokens, as predicted; no recent request begins like it"
+    assert answer["explanation"] == said.format(reused)
 
 
 async def test_it_diverges_and_the_text_shows_where(world, pair):

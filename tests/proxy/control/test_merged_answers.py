@@ -16,11 +16,12 @@ from proxy.observe.metrics import Metrics
 from tests.fakes import FakeEngine, proxy_over
 
 
-def engine(name, *, state="ready", served=0, failed=0, in_flight=0):
+def engine(name, *, state="ready", served=0, prefilled=0, failed=0, in_flight=0):
     return {
         "id": name,
         "state": state,
         "served": served,
+        "prefilled": prefilled,
         "failed": failed,
         "in_flight": in_flight,
         "decoding": 0,
@@ -30,12 +31,16 @@ def engine(name, *, state="ready", served=0, failed=0, in_flight=0):
 
 def test_load_that_all_know_is_not_counted_twice():
     answers = [
-        {"engines": [engine("a", served=4, failed=1, in_flight=2)], "sources": []},
-        {"engines": [engine("a", served=5, failed=2, in_flight=2), engine("b", state="down")], "sources": []},
+        {"engines": [engine("a", served=4, prefilled=6, failed=1, in_flight=2)], "sources": []},
+        {
+            "engines": [engine("a", served=5, prefilled=7, failed=2, in_flight=2), engine("b", state="down")],
+            "sources": [],
+        },
     ]
     shared = merge_engines(answers, shared=True)["engines"]
     assert [(each["id"], each["served"], each["in_flight"]) for each in shared] == [("a", 9, 2), ("b", 0, 0)]
     assert [each["failed"] for each in shared] == [3, 0]
+    assert [each["prefilled"] for each in shared] == [13, 0]
     alone = merge_engines(answers, shared=False)["engines"]
     assert [(each["served"], each["in_flight"]) for each in alone] == [(9, 4), (0, 0)]
 

@@ -1,11 +1,12 @@
 import asyncio
 from array import array
+from contextlib import suppress
 from time import monotonic
 
 import pytest
 from msgspec.structs import replace
 
-from engine_adapter import Hold, Tier
+from engine_adapter import EngineError, Hold, Role, Tier
 from proxy.core.index.match import Match
 from proxy.core.placement.decision import place, place_least_loaded
 from proxy.core.placement.load import Work
@@ -43,6 +44,18 @@ class TestLease:
         assert pool.index.match(chain.hashes) == {"a": Match(gpu=2)}
         pool.index.remove("a", Tier.GPU, chain.hashes)
         assert not pool.index.match(chain.hashes)
+
+    async def test_a_prompt_for_another_engine_is_counted_apart_from_what_was_served(self, fleet):
+        engine = add_ready(fleet, "a")
+        pool, chain = fleet.pools["m"], fleet.pools["m"].chain(PROMPT)
+        for error in (None, EngineError("gone")):
+            with (
+                suppress(EngineError),
+                pool.lease(place(pool.candidates(chain), chain), chain, streams=True, part=Role.PREFILL),
+            ):
+                if error is not None:
+                    raise error
+        assert (engine.served, engine.prefilled, engine.failed) == (0, 1, 1)
 
     async def test_blocks_stay_pending_while_events_may_still_tell_of_them(self, fleet):
         add_ready(fleet, "a").audit.synced()

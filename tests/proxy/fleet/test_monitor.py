@@ -91,6 +91,18 @@ async def test_an_engine_becomes_ready_and_joins_the_pool_of_its_model(world):
     assert engine.info == INFO
 
 
+@pytest.mark.parametrize("role", Role)
+async def test_the_log_names_the_role_of_an_engine_that_has_one(world, role):
+    adapter = FakeAdapter("a", info=INFO)
+    adapter.spec = replace(adapter.spec, role=role)
+    with structlog.testing.capture_logs() as logs:
+        engine = world.fleet.add(adapter)
+        world.monitor.watch(engine)
+        await world.state(engine, EngineState.READY)
+    (ready,) = [line for line in logs if line["event"] == "engine is ready"]
+    assert ready.get("role", "both") == role
+
+
 class TestIsolation:
     """With several tenants, an engine that cannot keep their KV apart is used only where it may share it."""
 

@@ -55,7 +55,10 @@ def test_an_engine_with_all_its_options():
         ("vllm=http://x:1,headers=hush", "headers: write a header as 'Name: value'"),
         ("V LLM=http://x:1", "kind: "),
         ("vllm=http://x:1,role=prefil", "role: "),
-        ("sglang=http://x:1,role=prefill", "sglang engines cannot have role=prefill: kvpin moves KV between"),
+        (
+            "sglang=http://x:1,role=prefill",
+            "sglang engines cannot have role=prefill: each server says which half",
+        ),
     ],
 )
 def test_an_engine_flag_that_is_wrong_says_why(text, message):

@@ -143,6 +143,15 @@ def test_what_cannot_be_served_is_named(item, param):
     assert caught.value.param == param
 
 
+def test_a_type_that_is_not_served_is_told_apart_from_wrong_fields():
+    with pytest.raises(
+        BadRequest, match=r"items of type 'additional_tools' cannot be served; those of message,"
+    ):
+        messages_of({"type": "additional_tools", "role": "developer", "tools": []})
+    with pytest.raises(BadRequest, match="an item of type 'function_call' with these fields"):
+        messages_of(CALL | {"arguments": {}})
+
+
 def test_listed_items_have_ids_and_parts():
     assert listed(user("a"), "msg_1") == {
         "id": "msg_1",
