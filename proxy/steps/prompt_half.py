@@ -140,16 +140,16 @@ class PromptHalf:
         """Raises EngineError: it failed."""
         lost = asyncio.timeout(None)
         self.lease.on_lost = lambda: end_now(lost)
-        try:
-            async with lost:
-                if self.lease.is_lost:
-                    raise EngineLost(_LOST)
-                with self._leased:
+        with self._leased:
+            try:
+                async with lost:
+                    if self.lease.is_lost:
+                        raise EngineLost(_LOST)
                     await self.leg(self, _in_one_piece(self.ready))
-        except TimeoutError:
-            if not self.lease.is_lost:
-                raise
-            raise EngineLost(_LOST) from None
+            except TimeoutError:
+                if not self.lease.is_lost:
+                    raise
+                raise EngineLost(_LOST) from None
 
     async def compute(self, ready: Ready, hold: Hold) -> None:
         """Lets the engine compute the prompt, and notes what it reports. Raises EngineError."""

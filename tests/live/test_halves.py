@@ -345,3 +345,4 @@ class TestFaults:
             assert texts_of(await answer) == expected
             await until(lambda: world.is_idle() and bool(list(world.proxy.flow.requests)))
             assert world.last.attempts == ["d", "d"]
+            assert (world.engine("p").served, world.engine("p").failed) == (0, 1)
