@@ -15,6 +15,7 @@ from collections.abc import Coroutine, Iterator
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from http import HTTPStatus
 from time import monotonic
 from typing import Any, Protocol, TypeVar
 
@@ -291,7 +292,7 @@ class Attempts:
         if rendezvous is None or not takes or not isinstance(ready.call.body, JsonBody):
             return _ALONE
         source.salts.note(self.tenants.owner(ready.salt), ready.salt)
-        record.prefilled_by, record.transfer, had_begun = source.id, TransferResult.FAILED, reply.started
+        record.prefilled_by, record.transfer = source.id, TransferResult.FAILED
         return PromptHalf(
             transport=self.transport,
             ready=ready,
@@ -299,7 +300,7 @@ class Attempts:
             lease=ready.pool.lease(pair.prefill, ready.chain, streams=True, part=Role.PREFILL),
             meeting=rendezvous.meet(),
             leg=self.half_leg,
-            is_answering=lambda: reply.started and not had_begun,
+            is_refused=lambda: (reply.status or 0) >= HTTPStatus.BAD_REQUEST,
             ingest=self.ingest,
         )
 
