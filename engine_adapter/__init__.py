@@ -53,7 +53,7 @@ from engine_adapter.http.error_bodies import read_error
 from engine_adapter.http.headers import HeaderPairs, Headers
 from engine_adapter.http.openai_answer import tell_cached
 from engine_adapter.http.prepare import base_url, route_of
-from engine_adapter.http.sse import WholeEvents, is_silent
+from engine_adapter.http.sse import Speech, WholeEvents, is_silent
 from engine_adapter.http.transport import OutgoingRequest
 from engine_adapter.http.usage import UNREAD, TokenUsage, is_json, read_answer_usage, read_streamed_usage
 from engine_adapter.managed import managed_kind, run_engine_cli

@@ -22,6 +22,22 @@ def is_silent(chunk: bytes) -> bool:
     return all(line[:1] in (b":", b"\r", b"") for line in chunk.split(b"\n"))
 
 
+class Speech:
+    """Finds where a stream begins to say something, in the chunks in which it arrives. A comment may be cut
+    into several."""
+
+    __slots__ = ("_in_comment",)
+
+    def __init__(self) -> None:
+        self._in_comment = False
+
+    def begins_in(self, chunk: bytes) -> bool:
+        """True if the stream's next bytes say something, see `is_silent`."""
+        lines = b":" + chunk if self._in_comment else chunk
+        self._in_comment = lines[lines.rfind(b"\n") + 1 :].startswith(b":")
+        return not is_silent(lines)
+
+
 class WholeEvents:
     """Collects chunks, and gives each event when it is complete. Each byte is looked at once. A method that
     takes a chunk raises EngineGarbled for an event longer than `MAX_EVENT_BYTES`."""

@@ -10,7 +10,7 @@ models itself before it sends a request to one that is not loaded:
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
 from http import HTTPStatus
@@ -140,6 +140,7 @@ class Router:
         self._users = Counter[str]()  # these, and kvpin's own questions
         self._used_at: dict[str, float] = {}
         self._load_s: dict[str, float] = {}
+        self._failed_at = defaultdict[str, float](float)  # when models last failed to load
         self._leaving: str | None = None  # takes no further request
         self._ending: str | None = None  # its slots are saved
         self._swap = asyncio.Lock()
@@ -254,10 +255,11 @@ class Router:
         A request for a model that is to leave waits until the other one was served, so that no model waits
         for ever. Raises ModelFailed for a model that fails to load.
         """
+        came = monotonic()
         while self.loads and not self.is_open(name):
             async with self._swap:
                 if not self.is_open(name):
-                    await self._bring(name)
+                    await self._bring(name, came)
         self._used_at[name] = monotonic()
         self._requests[name] += 1
         try:
@@ -303,8 +305,9 @@ class Router:
 
     # --- a swap ---------------------------------------------------------------------------------------
 
-    async def _bring(self, name: str) -> None:
-        """Loads a model. Another one leaves if there is no room."""
+    async def _bring(self, name: str, came: float) -> None:
+        """Loads a model. Another one leaves if there is no room. A request that `came` before the last try
+        failed does not try again: it waited for that one."""
         began, tries = monotonic(), 0
         while self.state(name) not in _IN_MEMORY:
             if name not in self._models:
@@ -312,7 +315,9 @@ class Router:
                 raise EngineRejected(gone, status=HTTPStatus.SERVICE_UNAVAILABLE, type="unavailable_error")
             if self.state(name) is ModelState.LOADING:
                 await self._until(lambda: self.state(name) is not ModelState.LOADING)
-            elif tries and (failure := self.failure(name)):
+            elif (failure := self.failure(name)) and (tries or self._failed_at[name] > came):
+                if tries:
+                    self._failed_at[name] = monotonic()
                 raise ModelFailed(failure)
             else:
                 await self._make_room(name)

@@ -34,6 +34,8 @@ _GOES_ON = ("length", "not_finished")
 _SEVERAL = ("n", "best_of")
 _OTHERWISE = ("echo", "logprobs", "top_logprobs", "use_beam_search")
 _LIMITS = ("max_tokens", "max_completion_tokens")
+# The first leg lacks these options, so that its engine does not refuse others that are wrong.
+_STREAM_OPTIONS = (None, {"include_usage": True})
 # Fields about the answer that the request which only fetches the KV does not need.
 _OF_ANSWER = (
     *_SEVERAL,
@@ -70,7 +72,8 @@ class ContextPhase(Transfer):
         is_one = all(body.hint(name) in (None, 1) for name in _SEVERAL)
         is_usual = all(body.hint(name) is None or body.hint(name) is False for name in _OTHERWISE)
         is_long = all(body.hint(name) != 1 for name in _LIMITS)
-        if body.get("stream") is True and is_one and is_usual and is_long:
+        is_checked = body.hint("stream_options") in _STREAM_OPTIONS
+        if body.get("stream") is True and is_one and is_usual and is_long and is_checked:
             return None
         fields: dict[str, object] = {"stream": False, "max_tokens": 2, "ignore_eos": True}
         if route == COMPLETIONS:
@@ -84,7 +87,7 @@ class ContextPhase(Transfer):
         return body.replace(stream=False, stream_options=None, disaggregated_params=asked)
 
     @override
-    def handover(self, answer: bytes) -> Handover | None:
+    def handover(self, answer: bytes, asked: JsonBody) -> Handover | None:
         try:
             told = _decode_answer(answer)
         except UNREADABLE as error:
@@ -96,7 +99,9 @@ class ContextPhase(Transfer):
         kept = choice.disaggregated_params or {}
         if _is_null(kept.get("ctx_request_id", _NULL)):
             return None
-        params = {**kept, "request_type": _GENERATION}
+        # Whatever number the answer names, it is no other request's KV.
+        number = asked.view(_PARAMS)["disagg_request_id"]
+        params = {**kept, "request_type": _GENERATION, "disagg_request_id": number}
         if "ctx_usage" in kept:  # a version that takes no such field does not name it
             params["ctx_usage"] = told.usage
         fields = {_PARAMS: msgspec.Raw(msgspec.json.encode(params)), _IDS: told.prompt_token_ids}

@@ -103,7 +103,7 @@ class NixlPull(Transfer):
         return body.replace(**dict.fromkeys(drop), **ends, stream=False, kv_transfer_params=params)
 
     @override
-    def handover(self, answer: bytes) -> Handover | None:
+    def handover(self, answer: bytes, asked: JsonBody) -> Handover | None:
         try:
             kept = _decode_answer(answer).kv_transfer_params
             fields = decode_object(decode_object(answer)[_PARAMS]) if kept is not None else {}

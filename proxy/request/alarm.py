@@ -63,7 +63,13 @@ class Alarm:
     @property
     def is_cancelled(self) -> bool:
         """True if somebody else cancelled the request's task: its client has left, or kvpin stops."""
-        return self._task is not None and self._task.cancelling() > self._cancelled_before
+        others = self._task.cancelling() - self._cancels if self._task is not None else 0
+        return others > self._cancelled_before
+
+    @property
+    def has_interrupted(self) -> bool:
+        """True if this alarm alone cancelled the request's task, until `interrupted` says why."""
+        return self._cause is not None and not self.is_cancelled
 
     def stop(self) -> None:
         """The request is over."""

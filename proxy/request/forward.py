@@ -31,10 +31,10 @@ from engine_adapter import (
     HttpTransport,
     IncomingResponse,
     OutgoingRequest,
+    Speech,
     TokenUsage,
     WholeEvents,
     is_json,
-    is_silent,
     read_answer_usage,
     read_error,
     read_streamed_usage,
@@ -288,7 +288,7 @@ class _Stream:
 
     __slots__ = (
         "_begins", "_events", "_is_whole", "_must_end", "_passage", "_reader", "_response", "_speaks",
-        "tail",
+        "_speech", "tail",
     )  # fmt: skip
 
     def __init__(
@@ -321,6 +321,7 @@ class _Stream:
         self._is_whole = False  # what was dropped from the tail had an end mark
         self._begins: Callable[[], None] | None = begins
         self._speaks: Callable[[], None] | None = speaks
+        self._speech = Speech()
         self.tail = bytearray()
 
     async def receive(self) -> bytes:
@@ -372,6 +373,6 @@ class _Stream:
         if begins is not None:
             self._begins = None
             begins()
-        if speaks is not None and not (chunk and is_silent(chunk)):
+        if speaks is not None and (not chunk or self._speech.begins_in(chunk)):
             self._speaks = None
             speaks()

@@ -10,10 +10,12 @@ raised; the machine decides whether to try another engine.
 
 from __future__ import annotations
 
-from collections.abc import Coroutine
-from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
+import asyncio
+from collections.abc import Coroutine, Iterator
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from http import HTTPStatus
 from time import monotonic
 from typing import Any, Protocol, TypeVar
 
@@ -227,10 +229,11 @@ class Attempts:
                 engine.audit.skip(unchecked)
         return Answered(is_error=forwarded.error is not None)
 
-    def _lease(self, serving: Serving, ready: Ready, placement: Placement) -> Lease:
+    @contextmanager
+    def _lease(self, serving: Serving, ready: Ready, placement: Placement) -> Iterator[Lease]:
         """The request's lease of the engine that answers."""
         pair = placement.pair
-        return ready.pool.lease(
+        leasing = ready.pool.lease(
             placement if pair is None else pair.decode,
             ready.chain,
             streams=ready.call.streams,
@@ -239,6 +242,13 @@ class Attempts:
             part=Role.BOTH if pair is None else Role.DECODE,
             on_lost=serving.alarm.engine_lost,
         )
+        with leasing as lease:
+            try:
+                yield lease
+            except asyncio.CancelledError:
+                # The engine was lost or too slow, or the client has left.
+                lease.failed = serving.alarm.has_interrupted and not serving.reply.complete
+                raise
 
     async def first_leg(
         self, serving: Serving, ready: Ready, pair: Pair, engine: Engine, lease: Lease, hold: Hold
@@ -280,7 +290,7 @@ class Attempts:
         if rendezvous is None or not takes or not isinstance(ready.call.body, JsonBody):
             return _ALONE
         source.salts.note(self.tenants.owner(ready.salt), ready.salt)
-        record.prefilled_by, record.transfer, had_begun = source.id, TransferResult.FAILED, reply.started
+        record.prefilled_by, record.transfer = source.id, TransferResult.FAILED
         return PromptHalf(
             transport=self.transport,
             ready=ready,
@@ -288,7 +298,7 @@ class Attempts:
             lease=ready.pool.lease(pair.prefill, ready.chain, streams=True, part=Role.PREFILL),
             meeting=rendezvous.meet(),
             leg=self.half_leg,
-            is_answering=lambda: reply.started and not had_begun,
+            is_refused=lambda: (reply.status or 0) >= HTTPStatus.BAD_REQUEST,
             ingest=self.ingest,
         )
 
@@ -314,7 +324,7 @@ class Attempts:
         call, reply, record = ready.call_for(engine), serving.reply, serving.record
         placement = record.placement if prefilled is not None and record.placement else lease.placement
         kept = None if prefilled is None or prefilled.is_fetched else prefilled
-        sent, is_first = monotonic(), not reply.started
+        sent, has_begun = monotonic(), reply.started
 
         def began(answer: IncomingResponse, cached: int | None) -> None:
             serving.cached = cached
@@ -326,7 +336,7 @@ class Attempts:
                 kept.begins()
                 _moved(record, kept, lease, sent)
             lease.first_byte(streamed=call.streams)
-            if is_first:
+            if record.first_byte_s is None or not has_begun:
                 # Now, because the client may leave before the end.
                 record.begins(lease.started, lease.gathered, sent, lease.first_byte_s or 0.0)
 

@@ -211,7 +211,7 @@ class FirstLeg:
                     raise EngineLost("the engine was lost while it computed a prompt") from None
                 raise EngineLate(f"the engine did not compute a prompt within {patience_s:.1f} s") from None
             lease.first_byte(streamed=True)
-            handover = self.transfer.handover(content)
+            handover = self.transfer.handover(content, asked)
             lease.succeeded = True
             reported = handover.cached_tokens if handover is not None else None
             audit_leg(self.engine, self.ingest, lease, reported)

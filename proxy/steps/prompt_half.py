@@ -53,7 +53,7 @@ class PromptHalf:
         lease: of that engine; it ends with the engine's answer, or with the context that this half is.
         meeting: the fields that both engines get.
         leg: holds the engine for a request, and lets this half `compute` it there.
-        is_answering: whether the client gets an answer of this attempt, which may be an error.
+        is_refused: whether the client gets an error as the other engine's answer.
         error: why it failed before the answer began; None if it did not.
         cached_tokens: prompt tokens that its engine reused; None before it has told.
         answered: when its engine had answered, in monotonic seconds; None before.
@@ -66,7 +66,7 @@ class PromptHalf:
     lease: Lease
     meeting: Mapping[str, object]
     leg: Callable[[PromptHalf, Ready], Awaitable[None]]
-    is_answering: Callable[[], bool]
+    is_refused: Callable[[], bool]
     ingest: Ingest | None
     error: BaseException | None = None
     cached_tokens: int | None = None
@@ -132,7 +132,7 @@ class PromptHalf:
             log.warning(
                 "a prompt was not computed for another engine", engine=self.source, error=log_text(error)
             )
-        if not (self._has_begun or self.is_answering()):
+        if not (self._has_begun or self.is_refused()):
             self.error = error
             end_now(limit)
 
@@ -140,16 +140,16 @@ class PromptHalf:
         """Raises EngineError: it failed."""
         lost = asyncio.timeout(None)
         self.lease.on_lost = lambda: end_now(lost)
-        try:
-            async with lost:
-                if self.lease.is_lost:
-                    raise EngineLost(_LOST)
-                with self._leased:
+        with self._leased:
+            try:
+                async with lost:
+                    if self.lease.is_lost:
+                        raise EngineLost(_LOST)
                     await self.leg(self, _in_one_piece(self.ready))
-        except TimeoutError:
-            if not self.lease.is_lost:
-                raise
-            raise EngineLost(_LOST) from None
+            except TimeoutError:
+                if not self.lease.is_lost:
+                    raise
+                raise EngineLost(_LOST) from None
 
     async def compute(self, ready: Ready, hold: Hold) -> None:
         """Lets the engine compute the prompt, and notes what it reports. Raises EngineError."""

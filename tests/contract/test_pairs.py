@@ -43,7 +43,7 @@ class Pair:
 
     async def second_leg(self, body: dict, first: dict, path: str = COMPLETIONS, **params: object) -> dict:
         """The decode engine's answer; `params` take the place of what the prefill engine said."""
-        handover = NIXL.handover(json.dumps(first).encode())
+        handover = NIXL.handover(json.dumps(first).encode(), JsonBody(b"{}"))
         assert handover is not None
         sent = json.loads(NIXL.second_leg(JsonBody(json.dumps(body).encode()), handover).raw)
         sent["kv_transfer_params"] |= params
@@ -106,7 +106,7 @@ class TestFirstLeg:
 
     async def test_who_is_not_asked_keeps_nothing(self, pair):
         answer = await pair.prefill.call("POST", COMPLETIONS, json=asked(tokens_of(50)))
-        assert NIXL.handover(json.dumps(answer).encode()) is None
+        assert NIXL.handover(json.dumps(answer).encode(), JsonBody(b"{}")) is None
 
 
 class TestSecondLeg:

@@ -635,7 +635,10 @@ async def _body(path: str, request: Request) -> dict:
     errors = [{"type": "extra_forbidden", "loc": ("body", name)} for name in unknown]
     required = {"model", "messages" if path == CHAT else "prompt"}
     errors += [{"type": "missing", "loc": ("body", name)} for name in sorted(required - set(body))]
-    if body.get("stream_options") and not body.get("stream"):
+    options = body.get("stream_options") or {}
+    if not isinstance(options, dict) or options.keys() - {"include_usage", "continuous_usage_stats"}:
+        errors.append({"type": "extra_forbidden", "loc": ("body", "stream_options")})
+    if options and not body.get("stream"):
         errors.append(
             {"type": "value_error", "msg": "Stream options can only be defined when stream is true."}
         )

@@ -15,6 +15,7 @@ from proxy.steps.attempt import Attempts
 from tests.fakes import (
     ASK,
     CHAT,
+    DONE,
     STREAM,
     Exchange,
     FakeEngine,
@@ -40,6 +41,11 @@ async def two(**options):
         bad.script = failing
         yield bad, good, proxy, client
         await proxy.settled()
+
+
+def counts(proxy):
+    """Requests that each engine served, and that failed there."""
+    return [(engine.served, engine.failed) for engine in proxy.fleet.engines.values()]
 
 
 async def statuses(client, count):
@@ -119,6 +125,36 @@ async def test_an_engine_that_does_not_answer_in_time_is_replaced():
         assert proxy.fleet.engines["a"].last_error == (
             "the engine did not answer within 0.1 s (timeouts.first_byte_s)"
         )
+        await proxy.settled()
+        assert counts(proxy) == [(0, 1), (1, 0)]
+
+
+async def test_a_request_whose_engine_is_lost_failed_there():
+    async with two() as (bad, _, proxy, client):
+        bad.script = hanging
+        asking = asyncio.ensure_future(client.post(CHAT, json=ASK))
+        await bad.request()
+        proxy.fleet.engines["a"].abandon()
+        assert (await asking).headers["x-kvpin-engine"] == "b"
+        await proxy.settled()
+        assert counts(proxy) == [(0, 1), (1, 0)]
+
+
+async def test_a_client_that_leaves_is_no_failure_of_the_engine():
+    async with two() as (bad, _, proxy, client):
+        bad.script = hanging
+        with pytest.raises(httpx.ReadTimeout):
+            await client.post(CHAT, json=ASK, timeout=0.1)
+        await proxy.settled()
+        assert counts(proxy) == [(1, 0), (0, 0)]
+
+
+async def test_nor_is_an_engine_that_does_not_end_its_answer():
+    async with two(rules=Rules(idle_s=0.2)) as (bad, _, proxy, client):
+        bad.script = partial(hanging, chunks=(DONE,))
+        assert (await client.post(CHAT, json=STREAM)).content == DONE
+        await proxy.settled()
+        assert counts(proxy) == [(1, 0), (0, 0)]
 
 
 async def test_an_engine_without_room_blames_nobody_and_is_overloaded(monkeypatch):
@@ -178,3 +214,4 @@ async def test_a_stream_that_stops_or_does_not_end_is_broken_off(limit, said, co
         error = json.loads(text.rpartition(b"data: ")[2])["error"]
         assert (error["message"], error["code"]) == (said, code)
         assert proxy.last.error == said
+        assert counts(proxy) == [(0, 1), (0, 0)]

@@ -257,11 +257,14 @@ class TestFailures:
             assert texts == await world.alone(path, body)
             assert record.attempts == (["d", "p"] if kind == "stream" else ["d"])
 
-    async def test_what_the_client_sent_wrong_is_told(self):
+    @pytest.mark.parametrize("field", ["extra_key", "stream_options"])
+    async def test_what_the_client_sent_wrong_is_told(self, field):
+        """The first engine gets no options of streams: the second one refuses what is wrong with them."""
         async with world_of() as world:
-            wrong = completion(stream=True, extra_key="x")
+            wrong = completion(stream=True, **{field: {"x": 1}})
             refused = await world.client.post(f"{world.url}/v1/{COMPLETIONS}", json=wrong)
             assert refused.status_code == 400
             assert "extra_forbidden" in refused.json()["error"]["message"]
             await until(world.is_idle)
             assert world.last.attempts == ["d"]
+            assert world.engine("d").breaker is None

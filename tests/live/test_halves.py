@@ -24,11 +24,30 @@ from tests.fake_engines.sglang import RunningSglang, running_sglang
 from tests.live.fake_world import FakeWorld, proxy_over, until
 
 TEXT = " ".join(f"Entry {n}: all was well on this day." for n in range(30))
+EVENTS = b"text/event-stream"
 MODES = {"p": "prefill", "q": "prefill", "d": "decode", "e": "decode", "w": "null"}
 
 
 def asked(text=TEXT, **fields):
     return {"model": "tiny", "prompt": text, "max_tokens": 6, "temperature": 0, **fields}
+
+
+def sends_a_comment_first(server: RunningSglang) -> None:
+    """Its streams begin before it has the prompt's KV."""
+    (route,) = [each for each in server.fake.app.routes if each.path == "/v1/completions"]
+    serve = route.app
+
+    async def app(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", EVENTS)]})
+        await send({"type": "http.response.body", "body": b":\n\n", "more_body": True})
+
+        async def go_on(message):
+            if message["type"] == "http.response.body":
+                await send(message)
+
+        await serve(scope, receive, go_on)
+
+    route.app = app
 
 
 def texts_of(answer: httpx.Response) -> list[str]:
@@ -295,6 +314,16 @@ class TestFaults:
             assert "out of order" in answer.text
             await until(world.is_idle)
 
+    async def test_an_engine_that_sends_comments_waits_no_longer_for_it(self):
+        async with world_of() as world:
+            sends_a_comment_first(world.fakes["d"])
+            world.fakes["p"].fake.refuses = 503
+            with pytest.raises(httpx.RemoteProtocolError):
+                await world.client.post(f"{world.url}/v1/completions", json=asked(stream=True, temperature=1))
+            await until(world.is_idle)
+            assert "out of order" in world.last.error
+            await until(lambda: world.fakes["d"].fake.aborted == 1)
+
     async def test_an_error_about_the_request_is_passed_on(self):
         async with world_of() as world:
             world.fakes["p"].fake.refuses = 422
@@ -345,3 +374,4 @@ class TestFaults:
             assert texts_of(await answer) == expected
             await until(lambda: world.is_idle() and bool(list(world.proxy.flow.requests)))
             assert world.last.attempts == ["d", "d"]
+            assert (world.engine("p").served, world.engine("p").failed) == (0, 1)

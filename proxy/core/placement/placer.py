@@ -260,7 +260,7 @@ class Placer:
     def _arrivals(self, now: float, engine: str) -> float:
         """Requests that an engine gets per second."""
         book = self.books[engine]
-        book.arrived.add(now, book.ledger.placed - book.counted)
+        book.arrived.add_evenly(now, book.ledger.placed - book.counted)
         book.counted = book.ledger.placed
         return book.arrived.per_s(now)
 

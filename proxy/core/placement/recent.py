@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import exp
+from math import exp, expm1
 
 # The last minutes: long enough to see many prompts, short enough to follow the day.
 WINDOW_S = 120.0
@@ -62,6 +62,15 @@ class Rate:
             self._first = now
         self._sum = max(self._sum * exp((self._at - now) / self._fades_s) + amount, 0.0)
         self._at = now
+
+    def add_evenly(self, now: float, amount: float) -> None:
+        """Adds an amount that came evenly since the last one was added. When the first began is not known:
+        it does not count."""
+        if self._first is None:
+            amount = 0.0
+        elif gap := (now - self._at) / self._fades_s:
+            amount *= -expm1(-gap) / gap
+        self.add(now, amount)
 
     def per_s(self, now: float) -> float:
         """The rate now; 0 if nothing was added."""

@@ -3,7 +3,7 @@ import time
 import pytest
 
 from engine_adapter.errors import EngineGarbled
-from engine_adapter.http.sse import MAX_EVENT_BYTES, WholeEvents, is_silent
+from engine_adapter.http.sse import MAX_EVENT_BYTES, Speech, WholeEvents, is_silent
 
 RAW = b"data: a\n\nevent: x\r\ndata: b\r\n\r\ndata: c\n\r\n: d\n\n"
 
@@ -22,6 +22,14 @@ RAW = b"data: a\n\nevent: x\r\ndata: b\r\n\r\ndata: c\n\r\n: d\n\n"
 )
 def test_comments_say_nothing(chunk, silent):
     assert is_silent(chunk) is silent
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 100])
+def test_speech_begins_with_the_first_line_that_is_no_comment(size):
+    comments = b": ping\n\n:\r\n\r\n: data: x\n\n"
+    raw, speech = comments + b"data: a\n\n", Speech()
+    begins = [at for at in range(0, len(raw), size) if speech.begins_in(raw[at : at + size])]
+    assert begins[0] == len(comments) // size * size
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 100])

@@ -199,6 +199,25 @@ async def test_a_model_that_fails_to_load_is_refused_with_the_reason_and_tried_a
             assert fake.asked == ["load b"] * 2
 
 
+async def test_requests_that_wait_while_a_model_fails_to_load_do_not_try_it_again():
+    """Each load takes long, and holds up the requests to other models."""
+    fake = FakeRouter("a", "b")
+    fake.broken = "b"
+    with served(fake.app) as url:
+        async with World(fake, url) as router:
+
+            async def ask() -> None:
+                async with router.using("b"):
+                    pass
+
+            failures = await asyncio.gather(*(ask() for _ in range(5)), return_exceptions=True)
+            assert [type(each) for each in failures] == [ModelFailed] * 5
+            assert fake.asked == ["load b"]
+            with pytest.raises(ModelFailed):
+                await ask()
+            assert fake.asked == ["load b"] * 2, "it came later"
+
+
 async def test_a_visit_waits_for_a_request_to_load_the_model_and_a_swap_waits_for_the_visit():
     """However short the model stays."""
     fake = FakeRouter("a", "b")

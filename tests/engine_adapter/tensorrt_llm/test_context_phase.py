@@ -17,12 +17,17 @@ PHASE = ContextPhase()
 TOKENS = list(range(100, 200))
 IDS = array("i", TOKENS)
 HELLO = [{"role": "user", "content": "Hi"}]
+NO_OPTIONS = {"stream_options": None}
 PROMPTS = {COMPLETIONS: {"prompt": TOKENS}, CHAT: {"messages": HELLO, "prompt_token_ids": TOKENS}}
 
 
 def asked(**fields) -> JsonBody:
     usual = {"model": "tiny", "max_tokens": 6, "stream": True, "stream_options": {"include_usage": True}}
     return JsonBody(json.dumps(usual | fields).encode())
+
+
+SENT = PHASE.first_leg(asked(prompt=TOKENS))
+"""What a context server was sent."""
 
 
 @pytest.fixture(params=[True, False], ids=["with ctx_usage", "without"])
@@ -36,9 +41,10 @@ async def pair(request):
             await client.aclose()
 
 
-async def first_leg(client: ControlClient, path: str, body: JsonBody) -> bytes:
-    sent = json.loads(PHASE.first_leg(body).raw)
-    return json.dumps(await client.call("POST", path, json=sent)).encode()
+async def first_leg(client: ControlClient, path: str, body: JsonBody) -> tuple[bytes, JsonBody]:
+    """The server's answer, and what it was sent."""
+    sent = PHASE.first_leg(body)
+    return json.dumps(await client.call("POST", path, json=json.loads(sent.raw))).encode(), sent
 
 
 class TestBothLegs:
@@ -46,7 +52,7 @@ class TestBothLegs:
     async def test_the_second_server_fetches_what_the_first_one_keeps(self, pair, path):
         (first, context), (second, generation) = pair
         body = asked(**PROMPTS[path])
-        handover = PHASE.handover(await first_leg(context, path, body))
+        handover = PHASE.handover(*await first_leg(context, path, body))
         sent = json.loads(PHASE.second_leg(body, handover).raw)
         params = sent.pop("disaggregated_params")
         assert sent == json.loads(body.raw), "the rest is the client's"
@@ -65,7 +71,7 @@ class TestBothLegs:
             (COMPLETIONS, asked(prompt="Hello there"), "prompt"),
             (CHAT, asked(messages=HELLO), "prompt_token_ids"),
         ):
-            handover = PHASE.handover(await first_leg(context, path, body))
+            handover = PHASE.handover(*await first_leg(context, path, body))
             sent = json.loads(PHASE.second_leg(body, handover).raw)
             assert all(isinstance(token, int) for token in sent[ids]), sent
             assert sent[ids]
@@ -75,7 +81,7 @@ class TestBothLegs:
     async def test_an_answer_that_ends_with_its_first_token_hands_nothing_over(self, pair):
         (fake, context), _ = pair
         fake.ends_at_once = True
-        handover = PHASE.handover(await first_leg(context, COMPLETIONS, asked(prompt=TOKENS)))
+        handover = PHASE.handover(*await first_leg(context, COMPLETIONS, asked(prompt=TOKENS)))
         assert (handover.fields, handover.cached_tokens) == ({}, 0)
 
     def test_each_request_has_a_number_that_no_server_gives_itself(self):
@@ -91,22 +97,26 @@ class TestAnswers:
     @pytest.mark.parametrize("params", [None, {}, {"ctx_request_id": None}])
     def test_of_a_server_that_keeps_nothing(self, params):
         answer = {"choices": [{"finish_reason": "length", "disaggregated_params": params}]}
-        assert PHASE.handover(json.dumps(answer).encode()) is None
+        assert PHASE.handover(json.dumps(answer).encode(), SENT) is None
 
-    def test_what_the_server_says_is_passed_on_as_it_is(self):
+    @pytest.mark.parametrize("number", [{}, {"disagg_request_id": None}, {"disagg_request_id": 7}])
+    def test_what_the_server_says_is_passed_on_with_the_number_that_kvpin_drew(self, number):
+        """Whatever number the server says: that may be another request's."""
         own = {"ctx_request_id": 2**62, "draft_tokens": [1], "resolved_thinking": True, "request_type": "x"}
+        own |= number
         answer = {"choices": [{"finish_reason": "length", "disaggregated_params": own}]}
-        fields = PHASE.handover(json.dumps(answer).encode()).fields
+        fields = PHASE.handover(json.dumps(answer).encode(), SENT).fields
         assert fields.keys() == {"disaggregated_params"}, "the second server renders the prompt itself"
         told = json.loads(bytes(fields["disaggregated_params"]))
-        assert told == own | {"request_type": "generation_only"}
+        drawn = SENT.get("disaggregated_params")["disagg_request_id"]
+        assert told == own | {"request_type": "generation_only", "disagg_request_id": drawn}
 
     @pytest.mark.parametrize(
         "answer", [b"", b"[]", b'{"choices": 1}', b'{"choices": [{"finish_reason": 1}]}']
     )
     def test_that_cannot_be_read(self, answer):
         with pytest.raises(EngineGarbled, match="its answer to a prefill cannot be read"):
-            PHASE.handover(answer)
+            PHASE.handover(answer, SENT)
 
 
 class TestTakes:
@@ -125,7 +135,7 @@ class TestTakes:
 
 
 class TestFetch:
-    @pytest.mark.parametrize("fields", [{}, {"n": 1}, {"echo": False}, {"logprobs": None}, {"stop": ["x"]}])
+    @pytest.mark.parametrize("fields", [{}, {"n": 1}, {"logprobs": None}, {"stop": ["x"]}, NO_OPTIONS])
     def test_a_stream_of_one_answer_fetches_itself(self, fields):
         assert PHASE.fetch(COMPLETIONS, asked(prompt=TOKENS, **fields), IDS) is None
 
@@ -142,6 +152,8 @@ class TestFetch:
             {"use_beam_search": True},
             {"max_tokens": 1},
             {"max_completion_tokens": 1},
+            {"stream_options": {"include_usage": True, "include_obfuscation": False}},
+            {"stream_options": "usage"},
         ],
     )
     def test_other_requests_do_so_with_one_of_their_own(self, fields):

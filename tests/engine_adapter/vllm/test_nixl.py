@@ -153,15 +153,18 @@ class TestFirstLeg:
 class TestHandover:
     def test_passes_on_what_the_engine_says_as_it_is(self):
         kept = KEPT | {"a_new_field": {"x": [1.0, None]}}
-        handover = NIXL.handover(answer_of(kept, prompt_tokens_details={"cached_tokens": 32}))
+        handover = NIXL.handover(answer_of(kept, prompt_tokens_details={"cached_tokens": 32}), body_of())
         assert handover.cached_tokens == 32
         body = body_of(kv_transfer_params={"prompt_token_ids": [5, 6]})
         sent = json.loads(NIXL.second_leg(body, handover).raw)
         assert sent == ASKED | {"kv_transfer_params": kept | {"prompt_token_ids": [5, 6]}}
 
     def test_the_reuse_may_stand_beside_the_blocks_alone(self):
-        assert NIXL.handover(answer_of(KEPT)).cached_tokens == 16
-        assert NIXL.handover(answer_of(KEPT | {"remote_prefill_cached_tokens": None})).cached_tokens is None
+        assert NIXL.handover(answer_of(KEPT), body_of()).cached_tokens == 16
+        assert (
+            NIXL.handover(answer_of(KEPT | {"remote_prefill_cached_tokens": None}), body_of()).cached_tokens
+            is None
+        )
 
     @pytest.mark.parametrize(
         "params",
@@ -176,18 +179,18 @@ class TestHandover:
         ],
     )
     def test_an_engine_that_keeps_nothing_to_be_pulled(self, params):
-        assert NIXL.handover(answer_of(params)) is None
+        assert NIXL.handover(answer_of(params), body_of()) is None
 
     def test_blocks_without_groups_and_no_mode_are_of_older_engines(self):
         old = {name: value for name, value in KEPT.items() if name != "transfer_mode"}
-        assert NIXL.handover(answer_of(old | {"remote_block_ids": [4, 5]})) is not None
+        assert NIXL.handover(answer_of(old | {"remote_block_ids": [4, 5]}), body_of()) is not None
 
     @pytest.mark.parametrize(
         "answer", [b"", b"[]", b"{", b'{"kv_transfer_params":7}', answer_of({"remote_block_ids": 3})]
     )
     def test_an_answer_that_is_none(self, answer):
         with pytest.raises(EngineGarbled, match="its answer to a prefill cannot be read"):
-            NIXL.handover(answer)
+            NIXL.handover(answer, body_of())
 
 
 @pytest.mark.parametrize(("role", "moves"), [("both", False), ("prefill", True), ("decode", True)])

@@ -214,13 +214,16 @@ class TestStreaming:
                 go.put_nowait(None)
         assert got == [b"data: 0\n\n", b"data: 1\n\n", b"data: 2\n\n", DONE]
 
-    async def test_a_comment_passes_and_is_no_first_token(self, engine, proxy, client):
+    @pytest.mark.parametrize("pieces", [[b":\n\n"], [b": pi", b"ng\n", b"\n"]], ids=["whole", "in pieces"])
+    async def test_a_comment_passes_and_is_no_first_token(self, engine, proxy, client, pieces):
         """Servers send them while they compute a long prompt."""
         go = asyncio.Event()
 
         async def script(exchange):
             await exchange.start()
-            await exchange.chunk(b":\n\n")
+            for piece in pieces:
+                await exchange.chunk(piece)
+                await asyncio.sleep(0.02)  # so that each is read alone
             await go.wait()
             await exchange.chunk(b"data: 0\n\n")
             await exchange.chunk(DONE)
@@ -230,7 +233,7 @@ class TestStreaming:
         (known,) = proxy.fleet.pools["m"].engines.values()
         async with client.stream("POST", CHAT, json=STREAM) as response:
             parts = response.aiter_raw()
-            assert await anext(parts) == b":\n\n"
+            assert await anext(parts) == b"".join(pieces)
             (lease,) = known.leases
             assert not lease.has_answer
             assert not lease.begun.is_set()

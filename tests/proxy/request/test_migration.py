@@ -99,6 +99,16 @@ class TestAgain:
         page = client.proxy.metrics.render().decode()
         assert ('kvpin_interrupted_streams_total{model="m",result="migrated"} 1.0' in page) == (sent > 0)
 
+    async def test_after_a_comment_the_next_engine_says_the_first_token(self, engine, other, client):
+        engine.script = dying(b":\n\n")
+        other.script = telling(*whole("2"))
+        response = await client.post(CHAT, json=GREEDY)
+        assert response.text.count("data:") == len(whole())
+        record = client.proxy.last
+        assert record.attempts == ["a", "b"]
+        assert record.first_byte_s is not None
+        assert record.moments.has_failed
+
     async def test_half_an_event_is_not_sent(self, engine, other, client):
         engine.script = dying(*whole()[:3], whole()[3][:20])
         other.script = telling(*whole("2"))

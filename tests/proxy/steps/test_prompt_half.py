@@ -15,7 +15,7 @@ from proxy.steps.prompt_half import PromptHalf
 def half(monkeypatch):
     """Makes a half whose engine does what `run` says."""
 
-    def make(run, *, is_answering=False) -> PromptHalf:
+    def make(run, *, is_refused=False) -> PromptHalf:
         made = PromptHalf(
             transport=None,
             ready=None,
@@ -23,7 +23,7 @@ def half(monkeypatch):
             lease=None,
             meeting={},
             leg=None,
-            is_answering=lambda: is_answering,
+            is_refused=lambda: is_refused,
             ingest=None,
         )
         monkeypatch.setattr(PromptHalf, "_run", lambda _self: run(made))
@@ -83,7 +83,7 @@ class TestInTime:
             await asyncio.sleep(0.1)
             return "an error"
 
-        assert await half(refuses, is_answering=True).in_time(refused()) == "an error"
+        assert await half(refuses, is_refused=True).in_time(refused()) == "an error"
 
     async def test_a_bug_in_it_ends_the_answer_too(self, half):
         async def breaks(_half):

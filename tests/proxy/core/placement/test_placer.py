@@ -614,11 +614,20 @@ class TestPairs:
 
     def test_both_engines_get_a_request(self, placer, pair):
         placer.add("c")
-        for name in "abc":  # as the decision about them did
-            placer.prefillers(0.0, [], set()).arrivals(name)
+        for name in "abc":  # as a decision does
+            assert placer.prefillers(0.0, [], set()).arrivals(name) == 0
+        for name, part in (("a", Role.PREFILL), ("b", Role.DECODE)):
+            placer.begin(1.0, name, Work(161), prompt(1), part=part)
         arrivals = placer.prefillers(2.0, [], set()).arrivals
         assert arrivals("a") == arrivals("b") == pytest.approx(0.5, rel=0.02)
         assert arrivals("c") == 0
+
+    def test_requests_that_came_before_pairs_were_compared_are_no_burst(self, placer):
+        """The engine for prefills was down for an hour."""
+        placer.prefillers(0.0, [], set()).arrivals("b")
+        for at in range(3600):
+            placer.begin(float(at), "b", Work(1), None)
+        assert placer.prefillers(3600.0, [], set()).arrivals("b") == pytest.approx(1, rel=0.02)
 
     def test_count_once_as_demand(self, placer, pair):
         chain, prefill, decode = pair

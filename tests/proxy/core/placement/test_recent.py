@@ -36,6 +36,20 @@ def test_a_rate_may_be_that_of_the_last_minutes():
     assert young.per_s(6.0) == pytest.approx(3 / 6, rel=0.1)
 
 
+def test_an_amount_that_came_evenly_is_that_of_many_moments():
+    seldom, often = Rate(), Rate()
+    seldom.add_evenly(0.0, 1e6)
+    assert seldom.per_s(0.0) == 0.0, "nobody knows since when they came"
+    for at in range(1, 1001):
+        often.add_evenly(at / 10, 0.3)
+        if at in (7, 1000):
+            seldom.add_evenly(at / 10, 0.3 * (at - 7 or 7))
+        assert often.per_s(at / 10) <= 3 + 1e-9
+    assert seldom.per_s(100.0) == pytest.approx(3, rel=0.01)
+    seldom.add_evenly(100.0, 10.0)
+    assert seldom.per_s(100.0) == pytest.approx(4, rel=0.01), "at the same moment"
+
+
 def test_means_are_of_what_has_not_faded():
     recent = Recent()
     assert (recent.mean, recent.rest) == (0.0, 0.0)
