@@ -178,8 +178,9 @@ class Attempts:
             return _ALONE
         reply, record, source = serving.reply, serving.record, ready.pool.engines[pair.prefill.engine]
         rendezvous = source.adapter.rendezvous
-        takes = rendezvous is not None and rendezvous.takes(ready.call.route)
-        if rendezvous is None or not takes or not isinstance(ready.call.body, JsonBody):
+        if rendezvous is None or not rendezvous.takes(ready.call.route):
+            return _ALONE
+        if not isinstance(ready.call.body, JsonBody):
             return _ALONE
         source.salts.note(self.tenants.owner(ready.salt), ready.salt)
         record.prefilled_by, record.transfer, had_begun = source.id, TransferResult.FAILED, reply.started
@@ -238,7 +239,7 @@ class Attempts:
         for_others = serving.call.body if serving.kept else None
         reply.on_start = partial(_forget_bodies, call, hold, for_others)
         headers = _headers(call, placement, hold, reply) | ready.told | _retained(ready, hold)
-        refuses_kv = isinstance(kept, Prefilled) and kept.is_checked and not kept.is_fetched
+        refuses_kv = isinstance(kept, Prefilled) and kept.is_checked
         refusals = ERRORS if refuses_kv else refusals_of(call, serving.n_candidates)
         serving.life.take(monotonic(), Sent())
         answer = Forwarding(engine.adapter, call, hold, reply, headers, refusals, passage, began, spoke).run(

@@ -184,19 +184,12 @@ class Placement(msgspec.Struct, frozen=True, gc=False):
 
     @classmethod
     def of(
-        cls,
-        engine: str,
-        predicted_tokens: int,
-        n_tokens: int,
-        costs: tuple[Cost, ...],
-        rule: str,
-        *,
-        strain: float = 1.0,
+        cls, engine: str, predicted_tokens: int, n_tokens: int, costs: tuple[Cost, ...], rule: str
     ) -> Placement:
         """A decision for `engine` whose costs are all built."""
         chosen = next(cost for cost in costs if cost.engine == engine)
         elsewhere = max((cost.cached_tokens for cost in costs if cost is not chosen), default=None)
-        return cls(chosen, predicted_tokens, n_tokens, partial(tuple, costs), rule, elsewhere, strain=strain)
+        return cls(chosen, predicted_tokens, n_tokens, partial(tuple, costs), rule, elsewhere)
 
     @property
     def engine(self) -> str:

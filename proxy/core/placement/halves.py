@@ -31,10 +31,8 @@ def least_loaded_of(candidates: Sequence[Candidate]) -> Placement:
         cost if (prefill := prefills[cost.engine]) is None else replace(cost, prefiller=prefill.engine)
         for cost in placement.costs
     )
-    chosen, prefill = (
-        next(each for each in costs if each.engine == placement.engine),
-        prefills[placement.engine],
-    )
+    chosen = next(each for each in costs if each.engine == placement.engine)
+    prefill = prefills[placement.engine]
     pair = None if prefill is None else Pair(prefill, placement, together=True)
     return replace(placement, chosen=chosen, all_costs=lambda: costs, pair=pair)
 
