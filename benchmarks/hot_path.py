@@ -30,7 +30,7 @@ from tokenizers import Tokenizer
 from engine_adapter import Capability, EngineInfo, EngineSpec, JsonBody, make_adapter
 from engine_adapter.prompt.chat import ChatTokenizer
 from engine_adapter.types import Tier
-from proxy.core.placement.decision import place
+from proxy.core.placement.scores import place
 from proxy.fleet.engine import EngineState
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.pool import Pool

@@ -34,8 +34,9 @@ from router_work import MIXES, Question, make_work
 from proxy.cli.main import main as kvpin
 from proxy.core.index.blocks import Chain
 from proxy.core.placement import placer
-from proxy.core.placement.decision import Candidate, Outlook, Placement, Scores, place
+from proxy.core.placement.decision import Candidate, Outlook, Placement
 from proxy.core.placement.pairs import Prefillers, best_pair, place_with_pairs
+from proxy.core.placement.scores import Scores, place
 
 LIVE = [name for name in RULES if name not in WITHOUT_ROLES]
 # Engines: tokens a second that they compute and move, and what they hold.

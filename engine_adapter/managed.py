@@ -54,11 +54,11 @@ def managed_kind(kind: str) -> ManagedKind:
     return _KINDS.get(kind, _ANY)
 
 
-def run_engine_cli(args: Sequence[str], *, prog_name: str = "kvpin engine") -> None:
+def run_engine_cli(args: Sequence[str]) -> None:
     """Runs the embedded engine with these arguments; ends with SystemExit. Raises EngineSpecError without
     torch."""
     _check_torch("the embedded engine needs torch: pip install 'kvpin[engine]'")
-    app(args=list(args), prog_name=prog_name)
+    app(args=list(args), prog_name="kvpin engine")
 
 
 # --- embedded ------------------------------------------------------------------------------------

@@ -60,8 +60,9 @@ from proxy.request.retries import final_error
 from proxy.request.tenants import Tenants
 from proxy.request.translate import CHAT_PATH, Translated, Translation
 from proxy.request.urgency import deadline_of, priority_of, prompt_tokens_of, tokens_of
-from proxy.steps.attempt import Attempts, Serving, cause_for
+from proxy.steps.attempt import Attempts
 from proxy.steps.preparation import Preparation, Ready
+from proxy.steps.serving import Serving, cause_for
 
 # Status of a request whose client left, as in nginx.
 CLIENT_LEFT = 499

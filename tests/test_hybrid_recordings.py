@@ -17,8 +17,8 @@ from engine_adapter.types import ViewCurrent, ViewLost, token_array
 from engine_adapter.vllm.event_watch import Copies
 from proxy.core.index.blocks import chain, namespace_root
 from proxy.core.index.view import EngineView, slices
-from proxy.core.placement.decision import predict
 from proxy.core.placement.placer import Placer
+from proxy.core.placement.scores import predict
 
 DATA = Path(__file__).parent / "data" / "hybrid_events"
 POOL, BLOCK, PAGE = 16, 32, 16  # tokens of a block of kvpin's and of vLLM's, and of a page of SGLang's

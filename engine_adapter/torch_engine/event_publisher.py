@@ -41,9 +41,7 @@ class EventPublisher:
     never delays a step. Any thread may call `close` once the engine has stopped.
     """
 
-    def __init__(
-        self, *, host: str = "127.0.0.1", topic: str = TOPIC, buffer_steps: int = BUFFER_STEPS
-    ) -> None:
+    def __init__(self, *, host: str = "127.0.0.1", buffer_steps: int = BUFFER_STEPS) -> None:
         self._context = zmq.Context()
         self._context.setsockopt(zmq.IPV6, 1)
         self._pub = self._context.socket(zmq.PUB)
@@ -58,9 +56,9 @@ class EventPublisher:
             replay_endpoint=_bind(self._router, host),
             buffer_steps=buffer_steps,
             hwm=HIGH_WATER_MARK,
-            topic=topic,
+            topic=TOPIC,
         )
-        self._topic = topic.encode()
+        self._topic = TOPIC.encode()
         self._next = 0
         self._lock = threading.Lock()
         self._buffer: deque[tuple[int, bytes]] = deque(maxlen=buffer_steps)

@@ -37,8 +37,8 @@ class RemovedEngine(msgspec.Struct, kw_only=True):
     """An engine that an operator has removed.
 
     `engine` is its address, what tells it from others there, and the machine, where only that one reaches the
-    address. `named`: settings or sources name it, so it
-    would be used. `undo` is the command that brings it back.
+    address. `named`: settings or sources name it, so it would be used. `undo` is the command that brings it
+    back.
     """
 
     engine: str

@@ -14,10 +14,11 @@ from msgspec.structs import replace
 from engine_adapter import EngineError, EngineInfo, Hold, Role
 from proxy.core.index.blocks import BlockHash, Chain
 from proxy.core.peers.telling import Telling
-from proxy.core.placement.decision import NOTHING, Placement, predict
+from proxy.core.placement.decision import NOTHING, Placement
 from proxy.core.placement.load import Work
 from proxy.core.placement.placer import PlacedRequest, Placer
 from proxy.core.placement.prefix_wait import leader, patience_s
+from proxy.core.placement.scores import predict
 from proxy.core.placement.whole_answers import Report
 
 

@@ -2,8 +2,7 @@
 
 After placement, kvpin asks such tiers if they may hold more of the prompt than the GPU. Their answer is the
 prediction, exact to the token. The index keeps the answer, and the blocks that the request will store there,
-as
-hints: later placements use hints, predictions do not.
+as hints: later placements use hints, predictions do not.
 """
 
 from __future__ import annotations

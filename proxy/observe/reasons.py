@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from enum import StrEnum
 
-from proxy.core.placement.decision import TIE_S, Cost, Placement
+from proxy.core.placement.decision import Cost, Placement
+from proxy.core.placement.scores import TIE_S
 
 
 class Reason(StrEnum):

@@ -6,8 +6,6 @@ equal, not by the size of a cache. A prompt's blocks are cached from its beginni
 
 from __future__ import annotations
 
-import gzip
-import zlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
@@ -16,7 +14,7 @@ import msgspec
 
 from proxy.core.prompt_text import ALL, TextBlocks
 from proxy.replay.recorded import HEAD, Recording, RecordingLine
-from proxy.replay.trace import TraceError, late_by_ms
+from proxy.replay.trace import late_by_ms, texts_of
 
 
 class AdviceLine(msgspec.Struct):
@@ -134,20 +132,13 @@ def read_recordings(*paths: Path) -> list[AdviceLine]:
 def _read(path: Path) -> tuple[list[AdviceLine], Recording | None]:
     """The requests of a file in its order, and what it says of itself last."""
     decoder, about = msgspec.json.Decoder(AdviceLine), msgspec.json.Decoder(RecordingLine)
-    lines, head, at = list[AdviceLine](), None, 0
-    try:
-        with path.open("rb") as packed, gzip.open(packed) if path.suffix == ".gz" else packed as file:
-            for at, text in enumerate(file, 1):  # noqa: B007 - names the line in an error
-                if not text.endswith(b"\n") or text.isspace():  # a killed writer leaves half a line
-                    continue
-                if text.startswith(HEAD):
-                    head = about.decode(text).recording
-                else:
-                    lines.append(decoder.decode(text))
-    except OSError as error:
-        raise TraceError(f"{path}: cannot be read: {error.strerror or error}") from error
-    except (EOFError, zlib.error) as error:
-        raise TraceError(f"{path}: is incomplete or damaged: {error}") from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise TraceError(f"{path}, line {at}: {error}") from error
+    lines, head = list[AdviceLine](), None
+    with texts_of(path) as texts:
+        for text in texts:
+            if not text.endswith(b"\n"):  # a killed writer leaves half a line
+                continue
+            if text.startswith(HEAD):
+                head = about.decode(text).recording
+            else:
+                lines.append(decoder.decode(text))
     return lines, head

@@ -13,8 +13,9 @@ from msgspec.structs import replace
 from engine_adapter.types import Attention, KvGroup
 from proxy.core.index.blocks import BlockHash, Chain
 from proxy.core.index.match import Match
-from proxy.core.placement.decision import Candidate, Placement, place
+from proxy.core.placement.decision import Candidate, Placement
 from proxy.core.placement.placer import PlacedRequest, Placer
+from proxy.core.placement.scores import place
 from proxy.replay.policy import PolicyChoice, Seeing, SimFleet
 from proxy.replay.simulated_engine import SimEngine
 from proxy.replay.trace import TraceRequest

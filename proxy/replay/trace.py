@@ -1,8 +1,7 @@
 """Traces: requests with their times, lengths and block hashes, and no text.
 
 Formats: Mooncake's jsonl (`timestamp` in ms, `input_length`, `output_length`, `hash_ids`, 512 tokens a
-    block),
-the same with `session_id`, and kvpin's own recordings, which add `block_tokens` and a line about the
+block), the same with `session_id`, and kvpin's own recordings, which add `block_tokens` and a line about the
 recording itself (`recorded.py`). Plain or gzip. Several recordings are merged by time.
 """
 
@@ -11,6 +10,7 @@ from __future__ import annotations
 import gzip
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -140,6 +140,29 @@ def _opened(path: Path) -> BinaryIO:
     return path.open("rb")
 
 
+@contextmanager
+def texts_of(path: Path, opened: Callable[[Path], BinaryIO] = _opened) -> Iterator[Iterator[bytes]]:
+    """The lines of a file that are not empty. Raises TraceError, also for a line that cannot be decoded
+    within."""
+    at = 0
+
+    def texts(file: Iterable[bytes]) -> Iterator[bytes]:
+        nonlocal at
+        for at, text in enumerate(file, 1):  # noqa: B007 - names the line in an error
+            if not text.isspace():
+                yield text
+
+    try:
+        with opened(path) as packed, gzip.open(packed) if path.suffix == ".gz" else packed as file:
+            yield texts(file)
+    except OSError as error:
+        raise TraceError(f"{path}: cannot be read: {error.strerror or error}") from error
+    except (EOFError, zlib.error) as error:
+        raise TraceError(f"{path}: is incomplete or damaged: {error}") from error
+    except (msgspec.DecodeError, ValueError) as error:
+        raise TraceError(f"{path}, line {at}: {error}") from error
+
+
 @dataclass(slots=True)
 class _File:
     """What one file holds: requests, what it says about itself, and whether its last line breaks off."""
@@ -180,18 +203,7 @@ def read_trace(
     rechained = not _is_chained(chains)
     if rechained:
         chains = _chained(chains)
-    order = sorted(range(len(lines)), key=lambda at: lines[at].timestamp)
-    requests = tuple(
-        TraceRequest(
-            id=position,
-            at=lines[at].timestamp / 1000,
-            chain=Chain(chains[at], lines[at].input_length, size),
-            output_tokens=lines[at].output_length,
-            session=None if lines[at].session_id is None else str(lines[at].session_id),
-            ttft_s=lines[at].ttft_s,
-        )
-        for position, at in enumerate(order)
-    )
+    requests = _requests(lines, chains, size)
     if abouts:
         answers = answer_blocks(requests)
         requests = tuple(map(_with_answer, requests, answers))
@@ -206,6 +218,24 @@ def read_trace(
         rechained=rechained,
         failed=len(whole) - len(answered),
         cut=any(file.cut for file in files),
+    )
+
+
+def _requests(
+    lines: Sequence[TraceLine], chains: Sequence[tuple[BlockHash, ...]], size: int
+) -> tuple[TraceRequest, ...]:
+    """The requests in the order of arrival, from their lines and blocks."""
+    order = sorted(range(len(lines)), key=lambda at: lines[at].timestamp)
+    return tuple(
+        TraceRequest(
+            id=position,
+            at=lines[at].timestamp / 1000,
+            chain=Chain(chains[at], lines[at].input_length, size),
+            output_tokens=lines[at].output_length,
+            session=None if lines[at].session_id is None else str(lines[at].session_id),
+            ttft_s=lines[at].ttft_s,
+        )
+        for position, at in enumerate(order)
     )
 
 
@@ -267,28 +297,18 @@ def _read(path: Path, limit: int | None, opened: Callable[[Path], BinaryIO]) -> 
 def _lines(path: Path, read: _File, opened: Callable[[Path], BinaryIO]) -> Iterator[TraceLine]:
     """Yields the requests of a file, and notes the rest in `read`. Raises TraceError."""
     decoder, about = msgspec.json.Decoder(TraceLine), msgspec.json.Decoder(RecordingLine)
-    at = 0
-    try:
-        with opened(path) as packed, gzip.open(packed) if path.suffix == ".gz" else packed as file:
-            for at, text in enumerate(file, 1):  # noqa: B007 - names the line in an error
-                is_whole = text.endswith(b"\n")
-                if text.isspace():
-                    continue
-                if text.startswith(HEAD):
-                    read.cut = not is_whole
-                    read.about = about.decode(text).recording if is_whole else read.about
-                elif is_whole:
-                    yield _checked(decoder.decode(text))
-                elif (last := _last(decoder, text)) is not None:
-                    yield last
-                else:
-                    read.cut = True
-    except OSError as error:
-        raise TraceError(f"{path}: cannot be read: {error.strerror or error}") from error
-    except (EOFError, zlib.error) as error:
-        raise TraceError(f"{path}: is incomplete or damaged: {error}") from error
-    except (msgspec.DecodeError, UnicodeDecodeError, ValueError) as error:
-        raise TraceError(f"{path}, line {at}: {error}") from error
+    with texts_of(path, opened) as texts:
+        for text in texts:
+            is_whole = text.endswith(b"\n")
+            if text.startswith(HEAD):
+                read.cut = not is_whole
+                read.about = about.decode(text).recording if is_whole else read.about
+            elif is_whole:
+                yield _checked(decoder.decode(text))
+            elif (last := _last(decoder, text)) is not None:
+                yield last
+            else:
+                read.cut = True
 
 
 def _last(decoder: msgspec.json.Decoder[TraceLine], text: bytes) -> TraceLine | None:

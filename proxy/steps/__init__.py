@@ -1,8 +1,10 @@
 """The steps of `proxy/flow.py`.
 
+serving.py      the request that they serve, from step to step
 preparation.py  prepare: reads and tokenises the request, finds the pool that may serve it
 attempt.py      run: one attempt on one engine, from the lease to its release
 first_leg.py    within it: another engine computes the prompt
 prompt_half.py  or does so at the same time, as neither can answer alone
 legs.py         what both have in common
+checks.py       at its end: what the engine reports, compared with what was expected
 """

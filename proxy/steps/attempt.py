@@ -11,25 +11,22 @@ raised; the machine decides whether to try another engine.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from http import HTTPStatus
 from time import monotonic
-from typing import Any, Protocol, TypeVar
 
 import structlog
 from msgspec.structs import replace
 
 from engine_adapter import (
     EngineError,
-    EngineRejected,
     Hold,
     HttpTransport,
     IncomingResponse,
     JsonBody,
-    ModelFailed,
     Role,
     log_text,
 )
@@ -37,15 +34,11 @@ from proxy.core.audit import Unchecked
 from proxy.core.budget import ByteBudget
 from proxy.core.life import (
     Answered,
-    Answering,
     Attempt,
     Began,
     Blame,
-    Cause,
     Entered,
-    Failed,
     InTurn,
-    Life,
     Sent,
 )
 from proxy.core.placement.decision import Pair, Placement
@@ -55,116 +48,24 @@ from proxy.fleet.engine import Engine
 from proxy.fleet.ingest import Ingest
 from proxy.fleet.lease import Lease
 from proxy.fleet.lower_tiers import expect_below, look_below
-from proxy.fleet.pool import Pool
 from proxy.headers import ENGINE_HEADER, NOTE_HEADER, POLICY_HEADER, PREDICTED_HEADER, RETENTION_HEADER
-from proxy.prompt import audit_tokens
-from proxy.request.alarm import Alarm
 from proxy.request.calls import Call, Reply
-from proxy.request.error_table import cause_of
 from proxy.request.forward import Forwarded, Forwarding
-from proxy.request.gate import Admission
 from proxy.request.migration import MAX_BODIES, Passage, passage_for
 from proxy.request.records import RequestRecord
-from proxy.request.retries import ERRORS, PASSED_ON, is_not_here, refusals_of
+from proxy.request.retries import ERRORS, PASSED_ON, refusals_of
 from proxy.request.tenants import Tenants
-from proxy.request.transcript import SentStream
+from proxy.steps.checks import check_prediction, check_tokens
 from proxy.steps.first_leg import FirstLeg, Prefilled
+from proxy.steps.legs import OtherLeg
 from proxy.steps.preparation import Ready
 from proxy.steps.prompt_half import PromptHalf
+from proxy.steps.serving import Serving
 
 log = structlog.get_logger(__name__)
-_T = TypeVar("_T")
 
 _SWITCHED = 101
 _ALONE = nullcontext[None]()
-
-
-class OtherLeg(Protocol):
-    """The part of a request that another engine than the one that answers does.
-
-    Attributes:
-        is_fetched: the engine that answers had the KV before it got the request.
-    """
-
-    is_fetched: bool
-
-    @property
-    def source(self) -> str:
-        """The other engine."""
-
-    @property
-    def cached_tokens(self) -> int | None:
-        """Prompt tokens that it reused; None if it did not tell."""
-
-    def moves_since(self, sent: float) -> float:
-        """When the KV began to move, if the request was `sent` then."""
-
-    def begins(self) -> None:
-        """The answer begins. Raises EngineLate: too late."""
-
-    async def in_time(self, answer: Coroutine[Any, Any, _T]) -> _T:
-        """The answer, as long as it may be used. Raises EngineError."""
-
-
-@dataclass(slots=True, eq=False)
-class Serving:
-    """A request that is being served: what the steps of its life have made so far.
-
-    Attributes:
-        call: the request as it came.
-        reply: the way back to its client.
-        record: the request's entry in the log.
-        life: the machine that decides what comes next.
-        alarm: ends a step that takes too long.
-        admitted: the permission to serve it: its tenant's quota, and memory for its body.
-        ready: the request for the next attempt; `first`: the request of the first attempt.
-        placement: the engine it goes to, one of `n_candidates`.
-        engine: the engine of the running attempt, or of the last one.
-        half: the half of that attempt on another engine, if neither can answer alone.
-        passage: reads the running stream for a later engine; None if the stream ends with its engine.
-        cached: prompt tokens that the engine of the running attempt reused, as its headers tell.
-        told: what the client has of the answer; None before another engine goes on with it.
-        kept: bytes of its body that are kept so that another engine can go on.
-    """
-
-    call: Call
-    reply: Reply
-    record: RequestRecord
-    life: Life
-    alarm: Alarm
-    admitted: Admission
-    ready: Ready | None = None
-    first: Ready | None = None
-    placement: Placement | None = None
-    n_candidates: int = 0
-    engine: Engine | None = None
-    half: PromptHalf | None = None
-    passage: Passage | None = None
-    cached: int | None = None
-    told: SentStream | None = None
-    kept: int = 0
-
-    def is_ready(self, ready: Ready) -> None:
-        """Notes the prepared request. Drops the client's body if engines get a translated one."""
-        self.ready = self.first = ready
-        self.call = ready.call
-
-    def failure(self, cause: Cause, error: Exception) -> Failed:
-        """The running step failed. Notes what the client has, for the engine that goes on with it."""
-        has_begun = self.reply.started
-        if has_begun and isinstance(self.life.state, Answering) and cause is not Cause.DIVERGED:
-            self.record.interrupted += 1
-            self.record.died.append(self.record.attempts[-1])
-        if has_begun and self.passage is not None:
-            self.told = self.passage.told(self.cached)
-        self.passage = None
-        if self.told is not None and self.first is not None:
-            self.ready = self.first.going_on(self.told)
-        error.__traceback__ = None  # it holds frames, and they hold the body
-        blamed = None
-        if self.half is not None and self.half.is_to_blame(cause):
-            self.engine, blamed = self.half.engine, self.half.source
-        return Failed(cause, error, has_begun, can_go_on=self.told is not None, engine=blamed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,8 +187,9 @@ class Attempts:
             return _ALONE
         reply, record, source = serving.reply, serving.record, ready.pool.engines[pair.prefill.engine]
         rendezvous = source.adapter.rendezvous
-        takes = rendezvous is not None and rendezvous.takes(ready.call.route)
-        if rendezvous is None or not takes or not isinstance(ready.call.body, JsonBody):
+        if rendezvous is None or not rendezvous.takes(ready.call.route):
+            return _ALONE
+        if not isinstance(ready.call.body, JsonBody):
             return _ALONE
         source.salts.note(self.tenants.owner(ready.salt), ready.salt)
         record.prefilled_by, record.transfer = source.id, TransferResult.FAILED
@@ -314,7 +216,7 @@ class Attempts:
         engine: Engine,
         lease: Lease,
         hold: Hold,
-        prefilled: OtherLeg | None = None,
+        prefilled: OtherLeg | None,
     ) -> Forwarded:
         """Sends the request to the engine that it holds, and the answer to the client.
 
@@ -346,7 +248,7 @@ class Attempts:
         for_others = serving.call.body if serving.kept else None
         reply.on_start = partial(_forget_bodies, call, hold, for_others)
         headers = _headers(call, placement, hold, reply) | ready.told | _retained(ready, hold)
-        refuses_kv = isinstance(kept, Prefilled) and kept.is_checked and not kept.is_fetched
+        refuses_kv = isinstance(kept, Prefilled) and kept.is_checked
         refusals = ERRORS if refuses_kv else refusals_of(call, serving.n_candidates)
         serving.life.take(monotonic(), Sent())
         answer = Forwarding(engine.adapter, call, hold, reply, headers, refusals, passage, began, spoke).run(
@@ -403,7 +305,6 @@ class Attempts:
         """Notes what the engine reported of a complete answer, and what it holds now. Returns why its
         prediction was not checked."""
         record, pool = serving.record, ready.pool
-        record.reports(forwarded.prefill, forwarded.decode_s)
         lease.report = Report(forwarded.cached_tokens, forwarded.output_tokens, forwarded.prefill)
         record.status, record.error = forwarded.status, forwarded.error
         record.called_tool = forwarded.called_tool
@@ -412,52 +313,14 @@ class Attempts:
             record.reported_tokens = prefilled.cached_tokens
         else:
             engine.audit.reported(forwarded.cached_tokens or 0)
-        self._check_tokens(pool, engine, hold, record)
+        check_tokens(pool, engine, hold, record)
         lease.failed = forwarded.error is not None
         lease.succeeded = not lease.failed and record.tokens_agree is not False
         if lease.succeeded:
             expect_below(pool, engine, ready.chain)
         if prefilled is not None:  # the prediction was for the engine that computed the prompt
             return None
-        return self._audit(engine, ready, lease, record, forwarded.cached_tokens)
-
-    def _audit(
-        self, engine: Engine, ready: Ready, lease: Lease, record: RequestRecord, reported: int | None
-    ) -> Unchecked | None:
-        """Compares a firm prediction with what the engine reported. Returns why it did not."""
-        placement = lease.placement
-        if self.ingest is None or reported is None:
-            unchecked = Unchecked.REUSE_OFF if self.ingest is None else Unchecked.NOT_REPORTED
-        elif ready.prompt is None:
-            unchecked = Unchecked.PROMPT_UNKNOWN
-        elif record.tokens_agree is False:
-            unchecked = Unchecked.TOKENS_DIFFER
-        elif not placement.firm:
-            unchecked = Unchecked.NOT_FIRM
-        elif lease.placed.may_be_evicted and placement.predicted_tokens:
-            unchecked = Unchecked.MAY_BE_EVICTED
-        else:
-            predicted = placement.predicted_tokens
-            self.ingest.audit(engine, predicted, reported, evicted_since=lease.evicted_since)
-            return None
-        if record.error is not None:
-            return Unchecked.FAILED
-        return unchecked if record.runs_prompt else Unchecked.NO_PROMPT
-
-    def _check_tokens(self, pool: Pool, engine: Engine, hold: Hold, record: RequestRecord) -> None:
-        """Compares our token ids of the prompt with the engine's, if the engine returned them."""
-        theirs = hold.answer.prompt_tokens() if hold.answer is not None else None
-        if theirs is None or record.prompt is None or not record.prompt.whole or pool.prompts is None:
-            return
-        record.tokens_agree = record.prompt.token_ids == theirs
-        difference = audit_tokens(pool.prompts, record.prompt, theirs)
-        if difference is not None:
-            log.warning(
-                "the engine's tokens of a prompt differ from kvpin's: its prediction is not used",
-                engine=engine.id,
-                request=record.request_id,
-                difference=difference,
-            )
+        return check_prediction(self.ingest, engine, ready, lease, record, forwarded.cached_tokens)
 
     def _hold(self, engine: Engine, ready: Ready) -> AbstractAsyncContextManager[Hold]:
         """The request's hold on its engine. When reuse is off, the adapter holds no request with a body."""
@@ -469,17 +332,6 @@ class Attempts:
         session = ready.session.digest if ready.session is not None else None
         kv = replace(prompt.kv, retention=ready.retention, session=session)
         return engine.adapter.hold(call.route, body, kv)
-
-
-def cause_for(error: Exception, serving: Serving) -> Cause:
-    """The cause of an attempt that failed with this error."""
-    if not isinstance(error, EngineRejected) or isinstance(error, ModelFailed):
-        return cause_of(error)
-    if is_not_here(error) and error.status in refusals_of(serving.call, serving.n_candidates):
-        return Cause.ENGINE_LACKS
-    # In the middle of a stream, another engine may still go on, whatever error this one gives.
-    is_refusal = serving.reply.started or error.status in refusals_of(serving.call, serving.n_candidates)
-    return Cause.ENGINE_REFUSED if is_refusal else Cause.ENGINE_REJECTED
 
 
 def _begin_together(lease: Lease, hold: Hold, half: PromptHalf | None) -> None:

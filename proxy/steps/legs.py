@@ -1,8 +1,11 @@
-"""What the legs of a request on a second engine have in common: they are sent alike, and audited alike."""
+"""What the legs of a request on a second engine have in common: what an attempt asks of them, how they are
+sent, and how they are audited."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine
+from typing import Any, Protocol, TypeVar
 
 from msgspec.structs import replace
 
@@ -12,6 +15,35 @@ from proxy.fleet.engine import Engine
 from proxy.fleet.ingest import Ingest
 from proxy.fleet.lease import Lease
 from proxy.steps.preparation import Ready
+
+_T = TypeVar("_T")
+
+
+class OtherLeg(Protocol):
+    """The part of a request that another engine than the one that answers does.
+
+    Attributes:
+        is_fetched: the engine that answers had the KV before it got the request.
+    """
+
+    is_fetched: bool
+
+    @property
+    def source(self) -> str:
+        """The other engine."""
+
+    @property
+    def cached_tokens(self) -> int | None:
+        """Prompt tokens that it reused; None if it did not tell."""
+
+    def moves_since(self, sent: float) -> float:
+        """When the KV began to move, if the request was `sent` then."""
+
+    def begins(self) -> None:
+        """The answer begins. Raises EngineLate: too late."""
+
+    async def in_time(self, answer: Coroutine[Any, Any, _T]) -> _T:
+        """The answer, as long as it may be used. Raises EngineError."""
 
 
 async def send_leg(

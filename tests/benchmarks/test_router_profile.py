@@ -19,7 +19,7 @@ def test_samples_count_for_the_innermost_frame(profile):
     python = "/usr/lib/python3.11"
     folded = "\n".join(
         [
-            f"{serve};place ({ROOT}/proxy/core/placement/decision.py:5) 3",
+            f"{serve};place ({ROOT}/proxy/core/placement/scores.py:5) 3",
             f"{serve};match ({ROOT}/proxy/core/placement/rates.py:7) 1",
             f"{serve} 2",
             f"{serve};send ({ROOT}/.venv/lib/python3.11/site-packages/aiohttp/client.py:1) 4",

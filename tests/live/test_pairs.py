@@ -58,7 +58,9 @@ class PairWorld(FakeWorld):
 
     def is_read(self, name: str) -> bool:
         engine = self.engine(name)
-        return engine.audit.trust is Trust.PRECISE and engine.view is not None
+        position = engine.adapter.event_position()
+        taken = -1 if position is None else position.sequence
+        return engine.audit.trust is Trust.PRECISE and taken == self.fakes[name].publisher.published - 1
 
     async def stream(self, text=TEXT, path="completions", **fields) -> str:
         """The whole answer of a stream, which ended well."""

@@ -123,7 +123,7 @@ async def examine(
         async with ProbedEngine(adapter, info, builder) as probed_engine:
             view = await probed_engine.first_view(takes_events=probe)
             probed = await probed_engine.probe() if probe else None
-        is_there = await adapter.is_loaded()
+        is_there, missing = await adapter.is_loaded(), _missing(adapter, info)
         tokenisation = await verify_exactness(builder, adapter) if is_there else _unasked(adapter.model_state)
         of_kind = () if detected else await _of_kind(spec)
         findings = (
@@ -132,18 +132,8 @@ async def examine(
             *_of_view(view),
             *_of_probe(probed, view),
         )
-        return Examination(
-            spec,
-            detected,
-            info,
-            load,
-            _missing(adapter, info),
-            tokenisation,
-            view,
-            probed,
-            findings,
-            "" if is_there else _unseen(adapter.model_state),
-        )
+        unseen = "" if is_there else _unseen(adapter.model_state)
+        return Examination(spec, detected, info, load, missing, tokenisation, view, probed, findings, unseen)
     finally:
         await adapter.aclose()
 

@@ -1,6 +1,7 @@
 """Placement: the choice of an engine for a request.
 
-decision.py       the cost of each candidate, and the choice
+decision.py       a placement in data: candidates, their costs, the choice
+scores.py         the cost of each candidate; chooses the lowest
 pairs.py          one engine computes the prompt, another one answers
 halves.py         two engines answer together, as neither can alone
 placer.py         all state of one pool that the choice uses

@@ -3,7 +3,7 @@
     cost = prefiller: as of an engine that computes the prompt and answers
          + decoder: queue + room
 
-in seconds, as in `decision.py`. The prompt's next turns come to the prefiller again, which holds it. So the
+in seconds, as in `scores.py`. The prompt's next turns come to the prefiller again, which holds it. So the
 two are chosen apart: the cheapest prefiller, and the decoder with the shortest wait. Ties between decoders go
 to the one with the fewest requests in flight. A pair that costs as little as an engine alone does not win.
 """
@@ -15,17 +15,8 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from proxy.core.index.blocks import Chain
-from proxy.core.placement.decision import (
-    TIE_S,
-    Candidate,
-    Cost,
-    Outlook,
-    Pair,
-    Placement,
-    Scores,
-    choose,
-    place_least_loaded,
-)
+from proxy.core.placement.decision import Candidate, Cost, Outlook, Pair, Placement
+from proxy.core.placement.scores import TIE_S, Scores, choose, place_least_loaded
 
 
 def least_loaded_of(candidates: Sequence[Candidate]) -> Placement:
@@ -40,10 +31,8 @@ def least_loaded_of(candidates: Sequence[Candidate]) -> Placement:
         cost if (prefill := prefills[cost.engine]) is None else replace(cost, prefiller=prefill.engine)
         for cost in placement.costs
     )
-    chosen, prefill = (
-        next(each for each in costs if each.engine == placement.engine),
-        prefills[placement.engine],
-    )
+    chosen = next(each for each in costs if each.engine == placement.engine)
+    prefill = prefills[placement.engine]
     pair = None if prefill is None else Pair(prefill, placement, together=True)
     return replace(placement, chosen=chosen, all_costs=lambda: costs, pair=pair)
 

@@ -317,8 +317,7 @@ class EngineLedger:
     def _drop(self, ticket: int, *, computed: bool = False) -> None:
         """Drops a request. When the engine ended its prefill is not known."""
         self._decoding.discard(ticket)
-        if ticket in self._pulls:
-            self._pulls.remove(ticket)
+        self._pulls.discard(ticket)
         if self._take(ticket, computed=computed) is not None:
             self._busy = None
 

@@ -4,7 +4,7 @@
          + transfer
          + decoder: rest of the queue + room + lost / (1 - utilisation) + later
 
-in seconds, as in `decision.py`. A pair is one more candidate beside the single engines. It never wins against
+in seconds, as in `scores.py`. A pair is one more candidate beside the single engines. It never wins against
 one that costs as little.
 
 The first engine is meant for prefills, or holds much of the prompt. Where engines are meant for prefills,
@@ -23,17 +23,8 @@ import msgspec
 from msgspec.structs import replace
 
 from proxy.core.index.blocks import Chain
-from proxy.core.placement.decision import (
-    TIE_S,
-    Candidate,
-    Cost,
-    Outlook,
-    Pair,
-    Placement,
-    Scores,
-    choose,
-    regret_of,
-)
+from proxy.core.placement.decision import Candidate, Cost, Outlook, Pair, Placement
+from proxy.core.placement.scores import TIE_S, Scores, choose, regret_of
 
 # What a second of prefill costs each stream on the same engine, in seconds. Tokens that come later matter
 # less than an answer that begins later. In benchmarks/pairs_sim.py, values from 0.03 to 0.05 gave the

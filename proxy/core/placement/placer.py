@@ -19,7 +19,7 @@ from engine_adapter.types import Role, Tier
 from proxy.core.index.blocks import BlockHash, Chain
 from proxy.core.index.match import Match
 from proxy.core.index.prefix_index import PrefixIndex
-from proxy.core.placement.decision import NOTHING, Candidate, Outlook, Placement, place
+from proxy.core.placement.decision import NOTHING, Candidate, Outlook, Placement
 from proxy.core.placement.demand import Demand
 from proxy.core.placement.halves import least_loaded_of, place_halves
 from proxy.core.placement.in_use import InUse, Residents
@@ -27,6 +27,7 @@ from proxy.core.placement.load import EngineLedger, LoadSample, Spent, Work
 from proxy.core.placement.pairs import Prefillers, place_with_pairs
 from proxy.core.placement.rates import EngineRates, PoolRates
 from proxy.core.placement.recent import WINDOW_S, Rate
+from proxy.core.placement.scores import place
 from proxy.core.placement.transfers import Transfers
 from proxy.core.placement.whole_answers import AnswerSample, Report
 

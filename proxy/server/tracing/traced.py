@@ -53,10 +53,12 @@ from proxy.request.gate import Admission
 from proxy.request.records import RequestRecord
 from proxy.request.tenants import ApiKey
 from proxy.server.tracing import spans
-from proxy.steps.attempt import Attempts, OtherLeg, Serving
+from proxy.steps.attempt import Attempts
 from proxy.steps.first_leg import Prefilled
+from proxy.steps.legs import OtherLeg
 from proxy.steps.preparation import Ready
 from proxy.steps.prompt_half import PromptHalf
+from proxy.steps.serving import Serving
 
 _W3C = TraceContextTextMapPropagator()
 _W3C_HEADERS = frozenset(name.encode() for name in _W3C.fields)
@@ -194,7 +196,7 @@ class TracedAttempts(Attempts):
         engine: Engine,
         lease: Lease,
         hold: Hold,
-        prefilled: OtherLeg | None = None,
+        prefilled: OtherLeg | None,
     ) -> Forwarded:
         """Sends the request to the engine that it holds, within a span."""
         self._add_hold(lease)
@@ -204,7 +206,6 @@ class TracedAttempts(Attempts):
                 span.set_attributes(spans.of_engine_request(record, engine.adapter.spec))
             answer = await super().forward(serving, _leading_on(ready), engine, lease, hold, prefilled)
             if span.is_recording():
-                record.reports(answer.prefill, answer.decode_s)  # `run` does so, too, after this span
                 span.set_attributes(spans.of_answer(record, answer))
                 if answer.error is not None:
                     _fail(span, str(answer.status))

@@ -25,11 +25,6 @@ def pieces(tokenizer, ids, stops=()):
     return [*texts, detokenizer.finish()], detokenizer
 
 
-def first_stop(text, stops):
-    found = [text.find(stop) for stop in stops if stop in text]
-    return text[: min(found)] if found else text
-
-
 @given(st.data())
 def test_pieces_make_the_whole(tokenizer, data):
     text = data.draw(st.text(max_size=60) | st.sampled_from(["漢字🙂🚀 ok", "zażółć", "  a\n\n b"]))

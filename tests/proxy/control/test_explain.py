@@ -2,6 +2,7 @@ from dataclasses import replace
 
 import msgspec
 import pytest
+from msgspec import structs
 
 from proxy.control.explain import explain, summarize
 from proxy.core.placement.decision import Cost, Placement
@@ -102,7 +103,7 @@ async def test_the_decision_is_told_with_the_terms_of_every_engine(world, pair):
         Cost("a", prefill_s=0.1, regret_s=0.0, total_s=0.1),
         Cost("b", queue_s=0.5, total_s=0.5, cached_tokens=48),
     )
-    placement = Placement.of("a", 0, 64, costs, "lowest cost", strain=4.0)
+    placement = structs.replace(Placement.of("a", 0, 64, costs, "lowest cost"), strain=4.0)
     decision = explained(world, tokens(64), placement, 0)["decision"]
     assert decision["why"].startswith("b holds 48 of 64 tokens, but 500 ms of prefill wait there; a computes")
     assert (decision["reason"], decision["rule"], decision["tie"]) == ("released", "lowest cost", None)

@@ -8,9 +8,9 @@ from msgspec.structs import replace
 
 from engine_adapter import EngineError, Hold, Role, Tier
 from proxy.core.index.match import Match
-from proxy.core.placement.decision import place, place_least_loaded
 from proxy.core.placement.load import Work
 from proxy.core.placement.rates import DEFAULT_PREFILL_TOK_S
+from proxy.core.placement.scores import place, place_least_loaded
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.pool import PENDING_LINGER_S
 from proxy.prompt import Prompt

@@ -7,8 +7,8 @@ import pytest
 
 from engine_adapter import BelowGpu, Tier
 from proxy.core.index.match import Match
-from proxy.core.placement.decision import place
 from proxy.core.placement.rates import DEFAULT_PREFILL_TOK_S
+from proxy.core.placement.scores import place
 from proxy.fleet.engine import EngineState
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.lower_tiers import expect_below, look_below

@@ -26,7 +26,7 @@ def cost(engine, cached=0, *, prefill=None, strain=1.0, **terms):
 
 def placed(engine, *costs, strain=1.0, rule="lowest cost"):
     chosen = next(each for each in costs if each.engine == engine)
-    return Placement.of(engine, chosen.cached_tokens, 4000, costs, rule, strain=strain)
+    return replace(Placement.of(engine, chosen.cached_tokens, 4000, costs, rule), strain=strain)
 
 
 def test_utilisation_is_what_strain_comes_of():

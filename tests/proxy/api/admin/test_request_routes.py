@@ -1,8 +1,9 @@
 import pytest
 
 from proxy.core.index.match import Match
-from proxy.core.placement.decision import Candidate, place
+from proxy.core.placement.decision import Candidate
 from proxy.core.placement.rates import EngineRates, PoolRates
+from proxy.core.placement.scores import place
 from tests.kv_world import tokens
 
 

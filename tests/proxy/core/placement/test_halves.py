@@ -6,11 +6,12 @@ from hypothesis import strategies as st
 
 from proxy.core.index.blocks import Chain
 from proxy.core.index.match import Match
-from proxy.core.placement.decision import TIE_S, Candidate, Outlook, place
+from proxy.core.placement.decision import Candidate, Outlook
 from proxy.core.placement.halves import least_loaded_of, place_halves
 from proxy.core.placement.in_use import InUse
 from proxy.core.placement.load import LoadView
 from proxy.core.placement.rates import EngineRates, PoolRates
+from proxy.core.placement.scores import TIE_S, place
 
 # Engines compute 1,000 tokens a second.
 POOL = PoolRates()

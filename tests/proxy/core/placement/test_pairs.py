@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 from proxy.core.index.blocks import Chain
 from proxy.core.index.match import Match
-from proxy.core.placement.decision import CALM, TIE_S, Candidate, Outlook, place
+from proxy.core.placement.decision import CALM, Candidate, Outlook
 from proxy.core.placement.in_use import InUse, Residents
 from proxy.core.placement.load import LoadView
 from proxy.core.placement.pairs import (
@@ -16,6 +16,7 @@ from proxy.core.placement.pairs import (
     place_with_pairs,
 )
 from proxy.core.placement.rates import EngineRates, PoolRates
+from proxy.core.placement.scores import TIE_S, place
 
 # Engines compute 1,000 tokens a second.
 POOL = PoolRates()

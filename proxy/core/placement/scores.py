@@ -1,0 +1,315 @@
+"""Placement: the choice of an engine, with its reasons.
+
+    cost = queue + room + interference + (restore + prefill + lost + again) / (1 - utilisation) + later
+
+in seconds; the lowest cost wins.
+
+Queue, room, interference, restore and prefill are the request's own wait for its first token. `lost` is the
+work that this placement causes by evicting KV that will be requested again. Work is divided by
+1 - utilisation because it delays others: in a queue of utilisation ρ, each second of work delays later
+requests by ρ / (1 - ρ) seconds in all. `later` is what the prompt's next turns, which come to the same
+engine, will wait there for other prefills; it keeps conversations apart that share only their beginning.
+
+`again` is for hybrid models. A window or a state is left where two prompts part only if the engine held the
+first one's blocks when it computed the second one. So a beginning that an engine holds without its window
+is completed there; on any other engine, the next prompt with it would compute it once more.
+
+Ties go to the engine that served the session before, then to the one with the most free cache, then to the
+one that was chosen longest ago.
+
+Without reuse, or if the prompt is not known, the engine with the fewest requests in flight wins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from proxy.core.index.blocks import Chain, reusable_tokens
+from proxy.core.placement.decision import CALM, NOTHING, Candidate, Cost, Outlook, Placement
+from proxy.core.placement.load import LoadView
+
+# Costs that differ by less than this are equal: nobody notices a millisecond.
+TIE_S = 0.001
+# Regret is computed for this many engines at most, the cheapest first: one of them is cheap enough.
+MAX_LOOKS = 16
+# Probability that a third prompt comes with a beginning that two have. With 0.3 to 1, mean times to first
+# token were about the same in `benchmarks/placement_sim.py` and on workload b of `benchmarks/routers.py`.
+SHARED = 0.5
+
+
+def predict(chain: Chain, blocks: int, tokens_per_block: int) -> int:
+    """Cached tokens that an engine with that block size will report, if it holds so many leading blocks of
+    the chain."""
+    held, most = blocks * chain.tokens_per_block, reusable_tokens(chain.n_tokens, tokens_per_block)
+    return held // tokens_per_block * tokens_per_block if held < most else most
+
+
+class Reuse(msgspec.Struct, frozen=True, gc=False, eq=False):
+    """The part of a prompt that an engine reuses, and the time for the rest. Times in seconds.
+
+    Engines that hold the same part of the prompt and are equally fast share one `Reuse`.
+
+    Attributes:
+        host_tokens: those of them on its host tier.
+        disk_tokens: those of them on its disk tier.
+        pending_tokens: those of them that requests in flight have yet to compute.
+        stream_s: time that each decoding stream adds to the total.
+        stall_s: the part of it by which that stream is delayed; the rest delays the prefill.
+        congestion_s: time that later requests wait because of it.
+        total_s: `restore_s`, `prefill_s` and `congestion_s` together: the total without other streams.
+    """
+
+    cached_tokens: int
+    host_tokens: int
+    disk_tokens: int
+    pending_tokens: int
+    restore_s: float
+    prefill_s: float
+    stream_s: float
+    stall_s: float
+    congestion_s: float
+    total_s: float
+
+
+def reuse_of(candidate: Candidate, chain: Chain, outlook: Outlook) -> Reuse:
+    """The part of a prompt that an engine reuses, and the time for the rest."""
+    foreseen, match, rates = candidate.forecast, candidate.match, candidate.rates
+    cached = host = disk = pending = 0
+    restore_s = 0.0
+    if foreseen is not None:
+        cached, restore_s, prefill_s = foreseen.cached_tokens, foreseen.restore_s, foreseen.prefill_s
+    else:
+        if match is not NOTHING:
+            size, cached = chain.tokens_per_block, predict(chain, match.blocks, candidate.tokens_per_block)
+            host = min(match.host * size, cached)
+            disk = min(match.disk * size, cached - host)
+            pending = min(match.pending * size, cached - host - disk)
+            restore_s = rates.restore_s(host, disk)
+        prefill_s = rates.prefill_s(chain.n_tokens - cached)
+    stall_s = prefill_s * outlook.stall
+    stream_s = prefill_s * rates.pool.interference + stall_s
+    congestion_s = (restore_s + prefill_s) * (outlook.strain - 1)
+    total_s = restore_s + prefill_s + congestion_s
+    return Reuse(cached, host, disk, pending, restore_s, prefill_s, stream_s, stall_s, congestion_s, total_s)
+
+
+class Scores:
+    """The cost of each candidate: the total at once, the terms when somebody asks for them.
+
+    Values that may change later are noted at once. So the terms are those that the decision saw, however late
+    somebody asks for them.
+
+    Attributes:
+        totals: total seconds of each candidate, without regret.
+        regrets: cost of evicted KV that will be requested again, by the position of the candidate that evicts
+            it; only for candidates for which it was computed.
+    """
+
+    __slots__ = (
+        "_again", "_candidates", "_kinds", "_later_s", "_rooms", "_waiting_s", "regrets", "reuses", "totals",
+    )  # fmt: skip
+
+    def __init__(self, candidates: Sequence[Candidate], chain: Chain, outlook: Outlook) -> None:
+        totals, reuses = list[float](), list[Reuse]()
+        rooms, waiting_s = dict[int, float](), dict[int, float]()
+        shared: dict[object, Reuse] = {}
+        blocks, later_s, parted = len(chain.hashes), (outlook.turns - 1) * outlook.rest_s, 0
+        arrivals = outlook.arrivals
+        for candidate in candidates:
+            foreseen = candidate.forecast
+            if foreseen is None:
+                load, in_use, rates = candidate.load, candidate.in_use, candidate.rates
+                key = id(candidate.match), candidate.tokens_per_block, id(rates.pool), rates.pace
+                reuse = shared.get(key)
+                if reuse is None:
+                    reuse = shared[key] = reuse_of(candidate, chain, outlook)
+                    if candidate.match.cut:
+                        parted = max(parted, candidate.match.of_full_attention)
+                total_s = load.queue_s + reuse.total_s + reuse.stream_s * load.decoding
+                is_full = in_use is not None and in_use.blocks + blocks > in_use.capacity
+                if in_use is not None and is_full:
+                    rooms[len(totals)] = room_s = in_use.wait_s(chain.hashes, outlook.answer_s)
+                    total_s += room_s
+                if arrivals is not None:
+                    waits_s = _waiting_s(reuse, load, arrivals(candidate.engine), is_full=is_full)
+                    waiting_s[len(totals)] = waits_s
+                    total_s += waits_s
+            else:
+                reuse = shared[candidate.engine] = reuse_of(candidate, chain, outlook)
+                total_s = foreseen.wait_s + reuse.total_s + foreseen.interference_s
+            totals.append(total_s + later_s * candidate.busy)
+            reuses.append(reuse)
+        self._candidates, self._kinds, self._later_s, self._rooms = candidates, shared, later_s, rooms
+        self._waiting_s = waiting_s
+        self.totals, self.reuses = totals, reuses
+        self._again = _again_s(candidates, parted, chain, outlook) if parted else {}
+        for at, again_s in self._again.items():
+            totals[at] += again_s
+        self.regrets: dict[int, float] = {}
+
+    def within(self, limit_s: float) -> list[int]:
+        """The candidates whose totals are at most `limit_s`, the lowest first."""
+        totals = self.totals
+        found = [at for at, total_s in enumerate(totals) if total_s <= limit_s]
+        if len(found) > 1:
+            found.sort(key=lambda at: (totals[at], self.among_equals(at)))
+        return found
+
+    def among_equals(self, at: int) -> tuple[bool, int, int, int]:
+        """The order of candidates whose costs are equal, best first."""
+        candidate = self._candidates[at]
+        return not candidate.is_last, -(candidate.free_blocks or 0), candidate.turn, at
+
+    def elsewhere(self, best: int) -> int | None:
+        """Most tokens of the prompt that a candidate other than `best` would reuse; None without another."""
+        own = self.reuses[best]
+        is_shared = self.reuses.count(own) > 1
+        others = [each.cached_tokens for each in self._kinds.values() if is_shared or each is not own]
+        return max(others, default=None)
+
+    def costs(self) -> tuple[Cost, ...]:
+        """The cost of every candidate, in their order."""
+        return tuple([self.cost(at) for at in range(len(self.totals))])
+
+    def apart_s(self, at: int) -> float:
+        """The total of a candidate if another engine computed the prompt: without the prefill, and what that
+        delays."""
+        reuse, decoding = self.reuses[at], self._candidates[at].load.decoding
+        own_s = reuse.total_s - reuse.restore_s + reuse.stream_s * decoding
+        return self.totals[at] - own_s - self._waiting_s.get(at, 0.0)
+
+    def placement(self, at: int, chain: Chain, outlook: Outlook) -> Placement:
+        """The decision for one candidate."""
+        chosen, candidate = self.cost(at), self._candidates[at]
+        return Placement(
+            chosen=chosen,
+            predicted_tokens=chosen.cached_tokens,
+            n_tokens=chain.n_tokens,
+            all_costs=self.costs,
+            rule="lowest cost",
+            elsewhere=self.elsewhere(at),
+            firm=_is_firm(candidate),
+            gpu_tokens=_on_gpu(candidate, chosen, chain),
+            strain=outlook.strain,
+            cut_tokens=candidate.match.cut * chain.tokens_per_block,
+            lacks=candidate.match.lacks,
+        )
+
+    def cost(self, at: int) -> Cost:
+        """The terms of one candidate."""
+        candidate, reuse, regret_s = self._candidates[at], self.reuses[at], self.regrets.get(at)
+        foreseen, load = candidate.forecast, candidate.load
+        slowed_s = (reuse.stream_s - reuse.stall_s) * load.decoding
+        stall_s = reuse.stall_s * load.decoding + self._waiting_s.get(at, 0.0)
+        return Cost(
+            engine=candidate.engine,
+            queue_s=load.queue_s if foreseen is None else foreseen.wait_s,
+            room_s=self._rooms.get(at, 0.0),
+            restore_s=reuse.restore_s,
+            prefill_s=reuse.prefill_s,
+            interference_s=slowed_s if foreseen is None else foreseen.interference_s,
+            stall_s=stall_s if foreseen is None else 0.0,
+            congestion_s=reuse.congestion_s,
+            later_s=self._later_s * candidate.busy,
+            again_s=self._again.get(at, 0.0),
+            regret_s=regret_s,
+            total_s=self.totals[at] + (regret_s or 0.0),
+            cached_tokens=reuse.cached_tokens,
+            host_tokens=reuse.host_tokens,
+            disk_tokens=reuse.disk_tokens,
+            pending_tokens=reuse.pending_tokens,
+            in_flight=load.in_flight,
+            free_blocks=candidate.free_blocks,
+            turn=candidate.turn,
+            is_last=candidate.is_last,
+        )
+
+
+def _again_s(
+    candidates: Sequence[Candidate], parted: int, chain: Chain, outlook: Outlook
+) -> dict[int, float]:
+    """`Cost.again_s` by the position of the candidate. `parted`: where the prompt parts from others, in
+    blocks; an engine whose full attention holds less of it will leave no window or state there. What any
+    engine can reuse need not be computed again."""
+    price, reusable, found = SHARED * outlook.strain, max(each.match.blocks for each in candidates), {}
+    for at, each in enumerate(candidates):
+        lacking = parted - max(each.match.of_full_attention, reusable)
+        if lacking > 0 and each.forecast is None:
+            found[at] = price * each.rates.prefill_s(lacking * chain.tokens_per_block)
+    return found
+
+
+def _waiting_s(reuse: Reuse, load: LoadView, per_s: float, *, is_full: bool) -> float:
+    """What a prefill costs the requests that wait for its engine.
+
+    Those that come while it runs, `per_s` a second, wait for half of it on average. Where memory `is_full`,
+    requests wait until streams end. These wait for all of it, as the streams stand still meanwhile.
+    """
+    work_s = reuse.restore_s + reuse.prefill_s
+    for_memory = load.in_flight - load.decoding if is_full else 0
+    return work_s * work_s / 2 * per_s + reuse.prefill_s * for_memory
+
+
+def place(candidates: Sequence[Candidate], chain: Chain, outlook: Outlook = CALM) -> Placement:
+    """The engine that costs least. `candidates` is not empty."""
+    return choose(candidates, Scores(candidates, chain, outlook), chain, outlook)
+
+
+def choose(candidates: Sequence[Candidate], scores: Scores, chain: Chain, outlook: Outlook) -> Placement:
+    """The candidate that costs least, by these scores and with regret."""
+    totals, regrets = scores.totals, scores.regrets
+    first = scores.within(min(totals))[0]
+    regrets[first] = regret_of(candidates[first], scores.reuses[first], chain, outlook)
+    least = totals[first] + regrets[first]
+    for at in scores.within(least + TIE_S)[1:MAX_LOOKS]:
+        if totals[at] > least + TIE_S:
+            break  # costs more, even without its regret
+        regrets[at] = regret_of(candidates[at], scores.reuses[at], chain, outlook)
+        least = min(least, totals[at] + regrets[at])
+    equal = [at for at, regret_s in regrets.items() if totals[at] + regret_s <= least + TIE_S]
+    return scores.placement(min(equal, key=scores.among_equals), chain, outlook)
+
+
+def regret_of(candidate: Candidate, reuse: Reuse, chain: Chain, outlook: Outlook) -> float:
+    """The cost of computing or restoring again what this placement evicts, if it is requested again."""
+    if candidate.forecast is not None:
+        return candidate.forecast.regret_s * outlook.strain
+    residents, room = candidate.residents, candidate.room
+    if residents is None or room is None:
+        return 0.0
+    size, rates, returns = chain.tokens_per_block, candidate.rates, outlook.returns
+    lost = residents.lost(outlook.now, (chain.n_tokens - reuse.cached_tokens) // size - room, returns)
+    lost_s = rates.prefill_s(round(lost * size))
+    if candidate.on_gpu is not None:
+        # A block that leaves only the GPU is restored, not computed.
+        in_need = (chain.n_tokens - reuse.cached_tokens + reuse.host_tokens) // size
+        moved = candidate.on_gpu.lost(outlook.now, in_need - (candidate.free_blocks or 0), returns)
+        lost_s += rates.restore_s(round(moved * size), 0)
+    return lost_s * outlook.strain
+
+
+def _on_gpu(candidate: Candidate, cost: Cost, chain: Chain) -> int:
+    """Predicted tokens that lie on the GPU."""
+    if candidate.forecast is not None:
+        return cost.cached_tokens
+    return predict(chain, candidate.match.lead, candidate.tokens_per_block)
+
+
+def _is_firm(candidate: Candidate) -> bool:
+    if candidate.forecast is not None:
+        return candidate.forecast.firm
+    return candidate.complete and candidate.match.pending == 0
+
+
+def place_least_loaded(candidates: Sequence[Candidate]) -> Placement:
+    """The engine with the fewest requests in flight. Caches do not count.
+
+    For requests whose prompt is not known (reuse off, audio). `candidates` is not empty.
+    """
+    costs = tuple(
+        Cost(c.engine, in_flight=c.load.in_flight, turn=c.turn, is_last=c.is_last) for c in candidates
+    )
+    best = min(costs, key=lambda cost: (cost.in_flight, not cost.is_last, cost.turn))
+    return Placement.of(best.engine, 0, 0, costs, "least loaded")

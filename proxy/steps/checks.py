@@ -1,0 +1,65 @@
+"""What an engine reports of an answer, compared with what was expected of it: cached tokens and token ids."""
+
+from __future__ import annotations
+
+import structlog
+
+from engine_adapter import Hold
+from proxy.core.audit import Unchecked
+from proxy.fleet.engine import Engine
+from proxy.fleet.ingest import Ingest
+from proxy.fleet.lease import Lease
+from proxy.fleet.pool import Pool
+from proxy.prompt import audit_tokens
+from proxy.request.records import RequestRecord
+from proxy.steps.preparation import Ready
+
+log = structlog.get_logger(__name__)
+
+
+def check_prediction(
+    ingest: Ingest | None,
+    engine: Engine,
+    ready: Ready,
+    lease: Lease,
+    record: RequestRecord,
+    reported: int | None,
+) -> Unchecked | None:
+    """Compares a firm prediction of cached tokens with what the engine reported. Returns why it did not.
+
+    `ingest` audits; it is None when reuse is off. `reported`: None if the engine did not tell.
+    """
+    placement = lease.placement
+    if ingest is None or reported is None:
+        unchecked = Unchecked.REUSE_OFF if ingest is None else Unchecked.NOT_REPORTED
+    elif ready.prompt is None:
+        unchecked = Unchecked.PROMPT_UNKNOWN
+    elif record.tokens_agree is False:
+        unchecked = Unchecked.TOKENS_DIFFER
+    elif not placement.firm:
+        unchecked = Unchecked.NOT_FIRM
+    elif lease.placed.may_be_evicted and placement.predicted_tokens:
+        unchecked = Unchecked.MAY_BE_EVICTED
+    else:
+        predicted = placement.predicted_tokens
+        ingest.audit(engine, predicted, reported, evicted_since=lease.evicted_since)
+        return None
+    if record.error is not None:
+        return Unchecked.FAILED
+    return unchecked if record.runs_prompt else Unchecked.NO_PROMPT
+
+
+def check_tokens(pool: Pool, engine: Engine, hold: Hold, record: RequestRecord) -> None:
+    """Compares our token ids of the prompt with the engine's, if the engine returned them."""
+    theirs = hold.answer.prompt_tokens() if hold.answer is not None else None
+    if theirs is None or record.prompt is None or not record.prompt.whole or pool.prompts is None:
+        return
+    record.tokens_agree = record.prompt.token_ids == theirs
+    difference = audit_tokens(pool.prompts, record.prompt, theirs)
+    if difference is not None:
+        log.warning(
+            "the engine's tokens of a prompt differ from kvpin's: its prediction is not used",
+            engine=engine.id,
+            request=record.request_id,
+            difference=difference,
+        )

@@ -1,0 +1,389 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from engine_adapter import Forecast
+from engine_adapter.types import Attention
+from proxy.core.index.blocks import Chain
+from proxy.core.index.match import Match
+from proxy.core.placement.decision import CALM, Candidate, Cost, Outlook
+from proxy.core.placement.in_use import InUse, Residents
+from proxy.core.placement.load import LoadView, Work
+from proxy.core.placement.rates import EngineRates, PoolRates
+from proxy.core.placement.scores import MAX_LOOKS, SHARED, TIE_S, Scores, place, place_least_loaded, predict
+
+# All that is idle comes back; a second of prefill is one of three that all wait for in the end.
+BUSY = Outlook(now=100.0, strain=3.0, returns=lambda _idle_s: 1.0)
+
+
+def prompt(n_tokens=1600, size=16):
+    return Chain(tuple(range(n_tokens // size)), n_tokens, size)
+
+
+def cost_of(candidate, chain, outlook=CALM):
+    return Scores([candidate], chain, outlook).cost(0)
+
+
+def rates(tok_s=1000.0, interference=0.0):
+    pool = PoolRates()
+    pool.computed(1000, 1000 / tok_s, 0)
+    pool.interference = interference
+    return EngineRates(pool)
+
+
+def blocks_of(at, size):
+    """Those of a prompt, by its number."""
+    return range(10**6 * at, 10**6 * at + size)
+
+
+def full_of(*sizes):
+    """What an engine holds: prompts of so many blocks, least recently used first."""
+    residents = Residents(lambda _block: True)
+    for at, size in enumerate(sizes):
+        residents.use(float(at), blocks_of(at, size), size)
+    return residents
+
+
+def candidate(engine="a", *, rate=1000.0, interference=0.0, queue_s=0.0, decoding=0, in_flight=0, **more):
+    load = LoadView(in_flight, queue_s, decoding)
+    return Candidate(engine, more.pop("tokens_per_block", 16), rates(rate, interference), load=load, **more)
+
+
+class TestPredict:
+    @pytest.mark.parametrize(
+        ("n_tokens", "match", "size", "expected"),
+        [
+            (100, Match(), 16, 0),
+            (100, Match(gpu=3), 16, 48),
+            (96, Match(gpu=6), 16, 80),  # the last token is computed in any case
+            (97, Match(gpu=6), 16, 96),
+            (100, Match(gpu=1, host=2, disk=1, pending=1), 16, 80),
+            (200, Match(gpu=7), 64, 64),  # an engine of larger blocks reuses whole ones of its own
+            (128, Match(gpu=8), 64, 64),
+            (200, Match(gpu=1), 64, 0),
+        ],
+    )
+    def test_is_what_the_engine_will_report(self, n_tokens, match, size, expected):
+        assert predict(prompt(n_tokens), match.blocks, size) == expected
+
+
+class TestTerms:
+    """By hand: 1000 tokens a second computed, 10,000 restored from host memory, a third of that from disk."""
+
+    def test_without_what_is_lost(self):
+        match, in_use = Match(gpu=10, host=5, disk=3, pending=2), InUse(100)
+        in_use.add(range(50))
+        told = candidate(
+            match=match,
+            queue_s=0.5,
+            decoding=2,
+            in_flight=3,
+            interference=0.05,
+            free_blocks=7,
+            turn=9,
+            busy=0.25,
+            in_use=in_use,
+        )
+        assert cost_of(told, prompt(1000), Outlook(0.0, 3.0, CALM.returns, 5.0, 2.0, 8.0)) == Cost(
+            engine="a",
+            queue_s=0.5,
+            room_s=pytest.approx(8.0 * 12 / 50),
+            restore_s=pytest.approx(80 / 10_000 + 48 / (10_000 / 3)),
+            prefill_s=pytest.approx(0.68),
+            interference_s=pytest.approx(0.68 * 0.05 * 2),
+            congestion_s=pytest.approx((0.0224 + 0.68) * 2),
+            later_s=pytest.approx(4 * 0.25 * 2.0),
+            regret_s=None,
+            total_s=pytest.approx(0.5 + 1.92 + 0.068 + (0.0224 + 0.68) * 3 + 2.0),
+            cached_tokens=320,
+            host_tokens=80,
+            disk_tokens=48,
+            pending_tokens=32,
+            in_flight=3,
+            free_blocks=7,
+            turn=9,
+        )
+
+    def test_an_idle_engine_that_holds_nothing(self):
+        cost = cost_of(candidate(), prompt(500))
+        assert (cost.total_s, cost.prefill_s, cost.cached_tokens) == (pytest.approx(0.5),) * 2 + (0,)
+
+    def test_no_more_is_restored_or_awaited_than_is_reused(self):
+        for tier in ("host", "disk", "pending"):
+            cost = cost_of(candidate(match=Match(**{tier: 2})), prompt(32))
+            assert cost.cached_tokens == getattr(cost, f"{tier}_tokens") == 16
+
+    @pytest.mark.parametrize(
+        ("room", "cached", "lost"),
+        [
+            (None, 0, 0),  # nobody knows
+            (100, 0, 0),  # there is room for all of it
+            (60, 0, 40),  # 40 of the 50 blocks of the one that was used least recently
+            (10, 0, 50 + 40),
+            (0, 0, 50 + 50),
+            (0, 50, 50),  # what is cached takes no room
+            (0, 100, 0),  # but for the end of a block
+        ],
+    )
+    def test_what_it_evicts_is_regretted(self, room, cached, lost):
+        told = candidate(room=room, match=Match(gpu=cached), residents=full_of(50, 50, 50))
+        placement = place([told], prompt(1601), BUSY)
+        assert placement.chosen.regret_s == pytest.approx(lost * 16 / 1000 * 3.0)
+        assert placement.chosen.total_s == pytest.approx(placement.uncached_tokens * 3 / 1000 + lost * 0.048)
+        assert place([told], prompt(1601), CALM).chosen.regret_s == 0.0
+
+    @pytest.mark.parametrize(("free", "moved"), [(200, 0), (70, 10), (40, 40), (0, 80)])
+    def test_what_goes_to_the_host_tier_is_brought_back(self, free, moved):
+        """20 of 100 blocks lie on the GPU, 30 below: 80 need room there, and nothing is lost for good."""
+        told = candidate(
+            room=1000,
+            free_blocks=free,
+            match=Match(gpu=20, host=30, lead=20),
+            residents=full_of(50, 50),
+            on_gpu=full_of(50, 50),
+        )
+        outlook = Outlook(5.0, 3.0, lambda _idle_s: 1.0, turns=4.0)
+        assert place([told], prompt(1600), outlook).chosen.regret_s == pytest.approx(
+            moved * 16 / 10_000 * 3.0
+        )
+
+    def test_nothing_is_regretted_where_nothing_is_known_of_it(self):
+        assert place([candidate(room=0)], prompt(), BUSY).chosen.regret_s == 0.0
+
+
+class TestPlace:
+    def test_prefers_the_engine_that_holds_the_prefix(self):
+        placement = place([candidate("a"), candidate("b", match=Match(gpu=90))], prompt())
+        assert (placement.engine, placement.predicted_tokens) == ("b", 1440)
+        assert placement.uncached_tokens == 160
+        assert placement.rule == "lowest cost"
+        assert [cost.engine for cost in placement.costs] == ["a", "b"]
+        assert placement.chosen == placement.costs[1]
+
+    def test_says_what_it_asks_of_the_engine(self):
+        match = Match(gpu=10, host=5, disk=3, lead=10)
+        assert place([candidate(match=match)], prompt(1000)).work == Work(1000 - 288, 80, 48)
+
+    def test_a_queue_outweighs_a_prefix_when_it_takes_longer_than_to_compute_it(self):
+        idle = candidate("idle")
+        for queue_s, strain, chosen in (
+            (1.43, 1.0, "holds"),
+            (1.45, 1.0, "idle"),  # 1440 tokens take 1.44 s
+            (
+                1.45,
+                2.0,
+                "holds",
+            ),  # and twice as long of all who wait, where engines are busy half of the time
+            (2.89, 2.0, "idle"),
+        ):
+            holds = candidate("holds", match=Match(gpu=90), queue_s=queue_s)
+            placement = place([idle, holds], prompt(), Outlook(0.0, strain, CALM.returns))
+            assert (placement.engine, placement.strain) == (chosen, strain)
+
+    def test_restoring_beats_computing_and_loses_to_memory(self):
+        host, gpu = candidate("host", match=Match(host=90)), candidate("gpu", match=Match(gpu=90))
+        assert place([candidate("none"), host], prompt()).engine == "host"
+        assert place([host, gpu], prompt()).engine == "gpu"
+        near = candidate("near", match=Match(host=90))
+        assert place([candidate("far", match=Match(disk=90)), near], prompt()).engine == "near"
+
+    def test_streams_that_decode_slow_a_prefill(self):
+        crowded = candidate("crowded", decoding=10, interference=0.05)
+        assert place([crowded, candidate("quiet", decoding=9, interference=0.05)], prompt()).engine == "quiet"
+
+    def test_a_prefix_on_a_full_engine_is_worth_what_others_lose_for_the_rest(self):
+        empty = candidate("empty", room=1000)
+        for blocks, chosen in ((60, "full"), (40, "empty")):
+            # Of 100 blocks: it saves as many as it holds, and drives out as many as it does not.
+            full = candidate("full", match=Match(gpu=blocks), room=0, residents=full_of(100))
+            assert place([empty, full], prompt(), BUSY).engine == chosen
+
+    def test_old_prompts_are_cheap_to_evict(self):
+        recent = candidate("recent", room=0, residents=full_of(100), free_blocks=5)
+        old = candidate("old", room=0, residents=full_of(100), free_blocks=0)
+        old.residents.use(50.0, blocks_of(1, 1), 1)
+        recent.residents.use(50.0, blocks_of(0, 100), 0)
+        outlook = Outlook(100.0, 1.0, lambda idle_s: 0.9 if idle_s < 60 else 0.1)
+        assert place([recent, old], prompt(), outlook).engine == "old"
+
+    def test_what_the_dear_would_lose_is_not_looked_at(self):
+        cheap, dear = candidate("cheap", room=0), candidate("dear", queue_s=9.0, room=0)
+        costs = place([dear, cheap], prompt(), BUSY).costs
+        assert [cost.regret_s for cost in costs] == [None, 0.0]
+
+    @pytest.mark.parametrize(
+        ("gpu", "elsewhere"), [((4,), None), ((4, 2), 32), ((4, 0), 0), ((2, 4), 32), ((4, 4), 64)]
+    )
+    def test_tells_what_another_engine_would_reuse(self, gpu, elsewhere):
+        held = [candidate(str(at), match=Match(gpu=blocks)) for at, blocks in enumerate(gpu)]
+        placement = place(held, prompt(160))
+        assert (placement.chosen.cached_tokens, placement.elsewhere) == (64, elsewhere)
+
+    def test_nor_what_those_would_lose_that_another_has_undercut_meanwhile(self):
+        full = candidate("full", room=0, residents=full_of(100))
+        free, late = candidate("free", queue_s=0.1), candidate("late", queue_s=0.2)
+        placement = place([full, free, late], prompt(), Outlook(100.0, 1.0, BUSY.returns))
+        assert placement.engine == "free"
+        assert [cost.regret_s is None for cost in placement.costs] == [False, False, True]
+
+    def test_nor_that_of_more_than_so_many_of_which_each_gets_its_turn(self):
+        turns = dict.fromkeys(map(str, range(MAX_LOOKS + 4)), 0)
+        for turn in range(1, 3 * len(turns) + 1):
+            placement = place(
+                [candidate(name, turn=last, room=0, residents=full_of(100)) for name, last in turns.items()],
+                prompt(),
+                BUSY,
+            )
+            assert sum(cost.regret_s is not None for cost in placement.costs) == MAX_LOOKS
+            turns[placement.engine] = turn
+        assert min(turns.values()) > 2 * len(turns)
+
+    def test_a_prediction_on_blocks_still_to_come_or_beside_unknown_ones_is_not_firm(self):
+        assert place([candidate(match=Match(gpu=2))], prompt()).firm
+        assert not place([candidate(match=Match(gpu=2, pending=1))], prompt()).firm
+        assert not place([candidate(match=Match(gpu=2), complete=False)], prompt()).firm
+
+    def test_tells_what_of_the_prediction_needs_no_lower_tier(self):
+        placement = place([candidate(match=Match(gpu=4, host=6, lead=3))], prompt(160))
+        assert (placement.predicted_tokens, placement.gpu_tokens) == (144, 48)
+        assert place([candidate(match=Match(gpu=10, lead=10))], prompt(160)).gpu_tokens == 144
+
+
+class TestPartedPrompts:
+    """The second prompt leaves windows where they part, on the engine that holds the first."""
+
+    def test_a_beginning_is_completed_where_it_is(self):
+        half, chain = Match(cut=50, lacks=Attention.WINDOW), prompt(1600)
+        told = candidate("a", queue_s=1.0, match=half), candidate("b"), candidate("c", match=Match(gpu=10))
+        placement = place(told, chain, BUSY)
+        assert [cost.again_s for cost in placement.costs] == [
+            0.0,
+            pytest.approx(SHARED * 3 * 0.64),
+            pytest.approx(SHARED * 3 * 0.64),
+        ]
+        assert [place(told[:2], chain, outlook).engine for outlook in (BUSY, CALM)] == ["a", "b"]
+        is_whole = replace(told[0], match=Match())
+        assert place((is_whole, told[1]), chain, BUSY).engine == "b"
+
+    def test_what_an_engine_reuses_need_not_be_completed_on_another(self):
+        whole, half = Match(gpu=50), Match(gpu=20, cut=30, lacks=Attention.STATE)
+        told = candidate("a", match=half), candidate("b", match=whole), candidate("c")
+        assert [cost.again_s for cost in place(told, prompt(1600), BUSY).costs] == [0.0, 0.0, 0.0]
+
+    def test_an_adapter_that_follows_its_engine_is_taken_at_its_word(self):
+        told = candidate("a", match=Match(cut=50)), candidate("b", forecast=Forecast(cached_tokens=0))
+        assert [cost.again_s for cost in place(told, prompt(1600), BUSY).costs] == [0.0, 0.0]
+
+
+class TestTies:
+    """Costs within a millisecond are equal."""
+
+    def test_go_to_the_engine_of_the_session_then_the_emptiest_then_in_turns(self):
+        last = candidate("last", is_last=True, queue_s=TIE_S / 2, turn=9)
+        roomy, fresh = candidate("roomy", free_blocks=9, turn=8), candidate("fresh", free_blocks=8, turn=1)
+        assert place([fresh, roomy, last], prompt()).engine == "last"
+        assert place([fresh, roomy], prompt()).engine == "roomy"
+        assert place([replace(roomy, free_blocks=8), fresh], prompt()).engine == "fresh"
+        assert place([candidate("none"), candidate("some", free_blocks=1)], prompt()).engine == "some"
+
+    def test_no_hint_outweighs_a_cost(self):
+        last = candidate("last", is_last=True, free_blocks=10**6, queue_s=2.1 * TIE_S)
+        assert place([last, candidate("other")], prompt()).engine == "other"
+
+    def test_equal_engines_take_turns(self):
+        turns, order = {"a": 0, "b": 0, "c": 0}, []
+        for turn in range(1, 7):
+            placement = place([candidate(name, turn=last) for name, last in turns.items()], prompt())
+            turns[placement.engine] = turn
+            order.append(placement.engine)
+        assert order == ["a", "b", "c", "a", "b", "c"]
+
+
+class TestForecast:
+    """What an engine's own adapter foresees stands in place of the index and the learned rates."""
+
+    def test_its_terms_are_the_cost(self):
+        foreseen = Forecast(
+            123, wait_s=1.0, restore_s=0.2, prefill_s=0.03, interference_s=0.004, regret_s=0.0005
+        )
+        told = candidate(
+            match=Match(gpu=90), queue_s=7.0, in_flight=3, room=0, residents=full_of(100), forecast=foreseen
+        )
+        cost = place([told], prompt(), BUSY).chosen
+        assert (cost.engine, cost.cached_tokens, cost.in_flight) == ("a", 123, 3)
+        assert (cost.queue_s, cost.restore_s, cost.prefill_s, cost.interference_s) == (1.0, 0.2, 0.03, 0.004)
+        assert (cost.congestion_s, cost.regret_s) == pytest.approx((0.46, 0.0015))
+        assert cost.total_s == pytest.approx(1.6955)
+
+    def test_it_is_the_prediction_to_the_token(self):
+        placement = place([candidate(forecast=Forecast(123), match=Match(gpu=90))], prompt())
+        assert (placement.predicted_tokens, placement.uncached_tokens) == (123, 1477)
+        assert placement.gpu_tokens == 123
+
+    @pytest.mark.parametrize("firm", [True, False])
+    def test_it_says_whether_that_is_firm(self, firm):
+        told = candidate(forecast=Forecast(0, firm=firm), match=Match(gpu=1, pending=5 * firm))
+        assert place([told], prompt()).firm is firm
+
+    def test_it_is_held_against_what_other_engines_are_known_for(self):
+        slots = candidate("slots", forecast=Forecast(1000, prefill_s=0.5))
+        assert place([slots, candidate("index", match=Match(gpu=90))], prompt()).engine == "index"
+        assert place([slots, candidate("index", match=Match(gpu=10))], prompt()).engine == "slots"
+
+
+class TestPlaceLeastLoaded:
+    def test_no_forecast_counts(self):
+        rows = [candidate("a", in_flight=1, forecast=Forecast(9)), candidate("b")]
+        placement = place_least_loaded([*rows])
+        assert (placement.engine, placement.predicted_tokens, placement.firm) == ("b", 0, True)
+        assert placement.work == Work(0)
+
+    def test_takes_the_fewest_in_flight(self):
+        rows = [
+            candidate(name, in_flight=n, queue_s=9.0 * (n == 1))
+            for name, n in zip("abc", (3, 1, 2), strict=True)
+        ]
+        placement = place_least_loaded(rows)
+        assert (placement.engine, placement.predicted_tokens, placement.n_tokens) == ("b", 0, 0)
+        assert placement.rule == "least loaded"
+        assert [cost.in_flight for cost in placement.costs] == [3, 1, 2]
+
+    def test_of_equals_the_sessions_own_then_in_turns_whatever_they_hold(self):
+        rows = [candidate("a", turn=2, match=Match(gpu=9)), candidate("b", turn=1), candidate("c", turn=3)]
+        assert place_least_loaded(rows).engine == "b"
+        assert place_least_loaded([*rows, candidate("d", turn=4, is_last=True)]).engine == "d"
+        assert place_least_loaded([candidate("d", in_flight=1, is_last=True), *rows]).engine == "b"
+
+
+LOADS = st.tuples(st.integers(0, 100), st.floats(0, 50), st.floats(1, 1e5), st.integers(0, 200))
+
+
+class TestWhateverTheState:
+    @given(st.lists(LOADS, min_size=1, max_size=2 * MAX_LOOKS), st.floats(1, 20))
+    def test_none_costs_less_by_more_than_a_tie_but_by_what_it_would_lose(self, rows, strain):
+        candidates = [
+            candidate(
+                str(at), match=Match(gpu=gpu), queue_s=queue_s, rate=rate, room=room, residents=full_of(50)
+            )
+            for at, (gpu, queue_s, rate, room) in enumerate(rows)
+        ]
+        placement = place(candidates, prompt(), Outlook(0.0, strain, BUSY.returns))
+        looked_at = [cost.total_s for cost in placement.costs if cost.regret_s is not None]
+        assert placement.chosen.total_s <= min(looked_at) + TIE_S
+        if len(rows) <= MAX_LOOKS:
+            assert placement.chosen.total_s <= min(cost.total_s for cost in placement.costs) + TIE_S
+
+    @given(LOADS, st.floats(1, 20), st.floats(0, 10), st.integers(0, 100))
+    def test_cost_never_falls_with_the_queue_nor_with_what_is_to_be_computed(self, row, strain, wait_s, less):
+        gpu, queue_s, rate, room = row
+        outlook = Outlook(0.0, strain, BUSY.returns)
+
+        def cost(queue_s, blocks):
+            told = candidate(
+                queue_s=queue_s, match=Match(gpu=blocks), rate=rate, room=room, residents=full_of(50, 50)
+            )
+            return place([told], prompt(), outlook).chosen.total_s
+
+        assert cost(queue_s, gpu) <= cost(queue_s + wait_s, gpu)
+        assert cost(queue_s, gpu) <= cost(queue_s, max(gpu - less, 0)) + 1e-9

@@ -1,0 +1,81 @@
+"""What reports are compared with. Over real sockets, token ids too: tests/proxy/test_flow.py."""
+
+from array import array
+from types import SimpleNamespace
+
+import pytest
+
+from engine_adapter import Hold
+from proxy.core.audit import Unchecked
+from proxy.core.placement.decision import Cost, Placement
+from proxy.fleet.fleet import Fleet
+from proxy.fleet.ingest import Ingest
+from proxy.prompt import Prompt
+from proxy.steps.checks import check_prediction, check_tokens
+from tests.fakes import add_ready
+
+PROMPT = Prompt(array("i", range(40)))
+
+
+def check(engine, *, ingest, predicted=32, reported=32, **more):
+    """Checks a prediction about which all is well, but for what `more` says."""
+    placement = Placement(Cost("a"), predicted, 40, tuple, "lowest cost", firm=more.pop("firm", True))
+    placed = SimpleNamespace(may_be_evicted=more.pop("may_be_evicted", False))
+    lease = SimpleNamespace(placement=placement, placed=placed, evicted_since=False)
+    ready = SimpleNamespace(prompt=more.pop("prompt", PROMPT))
+    record = SimpleNamespace(**{"tokens_agree": True, "error": None, "runs_prompt": True} | more)
+    return check_prediction(ingest, engine, ready, lease, record, reported)
+
+
+class TestPredictions:
+    @pytest.fixture
+    def fleet(self):
+        return Fleet()
+
+    @pytest.fixture
+    def engine(self, fleet):
+        return add_ready(fleet, "a")
+
+    @pytest.fixture
+    def ingest(self, fleet):
+        return Ingest(fleet, None)
+
+    @pytest.mark.parametrize(("reported", "exact"), [(32, 1), (16, 0), (0, 0)])
+    def test_a_firm_one_is_compared_with_the_report(self, engine, ingest, reported, exact):
+        assert check(engine, ingest=ingest, reported=reported) is None
+        view = engine.audit.view()
+        assert (view.checked, view.exact) == (1, exact)
+        assert (view.predicted_tokens, view.reported_tokens) == (32, reported)
+
+    @pytest.mark.parametrize(
+        ("more", "why"),
+        [
+            ({"reported": None}, Unchecked.NOT_REPORTED),
+            ({"prompt": None}, Unchecked.PROMPT_UNKNOWN),
+            ({"tokens_agree": False}, Unchecked.TOKENS_DIFFER),
+            ({"firm": False}, Unchecked.NOT_FIRM),
+            ({"may_be_evicted": True}, Unchecked.MAY_BE_EVICTED),
+            ({"reported": None, "error": "no"}, Unchecked.FAILED),
+            ({"reported": None, "runs_prompt": False}, Unchecked.NO_PROMPT),
+            ({"tokens_agree": False, "firm": False}, Unchecked.TOKENS_DIFFER),
+        ],
+    )
+    def test_others_are_not(self, engine, ingest, more, why):
+        assert check(engine, ingest=ingest, **more) is why
+        assert engine.audit.view().checked == 0
+
+    def test_none_is_made_without_reuse(self, engine):
+        assert check(engine, ingest=None) is Unchecked.REUSE_OFF
+
+    @pytest.mark.parametrize("more", [{"tokens_agree": None}, {"may_be_evicted": True, "predicted": 0}])
+    def test_what_may_be_doubted_and_is_not(self, engine, ingest, more):
+        """Nothing can be evicted of a prompt of which nothing is cached."""
+        assert check(engine, ingest=ingest, **more) is None
+        assert engine.audit.view().checked == 1
+
+
+@pytest.mark.parametrize("hold", [Hold(None), Hold(None, answer=SimpleNamespace(prompt_tokens=lambda: None))])
+def test_token_ids_that_the_engine_does_not_tell_are_not_compared(hold):
+    record = SimpleNamespace(prompt=PROMPT, tokens_agree=None)
+    check_tokens(SimpleNamespace(prompts=SimpleNamespace()), None, hold, record)
+    assert record.tokens_agree is None
