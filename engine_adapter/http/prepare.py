@@ -131,12 +131,12 @@ def base_url(spec: EngineSpec) -> str:
 
 @lru_cache(_MAX_PATHS)
 def route_of(path: str) -> str:
-    """The route of a path as a server reads it: without query, decoded, single slashes. A route spelt in
-    another way must get the same treatment, above all its salt."""
+    """The route of a path as a server reads it: without query, decoded, single slashes, none at the end. A
+    route spelt in another way must get the same treatment, above all its salt."""
     route = unquote(path.partition("?")[0])
     while "//" in route:
         route = route.replace("//", "/")
-    return route
+    return route.rstrip("/") or "/"
 
 
 def prepare_request(

@@ -34,7 +34,7 @@ def checked_path(target: bytes) -> str:
     # Some servers ignore what follows a semicolon in a segment.
     segments = [segment.partition(";")[0] for segment in decoded.replace("\\", "/").split("/")]
     climbs = any(segment in (".", "..") for segment in segments)
-    route = route_of(path).rstrip("/")
+    route = route_of(path)
     is_closed = route in ENGINE_ADMIN_ROUTES or f"{route}/".startswith(STREAM_ROUTES)
     is_open = (
         decoded.startswith(_ROOT) and decoded != _ROOT and not decoded.startswith(_TWICE) and not is_closed

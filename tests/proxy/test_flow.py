@@ -928,6 +928,13 @@ class TestMedia:
             assert salts.of("red") == {tenants.salt("red", None), tenants.salt("red", "x")}
             assert salts.of("blue") == frozenset()
 
+    @pytest.mark.parametrize("path", [f"{CHAT}/", "/v1//chat/completions"])
+    async def test_a_prompt_is_one_however_its_route_is_written(self, engine, path):
+        """Else it would have no salt, and an engine that serves the path would share its KV."""
+        async with proxy_over(engine) as proxy, client_of(proxy) as client:
+            await client.post(path, json=ASK)
+            assert (proxy.last.route, proxy.last.runs_prompt) == (CHAT, True)
+
     async def test_the_text_before_an_image_is_followed_and_nothing_rests_on_it(self, engine, tokenizer_dir):
         a = HoldingAdapter(engine)
         async with proxy_over(a, reuse=True) as proxy, client_of(proxy) as client:

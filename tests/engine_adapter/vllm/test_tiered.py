@@ -176,6 +176,7 @@ class TestRequests:
             "/v1/completions?api-version=1",
             "/v1/%63ompletions",
             "/v1//completions",
+            "/v1/completions/",
             "/v1/chat/completions/batch",
         ],
     )
