@@ -541,6 +541,7 @@ class TestTheClientLeaves:
         async with world_of("p", "d") as world:
             world.fakes["p"].core.hold()
             await self.leaves(world, lambda: bool(world.sent("p")))
+            await asyncio.sleep(0.3)  # until the engine has seen that, too: it looks once its answer is ready
             world.fakes["p"].core.release()
             await until(lambda: world.nixl("p").aborted == 1)
             assert world.sent("d") == []
