@@ -299,8 +299,10 @@ class FakeVllm:
             prompt = read(body)
             if len(prompt.tokens) >= self.options.max_model_len:
                 raise RefusedError(f"context is {self.options.max_model_len} tokens", param="input_tokens")
-            if (_limit(body) or 0) > self.options.max_model_len:
-                raise RefusedError("max_tokens is above the context", param="max_tokens")
+            limit, context = _limit(body) or 0, self.options.max_model_len
+            if limit > context:  # one that the prompt leaves no room for is cut, as on 0.32
+                message = f"max_tokens={limit} cannot be greater than max_model_len={context}."
+                raise RefusedError(message, param="max_tokens")
             core = self.cores[rank]
             if (body.get("vllm_xargs") or {}).get("kv_cache_report_mode") == "full":
                 _announce_reused(core, prompt)
