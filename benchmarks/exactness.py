@@ -20,10 +20,6 @@ import argparse
 import asyncio
 import random
 import re
-import subprocess
-import sys
-import tarfile
-import tempfile
 from array import array
 from collections import Counter
 from collections.abc import Iterator
@@ -32,7 +28,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from harness import CACHE
 
 from engine_adapter import ChatError, EngineSpecError, JsonBody
 from engine_adapter.prompt.chat import ChatTokenizer, load_transformers
@@ -44,41 +39,9 @@ from engine_adapter.types import TokenIds
 from proxy.prompt.known_chats import Owner
 from proxy.prompt.render import CHAT_PATH, ChatInput, read_prompt
 from proxy.prompt.tokenizer import LocalTokenizer
+from scripts.shipped_models import shipped_models
 
-VERSION = "0.3.36"
-_MODELS = "/vendor/llama.cpp/models/"
-_KINDS = (".jinja", ".gguf", ".inp", ".out")
 _MARKER = re.compile(r"<[|｜]?[A-Za-z][\w▁/-]{1,30}[|｜]?>|</[a-z_]{2,20}>|\[/?[A-Z_]{3,20}\]")
-
-
-def shipped_models() -> Path:
-    """The directory of the vocabularies and templates that llama-cpp-python ships."""
-    directory = CACHE / f"llama-models-{VERSION}"
-    if not directory.exists():
-        CACHE.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=CACHE) as work:
-            _unpack(_download(Path(work)), Path(work) / "models")
-            (Path(work) / "models").rename(directory)
-    return directory
-
-
-def _download(work: Path) -> Path:
-    """The sources as an archive. pip asks their build backend for the version, so it must be there."""
-    subprocess.run([sys.executable, "-m", "venv", str(work / "tools")], check=True)
-    pip = [str(work / "tools/bin/python"), "-m", "pip", "--quiet", "--disable-pip-version-check"]
-    subprocess.run([*pip, "install", "scikit-build-core>=0.9.2"], check=True)
-    options = ["--no-deps", "--no-binary", ":all:", "--no-build-isolation", "--dest", str(work)]
-    subprocess.run([*pip, "download", *options, f"llama-cpp-python=={VERSION}"], check=True)
-    return next(work.glob("*.tar.gz"))
-
-
-def _unpack(archive: Path, directory: Path) -> None:
-    directory.mkdir()
-    with tarfile.open(archive) as files:
-        for member in files:
-            content = files.extractfile(member) if _MODELS in member.name else None
-            if content is not None and member.name.endswith(_KINDS):
-                (directory / Path(member.name).name).write_bytes(content.read())
 
 
 # --- vocabularies ----------------------------------------------------------------------------------

@@ -1,13 +1,12 @@
 """Compares the token ids that kvpin makes with those of an engine, by form of request and chat template.
 
-For each chat template that llama-cpp-python ships (see exactness.py), builds the prompts of
-tests/live/prompt_forms.py as kvpin does, and compares them with what the engine makes. Prints which of the
-forms that kvpin probes it makes itself. An engine is started for each template; a vLLM takes the template
-with each request.
+For each chat template that llama-cpp-python ships, builds the prompts of tests/live/prompt_forms.py as kvpin
+does, and compares them with what the engine makes. Prints which of the forms that kvpin probes it makes
+itself. An engine is started for each template. vLLM and SGLang: tests/live/message_variants.py.
 
     python benchmarks/prompt_forms.py                   a llama-server, all templates: about five minutes
     python benchmarks/prompt_forms.py --template Qwen   those whose name contains this
-    python benchmarks/prompt_forms.py --engine vllm --templates 20    vllm, sglang or embedded; 20 of them
+    python benchmarks/prompt_forms.py --engine embedded --templates 20    20 of them
 """
 
 from __future__ import annotations
@@ -20,40 +19,25 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import cast
 
 import msgspec
-from exactness import shipped_models
-from typing_extensions import override
 
 from engine_adapter import EngineAdapter, EngineRejected, JsonBody, make_adapter
 from engine_adapter.prompt.chat import ChatTokenizer, load_transformers
 from engine_adapter.prompt.encoders import exact_encoder
 from engine_adapter.prompt.forms import Form
-from engine_adapter.types import TokenIds
-from engine_adapter.vllm.adapter import VllmAdapter, VllmSpec
 from proxy.prompt import PromptBuilder, PromptTables, verify_exactness
 from proxy.prompt.render import CHAT_PATH
 from scripts.make_checkpoint import checkpoint_path
 from scripts.make_gguf import gguf_path
+from scripts.shipped_models import shipped_models
 from tests.engines import engine_spec, running_engine
 from tests.live.prompt_forms import FORMS
 from tests.live.server_world import MODEL
 from tests.llama import running_llama_server
-from tests.sglang_live.sglang_world import SglangOptions, running_sglang
-from tests.vllm_live.vllm_world import VllmOptions, running_vllm
 
-KINDS = {name: name.replace("-", "_") for name in ("llama-server", "embedded", "vllm", "sglang")}
+KINDS = {name: name.replace("-", "_") for name in ("llama-server", "embedded")}
 PROBED = [form for form in Form if form not in (Form.DOCUMENTS, Form.OTHER)]
-_CONTEXT = 4096  # some templates write more than a thousand tokens
-_VLLM = VllmOptions(
-    blocks=2 * _CONTEXT // 32,
-    context=_CONTEXT,
-    flags=(
-        *("--enable-scale-out", "--trust-request-chat-template"),
-        *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
-    ),
-)
 
 
 @contextmanager
@@ -68,29 +52,8 @@ def running(engine: str, template: Path, work: Path) -> Iterator[str]:
         shutil.rmtree(model, ignore_errors=True)
         shutil.copytree(checkpoint_path("model"), model)
         shutil.copyfile(template, model / "chat_template.jinja")
-        if engine == "sglang":
-            options = SglangOptions(model=model, flags=("--tool-call-parser", "hermes"))
-            server = stack.enter_context(running_sglang(log, options))
-            server.wait()
-            yield server.url
-            return
         named = ("--model", str(model), "--served-model-name", MODEL, "--kv-blocks", "64")
         yield stack.enter_context(running_engine(log, *named)).url
-
-
-class TemplatedVllm(VllmAdapter):
-    """Sends a chat template with each chat.
-
-    Attributes:
-        template: the template.
-    """
-
-    template: str
-
-    @override
-    async def tokenize(self, path: str, body: JsonBody) -> TokenIds[int]:
-        """The ids of a prompt under the template."""
-        return await super().tokenize(path, body.replace(chat_template=self.template))
 
 
 async def compare(adapter: EngineAdapter, chats: ChatTokenizer) -> Counter[str]:
@@ -98,7 +61,7 @@ async def compare(adapter: EngineAdapter, chats: ChatTokenizer) -> Counter[str]:
     counts = Counter[str]()
     try:
         info = await adapter.connect()
-        builder = PromptBuilder(info, tables=PromptTables(), engines=lambda: [adapter])
+        builder = PromptBuilder(info, tables=PromptTables(), engines=lambda _: [adapter])
         builder.adopt(chats.rendering(info.template_input))
         await verify_exactness(builder, adapter)
         rows = {form: builder.forms.rows[form] for form in PROBED if form in builder.forms.rows}
@@ -136,18 +99,10 @@ def main() -> None:
     model = gguf_path("tiny") if kind == "llama_server" else checkpoint_path("model")
     tokenizer = load_transformers(str(model))
     encoder, total = exact_encoder(tokenizer), Counter[str]()
-    with tempfile.TemporaryDirectory() as work, ExitStack() as stack:
-        vllm = stack.enter_context(running_vllm(Path(work, "log"), _VLLM)) if kind == "vllm" else None
-        if vllm is not None:
-            vllm.wait()
+    with tempfile.TemporaryDirectory() as work:
         for path in [found[at * len(found) // count] for at in range(count)]:
             tokenizer.chat_template = path.read_text(encoding="utf-8")
             chats = ChatTokenizer(tokenizer, source=path.stem, encoder=encoder)
-            if vllm is not None:
-                adapter = TemplatedVllm(cast("VllmSpec", engine_spec(kind, vllm.url)))
-                adapter.template = tokenizer.chat_template
-                total += asyncio.run(compare(adapter, chats))
-                continue
             with running(options.engine, path, Path(work)) as url:
                 named = {"model": MODEL} if kind == "llama_server" else {}
                 total += asyncio.run(compare(make_adapter(engine_spec(kind, url, **named)), chats))

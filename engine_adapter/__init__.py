@@ -47,15 +47,16 @@ from engine_adapter.errors import (
 )
 from engine_adapter.events.options import address_of_rank
 from engine_adapter.hold import AnswerReader, Forecast, Hold, RequestBody, Resumption
+from engine_adapter.http.answer_shape import Opening, Says, what_is_said
 from engine_adapter.http.client import HttpTransport
 from engine_adapter.http.connection import IncomingResponse
-from engine_adapter.http.error_bodies import read_error
+from engine_adapter.http.error_bodies import read_error, read_streamed_error
 from engine_adapter.http.headers import HeaderPairs, Headers
 from engine_adapter.http.openai_answer import tell_cached
 from engine_adapter.http.prepare import base_url, route_of
 from engine_adapter.http.sse import Speech, WholeEvents, is_silent
 from engine_adapter.http.transport import OutgoingRequest
-from engine_adapter.http.usage import UNREAD, TokenUsage, is_json, read_answer_usage, read_streamed_usage
+from engine_adapter.http.usage import UNREAD, TokenUsage, read_answer_usage, read_streamed_usage
 from engine_adapter.managed import managed_kind, run_engine_cli
 from engine_adapter.options import EngineOptions, OptionError, plain_error
 from engine_adapter.private_fields import (

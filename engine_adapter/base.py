@@ -7,7 +7,7 @@ and say what to do instead.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from types import MappingProxyType
 from typing import Any, ClassVar, Protocol
@@ -111,6 +111,11 @@ class EngineAdapter(Protocol):
     async def leave(self) -> None:
         """Forgets the engine's cache: another kvpin uses the engine now. `connect` starts again."""
         return  # several kvpins may use it
+
+    def on_closed(self, call: Callable[[], None]) -> None:  # noqa: ARG002 - of adapters with connections
+        """Calls back when the engine closes an idle connection: another process may answer from now on. While
+        kvpin checks the engine often, it keeps a connection open, so this is soon known."""
+        return
 
     async def load(self) -> EngineLoad:
         """Running and waiting requests; also the health check.

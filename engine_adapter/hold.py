@@ -47,9 +47,11 @@ class AnswerReader(Protocol):
 
     Attributes:
         assembles: the engine streams although the client wants one JSON answer, which `finish` returns.
+        note: how that differs from what the client wants, for people; known after `finish`.
     """
 
     assembles: bool = False
+    note: str = ""
 
     def feed(self, chunk: bytes) -> bytes:
         """Takes the next bytes of the answer: chunks of a stream, or a whole JSON answer. Returns the bytes
@@ -90,6 +92,7 @@ class Hold:
         cached_tokens: reused tokens that the engine will report; None keeps the placement's prediction.
         firm: False if there may be more.
         answer: reads the answer; None if nothing does.
+        told_tokens: the prompt as the engine tokenises it, asked for beside the request; None if it was not.
         told_cached: reused tokens that its client is told; None for those that the engine reports.
         note: how it was served, for people.
         slot: the engine's slot that it runs on; None for an engine without slots.
@@ -101,6 +104,7 @@ class Hold:
     cached_tokens: int | None = None
     firm: bool = True
     answer: AnswerReader | None = None
+    told_tokens: TokenIds[int] | None = None
     told_cached: int | None = None
     note: str = ""
     slot: int | None = None

@@ -6,7 +6,13 @@ import uuid
 
 from typing_extensions import override
 
-from engine_adapter.errors import EngineDied, EngineGarbled, EngineRejected, EngineUnhealthy
+from engine_adapter.errors import (
+    EngineDied,
+    EngineGarbled,
+    EngineRejected,
+    EngineUnavailable,
+    EngineUnhealthy,
+)
 from engine_adapter.http.adapter import HttpAdapter
 from engine_adapter.http.control import NO_SUCH_ROUTE
 from engine_adapter.http.models import read_models
@@ -28,22 +34,29 @@ ROUTES = {REALTIME: READ, RESPONSES_SOCKET: READ}
 class OpenAICompatibleAdapter(HttpAdapter):
     """`EngineAdapter` over `/v1/models`, `/health` where there is one, and the OpenAI routes.
 
-    Such an engine does not identify its process, so every connection counts as the same process. Reported
-    cached tokens correct what kvpin learned of its cache.
+    Such an engine does not identify its process, so every connection counts as the same process, unless the
+    model has changed. Reported cached tokens correct what kvpin learned of its cache.
     """
 
     def __init__(self, spec: EngineSpec) -> None:
         super().__init__(spec)
         self._instance = uuid.uuid4().hex
         self._has_health = True
+        self._model = spec.model  # the name that it serves
 
     @override
     async def connect(self) -> EngineInfo:
         await self._check_health()
-        model = read_models(await self._control.get("/v1/models"), self.spec.model)
+        listed = await self._control.get("/v1/models")
+        model = read_models(listed, self.spec.model)
+        if model.name != self.spec.model:
+            model = read_models(listed, self._model)
+        self._model = model.name
         return EngineInfo(
             model=self.spec.model or model.name,
             instance=self._instance,
+            names_process=False,
+            rendering=f"model {model.name}",
             capabilities=_CAPABILITIES,
             max_model_len=model.max_model_len,
             tokenizer=self.spec.tokenizer,
@@ -56,9 +69,13 @@ class OpenAICompatibleAdapter(HttpAdapter):
     @override
     async def load(self) -> EngineLoad:
         """Such an engine does not report its load, so both counts are 0."""
-        if not await self._check_health():
-            await self._control.get("/v1/models")
-        return EngineLoad(running=0, waiting=0, counted=False)
+        await self._check_health()
+        listed = await self._control.get("/v1/models")
+        try:
+            model = read_models(listed, self._model)
+        except EngineUnavailable as error:
+            raise EngineUnhealthy(str(error)) from error
+        return EngineLoad(running=0, waiting=0, counted=False, outdated=model.name != self._model)
 
     async def _check_health(self) -> bool:
         """True when `/health` answers 2xx, False where there is no such route. Raises EngineUnavailable if

@@ -106,7 +106,7 @@ class EngineSpec(Generic[Options_co]):
         ca: file of certificate authorities (PEM) that check its certificate; by default the machine's own.
         cert: file of the certificate (PEM) that kvpin shows to it.
         key: file of the private key of `cert`, if `cert` does not hold it.
-        share_kv: tenants may share its KV, where it cannot keep them apart.
+        share_kv: tenants may share its KV, and do if they may on all engines of its model.
         role: the part of requests that it is meant for; the kind must be able to transfer KV.
         options: settings that only its kind has.
     """
@@ -172,6 +172,9 @@ class EngineInfo:
     Attributes:
         model: the served name, which clients send as `model`.
         instance: identity of the process; if it changes, all its KV is gone.
+        names_process: `instance` comes from the process itself. If not, a new process may have the same.
+        rendering: all that it tells of what makes prompts, in lines that begin with `model` (its files)
+            or `template`. If it changes, prompts that were made before are no longer the engine's.
         tokens_per_block: its own block size in tokens, None where unknown.
         max_model_len: longest prompt + output in tokens, None where unknown.
         vocab_size: ids below it are text, ids from it on are fake ids; None where unknown.
@@ -181,6 +184,8 @@ class EngineInfo:
         host_blocks: capacity of its host tier in its own blocks, None where unknown.
         version: free text, for people.
         loras: names of the LoRA adapters it serves beside `model`; clients send them as `model`.
+        lora_paths: where it read each from, as far as it tells.
+        loads_loras: it can load and unload adapters while it runs.
         tokens_per_chunk: chunk size of tiers below the GPU that send no events and are asked with `lookup`;
             None if there are none.
         shares_prefill: concurrent prompts compute a shared prefix only once. If False, kvpin lets the second
@@ -213,6 +218,8 @@ class EngineInfo:
     model: str
     instance: str
     capabilities: frozenset[Capability]
+    names_process: bool = True
+    rendering: str = ""
     tokens_per_block: int | None = None
     max_model_len: int | None = None
     vocab_size: int | None = None
@@ -222,6 +229,8 @@ class EngineInfo:
     host_blocks: int | None = None
     version: str = ""
     loras: frozenset[str] = frozenset()
+    lora_paths: Mapping[str, str] = field(default_factory=dict, hash=False)
+    loads_loras: bool = False
     tokens_per_chunk: int | None = None
     shares_prefill: bool = False
     events_read_once: bool = False
@@ -239,6 +248,12 @@ class EngineInfo:
     routes: Mapping[str, NativeRoute] = field(default_factory=dict, repr=False, hash=False)
     card: Mapping[str, Any] = field(default_factory=dict, repr=False, hash=False)
     too_long: Callable[[int, int], Mapping[str, Any]] = field(default=_nothing_more, repr=False)
+
+    def is_another(self, now: EngineInfo) -> bool:
+        """True if the engine now serves another model, or makes other prompts. A process may change its
+        model, and one without identity may be another."""
+        told = (self.model, now.model), (self.rendering, now.rendering)
+        return any(before and after and before != after for before, after in told)
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,6 +328,8 @@ class BlocksStored(msgspec.Struct, frozen=True, gc=False):
         salt: cache salt of the chain; set on runs whose `parent` is None.
         lora: name of the LoRA adapter of the chain; set on the same runs.
         group: the KV cache group that stored them; None for the main one.
+        per_chunk: the tier gives back this many blocks together or none of them, counted from the prompt's
+            beginning.
     """
 
     tier: Tier
@@ -324,6 +341,7 @@ class BlocksStored(msgspec.Struct, frozen=True, gc=False):
     salt: str | None = None
     lora: str | None = None
     group: KvGroup | None = None
+    per_chunk: int = 1
 
 
 class BlocksRemoved(msgspec.Struct, frozen=True, gc=False):
@@ -455,6 +473,7 @@ class KvTarget(msgspec.Struct, frozen=True):
     Attributes:
         extra_ids: one per token, None when all are 0.
         exact: the token ids are known to equal the engine's own, so they may replace the text.
+        audit: the engine is to make its own ids, and to tell them if it can.
         retention: how long the request wants its KV retained; None if there is no request.
         session: digest of the conversation that the request belongs to; None if its client names none.
     """
@@ -464,6 +483,7 @@ class KvTarget(msgspec.Struct, frozen=True):
     cache_salt: str | None = None
     lora: str | None = None
     exact: bool = False
+    audit: bool = False
     retention: Retention | None = None
     session: int | None = None
 

@@ -336,55 +336,90 @@ class Flow:
         Raises:
             Overloaded: that takes too long.
         """
-        placed = await self._placement(serving, step)
-        if placed is None:
+        placement = await self._placement(serving, step)
+        if placement is None:
             return NoneLeft()
-        serving.placement, serving.n_candidates = placed
-        record, engine = serving.record, serving.placement.engine
-        record.placement = serving.placement
+        record, engine = serving.record, placement.engine
+        record.placement = serving.placement = placement
         record.attempts.append(engine)
-        self.placed(record, serving.placement)
+        self.placed(record, placement)
         return Placed(engine)
 
-    async def _placement(self, serving: Serving, step: Place) -> tuple[Placement, int] | None:
-        """The engine to try next, of how many; None if there is none."""
-        ready = serving.ready
-        assert ready is not None  # noqa: S101 - it is placed after it was prepared
-        pool, candidates = ready.pool, await self._candidates(ready, step)
+    async def _placement(self, serving: Serving, step: Place) -> Placement | None:
+        """The engine to try next; None if there is none. The request gets the prompt that it makes."""
+        ready, candidates = await self._candidates(serving, step)
         if not candidates:
             return None
         placement = self.choose(ready, candidates)
-        if not step.waits or not pool.must_queue(placement, ready.needs):
-            return placement, len(candidates)
-        await self._in_turn(ready, serving.record)
-        candidates = await self._candidates(ready, step)  # engines hold other KV by now
-        return (self.choose(ready, candidates), len(candidates)) if candidates else None
+        if step.waits and ready.pool.must_queue(placement, ready.needs):
+            await self._in_turn(ready, serving.record)
+            ready, candidates = await self._candidates(serving, step)  # engines hold other KV by now
+            if not candidates:
+                return None
+            placement = self.choose(ready, candidates)
+        if ready.others:
+            ready = ready.for_engine(ready.pool.engines[placement.engine])
+            serving.record.prompt, serving.record.chain = ready.prompt, ready.chain
+        serving.ready, serving.n_candidates = ready, len(candidates)
+        return placement
 
     def choose(self, ready: Ready, candidates: Sequence[Candidate]) -> Placement:
         """The candidate that the request goes to, or the pair of engines. An answer of a pair may come too
         late to be used: then another engine has to be tried."""
+        if ready.others:
+            return self._choose_prompt(ready, candidates)
         pool, chain = ready.pool, ready.chain
         if not pool.passes_kv or chain is None or not self.rules.retries:
             return pool.place(candidates, chain)
-        prefillers = pool.prefillers(candidates, chain, ready.lora, ready.moves_by)
+        prefillers = pool.prefillers(candidates, chain, ready.lora, ready.moves_by, ready.rendering)
         return pool.place(candidates, chain, prefillers)
+
+    def _choose_prompt(self, ready: Ready, candidates: Sequence[Candidate]) -> Placement:
+        """The cheapest choice, where engines make different tokens of the prompt."""
+        engines, found = ready.pool.engines, list[Placement]()
+        for each in (ready, *ready.others):
+            own = [one for one in candidates if engines[one.engine].prompts is each.rendering]
+            if own:  # without a prompt, its costs are those of the others
+                way = each if each.chain is not None else ready
+                found.append(self.choose(replace(way, others=(), rendering=each.rendering), own))
+        return min(found, key=lambda placement: placement.chosen.total_s)
 
     def candidates(self, ready: Ready, without: Container[str] = ()) -> list[Candidate]:
         """The engines that could serve the request now, with what placement knows of each."""
-        return ready.pool.candidates(
-            ready.chain, ready.prompt, ready.needs, session=ready.session, without=without
+        found = ready.pool.candidates(
+            ready.chain, ready.prompt, ready.own_needs, session=ready.session, without=without
         )
+        for each in ready.others:
+            found += self.candidates(each, without)
+        return found
 
-    async def _candidates(self, ready: Ready, step: Place) -> list[Candidate]:
-        """The engines to try next. If no engine takes requests yet, waits for one up to `wait_s`."""
+    async def _candidates(self, serving: Serving, step: Place) -> tuple[Ready, list[Candidate]]:
+        """The request, with the prompts that its engines make now, and those to try next. If no engine takes
+        requests yet, waits for one up to `wait_s`."""
+        ready = await self._renewed(serving)
         found = self.candidates(ready, without=step.without)
         if not found and not step.without and ready.pool.is_coming_back:
             with suppress(TimeoutError):
                 async with asyncio.timeout(self.wait_s):
                     while not found:
                         await self.fleet.until_ready()
+                        ready = await self._renewed(serving)
                         found = self.candidates(ready)
-        return found
+        return ready, found
+
+    async def _renewed(self, serving: Serving) -> Ready:
+        """The request, with a prompt for each builder that its pool has now. A stream goes on only on engines
+        that make the same tokens as the one that began it."""
+        if serving.told is not None:
+            assert serving.ready is not None  # noqa: S101 - it was prepared
+            return serving.ready
+        ready = serving.first
+        assert ready is not None  # noqa: S101 - likewise
+        while ready.renderings is not ready.pool.renderings and ready.is_stale:
+            ready = await self.preparation.prepare_again(ready)
+            serving.is_ready(ready)
+            serving.record.prompt, serving.record.chain = ready.prompt, ready.chain
+        return ready
 
     async def _in_turn(self, ready: Ready, record: RequestRecord) -> None:
         """Waits for the request's turn on an engine that is not too busy. Also returns when no engine is
@@ -397,7 +432,7 @@ class Flow:
 
         def may_go() -> bool:
             candidates = self.candidates(ready)
-            return not candidates or not pool.is_busy(self.choose(ready, candidates))
+            return ready.is_stale or not candidates or not pool.is_busy(self.choose(ready, candidates))
 
         try:
             await pool.line.wait(

@@ -153,8 +153,18 @@ def convert(checkpoint: Path, path: Path) -> Path:
     return path
 
 
-def _write(path: Path, shape: Shape, kind: str, seed: int) -> None:
+def write_shuffled(path: Path, kind: str, seed: int = 0) -> None:
+    """Writes a model that has the same words in its vocabulary, under other ids."""
     tokenizer = msgspec.json.decode((_TOKENIZER / "tokenizer.json").read_bytes())
+    vocabulary = tokenizer["model"]["vocab"]
+    words = sorted(word for word in vocabulary if _WORD.fullmatch(word))
+    ids = [vocabulary[word] for word in words]
+    vocabulary |= dict(zip(words, ids[1:] + ids[:1], strict=True))
+    _write(path, SHAPES[kind], kind, seed, tokenizer)
+
+
+def _write(path: Path, shape: Shape, kind: str, seed: int, tokenizer: dict | None = None) -> None:
+    tokenizer = tokenizer or msgspec.json.decode((_TOKENIZER / "tokenizer.json").read_bytes())
     writer = gguf.GGUFWriter(path, shape.architecture)
     writer.add_name(f"kvpin-{kind}-{seed}")
     _add_shape(writer, shape)

@@ -33,6 +33,7 @@ from proxy.fleet.destinations import Destinations
 from proxy.fleet.engine import Engine, EngineState
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.ingest import Ingest
+from proxy.fleet.pool import Pool
 from proxy.flow import Flow
 from proxy.http.http1 import Http1Protocol
 from proxy.observe.metrics import Metrics
@@ -285,6 +286,9 @@ class FakeAdapter(OpenAICompatibleAdapter):
     def event_position(self):
         return self.position
 
+    def on_closed(self, call):
+        self.closes = call
+
     def cached_tokens(self, headers):
         value = headers.get("x-kv-cached-tokens")
         return None if value is None else int(value)
@@ -323,6 +327,12 @@ def prompts_of(info: EngineInfo, *, tables: PromptTables | None = None, **engine
     """A builder that tokenises with the engine's tokenizer from the start, unchecked."""
     tokenizer = ChatTokenizer.load(info.tokenizer) if info.tokenizer is not None else None
     return PromptBuilder(info, tables=tables or PromptTables(), tokenizer=tokenizer, **engines)
+
+
+def give_prompts(pool: Pool, builder: PromptBuilder) -> None:
+    """Lets all engines of a pool have this builder, as if each was compared."""
+    for engine in pool.engines.values():
+        pool.render(engine, builder, is_proven=True)
 
 
 def is_tokenised(proxy) -> bool:
@@ -459,8 +469,8 @@ class FakeProxy:
         adapter.info = replace(adapter.info, **info)
         engine = self.fleet.add(adapter)
         pool = self.fleet.join(engine, adapter.info)
-        if self.reuse and pool.prompts is None:
-            pool.prompts = prompts_of(adapter.info)
+        if self.reuse:
+            pool.render(engine, pool.prompts or prompts_of(adapter.info), is_proven=True)
         engine.state = EngineState.READY
         return engine
 

@@ -19,6 +19,7 @@ class Reader:
     tokens: object = None
     seen: list[bytes] = field(default_factory=list)
     finished: int = 0
+    note: str = ""
 
     def feed(self, chunk):
         self.seen.append(chunk)

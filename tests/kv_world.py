@@ -197,9 +197,9 @@ class KvWorld:
         """A connected, ready engine; its pool tokenises with the test tokenizer."""
         engine = self.fleet.add(fake)
         pool = self.fleet.join(engine, fake.info)
-        if pool.prompts is None:
-            info = replace(fake.info, tokenizer=self.tokenizer, vocab_size=600, hidden_size=4)
-            pool.prompts = prompts_of(info, tables=self.proxy.tables)
+        info = replace(fake.info, tokenizer=self.tokenizer, vocab_size=600, hidden_size=4)
+        builder = pool.prompts or prompts_of(info, tables=self.proxy.tables)
+        pool.render(engine, builder, is_proven=True)
         engine.state = EngineState.READY
         self.engines[engine.id] = engine
         return engine

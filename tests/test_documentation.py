@@ -144,7 +144,7 @@ def test_the_output_of_doctor_is_what_it_prints(capsys):
         "running": 0, "waiting": 0, "can": ["cache_salt", "cached_tokens", "kv_events", "tokenize"],
         "cannot": {"offload": "connect an LMCache server"}, "view": {"detail": view.detail},
         "tokenisation": {
-            "detail": "tokenised here with 'Qwen/Qwen3-8B', as the engine does in 9 forms of prompts",
+            "detail": "tokenised here with 'Qwen/Qwen3-8B', as the engine does in 10 forms of prompts",
             "forms": {form: {"source": "engine" if form in asked else "local"} for form in Form},
         },
         "probe": {"error": None, "reported": 48, "n_tokens": 49, "predicted": 0},

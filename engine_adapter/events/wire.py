@@ -132,6 +132,7 @@ def _continues(first: BlocksStored, second: BlocksStored) -> bool:
         and second.parent == first.hashes[-1]
         and second.tokens_per_block == first.tokens_per_block
         and second.tier is first.tier
+        and first.per_chunk == second.per_chunk == 1
         and first.extra_ids is second.extra_ids is None
         and (second.salt, second.lora) == (first.salt, first.lora)
         and bool(first.token_ids and second.token_ids)
@@ -200,10 +201,14 @@ def _stored(fields: StoredFields, read_keys: KeyReader) -> BlocksStored:
     if len(tokens) != size * len(hashes):
         raise MalformedEvents(f"{len(tokens)} token ids for {len(hashes)} blocks of {size}")
     keys = read_keys(fields)
+    # Below the GPU, only vLLM's offloading connector names a kind: each of its events is a chunk.
+    per_chunk = len(hashes) if tier is not Tier.GPU and fields.kv_cache_spec_kind is not None else 1
     if not keys.complete:
-        return BlocksStored(tier, parent, hashes, _NO_TOKENS, size)
+        return BlocksStored(tier, parent, hashes, _NO_TOKENS, size, per_chunk=per_chunk)
     token_ids = _tokens(tokens) if keys.token_ids is None else keys.token_ids
-    return BlocksStored(tier, parent, hashes, token_ids, size, keys.extra_ids, keys.salt, keys.lora)
+    return BlocksStored(
+        tier, parent, hashes, token_ids, size, keys.extra_ids, keys.salt, keys.lora, per_chunk=per_chunk
+    )
 
 
 def _stored_in(group: KvGroup, fields: StoredFields) -> BlocksStored:

@@ -6,7 +6,7 @@ prepare.py        a request for the engine, its TLS    control.py  kvpin's own r
 models.py         what an engine says of its models    adapter.py  the base of adapters
 headers.py        headers as bytes
 openai_answer.py  fields kvpin asks of an answer and hides from the client
-error_bodies.py   engines' error bodies in one shape
+answer_shape.py   whether an answer is one           error_bodies.py   engines' error bodies in one shape
 sse.py            whole events of a stream
 usage.py          cached tokens in answers           prometheus_text.py  an engine's metrics
 """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any
 
@@ -51,6 +51,10 @@ class HttpAdapter(EngineAdapter):
         self, method: str, path: str, headers: Mapping[str, str], body: RequestBody
     ) -> OutgoingRequest:
         return prepare_request(self.spec, method, path, headers, body, self._own_headers)
+
+    @override
+    def on_closed(self, call: Callable[[], None]) -> None:
+        self._control.on_closed = call
 
     @override
     def event_position(self) -> EventPosition | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import ssl
+from collections.abc import Awaitable, Callable
 
 from engine_adapter.errors import EngineUnavailable
 from engine_adapter.http.connection import IncomingResponse
@@ -27,13 +28,25 @@ class HttpTransport:
     changes nothing is sent a second time if its connection, used before, ended without an answer.
     """
 
-    def __init__(self, *, connect_timeout_s: float = 5.0, setting: str | None = None) -> None:
-        """`setting`: the operator's name of the time for a connection, for errors."""
-        self._connect_timeout_s, self._setting = connect_timeout_s, setting
+    def __init__(
+        self,
+        *,
+        connect_timeout_s: float = 5.0,
+        setting: str | None = None,
+        closed: Callable[[], None] | None = None,
+    ) -> None:
+        """`setting`: the operator's name of the time for a connection, for errors. `closed` is called when
+        the other side closes a connection that waits for the next request: its process may have ended."""
+        self._connect_timeout_s, self._setting, self._closed = connect_timeout_s, setting, closed
         self._origins: dict[tuple[str, ssl.SSLContext | None, str | None], Origin] = {}
 
-    async def send(self, request: OutgoingRequest) -> IncomingResponse:
+    async def send(
+        self, request: OutgoingRequest, confirm: Callable[[], Awaitable[None]] | None = None
+    ) -> IncomingResponse:
         """Sends a request and returns when the headers have arrived.
+
+        `confirm` is awaited before a new connection is used, which may lead to another process than those
+        before. What it raises is raised here, and nothing was sent.
 
         Raises:
             EngineUnavailable: they did not arrive. An error raised by a streamed request body is raised as it
@@ -51,6 +64,12 @@ class HttpTransport:
                 if request.method not in _SAFE or request.body:
                     raise
         connection = await origin.connect()
+        if confirm is not None:
+            try:
+                await confirm()
+            except BaseException:
+                connection.close()
+                raise
         return await connection.ask(request, head)
 
     def hang_up(self, unix: str, reason: str) -> None:
@@ -71,7 +90,7 @@ class HttpTransport:
             now = asyncio.get_running_loop().time()
             for key in [key for key, each in self._origins.items() if each.is_unused(now)]:
                 del self._origins[key]
-            origin = Origin(address, tls, self._connect_timeout_s, unix, self._setting)
+            origin = Origin(address, tls, self._connect_timeout_s, unix, self._setting, self._closed)
             self._origins[address, tls, unix] = origin
         return origin
 

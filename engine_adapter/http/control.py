@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from http import HTTPStatus
 from typing import Any, TypeVar
@@ -42,14 +42,18 @@ class ControlClient:
     """Calls an engine's own routes, apart from the data plane.
 
     Every call raises EngineUnavailable if there is no answer, and EngineRejected if the answer is an error.
+
+    Attributes:
+        on_closed: called when the engine closes an idle connection.
     """
 
     def __init__(self, spec: EngineSpec) -> None:
         """Raises EngineSpecError for an address, a header or a TLS file that cannot be used."""
         self._engine = parts_of(spec)
         self._has_key = bool(spec.api_key)
-        self._transport = HttpTransport(connect_timeout_s=_CONNECT_S)
+        self._transport = HttpTransport(connect_timeout_s=_CONNECT_S, closed=self._was_closed)
         self._closed = False
+        self.on_closed: Callable[[], None] | None = None
 
     async def get(self, path: str) -> Any:  # noqa: ANN401 - JSON
         """The JSON at `path`."""
@@ -149,6 +153,10 @@ class ControlClient:
         """Closes its connections."""
         self._closed = True
         await self._transport.aclose()
+
+    def _was_closed(self) -> None:
+        if self.on_closed is not None and not self._closed:
+            self.on_closed()
 
     async def _answer(self, request: OutgoingRequest, answer_s: float) -> tuple[int, bytes]:
         loop, parts, size = asyncio.get_running_loop(), [], 0

@@ -21,6 +21,7 @@ class ServedModel:
         root: directory or hub id, None if the engine does not say.
         card: the engine's own fields of it, without those that kvpin sets itself.
         loras: names of the LoRA adapters beside it.
+        lora_paths: where the engine read each of them from, as far as it says.
     """
 
     name: str
@@ -28,6 +29,7 @@ class ServedModel:
     root: str | None
     card: Mapping[str, Any] = field(repr=False)
     loras: frozenset[str]
+    lora_paths: Mapping[str, str]
 
 
 def read_models(answer: object, wanted: str | None = None) -> ServedModel:
@@ -44,6 +46,7 @@ def read_models(answer: object, wanted: str | None = None) -> ServedModel:
     bases = [each for each in named if each.get("parent") is None]
     if not bases:
         raise EngineUnavailable("/v1/models names no model")
+    adapters = [each for each in named if each.get("parent") is not None]
     base = next((each for each in bases if each["id"] == wanted), bases[0])
     length, root = base.get("max_model_len"), base.get("root")
     return ServedModel(
@@ -51,5 +54,6 @@ def read_models(answer: object, wanted: str | None = None) -> ServedModel:
         max_model_len=length if isinstance(length, int) else None,
         root=root if isinstance(root, str) else None,
         card={name: value for name, value in base.items() if name not in _NOT_THE_ENGINES},
-        loras=frozenset(each["id"] for each in named if each.get("parent") is not None),
+        loras=frozenset(each["id"] for each in adapters),
+        lora_paths={each["id"]: each["root"] for each in adapters if isinstance(each.get("root"), str)},
     )

@@ -6,6 +6,7 @@ import asyncio
 import ipaddress
 import socket
 import ssl
+from collections.abc import Callable
 
 import httpx
 
@@ -35,9 +36,11 @@ class Origin:
         connect_timeout_s: float,
         unix: str | None = None,
         setting: str | None = None,
+        closed: Callable[[], None] | None = None,
     ) -> None:
         """`url`: scheme, host and port. `tls` is for https; None is the default there. `unix`: path of the
-        Unix socket to connect to instead. `setting`: where `connect_timeout_s` comes from, for errors."""
+        Unix socket to connect to instead. `setting`: where `connect_timeout_s` comes from, for errors.
+        `closed` is called when the other side closes an idle connection."""
         parsed = httpx.URL(url)
         is_tls = parsed.scheme == "https"
         self.host = parsed.netloc
@@ -46,6 +49,7 @@ class Origin:
         self._tls = (tls or ssl.create_default_context()) if is_tls else None
         self._connect_timeout_s, self._unix = connect_timeout_s, unix
         self._limit = f"{connect_timeout_s:g} s" + (f" ({setting})" if setting is not None else "")
+        self._closed = closed
         self._addresses: list[str] = []
         self._addresses_until = 0.0
         self._reached: str | None = None
@@ -65,9 +69,12 @@ class Origin:
         self._used_at = now = asyncio.get_running_loop().time()
         while self._idle:
             connection, since = self._idle.popitem()
-            if now - since <= KEEPALIVE_S and connection.is_usable:
+            is_old = now - since > KEEPALIVE_S
+            if not is_old and connection.is_usable:
                 return connection
             connection.close()
+            if not is_old and self._closed is not None:
+                self._closed()
         return None
 
     def is_unused(self, now: float) -> bool:
@@ -135,7 +142,8 @@ class Origin:
         self._open.discard(connection)
         if self._all_closed is not None and not self._open:
             self._all_closed.set()
-        self._idle.pop(connection, None)
+        if self._idle.pop(connection, None) is not None and self._closed is not None:
+            self._closed()
 
     def _close_old(self) -> None:
         loop = asyncio.get_running_loop()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 
@@ -70,17 +69,6 @@ def read_answer_usage(content: bytes) -> TokenUsage:
     except UNREADABLE:
         return UNREAD
     return _told(_read(answer.usage), answer.timings, content)
-
-
-def is_json(content: bytes) -> bool:
-    """True if content is JSON as engines write it, which may hold Python's NaN and Infinity."""
-    try:
-        json.loads(content)
-    except ValueError:
-        return False
-    except RecursionError:
-        pass  # too deep to tell
-    return True
 
 
 def read_usage(usage: bytes) -> TokenUsage:

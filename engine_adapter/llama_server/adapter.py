@@ -78,7 +78,10 @@ _IN_VAIN = (
     "it would compute what is restored again, so the KV stays in its slots; "
     "if its model has sliding windows, start it with --swa-full"
 )
-
+_DRAFTS = (
+    "its draft model would lack the KV that is restored, so the KV stays in its slots; start it without "
+    "--model-draft"
+)
 _FLAGS_UNKNOWN = "its flags are not known before its model is first in memory: send a request for it first"
 _SALT_UNKNOWN = (
     "it is not known yet whether it has a prompt cache of its own, which would serve every tenant (none with "
@@ -135,7 +138,8 @@ class LlamaServerAdapter(HttpAdapter):
         if is_unmet and needs_flags:
             return NotSupported(capability.value, engine=self.spec.id, instead=_FLAGS_UNKNOWN)
         if capability in _MOVES and session is not None and session.restores_in_vain:
-            return NotSupported(capability.value, engine=self.spec.id, instead=_IN_VAIN)
+            instead = _DRAFTS if session.facts.has_draft else _IN_VAIN
+            return NotSupported(capability.value, engine=self.spec.id, instead=instead)
         if capability is Capability.CACHE_SALT and session is not None and session.facts.ram_cache is None:
             return NotSupported(capability.value, engine=self.spec.id, instead=_SALT_UNKNOWN)
         return super().not_supported(capability)
@@ -220,7 +224,15 @@ class LlamaServerAdapter(HttpAdapter):
         if router is not None and self.spec.model is not None:
             card, states = router.card(self.spec.model), router.states
             url = self._place.url
-            info = replace(info, instance=url, any_model=False, routes=ALL_ROUTES, models=states, card=card)
+            info = replace(
+                info,
+                instance=url,
+                names_process=False,
+                any_model=False,
+                routes=ALL_ROUTES,
+                models=states,
+                card=card,
+            )
         self._known, self.capabilities = info, info.capabilities
         return info
 
@@ -312,7 +324,7 @@ class LlamaServerAdapter(HttpAdapter):
         if session is None or scheduler is None:
             return None
         forecast = scheduler.forecast(ask_of(prompt, self._mirror))
-        return forecast if session.keeps_none_itself else replace(forecast, firm=False)
+        return forecast if session.facts.keeps_none_itself else replace(forecast, firm=False)
 
     @override
     def hold(
@@ -330,6 +342,7 @@ class LlamaServerAdapter(HttpAdapter):
         """Loads or wakes the model first, where it is not in memory."""
         name = self._control.model
         if path == LOAD and self._router and name:
+            self._router.try_again(name)
             async with self._router.room_for(name):
                 yield Hold(body)
             return
@@ -341,7 +354,9 @@ class LlamaServerAdapter(HttpAdapter):
                         await self._take_up()
                     except EngineRejected as error:
                         raise EngineUnavailable(f"the model was unloaded meanwhile: {error}") from error
-                self._info()
+                told = self._told
+                if told is not None and told.is_another(self._info()):
+                    prompt = None  # it was made for another file of this name
                 if prompt is None and has_salt and isinstance(body, JsonBody) and path in PINNED_ROUTES:
                     # The prompt could not be tokenised before.
                     with suppress(EngineRejected):

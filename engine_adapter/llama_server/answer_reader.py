@@ -6,6 +6,9 @@ lacks three things. It has no half character and no start of a tool call that `m
 it has no `logprobs` of tokens without text, such as the end of a turn. And it does not tell which `logprobs`
 belong to a stop string: all are kept.
 
+The server parses a chat's whole answer at its end. If it cannot, it ends with an error, after all that was
+generated. Another server would do the same: the client gets what was parsed before, as `stop`, with a note.
+
 The server's own completions are not sent as streams: the server notices within about a second that their
 client has left, and their JSON answer has more than their stream. It can tell the ids of all sampled tokens:
 kvpin asks for them, and removes them from the answer if the client did not ask.
@@ -21,7 +24,7 @@ import msgspec
 from typing_extensions import override
 
 from engine_adapter.body import UNREADABLE, JsonBody
-from engine_adapter.errors import EngineDied, EngineGarbled, EngineRejected, EngineUnavailable
+from engine_adapter.errors import EngineDied, EngineGarbled, EngineUnavailable
 from engine_adapter.hold import AnswerReader
 from engine_adapter.http.error_bodies import read_error
 from engine_adapter.llama_server.answer import (
@@ -37,7 +40,7 @@ from engine_adapter.llama_server.routes import INFILL, NATIVE_COMPLETIONS
 from engine_adapter.llama_server.turns import SlotLease
 
 _CHAT, _COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-_CLIENTS_FAULT = range(400, 500)
+_UNPARSED = "llama-server could not parse the whole answer: its end is missing"
 _T = TypeVar("_T")
 _decode_fields = msgspec.json.Decoder(dict[str, Any]).decode
 
@@ -81,6 +84,10 @@ class _Choice:
             self.logprobs.extend(chunk.logprobs.content or ())
         self.finish_reason = chunk.finish_reason or self.finish_reason
 
+    def says_something(self) -> bool:
+        """True if there is a part with text or a call."""
+        return bool(self.calls) or any(self.text) or any(self.reasoning)
+
 
 def _chat_choice(index: int, choice: _Choice) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": "".join(choice.text)}
@@ -110,14 +117,23 @@ def assemble(path: str, raw: bytes) -> bytes:
     """The JSON answer of a route that `streaming_body` gave a body for.
 
     Raises:
-        EngineRejected: the stream has an error that is the client's fault.
-        EngineUnavailable: it has another error, ended too early, or is no stream.
+        EngineRejected: the stream has an error.
+        EngineUnavailable: it ended too early, or is no stream.
     """
     kind, render = _KINDS[path]
     choices: dict[int, _Choice] = {}
     answer: dict[str, Any] = {}
-    index = 0
+    index, last = 0, b"{}"
     for chunk, payload in _chunks(raw):
+        if chunk.error is not None:
+            error = read_error(payload)
+            if not (error.is_unparsed and any(map(_Choice.says_something, choices.values()))):
+                raise error.rejection()
+            for choice in choices.values():
+                choice.finish_reason = choice.finish_reason or "stop"
+            answer = answer or _decoded(_decode_fields, last)
+            break
+        last = payload
         for part in chunk.choices:
             index = part.index
             choices.setdefault(index, _Choice()).add(part)
@@ -131,17 +147,11 @@ def assemble(path: str, raw: bytes) -> bytes:
 
 
 def _chunks(raw: bytes) -> Iterator[tuple[StreamChunk, bytes]]:
-    """The chunks of a stream; raises for an error event, and if the stream ends too early."""
+    """The chunks of a stream, to its error if it has one; raises if the stream ends too early."""
     for payload in stream_payloads(raw):
         if payload == DONE:
             return
         chunk = _decoded(decode_chunk, payload)
-        if chunk.error is not None:
-            code = chunk.error.get("code") if isinstance(chunk.error, dict) else None
-            message = read_error(payload).message
-            if isinstance(code, int) and code in _CLIENTS_FAULT:
-                raise EngineRejected(message, status=code)
-            raise EngineUnavailable(message, own_words="llama-server ended its answer with an error")
         yield chunk, payload
     raise _broken_off()
 
@@ -198,7 +208,12 @@ class SlotAnswer(AnswerReader):
         self._chunks.clear()
         if self._size <= MAX_BYTES:
             self._lease.answer = read_answer(raw)
-        return assemble(self._path, raw) if self.assembles else b""
+        if not self.assembles:
+            return b""
+        answer = assemble(self._path, raw)
+        if self._lease.answer is not None and self._lease.answer.error is not None:
+            self.note = _UNPARSED  # any other error is raised
+        return answer
 
     @override
     def cached_tokens(self) -> int | None:

@@ -93,7 +93,13 @@ class Contents:
     @property
     def can_restore(self) -> bool:
         """True if saved prefixes can be restored, and so are worth saving."""
-        return self._saved is not None and self.reuses_any_prefix and self.rules.can_restore
+        is_sound = self.reuses_any_prefix and self.rules.can_restore and not self._facts.has_draft
+        return self._saved is not None and is_sound
+
+    @property
+    def holds_all(self) -> bool:
+        """True if the server keeps KV in its slots and files alone."""
+        return self._facts.keeps_none_itself
 
     @property
     def can_save(self) -> bool:

@@ -129,6 +129,7 @@ class ServerFacts:
         is_unified: all slots share one KV pool (`-kvu`); None while unknown.
         ram_cache: it keeps prompts in its own cache (`--cache-ram`); None while unknown.
         memory: how much of a slot it reuses; the default while unknown.
+        has_draft: a draft model proposes tokens. Its KV is in no saved file.
         user_mark: the tokens that begin a user message in a chat; empty while they do not matter.
     """
 
@@ -150,6 +151,12 @@ class ServerFacts:
     ram_cache: bool | None = None
     memory: MemoryRules = PLAIN
     user_mark: tuple[int, ...] = ()
+    has_draft: bool = False
+
+    @property
+    def keeps_none_itself(self) -> bool:
+        """True if it reuses only what lies in its slots: it has no `--cache-ram`."""
+        return self.ram_cache is False
 
     @property
     def key(self) -> str:
@@ -243,6 +250,12 @@ def findings_of(facts: ServerFacts) -> Iterator[Finding]:
         yield Finding(
             "its model has sliding windows: what is restored would be computed again, so nothing is saved",
             "start the server with --swa-full, which keeps the KV of all tokens: it takes more memory",
+        )
+    if facts.has_draft:
+        yield Finding(
+            "it has a draft model, whose KV is in no saved file: after a restore, requests fail or few "
+            "drafts are accepted, so nothing is saved or restored",
+            "start the server with as many slots as conversations (-np), or without --model-draft",
         )
     if not facts.memory.most:
         yield Finding(

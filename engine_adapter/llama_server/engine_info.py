@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import xxhash
+
 from engine_adapter.llama_server.mirror_events import TOKENS_PER_BLOCK
 from engine_adapter.llama_server.options import LlamaServerSpec
 from engine_adapter.llama_server.routes import ROUTES
@@ -36,9 +38,12 @@ def absent(model: str, instance: str, card: Mapping[str, Any], *, keeps_none: bo
 def info_of(spec: LlamaServerSpec, session: ServerSession) -> EngineInfo:
     """The facts about a server in its session."""
     facts = session.facts
+    template = xxhash.xxh3_64_hexdigest(facts.chat_template.encode())
     known = absent(spec.model or facts.model, facts.instance or facts.fingerprint, facts.card)
     return replace(
         known,
+        names_process=facts.instance is not None,
+        rendering=f"model {facts.fingerprint}\ntemplate {template}",
         capabilities=session.capabilities,
         max_model_len=facts.slot_ctx,
         vocab_size=facts.vocab_size,

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+import msgspec
+
 from engine_adapter.options import EngineOptions, Size
 from engine_adapter.types import EngineSpec
 
@@ -15,12 +19,14 @@ class LlamaServerOptions(EngineOptions, frozen=True):
         host_cache_bytes: room for them. A managed one has half of what is free there at start, at most 8 GiB.
         disk_cache_dir: directory where kvpin moves the files that find no room there.
         disk_cache_bytes: room for those.
+        load_s: of a router: a model that is loading and tells no progress for so many seconds has failed.
     """
 
     host_cache_dir: str | None = None
     host_cache_bytes: Size | None = None
     disk_cache_dir: str | None = None
     disk_cache_bytes: Size | None = None
+    load_s: Annotated[float, msgspec.Meta(gt=0)] = 120.0
 
 
 LlamaServerSpec = EngineSpec[LlamaServerOptions]

@@ -72,7 +72,7 @@ async def _hold_slot(
     if path == INFILL and not body.get("lora"):
         ask = ask_of(KvTarget(cache_salt=body.get("cache_salt")), mirror)
     # The server's own prompt cache serves every tenant.
-    may_share = session.keeps_none_itself or ask.salt is None
+    may_share = session.facts.keeps_none_itself or ask.salt is None
     wants_reuse = body.get("cache_prompt") is not False
     reuse = ask is not _UNKNOWN and wants_reuse and may_share
     ask = replace(ask, reuse=reuse, is_chat=path not in _TEXTS and path != INFILL)
@@ -83,7 +83,7 @@ async def _hold_slot(
         yield Hold(
             sent.replace(id_slot=lease.slot, cache_prompt=reuses, **_ids_for_text(path, body, prompt)),
             cached_tokens=lease.cached_tokens if reuses else 0,
-            firm=not reuses or (is_known and lease.firm and session.keeps_none_itself),
+            firm=not reuses or (is_known and lease.firm and session.facts.keeps_none_itself),
             answer=answer,
             slot=lease.slot,
             retains=ask.retention is not None

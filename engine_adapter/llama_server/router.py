@@ -5,14 +5,18 @@ itself, it unloads the model that was used least recently, and the KV of its slo
 models itself before it sends a request to one that is not loaded:
 
     requests of the model that leaves end → its slots are saved → it is unloaded → the other one is loaded
+
+A load that fails is remembered for a while: the next request for that model puts no other model out. A load
+that tells nothing for `load_s` seconds has failed, too: a preset without a model loads for ever.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass
 from http import HTTPStatus
 from time import monotonic
 from typing import Any, ClassVar, Protocol
@@ -32,12 +36,18 @@ from engine_adapter.errors import (
 )
 from engine_adapter.http.control import ControlClient
 from engine_adapter.http.models import read_models
-from engine_adapter.types import EngineSpec, ModelState
+from engine_adapter.llama_server.options import LlamaServerSpec
+from engine_adapter.types import ModelState
 
 # Between attempts to follow the router's events, and between looks at its models where these do not come.
 _LOOK_S = 1.0
-# Between attempts to load a model while the router has no room for it.
-_RETRY_S = 0.2
+# Between attempts to load a model while the router has no room for it, at first and at the most; and how long
+# it is tried.
+_RETRY_S, _MAX_RETRY_S, _ROOM_S = 0.2, 5.0, 60.0
+# What the router says when it has none. Any other error of a load is the model's.
+_NO_ROOM = "limit reached"
+# A model that failed to load is not tried again before: at first, and at the most. It doubles in between.
+_PAUSE_S, _MAX_PAUSE_S = 10.0, 600.0
 # The longest that a model which leaves waits for kvpin's own questions to it.
 _QUESTIONS_S = 5.0
 # What a model's card does not show: how the router starts it.
@@ -110,6 +120,15 @@ class ServerClient(ControlClient):
         return await super().fetch(method, path, content, *rest, **more)
 
 
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """Why a model failed to load, `times` times in a row. It is not tried again before `until`."""
+
+    why: str
+    times: int
+    until: float
+
+
 class Resident(Protocol):
     """Who uses a model of the router."""
 
@@ -125,12 +144,14 @@ class Router:
 
     Attributes:
         loads: it loads a model when a request names it.
+        load_limit_s: a load that tells nothing for so long has failed.
     """
 
     _shared: ClassVar[WeakValueDictionary[tuple[str, ...], Router]] = WeakValueDictionary()
 
-    def __init__(self, spec: EngineSpec[Any]) -> None:
+    def __init__(self, spec: LlamaServerSpec) -> None:
         self.loads = True
+        self.load_limit_s = spec.options.load_s
         self._most = 0
         self._control = ControlClient(spec)
         self._models: dict[str, RouterModel] = {}
@@ -140,7 +161,9 @@ class Router:
         self._users = Counter[str]()  # these, and kvpin's own questions
         self._used_at: dict[str, float] = {}
         self._load_s: dict[str, float] = {}
-        self._failed_at = defaultdict[str, float](float)  # when models last failed to load
+        self._failures: dict[str, _Failure] = {}  # until it is loaded
+        self._began: dict[str, float] = {}  # loads that kvpin asked for
+        self._heard: dict[str, float] = {}  # the last news of models that are loading
         self._leaving: str | None = None  # takes no further request
         self._ending: str | None = None  # its slots are saved
         self._swap = asyncio.Lock()
@@ -148,7 +171,7 @@ class Router:
         self._follower: asyncio.Task[None] | None = None
 
     @classmethod
-    async def at(cls, spec: EngineSpec[Any], control: ControlClient) -> Router | None:
+    async def at(cls, spec: LlamaServerSpec, control: ControlClient) -> Router | None:
         """The router that answers `control`; None if a server with one model does. Raises EngineError."""
         props = await control.read(_Props, "GET", "/props")
         if props.role != "router":
@@ -175,12 +198,21 @@ class Router:
         return self._models[name]
 
     def state(self, name: str) -> ModelState:
-        """The state of a model. One that the router no longer has is unloaded, and one that it is ending."""
+        """The state of a model. One that the router no longer has is unloaded, and one that it is ending. One
+        that is not to be tried again yet has failed, whatever the router calls it."""
         model = self._models.get(name)
-        return ModelState.UNLOADED if model is None or name == self._ending else model.state
+        if model is None or name == self._ending:
+            return ModelState.UNLOADED
+        return ModelState.FAILED if self._is_remembered(name) else model.state
+
+    def _is_remembered(self, name: str) -> bool:
+        """True if a model is not to be tried again yet."""
+        return name in self._failures and monotonic() < self._failures[name].until
 
     def failure(self, name: str) -> str | None:
         """Why a model failed to load; None if it did not."""
+        if self._is_remembered(name):
+            return self._failures[name].why
         if self.state(name) is not ModelState.FAILED:
             return None
         code = self.model(name).status.exit_code
@@ -214,6 +246,7 @@ class Router:
                 fresh["status"] = {key: value for key, value in status.items() if key not in _PRIVATE}
             card.clear()
             card.update(fresh)
+        self._note_loads(before)
         self._wake()
         for name, model in before.items():
             now = self._models.get(name)
@@ -253,28 +286,50 @@ class Router:
         """Loads a model, and keeps it loaded until the block ends.
 
         A request for a model that is to leave waits until the other one was served, so that no model waits
-        for ever. Raises ModelFailed for a model that fails to load.
+        for ever. Raises ModelFailed for a model that fails to load, or has failed lately.
         """
-        came = monotonic()
-        while self.loads and not self.is_open(name):
-            async with self._swap:
-                if not self.is_open(name):
-                    await self._bring(name, came)
-        self._used_at[name] = monotonic()
+        with ExitStack() as use:
+            while self.loads and not self.is_open(name):
+                if self.state(name) is not ModelState.LOADING:
+                    await self._begin(name)
+                    continue
+                use.enter_context(self._counted(name))  # it does not leave before it has served this one
+                await self._until_loaded(name)
+                if self.state(name) in _IN_MEMORY:
+                    break
+                use.close()
+            else:
+                use.enter_context(self._counted(name))
+            self._used_at[name] = monotonic()
+            use.enter_context(self.keeping(name))
+            yield
+
+    @contextmanager
+    def _counted(self, name: str) -> Iterator[None]:
+        """One more request uses a model until the block ends."""
         self._requests[name] += 1
         try:
-            with self.keeping(name):
-                yield
+            yield
         finally:
             self._requests[name] -= 1
+            self._wake()
 
     @asynccontextmanager
     async def room_for(self, name: str) -> AsyncIterator[None]:
-        """Makes room for a model, which the caller has the router load before the block ends."""
-        async with self._swap:
-            await self._make_room(name)
-            self._used_at[name] = monotonic()
-            yield
+        """Makes room for a model, which the caller has the router load before the block ends. Raises
+        ModelFailed for a model that has failed lately, and EngineRejected for one that is gone."""
+        while True:
+            async with self._swap:
+                self._refuse(name)
+                if await self._make_room(name):
+                    self._used_at[name] = monotonic()
+                    yield
+                    return
+            await self._change()
+
+    def try_again(self, name: str) -> None:
+        """An operator wants a model loaded that may have failed lately."""
+        self._failures.pop(name, None)
 
     @contextmanager
     def keeping(self, name: str) -> Iterator[None]:
@@ -305,55 +360,92 @@ class Router:
 
     # --- a swap ---------------------------------------------------------------------------------------
 
-    async def _bring(self, name: str, came: float) -> None:
-        """Loads a model. Another one leaves if there is no room. A request that `came` before the last try
-        failed does not try again: it waited for that one."""
-        began, tries = monotonic(), 0
-        while self.state(name) not in _IN_MEMORY:
-            if name not in self._models:
-                gone = f"the router no longer has the model {name!r}"
-                raise EngineRejected(gone, status=HTTPStatus.SERVICE_UNAVAILABLE, type="unavailable_error")
-            if self.state(name) is ModelState.LOADING:
-                await self._until(lambda: self.state(name) is not ModelState.LOADING)
-            elif (failure := self.failure(name)) and (tries or self._failed_at[name] > came):
-                if tries:
-                    self._failed_at[name] = monotonic()
-                raise ModelFailed(failure)
-            else:
-                await self._make_room(name)
-                tries += await self._load(name)
-        self._load_s[name] = monotonic() - began
+    def _refuse(self, name: str) -> None:
+        if name not in self._models:
+            gone = f"the router no longer has the model {name!r}"
+            raise EngineRejected(gone, status=HTTPStatus.SERVICE_UNAVAILABLE, type="unavailable_error")
+        if self._is_remembered(name):
+            raise ModelFailed(self._failures[name].why)
 
-    async def _load(self, name: str) -> bool:
-        """Has the router begin to load a model; False if it has no room yet."""
+    async def _begin(self, name: str) -> None:
+        """Has the router begin to load a model, for which another one may have to leave."""
+        pause_s, came, refused = _RETRY_S, monotonic(), 0.0
+        while True:
+            async with self.room_for(name):
+                if self.state(name) in (*_IN_MEMORY, ModelState.LOADING) or await self._load(name, came):
+                    return
+            refused = refused or monotonic()
+            if monotonic() - refused > _ROOM_S:
+                full = f"the router has had no room for the model {name!r} for {_ROOM_S:g} s"
+                raise EngineRejected(full, status=HTTPStatus.SERVICE_UNAVAILABLE, type="unavailable_error")
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _MAX_RETRY_S)
+
+    async def _load(self, name: str, came: float) -> bool:
+        """Asks the router to load a model; False if it has no room yet. Raises ModelFailed."""
         try:
             await self._control.call("POST", "/models/load", json={"model": name})
         except EngineRejected as error:
-            if error.status < HTTPStatus.INTERNAL_SERVER_ERROR:
-                await self.refresh()
-                if self.state(name) not in (*_IN_MEMORY, ModelState.LOADING):
-                    raise ModelFailed(f"the model {name!r} cannot be loaded: {error}") from error
-                return False  # another client was faster
-            await asyncio.sleep(_RETRY_S)
             await self.refresh()
-            return False
+            if self.state(name) in (*_IN_MEMORY, ModelState.LOADING):
+                return True  # another client was faster
+            if error.status >= HTTPStatus.INTERNAL_SERVER_ERROR and _NO_ROOM in str(error):
+                return False
+            self._remember(name, f"the model {name!r} cannot be loaded: {error}")
+            self._refuse(name)
+        self._began[name] = came
         await self.refresh()
         return True
 
-    async def _make_room(self, name: str) -> None:
-        if self._models[name].process is None and (victim := self._least_used(name)) is not None:
-            await self._put_out(victim)
+    async def _until_loaded(self, name: str) -> None:
+        """Waits until a load has ended, well or not. Ends one that tells nothing for too long."""
+        while self.state(name) is ModelState.LOADING:
+            silent_s = monotonic() - self._heard[name]
+            if silent_s < self.load_limit_s:
+                await self._change(min(self.load_limit_s - silent_s, _LOOK_S))
+                continue
+            self._remember(
+                name,
+                f"the model {name!r} failed to load: its llama-server has told no progress for "
+                f"{self.load_limit_s:g} s; look for it in the router's presets, or raise load_s",
+            )
+            with suppress(EngineRejected):  # it has ended by itself
+                await self._control.call("POST", "/models/unload", json={"model": name})
 
-    def _least_used(self, name: str) -> str | None:
-        """The model that leaves for `name`: of those that serve nothing, the one that was used least
-        recently. None if there is room."""
+    def _remember(self, name: str, why: str) -> None:
+        """A model failed to load: it is not tried again before some time has passed."""
+        times = self._failures[name].times + 1 if name in self._failures else 1
+        pause_s = min(_PAUSE_S * 2 ** min(times - 1, 10), _MAX_PAUSE_S)
+        self._failures[name] = _Failure(why, times, monotonic() + pause_s)
+
+    def _note_loads(self, before: Mapping[str, RouterModel]) -> None:
+        """Notes which loads have begun and ended since the router told `before`."""
+        now = monotonic()
+        for name, model in self._models.items():
+            if model.state is ModelState.LOADING:
+                if name not in before or before[name].process != model.process:
+                    self._heard[name] = now
+                continue
+            if model.state in _IN_MEMORY:
+                self._failures.pop(name, None)
+            came = self._began.pop(name, None)
+            if came is not None and model.state in _IN_MEMORY:
+                self._load_s[name] = now - came
+            elif came is not None and (why := self.failure(name)) and not self._is_remembered(name):
+                self._remember(name, why)
+
+    async def _make_room(self, name: str) -> bool:
+        """Puts out another model if there is no room. False if none can leave yet: they are loading."""
         others = [other for other in self._models.values() if other.process is not None and other.id != name]
-        if not self._most or len(others) < self._most:
-            return None
-        return min(
-            (other.id for other in others),
-            key=lambda id_: (self._requests[id_] > 0, self._used_at.get(id_, 0.0)),
-        )
+        if self._models[name].process is not None or not self._most or len(others) < self._most:
+            return True
+        free = [o.id for o in others if o.state is not ModelState.LOADING or not self._requests[o.id]]
+        if free:
+            # Of those that serve nothing, the one that was used least recently.
+            await self._put_out(
+                min(free, key=lambda id_: (self._requests[id_] > 0, self._used_at.get(id_, 0.0)))
+            )
+        return bool(free)
 
     async def _put_out(self, name: str) -> None:
         """Unloads a model once its requests have ended and its slots are saved."""
@@ -377,11 +469,15 @@ class Router:
     async def _until(self, holds: Callable[[], bool]) -> None:
         """Waits until something holds of the models and their users."""
         while not holds():
-            try:
-                async with asyncio.timeout(_LOOK_S):
-                    await self._changed.wait()
-            except TimeoutError:
-                await self.refresh()
+            await self._change()
+
+    async def _change(self, within_s: float | None = None) -> None:
+        """Waits until something has changed, and looks again where nothing tells that."""
+        try:
+            async with asyncio.timeout(_LOOK_S if within_s is None else within_s):
+                await self._changed.wait()
+        except TimeoutError:
+            await self.refresh()
 
     def _wake(self) -> None:
         self._changed.set()
@@ -393,6 +489,13 @@ class Router:
             with suppress(EngineError, TimeoutError):
                 async with self._control.stream("/models/sse") as events:
                     await self.refresh()
-                    while await events.receive():
+                    while news := await events.receive():
+                        self._hear(news)
                         await self.refresh()
             await asyncio.sleep(_LOOK_S)
+
+    def _hear(self, news: bytes) -> None:
+        """Notes which loading models told of their progress: a chunk of events names them."""
+        for name in self._heard:
+            if msgspec.json.encode(name) in news:
+                self._heard[name] = monotonic()

@@ -50,6 +50,7 @@ class Probed(msgspec.Struct, frozen=True):
     ram_cache: bool | None
     is_unified: bool | None
     memory: MemoryKind | None
+    has_draft: bool = False
 
 
 @dataclass(eq=False, repr=False)
@@ -119,7 +120,7 @@ class ServerSession:
         has = {
             Capability.KV_EVENTS: True,
             Capability.PIN: True,
-            Capability.CACHE_SALT: self.keeps_none_itself,
+            Capability.CACHE_SALT: self.facts.keeps_none_itself,
             Capability.FLUSH: self.facts.can_save,
             Capability.OFFLOAD: self._can_restore,
             Capability.RESTORE: self._can_restore,
@@ -137,11 +138,6 @@ class ServerSession:
         return self.scheduler is not None and self.scheduler.contents.can_restore
 
     @property
-    def keeps_none_itself(self) -> bool:
-        """True if the server reuses only what lies in its slots: it has no `--cache-ram`."""
-        return self.facts.ram_cache is False
-
-    @property
     def is_lost(self) -> bool:
         """True if the server turned out to be another process."""
         return self.scheduler is not None and self.scheduler.is_lost
@@ -151,7 +147,7 @@ class ServerSession:
         """The results of the probe; None if the next process has to be probed, too."""
         facts = self.facts
         return (
-            Probed(facts.ram_cache, facts.is_unified, self._memory)
+            Probed(facts.ram_cache, facts.is_unified, self._memory, facts.has_draft)
             if self._has_files and facts.ram_cache is not None
             else None
         )
@@ -195,6 +191,10 @@ class ServerSession:
                 await self._probe(spare_slot(states))
         if not self.facts.has_slots or self.facts.looks_unified:
             return
+        # A slot without a request does not say whether a draft model or earlier text proposes tokens.
+        drafts = {state.has_draft for state in await read_slots(self._control)}
+        untold = drafts == {None} and self.may_try and (told is None or told.has_draft)
+        self.facts = replace(self.facts, has_draft=True in drafts or untold)
         await self._learn_memory()
         saved = await self._usable(registry)
         self._has_files = saved is not None

@@ -30,12 +30,20 @@ _QUEUED = "/lora-adapters"
 _ARRIVAL_S = 0.02
 
 
+class _Params(msgspec.Struct, frozen=True):
+    """Of the parameters of a request: who proposes tokens. Older servers have draft models alone."""
+
+    drafters: str = msgspec.field(name="speculative.types", default="draft")
+
+
 class SlotState(msgspec.Struct, frozen=True):
     """One slot as `GET /slots` shows it.
 
     Attributes:
         id_task: number of its latest request, None when it had none.
         n_tokens: tokens it holds; None if it had no request, even after a restore.
+        speculative: a draft model proposes tokens, or text that came before does.
+        params: of its latest request.
     """
 
     id: int
@@ -43,6 +51,15 @@ class SlotState(msgspec.Struct, frozen=True):
     is_processing: bool
     id_task: int | None = None
     n_tokens: int | None = msgspec.field(name="n_prompt_tokens", default=None)
+    speculative: bool = False
+    params: _Params | None = None
+
+    @property
+    def has_draft(self) -> bool | None:
+        """True if a draft model proposes tokens; None before its first request, which tells."""
+        if self.speculative and self.params is None:
+            return None
+        return self.speculative and self.params is not None and "draft" in self.params.drafters
 
 
 _Slots = Annotated[list[SlotState], msgspec.Meta(min_length=1)]

@@ -27,6 +27,7 @@ _Held = TypeVar("_Held", Slot, Saved)
 # Operations that kvpin itself runs on a slot. They are over soon.
 _OWN_WORK = (SlotOperation.SETTLE, SlotOperation.SAVE, SlotOperation.RESTORE, SlotOperation.ERASE)
 _POLL_S = 0.01
+_SERVER_CACHE = "server_cache"  # `--cache-ram`, which no route empties
 
 
 class RecordedPin(msgspec.Struct, frozen=True):
@@ -147,7 +148,8 @@ class SlotVerbs:
             entry.pinned_until = time.time() + left_s if left_s else 0.0
 
     async def _flush(self, target: KvTarget) -> AsyncGenerator[KvProgress, None]:
-        """Erases slots and deletes files that begin like the target."""
+        """Erases slots and deletes files that begin like the target. The server's own prompt cache is out of
+        reach: what it may still hold is left."""
         scheduler, tally = self._scheduler, _Tally()
         for slot in self._contents.table:
             await _until_still(slot)
@@ -161,7 +163,10 @@ class SlotVerbs:
             await _until_still(slot)
             if slot.is_idle:
                 await scheduler.take(slot.id, SlotOperation.ERASE, self._contents.erase)
-                tally.done += blocks
+                if self._contents.holds_all:
+                    tally.done += blocks
+                else:
+                    tally.left[_SERVER_CACHE] += blocks
             else:
                 tally.left["in_use"] += blocks
             yield tally.progress()
@@ -172,6 +177,8 @@ class SlotVerbs:
             tally.done += _blocks(entry)
             tally.size += entry.size
             yield tally.progress()
+        if not self._contents.holds_all and not tally.left[_SERVER_CACHE]:
+            tally.left[_SERVER_CACHE] = 1  # how many are in it, nobody tells
         yield tally.progress()
 
     def _saved(self, target: KvTarget) -> tuple[list[Saved], list[Saved]]:

@@ -301,7 +301,7 @@ class _Chat:
 
     def render(self, messages: list[dict[str, Any]]) -> str:
         if self._message is not None:
-            messages = list(map(self._message, messages))
+            messages = [self._message(message, self.format) for message in messages]
         try:
             text: str = self._tokenizer.apply_chat_template(
                 messages,

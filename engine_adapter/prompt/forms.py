@@ -38,12 +38,16 @@ class Form(StrEnum):
     """Messages with the thoughts of the model in `reasoning_content`."""
     TEMPLATE_KWARGS = "template kwargs"
     """Values for the chat template in `chat_template_kwargs`, such as `enable_thinking`."""
+    LEFT_OUT = "left out"
+    """Fields of messages that hold null or an empty list, and the `BILLING` line: some engines drop them."""
     DOCUMENTS = "documents"
     """Fields that replace the chat template, or change what it adds."""
     OTHER = "other"
     """Fields, roles or values that some engines leave out, rename, reorder or join differently."""
 
 
+BILLING = "x-anthropic-billing-header"
+"""Begins the line that Claude Code puts before its system prompt."""
 _PLAIN = frozenset({Form.PLAIN})
 # Fields that make the prompt, or the namespace of its KV, in a way that only the engine knows.
 _OF_THE_ENGINE = frozenset(
@@ -79,6 +83,7 @@ _SPECIAL = frozenset(
 _ROLES = ("system", "user", "assistant", "tool")
 _OF_MESSAGES = frozenset({"role", "content", "tool_calls", "tool_call_id", "reasoning_content"})
 _OF_TOOLS, _OF_FUNCTIONS = ["type", "function"], ["name", "description", "parameters"]
+_OF_PARTS = {"type", "text"}
 _OF_CALLS, _OF_CALLED = ["id", "type", "function"], ["name", "arguments"]
 # Fields that replace a chat's template, or change what it adds.
 _OWN_TEMPLATE = frozenset({"chat_template", "documents", "add_special_tokens"})
@@ -112,8 +117,10 @@ def forms_of(body: JsonBody, not_plain: Sequence[Any]) -> frozenset[Form]:
         found.add(Form.CONTINUED)
     if gives(body, _OWN_TEMPLATE):
         found.add(Form.DOCUMENTS)
-    if template_kwargs:
-        found.add(Form.TEMPLATE_KWARGS)
+    if isinstance(template_kwargs, dict) and template_kwargs:
+        # Some engines take these two values for none.
+        unset = any(value is None or value == "auto" for value in template_kwargs.values())
+        found.add(Form.OTHER if unset else Form.TEMPLATE_KWARGS)
     if tools:
         found.add(Form.TOOLS if _are_like(tools, _OF_TOOLS, _OF_FUNCTIONS) else Form.OTHER)
     is_usual = isinstance(messages, list) and _is_usual_json(tools) and _is_usual_json(template_kwargs)
@@ -129,27 +136,34 @@ def _forms_of(message: object) -> tuple[Form, ...]:
     role, content, calls = message.get("role"), message.get("content"), message.get("tool_calls")
     thoughts = message.get("reasoning_content")
     found = []
+    if role == "system" and isinstance(content, str) and content.startswith(BILLING):
+        found.append(Form.LEFT_OUT)
     if role == "user" and _are_usual_parts(content):
         found.append(Form.TEXT_PARTS)
     elif not isinstance(content, str) and (content is not None or not calls):
         found.append(Form.OTHER)
     if role == "tool" or calls:
-        found.append(Form.TOOL_CALLS if _are_usual_calls(calls) else Form.OTHER)
+        is_usual = (role == "assistant" and _are_usual_calls(calls)) or (role == "tool" and not calls)
+        found.append(Form.TOOL_CALLS if is_usual else Form.OTHER)
     if thoughts is not None:
         is_usual = role == "assistant" and isinstance(thoughts, str)
         found.append(Form.REASONING if is_usual else Form.OTHER)
     given = {name for name, value in message.items() if value is not None and value != []}
-    if role not in _ROLES or not given <= _OF_MESSAGES:
+    if not message.keys() - {"content"} <= given:
+        found.append(Form.LEFT_OUT)
+    has_no_call = role == "tool" and "tool_call_id" in message and "tool_call_id" not in given
+    if role not in _ROLES or not given <= _OF_MESSAGES or has_no_call:
         found.append(Form.OTHER)
     return tuple(found)
 
 
 def _are_usual_parts(parts: object) -> bool:
-    """True if a message's parts all have a text; some engines leave out an empty one, others join it."""
+    """True if a message's parts all have a text, and nothing else. Some engines leave out an empty one,
+    others join it; some give their template all fields."""
     return (
         isinstance(parts, list)
         and bool(parts)
-        and all(isinstance(part, dict) and part.get("text") for part in parts)
+        and all(isinstance(part, dict) and part.keys() == _OF_PARTS and part["text"] for part in parts)
     )
 
 

@@ -24,16 +24,24 @@ class TemplateInput:
 
     Attributes:
         tools: the client's tools → the template's; None: as they are.
-        message: a message in the form that templates expect → the template's; None: as it is.
+        message: a message in the form that templates expect, and the form in which this template gets text
+            parts → the template's message; None: as it is.
         joint: what joins the text parts of a message for a template that takes a string.
         content_format: template → the form in which it gets text parts; None: see content_format.py.
     """
 
     tools: Callable[[list[dict[str, Any]]], list[dict[str, Any]]] | None = None
-    message: Callable[[dict[str, Any]], dict[str, Any]] | None = None
+    message: Callable[[dict[str, Any], ContentFormat], dict[str, Any]] | None = None
     joint: str = "\n"
     content_format: Callable[[str], ContentFormat] | None = None
 
 
-USUAL = TemplateInput()
-"""As vLLM does it, and kvpin's own engine."""
+def _usual_message(message: dict[str, Any], _wanted: ContentFormat) -> dict[str, Any]:
+    """The message without a list of no calls: to many templates, a message that has one makes calls."""
+    if message.get("tool_calls") != []:
+        return message
+    return {name: value for name, value in message.items() if name != "tool_calls"}
+
+
+USUAL = TemplateInput(message=_usual_message)
+"""As kvpin's own engine does it."""

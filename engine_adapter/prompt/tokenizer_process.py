@@ -42,6 +42,21 @@ class _Failure(msgspec.Struct, frozen=True, tag=True):
     passes: bool
 
 
+# What a directory's tokenizer and chat template may be made of.
+_OF_TOKENIZERS = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "additional_chat_templates/*.jinja")
+
+
+def version_of(source: str) -> str:
+    """Changes with the files of a tokenizer: its directory or its GGUF file. "" for one of the model hub."""
+    path = Path(source).expanduser()
+    if path.is_dir():
+        files = sorted({file for pattern in _OF_TOKENIZERS for file in path.glob(pattern)})
+    else:
+        files = [path] if source.endswith(".gguf") else []
+    states = [(file.name, file.stat()) for file in files if file.is_file()]
+    return " ".join(f"{name}:{state.st_size}:{state.st_mtime_ns}:{state.st_ino}" for name, state in states)
+
+
 async def load_tokenizer(source: str) -> ChatTokenizer:
     """Loads the tokenizer of a directory, of a GGUF file or, by its id, of the model hub.
 

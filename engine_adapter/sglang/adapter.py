@@ -103,7 +103,8 @@ class SglangAdapter(HttpAdapter):
         if info is None or not info.lora:
             return load
         model = read_models(await self._control.get("/v1/models"))
-        return replace(load, outdated=model.loras != info.loras)
+        is_same = (model.loras, model.lora_paths) == (info.loras, info.lora_paths)
+        return replace(load, outdated=not is_same)
 
     @override
     def findings(self) -> tuple[Finding, ...]:
@@ -256,6 +257,7 @@ class SglangAdapter(HttpAdapter):
         return EngineInfo(
             model=info.model,
             instance=info.instance,
+            rendering=info.rendering,
             capabilities=frozenset(capability for capability, there in has.items() if there),
             tokens_per_block=info.page_size,
             max_model_len=info.max_model_len,
@@ -264,6 +266,8 @@ class SglangAdapter(HttpAdapter):
             host_blocks=int(blocks * info.host_ratio) or None if blocks is not None else None,
             version=f"SGLang {info.version}",
             loras=info.loras,
+            lora_paths=info.lora_paths,
+            loads_loras=info.lora,
             template_input=SGLANG_INPUT,
             served_as_chats=TRANSLATED_ROUTES,
             runs_several=not info.is_half,

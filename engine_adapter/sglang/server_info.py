@@ -54,6 +54,8 @@ class ServerInfo:
     """The facts kvpin uses.
 
     Attributes:
+        loras, lora_paths: LoRA adapters, and where it read each from.
+        rendering: its model, and its chat template.
         max_model_len: None where it does not say.
         tokenizer: directory or hub id.
         page_size: tokens of a page, which is what events call a block.
@@ -101,6 +103,8 @@ class ServerInfo:
     transfer_backend: str = ""
     lacks_admin_key: bool = False
     card: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    lora_paths: Mapping[str, str] = field(default_factory=dict)
+    rendering: str = ""
 
     @property
     def release(self) -> tuple[int, ...]:
@@ -180,6 +184,8 @@ class _Raw(msgspec.Struct, frozen=True):
     dp_size: int = 1
     attn_dp_size: int = 1
     tokenizer_path: str | None = None
+    model_path: str | None = None
+    chat_template: str | None = None
     kv_events: _Publisher | None = None
     kv_events_config: str | None = None
     enable_cache_report: bool = False
@@ -216,6 +222,8 @@ def read_server_info(answer: object, models: object, *, api_key: str | None = No
         model=model.name,
         card=model.card,
         loras=model.loras,
+        lora_paths=model.lora_paths,
+        rendering=f"model {raw.model_path}\ntemplate {raw.chat_template}",
         max_model_len=model.max_model_len,
         tokenizer=raw.tokenizer_path,
         page_size=size or None,

@@ -45,7 +45,7 @@ def _function(function: Any) -> Any:  # noqa: ANN401 - JSON
     return known | {name: None for name in _OF_FUNCTIONS if name not in known}
 
 
-def _message(message: dict[str, Any]) -> dict[str, Any]:
+def _message(message: dict[str, Any], _wanted: ContentFormat) -> dict[str, Any]:
     names = _OF_USERS if message["role"] == "user" else _OF_MESSAGES
     given: dict[str, Any] = {
         name: message.get(name) for name in names if name == "content" or message.get(name) is not None

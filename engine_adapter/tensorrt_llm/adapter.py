@@ -22,6 +22,7 @@ from engine_adapter.errors import EngineRejected
 from engine_adapter.events.options import EventAddresses
 from engine_adapter.hold import Hold, RequestBody
 from engine_adapter.http.adapter import HttpAdapter
+from engine_adapter.http.models import read_models
 from engine_adapter.http.openai_answer import hold_openai
 from engine_adapter.http.prepare import route_of
 from engine_adapter.http.transport import OutgoingRequest
@@ -136,11 +137,13 @@ class TensorRTLLMAdapter(HttpAdapter):
     async def load(self) -> EngineLoad:
         """The counts are of the last `STATS_EVERY_S` seconds."""
         await self._control.fetch("GET", "/health")
+        model = read_models(await self._control.get("/v1/models")).name
         if time.monotonic() >= self._next_stats:
             self._next_stats = time.monotonic() + STATS_EVERY_S
             self._stats = await read_stats(self._control)
         stats, seen_now = self._stats, (self._tokens_per_block, self.findings())
-        outdated = self._seen not in (None, seen_now)
+        is_another = self._server is not None and model != self._server.info.model
+        outdated = is_another or self._seen not in (None, seen_now)
         counted = stats.running is not None
         return EngineLoad(stats.running or 0, stats.waiting or 0, stats.gpu_usage, outdated, counted)
 

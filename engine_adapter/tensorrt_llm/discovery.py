@@ -103,6 +103,8 @@ async def discover(control: ControlClient, instance: str) -> Discovered:
     info = EngineInfo(
         model=model.name,
         instance=instance,
+        names_process=False,
+        rendering=f"model {model.name}",
         capabilities=frozenset(capabilities),
         tokens_per_block=_block_size(server) or stats.tokens_per_block,
         max_model_len=stats.max_model_len or model.max_model_len,

@@ -135,6 +135,12 @@ class GivenTools:
         listed = look_up(openapi, "components", "schemas", "FunctionDefinition", "properties")
         self.fields: Sequence[str] = tuple(listed) if isinstance(listed, dict) and listed else FUNCTION
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, GivenTools) and self.fields == other.fields
+
+    def __hash__(self) -> int:
+        return hash(self.fields)
+
     def __call__(self, tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """A tool without a function stays: the server refuses it."""
         return [self._written(tool, tool.get("function")) for tool in tools]

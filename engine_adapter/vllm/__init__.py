@@ -7,5 +7,5 @@ prompts.py     tokenises a request on the server      requests.py  changes to re
 event_watch.py what the adapter learns from events; counts blocks stored more than once
 tiered.py      vLLM with LMCache below it             embeddings.py  prompts with embeddings
 routes.py      routes beside `/v1`             nixl.py       KV from one vLLM to another
-kv_transfer.py how it was started to pass KV on
+kv_transfer.py how it was started to pass KV on  template_input.py  chats as its template gets them
 """

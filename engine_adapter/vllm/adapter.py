@@ -18,6 +18,7 @@ from engine_adapter.events.subscriber import KvEventSubscriber
 from engine_adapter.hold import Hold
 from engine_adapter.http.adapter import HttpAdapter
 from engine_adapter.http.headers import Headers
+from engine_adapter.http.models import read_models
 from engine_adapter.types import (
     MESSAGES_ROUTES,
     TRANSLATED_ROUTES,
@@ -42,6 +43,7 @@ from engine_adapter.vllm.metrics import look
 from engine_adapter.vllm.options import VllmSpec, rank_headers
 from engine_adapter.vllm.requests import RequestShaper, longest_chat
 from engine_adapter.vllm.routes import ROUTES
+from engine_adapter.vllm.template_input import VLLM_INPUT
 
 _INSTEAD = {
     Capability.KV_EVENTS: "kvpin learns what it holds from its answers; start it with --kv-events-config",
@@ -96,6 +98,8 @@ class VllmAdapter(HttpAdapter):
         return EngineInfo(
             model=facts.model.name,
             instance=self._instance,
+            names_process=metrics.identity is not None,
+            rendering=f"model {facts.model.root}" if facts.model.root else "",
             capabilities=self.capabilities,
             tokens_per_block=metrics.block_size,
             max_model_len=facts.model.max_model_len,
@@ -103,12 +107,15 @@ class VllmAdapter(HttpAdapter):
             gpu_blocks=metrics.blocks,
             version=f"vLLM {facts.version}".rstrip(),
             loras=facts.model.loras,
+            lora_paths=facts.model.lora_paths,
+            loads_loras=facts.loads_loras,
             shares_prefill=True,
             renders_embeds=metrics.block_size is not None and (facts.tokenizes or facts.renders),
             # Its own route for responses ignores the rank.
             served_as_chats=MESSAGES_ROUTES if facts.renders and self._rank is None else TRANSLATED_ROUTES,
             ranks=metrics.addressable_ranks,
             routes=ROUTES,
+            template_input=VLLM_INPUT,
             card=facts.model.card,
             role=role_of(self.spec, facts.kv_transfer),
         )
@@ -119,7 +126,16 @@ class VllmAdapter(HttpAdapter):
         if self._facts is not None and self._is_another(metrics.identity, metrics.queries):
             raise EngineUnavailable("the engine was restarted")
         self._queries = metrics.queries
-        return EngineLoad(metrics.running, metrics.waiting, metrics.usage)
+        return EngineLoad(
+            metrics.running, metrics.waiting, metrics.usage, outdated=await self._serves_others()
+        )
+
+    async def _serves_others(self) -> bool:
+        """True if its models or LoRA adapters changed. A server that cannot load any is not asked."""
+        known = self._facts
+        if known is None or not (known.loads_loras or known.metrics.identity is None):
+            return False
+        return read_models(await self._control.get("/v1/models"), self.spec.model) != known.model
 
     @override
     def findings(self) -> tuple[Finding, ...]:
@@ -175,10 +191,11 @@ class VllmAdapter(HttpAdapter):
 
     @override
     async def events(self, since: EventPosition | None = None) -> AsyncGenerator[KvEvent, None]:
-        endpoints = event_endpoints(await self._able(Capability.KV_EVENTS), self.spec)
+        facts = await self._able(Capability.KV_EVENTS)
+        endpoints = event_endpoints(facts, self.spec)
         if endpoints is None:
             raise self.not_supported(Capability.KV_EVENTS)
-        watch, copies = self._watch, Copies()
+        watch, copies = self._watch, Copies(facts.blocks_per_chunk)
         if since is not None:
             # Copies of blocks were counted before, and are not known here: too little may be held now.
             since = structs.replace(since, complete=False)
@@ -198,7 +215,8 @@ class VllmAdapter(HttpAdapter):
         facts = await self._able(Capability(verb.value))
         self.check_flushes_all(target)
         ranks = (None,) if self._rank is None else facts.metrics.ranks or (self._rank,)
-        yield await flush(self._control, facts.model.name, ranks, self._watch)
+        offloads = facts.kv_transfer is not None and facts.kv_transfer.offloads
+        yield await flush(self._control, facts.model.name, ranks, self._watch, offloads=offloads)
 
     # --- inside ---------------------------------------------------------------------------------------
 

@@ -151,7 +151,7 @@ class VllmFacts:
         metrics: as of the connection.
         source: address of its events; None where it does not say.
         names_sources: it has the route that says this address.
-        tokenizes, renders, resets: it has these routes.
+        tokenizes, renders, resets, loads_loras: it has these routes.
         trials: the facts that only requests show.
         wrong_kind: it says that it is no vLLM.
         kv_transfer: how it passes KV on; None where it does not say.
@@ -165,9 +165,15 @@ class VllmFacts:
     tokenizes: bool
     renders: bool
     resets: bool
+    loads_loras: bool
     trials: Trials
     wrong_kind: Finding | None = None
     kv_transfer: KvTransfer | None = None
+
+    @property
+    def blocks_per_chunk(self) -> int:
+        """Blocks that it offloads together, as far as it says."""
+        return self.kv_transfer.blocks_per_chunk(self.metrics.block_size) if self.kv_transfer else 1
 
 
 async def discover(control: ControlClient, spec: VllmSpec, known: VllmFacts | None) -> VllmFacts:
@@ -175,7 +181,7 @@ async def discover(control: ControlClient, spec: VllmSpec, known: VllmFacts | No
     Raises EngineUnavailable if it is not reachable, not vLLM, has no such rank, or is too busy to be tried
     out."""
     rank = spec.options.dp_rank
-    models, version, sources, metrics, tokenizes, renders, resets, kv_transfer = await asyncio.gather(
+    models, version, sources, metrics, tokenizes, renders, resets, loads, kv_transfer = await asyncio.gather(
         control.get("/v1/models"),
         control.read_optional(_Version, "/version"),
         control.read_optional(dict[str, RankSource], "/kv_event_sources"),
@@ -183,6 +189,7 @@ async def discover(control: ControlClient, spec: VllmSpec, known: VllmFacts | No
         _exists(control, "/tokenize"),
         _renders(control),
         _exists(control, "/reset_prefix_cache"),
+        _exists(control, "/v1/load_lora_adapter"),
         kv_transfer_of(control),
     )
     if rank is not None and metrics.ranks and rank not in metrics.ranks:
@@ -199,6 +206,7 @@ async def discover(control: ControlClient, spec: VllmSpec, known: VllmFacts | No
         tokenizes=tokenizes,
         renders=renders,
         resets=resets,
+        loads_loras=loads,
         trials=await try_out(control, model.name, metrics, rank_headers(rank), tried),
         wrong_kind=wrong_kind(models, spec),
         kv_transfer=kv_transfer,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
@@ -40,10 +41,16 @@ class Copies:
 
     A further KV cache group reports such a run whole, also the blocks that it no longer holds, for example
     those before its window. Of a run that may be such a report, only the blocks count that the reuse needed.
+
+    Below the GPU, chunks of vLLM's offloading connector may share their first blocks: these are stored and
+    removed with each chunk.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, per_chunk: int = 1) -> None:
+        """`per_chunk`: blocks of such a chunk, where the server says it. Events may name its last alone."""
+        self._per_chunk = per_chunk
         self._copies: dict[_Name, int] = {}
+        self._below = Counter[tuple[Tier, int | bytes]]()  # chunks that hold a block, by its tier
         # There may be more copies of these than counted.
         self._doubted: set[_Name] = set()
         # Removals dropped since the view began; None once kvpin knows whether the cache was empty then.
@@ -63,6 +70,8 @@ class Copies:
                 last = tuple([name for name, counted in names if self._is_last(counted)])
                 if len(last) < len(event.hashes):
                     return (replace(event, hashes=last),) if last else ()
+            case BlocksStored(group=None) | BlocksRemoved(group=None):
+                return self._count_below(event)
             case ViewLost():
                 self._begin(set())
             case CacheCleared():
@@ -73,6 +82,7 @@ class Copies:
 
     def _begin(self, kept: set[_Name] | None) -> None:
         self._copies.clear()
+        self._below.clear()
         self._doubted.clear()
         self._reported.clear()
         self._kept = kept
@@ -117,6 +127,24 @@ class Copies:
         if self._kept is not None:
             self._kept.add(name)
         return False
+
+    def _count_below(self, event: BlocksStored | BlocksRemoved) -> Iterable[KvEvent]:
+        if isinstance(event, BlocksStored):
+            if self._per_chunk > 1 and not event.token_ids:
+                event = replace(event, per_chunk=self._per_chunk)
+            if event.per_chunk > 1:
+                self._below.update((event.tier, name) for name in event.hashes)
+        elif self._below:
+            last = tuple([name for name in event.hashes if self._is_last_chunk(event.tier, name)])
+            return (replace(event, hashes=last),) if last else ()
+        return (event,)
+
+    def _is_last_chunk(self, tier: Tier, name: int | bytes) -> bool:
+        self._below[tier, name] -= 1
+        if self._below[tier, name] > 0:
+            return False
+        del self._below[tier, name]
+        return True
 
     def _settle(self, *, is_complete: bool) -> Iterator[KvEvent]:
         """The view is up to date. If the cache was not empty at its start, the counts are guesses: each
@@ -246,16 +274,23 @@ class EventWatch:
 
 
 async def flush(
-    control: ControlClient, model: str, ranks: Iterable[int | None], watch: EventWatch
+    control: ControlClient,
+    model: str,
+    ranks: Iterable[int | None],
+    watch: EventWatch,
+    *,
+    offloads: bool = False,
 ) -> KvProgress:
-    """Resets the cache of a server, on all its `ranks`; `model` is the name it serves under.
+    """Resets the cache of a server, on all its `ranks`; `model` is the name it serves under. `offloads`: its
+    own connector keeps KV below the GPU, which is reset too.
 
     vLLM can only reset its whole cache, refuses while requests run, and publishes the reset with the next
     request. So kvpin sends a request of one token after the reset and waits for the event. Returns the known
     blocks dropped, or those left because requests run. Raises EngineUnavailable, also without such an event.
     """
     blocks, clearings = watch.blocks, watch.clearings
-    answer = await control.call("POST", "/reset_prefix_cache")
+    route = f"/reset_prefix_cache{'?reset_external=true' if offloads else ''}"
+    answer = await control.call("POST", route)
     if not isinstance(answer, dict) or answer.get("success") is not True:
         return KvProgress(0, blocks, left={"busy": max(blocks, 1)})
     for rank in ranks:

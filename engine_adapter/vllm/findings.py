@@ -33,6 +33,10 @@ _LMCACHE = Finding(
     "LoRA adapters and of prompt embeddings",
     "name its server: lmcache=http://HOST:PORT",
 )
+_UNNAMED_CHUNKS = Finding(
+    "it offloads several blocks together and does not say which: what comes back from there is not predicted",
+    'add "self_describing_kv_events":true to the "kv_connector_extra_config" of its --kv-transfer-config',
+)
 
 _OLDEST = (0, 24)
 
@@ -44,6 +48,8 @@ def findings_of(facts: VllmFacts, spec: VllmSpec, *, replay_is_silent: bool = Fa
     found = [*_cache_findings(facts), *_event_findings(facts, spec)]
     if facts.metrics.lmcache and spec.options.lmcache is None:
         found.insert(0, _LMCACHE)
+    if facts.blocks_per_chunk > 1 and facts.kv_transfer and not facts.kv_transfer.describes_chunks:
+        found.append(_UNNAMED_CHUNKS)
     if replay_is_silent:
         found.append(_SILENT)
     return (*found, *_route_findings(facts, spec), *findings_of_transfer(spec, facts.kv_transfer))

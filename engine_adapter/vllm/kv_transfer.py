@@ -21,6 +21,8 @@ _CONNECTOR = "NixlConnector"
 _ITS_NAMES = (_CONNECTOR, "NixlPullConnector")
 # These move KV between engines, too, but not as kvpin asks for it.
 _OTHERS = ("MoRIIOConnector", "MooncakeConnector", "NixlPushConnector")
+# These keep KV of their own engine below its GPU.
+_OFFLOADING = ("OffloadingConnector", "SimpleCPUOffloadConnector")
 # The first time, a server looks its machine over: that took 4.6 s.
 _ANSWER_S = 20.0
 _MAY_CONTAIN_IT = "MultiConnector"
@@ -44,6 +46,28 @@ class KvTransfer(msgspec.Struct, frozen=True):
     def moves_kv(self) -> bool:
         """True if others can pull its KV, and it can pull theirs."""
         return self.kv_connector in (*_ITS_NAMES, _MAY_CONTAIN_IT)
+
+    @property
+    def offloads(self) -> bool:
+        """True if it keeps KV below the GPU by itself, and may do so."""
+        return self.kv_connector in (*_OFFLOADING, _MAY_CONTAIN_IT)
+
+    @property
+    def describes_chunks(self) -> bool:
+        """True if its events say which blocks it offloads."""
+        return self.kv_connector_extra_config.get("self_describing_kv_events") is True
+
+    def blocks_per_chunk(self, block_size: int | None) -> int:
+        """Blocks that it offloads together; `block_size` is that of its GPU."""
+        if self.kv_connector != "OffloadingConnector":
+            return 1
+        match self.kv_connector_extra_config:
+            case {"blocks_per_chunk": int(blocks)}:
+                return blocks
+            case {"block_size": int(tokens)} if block_size:
+                return tokens // block_size
+            case _:
+                return 1
 
     @property
     def role(self) -> Role:

@@ -36,8 +36,6 @@ _CHAT_STAYS = (
 # `/render` did not prove their ids.
 _ONLY_RENDERED = ("tools", "tool_choice")
 _CHATS_TAKE_IDS_SINCE = (0, 27)
-# vLLM's own tokens are compared with ours for the first prompts of a connection, then for one in a hundred.
-_FIRST, _EVERY = 16, 100
 
 
 class RequestShaper:
@@ -53,7 +51,6 @@ class RequestShaper:
         self._asks_usage = asks_usage
         self._longest_chat = longest_chat
         self._chat_stays = _CHAT_STAYS if renders else (*_CHAT_STAYS, *_ONLY_RENDERED)
-        self._seen = 0
 
     def hold(self, path: str, body: JsonBody, prompt: KvTarget | None, *, tell_reuse: bool) -> Hold:
         """The hold of a request; `tell_reuse`: ask the engine to report reused blocks."""
@@ -62,7 +59,7 @@ class RequestShaper:
         changes: dict[str, object] = {}
         if tell_reuse:
             changes |= _with_reuse_told(body)
-        ask_tokens = prompt is not None and self._is_sampled()
+        ask_tokens = prompt is not None and prompt.audit
         if prompt is not None and not ask_tokens:
             changes |= self._ids_for_text(path, body, prompt)
         hold = hold_openai(path, body, changes=changes, ask_usage=self._asks_usage, ask_tokens=ask_tokens)
@@ -71,10 +68,6 @@ class RequestShaper:
         if body.hint("n") not in (None, 1) and body.get("stream") is not True:
             hold.firm = False  # what vLLM reports is the reuse of the choice that ended last
         return hold
-
-    def _is_sampled(self) -> bool:
-        self._seen += 1
-        return self._seen <= _FIRST or self._seen % _EVERY == 0
 
     def _ids_for_text(self, path: str, body: JsonBody, prompt: KvTarget) -> dict[str, object]:
         """The prompt as token ids, so that the engine need not tokenise it again."""

@@ -132,6 +132,7 @@ class DataPlane:
             # kvpin stops, and the request outlasted `graceful_shutdown_s`.
             log.info("request ended early: kvpin is stopping")
             stopping = NoEngine("kvpin is stopping; try again shortly")
+            reply.break_off(stopping, client_id or own_id)
             _answer_error(stopping, client_id or own_id, exchange, reply)
         except ANSWERED as error:
             if not reply.recorded:

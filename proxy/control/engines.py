@@ -9,7 +9,7 @@ from time import monotonic
 
 import msgspec
 
-from engine_adapter import EngineAdapter, EngineSpec, ModelState, Role
+from engine_adapter import EngineAdapter, EngineSpec, Finding, ModelState, Role
 from proxy.control.operations import Operations
 from proxy.control.server_use import ServerUse
 from proxy.core.audit import Trust
@@ -19,7 +19,8 @@ from proxy.fleet.engine import Engine, EngineState
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.monitor import Monitor
 from proxy.fleet.pool import Pool
-from proxy.fleet.roles import of_role
+from proxy.fleet.roles import of_role, of_sharing
+from proxy.fleet.tokenisation import of_tokens
 
 
 class EngineAnswer(msgspec.Struct, kw_only=True):
@@ -172,8 +173,13 @@ def describe_engine(engine: Engine, pool: Pool | None) -> EngineAnswer:
         prefill_tok_s=rates.prefill_tok_s if rates is not None else None,
         last_error=(engine.process.error if engine.process is not None else None) or engine.last_error,
         owner=engine.owner,
-        findings=[str(each) for each in (*of_role(engine, pool), *engine.adapter.findings())],
+        findings=[str(each) for each in _findings_of(engine, pool)],
     )
+
+
+def _findings_of(engine: Engine, pool: Pool | None) -> tuple[Finding, ...]:
+    of_pool = (*of_role(engine, pool), *of_sharing(engine, pool), *of_tokens(engine, pool))
+    return (*of_pool, *engine.findings(), *engine.adapter.findings())
 
 
 def describe_drained(engine: Engine, fleet: Fleet, *, is_told: bool) -> DrainedEngine:

@@ -93,6 +93,7 @@ class Targets:
             return self._prefix_of_request(target)
         salt = self._salt_of(target)
         pool, own = self._pool_of(target, target.model)
+        salt = target.cache_salt if pool.shares_kv else salt
         lora = pool.lora_of(own)
         path, body = request_of(target, lora or pool.model)
         if pool.prompts is None:
@@ -289,7 +290,11 @@ def _what_may_be_missed(target: Target, shares: list[Share], capability: Capabil
     """Names the engines that may hold KV of the tenant under salts that kvpin does not know."""
     if target.tenant is None or target.cache_salt is not None:
         return None
-    unsure = [share.engine.id for share in shares if not _knows_salts(share.engine, target.tenant)]
+    unsure = [
+        share.engine.id
+        for share in shares
+        if share.pool.shares_kv or not _knows_salts(share.engine, target.tenant)
+    ]
     if not unsure:
         return None
     remedy = ": flush the whole engine to be sure" if capability is Capability.FLUSH else ""

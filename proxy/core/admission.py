@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Callable, Collection, Container, Iterator
+from collections.abc import Callable, Collection, Container, Hashable, Iterator
 from dataclasses import dataclass, field
 from heapq import merge
 from itertools import islice, zip_longest
@@ -52,6 +52,9 @@ class Needs(msgspec.Struct, frozen=True, cache_hash=True):
         route: the route, if some engines may lack it. Engines that lacked it before come last.
         home: the only engine that can take it; None for any.
         kind: the only kind of engine that can take it; None for any.
+        prompts: what made its prompt: engines of another builder cannot take that; None for any.
+        context: the least context of an engine that can take its prompt, in tokens; 0 for any.
+        shares: its KV is for all tenants: only engines whose KV tenants may share can take it.
     """
 
     lora: str | None = None
@@ -59,6 +62,9 @@ class Needs(msgspec.Struct, frozen=True, cache_hash=True):
     route: str | None = None
     home: str | None = None
     kind: str | None = None
+    prompts: Hashable = None
+    context: int = 0
+    shares: bool = False
 
 
 @dataclass(slots=True, eq=False)

@@ -1,4 +1,4 @@
-"""Decides whether an engine that fails requests gets more of them.
+"""Decides whether an engine that fails requests, or answers nothing, gets more of them.
 
     closed → FAILURES in a row → open for a while → half-open: one request at a time
            → twice as many after each answer → closed
@@ -15,6 +15,8 @@ FAILURES = 5
 OPEN_S, MAX_OPEN_S = 1.0, 30.0
 # It is closed once it has allowed this many unanswered requests.
 ENOUGH = 32
+# Empty answers in a row, beside others with text, that are no accident.
+ODD = 2
 
 
 class Breaker:
@@ -50,3 +52,33 @@ class Breaker:
     def allows(self, now: float, unanswered: int) -> bool:
         """True if the engine gets another request, while this many of its requests are unanswered."""
         return self.is_closed or (now >= self._until and unanswered < self._allowed)
+
+
+class EmptyAnswers:
+    """Whether an engine gives empty answers while others of its pool give text. A model may end its answer at
+    once; one engine alone that always does so is broken.
+
+    Attributes:
+        texts: its answers with text.
+        in_a_row: its empty answers since the last one with text.
+    """
+
+    __slots__ = ("_fails", "_of_others", "in_a_row", "texts")
+
+    def __init__(self) -> None:
+        self.texts = self.in_a_row = self._of_others = 0
+        self._fails = False
+
+    @property
+    def is_odd(self) -> bool:
+        """True if it goes on with that."""
+        return self._fails and self.in_a_row >= ODD
+
+    def fails(self, texts_of_others: int) -> bool:
+        """It gave an empty answer. True if it counts as a failure: the others, which gave so many answers
+        with text so far, gave some of them since its first empty one in a row."""
+        self.in_a_row += 1
+        if self.in_a_row == 1:
+            self._of_others = texts_of_others
+        self._fails = texts_of_others > self._of_others
+        return self._fails

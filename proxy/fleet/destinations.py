@@ -123,7 +123,12 @@ class Destinations:
             NoEngine: no engine has connected yet, or an engine that may serve the model is still connecting.
         """
         if not (self.isolated or may_name(call, isolated=False)):
-            return self._by_model(call)
+            try:
+                return self._by_model(call)
+            except NotFound:
+                if not await self._fleet.look_up():
+                    raise
+                return self._by_model(call)
         homes, unknown = dict[Home, Name](), list[Name]()
         for name in await names_of(call, isolated=self.isolated):
             if (home := self._homes.find(call.tenant, name)) is None:

@@ -12,9 +12,20 @@ from enum import StrEnum
 
 import structlog
 
-from engine_adapter import Capability, EngineAdapter, EngineInfo, EngineSpec, ModelState, Role, log_text
+from engine_adapter import (
+    Capability,
+    EngineAdapter,
+    EngineGarbled,
+    EngineInfo,
+    EngineLost,
+    EngineSpec,
+    Finding,
+    ModelState,
+    Role,
+    log_text,
+)
 from proxy.core.audit import EngineAudit
-from proxy.core.breaker import Breaker
+from proxy.core.breaker import Breaker, EmptyAnswers
 from proxy.core.index.learned import LearnedBlocks
 from proxy.core.index.view import EngineView
 from proxy.core.placement.load import EngineLedger
@@ -22,6 +33,7 @@ from proxy.core.placement.tiering import AheadCounts
 from proxy.fleet.lease import Lease, PeerRequest
 from proxy.fleet.process.managed_engine import ManagedEngine
 from proxy.fleet.salts import TenantSalts
+from proxy.prompt import Audits, PromptBuilder
 
 log = structlog.get_logger(__name__)
 
@@ -31,6 +43,14 @@ TOKENS_PER_BLOCK = 16
 ASSUMED_CAPACITY_TOKENS = 131_072
 # Most blocks remembered per engine on lower tiers that send no events.
 HINTED_BLOCKS = 65_536
+_EMPTY = "its answers are empty, while other engines of its model answer with text"
+
+
+# After this many doubts within so many seconds that were none, it closes connections by habit: for a while,
+# only its regular checks count.
+FALSE_DOUBTS, FALSE_WITHIN_S, TRUSTED_S = 3, 30.0, 300.0
+# Seconds until forms that served prompts took away are compared again; each time twice as many.
+HEAL_S = 60
 
 
 class EngineState(StrEnum):
@@ -73,6 +93,13 @@ class Engine:
 
     Attributes:
         info: its declaration when it connected; None before that.
+        prompts: the builder of its prompts; None before it has connected. It stays while the engine is away.
+        is_proven: this connection was compared, and makes the tokens that `prompts` makes.
+        audits: which of its prompts it is asked to tokenise itself.
+        heals_at: when forms that served prompts took away are compared again; None if there are none.
+        connections: how many of its connections have ended.
+        doubts: how often it closed a connection, so that another process might answer.
+        sure: an event, set while the process that answers is surely the one that was compared.
         audit: predicted against reported cached tokens, and the trust in its view.
         learned: blocks learned from responses, for engines without events.
         below: blocks on lower tiers that its events do not report.
@@ -90,6 +117,7 @@ class Engine:
         from_peers: requests that other kvpins have placed on it so far.
         prefilled: requests of this kvpin whose prompt it computed for another engine.
         failed: requests of this kvpin whose answer was an error, or that got none.
+        empty: its empty answers beside those of others.
         breaker: lets few requests through after several failed in a row; None after none did.
         mine: an event, set while this kvpin may use the engine.
         owner: the kvpin that uses the engine, if only one may; None while unknown.
@@ -104,6 +132,14 @@ class Engine:
         self._on_ready = on_ready
         self._failed = 0  # requests, since it was ready last
         self.info: EngineInfo | None = None
+        self.prompts: PromptBuilder | None = None
+        self.is_proven = True
+        self.audits = Audits()
+        self.heals_at: float | None = None
+        self.sure = asyncio.Event()
+        self.sure.set()
+        self.connections = self.doubts = 0
+        self._false_doubts, self._trusted_until = deque[float](maxlen=FALSE_DOUBTS), 0.0
         self.ledger = EngineLedger()
         self.audit = EngineAudit()
         self.learned = LearnedBlocks(ASSUMED_CAPACITY_TOKENS // TOKENS_PER_BLOCK)
@@ -122,6 +158,7 @@ class Engine:
         self.leases: set[Lease] = set()
         self.of_peers: dict[int, PeerRequest] = {}
         self.from_peers = self.prefilled = self.failed = 0
+        self.empty = EmptyAnswers()
         self.breaker: Breaker | None = None
         self.mine = asyncio.Event()
         self.mine.set()
@@ -169,6 +206,15 @@ class Engine:
         """True if the engine, as connected, declares this route beside `/v1`."""
         return self.info is not None and native in self.info.routes
 
+    def lost_forms(self) -> None:
+        """A served prompt had other tokens: its forms are made there until they are compared again."""
+        self.heals_at = time.monotonic() + (HEAL_S << self.audits.healed)
+
+    def takes(self, tokens: int) -> bool:
+        """True if a prompt of so many tokens fits into its context, as far as that is known."""
+        context = self.info.max_model_len if self.info is not None else None
+        return context is None or tokens <= context
+
     @property
     def loras(self) -> frozenset[str]:
         """Names of the LoRA adapters it serves."""
@@ -183,6 +229,45 @@ class Engine:
     def removals(self) -> int:
         """Blocks that its events have removed from the view."""
         return self.view.counts.removed if self.view is not None else 0
+
+    def has_connected(self, info: EngineInfo) -> None:
+        """A connection begins: nothing that was found out about an earlier one holds."""
+        self.info, self.is_proven, self.keeps_no_kv = info, self.prompts is None, False
+        self.lacks.clear()
+        self.audits, self.heals_at = Audits(), None
+        self._false_doubts, self._trusted_until = deque[float](maxlen=FALSE_DOUBTS), 0.0
+        self.sure.set()
+
+    def has_gone(self) -> None:
+        """Its connection is over. Requests that wait to be sent on it fail."""
+        self.is_proven = self.prompts is None
+        self.connections += 1
+        self.sure.set()
+
+    def doubt(self) -> None:
+        """It closed a connection: another process may answer from now on. The monitor checks at once. Of an
+        engine that keeps closing connections, this says nothing."""
+        is_used = self.state in (EngineState.READY, EngineState.SUSPECT, EngineState.DRAINING)
+        if is_used and time.monotonic() >= self._trusted_until:
+            self.doubts += 1
+            self.sure.clear()
+            self.check_now.set()
+
+    def is_same(self, doubts: int) -> None:
+        """A check that began after so many doubts found the same process."""
+        now = time.monotonic()
+        self._false_doubts.append(now)
+        if len(self._false_doubts) == FALSE_DOUBTS and now - self._false_doubts[0] < FALSE_WITHIN_S:
+            self._trusted_until = now + TRUSTED_S
+        if self.doubts == doubts or now < self._trusted_until:
+            self.sure.set()
+
+    async def confirm(self, connections: int) -> None:
+        """Waits until it is sure which process answers; awaited before a request uses a new connection.
+        `connections`: those at its placement. Raises EngineLost if another one began since."""
+        await self.sure.wait()
+        if self.connections != connections:
+            raise EngineLost("the engine was lost before the request was sent")
 
     def has_emptied(self) -> None:
         """Notes that the engine lost its cache: it was restarted or flushed."""
@@ -242,10 +327,21 @@ class Engine:
 
     def answered(self) -> None:
         """A request was answered well."""
+        self.empty.texts += 1
+        self.empty.in_a_row = 0
         if self.breaker is not None:
             self.breaker.answered(time.monotonic())
             if self.breaker.is_closed:
                 self.breaker = None
+
+    def answered_nothing(self, texts_of_others: int) -> None:
+        """A request got an empty answer; the other engines of its pool gave so many with text so far."""
+        if self.empty.fails(texts_of_others):
+            self.refused(EngineGarbled(_EMPTY))
+
+    def findings(self) -> tuple[Finding, ...]:
+        """What its answers show."""
+        return (Finding(_EMPTY, "look at its log, and ask it directly"),) if self.empty.is_odd else ()
 
     @property
     def is_allowed(self) -> bool:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from typing import Any
 
 import structlog
 
@@ -32,6 +33,10 @@ MAX_NAME = 200
 _ALL_REFUSE = "the engines refuse kvpin: the operator has to act, and `kvpin engines` says how"
 
 
+async def _nothing_new() -> bool:
+    return False
+
+
 class Fleet:
     """All engines and their pools.
 
@@ -41,6 +46,7 @@ class Fleet:
         claims_engines: an engine that only one kvpin may use waits until it is claimed.
         book: what operators have ordered about engines, at any kvpin of the group.
         pins: the pins that this kvpin holds.
+        look_up: asks engines for LoRA adapters that are not known; returns whether it asked any.
         passed_on: requests that other kvpins answered for this one so far, by the names of these kvpins.
     """
 
@@ -67,6 +73,7 @@ class Fleet:
         self._warned: set[str] = set()
         self._an_engine_is_ready = asyncio.Event()
         self._has_started = False
+        self.look_up: Callable[[], Coroutine[Any, Any, bool]] = _nothing_new
 
     def add(self, adapter: EngineAdapter) -> Engine:
         """Adds an engine. It joins a pool when it has connected. Raises Conflict if the id is taken."""
@@ -144,9 +151,8 @@ class Fleet:
             tokens_per_block = TOKENS_PER_BLOCK
         if pool is None or (not pool.engines and pool.tokens_per_block != tokens_per_block):
             pool = self.pools[model] = Pool(model, tokens_per_block, self._queue, self.told)
-        engine.info = info
-        engine.lacks.clear()
-        engine.keeps_no_kv = False
+        pool.note_loras(engine.id, info)
+        engine.has_connected(info)
         if info.gpu_blocks is not None and info.tokens_per_block is not None:
             engine.learned.capacity = info.gpu_blocks * info.tokens_per_block // pool.tokens_per_block
         pool.placer.add(
@@ -170,11 +176,13 @@ class Fleet:
             pool.leave(engine)
             if engine.info is not None:
                 pool.away[engine.id] = engine.info
+                pool.note_contexts()
 
     def _not_away(self, engine_id: str) -> None:
         """Forgets a lost engine that came back or was removed. Ends pools without present or lost engines."""
         for pool in list(self.pools.values()):
-            pool.away.pop(engine_id, None)
+            if pool.away.pop(engine_id, None) is not None:
+                pool.note_contexts()
             if not pool.engines and not pool.away:
                 del self.pools[pool.model]
 

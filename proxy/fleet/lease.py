@@ -28,10 +28,15 @@ class LeasedEngine(Protocol):
     Attributes:
         prefilled: requests whose prompt it computed for another engine.
         failed: requests whose answer was an error, or that got none.
+        connections: how many of its connections have begun or ended.
     """
 
     prefilled: int
     failed: int
+    connections: int
+
+    async def confirm(self, connections: int) -> None:
+        """Waits until it is sure which process answers. Raises EngineLost for another one."""
 
     @property
     def info(self) -> EngineInfo | None:
@@ -97,6 +102,7 @@ class Lease:
         found: leading blocks that the engine is expected to hold; the request computes the others.
         begun: the answer has begun, or never will.
         is_lost: its engine was lost while it ran.
+        connections: those of its engine when it began.
     """
 
     engine: LeasedEngine
@@ -116,10 +122,15 @@ class Lease:
     found: int = 0
     report: Report | None = None
     is_lost: bool = False
+    connections: int = 0
     begun: asyncio.Event = field(default_factory=asyncio.Event)
 
+    async def confirm(self) -> None:
+        """Waits until it is sure that the process which was leased answers. Raises EngineLost."""
+        await self.engine.confirm(self.connections)
+
     def __enter__(self) -> Self:
-        self.gathered = self.started
+        self.gathered, self.connections = self.started, self.engine.connections
         self.engine.leases.add(self)
         if self.placed.part is not Role.DECODE:
             self.begins()

@@ -27,7 +27,7 @@ from proxy.fleet.engine import Engine, EngineState
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.ingest import Ingest
 from proxy.fleet.pool import Pool
-from proxy.fleet.tokenisation import PoolTokenizers
+from proxy.fleet.tokenisation import Renderings
 from proxy.prompt import PromptTables
 from proxy.runtime.tasks import Supervisor
 
@@ -42,6 +42,8 @@ FAILURES = 3
 _FAILED = (EngineUnhealthy, EngineRejected, TimeoutError)
 # Between looks at an engine that another kvpin uses.
 TAKEN_S = 1.0
+# Between looks for LoRA adapters that are asked for and not known.
+LOOK_UP_S = 1.0
 # If a check's time limit strikes this late, kvpin was held up: paused, or without a CPU.
 HELD_UP_S = 0.5
 
@@ -79,7 +81,9 @@ class Monitor:
     _findings: dict[str, tuple[Finding, ...]] = field(default_factory=dict, init=False)  # logged, by engine
 
     def __post_init__(self) -> None:
-        self._tokenisation = PoolTokenizers(self._tasks, self._tables)
+        self._renderings = Renderings(self._tasks, self._tables)
+        self._looked_up = 0.0
+        self._fleet.look_up = self.look_up
 
     def isolate(self, *, isolated: bool) -> None:
         """Sets whether there are several tenants. This changes which engines may be used."""
@@ -91,6 +95,24 @@ class Monitor:
                 engine.state = EngineState.SUSPECT
                 engine.check_now.set()
 
+    async def look_up(self) -> bool:
+        """A model is asked for that nobody serves: asks the engines that load LoRA adapters while they run
+        which they have now, at most once a second. Returns whether it did."""
+        ready = [each for each in self._fleet.engines.values() if each.state is EngineState.READY]
+        able = [each for each in ready if each.info is not None and each.info.loads_loras]
+        if not able or monotonic() < self._looked_up + LOOK_UP_S:
+            return False
+        self._looked_up = monotonic()
+        await asyncio.gather(*map(self._look_up_at, able))
+        return True
+
+    async def _look_up_at(self, engine: Engine) -> None:
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                await self._recheck(engine)
+        except (EngineError, TimeoutError):
+            engine.doubt()  # the check compares it with what was known before
+
     def watch(self, engine: Engine) -> None:
         """Starts watching an engine of the fleet."""
         self._tasks.keep(f"watch {engine.id}", lambda: self._watch(engine))
@@ -99,6 +121,9 @@ class Monitor:
         """Stops watching an engine, and forgets what was logged of it."""
         self._tasks.cancel(f"watch {engine.id}")
         self._findings.pop(engine.id, None)
+        self._renderings.leave(engine)
+        engine.adapter.on_closed(_ignore)
+        engine.sure.set()  # nobody checks it any more
         if self._ingest is not None:
             self._ingest.leave(engine)
 
@@ -129,7 +154,10 @@ class Monitor:
         if not info.model:
             raise EngineSpecError(f"its server has several models: name one of {', '.join(info.models)}")
         engine.owner = self._fleet.name if engine.adapter.one_owner else None
+        before = engine.info
         pool = await self._join(engine, info)
+        engine.adapter.on_closed(engine.doubt)
+        _log_changes(engine, before, info)
         engine.last_error = None
         self._findings.pop(engine.id, None)
         self._log_findings(engine)
@@ -142,7 +170,7 @@ class Monitor:
         pool = self._fleet.join(engine, info)
         for table in self._tables.list() if engine.can(Capability.PROMPT_TABLES) else ():
             await engine.adapter.put_prompt_table(table)
-        self._tokenisation.join(engine, info, pool)
+        self._renderings.join(engine, info, pool)
         if self._ingest is not None:
             self._ingest.follow(engine, pool)
         else:
@@ -196,24 +224,42 @@ class Monitor:
                     raise
 
     async def _check(self, engine: Engine) -> None:
-        """One health check; a suspect engine, or one that changed, is also asked what it is and can do."""
+        """One health check; a suspect engine, one that changed, or one whose process may be another one, is
+        also asked what it is and can do."""
         load = await engine.adapter.load()
         if load.counted:
             engine.ledger.reported(monotonic(), load.running + load.waiting)
             engine.ledger.backlog.reported(load.waiting)
-        if load.outdated or engine.state is EngineState.SUSPECT or engine.model_failed:
+        is_sure, doubts = engine.sure.is_set(), engine.doubts
+        if load.outdated or engine.state is EngineState.SUSPECT or engine.model_failed or not is_sure:
             await self._recheck(engine)
+            if not is_sure:
+                engine.is_same(doubts)
+        if engine.heals_at is not None and monotonic() >= engine.heals_at:
+            engine.heals_at = None
+            engine.audits.healed += 1
+            if (pool := self._fleet.pool_of(engine)) is not None:
+                self._renderings.prove_again(engine, pool)
 
     async def _recheck(self, engine: Engine) -> None:
-        """Asks the engine again what it is and can do. Raises EngineUnavailable if it is another process."""
-        info = await engine.adapter.connect()
-        if engine.info is None or info.instance != engine.info.instance:
+        """Asks the engine again what it is and can do. Raises EngineUnavailable if it is another process, or
+        serves another model."""
+        info, before = await engine.adapter.connect(), engine.info
+        if before is None or info.instance != before.instance:
             raise EngineUnavailable("the engine was restarted")
+        if before.is_another(info):
+            raise EngineUnavailable(f"the engine has changed: {', '.join(changes_of(before, info))}")
         self.split(engine, info)
-        if info.gpu_blocks != engine.info.gpu_blocks or info.tokenizer != engine.info.tokenizer:
-            await self._join(engine, info)  # its model was loaded for the first time
+        _log_changes(engine, before, info)
+        pool = self._fleet.pool_of(engine)
+        if info.gpu_blocks != before.gpu_blocks or info.tokenizer != before.tokenizer:
+            pool = await self._join(engine, info)  # its model was loaded for the first time
+        elif pool is not None and not (info.names_process or engine.sure.is_set()):
+            engine.connections += 1  # what was prepared for it may be another process's
+            self._renderings.prove_again(engine, pool)
         engine.info = info
-        if (pool := self._fleet.pool_of(engine)) is not None:
+        if pool is not None:
+            pool.note_loras(engine.id, info)
             pool.note_roles()
         self._log_findings(engine)
         self._admit(engine)
@@ -282,6 +328,8 @@ class Monitor:
                 engine.state = EngineState.DOWN if owner is None else EngineState.ELSEWHERE
             engine.owner = owner
             engine.last_error = self._reason(error)
+        engine.has_gone()
+        self._renderings.leave(engine)
         engine.audit.lost("the engine is down")
         engine.ledger.backlog.reported(0)
         if self._ingest is not None:
@@ -299,6 +347,42 @@ class Monitor:
     def _reason(self, error: Exception) -> str:
         """Why a check or a connection failed. One that takes too long has no words of its own."""
         return str(error) or f"no answer within {self.timeout_s:g} s (health.timeout_s)"
+
+
+# What the lines of `EngineInfo.rendering` tell.
+_OF_RENDERINGS = {"model": "its model's files", "template": "its chat template"}
+
+
+def _ignore() -> None:
+    """A connection of an engine that nobody watches was closed."""
+
+
+def _log_changes(engine: Engine, before: EngineInfo | None, now: EngineInfo) -> None:
+    """Logs in one line what an engine tells otherwise than before."""
+    if before is not None and (changed := changes_of(before, now)):
+        log.warning("engine has changed", engine=engine.id, changed=changed)
+
+
+def changes_of(before: EngineInfo, now: EngineInfo) -> list[str]:
+    """What an engine tells of itself otherwise than before, for people. Where it was unknown, nothing has
+    changed."""
+    pairs = {
+        "model": (before.model, now.model),
+        "version": (before.version, now.version),
+        "tokenizer": (before.tokenizer, now.tokenizer),
+        "context": (before.max_model_len, now.max_model_len),
+        "block size": (before.tokens_per_block, now.tokens_per_block),
+        "vocabulary": (before.vocab_size, now.vocab_size),
+    }
+    found = [f"{name} {old} → {new}" for name, (old, new) in pairs.items() if old and new and old != new]
+    if before.rendering and now.rendering:
+        lines = set(before.rendering.splitlines()) ^ set(now.rendering.splitlines())
+        names = {line.partition(" ")[0] for line in lines}
+        found += [word for name, word in _OF_RENDERINGS.items() if name in names and not found]
+    found += [f"LoRA adapter {name} loaded" for name in sorted(now.loras - before.loras)]
+    found += [f"LoRA adapter {name} unloaded" for name in sorted(before.loras - now.loras)]
+    moved = [name for name, path in now.lora_paths.items() if before.lora_paths.get(name, path) != path]
+    return [*found, *(f"LoRA adapter {name} loaded from another path" for name in sorted(moved))]
 
 
 def _require_mine(engine: Engine) -> None:

@@ -11,7 +11,16 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from engine_adapter import Capability, EngineAdapter, EngineInfo, KvTarget, Role, Tier, Transfer
+from engine_adapter import (
+    Capability,
+    EngineAdapter,
+    EngineInfo,
+    JsonBody,
+    KvTarget,
+    Role,
+    Tier,
+    Transfer,
+)
 from proxy.core.admission import HOLD_S, KEPT_BUSY, Needs
 from proxy.core.audit import Trust
 from proxy.core.index.blocks import BlockHash, Chain, chain, namespace_root
@@ -46,7 +55,9 @@ class Pool:
     """Engines that serve the same model, and the index of what they hold.
 
     Attributes:
-        prompts: renders and tokenises requests; None until an engine has connected.
+        renderings: what renders and tokenises requests, for each set of its engines that make the same tokens
+            of the same prompt. Mostly there is one.
+        context: the longest prompt that any of its engines takes, in tokens; None without a limit.
         has_roles: some of its engines are meant for one part of requests.
         passes_kv: some of its engines can pass KV to others.
         has_halves: some of its engines answer only together with another one.
@@ -66,7 +77,11 @@ class Pool:
         self.tokens_per_block = tokens_per_block
         self.engines: dict[str, Engine] = {}
         self.placer = Placer(tokens_per_block)
-        self.prompts: PromptBuilder | None = None
+        self.renderings: tuple[PromptBuilder, ...] = ()
+        self.context: int | None = None
+        self._contexts: tuple[int, ...] = ()
+        self._lora_paths: dict[str, str] = {}
+        self._told_paths: dict[tuple[str, str], str] = {}  # of each engine
         self.has_roles = self.passes_kv = self.has_halves = False
         self.away: dict[str, EngineInfo] = {}
         self.line = Line(self.engines_for, self.is_free, queue)
@@ -76,11 +91,51 @@ class Pool:
         """Adds an engine that has connected."""
         self.engines[engine.id] = engine
         self.note_roles()
+        self._note_renderings()
 
     def leave(self, engine: Engine) -> None:
         """Removes an engine."""
         del self.engines[engine.id]
         self.note_roles()
+        self._note_renderings()
+
+    def render(self, engine: Engine, prompts: PromptBuilder, *, is_proven: bool = False) -> None:
+        """From now on the engine gets prompts of this builder. `is_proven`: this connection was compared."""
+        engine.prompts, engine.is_proven = prompts, is_proven
+        self._note_renderings()
+
+    def part(self, engine: Engine) -> None:
+        """The engine makes other tokens of a prompt than its builder: it gets a builder of its own."""
+        others = [each for each in self.engines.values() if each is not engine]
+        if engine.prompts is not None and any(each.prompts is engine.prompts for each in others):
+            self.render(engine, engine.prompts.copy(), is_proven=engine.is_proven)
+
+    def _note_renderings(self) -> None:
+        found = dict.fromkeys(each.prompts for each in self.engines.values() if each.prompts is not None)
+        self.renderings = tuple(sorted(found, key=lambda each: (each.is_blank, not each.is_proven)))
+
+    @property
+    def prompts(self) -> PromptBuilder | None:
+        """What renders for its first engines; None while none is connected."""
+        return self.renderings[0] if self.renderings else None
+
+    def note_contexts(self) -> None:
+        """Some engine has joined, left, or told anew what it is: notes how long prompts may be."""
+        told = [info.max_model_len for info in self._infos]
+        contexts = sorted(each for each in told if each is not None)
+        self._contexts = tuple(contexts)
+        self.context = contexts[-1] if contexts and None not in told else None
+
+    def context_for(self, prompt: int, body: JsonBody) -> int:
+        """The least context of its engines that takes a prompt of so many tokens, and the answer that `body`
+        asks for, if one does; 0 if each of them does."""
+        contexts = self._contexts
+        if not contexts or contexts[0] == contexts[-1]:
+            return 0
+        asked = body.get("max_completion_tokens") or body.get("max_tokens")
+        tokens = prompt + (asked if type(asked) is int and asked > 0 else 1)
+        wanted = max(min(tokens, contexts[-1]), prompt)
+        return 0 if wanted <= contexts[0] else next((each for each in contexts if each >= wanted), wanted)
 
     def note_roles(self) -> None:
         """Some engine has joined, left, or told anew what it is."""
@@ -88,6 +143,7 @@ class Pool:
         self.has_roles = any(engine.role is not Role.BOTH for engine in engines)
         self.passes_kv = any(engine.adapter.transfer is not None for engine in engines)
         self.has_halves = any(engine.adapter.rendezvous is not None for engine in engines)
+        self.note_contexts()
 
     @property
     def index(self) -> PrefixIndex:
@@ -96,7 +152,26 @@ class Pool:
 
     def root_of(self, salt: str | None, lora: str | None = None) -> BlockHash:
         """The namespace root of the model, a salt and a LoRA adapter."""
-        return _root_of(self.model, lora=lora, salt=salt)
+        return _root_of(self.model, lora=self.identity_of(lora) if lora is not None else None, salt=salt)
+
+    def identity_of(self, lora: str) -> str:
+        """The identity of a LoRA adapter: one that was loaded anew from another path has other KV."""
+        path = self._lora_paths.get(lora)
+        return lora if path is None else f"{lora}\0{path}"
+
+    def note_loras(self, engine: str, info: EngineInfo) -> None:
+        """An engine tells where it read its LoRA adapters from. If engines differ, the first counts, until
+        one of them has read its adapter anew."""
+        for lora, path in info.lora_paths.items():
+            before = self._told_paths.get((engine, lora))
+            self._told_paths[engine, lora] = path
+            if lora not in self._lora_paths or before not in (None, path):
+                self._lora_paths[lora] = path
+
+    @property
+    def shares_kv(self) -> bool:
+        """True if tenants may share the KV of all its engines: requests then have no salt of their tenant."""
+        return bool(self.engines) and all(each.adapter.spec.share_kv for each in self.engines.values())
 
     @property
     def loras(self) -> frozenset[str]:
@@ -169,18 +244,23 @@ class Pool:
         states = {engine.state for engine in self.engines.values()}
         return bool(self.away) or not states.isdisjoint({EngineState.CONNECTING, EngineState.DOWN})
 
-    def tokenisers(self) -> list[EngineAdapter]:
-        """Ready engines that tokenise requests."""
-        return [engine.adapter for engine in self.ready() if engine.can(Capability.TOKENIZE)]
+    def tokenisers(self, prompts: PromptBuilder | None) -> list[EngineAdapter]:
+        """Ready engines of a builder that tokenise requests."""
+        return [engine.adapter for engine in self._of(prompts) if engine.can(Capability.TOKENIZE)]
 
-    def renderers(self) -> list[EngineAdapter]:
+    def renderers(self, prompts: PromptBuilder | None) -> list[EngineAdapter]:
         """Ready engines that return the tokens of a request with images, and the images' positions."""
-        return [engine.adapter for engine in self.ready() if engine.can(Capability.RENDER)]
+        return [engine.adapter for engine in self._of(prompts) if engine.can(Capability.RENDER)]
 
-    def embedders(self) -> list[EngineAdapter]:
+    def embedders(self, prompts: PromptBuilder | None) -> list[EngineAdapter]:
         """Ready engines that return the tokens of a request with prompt embeddings, and identify these."""
-        ready = self.ready()
-        return [engine.adapter for engine in ready if engine.info is not None and engine.info.renders_embeds]
+        own = self._of(prompts)
+        return [engine.adapter for engine in own if engine.info is not None and engine.info.renders_embeds]
+
+    def _of(self, prompts: PromptBuilder | None) -> list[Engine]:
+        """The ready engines of a builder; those that are proven, if there are any."""
+        own = [engine for engine in self.ready() if engine.prompts is prompts]
+        return [engine for engine in own if engine.is_proven] or own
 
     def candidates(
         self,
@@ -209,7 +289,7 @@ class Pool:
                     engine.id,
                     match,
                     forecast=forecast,
-                    complete=whole and (engine.view is None or engine.view.complete),
+                    complete=whole and engine.is_proven and (engine.view is None or engine.view.complete),
                     is_last=engine.id == last,
                     partners=partners.get(_way_of(engine) or "", ()) if partners else (),
                 )
@@ -269,17 +349,21 @@ class Pool:
         chain: Chain,
         lora: str | None,
         moves_by: Callable[[Transfer], bool],
+        prompts: PromptBuilder | None = None,
     ) -> Prefillers | None:
         """The engines that may compute a request's prompt for one of the `candidates`, or hold it for them;
         None if there is none.
 
-        `moves_by`: whether the request can be served in two legs, by that transfer.
+        `moves_by`: whether the request can be served in two legs, by that transfer. `prompts`: what made its
+        prompt; engines of another builder cannot use its KV.
         """
         moved = dict[str, bool]()
         givers = dict[str, Engine]()
         for engine in self.engines.values():
             transfer = engine.adapter.transfer
             if transfer is None or engine.role is Role.DECODE or not engine.gives_kv(lora):
+                continue
+            if prompts is not None and not (engine.prompts is prompts and engine.is_proven):
                 continue
             if transfer.name not in moved:
                 moved[transfer.name] = moves_by(transfer)
@@ -386,6 +470,10 @@ class Pool:
             engine.answered()
         self.end(engine, lease.placed, computed, lease.report)
 
+    def note_empty(self, engine: Engine) -> None:
+        """The engine gave an answer without any text."""
+        engine.answered_nothing(sum(each.empty.texts for each in self.engines.values() if each is not engine))
+
     def end(self, engine: Engine, placed: PlacedRequest, computed: int | None, report: Report | None) -> None:
         """A request on the engine is over, its own or one of another kvpin; see `Placer.end`."""
         placer = self.placer
@@ -440,6 +528,7 @@ def _able_of(engines: Collection[Engine], needs: Needs, without: Container[str])
     """Of `engines`, the ready ones that can take a request; without one, the suspect ones: one broken
     connection must not empty a small pool."""
     lora, native, home, kind = needs.lora, needs.native, needs.home, needs.kind
+    prompts, context = needs.prompts, needs.context
     for state in (EngineState.READY, EngineState.SUSPECT):
         able = [
             engine
@@ -450,6 +539,9 @@ def _able_of(engines: Collection[Engine], needs: Needs, without: Container[str])
             and (native is None or engine.serves(native))
             and (home is None or home == engine.id)
             and (kind is None or kind == engine.adapter.spec.kind)
+            and (prompts is None or engine.prompts is prompts)
+            and (not context or engine.takes(context))
+            and (not needs.shares or engine.adapter.spec.share_kv)
         ]
         if able:
             # Never none: where all fail, one may still succeed.

@@ -1,4 +1,4 @@
-"""What keeps a pool's engines from passing KV to each other, or from serving requests together."""
+"""What keeps a pool's engines from passing KV to each other, serving requests together, or sharing KV."""
 
 from __future__ import annotations
 
@@ -29,6 +29,20 @@ def of_role(engine: Engine, pool: Pool | None) -> tuple[Finding, ...]:
     if engine.role is Role.DECODE and Role.PREFILL not in there:
         return (_without(Role.PREFILL, "decoding", "it computes all prompts"),)
     return ()
+
+
+def of_sharing(engine: Engine, pool: Pool | None) -> tuple[Finding, ...]:
+    """The finding about an engine whose KV tenants may share, beside engines whose KV they may not."""
+    if pool is None or not engine.adapter.spec.share_kv or pool.shares_kv:
+        return ()
+    others = sorted(name for name, each in pool.engines.items() if not each.adapter.spec.share_kv)
+    return (
+        Finding(
+            f"tenants may share its KV, and not that of {', '.join(others)}: all requests of its model have "
+            "their tenant's salt",
+            "set share_kv=true on all engines of the model, or on none that can keep tenants apart",
+        ),
+    )
 
 
 def _without(role: Role, meant_for: str, follows: str) -> Finding:

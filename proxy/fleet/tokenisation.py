@@ -1,38 +1,41 @@
-"""Gives each pool its tokenizer: loaded once, in the background, and checked against one of its engines.
+"""Gives each connection of an engine the builder of its prompts, and proves it on the engine itself.
 
-    first engine joins → the engines tokenise → tokenizer loaded → same ids as the engine? → kvpin tokenises
+    engine joins → the builder of its pool with the same key, or a new one; nothing is proven
+                 → tokenizer loaded once → this engine's tokens of all probes
+                 → the builder whose outcome is equal
 
-Engines that join later, or again, find what the pool has.
+Engines that make other tokens have another builder: each request is then rendered once for each builder, and
+an engine gets only its own. Until an engine is proven, it gets no token ids in place of a text, and
+predictions for it are not firm.
 """
 
 from __future__ import annotations
 
 import asyncio
-from itertools import count
+from collections.abc import Hashable
 
 import structlog
 
-from engine_adapter import Capability, EngineError, EngineInfo, ModelNotLoaded
-from engine_adapter.prompt.tokenizer_process import load_tokenizer
+from engine_adapter import Capability, EngineError, EngineInfo, Finding, ModelNotLoaded
+from engine_adapter.prompt.tokenizer_process import load_tokenizer, version_of
 from proxy.fleet.engine import Engine
 from proxy.fleet.pool import Pool
-from proxy.prompt import Exactness, Load, PromptBuilder, PromptTables, verify_exactness
-from proxy.runtime.interpreter import settle
+from proxy.prompt import FormTable, Load, PromptBuilder, PromptTables, compare
 from proxy.runtime.tasks import Supervisor
 
 log = structlog.get_logger(__name__)
 
-# Between attempts to check a tokenizer, while the engine does not answer.
+# Between attempts to compare a tokenizer, while the engine does not answer.
 RETRY_S = 1.0
 # Between attempts to load a tokenizer whose source is away. Each attempt costs about 2 s of a core.
 RELOAD_S = 300.0
 
 
-class PoolTokenizers:
-    """Loads and checks the tokenizers of all pools.
+class Renderings:
+    """Loads the tokenizers of all pools, and compares them with each engine.
 
     Args:
-        tasks: runs the loading.
+        tasks: runs that.
         tables: p-tuning tables that prompts may name.
         load: gives the tokenizer of a directory or hub id; raises EngineSpecError, or
             EngineUnavailable if it may succeed later.
@@ -42,65 +45,169 @@ class PoolTokenizers:
         self._tasks = tasks
         self._tables = tables
         self._load = load
-        self._tried: dict[str, set[str]] = {}  # directories and hub ids, by model
 
     def join(self, engine: Engine, info: EngineInfo, pool: Pool) -> None:
         """An engine joined the pool: prompts can be built from now on. Does not wait for the tokenizer."""
-        is_new = pool.prompts is None
-        builder = pool.prompts = pool.prompts or PromptBuilder(
+        source = engine.adapter.spec.tokenizer or info.tokenizer
+        key = (
+            (pool.model, pool.tokens_per_block),  # known chats have their hashes
+            (source, version_of(source or ""), info.rendering, info.template_input, info.renders_alike),
+            (info.vocab_size, info.hidden_size, Capability.TOKENIZE in info.capabilities),
+        )
+        before, known = engine.prompts, [each for each in pool.renderings if each.key == key]
+        known = [each for each in known if each.is_proven] or known
+        builder = known[0] if known else self._made(info, pool, key)
+        if not known and before is not None and before.key == key:
+            builder.take_over(before)
+        pool.render(engine, builder)
+        self._tasks.start(_task(engine), self._settle(engine, pool, builder, source, before))
+
+    def leave(self, engine: Engine) -> None:
+        """The engine is gone."""
+        self._tasks.cancel(_task(engine))
+
+    def prove_again(self, engine: Engine, pool: Pool) -> None:
+        """Perhaps another process answers than the one that was compared, or lost forms are right again."""
+        engine.audits.begin()
+        if engine.prompts is not None and engine.info is not None:
+            self.join(engine, engine.info, pool)
+
+    async def _settle(
+        self,
+        engine: Engine,
+        pool: Pool,
+        builder: PromptBuilder,
+        source: str | None,
+        before: PromptBuilder | None,
+    ) -> None:
+        """Loads the tokenizer, unless that was done, and finds the builder whose outcome is the engine's."""
+        is_final = False
+        while not is_final:
+            is_final = source is None or await builder.load_once(source, self._load)
+            if builder.is_blank and pool.renderings[0] is not builder:
+                pool.render(engine, pool.renderings[0])  # of the same model: most likely it makes the same
+                return
+            own = await self._other_like(engine, pool, builder) or await self._own(engine, pool, builder)
+            is_told = before is not None and before.info.rendering != own.info.rendering
+            if before is not None and before.is_proven and not is_told and _differs(before, own):
+                log.warning("engine has changed", engine=engine.id, changed=[_change(before, own)])
+            if before is not None and (
+                back := [form for form in before.forms.lost if form not in own.forms.lost]
+            ):
+                log.info("tokens of these forms are made here again", engine=engine.id, forms=back)
+            pool.render(engine, own, is_proven=True)
+            for other in pool.engines.values():
+                if not other.is_proven and not other.can(Capability.TOKENIZE):
+                    pool.render(other, pool.renderings[0])
+            before = None  # what is loaded later is no change of the engine
+            if not is_final:
+                await asyncio.sleep(RELOAD_S)
+
+    async def _own(self, engine: Engine, pool: Pool, builder: PromptBuilder) -> PromptBuilder:
+        """The builder with the same key whose outcome is the engine's: one of the pool, or a new one."""
+        table = await self._compared(engine, builder)
+        for each in pool.renderings:
+            is_like = each.is_proven and each.key == builder.key and not each.forms.lost
+            if is_like and each.forms.outcome == table.outcome:
+                return each
+        own, others = builder, [each for each in pool.engines.values() if each is not engine]
+        if builder.is_proven or any(each.prompts is builder for each in others):
+            # Prompts that another engine of the builder made may be on their way to this one.
+            own = self._made(builder.info, pool, builder.key)
+            own.take_over(builder)
+        own.prove(table)
+        _log(pool, own)
+        _warn_of_others(engine, pool, own)
+        if own.local is not None:
+            for other in others:
+                if other.prompts is not None and other.prompts.local is None:
+                    self.prove_again(other, pool)  # it may make the same
+        return own
+
+    async def _other_like(self, engine: Engine, pool: Pool, builder: PromptBuilder) -> PromptBuilder | None:
+        """For an engine whose tokenizer is nowhere: a builder of the pool that makes the same tokens."""
+        if builder.local is not None or not builder.can_ask:
+            return None
+        for each in pool.renderings:
+            if each.local is not None and each.is_proven:
+                table = await self._compared(engine, each)
+                if table.outcome == each.forms.outcome:
+                    return each
+        return None
+
+    async def _compared(self, engine: Engine, builder: PromptBuilder) -> FormTable:
+        """The outcome for the engine, once it answers. It is neither loaded nor woken for that."""
+        while True:
+            try:
+                if not builder.can_ask:
+                    return await compare(builder, engine.adapter)
+                async with engine.adapter.kept_loaded(within_s=RETRY_S):
+                    return await compare(builder, engine.adapter)
+            except ModelNotLoaded:
+                continue  # it has waited
+            except EngineError:
+                await asyncio.sleep(RETRY_S)
+
+    def _made(self, info: EngineInfo, pool: Pool, key: Hashable) -> PromptBuilder:
+        return PromptBuilder(
             info,
             tables=self._tables,
+            key=key,
+            context=lambda: pool.context,
             engines=pool.tokenisers,
             renderers=pool.renderers,
             embedders=pool.embedders,
         )
-        if builder.info.gpu_blocks is None:
-            builder.info = info  # its model may have been loaded since
-        source = engine.adapter.spec.tokenizer or info.tokenizer
-        if is_new:  # also a pool whose model was served before: its tokenizer went with the old pool
-            self._tried[pool.model] = set()
-        tried = self._tried[pool.model]
-        if source is not None and source not in tried and builder.local is None:
-            tried.add(source)
-            work = self._load_and_check(pool, builder, engine, source)
-            self._tasks.start(f"tokenizer {pool.model} {source}", work)
-        elif is_new:
-            self._tasks.start(f"tokenizer {pool.model}", self._check(pool, builder, engine))
-
-    async def _load_and_check(self, pool: Pool, builder: PromptBuilder, engine: Engine, source: str) -> None:
-        builder.reason = f"the tokenizer {source!r} is being loaded"
-        await verify_exactness(builder, engine.adapter)  # with no tokenizer here, no engine is asked
-        is_settled = await builder.load(source, self._load)
-        settle()
-        await self._check(pool, builder, engine)
-        while not is_settled and (pool.engines or pool.away):
-            await asyncio.sleep(RELOAD_S)
-            is_settled = await builder.load(source, self._load)
-            if builder.local is not None:
-                await self._check(pool, builder, engine)
-
-    async def _check(self, pool: Pool, builder: PromptBuilder, engine: Engine) -> None:
-        """Compares the tokenizer with an engine of the pool, and logs what came of it."""
-        must_ask = builder.local is not None and Capability.TOKENIZE in builder.info.capabilities
-        for attempt in count():
-            if not (pool.engines or pool.away):
-                return
-            adapters = pool.tokenisers() or ([] if must_ask else [engine.adapter])
-            try:
-                if adapters:
-                    # In turn: any of them may be the one whose model a request loads.
-                    adapter = adapters[attempt % len(adapters)]
-                    async with adapter.kept_loaded(within_s=RETRY_S):
-                        _log(pool, builder, await verify_exactness(builder, adapter))
-                        return
-            except ModelNotLoaded:
-                continue  # it has waited
-            except EngineError:
-                pass
-            await asyncio.sleep(RETRY_S)
 
 
-def _log(pool: Pool, builder: PromptBuilder, exactness: Exactness) -> None:
+def of_tokens(engine: Engine, pool: Pool | None) -> tuple[Finding, ...]:
+    """The finding about an engine that makes other tokens than the first ones of its pool."""
+    own, main = engine.prompts, pool.prompts if pool is not None else None
+    if pool is None or own is None or main is None or own is main or not engine.is_proven:
+        return ()
+    others = [each.id for each in pool.engines.values() if each.is_proven and each.prompts is main]
+    if not others:
+        return ()
+    other, differs = ", ".join(others), _change(main, own)
+    return (
+        Finding(
+            f"it differs from {other}, of the same model, in {differs}: each request is rendered twice",
+            "start them with the same model, chat template and default arguments of it",
+        ),
+    )
+
+
+def _task(engine: Engine) -> str:
+    return f"tokenizer {engine.id}"
+
+
+def _differs(before: PromptBuilder, after: PromptBuilder) -> bool:
+    return before.forms.outcome != after.forms.outcome
+
+
+def _change(before: PromptBuilder, after: PromptBuilder) -> str:
+    """What differs between two builders, in words."""
+    if before.key != after.key:
+        return "its model's files or its chat template"
+    then, now = before.forms.sources, after.forms.sources
+    forms = [form.value for form in now if then[form] != now[form]]
+    return f"the tokens of {', '.join(forms)}" if forms else "the tokens of some prompts"
+
+
+def _warn_of_others(engine: Engine, pool: Pool, builder: PromptBuilder) -> None:
+    """Warns if other engines of the pool make other tokens."""
+    for other in pool.engines.values():
+        if other.is_proven and other is not engine and other.prompts is not None:
+            log.warning(
+                "engines of one model make different tokens of the same prompt: each gets its own",
+                engines=[other.id, engine.id],
+                differs=_change(other.prompts, builder),
+            )
+            return
+
+
+def _log(pool: Pool, builder: PromptBuilder) -> None:
+    exactness = builder.exactness
     is_as_hoped = exactness.ok and (builder.local is None) == (exactness.source != "local")
     level = log.info if is_as_hoped else log.warning
     level(exactness.event, model=pool.model, detail=exactness.detail)

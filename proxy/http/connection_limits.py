@@ -1,13 +1,14 @@
 """Limits the number of connections, so that kvpin never runs out of file descriptors.
 
 At the limit, a new connection takes the place of the one that has waited longest for a request. If all are
-busy, a few more are let in for health checks, metrics and operators; further ones are closed.
+busy, a few more are let in for health checks, metrics and operators. Any other client is told so by a 503.
 """
 
 from __future__ import annotations
 
 import heapq
 import resource
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, MutableSet
 from enum import Enum
 from typing import Protocol, TypeVar
@@ -18,7 +19,8 @@ log = structlog.get_logger(__name__)
 
 # The most connections, however many files the machine allows: each may hold a head of 64 KiB.
 MAX_CONNECTIONS = 16_384
-# Connections beyond the limit, for all but the data plane.
+# Connections beyond the limit, for all but the data plane, and the most whose clients may still read their
+# 503.
 RESERVE = 32
 # File descriptors kept for listeners, logs, events and what adapters open.
 _OWN_FILES = 256
@@ -38,7 +40,7 @@ class Permission(Enum):
     RESERVED = "reserved"
     """It may ask for anything but the data plane."""
     NONE = "none"
-    """It may ask for nothing: close it."""
+    """It may ask for nothing: its client is told so."""
 
 
 class LimitedConnection(Protocol):
@@ -46,10 +48,13 @@ class LimitedConnection(Protocol):
 
     @property
     def idle_since(self) -> float | None:
-        """When its last answer ended; None while a request runs."""
+        """When its last answer ended; None while a request runs, or may be on its way."""
 
-    def evict(self) -> None:
-        """Closes it at once."""
+    def evict(self) -> bool:
+        """Closes it, unless a request is here and unread. Returns whether it does."""
+
+    def abort(self) -> None:
+        """Breaks it off."""
 
 
 _Connection = TypeVar("_Connection", bound=LimitedConnection)
@@ -62,19 +67,28 @@ class ConnectionLimits:
         """`clock` gives seconds."""
         self._limit, self._clock = limit, clock
         self._warned = float("-inf")
+        self._turned_away = deque[LimitedConnection]()
 
     def admit(self, new: _Connection, connections: MutableSet[_Connection]) -> Permission:
         """Admits a new connection, already in `connections`. May close others and remove them there."""
         if len(connections) <= self._limit:
             return Permission.FREE
-        evicted = _longest_idle((each for each in connections if each is not new), self._limit)
-        self._warn(len(connections), len(evicted))
+        n_connections = len(connections)
+        longest = _longest_idle((each for each in connections if each is not new), self._limit)
+        evicted = [each for each in longest if each.evict()]
+        self._warn(n_connections, len(evicted))
         for each in evicted:
             connections.discard(each)
-            each.evict()
         if evicted:
             return Permission.FREE
         return Permission.RESERVED if len(connections) <= self._limit + RESERVE else Permission.NONE
+
+    def turned_away(self, connection: LimitedConnection) -> None:
+        """A client was told that there is no place. The connection stays until it has read that, but of many,
+        the oldest is broken off."""
+        self._turned_away.append(connection)
+        if len(self._turned_away) > RESERVE:
+            self._turned_away.popleft().abort()
 
     def _warn(self, n: int, evicted: int) -> None:
         now = self._clock()
@@ -82,8 +96,8 @@ class ConnectionLimits:
             return
         self._warned = now
         log.warning(
-            "connection limit reached: idle connections are closed; while all are busy, new requests are "
-            "refused; allow kvpin more open files (ulimit -n)",
+            "connection limit reached: idle connections are closed, and clients without a place get a 503; "
+            "allow kvpin more open files (ulimit -n)",
             connections=n,
             closed=evicted,
             limit=self._limit,

@@ -112,14 +112,19 @@ class Handshake(asyncio.Protocol):
     def _leave(self) -> None:
         self._port.connections.discard(self)
 
-    def evict(self) -> None:
+    def evict(self) -> bool:
         """Ends the handshake, for another connection."""
+        self.abort()
+        return True
+
+    def abort(self) -> None:
+        """Ends the handshake."""
         if self._task is not None:
             self._task.cancel()
 
     def hurry(self) -> None:
         """Kvpin stops: a client that is connecting gets a few seconds."""
-        self._loop.call_later(STOPPING_S, self.evict)
+        self._loop.call_later(STOPPING_S, self.abort)
 
     def close_if_idle(self, for_s: float) -> None:
         """A handshake is not idle when kvpin stops: a request follows it."""

@@ -44,8 +44,11 @@ LOOK_S = 1.0
 # Seconds in which a client must take `SEND_BYTES` of an answer that fills its socket.
 SEND_S = 60.0
 SEND_BYTES = 16_384
-# Seconds that a connection beyond the limit may idle, or take for a head.
+# Seconds that a connection beyond the limit may idle, or take for a head, or its client to read its 503.
 RESERVED_IDLE_S = 5.0
+# Seconds without a request after which a connection that has served one may be closed for another.
+IDLE_S = 1.0
+_NO_PLACE = 503, b"kvpin serves as many connections as it can; try again shortly.", b"retry-after: 1\r\n"
 _TOO_LONG = 431, b"The head of the request is too long."
 _TOO_FINE = 400, b"The body of the request comes in too many pieces."
 _NOT_ONE_HOST = 400, b"The request must have one host header."  # RFC 9112 3.2
@@ -64,8 +67,8 @@ class Http1Protocol(asyncio.Protocol):
     is_of_peer: ClassVar[bool] = False
     __slots__ = (
         "_body_bytes", "_close_after", "_current", "_fault", "_head_bytes", "_headers", "_idle_s",
-        "_idle_since", "_is_reserved", "_lookout", "_loop", "_parser", "_paused", "_pieces", "_port",
-        "_reading", "_room", "_socket", "_target", "_timer", "_to_websocket", "_unsent", "_waiting",
+        "_idle_since", "_is_new", "_is_reserved", "_lookout", "_loop", "_parser", "_paused", "_pieces",
+        "_port", "_reading", "_room", "_socket", "_target", "_timer", "_to_websocket", "_unsent", "_waiting",
         "is_full", "transport",
     )  # fmt: skip
 
@@ -105,6 +108,7 @@ class Http1Protocol(asyncio.Protocol):
         self._lookout: asyncio.TimerHandle | None = None  # while it is not read
         self._unsent: int | None = None  # bytes of a full socket when it was last looked at
         self._is_reserved = False  # beyond the limit on connections
+        self._is_new = True  # until the end of its first head
 
     # --- the connection -------------------------------------------------------------------------------
 
@@ -113,11 +117,11 @@ class Http1Protocol(asyncio.Protocol):
         self.transport = transport  # type: ignore[assignment]  # asyncio names its base class
         self._port.connections.add(self)
         place = self.limits.admit(self, self._port.connections)
-        if place is Permission.NONE:
-            self.transport.abort()
-        elif place is Permission.RESERVED:
+        if place is Permission.RESERVED:
             self._is_reserved, self._idle_s = True, min(self._idle_s, RESERVED_IDLE_S)
         self._timer = self._loop.call_later(self._idle_s, self._watch)
+        if place is Permission.NONE:
+            self._turn_away()
 
     @override
     def connection_lost(self, exc: Exception | None) -> None:
@@ -164,13 +168,46 @@ class Http1Protocol(asyncio.Protocol):
 
     @property
     def idle_since(self) -> float | None:
-        """When its last answer ended; None while a request runs. A request runs from the end of its head."""
-        return self._idle_since if self._current is None and not self._waiting else None
+        """When its last answer ended; None while a request runs, or right after one, when the next one may be
+        on its way. A request runs from the end of its head."""
+        is_due = not self._is_new and self._loop.time() - self._idle_since < IDLE_S
+        return None if self._is_running or is_due else self._idle_since
 
-    def evict(self) -> None:
-        """Closes it at once, for another connection."""
-        if self.is_full:
+    @property
+    def _is_running(self) -> bool:
+        return self._current is not None or bool(self._waiting)
+
+    def evict(self) -> bool:
+        """Closes it for another connection, unless a request is here and unread. Returns whether it does. A
+        client without an answer so far is told."""
+        if self.transport.is_closing():
+            return True
+        if _unread(self.transport):
+            return False
+        if self._is_new:
+            self._turn_away()
+        elif self.is_full:
             self.transport.abort()
+        else:
+            self.transport.close()
+        return True
+
+    def abort(self) -> None:
+        """Breaks it off."""
+        self.transport.abort()
+
+    def _turn_away(self) -> None:
+        """Tells the client that there is no place for it. What it sends is dropped until it has read that:
+        a connection that is closed with unread bytes is reset, which may take the answer away."""
+        self._close_after = True
+        self._port.connections.discard(self)
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop.call_later(RESERVED_IDLE_S, self.abort)
+        self._write_plain(*_NO_PLACE)
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+            self.limits.turned_away(self)
         else:
             self.transport.close()
 
@@ -179,8 +216,7 @@ class Http1Protocol(asyncio.Protocol):
         if self.is_full or self.transport.is_closing():
             self._end_if_stuck()
             return
-        since = self.idle_since
-        idle_s = self._loop.time() - since if since is not None else 0.0
+        idle_s = 0.0 if self._is_running else self._loop.time() - self._idle_since
         if idle_s >= self._idle_s:
             self.transport.close()
         self._timer = self._loop.call_later(max(self._idle_s - idle_s, LOOK_S), self._watch)
@@ -279,6 +315,7 @@ class Http1Protocol(asyncio.Protocol):
             asks_for_websocket=self._to_websocket,
             is_reserved=self._is_reserved,
         )
+        self._is_new = False
         if self._to_websocket:
             self._socket = exchange
         self._headers = []  # trailers must not become headers
@@ -339,13 +376,17 @@ class Http1Protocol(asyncio.Protocol):
             self._end()
             return
         if current is None or not current.started:
-            head = b"HTTP/1.1 %d \r\ncontent-type: text/plain; charset=utf-8\r\ncontent-length: %d\r\n"
-            close = b"connection: close\r\n\r\n"
-            self.refused(status)
-            self.transport.write(head % (status, len(reason)) + close + reason)
+            self._write_plain(status, reason)
         self._reading = None
         self._close_after = True
         self.transport.close()
+
+    def _write_plain(self, status: int, reason: bytes, more: bytes = b"") -> None:
+        """Sends the connection's last answer, of no handler; `more`: lines of its head."""
+        self.refused(status)
+        head = b"HTTP/1.1 %d \r\ncontent-type: text/plain; charset=utf-8\r\ncontent-length: %d\r\n"
+        end = b"connection: close\r\n\r\n"
+        self.transport.write(head % (status, len(reason)) + more + end + reason)
 
     # --- requests -------------------------------------------------------------------------------------
 

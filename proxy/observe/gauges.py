@@ -21,13 +21,14 @@ _IN_FLIGHT = "kvpin_engine_in_flight"
 
 
 class ScrapedState(NamedTuple):
-    """The state that gauges are read from: engines, where they are found, other kvpins if there are any, and
-    memory for requests' bodies."""
+    """The state that gauges are read from: engines, where they are found, other kvpins if there are any,
+    memory for requests' bodies, and whether the last reload succeeded."""
 
     fleet: Fleet
     sources: Mapping[str, Source]
     peers: Peers | None
     bodies: ByteBudget
+    reload_ok: bool = True
 
 
 class _Gauge(NamedTuple):
@@ -121,6 +122,13 @@ _GAUGES = (
         (),
         sum,
         lambda now: [((), now.bodies.used)],
+    ),
+    _Gauge(
+        "kvpin_reload_ok",
+        "0 when the settings were refused as they were last read again (SIGHUP): the old ones stay",
+        (),
+        min,
+        lambda now: [((), now.reload_ok)],
     ),
     _Gauge(
         "kvpin_source_answers",

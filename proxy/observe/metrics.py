@@ -150,6 +150,7 @@ class Metrics:
     Attributes:
         loop_lag: how late the event loop was, see `loop_lag.py`.
         ended: requests that have ended.
+        reload_ok: the settings were taken over when they were last read again.
         reuse: the reuse of the fleet's engines, by engine.
         total_reuse: the reuse of all requests.
     """
@@ -181,6 +182,7 @@ class Metrics:
         self._tenants: set[str] = set()  # those that have series
         self._engines: set[str] = set()  # those that have series
         self.ended = 0
+        self.reload_ok = True
         self.reuse: dict[str, ReuseCounts] = {}
         self.total_reuse = ReuseCounts()
         self._saved = SavedPrefill(fleet)
@@ -338,7 +340,8 @@ class Metrics:
         self._drop_left()
         for family in (*self._families, self._cpu_seconds(), *counters_of(self._fleet, self._peers)):
             yield from family.lines(openmetrics=openmetrics)
-        yield from gauges_of(ScrapedState(self._fleet, self._sources, self._peers, self._bodies))
+        now = ScrapedState(self._fleet, self._sources, self._peers, self._bodies, self.reload_ok)
+        yield from gauges_of(now)
         yield "# EOF\n" if openmetrics else ""
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from array import array
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Hashable, Iterable
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
+from weakref import ref
 
 from engine_adapter import (
     Capability,
@@ -16,7 +19,6 @@ from engine_adapter import (
     EngineUnavailable,
     JsonBody,
     KvTarget,
-    common_prefix,
 )
 from engine_adapter.off_loop import JSON_BYTES_PER_MS, TOKEN_ID_BYTES_PER_MS, in_own_thread, off_loop
 from engine_adapter.prompt.chat import ChatPrompt, ChatTokenizer
@@ -28,7 +30,8 @@ from engine_adapter.types import ExtraIds, TokenIds
 from proxy.errors import TooLong
 from proxy.errors.codes import Code
 from proxy.prompt.known_chats import KnownBeginning, Owner
-from proxy.prompt.media import find_media, media_fields, not_plain, texts_only
+from proxy.prompt.known_media import KnownMedia, TextAround, head_key
+from proxy.prompt.media import find_media, is_text_message, media_fields, not_plain, texts_only
 from proxy.prompt.registered_tables import PromptTables
 from proxy.prompt.render import (
     CHAT_PATH,
@@ -44,12 +47,25 @@ from proxy.prompt.render import (
 )
 from proxy.prompt.tokenizer import EngineTokenizer, LocalTokenizer
 from proxy.prompt.trust import Exactness, FormTable, Source
+from proxy.runtime.interpreter import settle
 
 Load = Callable[[str], Awaitable[ChatTokenizer]]
 # Two texts that share no leading token.
 _ANY_TEXT = ("0", "x")
 # What only the engine reads has no form that kvpin knows.
 _OTHER, _TEXT = frozenset({Form.OTHER}), frozenset({Form.TEXT})
+
+
+Ask = Callable[["PromptBuilder | None"], Iterable[EngineAdapter]]
+"""Gives the engines of a builder that can be asked now."""
+
+
+def _nobody(_builder: PromptBuilder | None) -> Iterable[EngineAdapter]:
+    return ()
+
+
+def _call(ask: Ask, of: ref[PromptBuilder]) -> Iterable[EngineAdapter]:
+    return ask(of())
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,13 +103,17 @@ class Prompt:
 
 
 class PromptBuilder:
-    """Builds prompts as the engines of one pool do.
+    """Builds prompts as some engines of a pool do: those that make the same tokens of every prompt, as far as
+    is known.
 
     Attributes:
-        info: what the pool's first engine reported about itself.
+        info: what the first of these engines reported about itself.
+        key: all that is known of what makes prompts there before any is compared. Engines with another key
+            have another builder.
         local: the tokenizer loaded here, None where there is none.
         reason: why there is none.
         forms: who makes the ids of each form of prompt.
+        is_proven: the forms were compared with what one of the engines makes.
         agreed, differed: served prompts for which the engine reported the same ids, or others.
     """
 
@@ -103,21 +123,30 @@ class PromptBuilder:
         *,
         tables: PromptTables,
         tokenizer: ChatTokenizer | None = None,
-        engines: Callable[[], Iterable[EngineAdapter]] = tuple,
-        renderers: Callable[[], Iterable[EngineAdapter]] = tuple,
-        embedders: Callable[[], Iterable[EngineAdapter]] = tuple,
+        key: Hashable = None,
+        context: Callable[[], int | None] | None = None,
+        engines: Ask = _nobody,
+        renderers: Ask = _nobody,
+        embedders: Ask = _nobody,
     ) -> None:
         """Until there is a tokenizer here, the engines tokenise.
 
         `tokenizer` is used at once, see `adopt` for one that is yet to be checked. `engines`, `renderers` and
-        `embedders` give those that can tokenise a prompt now: of text, with images, and with embeddings.
+        `embedders` give those of this builder that can tokenise a prompt now: of text, with images, and with
+        embeddings.
+        `context` gives the longest prompt that any engine of the pool takes, in tokens; None without a limit.
         """
-        self.info = info
+        self.info, self.key, self.is_proven = info, key, False
+        self._loading, self._is_nowhere = asyncio.Lock(), False
+        self._context = context or (lambda: info.max_model_len)
         self.local: LocalTokenizer | None = None
         self.reason = "no tokenizer is known for this model"
         self.agreed = self.differed = 0
         self._tables = tables
-        self._engines = EngineTokenizer(engines, renderers, embedders)
+        self._asked = engines, renderers, embedders
+        of = ref(self)  # no cycle: that would keep a tokenizer in memory until garbage collection
+        self._engines = EngineTokenizer(*(partial(_call, each, of) for each in self._asked))
+        self._known_media = KnownMedia()
         # An engine that renders with the same code refuses what cannot be rendered here: the client's fault.
         # Any other may take more than kvpin does: a prompt that cannot be rendered here is only unknown.
         self._strict = info.renders_alike
@@ -132,7 +161,6 @@ class PromptBuilder:
             tokenizer,
             vocab_size=self.info.vocab_size,
             hidden_size=self.info.hidden_size,
-            limit=self.info.max_model_len,
         )
 
     async def load(self, source: str, load: Load = load_tokenizer) -> bool:
@@ -149,6 +177,50 @@ class PromptBuilder:
             f"the tokenizer {source!r} is loaded; it is checked once the engine has the model in memory"
         )
         return True
+
+    async def load_once(self, source: str, load: Load = load_tokenizer) -> bool:
+        """Loads the engine's tokenizer, see `load`, unless that was done."""
+        async with self._loading:
+            if self.local is not None or self._is_nowhere:
+                return True
+            if not self.is_proven:
+                self.reason = f"the tokenizer {source!r} is being loaded"
+                self.ask_engines(self.reason)
+            is_final = await self.load(source, load)
+            self._is_nowhere = is_final and self.local is None
+            settle()
+            return is_final
+
+    def copy(self) -> PromptBuilder:
+        """The same for one engine, of which something else is found out from now on."""
+        engines, renderers, embedders = self._asked
+        made = PromptBuilder(
+            self.info,
+            tables=self._tables,
+            key=self.key,
+            context=self._context,
+            engines=engines,
+            renderers=renderers,
+            embedders=embedders,
+        )
+        made.take_over(self)
+        made.forms, made.is_proven = deepcopy(self.forms), self.is_proven
+        made.agreed, made.differed = self.agreed, self.differed
+        return made
+
+    def take_over(self, other: PromptBuilder) -> None:
+        """Uses the tokenizer of a builder with the same key, which knows chats."""
+        self.local, self.reason, self._is_nowhere = other.local, other.reason, other._is_nowhere
+        self.ask_engines(self.reason)
+
+    def prove(self, forms: FormTable) -> None:
+        """One of its engines was compared, with this outcome."""
+        self.forms, self.is_proven = forms, True
+
+    @property
+    def is_blank(self) -> bool:
+        """True if it can make no prompts: no tokenizer is known, and its engines do not tokenise."""
+        return self.local is None and not self.can_ask
 
     def use_local(self) -> None:
         """From now on prompts are made here, unchecked, with the tokenizer that was adopted."""
@@ -176,13 +248,15 @@ class PromptBuilder:
         *,
         salt: str | None,
         lora: str | None = None,
+        adapter: str | None = None,
         tenant: str | None = None,
         bounded: bool = True,
     ) -> Prompt | None:
         """The prompt of a request; None when it cannot be known, and the request is forwarded as it is.
 
-        It will run under `salt`, with `lora`. What is remembered of it takes the `tenant`'s share of memory.
-        A prompt beyond the model's context is refused; unless `bounded`, only if it is clearly longer.
+        It will run under `salt`, with `lora`, whose identity is `adapter`. What is remembered of it takes the
+        `tenant`'s share of memory. A prompt beyond the context of every engine is refused; unless `bounded`,
+        only if it is clearly longer.
 
         Raises:
             BadRequest: a field that no engine can take.
@@ -198,14 +272,14 @@ class PromptBuilder:
         if source is None:
             return None
         try:
-            prompt = await self._tokenise(source, path, body, Owner(salt, lora, tenant))
+            prompt = await self._tokenise(source, path, body, Owner(salt, adapter or lora, tenant))
         except CannotFit as error:
             if native is None:
                 raise self._too_long(error.tokens, "has at least", source.param) from None
             return None  # the engine tells what is wrong, as below
         if prompt is None:
             return None
-        tokens, limit = len(prompt.token_ids), self.info.max_model_len
+        tokens, limit = len(prompt.token_ids), self._context()
         # An engine's own routes have errors of their own.
         if bounded and native is None and limit is not None and tokens > limit:
             raise self._too_long(tokens, "has", source.param)
@@ -255,7 +329,7 @@ class PromptBuilder:
             is_alone = all(part.kind == "embeddings" for part in parts)
             return await self._with_embeddings(path, body) if is_alone else None
         if all(part.is_lasting for part in parts):
-            prompt = await self._engines.render(path, body)
+            prompt = await self._rendered(source, path, body, owner)
         if prompt is not None and prompt.extra_ids is None:
             return self._made(prompt, "engine", _OTHER)
         if prompt is not None:
@@ -270,22 +344,54 @@ class PromptBuilder:
             return None
         return Prompt(prompt.token_ids, prompt.extra_ids, source="engine", media=True, whole=False)
 
+    async def _rendered(
+        self, source: ChatInput | ResponseInput, path: str, body: JsonBody, owner: Owner
+    ) -> ChatPrompt | None:
+        """A prompt with media, as an engine renders it. Of a chat whose messages with media are known, the
+        text behind these is encoded here."""
+        around = None
+        if isinstance(source, ChatInput) and self.local is not None:
+            around = await self._around_media(source, body, owner, here=True)
+        if around is None:
+            return await self._engines.render(path, body)
+        messages = body.view("messages")
+        key = await off_loop(
+            partial(head_key, body, messages, around, owner),
+            ms=len(body.raw) / JSON_BYTES_PER_MS,
+            what="media",
+        )
+        known = self._known_media.find(key, around)
+        if known is None and (rendered := await self._engines.render(path, body)) is not None:
+            self._known_media.learn(key, around, rendered)
+            return rendered
+        return known
+
     async def _before_media(self, source: ChatInput, body: JsonBody, owner: Owner) -> Prompt | None:
-        """The tokens before the first message with media: two different texts in its place share them."""
+        """The tokens before the first message with media, unless that comes first."""
+        around = await self._around_media(source, body, owner)
+        if around is None or not is_text_message(body.view("messages")[0]):
+            return None
+        return Prompt(around.token_ids[: around.before], source="local", whole=False)
+
+    async def _around_media(
+        self, source: ChatInput, body: JsonBody, owner: Owner, *, here: bool = False
+    ) -> TextAround | None:
+        """The tokens around the messages with media: two different texts in their place share them. `here`:
+        only if no engine is asked for them."""
         made = []
         for text in _ANY_TEXT:
             messages = texts_only(source.messages, text)
             if messages is None:
                 return None
-            tokens = await self._chat(
-                replace(source, messages=messages, n_media=0, more=not_plain(messages)),
-                body.replace(messages=messages),
-                owner,
-            )
+            chat = replace(source, messages=messages, n_media=0, more=not_plain(messages))
+            text_body = body.replace(messages=messages)
+            if here and self.forms.source(forms_of(text_body, chat.more)) != "local":
+                return None
+            tokens = await self._chat(chat, text_body, owner)
             if tokens is None:
                 return None
             made.append(tokens.token_ids)
-        return Prompt(made[0][: common_prefix(*made)], source="local", whole=False)
+        return TextAround.of(*made)
 
     async def _chat(self, source: ChatInput, body: JsonBody, owner: Owner) -> Prompt | None:
         forms = forms_of(body, source.more)
@@ -293,7 +399,7 @@ class PromptBuilder:
             forms |= self.local.forms_in(source.messages)
         if self.local is not None and self.forms.source(forms) == "local":
             try:
-                prompt, beginning = await self.local.turn(source, body, owner)
+                prompt, beginning = await self.local.turn(source, body, owner, self._context())
                 return self._made(prompt, "local", forms, beginning)
             except ChatError:
                 if self._strict:
@@ -306,7 +412,7 @@ class PromptBuilder:
         if isinstance(source.prompt, array):
             prompt: Prompt | None = Prompt(source.prompt, exact=True)
         elif self.local is not None and self.forms.source(_TEXT) == "local":
-            prompt = self._made(await self.local.text(source), "local", _TEXT)
+            prompt = self._made(await self.local.text(source, self._context()), "local", _TEXT)
         else:
             prompt = self._made(await self._engines.ask(path, body), "engine", _TEXT)
         if prompt is None:
@@ -340,7 +446,7 @@ class PromptBuilder:
         )
 
     def _too_long(self, tokens: int, has: str, param: str) -> TooLong:
-        limit = self.info.max_model_len or 0
+        limit = self._context() or 0
         return TooLong(
             f"this model's context is {limit} tokens; the prompt {has} {tokens}",
             tokens,

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import msgspec
+import xxhash
 
 from engine_adapter import (
     ChatError,
@@ -21,7 +22,7 @@ from engine_adapter import (
     ModelNotLoaded,
     common_prefix,
 )
-from engine_adapter.prompt.forms import Form
+from engine_adapter.prompt.forms import BILLING, Form
 from engine_adapter.types import TokenIds
 from proxy.prompt.builder import Prompt, PromptBuilder
 from proxy.prompt.render import CHAT_PATH, COMPLETIONS_PATH, ChatInput, CompletionInput, read_prompt
@@ -30,8 +31,11 @@ from proxy.prompt.trust import Exactness, FormTable
 
 # The longest that an engine may take for a probe.
 _PROBE_S = 10.0
+_UNPROVEN = "nothing is proven: the engine refuses all probes, and so does kvpin"
 # Special tokens in the probe of them.
 _MARKS = 8
+# Some families take nothing but nine letters and digits.
+_CALL_ID = "call00001"
 _TOOL = {
     "type": "function",
     "function": {
@@ -41,7 +45,7 @@ _TOOL = {
     },
 }
 _CALL = {
-    "id": "call_12345",
+    "id": _CALL_ID,
     "type": "function",
     "function": {"name": "get_weather", "arguments": '{"city": "Kraków"}'},
 }
@@ -50,7 +54,7 @@ _SAID = {"role": "assistant", "content": " It's 3.14159…  "}
 
 
 def _called(content: str | None) -> dict[str, Any]:
-    answer = {"role": "tool", "tool_call_id": "call_12345", "content": "18 °C"}
+    answer = {"role": "tool", "tool_call_id": _CALL_ID, "content": "18 °C"}
     call = {"role": "assistant", "content": content, "tool_calls": [_CALL]}
     return {"messages": [_HELLO, call, answer], "tools": [_TOOL]}
 
@@ -104,10 +108,26 @@ _PROBES: dict[Form, dict[str, dict[str, Any]]] = {
             "messages": [
                 _HELLO,
                 {"role": "assistant", "content": "", "reasoning_content": "Hm.\n", "tool_calls": [_CALL]},
-                {"role": "tool", "tool_call_id": "call_12345", "content": "18 °C"},
+                {"role": "tool", "tool_call_id": _CALL_ID, "content": "18 °C"},
             ],
             "tools": [_TOOL],
         },
+    },
+    Form.LEFT_OUT: {
+        "no calls": {"messages": [_HELLO, _SAID | {"tool_calls": []}, _HELLO]},
+        "fields of an answer that hold nothing": {
+            "messages": [
+                _HELLO,
+                _SAID
+                | dict.fromkeys(("refusal", "audio", "function_call", "tool_calls"))
+                | {"annotations": []},
+                _HELLO,
+            ]
+        },
+        "a line of Claude Code": {
+            "messages": [{"role": "system", "content": f"{BILLING}: cch=1;\nBe brief."}, _HELLO]
+        },
+        "that line alone": {"messages": [{"role": "system", "content": f"{BILLING}: cch=1;"}, _HELLO]},
     },
     Form.TEMPLATE_KWARGS: {
         f"enable_thinking: {value}": {
@@ -125,24 +145,52 @@ _PROBES: dict[Form, dict[str, dict[str, Any]]] = {
 
 
 async def verify_exactness(builder: PromptBuilder, adapter: EngineAdapter) -> Exactness:
-    """Compares our token ids with the engine's, form by form, and trusts whichever are right.
+    """Compares our token ids with the engine's, form by form, and trusts whichever are right."""
+    builder.prove(await compare(builder, adapter))
+    return builder.exactness
+
+
+async def compare(builder: PromptBuilder, adapter: EngineAdapter) -> FormTable:
+    """Compares the builder's token ids with those of an engine, form by form. Engines for which the tables
+    have equal outcomes make the same tokens of all probes.
 
     Raises:
         EngineUnavailable: the engine went away meanwhile, or its model was unloaded.
     """
-    if builder.local is None:
-        builder.ask_engines(builder.reason)
-        return builder.exactness
-    info = builder.info
+    info, local = builder.info, builder.local
     table = FormTable(can_ask=builder.can_ask, detail=builder.reason)
-    table.make_here("the engine has no route to check", alike=info.renders_alike)
-    if builder.can_ask:
-        probes = await asyncio.to_thread(_probes, info.model, builder.local)  # reads the whole vocabulary
+    if local is not None:
+        table.make_here("the engine has no route to check", alike=info.renders_alike)
+    if not builder.can_ask:
+        table.outcome = tuple(table.sources.values())
+        return table
+    probes = await asyncio.to_thread(_probes, info.model, local)  # reads the whole vocabulary
+    if local is not None:
         for form, bodies in probes.items():
-            table.probe(form, await _compare(builder.local, adapter, form, bodies), "as the engine does")
+            table.probe(form, await _compare(local, adapter, form, bodies), "as the engine does")
         table.settle(alike=info.renders_alike)
-    builder.forms = table
-    return builder.exactness
+    asked = {form: bodies for form, bodies in probes.items() if table.rows[form].source != "local"}
+    table.outcome = (*table.sources.values(), await _theirs(adapter, asked))
+    return table
+
+
+async def _theirs(adapter: EngineAdapter, probes: Mapping[Form, Mapping[str, JsonBody]]) -> int:
+    """A digest of what the engine makes of these probes. Raises EngineUnavailable, as `_compare` does."""
+    seen = xxhash.xxh3_64()
+    for form, bodies in probes.items():
+        for body in bodies.values():
+            try:
+                async with asyncio.timeout(_PROBE_S):
+                    seen.update((await adapter.tokenize_if_loaded(_path_of(form), body)).tobytes())
+            except EngineRejected:
+                seen.update(b"refused")
+            except ModelNotLoaded:
+                raise
+            except (EngineUnavailable, TimeoutError) as error:
+                if form is Form.PLAIN:
+                    raise EngineUnavailable(str(error) or f"no answer within {_PROBE_S:g} s") from error
+                seen.update(b"silent")
+    return seen.intdigest()
 
 
 def audit_tokens(builder: PromptBuilder, prompt: Prompt, theirs: TokenIds[int]) -> str | None:
@@ -170,9 +218,9 @@ def difference_of(ours: TokenIds[int], theirs: TokenIds[int]) -> str | None:
     return f"token {shared} is {ours[shared]} here, {theirs[shared]} there"
 
 
-def _probes(model: str, local: LocalTokenizer) -> dict[Form, dict[str, JsonBody]]:
+def _probes(model: str, local: LocalTokenizer | None) -> dict[Form, dict[str, JsonBody]]:
     """The probes of each form, by name. That of special tokens has the first ones of the model."""
-    marks = " x ".join(sorted(local.tokenizer.special_tokens)[:_MARKS])
+    marks = " x ".join(sorted(local.tokenizer.special_tokens)[:_MARKS]) if local is not None else ""
     special = {"special tokens": {"messages": [_HELLO, _SAID, {"role": "user", "content": marks}]}}
     probes = _PROBES | ({Form.SPECIAL_TOKENS: special} if marks else {})
     return {
@@ -183,22 +231,39 @@ def _probes(model: str, local: LocalTokenizer) -> dict[Form, dict[str, JsonBody]
     }
 
 
+def _path_of(form: Form) -> str:
+    return COMPLETIONS_PATH if form is Form.TEXT else CHAT_PATH
+
+
 async def _compare(
     local: LocalTokenizer, adapter: EngineAdapter, form: Form, bodies: Mapping[str, JsonBody]
 ) -> str | None:
     """How the first of a form's probes differs; None if none does. An engine that does not answer one probe
-    costs its form.
+    costs its form. So does one that refuses all of them as kvpin does: that proves nothing.
 
     Raises:
         EngineUnavailable: it does not answer a plain chat.
         ModelNotLoaded: its model left meanwhile.
     """
-    path = COMPLETIONS_PATH if form is Form.TEXT else CHAT_PATH
+    difference = await _first_difference(local, adapter, form, bodies)
+    if difference is _UNPROVEN and form is not Form.TEXT:  # some templates take no chat without tools
+        with_tools = {f"{name}, with tools": body.replace(tools=[_TOOL]) for name, body in bodies.items()}
+        difference = await _first_difference(local, adapter, form, with_tools)
+    return difference
+
+
+async def _first_difference(
+    local: LocalTokenizer, adapter: EngineAdapter, form: Form, bodies: Mapping[str, JsonBody]
+) -> str | None:
+    path, proven = _path_of(form), False
     for name, body in bodies.items():
         try:
             async with asyncio.timeout(_PROBE_S):
-                difference = await _difference(local, adapter, path, body)
+                ours = await _ours(local, path, body)
+                difference = await _difference(ours, adapter, path, body)
         except EngineRejected as error:
+            if ours is None:
+                continue
             difference = f"the engine refuses it ({error})"
         except ModelNotLoaded:
             raise
@@ -208,25 +273,17 @@ async def _compare(
             difference = f"the engine did not answer ({error})"
         if difference is not None:
             return f"{name!r}: {difference}"
-    return None
+        proven = True
+    return None if proven else _UNPROVEN
 
 
-async def _difference(local: LocalTokenizer, adapter: EngineAdapter, path: str, body: JsonBody) -> str | None:
-    """The difference between our ids of a test prompt and the engine's; None if equal, or if both refuse it.
-
-    Raises:
-        EngineRejected: only the engine refuses it.
-    """
-    ours = await _ours(local, path, body)
-    try:
-        theirs = await adapter.tokenize_if_loaded(path, body)
-    except EngineRejected:
-        if ours is None:
-            return None
-        raise
-    if ours is None:
-        return "kvpin cannot render it"
-    return difference_of(ours, theirs)
+async def _difference(
+    ours: TokenIds[int] | None, adapter: EngineAdapter, path: str, body: JsonBody
+) -> str | None:
+    """The difference between our ids of a test prompt and the engine's; None if equal. Raises EngineRejected
+    if the engine refuses it."""
+    theirs = await adapter.tokenize_if_loaded(path, body)
+    return "kvpin cannot render it" if ours is None else difference_of(ours, theirs)
 
 
 async def _ours(local: LocalTokenizer, path: str, body: JsonBody) -> TokenIds[int] | None:

@@ -22,6 +22,7 @@ import msgspec
 
 from engine_adapter import JsonBody
 from engine_adapter.off_loop import JSON_BYTES_PER_MS, off_loop
+from engine_adapter.prompt.forms import BILLING
 from proxy.errors import BadRequest
 
 # The field of a part that holds an item → its kind, in chats, Responses and Messages. The field decides, not
@@ -122,6 +123,7 @@ def not_plain(messages: object) -> list[Any]:
         or each.keys() != _OF_PLAIN
         or type(each["content"]) is not str
         or each["role"] not in ("user", "assistant", "system")
+        or (each["role"] == "system" and each["content"].startswith(BILLING))
     ]
 
 
@@ -152,14 +154,15 @@ def check_number(media: int, param: str | None) -> None:
 
 
 def texts_only(messages: object, text: str) -> list[Any] | None:
-    """A chat's messages, with `text` as the content of each one that is not all text; None where the first
-    message is such a one, or the messages cannot be read."""
-    if not isinstance(messages, list) or not messages or not _is_text_message(messages[0]):
+    """A chat's messages, with `text` as the content of each one that is not all text; None where they cannot
+    be read."""
+    if not isinstance(messages, list) or not messages:
         return None
-    return [message if _is_text_message(message) else {**message, "content": text} for message in messages]
+    return [message if is_text_message(message) else {**message, "content": text} for message in messages]
 
 
-def _is_text_message(message: object) -> bool:
+def is_text_message(message: object) -> bool:
+    """True if all of a message is text, as far as can be read."""
     content = message.get("content") if isinstance(message, dict) else None
     return not isinstance(content, list) or all(map(is_text, content))
 

@@ -28,14 +28,13 @@ _MESSAGES_PER_MS = 64
 
 @dataclass(eq=False, repr=False)
 class LocalTokenizer:
-    """Tokenises here, with a loaded tokenizer. A prompt that is clearly longer than `limit`, in tokens, is a
+    """Tokenises here, with a loaded tokenizer. A prompt of clearly more tokens than a `limit` is a
     CannotFit."""
 
     tokenizer: ChatTokenizer
     _: KW_ONLY
     vocab_size: int | None
     hidden_size: int | None
-    limit: int | None = None
 
     def __post_init__(self) -> None:
         cut = find_cut(self.tokenizer)
@@ -50,7 +49,7 @@ class LocalTokenizer:
         found = any(map(self._special.search, _texts_in(messages)))
         return frozenset({Form.SPECIAL_TOKENS}) if found else frozenset()
 
-    async def chat(self, source: ChatInput, body: JsonBody) -> ChatPrompt:
+    async def chat(self, source: ChatInput, body: JsonBody, limit: int | None = None) -> ChatPrompt:
         """The prompt of a chat. Raises ChatError and PromptTableError."""
         return await self.tokenizer.off_loop(
             len(body.raw),
@@ -58,12 +57,12 @@ class LocalTokenizer:
                 **_of_template(source),
                 vocab_size=self.vocab_size,
                 hidden_size=self.hidden_size,
-                limit=self.limit,
+                limit=limit,
             ),
         )
 
     async def turn(
-        self, source: ChatInput, body: JsonBody, owner: Owner
+        self, source: ChatInput, body: JsonBody, owner: Owner, limit: int | None = None
     ) -> tuple[ChatPrompt, KnownBeginning | None]:
         """The same as `chat`, but encodes only what follows the known beginning of the chat.
 
@@ -75,9 +74,9 @@ class LocalTokenizer:
         """
         known = self._known
         if known is None or not source.is_text:
-            return await self.chat(source, body), None
+            return await self.chat(source, body, limit), None
         chat = known.read(await self._render(source, len(body.raw)), owner)
-        encoded = await self._encode(chat.new, sum(map(len, chat.new)), add_special_tokens=False)
+        encoded = await self._encode(chat.new, sum(map(len, chat.new)), limit, add_special_tokens=False)
         token_ids, beginning = known.add(chat, encoded)
         return ChatPrompt(token_ids), beginning
 
@@ -87,17 +86,17 @@ class LocalTokenizer:
         ms = max(messages / _MESSAGES_PER_MS, size / JSON_BYTES_PER_MS)
         return await off_loop(partial(self.tokenizer.render, **_of_template(source)), ms=ms, what="render")
 
-    async def text(self, source: CompletionInput) -> ChatPrompt:
+    async def text(self, source: CompletionInput, limit: int | None = None) -> ChatPrompt:
         """The prompt of a completion's text."""
         text = str(source.prompt)
-        (ids,) = await self._encode([text], len(text), add_special_tokens=source.add_special_tokens)
+        (ids,) = await self._encode([text], len(text), limit, add_special_tokens=source.add_special_tokens)
         return ChatPrompt(ids)
 
     async def _encode(
-        self, texts: Sequence[str], chars: int, *, add_special_tokens: bool
+        self, texts: Sequence[str], chars: int, limit: int | None, *, add_special_tokens: bool
     ) -> list[TokenIds[int]]:
         """Token ids of each text; `chars`: of all."""
-        encode_all, limit = self.tokenizer.encode_all, self.limit
+        encode_all = self.tokenizer.encode_all
         return await self.tokenizer.off_loop(
             chars, partial(encode_all, texts, add_special_tokens=add_special_tokens, limit=limit)
         )

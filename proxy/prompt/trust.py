@@ -5,12 +5,14 @@
     none     nobody: such prompts are not followed
 
 Probes fill the table when a tokenizer is loaded (see exactness.py). Audits of served prompts correct single
-rows. A prompt may have several forms: it is made by the one that all of its rows trust.
+rows: the first prompts of each form are audited, then a sample. A form that an audit took away comes back
+when its probes pass again. A prompt may have several forms: it is made by the one that all of its rows trust.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -26,6 +28,8 @@ _LEAST = ("none", "engine", "local")
 # After this many prompts with other ids, all of their form are unknown. One may hold a date that changed
 # meanwhile.
 _REFUTED = 2
+# Prompts of each form that are audited: the first ones, then one of so many.
+_FIRST, _EVERY = 16, 100
 # Unchecked ids count as right once the engine made the same ids of this many served prompts.
 ENOUGH_AGREED = 20
 # Forms that no probe can settle: what they contain differs from request to request.
@@ -72,6 +76,11 @@ class Row(RowView):
         """True if ids from this source are the engine's own."""
         return source not in self._wrong and (source == "engine" or self.probed)
 
+    @property
+    def is_lost(self) -> bool:
+        """True if served prompts took it away from kvpin, although its probes had passed."""
+        return self.probed and self.source != "local"
+
     def confirm(self, source: Source) -> None:
         """Ids from this source were right in a served prompt."""
         self.agreed += 1
@@ -92,6 +101,28 @@ class Row(RowView):
             return False
         self.detail = f"it made other ids of a served one: {difference}"
         return True
+
+
+class Audits:
+    """Which prompts an engine is asked to tokenise itself: of each form the first ones, then a sample.
+
+    Attributes:
+        healed: how often forms that were taken away came back. Each time, twice as many are audited.
+    """
+
+    def __init__(self) -> None:
+        self.healed = 0
+        self._seen = Counter[Form]()
+
+    def begin(self) -> None:
+        """Another process may serve from now on, or forms came back: the first prompts are audited again."""
+        self._seen.clear()
+
+    def sample(self, forms: Iterable[Form]) -> bool:
+        """A prompt of these forms is about to be served. Returns True if it is to be audited."""
+        seen = self._seen
+        seen.update(forms)
+        return any(seen[form] <= _FIRST << self.healed or seen[form] % _EVERY == 0 for form in forms)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,12 +155,14 @@ class FormTable:
     Attributes:
         can_ask: an engine of the pool tokenises requests.
         uses_local: the tokenizer that is loaded here was compared, or is used unchecked.
+        outcome: what came of comparing with an engine. Two engines with the same make the same tokens.
     """
 
     def __init__(self, *, can_ask: bool, detail: str) -> None:
         """Until there is a tokenizer here, the engines are asked. `detail` tells why there is none."""
         self.can_ask = can_ask
         self.uses_local = False
+        self.outcome: Hashable = None
         self.rows = {form: Row("engine" if can_ask else "none", can_ask, detail) for form in Form}
 
     def make_here(self, detail: str, *, alike: bool) -> None:
@@ -177,6 +210,11 @@ class FormTable:
                 return None
             exact = exact and row.is_exact(source)
         return exact
+
+    @property
+    def lost(self) -> list[Form]:
+        """The forms that served prompts took away from kvpin."""
+        return [form for form, row in self.rows.items() if row.is_lost]
 
     def audit(self, forms: frozenset[Form], source: Source, difference: str | None) -> bool:
         """A prompt of these forms was served. A difference counts against its special forms, if it has any.

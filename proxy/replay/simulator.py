@@ -134,7 +134,7 @@ def simulate(trace: Trace, run: ReplayRun, progress: Callable[[int], None] | Non
             progress(len(timed))
         return RunResult(run, len(served), too_long, prompt_tokens, hits, 0)
     fleet = SimFleet(run.engines, run.model, trace.tokens_per_block, trace.common_blocks)
-    simulation = _Simulation(fleet, make(run.policy, fleet, run.seed))
+    simulation = Simulation(fleet, make(run.policy, fleet, run.seed))
     simulation.play(timed, progress)
     outcome = simulation.outcome(run, too_long, prompt_tokens)
     if outcome.requests != len(timed):
@@ -142,8 +142,12 @@ def simulate(trace: Trace, run: ReplayRun, progress: Callable[[int], None] | Non
     return outcome
 
 
-class _Simulation(Listener):
-    """The event loop, which also collects what the engines report."""
+class Simulation(Listener):
+    """The event loop, which also collects what the engines report.
+
+    Attributes:
+        ttfts: request → seconds to its first token.
+    """
 
     def __init__(self, fleet: SimFleet, policy: Policy) -> None:
         self._policy = policy
@@ -151,7 +155,7 @@ class _Simulation(Listener):
             SimEngine(at, fleet.model, fleet.tokens_per_block, self) for at in range(fleet.engines)
         ]
         self._arrived: dict[int, tuple[float, int | None]] = {}  # request → when, prediction
-        self._ttfts: list[float] = []
+        self.ttfts: dict[int, float] = {}
         self._gpu_hits = self._host_hits = 0
         self._predicted = self._exact = self._off = 0
 
@@ -191,12 +195,12 @@ class _Simulation(Listener):
         """The outcome."""
         return RunResult(
             run=run,
-            requests=len(self._ttfts),
+            requests=len(self.ttfts),
             too_long=too_long,
             prompt_tokens=prompt_tokens,
             gpu_hits=self._gpu_hits,
             host_hits=self._host_hits,
-            ttfts=sorted(self._ttfts),
+            ttfts=sorted(self.ttfts.values()),
             computed=[engine.computed for engine in self._engines],
             evicted=sum(engine.evicted for engine in self._engines),
             predicted=self._predicted,
@@ -218,7 +222,7 @@ class _Simulation(Listener):
 
     def first_token(self, now: float, engine: int, request: TraceRequest) -> None:
         """Notes its time to first token."""
-        self._ttfts.append(now - self._arrived.pop(request.id)[0])
+        self.ttfts[request.id] = now - self._arrived.pop(request.id)[0]
         self._policy.first_token(now, engine, request)
 
     def finished(self, now: float, engine: int, request: TraceRequest) -> None:

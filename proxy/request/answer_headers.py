@@ -29,7 +29,7 @@ def passed_on(response: IncomingResponse, spec: EngineSpec) -> HeaderPairs:
         for pair in response.headers.raw
         if pair[0] not in dropped and not pair[0].startswith(_OWN_PREFIX)
     ]
-    return [_at_kvpin(pair, spec) for pair in kept] if is_redirection else kept
+    return [pair for each in kept if (pair := _at_kvpin(each, spec)) is not None] if is_redirection else kept
 
 
 def of_json(headers: HeaderPairs) -> HeaderPairs:
@@ -76,9 +76,11 @@ def of_cached(cached: int | None) -> HeaderPairs:
     return [] if cached is None else pairs({CACHED_HEADER: str(cached)})
 
 
-def _at_kvpin(header: tuple[bytes, bytes], spec: EngineSpec) -> tuple[bytes, bytes]:
-    """A header of a redirection. One to the engine's own address leads to the same path at kvpin."""
+def _at_kvpin(header: tuple[bytes, bytes], spec: EngineSpec) -> tuple[bytes, bytes] | None:
+    """A header of a redirection. One to the engine's own address leads to the same path at kvpin; None for
+    one to another address, which is no client's business."""
     name, value = header
-    own = base_url(spec).encode()
-    is_own = name == b"location" and value.startswith(own + b"/")
-    return (name, value[len(own) :]) if is_own else header
+    if name != b"location":
+        return header
+    path = value.removeprefix(base_url(spec).encode())
+    return (name, path) if path.startswith(b"/") and not path.startswith(b"//") else None

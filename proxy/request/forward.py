@@ -1,7 +1,9 @@
 """Sends one request to one engine and passes the answer back, byte for byte.
 
-send → refused (REFUSALS)       raise: nothing was sent to the client, so another engine can be tried
+send → refused                  raise: nothing was sent to the client, so another engine can be tried
      → any other error          pass on with its status, as the client's API words errors
+     → an error in a 200        the same, with the status that it names
+     → no answer to a prompt    raise: a redirection, nothing, a page, JSON of another form
      → JSON                     read whole, so that an engine that dies in mid-answer costs the client nothing
      → stream                   pass on chunk by chunk; if the engine dies, another one may go on with it
      → stream, JSON wanted      read whole and assemble (for adapters that must stream)
@@ -10,7 +12,8 @@ send → refused (REFUSALS)       raise: nothing was sent to the client, so anot
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping
+import re
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
@@ -30,17 +33,20 @@ from engine_adapter import (
     Hold,
     HttpTransport,
     IncomingResponse,
+    Opening,
     OutgoingRequest,
+    Says,
     Speech,
     TokenUsage,
     WholeEvents,
-    is_json,
     read_answer_usage,
     read_error,
+    read_streamed_error,
     read_streamed_usage,
+    what_is_said,
 )
 from proxy.errors.codes import Code
-from proxy.headers import REQUEST_ID_HEADER, SHOULD_RETRY_HEADER
+from proxy.headers import NOTE_HEADER, REQUEST_ID_HEADER
 from proxy.request.answer_headers import of_cached, of_json, pairs, passed_on, told_with_error
 from proxy.request.calls import Call, Reply
 from proxy.request.known_routes import did_you_mean
@@ -49,14 +55,18 @@ from proxy.request.retries import REFUSALS, is_no_websocket
 from proxy.request.transcript import is_whole, without_half
 
 _CLIENTS = "invalid_request_error"
-_EVENTS, _JSON = "text/event-stream", "application/json"
+_EVENTS, _JSON, _HTML = "text/event-stream", "application/json", "text/html"
+# Statuses below 400 that answer no prompt: nothing, and redirections.
+_NO_ANSWERS = frozenset({204, *range(300, 400)})
+_STOPPED = re.compile(rb'"finish_reason"\s*:\s*"stop"')
 # Bytes kept of the end of a stream: usage, and what follows it, fit well within this.
 _TAIL_BYTES = 8192
 
 
 class Forwarded(msgspec.Struct, frozen=True):
     """A complete answer: the status that the client got, the engine's own error about the request, and what
-    the engine reported: cached tokens, generated tokens, its own timings. `called_tool`: it ended so."""
+    the engine reported: cached tokens, generated tokens, its own timings. `called_tool`: it ended so.
+    `is_empty`: it ended by itself, and said nothing."""
 
     status: int
     cached_tokens: int | None = None
@@ -65,6 +75,7 @@ class Forwarded(msgspec.Struct, frozen=True):
     prefill: tuple[int, float] | None = None
     decode_s: float | None = None
     called_tool: bool = False
+    is_empty: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -74,7 +85,7 @@ class Forwarding:
     Attributes:
         hold: the body for the engine, and who reads the answer as it passes.
         headers: added to the answer.
-        refusals: statuses with which the engine leaves the request to another one.
+        refuses: tells whether the engine leaves the request to another one with this error.
         passage: reads the stream for a later engine; None if the stream ends with its engine.
         begins: called with the answer when it begins, and `cached`.
         speaks: called at the first bytes that say something, which comments of a stream do not.
@@ -86,25 +97,31 @@ class Forwarding:
     hold: Hold
     reply: Reply
     headers: Mapping[str, str]
-    refusals: Container[int]
+    refuses: Callable[[EngineRejected], bool]
     passage: Passage | None
     begins: Callable[[IncomingResponse, int | None], None]
     speaks: Callable[[], None]
     cached: int | None = None
 
-    async def run(self, transport: HttpTransport) -> Forwarded:
-        """Forwards and answers.
+    async def run(
+        self, transport: HttpTransport, confirm: Callable[[], Awaitable[None]] | None = None
+    ) -> Forwarded:
+        """Forwards and answers. `confirm` is awaited before a new connection is used.
 
         Raises:
             EngineUnavailable, EngineRejected: the engine failed. The client keeps what `reply` has sent.
         """
         # Nothing here keeps the request: its body may be long.
-        async with await transport.send(self._outgoing()) as response:
+        async with await transport.send(self._outgoing(), confirm) as response:
             call = self.call
             if call.socket is not None and is_no_websocket(response.status):
                 raise _no_websocket(response.status, read_error(await response.read()).message)
-            if response.status >= 400:  # noqa: PLR2004 - HTTP
-                return await self._as_error(response)
+            if response.status >= HTTPStatus.BAD_REQUEST:
+                return await self._as_error(response, await response.read(), response.status)
+            # The answer has to have the form of its API's answers to prompts.
+            has_form = call.runs_prompt and call.native is None
+            if has_form and response.status in _NO_ANSWERS:
+                raise EngineGarbled(f"the engine answered {response.status} to a prompt")
             self.cached = self.adapter.cached_tokens(response.headers)
             kind = response.headers.get("content-type", "").lower()
             headers = self._headers(response, kind)
@@ -114,12 +131,13 @@ class Forwarding:
             is_events = kind.startswith(_EVENTS) and _is_plain(response)
             if self.reply.started and not is_events:
                 raise EngineGarbled("the engine that was to go on with a stream sent none")
-            if kind.startswith(_JSON):
-                return await self._as_json(response, headers)
+            if kind.startswith(_JSON) or (has_form and kind.startswith(_HTML)):
+                return await self._as_json(response, headers, has_form=has_form and _is_plain(response))
             reader = self.hold.answer
             if reader is not None and reader.assembles:
                 return await self._assembled(response, headers, reader)
-            return await self._as_stream(response, headers, is_events=is_events)
+            opening = Opening() if is_events and has_form else None
+            return await self._as_stream(response, headers, opening, is_events=is_events)
 
     def _outgoing(self) -> OutgoingRequest:
         call = self.call
@@ -134,13 +152,19 @@ class Forwarding:
             kept = [pair for pair in kept if pair[0] != b"content-length"]
         return kept + pairs(self.headers)
 
-    async def _as_json(self, response: IncomingResponse, headers: HeaderPairs) -> Forwarded:
-        """Reads the whole JSON answer before sending any of it: until then, another engine can be tried."""
+    async def _as_json(
+        self, response: IncomingResponse, headers: HeaderPairs, *, has_form: bool
+    ) -> Forwarded:
+        """Reads the whole JSON answer before sending any of it: until then, another engine can be tried.
+        `has_form`: it has to have that of its API's answers to prompts."""
         content, reader = await response.read(), self.hold.answer
-        usage = read_answer_usage(content)
-        must_be_json = _is_plain(response) and self.call.runs_prompt and self.call.native is None
-        if usage is UNREAD and must_be_json and not is_json(content):
-            raise EngineGarbled("the engine's answer is not JSON")
+        usage, says = read_answer_usage(content), Says.SOMETHING
+        if has_form:
+            says = what_is_said(self.call.route, content, is_json=usage is not UNREAD)
+            if says is Says.ERROR:
+                return await self._as_error(response, content, None)
+            if says is Says.NO_ANSWER:
+                raise EngineGarbled(f"the engine's answer has not the form of {self.call.route}")
         self.begins(response, self.cached)
         self.speaks()
         cached = self.cached if self.cached is not None else usage.cached_tokens
@@ -149,7 +173,8 @@ class Forwarding:
             if not reader.assembles:
                 content = kept + reader.finish()
                 cached = reader.cached_tokens() if cached is None else cached
-        return await self._send(response.status, content, headers, cached, usage)
+        sent = await self._send(response.status, content, headers, cached, usage)
+        return sent if says is Says.SOMETHING else replace(sent, is_empty=True)
 
     async def _assembled(
         self, response: IncomingResponse, headers: HeaderPairs, reader: AnswerReader
@@ -160,8 +185,12 @@ class Forwarding:
         content = reader.finish()
         self.begins(response, self.cached)
         self.speaks()
-        usage = read_answer_usage(content)
-        return await self._send(response.status, content, of_json(headers), reader.cached_tokens(), usage)
+        usage, headers = read_answer_usage(content), of_json(headers)
+        if reader.note:
+            headers += pairs({NOTE_HEADER: reader.note})
+        sent = await self._send(response.status, content, headers, reader.cached_tokens(), usage)
+        is_empty = what_is_said(self.call.route, content, is_json=True) is Says.NOTHING
+        return replace(sent, is_empty=True) if is_empty else sent
 
     async def _send(
         self, status: int, content: bytes, headers: HeaderPairs, cached: int | None, usage: TokenUsage
@@ -175,7 +204,7 @@ class Forwarding:
         return cached if self.hold.told_cached is None else self.hold.told_cached
 
     async def _as_stream(
-        self, response: IncomingResponse, headers: HeaderPairs, *, is_events: bool
+        self, response: IncomingResponse, headers: HeaderPairs, opening: Opening | None, *, is_events: bool
     ) -> Forwarded:
         """Sends nothing before the engine's first byte: until then another engine can be tried."""
         reply, reader, cached = self.reply, self.hold.answer, self.cached
@@ -188,6 +217,7 @@ class Forwarding:
             partial(self.begins, response, cached),
             self.speaks,
             must_end=must_end,
+            opening=opening,
         )
         first = chunk = await stream.receive()
         await reply.start(response.status, [*headers, *of_cached(self._told(cached))], is_events=is_events)
@@ -208,7 +238,10 @@ class Forwarding:
             # /v1/messages reports it in the first event, other routes in the last.
             cached = usage.cached_tokens
             cached = cached if cached is not None else read_streamed_usage(first).cached_tokens
-        return _forwarded(response.status, cached, usage)
+        if stream.error is not None:  # the client has read it
+            raise stream.error
+        sent = _forwarded(response.status, cached, usage)
+        return replace(sent, is_empty=True) if stream.is_empty else sent
 
     async def _as_websocket(self, response: IncomingResponse, headers: HeaderPairs) -> Forwarded:
         """Passes a WebSocket on. The client's frames travel at the same time."""
@@ -223,31 +256,20 @@ class Forwarding:
         await self.reply.finish()
         return Forwarded(response.status)
 
-    async def _as_error(self, response: IncomingResponse) -> Forwarded:
+    async def _as_error(self, response: IncomingResponse, content: bytes, status: int | None) -> Forwarded:
         """Passes the engine's error on: unchanged on an engine's own route, else in the form of the client's
-        API.
+        API. `status`: None for an error that came with status 200.
 
         Raises:
             EngineRejected: another engine may succeed.
         """
-        content, reply = await response.read(), self.reply
-        error, told = read_error(content), told_with_error(response.headers)
-        status = HTTPStatus.BAD_REQUEST if error.is_clients else response.status
-        message = error.message
-        if status == HTTPStatus.NOT_FOUND and self.call.native is None:
-            message += did_you_mean(self.call.route)
-        # With this header, the engine says that the request itself is at fault.
-        is_refusal = status in self.refusals and told.get(SHOULD_RETRY_HEADER) != "false"
-        if is_refusal or reply.started:  # in the middle of a stream, another engine may still go on with it
-            raise EngineRejected(
-                message,
-                status=status,
-                param=error.param,
-                type=error.type,
-                code=error.code,
-                more=error.more,
-                headers=told,
-            )
+        reply = self.reply
+        is_unknown = status == HTTPStatus.NOT_FOUND and self.call.native is None
+        hint = did_you_mean(self.call.route) if is_unknown else ""
+        error = read_error(content).rejection(status, told_with_error(response.headers), hint=hint)
+        if self.refuses(error) or reply.started:  # another engine may still go on with a stream
+            raise error
+        status, message = error.status, str(error)
         as_it_is = self.call.native is not None and self.call.socket is None
         body = reply.dialect.error(
             status,
@@ -259,7 +281,7 @@ class Forwarding:
             more=error.more,
         )
         content_type = response.headers.get("content-type", "") if as_it_is else _JSON
-        await reply.start(status, pairs({"content-type": content_type, **told, **self.headers}))
+        await reply.start(status, pairs({"content-type": content_type, **error.headers, **self.headers}))
         await reply.finish(content if as_it_is else body)
         return Forwarded(status, error=message)
 
@@ -287,8 +309,8 @@ class _Stream:
     """An engine's stream as the client gets it."""
 
     __slots__ = (
-        "_begins", "_events", "_is_whole", "_must_end", "_passage", "_reader", "_response", "_speaks",
-        "_speech", "tail",
+        "_begins", "_events", "_held", "_is_whole", "_must_end", "_opening", "_passage", "_reader",
+        "_response", "_speaks", "_speech", "error", "is_empty", "tail",
     )  # fmt: skip
 
     def __init__(
@@ -301,6 +323,7 @@ class _Stream:
         speaks: Callable[[], None],
         *,
         must_end: bool,
+        opening: Opening | None = None,
     ) -> None:
         """A stream.
 
@@ -312,6 +335,7 @@ class _Stream:
             begins: called at its first bytes.
             speaks: called at the first bytes that are no comments, or at the end.
             must_end: a whole answer has an end mark.
+            opening: reads its first events, where these must be an answer to a prompt.
         """
         self._response = response
         self._reader = reader
@@ -322,6 +346,10 @@ class _Stream:
         self._begins: Callable[[], None] | None = begins
         self._speaks: Callable[[], None] | None = speaks
         self._speech = Speech()
+        self._opening = opening
+        self._held = b""  # the client's part of events that may be no answer
+        self.error: EngineRejected | None = None  # the one that ended it
+        self.is_empty = False
         self.tail = bytearray()
 
     async def receive(self) -> bytes:
@@ -329,10 +357,9 @@ class _Stream:
 
         Raises:
             EngineUnavailable: the engine failed, or ended its stream too early.
+            EngineRejected: it has begun with an error.
         """
         while chunk := await self._response.receive():
-            if self._speaks is not None:
-                self._note_begin(chunk)
             self.tail += chunk
             if len(self.tail) > 2 * _TAIL_BYTES:
                 self._is_whole = self._is_whole or (self._must_end and is_whole(bytes(self.tail)))
@@ -342,13 +369,28 @@ class _Stream:
                 kept = self._passage.feed(kept)
             elif self._events is not None and kept:
                 kept = self._whole_events(self._events, kept)
+            if self._speaks is not None:
+                kept = self._begun(chunk, kept)
             if kept:
                 return kept
-        if self._speaks is not None:
-            self._note_begin(b"")
-        if self._must_end and not (self._is_whole or is_whole(bytes(self.tail))):
-            raise EngineDied("the engine ended its answer too early")
+        self._end()
         return b""
+
+    def _end(self) -> None:
+        """The engine has ended its stream. Raises EngineUnavailable: too early."""
+        tail = bytes(self.tail)
+        if self._speaks is not None and self._opening is None:
+            self._note_begin(b"")
+        if self._must_end and not (self._is_whole or is_whole(tail)):
+            raise EngineDied("the engine ended its answer too early")
+        if self._opening is None:
+            return
+        if self._begins is not None:
+            raise EngineGarbled("the engine's stream has no answer")
+        if (error := read_streamed_error(tail)) is not None:
+            self.error = error.rejection()
+        elif self._speaks is not None:
+            self.is_empty = _STOPPED.search(tail) is not None
 
     def finish(self) -> bytes:
         """The last bytes for the client."""
@@ -366,6 +408,29 @@ class _Stream:
             return events.joined(chunk)
         self._events = None
         return events.take_rest() + chunk
+
+    def _begun(self, chunk: bytes, kept: bytes) -> bytes:
+        """The bytes for the client of the stream's beginning, of which `chunk` is the next part, and `kept`
+        the client's part of that; b"" while it may be no answer. Raises EngineRejected: it is an error."""
+        opening = self._opening
+        if opening is None:
+            self._note_begin(chunk)
+            return kept
+        says = opening.read(chunk)
+        if says is Says.ERROR and (error := read_streamed_error(bytes(self.tail))) is not None:
+            raise error.rejection()
+        kept = self._held + kept
+        if says is Says.NOTHING and opening.waits:
+            self._held = kept
+            return b""
+        self._held = b""
+        if self._begins is not None:
+            self._begins()
+            self._begins = None
+        if says is Says.SOMETHING and self._speaks is not None:
+            self._speaks()
+            self._speaks = None
+        return kept
 
     def _note_begin(self, chunk: bytes) -> None:
         """`chunk`: the next bytes; b"" at the end."""

@@ -1,19 +1,25 @@
-"""Answers of an engine that leave a request to another one, and the error for the client when all fail."""
+"""Errors of an engine that leave a request to another one, and the error for the client when all fail."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
-from collections.abc import Set as AbstractSet
+from http import HTTPStatus
 
 from engine_adapter import EngineRejected
+from proxy.core.life import Cause
 from proxy.errors import EngineFailed, Overloaded, ProxyError
 from proxy.headers import RETRY_HEADERS, SHOULD_RETRY_HEADER
 from proxy.request.calls import PROMPT_ROUTES, Call
 
 # Statuses of an engine that could not serve the request: another engine may.
-REFUSALS = frozenset({429, 500, 502, 503, 504})
-# Statuses with which an engine leaves a request to another one that it got with KV of a further one.
-ERRORS = frozenset(range(400, 600))
+REFUSALS = frozenset({429, *range(500, 600)} - {501})
+# Statuses of an engine that may refuse kvpin or the route rather than the request: another one tells.
+_DENIALS = frozenset({401, 403, 405, 501})
+# A 404 that is about the model, which each engine of a pool has: vLLM, SGLang and llama-server name it so.
+_NO_MODEL = re.compile(
+    r"\bmodel\b.*\b(not (exist|found|available|loaded)|unknown)|unknown model", re.IGNORECASE
+)
 # Statuses of an engine that has not got the route, or the file or batch that the route names.
 NOT_HERE = frozenset({404, 405, 501})
 # Statuses of an engine that takes no WebSocket: uvicorn has 403, also for an unknown route; others have 426.
@@ -29,17 +35,33 @@ PASSED_ON = frozenset(
 )
 
 
-def refusals_of(call: Call, n_candidates: int) -> AbstractSet[int]:
-    """Statuses with which an engine leaves the request to another one."""
+def cause_of_error(error: EngineRejected, call: Call, n_candidates: int, *, is_first: bool) -> Cause:
+    """What an engine's error means: `ENGINE_REJECTED` if the request is at fault, else why another engine may
+    answer it.
+
+    Args:
+        error: the engine's.
+        call: the request.
+        n_candidates: engines that could have got the request, this one included.
+        is_first: it is the first engine that was asked.
+    """
+    status = error.status
+    if error.headers.get(SHOULD_RETRY_HEADER) == "false":  # so the engine says that the request is at fault
+        return Cause.ENGINE_REJECTED
+    if status in REFUSALS:
+        return Cause.ENGINE_REFUSED
     if call.socket is not None:
-        return REFUSALS | _NO_WEBSOCKET
-    # With a prompt, `NOT_HERE` is about the request.
-    return REFUSALS if n_candidates == 1 or call.route in PROMPT_ROUTES else REFUSALS | NOT_HERE
+        return Cause.ENGINE_LACKS if status in _NO_WEBSOCKET else Cause.ENGINE_REJECTED
+    if status in NOT_HERE and n_candidates > 1 and call.route not in PROMPT_ROUTES:
+        return Cause.ENGINE_LACKS
+    is_denial = status in _DENIALS or (status == HTTPStatus.NOT_FOUND and _is_about_model(error))
+    is_alone = n_candidates == 1 and is_first
+    return Cause.ENGINE_DENIED if is_denial and not is_alone else Cause.ENGINE_REJECTED
 
 
-def is_not_here(error: Exception) -> bool:
-    """True if an engine has not got what the request asks for."""
-    return isinstance(error, EngineRejected) and error.status in _NO_WEBSOCKET
+def _is_about_model(error: EngineRejected) -> bool:
+    about = error.param == "model" or error.code == "model_not_found"
+    return about or _NO_MODEL.search(str(error)) is not None
 
 
 def is_no_websocket(status: int) -> bool:
@@ -50,6 +72,8 @@ def is_no_websocket(status: int) -> bool:
 def final_error(failures: Sequence[Exception]) -> EngineRejected | ProxyError:
     """The client's error when every engine that was asked failed."""
     last = failures[-1]
+    if all(isinstance(each, EngineRejected) for each in failures):
+        last = failures[0]  # they agree that the request is at fault, and it said so first
     count = "1 engine" if len(failures) == 1 else f"{len(failures)} engines"
     failed = EngineFailed(f"{count} failed this request; the last said: {last}")
     error = last if isinstance(last, (EngineRejected, Overloaded)) else failed

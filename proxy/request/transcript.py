@@ -11,7 +11,14 @@ from typing import Literal
 
 import msgspec
 
-from engine_adapter import UNREADABLE, RawFields, Resumption, WholeEvents, decode_object
+from engine_adapter import (
+    UNREADABLE,
+    RawFields,
+    Resumption,
+    WholeEvents,
+    decode_object,
+    read_streamed_error,
+)
 
 TEXTS = ("content", "reasoning_content", "reasoning", "text")
 """The fields of a choice's delta, or of the choice itself, that hold generated text."""
@@ -21,8 +28,6 @@ _MAX_TEXT = 1 << 20
 _REASON = b'"finish_reason"'
 _FINISHED = re.compile(_REASON + rb'\s*:\s*"[^"]')  # some engines write "" before the end
 _DONE = re.compile(rb"\ndata: ?\[DONE\]\s*$", re.MULTILINE)  # begins with text: ten times as fast as with ^
-# An engine's own error, as an event or as llama-servers wrote it.
-_FAILED = re.compile(rb'\n(?:error: ?\{|data: ?\{\s*"error"\s*:\s*["{])')
 # Choices end in turn, and an event with the usage may follow the last end.
 _LAST_REASONS = 8
 _DATA = b"data: "
@@ -127,7 +132,7 @@ def is_whole(tail: bytes) -> bool:
     return (
         _has_finished(tail)
         or (tail.rfind(b"[DONE]") >= 0 and _DONE.search(tail) is not None)
-        or (tail.rfind(b"error") >= 0 and _FAILED.search(tail) is not None)
+        or read_streamed_error(tail) is not None
     )
 
 

@@ -88,11 +88,10 @@ from proxy.request.records import RequestLog, RequestRecord
 from proxy.request.tenants import ApiKey, Tenants
 from proxy.request.translate import ResponseStore, translations
 from proxy.runtime.tasks import Supervisor
-from proxy.server.checks import all_engines, check, make_bus, telemetry_module
+from proxy.server.checks import all_engines, check, check_reload, make_bus, telemetry_module
 from proxy.settings import (
     EngineChanges,
     Settings,
-    SettingsError,
 )
 from proxy.steps.attempt import Attempts
 from proxy.steps.preparation import Preparation
@@ -287,10 +286,7 @@ class Proxy:
         Raises:
             SettingsError, EngineSpecError: they cannot be used. Nothing changed.
         """
-        if self.settings.api_keys and not (settings.api_keys or self.tenants.issued.has_issued):
-            raise SettingsError(
-                "api_keys is empty: anyone could use the engines; restart kvpin to run without keys"
-            )
+        check_reload(self.settings, settings, has_issued=self.tenants.issued.has_issued)
         check(settings)
         changes = self._follow(settings)
         self.settings = settings

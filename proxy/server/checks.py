@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 _NO_MODEL = "no engine and no alias has this name; is it a LoRA adapter?"
 
 
+_NONE_NAMED = "no engine is named any more: is the file complete?"
 _GIVE_DECODE = "give one of them role=decode, or none a role"
 
 
@@ -51,6 +52,28 @@ def faults_here(settings: Settings) -> Iterator[str]:
             each()
         except (EngineSpecError, SettingsError) as error:
             yield str(error)
+
+
+def check_reload(old: Settings, new: Settings, *, has_issued: bool) -> None:
+    """Refuses settings that lost all engines, or a lock that the old ones had: a file that is just being
+    written may be empty, or end too early. `has_issued`: the admin API has issued keys.
+
+    Raises:
+        SettingsError: with a line for each loss.
+    """
+    keeps_keys = bool(new.api_keys) or has_issued
+    losses = [
+        f"{what}; restart kvpin to run without {them}"
+        for had, has, what, them in (
+            (old.names_engines, new.names_engines, _NONE_NAMED, "them"),
+            (old.api_keys, keeps_keys, "api_keys is empty: anyone could use the engines", "keys"),
+            (old.admin_key, new.admin_key, "admin_key is gone: it protects the admin API", "it"),
+            (old.metrics_key, new.metrics_key, "metrics_key is gone: it protects /metrics", "it"),
+        )
+        if had and not has
+    ]
+    if losses:
+        raise SettingsError("\n".join(losses))
 
 
 def issued_keys(settings: Settings) -> list[IssuedKey]:
@@ -100,7 +123,7 @@ def _only_models(settings: Settings) -> set[str] | None:
 
 def managed_engines(settings: Settings) -> tuple[ManagedSettings, ...]:
     """The engines that kvpin starts. If no engine is named: two embedded ones that share the cores."""
-    if settings.engines or settings.managed or settings.finds_engines:
+    if settings.names_engines:
         return settings.managed
     threads = max((os.cpu_count() or 2) // 2, 1)
     command = ("--threads", str(threads), "--host-cache-bytes", "256MiB")

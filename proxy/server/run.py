@@ -234,7 +234,9 @@ class _Server:
             changes = proxy.reload(settings)
         except (SettingsError, EngineSpecError) as error:
             log.error("settings not reloaded: the old ones stay", error=str(error))  # noqa: TRY400
+            proxy.metrics.reload_ok = False
             return
+        proxy.metrics.reload_ok = True
         if settings.tls is not None and self._context is not None:
             load_certificate(self._context, settings.tls)
         self._site.become(build_app(proxy))

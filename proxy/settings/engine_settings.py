@@ -99,8 +99,9 @@ class _EngineSettings(BaseModel):
     key: str | None = None
     """File of its unencrypted private key, by default in `cert`. kvpin reads `ca`, `cert` and `key` once."""
     share_kv: bool = False
-    """Tenants may share its KV. If there are several tenants and this is false, kvpin does not use an
-    engine that cannot keep them apart."""
+    """Tenants may share its KV, and do if this is true for all engines of the model: requests then have no
+    salt of their tenant. If there are several tenants and this is false, kvpin does not use an engine that
+    cannot keep them apart."""
     role: Role = Role.BOTH
     """`prefill`, `decode` or `both`: the part of requests that it is [meant for](pairs.md)."""
 

@@ -329,6 +329,11 @@ class Settings(BaseSettings):
         return self.engines_file is not None or bool(self.discovery)
 
     @property
+    def names_engines(self) -> bool:
+        """True if they name an engine, or where engines are found."""
+        return bool(self.engines or self.managed) or self.finds_engines
+
+    @property
     def tenant_limits(self) -> dict[str, TenantLimits]:
         """The limits of each tenant that has some."""
         return {entry.tenant_id: entry.limits for entry in self.api_keys if entry.limits != TenantLimits()}

@@ -23,6 +23,7 @@ from msgspec.structs import replace
 
 from engine_adapter import (
     EngineError,
+    EngineRejected,
     Hold,
     HttpTransport,
     IncomingResponse,
@@ -37,6 +38,8 @@ from proxy.core.life import (
     Attempt,
     Began,
     Blame,
+    BlameEngine,
+    Cause,
     Entered,
     InTurn,
     Sent,
@@ -53,14 +56,14 @@ from proxy.request.calls import Call, Reply
 from proxy.request.forward import Forwarded, Forwarding
 from proxy.request.migration import MAX_BODIES, Passage, passage_for
 from proxy.request.records import RequestRecord
-from proxy.request.retries import ERRORS, PASSED_ON, refusals_of
+from proxy.request.retries import PASSED_ON
 from proxy.request.tenants import Tenants
-from proxy.steps.checks import check_prediction, check_tokens
+from proxy.steps.checks import ask_tokens, check_prediction, check_tokens, is_audited
 from proxy.steps.first_leg import FirstLeg, Prefilled
 from proxy.steps.legs import OtherLeg
 from proxy.steps.preparation import Ready
 from proxy.steps.prompt_half import PromptHalf
-from proxy.steps.serving import Serving
+from proxy.steps.serving import Serving, cause_for
 
 log = structlog.get_logger(__name__)
 
@@ -93,7 +96,7 @@ class Attempts:
         ready, placement, record = serving.ready, serving.placement, serving.record
         assert ready is not None and placement is not None  # noqa: S101, PT018 - `turn` says so
         pool, pair, engine = ready.pool, placement.pair, ready.pool.engines[turn.engine]
-        serving.engine, serving.passage, serving.cached, serving.half = engine, None, None, None
+        serving.passage, serving.cached, serving.half = None, None, None
         record.placement = placement
         unchecked: Unchecked | None = Unchecked.ENDED_EARLY
         try:
@@ -106,7 +109,10 @@ class Attempts:
                 engine.salts.note(self.tenants.owner(ready.salt), ready.salt)
                 await lease.gather()
                 lease.gathered = monotonic()
-                async with self._hold(engine, ready) as hold:
+                audited = ready.prompt is not None and is_audited(engine, ready.prompt)
+                body = ready.body_for(engine) if audited else None
+                raw = body.raw if isinstance(body, JsonBody) else None  # an answer frees the body
+                async with self._hold(engine, ready, audited=audited) as hold:
                     prefilled: OtherLeg | None = None
                     if pair is None:
                         await look_below(pool, engine, lease, ready.prompt, ready.chain)
@@ -119,6 +125,8 @@ class Attempts:
                     record.placement = refined if prefilled is None else placement
                     record.note, record.slot = hold.note, hold.slot
                     forwarded = await self.forward(serving, ready, engine, lease, hold, prefilled)
+                if raw is not None and forwarded.error is None:
+                    await ask_tokens(engine, hold, ready.call.route, raw)
                 unchecked = self._close(serving, ready, engine, lease, hold, forwarded, prefilled)
         except EngineError:
             unchecked = Unchecked.FAILED
@@ -231,7 +239,9 @@ class Attempts:
         def began(answer: IncomingResponse, cached: int | None) -> None:
             serving.cached = cached
             serving.alarm.progress = lambda: (answer.received, reply.waits)
-            serving.life.take(monotonic(), Began(is_socket=answer.status == _SWITCHED))
+            for command in serving.life.take(monotonic(), Began(is_socket=answer.status == _SWITCHED)):
+                if isinstance(command, BlameEngine):
+                    self.blame(serving, command.attempt)
 
         def spoke() -> None:
             if kept is not None:
@@ -249,10 +259,13 @@ class Attempts:
         reply.on_start = partial(_forget_bodies, call, hold, for_others)
         headers = _headers(call, placement, hold, reply) | ready.told | _retained(ready, hold)
         refuses_kv = isinstance(kept, Prefilled) and kept.is_checked
-        refusals = ERRORS if refuses_kv else refusals_of(call, serving.n_candidates)
+
+        def refuses(error: EngineRejected) -> bool:
+            return refuses_kv or cause_for(error, serving) is not Cause.ENGINE_REJECTED
+
         serving.life.take(monotonic(), Sent())
-        answer = Forwarding(engine.adapter, call, hold, reply, headers, refusals, passage, began, spoke).run(
-            self.transport
+        answer = Forwarding(engine.adapter, call, hold, reply, headers, refuses, passage, began, spoke).run(
+            self.transport, lease.confirm
         )
         forwarded = await (answer if kept is None else kept.in_time(answer))
         record.reports(forwarded.prefill, forwarded.decode_s)
@@ -260,15 +273,16 @@ class Attempts:
 
     def blame(self, serving: Serving, attempt: Attempt) -> None:
         """Notes what a failed attempt says about its engine."""
-        engine, error, route = serving.engine, attempt.error, serving.call.route
-        if engine is None:
+        engines = serving.ready.pool.engines if serving.ready is not None else {}
+        engine, error, route = engines.get(attempt.engine), attempt.error, serving.call.route
+        if engine is None:  # it has left
             return
         match attempt.cause.blame:
             case Blame.SUSPECT:
                 engine.suspect(error)
             case Blame.CHECK:
                 engine.check_now.set()
-            case Blame.REFUSED:
+            case Blame.REFUSED | Blame.UNLESS_ALL | Blame.IF_ANSWERED:
                 log.warning("the engine refused a request", engine=engine.id, error=log_text(error))
                 engine.refused(error)
             case Blame.LACKS if route in PASSED_ON:
@@ -313,24 +327,37 @@ class Attempts:
             record.reported_tokens = prefilled.cached_tokens
         else:
             engine.audit.reported(forwarded.cached_tokens or 0)
-        check_tokens(pool, engine, hold, record)
+        check_tokens(ready, engine, hold, record)
         lease.failed = forwarded.error is not None
-        lease.succeeded = not lease.failed and record.tokens_agree is not False
+        if forwarded.is_empty:
+            pool.note_empty(engine)
+        # The time of an empty answer says nothing about the engine's rates.
+        lease.succeeded = not (lease.failed or forwarded.is_empty) and record.tokens_agree is not False
         if lease.succeeded:
             expect_below(pool, engine, ready.chain)
         if prefilled is not None:  # the prediction was for the engine that computed the prompt
             return None
         return check_prediction(self.ingest, engine, ready, lease, record, forwarded.cached_tokens)
 
-    def _hold(self, engine: Engine, ready: Ready) -> AbstractAsyncContextManager[Hold]:
-        """The request's hold on its engine. When reuse is off, the adapter holds no request with a body."""
+    def _hold(
+        self, engine: Engine, ready: Ready, *, audited: bool = False
+    ) -> AbstractAsyncContextManager[Hold]:
+        """The request's hold on its engine. When reuse is off, the adapter holds no request with a body. The
+        engine makes the prompt's token ids itself if it is `audited`."""
         call, prompt, body = ready.call, ready.prompt, ready.body_for(engine)
         if self.ingest is None and body is not None:
             return nullcontext(Hold(body))
         if prompt is None or not prompt.whole:
             return engine.adapter.hold(call.route, body, None)
         session = ready.session.digest if ready.session is not None else None
-        kv = replace(prompt.kv, retention=ready.retention, session=session)
+        is_made_there = audited or not (engine.is_proven or prompt.source == "client")
+        kv = replace(
+            prompt.kv,
+            exact=prompt.exact and not is_made_there,
+            audit=audited,
+            retention=ready.retention,
+            session=session,
+        )
         return engine.adapter.hold(call.route, body, kv)
 
 

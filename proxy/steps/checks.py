@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+from contextlib import suppress
+
 import structlog
 
-from engine_adapter import Hold
+from engine_adapter import EngineError, Hold, JsonBody
 from proxy.core.audit import Unchecked
 from proxy.fleet.engine import Engine
 from proxy.fleet.ingest import Ingest
 from proxy.fleet.lease import Lease
-from proxy.fleet.pool import Pool
-from proxy.prompt import audit_tokens
+from proxy.prompt import Prompt, audit_tokens
+from proxy.prompt.tokenizer import ANSWER_S
 from proxy.request.records import RequestRecord
 from proxy.steps.preparation import Ready
 
@@ -49,13 +52,36 @@ def check_prediction(
     return unchecked if record.runs_prompt else Unchecked.NO_PROMPT
 
 
-def check_tokens(pool: Pool, engine: Engine, hold: Hold, record: RequestRecord) -> None:
-    """Compares our token ids of the prompt with the engine's, if the engine returned them."""
-    theirs = hold.answer.prompt_tokens() if hold.answer is not None else None
-    if theirs is None or record.prompt is None or not record.prompt.whole or pool.prompts is None:
+def is_audited(engine: Engine, prompt: Prompt) -> bool:
+    """True if the engine is to make its own ids of this prompt, which is about to be served there."""
+    builder = engine.prompts
+    if builder is None or not prompt.whole or not prompt.forms:
+        return False
+    return not builder.info.renders_alike and engine.audits.sample(prompt.forms)
+
+
+async def ask_tokens(engine: Engine, hold: Hold, path: str, raw: bytes) -> None:
+    """Asks the engine how it tokenises a body that it has served, if its answer did not tell."""
+    if hold.answer is not None and hold.answer.prompt_tokens() is not None:
         return
+    with suppress(EngineError, TimeoutError):
+        async with asyncio.timeout(ANSWER_S):
+            hold.told_tokens = await engine.adapter.tokenize_if_loaded(path, JsonBody(raw))
+
+
+def check_tokens(ready: Ready, engine: Engine, hold: Hold, record: RequestRecord) -> None:
+    """Compares our token ids of the prompt with the engine's, if the engine told them."""
+    theirs = hold.answer.prompt_tokens() if hold.answer is not None else None
+    theirs = hold.told_tokens if theirs is None else theirs
+    if theirs is None or record.prompt is None or not record.prompt.whole or engine.prompts is None:
+        return
+    if ready.rendering is not engine.prompts:
+        return  # the engine has changed meanwhile
     record.tokens_agree = record.prompt.token_ids == theirs
-    difference = audit_tokens(pool.prompts, record.prompt, theirs)
+    if not record.tokens_agree:
+        ready.pool.part(engine)
+        engine.lost_forms()
+    difference = audit_tokens(engine.prompts, record.prompt, theirs)
     if difference is not None:
         log.warning(
             "the engine's tokens of a prompt differ from kvpin's: its prediction is not used",

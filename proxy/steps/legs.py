@@ -5,11 +5,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from msgspec.structs import replace
 
-from engine_adapter import EngineRejected, HttpTransport, IncomingResponse, JsonBody, read_error
+from engine_adapter import (
+    EngineLost,
+    EngineRejected,
+    HttpTransport,
+    IncomingResponse,
+    JsonBody,
+    read_error,
+)
 from proxy.core.audit import Unchecked
 from proxy.fleet.engine import Engine
 from proxy.fleet.ingest import Ingest
@@ -51,12 +59,15 @@ async def send_leg(
 ) -> IncomingResponse:
     """Sends a leg of a request to an engine: with that engine's name of the model and salt, and with the id
     that the request has on the other one. Raises EngineUnavailable."""
+    if ready.rendering is not None and engine.prompts is not ready.rendering:
+        raise EngineLost("the engine makes other tokens of the prompt now")
     call, own = ready.call, ready.body_for(engine)
     if isinstance(own, JsonBody):
         body = body.replace(model=own.get("model"), cache_salt=own.get("cache_salt"))
     sent = engine.adapter.prepare("POST", path, call.headers, body)
     named = [pair for pair in sent.headers if pair[0] != b"x-request-id"]
-    return await transport.send(replace(sent, headers=[*named, (b"x-request-id", call.request_id.encode())]))
+    sent = replace(sent, headers=[*named, (b"x-request-id", call.request_id.encode())])
+    return await transport.send(sent, partial(engine.confirm, engine.connections))
 
 
 async def read_leg(response: IncomingResponse) -> bytes:

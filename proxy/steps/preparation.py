@@ -23,7 +23,7 @@ from proxy.fleet.destinations import Destination, Destinations
 from proxy.fleet.engine import Engine
 from proxy.fleet.pool import Pool
 from proxy.headers import NORMALISED_HEADER
-from proxy.prompt import MediaUuids, Prompt
+from proxy.prompt import MediaUuids, Prompt, PromptBuilder
 from proxy.request.calls import Call
 from proxy.request.error_table import ANSWERED
 from proxy.request.known_routes import ALLOW_POST
@@ -54,6 +54,10 @@ class Ready(Struct, frozen=True):
         pool: the engines that serve its model.
         salt: the cache salt its KV lies under.
         lora: the LoRA adapter it runs with.
+        rendering: what made its prompt: only the engines of that builder can take it. None for any.
+        others: the same request with the prompts of the pool's other builders.
+        renderings: the pool's builders when the prompts were made; None if none were to be made.
+        context: the least context of an engine that can take its prompt, in tokens; 0 for any.
         prompt: its prompt as the engine will see it; None when reuse is off or the prompt cannot be known.
         chain: the prompt's blocks; None without a prompt.
         session: the conversation it belongs to; None when reuse is off.
@@ -63,6 +67,7 @@ class Ready(Struct, frozen=True):
             any.
         rules: the rules that changed its prompt.
         asked: the client's body as these rules changed it, until it is kept; None if none did.
+        shares: it runs without its tenant's salt, because the pool's engines share KV between tenants.
         kind: the only kind of engine that can serve it, because one of them died in mid-answer; None for any.
     """
 
@@ -70,8 +75,8 @@ class Ready(Struct, frozen=True):
     pool: Pool
     salt: str | None
     lora: str | None
-    prompt: Prompt | None
-    chain: Chain | None
+    prompt: Prompt | None = None
+    chain: Chain | None = None
     session: Session | None = None
     retention: Retention | None = None
     translation: Translation | None = None
@@ -79,6 +84,21 @@ class Ready(Struct, frozen=True):
     kind: str | None = None
     rules: tuple[Rule, ...] = ()
     asked: RequestBody = None
+    rendering: PromptBuilder | None = None
+    others: tuple[Ready, ...] = ()
+    renderings: tuple[PromptBuilder, ...] | None = None
+    context: int = 0
+    shares: bool = False
+
+    @property
+    def is_stale(self) -> bool:
+        """True if an engine has joined or changed since, so that none of the prompts is its own."""
+        now, then = self.pool.renderings, self.renderings
+        return not (then is None or now is then or set(now) <= set(then))
+
+    def for_engine(self, engine: Engine) -> Ready:
+        """The request with the prompt that this engine makes."""
+        return next((each for each in self.others if each.rendering is engine.prompts), self)
 
     @property
     def told(self) -> dict[str, str]:
@@ -87,16 +107,27 @@ class Ready(Struct, frozen=True):
 
     @property
     def needs(self) -> Needs:
-        """The abilities that an engine must have to take the request."""
+        """The abilities that an engine must have to take the request, with any of its prompts."""
         call = self.call
         route = call.route if call.route in PASSED_ON else None
-        return Needs(self.lora, call.native, route, self.home, self.kind)
+        return Needs(self.lora, call.native, route, self.home, self.kind, None, self.context, self.shares)
+
+    @property
+    def own_needs(self) -> Needs:
+        """The abilities that an engine must have to take it with this prompt."""
+        call = self.call
+        route = call.route if call.route in PASSED_ON else None
+        return Needs(
+            self.lora, call.native, route, self.home, self.kind, self.rendering, self.context, self.shares
+        )
 
     def moves_by(self, transfer: Transfer) -> bool:
         """True if one engine may compute the prompt and another one answer: all of it is text that kvpin
         knows, and nothing of the answer has come yet."""
         prompt, body = self.prompt, self.call.body
         if prompt is None or not prompt.whole or prompt.extra_ids is not None:
+            return False
+        if self.shares and not self.pool.shares_kv:  # an engine has joined that may not have it
             return False
         is_free = self.home is None and self.kind is None
         return is_free and isinstance(body, JsonBody) and transfer.takes(self.call.route, body)
@@ -172,6 +203,11 @@ class Preparation:
         default_factory=WeakValueDictionary
     )
 
+    async def prepare_again(self, ready: Ready) -> Ready:
+        """The request with prompts for the engines that its pool has now. Raises as `prepare` does."""
+        bare = replace(ready, prompt=None, chain=None, rendering=None, others=(), context=0)
+        return await self._with_prompts(bare)
+
     async def prepare(self, call: Call) -> Ready:
         """Finds the pool of a request, and reads its prompt.
 
@@ -239,19 +275,46 @@ class Preparation:
             retention: how long its client wants its KV kept.
             counts: the client only asks for the length of its prompt.
         """
-        pool, salt = to.pool, None
+        pool, salt, shares = to.pool, None, False
         if isinstance(call.body, JsonBody):
-            salt = self.tenants.salt(call.tenant, call.body.get("cache_salt"))
+            given = call.body.get("cache_salt")
+            salt = self.tenants.salt(call.tenant, given)
             body = await self.media.admit(self.tenants.without_private(call.body), salt)
             call = call if body is call.body else replace(call, body=body)
+            if salt != given and pool.shares_kv:
+                salt, shares = given, True
         lora, call = pool.lora_of(to.model), _naming(call, to)
-        prompt = None
-        if (self.reuse or counts) and pool.prompts is not None and isinstance(call.body, JsonBody):
-            prompt = await pool.prompts.build(
-                call.route, call.body, salt=salt, lora=lora, tenant=call.tenant, bounded=not counts
-            )
         session = call.session if self.reuse else None
-        return Ready(call, pool, salt, lora, prompt, pool.chain(prompt), session, retention, home=to.home)
+        ready = Ready(
+            call, pool, salt, lora, session=session, retention=retention, home=to.home, shares=shares
+        )
+        if not (self.reuse or counts) or not isinstance(call.body, JsonBody):
+            return ready
+        return await self._with_prompts(ready, counts=counts)
+
+    async def _with_prompts(self, ready: Ready, *, counts: bool = False) -> Ready:
+        """The request with a prompt by each builder of its pool: mostly there is one."""
+        call, pool, lora, made = ready.call, ready.pool, ready.lora, list[Ready]()
+        assert isinstance(call.body, JsonBody)  # noqa: S101 - others have no prompts
+        renderings = pool.renderings
+        for rendering in renderings:
+            prompt = await rendering.build(
+                call.route,
+                call.body,
+                salt=ready.salt,
+                lora=lora,
+                adapter=None if lora is None else pool.identity_of(lora),
+                tenant=call.tenant,
+                bounded=not counts,
+            )
+            one = replace(ready, rendering=rendering, renderings=renderings)
+            if prompt is not None:
+                context = pool.context_for(len(prompt.token_ids), call.body)
+                one = replace(one, prompt=prompt, chain=pool.chain(prompt), context=context)
+            made.append(one)
+        if not made:
+            return replace(ready, renderings=())
+        return replace(made[0], others=tuple(made[1:])) if len(made) > 1 else made[0]
 
 
 def _with_rules(ready: Ready, rules: tuple[Rule, ...], call: Call) -> Ready:

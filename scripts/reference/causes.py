@@ -10,6 +10,8 @@ _BLAME = {
     Blame.CHECK: "checked at once",
     Blame.SUSPECT: "suspect; breaker counts",
     Blame.REFUSED: "breaker counts",
+    Blame.UNLESS_ALL: "breaker counts, unless all refuse",
+    Blame.IF_ANSWERED: "breaker counts, if another one answers",
     Blame.LACKS: "others first, on this route",
 }
 

@@ -100,7 +100,7 @@ async def test_tokenize_equals_what_is_served(sglang, control, fields, stream):
 
 
 async def test_chats_are_rendered_here_as_there(sglang):
-    builder = PromptBuilder(await sglang.connect(), tables=PromptTables(), engines=lambda: [sglang])
+    builder = PromptBuilder(await sglang.connect(), tables=PromptTables(), engines=lambda _: [sglang])
     assert await builder.load(builder.info.tokenizer)
     assert (await verify_exactness(builder, sglang)).source == "local"
     sources = {}

@@ -150,7 +150,7 @@ class TestMemory:
         async def script(exchange):
             assert proxy.bodies.used > LONG
             await exchange.start()
-            await exchange.chunk(event({"choices": []}))
+            await exchange.chunk(event({"choices": [{"delta": {"content": "x"}}]}))
             await released.wait()
             await exchange.chunk(DONE)
             await exchange.end()

@@ -37,9 +37,10 @@ class SideBySide(FakeEngine):
         await self.gate.wait()
         self._kept.append(prompt)
         if exchange.json["stream"]:
-            await exchange.stream(event({"choices": []}), b"data: [DONE]\n\n")
+            await exchange.stream(event({"choices": [{"text": "x"}]}), b"data: [DONE]\n\n")
         else:
-            await exchange.send({"usage": {"prompt_tokens_details": {"cached_tokens": cached}}})
+            usage = {"prompt_tokens_details": {"cached_tokens": cached}}
+            await exchange.send({"choices": [{"text": "x"}], "usage": usage})
 
 
 @pytest.fixture
@@ -242,7 +243,7 @@ async def test_a_stream_that_goes_on_holds_nobody_up(engine, start):
 
     async def serve(exchange):
         await exchange.start()
-        await exchange.chunk(event({"choices": []}))
+        await exchange.chunk(event({"choices": [{"text": "x"}]}))
         await go_on.wait()
         await exchange.chunk(b"data: [DONE]\n\n")
         await exchange.end()

@@ -10,6 +10,7 @@ from proxy.core.life import Cause
 from proxy.core.quotas import TenantLimits
 from proxy.request.tenants import ApiKey, Tenants
 from tests.fakes import (
+    ANSWER,
     ASK,
     CHAT,
     INFO,
@@ -241,7 +242,7 @@ class TestLimits:
     @pytest.mark.parametrize(("limits", "told"), [({}, "9"), ({"t": TenantLimits(600)}, "600")])
     async def test_kvpins_limits_rule(self, limits, told):
         async def script(exchange):
-            await exchange.send({}, headers=[("x-ratelimit-limit-requests", "9")])
+            await exchange.send(ANSWER, headers=[("x-ratelimit-limit-requests", "9")])
 
         tenants = Tenants([ApiKey.of("all", "t")], limits)
         async with (

@@ -42,7 +42,7 @@ class Whole(FakeEngine):
             timings = None
             await asyncio.sleep(tokens / PREFILL_TOK_S + output * STEP_S)
         usage = {"prompt_tokens_details": {"cached_tokens": 0}, "completion_tokens": output}
-        await exchange.send({"usage": usage, "timings": timings})
+        await exchange.send({"choices": [{"text": "x"}], "usage": usage, "timings": timings})
 
 
 async def ask(proxy, client, count):

@@ -137,7 +137,8 @@ class TestAClientThatDoesNotRead:
         size = 16 << 20
 
         async def script(exchange):
-            await (exchange.send(b'"%b"' % (b"x" * size)) if exchange.json["n"] == 1 else answer(exchange))
+            long = {"choices": [{"text": "x" * size}]}
+            await (exchange.send(long) if exchange.json["n"] == 1 else answer(exchange))
 
         a.script = script
         loop = asyncio.get_running_loop()

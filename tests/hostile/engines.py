@@ -156,8 +156,8 @@ async def _serve(name: str) -> None:
             await exchange.send({"status": "ok"})
         elif exchange.target == "/v1/models":
             await exchange.send({"data": [{"id": name, "max_model_len": 32_768}]})
-        elif exchange.target == "/v1/chat/completions" and (prompt := _prompt(exchange)) is not None:
-            await chats(exchange, prompt)
+        elif exchange.target == "/v1/chat/completions":
+            await chats(exchange, _prompt(exchange) or "")
         else:
             await exchange.send({"id": "of-somebody", "data": [{"id": "of-somebody"}], "object": "list"})
 

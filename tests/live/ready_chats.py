@@ -29,7 +29,7 @@ Fields = dict[str, Any]
 COUNT, AT_ONCE = 200, 4
 STRAIGHT = 4  # times that a chat is sent straight at most
 SAMPLED = 16
-"""The first prompts, which kvpin compares with the engine's ids and sends as text."""
+"""The first prompts of each form, which kvpin compares with the engine's ids and sends as text."""
 
 
 def _user(content: object) -> Fields:
@@ -132,6 +132,12 @@ def thinking_model(directory: Path) -> Path:
     return directory
 
 
+def _of_all_forms(text: str) -> Fields:
+    messages = [_user([{"type": "text", "text": text}]), *_KINDS["earlier thoughts"]["more"], _user("?")]
+    kwargs = {"chat_template_kwargs": {"enable_thinking": False}}
+    return {"messages": [*messages, *_CALLED], "tools": TOOLS, "tool_choice": "none", **kwargs}
+
+
 def different(world: ServerWorld, regex: Callable[[str], Fields]) -> tuple[list[str], Counter[str]]:
     """The chats whose answers differ between the engine and kvpin, and what the answers had. Each chat is
     computed anew, under a salt of its own. A chat whose answers differ is sent straight again: some engines
@@ -157,7 +163,7 @@ def different(world: ServerWorld, regex: Callable[[str], Fields]) -> tuple[list[
             return f"{number} {name}", straight, through
 
         for number in range(SAMPLED):
-            ask(world.kvpin.url, {"model": MODEL, "messages": [_user(f"{number}")], "max_tokens": 1})
+            ask(world.kvpin.url, {"model": MODEL, "max_tokens": 1, **_of_all_forms(f"{number}")})
         for name, straight, through in threads.map(both, enumerate(chats(regex))):
             had.update(key for key, value in through.items() if value)
             if through not in straight:

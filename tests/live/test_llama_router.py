@@ -7,6 +7,7 @@ import shutil
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,7 +59,7 @@ class World:
 
 
 @contextmanager
-def router_world(tmp_path: Path, *flags: str) -> Iterator[World]:
+def router_world(tmp_path: Path, *flags: str, options: str = "") -> Iterator[World]:
     models = tmp_path / "models"
     models.mkdir()
     for seed, name in enumerate(MODELS):
@@ -70,7 +71,7 @@ def router_world(tmp_path: Path, *flags: str) -> Iterator[World]:
         running_llama_router(tmp_path / "router.log", models, *flags, save_dir=saved) as router,
         running_kvpin(
             tmp_path / "kvpin.log",
-            f"--engine=llama_server={router.url},host_cache_dir={saved}",
+            f"--engine=llama_server={router.url},host_cache_dir={saved}{options}",
             tokenised=False,  # no model is loaded to be asked
         ) as kvpin,
     ):
@@ -207,7 +208,44 @@ def test_a_model_that_fails_to_load_is_an_error_of_its_own_with_its_reason(world
     broken = EngineSpec("llama_server", world.router.url, "x", model="broken")
     found = asyncio.run(examine(broken, probe=False)).as_json()
     assert found["tokenisation"]["detail"].startswith("not asked: the model failed to load, and")
-    assert world.chat("broken", begun("light")).status_code == 424  # tried again
+    loaded = {model: state for model, state in world.own_states().items() if state == "loaded"}
+    assert loaded == {"m1": "loaded"}
+    again = world.chat("broken", begun("light"))
+    assert (again.status_code, again.json()) == (424, answer.json())
+    assert world.own_states()["m1"] == "loaded", "it was put out for a model that cannot load"
+
+
+@pytest.mark.parametrize("most", [1, 2])
+def test_a_preset_without_a_model_loads_for_ever_and_the_others_are_served(tmp_path, most):
+    """The process of such a preset is itself a router: it never tells that it is loaded."""
+    presets = tmp_path / "presets.ini"
+    presets.write_text("[ghost]\n")
+    flags = ("--models-max", str(most), "--models-preset", str(presets))
+    with router_world(tmp_path, *flags, options=",load_s=5") as world, ThreadPoolExecutor() as threads:
+        world.chat("m0", begun("river")).raise_for_status()
+        began, times = time.monotonic(), {}
+
+        def ask(model: str) -> httpx.Response:
+            answer = world.chat(model, begun("river"))
+            times.setdefault(model, round(time.monotonic() - began, 1))
+            return answer
+
+        ghosts = [threads.submit(ask, "ghost") for _ in range(2)]
+        while world.own_states()["ghost"] != "loading":
+            time.sleep(0.05)
+        others = [threads.submit(ask, model).result() for model in ("m0", "m1", "m0")]
+        assert [answer.status_code for answer in others] == [200, 200, 200]
+        for ghost in ghosts:
+            assert ghost.result().status_code == 424
+            message = ghost.result().json()["error"]["message"]
+            assert message.startswith(
+                "the model 'ghost' failed to load: its llama-server has told no progress"
+            )
+        again = time.monotonic()
+        assert world.chat("ghost", begun("river")).status_code == 424
+        print(f"answered after {times} s, the next for the ghost after {time.monotonic() - again:.2f} s")  # noqa: T201 - the figures, for `pytest -s`
+        assert world.own_states()["m0"] == "loaded"
+        world.until("ghost", "failed")
 
 
 def test_requests_for_several_models_at_once_are_all_answered(world):

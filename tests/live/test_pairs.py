@@ -138,7 +138,7 @@ def crowd(world: PairWorld, busy: str) -> None:
     The others compute slowly."""
     placer = world.proxy.fleet.pools["tiny"].placer
     own = placer.outlook
-    placer.outlook = lambda now: replace(own(now), turns=5.0, rest_s=100.0)
+    placer.outlook = lambda now, spare=0.0: replace(own(now, spare), turns=5.0, rest_s=100.0)
     placer.books[busy].worked.add(monotonic(), 10_000.0)
     for name, book in placer.books.items():
         if name != busy:

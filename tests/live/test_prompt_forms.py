@@ -96,7 +96,7 @@ async def test_the_ids_are_the_servers(llama_kvpin):
     """What is rendered here, to the token: for most forms nobody but kvpin renders."""
     adapter = make_adapter(engine_spec("llama_server", llama_kvpin.servers[0].url, model="tiny"))
     try:
-        builder = PromptBuilder(await adapter.connect(), tables=PromptTables(), engines=lambda: [adapter])
+        builder = PromptBuilder(await adapter.connect(), tables=PromptTables(), engines=lambda _: [adapter])
         assert await builder.load(builder.info.tokenizer)
         assert (await verify_exactness(builder, adapter)).source == "local"
         sources = {}

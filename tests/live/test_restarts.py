@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -177,7 +178,13 @@ async def test_two_kvpins_on_one_socket_follow_each_other_without_a_failed_reque
         assert load.failures == []
 
 
-async def test_new_settings_under_load(tmp_path, engine):
+async def reload_ok(url):
+    async with httpx.AsyncClient(trust_env=False) as client:
+        page = await client.get(f"{url}/metrics", headers={"authorization": "Bearer the-metrics-key"})
+    return float(re.search(r"^kvpin_reload_ok (\S+)$", page.text, re.MULTILINE)[1])
+
+
+async def test_new_settings_under_load(tmp_path, engine, monkeypatch):
     config, log = tmp_path / "kvpin.toml", tmp_path / "log"
     first, other = (
         f'[[engines]]\nkind = "openai_compatible"\nurl = "{engine}"\n'
@@ -186,6 +193,7 @@ async def test_new_settings_under_load(tmp_path, engine):
     )
     old, new = '[[api_keys]]\nkey = "k"\ntenant = "t"\n', '[[api_keys]]\nkey = "new"\ntenant = "t"\n'
     config.write_text(first + old)
+    monkeypatch.setenv("KVPIN_METRICS_KEY", "the-metrics-key")
     with listen("127.0.0.1", 0) as listener:
         process = start(listener, log, "--config", str(config))
         with killed_at_the_end([process]):
@@ -203,9 +211,13 @@ async def test_new_settings_under_load(tmp_path, engine):
                 await load.more()
                 await reload(first + other + old + new, "settings reloaded")
                 await load.more()
-                await reload("engines = 7", "settings not reloaded: the old ones stay")
-                await load.more()
-                assert load.engines == {"one", "two"}
+                for refused in ("engines = 7", "", (first + other + old)[:20], first + other):
+                    await reload(refused, "settings not reloaded: the old ones stay")
+                    await load.more()
+                    assert load.engines == {"one", "two"}
+                    assert await reload_ok(url) == 0
+                await reload(first + other + old + new, "settings reloaded")
+                assert await reload_ok(url) == 1
             async with rotated.running():
                 await rotated.more()
                 await reload(other + new, "settings reloaded")

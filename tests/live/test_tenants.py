@@ -146,3 +146,24 @@ def test_a_tenants_key_opens_no_admin_route_and_the_admin_key_no_other(kvpin, pa
     admin_key = {"authorization": "Bearer admin"}
     assert httpx.get(f"{kvpin.url}{path}", headers=admin_key, trust_env=False).status_code == 200
     assert httpx.get(f"{kvpin.base_url}/models", headers=admin_key, trust_env=False).status_code == 401
+
+
+def test_where_all_engines_of_a_model_share_kv_tenants_do_and_it_is_foreseen(start_engine, tmp_path):
+    entries = "".join(f'[[api_keys]]\nkey = "{key}"\ntenant = "{tenant}"\n' for tenant, key in KEYS.items())
+    (tmp_path / "kvpin.toml").write_text('admin_key = "admin"\n' + entries)
+    url = start_engine("--kv-blocks", "512").url
+    flags = ("--config", str(tmp_path / "kvpin.toml"), f"--engine=embedded={url},id=e,share_kv=true")
+    with running_kvpin(tmp_path / "log", *flags) as kvpin:
+
+        def cached(tenant, **fields):
+            answer = post(kvpin, "chat/completions", tenant, {"model": EMBEDDED, **chat(STORY), **fields})
+            reused = cached_of_openai(answer.raise_for_status().json()["usage"])
+            assert int(answer.headers["x-kvpin-predicted-tokens"]) == reused
+            return reused
+
+        assert cached("a") == 0
+        assert cached("b") > 100
+        assert cached("a", cache_salt="its own") == 0  # a client's salt stays
+        assert cached("c", cache_salt="its own") > 100
+        admin(kvpin, "flush", messages=chat(STORY)["messages"], tenant="c")
+        assert cached("a") < FEW

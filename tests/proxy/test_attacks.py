@@ -254,7 +254,7 @@ class TestEngines:
         usage = {"prompt_tokens": cached, "prompt_tokens_details": {"cached_tokens": cached}}
 
         async def script(exchange):
-            await exchange.send({"id": "i", "choices": [], "usage": usage})
+            await exchange.send({"id": "i", "choices": [{"message": {"content": "x"}}], "usage": usage})
 
         async with hostile(script, reuse=True) as (_, client):
             assert (await client.post(CHAT, json=ASK)).status_code == 200

@@ -40,6 +40,7 @@ from tests.fakes import (
     client_of,
     connect_to,
     event,
+    give_prompts,
     is_openai_error,
     post,
     prompts_of,
@@ -476,7 +477,8 @@ class TestRecords:
         timings = {"prompt_n": 9, "prompt_ms": 0.002, "predicted_ms": 0.001}
 
         async def script(exchange):
-            chunk = {"choices": [], "usage": {"completion_tokens": 1}, "timings": timings}
+            said = {"message": {"content": "x"}, "delta": {"content": "x"}}
+            chunk = {"choices": [said], "usage": {"completion_tokens": 1}, "timings": timings}
             if streams:
                 await exchange.stream(event(chunk), DONE)
             else:
@@ -523,7 +525,8 @@ class TestReuse:
     @staticmethod
     def report(cached):
         async def script(exchange):
-            await exchange.send({"usage": {"prompt_tokens_details": {"cached_tokens": cached}}})
+            usage = {"prompt_tokens_details": {"cached_tokens": cached}}
+            await exchange.send({"choices": [{"text": "x"}], "usage": usage})
 
         return script
 
@@ -544,19 +547,19 @@ class TestReuse:
         assert await self.ask(client, 0, 100) == (first, 32)
         assert await self.ask(client, 0, 100) == (first, 96)
 
-    async def test_a_burst_of_one_new_prompt_gathers(self, engine, other, proxy, client):
+    async def test_a_burst_of_one_new_prompt_spreads_over_idle_engines(self, engine, other, proxy, client):
         gate = asyncio.Event()
 
         async def script(exchange):
             await gate.wait()
-            await exchange.send({})
+            await exchange.send({"choices": [{"text": "x"}]})
 
         engine.script = other.script = script
         asks = [asyncio.create_task(self.ask(client, 0, 4000)) for _ in range(4)]
         while len(engine.seen) + len(other.seen) < 4:  # noqa: ASYNC110 - either engine
             await asyncio.sleep(0.005)
         gate.set()
-        assert {name for name, _ in await asyncio.gather(*asks)} == {"a"}
+        assert {name for name, _ in await asyncio.gather(*asks)} == {"a", "b"}
 
     async def test_a_session_breaks_ties_even_of_prompts_nobody_knows(self, proxy, client):
         homes = []
@@ -633,7 +636,7 @@ class TestReuse:
         await self.ask(client, 0)
 
         async def nothing(exchange):
-            await exchange.send({})
+            await exchange.send({"choices": [{"text": "x"}]})
 
         async def wrong(exchange):
             await exchange.send({"error": {"message": "no"}}, status=400)
@@ -724,7 +727,7 @@ class TestReuse:
 
         async def script(exchange):
             await gate.wait()
-            await exchange.send({})
+            await exchange.send({"choices": [{"text": "x"}]})
 
         engine.script = script
         proxy.fleet.engines["b"].state = EngineState.DOWN
@@ -736,7 +739,7 @@ class TestReuse:
         await asyncio.gather(*asks)
 
     async def test_a_prompt_beyond_the_context_is_refused_here(self, engine, proxy, client):
-        proxy.fleet.pools["m"].prompts.info = replace(INFO, max_model_len=30)
+        give_prompts(proxy.fleet.pools["m"], prompts_of(replace(INFO, max_model_len=30)))
         response = await client.post("/v1/completions", json={"model": "m", "prompt": list(range(40))})
         assert is_openai_error(response, 400, "context_length_exceeded", "prompt")
         assert not engine.seen
@@ -746,7 +749,7 @@ class TestReuse:
         def too_long(tokens, limit):
             return {"type": "too_big", "had": tokens, "most": limit}
 
-        proxy.fleet.pools["m"].prompts.info = replace(INFO, max_model_len=30, too_long=too_long)
+        give_prompts(proxy.fleet.pools["m"], prompts_of(replace(INFO, max_model_len=30, too_long=too_long)))
         response = await client.post("/v1/completions", json={"model": "m", "prompt": list(range(40))})
         assert response.json()["error"] == {
             "message": "this model's context is 30 tokens; the prompt has 40",
@@ -834,7 +837,7 @@ class TestTokensThatEnginesTell:
     async def proxy(self, a, tokenizer_dir):
         async with proxy_over(a, reuse=True) as proxy:
             info = replace(INFO, tokenizer=str(tokenizer_dir))
-            proxy.fleet.pools["m"].prompts = prompts_of(info)
+            give_prompts(proxy.fleet.pools["m"], prompts_of(info))
             yield proxy
             await proxy.settled()
 
@@ -873,6 +876,22 @@ class TestTokensThatEnginesTell:
         assert proxy.fleet.engines["a"].audit.view().checked == 0
         name = 'kvpin_tokenisation_checks_total{engine="a",model="m",result="different"} 2.0'
         assert name in proxy.metrics.render().decode()
+
+    async def test_an_engine_whose_answers_do_not_tell_is_asked_about_the_first_of_each_form(
+        self, a, proxy, client, built
+    ):
+        ids, asked = (await built()).token_ids, []
+
+        async def tokenize(path, body):
+            asked.append((path, body.get("messages")))
+            return ids[1:] if len(asked) == 1 else ids
+
+        a.tokenize = tokenize
+        for _ in range(18):
+            await client.post(CHAT, json=LONG)
+        assert asked == [(CHAT, LONG["messages"])] * 16
+        prompts = proxy.fleet.pools["m"].prompts
+        assert (prompts.agreed, prompts.differed, proxy.last.tokens_agree) == (15, 1, None)
 
     async def test_where_none_are_told_nothing_is_known(self, a, proxy, client):
         a.make = lambda body: Hold(body, answer=Reader())
@@ -939,7 +958,7 @@ class TestMedia:
         a = HoldingAdapter(engine)
         async with proxy_over(a, reuse=True) as proxy, client_of(proxy) as client:
             info = replace(INFO, tokenizer=str(tokenizer_dir))
-            proxy.fleet.pools["m"].prompts = prompts_of(info)
+            give_prompts(proxy.fleet.pools["m"], prompts_of(info))
             tokens = array("i", [1, 2, 3])
             a.make = lambda body: Hold(body, answer=Reader(cached=500, tokens=tokens))
             for part in (self.CAT, self.DOG):
@@ -1022,7 +1041,7 @@ class TestHold:
     async def test_it_ends_before_another_engine_is_tried(self, a, engine, b, other, client):
         async def script(exchange):
             assert a.ended == [EngineUnreachable]
-            await exchange.send({})
+            await exchange.send({"choices": [{"text": "x"}]})
 
         await engine.stop()
         other.script = script
@@ -1155,10 +1174,12 @@ async def test_an_engine_that_broke_off_an_answer_is_suspected(engine):
 class TestDiagnostics:
     """Why a prompt missed, in the answer, for those who name an earlier answer. More of it: tests/live."""
 
+    SAID: ClassVar = {"choices": [{"text": "x"}], "output": [], "content": []}
+
     @pytest.fixture
     async def client(self, engine):
         async def script(exchange):
-            await exchange.send({"id": f"resp_{len(engine.seen)}", "status": "completed"})
+            await exchange.send({**self.SAID, "id": f"resp_{len(engine.seen)}"})
 
         engine.script = script
         keys = [ApiKey.of(name, name) for name in ("red", "blue")]
@@ -1172,7 +1193,7 @@ class TestDiagnostics:
         return (await client.post("/v1/responses", json=body, headers=headers)).json()
 
     async def test_they_are_only_in_answers_that_want_them(self, client):
-        assert await self.ask(client) == {"id": "resp_1", "status": "completed"}
+        assert await self.ask(client) == {**self.SAID, "id": "resp_1"}
         assert client.proxy.last.answer_id == "resp_1"
         found = (await self.ask(client, comparison_response_id="resp_1"))["prompt_cache_diagnostics"]
         assert (found["type"], found["kvpin"]["reason"]) == ("unavailable", "not_followed")
@@ -1186,7 +1207,7 @@ class TestDiagnostics:
             answer = (await client.post("/v1/chat/completions", json=body, headers=headers)).json()
             return answer, client.proxy.last.answer_id
 
-        assert await chat() == ({"id": "resp_1", "status": "completed"}, "resp_1")
+        assert await chat() == ({**self.SAID, "id": "resp_1"}, "resp_1")
         answer, _ = await chat(prompt_cache_options={"comparison_response_id": "resp_1"})
         assert answer["prompt_cache_diagnostics"]["kvpin"]["reason"] == "not_followed"
         answer, _ = await chat(compared="resp_1")

@@ -160,7 +160,7 @@ async def test_an_engine_without_a_role_reads_what_another_one_holds(tmp_path, t
     computes slowly."""
     async with real_pairs(tmp_path, 2, "b") as world:
         own, records = world.placer.outlook, list[RequestRecord]()
-        world.placer.outlook = lambda now: replace(own(now), turns=5.0, rest_s=100.0)
+        world.placer.outlook = lambda now, spare=0.0: replace(own(now, spare), turns=5.0, rest_s=100.0)
         for number in range(10):
             path, body = asked(number)
             answers = list[list[str]]()

@@ -212,7 +212,7 @@ class _Answer:
         """Sends events of a part, whose answer has these headers. A slow client slows all parts down."""
         async with self._turn:
             if not self._reply.started:
-                await self._reply.start(_OK, headers)
+                await self._reply.start(_OK, headers, is_events=True)
             await self._reply.write(events)
 
     async def fail(self, error: bytes, headers: HeaderPairs = ()) -> None:  # type: ignore[assignment]

@@ -116,7 +116,7 @@ async def examine(
             view, findings = View("none", named), adapter.findings()
             unseen = "the models themselves were not looked at"
             return Examination(spec, detected, info, load, {}, none, view, None, findings, unseen)
-        builder = PromptBuilder(info, tables=PromptTables(), engines=lambda: (adapter,))
+        builder = PromptBuilder(info, tables=PromptTables(), engines=lambda _: (adapter,))
         source = spec.tokenizer or info.tokenizer
         if source is not None:
             await builder.load(source)

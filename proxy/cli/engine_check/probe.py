@@ -90,7 +90,7 @@ class ProbedEngine:
         self._ingest = Ingest(fleet, self._tasks)
         self._engine = fleet.add(adapter)
         self._pool = fleet.join(self._engine, info)
-        self._pool.prompts = builder
+        self._pool.render(self._engine, builder)
         self._engine.state = EngineState.READY
         self._records = RequestLog(capacity=2)
         tenants = Tenants(())

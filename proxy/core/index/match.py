@@ -22,6 +22,7 @@ ALL = 15
 PENDING_DIGIT = f"{PENDING:x}"  # digits from here on have the bit
 GPU = 1 << PLACES[Tier.GPU]
 ON_GPU = GPU | PENDING
+BELOW = ALL & ~ON_GPU
 # For each digit: the fastest of gpu, host, disk and pending (the lowest bit), and whether the block is or
 # will be on the GPU.
 _READ = {f"{held:x}": ((held & -held).bit_length() - 1, held & ON_GPU > 0) for held in range(1, ALL + 1)}
@@ -82,6 +83,26 @@ def match_of(column: str, ends: list[int]) -> Match:
         start = end
     gpu, host, disk, pending = counts
     return Match(gpu, host, disk, pending, lead)
+
+
+def in_chunks(column: str, ends: list[int], size: int) -> Match:
+    """The match of an engine whose lower tiers give back chunks of `size` blocks or nothing: the blocks that
+    lead on the GPU, and behind them whole chunks. As vLLM's offloading connector does, at least `size` blocks
+    are taken from there: a chunk that lies on the GPU in part is not worth the way. What is pending behind
+    them will be there with all before it."""
+    lead = reach = match_of(column, ends).lead
+    first = lead // size * size
+    for digit, end in zip(column, ends, strict=True):
+        if end > first and not int(digit, 16) & BELOW:
+            break
+        reach = max(reach, end)
+    whole = reach // size * size
+    held = whole if whole - lead >= size else lead
+    for digit, end in zip(column, ends, strict=True):
+        if end > held and digit < PENDING_DIGIT:
+            break
+        held = max(held, end)
+    return match_of(column, [min(end, held) for end in ends])
 
 
 def within_groups(

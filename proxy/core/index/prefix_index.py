@@ -29,6 +29,7 @@ from proxy.core.index.match import (
     PLACES,
     WIDTH,
     Match,
+    in_chunks,
     match_of,
     within_groups,
 )
@@ -73,6 +74,7 @@ class PrefixIndex:
         self._grouped: dict[str, Grouped] = {}  # the other engines
         self._grouped_bits = self._group_bits = 0  # all location bits of those, and of their groups
         self._alike: dict[int, Alike] = {}  # see `_holders`
+        self._chunks: dict[str, int] = {}  # see `set_chunk`
 
     def __len__(self) -> int:
         """Blocks of all engines, and blocks of wiped engines that are not tidied yet."""
@@ -124,6 +126,10 @@ class PrefixIndex:
         groups.add(group, tokens_per_block, 1 << WIDTH * slots[-1] + at % WIDTH)
         return groups
 
+    def set_chunk(self, engine: str, blocks: int) -> None:
+        """Lower tiers of the engine give back this many blocks together; see `in_chunks`."""
+        self._chunks[engine] = blocks
+
     def groups_of(self, engine: str) -> KvGroups | None:
         """The further KV cache groups of the engine; None if none is known."""
         own = self._grouped.get(engine)
@@ -152,6 +158,7 @@ class PrefixIndex:
         self._slots[shift // WIDTH] = ""
         self._each ^= 1 << shift
         held = self._counts.pop(engine)
+        self._chunks.pop(engine, None)
         del self._flights[engine]
         if any(held):
             self._locations.retire(ALL << shift)
@@ -243,6 +250,9 @@ class PrefixIndex:
         chain, shift, flight = tuple(hashes), self._shifts[engine], self._flights[engine]
         if chain:
             start, boundaries = self._stored(chain, shift), tuple[BlockHash, ...]()
+            if engine in self._chunks:
+                match = self.match(chain).get(engine)
+                start = min(start, match.blocks) if match is not None else 0
             if engine in self._grouped:
                 start, boundaries = self._left_in_groups(engine, chain, start, reusable)
             flight.begin(chain[-1], start, boundaries)
@@ -330,6 +340,12 @@ class PrefixIndex:
                 if match is None:
                     match = matches[column] = match_of(column, ends)
                 found[engine] = match
+        for engine, size in self._chunks.items():
+            if engine in found:
+                match = in_chunks(digits[self._shifts[engine] // WIDTH :: width], ends, size)
+                found[engine] = match
+                if not match.blocks:
+                    del found[engine]
         if self._grouped:
             found |= self._match_grouped(digits, masks, ends, hashes, most)
         return found

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from math import lcm
 
 from msgspec.structs import replace
 
@@ -179,6 +180,7 @@ class EngineView:
             # Its content is unknown, so no request can match it.
             self.counts.orphaned += 1
             return
+        self._set_chunk(event.per_chunk, size)
         at, extra_ids = 0, event.extra_ids
         while RUN_BLOCKS - len(run.names) < len(names) - at:
             end = at + RUN_BLOCKS - len(run.names)
@@ -257,6 +259,7 @@ class EngineView:
             if run is None:
                 unknown += 1
                 continue
+            self._set_chunk(event.per_chunk, run.size)
             at = run.place_of(name)
             if not run.held_at(at) & TIER_BITS[event.tier]:
                 run.hold(at, TIER_BITS[event.tier])
@@ -264,6 +267,12 @@ class EngineView:
                 self._index.store(self._engine, event.tier, run.hashes_of(at))
         self.counts.stored += len(event.hashes) - unknown
         self.counts.orphaned += unknown > 0
+
+    def _set_chunk(self, blocks: int, size: int) -> None:
+        """Lower tiers give back this many of the engine's blocks together."""
+        if blocks > 1:
+            pool = self._tokens_per_block
+            self._index.set_chunk(self._engine, lcm(blocks * size, pool) // pool)
 
     # --- further KV cache groups ------------------------------------------------------------------
 

@@ -22,6 +22,10 @@ class Blame(Enum):
     """Check its health at once, prefer other engines until then, count a failure in its breaker."""
     REFUSED = "refused"
     """Count a failure in its circuit breaker."""
+    UNLESS_ALL = "unless all"
+    """The same, unless all other engines refuse the request, too: then the request is at fault."""
+    IF_ANSWERED = "if answered"
+    """The same, but only once another engine has answered the request."""
     LACKS = "lacks"
     """It has not got the route: prefer engines that may have it."""
 
@@ -98,11 +102,17 @@ class Cause(StrEnum):
         "engine_silent", Code.ENGINE_FAILED, "nothing of a running answer came for `timeouts.idle_s`",
         Blame.CHECK, "elsewhere")
     ENGINE_GARBLED = (
-        "engine_garbled", Code.ENGINE_FAILED, "the answer is no HTTP, no JSON, or tells nonsense",
+        "engine_garbled", Code.ENGINE_FAILED,
+        "the answer is no HTTP, no JSON, not of the API's shape, empty (204), or leads elsewhere (3xx)",
         Blame.SUSPECT, "elsewhere", "poison")
     ENGINE_REFUSED = (
-        "engine_refused", Code.ENGINE_REJECTED, "the engine answered 429, 500, 502, 503 or 504",
-        Blame.REFUSED, "elsewhere")
+        "engine_refused", Code.ENGINE_REJECTED, "the engine answered 429, or 500 and above but for 501",
+        Blame.UNLESS_ALL, "elsewhere")
+    ENGINE_DENIED = (
+        "engine_denied", Code.ENGINE_REJECTED,
+        ("the engine answered 401, 403, 405 or 501, or 404 for its model; one other engine is asked whether "
+         "it does, too"),
+        Blame.IF_ANSWERED, "elsewhere")
     ENGINE_MODEL_FAILED = (
         "engine_model_failed", Code.MODEL_FAILED, "the engine cannot load the model",
         Blame.REFUSED, "elsewhere")

@@ -42,6 +42,10 @@ from proxy.core.retry_budget import RetryBudget
 
 # Attempts in which the engine died or sent nonsense. A request with this many probably causes it.
 MAX_POISON = 2
+# Attempts that engines denied. If two do, the request is at fault.
+MAX_DENIED = 2
+# What an engine's refusal says of it shows when another engine is asked.
+_COMPARED = (Blame.UNLESS_ALL, Blame.IF_ANSWERED)
 # Seconds that an answer of a lost engine may be silent. An engine that only failed its health check, because
 # it is busy, still sends.
 SILENCE_S = 5.0
@@ -164,9 +168,12 @@ class Life:
         return (Run(turn),)
 
     def _none_left(self, state: Admitted, _event: NoneLeft, _now: float) -> tuple[Command, ...]:
-        last = state.attempts[-1] if state.attempts else None
-        cause, error = (Cause.NO_ENGINE, None) if last is None else (last.cause, last.error)
-        return self._end(cause, error, state.attempts)
+        attempts = state.attempts
+        if not attempts:
+            return self._end(Cause.NO_ENGINE)
+        all_refused = len(attempts) > 1 and all(each.cause.blame in _COMPARED for each in attempts)
+        blames = () if all_refused else _blames(attempts[state.judged :], Blame.UNLESS_ALL)
+        return (*blames, *self._end(attempts[-1].cause, attempts[-1].error, attempts))
 
     def _entered(self, state: InTurn, _event: Entered, now: float) -> tuple[Command, ...]:
         self.state = Leased(state, now)
@@ -177,9 +184,11 @@ class Life:
         return ()
 
     def _began(self, state: Leased, event: Began, now: float) -> tuple[Command, ...]:
+        """Blames the engines that refused what this one answers."""
         idle_s = inf if event.is_socket else self.rules.idle_s
         self.state = Answering(state, idle_s, 0, now)
-        return ()
+        admitted = state.turn.admitted
+        return _blames(admitted.attempts[admitted.judged :], *_COMPARED) if admitted.attempts else ()
 
     def _answered(self, _state: State, event: Answered, _now: float) -> tuple[Command, ...]:
         return self._end(Cause.ENGINE_REJECTED if event.is_error else Cause.ANSWERED)
@@ -195,12 +204,15 @@ class Life:
         turn = _turn_of(state)
         attempt = Attempt(event.engine or turn.engine, event.cause, event.error)
         attempts = (*turn.admitted.attempts, attempt)
-        blame = (BlameEngine(attempt),) if event.cause.blame is not Blame.NOBODY else ()
+        is_blamed = event.cause.blame is not Blame.NOBODY and event.cause.blame not in _COMPARED
+        blame = (BlameEngine(attempt),) if is_blamed else ()
+        judged = turn.admitted.judged if not isinstance(state, Answering) else len(attempts) - 1
         has_begun = event.has_begun or turn.admitted.has_begun
         may_go_on = event.can_go_on or not has_begun
         if not (may_go_on and turn.admitted.can_repeat and self._may_try_again(attempts, now)):
-            return (*blame, *self._end(event.cause, event.error, attempts))
-        self.state = Admitted(now, attempts, has_begun)
+            blames = _blames(attempts[judged:], Blame.UNLESS_ALL)
+            return (*blame, *blames, *self._end(event.cause, event.error, attempts))
+        self.state = Admitted(now, attempts, has_begun, judged=judged)
         return (*blame, Place(frozenset(each.engine for each in attempts), waits=False))
 
     def _may_try_again(self, attempts: tuple[Attempt, ...], now: float) -> bool:
@@ -211,8 +223,10 @@ class Life:
             return False
         if sum(each.cause.is_poison for each in attempts) >= MAX_POISON:
             return False
+        if sum(each.cause is Cause.ENGINE_DENIED for each in attempts) >= MAX_DENIED:
+            return False
         # An engine that refuses is busy with others: retries would multiply the load. A lost one is not.
-        return last is not Cause.ENGINE_REFUSED or self._budget.take(now)
+        return last.blame not in _COMPARED or self._budget.take(now)
 
     def _lost_before(self, _state: Leased, _event: Lost, _now: float) -> tuple[Command, ...]:
         return (Interrupt(Cause.ENGINE_LOST),)
@@ -274,6 +288,11 @@ class Life:
         (Answering, Tick): _looked,
         (Answering, Left): _left,
     }
+
+
+def _blames(attempts: tuple[Attempt, ...], *kinds: Blame) -> tuple[BlameEngine, ...]:
+    """What the attempts with a blame of these kinds say about their engines."""
+    return tuple(BlameEngine(each) for each in attempts if each.cause.blame in kinds)
 
 
 def _silent_s(state: Answering) -> float:

@@ -29,12 +29,14 @@ class Admitted(Struct, frozen=True):
         attempts: those that have failed.
         has_begun: the client has the beginning of an answer.
         can_repeat: its body can be sent again.
+        judged: how many of the attempts came before an answer began, which showed whose failures they were.
     """
 
     since: float
     attempts: tuple[Attempt, ...] = ()
     has_begun: bool = False
     can_repeat: bool = True
+    judged: int = 0
 
 
 class InTurn(Struct, frozen=True):

@@ -74,6 +74,7 @@ class Outlook(msgspec.Struct, frozen=True, gc=False):
         answer_s: mean seconds from the first token of an answer to its last.
         stall: what a second of prefill costs each stream that its engine decodes, in seconds.
         arrivals: engine → requests that it gets per second; None where their delay does not count.
+        spare: how far an engine is idle while a burst's common beginning is computed, see `spare_of`.
     """
 
     now: float
@@ -84,6 +85,7 @@ class Outlook(msgspec.Struct, frozen=True, gc=False):
     answer_s: float = 0.0
     stall: float = 0.0
     arrivals: Callable[[str], float] | None = None
+    spare: float = 0.0
 
 
 # No other requests run, and no prompt comes back.

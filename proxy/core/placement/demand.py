@@ -27,6 +27,8 @@ HALF_LIFE = 2000
 REFRESH = 16
 # Work is never free: of two engines that answer as fast, the one that computes less leaves more for others.
 MIN_UTILISATION = 0.1
+# While a burst finds an engine idle, a copy of its beginning is worth this share of the time that it takes.
+BURST_UTILISATION = 0.02
 # More turns cannot be foreseen: the share of prompts that never return would be too small to measure.
 MAX_TURNS = 20.0
 # Keeps the price of work finite in a pool that gets more work than it can do.
@@ -93,11 +95,13 @@ class Demand:
         """Expected number of requests of a prompt from now on, the present one included; 1 to MAX_TURNS."""
         return min(1 / (1 - self._returns[0]), MAX_TURNS)
 
-    def utilisation(self, now: float, engines: int) -> float:
+    def utilisation(self, now: float, engines: int, spare: float = 0.0) -> float:
         """Share of their time that `engines` engines need for the prompts placed lately; MIN_UTILISATION to
-        MAX_UTILISATION. Prompts in queues count: a burst makes work dear before any of it is done."""
-        busy = self._placed.per_s(now) / engines
-        return min(max(busy, MIN_UTILISATION), MAX_UTILISATION)
+        MAX_UTILISATION. Prompts in queues count: they make work dear before any of it is done.
+
+        An engine that is `spare` in a burst (0 to 1, see `spare_of`) brings it down to BURST_UTILISATION."""
+        busy = min(max(self._placed.per_s(now) / engines, MIN_UTILISATION), MAX_UTILISATION)
+        return max(busy * (1 - spare), BURST_UTILISATION)
 
     @property
     def rest_s(self) -> float:

@@ -27,7 +27,7 @@ from proxy.core.placement.load import EngineLedger, LoadSample, Spent, Work
 from proxy.core.placement.pairs import Prefillers, place_with_pairs
 from proxy.core.placement.rates import EngineRates, PoolRates
 from proxy.core.placement.recent import WINDOW_S, Rate
-from proxy.core.placement.scores import place
+from proxy.core.placement.scores import place, spare_of
 from proxy.core.placement.transfers import Transfers
 from proxy.core.placement.whole_answers import AnswerSample, Report
 
@@ -238,7 +238,7 @@ class Placer:
         alone if the prompt is not known. Changes no state."""
         if chain is None:
             return least_loaded_of(candidates)
-        outlook = self.outlook(now)
+        outlook = self.outlook(now, spare_of(candidates, chain))
         halves = [each for each in candidates if each.partners]
         if not halves:
             return _alone(candidates, chain, prefillers, outlook)
@@ -265,11 +265,11 @@ class Placer:
         book.counted = book.ledger.placed
         return book.arrived.per_s(now)
 
-    def outlook(self, now: float) -> Outlook:
-        """The figures for the cost of a placement to other requests now."""
+    def outlook(self, now: float, spare: float = 0.0) -> Outlook:
+        """The figures for the cost of a placement to other requests now; for `spare` see `spare_of`."""
         demand = self.demand
-        strain = 1 / (1 - demand.utilisation(now, len(self.books)))
-        return Outlook(now, strain, demand.returns, demand.turns, demand.rest_s, demand.answer_s)
+        strain = 1 / (1 - demand.utilisation(now, len(self.books), spare))
+        return Outlook(now, strain, demand.returns, demand.turns, demand.rest_s, demand.answer_s, spare=spare)
 
     # --- requests ----------------------------------------------------------------------------------
 

@@ -159,11 +159,11 @@ class TracedFlow(Flow):
                 span.set_attribute("gen_ai.usage.input_tokens", len(ready.prompt.token_ids))
             return ready
 
-    async def _placement(self, serving: Serving, step: Place) -> tuple[Placement, int] | None:
+    async def _placement(self, serving: Serving, step: Place) -> Placement | None:
         with _span(self.tracer, spans.PLACE) as span:
             placed = await super()._placement(serving, step)
             if placed is not None:
-                span.set_attributes(spans.of_placement(placed[0], serving.record))
+                span.set_attributes(spans.of_placement(placed, serving.record))
             return placed
 
     async def _in_turn(self, ready: Ready, record: RequestRecord) -> None:

@@ -28,6 +28,7 @@ from proxy.settings import (
 )
 
 _ENGINES = "engines.json"
+_REFUSED = "refused"
 
 
 class Orders(msgspec.Struct, frozen=True):
@@ -88,7 +89,10 @@ class Orders(msgspec.Struct, frozen=True):
 
     def settings(self, load: Callable[[], Settings]) -> Settings:
         """The settings of this worker: those of `load`, but the engines that kvpin starts run already, and
-        the workers share their requests. Raises SettingsError."""
+        the workers share their requests. Raises SettingsError, also if the supervisor has refused them."""
+        refused = Path(self.directory) / _REFUSED
+        if refused.exists():
+            raise SettingsError(refused.read_text(encoding="utf-8"))
         settings = load()
         run = read_engines(Path(self.directory) / _ENGINES)
         started = tuple(StartedSettings.model_validate(dict(engine)) for engine in run)
@@ -109,6 +113,15 @@ def write_engines(directory: Path, specs: list[EngineSpec]) -> None:
     new = directory / f".{_ENGINES}"
     new.write_text(text, encoding="utf-8")
     new.rename(directory / _ENGINES)
+
+
+def write_refusal(directory: Path, error: str | None) -> None:
+    """Tells workers why the supervisor refuses the settings as they are now; None if it takes them over.
+    Raises OSError."""
+    if error is None:
+        (directory / _REFUSED).unlink(missing_ok=True)
+    else:
+        (directory / _REFUSED).write_text(error, encoding="utf-8")
 
 
 def _described(spec: EngineSpec[Any]) -> dict[str, Any]:

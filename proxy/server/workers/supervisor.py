@@ -26,10 +26,10 @@ import structlog
 from engine_adapter import EngineSpecError, ends_with_parent
 from proxy.fleet.process.managed_engine import end_of
 from proxy.runtime.tasks import Supervisor
-from proxy.server.checks import check
+from proxy.server.checks import check, check_reload, issued_keys
 from proxy.server.workers.directory import OwnDirectory
 from proxy.server.workers.fairness import ConnectionTally
-from proxy.server.workers.orders import Orders
+from proxy.server.workers.orders import Orders, write_refusal
 from proxy.server.workers.shared_engines import SharedEngines
 from proxy.server.workers.watchdog import SILENT_S, Watchdog, WorkerPulse
 from proxy.settings import Settings, SettingsError
@@ -179,10 +179,16 @@ class Workers:
     # --- settings -----------------------------------------------------------------------------------
 
     def _reload(self) -> None:
-        """Reads the settings again. If they cannot be used, nobody follows them."""
+        """Reads the settings again. If they cannot be used, nobody follows them, nor a worker that starts."""
         try:
             settings = self._load()
+            check_reload(self._settings, settings, has_issued=bool(issued_keys(settings)))
             check(settings)
+            write_refusal(self._directory.path, None)
             self._engines.follow(settings)
         except (SettingsError, EngineSpecError) as error:
             log.error("settings not reloaded: the old ones stay", error=str(error))  # noqa: TRY400 - one sentence
+            write_refusal(self._directory.path, str(error))
+            self._tell(signal.SIGHUP)
+        else:
+            self._settings = settings.model_copy(update={"workers": self._settings.workers})

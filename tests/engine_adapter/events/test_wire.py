@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine_adapter.events.fields import ClearedFields, MalformedEvents, RemovedFields, StoredFields
-from engine_adapter.events.keys import BlockKeys
+from engine_adapter.events.keys import BlockKeys, read_vllm_keys
 from engine_adapter.events.wire import (
     EventReader,
     decode_snapshot,
@@ -190,6 +190,18 @@ def test_offload_may_name_blocks_without_their_tokens_and_their_size(size):
 def test_every_medium_is_a_tier(medium, tier):
     removed = {"type": "BlockRemoved", "block_hashes": [1], "medium": medium}
     assert [event.tier for event in decode_batch(wire(stored(medium=medium), removed)).events] == [tier] * 2
+
+
+def test_of_a_connector_below_the_gpu_each_event_is_a_chunk():
+    kind = {"medium": "CPU", "kv_cache_spec_kind": "full_attention", "group_idx": 0}
+    first = stored(block_hashes=[1, 2], token_ids=[7, 8, 9, 10], **kind)
+    second = stored(block_hashes=[3, 4], token_ids=[1, 2, 3, 4], parent_block_hash=2, **kind)
+    events = list(EventReader().read(wire(first, second)))
+    assert [(event.hashes, event.per_chunk) for event in events] == [((1, 2), 2), ((3, 4), 2)]
+    named = list(EventReader(read_vllm_keys).read(wire(first, second)))  # its events have no keys
+    assert [(len(event.token_ids), event.per_chunk) for event in named] == [(0, 2), (0, 2)]
+    on_gpu = list(EventReader().read(wire({**first, "medium": "GPU"})))
+    assert [event.per_chunk for event in on_gpu] == [1]
 
 
 def test_fields_from_a_later_version_are_fine_and_its_event_types_are_counted():

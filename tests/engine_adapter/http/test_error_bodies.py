@@ -10,7 +10,10 @@ SHAPES = [
         {"error": {"message": "why", "type": "t", "param": "p", "code": "c"}},
         EngineErrorBody("why", "t", "p", "c"),
     ),
-    ({"error": {"message": "why", "type": "BadRequest", "code": 400}}, EngineErrorBody("why", "BadRequest")),
+    (
+        {"error": {"message": "why", "type": "BadRequest", "code": 400}},
+        EngineErrorBody("why", "BadRequest", named_status=400),
+    ),
     ({"object": "error", "message": "why", "param": "p"}, EngineErrorBody("why", param="p")),
     ({"error": "why"}, EngineErrorBody("why")),
     ({"detail": "why"}, EngineErrorBody("why")),
@@ -22,7 +25,11 @@ SHAPES = [
     (
         {"error": {"message": "why", "type": "exceed_context_size_error", "code": 400, "n_ctx": 9}},
         EngineErrorBody(
-            "why", "exceed_context_size_error", code="context_length_exceeded", more={"n_ctx": 9}
+            "why",
+            "exceed_context_size_error",
+            code="context_length_exceeded",
+            more={"n_ctx": 9},
+            named_status=400,
         ),
     ),
     (

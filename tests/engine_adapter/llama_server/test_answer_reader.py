@@ -114,8 +114,9 @@ def test_a_stream_that_is_not_whole_is_the_servers_failure(assembling, raw):
 @pytest.mark.parametrize("status", [500, 503])
 def test_an_error_of_the_server_in_the_stream_is_its_failure(assembling, status):
     feed(assembling, event({"error": {"message": "out of memory", "code": status}}))
-    with pytest.raises(EngineUnavailable, match="out of memory"):
+    with pytest.raises(EngineRejected, match="out of memory") as rejected:
         assembling.finish()
+    assert rejected.value.status == status
 
 
 def test_an_error_of_the_client_in_the_stream_keeps_its_status(lease, assembling):
@@ -302,15 +303,45 @@ def test_parallel_tool_calls_come_in_parts_and_a_name_may_grow():
     }
 
 
-@pytest.mark.parametrize(
-    ("code", "error"),
-    [(b"422", EngineRejected), *((code, EngineUnavailable) for code in (b"503", b"7", b"null"))],
-)
+@pytest.mark.parametrize(("code", "status"), [(b"422", 422), (b"503", 503), (b"7", 500), (b"null", 500)])
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-def test_an_error_in_the_stream_is_raised(path, code, error):
-    with pytest.raises(error, match=r"^no room$") as raised:
+def test_an_error_in_the_stream_is_raised(path, code, status):
+    with pytest.raises(EngineRejected, match=r"^no room$") as raised:
         assemble(path, part(text="a", delta={"content": "a"}) + ERROR % code + DONE)
-    assert getattr(raised.value, "status", 422) == 422
+    assert raised.value.status == status
+    assert "x-should-retry" not in raised.value.headers
+
+
+UNPARSED = [
+    event({"error": {"code": 500, "message": f"{said}: <tool", "type": "server_error"}})
+    for said in (
+        "Failed to parse input at pos 12",
+        "The model produced output that does not match the expected peg-native format",
+    )
+]
+
+
+@pytest.mark.parametrize("error", UNPARSED)
+def test_what_was_parsed_of_an_answer_is_the_answer(lease, assembling, error):
+    parts = part(delta={"role": "assistant", "content": None}), part(delta={"content": "Let me look"})
+    feed(assembling, b"".join((*parts, call(0, id="a", function={"name": "get"}), error)))
+    answer = json.loads(assembling.finish())
+    (choice,) = answer["choices"]
+    assert (answer["id"], choice["finish_reason"], choice["message"]["content"]) == (
+        "x",
+        "stop",
+        "Let me look",
+    )
+    assert assembling.note == "llama-server could not parse the whole answer: its end is missing"
+    assert lease.answer.error is not None  # its slot is read from the file
+
+
+@pytest.mark.parametrize("error", UNPARSED)
+def test_an_answer_of_which_nothing_was_parsed_is_not_made_again(assembling, error):
+    feed(assembling, part(delta={"role": "assistant", "content": None}) + error)
+    with pytest.raises(EngineRejected) as raised:
+        assembling.finish()
+    assert (raised.value.status, raised.value.headers) == (500, {"x-should-retry": "false"})
 
 
 ENDED = part(text="a", finish_reason="stop")

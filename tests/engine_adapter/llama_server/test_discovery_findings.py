@@ -39,6 +39,7 @@ def test_a_server_with_all_flags():
         ({"can_save": False}, "no prefix can be saved.*--slot-save-path DIR"),
         ({"has_slots": False}, "cannot watch its slots.*--slots"),
         ({"memory": MemoryRules(window=128)}, "sliding windows.*nothing is saved.*--swa-full"),
+        ({"has_draft": True}, "draft model.*nothing is saved or restored.*without --model-draft"),
         ({"memory": MemoryRules(is_recurrent=True, most=0)}, "no context checkpoints.*--ctx-checkpoints 32"),
         ({"is_sleeping": True}, "it sleeps when idle.*--sleep-idle-seconds"),
     ],

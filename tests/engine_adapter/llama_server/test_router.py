@@ -25,6 +25,7 @@ from engine_adapter import (
 )
 from engine_adapter.http.control import ControlClient
 from engine_adapter.llama_server import router as router_module
+from engine_adapter.llama_server.options import LlamaServerOptions
 from engine_adapter.llama_server.router import Router, ServerClient
 from tests.engines import served
 
@@ -38,8 +39,11 @@ class FakeRouter:
         self.asked: list[str] = []
         self.refuses = 0  # further loads, for want of room
         self.broken = ""
+        self.stuck = ""  # loads for ever
+        self.says: list[str] = []  # refusals of further loads, for other reasons
         self.role = "router"
         self.changes = 0
+        self.told = ""  # the model of the latest change
         self.app = Starlette(
             routes=[
                 Route("/props", self.props),
@@ -55,6 +59,7 @@ class FakeRouter:
         port = str(1000 + len(self.asked))
         args = ["llama-server", "--port", port, "--cache-ram", "0"] if value in ("loaded", "loading") else []
         self.states[name] = {"value": value, "args": args or self.states[name].get("args", []), **more}
+        self.told = name
         self.changes += 1
 
     async def props(self, _request: Request) -> Response:
@@ -73,7 +78,8 @@ class FakeRouter:
             while True:
                 if seen != self.changes:
                     seen = self.changes
-                    yield "data: {}\n\n"
+                    told = {"model": self.told, "event": "status_change"}
+                    yield f"data: {msgspec.json.encode(told).decode()}\n\n"
                 await asyncio.sleep(0.005)  # tests change it from another thread
 
         return StreamingResponse(events(), media_type="text/event-stream")
@@ -84,10 +90,14 @@ class FakeRouter:
         if self.refuses:
             self.refuses -= 1
             return JSONResponse({"error": {"message": "model limit reached"}}, 500)
+        if self.says:
+            return JSONResponse({"error": {"message": self.says.pop()}}, 500)
         if self.states[name]["value"] != "unloaded":
             return JSONResponse({"error": {"message": "already running"}}, 400)
         if name == self.broken:
             self.set(name, "unloaded", failed=True, exit_code=1)
+        elif name == self.stuck:
+            self.set(name, "loading")
         else:
             self.set(name, "loaded")
         return JSONResponse({"success": True})
@@ -119,8 +129,9 @@ class Adapter:
 class World:
     """A fake router, and kvpin's view of it with an adapter for each model."""
 
-    def __init__(self, fake: FakeRouter, url: str) -> None:
-        self.fake, self.spec = fake, EngineSpec("llama_server", url, "e")
+    def __init__(self, fake: FakeRouter, url: str, load_s: float = 60.0) -> None:
+        options = LlamaServerOptions(load_s=load_s)
+        self.fake, self.spec = fake, EngineSpec("llama_server", url, "e", options=options)
 
     async def __aenter__(self) -> Router:
         self.control = ControlClient(self.spec)
@@ -184,38 +195,164 @@ async def test_who_leaves_while_it_waits_costs_no_model():
             assert fake.asked == ["load a"]
 
 
-async def test_a_model_that_fails_to_load_is_refused_with_the_reason_and_tried_again():
+async def ask(router: Router, name: str) -> None:
+    async with router.using(name):
+        pass
+
+
+async def test_a_model_that_failed_to_load_is_refused_with_the_reason_and_puts_out_no_other():
+    fake = FakeRouter("a", "b")
+    fake.broken = "b"
+    with served(fake.app) as url:
+        async with World(fake, url) as router:
+            await ask(router, "a")
+            for _ in range(3):
+                with pytest.raises(ModelFailed, match=r"'b' failed to load: .* status 1") as refused:
+                    await ask(router, "b")
+                assert refused.value.status == 424
+                assert router.state("b") is ModelState.FAILED
+                await ask(router, "a")
+            assert fake.asked == ["load a", "save a", "unload a", "gone a", "load b", "load a"]
+
+
+async def test_a_model_that_failed_to_load_is_tried_again_at_an_operators_wish():
     fake = FakeRouter("a", "b")
     fake.broken = "b"
     with served(fake.app) as url:
         async with World(fake, url) as router:
             for _ in range(2):
-                with pytest.raises(ModelFailed, match=r"'b' failed to load: .* status 1") as refused:
-                    async with router.using("b"):
-                        pass
-                assert refused.value.status == 424
-                fake.states["b"] = {"value": "unloaded", "failed": True, "exit_code": 1}
-            assert router.state("b") is ModelState.FAILED
+                router.try_again("b")
+                with pytest.raises(ModelFailed):
+                    await ask(router, "b")
             assert fake.asked == ["load b"] * 2
+            fake.broken = ""
+            router.try_again("b")
+            await ask(router, "b")
+            assert router.failure("b") is None
+
+
+async def test_each_failure_of_a_model_doubles_the_pause_after_it(monkeypatch):
+    fake, now = FakeRouter("a"), 1000.0
+    fake.broken = "a"
+    monkeypatch.setattr(router_module, "monotonic", lambda: now)
+    with served(fake.app) as url:
+        async with World(fake, url) as router:
+            tried = []
+            while now < 2800.0:
+                before = len(fake.asked)
+                with pytest.raises(ModelFailed):
+                    await ask(router, "a")
+                if len(fake.asked) > before:
+                    tried.append(now - 1000.0)
+                now += 10.0
+            assert tried == [0.0, 10.0, 30.0, 70.0, 150.0, 310.0, 630.0, 1230.0]
 
 
 async def test_requests_that_wait_while_a_model_fails_to_load_do_not_try_it_again():
-    """Each load takes long, and holds up the requests to other models."""
     fake = FakeRouter("a", "b")
     fake.broken = "b"
     with served(fake.app) as url:
         async with World(fake, url) as router:
-
-            async def ask() -> None:
-                async with router.using("b"):
-                    pass
-
-            failures = await asyncio.gather(*(ask() for _ in range(5)), return_exceptions=True)
+            failures = await asyncio.gather(*(ask(router, "b") for _ in range(5)), return_exceptions=True)
             assert [type(each) for each in failures] == [ModelFailed] * 5
             assert fake.asked == ["load b"]
-            with pytest.raises(ModelFailed):
-                await ask()
-            assert fake.asked == ["load b"] * 2, "it came later"
+
+
+async def test_a_load_that_tells_nothing_has_failed_and_is_ended():
+    fake = FakeRouter("a", "b")
+    fake.stuck = "b"
+    with served(fake.app) as url:
+        async with World(fake, url, load_s=0.1) as router:
+            stuck = [asyncio.create_task(ask(router, "b")) for _ in range(3)]
+            await asyncio.sleep(0.05)
+            await ask(router, "a")  # there is no room for it before
+            failures = await asyncio.gather(*stuck, return_exceptions=True)
+            assert str(failures[0]) == (
+                "the model 'b' failed to load: its llama-server has told no progress for 0.1 s; look for it "
+                "in the router's presets, or raise load_s"
+            )
+            assert len({str(failure) for failure in failures}) == 1
+            assert {type(failure) for failure in failures} == {ModelFailed}
+            assert router.failure("b") == str(failures[0])
+            assert fake.asked.count("load b") == 1
+            assert "unload b" in fake.asked
+            assert router.is_open("a")
+
+
+async def test_a_load_that_tells_its_progress_may_take_longer():
+    fake = FakeRouter("a")
+    fake.stuck = "a"
+    with served(fake.app) as url:
+        async with World(fake, url, load_s=2.0) as router:
+            loading = asyncio.create_task(ask(router, "a"))
+            for _ in range(10):
+                await asyncio.sleep(0.25)
+                fake.told, fake.changes = "a", fake.changes + 1
+            fake.set("a", "loaded")
+            await loading
+            assert fake.asked == ["load a"]
+
+
+async def test_other_models_are_served_and_loaded_while_one_loads():
+    fake = FakeRouter("a", "b", "c", most=3)
+    fake.stuck = "b"
+    with served(fake.app) as url:
+        async with World(fake, url) as router:
+            await ask(router, "a")
+            stuck = asyncio.create_task(ask(router, "b"))
+            await asyncio.sleep(0.05)
+            await ask(router, "a")
+            await ask(router, "c")
+            assert not stuck.done()
+            assert fake.asked == ["load a", "load b", "load c"]
+            fake.set("b", "loaded")
+            await stuck
+
+
+async def test_a_model_that_loads_for_a_request_does_not_leave_before_it_has_served_it():
+    fake = FakeRouter("a", "b")
+    fake.stuck = "b"
+    with served(fake.app) as url:
+        async with World(fake, url) as router:
+            order = []
+
+            async def note(name: str) -> None:
+                async with router.using(name):
+                    order.append(name)
+
+            asks = [asyncio.create_task(note("b"))]
+            await asyncio.sleep(0.05)
+            asks.append(asyncio.create_task(note("a")))
+            await asyncio.sleep(0.05)
+            fake.set("b", "loaded")
+            await asyncio.gather(*asks)
+            assert order == ["b", "a"]
+            await asks[1]
+
+
+async def test_a_load_that_nobody_waits_for_any_longer_makes_room():
+    fake = FakeRouter("a", "b")
+    fake.stuck = "b"
+    with served(fake.app) as url:
+        async with World(fake, url) as router:
+            stuck = asyncio.create_task(ask(router, "b"))
+            await asyncio.sleep(0.05)
+            stuck.cancel()
+            await asyncio.wait([stuck])
+            await ask(router, "a")
+            assert fake.asked == ["load b", "save b", "unload b", "gone b", "load a"]
+
+
+async def test_any_other_error_of_a_load_is_the_models():
+    fake = FakeRouter("a", "b")
+    fake.says = ["failed to spawn server instance"]
+    with served(fake.app) as url:
+        async with World(fake, url) as router:
+            for _ in range(2):
+                with pytest.raises(ModelFailed, match="'b' cannot be loaded: failed to spawn"):
+                    await ask(router, "b")
+            assert fake.asked == ["load b"]
+            await ask(router, "a")
 
 
 async def test_a_visit_waits_for_a_request_to_load_the_model_and_a_swap_waits_for_the_visit():
@@ -263,13 +400,20 @@ async def test_a_swap_waits_for_a_visit_only_briefly_and_for_a_request_to_its_en
             assert router.state("a") is ModelState.UNLOADED
 
 
-async def test_a_router_without_room_is_asked_again(monkeypatch):
+async def test_a_router_without_room_is_asked_again_but_not_for_ever(monkeypatch):
     monkeypatch.setattr(router_module, "_RETRY_S", 0.0)
-    fake = FakeRouter("a")
+    fake = FakeRouter("a", "b", most=2)
     fake.refuses = 2
     with served(fake.app) as url:
-        async with World(fake, url) as router, router.using("a"):
+        async with World(fake, url) as router:
+            await ask(router, "a")
             assert fake.asked == ["load a"] * 3
+            monkeypatch.setattr(router_module, "_ROOM_S", 0.05)
+            fake.refuses = 10**6
+            with pytest.raises(EngineRejected, match=r"no room for the model 'b' for 0\.05 s") as refused:
+                await ask(router, "b")
+            assert refused.value.status == 503
+            await ask(router, "a")
 
 
 async def test_a_model_that_another_client_loads_is_waited_for_also_without_events(monkeypatch):
@@ -317,7 +461,7 @@ async def test_what_is_no_router_is_none():
     fake = FakeRouter("a")
     fake.role = ""
     with served(fake.app) as url:
-        spec = EngineSpec("llama_server", url, "e")
+        spec = EngineSpec("llama_server", url, "e", options=LlamaServerOptions())
         control = ControlClient(spec)
         assert await Router.at(spec, control) is None
         fake.role = "router"

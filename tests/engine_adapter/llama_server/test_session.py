@@ -143,10 +143,10 @@ async def test_a_busy_server_is_tried_out_later(begun, control_of, server):
         await asyncio.sleep(0)
     session = await begun()
     assert session.facts.ram_cache is None
-    assert not session.keeps_none_itself
+    assert not session.facts.keeps_none_itself
     await running
     await session.try_out()
-    assert session.keeps_none_itself
+    assert session.facts.keeps_none_itself
     assert session.scheduler.contents.table.violations == 0
     await session.try_out()  # again is nothing
 

@@ -2,12 +2,19 @@
 
 import asyncio
 
+import msgspec
 import pytest
 
 from engine_adapter.errors import EngineLost, EngineRejected, EngineUnavailable
 from engine_adapter.http.control import ControlClient
 from engine_adapter.llama_server import slot_io
-from engine_adapter.llama_server.slot_io import end_copies, read_slots, until_all_arrived, when_idle
+from engine_adapter.llama_server.slot_io import (
+    SlotState,
+    end_copies,
+    read_slots,
+    until_all_arrived,
+    when_idle,
+)
 from engine_adapter.llama_server.state_file import read_tokens
 from engine_adapter.types import EngineSpec
 from tests.fakes import FakeEngine
@@ -188,3 +195,19 @@ class TestALostAnswer:
     ):
         server.busy, server.knows_the_question = busy, knows
         assert (await slot_io.save(lossy, 0, NAME)).tokens == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "has_draft"),
+    [
+        ({}, False),
+        ({"speculative": False, "params": {"speculative.types": "none"}}, False),
+        ({"speculative": True}, None),
+        ({"speculative": True, "params": {"speculative.types": "draft-simple,ngram-mod"}}, True),
+        ({"speculative": True, "params": {"speculative.types": "ngram-mod"}}, False),
+        ({"speculative": True, "params": {"temperature": 0}}, True),  # older servers have draft models alone
+    ],
+)
+def test_a_slot_says_whether_a_draft_model_proposes_tokens(fields, has_draft):
+    state = msgspec.convert({"id": 0, "n_ctx": 512, "is_processing": False, **fields}, SlotState)
+    assert state.has_draft is has_draft

@@ -2,7 +2,7 @@ import msgspec
 import pytest
 
 from engine_adapter import JsonBody
-from engine_adapter.prompt.forms import Form, forms_of
+from engine_adapter.prompt.forms import BILLING, Form, forms_of
 from proxy.prompt.media import not_plain
 
 HELLO = {"role": "user", "content": "hello"}
@@ -38,7 +38,11 @@ def test_forms():
     assert forms(HELLO, chat_template_kwargs={"enable_thinking": False, "n": -5}) == {Form.TEMPLATE_KWARGS}
     tools = [{"type": "function", "function": FUNCTION}]
     assert forms(HELLO, tools=tools) == {Form.TOOLS}
-    assert forms(HELLO, calls, answer, tools=tools) == {Form.TOOLS, Form.TOOL_CALLS}
+    assert forms(HELLO, calls, answer, tools=tools) == {Form.TOOLS, Form.TOOL_CALLS, Form.LEFT_OUT}
+    assert forms(HELLO, said | {"tool_calls": []}, HELLO) == {Form.LEFT_OUT}
+    assert forms(HELLO, said | {"refusal": None, "annotations": []}, HELLO) == {Form.LEFT_OUT}
+    assert forms({"role": "system", "content": f"{BILLING}: 1\nBe brief."}, HELLO) == {Form.LEFT_OUT}
+    assert forms(HELLO | {"content": BILLING}) == forms({"role": "system", "content": f" {BILLING}"}) == set()
     assert forms(HELLO, thought, HELLO) == {Form.REASONING}
     assert forms(HELLO, thought | {"tool_calls": [CALL]}, answer) == {Form.REASONING, Form.TOOL_CALLS}
     assert forms(HELLO, said) == {Form.CONTINUED}
@@ -68,6 +72,10 @@ def test_forms():
         called(""),
         called({"a": 1}),
         HELLO | {"role": "assistant", "tool_calls": [CALL | {"index": 0}]},
+        HELLO | {"tool_calls": [CALL]},
+        HELLO | {"role": "tool", "tool_calls": [CALL]},
+        HELLO | {"role": "tool", "tool_call_id": None},
+        HELLO | {"content": [{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}]},
         "hello",
     ],
 )
@@ -86,6 +94,8 @@ def test_messages_that_engines_read_in_their_own_ways(message):
         {"tools": [tool(minimum=0.5)]},
         {"tools": [tool(maximum=2**63)]},
         {"chat_template_kwargs": {"temperature": 1.0}},
+        {"chat_template_kwargs": {"enable_thinking": None}},
+        {"chat_template_kwargs": {"reasoning_effort": "auto"}},
         {"reasoning": {"effort": "low"}},
     ],
 )

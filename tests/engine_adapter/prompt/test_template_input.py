@@ -26,11 +26,17 @@ def test_what_joins_texts(tokenizer):
 def test_tools_and_messages_as_the_engine_makes_them(tokenizer):
     given = TemplateInput(
         tools=lambda tools: [tool | {"more": None} for tool in tools],
-        message=lambda message: message | {"content": message["content"].upper()},
+        message=lambda message, wanted: message | {"content": f"{wanted} {message['content'].upper()}"},
     )
     text = tokenizer.rendering(given).render([PARTS], tools=[{"type": "function"}])
     assert '{"type": "function", "more": null}' in text
-    assert "ONE\nTWO" in text
+    assert "string ONE\nTWO" in text
+
+
+def test_no_calls_are_as_no_field(tokenizer):
+    said = {"role": "assistant", "content": "one"}
+    assert tokenizer.render([said | {"tool_calls": []}]) == tokenizer.render([said])
+    assert USUAL.message(said, ContentFormat.STRING) is said
 
 
 def test_the_form_of_texts_is_the_engines_choice(tokenizer):

@@ -41,12 +41,14 @@ def test_a_tool_has_the_fields_of_its_model_in_the_clients_order(function, given
     ],
 )
 def test_a_message_has_the_fields_of_its_model_that_are_given(message, given):
-    assert list(SGLANG_INPUT.message(message).items()) == list(given.items())
+    assert list(SGLANG_INPUT.message(message, ContentFormat.STRING).items()) == list(given.items())
 
 
 def test_a_call_has_an_index():
     call = {"type": "function", "function": {"arguments": {"a": 1}, "name": "f"}, "id": "c"}
-    given = SGLANG_INPUT.message({"role": "assistant", "content": "", "tool_calls": [call]})["tool_calls"]
+    given = SGLANG_INPUT.message(
+        {"role": "assistant", "content": "", "tool_calls": [call]}, ContentFormat.STRING
+    )["tool_calls"]
     assert str(given) == str(
         [{"id": "c", "index": None, "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}]
     )

@@ -12,6 +12,7 @@ from hashlib import sha256
 
 import pytest
 import torch
+from msgspec import structs
 
 from engine_adapter import (
     BlocksStored,
@@ -258,8 +259,9 @@ async def test_a_prompt_known_here_goes_as_ids_and_reads_the_same(adapter_of, tr
         await adapter.connect()
         prompt = KvTarget(array("i", encode("Once upon a time")), exact=True)
         answers = []
-        for _ in range(17):  # the first 16 are compared
-            async with adapter.hold(TEXT, body(prompt="Once upon a time", max_tokens=5), prompt) as hold:
+        for audit in (True, False):
+            target = structs.replace(prompt, exact=not audit, audit=audit)
+            async with adapter.hold(TEXT, body(prompt="Once upon a time", max_tokens=5), target) as hold:
                 sent = adapter.prepare("POST", TEXT, JSON, hold.body)
                 async with await transport.send(sent) as response:
                     raw = await response.read()

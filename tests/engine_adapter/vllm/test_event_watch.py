@@ -4,6 +4,7 @@ import asyncio
 from array import array
 
 import pytest
+from msgspec.structs import replace
 
 from engine_adapter.types import (
     Attention,
@@ -157,6 +158,22 @@ def test_nothing_is_remembered_of_before(copies, end):
 def test_other_tiers_and_unknown_names_pass(copies):
     events = [copied("a", tier=Tier.HOST), removed("a", tier=Tier.HOST), removed("x")]
     assert passed(copies, *events) == events
+
+
+class TestChunks:
+    """Of vLLM's offloading connector."""
+
+    def test_blocks_that_chunks_share_stay_until_the_last_of_them_is_gone(self, copies):
+        chunks = [replace(copied("a", last, tier=Tier.HOST), per_chunk=2) for last in "bc"]
+        assert passed(copies, *chunks) == chunks
+        gone = removed("a", "b", tier=Tier.HOST), removed("a", "c", tier=Tier.HOST)
+        assert passed(copies, *gone) == [removed("b", tier=Tier.HOST), removed("a", "c", tier=Tier.HOST)]
+        assert passed(copies, *chunks, chunks[0], removed("a", tier=Tier.HOST)) == [*chunks, chunks[0]]
+
+    def test_where_events_name_the_last_block_alone_they_say_of_how_many(self):
+        copies, named = Copies(4), BlocksStored(Tier.HOST, None, ("d",), array("i"), 0)
+        assert passed(copies, named) == [replace(named, per_chunk=4)]
+        assert passed(Copies(), named) == [named]
 
 
 class TestCopiesInGroups:

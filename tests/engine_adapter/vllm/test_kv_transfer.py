@@ -137,3 +137,23 @@ class TestFindings:
     def test_nothing_to_say_without_a_role(self):
         assert list(findings_of_transfer(spec_of(Role.BOTH), KvTransfer())) == []
         assert role_of(spec_of(Role.BOTH), None) is Role.BOTH
+
+
+@pytest.mark.parametrize(
+    ("extra", "blocks"),
+    [({}, 1), ({"blocks_per_chunk": 4}, 4), ({"block_size": 96}, 3), ({"block_size": "96"}, 1)],
+)
+def test_a_server_says_how_many_blocks_it_offloads_together(extra, blocks):
+    told = KvTransfer("OffloadingConnector", "kv_both", kv_connector_extra_config=extra)
+    assert told.offloads
+    assert told.blocks_per_chunk(32) == blocks
+    assert KvTransfer("NixlConnector", kv_connector_extra_config=extra).blocks_per_chunk(32) == 1
+
+
+@pytest.mark.parametrize("describes", [True, False])
+async def test_chunks_that_events_do_not_describe_are_a_finding(describes):
+    extra = {"blocks_per_chunk": 4, "self_describing_kv_events": describes}
+    told = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+    async with connected(told) as (adapter, _):
+        found = [finding.remedy for finding in adapter.findings()]
+        assert ["self_describing_kv_events" in remedy for remedy in found] == ([] if describes else [True])

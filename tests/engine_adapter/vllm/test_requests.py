@@ -17,27 +17,17 @@ def sent(shaper, path=TEXT, target=PROMPT, *, tell_reuse=False, **fields):
     return json.loads(hold.body.raw), hold
 
 
-def past_its_samples(**options):
-    shaper = RequestShaper(asks_usage=True, **options)
-    for _ in range(16):
-        sent(shaper)
-    return shaper
-
-
 @pytest.fixture
 def shaper():
-    return past_its_samples(longest_chat=3)
+    return RequestShaper(asks_usage=True, longest_chat=3)
 
 
-def test_the_first_prompts_and_then_one_in_a_hundred_are_compared():
-    shaper = RequestShaper(asks_usage=True)
-    requests = [sent(shaper)[0] for _ in range(200)]
-    compared = [at for at, request in enumerate(requests, 1) if request.get("return_token_ids")]
-    assert compared == [*range(1, 17), 100, 200]
-    assert {str(request["prompt"]) for request in requests} == {"some text", "[5, 6, 7]"}
-    assert all(
-        (at in compared) == (request["prompt"] == "some text") for at, request in enumerate(requests, 1)
-    )
+def test_an_audited_prompt_goes_as_text_and_its_ids_are_asked_for(shaper):
+    audited = KvTarget(PROMPT.token_ids, audit=True)
+    request, hold = sent(shaper, target=audited)
+    assert request == {"prompt": "some text", "return_token_ids": True}
+    assert hold.answer is not None
+    assert sent(shaper)[0] == {"prompt": [5, 6, 7]}
 
 
 def test_what_is_not_known_is_not_compared():
@@ -113,7 +103,7 @@ def test_chats_whose_text_vllm_needs_go_without_ids(shaper, fields):
 
 
 def test_chats_with_tools_need_a_server_that_renders_them():
-    shaper = past_its_samples(longest_chat=3, renders=False)
+    shaper = RequestShaper(asks_usage=True, longest_chat=3, renders=False)
     assert "kv_transfer_params" in sent(shaper, CHAT, **MESSAGES)[0]
     for fields in ({"tools": [{}]}, {"tool_choice": "none"}):
         assert "kv_transfer_params" not in sent(shaper, CHAT, **MESSAGES, **fields)[0]
@@ -135,7 +125,9 @@ def test_the_version_says_which_chats_may_go_as_ids(version, context, longest):
 
 
 def test_a_chat_that_leaves_no_room_for_an_answer_goes_without_ids():
-    assert "kv_transfer_params" not in sent(past_its_samples(longest_chat=2), CHAT, **MESSAGES)[0]
+    assert (
+        "kv_transfer_params" not in sent(RequestShaper(asks_usage=True, longest_chat=2), CHAT, **MESSAGES)[0]
+    )
 
 
 def test_streams_are_asked_for_what_they_reused(shaper):

@@ -20,6 +20,7 @@ from tests.fakes import (
     FakeEngine,
     client_of,
     connect_to,
+    give_prompts,
     prompts_of,
     proxy_over,
 )
@@ -43,7 +44,7 @@ def world(tokenizer_dir):
             renders_alike=True,
         )
         proxy.add(FakeAdapter("a", engine.url, info=info))
-        proxy.fleet.pools["m"].prompts = prompts_of(info)
+        give_prompts(proxy.fleet.pools["m"], prompts_of(info))
         client = client_of(proxy)
         yield runner, proxy, client
         runner.run(client.aclose())

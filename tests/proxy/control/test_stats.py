@@ -37,7 +37,7 @@ async def test_how_prompts_become_tokens(world, pair):
     assert forms["text parts"] == {
         "source": "engine", "ok": True, "detail": "why", "agreed": 0, "differed": 0
     }  # fmt: skip
-    world.pool.prompts = None
+    world.pool.renderings = ()
     (pool,) = (await shown_by(world))["pools"]
     assert pool["tokenisation"] is None
 

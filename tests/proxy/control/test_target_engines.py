@@ -116,7 +116,7 @@ async def test_a_prefix_that_holds_images_is_none(world, pair, unlike_text):
     ],
 )
 async def test_a_prefix_that_cannot_be_named(world, pair, fields, error, param):
-    world.pool.prompts.info = replace(world.pool.prompts.info, max_model_len=4096)
+    world.pool.prompts._context = lambda: 4096
     with pytest.raises(error) as caught:
         await world.targets.prefix_of(Target(**fields))
     assert caught.value.param == param

@@ -1,4 +1,4 @@
-from proxy.core.breaker import ENOUGH, FAILURES, MAX_OPEN_S, OPEN_S, Breaker
+from proxy.core.breaker import ENOUGH, FAILURES, MAX_OPEN_S, ODD, OPEN_S, Breaker, EmptyAnswers
 
 
 def opened(at=0.0):
@@ -45,3 +45,22 @@ def test_what_was_sent_before_it_opened_says_nothing():
     breaker.answered(OPEN_S / 2)
     assert not breaker.allows(OPEN_S / 2, 0)
     assert [breaker.allows(OPEN_S, count) for count in (0, 1)] == [True, False]
+
+
+def test_empty_answers_fail_only_beside_others_with_text():
+    empty = EmptyAnswers()
+    assert [empty.fails(7) for _ in range(20)] == [False] * 20  # the others have given none since
+    assert not empty.is_odd
+    assert empty.fails(8)
+    assert empty.is_odd
+
+
+def test_one_empty_answer_is_no_finding_and_a_text_ends_the_row():
+    empty = EmptyAnswers()
+    for texts in range(ODD, 50, ODD):
+        assert not empty.fails(texts)
+        assert not empty.is_odd
+        assert empty.fails(texts + 1)
+        assert empty.is_odd
+        empty.in_a_row = 0  # it gave a text
+        assert not empty.is_odd

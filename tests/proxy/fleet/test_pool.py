@@ -13,7 +13,7 @@ from proxy.fleet.engine import ASSUMED_CAPACITY_TOKENS, Engine, EngineState
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.pool import Pool
 from proxy.prompt import Prompt
-from tests.fakes import add_ready
+from tests.fakes import INFO, FakeAdapter, add_ready
 
 PROMPT = Prompt(array("i", range(40)))
 
@@ -28,13 +28,13 @@ class TestTokenisers:
         add_ready(fleet, "a")
         able, ill = (add_ready(fleet, name, capabilities=frozenset({Capability.TOKENIZE})) for name in "bc")
         ill.state = EngineState.SUSPECT
-        assert fleet.pools["m"].tokenisers() == [able.adapter]
+        assert fleet.pools["m"].tokenisers(None) == [able.adapter]
         able.info = replace(able.info, capabilities=frozenset({Capability.RENDER}))
-        assert (fleet.pools["m"].tokenisers(), fleet.pools["m"].renderers()) == ([], [able.adapter])
-        assert fleet.pools["m"].embedders() == []
+        assert (fleet.pools["m"].tokenisers(None), fleet.pools["m"].renderers(None)) == ([], [able.adapter])
+        assert fleet.pools["m"].embedders(None) == []
         assert not fleet.pools["m"].takes_embeds
         able.info = replace(able.info, renders_embeds=True)
-        assert fleet.pools["m"].embedders() == [able.adapter]
+        assert fleet.pools["m"].embedders(None) == [able.adapter]
         assert fleet.pools["m"].takes_embeds
         able.info = replace(able.info, renders_embeds=False, renders_alike=True)
         assert fleet.pools["m"].takes_embeds
@@ -121,6 +121,19 @@ class TestCandidates:
         assert engines_for(Needs(home="gone")) == set()
         assert engines_for(Needs(kind="openai_compatible")) == {"a", "c"}
         assert engines_for(Needs(kind="vllm")) == set()
+
+    def test_tenants_share_kv_if_they_may_on_all_engines_and_what_has_no_salt_goes_to_no_other(self, fleet):
+        sharing = fleet.add(FakeAdapter("a", share_kv=True))
+        pool = fleet.join(sharing, INFO)
+        sharing.state = EngineState.READY
+        assert pool.shares_kv
+        add_ready(fleet, "b")  # after requests were prepared
+        assert not pool.shares_kv
+        assert pool.engines_for(Needs(shares=True)) == {"a"}
+        assert pool.engines_for(Needs()) == {"a", "b"}
+        fleet.leave(sharing)
+        assert not pool.shares_kv
+        assert pool.engines_for(Needs(shares=True)) == set()
 
     def test_a_pool_whose_engine_is_lost_or_starts_has_one_coming_back(self, fleet):
         engine, pool = add_ready(fleet, "a"), fleet.pools["m"]

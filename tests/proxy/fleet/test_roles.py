@@ -10,9 +10,9 @@ from engine_adapter.vllm.nixl import NixlPull
 from proxy.core.admission import Needs
 from proxy.fleet.engine import EngineState
 from proxy.fleet.fleet import Fleet
-from proxy.fleet.roles import of_role
+from proxy.fleet.roles import of_role, of_sharing
 from proxy.prompt import Prompt
-from tests.fakes import add_ready
+from tests.fakes import INFO, FakeAdapter, add_ready
 
 
 @pytest.fixture
@@ -24,6 +24,17 @@ def pool_of(fleet, **roles):
     for name, role in roles.items():
         add_ready(fleet, name, role=role)
     return fleet.pools["m"]
+
+
+def test_an_engine_that_shares_kv_beside_one_that_does_not_has_a_finding():
+    fleet = Fleet()
+    sharing = fleet.add(FakeAdapter("a", share_kv=True))
+    pool = fleet.join(sharing, INFO)
+    assert of_sharing(sharing, None) == of_sharing(sharing, pool) == ()
+    other = add_ready(fleet, "b")
+    (finding,) = of_sharing(sharing, pool)
+    assert finding.problem.startswith("tenants may share its KV, and not that of b: ")
+    assert of_sharing(other, pool) == ()
 
 
 def able(pool, *, without=()):

@@ -11,14 +11,16 @@ from engine_adapter.prompt.forms import Form
 from proxy.fleet import tokenisation
 from proxy.fleet.engine import EngineState
 from proxy.fleet.fleet import Fleet
-from proxy.fleet.tokenisation import PoolTokenizers
-from proxy.prompt import PromptTables
+from proxy.fleet.tokenisation import Renderings
+from proxy.prompt import PromptTables, audit_tokens
 from proxy.runtime.tasks import Supervisor
 from tests.fakes import INFO, FakeAdapter
 
 COMPLETIONS = "/v1/completions"
 ASKABLE = replace(INFO, tokenizer="acme/model", capabilities=frozenset({Capability.TOKENIZE}))
 BODY = JsonBody(b'{"prompt": "hello"}')
+CHAT = "/v1/chat/completions"
+ASK = JsonBody(b'{"messages": [{"role": "user", "content": "hello"}]}')
 
 
 class Loader:
@@ -44,6 +46,7 @@ class Tokenising(FakeAdapter):
     """An engine with that tokenizer."""
 
     tokenizer: ChatTokenizer
+    extra = ""  # begins each prompt
     asked = 0
     failures_left = 0
 
@@ -54,18 +57,19 @@ class Tokenising(FakeAdapter):
             raise EngineUnavailable("busy")
         if path == COMPLETIONS:
             return self.tokenizer.encode(body.get("prompt"), add_special_tokens=True)
-        return self.tokenizer.chat(body.get("messages"), tools=body.get("tools")).token_ids
+        extra = self.tokenizer.encode(self.extra, add_special_tokens=False)
+        return extra + self.tokenizer.chat(body.get("messages"), tools=body.get("tools")).token_ids
 
 
 class World:
     def __init__(self, tokenizer, loader):
         self.tokenizer, self.loader = tokenizer, loader
         self.tasks, self.fleet = Supervisor(), Fleet()
-        self.tokenisation = PoolTokenizers(self.tasks, PromptTables(), loader)
+        self.renderings = Renderings(self.tasks, PromptTables(), loader)
 
-    def join(self, engine_id, info=ASKABLE):
+    def join(self, engine_id, info=ASKABLE, extra=""):
         adapter = Tokenising(engine_id, info=info)
-        adapter.tokenizer = self.tokenizer
+        adapter.tokenizer, adapter.extra = self.tokenizer, extra
         engine = self.fleet.add(adapter)
         self.rejoin(engine)
         return engine
@@ -73,7 +77,7 @@ class World:
     def rejoin(self, engine):
         pool = self.fleet.join(engine, engine.adapter.info)
         engine.state = EngineState.READY
-        self.tokenisation.join(engine, engine.adapter.info, pool)
+        self.renderings.join(engine, engine.adapter.info, pool)
 
     @property
     def prompts(self):
@@ -103,7 +107,8 @@ async def test_four_engines_load_one_tokenizer(world):
     await world.settled()
     assert world.loader.sources == ["acme/model"]
     assert world.prompts.exactness.source == "local"
-    assert len([engine for engine in engines if engine.adapter.asked]) == 1
+    assert all(engine.adapter.asked and engine.is_proven for engine in engines)
+    assert {engine.prompts for engine in engines} == {world.prompts}
 
 
 async def test_until_it_is_loaded_the_engines_tokenise(world, tokenizer):
@@ -120,16 +125,71 @@ async def test_until_it_is_loaded_the_engines_tokenise(world, tokenizer):
     assert engine.adapter.asked == asked
 
 
-async def test_a_restarted_engine_finds_the_tokenizer_and_its_check(world):
+async def test_a_restarted_engine_finds_the_tokenizer_and_is_compared_again(world):
     engine = world.join("a")
     world.loader.go.set()
     await world.settled()
     prompts, asked = world.prompts, engine.adapter.asked
     world.fleet.leave(engine)
     world.rejoin(engine)
+    assert not engine.is_proven
     await world.settled()
-    assert world.prompts is prompts
-    assert (world.loader.sources, engine.adapter.asked) == (["acme/model"], asked)
+    assert (engine.is_proven, world.prompts.local) == (True, prompts.local)
+    assert (world.loader.sources, engine.adapter.asked > asked) == (["acme/model"], True)
+
+
+async def test_a_restarted_engine_that_makes_other_tokens_gets_another_builder_and_the_log_says_so(world):
+    engine = world.join("a")
+    world.loader.go.set()
+    await world.settled()
+    before = engine.prompts
+    world.fleet.leave(engine)
+    engine.adapter.extra = "<other>"
+    with structlog.testing.capture_logs() as logs:
+        world.rejoin(engine)
+        await world.settled()
+    assert engine.prompts is not before
+    assert engine.prompts.forms.rows[Form.PLAIN].source == "engine"
+    (line,) = [line for line in logs if line["event"] == "engine has changed"]
+    assert (line["engine"], "plain" in line["changed"][0]) == ("a", True)
+
+
+async def test_two_engines_that_make_different_tokens_get_their_own(world):
+    """As two vLLMs of a rolling update, one with other default arguments of its template."""
+    first = world.join("a")
+    world.loader.go.set()
+    await world.settled()
+    with structlog.testing.capture_logs() as logs:
+        second = world.join("b", extra="<other>")
+        await world.settled()
+    assert (first.is_proven, second.is_proven) == (True, True)
+    assert world.fleet.pools["m"].renderings == (first.prompts, second.prompts)
+    assert (await first.prompts.build(CHAT, ASK, salt=None)).source == "local"
+    prompt = await second.prompts.build(CHAT, ASK, salt=None)
+    assert (prompt.source, prompt.token_ids) == ("engine", await second.adapter.tokenize(CHAT, ASK))
+    (line,) = [line for line in logs if line["event"].startswith("engines of one model make different")]
+    assert line["engines"] == ["a", "b"]
+
+
+async def test_an_engine_with_other_files_loads_them(world, tmp_path, tokenizer):
+    """As a llama-server that comes back with another GGUF under its path."""
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"1")
+    engine = world.join("a", replace(ASKABLE, tokenizer=str(file)))
+    world.loader.go.set()
+    await world.settled()
+    file.write_bytes(b"22")
+    world.fleet.leave(engine)
+    world.rejoin(engine)
+    await world.settled()
+    assert world.loader.sources == [str(file)] * 2
+
+
+async def test_an_engine_that_can_make_no_prompts_takes_those_of_the_others_and_is_not_proven(world):
+    first, blank = world.join("a"), world.join("b", INFO)
+    world.loader.go.set()
+    await world.settled()
+    assert (blank.prompts, blank.is_proven) == (first.prompts, False)
 
 
 async def test_a_pool_whose_engines_were_all_removed_gets_its_tokenizer_again(world):
@@ -196,7 +256,7 @@ async def test_an_engine_that_fell_asleep_after_its_last_health_check_is_not_wok
     assert (engine.adapter.asked > 0, world.prompts.exactness.source) == (True, "local")
 
 
-async def test_any_engine_of_the_pool_whose_model_is_in_memory_is_asked(world, monkeypatch):
+async def test_each_engine_is_compared_once_its_model_is_in_memory(world, monkeypatch):
     """Of two routers, requests may load the model always on the second one."""
     monkeypatch.setattr(tokenisation, "RETRY_S", 0.01)
 
@@ -206,8 +266,10 @@ async def test_any_engine_of_the_pool_whose_model_is_in_memory_is_asked(world, m
     monkeypatch.setattr(Tokenising, "is_loaded", is_loaded)
     first, second = world.join("a"), world.join("b")
     world.loader.go.set()
-    await world.settled()
-    assert (first.adapter.asked, second.adapter.asked > 0) == (0, True)
+    async with asyncio.timeout(5):
+        while not second.is_proven:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+    assert (first.adapter.asked, first.is_proven, second.adapter.asked > 0) == (0, False, True)
     assert world.prompts.exactness.source == "local"
 
 
@@ -274,15 +336,31 @@ async def one_token(_self, _path, _body):
     return array("i", [6])
 
 
-async def test_a_pool_without_ready_engines_is_not_checked_and_one_that_is_gone_not_waited_for(
-    world, monkeypatch
-):
+async def test_an_engine_that_is_gone_is_not_waited_for(world, monkeypatch):
     monkeypatch.setattr("proxy.fleet.tokenisation.RETRY_S", 0.0)
     engine = world.join("a")
-    engine.state = EngineState.DOWN
+    engine.adapter.failures_left = 1_000_000
     world.loader.go.set()
     await asyncio.sleep(0.01)
     assert world.tasks._tasks
-    assert engine.adapter.asked == 0
-    world.fleet.remove(world.fleet.engine("a"))
+    world.renderings.leave(engine)
     await world.settled()
+    assert not engine.is_proven
+
+
+async def test_a_difference_takes_a_form_from_that_engine_alone_and_it_comes_back(world):
+    first, second = world.join("a"), world.join("b")
+    world.loader.go.set()
+    await world.settled()
+    shared, pool = first.prompts, world.fleet.pools["m"]
+    prompt = await shared.build(CHAT, ASK, salt=None)
+    pool.part(second)
+    assert audit_tokens(second.prompts, prompt, prompt.token_ids[1:])
+    assert (await first.prompts.build(CHAT, ASK, salt=None)).source == "local"
+    assert (await second.prompts.build(CHAT, ASK, salt=None)).source == "engine"
+    with structlog.testing.capture_logs() as logs:
+        world.renderings.prove_again(second, pool)
+        assert not second.is_proven
+        await world.settled()
+    assert (first.prompts, second.prompts, second.is_proven) == (shared, shared, True)
+    assert [line["event"] for line in logs] == ["tokens of these forms are made here again"]

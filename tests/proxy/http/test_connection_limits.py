@@ -1,12 +1,16 @@
 """Connections on real sockets that idle, stall or are too many."""
 
+import asyncio
 import contextlib
 import resource
 import socket
 import time
+from functools import partial
 
 import pytest
+import uvicorn
 from structlog.testing import capture_logs
+from uvicorn.server import ServerState
 
 import proxy.http.connection_limits
 import proxy.http.exchange
@@ -14,13 +18,14 @@ import proxy.http.http1
 from proxy.api.error_answers import error_response
 from proxy.errors import NoEngine, ProxyError
 from proxy.http.connection_limits import RESERVE, ConnectionLimits, Permission, connection_limit
-from proxy.http.http1 import Http1Protocol
+from proxy.http.http1 import IDLE_S, Http1Protocol
 from tests.engines import served
 
 WAIT_S = 20
 HEAD = b"POST %b HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n"
 GET = b"GET %b HTTP/1.1\r\nhost: localhost\r\n\r\n"
 LIMIT = 8
+FULL = b"kvpin serves as many connections as it can"
 
 
 async def handler(exchange):
@@ -32,7 +37,7 @@ async def handler(exchange):
             exchange.finish(b"ok")
             return
         if exchange.is_reserved:
-            raise NoEngine("no connection is left")
+            raise NoEngine(FULL.decode())
         if exchange.target == b"/busy":
             await exchange.until_left()
             return
@@ -76,6 +81,12 @@ def ask(connection, target=b"/health"):
     with contextlib.suppress(ConnectionResetError):
         return connection.recv(4096)
     return b""
+
+
+def is_turned_away(answer):
+    head, _, text = answer.partition(b"\r\n\r\n")
+    is_told = b"connection: close" in head and b"retry-after: 1" in head and FULL in text
+    return is_told and head.startswith(b"HTTP/1.1 503 ")
 
 
 class TestSlowClients:
@@ -178,11 +189,12 @@ class TestTooMany:
         with serving(LIMIT) as connect, capture_logs() as logs:
             idle = [connect() for _ in range(LIMIT)]
             assert ask(idle[0]).startswith(b"HTTP/1.1 200 ")
+            time.sleep(IDLE_S)
             half = [connect() for _ in range(2 * LIMIT)]
             for each in half:
                 each.sendall(b"POST / HTTP/1.1\r\nhost")
             assert ask(connect(), b"/").startswith(b"HTTP/1.1 200 ")
-            assert everything(idle[1]) == b""
+            assert is_turned_away(everything(idle[1]))
         assert [each["event"].partition(":")[0] for each in logs] == ["connection limit reached"]
 
     def test_health_answers_while_all_are_busy_and_requests_are_refused(self):
@@ -198,7 +210,7 @@ class TestTooMany:
                 assert health.startswith(b"HTTP/1.1 200 ")
                 assert b"connection: close" in health
 
-    def test_beyond_the_reserve_they_are_closed(self, monkeypatch):
+    def test_beyond_the_reserve_they_are_told_so(self, monkeypatch):
         with serving(LIMIT) as connect:
             for busy in [connect() for _ in range(LIMIT)]:
                 busy.sendall(GET % b"/busy")
@@ -206,7 +218,39 @@ class TestTooMany:
             while b" 503 " not in ask(connect(), b"/"):
                 assert time.monotonic() < until
             monkeypatch.setattr(proxy.http.connection_limits, "RESERVE", 0)
-            assert ask(connect()) == b""
+            told = [connect() for _ in range(5)]  # only the last one waits for its client
+            assert [is_turned_away(everything(each)) for each in told] == [True] * 5
+
+    def test_each_of_600_at_once_gets_an_answer(self):
+        with serving(LIMIT) as connect:
+            clients = [connect() for _ in range(600)]
+            answers = [ask(each, b"/") for each in clients]
+        served = [answer for answer in answers if answer.startswith(b"HTTP/1.1 200 ")]
+        assert all(map(is_turned_away, set(answers) - set(served)))
+        assert len(served) >= LIMIT
+
+    def test_a_kept_connection_whose_next_request_is_due_stays(self, monkeypatch):
+        with serving(LIMIT) as connect:
+            kept = [connect() for _ in range(LIMIT)]
+            for _ in range(2):
+                assert all(ask(each, b"/").startswith(b"HTTP/1.1 200 ") for each in kept)
+                assert ask(connect(), b"/").startswith(b"HTTP/1.1 503 ")
+            monkeypatch.setattr(proxy.http.http1, "IDLE_S", 0.0)
+            assert ask(connect(), b"/").startswith(b"HTTP/1.1 200 ")
+            assert everything(kept[0]) == b""  # as idle connections end
+
+    async def test_one_whose_request_is_unread_stays(self):
+        config = uvicorn.Config(handler, interface="asgi3", proxy_headers=False)
+        config.load()
+        made = partial(Http1Protocol, config, ServerState(), {})
+        client, accepted = socket.socketpair()
+        with client:
+            _, connection = await asyncio.get_running_loop().connect_accepted_socket(made, accepted)
+            client.sendall(GET % b"/health")
+            assert not connection.evict()
+            client.setblocking(False)
+            assert (await asyncio.get_running_loop().sock_recv(client, 99)).startswith(b"HTTP/1.1 200 ")
+            assert connection.evict()
 
 
 class Waiting:
@@ -215,6 +259,7 @@ class Waiting:
 
     def evict(self):
         self.evicted = True
+        return True
 
 
 def test_who_is_let_in():

@@ -21,9 +21,10 @@ class Gated(FakeEngine):
     async def serve(self, exchange):
         await self.gate.wait()
         if exchange.json.get("stream"):
-            await exchange.stream(event({"choices": []}), DONE)
+            await exchange.stream(event({"choices": [{"text": "x"}]}), DONE)
         else:
-            await exchange.send({"usage": {"prompt_tokens_details": {"cached_tokens": 0}}})
+            usage = {"prompt_tokens_details": {"cached_tokens": 0}}
+            await exchange.send({"choices": [{"text": "x"}], "usage": usage})
 
 
 class Wire:

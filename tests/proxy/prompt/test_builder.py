@@ -68,7 +68,7 @@ async def test_a_completion_of_embeddings(build, embedded, engine):
 
 
 async def test_ids_of_what_is_not_text_tell_nothing(build, embedded, tables, engine):
-    asking = PromptBuilder(embedded, tables=tables, engines=lambda: [engine])
+    asking = PromptBuilder(embedded, tables=tables, engines=lambda _: [engine])
     assert await build(None, CHAT, builder=asking, messages=IMAGE) is None
     assert engine.asked == []
 
@@ -112,7 +112,7 @@ def probed(builder):
 
 async def test_who_made_the_ids_and_whether_they_are_exact(build, info_of, tables, engine):
     info = info_of(Capability.TOKENIZE)
-    builder = prompts_of(info, tables=tables, engines=lambda: (engine,))
+    builder = prompts_of(info, tables=tables, engines=lambda _: (engine,))
 
     async def of(path, **fields):
         prompt = await build(None, path, builder=builder, **fields)
@@ -171,7 +171,7 @@ async def test_engines_that_may_take_more_than_we_do_get_what_we_cannot_render(b
 
 async def test_text_beside_embeddings_is_not_followed(build, info_of, engine, tables):
     messages = [*HELLO, {"role": "user", "content": [{"type": "prompt_embeds", "data": "AAAA"}]}]
-    builder = prompts_of(info_of(Capability.TOKENIZE), tables=tables, engines=lambda: [engine])
+    builder = prompts_of(info_of(Capability.TOKENIZE), tables=tables, engines=lambda _: [engine])
     assert await build(None, CHAT, builder=builder, messages=messages) is None
     image = [*HELLO, *IMAGE]
     assert not (await build(None, CHAT, builder=builder, messages=image)).whole
@@ -179,7 +179,7 @@ async def test_text_beside_embeddings_is_not_followed(build, info_of, engine, ta
 
 async def test_what_cannot_be_rendered_here_is_asked_of_an_engine(build, info_of, engine, tables):
     chat = {"messages": HELLO, "chat_template_kwargs": {"messages": []}}
-    builder = prompts_of(info_of(Capability.TOKENIZE), tables=tables, engines=lambda: [engine])
+    builder = prompts_of(info_of(Capability.TOKENIZE), tables=tables, engines=lambda _: [engine])
     prompt = await build(None, CHAT, builder=builder, **chat)
     assert (prompt.source, len(engine.asked)) == ("engine", 1)
     assert await build(info_of(), CHAT, **chat) is None
@@ -223,7 +223,7 @@ async def test_a_tokenizer_that_cannot_be_loaded_is_a_reason_not_a_failure(info_
 
 
 async def test_a_tokenizer_that_is_loaded_is_not_used_before_it_is_checked(build, info_of, engine, tables):
-    builder = PromptBuilder(info_of(Capability.TOKENIZE), tables=tables, engines=lambda: [engine])
+    builder = PromptBuilder(info_of(Capability.TOKENIZE), tables=tables, engines=lambda _: [engine])
 
     async def load(source):
         return engine.tokenizer
@@ -236,7 +236,7 @@ async def test_a_tokenizer_that_is_loaded_is_not_used_before_it_is_checked(build
 
 async def test_the_engine_can_be_asked_instead(build, embedded, engine, tables):
     engines = [engine]
-    builder = prompts_of(embedded, tables=tables, engines=lambda: engines)
+    builder = prompts_of(embedded, tables=tables, engines=lambda _: engines)
     builder.ask_engines("to try it")
     engine.alter = lambda path, body, ids: [1, *ids]
     ours = engine.tokenizer.chat(HELLO).token_ids.tolist()
@@ -261,17 +261,17 @@ async def test_the_engine_can_be_asked_instead(build, embedded, engine, tables):
 async def test_what_engines_differ_on_is_asked_of_one(build, info_of, engine, tables, fields):
     """One that renders with our own code does not differ."""
     able = frozenset({Capability.TOKENIZE})
-    builder = prompts_of(info_of(*able), tables=tables, engines=lambda: [engine])
+    builder = prompts_of(info_of(*able), tables=tables, engines=lambda _: [engine])
     engine.alter = lambda path, body, ids: [599, *ids]
     assert (await build(None, CHAT, builder=builder, **fields)).token_ids[0] == 599
     assert (await build(None, CHAT, builder=builder, messages=HELLO)).token_ids[0] != 599
     assert len(engine.asked) == 1
-    own = prompts_of(info_of(*able, renders_alike=True), tables=tables, engines=lambda: [engine])
+    own = prompts_of(info_of(*able, renders_alike=True), tables=tables, engines=lambda _: [engine])
     assert (await build(None, CHAT, builder=own, **fields)).token_ids[0] != 599
 
 
 async def test_a_response_is_tokenised_by_an_engine_whoever_tokenises_chats(build, embedded, engine, tables):
-    builder = prompts_of(embedded, tables=tables, engines=lambda: [engine])
+    builder = prompts_of(embedded, tables=tables, engines=lambda _: [engine])
     prompt = await build(None, RESPONSES, builder=builder, input="hello", salt="s")
     assert (prompt.token_ids, prompt.extra_ids, prompt.salt) == (
         engine.tokenizer.chat(HELLO).token_ids,
@@ -285,7 +285,7 @@ async def test_a_response_is_tokenised_by_an_engine_whoever_tokenises_chats(buil
 
 async def test_a_response_no_engine_tokenises_is_not_followed(build, embedded, engine, tables):
     assert await build(embedded, RESPONSES, input="hello") is None
-    builder = prompts_of(embedded, tables=tables, engines=lambda: [engine])
+    builder = prompts_of(embedded, tables=tables, engines=lambda _: [engine])
     for fails in (engine.refuses, engine.is_gone):
         fails()
         assert await build(None, RESPONSES, builder=builder, input="hello") is None
@@ -293,7 +293,7 @@ async def test_a_response_no_engine_tokenises_is_not_followed(build, embedded, e
 
 
 async def test_a_response_beyond_the_context_is_refused(build, info_of, engine, tables):
-    builder = prompts_of(info_of(max_model_len=3), tables=tables, engines=lambda: [engine])
+    builder = prompts_of(info_of(max_model_len=3), tables=tables, engines=lambda _: [engine])
     with pytest.raises(BadRequest, match="context is 3 tokens") as caught:
         await build(None, RESPONSES, builder=builder, input="hello")
     assert (caught.value.param, caught.value.code) == ("input", "context_length_exceeded")

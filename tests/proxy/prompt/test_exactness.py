@@ -32,7 +32,7 @@ async def test_the_same_tokenizer_is_exact(check, embedded, engine):
     """In all forms, as it renders with the same code."""
     builder, exactness = await check(embedded)
     assert (exactness.ok, exactness.source) == (True, "local")
-    assert "as the engine does in 11 forms" in exactness.detail
+    assert "as the engine does in 12 forms" in exactness.detail
     assert all(row.source == "local" and row.probed for row in builder.forms.rows.values())
     assert len(engine.asked) >= 18
     assert any(body.get("stream") for body in engine.asked)
@@ -71,7 +71,7 @@ async def test_one_token_off_costs_one_form(check, info_of, engine, is_off, form
 async def test_special_tokens_are_looked_for_where_engines_read_them_otherwise(info_of, engine):
     mark = min(engine.tokenizer.special_tokens)
     engine.alter = lambda path, body, ids: [0, *ids] if mark in body.raw.decode() else ids
-    builder = prompts_of(info_of(Capability.TOKENIZE), tables=PromptTables(), engines=lambda: [engine])
+    builder = prompts_of(info_of(Capability.TOKENIZE), tables=PromptTables(), engines=lambda _: [engine])
     await verify_exactness(builder, engine)
     assert builder.forms.rows[Form.SPECIAL_TOKENS].source == "engine"
     parts = [{"type": "text", "text": f"a {mark} b"}]
@@ -89,7 +89,7 @@ async def test_a_form_that_the_engine_refuses_is_asked_of_it(info_of, engine):
         return ids
 
     engine.alter = no_tools
-    builder = prompts_of(info_of(Capability.TOKENIZE), tables=PromptTables(), engines=lambda: [engine])
+    builder = prompts_of(info_of(Capability.TOKENIZE), tables=PromptTables(), engines=lambda _: [engine])
     exactness = await verify_exactness(builder, engine)
     assert (exactness.ok, exactness.source) == (True, "local")
     assert "tools ('tools': the engine refuses it (tools are off))" in exactness.detail
@@ -130,12 +130,40 @@ async def test_an_engine_that_does_not_answer_one_probe_costs_its_form(
     assert rows[Form.TOOLS].probed
 
 
-async def test_a_chat_neither_side_can_render_is_none(check, embedded, engine, monkeypatch):
+async def test_probes_that_both_sides_refuse_prove_nothing(embedded, engine):
     engine.tokenizer._tokenizer.chat_template = None
     builder = prompts_of(embedded, tables=PromptTables())
     builder.local.tokenizer._tokenizer.chat_template = None
     exactness = await verify_exactness(builder, engine)
-    assert (exactness.ok, exactness.source) == (True, "local")
+    assert exactness.source == "engine"
+    assert "plain (nothing is proven: the engine refuses all probes, and so does kvpin)" in exactness.detail
+    assert builder.forms.rows[Form.TEXT].source == "local"
+
+
+async def test_templates_that_take_no_chat_without_tools_are_probed_with_some(info_of, engine):
+    template = (
+        "{% for tool in tools %}{{ tool.type }}{% endfor %}{{ messages | map(attribute='content') | join }}"
+    )
+    info = info_of(Capability.TOKENIZE)
+    builder = prompts_of(info, tables=PromptTables(), engines=lambda _: [engine])
+    for tokenizer in (engine.tokenizer, builder.local.tokenizer):
+        tokenizer._tokenizer.chat_template = (
+            "{% if not tools %}{{ raise_exception('no tools') }}{% endif %}" + template
+        )
+    await verify_exactness(builder, engine)
+    assert builder.forms.rows[Form.PLAIN].probed
+    assert (await builder.build(CHAT, chat(tools=[exactness._TOOL]), salt=None)).source == "local"
+
+
+async def test_a_refused_probe_leaves_its_form_to_the_others(info_of, engine):
+    template = (
+        "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}{{ messages[0].content }}"
+    )
+    builder = prompts_of(info_of(Capability.TOKENIZE), tables=PromptTables(), engines=lambda _: [engine])
+    for tokenizer in (engine.tokenizer, builder.local.tokenizer):
+        tokenizer._tokenizer.chat_template = template
+    await verify_exactness(builder, engine)
+    assert builder.forms.rows[Form.PLAIN].probed
 
 
 async def test_what_only_the_engine_can_render(embedded, engine):
@@ -190,7 +218,7 @@ class TestAudit:
     async def asking(self, info_of, engine):
         """A builder of a pool whose engine can be asked, and was: its tokenizer is right on the probes."""
         info = info_of(Capability.TOKENIZE)
-        builder = prompts_of(info, tables=PromptTables(), engines=lambda: (engine,))
+        builder = prompts_of(info, tables=PromptTables(), engines=lambda _: (engine,))
         await verify_exactness(builder, engine)
         return builder
 

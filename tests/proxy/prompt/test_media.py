@@ -289,7 +289,7 @@ def engine_info(info_of):
 def builder_of(engine_info, engine):
     def builder_of(*renderers, info=engine_info):
         tables = PromptTables()
-        return prompts_of(info, tables=tables, engines=lambda: [engine], renderers=lambda: renderers)
+        return prompts_of(info, tables=tables, engines=lambda _: [engine], renderers=lambda _: renderers)
 
     return builder_of
 
@@ -371,7 +371,7 @@ class TestEmbeddings:
     @pytest.fixture
     def builder(self, info_of):
         info = info_of(Capability.TOKENIZE)
-        return prompts_of(info, tables=PromptTables(), embedders=lambda: [EmbeddingEngine()])
+        return prompts_of(info, tables=PromptTables(), embedders=lambda _: [EmbeddingEngine()])
 
     @pytest.mark.parametrize(
         ("path", "body"), [(CHAT, ASKED), (COMPLETIONS, body_of(prompt_embeds="AAAA"))], ids=["chat", "text"]

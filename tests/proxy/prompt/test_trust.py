@@ -3,7 +3,7 @@
 import pytest
 
 from engine_adapter.prompt.forms import Form
-from proxy.prompt.trust import ENOUGH_AGREED, FormTable
+from proxy.prompt.trust import ENOUGH_AGREED, Audits, FormTable
 
 TOOLS = frozenset({Form.PLAIN, Form.TOOLS})
 PLAIN = frozenset({Form.PLAIN})
@@ -102,3 +102,28 @@ def test_with_kvpins_own_code_what_is_right_for_plain_chats_is_so_for_all():
     table.settle(alike=True)
     assert set(table.sources.values()) == {"local"}
     assert table.summary("a tokenizer", "").ok
+
+
+class TestAudits:
+    """Which prompts are audited."""
+
+    def test_the_first_of_each_form_and_then_one_in_a_hundred(self):
+        audits = Audits()
+        sampled = [at for at in range(1, 301) if audits.sample(PLAIN)]
+        assert sampled == [*range(1, 17), 100, 200, 300]
+        assert sum(audits.sample(TOOLS) for _ in range(50)) == 16, (
+            "the first with tools, however many came without"
+        )
+
+    def test_forms_that_came_back_are_audited_twice_as_often(self):
+        audits = Audits()
+        for _ in range(100):
+            audits.sample(TOOLS)
+        audits.healed = 1
+        audits.begin()
+        assert sum(audits.sample({Form.TOOLS}) for _ in range(50)) == 32
+
+
+def test_a_form_that_a_served_prompt_took_away_is_lost(table):
+    table.audit(TOOLS, "local", "token 9")
+    assert table.lost == [Form.TOOLS]

@@ -28,7 +28,7 @@ from tests.holding import HoldingAdapter, Reader
 class TestPassingOn:
     async def test_bytes_go_both_ways_unchanged(self, engine, client):
         body = b'{ "model":"m",\t"messages" : [ ], "temperature":0.10, "x":"\\u0041\xc3\xa9", "big":1e3 }'
-        content = b'{ "id" : "x",\n "choices": [],  "usage":null }'
+        content = b'{ "id" : "x",\n "choices": [{"message" : {"content":"\\u0041"}} ],  "usage":null }'
 
         async def script(exchange):
             await exchange.send(content)
@@ -76,8 +76,8 @@ class TestPassingOn:
         [
             ("{engine}/v1/files?a=b", "/v1/files?a=b"),
             ("/v1/files", "/v1/files"),
-            ("https://elsewhere.example/v1/files", "https://elsewhere.example/v1/files"),
-            ("{engine}0/v1/files", "{engine}0/v1/files"),
+            ("https://elsewhere.example/v1/files", None),
+            ("{engine}0/v1/files", None),
         ],
     )
     async def test_a_redirection_to_the_engine_leads_to_kvpin(self, engine, client, told, passed_on):
@@ -88,7 +88,7 @@ class TestPassingOn:
 
         engine.script = script
         response = await client.get("/v1/files/")
-        assert response.headers["location"] == passed_on.format(engine=url)
+        assert response.headers.get("location") == passed_on
 
     @pytest.mark.parametrize("body", [ASK, STREAM], ids=["whole", "stream"])
     async def test_what_an_engine_says_of_its_limits_comes_with_its_answer(self, engine, client, body):
@@ -241,7 +241,7 @@ class TestStreaming:
             assert b"".join([part async for part in parts]) == b"data: 0\n\n" + DONE
         assert proxy.last.first_byte_s == lease.first_byte_s
 
-    async def test_a_stream_of_nothing_but_comments_has_its_first_byte_last(self, engine, proxy, client):
+    async def test_a_stream_of_nothing_but_comments_has_no_first_token(self, engine, proxy, client):
         async def script(exchange):
             await exchange.stream(b":\n\n")
 
@@ -249,7 +249,7 @@ class TestStreaming:
         with pytest.raises(httpx.RemoteProtocolError):
             await client.post(CHAT, json=STREAM)
         await proxy.settled()
-        assert proxy.last.first_byte_s is not None
+        assert proxy.last.first_byte_s is None
 
     async def test_usage_is_read_from_the_end_of_the_stream(self, engine, proxy, client):
         usage = {

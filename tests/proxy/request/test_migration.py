@@ -228,10 +228,9 @@ class TestNotAgain:
             ),
             (GREEDY, [*whole()[:3], event({"choices": [{"index": 1, "delta": {"content": "x"}}]})]),
             (GREEDY, [event({"choices": [{}, {}]})]),
-            (GREEDY, [event({"error": {"message": "full"}})]),
             (GREEDY, [b"data: odd\n\n"]),
         ],
-        ids=["sampled", "tool call", "logprobs", "second choice", "two choices", "error", "unreadable"],
+        ids=["sampled", "tool call", "logprobs", "second choice", "two choices", "unreadable"],
     )
     async def test_it_ends_with_an_error(self, engine, other, client, body, chunks):
         engine.script = dying(*chunks)

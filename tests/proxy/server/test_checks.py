@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from engine_adapter import Role
-from proxy.server.checks import check, faults_here, managed_engines
+from proxy.server.checks import check, check_reload, faults_here, managed_engines
 from proxy.settings import EngineSettings, ManagedSettings, Settings, SettingsError
 from scripts.make_gguf import gguf_path
 from tests.llama import llama_server
@@ -146,3 +146,31 @@ def test_an_exchange_that_others_may_read(tmp_path):
     tmp_path.chmod(0o755)
     (fault,) = faults(reuse=True, exchange={"url": f"unix:{tmp_path}"})
     assert "closed to others (chmod 700)" in fault
+
+
+LOCKED = {"api_keys": ({"key": "k"},), "admin_key": "a", "metrics_key": "m"}
+FOUND = {"discovery": ({"source": "dns://engines:8000", "kind": "vllm"},)}
+NONE_NAMED = "no engine is named any more: is the file complete?; restart kvpin to run without them"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "losses"),
+    [
+        ({"engines": (ELSEWHERE,)}, {}, [NONE_NAMED]),
+        (FOUND, {}, [NONE_NAMED]),
+        (LOCKED, {"admin_key": "b"}, ["api_keys is empty: anyone could", "metrics_key is gone: it"]),
+        (LOCKED, {**LOCKED, "admin_key": None}, ["admin_key is gone: it protects the admin API"]),
+    ],
+)
+def test_a_reload_that_loses_all_engines_or_a_lock_is_refused(old, new, losses):
+    with pytest.raises(SettingsError) as refused:
+        check_reload(Settings(**old), Settings(**new), has_issued=False)
+    lines = str(refused.value).splitlines()
+    assert all(map(str.startswith, lines, losses))
+    assert len(lines) == len(losses)
+
+
+def test_a_reload_may_change_engines_and_locks():
+    check_reload(Settings(), Settings(), has_issued=False)
+    check_reload(Settings(engines=(ELSEWHERE,), **LOCKED), Settings(**FOUND, **LOCKED), has_issued=False)
+    check_reload(Settings(**LOCKED), Settings(**{**LOCKED, "api_keys": ()}), has_issued=True)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import sys
@@ -128,11 +129,15 @@ async def ready(client, process, log):
 
 
 async def read(client, begun):
+    """What a stream told until it broke off."""
+    got = b""
     body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "stream": True}
     with contextlib.suppress(httpx.TransportError):
         async with client.stream("POST", "/v1/chat/completions", json=body, timeout=60) as answer:
-            async for _chunk in answer.aiter_bytes():
+            async for chunk in answer.aiter_bytes():
+                got += chunk
                 begun.set()
+    return got
 
 
 async def until_logged(log, text):
@@ -150,6 +155,9 @@ async def test_a_second_interrupt_cuts_answers_short_without_a_traceback(tmp_pat
         process.send_signal(signal.SIGINT)
         async with asyncio.timeout(20):  # the grace is 30 s
             assert await process.wait() == 0
+            last = (await stream).rpartition(b"data: ")[2]
+        error = json.loads(last)["error"]
+        assert (error["code"], error["message"]) == ("no_engine", "kvpin is stopping; try again shortly")
     said = log.read_text()
     assert "told to stop again: running answers are cut short" in said
     assert "Traceback" not in said

@@ -15,7 +15,8 @@ from tests.fakes import add_ready
 @pytest.mark.parametrize("cause", Cause)
 async def test_only_some_causes_say_something_about_the_engine(cause):
     engine = add_ready(Fleet(), "a")
-    made = SimpleNamespace(engine=engine, call=SimpleNamespace(route="/v1/files"))
+    ready = SimpleNamespace(pool=SimpleNamespace(engines={"a": engine}))
+    made = SimpleNamespace(ready=ready, call=SimpleNamespace(route="/v1/files"))
     Attempts(None, None, Tenants(())).blame(made, Attempt("a", cause, EngineRejected("x", status=503)))
     is_suspect = cause in (
         Cause.ENGINE_UNREACHABLE, Cause.ENGINE_DIED, Cause.ENGINE_LATE, Cause.ENGINE_GARBLED
@@ -23,6 +24,6 @@ async def test_only_some_causes_say_something_about_the_engine(cause):
     assert (engine.state == "suspect") is is_suspect
     assert engine.check_now.is_set() is (is_suspect or cause is Cause.ENGINE_SILENT)
     assert (engine.breaker is not None) is (
-        is_suspect or cause in (Cause.ENGINE_REFUSED, Cause.ENGINE_MODEL_FAILED)
+        is_suspect or cause in (Cause.ENGINE_REFUSED, Cause.ENGINE_DENIED, Cause.ENGINE_MODEL_FAILED)
     )
     assert engine.lacks == ({"/v1/files"} if cause is Cause.ENGINE_LACKS else set())

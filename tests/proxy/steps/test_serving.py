@@ -16,6 +16,7 @@ from proxy.request.alarm import Alarm
 from proxy.request.calls import Call, Nobody, Reply
 from proxy.request.gate import Admission
 from proxy.request.records import RequestRecord
+from proxy.request.transcript import SentStream
 from proxy.steps.serving import Serving, cause_for
 from tests.fakes import CHAT
 
@@ -42,6 +43,7 @@ async def serving(path=CHAT):
         (EngineRejected("x", status=400), CHAT, Cause.ENGINE_REJECTED),
         (EngineRejected("x", status=404), CHAT, Cause.ENGINE_REJECTED),
         (EngineRejected("x", status=404), FILES, Cause.ENGINE_LACKS),
+        (EngineRejected("x", status=401), CHAT, Cause.ENGINE_DENIED),
         (ModelFailed("x"), CHAT, Cause.ENGINE_MODEL_FAILED),
         (ValueError("x"), CHAT, Cause.BUG),
     ],
@@ -52,5 +54,7 @@ async def test_the_cause_of_an_error(error, path, cause):
 
 async def test_in_mid_stream_another_engine_may_go_on_whatever_this_one_says():
     made = await serving()
-    made.reply.started = True
+    made.told = SentStream("vllm", None, has_role=False, texts=(), resumption=None, cached_tokens=None)
     assert cause_for(EngineRejected("x", status=400), made) is Cause.ENGINE_REFUSED
+    made.reply.complete = True  # with the error itself as its end
+    assert cause_for(EngineRejected("x", status=400), made) is Cause.ENGINE_REJECTED

@@ -17,7 +17,7 @@ from proxy.core.issued_keys import MAX_KEYS, IssuedKey
 from proxy.fleet.state_dir import key_book_file
 from proxy.fleet.state_dir.key_book_file import KeyBookFile
 from proxy.server.app import Proxy, build_app
-from proxy.settings import EngineSettings, Settings, SettingsError
+from proxy.settings import ApiKeySettings, EngineSettings, Settings, SettingsError
 from tests.fakes import FakeEngine, serving
 
 LATER = "2999-01-31T00:00:00Z"
@@ -158,15 +158,15 @@ async def test_keys_of_the_settings_and_issued_ones_count_alike(tmp_path):
         assert (unknown.status_code, unknown.json()["error"]["param"]) == (404, "tenant")
         assert "there is no tenant 'other' in api_keys; known: acme" in unknown.text
         assert "tenant is missing; known: acme" in (await here.admin("POST", name="x")).text
-        here.proxy.reload(Settings(state_dir=tmp_path, admin_key="the-admin-key"))  # all keys of the file go
+        here.proxy.reload(here.proxy.settings.model_copy(update={"api_keys": ()}))  # all keys of the file go
         assert [await here.status(key) for key in (None, "file-key", added["key"])] == [401, 401, 200]
 
 
 async def test_where_a_key_is_in_both_the_settings_count(tmp_path):
     async with kvpin(tmp_path) as here:
         added = await here.issue(models=["other"])
-        key = {"key": added["key"], "tenant": "acme", "models": ["m"]}
-        here.proxy.reload(Settings(state_dir=tmp_path, admin_key="the-admin-key", api_keys=[key]))
+        key = ApiKeySettings(key=added["key"], tenant="acme", models=["m"])
+        here.proxy.reload(here.proxy.settings.model_copy(update={"api_keys": (key,)}))
         assert here.proxy.tenants.find(added["key"]).tenant == "acme"
         await here.admin("DELETE", f"/{added['id']}")
         assert here.proxy.tenants.find(added["key"]).tenant == "acme"

@@ -91,7 +91,7 @@ async def test_another_tenant_cannot_tell_that_it_is_there(many, engine):
 
 async def test_a_response_of_an_engine_is_found_by_who_got_it(tmp_path, engine):
     async def respond(exchange):
-        await exchange.send({"id": "resp_engine", "object": "response"})
+        await exchange.send({"id": "resp_engine", "object": "response", "output": []})
 
     engine.script = respond
     other = FakeEngine("b", respond)

@@ -137,7 +137,7 @@ def stream(engine):
 
     async def script(exchange):
         await exchange.start()
-        await exchange.chunk(event({"choices": []}))
+        await exchange.chunk(event({"choices": [{"text": "x"}]}))
         await more.wait()
         await exchange.chunk(DONE)
         await exchange.end()
@@ -356,7 +356,7 @@ async def test_while_an_owner_that_hangs_keeps_the_lock_its_requests_are_a_503_a
     async def hang(exchange):
         if exchange.json.get("stream"):
             await exchange.start()
-            await exchange.chunk(event({"choices": []}))
+            await exchange.chunk(event({"choices": [{"text": "x"}]}))
         reached.put_nowait(None)
         await asyncio.Event().wait()
 

@@ -123,7 +123,8 @@ class TestAnOddEngine:
             if exchange.target == "/v1/models":
                 await exchange.send({"data": [{"id": "m"}]})
             elif exchange.method == "POST":
-                await exchange.send({"usage": {"prompt_tokens_details": {"cached_tokens": 32}}})
+                usage = {"prompt_tokens_details": {"cached_tokens": 32}}
+                await exchange.send({"choices": [{"text": "x"}], "usage": usage})
             else:
                 await exchange.send({}, status=404)
 

@@ -101,9 +101,8 @@ class TestProbe:
         adapter.feed.put_nowait(ViewCurrent())
 
         async def script(exchange):
-            await exchange.send(
-                {"usage": {"prompt_tokens_details": {"cached_tokens": 48 * len(adapter.feeds)}}}
-            )
+            usage = {"prompt_tokens_details": {"cached_tokens": 48 * len(adapter.feeds)}}
+            await exchange.send({"choices": [{"text": "x"}], "usage": usage})
             ids = array("i", exchange.json["prompt"][:48])
             adapter.feeds.append(BlocksStored(Tier.GPU, None, (1, 2, 3), ids, 16))
             adapter.feed.put_nowait(adapter.feeds[-1])

@@ -69,6 +69,17 @@ class TestMatch:
         index.store("a", Tier.GPU, [3])
         assert index.match([1, 2, 3, 4, 5])["a"].lead == 5
 
+    def test_lower_tiers_may_give_back_whole_chunks_alone(self, index):
+        for engine in "ab":
+            index.store(engine, Tier.HOST, [1, 2, 3])
+        index.set_chunk("a", 2)
+        assert index.match([1, 2, 3]) == {"a": Match(host=2), "b": Match(host=3)}
+        index.set_chunk("b", 4)
+        assert index.match([1, 2, 3]) == {"a": Match(host=2)}
+        index.wipe("a")
+        index.store("a", Tier.HOST, [1])
+        assert index.match([1, 2, 3]) == {"a": Match(host=1)}
+
     def test_the_worked_example(self, index):
         root = namespace_root("m")
 
@@ -97,6 +108,17 @@ class TestPending:
         for left in (2, 2, 2, 0):
             index.end_pending("a", [1, 2])
             assert index.pending("a") == left
+
+    def test_begins_where_lower_tiers_give_nothing_back(self, index):
+        index.store("a", Tier.HOST, [1, 2, 3])
+        index.set_chunk("a", 2)
+        index.add_pending("a", [1, 2, 3, 4])
+        assert index.match([1, 2, 3, 4])["a"].blocks == 4
+        index.end_pending("a", [1, 2, 3, 4])
+        assert index.match([1, 2, 3, 4])["a"].blocks == 2
+        index.set_chunk("a", 4)
+        index.add_pending("a", [1, 2, 3, 4])
+        assert index.match([1, 2, 3, 4])["a"].lead == 4
 
     def test_does_not_count_as_held(self, index):
         index.add_pending("a", [1])

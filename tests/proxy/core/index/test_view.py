@@ -49,6 +49,21 @@ def view(index):
     return EngineView("e", index, root_of, SIZE)
 
 
+def test_chunks_of_lower_tiers_count_in_blocks_of_the_pool(view, index):
+    """Two engine blocks of six tokens are three pool blocks of four."""
+    event = stored([1, 2], range(12), tier=Tier.HOST, size=6)
+    view.apply(msgspec.structs.replace(event, per_chunk=2))
+    assert index.match(hashes_of(range(12))) == {"e": Match(host=3)}
+    assert index.match(hashes_of([*range(8), *range(4)])) == {}
+
+
+def test_a_chunk_of_which_one_block_is_named_is_not_known_whole(view, index):
+    view.apply(stored([1, 2], range(8)))
+    view.apply(BlocksStored(Tier.HOST, None, (2,), array("i"), 0, per_chunk=2))
+    view.apply(BlocksRemoved(Tier.GPU, (2,)))
+    assert index.match(hashes_of(range(8))) == {"e": Match(gpu=1)}
+
+
 class TestStore:
     def test_blocks_are_found_by_their_tokens(self, view, index):
         view.apply(stored([71, b"72"], range(8)))

@@ -294,9 +294,73 @@ class TestPlacement:
             placement = place(placer, float(second), chain)
             placer.end(second + 0.9, begin_at(placer, float(second), placement, chain, streams=False), 3201)
             if second == 5:
-                assert place(placer, 6.0, prompt(1)).strain == pytest.approx(1 / 0.6, rel=0.1)
-        assert place(placer, 100.0, prompt(1)).strain == pytest.approx(1 / 0.9)
+                assert place(placer, 6.0, prompt(200)).strain == pytest.approx(1 / 0.6, rel=0.1)
+        assert place(placer, 100.0, prompt(200)).strain == pytest.approx(1 / 0.9)
         assert placer.candidate(100.0, "a").busy == 0.0
+
+
+class TestBursts:
+    """Questions of 8 blocks about a new document of 500, which an engine computes in 2 s."""
+
+    @staticmethod
+    def engines(count):
+        placer = Placer(16)
+        for at in range(count):
+            placer.add(f"e{at}", gpu_blocks=100_000)
+        placer.rates.computed(8000, 2.0, 0)
+        return placer
+
+    @staticmethod
+    def question(number, document=1):
+        own = tuple(10**6 * document + 1000 * number + at for at in range(8))
+        return Chain((*range(10**9 * document, 10**9 * document + 500), *own), 508 * 16 + 1, 16)
+
+    def ask(self, placer, now, *numbers):
+        """Asks these at once; how many of them each engine gets."""
+        return Counter(begin(placer, now, self.question(number)).book.engine for number in numbers)
+
+    @given(st.integers(1, 9), st.integers(0, 60), st.integers(0, 60))
+    def test_copies_spread_as_a_burst_grows(self, count, small, more):
+        few, many = (self.ask(self.engines(count), 0.0, *range(size)) for size in (small, small + more))
+        assert len(few) <= len(many)
+        assert len(many) == min(count, small + more)
+        assert not many or max(many.values()) <= -(-(small + more) // count) + 1
+
+    def test_a_burst_before_any_rate_is_known_spreads(self):
+        placer = Placer(16)
+        for name in "abcde":
+            placer.add(name, gpu_blocks=100_000)
+        assert sorted(self.ask(placer, 0.0, *range(50)).values()) == [10] * 5
+
+    def test_a_few_wait_for_the_first_copy_if_they_come_while_it_is_computed(self):
+        placer = self.engines(5)
+        (leader,) = self.ask(placer, 0.0, 0)
+        assert self.ask(placer, 1.0, 1, 2, 3) == {leader: 3}
+
+    def test_more_of_them_do_not(self):
+        placer = self.engines(5)
+        (leader,) = self.ask(placer, 0.0, 0)
+        counts = self.ask(placer, 1.0, *range(1, 60))
+        assert len(counts) == 5
+        assert counts[leader] == max(counts.values())
+
+    def test_idle_engines_compute_it_though_much_was_placed_lately(self):
+        placer = self.engines(2)
+        for at in range(20):
+            for document in (2 + at, 102 + at):
+                began = begin(placer, at / 2, self.question(0, document))
+                placer.first_token(at / 2 + 0.4, began)
+                placer.end(at / 2 + 0.4, began, None)
+                placer.settled(began)
+        assert placer.outlook(10.0).strain > 5
+        assert set(self.ask(placer, 10.0, *range(20)).values()) == {10}
+
+    def test_where_all_engines_are_busy_they_gather(self):
+        placer = self.engines(3)
+        for at in range(30):
+            begin(placer, 0.0, self.question(0, document=2 + at))
+        (leader,) = self.ask(placer, 0.0, 0)
+        assert self.ask(placer, 0.1, 1, 2, 3, 4) == {leader: 4}
 
 
 class TestEvictions:

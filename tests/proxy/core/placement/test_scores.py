@@ -11,7 +11,17 @@ from proxy.core.placement.decision import CALM, Candidate, Cost, Outlook
 from proxy.core.placement.in_use import InUse, Residents
 from proxy.core.placement.load import LoadView, Work
 from proxy.core.placement.rates import EngineRates, PoolRates
-from proxy.core.placement.scores import MAX_LOOKS, SHARED, TIE_S, Scores, place, place_least_loaded, predict
+from proxy.core.placement.scores import (
+    GROWTH,
+    MAX_LOOKS,
+    SHARED,
+    TIE_S,
+    Scores,
+    place,
+    place_least_loaded,
+    predict,
+    spare_of,
+)
 
 # All that is idle comes back; a second of prefill is one of three that all wait for in the end.
 BUSY = Outlook(now=100.0, strain=3.0, returns=lambda _idle_s: 1.0)
@@ -248,6 +258,35 @@ class TestPlace:
         placement = place([candidate(match=Match(gpu=4, host=6, lead=3))], prompt(160))
         assert (placement.predicted_tokens, placement.gpu_tokens) == (144, 48)
         assert place([candidate(match=Match(gpu=10, lead=10))], prompt(160)).gpu_tokens == 144
+
+
+class TestBursts:
+    """A beginning of 800 tokens that takes 0.8 s is being computed on one engine."""
+
+    leader = candidate("leader", match=Match(pending=50), queue_s=0.6, in_flight=5, decoding=2)
+
+    @pytest.mark.parametrize(
+        ("queue_s", "spare"), [(0.0, 1.0), (0.2, 0.75), (0.4, 0.5), (0.8, 0.25), (9.0, 0.25)]
+    )
+    def test_an_engine_is_spare_if_it_is_soon_idle(self, queue_s, spare):
+        both = [self.leader, candidate("other", queue_s=queue_s)]
+        assert spare_of(both, prompt()) == pytest.approx(spare)
+
+    def test_none_is_spare_if_each_is_busy_for_as_long_as_the_beginning_takes(self):
+        both = [replace(self.leader, load=LoadView(5, 0.8, 2)), candidate("other", queue_s=0.8)]
+        assert spare_of(both, prompt()) == 0.0
+
+    def test_what_an_engine_holds_already_makes_no_burst(self):
+        both = [candidate("leader", match=Match(gpu=50), queue_s=0.6), candidate("other")]
+        assert spare_of(both, prompt()) == 0.0
+
+    def test_work_delays_those_who_are_still_to_come_to_where_requests_wait(self):
+        calm, burst = (cost_of(self.leader, prompt(), replace(CALM, spare=spare)) for spare in (0.0, 0.5))
+        # 0.8 s for each that is to come: three wait. The engine that is spare is so by half.
+        assert (calm.stall_s, burst.stall_s) == (0.0, pytest.approx(0.8 * 3 * GROWTH / 2))
+        assert burst.total_s == pytest.approx(calm.total_s + burst.stall_s)
+        idle = candidate("other", in_flight=2, decoding=2)
+        assert cost_of(idle, prompt(), replace(CALM, spare=0.5)).stall_s == 0.0
 
 
 class TestPartedPrompts:

@@ -14,6 +14,9 @@ REFUSED = ("batches", "chat/completions", "threads", "fine_tuning/jobs", "assist
 FOUND = ("files", "batches", "chat/completions", "conversations", "threads", "vector_stores", "videos")
 FOUND += ("uploads", "fine_tuning/jobs")
 
+# What each API's answers to prompts hold.
+ANSWER = {"choices": [{"message": {"content": "hi"}}], "output": [], "content": []}
+
 
 class Objects:
     """The script of an engine. Its objects lie in `kept`, by their path."""
@@ -26,7 +29,8 @@ class Objects:
     def make(self, collection, fields=()):
         """A new object."""
         name = f"{collection.replace('/', '-')}-{self._mark}-{next(self._numbers)}"
-        self.kept[f"/v1/{collection}/{name}"] = made = {**dict(fields), "id": name, "object": collection}
+        made = {**dict(fields), **ANSWER, "id": name, "object": collection}
+        self.kept[f"/v1/{collection}/{name}"] = made
         return made
 
     async def __call__(self, exchange):

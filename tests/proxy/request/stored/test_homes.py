@@ -23,6 +23,7 @@ def serving(name):
             made = {
                 "id": f"resp_{name}_{len(exchange.body)}",
                 "object": "response",
+                "output": [],
                 "metadata": {"id": "resp_x"},
             }
             if exchange.json.get("stream"):

@@ -14,7 +14,7 @@ from engine_adapter import EngineSpec
 from proxy.api.workers.merging_app import ORDERS_PATH
 from proxy.api.workers.siblings import Siblings
 from proxy.core.engine_book import EngineBook, encode_marks
-from proxy.server.workers.orders import Orders, catch_up, write_engines
+from proxy.server.workers.orders import Orders, catch_up, write_engines, write_refusal
 from proxy.settings import WORKER_VARIABLE, ManagedSettings, Settings, SettingsError, StartedSettings
 from tests.proxy.api.workers.test_siblings import at_socket
 
@@ -91,6 +91,16 @@ def test_workers_record_with_one_key(orders, given):
     write_engines(Path(orders.directory), [])
     settings = orders.settings(lambda: Settings(record_traffic_key=given))
     assert settings.record_traffic_key.get_secret_value() == (given or "of all workers")
+
+
+def test_what_the_supervisor_refuses_no_worker_takes_over_until_it_is_mended(orders, tmp_path):
+    write_engines(tmp_path, [])
+    write_refusal(tmp_path, "no engine is named any more")
+    with pytest.raises(SettingsError, match="no engine is named any more"):
+        orders.settings(Settings)
+    for _ in range(2):
+        write_refusal(tmp_path, None)
+        orders.settings(Settings)
 
 
 def test_a_worker_has_a_name_of_its_own(orders):

@@ -35,7 +35,7 @@ class Gated(FakeEngine):
 
     async def serve(self, exchange):
         if exchange.target.startswith("/v1/responses"):
-            await exchange.send({"id": "resp_1", "object": "response"})
+            await exchange.send({"id": "resp_1", "object": "response", "output": []})
             return
         if not (exchange.body and exchange.json.get("stream")):
             await answer(exchange)
