@@ -16,19 +16,20 @@ from proxy.errors import BadRequest, NoEngine, NotFound
 from proxy.fleet.engine import Engine
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.pool import Pool
-from proxy.prompt import Prompt
+from proxy.prompt import Prompt, PromptBuilder
 from proxy.request.records import RequestLog
 from proxy.request.tenants import Tenants
 
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """A prefix as the engines of a pool know it."""
+    """A prefix as the engines of a pool know it; with a `rendering`, those of that builder alone."""
 
     pool: Pool
     prompt: Prompt
     chain: Chain
     label: str
+    rendering: PromptBuilder | None = None
 
     @property
     def kv(self) -> KvTarget:
@@ -96,16 +97,19 @@ class Targets:
         salt = target.cache_salt if pool.shares_kv else salt
         lora = pool.lora_of(own)
         path, body = request_of(target, lora or pool.model)
-        if pool.prompts is None:
+        named = pool.engines.get(target.engine) if target.engine is not None else None
+        rendering = named.prompts if named is not None else pool.prompts
+        if rendering is None:
             raise NoEngine("prompts cannot be tokenised yet; try again shortly")
-        prompt = await pool.prompts.build(path, body, salt=salt, lora=lora)
+        adapter = None if lora is None else pool.identity_of(lora)
+        prompt = await rendering.build(path, body, salt=salt, lora=lora, adapter=adapter)
         if prompt is None:
             raise BadRequest(
                 "kvpin cannot tokenise this prefix: no tokenizer is known for the model, or the prefix is "
                 "more than text; use token_ids, which always work",
                 param=kind,
             )
-        return _prefix(pool, prompt, kind)
+        return _prefix(pool, prompt, kind, None if prompt.source == "client" else rendering)
 
     async def select(self, target: Target, capability: Capability) -> Selection:
         """The engines that an operation which needs `capability` concerns, and what it means on each.
@@ -121,6 +125,8 @@ class Targets:
             if not shares and not prefix.chain.hashes:
                 raise _too_short(prefix, kind)
             note = None if shares else "no engine holds any of it"
+            if prefix.rendering is not None and len(prefix.pool.renderings) > 1:
+                note = "engines that make other tokens of it were left out: name each as the engine"
             return _divide(prefix.label, shares, capability, prefix, note)
         label = {"engine": f"engine {target.engine}", "tenant": f"tenant {target.tenant}"}.get(kind, "all")
         shares = [
@@ -138,7 +144,7 @@ class Targets:
         engines = {
             name: engine
             for name, engine in prefix.pool.engines.items()
-            if lora is None or lora in engine.loras
+            if (lora is None or lora in engine.loras) and prefix.rendering in (None, engine.prompts)
         }
         if target.engine is not None:
             return [engines[target.engine]]
@@ -263,14 +269,15 @@ def _divide(
     return Selection(label, able, unable, prefix, note)
 
 
-def _prefix(pool: Pool, prompt: Prompt, kind: str) -> Prefix:
+def _prefix(pool: Pool, prompt: Prompt, kind: str, rendering: PromptBuilder | None = None) -> Prefix:
     if prompt.media or not prompt.whole:
         raise BadRequest(
             "this prefix holds images, audio or video; operations take text: name the part before them",
             param=kind,
         )
     chain = Chain((), 0, pool.tokens_per_block)
-    return Prefix(pool, prompt, pool.chain(prompt) or chain, f"{kind} ({len(prompt.token_ids)} tokens)")
+    label = f"{kind} ({len(prompt.token_ids)} tokens)"
+    return Prefix(pool, prompt, pool.chain(prompt) or chain, label, rendering)
 
 
 def _beginning(prompt: Prompt, n_tokens: int) -> Prompt:

@@ -102,4 +102,4 @@ def _request(prefix: Prefix) -> Ready:
     body = JsonBody(msgspec.json.encode(fields))
     headers = Headers([(b"content-type", b"application/json"), (PRIORITY_HEADER.encode(), _LAST)])
     call = Call(f"warm-{uuid.uuid4().hex}", "POST", _PATH, headers, body)
-    return Ready(call, pool, prompt.salt, prompt.lora, prompt, prefix.chain)
+    return Ready(call, pool, prompt.salt, prompt.lora, prompt, prefix.chain, rendering=prefix.rendering)

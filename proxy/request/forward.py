@@ -164,7 +164,8 @@ class Forwarding:
             if says is Says.ERROR:
                 return await self._as_error(response, content, None)
             if says is Says.NO_ANSWER:
-                raise EngineGarbled(f"the engine's answer has not the form of {self.call.route}")
+                kind = response.headers.get("content-type", "")
+                raise EngineGarbled(_other_form(self.call.route, kind, content))
         self.begins(response, self.cached)
         self.speaks()
         cached = self.cached if self.cached is not None else usage.cached_tokens
@@ -290,6 +291,12 @@ def _forwarded(status: int, cached: int | None, usage: TokenUsage) -> Forwarded:
     return Forwarded(
         status, cached, None, usage.output_tokens, usage.prefill, usage.decode_s, usage.called_tool
     )
+
+
+def _other_form(route: str, kind: str, content: bytes) -> str:
+    """What an operator needs to know of an answer that is none. Its text may repeat a prompt."""
+    what = f"its type is {kind[:60]!r}" if not kind.lower().startswith(_JSON) else "it holds no answer"
+    return f"the engine's answer has not the form of {route}: {what if content else 'it is empty'}"
 
 
 def _is_plain(response: IncomingResponse) -> bool:

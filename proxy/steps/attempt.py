@@ -329,6 +329,8 @@ class Attempts:
             engine.audit.reported(forwarded.cached_tokens or 0)
         check_tokens(ready, engine, hold, record)
         lease.failed = forwarded.error is not None
+        if forwarded.status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
+            log.warning("the engine refused the key of kvpin: give it as api_key=KEY", engine=engine.id)
         if forwarded.is_empty:
             pool.note_empty(engine)
         # The time of an empty answer says nothing about the engine's rates.

@@ -55,9 +55,7 @@ async def answer(core: EngineCore, work: Work) -> Response:
         tokens = [token async for token in generation.output]
     text = {"message": {"role": "assistant", "content": decode(tokens)}}
     choice = {"index": 0, **(text if work.chat else {"text": decode(tokens)}), "finish_reason": "length"}
-    said = [{"type": "text", "text": decode(tokens)}]
-    # Messages and responses are answered as chats are, with the list of their own API beside the choices.
-    top: dict = {"content": said, "output": [{"type": "message", "content": said}]} if work.chat else {}
+    top: dict = {}
     if work.return_token_ids:
         choice["token_ids"] = tokens
         (top if work.chat else choice)["prompt_token_ids"] = list(work.prompt.tokens)

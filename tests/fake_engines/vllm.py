@@ -138,6 +138,26 @@ class _Events:
             yield run.namespace.salt
 
 
+def _of_api(path: str, chat: Response) -> Response:
+    """A whole answer in the form of its route's API, with the fields of vLLM 0.32 that say something."""
+    if path not in ("/v1/messages", "/v1/responses"):
+        return chat
+    whole = json.loads(chat.body)
+    text, usage = whole["choices"][0]["message"]["content"], whole["usage"]
+    cached = (usage["prompt_tokens_details"] or {}).get("cached_tokens", 0)
+    tokens = {"input_tokens": usage["prompt_tokens"], "output_tokens": usage["completion_tokens"]}
+    if path == "/v1/messages":
+        head = {"id": whole["id"], "type": "message", "role": "assistant", "model": whole["model"]}
+        counts = tokens | {"cache_creation_input_tokens": 0, "cache_read_input_tokens": cached}
+        said = [{"type": "text", "text": text}]
+        return JSONResponse(head | {"content": said, "stop_reason": "max_tokens", "usage": counts})
+    head = {"id": "resp_1", "object": "response", "model": whole["model"], "status": "incomplete"}
+    part = {"annotations": [], "text": text, "type": "output_text", "logprobs": None}
+    said = [{"id": "msg_1", "content": [part], "role": "assistant", "status": "completed", "type": "message"}]
+    counts = tokens | {"input_tokens_details": {"cached_tokens": cached}}
+    return JSONResponse(head | {"output": said, "usage": counts | {"total_tokens": usage["total_tokens"]}})
+
+
 class FakeVllm:
     """One server. `cores` and `publishers` have one entry per data-parallel rank.
 
@@ -313,7 +333,8 @@ class FakeVllm:
             if self.nixl is not None and transfer.get("do_remote_prefill"):
                 await core.turn()
                 work = await self._pulled(core, work, transfer)
-            return await answer(core, work)
+            answered = await answer(core, work)
+            return answered if work.stream else _of_api(path, answered)
 
         return serve
 

@@ -97,13 +97,23 @@ async def hanging(exchange, chunks=()):
     await exchange.left.wait()
 
 
-@pytest.mark.parametrize("content", [b'{"id":\xb8^ns\xdc"x"}', b'{"choices":[{"mess', b"", b"OK"])
-async def test_an_engine_whose_answer_is_not_json_is_replaced(content):
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (b'{"id":\xb8^ns\xdc"x"}', "it holds no answer"),
+        (b'{"choices":[{"mess', "it holds no answer"),
+        (b"", "it is empty"),
+        (b"OK", "it holds no answer"),
+    ],
+)
+async def test_an_engine_whose_answer_is_not_json_is_replaced(content, why):
     async with two() as (bad, good, proxy, client):
         bad.script = partial(Exchange.send, content=content)
         response = await client.post(CHAT, json=ASK)
         assert (response.status_code, response.headers["x-kvpin-engine"]) == (200, "b")
-        assert proxy.fleet.engines["a"].last_error == f"the engine's answer has not the form of {CHAT}"
+        assert proxy.fleet.engines["a"].last_error == (
+            f"the engine's answer has not the form of {CHAT}: {why}"
+        )
         good.script = bad.script
         assert (await client.post(CHAT, json=ASK)).status_code == 502
 
