@@ -42,6 +42,7 @@ from proxy.core.life import (
 from proxy.core.life.states import Step
 from proxy.core.misses import Diagnosis
 from proxy.core.placement.decision import Candidate, Placement
+from proxy.core.placement.scores import TIE_S
 from proxy.core.retry_budget import RetryBudget
 from proxy.errors import ModelRefused, Overloaded, TimeLimit, TooLong
 from proxy.fleet.engine import TOKENS_PER_BLOCK
@@ -375,14 +376,16 @@ class Flow:
         return pool.place(candidates, chain, prefillers)
 
     def _choose_prompt(self, ready: Ready, candidates: Sequence[Candidate]) -> Placement:
-        """The cheapest choice, where engines make different tokens of the prompt."""
+        """The cheapest choice, where engines make different tokens of the prompt; of equal ones, that of the
+        engine that was chosen longest ago."""
         engines, found = ready.pool.engines, list[Placement]()
         for each in (ready, *ready.others):
             own = [one for one in candidates if engines[one.engine].prompts is each.rendering]
             if own:  # without a prompt, its costs are those of the others
                 way = each if each.chain is not None else ready
                 found.append(self.choose(replace(way, others=(), rendering=each.rendering), own))
-        return min(found, key=lambda placement: placement.chosen.total_s)
+        costs = [(placement.chosen.total_s // TIE_S, placement.chosen.turn) for placement in found]
+        return found[costs.index(min(costs))]
 
     def candidates(self, ready: Ready, without: Container[str] = ()) -> list[Candidate]:
         """The engines that could serve the request now, with what placement knows of each."""
@@ -415,7 +418,7 @@ class Flow:
             return serving.ready
         ready = serving.first
         assert ready is not None  # noqa: S101 - likewise
-        while ready.renderings is not ready.pool.renderings and ready.is_stale:
+        while ready.renderings not in (None, ready.pool.renderings) and ready.is_stale:
             ready = await self.preparation.prepare_again(ready)
             serving.is_ready(ready)
             serving.record.prompt, serving.record.chain = ready.prompt, ready.chain

@@ -122,6 +122,7 @@ class Origin:
         """Closes all connections."""
         if self._sweep is not None:
             self._sweep.cancel()
+        self._idle.clear()  # nobody else closes them
         for connection in list(self._open):
             connection.drop()
         if self._open:

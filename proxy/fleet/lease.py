@@ -28,7 +28,7 @@ class LeasedEngine(Protocol):
     Attributes:
         prefilled: requests whose prompt it computed for another engine.
         failed: requests whose answer was an error, or that got none.
-        connections: how many of its connections have begun or ended.
+        connections: how many of its connections have ended.
     """
 
     prefilled: int

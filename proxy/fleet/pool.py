@@ -96,6 +96,8 @@ class Pool:
     def leave(self, engine: Engine) -> None:
         """Removes an engine."""
         del self.engines[engine.id]
+        for told in [told for told in self._told_paths if told[0] == engine.id]:
+            del self._told_paths[told]
         self.note_roles()
         self._note_renderings()
 

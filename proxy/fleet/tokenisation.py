@@ -89,7 +89,8 @@ class Renderings:
                 return
             own = await self._other_like(engine, pool, builder) or await self._own(engine, pool, builder)
             is_told = before is not None and before.info.rendering != own.info.rendering
-            if before is not None and before.is_proven and not is_told and _differs(before, own):
+            is_same = before is None or not before.is_proven or before.forms.outcome == own.forms.outcome
+            if before is not None and not (is_told or is_same):
                 log.warning("engine has changed", engine=engine.id, changed=[_change(before, own)])
             if before is not None and (
                 back := [form for form in before.forms.lost if form not in own.forms.lost]
@@ -179,10 +180,6 @@ def of_tokens(engine: Engine, pool: Pool | None) -> tuple[Finding, ...]:
 
 def _task(engine: Engine) -> str:
     return f"tokenizer {engine.id}"
-
-
-def _differs(before: PromptBuilder, after: PromptBuilder) -> bool:
-    return before.forms.outcome != after.forms.outcome
 
 
 def _change(before: PromptBuilder, after: PromptBuilder) -> str:

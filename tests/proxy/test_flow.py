@@ -547,6 +547,43 @@ class TestReuse:
         assert await self.ask(client, 0, 100) == (first, 32)
         assert await self.ask(client, 0, 100) == (first, 96)
 
+    async def test_engines_that_make_other_tokens_get_their_own_prompt_and_are_found_again(
+        self, proxy, client
+    ):
+        give, engines = proxy.fleet.pools["m"].render, proxy.fleet.engines
+        give(engines["b"], prompts_of(INFO), is_proven=True)
+        first, _ = await self.ask(client, 0)
+        second, _ = await self.ask(client, 1000)
+        assert {first, second} == {"a", "b"}
+        assert await self.ask(client, 0) == (first, 32)
+        assert await self.ask(client, 1000) == (second, 32)
+
+    async def test_an_engine_that_is_not_compared_yet_gets_no_ids_made_here_and_no_firm_prediction(
+        self, proxy, client
+    ):
+        pool, holds = proxy.fleet.pools["m"], []
+        for engine in pool.engines.values():
+            engine.is_proven = False
+            own = engine.adapter.hold
+            engine.adapter.hold = lambda path, body, kv, own=own: (holds.append(kv), own(path, body, kv))[1]
+        await self.ask(client, 0)
+        assert holds[0].exact, "these are the client's own"
+        assert not proxy.last.placement.firm
+
+    async def test_a_request_that_waits_while_its_engine_changes_is_prepared_again(self, proxy, client):
+        pool, made = proxy.fleet.pools["m"], []
+        for engine in pool.engines.values():
+            engine.state = EngineState.CONNECTING
+        asking = asyncio.create_task(self.ask(client, 0))
+        while not proxy.flow.fleet._an_engine_is_ready._waiters:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        new = prompts_of(INFO)
+        build, new.build = new.build, lambda *args, **more: (made.append(1), build(*args, **more))[1]
+        give_prompts(pool, new)
+        pool.engines["a"].state = EngineState.READY
+        assert await asking == ("a", 0)
+        assert made == [1]
+
     async def test_a_burst_of_one_new_prompt_spreads_over_idle_engines(self, engine, other, proxy, client):
         gate = asyncio.Event()
 

@@ -7,8 +7,9 @@ import contextlib
 
 import pytest
 
-from engine_adapter.errors import EngineDied, EngineUnavailable, EngineUnreachable
+from engine_adapter.errors import EngineDied, EngineLost, EngineUnavailable, EngineUnreachable
 from engine_adapter.http import origin
+from engine_adapter.http.client import HttpTransport
 from engine_adapter.http.transport import OutgoingRequest
 from tests.engine_adapter.http.raw_engine import raw_engine
 
@@ -121,3 +122,48 @@ async def test_an_address_that_nothing_is_asked_at_any_more_is_forgotten(transpo
         await fetch(transport, other, "GET")
         kept = {address for address, _, _ in transport._origins}
         assert kept == {url.rstrip("/"), other.rstrip("/")}
+
+
+async def test_an_idle_connection_that_the_engine_closes_is_told_and_one_that_kvpin_closes_is_not():
+    told = []
+    transport = HttpTransport(closed=lambda: told.append(1))
+
+    async def serve(wire):
+        await wire.head()
+        await wire.write(OK)
+        await wire.head()
+        await wire.write(OK)
+
+    async with raw_engine(serve) as (url, _):
+        await fetch(transport, url, "GET")
+        assert told == []
+        await fetch(transport, url, "GET")  # then the engine closes
+        async with asyncio.timeout(5):
+            while not told:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+    async with raw_engine(once) as (url, _):
+        await fetch(transport, url, "GET")
+        await transport.aclose()
+    assert told == [1]
+
+
+async def test_nothing_is_sent_on_a_new_connection_before_it_is_confirmed(transport):
+    asked = []
+
+    async def confirm():
+        asked.append(1)
+        if len(asked) == 1:
+            raise EngineLost("another process")
+
+    async def serve(wire):
+        while await wire.head():
+            await wire.write(OK)
+
+    async with raw_engine(serve) as (url, wires):
+        with pytest.raises(EngineLost):
+            await transport.send(OutgoingRequest("POST", url), confirm)
+        for _ in range(2):  # the second one goes over the connection of the first
+            async with await transport.send(OutgoingRequest("POST", url), confirm) as response:
+                await response.read()
+        assert len(asked) == 2
+        assert [wire.seen.count(b"POST") for wire in wires] == [0, 2]

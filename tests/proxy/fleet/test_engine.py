@@ -1,11 +1,12 @@
+import asyncio
 from array import array
 from dataclasses import replace
 
 import pytest
 import structlog
 
-from engine_adapter import Capability
-from proxy.fleet.engine import Engine, EngineState, place_of
+from engine_adapter import Capability, EngineLost
+from proxy.fleet.engine import FALSE_DOUBTS, Engine, EngineState, place_of
 from proxy.fleet.fleet import Fleet
 from proxy.prompt import Prompt
 from tests.fakes import INFO, FakeAdapter, add_ready
@@ -67,3 +68,44 @@ class TestEngine:
             ("requests failed because their engine was lost", 6),
         ]
         assert engine.last_error == "reset"
+
+
+class TestDoubts:
+    """An engine closed a connection: another process may answer from now on."""
+
+    async def test_a_request_waits_for_the_check_before_it_uses_a_new_connection(self, fleet):
+        engine = add_ready(fleet, "a")
+        engine.doubt()
+        assert engine.check_now.is_set()
+        waiting = asyncio.create_task(engine.confirm(engine.connections))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        engine.is_same(engine.doubts)
+        await asyncio.wait_for(waiting, 1)
+
+    async def test_what_was_prepared_for_a_process_that_is_gone_is_not_sent(self, fleet):
+        engine = add_ready(fleet, "a")
+        before = engine.connections
+        engine.doubt()
+        waiting = asyncio.create_task(engine.confirm(before))
+        await asyncio.sleep(0)
+        engine.has_gone()
+        with pytest.raises(EngineLost):
+            await asyncio.wait_for(waiting, 1)
+
+    def test_a_doubt_during_the_check_needs_another_check(self, fleet):
+        engine = add_ready(fleet, "a")
+        engine.doubt()
+        doubts = engine.doubts
+        engine.doubt()
+        engine.is_same(doubts)
+        assert not engine.sure.is_set()
+
+    def test_closing_by_habit_says_nothing(self, fleet):
+        engine = add_ready(fleet, "a")
+        for _ in range(FALSE_DOUBTS):
+            engine.doubt()
+            engine.is_same(engine.doubts)
+        engine.check_now.clear()
+        engine.doubt()
+        assert (engine.sure.is_set(), engine.check_now.is_set()) == (True, False)

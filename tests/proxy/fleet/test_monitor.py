@@ -617,3 +617,85 @@ async def test_one_that_is_drained_stays_so_wherever_it_is(world):
     engine.give_to("other:7")
     await world.until(lambda: world.fleet.pool_of(engine) is None)
     assert engine.state is EngineState.DRAINING
+
+
+class TestAnotherProcess:
+    """An engine closes a connection, and no request has failed."""
+
+    @pytest.fixture
+    async def world(self):
+        world = World(interval_s=60)  # nothing is checked unless asked for
+        yield world
+        await world.tasks.stop()
+
+    async def test_a_restart_is_noticed_by_the_closed_connection(self, world):
+        engine, adapter = world.add()
+        await world.state(engine, EngineState.READY)
+        adapter.info = replace(INFO, instance="i2")
+        adapter.closes()
+        await world.until(lambda: engine.info.instance == "i2")
+        assert engine.connections == 1
+
+    async def test_the_same_process_goes_on(self, world):
+        engine, adapter = world.add()
+        await world.state(engine, EngineState.READY)
+        prompts = engine.prompts
+        adapter.closes()
+        await world.until(engine.sure.is_set)
+        assert (engine.connections, engine.prompts) == (0, prompts)
+
+    async def test_one_that_names_no_process_is_compared_again(self, world):
+        engine, adapter = world.add(names_process=False)
+        await world.state(engine, EngineState.READY)
+        adapter.closes()
+        await world.until(engine.sure.is_set)
+        assert engine.connections == 1, "what was prepared before is not sent"
+        await world.until(lambda: engine.is_proven)
+
+    async def test_another_model_at_the_address_joins_the_pool_of_its_own(self, world):
+        engine, adapter = world.add(names_process=False, rendering="model m")
+        await world.state(engine, EngineState.READY)
+        adapter.info = replace(adapter.info, model="other", rendering="model other")
+        with structlog.testing.capture_logs() as logs:
+            adapter.closes()
+            await world.until(lambda: "other" in world.fleet.pools)
+        assert list(world.fleet.pools) == ["other"]
+        (line,) = [line for line in logs if line["event"] == "engine has changed"]
+        assert line["changed"] == ["model m → other"]
+
+    async def test_one_that_is_removed_keeps_no_request_waiting(self, world):
+        engine, adapter = world.add()
+        await world.state(engine, EngineState.READY)
+        engine.sure.clear()
+        world.monitor.forget(engine)
+        assert engine.sure.is_set()
+        adapter.closes()
+        assert engine.sure.is_set()
+
+
+async def test_an_adapter_that_is_asked_for_and_not_known_is_looked_up_once_a_second(world):
+    engine, adapter = world.add(loads_loras=True)
+    await world.state(engine, EngineState.READY)
+    assert world.fleet.pools["m"].lora_of("ada") is None
+    adapter.info = replace(adapter.info, loras=frozenset({"ada"}))
+    assert await world.fleet.look_up()
+    assert world.fleet.pools["m"].lora_of("ada") == "ada"
+    assert not await world.fleet.look_up()
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "changes"),
+    [
+        ({}, {}, []),
+        ({"max_model_len": 2048}, {"max_model_len": 8192}, ["context 2048 → 8192"]),
+        ({"max_model_len": None}, {"max_model_len": 8192}, []),
+        ({"rendering": "model a\ntemplate 1"}, {"rendering": "model a\ntemplate 2"}, ["its chat template"]),
+        ({"rendering": "model a\ntemplate 1"}, {"rendering": "model b\ntemplate 1"}, ["its model's files"]),
+        ({"rendering": ""}, {"rendering": "model b"}, []),
+        ({"loras": frozenset("a")}, {"loras": frozenset("b")},
+         ["LoRA adapter b loaded", "LoRA adapter a unloaded"]),
+        ({"lora_paths": {"a": "1"}}, {"lora_paths": {"a": "2"}}, ["LoRA adapter a loaded from another path"]),
+    ],
+)  # fmt: skip
+def test_what_changed_is_told_in_words(before, now, changes):
+    assert monitor_module.changes_of(replace(INFO, **before), replace(INFO, **now)) == changes

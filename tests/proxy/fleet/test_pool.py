@@ -1,10 +1,11 @@
+import json
 from array import array
 from dataclasses import replace
 from time import monotonic
 
 import pytest
 
-from engine_adapter import BlocksStored, Capability, Forecast, Tier
+from engine_adapter import BlocksStored, Capability, Forecast, JsonBody, Tier
 from proxy.core.admission import Needs
 from proxy.core.index import segments
 from proxy.core.index.match import Match
@@ -247,3 +248,43 @@ class TestBusy:
         engine.ledger.begin(monotonic(), 9.0, None)
         assert not pool.is_free("a")
         assert pool.is_free("a")
+
+
+class TestContexts:
+    """Engines of one model with different contexts."""
+
+    @pytest.fixture
+    def pool(self, fleet):
+        add_ready(fleet, "small", max_model_len=2048)
+        add_ready(fleet, "large", max_model_len=8192)
+        return fleet.pools["m"]
+
+    @pytest.mark.parametrize(
+        ("prompt", "asked", "engines"),
+        [
+            (1000, {}, {"small", "large"}),
+            (1900, {"max_tokens": 500}, {"large"}),
+            (2048, {}, {"large"}),
+            (8000, {"max_completion_tokens": 500}, {"large"}),  # cut, or refused by the engine
+            (9000, {}, set()),
+        ],
+    )
+    def test_a_prompt_goes_where_it_fits_with_its_answer(self, pool, prompt, asked, engines):
+        body = JsonBody(json.dumps(asked).encode())
+        assert pool.engines_for(Needs(context=pool.context_for(prompt, body))) == engines
+
+    def test_the_largest_one_is_the_limit_and_one_that_tells_none_has_no_limit(self, fleet, pool):
+        assert pool.context == 8192
+        add_ready(fleet, "untold")
+        assert pool.context is None
+
+
+def test_an_adapter_that_was_loaded_anew_from_another_path_has_kv_of_its_own(fleet):
+    engine = add_ready(fleet, "a", loras=frozenset({"ada"}), lora_paths={"ada": "/1"})
+    pool = fleet.pools["m"]
+    before = pool.root_of(None, "ada")
+    pool.note_loras("a", replace(engine.info, lora_paths={}))
+    pool.note_loras("a", replace(engine.info, lora_paths={"ada": "/1"}))
+    assert pool.root_of(None, "ada") == before
+    pool.note_loras("a", replace(engine.info, lora_paths={"ada": "/2"}))
+    assert pool.root_of(None, "ada") != before
