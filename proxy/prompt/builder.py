@@ -137,7 +137,7 @@ class PromptBuilder:
         `context` gives the longest prompt that any engine of the pool takes, in tokens; None without a limit.
         """
         self.info, self.key, self.is_proven = info, key, False
-        self._loading, self._is_nowhere = asyncio.Lock(), False
+        self._loading, self._attempts, self._is_nowhere = asyncio.Lock(), 0, False
         self._context = context or (lambda: info.max_model_len)
         self.local: LocalTokenizer | None = None
         self.reason = "no tokenizer is known for this model"
@@ -179,14 +179,20 @@ class PromptBuilder:
         return True
 
     async def load_once(self, source: str, load: Load = load_tokenizer) -> bool:
-        """Loads the engine's tokenizer, see `load`, unless that was done."""
+        """Loads the engine's tokenizer, see `load`, unless that was done. Who waits for an attempt does not
+        make another one."""
+        before = self._attempts
         async with self._loading:
             if self.local is not None or self._is_nowhere:
                 return True
-            if not self.is_proven:
-                self.reason = f"the tokenizer {source!r} is being loaded"
-                self.ask_engines(self.reason)
+            if self._attempts != before:
+                return False
+            if not (self.is_proven or before):
+                self.ask_engines(f"the tokenizer {source!r} is being loaded")
             is_final = await self.load(source, load)
+            self._attempts += 1
+            if self.local is None and not self.is_proven:
+                self.ask_engines(self.reason)
             self._is_nowhere = is_final and self.local is None
             settle()
             return is_final
@@ -210,8 +216,8 @@ class PromptBuilder:
 
     def take_over(self, other: PromptBuilder) -> None:
         """Uses the tokenizer of a builder with the same key, which knows chats."""
-        self.local, self.reason, self._is_nowhere = other.local, other.reason, other._is_nowhere
-        self.ask_engines(self.reason)
+        self.local, self._is_nowhere = other.local, other._is_nowhere
+        self.ask_engines(other.reason)
 
     def prove(self, forms: FormTable) -> None:
         """One of its engines was compared, with this outcome."""
@@ -229,6 +235,7 @@ class PromptBuilder:
 
     def ask_engines(self, why: str) -> None:
         """From now on the engines tokenise everything, if they can."""
+        self.reason = why
         self.forms = FormTable(can_ask=self.can_ask, detail=why)
 
     @property

@@ -11,6 +11,7 @@ import pytest
 
 from engine_adapter import Tier, common_prefix
 from proxy.fleet import pool
+from proxy.fleet.engine import EngineState
 from proxy.prompt import Prompt
 from tests.fakes import FakeEngine, client_of, event, proxy_over
 
@@ -198,10 +199,13 @@ async def test_one_that_waits_and_leaves_leaves_nothing(engine, start):
 async def test_a_lost_engine_is_not_waited_for(engine, start):
     async with SideBySide("b") as other:
         burst = await start(engine, other)
+        spare = burst.proxy.fleet.engines["b"]
+        spare.state = EngineState.DRAINING  # when idle, it would compute the prefix as well
         burst.ask(0)
         await engine.request()
         burst.ask(1, 2)
         await until(lambda: burst.waiting() == 3)
+        spare.state = EngineState.READY
         burst.proxy.fleet.engines["a"].abandon()
         await until(lambda: burst.waiting("b") == 3)
         other.gate.set()

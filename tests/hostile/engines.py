@@ -21,6 +21,8 @@ _MOST_READ = _MIB
 _JSON = (("content-type", "application/json"),)
 _PAGE_HEADERS = ("clear-site-data", "refresh", "strict-transport-security", "location")
 """Headers that act on the browser that gets them, or on its other pages."""
+_OF_SOMEBODY = {"id": "of-somebody", "data": [{"id": "of-somebody"}], "object": "list", "output": []}
+"""An object of any other route, also an answer of /v1/responses."""
 
 
 def _delta(text: str) -> bytes:
@@ -37,7 +39,7 @@ def _whole(text: str, **fields: object) -> dict:
 
 async def _well(exchange: Exchange, prompt: str) -> None:
     text = text_of(prompt)
-    if not exchange.json.get("stream"):
+    if not _streams(exchange):
         await asyncio.sleep(0.02)
         await exchange.send(_whole(text))
         return
@@ -159,11 +161,18 @@ async def _serve(name: str) -> None:
         elif exchange.target == "/v1/chat/completions":
             await chats(exchange, _prompt(exchange) or "")
         else:
-            await exchange.send({"id": "of-somebody", "data": [{"id": "of-somebody"}], "object": "list"})
+            await exchange.send(_OF_SOMEBODY)
 
     async with FakeEngine(name, script) as engine:
         print(f"listening on {engine.url},", flush=True)
         await asyncio.Event().wait()
+
+
+def _streams(exchange: Exchange) -> bool:
+    try:
+        return bool(exchange.json.get("stream"))
+    except (ValueError, RecursionError):
+        return False
 
 
 def _prompt(exchange: Exchange) -> str | None:

@@ -36,10 +36,17 @@ class FakeWorld:
         return list(self.proxy.flow.requests)[-1]
 
     async def post(self, path: str, body: dict, tenant: str | None = None) -> httpx.Response:
-        """A request, once kvpin knows all that the engines have told."""
+        """A request, once kvpin knows all that the engines have told. Returns when its record is there."""
         await self.settle()
         headers = {"authorization": f"Bearer {KEYS[tenant]}"} if tenant else {}
-        return await self.client.post(f"{self.url}/v1/{path}", json=body, headers=headers)
+        answer = await self.client.post(f"{self.url}/v1/{path}", json=body, headers=headers)
+        await self.recorded(answer)
+        return answer
+
+    async def recorded(self, answer: httpx.Response) -> None:
+        """Waits for an answer's record: an audit asks the engine for its token ids before it is written."""
+        if answer.is_success:
+            await until(lambda: self.proxy.flow.requests.get(answer.headers["x-request-id"]) is not None)
 
     async def operate(self, verb: str, **target: object) -> dict:
         """An operation of the admin API, once it is over."""

@@ -113,7 +113,8 @@ def test_prompt_order(kvpin):
     found = {
         name: int(cached) / int(of) for name, cached, of in re.findall(r"(.*): (\d+) of (\d+) tokens", shown)
     }
-    good = ("document, then question", "time last", "same tools", "messages appended", "6 questions at once")
+    good = ("document, then question", "time last", "same tools", "messages appended")
+    assert found.pop("6 questions at once") > 0.6  # each of two idle engines computes the document once
     assert min(found.pop(name) for name in good) > 0.8
     assert max(found.values()) < 0.2
 

@@ -235,6 +235,7 @@ async def test_generate_is_followed_and_kept_apart():
                 headers = {"authorization": f"Bearer {KEYS[tenant]}"}
                 answer = await world.client.post(f"{world.url}/generate", json=body, headers=headers)
                 assert answer.status_code == 200, answer.text
+                await world.recorded(answer)
                 assert "kv_hints" not in server.fake.seen[-1][1]
                 assert predicted(answer) == world.last.reported_tokens
                 return world.last.reported_tokens

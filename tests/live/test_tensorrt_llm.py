@@ -108,8 +108,9 @@ async def test_what_is_predicted_is_reported(tokens_per_block, tenants, count):
     assert sum(was for _, was, _ in outcomes) > 20 * count
     sent = [body for _, body in server.fake.seen]
     assert not any(HINTS.keys() & body.keys() for body in sent)
-    # kvpin's token ids are known to be the server's own, and spare it the work.
-    assert all("prompt_token_ids" in body for path, body in server.fake.seen if path == CHAT)
+    # kvpin's token ids are known to be the server's own, and spare it the work, but for what is audited.
+    spared = ["prompt_token_ids" in body for path, body in server.fake.seen if path == CHAT]
+    assert spared.count(False) <= 20
 
 
 async def test_pushed_events_are_followed_as_well(monkeypatch):
@@ -149,11 +150,11 @@ async def test_tools_are_written_as_it_writes_them(fields):
         async with kvpin_over(server) as world:
             await world.settle()
             assert world.proxy.fleet.pools["tiny"].prompts.exactness.source == "local"
-            for body in bodies * 2:
+            for body in bodies * 9:
                 answer = await world.post("chat/completions", body)
                 assert predicted(answer) == world.last.reported_tokens
         assert world.last.reported_tokens > 0
-        assert all("prompt_token_ids" in body for _, body in server.fake.seen)
+        assert "prompt_token_ids" in server.fake.seen[-1][1]  # the first ones were audited
 
 
 async def test_partial_reuse_makes_predictions_lower_bounds():

@@ -68,8 +68,9 @@ def congestion(policy):
 
 
 def pending(policy):
-    """Engine 0 is about to have half of the prompt, which it began to compute a moment ago."""
+    """Engine 0 is about to have the prompt, which it began to compute a moment ago. Engine 1 is busy, too."""
     assert choose(policy, ask([1, 2, 3, 4], tail=0, name=90))[0].engine == 0
+    assert choose(policy, ask([91, 92, 93], tail=0, name=91))[0].engine == 1
 
 
 # With the rule in full the prompt goes to engine 1, but for the last two terms, which draw it to engine 0.
