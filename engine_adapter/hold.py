@@ -97,6 +97,7 @@ class Hold:
         note: how it was served, for people.
         slot: the engine's slot that it runs on; None for an engine without slots.
         retains: the engine retains the KV as the target of the request asks.
+        is_lost: tells whether its slot is not its own any more: it must not be sent. None without slots.
         resume: tells how to go on where the answer stands now; None if the engine cannot begin in the middle.
     """
 
@@ -109,4 +110,5 @@ class Hold:
     note: str = ""
     slot: int | None = None
     retains: bool = False
+    is_lost: Callable[[], bool] | None = None
     resume: Callable[[], Resumption] | None = None

@@ -47,14 +47,19 @@ def hold_request(
     body: RequestBody,
     prompt: KvTarget | None,
 ) -> AbstractAsyncContextManager[Hold]:
-    """Holds what a request needs: a slot; all of them, if it becomes several; nothing, if none is managed."""
+    """Holds what a request needs: a slot; all of them, if it becomes several; nothing, if none is managed.
+
+    With a salt and without a slot of its owner's, it reuses nothing, and cannot name a slot.
+    """
     if path == SLOTS:
         return nullcontext(Hold(body, answer=SlotsAnswer()))
-    scheduler = session.scheduler if session is not None else None
-    if session is None or scheduler is None or path not in PINNED_ROUTES or not isinstance(body, JsonBody):
+    if not isinstance(body, JsonBody):
         return nullcontext(Hold(body))
+    scheduler = session.scheduler if session is not None else None
+    if session is None or scheduler is None or path not in PINNED_ROUTES:
+        return nullcontext(Hold(_without_slot(body)))
     if _is_several(body):
-        return _hold_all(scheduler, body)
+        return _hold_all(scheduler, _without_slot(body))
     return _hold_slot(session, scheduler, mirror, path, body, prompt)
 
 
@@ -86,6 +91,7 @@ async def _hold_slot(
             firm=not reuses or (is_known and lease.firm and session.facts.keeps_none_itself),
             answer=answer,
             slot=lease.slot,
+            is_lost=lambda: scheduler.is_closed,
             retains=ask.retention is not None
             and ask.retention.priority > 0
             and scheduler.contents.can_restore,
@@ -97,6 +103,11 @@ async def _hold_all(scheduler: SlotScheduler, body: JsonBody) -> AsyncIterator[H
     """Runs a request alone, because the server chooses its slots. Nothing is predicted for it."""
     async with scheduler.alone():
         yield Hold(body, cached_tokens=0, firm=False, note="unpinned: it ran alone on all slots")
+
+
+def _without_slot(body: JsonBody) -> JsonBody:
+    """A request that runs on any slot. Whose KV lies there is not known: with a salt, it reuses none."""
+    return body if body.get("cache_salt") is None else body.replace(cache_prompt=False, id_slot=None)
 
 
 def _ids_for_text(path: str, body: JsonBody, prompt: KvTarget | None) -> dict[str, object]:

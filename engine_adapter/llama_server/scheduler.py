@@ -471,6 +471,11 @@ class SlotScheduler:
         self.has_worked, self._worked_at = True, self._clock()
         self.changed.set()
 
+    @property
+    def is_closed(self) -> bool:
+        """True once its session has ended: the slots may hold anybody's KV."""
+        return self._closed
+
     def _check_open(self) -> None:
         if self._closed:
             raise EngineUnavailable("the engine was lost before it could start")

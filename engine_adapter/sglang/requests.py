@@ -19,7 +19,7 @@ from engine_adapter.hold import Hold
 from engine_adapter.http.control import ControlClient
 from engine_adapter.http.openai_answer import hold_openai
 from engine_adapter.sglang.answer import DetailsAnswer, GenerateAnswer
-from engine_adapter.sglang.routes import GENERATE
+from engine_adapter.sglang.routes import GENERATE, RUNS_NONE
 from engine_adapter.sglang.server_info import EVENTS_CARRY_SALTS, ServerInfo
 from engine_adapter.types import KvTarget, TokenIds
 
@@ -74,25 +74,26 @@ def _of_the_tenant(info: ServerInfo, path: str, body: JsonBody) -> dict[str, obj
 
 
 def _salted(info: ServerInfo, path: str, body: JsonBody) -> dict[str, object]:
-    """The changes that put a request's namespace into the field that events carry."""
+    """The changes that put a request's namespace, which begins with its salt, where events carry it."""
     salt = body.get("cache_salt")
-    if path == GENERATE and salt is not None and info.release < EVENTS_CARRY_SALTS:
-        raise EngineRejected(
-            f"this SGLang takes no cache_salt on {path}: tenants' KV would not be kept apart; use {CHAT}",
-            status=400,
-        )
-    if path == _MESSAGES and salt is not None:
+    if salt is not None and not (path in RUNS_NONE or _takes_salt(info, path)):
         raise EngineRejected(
             f"SGLang takes no cache_salt on {path}, so that tenants' KV would not be kept apart: use {CHAT}",
-            status=400,
+            status=403,
+            param="cache_salt",
+            headers={"x-should-retry": "false"},
         )
     key = body.get("extra_key") if path in _SALTED else None
     if isinstance(key, str) and key:
         return {"cache_salt": _folded(salt, key), "extra_key": None}
     if isinstance(key, list) and all(isinstance(item, str) for item in key):
         # One for each prompt of a batch.
-        return {"cache_salt": [_folded(salt, item) for item in key], "extra_key": None}
+        return {"cache_salt": [_folded(salt, item) for item in key] or salt, "extra_key": None}
     return {}
+
+
+def _takes_salt(info: ServerInfo, path: str) -> bool:
+    return path in _SALTED and (path != GENERATE or info.release >= EVENTS_CARRY_SALTS)
 
 
 def _folded(salt: str | None, key: str) -> str:

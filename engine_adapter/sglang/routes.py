@@ -30,3 +30,7 @@ ROUTES = {
     **dict.fromkeys(("/encode", "/classify", "/tokenize", "/detokenize"), ASK),
     **dict.fromkeys(("/get_model_info", "/model_info", "/ping"), READ),
 }
+RUNS_NONE = frozenset(
+    {"/tokenize", "/detokenize", "/v1/tokenize", "/v1/detokenize", "/v1/messages/count_tokens"}
+)
+"""Routes that run no model. On all others, a salt keeps tenants apart, or they are refused."""

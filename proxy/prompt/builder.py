@@ -191,7 +191,7 @@ class PromptBuilder:
                 self.ask_engines(f"the tokenizer {source!r} is being loaded")
             is_final = await self.load(source, load)
             self._attempts += 1
-            if self.local is None and not self.is_proven:
+            if not self.is_proven and self.local is None:
                 self.ask_engines(self.reason)
             self._is_nowhere = is_final and self.local is None
             settle()

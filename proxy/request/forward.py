@@ -140,8 +140,10 @@ class Forwarding:
             return await self._as_stream(response, headers, opening, is_events=is_events)
 
     def _outgoing(self) -> OutgoingRequest:
-        call = self.call
-        request = self.adapter.prepare(call.method, call.path, call.headers, self.hold.body)
+        call, hold = self.call, self.hold
+        if hold.is_lost is not None and hold.is_lost():
+            raise EngineUnavailable("the engine was lost before it could start")
+        request = self.adapter.prepare(call.method, call.path, call.headers, hold.body)
         return request if call.socket is None else replace(request, socket=call.socket)
 
     def _headers(self, response: IncomingResponse, kind: str) -> HeaderPairs:

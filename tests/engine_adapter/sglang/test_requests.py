@@ -81,16 +81,27 @@ class TestNamespaces:
         first, second, third = body["cache_salt"]
         assert (first == second, third) == (False, "")
 
+    def test_no_keys_leave_the_salt(self):
+        _, body = held(COMPLETIONS, {"prompt": ["x"], "extra_key": [], "cache_salt": "kvpin-one"})
+        assert body == {"prompt": ["x"], "cache_salt": "kvpin-one"}
+
     @pytest.mark.parametrize("key", ["", None, 3, [1]])
     def test_what_is_no_key_is_left_to_the_engine(self, key):
         body = MESSAGES | {"extra_key": key}
         assert held(CHAT, body)[1] == body
 
-    def test_a_salt_is_not_ignored(self):
-        with pytest.raises(EngineRejected, match="no cache_salt on /v1/messages") as caught:
-            held("/v1/messages", MESSAGES | {"cache_salt": "s"})
-        assert caught.value.status == 400
-        assert held("/v1/messages", MESSAGES)[1] == MESSAGES
+    @pytest.mark.parametrize(
+        "path", ["/v1/messages", "/v1/score", "/v1/embeddings", "/classify", "/encode", "/v1/rerank"]
+    )
+    def test_a_salt_is_not_ignored(self, path):
+        with pytest.raises(EngineRejected, match=f"no cache_salt on {path}") as caught:
+            held(path, MESSAGES | {"cache_salt": "s"})
+        assert (caught.value.status, caught.value.headers) == (403, {"x-should-retry": "false"})
+        assert held(path, MESSAGES)[1] == MESSAGES
+
+    def test_a_salt_on_a_route_without_a_model_is_nothing(self):
+        body = {"text": "x", "cache_salt": "s"}
+        assert held("/tokenize", body)[1] == body
 
 
 class TestAdapters:
