@@ -7,9 +7,11 @@ its first place gets it, and removed when its last place loses it.
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections import Counter
 from collections.abc import AsyncGenerator, Hashable
 from dataclasses import dataclass
+from hashlib import blake2b
 
 from xxhash import xxh3_64_intdigest
 
@@ -26,6 +28,8 @@ from engine_adapter.types import (
 TOKENS_PER_BLOCK = 16
 # Clients may invent salts. Beyond this number, only salts that own content are remembered.
 MAX_SALTS = 10_000
+# Without it, a client could make a prompt whose blocks have the names of another tenant's.
+_KEY = secrets.token_bytes(16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +151,8 @@ def _names(tokens: TokenIds[int], salt: str | None) -> tuple[int, ...]:
     """A name for each full block; equal prefixes under the same salt have equal names."""
     step = TOKENS_PER_BLOCK * tokens.itemsize
     raw = tokens.tobytes()
-    name = xxh3_64_intdigest(b"" if salt is None else b"\x01" + salt.encode("utf-8", "surrogatepass"))
+    root = b"" if salt is None else b"\x01" + salt.encode("utf-8", "surrogatepass")
+    name = int.from_bytes(blake2b(root, digest_size=8, key=_KEY).digest(), "little")
     names = []
     for at in range(0, len(raw) - step + 1, step):
         name = xxh3_64_intdigest(name.to_bytes(8, "little") + raw[at : at + step])

@@ -13,10 +13,10 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import Any
 
 import safetensors
-import xxhash
 
 from engine_adapter.errors import PromptTableError
 from engine_adapter.types import ExtraIds, TokenIds
@@ -26,12 +26,14 @@ _FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 
 
 def extra_id(kind: str, *content: bytes | bytearray) -> int:
-    """xxh3_64 over the length-framed kind and content, given in parts; never 0, which stands for text."""
+    """64 bits of blake2b over the length-framed kind and content, given in parts; never 0, which stands for
+    text. Clients choose the content, so nobody may find another one with the same id."""
     name, size = kind.encode(), sum(map(len, content))
-    hashed = xxhash.xxh3_64(len(name).to_bytes(8, "little") + name + size.to_bytes(8, "little"))
+    frame = len(name).to_bytes(8, "little") + name + size.to_bytes(8, "little")
+    hashed = blake2b(frame, digest_size=8)
     for part in content:
         hashed.update(part)
-    return hashed.intdigest() or 1
+    return int.from_bytes(hashed.digest(), "little") or 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +57,14 @@ class Embeddings:
 
     def content(self) -> bytes:
         """A digest of element type, shape and values."""
-        hashed = xxhash.xxh3_128()
+        hashed = blake2b(digest_size=16)
         for part in self._identity():
             hashed.update(part)
         return hashed.digest()
 
     def _identity(self) -> tuple[bytes | bytearray, ...]:
         frame = f"{self.dtype}:{self.rows}x{self.hidden}:".encode()
-        return frame, xxhash.xxh3_128_digest(self.values), self.values
+        return frame, self.values
 
 
 def parse_embeddings(data: bytes, *, param: str) -> Embeddings:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Mapping
+from hashlib import blake2b
 from typing import Any
 
 import structlog
@@ -42,6 +43,7 @@ class Fleet:
 
     Attributes:
         name: this kvpin's, for people.
+        secret_name: tells the secrets of kvpins apart, and nothing else about them.
         told: tells other kvpins of requests, in pools made from now on; None without other kvpins.
         claims_engines: an engine that only one kvpin may use waits until it is claimed.
         book: what operators have ordered about engines, at any kvpin of the group.
@@ -56,10 +58,12 @@ class Fleet:
         default_model: str | None = None,
         queue: LimitSettings | None = None,
         name: str = "this kvpin",
+        secret: bytes = b"",
     ) -> None:
         """`aliases`: further names of models and LoRA adapters. `default_model`: serves all other names.
-        `queue`: the bounds of each pool's queue."""
-        self.name = name
+        `queue`: the bounds of each pool's queue. `secret`: the key of namespace roots."""
+        self.name, self._secret = name, secret
+        self.secret_name = blake2b(secret, digest_size=8, person=b"kvpin group").digest()
         self._queue = queue
         self.aliases = aliases or {}
         self.default_model = default_model
@@ -150,7 +154,7 @@ class Fleet:
         if tokens_per_block < PAGES_BELOW:
             tokens_per_block = TOKENS_PER_BLOCK
         if pool is None or (not pool.engines and pool.tokens_per_block != tokens_per_block):
-            pool = self.pools[model] = Pool(model, tokens_per_block, self._queue, self.told)
+            pool = self.pools[model] = Pool(model, tokens_per_block, self._queue, self.told, self._secret)
         pool.note_loras(engine.id, info)
         engine.has_connected(info)
         if info.gpu_blocks is not None and info.tokens_per_block is not None:

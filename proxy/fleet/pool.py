@@ -71,9 +71,11 @@ class Pool:
         tokens_per_block: int,
         queue: LimitSettings | None = None,
         told: OwnRequests | None = None,
+        secret: bytes = b"",
     ) -> None:
-        """`told` tells other kvpins of its requests; None if there are none."""
-        self.model = model
+        """`told` tells other kvpins of its requests; None if there are none. `secret`: the key of the
+        namespace roots."""
+        self.model, self._secret = model, secret
         self.tokens_per_block = tokens_per_block
         self.engines: dict[str, Engine] = {}
         self.placer = Placer(tokens_per_block)
@@ -154,7 +156,8 @@ class Pool:
 
     def root_of(self, salt: str | None, lora: str | None = None) -> BlockHash:
         """The namespace root of the model, a salt and a LoRA adapter."""
-        return _root_of(self.model, lora=self.identity_of(lora) if lora is not None else None, salt=salt)
+        adapter = self.identity_of(lora) if lora is not None else None
+        return _root_of(self.model, lora=adapter, salt=salt, secret=self._secret)
 
     def identity_of(self, lora: str) -> str:
         """The identity of a LoRA adapter: one that was loaded anew from another path has other KV."""

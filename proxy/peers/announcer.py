@@ -165,7 +165,8 @@ class Announcer:
             ToldPin(pin.pin_id, list(pin.engine_pins), pin.blocks, pin.expires + ahead_s, pin.label)
             for pin in self._fleet.pins.active(monotonic())
         ]
-        return KvpinState(self.name, self.engines, socket_path, self._marks(), pins, self._keys())
+        marks, keys, secret = self._marks(), self._keys(), self._fleet.secret_name
+        return KvpinState(self.name, self.engines, socket_path, marks, pins, keys, secret)
 
     def _listing(self) -> Iterator[list[Message]]:
         part, size = list[Message](), 0

@@ -243,6 +243,12 @@ class Peers:
         is_new, path = peer.name is None, state.http_socket
         peer.name, peer.engines, peer.pins = state.name, state.engines, state.pins
         peer.socket = path if path is not None and self._bus.reaches(path) else None
+        if state.secret not in (b"", self._fleet.secret_name):
+            self._complain(
+                "another kvpin has other hashes and salts, because Redis was away when one of both started: "
+                "restart that one",
+                peer=peer.label,
+            )
         has_marks, has_keys = self._take_marks(state.marks), self._take_keys(state.keys)
         peer.is_doubted = not (has_marks and has_keys)
         self._match(now, peer)

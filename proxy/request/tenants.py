@@ -73,9 +73,11 @@ class Tenants:
         keys: Iterable[ApiKey],
         limits: Mapping[str, TenantLimits] | None = None,
         issued: KeyBook | None = None,
+        secret: bytes = b"",
     ) -> None:
         """Begins with these keys of the settings and their limits; `replace` changes them later. `issued`:
-        those that the admin API issued; none by default."""
+        those that the admin API issued; none by default. `secret`: the key of the salts."""
+        self._secret = secret
         self.listeners = list[Callable[[], None]]()
         self.issued = issued if issued is not None else KeyBook()
         self.issued.listeners.append(self._follow)
@@ -106,7 +108,7 @@ class Tenants:
         self.names = frozenset(key.tenant for key in known)
         self.isolated = len(self.names) > 1
         self._keys = {key.digest: key for key in known}
-        self._owners = {_own_salt(name): name for name in self.names} if self.isolated else {}
+        self._owners = {self._own_salt(name): name for name in self.names} if self.isolated else {}
         for listener in self.listeners:
             listener()
 
@@ -153,8 +155,15 @@ class Tenants:
             raise BadRequest("cache_salt must be a non-empty string", param="cache_salt")
         if not self.isolated or tenant is None:
             return client_salt
-        own = _own_salt(tenant)
-        return own if client_salt is None else f"{own}-{_digest(client_salt)}"
+        own = self._own_salt(tenant)
+        return own if client_salt is None else f"{own}-{self._digest(client_salt)}"
+
+    def _own_salt(self, tenant: str) -> str:
+        return f"kvpin-{self._digest(tenant)}"
+
+    def _digest(self, text: str) -> str:
+        """128 bits in hex. The fixed length keeps one tenant's salt from being the beginning of another's."""
+        return hashlib.blake2b(text.encode(), digest_size=16, key=self._secret).hexdigest()
 
     def without_private(self, body: JsonBody) -> JsonBody:
         """The body without what may reach another tenant's request or KV. With at most one tenant, all of it.
@@ -191,13 +200,4 @@ def _private_fields(body: JsonBody) -> Iterator[str]:
             yield from (".".join((first, *rest, name)) for name in found if value[name] is not None)
 
 
-def _own_salt(tenant: str) -> str:
-    return f"kvpin-{_digest(tenant)}"
-
-
-def _digest(text: str) -> str:
-    """128 bits in hex. The fixed length keeps one tenant's salt from being the beginning of another's."""
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-
-
-_OWN_LENGTH = len(_own_salt(""))
+_OWN_LENGTH = len("kvpin-") + 32

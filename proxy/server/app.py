@@ -12,6 +12,7 @@ import secrets
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import structlog
@@ -88,7 +89,15 @@ from proxy.request.records import RequestLog, RequestRecord
 from proxy.request.tenants import ApiKey, Tenants
 from proxy.request.translate import ResponseStore, translations
 from proxy.runtime.tasks import Supervisor
-from proxy.server.checks import all_engines, check, check_reload, make_bus, telemetry_module
+from proxy.server.checks import (
+    all_engines,
+    check,
+    check_reload,
+    exchange_directory,
+    make_bus,
+    telemetry_module,
+)
+from proxy.server.group_secret import GroupSecret, group_secret
 from proxy.settings import (
     EngineChanges,
     Settings,
@@ -113,14 +122,19 @@ class Proxy:
         self.siblings = siblings
         self.transport = transport
         self.tasks = Supervisor()
+        secret = self._group_secret()
         self.fleet = Fleet(
-            settings.model_aliases, settings.default_model, settings.limits, settings.shown_name
+            settings.model_aliases,
+            settings.default_model,
+            settings.limits,
+            settings.shown_name,
+            secret.for_roots,
         )
         self.tables = PromptTables(max_bytes=settings.limits.prompt_table_bytes)
         key_file = self._key_file()
         issued = KeyBook()
         issued.merge(key_file.read() if key_file is not None else ())
-        self.tenants = Tenants(_keys(settings), settings.tenant_limits, issued)
+        self.tenants = Tenants(_keys(settings), settings.tenant_limits, issued, secret.for_salts)
         self.keys = IssuedKeys(issued, key_file, self._named_tenants, self._tell_keys)
         self.gate = Gate(self.tenants, ByteBudget(_bodies_bytes(settings)), int(settings.limits.body_bytes))
         self.peers = self._peers()
@@ -193,6 +207,15 @@ class Proxy:
             lambda: _text(self.settings.admin_key),
         )
 
+    def _group_secret(self) -> GroupSecret:
+        """The secret of the kvpins that exchange hashes. Raises SettingsError if it cannot be kept."""
+        exchange, directory = self.settings.exchange, self._shared_state_dir()
+        if exchange is None:
+            return group_secret(directory, None, None)
+        url = exchange.url.get_secret_value()
+        place = exchange_directory(exchange)
+        return group_secret(directory, place, (url, exchange.namespace) if place is None else None)
+
     def _flow(self) -> Flow:
         """The read path, with spans if there is telemetry."""
         settings, telemetry = self.settings, self.telemetry
@@ -218,12 +241,14 @@ class Proxy:
         )
 
     def _key_file(self) -> KeyBookFile | None:
-        """The file of issued keys; None without `state_dir`. The workers of a kvpin share it: it lies above
-        their own directories."""
-        directory = self.settings.state_dir
-        if directory is not None and self.siblings is not None:
-            directory = directory.parent
+        """The file of issued keys; None without `state_dir`."""
+        directory = self._shared_state_dir()
         return KeyBookFile(directory) if directory is not None else None
+
+    def _shared_state_dir(self) -> Path | None:
+        """What the workers of a kvpin share lies above their own directories."""
+        directory = self.settings.state_dir
+        return directory.parent if directory is not None and self.siblings is not None else directory
 
     def _named_tenants(self) -> set[str]:
         return {entry.tenant for entry in self.settings.api_keys if entry.tenant is not None}

@@ -141,7 +141,7 @@ def make_bus(settings: ExchangeSettings, owner: int, siblings: Siblings | None =
     Raises:
         SettingsError: it cannot be used.
     """
-    directory = _directory(settings)
+    directory = exchange_directory(settings)
     try:
         if directory is not None:
             prepare(directory)
@@ -219,14 +219,14 @@ def _check_managed(engine: ManagedSettings) -> None:
 
 
 def _check_exchange(settings: ExchangeSettings) -> None:
-    directory = _directory(settings)
+    directory = exchange_directory(settings)
     if directory is None or directory.exists():
         make_bus(settings, 0)
     else:
         _check_place("exchange", directory)
 
 
-def _directory(settings: ExchangeSettings) -> Path | None:
+def exchange_directory(settings: ExchangeSettings) -> Path | None:
     """The directory of sockets; None where the exchange is elsewhere."""
     parts = urlsplit(settings.url.get_secret_value())
     return Path(parts.path) if parts.scheme == "unix" else None

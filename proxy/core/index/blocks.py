@@ -3,14 +3,16 @@
     h_i = xxh3_64(int32 tokens ‖ extra ids if any is non-zero, seed h_{i-1})
 
 The root h_0 hashes a namespace whose parts have a type and a length, so that keys of two kinds never collide
-by being the same string. Equal hashes mean equal content up to that block, in the same namespace. A collision
-can at worst misroute a request: engines compare content themselves.
+by being the same string. Its hash is blake2b with a secret key: who does not know a root cannot aim at the
+hashes of blocks that follow it. Equal hashes mean equal content up to that block, in the same namespace. A
+collision can at worst misroute a request: engines compare content themselves.
 """
 
 from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass
+from hashlib import blake2b
 from struct import iter_unpack
 
 from xxhash import xxh3_64_intdigest
@@ -37,14 +39,19 @@ class Chain:
         return max(self.n_tokens - 1, 0) // self.tokens_per_block
 
 
-def namespace_root(model: str, *, lora: str | None = None, salt: str | None = None) -> BlockHash:
-    """The root of all chains of a model, adapter (LoRA name and version) and tenant salt."""
+def namespace_root(
+    model: str, *, lora: str | None = None, salt: str | None = None, secret: bytes = b""
+) -> BlockHash:
+    """The root of all chains of a model, adapter (LoRA name and version) and tenant salt.
+
+    `secret`: up to 64 bytes that are the same wherever hashes are compared, and that no client knows.
+    """
     frame = bytearray()
     for kind, value in (("model", model), ("lora", lora), ("salt", salt)):
         if value is not None:
             for part in (kind.encode(), value.encode()):
                 frame += len(part).to_bytes(8, "little") + part
-    return xxh3_64_intdigest(bytes(frame))
+    return int.from_bytes(blake2b(frame, digest_size=8, key=secret).digest(), "little")
 
 
 def extend(

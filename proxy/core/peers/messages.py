@@ -155,6 +155,7 @@ class KvpinState(_Message, tag=6, frozen=True):
         marks: what operators have ordered about engines.
         pins: the pins that it holds.
         keys: the book of issued keys, see `signed`; empty if none was issued.
+        secret: tells the secret of its hashes from others, see `Fleet.secret_name`.
     """
 
     name: str
@@ -163,6 +164,7 @@ class KvpinState(_Message, tag=6, frozen=True):
     marks: list[EngineMark] = msgspec.field(default_factory=list)
     pins: list[ToldPin] = msgspec.field(default_factory=list)
     keys: bytes = b""
+    secret: bytes = b""
 
 
 class AskListing(_Message, tag=7, frozen=True):

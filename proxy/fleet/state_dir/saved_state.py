@@ -36,7 +36,7 @@ from proxy.fleet.state_dir.table_files import TableFiles
 from proxy.prompt import PromptTables
 from proxy.request.tenants import Tenants
 
-_HEAD = b"kvpin-state 1\n"
+_HEAD = b"kvpin-state 2\n"
 
 
 class SavedState(msgspec.Struct, frozen=True):

@@ -168,7 +168,7 @@ def of_no_text(data):
         (lambda data: data[:-1], "damaged"),
         (lambda data: data[:20], "damaged"),
         (lambda _data: b"", "damaged"),
-        (lambda data: data.replace(b"state 1", b"state 2"), "another version"),
+        (lambda data: data.replace(b"state 2", b"state 1"), "another version"),
         (of_other_fields, "another version"),
         (of_endless_depth, "another version"),
         (of_no_text, "another version"),

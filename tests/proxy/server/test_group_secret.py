@@ -1,0 +1,79 @@
+"""The secret of block hashes and salts: who has the same one, and what knowing everything else is worth."""
+
+import stat
+from array import array
+
+import msgspec
+import pytest
+from redis import Redis
+
+from proxy.core.index.blocks import chain, namespace_root
+from proxy.request.tenants import ApiKey, Tenants
+from proxy.server.group_secret import FILE, GroupSecret, group_secret
+from proxy.settings import SettingsError
+from tests.valkey import Valkey
+
+
+def test_without_a_place_each_start_has_its_own_and_salts_have_none():
+    one, two = group_secret(None, None, None), group_secret(None, None, None)
+    assert one.value != two.value
+    assert one.for_roots != two.for_roots
+    assert one.for_salts == two.for_salts == b""
+
+
+def test_a_state_dir_keeps_it(tmp_path):
+    one = group_secret(tmp_path / "state", None, None)
+    assert group_secret(tmp_path / "state", None, None) == one
+    assert one.for_salts not in (b"", one.for_roots)
+    file = tmp_path / "state" / FILE
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert one.value.hex() not in repr(one)
+
+
+def test_kvpins_of_a_directory_have_the_same_one(tmp_path):
+    first = group_secret(tmp_path / "a", tmp_path / "exchange", None)
+    alone = group_secret(tmp_path / "b", None, None)
+    second = group_secret(tmp_path / "b", tmp_path / "exchange", None)
+    assert first == second == group_secret(None, tmp_path / "exchange", None) != alone
+    # It is what a kvpin of the group has when it starts alone, and what it gives to a new group.
+    assert group_secret(tmp_path / "b", tmp_path / "other", None) == first
+
+
+def test_workers_without_a_state_dir_share_one_that_does_not_last(tmp_path):
+    one, two = (group_secret(None, tmp_path, None) for _ in range(2))
+    assert one == two
+    assert one.for_salts == b""
+
+
+def test_kvpins_of_a_redis_have_the_same_one(tmp_path):
+    server = Valkey()
+    try:
+        first = group_secret(tmp_path / "a", None, (server.url, "n"))
+        assert group_secret(None, None, (server.url, "n")) == first
+        assert group_secret(None, None, (server.url, "other")) != first
+        with Redis.from_url(server.url) as redis:
+            assert msgspec.msgpack.decode(redis.get("kvpin:n:secret"), type=GroupSecret) == first
+    finally:
+        server.kill()
+    # While Redis is away, a kvpin that knows the group's goes on with it.
+    assert group_secret(tmp_path / "a", None, (server.url, "n")) == first
+    assert group_secret(None, None, (server.url, "n")) != first
+
+
+@pytest.mark.parametrize("content", [b"", b"x", msgspec.msgpack.encode(["short"])])
+def test_a_damaged_file_is_named(tmp_path, content):
+    (tmp_path / FILE).write_bytes(content)
+    with pytest.raises(SettingsError, match=f"the secret in '{tmp_path / FILE}' cannot be used"):
+        group_secret(tmp_path, None, None)
+
+
+def test_hashes_and_salts_cannot_be_computed_without_it(tmp_path):
+    """A prompt was made whose first block had the hash of another tenant's, from the names of both."""
+    prompt = array("i", range(16))
+    secrets = [group_secret(tmp_path / name, None, None) for name in "ab"]
+    keys = [ApiKey.of("k1", "ada"), ApiKey.of("k2", "bob")]
+    salts = [Tenants(keys, secret=each.for_salts).salt("ada", None) for each in secrets]
+    roots = [namespace_root("m", salt="s", secret=each.for_roots) for each in secrets]
+    found = [chain(root, prompt, None, 16).hashes for root in (*roots, namespace_root("m", salt="s"))]
+    assert len({*salts, Tenants(keys).salt("ada", None)}) == 3
+    assert len(set(found)) == 3
