@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -280,3 +281,52 @@ def test_tenants_do_not_see_each_other(tmp_path):
         assert "secret" in own
         for method in ("GET", "HEAD"):
             assert call(method, "/slots", "two").status_code == 403
+
+
+_SEVERAL = ({"n_cmpl": 2}, {"n": 2})
+_SECRET = f"A secret. {STORY}"
+_TALK = {"messages": [{"role": "user", "content": _SECRET}], "max_tokens": 4}
+_ASKED = (
+    ("/infill", {"input_prefix": _SECRET, "input_suffix": "", "prompt": "", "n_predict": 4}),
+    ("/completion", {"prompt": _SECRET, "n_predict": 4}),
+    ("/completion", {"prompt": [_SECRET, "Another one."], "n_predict": 4}),
+    ("/v1/completions", {"prompt": _SECRET, "max_tokens": 4}),
+    ("/v1/chat/completions", _TALK),
+    ("/v1/messages", _TALK),
+    ("/v1/responses", {"input": _SECRET, "max_output_tokens": 4}),
+)
+
+
+def test_no_route_reuses_another_tenants_kv(tmp_path):
+    """Whatever slot a request runs on, also one that becomes several, for which the server chooses slots."""
+    keys = ("--api-key", "one", "--api-key", "two")
+    # The tiny model has no tokens to fill in with.
+    fim = [
+        f"tokenizer.ggml.fim_{part}_token_id=int:{10 + at}" for at, part in enumerate(("pre", "suf", "mid"))
+    ]
+    flags = [word for each in fim for word in ("--override-kv", each)]
+    with llama_world(tmp_path, "--metrics", *flags, slots=2, kvpin_flags=keys) as world:
+        base = world.base_url.removesuffix("/v1")
+
+        def computed(path, key, body):
+            """The prompt tokens that the server computes for this."""
+            before = _prompt_tokens(world.servers[0].url)
+            headers = {"authorization": f"Bearer {key}"}
+            answer = httpx.post(base + path, json=body, headers=headers, timeout=WAIT_S, trust_env=False)
+            answer.raise_for_status()
+            return _prompt_tokens(world.servers[0].url) - before
+
+        for at, (path, body) in enumerate(_ASKED):
+            for more in ({}, *_SEVERAL):
+                once = f"A secret of {at} {next(iter(more), 'one')}."
+                secret = json.loads(json.dumps(body | more).replace("A secret.", once))
+                # Spaces in a text, each at least a token, are fewer than its tokens.
+                for tenant in ("one", "two"):
+                    assert computed(path, tenant, secret) > STORY.count(" "), (path, more, tenant)
+
+
+def _prompt_tokens(url):
+    """The prompt tokens that a server has computed, without those that it reused."""
+    page = httpx.get(f"{url}/metrics", timeout=WAIT_S, trust_env=False).text
+    (value,) = re.findall(r"^llamacpp:prompt_tokens_total (\S+)$", page, re.MULTILINE)
+    return float(value)
