@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from engine_adapter.prompt.chat import ChatTokenizer
 
 _UNFINISHED = "\ufffd"  # how a tokenizer shows bytes that are not yet a whole character
+# A character has at most four bytes, and so at most four tokens.
+_MOST_TOKENS = 4
 
 
 class Detokenizer:
@@ -14,7 +16,7 @@ class Detokenizer:
 
     The text of a token depends on its neighbours (spaces, characters of several tokens). So each token
     decodes a short window again, and the text the window had before is cut off. Bytes of an unfinished
-    character are held back until the character is whole. Text that may begin a stop string is held back
+    character are held back until the character is whole, or cannot become so any more. Text that may begin a stop string is held back
     until that is decided.
 
     Attributes:
@@ -41,9 +43,9 @@ class Detokenizer:
         """The text that is certain once this token is known: often "", never part of a stop string."""
         self._ids.append(token_id)
         text = self._decode(self._window)
-        if len(text) <= len(self._shown) or text.endswith(_UNFINISHED):
-            return ""
-        return self._release(self._advance(text))
+        if text.endswith(_UNFINISHED):
+            return self._release(self._before_unfinished(text))
+        return self._release(self._advance(text)) if len(text) > len(self._shown) else ""
 
     def finish(self) -> str:
         """The text held back, after the last token."""
@@ -56,7 +58,10 @@ class Detokenizer:
         return held
 
     def _decode(self, start: int) -> str:
-        return self._tokenizer.decode(self._ids[start:], skip_special_tokens=self._skips)
+        return self._tokens_text(start, len(self._ids))
+
+    def _tokens_text(self, start: int, end: int) -> str:
+        return self._tokenizer.decode(self._ids[start:end], skip_special_tokens=self._skips)
 
     def _advance(self, text: str) -> str:
         """Moves the window to the tokens of the last piece; returns the new text."""
@@ -64,6 +69,21 @@ class Detokenizer:
         self._window, self._read = self._read, len(self._ids)
         self._shown = self._decode(self._window)
         return new
+
+    def _before_unfinished(self, text: str) -> str:
+        """Moves the window to the last tokens, of which one begins a character; returns the new text before
+        that one. "" as long as few tokens are held back, or none of them begins a character."""
+        if len(self._ids) - self._read < 2 * _MOST_TOKENS:
+            return ""
+        after = self._decode(self._read)
+        for cut in range(len(self._ids) - _MOST_TOKENS, len(self._ids) - 2 * _MOST_TOKENS, -1):
+            known = self._tokens_text(self._window, cut)
+            shown = self._tokens_text(self._read, cut)
+            if text.startswith(known) and after == shown + text[len(known) :]:
+                new = known[len(self._shown) :]
+                self._window, self._read, self._shown = self._read, cut, shown
+                return new
+        return ""
 
     def _release(self, new: str) -> str:
         """The text up to a stop string, or up to where one may begin."""

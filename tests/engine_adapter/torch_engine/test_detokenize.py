@@ -96,3 +96,34 @@ def test_nothing_comes_after_a_stop(tokenizer):
     assert "".join(texts) == "a"
     assert detokenizer.push(5) == ""
     assert detokenizer.finish() == ""
+
+
+def _token_of(tokenizer, byte):
+    """The token of one byte."""
+    found = tokenizer.encode(bytes([byte]).decode("latin-1"), add_special_tokens=False)
+    whole = tokenizer.encode("é", add_special_tokens=False)
+    return found[0] if byte < 0x80 else whole[byte != 0xC3]
+
+
+def test_bytes_that_never_make_a_character_hold_nothing_back(tokenizer):
+    """They are shown, each as U+FFFD, and what a token costs does not grow with how many came."""
+    lead = _token_of(tokenizer, 0xC3)
+    decoded = []
+
+    class Counting:
+        def decode(self, ids, **options):
+            decoded.append(len(ids))
+            return tokenizer.decode(ids, **options)
+
+    detokenizer = Detokenizer(Counting())
+    texts = [detokenizer.push(lead) for _ in range(400)]
+    assert max(decoded) <= 16
+    assert sum(map(bool, texts)) > 90
+    assert "".join(texts) + detokenizer.finish() == tokenizer.decode([lead] * 400)
+
+
+@given(st.lists(st.sampled_from([0xC3, 0xA9, 0x41, 0x20]), max_size=60))
+def test_broken_and_whole_characters_in_any_order(tokenizer, data):
+    ids = [_token_of(tokenizer, byte) for byte in data]
+    texts, _ = pieces(tokenizer, ids)
+    assert "".join(texts) == tokenizer.decode(ids)
