@@ -20,6 +20,7 @@ from engine_adapter.http.sse import END, is_silent
 # something: they are not decoded. Text cannot look like a field: its quotes have a backslash.
 _LISTS = {"/v1/responses": "output", "/v1/messages": "content"}
 _SURELY = re.compile(rb'"choices"\s*:\s*\[.*?"(?:content|text|reasoning_content)"\s*:\s*"[^"]', re.DOTALL)
+_TEXT = b'"content":"'
 _SAYS_NOTHING: tuple[object, ...] = (None, "", [], {})
 # A first event longer than this is not judged.
 _MAX_BYTES = 64 << 10
@@ -41,8 +42,13 @@ class Says(Enum):
 def what_is_said(route: str, content: bytes, *, is_json: bool) -> Says:
     """What a whole answer of a route says. One that did not end by itself, but at its limit of tokens for
     example, says something. `is_json`: it is known to be JSON."""
-    if is_json and route not in _LISTS and _SURELY.search(content) is not None:
-        return Says.SOMETHING
+    if is_json and route not in _LISTS:
+        # Most answers are found by a search for bytes, which costs far less.
+        choices = content.find(b'"choices":[')
+        at = content.find(_TEXT, choices) + len(_TEXT) if choices >= 0 else 0
+        is_plain = at >= len(_TEXT) and content[at : at + 1] != b'"'
+        if is_plain or _SURELY.search(content) is not None:
+            return Says.SOMETHING
     try:
         answer = json.loads(content)  # it takes Python's NaN and Infinity, which engines write
     except (ValueError, RecursionError):

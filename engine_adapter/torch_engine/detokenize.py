@@ -16,8 +16,8 @@ class Detokenizer:
 
     The text of a token depends on its neighbours (spaces, characters of several tokens). So each token
     decodes a short window again, and the text the window had before is cut off. Bytes of an unfinished
-    character are held back until the character is whole, or cannot become so any more. Text that may begin a stop string is held back
-    until that is decided.
+    character are held back until the character is whole, or cannot become so any more. Text that may begin a
+    stop string is held back until that is decided.
 
     Attributes:
         stopped: a stop string was found. It and everything after it are left out.

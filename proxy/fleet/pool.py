@@ -48,7 +48,10 @@ ANY = Needs()
 # The shortest of all prompts.
 NO_PROMPT = KvTarget(array("i"))
 
-_root_of = lru_cache(ROOTS)(namespace_root)
+
+@lru_cache(ROOTS)
+def _root_of(model: str, lora: str | None, salt: str | None, secret: bytes) -> BlockHash:
+    return namespace_root(model, lora=lora, salt=salt, secret=secret)
 
 
 class Pool:
@@ -157,7 +160,7 @@ class Pool:
     def root_of(self, salt: str | None, lora: str | None = None) -> BlockHash:
         """The namespace root of the model, a salt and a LoRA adapter."""
         adapter = self.identity_of(lora) if lora is not None else None
-        return _root_of(self.model, lora=adapter, salt=salt, secret=self._secret)
+        return _root_of(self.model, adapter, salt, self._secret)
 
     def identity_of(self, lora: str) -> str:
         """The identity of a LoRA adapter: one that was loaded anew from another path has other KV."""

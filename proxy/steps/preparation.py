@@ -307,10 +307,18 @@ class Preparation:
                 tenant=call.tenant,
                 bounded=not counts,
             )
-            one = replace(ready, rendering=rendering, renderings=renderings)
-            if prompt is not None:
-                context = pool.context_for(len(prompt.token_ids), call.body)
-                one = replace(one, prompt=prompt, chain=pool.chain(prompt), context=context)
+            if prompt is None:
+                made.append(replace(ready, rendering=rendering, renderings=renderings))
+                continue
+            chain, context = pool.chain(prompt), pool.context_for(len(prompt.token_ids), call.body)
+            one = replace(
+                ready,
+                rendering=rendering,
+                renderings=renderings,
+                prompt=prompt,
+                chain=chain,
+                context=context,
+            )
             made.append(one)
         if not made:
             return replace(ready, renderings=())
