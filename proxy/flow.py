@@ -124,7 +124,7 @@ class Flow:
         """
         record = RequestRecord.of(call)
         record.came = admitted.came
-        reply.recorded, reply.on_begin = True, admitted.free_body
+        reply.recorded, reply.on_begin, reply.on_end = True, admitted.free_body, admitted.close
         self.budget.requested()
         try:
             self._keep_for_diagnosis(call, record, reply)

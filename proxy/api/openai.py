@@ -225,7 +225,7 @@ class DataPlane:
             self.flow.requests.add(record)
             self.flow.observe(record)
             raise
-        reply.on_begin = admitted.free_body
+        reply.on_begin, reply.on_end = admitted.free_body, admitted.close
         return admitted
 
     def _work(

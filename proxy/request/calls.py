@@ -209,18 +209,20 @@ class Reply:
         completed: when the client got the end of the answer, in monotonic seconds; None before that.
         recorded: the flow keeps a record of the request, or of its parts.
         on_begin: called once, when the answer begins.
+        on_end: called once, when the client has the whole answer. Its engine may still be busy with it.
         on_start: called when the answer of an engine begins. From then on no other engine can be tried.
     """
 
     __slots__ = (
         "_client", "_is_over", "_tail", "complete", "completed", "dialect", "events", "has_written",
-        "is_events", "on_begin", "on_start", "recorded", "started", "status", "waits",
+        "is_events", "on_begin", "on_end", "on_start", "recorded", "started", "status", "waits",
     )  # fmt: skip
 
     def __init__(self, client: Client, dialect: Dialect = OPENAI) -> None:
         self._client = client
         self.dialect = dialect
         self.on_begin: Callable[[], None] | None = None
+        self.on_end: Callable[[], None] | None = None
         self.on_start: Callable[[], None] | None = None
         self.started = self.has_written = self._is_over = False
         self.status: int | None = None
@@ -251,9 +253,8 @@ class Reply:
         if not self.complete:
             # The end may come in several pieces, and may be followed by a comment.
             self._tail = (self._tail + chunk[-_MOST_END:])[-_MOST_END:]
-            self.complete = self._tail.endswith(_END_EVENT)
-            if self.complete:
-                self.completed = time.monotonic()
+            if self.is_events and self._tail.endswith(_END_EVENT):
+                self._note_end()
         self.events += chunk.count(_EVENT_END) or chunk.count(_EVENT_END_CR)
         self._client.write(chunk)
         if self._client.is_full:
@@ -268,7 +269,7 @@ class Reply:
     def end(self, chunk: bytes = b"") -> None:
         """Ends the answer without waiting for the client. An answer that has ended stays as it is."""
         if not self.complete:
-            self.complete, self.completed = True, time.monotonic()
+            self._note_end()
         if not self._is_over:
             self._is_over = True
             self._client.finish(chunk)
@@ -282,6 +283,11 @@ class Reply:
                 code.status, str(error), kind="server_error", code=code, request_id=request_id
             )
             self._client.write(b"\n\n" + self.dialect.error_event(body))
+
+    def _note_end(self) -> None:
+        self.complete, self.completed = True, time.monotonic()
+        if self.on_end is not None:
+            self.on_end()
 
     async def _drain(self) -> None:
         self.waits = True

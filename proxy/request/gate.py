@@ -3,13 +3,13 @@
     tenant, head → Gate.admit → Admission → Flow.serve
 
 An Admission holds its request's part of what requests share: the tenant's quota, and memory for bodies that
-no engine has yet. It gives each back exactly once.
+no engine has yet. It gives each back exactly once: the memory when the answer begins, the rest when the
+client has its end (`Reply.on_end`). What an engine still does after that does not count for the tenant.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Self
 from weakref import WeakValueDictionary
 
@@ -100,11 +100,12 @@ class Admission:
         self._parts.add(part)
         return part
 
-    def close(self) -> None:
+    def close(self, *_error: object) -> None:
         """Gives back everything that the request and its parts hold. A second call does nothing."""
         for part in [*self._parts]:
             part.close()
-        self.free_body()
+        if self._held:
+            self.free_body()
         if self.is_counted and self._quota is not None:
             self._quota.leave()
         self.is_counted = False
@@ -121,10 +122,7 @@ class Admission:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+    __exit__ = close
 
 
 class Gate:

@@ -6,9 +6,23 @@ import json
 
 import pytest
 
+from engine_adapter import Hold
 from proxy.core.quotas import TenantLimits
 from proxy.request.tenants import ApiKey, Tenants
-from tests.fakes import ASK, CHAT, DONE, STREAM, FakeEngine, client_of, connect_to, event, post, proxy_over
+from tests.fakes import (
+    ASK,
+    CHAT,
+    DONE,
+    STREAM,
+    FakeAdapter,
+    FakeEngine,
+    answer,
+    client_of,
+    connect_to,
+    event,
+    post,
+    proxy_over,
+)
 
 PATH = "/v1/audio/transcriptions"
 KIND = "content-type: multipart/form-data; boundary=b"
@@ -164,3 +178,113 @@ class TestMemory:
                 async for _ in answer.aiter_bytes():
                     assert proxy.bodies.used == 0
                     released.set()
+
+
+class Settling(FakeAdapter):
+    """An adapter that is not done with a request when its answer is: it saves a slot, as for llama-server."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.settles = asyncio.Event()
+        self.unsettled = 0
+
+    @contextlib.asynccontextmanager
+    async def hold(self, _path, body, _prompt):
+        yield Hold(body)
+        self.unsettled += 1
+        await self.settles.wait()
+
+
+async def say(exchange):
+    if exchange.target == CHAT and exchange.json.get("user") == "bad":
+        await exchange.send({"error": {"message": "no", "type": "invalid_request_error"}}, status=400)
+    elif exchange.headers.get("content-type") == "audio/wav":
+        await exchange.send({"text": "heard"})
+    else:
+        await answer(exchange)
+
+
+class TestPlace:
+    """A client that sends one request after the other needs one place."""
+
+    @pytest.fixture
+    async def asked(self, engine):
+        engine.script = say
+        adapter = Settling("a", engine.url)
+        tenants = Tenants([ApiKey.of("key", "t")], {"t": TenantLimits(concurrent_requests=1)})
+        headers = {"authorization": "Bearer key"}
+        async with proxy_over(adapter, tenants=tenants, reuse=True) as proxy:
+            async with client_of(proxy, headers=headers) as client:
+
+                async def twice(path, **request):
+                    for _ in range(2):
+                        yield await client.post(path, **request)
+                    assert adapter.unsettled >= 2
+                    assert tenants.quota("t").take().running == proxy.bodies.used == 0
+
+                yield twice
+            adapter.settles.set()
+            await proxy.settled()
+            assert tenants.quota("t").take().running == 0
+
+    @pytest.mark.parametrize(
+        ("path", "body", "status"),
+        [
+            (CHAT, ASK, 200),
+            (CHAT, STREAM, 200),
+            (CHAT, {**ASK, "user": "bad"}, 400),
+            (CHAT, {**ASK, "n": 2}, 200),
+            (CHAT, {**STREAM, "n": 2}, 200),
+            ("/v1/messages", {**STREAM, "max_tokens": 4}, 200),
+            ("/v1/embeddings", {"model": "m", "input": "hi"}, 200),
+        ],
+    )
+    async def test_is_free_when_the_client_has_the_end_of_its_answer(self, asked, path, body, status):
+        assert [each.status_code async for each in asked(path, json=body)] == [status] * 2
+
+    async def test_is_free_after_an_upload(self, asked):
+        request = {"content": bytes(LONG), "headers": {"content-type": "audio/wav"}}
+        assert [each.status_code async for each in asked(PATH, **request)] == [200] * 2
+
+    async def test_is_free_after_the_last_event_of_a_stream_that_goes_on(self, engine):
+        """Most clients read no further than [DONE]."""
+        ends = asyncio.Event()
+
+        async def script(exchange):
+            await exchange.start()
+            await exchange.chunk(event({"choices": [{"delta": {"content": "x"}}]}) + DONE)
+            await ends.wait()
+            await exchange.end()
+
+        engine.script = script
+        headers = {"authorization": "Bearer key"}
+        async with limited(engine, concurrent_requests=1) as proxy:
+            async with client_of(proxy, headers=headers) as client:
+                for _ in range(2):
+                    async with client.stream("POST", CHAT, json=STREAM) as response:
+                        assert response.status_code == 200
+                        async for chunk in response.aiter_bytes():
+                            if chunk.endswith(DONE):
+                                break
+            ends.set()
+
+    async def test_is_taken_while_a_body_that_is_no_stream_goes_on(self, engine):
+        """An engine's file may hold what ends a stream of events."""
+        ends = asyncio.Event()
+
+        async def script(exchange):
+            await exchange.start(headers=(("content-type", "text/plain"),))
+            await exchange.chunk(b"x\n" + DONE)
+            await ends.wait()
+            await exchange.end()
+
+        engine.script = script
+        headers = {"authorization": "Bearer key"}
+        async with (
+            limited(engine, concurrent_requests=1) as proxy,
+            client_of(proxy, headers=headers) as client,
+            client.stream("POST", CHAT, json=ASK) as response,
+        ):
+            async for _ in response.aiter_bytes():
+                assert proxy.tenants.quota("t")._running == 1
+                ends.set()

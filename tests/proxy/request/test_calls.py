@@ -121,9 +121,19 @@ class TestReply:
         ],
     )
     async def test_a_stream_is_complete_with_its_done(self, reply, client, last, complete):
+        ends = []
+        reply.on_end = lambda: ends.append(client.sent[-1])
+        await reply.start(200, [], is_events=True)
         await reply.write(last)
-        assert client.sent == [last]
+        assert client.sent[1:] == [last]
         assert reply.complete is complete
+        await reply.finish()
+        assert len(ends) == 1
+
+    async def test_a_body_that_is_no_stream_of_events_has_no_done(self, reply):
+        await reply.start(200, [])
+        await reply.write(b"data: [DONE]\n\n")
+        assert not reply.complete
 
     @pytest.mark.parametrize("end", [b"\n\n", b"\r\n\r\n"])
     async def test_the_events_of_a_stream_are_counted(self, reply, end):
