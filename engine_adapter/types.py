@@ -109,6 +109,7 @@ class EngineSpec(Generic[Options_co]):
         share_kv: tenants may share its KV, and do if they may on all engines of its model.
         role: the part of requests that it is meant for; the kind must be able to transfer KV.
         options: settings that only its kind has.
+        is_started: kvpin starts it, on another port each time.
     """
 
     kind: str
@@ -124,6 +125,7 @@ class EngineSpec(Generic[Options_co]):
     share_kv: bool = False
     role: Role = Role.BOTH
     options: Options_co = cast("Options_co", EngineOptions())  # noqa: RUF009 - frozen
+    is_started: bool = False
 
     @property
     def is_local(self) -> bool:

@@ -13,7 +13,6 @@ renamed   a server that takes one kvpin at a time is connected under its new nam
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
@@ -23,7 +22,7 @@ import structlog
 from engine_adapter import EngineAdapter, EngineSpec
 from proxy.control.engines import Engines
 from proxy.control.server_use import ServerUse, until
-from proxy.fleet.engine import Engine, EngineState, order_name
+from proxy.fleet.engine import DrainReason, Engine, EngineState, order_name
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.monitor import Monitor
 from proxy.fleet.process.managed_engine import ManagedEngine
@@ -135,14 +134,12 @@ class ConfiguredEngines:
         self._tasks.cancel(_leaving_task(engine))
         del self._leaving[entry.id]
         self._entries[entry.id], self._joined[entry.id] = entry, engine
-        self._engines.drain(engine, undo=True)
+        self._engines.drain(engine, DrainReason.LEAVING, undo=True)
         return True
 
     def _make(self, entry: EngineEntry) -> _Made:
         if isinstance(entry, ManagedSettings):
             process = ManagedEngine(entry)
-            # An order to drain an engine that had this port before is not about this one.
-            self._fleet.book.drain(order_name(process.spec), drained=False, now=time.time())
             return _Made(entry, self._make_adapter(process.spec), process)
         return _Made(entry, self._make_adapter(entry.spec()), None)
 
@@ -206,7 +203,7 @@ class ConfiguredEngines:
 
     async def _leave(self, engine: Engine, to_try: list[str], grace_s: float) -> None:
         await until(lambda: not any(map(self._is_untried, to_try)), grace_s)
-        engine.state = EngineState.DRAINING
+        self._engines.drain(engine, DrainReason.LEAVING, undo=False)
         await until(lambda: not engine.leases, grace_s)
         if (leaving := self._leaving.get(engine.id)) is not None and leaving[1] is engine:
             del self._leaving[engine.id]  # not that of a namesake

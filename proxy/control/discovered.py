@@ -26,7 +26,7 @@ from engine_adapter import EngineInfo, EngineSpec, EngineSpecError
 from proxy.control.configured import ConfiguredEngines
 from proxy.control.engines import Engines
 from proxy.fleet.discovery import Finder, FoundEngine, FoundEngines, Source, SourceError
-from proxy.fleet.engine import Engine, order_name
+from proxy.fleet.engine import DrainReason, Engine, order_name
 from proxy.fleet.fleet import Fleet
 from proxy.runtime.tasks import Supervisor
 from proxy.settings import EngineChanges, EngineEntry, EngineSettings, SettingsError, StartedSettings
@@ -94,7 +94,6 @@ class DiscoveredEngines:
     _grace_s: float = 0.0
     _parts: Parts = field(default_factory=Parts)
     _wanted: dict[str, EngineEntry] = field(default_factory=dict)
-    _drained: frozenset[str] = frozenset()
     _waiting: frozenset[str] = frozenset()
 
     def follow(
@@ -270,10 +269,10 @@ class DiscoveredEngines:
         }
         draining = frozenset(each.id for engine_id in drained for each in parts[engine_id])
         changes = self._configured.follow(engines.values(), grace_s=self._grace_s)
-        for engine_id in draining | self._drained:  # one that joined again drains, too
+        for engine_id in engines:  # also one that joined again, and one that was leaving
             engine = self._configured.engine(engine_id)
-            if engine is not None:
-                self._engines.drain(engine, undo=engine_id not in draining)
+            if engine is not None and (engine_id in draining or DrainReason.NOT_READY in engine.drains):
+                self._engines.drain(engine, DrainReason.NOT_READY, undo=engine_id not in draining)
         waiting = frozenset(each.id for each in changes.waiting)
         for engine_id in sorted(waiting - self._waiting):
             log.info(
@@ -284,7 +283,7 @@ class DiscoveredEngines:
             for engine_id, entry in wanted.items()
             if not waiting.issuperset(each.id for each in parts[engine_id])
         }
-        self._drained, self._waiting = draining, waiting
+        self._waiting = waiting
         return changes
 
     def _found(self) -> Iterator[tuple[str, FoundEngine]]:

@@ -22,7 +22,7 @@ from proxy.control.discovered import DiscoveredEngines
 from proxy.control.engines import Engines
 from proxy.core.engine_book import EngineMark
 from proxy.errors import Conflict
-from proxy.fleet.engine import Engine, order_name, place_of
+from proxy.fleet.engine import DrainReason, Engine, order_name, place_of
 from proxy.fleet.fleet import Fleet
 from proxy.runtime.tasks import Supervisor
 from proxy.settings import EngineSettings, engine_as_json
@@ -99,7 +99,7 @@ class EngineOrders:
     def drain(self, engine: Engine, *, undo: bool) -> Engine:
         """Drains an engine, or undoes that."""
         self._fleet.book.drain(order_name(engine.adapter.spec), drained=not undo, now=time.time())
-        return self._engines.drain(engine, undo=undo)
+        return self._engines.drain(engine, DrainReason.ORDERED, undo=undo)
 
     def removed(self) -> list[RemovedEngine]:
         """The engines that operators have removed, the last first: those that settings or sources name, and
@@ -131,7 +131,8 @@ class EngineOrders:
             if self._must_leave(name):
                 leaving += [] if _is_own(engine) else [engine]
             else:
-                self._engines.drain(engine, undo=not self._fleet.is_drained(engine))
+                undo = not self._fleet.is_drained(engine)
+                self._engines.drain(engine, DrainReason.ORDERED, undo=undo)
         if leaving:
             # The name of a task that runs must not be given again: that would cancel it.
             self._tasks.start(f"remove engines {id(leaving)}", self._change(leaving, changed))

@@ -15,7 +15,7 @@ from proxy.control.server_use import ServerUse
 from proxy.core.audit import Trust
 from proxy.core.pins import PinBook
 from proxy.errors import Conflict
-from proxy.fleet.engine import Engine, EngineState
+from proxy.fleet.engine import DrainReason, Engine, EngineState
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.monitor import Monitor
 from proxy.fleet.pool import Pool
@@ -123,12 +123,14 @@ class Engines:
         self._pins.forget_engine(engine.id)
         await self._servers.close(engine)
 
-    def drain(self, engine: Engine, *, undo: bool) -> Engine:
-        """Sends an engine no new requests; with `undo`, sends it requests again, unless an operator drained
-        it."""
+    def drain(self, engine: Engine, why: DrainReason, *, undo: bool) -> Engine:
+        """Sends an engine no new requests, for this reason; with `undo`, sends it requests again, unless
+        there is another reason."""
         if not undo:
-            engine.state = EngineState.DRAINING
-        elif engine.state is EngineState.DRAINING and not self._fleet.is_drained(engine):
+            engine.drain(why)
+            return engine
+        engine.drains.discard(why)
+        if engine.state is EngineState.DRAINING and not engine.drains:
             if not engine.mine.is_set():
                 engine.state = EngineState.ELSEWHERE
             elif self._fleet.pool_of(engine) is None:
@@ -187,7 +189,10 @@ def describe_drained(engine: Engine, fleet: Fleet, *, is_told: bool) -> DrainedE
 
     `is_told`: other kvpins, if there are any, hear of it now."""
     names = names_served(engine, fleet) if engine.state is EngineState.DRAINING else ()
-    undo = f"they get 503 no_engine; kvpin engines drain {engine.id} --undo ends that"
+    if others := sorted(engine.drains - {DrainReason.ORDERED}):
+        undo = f"{engine.id} also drains for another reason: {'; '.join(others)}"
+    else:
+        undo = f"they get 503 no_engine; kvpin engines drain {engine.id} --undo ends that"
     warning = warning_of(fleet, names, undo, is_told=is_told)
     described = msgspec.structs.asdict(describe_engine(engine, fleet.pool_of(engine)))
     return DrainedEngine(**described, warning=warning)

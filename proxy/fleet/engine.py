@@ -65,14 +65,25 @@ class EngineState(StrEnum):
     ELSEWHERE = "elsewhere"  # not used: another kvpin does, and only one may
 
 
+class DrainReason(StrEnum):
+    """Why an engine drains. It takes requests again when no reason is left."""
+
+    ORDERED = "an operator drained it"
+    NOT_READY = "the source that names it says that it is not ready"
+    LEAVING = "nothing names it any more"
+
+
 def address_of(spec: EngineSpec) -> tuple[str, bool]:
     """An engine's address as peers are told it, with its rank, and whether only this machine can reach it."""
     return (f"{socket.gethostname()} {spec.address}", True) if spec.is_local else (spec.address, False)
 
 
 def order_name(spec: EngineSpec) -> str:
-    """The engine's name in operators' orders: its address, and what tells it from others there.
+    """The engine's name in operators' orders: its address, and what tells it from others there. One that
+    kvpin starts has another port each time: its id and its machine name it.
     Headers may be secret: their digest is told."""
+    if spec.is_started:
+        return f"{socket.gethostname()} engine {spec.id}"
     name, _ = address_of(spec)
     if spec.model is not None:
         name += f" model {spec.model}"
@@ -110,6 +121,7 @@ class Engine:
         process: its process, if kvpin runs it.
         has_supervisor: kvpin's supervisor starts it, and says what is wrong with it.
         emptied: when it lost its cache, in Unix time; the last times only.
+        drains: why it drains; empty unless its state is `draining`.
         last_error: why it is not ready.
         refuses: it can be reached, and its answer to kvpin was an error, as `last_error` says.
         check_now: wakes its monitor.
@@ -152,6 +164,7 @@ class Engine:
         self.process: ManagedEngine | None = None
         self.has_supervisor = False
         self.emptied: deque[float] = deque(maxlen=16)
+        self.drains = set[DrainReason]()
         self.last_error: str | None = None
         self.refuses = False
         self.check_now = asyncio.Event()
@@ -293,6 +306,11 @@ class Engine:
             self.state = EngineState.CONNECTING
         self.owner, self.is_served_there = None, False
         self.mine.set()
+
+    def drain(self, why: DrainReason) -> None:
+        """New requests stop, until this reason and all others are gone. `Engines.drain` undoes it."""
+        self.drains.add(why)
+        self.state = EngineState.DRAINING
 
     def suspect(self, error: Exception) -> None:
         """A request failed on it. The monitor checks it at once; until then other engines are preferred.

@@ -7,6 +7,7 @@ import re
 import shlex
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from itertools import chain, count
 from typing import Annotated, Any, Self, TypeVar
 
@@ -172,6 +173,10 @@ def engine_as_json(settings: EngineSettings) -> bytes:
 class StartedSettings(EngineSettings):
     """An engine that this kvpin's supervisor starts for its workers."""
 
+    def spec(self) -> EngineSpec:
+        """The description adapters are made from."""
+        return replace(super().spec(), is_started=True)
+
 
 class UndetectedSettings(EngineSettings):
     """An engine whose kind is still to be detected. Its options are checked then."""
@@ -226,7 +231,8 @@ class ManagedSettings(_EngineSettings):
     def spec(self, port: int) -> EngineSpec:
         """The description of the engine that listens on `port`. Raises EngineSpecError if the command
         contradicts the other settings."""
-        return managed_kind(self.kind).complete(self._spec(f"http://127.0.0.1:{port}"), self.command)
+        spec = replace(self._spec(f"http://127.0.0.1:{port}"), is_started=True)
+        return managed_kind(self.kind).complete(spec, self.command)
 
 
 class EnginesFile(BaseModel):

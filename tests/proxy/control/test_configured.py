@@ -199,12 +199,28 @@ async def test_other_settings_replace_an_engine_that_the_admin_api_added_under_t
         await until(lambda: not proxy.fleet.engines)
 
 
+async def test_a_managed_engine_that_was_drained_is_drained_on_its_next_port(monkeypatch):
+    mine = ManagedSettings(kind="openai_compatible", id="mine", command="sleep 60 {port}")
+    marks = []
+    for port in (49_152, 49_153):
+        monkeypatch.setattr(managed_engine, "_free_port", lambda port=port: port)
+        proxy = Proxy(Settings(), HttpTransport())
+        proxy.fleet.book.merge(marks)  # as those of a state_dir
+        proxy.configured.follow([mine], grace_s=0)
+        engine = proxy.fleet.engine("mine")
+        assert (engine.state is EngineState.DRAINING) == bool(marks)
+        if not marks:
+            proxy.fleet.book.drain(order_name(engine.adapter.spec), drained=True, now=time.time())
+        marks = proxy.fleet.book.marks()
+        await proxy.stop()
+
+
 async def test_a_managed_engine_on_the_port_of_one_that_was_drained_is_not_drained(monkeypatch):
     monkeypatch.setattr(managed_engine, "_free_port", lambda: 49_152)
     mine = ManagedSettings(kind="openai_compatible", id="mine", command="sleep 60 {port}")
     proxy = Proxy(Settings(), HttpTransport())
-    name = order_name(mine.spec(49_152))
-    proxy.fleet.book.drain(name, drained=True, now=time.time() + 60)  # by a clock that is ahead
+    before = EngineSettings(kind="openai_compatible", id="other", url="http://127.0.0.1:49152")
+    proxy.fleet.book.drain(order_name(before.spec()), drained=True, now=time.time() + 60)
     proxy.configured.follow([mine], grace_s=0)
     assert not proxy.fleet.is_drained(proxy.fleet.engine("mine"))
     await proxy.stop()

@@ -11,7 +11,7 @@ from structlog.testing import capture_logs
 
 from engine_adapter import HttpTransport
 from proxy.errors import Conflict
-from proxy.fleet.engine import EngineState, order_name, place_of
+from proxy.fleet.engine import DrainReason, EngineState, order_name, place_of
 from proxy.fleet.process.managed_engine import ManagedEngine
 from proxy.server.app import Proxy
 from proxy.settings import EngineSettings, ManagedSettings, Settings, engine_as_json
@@ -55,7 +55,9 @@ async def test_a_drain_outlasts_its_engine_and_its_source(world, pair):
 
     world.orders.start()
     engine = world.orders.drain(world.fleet.engine("a"), undo=False)
-    world.engine_set.drain(engine, undo=True)  # as a source does when its engine is ready again
+    world.engine_set.drain(
+        engine, DrainReason.NOT_READY, undo=True
+    )  # as a source does when its engine is ready again
     assert state() is EngineState.DRAINING
     world.fleet.replace(engine, engine.adapter)  # as new settings do
     assert state() is EngineState.DRAINING

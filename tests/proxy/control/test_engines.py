@@ -6,7 +6,7 @@ from engine_adapter import EngineSpec, EngineSpecError, KvVerb, Role
 from proxy.control.engines import describe_drained, describe_engine
 from proxy.control.target import Target
 from proxy.errors import Conflict
-from proxy.fleet.engine import EngineState
+from proxy.fleet.engine import DrainReason, EngineState
 from proxy.fleet.process.managed_engine import ManagedEngine
 from proxy.settings import ManagedSettings
 from tests.fakes import FakeEngine
@@ -97,36 +97,65 @@ async def test_why_its_process_does_not_run_is_its_last_error(world, pair, monke
 
 
 async def test_draining_and_back(world, pair):
-    engine = world.engine_set.drain(world.fleet.engine("a"), undo=False)
+    engine = world.engine_set.drain(world.fleet.engine("a"), DrainReason.ORDERED, undo=False)
     assert engine.state is EngineState.DRAINING
     assert [candidate.engine for candidate in world.pool.candidates(None)] == ["b"]
-    world.engine_set.drain(world.fleet.engine("a"), undo=True)
+    world.engine_set.drain(world.fleet.engine("a"), DrainReason.ORDERED, undo=True)
     # It is asked before it is trusted.
     assert engine.state is EngineState.SUSPECT
     assert engine.check_now.is_set()
-    assert world.engine_set.drain(world.fleet.engine("b"), undo=True).state is EngineState.READY
+    assert (
+        world.engine_set.drain(world.fleet.engine("b"), DrainReason.ORDERED, undo=True).state
+        is EngineState.READY
+    )
 
 
 async def test_undo_on_an_engine_that_is_refused_does_not_let_requests_in(world, pair, monkeypatch):
     monkeypatch.setattr(world.engine_set._monitor, "allows", lambda _: False)
     for name in "ab":
-        world.engine_set.drain(world.fleet.engine(name), undo=False)
-        assert world.engine_set.drain(world.fleet.engine(name), undo=True).state is EngineState.REFUSED
+        world.engine_set.drain(world.fleet.engine(name), DrainReason.ORDERED, undo=False)
+        assert (
+            world.engine_set.drain(world.fleet.engine(name), DrainReason.ORDERED, undo=True).state
+            is EngineState.REFUSED
+        )
     assert world.pool.candidates(None) == []
 
 
+async def test_an_engine_takes_requests_when_no_reason_to_drain_is_left(world, pair):
+    engine, drain = world.engines["a"], world.engine_set.drain
+    drain(engine, DrainReason.LEAVING, undo=False)
+    world.orders.drain(engine, undo=True)  # an operator never ordered it
+    assert engine.state is EngineState.DRAINING
+    world.orders.drain(engine, undo=False)
+    drain(engine, DrainReason.NOT_READY, undo=False)
+    for why in (DrainReason.LEAVING, DrainReason.NOT_READY):
+        assert drain(engine, why, undo=True).state is EngineState.DRAINING
+    assert world.orders.drain(engine, undo=True).state is EngineState.SUSPECT
+
+
+async def test_an_undo_that_changes_nothing_says_why(world, pair):
+    for engine in world.engines.values():
+        world.engine_set.drain(engine, DrainReason.LEAVING, undo=False)
+    undone = world.orders.drain(world.engines["a"], undo=True)
+    warning = describe_drained(undone, world.fleet, is_told=True).warning
+    assert warning.endswith("a also drains for another reason: nothing names it any more")
+
+
 async def test_undo_on_an_engine_that_is_gone(world, pair):
-    world.engine_set.drain(world.fleet.engine("a"), undo=False)
+    world.engine_set.drain(world.fleet.engine("a"), DrainReason.ORDERED, undo=False)
     world.fleet.leave(world.engines["a"])
-    assert world.engine_set.drain(world.fleet.engine("a"), undo=True).state is EngineState.DOWN
+    assert (
+        world.engine_set.drain(world.fleet.engine("a"), DrainReason.ORDERED, undo=True).state
+        is EngineState.DOWN
+    )
 
 
 async def test_an_order_that_others_do_not_hear_of_is_told(world, pair):
-    engine = world.engine_set.drain(world.fleet.engine("a"), undo=False)
+    engine = world.engine_set.drain(world.fleet.engine("a"), DrainReason.ORDERED, undo=False)
     assert describe_drained(engine, world.fleet, is_told=True).warning is None
     warning = "the exchange is gone: other kvpins follow this order when it is back"
     assert describe_drained(engine, world.fleet, is_told=False).warning == warning
-    last = world.engine_set.drain(world.fleet.engine("b"), undo=False)
+    last = world.engine_set.drain(world.fleet.engine("b"), DrainReason.ORDERED, undo=False)
     assert describe_drained(last, world.fleet, is_told=False).warning.endswith(f"--undo ends that; {warning}")
 
 
