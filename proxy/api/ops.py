@@ -72,10 +72,11 @@ class Ops:
         return JSONResponse({"status": "ok"})
 
     async def ready(self, _request: Request) -> Response:
-        """200 while any engine takes requests, once every configured engine was tried; else 503.
+        """200 while requests can be taken, once every configured engine was tried; else 503.
 
         It is also 503 when kvpin is about to stop: a load balancer then sends requests elsewhere. `models`
-        tells whether the model of an engine that loads and unloads it is in memory.
+        tells whether the model of an engine that loads and unloads it is in memory. `why` tells why no
+        request can be taken although an engine is ready.
         """
         engines = self.fleet.engines.values()
         states = {engine.id: engine.state for engine in engines}
@@ -83,6 +84,9 @@ class Ops:
         more: dict[str, object] = {"elsewhere": elsewhere} if elsewhere else {}
         if models := {each.id: word for each in engines if (word := each.adapter.model_state) is not None}:
             more["models"] = models
+        if not self.fleet.serves:
+            idle = [pool for pool in self.fleet.pools.values() if pool.ready()]
+            more |= {"why": str(self.fleet.none_ready(pool, None)) for pool in idle}
         if self.peers is not None:
             more["exchange"] = _exchange(self.peers, stands_by=self.fleet.stands_by)
         return _health(ok=self._takes_requests, engines=states, **more)

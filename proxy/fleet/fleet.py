@@ -204,17 +204,17 @@ class Fleet:
                 )
 
     def is_ready(self) -> bool:
-        """True if an engine is ready, here or at another kvpin, and all engines of the start were tried. One
-        that joins later is not waited for."""
+        """True if requests can be taken, here or at another kvpin, and all engines of the start were tried.
+        One that joins later is not waited for."""
         states = {engine.state for engine in self.engines.values()}
         self._has_started |= self.serves and EngineState.CONNECTING not in states
         return self.serves and self._has_started
 
     @property
     def serves(self) -> bool:
-        """True if an engine is ready, here or at another kvpin."""
-        engines = self.engines.values()
-        return any(each.state is EngineState.READY or each.is_served_there for each in engines)
+        """True if requests for some model can be taken, here or at another kvpin."""
+        pools, engines = self.pools.values(), self.engines.values()
+        return any(pool.serves for pool in pools) or any(each.is_served_there for each in engines)
 
     @property
     def all_refuse(self) -> bool:

@@ -247,6 +247,12 @@ class Pool:
         return [engine for engine in self.engines.values() if engine.state is EngineState.READY]
 
     @property
+    def serves(self) -> bool:
+        """True if an engine is ready and a plain request has somewhere to go: of engines that answer only in
+        pairs, one alone takes none."""
+        return bool(self.ready() and self.engines_for(ANY))
+
+    @property
     def is_coming_back(self) -> bool:
         """True if an engine that is not ready may become ready soon."""
         states = {engine.state for engine in self.engines.values()}

@@ -1,9 +1,11 @@
 import re
+from dataclasses import replace
 
 import httpx
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
-from engine_adapter import HttpTransport
+from engine_adapter import HttpTransport, Role
+from engine_adapter.sglang.rendezvous import BootstrapRoom
 from proxy.fleet.engine import EngineState
 from proxy.server.app import Proxy, build_app
 from proxy.settings import Settings
@@ -39,6 +41,18 @@ async def test_ready_while_an_engine_is(proxy, client):
     response = await client.get("/health/ready")
     assert (response.status_code, response.json()["engines"]) == (503, {"a": "suspect"})
     assert response.headers["retry-after"] == "1"
+
+
+async def test_not_ready_while_one_half_of_a_pair_is(proxy, client):
+    engine = proxy.fleet.engines["a"]
+    engine.adapter.spec = replace(engine.adapter.spec, role=Role.PREFILL)
+    engine.adapter.rendezvous = BootstrapRoom("nixl", "a", 1, 0, 1)
+    proxy.fleet.join(engine, engine.info)
+    engine.state = EngineState.READY
+    response = await client.get("/health/ready")
+    assert (response.status_code, response.json()["engines"]) == (503, {"a": "ready"})
+    assert "no engine that does the decode half of requests is ready" in response.json()["why"]
+    assert (await client.get("/health")).status_code == 503
 
 
 async def test_metrics_are_prometheus_text(client):

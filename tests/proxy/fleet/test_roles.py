@@ -117,6 +117,19 @@ class TestHalves:
         assert pool.missing_half() is Role.PREFILL
         assert "the prefill half" in str(fleet.none_ready(pool, None))
 
+    def test_a_half_alone_takes_no_requests_and_is_not_healthy(self, fleet, pool):
+        fleet.remove(fleet.engines["b"])
+        assert fleet.is_ready()
+        for half in ("d", "pq"):
+            for name in half:
+                fleet.engines[name].state = EngineState.DOWN
+            assert not fleet.is_ready(), half
+            add_ready(fleet, "other", model="n")
+            assert fleet.is_ready(), "another model is served"
+            fleet.remove(fleet.engines["other"])
+            for name in half:
+                fleet.engines[name].state = EngineState.READY
+
     def test_only_with_those_that_move_kv_alike(self, fleet, pool):
         fleet.engines["q"].adapter.rendezvous = BootstrapRoom("mooncake", "q", 1, 0, 1)
         assert self.partners(pool) == {"b": [], "d": ["p"]}

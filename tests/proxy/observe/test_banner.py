@@ -213,7 +213,10 @@ class Terminal(io.StringIO):
 def fleet_of(*states):
     fleet = Fleet()
     for number, state in enumerate(states):
-        fleet.add(FakeAdapter(f"e{number}")).state = state
+        engine = fleet.add(FakeAdapter(f"e{number}"))
+        if state is EngineState.READY:
+            fleet.join(engine, INFO)
+        engine.state = state
     return fleet
 
 
