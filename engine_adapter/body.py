@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, KeysView
 from collections.abc import Set as AbstractSet
 from typing import Any, TypeVar
 
@@ -87,9 +87,9 @@ class JsonBody:
             raise UnreadableField(name, error) from error
 
     @property
-    def n_fields(self) -> int:
-        """The number of its fields."""
-        return len(self._fields)
+    def names(self) -> KeysView[str]:
+        """The names of its fields."""
+        return self._fields.keys()
 
     def raw_of(self, name: str) -> memoryview:
         """The bytes of a field that is present."""

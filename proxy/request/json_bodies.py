@@ -7,13 +7,21 @@ Each of these is refused above a limit before the next one is looked at.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 
 import msgspec
 from msgspec import Raw
 
-from engine_adapter import UNREADABLE, JsonBody, decode_object
+from engine_adapter import (
+    ADAPTER_FIELDS,
+    HINTS,
+    OWN_IDS,
+    PRIVATE_FIELDS,
+    UNREADABLE,
+    JsonBody,
+    decode_object,
+)
 from engine_adapter.shape import Shape, is_deeper, shape_of
 from proxy.errors import BadRequest, BodyTooLarge
 from proxy.errors.codes import Code
@@ -38,6 +46,9 @@ _WHAT = {
     "fields": "fields, lists and objects; `limits.json_fields` is",
 }
 _LIST = ord("[")
+# Fields that decide whose KV, model or engine a request reaches.
+_CHECKED = {"model", "cache_salt", *ADAPTER_FIELDS, *PRIVATE_FIELDS, *OWN_IDS, *HINTS}
+_SHOWN = 64  # characters of a name that an error repeats
 _decode_items = msgspec.json.Decoder(list[Raw]).decode
 
 
@@ -46,7 +57,8 @@ def parse(raw: bytes, most: Shape = Shape()) -> JsonBody:  # noqa: B008 - immuta
 
     Raises:
         BodyTooLarge: it has too many bytes beside base64.
-        BadRequest: it is no JSON object, it has too many values or fields, or one of its fields too many.
+        BadRequest: it is no JSON object, it has too many values or fields, or one of its fields too many; or
+            two names differ only in case, or such a name differs only in case from one that kvpin checks.
         UnreadableField: such a list cannot be decoded.
         msgspec.DecodeError: it is no JSON.
     """
@@ -56,9 +68,12 @@ def parse(raw: bytes, most: Shape = Shape()) -> JsonBody:  # noqa: B008 - immuta
         body = JsonBody(raw)
     except msgspec.ValidationError as error:
         raise BadRequest("the body must be a JSON object", code=Code.INVALID_JSON) from error
-    if body.n_fields > MAX_FIELDS:
-        text = f"the body has {body.n_fields} fields; the limit is {MAX_FIELDS}"
+    names = body.names
+    if len(names) > MAX_FIELDS:
+        text = f"the body has {len(names)} fields; the limit is {MAX_FIELDS}"
         raise BadRequest(text, code=Code.TOO_COMPLEX)
+    if {*map(str.casefold, names)} != names:
+        _check_case(names)
     if len(raw) > _SHORT and raw.count(b",") >= MAX_ENTRIES:
         _check_lists(body)
     if body.has_any(_OWN_FIELDS):
@@ -66,6 +81,19 @@ def parse(raw: bytes, most: Shape = Shape()) -> JsonBody:  # noqa: B008 - immuta
             if name in body:
                 _check_own_field(name, body.raw_of(name))
     return body
+
+
+def _check_case(names: Collection[str]) -> None:
+    """Refuses names that some servers, such as those written in Go, read as a field that kvpin checks."""
+    spelled = dict[str, str]()  # in lower case → as sent
+    for name in names:
+        folded = name.casefold()
+        if (other := spelled.setdefault(folded, name)) != name:
+            text = f"the fields {other[:_SHOWN]!r} and {name[:_SHOWN]!r} differ only in case: send one"
+            raise BadRequest(text, param=name[:_SHOWN], code=Code.INVALID_JSON)
+        if folded in _CHECKED and name not in _CHECKED:
+            text = f"the field {name!r} must be written {folded!r}"
+            raise BadRequest(text, param=name, code=Code.INVALID_JSON)
 
 
 def _check_shape(raw: bytes, most: Shape) -> None:
