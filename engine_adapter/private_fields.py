@@ -8,8 +8,9 @@ from __future__ import annotations
 
 OWN_IDS = frozenset({"rid", "request_id"})
 """Fields with the engine's own id of a request. Two requests with one id end each other, or mix."""
-HINTS = frozenset({"kv_hints"})
-"""Fields that tell an engine where KV lies. Without them the answer is the same."""
+HINTS = frozenset({"kv_hints", "priority"})
+"""Fields that tell an engine where KV lies, or which request to run first. Without them the answer is the
+same."""
 PRIVATE_FIELDS = frozenset(
     {
         "bootstrap_host",

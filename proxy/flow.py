@@ -441,7 +441,7 @@ class Flow:
             await pool.line.wait(
                 call.tenant,
                 ready.needs,
-                priority=priority_of(call),
+                priority=priority_of(call) if ready.priority is None else ready.priority,
                 tokens=tokens_of(call, record.n_tokens),
                 size=len(call.body.raw) if isinstance(call.body, JsonBody) else 0,
                 deadline_s=deadline_of(call),

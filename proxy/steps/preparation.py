@@ -40,7 +40,7 @@ from proxy.request.translate import (
     Translation,
     may_name_more,
 )
-from proxy.request.urgency import priority_in
+from proxy.request.urgency import priority_in, priority_of
 
 # Of bodies with more bytes, each tenant's are read one at a time.
 _LONG_BYTES = 4 << 20
@@ -89,6 +89,7 @@ class Ready(Struct, frozen=True):
     renderings: tuple[PromptBuilder, ...] | None = None
     context: int = 0
     shares: bool = False
+    priority: int | None = None
 
     @property
     def is_stale(self) -> bool:
@@ -275,18 +276,27 @@ class Preparation:
             retention: how long its client wants its KV kept.
             counts: the client only asks for the length of its prompt.
         """
-        pool, salt, shares = to.pool, None, False
+        pool, salt, shares, priority = to.pool, None, False, None
         if isinstance(call.body, JsonBody):
             given = call.body.get("cache_salt")
             salt = self.tenants.salt(call.tenant, given)
             body = await self.media.admit(self.tenants.without_private(call.body), salt)
-            call = call if body is call.body else replace(call, body=body)
+            if body is not call.body:
+                priority, call = priority_of(call), replace(call, body=body)
             if salt != given and pool.shares_kv:
                 salt, shares = given, True
         lora, call = pool.lora_of(to.model), _naming(call, to)
         session = call.session if self.reuse else None
         ready = Ready(
-            call, pool, salt, lora, session=session, retention=retention, home=to.home, shares=shares
+            call,
+            pool,
+            salt,
+            lora,
+            session=session,
+            retention=retention,
+            home=to.home,
+            shares=shares,
+            priority=priority,
         )
         if not (self.reuse or counts) or not isinstance(call.body, JsonBody):
             return ready

@@ -102,6 +102,20 @@ async def test_a_modest_tenant_does_not_wait_for_all_of_a_greedy_one():
         assert [name for name in order if name.startswith("g")] == ["g0", "g1", "g2", "g3"]
 
 
+async def test_a_priority_orders_its_tenants_requests_and_does_not_reach_the_engine():
+    async with busy() as world:
+        plain = world.send(LONG | {"user": "later"})
+        await world.until_waiting(1)
+        urgent = world.send(LONG | {"user": "now", "priority": -5})
+        await world.until_waiting(2)
+        world.backlog.reported(0)
+        world.released.set()
+        await asyncio.gather(plain, urgent)
+        sent = [exchange.json for exchange in world.engine.seen[2:]]
+        assert [each["user"] for each in sent] == ["now", "later"]
+        assert not any("priority" in each for each in sent)
+
+
 async def test_who_would_wait_too_long_is_told_when_to_come_back():
     async with busy(queue_s=0.05) as world:
         refused = await world.send()

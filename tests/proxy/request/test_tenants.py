@@ -113,7 +113,9 @@ def test_other_fields_within_stay(text):
 
 
 def test_what_makes_no_difference_to_the_answer_is_left_out():
-    body = JsonBody(b'{"rid":["r"],"request_id":"r","kv_hints":{},"kv_transfer_params":null,"model":"m"}')
+    body = JsonBody(
+        b'{"rid":["r"],"request_id":"r","kv_hints":{},"priority":-9,"kv_transfer_params":null,"model":"m"}'
+    )
     assert set(msgspec.json.decode(TWO.without_private(body).raw)) == {"kv_transfer_params", "model"}
     plain = JsonBody(b'{"model":"m"}')
     assert TWO.without_private(plain) is plain
