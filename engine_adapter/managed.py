@@ -20,6 +20,7 @@ from engine_adapter.errors import EngineSpecError
 from engine_adapter.llama_server import command as llama
 from engine_adapter.llama_server.options import LlamaServerOptions, LlamaServerSpec
 from engine_adapter.options import Size
+from engine_adapter.torch_engine.options import KEY_VARIABLE
 from engine_adapter.torch_engine.serve import app, check_words
 from engine_adapter.types import EngineSpec
 
@@ -38,7 +39,8 @@ class ManagedKind:
         complete: the spec, completed from the words and with the kind's defaults. Raises EngineSpecError
             where the words contradict it.
         advice: a sentence for each word that reduces KV reuse.
-        health_path: the route that answers 2xx once the engine serves.
+        health_path: the route that answers 2xx once the engine serves. It needs no key.
+        key_variable: the environment variable by which the engine takes its key; None if it takes none so.
     """
 
     command: Callable[[Sequence[str], int, EngineSpec[Any]], list[str]]
@@ -47,6 +49,7 @@ class ManagedKind:
     complete: Callable[[EngineSpec[Any], Sequence[str]], EngineSpec] = lambda spec, _words: spec
     advice: Callable[[Sequence[str]], tuple[str, ...]] = lambda _words: ()
     health_path: str = "/health"
+    key_variable: str | None = None
 
 
 def managed_kind(kind: str) -> ManagedKind:
@@ -146,6 +149,7 @@ _KINDS = {
         prepare=lambda _spec, _words: _check_torch(
             "embedded engines need torch: pip install 'kvpin[engine]', or name an engine with --engine"
         ),
+        key_variable=KEY_VARIABLE,
     ),
     "llama_server": ManagedKind(
         command=lambda words, port, spec: llama.llama_server_command(
@@ -155,6 +159,7 @@ _KINDS = {
         prepare=_prepare_llama,
         complete=_complete_llama,
         advice=llama.advice,
+        key_variable="LLAMA_API_KEY",
     ),
     "nim": replace(_ANY, health_path="/v1/health/ready"),
 }

@@ -2,6 +2,7 @@
 
 serving    serve.py the command · options.py its options · process.py its process
            server.py, kv_routes.py, completions.py, embeddings.py the routes · web.py what they share
+           guard.py which clients are answered
            protocol.py, structure.py request bodies · prepare.py what they ask of the engine
            choices.py, detokenize.py, tool_calls.py tokens to text and calls · grammar.py keeps to a structure
            answers.py, token_bytes.py what clients get

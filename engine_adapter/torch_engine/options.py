@@ -12,6 +12,8 @@ from engine_adapter.errors import EngineSpecError
 
 DEFAULT_KV_BLOCKS = 1024
 DEFAULT_MAX_BODY_BYTES = 64 * 2**20
+KEY_VARIABLE = "KVPIN_ENGINE_KEY"
+"""The environment variable that gives the engine its key. Other users could read a command line."""
 MEMORY_SHARE = 0.25
 """The KV cache's share of the free memory. The rest is for other engines and programs."""
 

@@ -15,7 +15,7 @@ import uvicorn
 from starlette.applications import Starlette
 
 from engine_adapter.errors import EngineUnavailable
-from engine_adapter.torch_engine.options import EmbeddedOptions
+from engine_adapter.torch_engine.options import KEY_VARIABLE, EmbeddedOptions
 from engine_adapter.torch_engine.server import EngineHost, create_app
 from engine_adapter.torch_engine.service import EngineService
 
@@ -35,7 +35,9 @@ def serve_engine(options: EmbeddedOptions) -> None:
     """
     listener = _listen(options.host, options.port)
     process = _EngineProcess(options)
-    web = create_app(process.host, max_body_bytes=options.max_body_bytes)
+    # What the engine starts does not inherit the key.
+    key = os.environ.pop(KEY_VARIABLE, None) or None
+    web = create_app(process.host, max_body_bytes=options.max_body_bytes, key=key)
     web.router.lifespan_context = process.lifespan
     config = uvicorn.Config(
         web, log_config=None, access_log=False, lifespan="on", timeout_graceful_shutdown=_GRACE_S

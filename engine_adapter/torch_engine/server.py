@@ -7,6 +7,7 @@ from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
@@ -15,6 +16,7 @@ from engine_adapter.errors import EngineError
 from engine_adapter.torch_engine.admission import check_token_id
 from engine_adapter.torch_engine.completions import CompletionRoute
 from engine_adapter.torch_engine.embeddings import EmbeddingRoute
+from engine_adapter.torch_engine.guard import Guard
 from engine_adapter.torch_engine.kv_routes import body_of, kv_routes, kv_stats, service_of
 from engine_adapter.torch_engine.metrics import EngineMetrics
 from engine_adapter.torch_engine.options import DEFAULT_MAX_BODY_BYTES
@@ -44,9 +46,13 @@ class EngineHost:
         return self.service
 
 
-def create_app(host: EngineHost, *, max_body_bytes: int = DEFAULT_MAX_BODY_BYTES) -> Starlette:
-    """The app around `host`. Its service may be set later. Bodies beyond `max_body_bytes` are a 413."""
+def create_app(
+    host: EngineHost, *, max_body_bytes: int = DEFAULT_MAX_BODY_BYTES, key: str | None = None
+) -> Starlette:
+    """The app around `host`. Its service may be set later. Bodies beyond `max_body_bytes` are a 413. `key`:
+    what requests must give; without it, only web pages are refused."""
     app = Starlette(
+        middleware=[Middleware(Guard, key=key)],
         routes=[
             Route("/health", health),
             Route("/metrics", metrics),

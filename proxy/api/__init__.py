@@ -8,7 +8,6 @@ models.py          /v1/models
 ops.py             /health/*, /metrics
 admin/             /admin/v1/*: the control plane
 auth.py            keys
-web_pages.py       which web page asks, loopback
 error_answers.py   exceptions → error answers
 cors.py            which web pages may use the data plane
 kept_responses.py  /v1/responses/{id}: responses that kvpin keeps

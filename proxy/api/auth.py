@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from starlette.requests import HTTPConnection
 
 from engine_adapter import PRIVATE_HEADERS, Headers
-from proxy.api.web_pages import LOCAL_NAMES, is_loopback, is_own_page, name_of, page_asking
+from engine_adapter.http.web_pages import LOCAL_NAMES, is_loopback, is_own_page, name_of, page_asking
 from proxy.errors import Forbidden, Unauthorized
 from proxy.headers import FORWARDED_HEADERS, FORWARDED_PREFIX, KEY_HEADERS
 from proxy.request.tenants import ApiKey, Tenants

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from engine_adapter import HeaderPairs, Headers
-from proxy.api.web_pages import UNKNOWN
+from engine_adapter.http.web_pages import UNKNOWN
 from proxy.errors import Forbidden
 
 SERVED = ("DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT")

@@ -19,6 +19,7 @@ import structlog
 from starlette.responses import Response
 
 from engine_adapter import NATIVE_ROUTES, Headers, JsonBody, RequestBody, Upload, route_of
+from engine_adapter.http.web_pages import page_asking
 from engine_adapter.off_loop import JSON_BYTES_PER_MS, PAYER, off_loop
 from engine_adapter.shape import Shape
 from proxy.api.auth import authenticate, passed_on_headers
@@ -31,7 +32,6 @@ from proxy.api.models import ALLOW_READS, answer_models, is_of_models, name_in
 from proxy.api.paths import check_method, checked_path
 from proxy.api.relay.to_object_home import PassedToKeeper, is_asked
 from proxy.api.relay.to_owner import PassedToOwner
-from proxy.api.web_pages import page_asking
 from proxy.api.websockets import WebSocketClient, check_websocket, with_key
 from proxy.core.life import Cause
 from proxy.errors import (

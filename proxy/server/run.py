@@ -28,7 +28,7 @@ import structlog
 import uvloop
 
 from engine_adapter import EngineSpecError, HttpTransport
-from proxy.api.web_pages import is_loopback
+from engine_adapter.http.web_pages import is_loopback
 from proxy.api.workers.siblings import PeerPort, Siblings
 from proxy.core.life import Cause
 from proxy.http.connection_limits import ConnectionLimits, connection_limit

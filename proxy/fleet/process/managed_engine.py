@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 import signal
 import socket
 import time
@@ -18,7 +19,7 @@ from asyncio.subprocess import Process
 from collections import deque
 from collections.abc import Iterator
 from contextlib import aclosing, contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from io import FileIO
 
@@ -101,7 +102,8 @@ class ManagedEngine:
 
     Attributes:
         port: chosen once; a restarted engine has the same port.
-        spec: the description its adapter is made from.
+        spec: the description its adapter is made from. An engine that takes a key gets a random one, unless
+            the settings name one.
 
     Raises:
         EngineSpecError: the settings contradict each other.
@@ -110,7 +112,9 @@ class ManagedEngine:
     def __init__(self, settings: ManagedSettings, *, timing: Timing | None = None) -> None:
         self.id = settings.id
         self.port = _free_port()
-        self.spec = settings.spec(self.port)
+        self.spec = spec = settings.spec(self.port)
+        if managed_kind(spec.kind).key_variable is not None and spec.api_key is None:
+            self.spec = replace(spec, api_key=secrets.token_urlsafe())
         self._words = settings.command
         self._timing = timing if timing is not None else Timing()
         self._health_url = f"http://127.0.0.1:{self.port}{managed_kind(settings.kind).health_path}"
@@ -236,7 +240,7 @@ class ManagedEngine:
                     stdin=its_input,
                     stdout=its_output,
                     stderr=its_output,
-                    env=_environment(),
+                    env=self._environment(),
                     start_new_session=True,
                 )
             except (OSError, EngineSpecError) as error:
@@ -332,6 +336,12 @@ class ManagedEngine:
             _signal_group(process.pid, signal.SIGKILL)
             await process.wait()
 
+    def _environment(self) -> dict[str, str]:
+        """Our environment without kvpin's settings, of which some are secret, and with the engine's key."""
+        own = {name: value for name, value in os.environ.items() if not name.upper().startswith("KVPIN_")}
+        variable, key = managed_kind(self.spec.kind).key_variable, self.spec.api_key
+        return own if variable is None or key is None else {**own, variable: key}
+
     def _note_end(self, process: Process) -> None:
         if self._process is process:
             self._process = None
@@ -365,11 +375,6 @@ def _free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
-
-
-def _environment() -> dict[str, str]:
-    """Our environment without kvpin's settings: some of them are secret."""
-    return {name: value for name, value in os.environ.items() if not name.upper().startswith("KVPIN_")}
 
 
 def _signal_group(pid: int, number: signal.Signals) -> None:

@@ -290,6 +290,48 @@ def test_an_engine_is_started_with_its_port():
     assert engine.spec.url == f"http://127.0.0.1:{engine.port}"
 
 
+KEYED = [("embedded", "KVPIN_ENGINE_KEY", ()), ("llama_server", "LLAMA_API_KEY", ("-m", "m.gguf"))]
+
+
+@pytest.mark.parametrize(("kind", "variable", "command"), KEYED)
+def test_an_engine_that_takes_a_key_gets_one_that_nobody_else_sees(kind, variable, command):
+    settings = ManagedSettings(kind=kind, id="e-0", command=command)
+    one, other = ManagedEngine(settings), ManagedEngine(settings)
+    key = one.spec.api_key
+    assert len(key) >= 43  # 256 bits
+    assert key != other.spec.api_key
+    assert one._environment()[variable] == key
+    assert key not in f"{one.command()} {one.spec} {one.describe()}"
+
+
+@pytest.mark.parametrize(("kind", "variable", "command"), KEYED)
+def test_or_that_of_the_settings(kind, variable, command):
+    engine = ManagedEngine(ManagedSettings(kind=kind, id="e-0", command=command, api_key="mine"))
+    assert (engine.spec.api_key, engine._environment()[variable]) == ("mine", "mine")
+
+
+def test_a_key_of_the_command_stays():
+    words = ("-m", "m.gguf", "--api-key", "a,b")
+    engine = ManagedEngine(ManagedSettings(kind="llama_server", id="e-0", command=words))
+    assert (engine.spec.api_key, engine._environment()["LLAMA_API_KEY"]) == ("a", "a")
+
+
+def test_no_other_engine_gets_a_key():
+    engine = engine_of(sys.executable, "-c", "", "{port}")
+    assert engine.spec.api_key is None
+    assert not {"KVPIN_ENGINE_KEY", "LLAMA_API_KEY"} & set(engine._environment())
+
+
+async def test_an_embedded_engine_asks_for_its_key():
+    engine = ManagedEngine(ManagedSettings(kind="embedded", id="e-0", command=("--kv-blocks", "64")))
+    async with running(engine), httpx.AsyncClient(base_url=engine.spec.url, trust_env=False) as client:
+        await until(is_ready(engine))
+        assert (await client.get("/kv/info")).status_code == 401
+        assert (await client.post("/kv/flush")).status_code == 401
+        key = {"authorization": f"Bearer {engine.spec.api_key}"}
+        assert (await client.get("/kv/info", headers=key)).status_code == 200
+
+
 @pytest.fixture
 def llama(tmp_path):
     """A real llama-server, not started yet; its directory does not exist."""
@@ -305,9 +347,12 @@ def llama(tmp_path):
 
 
 async def test_a_llama_server_comes_back_on_its_port_with_its_slots(llama, tmp_path):
-    async with running(llama), httpx.AsyncClient(base_url=llama.spec.url, trust_env=False) as client:
+    headers = {"authorization": f"Bearer {llama.spec.api_key}"}
+    client = httpx.AsyncClient(base_url=llama.spec.url, headers=headers, trust_env=False)
+    async with running(llama), client:
         for restarts in (0, 1):
             await until(lambda n=restarts: llama.status.restarts == n and is_ready(llama)())
+            assert (await client.get("/slots", headers={"authorization": ""})).status_code == 401
             slots = (await client.get("/slots")).json()
             assert [slot["n_ctx"] for slot in slots] == [512] * 4
             await client.post("/completion", json={"prompt": "a b c", "n_predict": 2, "id_slot": 3})

@@ -1,8 +1,9 @@
-"""Finds out which web page asks. A browser on kvpin's machine reaches kvpin's port for any page.
+"""Finds out which web page asks. A browser on a machine reaches kvpin's port there for any page, and the
+embedded engine's.
 
 Browsers say where a request comes from: in `origin` with every POST and WebSocket, and in `sec-fetch-site`
 with all requests to addresses that they trust. No script can set either. A page whose author points its name
-to 127.0.0.1 (DNS rebinding) has kvpin's own origin, as its browser sees it. The name in `host` tells it.
+to 127.0.0.1 (DNS rebinding) has this server's origin, as its browser sees it. The name in `host` tells it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import re
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 
-from engine_adapter import HeaderPairs
+from engine_adapter.http.headers import HeaderPairs
 
 Address = tuple[str, int] | None
 """Host and port; None for a socket that has none."""
@@ -28,12 +29,12 @@ _PRIVATE = (".localhost", ".local", ".internal")
 
 
 def page_asking(pairs: HeaderPairs, scheme: Callable[[], str], here: Callable[[], Address]) -> str | None:
-    """The origin of the web page that asks, if it may be another than kvpin's own; None for other clients.
+    """The origin of the web page that asks, if it may be another than this server's; None for other clients.
 
     Args:
         pairs: the headers of the request.
         scheme: tells that of the connection.
-        here: tells the address of kvpin's end of the connection. Few requests need either.
+        here: tells the address of this server's end of the connection. Few requests need either.
     """
     headers = {_TELLING[name]: value.decode("latin-1") for name, value in pairs if name in _TELLING}
     if not is_own_page(headers, scheme):
