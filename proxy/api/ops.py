@@ -85,8 +85,10 @@ class Ops:
         if models := {each.id: word for each in engines if (word := each.adapter.model_state) is not None}:
             more["models"] = models
         if not self.fleet.serves:
-            idle = [pool for pool in self.fleet.pools.values() if pool.ready()]
-            more |= {"why": str(self.fleet.none_ready(pool, None)) for pool in idle}
+            reasons = [
+                str(self.fleet.none_ready(each, None)) for each in self.fleet.pools.values() if each.ready()
+            ]
+            more |= {"why": reasons[0]} if reasons else {}
         if self.peers is not None:
             more["exchange"] = _exchange(self.peers, stands_by=self.fleet.stands_by)
         return _health(ok=self._takes_requests, engines=states, **more)
