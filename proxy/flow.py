@@ -135,7 +135,10 @@ class Flow:
                 record.refusal = refusal_of(error)
             raise
         except asyncio.CancelledError as cancelled:
-            record.status, record.error = CLIENT_LEFT, _LEFT[_why(cancelled)]
+            if reply.complete:  # its client has left with the whole answer
+                record.status = reply.status
+            else:
+                record.status, record.error = CLIENT_LEFT, _LEFT[_why(cancelled)]
             raise
         else:
             return record
@@ -191,7 +194,8 @@ class Flow:
             serving.record.status, serving.record.error = reply.status, str(error)
             reply.break_off(error, serving.call.answer_id)
         except asyncio.CancelledError as cancelled:
-            serving.life.ended(time.monotonic(), _why(cancelled))
+            why = Cause.ANSWERED if serving.reply.complete else _why(cancelled)
+            serving.life.ended(time.monotonic(), why)
             raise
         finally:
             self._close(serving)

@@ -84,11 +84,9 @@ class Ops:
         more: dict[str, object] = {"elsewhere": elsewhere} if elsewhere else {}
         if models := {each.id: word for each in engines if (word := each.adapter.model_state) is not None}:
             more["models"] = models
-        if not self.fleet.serves:
-            reasons = [
-                str(self.fleet.none_ready(each, None)) for each in self.fleet.pools.values() if each.ready()
-            ]
-            more |= {"why": reasons[0]} if reasons else {}
+        idle = [] if self.fleet.serves else [each for each in self.fleet.pools.values() if each.ready()]
+        if idle:
+            more["why"] = str(self.fleet.none_ready(idle[0], None))
         if self.peers is not None:
             more["exchange"] = _exchange(self.peers, stands_by=self.fleet.stands_by)
         return _health(ok=self._takes_requests, engines=states, **more)

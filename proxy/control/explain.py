@@ -121,9 +121,8 @@ def explain(flow: Flow, record: RequestRecord) -> RequestAnswer:
 def explanation(record: RequestRecord, diagnosis: Diagnosis) -> str:
     """Why the request failed, or why the cache missed or hit, in one sentence; and that an engine which was
     to compute its prompt gave no KV."""
-    said = _explanation(record, diagnosis)
-    without = _WITHOUT_KV.get(record.transfer) if record.transfer is not None else None
-    return said if without is None else f"{said}; {record.prefilled_by} {without}"
+    without = [f"{engine} {_WITHOUT_KV[result]}" for engine, result in record.legs if result in _WITHOUT_KV]
+    return "; ".join([_explanation(record, diagnosis), *without])
 
 
 _WITHOUT_KV = {

@@ -208,8 +208,10 @@ class Engine:
 
     @property
     def underway(self) -> list[Lease | PeerRequest]:
-        """Requests whose answer has not begun, those of other kvpins included."""
-        return [*self.unanswered, *self.of_peers.values()]
+        """Requests whose prompt it computes: their answer has not begun. Those of other kvpins are included,
+        but none whose prompt another engine computes."""
+        own = (lease for lease in self.unanswered if lease.placed.part is not Role.DECODE)
+        return [*own, *self.of_peers.values()]
 
     def can(self, capability: Capability) -> bool:
         """True if the engine, as connected, declares the capability."""

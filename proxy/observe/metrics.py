@@ -204,8 +204,9 @@ class Metrics:
         if (reason := _refusal(record)) is not None:
             self._count("kvpin_refused_total", reason)
         self._observe_times(record, model, engine, trace_id)
-        if record.prefilled_by is not None and record.transfer is not None:
-            self._count("kvpin_transfers_total", model, self._label(record.prefilled_by), record.transfer)
+        if record.prefilled_by is not None or record.past_legs:
+            for prefiller, result in record.legs:
+                self._count("kvpin_transfers_total", model, self._label(prefiller), result)
         if self._max_tenants and record.tenant is not None:
             self._count_tenant(record, record.tenant)
         if record.output_tokens is not None:

@@ -51,6 +51,7 @@ class RequestFacts(msgspec.Struct):
         cause: why it ended, see docs/reference/causes.md; None while it runs.
         prefilled_by: the engine that computed its prompt for the one that answered, or failed to; None if
             none was to.
+            The last attempt counts.
         transfer: what came of that: moved, failed (the other engine computed the prompt), late (it did not
             answer in time); None before that.
         first_leg_s: how long that engine took.
@@ -94,6 +95,7 @@ class RequestRecord(RequestFacts, kw_only=True):
         died: the engines that died in mid-answer, in order.
         placed: when it was placed on the engine whose answer began first; None before its answer begins.
         moments: when it passed each step before its answer began; None before that.
+        past_legs: engines that were to compute its prompt in attempts that failed, and what came of each.
         legs_s: seconds of the legs on other engines, or by which its engine fetched KV, before it was sent.
         session: the conversation its client says it belongs to.
         served_as: the model of the pool it was sent to.
@@ -114,6 +116,7 @@ class RequestRecord(RequestFacts, kw_only=True):
     died: list[str] = []  # each record gets its own
     placed: float | None = None
     moments: Moments | None = None
+    past_legs: list[tuple[str, TransferResult]] = []  # each record gets its own
     legs_s: float = 0.0
     session: Session | None = None
     served_as: str | None = None
@@ -204,6 +207,20 @@ class RequestRecord(RequestFacts, kw_only=True):
             has_failed=len(self.attempts) > 1,
             is_whole=not self.stream,
         )
+
+    def leaves_leg(self) -> None:
+        """Notes that another attempt begins: the leg of the one that failed is no part of it."""
+        if self.prefilled_by is not None and self.transfer is not None:
+            self.past_legs.append((self.prefilled_by, self.transfer))
+        self.prefilled_by = self.transfer = self.first_leg_s = self.transfer_s = None
+        self.legs_s = 0.0
+
+    @property
+    def legs(self) -> list[tuple[str, TransferResult]]:
+        """The engines that were to compute its prompt for another one, in order, and what came of each."""
+        if self.prefilled_by is None or self.transfer is None:
+            return self.past_legs
+        return [*self.past_legs, (self.prefilled_by, self.transfer)]
 
     def reports(self, prefill: tuple[int, float] | None, decode_s: float | None) -> None:
         """Notes the engine's own timings of the answer that has ended."""

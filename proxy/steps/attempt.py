@@ -98,6 +98,8 @@ class Attempts:
         pool, pair, engine = ready.pool, placement.pair, ready.pool.engines[turn.engine]
         serving.passage, serving.cached, serving.half = None, None, None
         record.placement = placement
+        if record.prefilled_by is not None:
+            record.leaves_leg()
         unchecked: Unchecked | None = Unchecked.ENDED_EARLY
         try:
             with (

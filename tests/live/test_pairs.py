@@ -390,7 +390,7 @@ class TestFetchedBefore:
             answer = await asking
             assert answer.json()["choices"][0]["text"] == await world.alone()
             await until(world.is_idle)
-            assert (world.last.attempts, world.last.transfer) == (["d", "p"], TransferResult.LATE)
+            assert (world.last.attempts, world.last.past_legs) == (["d", "p"], [("p", TransferResult.LATE)])
             assert len(world.sent("d")) == 1, "the request itself was not sent there"
 
 
@@ -576,7 +576,10 @@ class TestTheLease:
             await until(world.is_idle)
             record = world.last
             assert record.attempts == ["d", "p"]
-            assert record.transfer is TransferResult.LATE
+            assert record.past_legs == [("p", TransferResult.LATE)]
+            assert (record.prefilled_by, record.transfer, record.first_leg_s) == (None, None, None)
+            page = (await world.client.get(f"{world.url}/metrics")).text
+            assert 'kvpin_transfers_total{model="tiny",prefiller="p",result="late"} 1' in page
 
     async def test_the_shorter_lease_of_the_first_engine_holds(self):
         slow = {"kv_lease_duration": 0.5}
@@ -587,7 +590,7 @@ class TestTheLease:
             await asyncio.sleep(0.7)
             world.fakes["d"].core.release()
             assert text_of(await asking) == await world.alone()
-            assert world.last.transfer is TransferResult.LATE
+            assert world.last.past_legs == [("p", TransferResult.LATE)]
 
     async def test_an_engine_that_is_a_little_slow_is_in_time(self):
         async with world_of("p", "d", lease_s=5.0) as world:

@@ -47,6 +47,7 @@ async def test_a_response_is_kept_listed_and_deleted(client, engine):
         ("POST", "/cancel", 400, None),
         ("GET", "/input_items?limit=0", 400, "limit"),
         ("GET", "/input_items?limit=x", 400, "limit"),
+        ("GET", f"/input_items?limit={'9' * 5_000}", 400, "limit"),
         ("GET", "/input_items?order=up", 400, "order"),
         ("GET", "/input_items?after=msg_none", 400, "after"),
         ("GET", "/other", 403, None),

@@ -76,6 +76,22 @@ class TestClientLeaves:
         assert proxy.last.status == 499
         assert proxy.last.first_byte_s > 0  # counts, although nobody read the rest
 
+    async def test_after_the_last_event_of_a_stream_that_its_engine_does_not_end(self, engine, proxy, client):
+        """It has its answer: OpenAI's SDKs read no further than [DONE]."""
+
+        async def script(exchange):
+            await exchange.start()
+            await exchange.chunk(event({"choices": [{"delta": {"content": "x"}}]}) + DONE)
+            await exchange.left.wait()
+
+        engine.script = script
+        async with client.stream("POST", CHAT, json=STREAM) as response:
+            async for _ in response.aiter_raw():
+                break
+        await self.gone(engine.seen[0])
+        await proxy.settled()
+        assert (proxy.last.status, proxy.last.error, proxy.last.cause) == (200, None, "answered")
+
     async def test_during_a_whole_answer(self, engine, proxy):
         async def script(exchange):
             await exchange.start(headers=[("content-type", "application/json"), ("content-length", "100")])

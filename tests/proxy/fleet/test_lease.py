@@ -66,6 +66,17 @@ class TestLease:
         await asyncio.sleep(PENDING_LINGER_S * 1.5)
         assert not pool.index.match(chain.hashes)
 
+    async def test_a_decode_leg_computes_no_prompt_that_others_wait_for(self, fleet):
+        engine = add_ready(fleet, "a")
+        pool, chain = fleet.pools["m"], fleet.pools["m"].chain(PROMPT)
+        placement = place(pool.candidates(chain), chain)
+        with pool.lease(placement, chain, streams=True, part=Role.DECODE) as decoding:
+            assert engine.underway == []
+            with pool.lease(placement, chain, streams=True) as lease:
+                assert engine.underway == [lease]
+            decoding.computes(streams=True)
+            assert engine.underway == [decoding]
+
     async def test_a_hold_that_knows_better_refines_its_placement(self, fleet):
         add_ready(fleet, "a")
         _, _, leasing = self.lease(fleet)
