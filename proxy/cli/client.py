@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import ssl
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -156,7 +157,7 @@ class AdminClient:
         headers = {**headers, **key_header(self.admin_key or _key_in_file())}
         try:
             with (
-                httpx.Client(timeout=timeout, trust_env=False) as client,
+                httpx.Client(timeout=timeout, trust_env=False, verify=authorities()) as client,
                 client.stream(method, address, headers=headers, **options) as answer,
             ):
                 if answer.is_error:
@@ -171,7 +172,8 @@ class AdminClient:
             raise AdminError(f"--url {self.url!r} is not an address: {error}") from error
         except httpx.ConnectError as error:
             raise AdminError(
-                f"nothing answers at {self.url}: start kvpin, or name its address (--url or KVPIN_URL)"
+                untrusted(self.url, error)
+                or f"nothing answers at {self.url}: start kvpin, or name its address (--url or KVPIN_URL)"
             ) from error
         except httpx.HTTPError as error:
             raise AdminError(f"{self.url}: {str(error) or type(error).__name__}") from error
@@ -180,6 +182,26 @@ class AdminClient:
 def base_of(url: str) -> str:
     """The address of a kvpin. The base_url of clients, with its /v1, and the admin API's are taken too."""
     return url.rstrip("/").removesuffix("/v1").removesuffix("/admin")
+
+
+def authorities() -> ssl.SSLContext:
+    """The authorities that may have signed a kvpin's certificate: those of `SSL_CERT_FILE` and
+    `SSL_CERT_DIR`, else the machine's own."""
+    return ssl.create_default_context()
+
+
+def untrusted(url: str, error: BaseException) -> str | None:
+    """The error's text if what answers at `url` has a certificate that is not trusted; None for any other
+    error of a connection."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, ssl.SSLCertVerificationError):
+        cause = cause.__cause__ or cause.__context__
+    if cause is None:
+        return None
+    return (
+        f"the certificate of {url} is not trusted: {cause.verify_message}; SSL_CERT_FILE=FILE names the "
+        "authorities that signed it"
+    )
 
 
 def key_header(key: str | None) -> dict[str, str]:

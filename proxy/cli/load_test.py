@@ -13,8 +13,11 @@ import statistics
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import httpx
+
+from proxy.cli.client import authorities, untrusted
 
 _WORDS = tuple(
     f"{first}{last}" for first in ("ba", "ko", "li", "mu", "ne", "ra") for last in ("d", "l", "n", "t")
@@ -107,8 +110,8 @@ async def run(
 
     One request that does not count goes ahead, to see that the server answers. Raises BenchError if it does
     not answer."""
-    limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(timeout=None, limits=limits, trust_env=False) as client:  # noqa: S113 - a load
+    options: dict[str, Any] = {"limits": httpx.Limits(max_connections=None), "verify": authorities()}
+    async with httpx.AsyncClient(timeout=None, trust_env=False, **options) as client:  # noqa: S113 - a load
         first = await _ask(client, target, "Hello!")
         if first.error:
             raise BenchError(f"{target.base_url}: {first.error}")
@@ -129,7 +132,7 @@ async def run(
 
 async def first_model(base_url: str, api_key: str | None) -> str:
     """The first model that a server lists; raises BenchError."""
-    async with httpx.AsyncClient(trust_env=False) as client:
+    async with httpx.AsyncClient(trust_env=False, verify=authorities()) as client:
         try:
             answer = await client.get(f"{base_url}/models", headers=_headers(api_key))
             answer.raise_for_status()
@@ -139,7 +142,8 @@ async def first_model(base_url: str, api_key: str | None) -> str:
         except httpx.HTTPStatusError as error:
             raise BenchError(f"{base_url}/models: {_error_of(error.response)}") from error
         except httpx.HTTPError as error:
-            raise BenchError(f"nothing answers at {base_url}: {error}") from error
+            why = untrusted(base_url, error) or f"nothing answers at {base_url}: {error}"
+            raise BenchError(why) from error
         except (ValueError, LookupError, TypeError) as error:
             raise BenchError(f"{base_url}/models lists no model: name one with --model") from error
 

@@ -1,19 +1,24 @@
+import asyncio
 import json
 import socket
+import ssl
 import threading
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+import trustme
 import typer
 
 from proxy.cli import client
 from proxy.cli.client import AdminClient
+from proxy.cli.load_test import BenchError, first_model
 
 
 @contextmanager
-def admin(script):
-    """An admin API whose answers `script(method, path, body)` gives as (status, body)."""
+def admin(script, authority=None):
+    """An admin API whose answers `script(method, path, body)` gives as (status, body). It speaks https with a
+    certificate of the `authority`, if there is one."""
 
     class Handler(BaseHTTPRequestHandler):
         def answer(self):
@@ -33,10 +38,14 @@ def admin(script):
 
     seen = []
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        if authority is not None:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            authority.issue_cert("127.0.0.1").configure_cert(context)
+            server.socket = context.wrap_socket(server.socket, server_side=True)
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
         try:
-            yield f"http://127.0.0.1:{server.server_port}", seen
+            yield f"{'http' if authority is None else 'https'}://127.0.0.1:{server.server_port}", seen
         finally:
             server.shutdown()
             thread.join(5)
@@ -50,6 +59,22 @@ def failure(capsys, call):
     assert error.startswith("kvpin: ")
     assert error.count("\n") == 1
     return error
+
+
+def test_authorities_of_the_environment_are_trusted(tmp_path, monkeypatch, capsys):
+    authority, path = trustme.CA(), tmp_path / "ca.pem"
+    authority.cert_pem.write_to_path(path)
+    listed = {"a": 1, "data": [{"id": "m"}]}
+    with admin(lambda *_: (200, listed), authority) as (url, _):
+        monkeypatch.delenv("SSL_CERT_FILE", raising=False)
+        said = failure(capsys, lambda: AdminClient(url, None).get("/stats"))
+        assert f"the certificate of {url} is not trusted: " in said
+        assert "SSL_CERT_FILE=FILE names the authorities" in said
+        with pytest.raises(BenchError, match="is not trusted"):
+            asyncio.run(first_model(f"{url}/v1", None))
+        monkeypatch.setenv("SSL_CERT_FILE", str(path))
+        assert AdminClient(url, None).get("/stats") == listed
+        assert asyncio.run(first_model(f"{url}/v1", None)) == "m"
 
 
 def test_the_key_goes_along():
