@@ -12,6 +12,8 @@ from msgspec.structs import replace
 MAX_MARKS = 1000
 # A later order of one engine is later by at least that, whatever the clock of its kvpin says.
 _STEP_S = 0.001
+# Clocks of kvpins may differ by about this much. A later mark would count for ever: no order is later.
+MAX_AHEAD_S = 300.0
 
 
 class EngineMark(msgspec.Struct, frozen=True, array_like=True):
@@ -103,10 +105,17 @@ class EngineBook:
 
     def _order(self, engine: str, now: float, **changes: Any) -> None:  # noqa: ANN401 - fields of a mark
         before = self._marks.get(engine, EngineMark(engine, drained=False, at=now - _STEP_S))
-        self.merge([replace(before, at=max(now, before.at + _STEP_S), **changes)])
+        self._take([replace(before, at=max(now, before.at + _STEP_S), **changes)])
 
-    def merge(self, marks: Iterable[EngineMark]) -> None:
-        """Takes over the marks that are later than those known here."""
+    def merge(self, marks: Iterable[EngineMark], *, now: float) -> bool:
+        """Takes over the marks that are later than those known here. `now` is in Unix time. False if some are
+        from the future, which does not count."""
+        told = [*marks]
+        heard = [mark for mark in told if mark.at <= now + MAX_AHEAD_S]
+        self._take(heard)
+        return len(heard) == len(told)
+
+    def _take(self, marks: Iterable[EngineMark]) -> None:
         changed = list[str]()
         for mark in marks:
             before = self._marks.get(mark.engine, EngineMark(mark.engine, drained=False, at=-1.0))

@@ -17,7 +17,7 @@ from time import monotonic, time
 import msgspec
 import structlog
 
-from proxy.core.engine_book import EngineMark, decode_marks, encode_marks
+from proxy.core.engine_book import MAX_AHEAD_S, EngineMark, decode_marks, encode_marks
 from proxy.core.issued_keys import MAX_AGE_S, signed, verified
 from proxy.core.peers.follower import Follower
 from proxy.core.peers.messages import (
@@ -311,7 +311,12 @@ class Peers:
             self._complain(
                 "an engine that was added at another kvpin is not used here: give both the same admin_key"
             )
-        self._fleet.book.merge(heard)
+        if not self._fleet.book.merge(heard, now=time()):
+            self._complain(
+                "an order about an engine does not count here, because its time is in the future: set the "
+                f"clocks of all kvpins to the same time; they may differ by {MAX_AHEAD_S:g} s"
+            )
+            return False
         return len(heard) == len(marks)
 
     def _remember(self, kept: bytes | None) -> None:

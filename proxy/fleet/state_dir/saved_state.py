@@ -105,7 +105,10 @@ class StateSaver:
     def restore(self, pins: PinBook, tables: PromptTables, book: EngineBook) -> None:
         """Gives back the pins, the prompt tables and the orders about engines. From now on, a change of pins
         or orders is saved at once."""
-        book.merge(self._before.marks)
+        now = time.time()  # the clock may have been ahead when they were given
+        book.merge(
+            [msgspec.structs.replace(mark, at=min(mark.at, now)) for mark in self._before.marks], now=now
+        )
         book.listeners.append(lambda _changed: self._wanted.set())
         ahead_s = time.time() - time.monotonic()
         for kept in self._before.pins:

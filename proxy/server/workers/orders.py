@@ -6,6 +6,7 @@ import json
 import os
 import socket
 import stat
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -144,4 +145,4 @@ async def catch_up(siblings: Siblings, book: EngineBook) -> None:
     """Takes over the orders about engines that the other workers know. This worker's own socket listens
     already: what is ordered from now on comes there."""
     for told in await siblings.told(ORDERS_PATH):
-        book.merge(decode_marks(told))
+        book.merge(decode_marks(told), now=time.time())

@@ -46,7 +46,7 @@ def ids(proxy):
 def tell(proxy, *others):
     """What one kvpin knows, the others hear."""
     for other in others:
-        other.fleet.book.merge(proxy.fleet.book.marks())
+        other.fleet.book.merge(proxy.fleet.book.marks(), now=time.time())
 
 
 async def test_a_drain_outlasts_its_engine_and_its_source(world, pair):

@@ -152,6 +152,15 @@ async def test_a_drain_at_one_is_known_to_the_others_and_to_a_newcomer(unix):
             await until(lambda: not any(map(drained, (one, two, three))))
 
 
+async def test_an_order_from_the_future_is_not_taken_over_and_the_log_names_the_clocks(unix):
+    async with world(unix) as (_, (one, two)):
+        name = order_name(one.fleet.engine("a").adapter.spec)
+        with capture_logs() as logs:
+            one.fleet.book.drain(name, drained=True, now=1e300)
+            await until(lambda: any("set the clocks" in each["event"] for each in logs))
+        assert not two.fleet.book.is_drained(name)
+
+
 def issued(*names, removed=False):
     return [IssuedKey(name, "t", name.encode(), "last", 1.0, removed=float(removed)) for name in names]
 

@@ -85,7 +85,7 @@ async def test_one_that_starts_after_all_others_have_gone_knows_what_is_drained(
         with capture_logs() as logs:
             async with world(make, 1) as (_, (again,)):
                 assert not again.fleet.book.marks()
-                again.fleet.book.merge(decode_marks(kept))
+                again.fleet.book.merge(decode_marks(kept), now=5.0)
                 await until(lambda: redis.get("kvpin:n:engines") == kept)
     (entry,) = [each for each in logs if "cannot be read" in each["event"]]
     assert entry["event"] == "the orders that the exchange keeps cannot be read: they are replaced"

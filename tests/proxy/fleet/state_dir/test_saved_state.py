@@ -60,6 +60,16 @@ async def test_what_was_known_of_an_engine_is_kept_until_it_connects(tmp_path):
     assert World(tmp_path).keeper.memories.of("a") is None
 
 
+async def test_an_order_that_was_given_when_the_clock_was_ahead_can_be_undone(tmp_path):
+    world = World(tmp_path)
+    world.fleet.book.drain("gpu1:8000", drained=True, now=1e300)
+    await world.keeper.save(world.fleet, world.pins)
+    book = World(tmp_path).fleet.book
+    assert book.is_drained("gpu1:8000")
+    book.drain("gpu1:8000", drained=False, now=time.time())
+    assert not book.is_drained("gpu1:8000")
+
+
 async def test_a_drain_is_saved_at_once_and_kept(tmp_path):
     world = World(tmp_path)
     running = asyncio.create_task(world.keeper.run(world.fleet, world.pins))
