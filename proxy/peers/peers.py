@@ -41,7 +41,7 @@ from proxy.peers.announcer import Announcer
 from proxy.peers.bus import Bus, BusCallbacks
 from proxy.peers.owners import Owners, ToldClaim
 from proxy.peers.peer import ExchangeCounts, ExchangeStats, Peer, PooledEngine
-from proxy.peers.sealing import Sealing
+from proxy.peers.sealing import NEEDS_KEY, Sealing, secret_of
 from proxy.request.tenants import Tenants
 from proxy.runtime.tasks import Supervisor
 
@@ -260,15 +260,15 @@ class Peers:
         """Signs issued keys for the others; None keeps them here. On a private bus, all are this user's."""
         if self._bus.is_private:
             return b""
-        key = self._admin_key()
-        return key.encode() if key is not None else None
+        return secret_of(self._admin_key())
 
     def _keys(self) -> bytes:
         """The issued keys for other kvpins, signed."""
         entries, secret = self._tenants.issued.entries(), self._secret()
         if secret is None and entries:
             self._complain(
-                "issued keys stay at this kvpin: set the same admin_key at all kvpins of the group"
+                "issued keys stay at this kvpin: set the same admin_key at all kvpins of the group, "
+                f"{NEEDS_KEY}"
             )
         return signed(entries, secret, time()) if secret is not None and entries else b""
 
@@ -283,7 +283,7 @@ class Peers:
         elif told:
             self._complain(
                 "issued keys of another kvpin do not count here: set the same admin_key at all kvpins of the "
-                f"group, and clocks that differ by less than {MAX_AGE_S:g} s"
+                f"group, {NEEDS_KEY}, and clocks that differ by less than {MAX_AGE_S:g} s"
             )
         return entries is not None or not told
 
@@ -300,7 +300,7 @@ class Peers:
         if len(told) < len(marks):
             self._complain(
                 "an engine that was added is not told by Redis, because it has a key or headers, or because "
-                "there is no admin_key: add it on each machine"
+                f"there is no admin_key: add it on each machine, or set an admin_key: {NEEDS_KEY}"
             )
         return told
 
@@ -309,7 +309,8 @@ class Peers:
         heard = marks if self._sealing is None else self._sealing.heard(marks)
         if len(heard) < len(marks):
             self._complain(
-                "an engine that was added at another kvpin is not used here: give both the same admin_key"
+                "an engine that was added at another kvpin is not used here: give both the same admin_key, "
+                f"{NEEDS_KEY}"
             )
         if not self._fleet.book.merge(heard, now=time()):
             self._complain(
