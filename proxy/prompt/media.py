@@ -11,7 +11,7 @@ from __future__ import annotations
 import base64
 import binascii
 import hashlib
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -55,6 +55,7 @@ _WITHIN = ("content", "output")
 # Decoding and hashing this many bytes takes about 1 ms; more is done in a thread.
 _BYTES_PER_MS = 500_000
 _UUIDS = 100_000
+_DROPPED = 16  # the part of a full table that is dropped at once
 _DIGEST_BYTES = 16
 
 
@@ -242,16 +243,19 @@ def _digest(*pieces: bytes) -> bytes:
 
 
 class MediaUuids:
-    """Remembers the first content of each client uuid. Bounded: the least recently used are dropped."""
+    """Remembers the first content of each client uuid. Bounded: of the tenant that has the most, the least
+    recently used are dropped. So no tenant can push out another's, under which other content would then be
+    accepted."""
 
     def __init__(self, *, trusted: bool = False, limit: int = _UUIDS) -> None:
         """`trusted`: clients may reuse a uuid; otherwise its first content is the only one."""
         self._trusted = trusted
         self._limit = limit
-        self._seen: OrderedDict[bytes, bytes] = OrderedDict()
+        self._seen = defaultdict[str | None, OrderedDict[bytes, bytes]](OrderedDict)  # by tenant
+        self._count = 0
 
-    async def admit(self, body: JsonBody, salt: str | None) -> JsonBody:
-        """The request as it may go to engines: under a salt, its uuids are unique to the salt.
+    async def admit(self, body: JsonBody, salt: str | None, tenant: str | None = None) -> JsonBody:
+        """A tenant's request as it may go to engines: under a salt, its uuids are unique to the salt.
 
         Raises:
             BadRequest: a uuid has other content already, or is not a string; or there are too many items.
@@ -270,10 +274,12 @@ class MediaUuids:
         if not parts:
             return body
         if not self._trusted:
-            await self._check(size, parts, salt)
+            await self._check(size, parts, salt, tenant)
         return body if salt is None else _scoped(body, values, parts, salt)
 
-    async def _check(self, size: int, parts: Sequence[MediaPart], salt: str | None) -> None:
+    async def _check(
+        self, size: int, parts: Sequence[MediaPart], salt: str | None, tenant: str | None
+    ) -> None:
         """Refuses a uuid with new content. Requests that an engine refused count: it may hold the item."""
         digests = await off_loop(
             lambda: [part.digest() for part in parts], ms=size / _BYTES_PER_MS, what="media"
@@ -281,15 +287,23 @@ class MediaUuids:
         for part, digest in zip(parts, digests, strict=True):
             if digest is None:
                 continue
-            name = _name(part, salt)
-            if self._seen.setdefault(name, digest) != digest:
+            name, seen = _name(part, salt), self._seen[tenant]
+            self._count += name not in seen
+            if seen.setdefault(name, digest) != digest:
                 raise BadRequest(
                     f"{part.param}.uuid came with other content before: give each {part.kind} one of its own",
                     param=f"{part.param}.uuid",
                 )
-            self._seen.move_to_end(name)
-            if len(self._seen) > self._limit:
-                self._seen.popitem(last=False)
+            seen.move_to_end(name)
+            if self._count > self._limit:
+                self._drop_some()
+
+    def _drop_some(self) -> None:
+        """Drops several at once: the search for the tenant that has the most takes time."""
+        most = max(self._seen.values(), key=len)
+        for _ in range(max(len(most) // _DROPPED, 1)):
+            most.popitem(last=False)
+            self._count -= 1
 
 
 def _may_hold_media(body: JsonBody) -> bool:

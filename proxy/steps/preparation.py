@@ -280,7 +280,7 @@ class Preparation:
         if isinstance(call.body, JsonBody):
             given = call.body.get("cache_salt")
             salt = self.tenants.salt(call.tenant, given)
-            body = await self.media.admit(self.tenants.without_private(call.body), salt)
+            body = await self.media.admit(self.tenants.without_private(call.body), salt, call.tenant)
             if body is not call.body:
                 priority, call = priority_of(call), replace(call, body=body)
             if salt != given and pool.shares_kv:

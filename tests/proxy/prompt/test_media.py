@@ -263,6 +263,16 @@ class TestUuids:
         with pytest.raises(BadRequest):
             await uuids.admit(chat(image(CAT, uuid="cat")), None)
 
+    async def test_no_tenant_pushes_out_the_uuids_of_another(self):
+        """Other content would then be accepted under them."""
+        uuids = MediaUuids(limit=100)
+        await uuids.admit(chat(image(CAT, uuid="cat")), "a", "a")
+        for number in range(300):
+            await uuids.admit(chat(image(uuid=f"{number}")), "b", "b")
+            assert sum(map(len, uuids._seen.values())) == uuids._count <= 100
+        with pytest.raises(BadRequest):
+            await uuids.admit(chat(image(DOG, uuid="cat")), "a", "a")
+
 
 class RenderingEngine:
     """The part of an adapter that builders use for requests with images: every image is two tokens."""
