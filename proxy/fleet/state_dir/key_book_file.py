@@ -7,7 +7,10 @@ msgpack      a list of IssuedKey
 
 from __future__ import annotations
 
+import errno
 import fcntl
+import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +20,7 @@ import msgspec
 from proxy.core.issued_keys import IssuedKey, KeyBook
 from proxy.fleet.state_dir.private_files import (
     UnusableFileError,
+    check_directory,
     make_directory,
     opened,
     read,
@@ -27,6 +31,8 @@ from proxy.settings import SettingsError
 
 _HEAD = b"kvpin-keys 1\n"
 _FILE, _LOCK = "keys", "keys.lock"
+# A kvpin holds the lock for milliseconds. Whoever holds it longer does not keep others waiting for ever.
+_LOCK_S, _LOCK_POLL_S = 10.0, 0.01
 
 
 class KeyBookFile:
@@ -46,7 +52,9 @@ class KeyBookFile:
         return status.st_ino, status.st_mtime_ns
 
     def read(self) -> list[IssuedKey]:
-        """The keys and marks in the file; none without a file. Raises SettingsError if it cannot be used."""
+        """The keys and marks in the file; none without a file. Raises SettingsError if it cannot be used, or
+        if others may write to its directory."""
+        check_directory(self._directory)
         try:
             return msgspec.msgpack.decode(opened(_HEAD, read(self._path)), type=list[IssuedKey])
         except (FileNotFoundError, NotADirectoryError):
@@ -79,7 +87,25 @@ class KeyBookFile:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """No other kvpin writes the file meanwhile."""
-        with (self._directory / _LOCK).open("ab") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+        """No other kvpin writes the file meanwhile. Raises TimeoutError if another process holds the lock for
+        too long."""
+        path = self._directory / _LOCK
+        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            os.fchmod(lock, 0o600)  # an older kvpin let others open it, and lock it
+            _take(lock, path)
             yield
+        finally:
+            os.close(lock)
+
+
+def _take(lock: int, path: Path) -> None:
+    until = time.monotonic() + _LOCK_S
+    while True:
+        try:
+            return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > until:
+                why = f"another process has locked {str(path)!r} for {_LOCK_S:g} s"
+                raise TimeoutError(errno.ETIMEDOUT, why) from None
+        time.sleep(_LOCK_POLL_S)

@@ -20,6 +20,7 @@ MAX_BYTES = 2 << 30
 # A part this old was left by a process that was killed; a younger one may be another kvpin's.
 _LEFT_S = 600.0
 _DIGEST_BYTES = 16
+_ROOT = 0
 
 
 class UnusableFileError(Exception):
@@ -43,11 +44,31 @@ def opened(head: bytes, data: bytes) -> bytes:
     return body
 
 
+def check_directory(directory: Path) -> None:
+    """Raises SettingsError if the directory exists and others may put files there, or take some away."""
+    try:
+        status = directory.stat()
+    except OSError:
+        return  # those who use it say so
+    name = f"state_dir: {str(directory)!r}"
+    if status.st_uid not in (os.geteuid(), _ROOT):
+        raise SettingsError(f"{name} belongs to another user, who may change what is in it: chown it")
+    if stat.S_ISDIR(status.st_mode) and status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        mode = stat.S_IMODE(status.st_mode)
+        raise SettingsError(
+            f"{name}: others may change what is in it (mode {mode:o}): chmod 700 it, or name a directory "
+            "within it, which kvpin makes"
+        )
+
+
 def make_directory(directory: Path) -> None:
     """Makes the directory, which may exist, and removes parts of files that killed processes left there.
-    Raises SettingsError if it cannot be written."""
+    Raises SettingsError if it cannot be written, or if others may write there."""
     try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for place in (*reversed(directory.parents), directory):
+            if not place.exists():
+                place.mkdir(mode=0o700, exist_ok=True)
+        check_directory(directory)
         write(directory / "writable", b"")
         (directory / "writable").unlink(missing_ok=True)  # another kvpin may do the same now
         for part in directory.glob(f"*{_PART}"):

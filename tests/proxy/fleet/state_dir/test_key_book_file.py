@@ -1,3 +1,4 @@
+import fcntl
 import stat
 from concurrent.futures import ThreadPoolExecutor
 
@@ -5,6 +6,7 @@ import msgspec
 import pytest
 
 from proxy.core.issued_keys import IssuedKey
+from proxy.fleet.state_dir import key_book_file
 from proxy.fleet.state_dir.key_book_file import KeyBookFile
 from proxy.fleet.state_dir.private_files import sealed
 from proxy.settings import SettingsError
@@ -21,6 +23,28 @@ def test_without_a_directory_there_are_none_and_the_first_one_makes_it(tmp_path)
     assert KeyBookFile(tmp_path / "state").read() == [key()]
     assert stat.S_IMODE((tmp_path / "state" / "keys").stat().st_mode) == 0o600
     assert stat.S_IMODE((tmp_path / "state").stat().st_mode) == 0o700
+
+
+def test_a_lock_that_another_process_keeps_is_given_up_and_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(key_book_file, "_LOCK_S", 0.05)
+    with (tmp_path / "keys.lock").open("ab") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(TimeoutError, match=r"another process has locked '.*/keys\.lock' for 0.05 s"):
+            KeyBookFile(tmp_path).add([key()])
+    assert KeyBookFile(tmp_path).add([key()]) == [key()]
+
+
+def test_the_lock_is_this_users_alone(tmp_path):
+    (tmp_path / "keys.lock").touch(0o644)
+    KeyBookFile(tmp_path).add([key()])
+    assert stat.S_IMODE((tmp_path / "keys.lock").stat().st_mode) == 0o600
+
+
+def test_a_book_in_a_directory_that_others_may_write_is_refused(tmp_path):
+    KeyBookFile(tmp_path).add([key()])
+    tmp_path.chmod(0o777)
+    with pytest.raises(SettingsError, match="others may change what is in it"):
+        KeyBookFile(tmp_path).read()
 
 
 def test_it_tells_when_it_has_changed(tmp_path):
