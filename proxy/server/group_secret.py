@@ -22,7 +22,7 @@ from tempfile import mkstemp
 import msgspec
 import structlog
 
-from proxy.fleet.state_dir.private_files import read, write
+from proxy.fleet.state_dir.private_files import make_directory, read, write
 from proxy.settings import SettingsError
 
 log = structlog.get_logger(__name__)
@@ -74,6 +74,8 @@ def group_secret(
         SettingsError: a directory cannot be used.
     """
     made = GroupSecret(secrets.token_bytes(_BYTES), outlives=state_dir is not None or redis is not None)
+    if state_dir is not None:
+        make_directory(state_dir)
     own = _agreed_in(state_dir, made) if state_dir is not None else made
     if directory is not None:
         agreed = _agreed_in(directory, own)
