@@ -325,7 +325,7 @@ def test_no_other_engine_gets_a_key():
 async def test_an_embedded_engine_asks_for_its_key():
     engine = ManagedEngine(ManagedSettings(kind="embedded", id="e-0", command=("--kv-blocks", "64")))
     async with running(engine), httpx.AsyncClient(base_url=engine.spec.url, trust_env=False) as client:
-        await until(is_ready(engine))
+        await until(is_ready(engine), 60)
         assert (await client.get("/kv/info")).status_code == 401
         assert (await client.post("/kv/flush")).status_code == 401
         key = {"authorization": f"Bearer {engine.spec.api_key}"}
