@@ -73,6 +73,7 @@ from engine_adapter.registry import (
     NATIVE_ROUTES,
     check_kind,
     check_role,
+    keeps_apart,
     make_adapter,
     make_options,
 )

@@ -41,6 +41,7 @@ class EngineKind:
         transfers: its engines can pass KV to each other, so they may have a role.
         tells_role: its engines say which half of requests they serve.
         routes: all routes beside `/v1`, and WebSockets, that its adapter may declare.
+        keeps_apart: when such an engine keeps tenants' KV apart; empty where most do.
     """
 
     make: Callable[[EngineSpec[Any]], EngineAdapter]
@@ -48,12 +49,20 @@ class EngineKind:
     transfers: bool = False
     tells_role: bool = False
     routes: Mapping[str, NativeRoute] = field(default_factory=dict)
+    keeps_apart: str = ""
 
 
 KINDS = {
     "embedded": EngineKind(EmbeddedAdapter, routes=EMBEDDED_ROUTES),
-    "openai_compatible": EngineKind(OpenAICompatibleAdapter, routes=OPENAI_SOCKETS),
-    "llama_server": EngineKind(LlamaServerAdapter, LlamaServerOptions, routes=LLAMA_SERVER_ROUTES),
+    "openai_compatible": EngineKind(
+        OpenAICompatibleAdapter, routes=OPENAI_SOCKETS, keeps_apart="such an engine never does"
+    ),
+    "llama_server": EngineKind(
+        LlamaServerAdapter,
+        LlamaServerOptions,
+        routes=LLAMA_SERVER_ROUTES,
+        keeps_apart="start the server with --cache-ram 0",
+    ),
     "vllm": EngineKind(make_vllm, VllmOptions, transfers=True, routes=VLLM_ROUTES),
     "sglang": EngineKind(SglangAdapter, EventOptions, tells_role=True, routes=SGLANG_ROUTES),
     "tensorrt_llm": EngineKind(
@@ -100,6 +109,11 @@ def check_kind(kind: str) -> None:
     near = near or difflib.get_close_matches(kind, ENGINE_KINDS, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]!r}? It can be" if near else "use"
     raise EngineSpecError(f"unknown engine kind {kind!r}: {hint} one of {', '.join(ENGINE_KINDS)}")
+
+
+def keeps_apart(kind: str) -> str:
+    """When an engine of this kind keeps tenants' KV apart; empty where most do, or for an unknown kind."""
+    return KINDS[kind].keeps_apart if kind in KINDS else ""
 
 
 def check_role(kind: str, role: Role) -> None:

@@ -139,10 +139,11 @@ class TimeLimit(ProxyError):
 
 
 class NoEngine(ProxyError):
-    """No engine can take the request now. The client should retry in a second."""
+    """No engine can take the request now. The client should retry in a second, unless an operator has to act
+    first (`lasts`)."""
 
-    def __init__(self, message: str) -> None:
-        super().__init__(message, retry_after_s=1)
+    def __init__(self, message: str, *, lasts: bool = False) -> None:
+        super().__init__(message, retry_after_s=None if lasts else 1)
 
 
 class EngineFailed(ProxyError):

@@ -340,7 +340,15 @@ class Fleet:
         if pool is not None and pool.engines and all(map(self.is_drained, pool.engines.values())):
             return NoEngine(
                 f"all engines that serve {what} are drained: none takes requests before an operator "
-                "undoes it (kvpin engines drain NAME --undo)"
+                "undoes it (kvpin engines drain NAME --undo)",
+                lasts=True,
+            )
+        states = {each.state for each in pool.engines.values()} if pool is not None else set()
+        if EngineState.REFUSED in states and states <= {EngineState.REFUSED, EngineState.DRAINING}:
+            return NoEngine(
+                f"the engines that serve {what} are not used: tenants would share their KV. An operator has to "
+                "change that; kvpin engines says how",
+                lasts=True,
             )
         missing = pool.missing_half(Needs(lora=lora)) if pool is not None else None
         if missing is None:

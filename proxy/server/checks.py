@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from engine_adapter import EngineSpecError, Role, managed_kind
+from engine_adapter import EngineSpecError, Role, keeps_apart, managed_kind
 from proxy.core.issued_keys import IssuedKey
 from proxy.fleet.discovery import finders_of
 from proxy.fleet.state_dir.key_book_file import KeyBookFile
@@ -83,10 +83,18 @@ def issued_keys(settings: Settings) -> list[IssuedKey]:
 
 
 def warnings_of(settings: Settings) -> Iterator[str]:
-    """A sentence for each key that opens nothing, and for each rule that changes no prompt."""
+    """A sentence for each key that opens nothing, for each engine that several tenants may not use as it is,
+    and for each rule that changes no prompt."""
     issued = [key for key in issued_keys(settings) if not key.removed]
     yield from _warnings_of_keys(settings, issued)
     tenants = {*(key.tenant for key in issued), *(entry.tenant_id for entry in settings.api_keys)}
+    if len(tenants) > 1:
+        for engine in settings.engines:
+            if not engine.share_kv and (needs := keeps_apart(engine.kind)):
+                yield (
+                    f"engine {engine.id or engine.url!r}: there are several tenants, and kvpin uses it only if "
+                    f"it keeps their KV apart: {needs}; or let them share it: share_kv=true"
+                )
     names = _only_models(settings)
     for number, entry in enumerate(settings.normalise):
         if entry.tenant is not None and entry.tenant not in tenants:

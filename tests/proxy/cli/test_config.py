@@ -129,6 +129,18 @@ def test_keys_that_open_nothing_are_warned_of_without_the_key(check, tmp_path):
     assert "'m3'" not in result.stderr
 
 
+def test_engines_that_several_tenants_may_not_use_are_warned_of(check):
+    kinds = ("vllm", "llama_server", "openai_compatible")
+    text = "".join(f'[[engines]]\nkind = "{kind}"\nurl = "http://{n}:80"\n' for n, kind in enumerate(kinds))
+    text += '[[engines]]\nkind = "llama_server"\nurl = "http://3:80"\nshare_kv = true\n'
+    text += '[[api_keys]]\nkey = "one"\ntenant = "a"\n'
+    assert check(text).stderr == ""
+    said = check(text + '[[api_keys]]\nkey = "two"\ntenant = "b"\n').stderr.splitlines()
+    assert [line.split(":")[2].split()[0] for line in said] == ["engine"] * 2
+    assert "start the server with --cache-ram 0; or let them share it" in said[0]
+    assert "such an engine never does" in said[1]
+
+
 def test_rules_that_change_nothing_are_warned_of(check, tmp_path):
     KeyBookFile(tmp_path).add(
         IssuedKey(f"key-{t}", t, t.encode(), "last", 0.0, removed=float(t == "gone"))

@@ -123,6 +123,10 @@ class TestIsolation:
         assert any(event.startswith("no engine is used: there are several tenants") for event in events)
         assert world.fleet.pools["m"].ready() == []
         assert not world.fleet.is_ready()
+        told = world.fleet.none_ready(world.fleet.pools["m"], None)
+        assert "tenants would share their KV" in str(told)
+        assert "try again" not in str(told)
+        assert told.headers == {}, "no retry-after: an operator has to act"
 
     async def test_it_is_used_where_the_operator_says_so(self, world):
         engine = world.fleet.add(FakeAdapter("a", share_kv=True))
