@@ -346,8 +346,8 @@ class Fleet:
         states = {each.state for each in pool.engines.values()} if pool is not None else set()
         if EngineState.REFUSED in states and states <= {EngineState.REFUSED, EngineState.DRAINING}:
             return NoEngine(
-                f"the engines that serve {what} are not used: tenants would share their KV. An operator has to "
-                "change that; kvpin engines says how",
+                f"the engines that serve {what} are not used: tenants would share their KV. An operator has "
+                "to change that; kvpin engines says how",
                 lasts=True,
             )
         missing = pool.missing_half(Needs(lora=lora)) if pool is not None else None

@@ -49,7 +49,7 @@ from proxy.errors.codes import Code
 from proxy.headers import NOTE_HEADER, REQUEST_ID_HEADER
 from proxy.request.answer_headers import of_cached, of_json, pairs, passed_on, told_with_error
 from proxy.request.calls import Call, Reply
-from proxy.request.known_routes import did_you_mean
+from proxy.request.known_routes import of_lacking
 from proxy.request.migration import ROUTES, Passage
 from proxy.request.retries import REFUSALS, is_no_websocket
 from proxy.request.transcript import is_whole, without_half
@@ -267,9 +267,9 @@ class Forwarding:
             EngineRejected: another engine may succeed.
         """
         reply = self.reply
-        is_unknown = status == HTTPStatus.NOT_FOUND and self.call.native is None
-        hint = did_you_mean(self.call.route) if is_unknown else ""
-        error = read_error(content).rejection(status, told_with_error(response.headers), hint=hint)
+        told, is_unknown = read_error(content), status == HTTPStatus.NOT_FOUND and self.call.native is None
+        hint = of_lacking(self.call.route, told.message) if is_unknown else ""
+        error = told.rejection(status, told_with_error(response.headers), hint=hint)
         if self.refuses(error) or reply.started:  # another engine may still go on with a stream
             raise error
         status, message = error.status, str(error)

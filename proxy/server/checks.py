@@ -92,8 +92,8 @@ def warnings_of(settings: Settings) -> Iterator[str]:
         for engine in settings.engines:
             if not engine.share_kv and (needs := keeps_apart(engine.kind)):
                 yield (
-                    f"engine {engine.id or engine.url!r}: there are several tenants, and kvpin uses it only if "
-                    f"it keeps their KV apart: {needs}; or let them share it: share_kv=true"
+                    f"engine {engine.id or engine.url!r}: there are several tenants, and kvpin uses it only "
+                    f"if it keeps their KV apart: {needs}; or let them share it: share_kv=true"
                 )
     names = _only_models(settings)
     for number, entry in enumerate(settings.normalise):

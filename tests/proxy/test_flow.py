@@ -368,11 +368,13 @@ class TestPassedOn:
         ]
         assert [response.status_code for response in answers] == [404, 200, 200]
 
-    async def test_if_no_engine_has_it_the_client_gets_the_engines_word(self, engine, other, client):
+    async def test_if_no_engine_has_it_the_client_is_told_which_route(self, engine, other, client):
         engine.script = other.script = self.lacks(404)
         response = await client.post("/v1/embeddings", json={"model": "m", "input": "x"})
         assert is_openai_error(response, 404)
-        assert response.json()["error"]["message"] == "Not Found"
+        assert response.json()["error"]["message"] == (
+            "Not Found: no engine that was asked has the route /v1/embeddings"
+        )
 
     async def test_a_405_names_the_methods_as_the_engine_does(self, engine, other, client):
         async def script(exchange):

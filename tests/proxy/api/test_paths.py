@@ -109,4 +109,7 @@ async def test_a_route_that_no_engine_has_may_mean_another(engine, client):
     engine.script = script
     response = await client.post("/v1/chat/completion", json=ASK)
     assert is_openai_error(response, 404)
-    assert response.json()["error"]["message"] == "Not Found; did you mean /v1/chat/completions?"
+    assert response.json()["error"]["message"] == (
+        "Not Found: no engine that was asked has the route /v1/chat/completion; "
+        "did you mean /v1/chat/completions?"
+    )
