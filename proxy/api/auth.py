@@ -5,11 +5,14 @@ Keys are compared in constant time, by their digests.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
+import math
 import time
 from collections.abc import Mapping
 
+import structlog
 from starlette.requests import HTTPConnection
 
 from engine_adapter import PRIVATE_HEADERS, Headers
@@ -19,10 +22,16 @@ from proxy.headers import FORWARDED_HEADERS, FORWARDED_PREFIX, KEY_HEADERS
 from proxy.request.tenants import ApiKey, Tenants
 from proxy.settings import key_digest
 
+log = structlog.get_logger(__name__)
+
 _KEY_HEADERS = frozenset(name.encode() for name in KEY_HEADERS)
 _OF_SEVERAL = _KEY_HEADERS | PRIVATE_HEADERS
 # In an ASGI scope: another kvpin of this machine passes the request on.
 FROM_PEER = "kvpin.from_peer"
+# A wrong operator's key is answered after so long, one after the other.
+_WRONG_S = 0.1
+# The log tells of wrong keys once in this time.
+_TELL_S = 60.0
 
 
 def bearer(headers: Mapping[str, str]) -> str:
@@ -77,12 +86,36 @@ class AdminGuard:
         `needs` are for errors."""
         self._digests = [key_digest(key) for key in keys if key]
         self._what, self._needs = what, needs
+        self._turn, self._wrong, self._told = asyncio.Lock(), 0, -math.inf
 
     def right(self, connection: HTTPConnection) -> str:
         """The right by which a request is let in, for the audit log."""
         if is_from_peer(connection):
             return "another kvpin"
         return "admin_key" if self._digests else "this machine"
+
+    async def admit(self, connection: HTTPConnection) -> None:
+        """Like `check`. Wrong keys are answered one after the other, ten a second, and the log tells of them
+        once a minute."""
+        try:
+            self.check(connection)
+        except Unauthorized:
+            if bearer(connection.headers):
+                await self._slow(connection)
+            raise
+
+    async def _slow(self, connection: HTTPConnection) -> None:
+        self._wrong += 1
+        if (now := time.monotonic()) - self._told >= _TELL_S:
+            log.warning(
+                "wrong keys for operators' routes: someone may be guessing, or a program has an old key",
+                what=self._what,
+                refused=self._wrong,
+                peer=connection.client.host if connection.client is not None else None,
+            )
+            self._wrong, self._told = 0, now
+        async with self._turn:
+            await asyncio.sleep(_WRONG_S)
 
     def check(self, connection: HTTPConnection) -> None:
         """Raises Unauthorized for a missing or wrong key, Forbidden for another machine."""
@@ -127,10 +160,10 @@ class MetricsGuard:
         self._guard = AdminGuard(admin_key, metrics_key, **names)
         self._has_own_key, self._tenants = metrics_key is not None, tenants
 
-    def check(self, connection: HTTPConnection) -> None:
+    async def admit(self, connection: HTTPConnection) -> None:
         """Raises Unauthorized for a missing or wrong key, Forbidden for another machine or a web page."""
         if self._has_own_key or not self._tenants.open:
-            self._guard.check(connection)
+            await self._guard.admit(connection)
         elif not is_from_peer(connection):
             scope = connection.scope
             page = page_asking(connection.headers.raw, lambda: scope["scheme"], lambda: scope["server"])

@@ -97,7 +97,7 @@ class Ops:
         Raises:
             Unauthorized, Forbidden: the client may not see it.
         """
-        self.guard.check(request)
+        await self.guard.admit(request)
         openmetrics = _OPENMETRICS in request.headers.get("accept", "")
         kind = f"{_OPENMETRICS}; version=1.0.0" if openmetrics else "text/plain; version=0.0.4"
         page = await self.metrics.page(openmetrics=openmetrics)

@@ -8,10 +8,13 @@ recording itself (`recorded.py`). Plain or gzip. Several recordings are merged b
 from __future__ import annotations
 
 import gzip
+import io
+import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, BinaryIO
@@ -28,6 +31,10 @@ _ERROR_STATUS = 400
 # The client left before its answer, but an engine still worked on the request.
 _LEFT_STATUS = 499
 _HASHES = 1 << 64
+# Bytes of one line, and bytes that a packed file may unpack to, for each of its own. Recordings of hashes
+# unpack to less than 20.
+_MOST_LINE = 64 << 20
+_MOST_UNPACKED = 200
 
 _Count = Annotated[int, msgspec.Meta(ge=0)]
 
@@ -144,17 +151,29 @@ def _opened(path: Path) -> BinaryIO:
 def texts_of(path: Path, opened: Callable[[Path], BinaryIO] = _opened) -> Iterator[Iterator[bytes]]:
     """The lines of a file that are not empty. Raises TraceError, also for a line that cannot be decoded
     within."""
-    at = 0
+    at, most = 0, math.inf
 
-    def texts(file: Iterable[bytes]) -> Iterator[bytes]:
+    def texts(file: BinaryIO | gzip.GzipFile) -> Iterator[bytes]:
         nonlocal at
-        for at, text in enumerate(file, 1):  # noqa: B007 - names the line in an error
+        left = most
+        for at, text in enumerate(iter(partial(file.readline, _MOST_LINE + 1), b""), 1):  # noqa: B007 - for errors
+            left -= len(text)
+            if len(text) > _MOST_LINE:
+                raise ValueError(f"is longer than {_MOST_LINE >> 20} MiB")
+            if left < 0:
+                raise ValueError(f"the file unpacks to more than {_MOST_UNPACKED} times its size")
             if not text.isspace():
                 yield text
 
     try:
-        with opened(path) as packed, gzip.open(packed) if path.suffix == ".gz" else packed as file:
-            yield texts(file)
+        with opened(path) as packed:
+            if path.suffix != ".gz":
+                yield texts(packed)
+                return
+            most = max(_MOST_UNPACKED * packed.seek(0, io.SEEK_END), _MOST_LINE)
+            packed.seek(0)
+            with gzip.open(packed) as file:
+                yield texts(file)
     except OSError as error:
         raise TraceError(f"{path}: cannot be read: {error.strerror or error}") from error
     except (EOFError, zlib.error) as error:

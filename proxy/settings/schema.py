@@ -25,6 +25,7 @@ from pydantic import (
 )
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from engine_adapter.http.web_pages import is_loopback
 from engine_adapter.shape import MOST_FIELDS, MOST_TEXT, MOST_VALUES
 from proxy.core.normalise import Rule
 from proxy.core.quotas import TenantLimits
@@ -66,6 +67,10 @@ def _some(models: tuple[str, ...]) -> tuple[str, ...]:
     if not models:
         raise ValueError("it must not be empty")
     return models
+
+
+SHORTEST_KEY = 16
+"""Characters that the keys of operators have at least, where other machines reach kvpin."""
 
 
 class _SettingsPart(BaseModel):
@@ -375,9 +380,20 @@ class Settings(BaseSettings):
         for name, key in (("admin_key", self.admin_key), ("metrics_key", self.metrics_key)):
             if key is not None and key_digest(key.get_secret_value()) in digests:
                 yield f"{name} must differ from every key in api_keys"
+            if key is not None and self._may_be_guessed(key.get_secret_value()):
+                yield (
+                    f"{name} needs at least {SHORTEST_KEY} characters where other machines reach kvpin "
+                    "(host): make one by `openssl rand -hex 32`"
+                )
         for entry in self.api_keys:
             if entry.limits not in (TenantLimits(), self.tenant_limits.get(entry.tenant_id)):
                 yield f"the keys of tenant {entry.tenant_id!r} have different limits: name them with one key"
+
+    def _may_be_guessed(self, key: str) -> bool:
+        """True if others than users of this machine can try short keys. The length of a hashed one is not
+        known."""
+        is_here = all(host == "localhost" or is_loopback(host) for host in self.hosts)
+        return len(key) < SHORTEST_KEY and not is_here
 
     def _faults_of_traffic(self) -> Iterator[str]:
         limits = self.limits

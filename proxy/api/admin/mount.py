@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
+from time import monotonic
 
 import structlog
 from starlette.exceptions import HTTPException
@@ -30,6 +32,7 @@ PREFIX = "/admin/v1"
 # Methods that change nothing.
 _READS = ("GET", "HEAD")
 _REFUSED = (401, 403)
+_LINES_A_MINUTE, _MINUTE_S = 10, 60.0
 # Characters of a path that a line of the log repeats.
 _MOST = 200
 _KEY = re.compile(KEY_PREFIX.encode() + rb"[\w-]*")
@@ -68,19 +71,42 @@ async def _not_found(scope: Scope, receive: Receive, send: Send) -> None:
     await response(scope, receive, send)
 
 
+@dataclass(slots=True)
+class RefusalLines:
+    """How many refused requests the log tells of: each line costs disk, and whoever reaches kvpin makes some.
+
+    Attributes:
+        left_out: those that have no line, since the last one that has one.
+    """
+
+    left_out: int = 0
+    _since: float = -math.inf  # when this minute began
+    _lines: int = 0
+
+    def may_tell(self, now: float) -> bool:
+        """True if one more line is allowed at `now`, in monotonic seconds."""
+        if now - self._since >= _MINUTE_S:
+            self._since, self._lines = now, 0
+        self._lines += 1
+        is_told = self._lines <= _LINES_A_MINUTE
+        self.left_out += not is_told
+        return is_told
+
+
 @dataclass(frozen=True, slots=True)
 class _Guarded:
     """Answers nothing without the key, unknown paths included."""
 
     app: ASGIApp
     guard: AdminGuard
+    refusals: RefusalLines = field(default_factory=RefusalLines)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         connection = HTTPConnection(scope)
         if scope["method"] not in _READS:
-            send = audited(connection, send, self.guard.right(connection))
+            send = audited(connection, send, self.guard.right(connection), self.refusals)
         try:
-            self.guard.check(connection)
+            await self.guard.admit(connection)
         except ProxyError as error:
             response = error_response(error)
             return await response(scope, receive, send)
@@ -91,18 +117,23 @@ class _Guarded:
             return await response(scope, receive, send)
 
 
-def audited(connection: HTTPConnection, send: Send, right: str) -> Send:
-    """Wraps `send` so that it logs client, path, right and status. Bodies are never logged."""
+def audited(connection: HTTPConnection, send: Send, right: str, refusals: RefusalLines) -> Send:
+    """Wraps `send` so that it logs client, path, right and status. Bodies are never logged. Of refused
+    requests, only `refusals` are told."""
 
     async def send_and_log(message: Message) -> None:
-        if message["type"] == "http.response.start":
+        is_refused = message["type"] == "http.response.start" and message["status"] in _REFUSED
+        if message["type"] == "http.response.start" and (not is_refused or refusals.may_tell(monotonic())):
+            more = {"left_out": refusals.left_out} if is_refused and refusals.left_out else {}
+            refusals.left_out = 0 if is_refused else refusals.left_out
             log.info(
                 "admin action",
                 method=connection.scope["method"],
                 path=_path(connection),
                 status=int(message["status"]),
                 peer=connection.client.host if connection.client is not None else None,
-                by=right if message["status"] not in _REFUSED else None,
+                by=None if is_refused else right,
+                **more,
             )
         await send(message)
 

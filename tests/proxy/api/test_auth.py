@@ -1,10 +1,13 @@
+import asyncio
 import hashlib
 import time
 
 import pytest
 from starlette.requests import HTTPConnection
+from structlog.testing import capture_logs
 
 from engine_adapter import Headers
+from proxy.api import auth
 from proxy.api.auth import FROM_PEER, AdminGuard, MetricsGuard, authenticate, bearer, passed_on_headers
 from proxy.errors import Forbidden, Unauthorized
 from proxy.request.tenants import ApiKey, Tenants
@@ -89,6 +92,32 @@ class TestAdminWithAKey:
             self.guard.check(connection(host="localhost", **headers))
 
 
+async def test_wrong_keys_are_answered_slowly_and_told_once_a_minute(monkeypatch):
+    """3,489 guesses a second left no trace."""
+    monkeypatch.setattr(auth, "_WRONG_S", 0.02)
+    guard = AdminGuard("admin-key")
+
+    async def ask(**headers):
+        try:
+            await guard.admit(connection(**headers))
+        except Unauthorized:
+            return False
+        return True
+
+    with capture_logs() as logs:
+        began = time.monotonic()
+        wrong = asyncio.gather(*(ask(authorization=f"Bearer {n}") for n in range(20)))
+        assert await ask(authorization="Bearer admin-key")
+        assert not await ask()  # no guess
+        assert time.monotonic() - began < 0.2
+        assert not any(await wrong)
+        assert time.monotonic() - began >= 0.4
+        assert [entry["refused"] for entry in logs] == [1]
+        guard._told -= 60
+        await ask(x_api_key="1")
+    assert [entry["refused"] for entry in logs] == [1, 20]
+
+
 class TestAdminWithoutAKey:
     guard = AdminGuard(None)
 
@@ -165,40 +194,40 @@ class TestMetrics:
     """`/metrics` shows what all tenants do."""
 
     @pytest.mark.parametrize("key", ["admin-key", "metrics-key"])
-    def test_each_of_two_keys_opens_it(self, key):
+    async def test_each_of_two_keys_opens_it(self, key):
         guard = MetricsGuard("admin-key", "metrics-key", TENANTS)
-        guard.check(connection(client=("10.1.2.3", 5), host="x", authorization=f"Bearer {key}"))
+        await guard.admit(connection(client=("10.1.2.3", 5), host="x", authorization=f"Bearer {key}"))
 
     @pytest.mark.parametrize("keys", [("admin-key", None), (None, "metrics-key"), ("a", "metrics-key")])
     @pytest.mark.parametrize("headers", [{}, {"authorization": "Bearer k1"}])
-    def test_nothing_else_does(self, keys, headers):
+    async def test_nothing_else_does(self, keys, headers):
         with pytest.raises(Unauthorized, match="/metrics needs the admin key or metrics_key"):
-            MetricsGuard(*keys, TENANTS).check(connection(host="localhost", **headers))
+            await MetricsGuard(*keys, TENANTS).admit(connection(host="localhost", **headers))
 
-    def test_a_metrics_key_is_needed_without_tenants_too(self):
+    async def test_a_metrics_key_is_needed_without_tenants_too(self):
         guard = MetricsGuard(None, "metrics-key", Tenants([]))
         with pytest.raises(Unauthorized):
-            guard.check(connection(host="localhost"))
+            await guard.admit(connection(host="localhost"))
 
-    def test_with_tenants_and_no_such_key_only_this_machine_may(self):
+    async def test_with_tenants_and_no_such_key_only_this_machine_may(self):
         guard = MetricsGuard(None, None, TENANTS)
-        guard.check(connection(host="localhost"))
+        await guard.admit(connection(host="localhost"))
         with pytest.raises(Forbidden, match="/metrics answers only this machine"):
-            guard.check(connection(client=("10.1.2.3", 5), host="localhost"))
+            await guard.admit(connection(client=("10.1.2.3", 5), host="localhost"))
 
-    def test_without_tenants_anybody_may_but_no_web_page(self):
+    async def test_without_tenants_anybody_may_but_no_web_page(self):
         guard = MetricsGuard("admin-key", None, Tenants([]))
-        guard.check(connection(client=("10.1.2.3", 5), host="kvpin.example", server=("10.1.2.4", 80)))
+        await guard.admit(connection(client=("10.1.2.3", 5), host="kvpin.example", server=("10.1.2.4", 80)))
         with pytest.raises(Forbidden, match="/metrics answers no web page"):
-            guard.check(connection(host="evil.example:80", server=("127.0.0.1", 80)))
+            await guard.admit(connection(host="evil.example:80", server=("127.0.0.1", 80)))
         with pytest.raises(Forbidden, match="/metrics answers no web page"):
-            guard.check(connection(host="localhost:80", sec_fetch_site="cross-site"))
+            await guard.admit(connection(host="localhost:80", sec_fetch_site="cross-site"))
 
-    def test_another_kvpin_always_may(self):
+    async def test_another_kvpin_always_may(self):
         for guard in (MetricsGuard("a", "b", TENANTS), MetricsGuard(None, None, Tenants([]))):
             peer = connection(host="evil.example", sec_fetch_site="cross-site")
             peer.scope[FROM_PEER] = True
-            guard.check(peer)
+            await guard.admit(peer)
 
 
 def test_a_key_of_ours_ends_here_and_another_goes_to_the_engine():

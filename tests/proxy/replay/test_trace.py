@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from proxy.replay import trace as module
 from proxy.replay.trace import TraceError, TraceLine, read_trace
 from tests.proxy.replay.making import TRACES
 
@@ -209,3 +210,21 @@ def test_a_file_that_cannot_be_read(tmp_path):
 def test_a_line_as_kvpin_writes_it():
     line = TraceLine(1.5, 17, 3, [9], block_tokens=16)
     assert line == TraceLine(1.5, 17, 3, [9], None, 16)
+
+
+PACKED = b'{"timestamp":1,"input_length":1,"output_length":1,"hash_ids":[]}\n'
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        (PACKED * (1 << 16), "line [0-9]+: the file unpacks to more than 200 times its size"),
+        (b" " * (2 << 20), "line 1: is longer than 1 MiB"),
+    ],
+)
+def test_a_file_that_unpacks_to_much_more_than_recordings_do_is_refused(tmp_path, monkeypatch, lines, said):
+    monkeypatch.setattr(module, "_MOST_LINE", 1 << 20)
+    path = tmp_path / "t.jsonl.gz"
+    path.write_bytes(gzip.compress(lines))
+    with pytest.raises(TraceError, match=said):
+        read_trace(path)

@@ -1,5 +1,6 @@
 import hashlib
 import os
+from contextlib import nullcontext
 
 import pytest
 from pydantic import ValidationError
@@ -38,6 +39,19 @@ def test_settings_are_frozen():
         Settings().port = 1
     with pytest.raises(ValidationError, match="frozen"):
         LimitSettings().body_bytes = 1
+
+
+@pytest.mark.parametrize("name", ["admin_key", "metrics_key"])
+@pytest.mark.parametrize(
+    ("host", "is_refused"), [("0.0.0.0", True), ("127.0.0.1,10.1.2.3", True), ("127.0.0.1,::1", False)]
+)
+def test_keys_of_operators_are_long_where_other_machines_may_guess_them(name, host, is_refused):
+    said = rf"{name} needs at least 16 characters where other machines reach kvpin \(host\)"
+    refused = pytest.raises(ValidationError, match=said) if is_refused else nullcontext()
+    with refused:
+        Settings(host=host, **{name: "k" * 15})
+    Settings(host=host, **{name: "k" * 16})
+    Settings(host=host, **{name: "sha256:" + 64 * "0"})
 
 
 def test_a_key_without_tenant_is_a_tenant_of_its_own():

@@ -1,7 +1,7 @@
 import pytest
 from structlog.testing import capture_logs
 
-from proxy.api.admin.mount import routes
+from proxy.api.admin.mount import RefusalLines, routes
 from proxy.api.auth import AdminGuard
 
 
@@ -78,3 +78,22 @@ async def test_each_action_is_one_line_without_its_body_and_reading_is_none(worl
     ]
     assert "secret" not in str(entries)
     assert "admin-key" not in str(entries)
+
+
+async def test_of_many_refused_actions_the_log_tells_a_few(world):
+    """They wrote 0.9 MB a second."""
+    async with world.client(AdminGuard("admin-key")) as client:
+        with capture_logs() as entries:
+            for _ in range(30):
+                assert (await client.post("/flush", json={})).status_code == 401
+            key = {"authorization": "Bearer admin-key"}
+            await client.post("/engines/a/drain", headers=key)
+    told = actions(entries)
+    assert [line[2] for line in told] == [401] * 10 + [404]
+
+
+def test_the_next_line_tells_how_many_were_left_out():
+    lines = RefusalLines()
+    assert [lines.may_tell(0.0) for _ in range(12)] == [True] * 10 + [False] * 2
+    assert (lines.may_tell(59.0), lines.left_out) == (False, 3)
+    assert (lines.may_tell(60.0), lines.left_out) == (True, 3)
