@@ -146,7 +146,15 @@ def _of_kind(kind: str, value: object, param: str) -> Structure | None:
 
 
 def _made(kind: Kind, value: object, param: str) -> Structure:
-    return _checked(Structure(kind, msgspec.json.encode(value).decode(), param))
+    try:
+        text = msgspec.json.encode(value).decode()
+    except RecursionError:
+        raise _too_deep(param) from None
+    return _checked(Structure(kind, text, param))
+
+
+def _too_deep(param: str) -> ApiError:
+    return ApiError(f"{param} is nested too deeply", param=param)
 
 
 def _checked(structure: Structure) -> Structure:
@@ -185,9 +193,13 @@ def _any_call(functions: Mapping[str, dict[str, Any]], field: str) -> dict[str, 
     """The schema of a call, from the parameters of each function. These stay whole, each as a definition:
     functions may have definitions of the same name."""
     places = {name: f"#/$defs/{index}" for index, name in enumerate(functions)}
+    try:
+        moved = {place[8:]: _moved(functions[name], place) for name, place in places.items()}
+    except RecursionError:
+        raise _too_deep("tools") from None
     return {
         "anyOf": [_call_schema(name, {"$ref": place}, field) for name, place in places.items()],
-        "$defs": {place[8:]: _moved(functions[name], place) for name, place in places.items()},
+        "$defs": moved,
     }
 
 

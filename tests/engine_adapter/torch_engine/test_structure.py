@@ -120,6 +120,18 @@ def test_a_call_of_any_function_is_required():
     assert json.loads(use(choice="required", parallel=False).structure.text)["maxItems"] == 1
 
 
+@pytest.mark.parametrize("choice", ["required", NAMED])
+def test_a_tool_that_is_nested_too_deeply(choice):
+    """The body can be read to 1,000 levels. Python's limit of calls is reached before."""
+    deep: dict = {}
+    for _ in range(5000):
+        deep = {"properties": deep}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": deep}}]
+    with pytest.raises(ApiError, match="tools is nested too deeply") as refused:
+        tool_use_of(tools, choice, parallel=None, format_=None)
+    assert (refused.value.status, refused.value.param) == (400, "tools")
+
+
 def test_a_named_function():
     found = use(choice=NAMED)
     assert json.loads(found.structure.text) == DEFS
