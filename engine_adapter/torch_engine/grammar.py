@@ -2,7 +2,8 @@
 
 Compiling runs in a thread of its own: a costly structure delays only requests that wait for one. llguidance
 builds most of a structure when it first needs it, so the thread tries a few tokens, too. `_LIMITS` bounds the
-size of a structure, `_SHARE_S` its time in the engine's steps. Equal structures are compiled once.
+size of a structure, `_SHARE_S` its time in the engine's steps. Equal structures are compiled once for each
+cache salt: the time of a request would tell which structures other tenants use.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
@@ -107,14 +109,15 @@ class Grammars:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
         self._waiting = 0
 
-    async def compile(self, structure: Structure) -> Grammar:
-        """The grammar of a structure.
+    async def compile(self, structure: Structure, salt: str | None = None) -> Grammar:
+        """The grammar of a structure, for requests with this cache salt.
 
         Raises:
             ApiError: 400 for a structure that is wrong or too complex; 501 where llguidance is not installed;
                 503 while too many structures wait.
         """
-        digest = hashlib.sha256(f"{structure.kind}\0{structure.text}".encode()).digest()
+        key = msgspec.msgpack.encode((salt, structure.kind, structure.text))
+        digest = hashlib.sha256(key).digest()
         known = self._compiled.get(digest)
         if known is not None:
             self._compiled.move_to_end(digest)

@@ -64,7 +64,8 @@ async def prepare(service: EngineService, request: PromptRequest) -> Prepared:
     answered = answered_of(request, sampling)
     for index, token in enumerate(answered):
         check_token_id(token, f"answer_token_ids[{index}]", service.model.vocab_size)
-    grammar = None if structure is None else await service.grammars.compile(structure)
+    salt = salt_of(request.cache_salt)
+    grammar = None if structure is None else await service.grammars.compile(structure, salt)
     drops = sampling.max_tokens == 0
     sampling = _within(service, sampling, prompt, answered)
     echo = _echo(service, request, prompt, sampling)

@@ -170,6 +170,14 @@ async def test_a_hostile_structure_is_refused_or_served_but_never_hangs(grammars
     assert any_answer(grammar, tokenizer) == "ab"
 
 
+async def test_a_salt_does_not_tell_which_structures_another_one_uses(grammars):
+    structure = structure_of(CompletionRequest(guided_regex="x{5}"))
+    own = await grammars.compile(structure, "a")
+    assert await grammars.compile(structure, "a") is own
+    assert await grammars.compile(structure, "b") is not own
+    assert await grammars.compile(structure) is not own
+
+
 async def test_equal_structures_are_compiled_once(grammars):
     structures = [
         structure_of(CompletionRequest(guided_regex=f"a{{{n}}}")) for n in range(1, MAX_GRAMMARS + 2)
