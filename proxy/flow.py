@@ -40,7 +40,6 @@ from proxy.core.life import (
     Run,
 )
 from proxy.core.life.states import Step
-from proxy.core.misses import Diagnosis
 from proxy.core.placement.decision import Candidate, Placement
 from proxy.core.placement.scores import TIE_S
 from proxy.core.retry_budget import RetryBudget
@@ -53,7 +52,7 @@ from proxy.request.answer_headers import pairs
 from proxy.request.cache_usage import WritesCounted, names_the_cache
 from proxy.request.calls import Call, Reply
 from proxy.request.comparison import Comparison
-from proxy.request.diagnostics import APIS, Diagnosed
+from proxy.request.diagnostics import APIS, Diagnose, Diagnosed
 from proxy.request.error_table import ANSWERED, refusal_of, status_of
 from proxy.request.gate import Admission
 from proxy.request.records import RequestLog, RequestRecord
@@ -321,13 +320,19 @@ class Flow:
             return
         asked = api.asked(body, call.headers)
 
-        def diagnose(answer_id: str, reused: int | None) -> Diagnosis | None:
-            return self.comparison.with_answer(answer_id, record, reused)
+        compared: Diagnose | None = None
+        if asked is not None:
+
+            async def compare() -> None:
+                nonlocal compared
+                compared = await self.comparison.with_answer(asked, record)
+
+            reply.before = compare
 
         def note_id(answer_id: str) -> None:
             record.answer_id = answer_id
 
-        reply.through(partial(Diagnosed, api=api, asked=asked, diagnose=diagnose, note_id=note_id))
+        reply.through(partial(Diagnosed, api=api, asked=asked, compared=lambda: compared, note_id=note_id))
         if record.route == CHAT_PATH and names_the_cache(body):
             reply.through(
                 lambda client: WritesCounted(client, lambda: self.comparison.tokens_per_block(record))

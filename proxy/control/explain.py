@@ -87,11 +87,11 @@ class RequestAnswer(RequestSummary, kw_only=True):
     divergence: DivergenceAnswer | None
 
 
-def summarize(flow: Flow, record: RequestRecord) -> RequestSummary:
+async def summarize(flow: Flow, record: RequestRecord) -> RequestSummary:
     """A record without its prompt, and why its cache missed."""
     facts = {name: getattr(record, name) for name in RequestFacts.__struct_fields__}
     is_served = record.error is None and record.placement is not None and record.runs_prompt
-    diagnosis = flow.comparison.explain(record) if is_served else None
+    diagnosis = await flow.comparison.explain(record) if is_served else None
     return RequestSummary(
         **facts,
         session=record.session.name if record.session is not None else None,
@@ -105,12 +105,12 @@ def summarize(flow: Flow, record: RequestRecord) -> RequestSummary:
     )
 
 
-def explain(flow: Flow, record: RequestRecord) -> RequestAnswer:
+async def explain(flow: Flow, record: RequestRecord) -> RequestAnswer:
     """A record with the reason of its hit or miss, and where it leaves the earlier request most like it."""
-    placement, diagnosis = record.placement, flow.comparison.explain(record)
+    placement, diagnosis = record.placement, await flow.comparison.explain(record)
     is_reusing = flow.ingest is not None
     return RequestAnswer(
-        **msgspec.structs.asdict(summarize(flow, record)),
+        **msgspec.structs.asdict(await summarize(flow, record)),
         explanation=explanation(record, diagnosis),
         first_byte_parts=record.first_byte_parts,
         decision=_decision(record, placement, reuse=is_reusing) if placement is not None else None,

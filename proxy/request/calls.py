@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import cached_property
 from typing import Protocol
 from urllib.parse import parse_qs, parse_qsl, urlencode
@@ -208,19 +208,21 @@ class Reply:
         complete: the client has the whole answer. A disconnect from now on is no cancellation.
         completed: when the client got the end of the answer, in monotonic seconds; None before that.
         recorded: the flow keeps a record of the request, or of its parts.
+        before: awaited once, before the answer begins.
         on_begin: called once, when the answer begins.
         on_end: called once, when the client has the whole answer. Its engine may still be busy with it.
         on_start: called when the answer of an engine begins. From then on no other engine can be tried.
     """
 
     __slots__ = (
-        "_client", "_is_over", "_tail", "complete", "completed", "dialect", "events", "has_written",
+        "_client", "_is_over", "_tail", "before", "complete", "completed", "dialect", "events", "has_written",
         "is_events", "on_begin", "on_end", "on_start", "recorded", "started", "status", "waits",
     )  # fmt: skip
 
     def __init__(self, client: Client, dialect: Dialect = OPENAI) -> None:
         self._client = client
         self.dialect = dialect
+        self.before: Callable[[], Awaitable[None]] | None = None
         self.on_begin: Callable[[], None] | None = None
         self.on_end: Callable[[], None] | None = None
         self.on_start: Callable[[], None] | None = None
@@ -239,6 +241,8 @@ class Reply:
         """Sends status and headers; names are in lower case. If another engine goes on with the answer, its
         status and headers are dropped."""
         if not self.started:
+            if self.before is not None:
+                await self.before()
             self._client.start(status, headers)
             self.status = status
             if self.on_begin is not None:

@@ -1,13 +1,19 @@
-"""Compares a request with an earlier one of its tenant, to tell why its cache missed."""
+"""Compares a request with an earlier one of its tenant, to tell why its cache missed.
+
+Prompts and fields are the client's, and may have very many values. They are compared once, in a thread
+(`engine_adapter/off_loop.py`): what follows from the result takes no time.
+"""
 
 from __future__ import annotations
 
+import math
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from engine_adapter import EngineInfo, common_prefix
+from engine_adapter.off_loop import off_loop
 from proxy.core.differences import CONTINUED, Difference, are_alike, difference
 from proxy.core.misses import Compared, Diagnosis, Facts, diagnose
 from proxy.prompt import Prompt
@@ -22,6 +28,21 @@ _NOTICED_S = 10.0
 _SAMPLES, _SAMPLE_TOKENS = 32, 16
 # Bytes may match between two tokens, too; a prompt that is made of such matches must not cost more.
 _TRIES = 8
+
+
+# Bytes of bodies that are decoded and compared in about 1 ms, where each value is short.
+_BYTES_PER_MS = 2048
+# Tokens that are compared in about 1 ms.
+_TOKENS_PER_MS = 8192
+
+
+class _Likeness(NamedTuple):
+    """The part of a comparison that takes long. See `Compared` for the fields."""
+
+    common_tokens: int = 0
+    repeated_tokens: int = 0
+    has_fields: bool = False
+    difference: Difference | None = None
 
 
 class ComparedEngine(Protocol):
@@ -45,7 +66,47 @@ class Comparison:
         self._engines = engines
         self._block = tokens_per_block
 
-    def diagnose(self, record: RequestRecord, other: RequestRecord | None, reused: int | None) -> Diagnosis:
+    async def with_answer(
+        self, answer_id: str, record: RequestRecord
+    ) -> Callable[[int | None], Diagnosis] | None:
+        """Compares with the request that has this answer; None if its tenant has no such request.
+
+        Returns:
+            Why no more of the prompt was reused, where the engine reports that many reused tokens; None: as
+            predicted. It may be asked for each event of a stream.
+        """
+        other = self._log.answered(answer_id, record.tenant)
+        if other is None or not self.may_compare(record, other):
+            return None
+        like = await off_loop(lambda: self._likeness(record, other), ms=self._ms(record, other))
+        return lambda reused: self._diagnose(record, other, like, reused)
+
+    async def explain(self, record: RequestRecord) -> Diagnosis:
+        """Why no more of a finished request's prompt was reused, compared with the nearest earlier one."""
+        if record.diagnosis is None:
+            earlier = self._earlier(record)
+            other, like = await off_loop(lambda: self._nearest(record, earlier), ms=_ms_of(earlier))
+            record.diagnosis = self._diagnose(record, other, like, record.reported_tokens)
+        return record.diagnosis
+
+    async def nearest(self, record: RequestRecord) -> RequestRecord | None:
+        """The earlier request of the same tenant that shares most of its prompt; of equals the newest of the
+        same API. If none shares a block: the one that it continues, or one whose text is alike, on whatever
+        model."""
+        earlier = self._earlier(record)
+        return (await off_loop(lambda: self._nearest(record, earlier), ms=_ms_of(earlier)))[0]
+
+    def _ms(self, *records: RequestRecord) -> float:
+        """Milliseconds that it takes at most to compare these requests."""
+        sources, n_bytes, n_tokens = self._log.sources, 0, 0
+        for record in records:
+            n_bytes += len(sources.raw(record.request_id, record.tenant) or b"")
+            n_tokens += record.n_tokens or 0
+        return n_bytes / _BYTES_PER_MS + n_tokens / _TOKENS_PER_MS
+
+    def _diagnose(
+        self, record: RequestRecord, other: RequestRecord | None, like: _Likeness, reused: int | None
+    ) -> Diagnosis:
         """Why no more of a prompt was reused. `other` is the request it is compared with, `reused` are the
         tokens that the engine reported; None: as predicted."""
         prompt, placement = record.prompt, record.placement
@@ -65,30 +126,15 @@ class Comparison:
                 holder=holder.engine,
                 held_tokens=holder.cached_tokens if holder.engine != placement.engine else 0,
                 tokens_per_block=self.tokens_per_block(record),
-                compared=self._compared(record, other) if other is not None else None,
+                compared=self._compared(record, other, like) if other is not None else None,
                 rules=tuple(record.normalised),
             )
         )
 
-    def with_answer(self, answer_id: str, record: RequestRecord, reused: int | None) -> Diagnosis | None:
-        """`diagnose` against the request with this answer; None if its tenant has no such request."""
-        other = self._log.answered(answer_id, record.tenant)
-        if other is None or not self.may_compare(record, other):
-            return None
-        return self.diagnose(record, other, reused)
-
-    def explain(self, record: RequestRecord) -> Diagnosis:
-        """Why no more of a finished request's prompt was reused, compared with the nearest earlier one."""
-        if record.diagnosis is None:
-            record.diagnosis = self.diagnose(record, self.nearest(record), record.reported_tokens)
-        return record.diagnosis
-
-    def nearest(self, record: RequestRecord) -> RequestRecord | None:
-        """The earlier request of the same tenant that shares most of its prompt; of equals the newest of the
-        same API. If none shares a block: the one that it continues, or one whose text is alike, on whatever
-        model."""
+    def _earlier(self, record: RequestRecord) -> list[RequestRecord]:
+        """The requests that it may be compared with. The last one is compared first."""
         if record.prompt is None:
-            return None
+            return []
         earlier = [
             other
             for other in self._log
@@ -99,9 +145,19 @@ class Comparison:
         ]
         # Only requests of one API can be compared by their fields.
         earlier.sort(key=lambda other: other.route == record.route)
+        return earlier
+
+    def _nearest(
+        self, record: RequestRecord, earlier: Sequence[RequestRecord]
+    ) -> tuple[RequestRecord | None, _Likeness]:
+        """The nearest of these requests, and how they compare; runs in a thread."""
+        other = self._most_like(record, earlier)
+        return other, _Likeness() if other is None else self._likeness(record, other)
+
+    def _most_like(self, record: RequestRecord, earlier: Sequence[RequestRecord]) -> RequestRecord | None:
         best, most = None, 0
         for other in reversed(earlier):
-            if other.prompt is None or _namespace(other) != _namespace(record):
+            if record.prompt is None or other.prompt is None or _namespace(other) != _namespace(record):
                 continue
             more = slice(most + 1)
             if other.prompt.token_ids[more] != record.prompt.token_ids[more]:
@@ -137,22 +193,26 @@ class Comparison:
         own = engine.info.tokens_per_block if engine is not None and engine.info is not None else None
         return own or self._block
 
-    def _compared(self, record: RequestRecord, other: RequestRecord) -> Compared:
-        (model, lora), (other_model, other_lora) = _namespace(record), _namespace(other)
-        has_fields, first = self._difference(record, other)
-        placement = record.placement
-        is_same = (model, lora) == (other_model, other_lora)
+    def _likeness(self, record: RequestRecord, other: RequestRecord) -> _Likeness:
+        """How two requests compare; runs in a thread."""
+        is_same = _namespace(record) == _namespace(other)
         common = common_tokens(record.prompt, other.prompt) if is_same else 0
+        repeated = repeated_tokens(record.prompt, other.prompt, common)
+        return _Likeness(common, repeated, *self._difference(record, other))
+
+    def _compared(self, record: RequestRecord, other: RequestRecord, like: _Likeness) -> Compared:
+        (model, lora), (other_model, other_lora) = _namespace(record), _namespace(other)
+        placement = record.placement
         candidates = {cost.engine for cost in placement.costs} if placement is not None else set()
         return Compared(
             request_id=other.request_id,
             n_tokens=other.n_tokens or 0,
-            common_tokens=common,
-            repeated_tokens=repeated_tokens(record.prompt, other.prompt, common),
+            common_tokens=like.common_tokens,
+            repeated_tokens=like.repeated_tokens,
             same_model=model == other_model,
             same_lora=lora == other_lora,
-            has_fields=has_fields,
-            difference=first,
+            has_fields=like.has_fields,
+            difference=like.difference,
             is_running=record.started < _answered(other),
             engine=other.engine,
             is_candidate=other.engine in candidates,
@@ -167,7 +227,10 @@ class Comparison:
             return False, None
         continued = fields.get(CONTINUED)
         is_told = continued == others.get(CONTINUED) or continued == other.answer_id
-        return is_told, difference(fields, others)
+        try:
+            return is_told, difference(fields, others)
+        except RecursionError:  # values that are nested hundreds of levels deep
+            return False, None
 
     def _is_emptied(self, record: RequestRecord, other: RequestRecord) -> bool:
         engine = self._engines.get(other.engine) if other.engine is not None else None
@@ -179,6 +242,11 @@ class Comparison:
 
     def _fields(self, record: RequestRecord) -> dict[str, Any] | None:
         return self._log.sources.fields(record.request_id, record.tenant)
+
+
+def _ms_of(earlier: Sequence[RequestRecord]) -> float:
+    """Milliseconds that it takes to find the nearest of these requests: it may decode the bodies of many."""
+    return math.inf if earlier else 0.0
 
 
 def common_tokens(one: Prompt | None, other: Prompt | None) -> int:

@@ -35,9 +35,9 @@ _ERROR = 400
 # The first id of a stream is that of its answer.
 _ID = re.compile(rb'"id"\s*:\s*"([^"\\]{1,256})"')
 
-Diagnose = Callable[[str, int | None], Diagnosis | None]
-"""Compares with the answer of that id. The number is what the engine reports as reused; None: not yet known.
-None for an answer that is not known."""
+Diagnose = Callable[[int | None], Diagnosis]
+"""The diagnosis, from what the engine reports as reused; None: not yet known. The comparison itself was made
+before the answer began: an engine may report with each chunk of a stream."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,14 +122,23 @@ class Diagnosed(Through):
         api: Api,
         *,
         asked: str | None,
-        diagnose: Diagnose,
+        compared: Callable[[], Diagnose | None],
         note_id: Callable[[str], None],
     ) -> None:
-        """`asked` is the id of the answer to compare with; None: no diagnostics are asked for."""
+        """A client.
+
+        Args:
+            client: gets the answer.
+            api: its API.
+            asked: the id of the answer to compare with; None: no diagnostics are asked for.
+            compared: gives the comparison with it; None for an answer that is not known. Asked once the
+                answer has begun.
+            note_id: gets the id of this answer.
+        """
         super().__init__(client)
         self._api = api
         self._asked = asked
-        self._diagnose = diagnose
+        self._compared = compared
         self._note_id = note_id
         self._is_stream = self._is_error = self._has_id = False
         self._events = None if asked is None else WholeEvents()
@@ -198,7 +207,8 @@ class Diagnosed(Through):
             return answer
         reused = read_streamed_usage(answer).cached_tokens
         is_open = self._is_stream and self._api.is_early
-        diagnosis = self._diagnose(self._asked or "", (reused or None) if is_open else reused)
+        diagnose = self._compared()
+        diagnosis = None if diagnose is None else diagnose((reused or None) if is_open else reused)
         fields[self._api.field] = msgspec.Raw(msgspec.json.encode(self._api.written(diagnosis)))
         return msgspec.json.encode(fields)
 

@@ -39,7 +39,7 @@ def request_routes(flow: Flow) -> tuple[Endpoint, ...]:
         limit = int_query(request, "limit", 50, MOST)
         summaries = []
         for record in list(flow.requests)[: -limit - 1 : -1]:
-            summaries.append(summarize(flow, record))
+            summaries.append(await summarize(flow, record))
             await asyncio.sleep(0)  # each is compared with all others: requests get their turn in between
         return answer(RequestList(summaries, dict(flow.fleet.passed_on)))
 
@@ -51,7 +51,7 @@ def request_routes(flow: Flow) -> tuple[Endpoint, ...]:
             passed_on = f"; requests were passed on to another kvpin, which has their records: {others}"
             problem = f"no recent request has the id {request_id!r}{passed_on if others else ''}"
             raise NotFound(problem, param="request_id")
-        return answer(explain(flow, record))
+        return answer(await explain(flow, record))
 
     whose = Query("tenant", "string", "Whose request it is, where several clients send the same id.")
     return (

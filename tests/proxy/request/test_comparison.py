@@ -56,148 +56,151 @@ def world():
 
 
 class TestNearest:
-    def test_is_the_earlier_prompt_it_shares_most_with(self, world):
+    async def test_is_the_earlier_prompt_it_shares_most_with(self, world):
         near = world.record("near", tokens(40))
         world.record("far", tokens(20))
         new = world.record("new", [*tokens(35), 7])
         world.record("later", tokens(36), started=new.started + 1)
-        assert world.comparison.nearest(new) is near
+        assert await world.comparison.nearest(new) is near
 
-    def test_is_the_newest_of_equals(self, world):
+    async def test_is_the_newest_of_equals(self, world):
         world.record("one", tokens(20))
         two = world.record("two", tokens(20))
-        assert world.comparison.nearest(world.record("new", tokens(20))) is two
+        assert await world.comparison.nearest(world.record("new", tokens(20))) is two
 
-    def test_of_equals_is_one_of_the_same_api(self, world):
+    async def test_of_equals_is_one_of_the_same_api(self, world):
         said = {"messages": [{"role": "user", "content": "What time is it?"}]}
         same = world.record("same", tokens(20), body=said)
         world.record("other", tokens(20), body={"input": "What time is it?"}, route="/v1/y")
-        assert world.comparison.nearest(world.record("new", tokens(20))) is same
+        assert await world.comparison.nearest(world.record("new", tokens(20))) is same
         alike = world.record("alike", tokens(20, 50), body={**said, "tools": []})
-        assert world.comparison.nearest(alike) is same
+        assert await world.comparison.nearest(alike) is same
         longer = world.record("longer", tokens(24), route="/v1/y")
-        assert world.comparison.nearest(world.record("newer", tokens(24))) is longer
+        assert await world.comparison.nearest(world.record("newer", tokens(24))) is longer
 
-    def test_is_the_one_it_continues_if_none_shares_a_block(self, world):
+    async def test_is_the_one_it_continues_if_none_shares_a_block(self, world):
         body = {"instructions": "Be brief.", "input": "Who wrote it?"}
         first = world.record("first", tokens(64), body=body, answer_id="resp_1")
         world.record("between", tokens(64, 200), body={"input": "And when?"}, answer_id="resp_2")
         body = {"input": "And when?", "previous_response_id": "resp_1"}
         new = world.record("new", tokens(64, 100), body=body)
-        assert world.comparison.nearest(new) is first
-        assert world.comparison.explain(new).miss is Miss.SYSTEM
+        assert await world.comparison.nearest(new) is first
+        assert (await world.comparison.explain(new)).miss is Miss.SYSTEM
 
     @pytest.mark.parametrize(
         "fields", [{"salt": "s"}, {"tenant": "red"}, {"ids": None}, {"error": "no"}, {"model": "n"}]
     )
-    def test_what_shares_no_cache_is_not_compared(self, world, fields):
+    async def test_what_shares_no_cache_is_not_compared(self, world, fields):
         world.record("other", **({"ids": tokens(40)} | fields))
-        assert world.comparison.nearest(world.record("new", tokens(40))) is None
+        assert await world.comparison.nearest(world.record("new", tokens(40))) is None
 
-    def test_an_unknown_prompt_has_none(self, world):
+    async def test_an_unknown_prompt_has_none(self, world):
         world.record("other", tokens(40))
         new = world.record("new", None)
-        assert world.comparison.nearest(new) is None
-        assert world.comparison.explain(new).miss is Miss.UNKNOWN
+        assert await world.comparison.nearest(new) is None
+        assert (await world.comparison.explain(new)).miss is Miss.UNKNOWN
 
-    def test_is_one_with_a_text_alike_if_none_shares_a_block(self, world):
+    async def test_is_one_with_a_text_alike_if_none_shares_a_block(self, world):
         said = "is the time. You are a kind and helpful assistant."
         world.record("unlike", tokens(40, 100), body={"prompt": "Write a poem about the sea."})
         world.record("bodiless", tokens(40, 200))
         alike = world.record("alike", tokens(40, 300), body={"prompt": f"10:31 {said}"})
         new = world.record("new", tokens(40), body={"prompt": f"10:32 {said}"})
-        assert world.comparison.nearest(new) is alike
-        diagnosis = world.comparison.explain(new)
+        assert await world.comparison.nearest(new) is alike
+        diagnosis = await world.comparison.explain(new)
         assert (diagnosis.miss, str(diagnosis.at)) == (Miss.INPUT, "prompt, character 4")
-        assert world.comparison.nearest(world.record("lone", tokens(40, 400), body={"prompt": "x"})) is None
+        assert (
+            await world.comparison.nearest(world.record("lone", tokens(40, 400), body={"prompt": "x"}))
+            is None
+        )
 
-    def test_other_images_part_prompts_of_the_same_tokens(self, world):
+    async def test_other_images_part_prompts_of_the_same_tokens(self, world):
         def with_image(name, identity):
             marks = [0] * 48
             marks[20] = identity
             return world.record(name, tokens(48), extra_ids=array("Q", marks) if identity else None)
 
         cat, _ = with_image("cat", 1), with_image("text", 0)
-        assert world.comparison.nearest(with_image("again", 1)) is cat
-        dog = world.comparison.explain(with_image("dog", 2))
+        assert await world.comparison.nearest(with_image("again", 1)) is cat
+        dog = await world.comparison.explain(with_image("dog", 2))
         assert dog.common_tokens == 20
 
 
 class TestWhyItMissed:
-    def test_is_told_once(self, world):
+    async def test_is_told_once(self, world):
         world.record("r1", tokens(64))
         new = world.record("r2", tokens(64))
-        first = world.comparison.explain(new)
+        first = await world.comparison.explain(new)
         assert first.miss is Miss.EVICTED
         world.engines["a"].emptied.append(new.started - 5)
-        assert world.comparison.explain(new) is first
+        assert await world.comparison.explain(new) is first
 
-    def test_the_engine_was_emptied_in_between(self, world):
+    async def test_the_engine_was_emptied_in_between(self, world):
         first = world.record("r1", tokens(64))
         world.engines["a"].emptied += [first.started - 3, first.started + 5]
-        assert world.comparison.explain(world.record("r2", tokens(64))).miss is Miss.RESTARTED
+        assert (await world.comparison.explain(world.record("r2", tokens(64)))).miss is Miss.RESTARTED
 
-    def test_a_restart_that_kvpin_noticed_late(self, world):
+    async def test_a_restart_that_kvpin_noticed_late(self, world):
         world.record("r1", tokens(64))
         new = world.record("r2", tokens(64), cached=(48,))
         world.engines["a"].emptied.append(new.started + 4)
-        assert world.comparison.explain(new).miss is Miss.RESTARTED
+        assert (await world.comparison.explain(new)).miss is Miss.RESTARTED
 
-    def test_another_engine_holds_it(self, world):
+    async def test_another_engine_holds_it(self, world):
         world.record("r1", tokens(64))
         new = world.record("r2", tokens(64), cached=(0, 48))
-        assert world.comparison.explain(new).detail.startswith("b holds 48 tokens")
+        assert (await world.comparison.explain(new)).detail.startswith("b holds 48 tokens")
 
-    def test_its_engine_is_gone(self, world):
+    async def test_its_engine_is_gone(self, world):
         world.record("r1", tokens(64))
         del world.engines["a"]
-        assert world.comparison.explain(world.record("r2", tokens(64))).miss is Miss.EVICTED
+        assert (await world.comparison.explain(world.record("r2", tokens(64)))).miss is Miss.EVICTED
         away = world.record("r3", tokens(64, 100))
         away.placement = Placement.of("z", 0, 64, (Cost("z"),), "lowest cost")
-        assert world.comparison.explain(world.record("r4", tokens(64, 100))).miss is Miss.AWAY
+        assert (await world.comparison.explain(world.record("r4", tokens(64, 100)))).miss is Miss.AWAY
 
-    def test_the_other_still_ran(self, world):
+    async def test_the_other_still_ran(self, world):
         world.record("r1", tokens(64), duration_s=60.0)
-        assert world.comparison.explain(world.record("r2", tokens(64))).miss is Miss.RUNNING
+        assert (await world.comparison.explain(world.record("r2", tokens(64)))).miss is Miss.RUNNING
 
-    def test_the_other_was_answered_while_its_engine_was_still_busy_with_it(self, world):
+    async def test_the_other_was_answered_while_its_engine_was_still_busy_with_it(self, world):
         world.record("r1", tokens(64), duration_s=60.0, answered_s=1.0)
-        assert world.comparison.explain(world.record("r2", tokens(64))).miss is Miss.EVICTED
+        assert (await world.comparison.explain(world.record("r2", tokens(64)))).miss is Miss.EVICTED
 
     @pytest.mark.parametrize(
         ("fields", "miss"), [({"lora": "ada"}, Miss.LORA), ({"served_as": "n"}, Miss.MODEL)]
     )
-    def test_it_ran_on_something_else(self, world, fields, miss):
+    async def test_it_ran_on_something_else(self, world, fields, miss):
         body = {"messages": [{"role": "user", "content": "Who wrote it?"}]}
         world.record("r1", tokens(64), body=body, **fields)
-        assert world.comparison.explain(world.record("r2", tokens(64), body=body)).miss is miss
+        assert (await world.comparison.explain(world.record("r2", tokens(64), body=body))).miss is miss
 
-    def test_it_differs_from_a_request_of_another_api(self, world):
+    async def test_it_differs_from_a_request_of_another_api(self, world):
         chat = {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "one"}]}
         world.record("r1", tokens(64), body=chat)
         response = {"instructions": "Be brief.", "input": "two"}
         new = world.record(
             "r2", [*tokens(40), 5, *tokens(24, 40)], body=response, reported_tokens=32, route="/v1/y"
         )
-        diagnosis = world.comparison.explain(new)
+        diagnosis = await world.comparison.explain(new)
         assert (diagnosis.miss, diagnosis.at) == (Miss.INPUT, None)
         assert diagnosis.detail == "it differs from request r1 from token 40 on"
 
     @pytest.mark.parametrize(
         ("continued", "miss"), [("resp_1", Miss.TEMPLATE), ("resp_2", Miss.INPUT), (None, Miss.INPUT)]
     )
-    def test_a_response_goes_on_only_after_the_one_it_names(self, world, continued, miss):
+    async def test_a_response_goes_on_only_after_the_one_it_names(self, world, continued, miss):
         world.record("r1", tokens(64), body={"input": "Who wrote it?"}, answer_id="resp_1")
         body = {"input": "And when?", "previous_response_id": continued}
         new = world.record("r2", [*tokens(40), 5, *tokens(40, 40)], body=body, reported_tokens=32)
-        diagnosis = world.comparison.explain(new)
+        diagnosis = await world.comparison.explain(new)
         assert diagnosis.miss is miss
         assert (diagnosis.at is not None) is (continued is None)
 
-    def test_another_question_about_the_same_document_is_no_miss(self, world):
+    async def test_another_question_about_the_same_document_is_no_miss(self, world):
         world.record("r1", tokens(200))
         new = world.record("r2", [*tokens(180), *tokens(20, 900)], reported_tokens=176)
-        assert world.comparison.explain(new).miss is Miss.SHARED
+        assert (await world.comparison.explain(new)).miss is Miss.SHARED
 
     @pytest.mark.parametrize(
         ("own", "repeated"),
@@ -216,7 +219,7 @@ class TestWhyItMissed:
         assert found == pytest.approx(repeated, abs=20)
         assert (found == 0) is (repeated == 0)
 
-    def test_of_an_image_whose_tokens_are_not_known(self, world):
+    async def test_of_an_image_whose_tokens_are_not_known(self, world):
         def asked(name, data):
             part = {"type": "image_url", "image_url": {"url": data}}
             body = {"messages": [{"role": "user", "content": [part]}]}
@@ -225,14 +228,14 @@ class TestWhyItMissed:
             return record
 
         asked("r1", "data:1")
-        diagnosis = world.comparison.explain(asked("r2", "data:2"))
+        diagnosis = await world.comparison.explain(asked("r2", "data:2"))
         assert (diagnosis.miss, str(diagnosis.at)) == (Miss.MEDIA, "messages[0].content[0]")
 
-    def test_tokens_that_the_engine_made_otherwise_say_nothing(self, world):
+    async def test_tokens_that_the_engine_made_otherwise_say_nothing(self, world):
         world.record("r1", tokens(64))
         assert (
-            world.comparison.explain(world.record("r2", tokens(64), tokens_agree=False)).miss is Miss.UNKNOWN
-        )
+            await world.comparison.explain(world.record("r2", tokens(64), tokens_agree=False))
+        ).miss is Miss.UNKNOWN
 
 
 @pytest.mark.parametrize("has_earlier", [True, False])
@@ -244,7 +247,7 @@ class TestWhyItMissed:
         (KvGroup(1, Attention.STATE), 160, Miss.STATE),
     ],
 )
-def test_the_attention_that_cut_a_prefix_names_the_miss(world, group, cut, miss, has_earlier):
+async def test_the_attention_that_cut_a_prefix_names_the_miss(world, group, cut, miss, has_earlier):
     placer = Placer(16)
     placer.add("a", gpu_blocks=100)
     prompt = chain(namespace_root("m"), array("i", tokens(200)), None, 16)
@@ -255,7 +258,7 @@ def test_the_attention_that_cut_a_prefix_names_the_miss(world, group, cut, miss,
         world.record("r1", tokens(200))
     placement = placer.place(0.0, [candidate], prompt)
     new = world.record("r2", tokens(200), placement=placement, reported_tokens=160 - cut)
-    diagnosis = world.comparison.explain(new)
+    diagnosis = await world.comparison.explain(new)
     assert placement.predicted_tokens == 160 - cut
     assert diagnosis.miss is miss
     assert f"{cut} more tokens" in diagnosis.detail

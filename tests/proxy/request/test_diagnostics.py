@@ -42,11 +42,14 @@ class World:
     def __init__(self, api, asked, diagnosis=MISSED):
         self.client, self.ids, self.compared = Client(), [], []
 
-        def diagnose(answer_id, reused):
-            self.compared.append((answer_id, reused))
+        def diagnose(reused):
+            self.compared.append(reused)
             return diagnosis
 
-        self.through = Diagnosed(self.client, api, asked=asked, diagnose=diagnose, note_id=self.ids.append)
+        compared = diagnose if diagnosis is not None else None
+        self.through = Diagnosed(
+            self.client, api, asked=asked, compared=lambda: compared, note_id=self.ids.append
+        )
 
     def json(self, answer, status=200):
         self.through.start(status, [(b"content-type", b"application/json"), (b"content-length", b"9")])
@@ -122,7 +125,7 @@ class TestWholeAnswers:
         world.json(
             b'{"id":"resp_2","x":1.50,"usage":{"input_tokens":64,"input_tokens_details":{"cached_tokens":16}}}'
         )
-        assert world.compared == [("resp_1", 16)]
+        assert world.compared == [16]
         assert b'"x":1.50' in world.client.body
         found = json.loads(world.client.body)["prompt_cache_diagnostics"]
         assert (found["type"], found["reason"], found["cache_missed_tokens"]) == (
@@ -136,7 +139,7 @@ class TestWholeAnswers:
         world = World(MESSAGES, "msg_1", Diagnosis(Miss.HIT, "all"))
         world.json(b'{"id":"msg_2","usage":{"cache_read_input_tokens":0}}')
         assert json.loads(world.client.body)["diagnostics"] is None
-        assert world.compared == [("msg_1", 0)]
+        assert world.compared == [0]
 
     @pytest.mark.parametrize("answer", [b'{"id": "x", "error": "no"}', b"not json", b"[1]"])
     def test_errors_stay_as_they_are(self, answer):
@@ -174,14 +177,14 @@ class TestStreams:
         assert body.endswith(b"}\n\ndata: [DONE]\n\n")
         (line,) = (line for line in body.splitlines() if b"cache_miss" in line)
         assert json.loads(line[6:])["response"]["prompt_cache_diagnostics"]["reason"] == "tools_changed"
-        assert world.compared == [("resp_1", 0)]
+        assert world.compared == [0]
 
     def test_a_chat_gets_it_in_the_chunk_with_the_usage(self):
         world = World(CHATS, "chatcmpl-1")
         text = b'data: {"id":"chatcmpl-2","choices":[{"delta":{"content":"usage"}}],"usage":null}\n\n'
         usage = b'"usage":{"prompt_tokens":64,"prompt_tokens_details":{"cached_tokens":16}}'
         world.stream(text, b'data: {"choices":[],' + usage + b"}\n\n", b"data: [DONE]\n\n")
-        assert (world.ids, world.compared) == (["chatcmpl-2"], [("chatcmpl-1", 16)])
+        assert (world.ids, world.compared) == (["chatcmpl-2"], [16])
         first, last, end = world.client.body.split(b"\n\n")[:3]
         assert (first + b"\n\n", end) == (text, b"data: [DONE]")
         assert (
@@ -195,7 +198,7 @@ class TestStreams:
         world.stream(b'data: {"type":"message_start","message":' + message + b"}\n\n", b"")
         found = json.loads(world.client.body[6:])["message"]["diagnostics"]
         assert found == {"cache_miss_reason": {"type": "previous_message_not_found"}}
-        assert world.compared == [("msg_1", None)]
+        assert world.compared == []  # no answer of that id is known
 
     @pytest.mark.parametrize(
         "event",

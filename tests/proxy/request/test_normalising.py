@@ -70,7 +70,7 @@ async def test_the_miss_is_that_of_the_changed_prompt(client):
     for at, text in zip(TIMES, ("Say one. " * 20, "Say two. " * 20), strict=True):
         await ask(client, asked(at, text))
     *_, last = client.proxy.requests
-    found = client.proxy.flow.comparison.explain(last)
+    found = await client.proxy.flow.comparison.explain(last)
     assert (found.miss, found.at.kind) == ("shared_prefix", "input")
     assert found.detail.endswith("(the prompt as changed by date_to_day)")
 
