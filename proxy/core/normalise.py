@@ -58,6 +58,10 @@ _PATHS = re.compile(
     r"|repository root|repo root)\b[^\n:=]{0,20}[:=]\s*\S*[/\\]",
     re.IGNORECASE,
 )
+# Rules look at the first characters of a line only. Lines that people write are shorter, and one call of a
+# pattern keeps the interpreter's lock: a chat of 8 MB in one line took 42 s.
+HEAD = 512
+"""Characters of each line that rules look at."""
 _SYSTEM_ROLES = ("system", "developer")
 # What the end of a prompt may be, and its field with text.
 _ENDS = {"user": "content", "tool": "content", "function_call_output": "output"}
@@ -77,11 +81,23 @@ def normalised(fields: Fields, rules: Iterable[Rule]) -> tuple[dict[str, Any], t
 
 
 def _without_billing(text: str) -> str:
-    return _BILLING.sub("", text, count=1) if _BILLING.match(text) else text
+    found = _BILLING.match(text, 0, HEAD)
+    return text[found.end() :] if found is not None else text
 
 
 def _to_days(text: str) -> str:
-    return _WORDS.sub(r"\1", _ISO.sub(r"\1", text))
+    return "".join(map(_to_day, text.splitlines(keepends=True)))
+
+
+def _to_day(line: str) -> str:
+    head, rest = line[:HEAD], line[HEAD:]
+    # A time at the end of the head may go on behind it.
+    end = len(head) if rest else len(head) + 1
+
+    def to_day(found: re.Match[str]) -> str:
+        return found[1] if found.end() < end else found[0]
+
+    return _WORDS.sub(to_day, _ISO.sub(to_day, head)) + rest
 
 
 def _with_system(fields: Fields, change: Callable[[str], str]) -> dict[str, Any]:
@@ -135,7 +151,7 @@ def _moved(fields: Fields, is_moved: Callable[[str], bool], rest: re.Pattern[str
     def take(text: str) -> str:
         kept, all_moves = list[str](), False
         for line in text.splitlines(keepends=True):
-            all_moves = all_moves or (rest is not None and rest.match(line) is not None)
+            all_moves = all_moves or (rest is not None and rest.match(line, 0, HEAD) is not None)
             (lines if all_moves or is_moved(line) else kept).append(line)
         return "".join(kept)
 
@@ -194,8 +210,10 @@ _STEPS: Mapping[Rule, Callable[[Fields], dict[str, Any]]] = {
     Rule.BILLING_LINE: lambda fields: _with_system(fields, _without_billing),
     Rule.DATE_TO_DAY: lambda fields: _with_system(fields, _to_days),
     Rule.TOOLS_SORTED: _sorted_tools,
-    Rule.VOLATILE_LAST: lambda fields: _moved(fields, lambda line: _VOLATILE.search(line) is not None, _GIT),
-    Rule.PATHS: lambda fields: _moved(fields, lambda line: _PATHS.search(line) is not None, None),
+    Rule.VOLATILE_LAST: lambda fields: _moved(
+        fields, lambda line: _VOLATILE.search(line, 0, HEAD) is not None, _GIT
+    ),
+    Rule.PATHS: lambda fields: _moved(fields, lambda line: _PATHS.search(line, 0, HEAD) is not None, None),
 }
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.core.normalise import Rule, normalised
+from proxy.core.normalise import HEAD, Rule, normalised
 
 CHOSEN = tuple(rule for rule in Rule if rule is not Rule.BILLING_LINE)
 MOVING = (Rule.VOLATILE_LAST, Rule.PATHS)
@@ -111,6 +111,23 @@ def test_the_line_with_the_directory_moves_to_the_end(line):
     made = changed(ask(f"You are brief.\n{line}"), Rule.PATHS)
     assert made["messages"] == [system("You are brief.\n"), user(f"Hi\n\n{line}")]
     assert changed(ask(f"You are brief.\n{line}"), Rule.VOLATILE_LAST) == ask(f"You are brief.\n{line}")
+
+
+def test_rules_look_at_the_heads_of_lines():
+    """One call of a pattern keeps the interpreter's lock."""
+    filler = "x" * (HEAD - 22) + " "
+    for time in ("2026-11-25 23:05:44", "2026-11-25 23:05"):
+        for cut in range(24):
+            line = filler[cut:] + time
+            made = changed(ask(line), Rule.DATE_TO_DAY)["messages"][0]["content"]
+            assert made == filler[cut:] + "2026-11-25"
+            assert changed(ask("y" * HEAD + line), Rule.DATE_TO_DAY) == ask("y" * HEAD + line)
+    for cut in range(1, 40):  # a time that the head cuts stays whole
+        line = "x" * (HEAD - cut) + " 2026-11-25 23:05:44 and more"
+        made = changed(ask(line), Rule.DATE_TO_DAY)["messages"][0]["content"]
+        assert made in (line, line.replace(" 23:05:44", ""))
+    line = "x" * HEAD + " 2026-11-25T23:05"
+    assert changed(ask(line), Rule.VOLATILE_LAST) == ask(line)
 
 
 def test_all_of_gits_status_moves():
