@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, KeysView
 from collections.abc import Set as AbstractSet
-from typing import Any, TypeVar
+from functools import cache
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -19,6 +20,8 @@ decode_object = msgspec.json.Decoder(RawFields).decode
 _decode_items = msgspec.json.Decoder(list[msgspec.Raw]).decode
 # A list of numbers is not decoded to find out that it is one: it may be a prompt of many token ids.
 _NO_NUMBERS = re.compile(rb'\[\s*["[{]')
+# Of a longer body, nobody counts the values: a walk through it leaves the event loop.
+_COUNTED_BYTES = 1 << 20
 _NOTHING = re.compile(rb'null|""|\[\s*\]')
 
 
@@ -36,6 +39,10 @@ class UnreadableField(msgspec.ValidationError):
         super().__init__(f"{self.param} cannot be read: {message[:1].lower()}{message[1:]}")
 
 
+class TooManyItems(Exception):
+    """A list has more items than its reader takes."""
+
+
 class JsonBody:
     """The bytes a client sent, and their top-level fields.
 
@@ -43,7 +50,7 @@ class JsonBody:
     their bytes. Of a repeated key the last value counts, as in engines.
     """
 
-    __slots__ = ("_fields", "_scalars", "_views", "raw")
+    __slots__ = ("_fields", "_n_values", "_scalars", "_views", "raw")
 
     def __init__(self, raw: bytes) -> None:
         """Raises msgspec.DecodeError if `raw` is not a JSON object."""
@@ -51,6 +58,17 @@ class JsonBody:
         self._fields = _checked(decode_object, raw)
         self._scalars: dict[str, Any] = {}  # decoded; not lists and objects, which callers may change
         self._views: dict[str, Any] = {}  # decoded; no caller changes them
+        self._n_values: int | None = None
+
+    @property
+    def n_values(self) -> int:
+        """At most how many values, lists and objects it has, counted once: the price of a walk through them
+        (`VALUES_PER_MS` in `off_loop.py`)."""
+        if self._n_values is None:
+            raw = self.raw
+            is_long = len(raw) > _COUNTED_BYTES
+            self._n_values = len(raw) if is_long else sum(map(raw.count, (b",", b"[", b"{")))
+        return self._n_values
 
     def __contains__(self, name: str) -> bool:
         return name in self._fields
@@ -75,12 +93,19 @@ class JsonBody:
             self._views[name] = self.get(name)
         return self._views[name]
 
-    def items(self, name: str) -> list[msgspec.Raw] | None:
+    def items(self, name: str, most: int | None = None) -> list[msgspec.Raw] | None:
         """The items of a list that begins with a string, a list or an object, undecoded; None if the field is
-        anything else. Raises UnreadableField if the list cannot be decoded."""
+        anything else.
+
+        Raises:
+            UnreadableField: the list cannot be decoded.
+            TooManyItems: it has more than `most`. This is found out without reading the others.
+        """
         raw = self._fields.get(name)
         if raw is None or _NO_NUMBERS.match(raw) is None:
             return None
+        if most is not None and len(memoryview(raw)) > 2 * most and _has_more(raw, most):
+            raise TooManyItems(name)
         try:
             return _checked(_decode_items, raw)
         except msgspec.DecodeError as error:
@@ -127,12 +152,28 @@ class JsonBody:
         changed.raw, changed._fields = msgspec.json.encode(fields), fields
         kept, viewed = self._scalars.items(), self._views.items()
         changed._scalars = {name: value for name, value in kept if name not in changes}  # noqa: SLF001
+        changed._n_values = None  # noqa: SLF001
         changed._views = {name: value for name, value in viewed if name not in changes}  # noqa: SLF001
         return changed
 
     def forget(self) -> None:
         """Frees the memory: the body was sent and is not needed again. To read it now is a bug."""
         del self.raw, self._fields, self._scalars, self._views
+
+
+def _has_more(raw: msgspec.Raw, most: int) -> bool:
+    """True if a list has more than `most` items: its decoder stops at the next one."""
+    try:
+        _first_items(most)(raw)
+    except UNREADABLE as error:
+        return str(error).endswith(f"`$[{most}]`")
+    return False
+
+
+@cache
+def _first_items(n: int) -> Callable[[msgspec.Raw], object]:
+    """A decoder of lists that takes any `n` items, and no other behind them."""
+    return msgspec.json.Decoder(tuple[(msgspec.Raw,) * n + (Literal["\0"],)]).decode  # type: ignore[misc]
 
 
 def _checked(decode: Callable[[bytes | msgspec.Raw], _T], raw: bytes | msgspec.Raw) -> _T:

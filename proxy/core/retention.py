@@ -44,14 +44,19 @@ _Path: TypeAlias = "tuple[_Path | None, str | int]"
 """The place of a field: the path before it, and its name, or its index in a list."""
 
 
+def may_ask(body: JsonBody) -> bool:
+    """False if a request has no field that `retention_of` would read."""
+    return _CACHE_CONTROL in body.raw or _PROMPT_CACHE in body.raw
+
+
 def retention_of(body: JsonBody, owner: str | None = None) -> Retention:
     """The retention that a request asks for, on behalf of `owner`; priority 0 if it asks for nothing.
+    Looks at all values of messages and tools.
 
     Raises:
         BadRequest: naming the field of a wish that cannot be read.
     """
-    has_field = _CACHE_CONTROL in body.raw or _PROMPT_CACHE in body.raw
-    asked = [seconds for seconds in _asked(body) if seconds is not None] if has_field else []
+    asked = [seconds for seconds in _asked(body) if seconds is not None] if may_ask(body) else []
     if not asked:
         return Retention(owner=owner)
     return Retention(PRIORITY, min(max(asked), MAX_TTL_S), owner)

@@ -20,7 +20,13 @@ from engine_adapter import (
     JsonBody,
     KvTarget,
 )
-from engine_adapter.off_loop import JSON_BYTES_PER_MS, TOKEN_ID_BYTES_PER_MS, in_own_thread, off_loop
+from engine_adapter.off_loop import (
+    JSON_BYTES_PER_MS,
+    TOKEN_ID_BYTES_PER_MS,
+    VALUES_PER_MS,
+    in_own_thread,
+    off_loop,
+)
 from engine_adapter.prompt.chat import ChatPrompt, ChatTokenizer
 from engine_adapter.prompt.forms import Form, forms_of
 from engine_adapter.prompt.lengths import CannotFit
@@ -330,7 +336,8 @@ class PromptBuilder:
         self, source: ChatInput | ResponseInput, path: str, body: JsonBody, owner: Owner
     ) -> Prompt | None:
         """A prompt with media: all of it where an engine renders it, else the text before the first item."""
-        prompt, parts = None, find_media(media_fields(body))
+        price = body.n_values / VALUES_PER_MS
+        prompt, parts = None, await off_loop(lambda: find_media(media_fields(body)), ms=price, what="media")
         if any(part.kind == "embeddings" for part in parts):
             # They are part of the identity of all blocks, also of those of the text before them.
             is_alone = all(part.kind == "embeddings" for part in parts)

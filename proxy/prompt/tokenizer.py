@@ -11,7 +11,7 @@ from functools import cached_property, partial
 from typing import Any
 
 from engine_adapter import EngineAdapter, EngineRejected, EngineUnavailable, JsonBody
-from engine_adapter.off_loop import JSON_BYTES_PER_MS, off_loop
+from engine_adapter.off_loop import JSON_BYTES_PER_MS, VALUES_PER_MS, off_loop
 from engine_adapter.prompt.chat import ChatPrompt, ChatTokenizer
 from engine_adapter.prompt.cuts import find_cut
 from engine_adapter.prompt.forms import Form
@@ -75,15 +75,17 @@ class LocalTokenizer:
         known = self._known
         if known is None or not source.is_text:
             return await self.chat(source, body, limit), None
-        chat = known.read(await self._render(source, len(body.raw)), owner)
+        chat = known.read(await self._render(source, body), owner)
         encoded = await self._encode(chat.new, sum(map(len, chat.new)), limit, add_special_tokens=False)
         token_ids, beginning = known.add(chat, encoded)
         return ChatPrompt(token_ids), beginning
 
-    async def _render(self, source: ChatInput, size: int) -> str:
+    async def _render(self, source: ChatInput, body: JsonBody) -> str:
         """The chat's text. A template may look at any message for any other: it always gets all of them."""
         messages = len(source.messages) if isinstance(source.messages, list) else 0
-        ms = max(messages / _MESSAGES_PER_MS, size / JSON_BYTES_PER_MS)
+        ms, size = messages / _MESSAGES_PER_MS, len(body.raw)
+        if size > VALUES_PER_MS:  # a template may write out each value
+            ms = max(ms, size / JSON_BYTES_PER_MS, body.n_values / VALUES_PER_MS)
         return await off_loop(partial(self.tokenizer.render, **_of_template(source)), ms=ms, what="render")
 
     async def text(self, source: CompletionInput, limit: int | None = None) -> ChatPrompt:

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from engine_adapter import JsonBody
 from engine_adapter.body import UnreadableField
-from engine_adapter.off_loop import JSON_BYTES_PER_MS, off_loop
+from engine_adapter.off_loop import JSON_BYTES_PER_MS, VALUES_PER_MS, off_loop
 from proxy.core.normalise import BILLING, FIELDS, Rule, normalised
 from proxy.request.calls import Call
 
@@ -56,7 +56,8 @@ class Normalising:
         if not (self.chosen or route.startswith(_MESSAGES)) or not (rules := self._rules(call, body, model)):
             return call, ()
         changed, applied = await off_loop(
-            lambda: _applied(body, rules), ms=2 * len(body.raw) / JSON_BYTES_PER_MS
+            lambda: _applied(body, rules),
+            ms=2 * len(body.raw) / JSON_BYTES_PER_MS + body.n_values / VALUES_PER_MS,
         )
         if not applied:
             return call, ()

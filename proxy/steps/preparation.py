@@ -12,12 +12,12 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from engine_adapter import Capability, JsonBody, RequestBody, Retention, Transfer, Upload
-from engine_adapter.off_loop import JSON_BYTES_PER_MS, off_loop
+from engine_adapter.off_loop import JSON_BYTES_PER_MS, VALUES_PER_MS, off_loop
 from proxy.core.admission import Needs
 from proxy.core.index.blocks import Chain
 from proxy.core.normalise import Rule
 from proxy.core.placement.decision import Placement
-from proxy.core.retention import retention_of
+from proxy.core.retention import may_ask, retention_of
 from proxy.errors import MethodNotAllowed
 from proxy.fleet.destinations import Destination, Destinations
 from proxy.fleet.engine import Engine
@@ -229,7 +229,7 @@ class Preparation:
         if call.native is not None:
             to.pool.check_serves(call.native)
         call, rules = await self.normalising.apply(call, to.pool.model)
-        retention = self._retention(call, to.pool)
+        retention = await self._retention(call, to.pool)
         translation = await self._translation(call, to.pool)
         if translation is None:
             return _with_rules(await self._ready(call, to, retention), rules, call)
@@ -238,12 +238,14 @@ class Preparation:
             ready = await self._ready(chat, to, retention, counts=translation.counts)
         return _with_rules(replace(ready, translation=translation), rules, call)
 
-    def _retention(self, call: Call, pool: Pool) -> Retention | None:
+    async def _retention(self, call: Call, pool: Pool) -> Retention | None:
         """How long the client wants its KV kept. Raises BadRequest for a wish that cannot be read."""
-        is_followed = self.reuse and pool.prompts is not None and call.runs_prompt
-        return (
-            retention_of(call.body, call.tenant) if is_followed and isinstance(call.body, JsonBody) else None
-        )
+        body, is_followed = call.body, self.reuse and pool.prompts is not None and call.runs_prompt
+        if not is_followed or not isinstance(body, JsonBody):
+            return None
+        if not may_ask(body):
+            return Retention(owner=call.tenant)
+        return await off_loop(lambda: retention_of(body, call.tenant), ms=body.n_values / VALUES_PER_MS)
 
     async def _translation(self, call: Call, pool: Pool) -> Translation | None:
         """The request's translation into a chat; None if the engines of the pool serve it as it is.

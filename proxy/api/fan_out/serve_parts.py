@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
 from engine_adapter import NATIVE_ROUTES, HeaderPairs, JsonBody
-from engine_adapter.off_loop import off_loop
+from engine_adapter.off_loop import VALUES_PER_MS, off_loop
 from proxy.api.fan_out.join import (
     JoinedStream,
     ListedStream,
@@ -24,7 +25,7 @@ from proxy.api.fan_out.join import (
     read_listed,
 )
 from proxy.api.fan_out.prefill import compute_once
-from proxy.api.fan_out.split import CHAT, COMPLETIONS, Part, Several, several_of
+from proxy.api.fan_out.split import CHAT, COMPLETIONS, OnePrompt, Part, Several, prompts_of, several_of
 from proxy.core.life import Cause
 from proxy.errors import EngineFailed, NoEngine, NotFound
 from proxy.flow import Flow
@@ -61,13 +62,39 @@ def serve(flow: Flow, call: Call, reply: Reply, admitted: Admission) -> Coroutin
     Raises:
         ProxyError, EngineError: the request failed before the answer began.
     """
+    body, route = call.body, call.route
+    if isinstance(body, JsonBody) and len(body.raw) > VALUES_PER_MS and route != CHAT:
+        listed = route != COMPLETIONS and _is_listed(call)
+        if listed or route == COMPLETIONS:
+            read = partial(prompts_of, body, listed=listed)
+            return _serve_long(flow, call, reply, admitted, read, ms=body.n_values / VALUES_PER_MS)
     several = _several(flow, call)
     if several is None:
         return flow.serve(call, reply, admitted)
     return _serve(flow, call, several, reply, admitted)
 
 
-def _several(flow: Flow, call: Call) -> Several | None:
+async def _serve_long(
+    flow: Flow,
+    call: Call,
+    reply: Reply,
+    admitted: Admission,
+    read: Callable[[], list[OnePrompt] | None],
+    *,
+    ms: float,
+) -> None:
+    """`serve` of a request that may have very many prompts: to `read` them takes about `ms`."""
+    prompts = await off_loop(read, ms=ms)
+    several = _several(flow, call, lambda: prompts)
+    if several is None:
+        await flow.serve(call, reply, admitted)
+    else:
+        await _serve(flow, call, several, reply, admitted)
+
+
+def _several(
+    flow: Flow, call: Call, read: Callable[[], list[OnePrompt] | None] | None = None
+) -> Several | None:
     listed = call.route not in _ROUTES and _is_listed(call)
     if not (listed or call.route in _ROUTES) or not isinstance(call.body, JsonBody):
         return None
@@ -78,6 +105,7 @@ def _several(flow: Flow, call: Call) -> Several | None:
             lambda: flow.fleet.pool(call.model),
             reuse=flow.ingest is not None,
             listed=listed,
+            read=read,
         )
     except (NoEngine, NotFound):
         return None  # the flow finds that, too, and keeps a record

@@ -12,6 +12,7 @@ from typing import Any
 from msgspec import Raw, Struct
 
 from engine_adapter import JsonBody
+from engine_adapter.body import TooManyItems
 from proxy.errors import BadRequest
 from proxy.fleet.pool import Pool
 
@@ -113,7 +114,13 @@ class Several(Struct, frozen=True):
 
 
 def several_of(
-    route: str, body: JsonBody, find_pool: Callable[[], Pool], *, reuse: bool, listed: bool = False
+    route: str,
+    body: JsonBody,
+    find_pool: Callable[[], Pool],
+    *,
+    reuse: bool,
+    listed: bool = False,
+    read: Callable[[], list[OnePrompt] | None] | None = None,
 ) -> Several | None:
     """The request, split; None if the pool's engines get it unchanged.
 
@@ -123,16 +130,17 @@ def several_of(
         find_pool: finds the pool of its model; not called for a plain request.
         reuse: kvpin places requests by what engines hold.
         listed: the route is one beside `/v1` that answers with a list.
+        read: gives what `prompts_of` found; None: it is called here.
 
     Raises:
         BadRequest: a number of choices that nobody serves.
         UnreadableField: a field that cannot be decoded.
     """
     prompts, has_choices = None, body.has_any(_CHOICES)
-    if listed:
-        prompts = _listed_prompts(body)
-    elif route == COMPLETIONS:
-        prompts = _prompts(body)
+    if read is not None:
+        prompts = read()
+    elif listed or route == COMPLETIONS:
+        prompts = prompts_of(body, listed=listed)
     if prompts is None and not has_choices:
         return None
     pool = find_pool()
@@ -150,7 +158,7 @@ def several_of(
     if n_parts == 1:
         return None
     if n_parts > MAX_PARTS:
-        raise BadRequest(f"the request asks for {n_parts} answers; the limit is {MAX_PARTS}", param="prompt")
+        raise _too_many(str(n_parts))
     return Several(
         body,
         prompts,
@@ -162,6 +170,25 @@ def several_of(
     )
 
 
+def prompts_of(body: JsonBody, *, listed: bool = False) -> list[OnePrompt] | None:
+    """The prompts of a request, undecoded; None for a single one. Looks at each of them.
+
+    Raises:
+        BadRequest: there are more than `MAX_PARTS`.
+        UnreadableField: they cannot be decoded.
+    """
+    try:
+        if listed:
+            return _listed_prompts(body)
+        return _prompts(body)
+    except TooManyItems:
+        raise _too_many(f"more than {MAX_PARTS}") from None
+
+
+def _too_many(asked: str) -> BadRequest:
+    return BadRequest(f"the request asks for {asked} answers; the limit is {MAX_PARTS}", param="prompt")
+
+
 def _prompts(body: JsonBody) -> list[OnePrompt] | None:
     """The prompts of a completion, embeddings first, as in vLLM; None for a single one."""
     fields = [name for name in (_EMBEDS, _PROMPT) if body.gives(name)]
@@ -171,9 +198,8 @@ def _prompts(body: JsonBody) -> list[OnePrompt] | None:
 
 def _prompts_in(body: JsonBody, name: str) -> list[OnePrompt]:
     """The prompts of a list of texts, of lists of token ids, or of embeddings; else the field itself."""
-    items = body.items(name) or []
-    # Too many entries are refused, whatever their type.
-    is_mixed = len(items) <= MAX_PARTS and len({memoryview(item)[0] for item in items}) > 1
+    items = body.items(name, MAX_PARTS) or []  # too many are refused, whatever their type
+    is_mixed = len({memoryview(item)[0] for item in items}) > 1
     if is_mixed or len(items) <= 1:
         return [OnePrompt(name)]
     return [OnePrompt(name, item) for item in items]
@@ -182,7 +208,7 @@ def _prompts_in(body: JsonBody, name: str) -> list[OnePrompt]:
 def _listed_prompts(body: JsonBody) -> list[OnePrompt] | None:
     """The prompts of a route that answers with a list; None for a single one. A list with a number in it is
     one prompt."""
-    items = body.items(_PROMPT)
+    items = body.items(_PROMPT, MAX_PARTS)
     if items is None or len(items) == 1 or any(memoryview(item)[0] in _NUMBER for item in items):
         return None
     return [OnePrompt(_PROMPT, item) for item in items]
