@@ -232,7 +232,14 @@ def findings_of(facts: ServerFacts) -> Iterator[Finding]:
             "its RAM cache is on: it changes slots unseen by kvpin, and can corrupt an answer",
             "start the server with --cache-ram 0",
         )
-    if facts.looks_unified:
+    is_untried = facts.ram_cache is None and facts.is_unified is None and facts.can_save
+    if facts.looks_unified and is_untried:  # -np 2 with twice the model's context looks like -kvu
+        yield Finding(
+            "it is not known yet whether its slots share one KV pool (-kvu, or no -np), where a prompt can "
+            "evict those of other slots",
+            "kvpin doctor --probe finds out, and so does kvpin serve on an idle slot",
+        )
+    elif facts.looks_unified:
         verb = "share" if facts.is_unified else "seem to share"
         yield Finding(
             f"its slots {verb} one KV pool (-kvu, or no -np): a prompt can evict those of other slots",

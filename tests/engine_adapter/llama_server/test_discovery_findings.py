@@ -35,7 +35,11 @@ def test_a_server_with_all_flags():
     [
         ({"ram_cache": True}, "its RAM cache is on.*--cache-ram 0"),
         ({"is_unified": True}, r"its slots share one KV pool.*-np 4 -c 4\*CTX"),
-        ({"slot_ctx": 2048}, "its slots seem to share one KV pool"),
+        (
+            {"slot_ctx": 2048, "is_unified": None, "ram_cache": None},
+            "not known yet whether its slots share one KV pool.*kvpin doctor --probe finds out",
+        ),
+        ({"slot_ctx": 2048, "ram_cache": False}, "its slots seem to share one KV pool"),
         ({"can_save": False}, "no prefix can be saved.*--slot-save-path DIR"),
         ({"has_slots": False}, "cannot watch its slots.*--slots"),
         ({"memory": MemoryRules(window=128)}, "sliding windows.*nothing is saved.*--swa-full"),
