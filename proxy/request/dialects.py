@@ -5,6 +5,7 @@ The route that the client asked decides, even if an engine serves the request on
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 import msgspec
@@ -58,6 +59,12 @@ class Dialect:
         return b"data: " + error + b"\n\n"
 
 
+# kvpin's own error, and vLLM's: the limit, then the prompt's tokens.
+_CONTEXT = re.compile(
+    r"context (?:is|length is) (\d+) tokens[;.] .*?(?:prompt has (?:at least )?|requested )(\d+)"
+)
+
+
 class _Anthropic(Dialect):
     """Anthropic's way. The status alone decides an error's type, as it decides the SDK's class of error."""
 
@@ -77,7 +84,9 @@ class _Anthropic(Dialect):
     ) -> bytes:
         other = "invalid_request_error" if status < 500 else "api_error"  # noqa: PLR2004 - HTTP
         if code == Code.CONTEXT_LENGTH_EXCEEDED:  # with Anthropic's words, agents shorten their chats
-            message = f"prompt is too long: {message}"
+            numbers = _CONTEXT.search(message)
+            said = f"{numbers[2]} tokens > {numbers[1]} maximum" if numbers is not None else message
+            message = f"prompt is too long: {said}"
         error = {"type": _ANTHROPIC_TYPES.get(status, other), "message": message}
         return msgspec.json.encode({"type": "error", "error": error, "request_id": request_id})
 
