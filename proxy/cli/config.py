@@ -32,9 +32,13 @@ def check(
     """Check the settings file and the environment.
 
     Every fault is one sentence. Nothing is started. Exit status 2: there are faults. Keys that open nothing
-    are warned of, and rules that change no prompt.
+    are warned of, rules that change no prompt, and a port that anyone may use.
     """
-    from proxy.server.checks import warnings_of  # noqa: PLC0415 - other commands start quicker
+    from proxy.server.checks import (  # noqa: PLC0415 - other commands start quicker
+        OPEN_TO_ALL,
+        is_open_to_all,
+        warnings_of,
+    )
     from proxy.settings import check_settings, settings_file  # noqa: PLC0415 - see above
 
     settings, faults = check_settings(config)
@@ -44,7 +48,7 @@ def check(
         typer.echo(f"kvpin: {fault}", err=True)
     if settings is None or faults:
         raise typer.Exit(_FAULTS)
-    for warning in warnings_of(settings):
+    for warning in [*warnings_of(settings), *([OPEN_TO_ALL] if is_open_to_all(settings) else [])]:
         typer.echo(f"kvpin: warning: {warning}", err=True)
     file = settings_file(config)
     typer.echo(f"{file if file is not None else 'environment'}: {_summary(settings)}")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from engine_adapter import EngineSpecError, Role, keeps_apart, managed_kind
+from proxy.api.web_pages import is_loopback
 from proxy.core.issued_keys import IssuedKey
 from proxy.fleet.discovery import finders_of
 from proxy.fleet.state_dir.key_book_file import KeyBookFile
@@ -36,6 +37,12 @@ _NO_MODEL = "no engine and no alias has this name; is it a LoRA adapter?"
 
 _NONE_NAMED = "no engine is named any more: is the file complete?"
 _GIVE_DECODE = "give one of them role=decode, or none a role"
+
+OPEN_TO_ALL = (
+    "no API key is set and other machines can connect: anyone may use these engines; "
+    "set --api-key or KVPIN_API_KEYS, or leave --host at 127.0.0.1"
+)
+"""The warning of a port that needs no key and that other machines reach."""
 
 
 def check(settings: Settings) -> None:
@@ -80,6 +87,12 @@ def issued_keys(settings: Settings) -> list[IssuedKey]:
     """The keys that the admin API has issued, and the marks of removed ones. Raises SettingsError if they
     cannot be read."""
     return KeyBookFile(settings.state_dir).read() if settings.state_dir is not None else []
+
+
+def is_open_to_all(settings: Settings) -> bool:
+    """True if other machines can use the engines without a key, by the addresses that the settings name."""
+    is_local = all(host == "localhost" or is_loopback(host) for host in settings.hosts)
+    return not (is_local or settings.api_keys or issued_keys(settings))
 
 
 def warnings_of(settings: Settings) -> Iterator[str]:

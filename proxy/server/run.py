@@ -41,7 +41,7 @@ from proxy.observe.banner import Banner
 from proxy.observe.logs import configure_logs
 from proxy.runtime.interpreter import settle, steady
 from proxy.server.app import Proxy, build_app
-from proxy.server.checks import check, issued_keys, warnings_of
+from proxy.server.checks import OPEN_TO_ALL, check, issued_keys, warnings_of
 from proxy.server.workers.fairness import ConnectionTally, FairAcceptor, tallied
 from proxy.server.workers.orders import Orders, catch_up
 from proxy.server.workers.supervisor import Workers
@@ -333,11 +333,7 @@ def _warn(settings: Settings, listeners: list[socket.socket]) -> None:
     for warning in warnings_of(settings):
         log.warning(warning)
     if not (settings.api_keys or issued_keys(settings) or _is_local(listeners)):
-        log.warning(
-            "no API key is set and other machines can connect: anyone may use these engines; "
-            "set --api-key or KVPIN_API_KEYS, or leave --host at 127.0.0.1",
-            host=settings.host,
-        )
+        log.warning(OPEN_TO_ALL, host=settings.host)
 
 
 def _is_local(listeners: list[socket.socket]) -> bool:

@@ -141,6 +141,14 @@ def test_engines_that_several_tenants_may_not_use_are_warned_of(check):
     assert "such an engine never does" in said[1]
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "0.0.0.0", "127.0.0.1,10.0.0.1"])
+def test_a_port_that_anyone_may_use_is_warned_of(check, host):
+    is_open = "0.0.0.0" in host or "10." in host
+    said = check(f'host = "{host}"\n').stderr
+    assert ("anyone may use these engines; set --api-key" in said) is is_open
+    assert check(f'host = "{host}"\n[[api_keys]]\nkey = "one"\n').stderr == ""
+
+
 def test_rules_that_change_nothing_are_warned_of(check, tmp_path):
     KeyBookFile(tmp_path).add(
         IssuedKey(f"key-{t}", t, t.encode(), "last", 0.0, removed=float(t == "gone"))
