@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from engine_adapter import EngineSpecError, Role, keeps_apart, managed_kind
-from proxy.api.web_pages import is_loopback
+from engine_adapter.http.web_pages import is_loopback
 from proxy.core.issued_keys import IssuedKey
 from proxy.fleet.discovery import finders_of
 from proxy.fleet.state_dir.key_book_file import KeyBookFile
