@@ -28,6 +28,8 @@ from engine_adapter.torch_engine.token_bytes import TokenBytes
 from engine_adapter.torch_engine.web import ApiError
 
 T = TypeVar("T")
+# Characters of an embedding's data that are read in the time of one character of text.
+DATA_PER_CHAR = 16
 
 
 class EngineService:
@@ -118,9 +120,9 @@ class EngineService:
     async def _chat_prompt(self, request: ChatRequest) -> Prompt:
         size = 0
         for name in ("messages", "tools", "chat_template_kwargs"):
-            of_field = _text_size(getattr(request, name))
-            self.check_chars(of_field, name)
-            size += of_field
+            text, data = _sizes(getattr(request, name))
+            self.check_chars(text, name)
+            size += text + data // DATA_PER_CHAR
         chat = await self.tokenizer.off_loop(
             size,
             lambda: self.tokenizer.chat(
@@ -181,10 +183,10 @@ def _too_long(message: str, param: str) -> ApiError:
     return ApiError(message, param=param, code="context_length_exceeded")
 
 
-def _text_size(field: object) -> int:
-    """Number of characters of all texts and names in a field, at any depth, and one for each value. Embedding
-    data does not count."""
-    size = 0
+def _sizes(field: object) -> tuple[int, int]:
+    """Two counts of a field, at any depth: characters of texts and names, with one for each value; and of
+    embeddings' data, which is no part of the prompt's text, and takes time to read all the same."""
+    size = of_data = 0
     pending = [field]
     while pending:
         value = pending.pop()
@@ -193,7 +195,9 @@ def _text_size(field: object) -> int:
             size += len(value)
         elif isinstance(value, dict):
             size += sum(map(len, value))
+            data = value.get("data")
+            of_data += len(data) if isinstance(data, str) else 0
             pending += [item for key, item in value.items() if key != "data"]
         elif isinstance(value, list):
             pending += value
-    return size
+    return size, of_data

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine_adapter.errors import EngineSpecError
+from engine_adapter.errors import EngineSpecError, PromptTableError
 from engine_adapter.torch_engine.options import EmbeddedOptions
 from engine_adapter.torch_engine.protocol import ChatRequest, CompletionRequest
 from engine_adapter.torch_engine.service import EngineService
@@ -47,3 +47,17 @@ async def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(served_e
 def test_a_model_that_is_not_there():
     with pytest.raises(EngineSpecError):
         EngineService.build(EmbeddedOptions(model="/nowhere", threads=1))
+
+
+async def test_long_data_of_embeddings_is_not_read_on_the_event_loop(served_engine, monkeypatch):
+    tokenizer, expected = served_engine.service.tokenizer, []
+
+    async def off_loop(_self, chars, work):
+        expected.append(chars / _self._encoder.chars_per_ms)
+        return work()
+
+    monkeypatch.setattr(type(tokenizer), "off_loop", off_loop)
+    part = {"type": "prompt_embeds", "data": "A" * (8 << 20)}
+    with pytest.raises(PromptTableError):  # it is no tensor
+        await served_engine.service.prompt(ChatRequest(messages=[{"role": "user", "content": [part]}]))
+    assert expected[0] > 1, "milliseconds"
