@@ -88,7 +88,7 @@ async def test_a_prompt_that_cannot_fit_is_not_encoded_and_is_charged(adapter, e
         ask = {**ASK, "messages": [{"role": "user", "content": "z9" * 100_000}], "max_tokens": 1}
         answer = await client.post(path, json=ask)
         assert answer.status_code == 400
-        assert "this model's context is 1000 tokens; the prompt has at least" in answer.text
+        assert re.search("context is 1000 tokens; the prompt has at least|tokens > 1000 maximum", answer.text)
         assert sum(encoded) <= 65_536
         assert (await client.post(path, json=ask)).status_code == 429
     assert engine.seen == []
