@@ -229,7 +229,7 @@ class TestFailures:
             world.fakes["p"].fake.die()
             world.fakes["d"].fake.core.release()
             record = await self.answered(world, asking)
-            assert (record.attempts, record.transfer) == (["d", "p"], TransferResult.LATE)
+            assert (record.attempts, record.past_legs) == (["d", "p"], [("p", TransferResult.LATE)])
 
     async def test_the_second_server_dies(self):
         async with world_of("pde") as world:
