@@ -187,7 +187,12 @@ def test_a_llama_server_ends_even_when_kvpin_is_killed(said_by_llama):
     process, said = said_by_llama
     started = said("managed engine started")
     said("managed engine is healthy")
-    assert httpx.get(f"http://127.0.0.1:{started['port']}/slots", trust_env=False).json()[0]["n_ctx"] == 512
+    environment = Path(f"/proc/{started['pid']}/environ").read_bytes().split(b"\0")
+    (key,) = [each.partition(b"=")[2].decode() for each in environment if each.startswith(b"LLAMA_API_KEY=")]
+    slots = f"http://127.0.0.1:{started['port']}/slots"
+    assert httpx.get(slots, trust_env=False).status_code == 401
+    answer = httpx.get(slots, headers={"authorization": f"Bearer {key}"}, trust_env=False)
+    assert answer.json()[0]["n_ctx"] == 512
     process.kill()
     process.wait()
     deadline = time.monotonic() + 30

@@ -205,7 +205,7 @@ async def test_a_managed_engine_that_was_drained_is_drained_on_its_next_port(mon
     for port in (49_152, 49_153):
         monkeypatch.setattr(managed_engine, "_free_port", lambda port=port: port)
         proxy = Proxy(Settings(), HttpTransport())
-        proxy.fleet.book.merge(marks)  # as those of a state_dir
+        proxy.fleet.book.merge(marks, now=time.time())  # as those of a state_dir
         proxy.configured.follow([mine], grace_s=0)
         engine = proxy.fleet.engine("mine")
         assert (engine.state is EngineState.DRAINING) == bool(marks)
