@@ -91,9 +91,7 @@ class Subject:
 
     def play(self, bodies: Path, count: int) -> None:
         """Sends requests. Raises NativeError if one fails."""
-        played = play(self._port, 1, count, bodies)
-        if played.failed:
-            raise NativeError(f"{played.failed} of {count} requests failed: {played.errors[0]}")
+        play_all(self._port, bodies, count)
 
     def per_request(self, bodies: Path, count: int) -> Figures:
         """Sends requests and counts. Raises NativeError if one fails."""
@@ -119,6 +117,13 @@ class Subject:
             if time.monotonic() > deadline:
                 raise NativeError(f"kvpin took no notice of SIGUSR1 within {TURN_S:g} s")
             time.sleep(POLL_S)
+
+
+def play_all(port: int, bodies: Path, count: int) -> None:
+    """Sends requests, one after the other. Raises NativeError if one fails."""
+    played = play(port, 1, count, bodies)
+    if played.failed:
+        raise NativeError(f"{played.failed} of {count} requests failed: {played.errors[0]}")
 
 
 def net(busy: Count, idle: Count, requests: int) -> Figures:

@@ -27,8 +27,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import router_peers
-from call_count import CHUNKS, ENGINES, FOLLOWS_S, HEALTH_S, INTERVAL_US, LONG, SHORT, Shape
-from cost_native import MockEngine, NativeError, check_machine, mock_engine, play, write_bodies
+from call_count import CHUNKS, ENGINES, FOLLOWS_S, HEALTH_S, INTERVAL_US, LONG, SHORT, Shape, play_all
+from cost_native import MockEngine, NativeError, check_machine, mock_engine, write_bodies
 from cost_routers import KVPIN, PROGRAMS, SUBJECTS, Place, running
 from cost_work import Chats, Load
 from harness import ROOT, some_of
@@ -61,20 +61,14 @@ class Subject:
     """A kvpin under valgrind, which writes each count to a file that begins with `out`."""
 
     def __init__(self, port: int, pid: int, out: Path) -> None:
-        self._port, self._pid, self._out, self._dumps = port, pid, out, 0
+        self.port, self._pid, self._out, self._dumps = port, pid, out, 0
         self._control("-i", "on")
-
-    def play(self, bodies: Path, count: int) -> None:
-        """Sends requests. Raises NativeError if one fails."""
-        played = play(self._port, 1, count, bodies)
-        if played.failed:
-            raise NativeError(f"{played.failed} of {count} requests failed: {played.errors[0]}")
 
     def per_request(self, bodies: Path, count: int) -> float:
         """Sends requests; returns the instructions for each."""
 
         def work() -> None:
-            self.play(bodies, count)
+            play_all(self.port, bodies, count)
             time.sleep(FOLLOWS_S)
 
         (busy, seconds), (idle, idle_s) = self._counted(work), self._counted(lambda: time.sleep(IDLE_S))
@@ -146,13 +140,13 @@ def _counts(
             warm = next(chats.waves(replace(load, requests=WARM_UPS, wave=WARM_UPS)))
             for each in (warm.first, warm.next) if asked.is_next else (warm.first,):
                 write_bodies(bodies, each)
-                subject.play(bodies, len(each))
+                play_all(subject.port, bodies, len(each))
             for engine in engines:
                 engine.pace(load.interval_us)
             wave = next(chats.waves(load))
             write_bodies(bodies, wave.first)
             if asked.is_next:
-                subject.play(bodies, load.wave)
+                play_all(subject.port, bodies, load.wave)
                 write_bodies(bodies, wave.next)
             found[shape] = subject.per_request(bodies, load.wave)
             for engine in engines:

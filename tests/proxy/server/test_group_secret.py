@@ -7,10 +7,13 @@ import msgspec
 import pytest
 from redis import Redis
 
+from engine_adapter import HttpTransport
 from proxy.core.index.blocks import chain, namespace_root
 from proxy.request.tenants import ApiKey, Tenants
+from proxy.server.app import Proxy
 from proxy.server.group_secret import FILE, GroupSecret, group_secret
-from proxy.settings import SettingsError
+from proxy.settings import Settings, SettingsError
+from tests.fakes import INFO, FakeAdapter
 from tests.valkey import Valkey
 
 
@@ -77,3 +80,17 @@ def test_hashes_and_salts_cannot_be_computed_without_it(tmp_path):
     found = [chain(root, prompt, None, 16).hashes for root in (*roots, namespace_root("m", salt="s"))]
     assert len({*salts, Tenants(keys).salt("ada", None)}) == 3
     assert len(set(found)) == 3
+
+
+def test_a_kvpin_uses_it(tmp_path):
+    keys = [{"key": f"key-of-{name}", "tenant": name} for name in ("ada", "bob")]
+    found = [
+        Proxy(Settings(api_keys=keys, state_dir=tmp_path / name), HttpTransport()) for name in ("a", "a", "b")
+    ]
+    assert len({proxy.fleet.secret_name for proxy in found}) == 2
+    assert len({proxy.tenants.salt("ada", None) for proxy in found}) == 2
+    roots = []
+    for proxy in found:
+        engine = proxy.fleet.add(FakeAdapter("e"))
+        roots.append(proxy.fleet.join(engine, INFO).root_of("s"))
+    assert roots[0] == roots[1] != roots[2]
