@@ -661,3 +661,13 @@ class TestUsageOfEveryRoute:
         engine.script = script
         await client.post("/v1/messages", json={"model": "m", "messages": [], "stream": True})
         assert (proxy.last.reported_tokens, proxy.last.output_tokens) == (7, 50)
+
+
+async def test_a_hold_that_is_lost_is_not_sent(engine):
+    """The slot may hold another tenant's KV by now."""
+    adapter = HoldingAdapter(engine, lambda body: Hold(body, is_lost=lambda: True))
+    async with proxy_over(adapter, reuse=True) as proxy, client_of(proxy) as client:
+        response = await client.post(CHAT, json=ASK)
+    assert response.status_code == 502
+    assert "lost before it could start" in response.text
+    assert engine.seen == []
