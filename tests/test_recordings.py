@@ -6,6 +6,7 @@ What the index must hold is worked out a second time here, from the recorded JSO
 from __future__ import annotations
 
 import gzip
+import hashlib
 import json
 import struct
 from contextlib import aclosing
@@ -61,6 +62,10 @@ def framed(*parts):
     return b"".join(struct.pack("<Q", len(part)) + part for part in parts)
 
 
+def blake2b_64(data):
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
+
+
 class Reference:
     """Entries by the names of the blocks they end in."""
 
@@ -85,7 +90,7 @@ class Reference:
             frame = framed(b"model", MODEL.encode())
             frame += framed(b"lora", lora.encode()) if lora else b""
             frame += framed(b"salt", salts[0].encode()) if salts else b""
-            parent = xxh3_64_intdigest(frame)
+            parent = blake2b_64(frame)
         else:
             parent = self.entries[event["parent_block_hash"]][-1]
         tokens, size = event["token_ids"], event["block_size"]
@@ -93,9 +98,9 @@ class Reference:
         for block, each in enumerate(keys):
             for key in each:
                 if isinstance(key, list) and key[1] >= 0:
-                    extra[block * size + key[1]] = xxh3_64_intdigest(framed(b"media", key[0].encode()))
+                    extra[block * size + key[1]] = blake2b_64(framed(b"media", key[0].encode()))
                 elif isinstance(key, bytes):
-                    extra[block * size] = xxh3_64_intdigest(framed(b"prompt_embeds_rows", key))
+                    extra[block * size] = blake2b_64(framed(b"prompt_embeds_rows", key))
         for block, name in enumerate(event["block_hashes"]):
             self.entries[name] = []
             for at in range(block * size, (block + 1) * size, POOL):
