@@ -15,6 +15,8 @@ SESSION_HEADERS = (
     "x-claude-code-session-id",
     "x-conversation-id",
     "x-session-affinity",
+    "x-affinity",
+    "x-litellm-session-id",
 )
 PRIORITY_HEADER = "x-kvpin-priority"
 COMPARISON_HEADER = "x-kvpin-compare-with"
@@ -29,6 +31,7 @@ CACHED_HEADER = "x-kvpin-cached-tokens"
 NOTE_HEADER = "x-kvpin-note"
 RETENTION_HEADER = "x-kvpin-retention"
 NORMALISED_HEADER = "x-kvpin-normalised"
+REPAIRED_HEADER = "x-kvpin-repaired"
 POLICY_HEADER = "content-security-policy"
 RETRY_AFTER_HEADER = "retry-after"
 SHOULD_RETRY_HEADER = "x-should-retry"

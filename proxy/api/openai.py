@@ -6,6 +6,7 @@ It serves `/v1/*`, and those routes beside `/v1` that an adapter declares (`NATI
 from __future__ import annotations
 
 import asyncio
+import codecs
 import os
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
@@ -34,16 +35,9 @@ from proxy.api.relay.to_object_home import PassedToKeeper, is_asked
 from proxy.api.relay.to_owner import PassedToOwner
 from proxy.api.websockets import WebSocketClient, check_websocket, with_key
 from proxy.core.life import Cause
-from proxy.errors import (
-    BadRequest,
-    BodyTooLarge,
-    EncodedBody,
-    MethodNotAllowed,
-    NoEngine,
-    RateLimited,
-)
+from proxy.errors import BadRequest, BodyTooLarge, MethodNotAllowed, NoEngine, RateLimited
 from proxy.flow import Flow, longer_than_total
-from proxy.headers import REQUEST_ID_HEADER
+from proxy.headers import REPAIRED_HEADER, REQUEST_ID_HEADER
 from proxy.http.exchange import ClientLeft, Exchange
 from proxy.request.answer_headers import with_limits
 from proxy.request.calls import Call, Reply
@@ -52,6 +46,7 @@ from proxy.request.error_table import ANSWERED, cause_of, refusal_of, status_of
 from proxy.request.gate import Admission, Gate
 from proxy.request.json_bodies import parse
 from proxy.request.known_routes import ALLOW_POST, POST_ONLY
+from proxy.request.packed_bodies import unpacked
 from proxy.request.records import RequestRecord
 from proxy.request.session import session_of
 from proxy.request.stored import (
@@ -70,8 +65,6 @@ from proxy.request.translate import ResponseStore
 log = structlog.get_logger(__name__)
 
 MAX_REQUEST_ID = 128
-# Characters of a client's content-encoding that an error repeats.
-MAX_ENCODING = 40
 # Routes whose bodies may be files. On all others the body must be JSON, whatever its content type says: some
 # engines ignore the content type, and kvpin must check which tenant's KV a request may use.
 FILE_ROUTES = ("/v1/audio/", "/v1/files", "/v1/images/", "/v1/uploads", "/v1/videos")
@@ -84,6 +77,7 @@ CLEAN_UP_S = 30.0
 _OWN_ID = ContextVar[str](f"{structlog.contextvars.STRUCTLOG_KEY_PREFIX}request")
 _CLIENT_ID = ContextVar[str](f"{structlog.contextvars.STRUCTLOG_KEY_PREFIX}client_request")
 _NO_LIMIT = nullcontext()
+_REPAIRED = (REPAIRED_HEADER.encode(), b"half-characters")
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,12 +340,20 @@ class DataPlane:
 
     async def _body(self, exchange: Exchange, admitted: Admission) -> JsonBody | None:
         raw = await exchange.read(self.max_body_bytes, admitted.hold)
-        encoding = exchange.headers.get("content-encoding", "identity")
-        if raw and encoding.lower() != "identity":
-            raise EncodedBody(f"the body is encoded as {encoding[:MAX_ENCODING]!r}: send it as plain JSON")
         if not raw:
             return None
-        return await off_loop(partial(parse, raw, self.shape), ms=len(raw) / JSON_BYTES_PER_MS)
+        encoding = exchange.headers.get("content-encoding", "identity")
+        if encoding.lower() != "identity":
+            raw = await unpacked(raw, encoding, self.max_body_bytes, admitted.hold)
+            admitted.hold(len(raw))
+            exchange.headers = Headers(
+                [pair for pair in exchange.headers.raw if pair[0] != b"content-encoding"]
+            )
+        raw = raw.removeprefix(codecs.BOM_UTF8)
+        body = await off_loop(partial(parse, raw, self.shape), ms=len(raw) / JSON_BYTES_PER_MS)
+        if body.raw is not raw:
+            exchange.added = [*exchange.added, _REPAIRED]
+        return body
 
     def _length(self, headers: Headers) -> int | None:
         """The length of the body as its client gave it. Raises BodyTooLarge."""

@@ -11,7 +11,7 @@ ProxyError
 ├── Forbidden            the caller may not do this from where it is, or as one of several tenants
 ├── BodyTooLarge         over the limit
 ├── SlowBody             not sent in time
-├── EncodedBody          compressed
+├── EncodedBody          compressed in an unknown way
 ├── RateLimited          over a limit of its tenant: retry in `retry_after_s`
 ├── Overloaded           all engines are busy: retry in `retry_after_s`
 │   └── NoMemory         requests' bodies take all the memory for them
@@ -115,7 +115,7 @@ class SlowBody(ProxyError):
 
 
 class EncodedBody(ProxyError):
-    """The request body is compressed, which kvpin does not read."""
+    """The request body is compressed in a way that kvpin does not read."""
 
 
 class RateLimited(ProxyError):

@@ -3,6 +3,8 @@
 calls.py           the request and its reply
 session.py         the conversation it belongs to
 gate.py            the permission to run: the tenant's quota and memory for the body, held to the end
+packed_bodies.py   compressed bodies
+half_characters.py halves of emojis in JSON
 json_bodies.py     JSON bodies: their shape, and how long their lists may be
 forward.py         sends a request to an engine, streams the answer back
 tenants.py         API key → tenant → cache salt

@@ -1,6 +1,7 @@
 """The JSON body of a request, parsed one level deep.
 
-    bytes → how many values, fields and bytes of text → top-level fields → lengths of the lists of a prompt
+    bytes → whole characters → how many values, fields and bytes of text → top-level fields → lengths of the
+    lists of a prompt
 
 Each of these is refused above a limit before the next one is looked at.
 """
@@ -25,6 +26,7 @@ from engine_adapter import (
 from engine_adapter.shape import Shape, is_deeper, shape_of
 from proxy.errors import BadRequest, BodyTooLarge
 from proxy.errors.codes import Code
+from proxy.request.half_characters import whole_characters
 
 # The most entries of each list that makes a prompt, and of each list in such an entry. Even an empty entry
 # takes time on the event loop.
@@ -62,12 +64,15 @@ def parse(raw: bytes, most: Shape = Shape()) -> JsonBody:  # noqa: B008 - immuta
         UnreadableField: such a list cannot be decoded.
         msgspec.DecodeError: it is no JSON.
     """
+    if b"\\u" in raw and (b"\\ud" in raw or b"\\uD" in raw):
+        raw = whole_characters(raw)
     if len(raw) > min(_LIST_BYTES * most.fields, _VALUE_BYTES * most.values, most.text):
         _check_shape(raw, most)
     try:
         body = JsonBody(raw)
-    except msgspec.ValidationError as error:
-        raise BadRequest("the body must be a JSON object", code=Code.INVALID_JSON) from error
+    except msgspec.DecodeError as error:
+        _check_kind(raw, error)
+        raise
     names = body.names
     if len(names) > MAX_FIELDS:
         text = f"the body has {len(names)} fields; the limit is {MAX_FIELDS}"
@@ -77,10 +82,20 @@ def parse(raw: bytes, most: Shape = Shape()) -> JsonBody:  # noqa: B008 - immuta
     if len(raw) > _SHORT and raw.count(b",") >= MAX_ENTRIES:
         _check_lists(body)
     if body.has_any(_OWN_FIELDS):
-        for name in OWN_FIELDS:
-            if name in body:
-                _check_own_field(name, body.raw_of(name))
+        for name in body.names & _OWN_FIELDS:
+            _check_own_field(name, body.raw_of(name))
     return body
+
+
+def _check_kind(raw: bytes, error: msgspec.DecodeError) -> None:
+    """Says of a body that cannot be decoded what it is instead, where that is known."""
+    text = None
+    if isinstance(error, msgspec.ValidationError):
+        text = "the body must be a JSON object"
+    elif b"\0" in raw[:4]:
+        text = "the body is UTF-16 or UTF-32: send it as UTF-8"
+    if text is not None:
+        raise BadRequest(text, code=Code.INVALID_JSON) from error
 
 
 def _check_case(names: Collection[str]) -> None:

@@ -235,7 +235,10 @@ def test_nasty_json(client, path, raw):
     response = client.post(path, content=raw, headers={"content-type": "application/json"})
     check(response)
     if path in (CHAT, COMPLETIONS):
-        assert response.status_code == 400 or (b'"other"' in raw and path == COMPLETIONS), response.text
+        if path == COMPLETIONS and b"\\ud" in raw:  # half of a character is repaired
+            assert response.status_code == 200, response.text
+        else:
+            assert response.status_code == 400 or (b'"other"' in raw and path == COMPLETIONS), response.text
 
 
 @pytest.mark.parametrize("max_tokens", [10**6, 2**31, 2**63, 10**30])
@@ -260,6 +263,7 @@ def test_ten_megabytes_of_garbage(client, path, byte):
         {"content-type": "text/plain"},
         {"content-type": "application/json; charset=utf-16"},
         {"content-type": "application/json", "content-encoding": "gzip"},
+        {"content-type": "application/json", "content-encoding": "br"},
         {"x-request-id": "x" * 5000},
         {"x-request-id": "a\tb"},
         {"authorization": "Bearer"},

@@ -150,3 +150,9 @@ def test_a_field_that_kvpin_checks_has_one_spelling(name):
 
 def test_other_fields_may_be_spelled_as_clients_like():
     assert set(parse(b'{"model":"m","topK":1,"Top_P":2}').names) == {"model", "topK", "Top_P"}
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be", "utf-16-le", "utf-32"])
+def test_utf_16_is_told_so(encoding):
+    with pytest.raises(BadRequest, match="UTF-16 or UTF-32: send it as UTF-8"):
+        parse('{"model": "m"}'.encode(encoding))

@@ -1,0 +1,93 @@
+"""Compressed bodies of requests."""
+
+import gzip
+import tracemalloc
+import zlib
+
+import pytest
+import zstandard
+
+from proxy.errors import BadRequest, BodyTooLarge, EncodedBody, NoMemory
+from proxy.request.packed_bodies import unpacked
+
+TEXT = b'{"messages": "' + b"hello, world. " * 300_000 + b'"}'
+PACK = {
+    "gzip": gzip.compress,
+    "x-gzip": gzip.compress,
+    "GZip": gzip.compress,
+    "deflate": zlib.compress,
+    "zstd": zstandard.ZstdCompressor().compress,
+}
+
+
+def raw_deflate(data):
+    writer = zlib.compressobj(wbits=-15)
+    return writer.compress(data) + writer.flush()
+
+
+async def plain(raw, encoding, *, limit=1 << 30, hold=lambda _size: None):
+    return await unpacked(raw, encoding, limit, hold)
+
+
+@pytest.mark.parametrize("encoding", PACK)
+async def test_a_body_is_unpacked(encoding):
+    for text in (b"{}", TEXT):
+        assert await plain(PACK[encoding](text), encoding) == text
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "zstd"])
+async def test_a_body_of_several_members_is_unpacked(encoding):
+    packed = PACK[encoding]
+    assert await plain(packed(b'{"a":') + packed(TEXT) + packed(b"}"), encoding) == b'{"a":' + TEXT + b"}"
+
+
+async def test_so_is_deflate_without_a_head():
+    assert await plain(raw_deflate(TEXT), "deflate") == TEXT
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "deflate", "zstd"])
+async def test_a_bomb_is_refused_before_it_is_unpacked(encoding):
+    bomb = PACK[encoding](bytes(150 << 20))
+    tracemalloc.start()
+    with pytest.raises(BodyTooLarge, match="more than 1048576 bytes when it is unpacked"):
+        await plain(bomb, encoding, limit=1 << 20)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 64 << 20
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "deflate", "zstd"])
+@pytest.mark.parametrize("cut", [1, 3, 20, 100])
+async def test_an_incomplete_body_is_told_so(encoding, cut):
+    packed = PACK[encoding](TEXT)
+    with pytest.raises(BadRequest, match="ends too early"):
+        await plain(packed[:-cut], encoding)
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "deflate", "zstd"])
+async def test_a_broken_body_is_told_so(encoding):
+    for raw in (b"hello, world", b"\0" * 50, PACK[encoding](TEXT)[:200] + b"\xff" * 400, b"{}"):
+        with pytest.raises(BadRequest, match=f"{encoding}"):
+            await plain(raw, encoding)
+
+
+@pytest.mark.parametrize("encoding", ["br", "gzip, gzip", "zstd,identity", "x" * 500])
+async def test_other_encodings_are_refused(encoding):
+    with pytest.raises(EncodedBody, match="send it as gzip, deflate, zstd or plain JSON") as error:
+        await plain(b"...", encoding)
+    assert len(str(error.value)) < 200
+
+
+async def test_memory_is_taken_as_it_is_unpacked():
+    told, packed = [], gzip.compress(TEXT)
+    await plain(packed, "gzip", hold=told.append)
+    assert told == sorted(told)
+    assert told[0] < 3 << 20
+    assert told[-1] == len(packed) + len(TEXT)
+
+    def refuse(size):
+        if size > 2 << 20:
+            raise NoMemory("no")
+
+    with pytest.raises(NoMemory):
+        await plain(packed, "gzip", hold=refuse)
