@@ -8,6 +8,7 @@ gguf_tokenizer.py     tokenizers inside GGUF files
 extra_ids.py          identity of embeddings                  media.py          identity of images, embeddings
 sandbox.py            the sandbox templates run in            cuts.py               where a text can be cut
 torch_file.py         reads a saved tensor
+message_shapes.py     messages that a template refuses or leaves out
 forms.py              prompts that all engines make alike
 bounds.py             what one call in a template may make
 template_input.py     what an engine gives its template

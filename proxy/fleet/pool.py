@@ -21,6 +21,7 @@ from engine_adapter import (
     Tier,
     Transfer,
 )
+from engine_adapter.prompt.message_shapes import Shape
 from proxy.core.admission import HOLD_S, KEPT_BUSY, Needs
 from proxy.core.audit import Trust
 from proxy.core.index.blocks import BlockHash, Chain, chain, namespace_root
@@ -60,6 +61,7 @@ class Pool:
     Attributes:
         renderings: what renders and tokenises requests, for each set of its engines that make the same tokens
             of the same prompt. Mostly there is one.
+        lost_shapes: messages that the chat template of some of its engines refuses or leaves out.
         context: the longest prompt that any of its engines takes, in tokens; None without a limit.
         has_roles: some of its engines are meant for one part of requests.
         passes_kv: some of its engines can pass KV to others.
@@ -83,6 +85,7 @@ class Pool:
         self.engines: dict[str, Engine] = {}
         self.placer = Placer(tokens_per_block)
         self.renderings: tuple[PromptBuilder, ...] = ()
+        self.lost_shapes = frozenset[Shape]()
         self.context: int | None = None
         self._contexts: tuple[int, ...] = ()
         self._lora_paths: dict[str, str] = {}
@@ -120,6 +123,7 @@ class Pool:
     def _note_renderings(self) -> None:
         found = dict.fromkeys(each.prompts for each in self.engines.values() if each.prompts is not None)
         self.renderings = tuple(sorted(found, key=lambda each: (each.is_blank, not each.is_proven)))
+        self.lost_shapes = frozenset[Shape]().union(*(each.lost_shapes for each in self.renderings))
 
     @property
     def prompts(self) -> PromptBuilder | None:

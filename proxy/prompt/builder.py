@@ -31,6 +31,7 @@ from engine_adapter.prompt.chat import ChatPrompt, ChatTokenizer
 from engine_adapter.prompt.forms import Form, forms_of
 from engine_adapter.prompt.lengths import CannotFit
 from engine_adapter.prompt.media import read_embeds, reading_ms
+from engine_adapter.prompt.message_shapes import Shape
 from engine_adapter.prompt.tokenizer_process import load_tokenizer
 from engine_adapter.types import ExtraIds, TokenIds
 from proxy.errors import TooLong
@@ -248,6 +249,13 @@ class PromptBuilder:
     def exactness(self) -> Exactness:
         """Who makes the ids, and whether they are known to be right."""
         return self.forms.summary(None if self.local is None else self.local.tokenizer.source, self.reason)
+
+    @property
+    def lost_shapes(self) -> frozenset[Shape]:
+        """Messages that the engines' chat template refuses or leaves out, as far as is known."""
+        if self.local is None or self.forms.rows[Form.PLAIN].source != "local":
+            return frozenset()
+        return self.local.lost_shapes
 
     @property
     def can_ask(self) -> bool:

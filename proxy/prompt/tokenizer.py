@@ -16,6 +16,7 @@ from engine_adapter.prompt.chat import ChatPrompt, ChatTokenizer
 from engine_adapter.prompt.cuts import find_cut
 from engine_adapter.prompt.forms import Form
 from engine_adapter.prompt.media import mark_embeds, mark_media
+from engine_adapter.prompt.message_shapes import Shape, lost_shapes
 from engine_adapter.types import TokenIds
 from proxy.prompt.known_chats import KnownBeginning, KnownChats, Owner
 from proxy.prompt.render import ChatInput, CompletionInput
@@ -29,14 +30,20 @@ _MESSAGES_PER_MS = 64
 @dataclass(eq=False, repr=False)
 class LocalTokenizer:
     """Tokenises here, with a loaded tokenizer. A prompt of clearly more tokens than a `limit` is a
-    CannotFit."""
+    CannotFit.
+
+    Attributes:
+        lost_shapes: messages that its chat template refuses or leaves out.
+    """
 
     tokenizer: ChatTokenizer
     _: KW_ONLY
     vocab_size: int | None
     hidden_size: int | None
+    lost_shapes: frozenset[Shape] = field(init=False)
 
     def __post_init__(self) -> None:
+        self.lost_shapes = lost_shapes(self.tokenizer.render)
         cut = find_cut(self.tokenizer)
         self._known = None if cut is None else KnownChats(cut)
 

@@ -1,8 +1,10 @@
-"""Applies the rules of `proxy/core/normalise.py` to the requests that they were chosen for."""
+"""Applies the rules of `proxy/core/normalise.py` to the requests that they were chosen for, and the repairs
+of `proxy/core/message_repair.py` to those whose messages the model's chat template would lose."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from msgspec.structs import replace
@@ -10,6 +12,8 @@ from msgspec.structs import replace
 from engine_adapter import JsonBody
 from engine_adapter.body import UnreadableField
 from engine_adapter.off_loop import JSON_BYTES_PER_MS, VALUES_PER_MS, off_loop
+from engine_adapter.prompt.message_shapes import Shape
+from proxy.core.message_repair import Repair, may_need, repaired
 from proxy.core.normalise import BILLING, FIELDS, Rule, normalised
 from proxy.request.calls import Call
 
@@ -21,7 +25,16 @@ ROUTES = frozenset(
     )
 )
 """Routes whose prompts the rules know."""
+Change = Rule | Repair
+"""What changes a prompt."""
 _MESSAGES = "/v1/messages"
+_REPAIRS = {
+    Shape.DEVELOPER: Repair.DEVELOPER_AS_SYSTEM,
+    Shape.SEVERAL_SYSTEMS: Repair.SYSTEMS_JOINED,
+    Shape.LATE_SYSTEM: Repair.LATE_SYSTEM_IN_TURN,
+    Shape.SYSTEM: Repair.SYSTEM_IN_TURN,
+}
+_NO_REPAIRS = frozenset[Repair]()
 _BILLING = BILLING.encode()
 
 
@@ -30,12 +43,14 @@ class ChosenRules:
     """Rules that the operator chose for some requests.
 
     Attributes:
+        repairs: messages that the model's chat template would lose are repaired.
         tenant, model: only for requests of this tenant, and for this model; None for all.
     """
 
     rules: frozenset[Rule]
     tenant: str | None = None
     model: str | None = None
+    repairs: bool = True
 
     def suit(self, tenant: str | None, models: Sequence[str | None]) -> bool:
         """True if they are for requests of a tenant, for a model that has these names."""
@@ -48,38 +63,62 @@ class Normalising:
 
     chosen: Sequence[ChosenRules] = ()
 
-    async def apply(self, call: Call, model: str) -> tuple[Call, tuple[Rule, ...]]:
-        """The request with a normalised body, and the rules that changed it. `model`: of its pool."""
+    async def apply(
+        self, call: Call, model: str, lost: AbstractSet[Shape] = frozenset()
+    ) -> tuple[Call, tuple[Change, ...]]:
+        """The request with a normalised body, and what changed it.
+
+        Args:
+            call: the request.
+            model: of its pool.
+            lost: messages that the chat template of this model refuses or leaves out.
+        """
         body, route = call.body, call.route
         if not isinstance(body, JsonBody) or route not in ROUTES:
             return call, ()
-        if not (self.chosen or route.startswith(_MESSAGES)) or not (rules := self._rules(call, body, model)):
+        if not (self.chosen or lost or route.startswith(_MESSAGES)):
+            return call, ()
+        rules, repairs = self._rules(call, body, model), self._repairs(call, body, model, lost)
+        if not (rules or repairs):
             return call, ()
         changed, applied = await off_loop(
-            lambda: _applied(body, rules),
+            lambda: _applied(body, rules, repairs),
             ms=2 * len(body.raw) / JSON_BYTES_PER_MS + body.n_values / VALUES_PER_MS,
         )
         if not applied:
             return call, ()
         return replace(call, body=changed), applied
 
+    def _suiting(self, call: Call, model: str) -> list[ChosenRules]:
+        return [entry for entry in self.chosen if entry.suit(call.tenant, (model, call.model))]
+
     def _rules(self, call: Call, body: JsonBody, model: str) -> frozenset[Rule]:
-        names = (model, call.model)
-        suiting = [entry.rules for entry in self.chosen if entry.suit(call.tenant, names)]
+        suiting = [entry.rules for entry in self._suiting(call, model)]
         if call.route.startswith(_MESSAGES) and _BILLING in body.raw:
             suiting.append(frozenset({Rule.BILLING_LINE}))
         return frozenset().union(*suiting)
+
+    def _repairs(self, call: Call, body: JsonBody, model: str, lost: AbstractSet[Shape]) -> frozenset[Repair]:
+        if not lost or not all(entry.repairs for entry in self._suiting(call, model)):
+            return _NO_REPAIRS
+        repairs = frozenset(_REPAIRS[shape] for shape in lost)
+        return repairs if may_need(body.raw, repairs) else _NO_REPAIRS
 
 
 NO_RULES = Normalising()
 """No rule was chosen."""
 
 
-def _applied(body: JsonBody, rules: frozenset[Rule]) -> tuple[JsonBody, tuple[Rule, ...]]:
-    wanted = ("system",) if rules == {Rule.BILLING_LINE} else FIELDS
+def _applied(
+    body: JsonBody, rules: AbstractSet[Rule], repairs: AbstractSet[Repair]
+) -> tuple[JsonBody, tuple[Change, ...]]:
+    wanted = ("system",) if rules == {Rule.BILLING_LINE} and not repairs else FIELDS
     try:
         fields = {name: body.view(name) for name in wanted if name in body}
     except UnreadableField:  # whoever reads the request next says so
         return body, ()
     changes, applied = normalised(fields, rules)
-    return (body.replace(**changes) if applied else body), applied
+    more, mended = repaired(fields | changes, repairs)
+    if not (applied or mended):
+        return body, ()
+    return body.replace(**changes | more), (*applied, *mended)

@@ -224,7 +224,10 @@ class Proxy:
         )
         media = MediaUuids(trusted=settings.trust_media_uuids)
         rules = Normalising(
-            [ChosenRules(frozenset(entry.rules), entry.tenant, entry.model) for entry in settings.normalise]
+            [
+                ChosenRules(frozenset(entry.rules), entry.tenant, entry.model, entry.repairs)
+                for entry in settings.normalise
+            ]
         )
         routes = translations(self.responses)
         return make_flow(

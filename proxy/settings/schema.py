@@ -149,13 +149,15 @@ class LimitSettings(_SettingsPart):
 class NormaliseSettings(_SettingsPart):
     """Rules that change prompts, so that more of them equals earlier ones."""
 
-    rules: tuple[Rule, ...]
+    rules: tuple[Rule, ...] = ()
     """The names of [rules](normalise.md): `billing_line`, `date_to_day`, `tools_sorted`, `volatile_last`,
     `paths`."""
     tenant: Name | None = None
     """Only for requests of this tenant."""
     model: ModelName | None = None
     """Only for requests for this model."""
+    repairs: bool = True
+    """Repair messages that [the model's chat template loses](normalise.md#messages-that-a-template-loses)."""
 
 
 class TlsSettings(_SettingsPart):

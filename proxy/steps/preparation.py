@@ -15,7 +15,6 @@ from engine_adapter import Capability, JsonBody, RequestBody, Retention, Transfe
 from engine_adapter.off_loop import JSON_BYTES_PER_MS, VALUES_PER_MS, off_loop
 from proxy.core.admission import Needs
 from proxy.core.index.blocks import Chain
-from proxy.core.normalise import Rule
 from proxy.core.placement.decision import Placement
 from proxy.core.retention import may_ask, retention_of
 from proxy.errors import MethodNotAllowed
@@ -27,7 +26,7 @@ from proxy.prompt import MediaUuids, Prompt, PromptBuilder
 from proxy.request.calls import Call
 from proxy.request.error_table import ANSWERED
 from proxy.request.known_routes import ALLOW_POST
-from proxy.request.normalising import NO_RULES, Normalising
+from proxy.request.normalising import NO_RULES, Change, Normalising
 from proxy.request.retries import PASSED_ON
 from proxy.request.session import Session
 from proxy.request.tenants import Tenants
@@ -65,7 +64,7 @@ class Ready(Struct, frozen=True):
         translation: turns the answer to a chat into that of the API the client asked; None for its own.
         home: the engine that made the response that the request names: only that one can serve it; None for
             any.
-        rules: the rules that changed its prompt.
+        rules: the rules and repairs that changed its prompt.
         asked: the client's body as these rules changed it, until it is kept; None if none did.
         shares: it runs without its tenant's salt, because the pool's engines share KV between tenants.
         kind: the only kind of engine that can serve it, because one of them died in mid-answer; None for any.
@@ -82,7 +81,7 @@ class Ready(Struct, frozen=True):
     translation: Translation | None = None
     home: str | None = None
     kind: str | None = None
-    rules: tuple[Rule, ...] = ()
+    rules: tuple[Change, ...] = ()
     asked: RequestBody = None
     rendering: PromptBuilder | None = None
     others: tuple[Ready, ...] = ()
@@ -228,7 +227,7 @@ class Preparation:
         to = await self.destinations.find(call)
         if call.native is not None:
             to.pool.check_serves(call.native)
-        call, rules = await self.normalising.apply(call, to.pool.model)
+        call, rules = await self.normalising.apply(call, to.pool.model, to.pool.lost_shapes)
         retention = await self._retention(call, to.pool)
         translation = await self._translation(call, to.pool)
         if translation is None:
@@ -337,7 +336,7 @@ class Preparation:
         return replace(made[0], others=tuple(made[1:])) if len(made) > 1 else made[0]
 
 
-def _with_rules(ready: Ready, rules: tuple[Rule, ...], call: Call) -> Ready:
+def _with_rules(ready: Ready, rules: tuple[Change, ...], call: Call) -> Ready:
     return replace(ready, rules=rules, asked=call.body) if rules else ready
 
 

@@ -1,6 +1,7 @@
 """Rules on requests: for whom, and who is told."""
 
 import json
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,7 @@ from proxy.request.calls import Call
 from proxy.request.normalising import ChosenRules, Normalising
 from proxy.request.tenants import ApiKey, Tenants
 from tests.fakes import ASK, CHAT, INFO, FakeAdapter, client_of, proxy_over
+from tests.kv_world import until
 
 TIMES = ("2026-11-25T23:05:44Z", "2026-11-25T23:06:01Z")
 DATES = Normalising([ChosenRules(frozenset({Rule.DATE_TO_DAY}), tenant="red")])
@@ -102,3 +104,35 @@ async def test_a_body_that_cannot_be_read_goes_on_as_it_is(client, raw):
 
 def call_with(raw):
     return Call("r", "POST", CHAT, None, JsonBody(raw))
+
+
+STRICT = (
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('first!') }}"
+    "{% endif %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+)
+
+
+@pytest.fixture
+def strict_tokenizer(tokenizer_dir, tmp_path):
+    directory = tmp_path / "strict"
+    shutil.copytree(tokenizer_dir, directory)
+    (directory / "chat_template.jinja").write_text(STRICT)
+    return directory
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+async def test_messages_that_the_template_loses_are_repaired(engine, strict_tokenizer, is_on):
+    adapter = FakeAdapter("a", engine.url, replace(INFO, tokenizer=str(strict_tokenizer)))
+    chosen = Normalising([ChosenRules(frozenset(), repairs=is_on)])
+    turns = [{"role": role, "content": f"{role}'s words"} for role in ("system", "user", "system")]
+    async with proxy_over(adapter, reuse=True, normalising=chosen) as proxy, client_of(proxy) as client:
+        await until(lambda: proxy.fleet.engines["a"].is_proven)
+        answer = await client.post(CHAT, json={**ASK, "messages": turns})
+        await proxy.settled()
+        sent = json.loads(engine.seen[-1].body)["messages"]
+    if not is_on:
+        assert sent == turns
+        return
+    assert sent == [turns[0], {**turns[1], "content": "user's words\n\n<system>\nsystem's words\n</system>"}]
+    assert answer.headers["x-kvpin-normalised"] == "late_system_in_turn"
+    assert proxy.last.normalised == ["late_system_in_turn"]

@@ -1,0 +1,56 @@
+"""Which messages a chat template loses."""
+
+import pytest
+
+from engine_adapter.errors import ChatError
+from engine_adapter.prompt.message_shapes import Shape, lost_shapes
+from engine_adapter.prompt.templates import TEMPLATE_ERRORS, render_template
+
+EACH = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+# The first message may be a system message, and further ones are refused, as Qwen3.5's template does it.
+STRICT = (
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('first!') }}"
+    "{% elif m.role not in ['system', 'user', 'assistant'] %}{{ raise_exception('role') }}{% endif %}"
+    "<{{ m.role }}>{{ m.content }}{% endfor %}"
+)
+# Others are left out without a word.
+SILENT = (
+    "{% if messages[0].role == 'system' %}<s>{{ messages[0].content }}{% endif %}"
+    "{% for m in messages %}{% if m.role in ['user', 'assistant'] %}<{{ m.role }}>{{ m.content }}"
+    "{% endif %}{% endfor %}"
+)
+# No system message, and turns alternate, as in Gemma's.
+NONE = (
+    "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('alternate') }}{% endif %}"
+    "<{{ m.role }}>{{ m.content }}{% endfor %}"
+)
+DEVELOPER_ONLY_FIRST = EACH.replace(
+    "<{{", "{% if m.role == 'developer' and not loop.first %}{% continue %}{% endif %}<{{"
+)
+
+
+def rendering(template):
+    def render(messages):
+        try:
+            return render_template(template, messages, variables={}, add_generation_prompt=True)
+        except TEMPLATE_ERRORS as error:
+            raise ChatError(str(error), param="messages") from error
+
+    return render
+
+
+@pytest.mark.parametrize(
+    ("template", "lost"),
+    [
+        (EACH, set()),
+        (STRICT, {Shape.SEVERAL_SYSTEMS, Shape.LATE_SYSTEM, Shape.DEVELOPER}),
+        (SILENT, {Shape.SEVERAL_SYSTEMS, Shape.LATE_SYSTEM, Shape.DEVELOPER}),
+        (NONE, {Shape.SYSTEM, Shape.SEVERAL_SYSTEMS, Shape.LATE_SYSTEM, Shape.DEVELOPER}),
+        (DEVELOPER_ONLY_FIRST, {Shape.DEVELOPER}),
+        ("{{ raise_exception('never') }}", set()),
+        ("{{ messages[-1].content }}", set()),
+    ],
+)
+def test_what_is_refused_or_left_out(template, lost):
+    assert lost_shapes(rendering(template)) == lost
