@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Set as AbstractSet
 from enum import StrEnum
 from typing import Any
 
@@ -22,33 +23,45 @@ class Shape(StrEnum):
     """One where a system message may be."""
 
 
-Render = Callable[[list[dict[str, Any]]], str]
-"""Messages → the prompt's text; raises ChatError if they are refused."""
-_TURNS = ("user", "assistant", "user")
+Roles = tuple[str, ...]
+_TURNS: Roles = ("user", "assistant", "user")
+_SYSTEM: Roles = ("system", *_TURNS)
+_SEVERAL: Roles = ("system", "system", *_TURNS)
+_LATE: tuple[Roles, ...] = (("system", "user", "system"), ("system", "user", "assistant", "system", "user"))
+_DEVELOPERS: tuple[Roles, ...] = (("developer", *_TURNS), ("system", "developer", *_TURNS))
+PROBES: tuple[Roles, ...] = (_TURNS, _SYSTEM, _SEVERAL, *_LATE, *_DEVELOPERS)
+"""Roles of the chats that are tried. If the first one is not kept, nothing can be told."""
 
 
-def lost_shapes(render: Render) -> frozenset[Shape]:
-    """The shapes of which a text is missing in the prompt, or that are refused. None are told of a template
-    that does not even keep a chat of two turns."""
-    if not _keeps(render, *_TURNS):
+def marked(roles: Roles, changed: int | None = None) -> list[dict[str, Any]]:
+    """Messages of these roles, each with a text of its own; the one at `changed` has another one."""
+    words = ["other" if at == changed else "mark" for at in range(len(roles))]
+    return [
+        {"role": role, "content": f"{word} {at} of {role}"}
+        for at, (role, word) in enumerate(zip(roles, words, strict=True))
+    ]
+
+
+def lost_shapes(kept: AbstractSet[Roles]) -> frozenset[Shape]:
+    """The shapes that are lost, by which of `PROBES` are `kept`: not refused, and all texts are in the
+    prompt."""
+    if _TURNS not in kept:
         return frozenset()
-    lost = set[Shape]()
-    system = _keeps(render, "system", *_TURNS)
-    if not system:
-        lost |= {Shape.SYSTEM, Shape.SEVERAL_SYSTEMS, Shape.LATE_SYSTEM}
-    if not (_keeps(render, "developer", *_TURNS) and _keeps(render, "system", "developer", *_TURNS)):
-        lost.add(Shape.DEVELOPER)
-    if system and not _keeps(render, "system", "system", *_TURNS):
-        lost.add(Shape.SEVERAL_SYSTEMS)
-    late = (("system", "user", "system"), ("system", "user", "assistant", "system", "user"))
-    if system and not all(_keeps(render, *roles) for roles in late):
-        lost.add(Shape.LATE_SYSTEM)
-    return frozenset(lost)
+    if _SYSTEM not in kept:
+        lost = {Shape.SYSTEM, Shape.SEVERAL_SYSTEMS, Shape.LATE_SYSTEM}
+    else:
+        lost = {Shape.SEVERAL_SYSTEMS} if _SEVERAL not in kept else set()
+        lost |= {Shape.LATE_SYSTEM} if not kept >= {*_LATE} else set()
+    return frozenset(lost if kept >= {*_DEVELOPERS} else {*lost, Shape.DEVELOPER})
 
 
-def _keeps(render: Render, *roles: str) -> bool:
-    """True if the texts of such messages are in the prompt."""
-    messages = [{"role": role, "content": f"mark {at} of {role}"} for at, role in enumerate(roles)]
+def kept_by(render: Callable[[list[dict[str, Any]]], str]) -> set[Roles]:
+    """The probes that a template keeps. `render` gives a prompt's text; it raises ChatError if it is
+    refused."""
+    return {roles for roles in PROBES if _keeps(render, marked(roles))}
+
+
+def _keeps(render: Callable[[list[dict[str, Any]]], str], messages: list[dict[str, Any]]) -> bool:
     try:
         text = render(messages)
     except ChatError:

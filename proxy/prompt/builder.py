@@ -239,6 +239,7 @@ class PromptBuilder:
         """From now on prompts are made here, unchecked, with the tokenizer that was adopted."""
         self.forms = FormTable(can_ask=self.can_ask, detail=self.reason)
         self.forms.make_here("unchecked: the engine has no route to check", alike=self._strict)
+        self.forms.lost_shapes = self.local.lost_shapes if self.local is not None else frozenset()
 
     def ask_engines(self, why: str) -> None:
         """From now on the engines tokenise everything, if they can."""
@@ -253,9 +254,7 @@ class PromptBuilder:
     @property
     def lost_shapes(self) -> frozenset[Shape]:
         """Messages that the engines' chat template refuses or leaves out, as far as is known."""
-        if self.local is None or self.forms.rows[Form.PLAIN].source != "local":
-            return frozenset()
-        return self.local.lost_shapes
+        return self.forms.lost_shapes
 
     @property
     def can_ask(self) -> bool:

@@ -16,7 +16,7 @@ from engine_adapter.prompt.chat import ChatPrompt, ChatTokenizer
 from engine_adapter.prompt.cuts import find_cut
 from engine_adapter.prompt.forms import Form
 from engine_adapter.prompt.media import mark_embeds, mark_media
-from engine_adapter.prompt.message_shapes import Shape, lost_shapes
+from engine_adapter.prompt.message_shapes import Shape, kept_by, lost_shapes
 from engine_adapter.types import TokenIds
 from proxy.prompt.known_chats import KnownBeginning, KnownChats, Owner
 from proxy.prompt.render import ChatInput, CompletionInput
@@ -43,7 +43,7 @@ class LocalTokenizer:
     lost_shapes: frozenset[Shape] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.lost_shapes = lost_shapes(self.tokenizer.render)
+        self.lost_shapes = lost_shapes(kept_by(self.tokenizer.render))
         cut = find_cut(self.tokenizer)
         self._known = None if cut is None else KnownChats(cut)
 

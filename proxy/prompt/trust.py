@@ -19,6 +19,7 @@ from typing import Literal
 import msgspec
 
 from engine_adapter.prompt.forms import Form
+from engine_adapter.prompt.message_shapes import Shape
 
 Source = Literal["local", "engine", "client"]
 """Who made the token ids of a prompt."""
@@ -156,6 +157,7 @@ class FormTable:
         can_ask: an engine of the pool tokenises requests.
         uses_local: the tokenizer that is loaded here was compared, or is used unchecked.
         outcome: what came of comparing with an engine. Two engines with the same make the same tokens.
+        lost_shapes: messages that the engine's chat template refuses or leaves out, as far as is known.
     """
 
     def __init__(self, *, can_ask: bool, detail: str) -> None:
@@ -163,6 +165,7 @@ class FormTable:
         self.can_ask = can_ask
         self.uses_local = False
         self.outcome: Hashable = None
+        self.lost_shapes = frozenset[Shape]()
         self.rows = {form: Row("engine" if can_ask else "none", can_ask, detail) for form in Form}
 
     def make_here(self, detail: str, *, alike: bool) -> None:
