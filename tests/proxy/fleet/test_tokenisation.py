@@ -5,7 +5,15 @@ from dataclasses import replace
 import pytest
 import structlog
 
-from engine_adapter import Capability, EngineSpecError, EngineUnavailable, JsonBody, ModelNotLoaded
+from engine_adapter import (
+    Capability,
+    ChatError,
+    EngineRejected,
+    EngineSpecError,
+    EngineUnavailable,
+    JsonBody,
+    ModelNotLoaded,
+)
 from engine_adapter.prompt.chat import ChatTokenizer
 from engine_adapter.prompt.forms import Form
 from proxy.fleet import tokenisation
@@ -58,7 +66,10 @@ class Tokenising(FakeAdapter):
         if path == COMPLETIONS:
             return self.tokenizer.encode(body.get("prompt"), add_special_tokens=True)
         extra = self.tokenizer.encode(self.extra, add_special_tokens=False)
-        return extra + self.tokenizer.chat(body.get("messages"), tools=body.get("tools")).token_ids
+        try:
+            return extra + self.tokenizer.chat(body.get("messages"), tools=body.get("tools")).token_ids
+        except ChatError as error:
+            raise EngineRejected(str(error), status=400) from error
 
 
 class World:
