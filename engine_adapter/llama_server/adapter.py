@@ -348,7 +348,6 @@ class LlamaServerAdapter(HttpAdapter):
             return
         async with self._router.using(name) if self._router and name else nullcontext():
             if self._session is None and self.model_state in (ModelState.LOADED, ModelState.SLEEPING):
-                has_salt = self._known is not None and Capability.CACHE_SALT in self._known.capabilities
                 async with self._connecting:
                     try:
                         await self._take_up()
@@ -357,8 +356,9 @@ class LlamaServerAdapter(HttpAdapter):
                 told = self._told
                 if told is not None and told.is_another(self._info()):
                     prompt = None  # it was made for another file of this name
-                if prompt is None and has_salt and isinstance(body, JsonBody) and path in PINNED_ROUTES:
-                    # The prompt could not be tokenised before.
+                if prompt is None and isinstance(body, JsonBody) and path in PINNED_ROUTES:
+                    # The prompt could not be tokenised before. Where the server was thought to take no salts,
+                    # the body has the client's own alone: then one tenant uses the server, or all share it.
                     with suppress(EngineRejected):
                         ids = await self.tokenize(path, body)
                         prompt = KvTarget(ids, cache_salt=body.get("cache_salt"))

@@ -165,6 +165,17 @@ def sources(world: World) -> dict[str, str]:
     return {pool["model"]: pool["tokenisation"]["source"] for pool in pools if pool["model"] in MODELS}
 
 
+def test_the_question_that_loads_a_model_is_known_also_with_its_own_prompt_cache(tmp_path):
+    """The next question with the same document goes to its slot. Before, it went to another one."""
+    with router_world(tmp_path, "--models-max", "1", "--cache-ram", "64") as world:
+        (document,) = begun("river")
+        answers = [
+            world.chat("m0", [{**document, "content": f"{document['content']} {question}"}])
+            for question in ("what?", "who?", "where?")
+        ]
+        assert [cached(answer) > 250 for answer in answers] == [False, True, True]
+
+
 def test_a_model_that_an_operator_unloads_is_known_to_hold_nothing(world):
     messages = begun("garden")
     world.chat("m0", messages).raise_for_status()
