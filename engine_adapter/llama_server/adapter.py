@@ -7,12 +7,14 @@ hold    → a slot for the request (requests.py) → body with id_slot → what 
 
 from __future__ import annotations
 
+import os
 from asyncio import CancelledError, Lock
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, nullcontext, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from msgspec import structs
 from typing_extensions import override
@@ -21,6 +23,8 @@ from engine_adapter.body import JsonBody
 from engine_adapter.errors import (
     EngineError,
     EngineRejected,
+    EngineSpecError,
+    EngineTaken,
     EngineUnavailable,
     ModelNotLoaded,
     NotSupported,
@@ -29,12 +33,13 @@ from engine_adapter.hold import Forecast, Hold, RequestBody
 from engine_adapter.http.adapter import HttpAdapter
 from engine_adapter.http.models import read_models
 from engine_adapter.http.transport import OutgoingRequest
+from engine_adapter.http.web_pages import is_loopback
 from engine_adapter.llama_server.discovery import discover, findings_of
 from engine_adapter.llama_server.engine_info import absent, info_of
 from engine_adapter.llama_server.mirror_events import MirrorEvents
 from engine_adapter.llama_server.options import LlamaServerSpec
 from engine_adapter.llama_server.requests import ask_of, hold_request
-from engine_adapter.llama_server.router import Router, ServerClient
+from engine_adapter.llama_server.router import Router, RouterModel, ServerClient
 from engine_adapter.llama_server.routes import ALL_ROUTES, LOAD, PINNED_ROUTES, ROUTES
 from engine_adapter.llama_server.saved import Saved, SavedEvent, SavedPlace, SavedPrefixes
 from engine_adapter.llama_server.scheduler import SlotScheduler
@@ -63,6 +68,8 @@ DEFAULT_CACHE_BYTES = 4 * 2**30
 # The server keeps the stream of a conversation that this header names, and generates on when its client has
 # left: the slot would not be free.
 _CONVERSATION = "x-conversation-id"
+# Of a router's models: the directory where their processes save.
+_SAVES_TO = "--slot-save-path"
 _INSTEAD = {
     Capability.KV_EVENTS: "kvpin cannot follow its slots and learns from its answers what it holds",
     Capability.CACHE_SALT: "start it with --cache-ram 0: its own prompt cache serves every tenant",
@@ -101,10 +108,11 @@ class LlamaServerAdapter(HttpAdapter):
         super().__init__(spec)
         self._control: ServerClient = ServerClient(spec)
         self._mirror = MirrorEvents()
-        place = _place(spec)
-        self._registry = SavedPrefixes.shared(place) if place is not None else None
-        self._unsubscribe = self._registry.subscribe(self._on_saved) if self._registry else None
-        self._lock = ServerLock(place.host if place is not None else None, spec.url)
+        self._registry: SavedPrefixes | None = None
+        self._unsubscribe: Callable[[], None] | None = None
+        self._found: str | None = None  # the directory where it saves, if the settings name none
+        self._save_to(_place(spec))
+        self._lock = ServerLock(self._directory, spec.url)
         self._session: ServerSession | None = None
         self._router: Router | None = None
         self._known: EngineInfo | None = None  # as of its last session
@@ -183,7 +191,8 @@ class LlamaServerAdapter(HttpAdapter):
         if name is not None and self._known is None:
             # Each model of the router has a lock of its own.
             self._lock.free()
-            self._lock = ServerLock(self._registry.place.host if self._registry else None, self._place.url)
+            self._lock = ServerLock(self._directory, self._place.url)
+            self._find_directory(router.model(name))
             keeps_none = router.model(name).flag("--cache-ram") == "0"
             self._known = absent(name, self._place.url, {}, keeps_none=keeps_none)
 
@@ -191,7 +200,40 @@ class LlamaServerAdapter(HttpAdapter):
     def _place(self) -> LlamaServerSpec:
         """The engine, under an address that no other model of its server has."""
         model = self._control.model
-        return self.spec if model is None else replace(self.spec, url=f"{self.spec.url}#{model}")
+        if model is None:
+            return self.spec
+        options = self.spec.options
+        if self._found is not None:
+            options = structs.replace(options, host_cache_dir=self._found)
+        return replace(self.spec, url=f"{self.spec.url}#{model}", options=options)
+
+    @property
+    def _directory(self) -> Path | None:
+        """Where its saved files lie, as kvpin sees them; None if nothing is saved."""
+        return self._registry.place.host if self._registry is not None else None
+
+    def _save_to(self, place: SavedPlace | None) -> None:
+        """Saves prefixes there from now on. EngineSpecError means that it contradicts another engine."""
+        if place is not None:
+            self._registry = SavedPrefixes.shared(place)
+            self._unsubscribe = self._registry.subscribe(self._on_saved)
+
+    def _find_directory(self, model: RouterModel) -> None:
+        """Learns from a router of this machine where a model's process will save, if no setting names that.
+        The probe of the process finds out whether its files really arrive there."""
+        directory = model.flag(_SAVES_TO)
+        if self._registry is not None or directory is None or not _is_of_this_machine(self.spec, directory):
+            return
+        lock = ServerLock(Path(directory), self._place.url)
+        try:
+            lock.take()
+            self._found = directory
+            self._save_to(_place(self._place))
+        except (EngineTaken, EngineSpecError):  # another kvpin saves there, or an engine with other sizes
+            self._found = None
+            lock.free()
+        else:
+            self._lock = lock
 
     async def _take_up(self) -> None:
         """Begins the session of the process that answers, unless it has begun."""
@@ -408,11 +450,24 @@ class LlamaServerAdapter(HttpAdapter):
         session, scheduler, router = self._session, self._scheduler, self._router
         if session is None:
             named = [] if router is None else [self.spec.model] if self.spec.model else list(router.states)
-            return tuple(Finding(why) for name in named if router and (why := router.failure(name)))
+            failures = [Finding(why) for name in named if router and (why := router.failure(name))]
+            return (*failures, *self._unsaved())
         seen = scheduler.contents.findings if scheduler is not None else []
         has_slept = session.facts.is_sleeping or (scheduler is not None and scheduler.has_slept)
         facts = replace(session.facts, is_sleeping=has_slept)
         return (*findings_of(facts), *(Finding(text) for text in (*session.findings, *seen)))
+
+    def _unsaved(self) -> Iterator[Finding]:
+        """Why a router's model loses its KV when it leaves: this is told before the first one does."""
+        router, name = self._router, self._control.model
+        if router is None or name not in router.states or self._registry is not None:
+            return
+        directory = router.model(name).flag(_SAVES_TO)
+        if directory is None:
+            remedy = f"start the router with {_SAVES_TO} DIR, an absolute path, best in memory"
+        else:
+            remedy = f"set host_cache_dir to the router's {_SAVES_TO}, {directory}, as kvpin sees it"
+        yield Finding("nothing is saved: whenever the router ends this model, all its KV is lost", remedy)
 
     @override
     async def stats(self) -> dict[str, Any]:
@@ -482,6 +537,13 @@ class LlamaServerAdapter(HttpAdapter):
             session.scheduler.contents.note_removed()
         else:
             self._mirror.put(entry.name, entry.tier, entry.tokens, entry.salt)
+
+
+def _is_of_this_machine(spec: LlamaServerSpec, directory: str) -> bool:
+    """True if a server runs on this machine, and kvpin may write to this directory of its."""
+    host = urlsplit(spec.url).hostname or ""
+    is_here = host == "localhost" or is_loopback(host)
+    return is_here and Path(directory).is_absolute() and os.access(directory, os.R_OK | os.W_OK | os.X_OK)
 
 
 def _place(spec: LlamaServerSpec) -> SavedPlace | None:

@@ -59,7 +59,10 @@ class World:
 
 
 @contextmanager
-def router_world(tmp_path: Path, *flags: str, options: str = "") -> Iterator[World]:
+def router_world(
+    tmp_path: Path, *flags: str, options: str = "", saves: bool = True, is_told: bool = True
+) -> Iterator[World]:
+    """A world of a router that saves, whose directory kvpin is told."""
     models = tmp_path / "models"
     models.mkdir()
     for seed, name in enumerate(MODELS):
@@ -68,10 +71,12 @@ def router_world(tmp_path: Path, *flags: str, options: str = "") -> Iterator[Wor
     (models / "broken.gguf").write_bytes(whole[: len(whole) // 2])
     with (
         memory_dir() as saved,
-        running_llama_router(tmp_path / "router.log", models, *flags, save_dir=saved) as router,
+        running_llama_router(
+            tmp_path / "router.log", models, *flags, save_dir=saved if saves else None
+        ) as router,
         running_kvpin(
             tmp_path / "kvpin.log",
-            f"--engine=llama_server={router.url},host_cache_dir={saved}{options}",
+            f"--engine=llama_server={router.url}{f',host_cache_dir={saved}' if is_told else ''}{options}",
             tokenised=False,  # no model is loaded to be asked
         ) as kvpin,
     ):
@@ -121,7 +126,7 @@ def test_doctor_tells_the_states_and_loads_no_model(world):
     )
     for verb in ("flush", "pin"):  # its flags are right, and not known
         assert found["cannot"][verb].startswith("its flags are not known before its model is first in memory")
-    assert "set host_cache_dir" in found["cannot"]["offload"]
+    assert "set host_cache_dir" in found["cannot"]["offload"]  # the other kvpin has the directory
     assert set(world.own_states().values()) == {"unloaded"}
 
 
@@ -174,6 +179,26 @@ def test_the_question_that_loads_a_model_is_known_also_with_its_own_prompt_cache
             for question in ("what?", "who?", "where?")
         ]
         assert [cached(answer) > 250 for answer in answers] == [False, True, True]
+
+
+def test_the_directory_of_a_router_on_this_machine_is_found(tmp_path):
+    with router_world(tmp_path, "--models-max", "1", is_told=False) as world:
+        assert all(not engine["findings"] for engine in world.kvpin.engines().values())
+        messages = begun("stone")
+        for model in (*MODELS, "m0"):
+            answer = world.chat(model, messages)
+        assert predicted(answer) == cached(answer) > 200
+
+
+def test_a_router_that_does_not_save_is_told_at_start(tmp_path):
+    with router_world(tmp_path, "--models-max", "1", saves=False, is_told=False) as world:
+        for engine in world.kvpin.engines().values():
+            (finding,) = engine["findings"]
+            assert finding == (
+                "nothing is saved: whenever the router ends this model, all its KV is lost; start the router "
+                "with --slot-save-path DIR, an absolute path, best in memory"
+            )
+        assert set(world.own_states().values()) == {"unloaded"}
 
 
 def test_a_model_that_an_operator_unloads_is_known_to_hold_nothing(world):
