@@ -126,8 +126,9 @@ class SlotMemory:
         return reused if reused >= self.floor else 0
 
     def is_sound(self, shared: int, new: int) -> bool:
-        """False if the server would reuse KV that is not whole: it must be told to reuse nothing."""
-        return min(shared, new - 1) >= self.floor
+        """False if the server would reuse KV that is not whole: it must be told to reuse nothing. `new` is 0
+        for a prompt that kvpin does not know: the server may reuse any part of the slot."""
+        return min(shared, max(new - 1, 0)) >= self.floor
 
     def is_firm(self, shared: int, new: int) -> bool:
         """True if `reused` is exact; it is too low if not."""

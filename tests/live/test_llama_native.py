@@ -297,15 +297,28 @@ _ASKED = (
 )
 
 
+# The tiny model has no tokens to fill in with.
+_FIM = [f"tokenizer.ggml.fim_{part}_token_id=int:{10 + at}" for at, part in enumerate(("pre", "suf", "mid"))]
+_FILLS_IN = tuple(word for each in _FIM for word in ("--override-kv", each))
+
+
+def test_a_text_that_is_filled_in_reuses_the_one_before(tmp_path):
+    """kvpin does not know the prompt that the server makes of it, nor its length."""
+    with llama_world(tmp_path, *_FILLS_IN, slots=1) as world:
+        reused = []
+        for prompt in ("", "then"):
+            body = {"input_prefix": STORY, "input_suffix": "", "prompt": prompt, "n_predict": 4}
+            path = f"{world.base_url.removesuffix('/v1')}/infill"
+            answer = httpx.post(path, json=body, timeout=WAIT_S, trust_env=False).raise_for_status()
+            reused.append(answer.json()["timings"]["cache_n"])
+        assert reused[0] == 0
+        assert reused[1] > STORY.count(" ")
+
+
 def test_no_route_reuses_another_tenants_kv(tmp_path):
     """Whatever slot a request runs on, also one that becomes several, for which the server chooses slots."""
     keys = ("--api-key", "one", "--api-key", "two")
-    # The tiny model has no tokens to fill in with.
-    fim = [
-        f"tokenizer.ggml.fim_{part}_token_id=int:{10 + at}" for at, part in enumerate(("pre", "suf", "mid"))
-    ]
-    flags = [word for each in fim for word in ("--override-kv", each)]
-    with llama_world(tmp_path, "--metrics", *flags, slots=2, kvpin_flags=keys) as world:
+    with llama_world(tmp_path, "--metrics", *_FILLS_IN, slots=2, kvpin_flags=keys) as world:
         base = world.base_url.removesuffix("/v1")
 
         def computed(path, key, body):

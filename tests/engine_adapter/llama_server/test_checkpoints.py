@@ -149,6 +149,11 @@ def test_after_a_restore_a_full_window_is_reused_only_as_a_whole():
     assert memory.after(0, 500).reused(300, 400) == 300
 
 
+def test_a_prompt_of_unknown_length_may_reuse_whatever_is_whole():
+    assert PLAIN.restored(1000).is_sound(0, 0)
+    assert not FULL.restored(1000).is_sound(0, 0)
+
+
 def test_what_is_not_known_is_not_firm():
     for rules in (WINDOW, STATE):
         memory = rules.lost(300)
