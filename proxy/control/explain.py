@@ -150,6 +150,9 @@ def _of_the_known(record: RequestRecord, placement: Placement, diagnosis: Diagno
     engine = _computed_by(record, placement)
     if reported is None:
         return f"{engine} did not report cached tokens; predicted were {predicted} of {total} tokens"
+    if reported > predicted and not placement.firm:
+        surplus = f"{reported - predicted} more than a prediction that was not firm"
+        return f"{engine} reused {reported} of {total} tokens, {surplus}; {diagnosis.detail}"
     if reported < predicted:
         return f"{engine} reused {reported} of {predicted} predicted tokens; {diagnosis.detail}"
     surplus = f"{reported - predicted} more than predicted" if reported > predicted else "as predicted"

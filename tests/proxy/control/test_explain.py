@@ -188,6 +188,14 @@ async def test_a_summary_holds_no_prompt(world, pair):
     assert "prompt" not in summary
 
 
+async def test_more_than_a_prediction_that_was_not_firm_is_told_as_such(world, pair):
+    world.record("r1", tokens(64))
+    placement = structs.replace(placed("a", 64, ("a", 0.1, 32)), firm=False)
+    answer = await explained(world, tokens(64), placement, 48)
+    said = "a reused 48 of 64 tokens, 16 more than a prediction that was not firm; "
+    assert answer["explanation"].startswith(said)
+
+
 async def test_what_no_engine_served_missed_nothing(world, pair):
     placements = (None, placed("a", 64, ("a", 0.1, 0)))
     records = [world.record("r", None, placement=placement) for placement in placements]
