@@ -45,14 +45,13 @@ def repaired(fields: Fields, repairs: Iterable[Repair]) -> tuple[dict[str, Any],
     return {name: value for name, value in now.items() if value is not fields.get(name)}, tuple(applied)
 
 
-def may_need(raw: bytes, repairs: Iterable[Repair]) -> bool:
-    """False if a body surely needs none of these repairs, by its bytes."""
-    if b'"developer"' in raw:
+def may_need(raw: bytes, *, takes_system: bool) -> bool:
+    """False if a body surely needs no repair, by its bytes. `takes_system`: its template takes a system
+    message before the first turn."""
+    first = raw.find(b'"system"')
+    if first >= 0 and not (takes_system and first < raw.find(b'"user"') and raw.count(b'"system"') == 1):
         return True
-    n_systems = raw.count(b'"system"')
-    if n_systems > 1 or (n_systems and Repair.SYSTEM_IN_TURN in repairs):
-        return True
-    return (n_systems > 0 and raw.find(b'"system"') > raw.find(b'"user"')) or b'"instructions"' in raw
+    return b'"developer"' in raw or b'"instructions"' in raw
 
 
 def _as_system(fields: Fields) -> dict[str, Any]:

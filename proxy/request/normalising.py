@@ -34,7 +34,6 @@ _REPAIRS = {
     Shape.LATE_SYSTEM: Repair.LATE_SYSTEM_IN_TURN,
     Shape.SYSTEM: Repair.SYSTEM_IN_TURN,
 }
-_NO_REPAIRS = frozenset[Repair]()
 _BILLING = BILLING.encode()
 
 
@@ -76,9 +75,15 @@ class Normalising:
         body, route = call.body, call.route
         if not isinstance(body, JsonBody) or route not in ROUTES:
             return call, ()
-        if not (self.chosen or lost or route.startswith(_MESSAGES)):
+        is_lost = bool(lost) and may_need(body.raw, takes_system=Shape.SYSTEM not in lost)
+        if not (self.chosen or is_lost or route.startswith(_MESSAGES)):
             return call, ()
-        rules, repairs = self._rules(call, body, model), self._repairs(call, body, model, lost)
+        suiting = [entry for entry in self.chosen if entry.suit(call.tenant, (model, call.model))]
+        rules = frozenset[Rule]().union(*(entry.rules for entry in suiting))
+        if route.startswith(_MESSAGES) and _BILLING in body.raw:
+            rules |= {Rule.BILLING_LINE}
+        is_repaired = is_lost and all(entry.repairs for entry in suiting)
+        repairs = frozenset(_REPAIRS[shape] for shape in lost) if is_repaired else frozenset[Repair]()
         if not (rules or repairs):
             return call, ()
         changed, applied = await off_loop(
@@ -88,21 +93,6 @@ class Normalising:
         if not applied:
             return call, ()
         return replace(call, body=changed), applied
-
-    def _suiting(self, call: Call, model: str) -> list[ChosenRules]:
-        return [entry for entry in self.chosen if entry.suit(call.tenant, (model, call.model))]
-
-    def _rules(self, call: Call, body: JsonBody, model: str) -> frozenset[Rule]:
-        suiting = [entry.rules for entry in self._suiting(call, model)]
-        if call.route.startswith(_MESSAGES) and _BILLING in body.raw:
-            suiting.append(frozenset({Rule.BILLING_LINE}))
-        return frozenset().union(*suiting)
-
-    def _repairs(self, call: Call, body: JsonBody, model: str, lost: AbstractSet[Shape]) -> frozenset[Repair]:
-        if not lost or not all(entry.repairs for entry in self._suiting(call, model)):
-            return _NO_REPAIRS
-        repairs = frozenset(_REPAIRS[shape] for shape in lost)
-        return repairs if may_need(body.raw, repairs) else _NO_REPAIRS
 
 
 NO_RULES = Normalising()
