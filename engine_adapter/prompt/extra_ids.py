@@ -22,6 +22,8 @@ from engine_adapter.errors import PromptTableError
 from engine_adapter.types import ExtraIds, TokenIds
 
 UINT64_MAX = 2**64 - 1
+# Bytes of a safetensors header, which the library decodes whole: one tensor and notes of its maker.
+_MAX_HEADER = 64 << 10
 _FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 
 
@@ -72,11 +74,17 @@ def parse_embeddings(data: bytes, *, param: str) -> Embeddings:
 
     Raises:
         PromptTableError: not safetensors (the message names a pickle), not exactly one tensor, not
-            2-d, not floating point, or without rows. `param` is the field the error names.
+            2-d, not floating point, without rows, or with too long a header. `param` is the field that the
+            error names.
     """
     if data[:2] == b"PK" or data[:1] == b"\x80":
         raise PromptTableError(
             f"{param} is a pickled tensor; pickles can run code and are refused: save it as safetensors",
+            param=param,
+        )
+    if (n_bytes := int.from_bytes(data[:8], "little")) > _MAX_HEADER and n_bytes <= len(data):
+        raise PromptTableError(
+            f"{param} has a safetensors header of {n_bytes} bytes; one tensor takes at most {_MAX_HEADER}",
             param=param,
         )
     try:

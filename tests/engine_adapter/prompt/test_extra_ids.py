@@ -193,3 +193,16 @@ class TestResolve:
         result = resolve(tokens, table=B)
         extra = result.extra_ids or [0] * len(tokens)
         assert [value == 0 for value in extra] == [token < VOCAB for token in tokens]
+
+
+def test_a_header_of_many_tensors_is_refused_before_it_is_decoded(monkeypatch):
+    many = tensors(**{f"t{at}": np.zeros((1, 1), np.float32) for at in range(2000)})
+    monkeypatch.setattr(extra_ids.safetensors, "deserialize", lambda _data: pytest.fail("decoded"))
+    with pytest.raises(PromptTableError, match="p has a safetensors header of "):
+        parse_embeddings(many, param="p")
+
+
+def test_notes_in_a_header_are_taken():
+    array = {"t": np.zeros((2, 3), np.float32)}
+    data = safetensors.numpy.save(array, metadata={"made by": "x" * 10_000})
+    assert parse_embeddings(data, param="p").rows == 2
