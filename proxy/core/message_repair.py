@@ -11,12 +11,12 @@ What a message becomes depends only on those next to it: the next request of a c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from itertools import takewhile
 from typing import Any
 
-Fields = Mapping[str, Any]
+from proxy.core.normalise import Fields, Step, changed_by, is_system, with_text, with_turn_text
 
 
 class Repair(StrEnum):
@@ -29,29 +29,26 @@ class Repair(StrEnum):
 
 
 _LISTS = {"messages": "system", "input": "instructions"}  # → the field whose text stands before them
-_SYSTEM_ROLES = ("system", "developer")
-# Items that can hold a further text, and the field of theirs that does.
-_TURNS = {"user": "content", "tool": "content", "function_call_output": "output"}
 
 
 def repaired(fields: Fields, repairs: Iterable[Repair]) -> tuple[dict[str, Any], tuple[Repair, ...]]:
     """The fields that these repairs change, in their new form, None for one that is dropped; and the repairs
     that changed something."""
-    chosen, now, applied = frozenset(repairs), dict(fields), list[Repair]()
-    for repair in Repair:
-        if repair in chosen and (changes := _STEPS[repair](now)):
-            now |= changes
-            applied.append(repair)
-    return {name: value for name, value in now.items() if value is not fields.get(name)}, tuple(applied)
+    chosen = frozenset(repairs)
+    return changed_by(fields, {repair: step for repair, step in _STEPS.items() if repair in chosen})
 
 
 def may_need(raw: bytes, *, takes_system: bool) -> bool:
     """False if a body surely needs no repair, by its bytes. `takes_system`: its template takes a system
     message before the first turn."""
     first = raw.find(b'"system"')
-    if first >= 0 and not (takes_system and first < raw.find(b'"user"') and raw.count(b'"system"') == 1):
+    if first >= 0 and not (takes_system and first == raw.rfind(b'"system"') and first < _first_turn(raw)):
         return True
     return b'"developer"' in raw or b'"instructions"' in raw
+
+
+def _first_turn(raw: bytes) -> int:
+    return min([at for role in (b'"user"', b'"assistant"') if (at := raw.find(role)) >= 0], default=-1)
 
 
 def _as_system(fields: Fields) -> dict[str, Any]:
@@ -67,14 +64,14 @@ def _as_system(fields: Fields) -> dict[str, Any]:
 def _joined(fields: Fields) -> dict[str, Any]:
     changes = dict[str, Any]()
     for name, items in _lists_of(fields):
-        head, lead = [*takewhile(_is_system, items)], fields.get(_LISTS[name])
+        head, lead = [*takewhile(is_system, items)], fields.get(_LISTS[name])
         texts = [_text_of(item.get("content")) for item in head]
         if not head or not (lead or head[1:]) or None in texts:
             continue
         text, rest = "\n\n".join(map(str, texts)), items[len(head) :]
         if not lead:
             changes[name] = [{**head[0], "content": text}, *rest]
-        elif (joined := _with_text(lead, text, is_response=name == "input")) is not None:
+        elif (joined := with_text(lead, text)) is not None:
             changes |= {name: rest, _LISTS[name]: joined}
     return changes
 
@@ -82,33 +79,35 @@ def _joined(fields: Fields) -> dict[str, Any]:
 def _late_in_turns(fields: Fields) -> dict[str, Any]:
     changes = dict[str, Any]()
     for name, items in _lists_of(fields):
-        n_first = sum(1 for _ in takewhile(_is_system, items))
-        if any(map(_is_system, items[n_first:])):
-            changes[name] = items[:n_first] + _in_turns([], items[n_first:], is_response=name == "input")
+        n_first = sum(1 for _ in takewhile(is_system, items))
+        if any(map(is_system, items[n_first:])):
+            changes[name] = items[:n_first] + _in_turns([], items[n_first:])
     return changes
 
 
 def _all_in_turns(fields: Fields) -> dict[str, Any]:
     changes = dict[str, Any]()
+    if isinstance(text := fields.get("input"), str):
+        fields = {**fields, "input": [{"role": "user", "content": text}]}
     for name, items in _lists_of(fields):
-        field, is_response = _LISTS[name], name == "input"
+        field = _LISTS[name]
         lead = _text_of(fields.get(field)) if fields.get(field) else None
-        if lead is not None or any(map(_is_system, items)):
-            changes[name] = _in_turns([lead] if lead is not None else [], items, is_response=is_response)
+        if lead is not None or any(map(is_system, items)):
+            changes[name] = _in_turns([lead] if lead is not None else [], items)
         if lead is not None:
             changes[field] = None
     return changes
 
 
-def _in_turns(first: list[str], items: list[Any], *, is_response: bool) -> list[Any]:
+def _in_turns(first: list[str], items: list[Any]) -> list[Any]:
     """The items, with the texts of `first` and of system messages in the turns next to them."""
     turns, waiting = list[Any](), [_marked(text) for text in first]
     for item in items:
-        text = _text_of(item.get("content")) if _is_system(item) else None
+        text = _text_of(item.get("content")) if is_system(item) else None
         if text is not None:
             ended = None
             if turns and not waiting:
-                ended = _with_turn_text(turns[-1], _marked(text), is_response=is_response)
+                ended = with_turn_text(turns[-1], _marked(text))
             if ended is not None:
                 turns[-1] = ended
             else:
@@ -118,7 +117,7 @@ def _in_turns(first: list[str], items: list[Any], *, is_response: bool) -> list[
             block, waiting = "\n\n".join(waiting), []
             begun = None
             if _role_of(item) == "user":
-                begun = _with_turn_text(item, block, is_response=is_response, is_first=True)
+                begun = with_turn_text(item, block, is_first=True)
             turns += [begun] if begun is not None else [{"role": "user", "content": block}, item]
         else:
             turns.append(item)
@@ -129,44 +128,12 @@ def _marked(text: str) -> str:
     return f"<system>\n{text}\n</system>"
 
 
-def _with_turn_text(item: Any, text: str, *, is_response: bool, is_first: bool = False) -> Any:  # noqa: ANN401 - JSON
-    """A turn with a further text; None if it can hold none."""
-    kind = _role_of(item) or (item.get("type") if isinstance(item, dict) else None)
-    name = _TURNS.get(kind) if isinstance(kind, str) else None
-    if name is None:
-        return None
-    content = _with_text(item.get(name), text, is_response=is_response, is_first=is_first)
-    return None if content is None else {**item, name: content}
-
-
-def _with_text(content: Any, text: str, *, is_response: bool, is_first: bool = False) -> Any:  # noqa: ANN401 - JSON
-    """A text, or a list of parts, with a further text; None for anything else."""
-    match content:
-        case str():
-            return f"{text}\n\n{content}" if is_first else f"{content}\n\n{text}"
-        case list():
-            part = {"type": "input_text" if is_response else "text", "text": text}
-            # Anthropic's results of tools must stand before texts.
-            begins = is_first and not any(_is_result(each) for each in content)
-            return [part, *content] if begins else [*content, part]
-        case _:
-            return None
-
-
-def _is_result(part: object) -> bool:
-    return isinstance(part, dict) and part.get("type") == "tool_result"
-
-
 def _lists_of(fields: Fields) -> Iterable[tuple[str, list[Any]]]:
     return ((name, items) for name in _LISTS if isinstance(items := fields.get(name), list))
 
 
 def _role_of(item: object) -> Any:  # noqa: ANN401 - JSON
     return item.get("role") if isinstance(item, dict) else None
-
-
-def _is_system(item: object) -> bool:
-    return _role_of(item) in _SYSTEM_ROLES
 
 
 def _text_of(content: Any) -> str | None:  # noqa: ANN401 - JSON
@@ -180,7 +147,7 @@ def _text_of(content: Any) -> str | None:  # noqa: ANN401 - JSON
             return None
 
 
-_STEPS: Mapping[Repair, Callable[[Fields], dict[str, Any]]] = {
+_STEPS: Mapping[Repair, Step] = {
     Repair.DEVELOPER_AS_SYSTEM: _as_system,
     Repair.SYSTEMS_JOINED: _joined,
     Repair.LATE_SYSTEM_IN_TURN: _late_in_turns,

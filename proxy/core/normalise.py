@@ -16,9 +16,12 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import StrEnum
 from itertools import takewhile
-from typing import Any
+from typing import Any, TypeVar
 
 Fields = Mapping[str, Any]
+Step = Callable[[Fields], dict[str, Any]]
+"""Gives the fields that it changes."""
+_Name = TypeVar("_Name")
 
 
 class Rule(StrEnum):
@@ -63,18 +66,25 @@ _PATHS = re.compile(
 HEAD = 512
 """Characters of each line that rules look at."""
 _SYSTEM_ROLES = ("system", "developer")
-# What the end of a prompt may be, and its field with text.
+# Items that can hold a further text, and their field with text.
 _ENDS = {"user": "content", "tool": "content", "function_call_output": "output"}
 
 
 def normalised(fields: Fields, rules: Iterable[Rule]) -> tuple[dict[str, Any], tuple[Rule, ...]]:
     """The fields that these rules change, in their new form, and the rules that changed something."""
-    chosen, now, applied = frozenset(rules), dict(fields), list[Rule]()
-    for rule in Rule:
-        if rule in chosen and (changes := _STEPS[rule](now)):
+    chosen = frozenset(rules)
+    return changed_by(fields, {rule: step for rule, step in _STEPS.items() if rule in chosen})
+
+
+def changed_by(fields: Fields, steps: Mapping[_Name, Step]) -> tuple[dict[str, Any], tuple[_Name, ...]]:
+    """The fields that these steps change one after the other, in their new form, None for one that is
+    dropped; and the names of those that changed something."""
+    now, applied = dict(fields), list[_Name]()
+    for name, step in steps.items():
+        if changes := step(now):
             now |= changes
-            applied.append(rule)
-    return {name: value for name, value in now.items() if value is not fields.get(name)}, tuple(applied)
+            applied.append(name)
+    return {field: value for field, value in now.items() if value is not fields.get(field)}, tuple(applied)
 
 
 # --- the system prompt ---------------------------------------------------------------------------------
@@ -110,14 +120,15 @@ def _with_system(fields: Fields, change: Callable[[str], str]) -> dict[str, Any]
     for name in ("messages", "input"):
         items = fields.get(name)
         if isinstance(items, list):
-            head = list(takewhile(_is_system, items))
+            head = list(takewhile(is_system, items))
             new = [{**each, "content": _with_texts(each.get("content"), change)} for each in head]
             if new != head:
                 changes[name] = [*new, *items[len(head) :]]
     return changes
 
 
-def _is_system(item: object) -> bool:
+def is_system(item: object) -> bool:
+    """True for a message that belongs to the system prompt where it stands first."""
     return isinstance(item, dict) and item.get("role") in _SYSTEM_ROLES
 
 
@@ -169,19 +180,32 @@ def _with_end(items: Any, text: str) -> Any:  # noqa: ANN401 - JSON
     """The conversation with a text at its end; None if none can stand there."""
     if isinstance(items, str):
         return f"{items}\n\n{text}"
-    if not isinstance(items, list) or not items or not isinstance(items[-1], dict):
+    if not isinstance(items, list) or not items:
         return None
-    last = items[-1]
-    kind = last.get("role") or last.get("type")
+    ended = with_turn_text(items[-1], text)
+    return None if ended is None else [*items[:-1], ended]
+
+
+def with_turn_text(item: Any, text: str, *, is_first: bool = False) -> Any:  # noqa: ANN401 - JSON
+    """A turn of the user's or a tool's with a further text, at its end or at its beginning; None if it can
+    hold none."""
+    kind = (item.get("role") or item.get("type")) if isinstance(item, dict) else None
     name = _ENDS.get(kind) if isinstance(kind, str) else None
-    match last.get(name) if name is not None else None:
-        case str(content):
-            return [*items[:-1], {**last, name: f"{content}\n\n{text}"}]
+    content = None if name is None else with_text(item.get(name), text, is_first=is_first)
+    return None if content is None else {**item, name: content}
+
+
+def with_text(content: Any, text: str, *, is_first: bool = False) -> Any:  # noqa: ANN401 - JSON
+    """A text, or parts, with a further text; None for anything else."""
+    match content:
+        case str():
+            return f"{text}\n\n{content}" if is_first else f"{content}\n\n{text}"
         case [*parts]:
-            kinds = {part.get("type") for part in parts if isinstance(part, dict)}
+            kinds = [part.get("type") for part in parts if isinstance(part, dict)]
             is_response = any(isinstance(kind, str) and kind.startswith("input_") for kind in kinds)
             part = {"type": "input_text" if is_response else "text", "text": text}
-            return [*items[:-1], {**last, name: [*parts, part]}]
+            # Anthropic's results of tools must stand before texts.
+            return [part, *parts] if is_first and "tool_result" not in kinds else [*parts, part]
         case _:
             return None
 
@@ -206,7 +230,7 @@ def _name(tool: object) -> str:
             return ""
 
 
-_STEPS: Mapping[Rule, Callable[[Fields], dict[str, Any]]] = {
+_STEPS: Mapping[Rule, Step] = {
     Rule.BILLING_LINE: lambda fields: _with_system(fields, _without_billing),
     Rule.DATE_TO_DAY: lambda fields: _with_system(fields, _to_days),
     Rule.TOOLS_SORTED: _sorted_tools,
@@ -225,5 +249,5 @@ def prompt_parts(fields: Fields) -> Sequence[Sequence[Any]]:
     for name in ("messages", "input"):
         items = fields.get(name)
         rest += items if isinstance(items, list) else [items] if items else []
-    head = list(takewhile(_is_system, rest))
+    head = list(takewhile(is_system, rest))
     return tools if isinstance(tools, list) else (), [*system, *head], rest[len(head) :]

@@ -162,8 +162,9 @@ async def compare(builder: PromptBuilder, adapter: EngineAdapter) -> FormTable:
     table = FormTable(can_ask=builder.can_ask, detail=builder.reason)
     if local is not None:
         table.make_here("the engine has no route to check", alike=info.renders_alike)
-        table.lost_shapes = local.lost_shapes
     if not builder.can_ask:
+        if local is not None:
+            table.lost_shapes = await asyncio.to_thread(lambda: local.lost_shapes)  # renders some chats
         table.outcome = tuple(table.sources.values())
         return table
     probes = await asyncio.to_thread(_probes, info.model, local)  # reads the whole vocabulary

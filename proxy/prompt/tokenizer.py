@@ -31,21 +31,21 @@ _MESSAGES_PER_MS = 64
 class LocalTokenizer:
     """Tokenises here, with a loaded tokenizer. A prompt of clearly more tokens than a `limit` is a
     CannotFit.
-
-    Attributes:
-        lost_shapes: messages that its chat template refuses or leaves out.
     """
 
     tokenizer: ChatTokenizer
     _: KW_ONLY
     vocab_size: int | None
     hidden_size: int | None
-    lost_shapes: frozenset[Shape] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.lost_shapes = lost_shapes(kept_by(self.tokenizer.render))
         cut = find_cut(self.tokenizer)
         self._known = None if cut is None else KnownChats(cut)
+
+    @cached_property
+    def lost_shapes(self) -> frozenset[Shape]:
+        """Messages that its chat template refuses or leaves out."""
+        return lost_shapes(kept_by(self.tokenizer.render))
 
     @cached_property
     def _special(self) -> re.Pattern[str]:

@@ -108,9 +108,10 @@ async def test_what_is_predicted_is_reported(tokens_per_block, tenants, count):
     assert sum(was for _, was, _ in outcomes) > 20 * count
     sent = [body for _, body in server.fake.seen]
     assert not any(HINTS.keys() & body.keys() for body in sent)
-    # kvpin's token ids are known to be the server's own, and spare it the work, but for what is audited.
+    # kvpin's token ids are known to be the server's own, and spare it the work, but for what is audited: the
+    # first 16 prompts, and again if kvpin saw the server leave at its restart.
     spared = ["prompt_token_ids" in body for path, body in server.fake.seen if path == CHAT]
-    assert spared.count(False) <= 20
+    assert spared.count(False) <= 40
 
 
 async def test_pushed_events_are_followed_as_well(monkeypatch):

@@ -109,6 +109,9 @@ def test_without_system_messages_all_of_them_are_in_turns():
     assert order == sorted(order)
     fields, _ = now({"system": "A", "messages": [said("user", "C")]}, {Repair.SYSTEM_IN_TURN})
     assert fields == {"messages": [said("user", "<system>\nA\n</system>\n\nC")]}
+    fields, _ = now({"instructions": "A", "input": "C"}, {Repair.SYSTEM_IN_TURN})
+    assert fields == {"input": [said("user", "<system>\nA\n</system>\n\nC")]}
+    assert repaired({"input": "C"}, {Repair.SYSTEM_IN_TURN}) == ({}, ())
 
 
 def test_results_of_tools_stay_in_front_of_texts():
@@ -141,6 +144,7 @@ def test_the_history_keeps_its_bytes_from_turn_to_turn(repairs):
         ([said("system"), said("user")], False),
         ([said("user")], False),
         ([said("user"), said("system")], True),
+        ([said("assistant"), said("system"), said("user")], True),
         ([said("system"), said("user"), said("system")], True),
         ([said("developer"), said("user")], True),
     ],
