@@ -53,6 +53,11 @@ class AnswerReader(Protocol):
     assembles: bool = False
     note: str = ""
 
+    @property
+    def finish_ms(self) -> float:
+        """About how many milliseconds `finish` takes. Above 1 it is called in a thread."""
+        return 0.0
+
     def feed(self, chunk: bytes) -> bytes:
         """Takes the next bytes of the answer: chunks of a stream, or a whole JSON answer. Returns the bytes
         for the client; b"" while they are held back, and always if `assembles`."""

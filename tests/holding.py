@@ -20,6 +20,7 @@ class Reader:
     seen: list[bytes] = field(default_factory=list)
     finished: int = 0
     note: str = ""
+    finish_ms: float = 0.0
 
     def feed(self, chunk):
         self.seen.append(chunk)

@@ -169,6 +169,8 @@ def _broken_off() -> EngineDied:
 
 # Longer answers are passed on unread: the server is asked what they left in the slot.
 MAX_BYTES = 64 * 2**20
+# Of a stream, so many are read in about 1 ms.
+_BYTES_PER_MS = 8192
 # The fields of `GET /slots` that show the last request on a slot.
 _OF_A_REQUEST = ("prompt", "generated", "params")
 
@@ -193,6 +195,11 @@ class SlotAnswer(AnswerReader):
         self._lease = lease
         self._chunks: list[bytes] = []
         self._size = 0
+
+    @property
+    @override
+    def finish_ms(self) -> float:
+        return self._size / _BYTES_PER_MS
 
     @override
     def feed(self, chunk: bytes) -> bytes:

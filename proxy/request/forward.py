@@ -45,6 +45,7 @@ from engine_adapter import (
     read_streamed_usage,
     what_is_said,
 )
+from engine_adapter.off_loop import MOST_MS, off_loop
 from proxy.errors.codes import Code
 from proxy.headers import NOTE_HEADER, REQUEST_ID_HEADER
 from proxy.request.answer_headers import of_cached, of_json, pairs, passed_on, told_with_error
@@ -185,7 +186,7 @@ class Forwarding:
         """Sends nothing before the engine's stream is complete: until then another engine can be tried."""
         while chunk := await response.receive():
             reader.feed(chunk)
-        content = reader.finish()
+        content = await off_loop(reader.finish, ms=reader.finish_ms)
         self.begins(response, self.cached)
         self.speaks()
         usage, headers = read_answer_usage(content), of_json(headers)
@@ -231,7 +232,11 @@ class Forwarding:
         except EngineUnavailable:
             if not reply.complete:
                 raise
-        if rest := stream.finish():
+        if reader is None or reader.finish_ms <= MOST_MS:
+            rest = stream.finish()
+        else:
+            rest = await off_loop(stream.finish, ms=reader.finish_ms)
+        if rest:
             await reply.write(rest)
         told = reader.cached_tokens() if reader is not None else None
         cached = cached if told is None else told

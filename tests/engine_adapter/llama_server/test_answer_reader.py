@@ -42,6 +42,14 @@ WHOLE = b"".join(
 )
 
 
+def test_it_tells_how_long_its_end_takes(lease):
+    reader = SlotAnswer(CHAT, lease, assembles=True)
+    reader.feed(WHOLE)
+    assert 0 < reader.finish_ms < 1  # on the event loop
+    reader.feed(chunk({"content": "x" * 10}) * 10_000)
+    assert reader.finish_ms > 50
+
+
 @pytest.fixture
 def lease():
     nothing = array("i")

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import socket
+import threading
 
 import httpx
 import pytest
@@ -447,6 +448,23 @@ class TestReaders:
         assert (b"".join(reader.seen), reader.finished) == (response.content, 0)
         assert proxy.last.reported_tokens == 32
 
+    @pytest.mark.parametrize("ms", [0.5, 50.0])
+    async def test_a_reader_that_takes_long_ends_a_stream_in_a_thread(self, engine, reader, client, ms):
+        async def script(exchange):
+            await exchange.start(headers=[("content-type", "text/event-stream")])
+            await exchange.chunk(b'data: {"choices": [{"index": 0, "delta": {"content": "x"}}]}\n\n' + DONE)
+            await exchange.end()
+
+        where, finish = [], reader.finish
+
+        def noting():
+            where.append(threading.current_thread())
+            return finish()
+
+        engine.script, reader.finish, reader.finish_ms = script, noting, ms
+        assert (await client.post(CHAT, json=ASK | {"stream": True})).status_code == 200
+        assert [each is threading.main_thread() for each in where] == [ms < 1]
+
     async def test_a_reader_may_leave_out_some_of_an_answer_of_known_length(
         self, engine, reader, proxy, client
     ):
@@ -518,6 +536,24 @@ class TestAssembling:
         async with proxy_over(*adapters, reuse=True) as proxy:
             yield proxy
             await proxy.settled()
+
+    async def test_a_long_one_is_assembled_in_a_thread(self, engine, readers, proxy, client, monkeypatch):
+        where = []
+
+        def feed(reader, chunk):
+            reader.finish_ms = 50.0
+            return b""
+
+        def finish(reader):
+            where.append(threading.current_thread())
+            return reader.answer
+
+        monkeypatch.setattr(Reader, "feed", feed)
+        monkeypatch.setattr(Reader, "finish", finish)
+        response = await client.post(CHAT, json=ASK)
+        assert response.content == self.WHOLE
+        assert threading.main_thread() not in where
+        assert where
 
     async def test_the_client_gets_one_json_answer(self, engine, readers, proxy, client):
         async def script(exchange):
