@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Raw
 
 from engine_adapter import UNREADABLE, RawFields, decode_object
-from proxy.api.fan_out.split import Part, Several
+from proxy.api.fan_out.split import Place, Several
 from proxy.errors import EngineFailed
 from proxy.request.translate.sse import DONE
 
@@ -46,12 +46,16 @@ class PartAnswer(msgspec.Struct):
         return cls(fields, choices, _usage_in(fields))
 
 
-def joined(several: Several, answers: Iterable[tuple[Part, PartAnswer]], cached: int | None = None) -> bytes:
-    """The one answer. `answers` are those of all parts, in their order; `cached`: see `usage_of`."""
-    pairs = list(answers)
+def joined(several: Several, answers: Iterable[tuple[Place, bytes]], cached: int | None = None) -> bytes:
+    """The one answer. `answers` are those of all parts, in their order; `cached`: see `usage_of`.
+
+    Raises:
+        EngineFailed: one of them is no chat or completion.
+    """
+    pairs = [(place, PartAnswer.of(content)) for place, content in answers]
     of_prompts: dict[int, list[RawFields]] = {}
-    for part, answer in pairs:
-        of_prompts.setdefault(part.prompt, []).extend(answer.choices)
+    for place, answer in pairs:
+        of_prompts.setdefault(place.prompt, []).extend(answer.choices)
     choices = []
     for number, made in of_prompts.items():
         kept = sorted(made, key=_score, reverse=True)[: several.choices] if several.picks else made
@@ -61,14 +65,14 @@ def joined(several: Several, answers: Iterable[tuple[Part, PartAnswer]], cached:
                 choice["logprobs"] = _NOTHING
             choices.append(choice)
     fields = {**pairs[0][1].fields, "choices": _raw(choices)}
-    usage = usage_of(((part, answer.usage) for part, answer in pairs), cached)
+    usage = usage_of(((place, answer.usage) for place, answer in pairs), cached)
     if usage is not None:
         fields["usage"] = _raw(usage)
     return _encode(fields)
 
 
 def usage_of(
-    usages: Iterable[tuple[Part, Mapping[str, Any] | None]], cached: int | None = None
+    usages: Iterable[tuple[Place, Mapping[str, Any] | None]], cached: int | None = None
 ) -> dict[str, Any] | None:
     """The usage of all parts, which come in their order; None if no engine reported any.
 
@@ -78,10 +82,10 @@ def usage_of(
     """
     total: dict[str, Any] = {}
     prompt = None
-    for part, usage in usages:
+    for place, usage in usages:
         if usage is None:
             continue
-        is_first, prompt = part.prompt != prompt, part.prompt
+        is_first, prompt = place.prompt != prompt, place.prompt
         _add(total, usage if is_first else {name: usage.get(name) for name in _OF_THE_ANSWER})
     match total:
         case {"prompt_tokens": int() | float() as asked, "completion_tokens": int() | float() as made}:
@@ -96,9 +100,9 @@ class JoinedStream:
 
     def __init__(self) -> None:
         self._head: RawFields = {}
-        self._usages: dict[int, tuple[Part, RawFields, dict[str, Any]]] = {}
+        self._usages: dict[int, tuple[Place, RawFields, dict[str, Any]]] = {}
 
-    def event(self, part: Part, data: bytes) -> bytes:
+    def event(self, place: Place, data: bytes) -> bytes:
         """Turns a part's event into the client's. Returns b"" for usage, which is held back, and for the end.
 
         Raises:
@@ -116,11 +120,11 @@ class JoinedStream:
             self._head = {name: fields[name] for name in _OF_ALL if name in fields}
         fields |= self._head
         if usage is not None:
-            self._usages[part.index] = part, fields, usage
+            self._usages[place.index] = place, fields, usage
             return b""
         if choices:
             for choice in choices:
-                choice["index"] = _raw(part.index + _index(choice))
+                choice["index"] = _raw(place.index + _index(choice))
             fields["choices"] = _raw(choices)
         return b"data: " + _encode(fields) + b"\n\n"
 
@@ -135,7 +139,7 @@ class JoinedStream:
         if not self._usages:
             return _LAST
         usages = [self._usages[index] for index in sorted(self._usages)]
-        total = usage_of(((part, usage) for part, _, usage in usages), cached)
+        total = usage_of(((place, usage) for place, _, usage in usages), cached)
         return b"data: " + _encode({**usages[0][1], "usage": total}) + b"\n\n" + _LAST
 
 
@@ -198,8 +202,8 @@ def _score(choice: RawFields) -> float:
 _decode_any = msgspec.json.Decoder(RawFields | None).decode
 
 
-def read_listed(content: bytes) -> RawFields:
-    """The answer to a single request. Raises EngineFailed if it is no object."""
+def _object(content: bytes) -> RawFields:
+    """The answer to a single request."""
     try:
         return decode_object(content)
     except UNREADABLE as error:
@@ -208,17 +212,17 @@ def read_listed(content: bytes) -> RawFields:
 
 def joined_list(
     several: Several,  # noqa: ARG001 - as `joined` has it
-    answers: Iterable[tuple[Part, RawFields]],
+    answers: Iterable[tuple[Place, bytes]],
     cached: int | None = None,  # noqa: ARG001 - likewise
 ) -> bytes:
-    """The list. `answers` are those of all parts, in their order."""
-    return _encode([_numbered(part, fields) for part, fields in answers])
+    """The list. `answers` are those of all parts, in their order. Raises EngineFailed: one is no object."""
+    return _encode([_numbered(place, _object(content)) for place, content in answers])
 
 
 class ListedStream:
     """The events of several streams, as those of one. Each ends with an event that says `stop`."""
 
-    def event(self, part: Part, data: bytes) -> bytes:
+    def event(self, place: Place, data: bytes) -> bytes:
         """The event for the client, from one of a part; b"" for one without content.
 
         Raises:
@@ -228,7 +232,7 @@ class ListedStream:
             fields = _decode_any(data)
         except UNREADABLE as error:
             raise EngineFailed("an engine's stream has an event that is no object") from error
-        return b"data: " + _encode(_numbered(part, fields)) + b"\n\n" if fields else b""
+        return b"data: " + _encode(_numbered(place, fields)) + b"\n\n" if fields else b""
 
     @staticmethod
     def ends(data: bytes) -> bool:
@@ -240,5 +244,5 @@ class ListedStream:
         return b""
 
 
-def _numbered(part: Part, fields: RawFields) -> RawFields:
-    return fields | {"index": Raw(b"%d" % part.index)} if "index" in fields else fields
+def _numbered(place: Place, fields: RawFields) -> RawFields:
+    return fields | {"index": Raw(b"%d" % place.index)} if "index" in fields else fields

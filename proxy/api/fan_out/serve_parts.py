@@ -18,14 +18,12 @@ from engine_adapter.off_loop import VALUES_PER_MS, off_loop
 from proxy.api.fan_out.join import (
     JoinedStream,
     ListedStream,
-    PartAnswer,
     is_error,
     joined,
     joined_list,
-    read_listed,
 )
 from proxy.api.fan_out.prefill import compute_once
-from proxy.api.fan_out.split import CHAT, COMPLETIONS, OnePrompt, Part, Several, prompts_of, several_of
+from proxy.api.fan_out.split import CHAT, COMPLETIONS, OnePrompt, Part, Place, Several, prompts_of, several_of
 from proxy.core.life import Cause
 from proxy.errors import EngineFailed, NoEngine, NotFound
 from proxy.flow import Flow
@@ -45,15 +43,14 @@ _BROKEN_OFF = "an engine's answer broke off"
 
 
 class _Shape(NamedTuple):
-    """The functions that read the answers of parts, join them, and join them as streams."""
+    """The functions that join the answers of parts, and join them as streams."""
 
-    read: Callable[[bytes], Any]
-    join: Callable[[Several, list[tuple[Part, Any]], int | None], bytes]
+    join: Callable[[Several, list[tuple[Place, bytes]], int | None], bytes]
     stream: Callable[[], JoinedStream | ListedStream]
 
 
-_CHOICES = _Shape(PartAnswer.of, joined, JoinedStream)
-_LISTED = _Shape(read_listed, joined_list, ListedStream)
+_CHOICES = _Shape(joined, JoinedStream)
+_LISTED = _Shape(joined_list, ListedStream)
 
 
 def serve(flow: Flow, call: Call, reply: Reply, admitted: Admission) -> Coroutine[Any, Any, object]:
@@ -158,6 +155,7 @@ async def _run(works: Iterator[Coroutine[Any, Any, None]], may_begin: Callable[[
     try:
         for work in works:
             running.add(asyncio.create_task(work))
+            await asyncio.sleep(0)  # other requests have their turn between two parts
             while running and not may_begin(len(running)):
                 running = await _some_end(running)
         while running:
@@ -189,7 +187,7 @@ async def _serve_part(
     flow: Flow, call: Call, number: int, part: Part, answer: _Answer, admitted: Admission
 ) -> None:
     """Serves a part as a request of its own. Its record has the whole request's id, and a number."""
-    client = _PartClient(part, answer)
+    client = _PartClient(part.place, answer)
     own = replace(
         call,
         request_id=f"{call.request_id}-{number}",
@@ -223,7 +221,9 @@ class _Answer:
         cached: prompt tokens that were cached before the prompt was computed for all choices, if it was.
         shape: of the answers.
         stream: joins the events of the parts.
-        whole: the parts' answers that are no streams, and their headers; by the index of their first choice.
+        whole: the parts' answers that are no streams, by the index of their first choice; as bytes: with
+            very many, a walk of the garbage collector through objects would hold up all other requests.
+        headers: those of the first part's answer.
     """
 
     def __init__(self, reply: Reply, several: Several, *, streams: bool) -> None:
@@ -231,7 +231,8 @@ class _Answer:
         self.cached: int | None = None
         self.shape = _LISTED if several.listed else _CHOICES
         self.stream = self.shape.stream()
-        self.whole: dict[int, tuple[Part, Any, HeaderPairs]] = {}
+        self.whole: dict[int, tuple[Place, bytes]] = {}
+        self.headers: HeaderPairs = []
         self._several = several
         self._reply = reply
         self._turn = asyncio.Lock()
@@ -254,20 +255,19 @@ class _Answer:
         if self.streams:
             await self._reply.finish(self.stream.end(self.cached))
             return
-        parts = [self.whole[index] for index in sorted(self.whole)]
-        pairs = [(part, answer) for part, answer, _ in parts]
+        pairs = [self.whole[index] for index in sorted(self.whole)]
         content = await off_loop(
             lambda: self.shape.join(self._several, pairs, self.cached), ms=len(pairs) / _JOINED_PER_MS
         )
-        await self._reply.start(_OK, parts[0][2])
+        await self._reply.start(_OK, self.headers)
         await self._reply.finish(content)
 
 
 class _PartClient:
     """The client of one part. Holds the events that it got until it is drained."""
 
-    def __init__(self, part: Part, answer: _Answer) -> None:
-        self._part, self._answer = part, answer
+    def __init__(self, place: Place, answer: _Answer) -> None:
+        self._place, self._answer = place, answer
         self._events = Events() if answer.streams else None
         self._status, self._headers = _OK, HeaderPairs()
         self._content: list[bytes] = []  # of an answer that is no stream
@@ -296,7 +296,7 @@ class _PartClient:
             if self._error is None and is_error(data):
                 self._error = data
             elif self._error is None:
-                self._to_send += self._answer.stream.event(self._part, data)
+                self._to_send += self._answer.stream.event(self._place, data)
 
     def finish(self, chunk: bytes) -> None:
         self.write(chunk)
@@ -313,4 +313,6 @@ class _PartClient:
             error = self._error or error_body(_BROKEN_OFF, kind="server_error")
             raise _Failed(error, self._headers)
         if self._events is None:
-            self._answer.whole[self._part.index] = self._part, self._answer.shape.read(content), self._headers
+            self._answer.whole[self._place.index] = self._place, content
+            if not self._place.index:
+                self._answer.headers = self._headers

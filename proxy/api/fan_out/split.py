@@ -39,18 +39,23 @@ class OnePrompt(Struct, frozen=True):
     value: Raw | None = None
 
 
-class Part(Struct, frozen=True):
-    """One of the single requests.
+class Place(Struct, frozen=True, gc=False):
+    """The place of a single request's answer in the joined one.
 
     Attributes:
-        body: its body.
         prompt: number of its prompt.
-        index: index of its first choice in the joined answer.
+        index: index of its first choice.
     """
 
-    body: JsonBody
     prompt: int
     index: int
+
+
+class Part(Struct, frozen=True):
+    """One of the single requests: its body, and the place of its answer."""
+
+    body: JsonBody
+    place: Place
 
 
 class Several(Struct, frozen=True):
@@ -110,7 +115,7 @@ class Several(Struct, frozen=True):
                         changes["seed"] = seed + choice
                 if self.hides_logprobs:
                     changes["logprobs"] = 1
-                yield Part(self.body.replace(**changes), number, number * self.choices + choice)
+                yield Part(self.body.replace(**changes), Place(number, number * self.choices + choice))
 
 
 def several_of(

@@ -12,17 +12,16 @@ from proxy.api.fan_out.join import (
     is_error,
     joined,
     joined_list,
-    read_listed,
     usage_of,
 )
-from proxy.api.fan_out.split import Part, Several
+from proxy.api.fan_out.split import Place, Several
 from proxy.errors import EngineFailed
 
 BODY = JsonBody(b"{}")
 
 
 def part(prompt=0, index=0):
-    return Part(BODY, prompt, index)
+    return Place(prompt, index)
 
 
 def usage(prompt, completion, cached):
@@ -37,10 +36,7 @@ def usage(prompt, completion, cached):
 
 def join(*answers, choices=1, per_prompt=1, hides=False):
     """The joined answer of parts in order: (prompt, answer)."""
-    pairs = [
-        (part(prompt, at), PartAnswer.of(json.dumps(answer).encode()))
-        for at, (prompt, answer) in enumerate(answers)
-    ]
+    pairs = [(part(prompt, at), json.dumps(answer).encode()) for at, (prompt, answer) in enumerate(answers)]
     return json.loads(joined(Several(BODY, None, choices, per_prompt, hides_logprobs=hides), pairs))
 
 
@@ -239,16 +235,16 @@ def test_values_that_cannot_be_read():
     assert PartAnswer.of(content).usage is None
 
 
-THIRD = Part(BODY, 1, 2)
+THIRD = Place(1, 2)
 
 
 def test_each_answer_has_the_index_of_its_prompt_and_choice():
-    parts = [Part(BODY, at, at) for at in range(3)]
+    parts = [Place(at, at) for at in range(3)]
     answers = [
-        read_listed(b'{"index":0,"content":"a","timings":{"x":1.50}}'),
-        read_listed(b'{"content":"b"}'),
+        b'{"index":0,"content":"a","timings":{"x":1.50}}',
+        b'{"content":"b"}',
     ]
-    answers.append(read_listed(b'{"content":"c","index":0}'))
+    answers.append(b'{"content":"c","index":0}')
     made = joined_list(Several(BODY, None, 1, 1), zip(parts, answers, strict=True))
     assert made == (
         b'[{"index":0,"content":"a","timings":{"x":1.50}},{"content":"b"},{"content":"c","index":2}]'
@@ -258,7 +254,7 @@ def test_each_answer_has_the_index_of_its_prompt_and_choice():
 @pytest.mark.parametrize("content", [b"", b"[]", b"null", b"{", b"\xff"])
 def test_what_is_no_object(content):
     with pytest.raises(EngineFailed):
-        read_listed(content)
+        joined_list(Several(BODY, None, 1, 1), [(part(), content)])
 
 
 def test_events_have_it_too_until_the_one_that_says_stop():

@@ -27,7 +27,7 @@ def bodies(several):
 
 
 def indices(several):
-    return [(part.prompt, part.index) for part in several.parts()]
+    return [(part.place.prompt, part.place.index) for part in several.parts()]
 
 
 @pytest.mark.parametrize(
