@@ -4,6 +4,7 @@
     systems_joined        system messages before the first turn become one
     late_system_in_turn   a later system message becomes text of the turn before it, or of the next one
     system_in_turn        so does any system message
+    …                     and those of `turn_repair`, on the order of turns
 
 They work on the fields of chats, of Anthropic's messages and of OpenAI's responses, in the client's own form.
 What a message becomes depends only on those next to it: the next request of a conversation begins alike.
@@ -12,11 +13,13 @@ What a message becomes depends only on those next to it: the next request of a c
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from collections.abc import Set as AbstractSet
 from enum import StrEnum
 from itertools import takewhile
 from typing import Any
 
 from proxy.core.normalise import Fields, Step, changed_by, is_system, with_text, with_turn_text
+from proxy.core.turn_repair import alternating, calls_as_text, nulls_as_empty, results_in_turns
 
 
 class Repair(StrEnum):
@@ -26,6 +29,10 @@ class Repair(StrEnum):
     SYSTEMS_JOINED = "systems_joined"
     LATE_SYSTEM_IN_TURN = "late_system_in_turn"
     SYSTEM_IN_TURN = "system_in_turn"
+    CALL_AS_TEXT = "call_as_text"
+    RESULT_IN_TURN = "result_in_turn"
+    NULL_AS_EMPTY = "null_as_empty"
+    TURNS_ALTERNATE = "turns_alternate"
 
 
 _LISTS = {"messages": "system", "input": "instructions"}  # → the field whose text stands before them
@@ -38,9 +45,24 @@ def repaired(fields: Fields, repairs: Iterable[Repair]) -> tuple[dict[str, Any],
     return changed_by(fields, {repair: step for repair, step in _STEPS.items() if repair in chosen})
 
 
-def may_need(raw: bytes, *, takes_system: bool) -> bool:
-    """False if a body surely needs no repair, by its bytes. `takes_system`: its template takes a system
-    message before the first turn."""
+_MARKS: Mapping[Repair, tuple[bytes, ...]] = {  # one of these is in each body that needs the repair
+    Repair.CALL_AS_TEXT: (b'"tool_calls"', b'"tool_use"', b'"function_call"'),
+    Repair.RESULT_IN_TURN: (b'"tool"', b'"tool_result"', b'"function_call_output"'),
+    Repair.NULL_AS_EMPTY: (b'"tool_calls"',),
+    Repair.TURNS_ALTERNATE: (b"",),
+}
+
+
+def may_need(raw: bytes, repairs: AbstractSet[Repair]) -> bool:
+    """False if a body surely needs none of these repairs, by its bytes."""
+    if any(mark in raw for repair in repairs for mark in _MARKS.get(repair, ())):
+        return True
+    takes_system = Repair.SYSTEM_IN_TURN not in repairs
+    return not repairs <= _MARKS.keys() and _may_lose_systems(raw, takes_system=takes_system)
+
+
+def _may_lose_systems(raw: bytes, *, takes_system: bool) -> bool:
+    """`takes_system`: the template takes a system message before the first turn."""
     first = raw.find(b'"system"')
     if first >= 0 and not (takes_system and first == raw.rfind(b'"system"') and first < _first_turn(raw)):
         return True
@@ -152,4 +174,8 @@ _STEPS: Mapping[Repair, Step] = {
     Repair.SYSTEMS_JOINED: _joined,
     Repair.LATE_SYSTEM_IN_TURN: _late_in_turns,
     Repair.SYSTEM_IN_TURN: _all_in_turns,
+    Repair.CALL_AS_TEXT: calls_as_text,
+    Repair.RESULT_IN_TURN: results_in_turns,
+    Repair.NULL_AS_EMPTY: nulls_as_empty,
+    Repair.TURNS_ALTERNATE: alternating,
 }

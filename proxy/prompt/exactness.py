@@ -23,7 +23,7 @@ from engine_adapter import (
     common_prefix,
 )
 from engine_adapter.prompt.forms import BILLING, Form
-from engine_adapter.prompt.message_shapes import PROBES, Roles, Shape, lost_shapes, marked
+from engine_adapter.prompt.message_shapes import PROBES, Messages, Roles, Shape, lost_shapes, trials
 from engine_adapter.types import TokenIds
 from proxy.prompt.builder import Prompt, PromptBuilder
 from proxy.prompt.render import CHAT_PATH, COMPLETIONS_PATH, ChatInput, CompletionInput, read_prompt
@@ -173,12 +173,12 @@ async def compare(builder: PromptBuilder, adapter: EngineAdapter) -> FormTable:
             table.probe(form, await _compare(local, adapter, form, bodies), "as the engine does")
         table.settle(alike=info.renders_alike)
     asked = {form: bodies for form, bodies in probes.items() if table.rows[form].source != "local"}
-    table.lost_shapes = await _lost_by(adapter, info.model)  # it may have another template than the tokenizer
+    table.lost_shapes = await lost_by(adapter, info.model)  # it may have another template than the tokenizer
     table.outcome = (*table.sources.values(), table.lost_shapes, await _theirs(adapter, asked))
     return table
 
 
-async def _lost_by(adapter: EngineAdapter, model: str) -> frozenset[Shape]:
+async def lost_by(adapter: EngineAdapter, model: str) -> frozenset[Shape]:
     """Messages that the engine's template loses, by the tokens that it makes; none if it does not answer.
     Raises ModelNotLoaded if its model left meanwhile."""
     kept = set[Roles]()
@@ -199,13 +199,12 @@ async def _lost_by(adapter: EngineAdapter, model: str) -> frozenset[Shape]:
 async def _keeps(adapter: EngineAdapter, model: str, roles: Roles) -> bool:
     """True if other texts in place of those that may be lost give other tokens."""
 
-    async def ids(changed: int | None) -> TokenIds[int]:
-        fields = {"model": model, "messages": marked(roles, changed)}
-        return await adapter.tokenize_if_loaded(CHAT_PATH, JsonBody(msgspec.json.encode(fields)))
+    async def ids(messages: Messages) -> TokenIds[int]:
+        body = JsonBody(msgspec.json.encode({"model": model, "messages": messages}))
+        return await adapter.tokenize_if_loaded(CHAT_PATH, body)
 
-    tried = [at for at, role in enumerate(roles) if role in ("system", "developer")] or [0]
-    as_is = await ids(None)
-    return all([await ids(at) != as_is for at in tried])
+    as_is, *others = [await ids(messages) for messages in trials(roles)]
+    return as_is not in others
 
 
 async def _theirs(adapter: EngineAdapter, probes: Mapping[Form, Mapping[str, JsonBody]]) -> int:

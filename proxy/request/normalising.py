@@ -6,7 +6,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from functools import lru_cache
 
+import structlog
 from msgspec.structs import replace
 
 from engine_adapter import JsonBody
@@ -16,6 +18,9 @@ from engine_adapter.prompt.message_shapes import Shape
 from proxy.core.message_repair import Repair, may_need, repaired
 from proxy.core.normalise import BILLING, FIELDS, Rule, normalised
 from proxy.request.calls import Call
+from proxy.request.session import Session
+
+_log = structlog.get_logger(__name__)
 
 ROUTES = frozenset(
     f"/v1/{name}"
@@ -28,12 +33,17 @@ ROUTES = frozenset(
 Change = Rule | Repair
 """What changes a prompt."""
 _MESSAGES = "/v1/messages"
-_REPAIRS = {
+REPAIRS = {
     Shape.DEVELOPER: Repair.DEVELOPER_AS_SYSTEM,
     Shape.SEVERAL_SYSTEMS: Repair.SYSTEMS_JOINED,
     Shape.LATE_SYSTEM: Repair.LATE_SYSTEM_IN_TURN,
     Shape.SYSTEM: Repair.SYSTEM_IN_TURN,
+    Shape.CALL: Repair.CALL_AS_TEXT,
+    Shape.LONE_RESULT: Repair.RESULT_IN_TURN,
+    Shape.NULL_CONTENT: Repair.NULL_AS_EMPTY,
+    Shape.TURNS: Repair.TURNS_ALTERNATE,
 }
+"""What repairs the messages that a template loses."""
 _BILLING = BILLING.encode()
 
 
@@ -75,15 +85,18 @@ class Normalising:
         body, route = call.body, call.route
         if not isinstance(body, JsonBody) or route not in ROUTES:
             return call, ()
-        is_lost = bool(lost) and may_need(body.raw, takes_system=Shape.SYSTEM not in lost)
-        if not (self.chosen or is_lost or route.startswith(_MESSAGES)):
+        repairs = frozenset[Repair]()
+        if lost:
+            needed = frozenset(REPAIRS[shape] for shape in lost)
+            repairs = needed if may_need(body.raw, needed) else repairs
+        if not (self.chosen or repairs or route.startswith(_MESSAGES)):
             return call, ()
         suiting = [entry for entry in self.chosen if entry.suit(call.tenant, (model, call.model))]
         rules = frozenset[Rule]().union(*(entry.rules for entry in suiting))
         if route.startswith(_MESSAGES) and _BILLING in body.raw:
             rules |= {Rule.BILLING_LINE}
-        is_repaired = is_lost and all(entry.repairs for entry in suiting)
-        repairs = frozenset(_REPAIRS[shape] for shape in lost) if is_repaired else frozenset[Repair]()
+        if not all(entry.repairs for entry in suiting):
+            repairs = frozenset[Repair]()
         if not (rules or repairs):
             return call, ()
         changed, applied = await off_loop(
@@ -92,7 +105,16 @@ class Normalising:
         )
         if not applied:
             return call, ()
+        if mended := tuple(each for each in applied if isinstance(each, Repair)):
+            _tell(call.session, call.tenant, model, mended)
         return replace(call, body=changed), applied
+
+
+@lru_cache(maxsize=4096)
+def _tell(session: Session | None, tenant: str | None, model: str, repairs: tuple[Repair, ...]) -> None:  # noqa: ARG001
+    """Tells of repairs, once for each session."""
+    names = ", ".join(repairs)
+    _log.info("the chat template loses messages: repaired", model=model, tenant=tenant, repairs=names)
 
 
 NO_RULES = Normalising()

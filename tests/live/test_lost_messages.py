@@ -32,7 +32,8 @@ def test_no_instruction_is_lost(tmp_path, template):
     path = tmp_path / "template.jinja"
     path.write_text(template)
     with llama_world(tmp_path, "--chat-template-file", str(path)) as world:
-        world.until_known()
+        late = {"messages": [{"role": "user", "content": "Hi"}, {"role": "system", "content": LATE}]}
+        world.until(lambda: "x-kvpin-normalised" in world.post("chat/completions", late).headers, "a repair")
         server = world.servers[0].url
 
         def ask(route, body):

@@ -6,7 +6,7 @@ from engine_adapter.errors import ChatError
 from engine_adapter.prompt.message_shapes import Shape, kept_by, lost_shapes
 from engine_adapter.prompt.templates import TEMPLATE_ERRORS, render_template
 
-EACH = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+EACH = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ m.tool_calls }}{% endfor %}"
 # The first message may be a system message, and further ones are refused, as Qwen3.5's template does it.
 STRICT = (
     "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('first!') }}"
@@ -28,6 +28,19 @@ NONE = (
 DEVELOPER_ONLY_FIRST = EACH.replace(
     "<{{", "{% if m.role == 'developer' and not loop.first %}{% continue %}{% endif %}<{{"
 )
+# As in Mistral's.
+NO_USER_AFTER_A_RESULT = EACH.replace(
+    "<{{", "{% if m.role == 'user' and loop.previtem is defined and loop.previtem.role == 'tool' %}"
+    "{{ raise_exception('alternate') }}{% endif %}<{{"
+)  # fmt: skip
+TOOLS_OF_CALLS = (
+    "{% set ns = namespace(called=false) %}{% for m in messages %}"
+    "{% if m.tool_calls %}{% set ns.called = true %}{% endif %}"
+    "{% if m.role == 'tool' and not ns.called %}{{ raise_exception('no call') }}{% endif %}"
+    "<{{ m.role }}>{{ m.content | default('None') }}{{ m.tool_calls }}{% endfor %}"
+)
+TOOLS = {Shape.CALL, Shape.LONE_RESULT}
+SYSTEMS = {Shape.SEVERAL_SYSTEMS, Shape.LATE_SYSTEM, Shape.DEVELOPER}
 
 
 def rendering(template):
@@ -44,10 +57,13 @@ def rendering(template):
     ("template", "lost"),
     [
         (EACH, set()),
-        (STRICT, {Shape.SEVERAL_SYSTEMS, Shape.LATE_SYSTEM, Shape.DEVELOPER}),
-        (SILENT, {Shape.SEVERAL_SYSTEMS, Shape.LATE_SYSTEM, Shape.DEVELOPER}),
-        (NONE, {Shape.SYSTEM, Shape.SEVERAL_SYSTEMS, Shape.LATE_SYSTEM, Shape.DEVELOPER}),
+        (STRICT, SYSTEMS | TOOLS),
+        (SILENT, SYSTEMS | TOOLS),
+        (NONE, {*Shape} - {Shape.NULL_CONTENT}),
+        (NO_USER_AFTER_A_RESULT, {Shape.TURNS}),
+        (TOOLS_OF_CALLS, {Shape.LONE_RESULT, Shape.NULL_CONTENT}),
         (DEVELOPER_ONLY_FIRST, {Shape.DEVELOPER}),
+        (EACH.replace("{{ m.tool_calls }}", ""), {Shape.CALL}),
         ("{{ raise_exception('never') }}", set()),
         ("{{ messages[-1].content }}", set()),
     ],

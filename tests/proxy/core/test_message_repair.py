@@ -6,7 +6,7 @@ import pytest
 
 from proxy.core.message_repair import Repair, may_need, repaired
 
-ALL = frozenset(Repair) - {Repair.SYSTEM_IN_TURN}
+ALL = {Repair.DEVELOPER_AS_SYSTEM, Repair.SYSTEMS_JOINED, Repair.LATE_SYSTEM_IN_TURN}
 
 
 def said(role, content="Hi"):
@@ -151,8 +151,8 @@ def test_the_history_keeps_its_bytes_from_turn_to_turn(repairs):
 )
 def test_a_usual_chat_is_not_even_decoded(messages, needs):
     raw = json.dumps({"messages": messages}).encode()
-    assert may_need(raw, takes_system=True) == needs
-    assert may_need(raw, takes_system=False) == (len(messages) > 1)
+    assert may_need(raw, ALL) == needs
+    assert may_need(raw, {Repair.SYSTEM_IN_TURN}) == (len(messages) > 1)
 
 
 @pytest.mark.parametrize("odd", [None, 1, "x", [None], [1, "x", {}], [{"role": 5}], [{"role": ["system"]}]])

@@ -5,11 +5,15 @@ import shutil
 from dataclasses import replace
 
 import pytest
+from structlog.testing import capture_logs
 
 from engine_adapter import JsonBody
+from engine_adapter.prompt.message_shapes import Shape
+from proxy.core.message_repair import Repair
 from proxy.core.normalise import Rule
 from proxy.request.calls import Call
-from proxy.request.normalising import ChosenRules, Normalising
+from proxy.request.normalising import NO_RULES, ChosenRules, Normalising
+from proxy.request.session import Session
 from proxy.request.tenants import ApiKey, Tenants
 from tests.fakes import ASK, CHAT, INFO, FakeAdapter, client_of, proxy_over
 from tests.kv_world import until
@@ -136,3 +140,24 @@ async def test_messages_that_the_template_loses_are_repaired(engine, strict_toke
     assert sent == [turns[0], {**turns[1], "content": "user's words\n\n<system>\nsystem's words\n</system>"}]
     assert answer.headers["x-kvpin-normalised"] == "late_system_in_turn"
     assert proxy.last.normalised == ["late_system_in_turn"]
+
+
+async def test_a_repair_is_in_the_log_once_for_each_session():
+    chat = {"messages": [{"role": "user", "content": "A"}, {"role": "user", "content": "B"}]}
+    made = [
+        Call("r", "POST", CHAT, None, JsonBody(json.dumps(chat).encode()), session=session)
+        for session in (
+            Session("red", "talk-1"),
+            Session("red", "talk-1"),
+            Session("red", "talk-2"),
+            None,
+            None,
+        )
+    ]
+    with capture_logs() as logs:
+        for call in made:
+            changed, applied = await NO_RULES.apply(call, "a model of this test", {Shape.TURNS})
+            assert applied == (Repair.TURNS_ALTERNATE,)
+            assert changed.body.view("messages") == [{"role": "user", "content": "A\n\nB"}]
+    assert [entry["repairs"] for entry in logs] == ["turns_alternate"] * 3
+    assert "talk-1" not in str(logs)

@@ -1,0 +1,215 @@
+"""Brings the turns of a conversation into an order that its chat template takes.
+
+    call_as_text      the call of a tool becomes text of the assistant's
+    result_in_turn    a tool's result without its call becomes a turn of the user's
+    null_as_empty     the content of a call is an empty text instead of null
+    turns_alternate   turns of one role become one; a turn that says "(no content)" is put before a talk that
+                      the assistant begins, and between a tool's result and the user's turn right after it
+
+They work on chats, Anthropic's messages and OpenAI's responses, in the client's own form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any, Literal
+
+import msgspec
+
+from proxy.core.normalise import Fields
+
+NO_CONTENT = "(no content)"
+"""The text of a turn that had to be put in."""
+_Kind = Literal["system", "user", "assistant", "call", "result"]
+_KINDS: Mapping[str, _Kind] = {"system": "system", "developer": "system", "user": "user", "tool": "result"}
+
+
+def calls_as_text(fields: Fields) -> dict[str, Any]:
+    """The conversation without calls that have a form of their own."""
+    return _each(fields, lambda item, _: _without_calls(item))
+
+
+def results_in_turns(fields: Fields) -> dict[str, Any]:
+    """The conversation without lone results. A response's first items may answer a stored one's calls."""
+    known = set[str]()
+
+    def without(item: Any, before: Sequence[Any]) -> Any:  # noqa: ANN401 - JSON
+        known.update(_calls_of(item))
+        return _with_lone_results_as_text(item, known, before)
+
+    return _each(fields, without)
+
+
+def _each(fields: Fields, change: Callable[[Any, Sequence[Any]], Any]) -> dict[str, Any]:
+    """The conversation, each item changed; `change` also gets those before it."""
+    changes = dict[str, Any]()
+    for name in ("messages", "input"):
+        if isinstance(items := fields.get(name), list):
+            turns = [change(item, items[:at]) for at, item in enumerate(items)]
+            if any(turn is not item for turn, item in zip(turns, items, strict=True)):
+                changes[name] = turns
+    return changes
+
+
+def nulls_as_empty(fields: Fields) -> dict[str, Any]:
+    """Only chats have such calls."""
+    items = fields.get("messages")
+    if not isinstance(items, list) or not any(map(_is_null_call, items)):
+        return {}
+    return {"messages": [{**item, "content": ""} if _is_null_call(item) else item for item in items]}
+
+
+def alternating(fields: Fields) -> dict[str, Any]:
+    """The conversation, in turns that alternate."""
+    changes = dict[str, Any]()
+    for name in ("messages", "input"):
+        if isinstance(items := fields.get(name), list):
+            turns = _alternating(items)
+            if turns != items:
+                changes[name] = turns
+    return changes
+
+
+def _alternating(items: list[Any]) -> list[Any]:
+    turns, last = list[Any](), None
+    for item in chain.from_iterable(map(_parts_of, items)):
+        kind = _kind_of(item)
+        is_same = kind in ("user", "assistant") and bool(turns) and _kind_of(turns[-1]) == kind
+        if is_same and (one := _as_one(turns[-1], item)) is not None:
+            turns[-1] = one
+            continue
+        if kind == "user" and last == "result":
+            turns.append({"role": "assistant", "content": NO_CONTENT})
+        elif kind in ("assistant", "call") and last is None:
+            turns.append({"role": "user", "content": NO_CONTENT})
+        turns.append(item)
+        last = kind if kind not in (None, "system") else last
+    return turns
+
+
+def _parts_of(item: Any) -> Iterator[Any]:  # noqa: ANN401 - JSON
+    """An item; a turn of Anthropic's in two, where it has results of tools and something else."""
+    content = item.get("content") if isinstance(item, dict) else None
+    blocks = content if isinstance(content, list) else []
+    results = [block for block in blocks if _type_of(block) == "tool_result"]
+    if results and len(results) < len(blocks):
+        yield {**item, "content": results}
+        yield {**item, "content": [block for block in blocks if _type_of(block) != "tool_result"]}
+    else:
+        yield item
+
+
+def _kind_of(item: Any) -> _Kind | None:  # noqa: ANN401 - JSON
+    """What an item is; None for one that is no turn, such as reasoning."""
+    if not isinstance(item, dict):
+        return None
+    kind, content = str(item.get("type") or "message"), item.get("content")
+    if kind != "message":
+        return "result" if kind.endswith("_call_output") else "call" if kind.endswith("_call") else None
+    blocks = [_type_of(block) for block in content] if isinstance(content, list) else []
+    role: Any = item.get("role")
+    if role == "assistant":
+        return "call" if item.get("tool_calls") or "tool_use" in blocks else "assistant"
+    if role == "user" and "tool_result" in blocks:
+        return "result"
+    return _KINDS.get(role) if isinstance(role, str) else None
+
+
+def _as_one(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any] | None:
+    """Two turns of one role as one; None if one of them has a form that is not known."""
+    match first.get("content"), second.get("content"):
+        case str(before), str(after):
+            return {**first, "content": f"{before}\n\n{after}"}
+        case (str() | list()) as before, (str() | list()) as after:
+            blocks = before if isinstance(before, list) else after
+            kinds = {str(_type_of(block)).partition("_")[0] for block in blocks}
+            kind = next((f"{way}_text" for way in ("input", "output") if way in kinds), "text")
+            parts = [
+                each if isinstance(each, list) else [{"type": kind, "text": each}] for each in (before, after)
+            ]
+            return {**first, "content": [*parts[0], *parts[1]]}
+        case _:
+            return None
+
+
+def _without_calls(item: Any) -> Any:  # noqa: ANN401 - JSON
+    match item:
+        case {"role": "assistant", "tool_calls": [*calls], "content": (str() | None) as said}:
+            asked = [call["function"] for call in calls if isinstance(call, dict) and "function" in call]
+            texts = [said or "", *(_called(each.get("name"), each.get("arguments")) for each in asked)]
+            rest = {name: value for name, value in item.items() if name != "tool_calls"}
+            return {**rest, "content": "\n\n".join(filter(None, texts))}
+        case {"role": "assistant", "content": [*blocks]} if any(
+            _type_of(each) == "tool_use" for each in blocks
+        ):
+            return {**item, "content": [_use_as_text(block) for block in blocks]}
+        case {"type": "function_call", "name": name, "arguments": arguments}:
+            return {"role": "assistant", "content": _called(name, arguments)}
+        case _:
+            return item
+
+
+def _use_as_text(block: Any) -> Any:  # noqa: ANN401 - JSON
+    if _type_of(block) != "tool_use":
+        return block
+    return {"type": "text", "text": _called(block.get("name"), block.get("input"))}
+
+
+def _called(name: object, arguments: object) -> str:
+    text = arguments if isinstance(arguments, str) else msgspec.json.encode(arguments).decode()
+    return f"<tool_call>\n{name}({text})\n</tool_call>"
+
+
+def _calls_of(item: Any) -> Iterator[str]:  # noqa: ANN401 - JSON
+    """The ids of the calls in a turn."""
+    match item:
+        case {"tool_calls": [*calls]}:
+            yield from (call["id"] for call in calls if isinstance(call, dict) and "id" in call)
+        case {"role": "assistant", "content": [*blocks]}:
+            yield from (block["id"] for block in blocks if _type_of(block) == "tool_use" and "id" in block)
+        case {"type": "function_call", "call_id": str(call)}:
+            yield call
+
+
+def _with_lone_results_as_text(item: Any, known: set[str], before: Sequence[Any]) -> Any:  # noqa: ANN401 - JSON
+    match item:
+        case {"role": "tool", "content": str(text), "tool_call_id": str(call)} if call not in known:
+            return {"role": "user", "content": _marked(text)}
+        case {"role": "user", "content": [*blocks]} if any(_is_lone(block, known) for block in blocks):
+            texts = [_as_text(block) if _is_lone(block, known) else block for block in blocks]
+            # Results stand before texts, for the API's sake.
+            return {**item, "content": sorted(texts, key=lambda block: _type_of(block) != "tool_result")}
+        case {"type": "function_call_output", "call_id": str(call), "output": str(text)} if call not in known:
+            is_lone = any(_kind_of(each) in ("user", "assistant") for each in before)
+            return {"role": "user", "content": _marked(text)} if is_lone else item
+        case _:
+            return item
+
+
+def _is_lone(block: Any, known: set[str]) -> bool:  # noqa: ANN401 - JSON
+    match block:
+        case {"type": "tool_result", "tool_use_id": str(call), "content": str()}:
+            return call not in known
+        case _:
+            return False
+
+
+def _as_text(block: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "text", "text": _marked(block["content"])}
+
+
+def _marked(text: str) -> str:
+    return f"<tool_result>\n{text}\n</tool_result>"
+
+
+def _is_null_call(item: Any) -> bool:  # noqa: ANN401 - JSON
+    match item:
+        case {"role": "assistant", "tool_calls": [_, *_]}:
+            return item.get("content") is None
+        case _:
+            return False
+
+
+def _type_of(block: Any) -> Any:  # noqa: ANN401 - JSON
+    return block.get("type") if isinstance(block, dict) else None
