@@ -181,7 +181,7 @@ class Attempts:
                     record.transfer, prefilled = TransferResult.FAILED, None
         record.legs_s = monotonic() - began
         if prefilled is None:
-            lease.computes(streams=ready.call.streams)
+            await lease.computes(streams=ready.call.streams)
         else:
             if prefilled.is_fetched:
                 _moved(record, prefilled, lease, began + (record.first_leg_s or 0.0))

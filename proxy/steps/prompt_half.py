@@ -145,6 +145,7 @@ class PromptHalf:
                 async with lost:
                     if self.lease.is_lost:
                         raise EngineLost(_LOST)
+                    await self.lease.gather()
                     await self.leg(self, _in_one_piece(self.ready))
             except TimeoutError:
                 if not self.lease.is_lost:

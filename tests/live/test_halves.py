@@ -20,6 +20,7 @@ from proxy.observe.reasons import Reason, reason_of, why
 from proxy.request.records import RequestRecord
 from proxy.settings import EngineSettings
 from tests.collector import collecting
+from tests.fake_engines import sglang
 from tests.fake_engines.sglang import RunningSglang, running_sglang
 from tests.live.fake_world import FakeWorld, proxy_over, until
 
@@ -228,6 +229,19 @@ class TestPair:
             assert [texts_of(answer) for answer in answers] == [expected] * 4
             assert world.counts() == {"p": 2, "q": 2, "d": 2, "e": 2}
             await until(world.is_idle)
+
+
+class TestGathering:
+    async def test_prompts_of_one_beginning_that_come_at_once_compute_it_once(self, monkeypatch):
+        monkeypatch.setattr(sglang, "_PREFILL_S", 0.1)
+        async with world_of() as world:
+            await asyncio.gather(*(world.post("completions", asked(f"{TEXT} And {n}.")) for n in range(6)))
+            await until(lambda: world.is_idle() and len(list(world.proxy.flow.requests)) == 6)
+            records = list(world.proxy.flow.requests)
+            prompt = len(records[0].prompt.token_ids)
+            computed = sum(len(each.prompt.token_ids) - each.reported_tokens for each in records)
+            assert prompt > 300
+            assert computed < prompt + 5 * 40
 
 
 class TestChoice:
