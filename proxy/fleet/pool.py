@@ -154,6 +154,8 @@ class Pool:
         self.has_roles = any(engine.role is not Role.BOTH for engine in engines)
         self.passes_kv = any(engine.adapter.transfer is not None for engine in engines)
         self.has_halves = any(engine.adapter.rendezvous is not None for engine in engines)
+        halves = [each for each in engines if _way_of(each) is not None] if self.has_halves else ()
+        self.placer.answering = sum(each.role is Role.DECODE for each in halves)
         self.note_contexts()
 
     @property
