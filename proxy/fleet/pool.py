@@ -450,7 +450,7 @@ class Pool:
         return forecast is not None and not self._is_late(engine, forecast.wait_s)
 
     def _begins_late(self, cost: Cost) -> bool:
-        return self._is_late(self.engines[cost.computed_by], cost.queue_s + cost.room_s)
+        return self._is_late(self.engines[cost.prefiller or cost.engine], cost.queue_s + cost.room_s)
 
     def _is_late(self, engine: Engine, wait_s: float) -> bool:
         """True if a request would wait long at the engine, by the engine's report or by `wait_s`, our

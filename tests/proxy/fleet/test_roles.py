@@ -107,9 +107,9 @@ class TestHalves:
 
     def test_the_pool_is_as_busy_as_those_that_compute_prompts(self, fleet, pool):
         for _ in range(8):
-            pool.placer.demand.placed(1.0, 0.5)
+            pool.placer.demand.placed(1.0, 0.2)
         strain = pool.placer.outlook(1.0).strain
-        assert strain > 1.5
+        assert 1.5 < strain < 2
         for name in "efgh":
             engine = add_ready(fleet, name, role=Role.DECODE)
             engine.adapter.rendezvous = BootstrapRoom("nixl", name, 1, 0, 1)
