@@ -168,8 +168,9 @@ class SlotTable:
         """Sets the content of a slot; an erased slot has no tokens, known or unknown.
 
         `tokens` is stored without a copy. With `saved` None, the common prefix of old and new content stays
-        saved. A pin ends if some of its tokens go, and retention ends if some of the content goes. With
-        `memory` None, the slot's content stays, or an answer was added to it.
+        saved, if a file can be restored up to there. A pin ends if some of its tokens go, and retention ends
+        if some of the content goes. With `memory` None, the slot's content stays, or an answer was added to
+        it.
         """
         slot = self._slots[slot_id]
         kept = slot.shared(tokens, salt)
@@ -182,7 +183,9 @@ class SlotTable:
         slot.due_until = NEVER
         slot.unknown = unknown
         slot.salt = None if slot.is_empty else salt
-        slot.saved = min(min(slot.saved, kept) if saved is None else saved, slot.length)
+        if saved is None:
+            saved = slot.saved if kept >= slot.saved else kept if slot.memory.rules.cuts_files else 0
+        slot.saved = min(saved, slot.length)
         slot.memory = memory or slot.memory.grown(slot.length)
 
     def serve(self, slot_id: int, session: int | None) -> None:
