@@ -217,7 +217,9 @@ class Contents:
         self.counts.saves += 1
         self.counts.saved_tokens += moved.tokens
         self.rates.saved(moved.tokens, moved.size, moved.seconds)
+        text = slot.text
         self.hold(slot, entry.tokens, salt, saved=len(entry.tokens))
+        self.table.made_of(slot.id, text, salt)
         return True
 
     async def restore(self, slot: Slot, entry: Saved) -> bool:
