@@ -83,6 +83,12 @@ class MemoryRules:
         wants one token more."""
         return not self.window
 
+    @property
+    def cuts_files(self) -> bool:
+        """True if any beginning of a restored file is reused. If not, a file is of use as a whole or not at
+        all: a longer one does not stand for a shorter one."""
+        return self.is_plain and not self.loses_window
+
     def restored(self, length: int) -> SlotMemory:
         """The memory of a slot after a file of `length` tokens was restored into it."""
         return SlotMemory(self, length, self.oldest_of(length), floor=length if self.loses_window else 0)

@@ -195,6 +195,7 @@ class Contents:
                     bytes_expected=moved.size,
                     keep_s=slot.kept_until - self._clock(),
                     owner=slot.kept_for,
+                    replaces=self.rules.cuts_files,
                 )
         except (EngineError, StateFileError) as error:
             self._pause_saving(error)
@@ -216,7 +217,9 @@ class Contents:
         self.counts.saves += 1
         self.counts.saved_tokens += moved.tokens
         self.rates.saved(moved.tokens, moved.size, moved.seconds)
+        text = slot.text
         self.hold(slot, entry.tokens, salt, saved=len(entry.tokens))
+        self.table.made_of(slot.id, text, salt)
         return True
 
     async def restore(self, slot: Slot, entry: Saved) -> bool:
@@ -271,12 +274,17 @@ class Contents:
         entries = list(self.all_entries())
         for slot in self.table:
             if slot.saved and slot.salt != UNKNOWN_OWNER:
-                slot.saved = max((slot.shared(entry.tokens, entry.salt) for entry in entries), default=0)
+                slot.saved = max((self._spared(entry, slot) for entry in entries), default=0)
 
     def note_saved(self, slot: Slot) -> None:
         """Counts how much of the slot's content a file holds already, e.g. after the same prompt again."""
-        shared = (slot.shared(entry.tokens, entry.salt) for entry in self.entries())
-        slot.saved = max(slot.saved, max(shared, default=0))
+        spared = (self._spared(entry, slot) for entry in self.entries())
+        slot.saved = max(slot.saved, max(spared, default=0))
+
+    def _spared(self, entry: Saved, slot: Slot) -> int:
+        """Leading tokens of the slot's content that a restore of this file would bring back."""
+        restored = self.rules.restored(len(entry.tokens))
+        return restored.reused(slot.shared(entry.tokens, entry.salt), slot.length + 1)
 
     def learn(self, facts: ServerFacts) -> None:
         """The server was probed: it tells more of its memory."""

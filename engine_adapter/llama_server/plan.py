@@ -8,6 +8,7 @@ other slots stand still during save and restore. And overwritten content may hav
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
@@ -20,6 +21,8 @@ from engine_adapter.llama_server.slots import Slot, SlotOperation
 from engine_adapter.types import Tier, TokenIds, common_prefix
 
 WINDOW = 32
+_NO_TEXT = array("i")
+_CHARACTERS = 4  # of a token, about
 # How often the next turn comes within `TOOL_S` of a tool call: vLLM's router, issue 285.
 AFTER_TOOL_CALL = 0.95
 # An outdated slot's content is needed less often, by this factor: a client may name several conversations
@@ -194,6 +197,12 @@ class _Inputs:
     can_save: bool
     can_restore: bool
     rules: MemoryRules
+    text: TokenIds[int]
+
+    @property
+    def length(self) -> int:
+        """Tokens of the prompt; an estimate if only its text is known."""
+        return len(self.prompt) or len(self.text) // _CHARACTERS
 
     @property
     def most(self) -> int:
@@ -218,16 +227,18 @@ def plan(
     can_save: bool,
     can_restore: bool,
     rules: MemoryRules = PLAIN,
+    text: TokenIds[int] = _NO_TEXT,
 ) -> Plan:
     """The cheapest way to run `prompt` under `salt` on any of the slots, of which there is at least one.
 
     `saved` are files of this server's key; of two with the same cost the first is chosen. `rules` say how
-    much of a restored file is reused. Without `can_restore` no file counts, and nothing is saved. A pin
+    much of a restored file is reused. `text` is how the prompt begins, as code points, if its tokens are not
+    known. Without `can_restore` no file counts, and nothing is saved. A pin
     holds, unless every slot has a pin in the way.
     """
     table = tuple(slots)
     streams = sum(slot.operation is SlotOperation.REQUEST for slot in table)
-    given = _Inputs(prompt, salt, rates, now, streams, can_save and can_restore, can_restore, rules)
+    given = _Inputs(prompt, salt, rates, now, streams, can_save and can_restore, can_restore, rules, text)
     file = _best_file(given, saved) if can_restore and any(slot.is_idle for slot in table) else None
     candidates = [(slot, choice) for slot in table for choice in _choices(slot, file, given)]
     allowed = [candidate for candidate in candidates if not candidate[1].over_pin]
@@ -286,8 +297,9 @@ def _choice(slot: Slot, kept: int, file: _File | None, given: _Inputs) -> Plan:
     """One candidate; `kept` leading tokens of the slot's content stay in place."""
     in_place = slot.memory.reused(kept, len(given.prompt))
     cached = in_place if file is None else file.reused
+    likely = slot.likely_shared(given.text, given.salt) if given.text else 0
     others = given.streams - (slot.operation is SlotOperation.REQUEST)
-    save_s, regret_s = _loss(slot, kept, others, given)
+    save_s, regret_s = _loss(slot, kept or likely, others, given)
     if kept < min(LEAST_SHARED, len(slot.tokens), len(given.prompt)):
         # An empty slot would have to compute these tokens as well. Without this term, all new conversations
         # go through one slot.
@@ -303,7 +315,7 @@ def _choice(slot: Slot, kept: int, file: _File | None, given: _Inputs) -> Plan:
         over_pin=slot.pinned_until > given.now and kept < slot.pinned,
         wait_s=_wait_s(slot, given.rates, given.now),
         restore_s=io_s,
-        prefill_s=given.rates.prefill_s(len(given.prompt) - cached),
+        prefill_s=given.rates.prefill_s(max(given.length - (cached or likely), 0)),
         stall_s=io_s * others,
         regret_s=regret_s,
     )

@@ -28,6 +28,9 @@ _PARSED = ("tools", "response_format", "json_schema", "grammar")
 # Fields that change the KV of a prompt: its tokens alone do not identify it.
 _OTHER_KV = ("lora",)
 
+# Characters by which texts to fill in are told apart.
+_TEXT_LOOKED_AT = 65_536
+
 # A prompt whose KV its tokens do not identify.
 _UNKNOWN = Ask(array("i"), UNKNOWN_OWNER)
 
@@ -75,7 +78,7 @@ async def _hold_slot(
     is_known = prompt is not None and not any(body.get(name) for name in _OTHER_KV)
     ask = ask_of(prompt, mirror) if prompt is not None and is_known else _UNKNOWN
     if path == INFILL and not body.get("lora"):
-        ask = ask_of(KvTarget(cache_salt=body.get("cache_salt")), mirror)
+        ask = replace(ask_of(KvTarget(cache_salt=body.get("cache_salt")), mirror), text=_text_around(body))
     # The server's own prompt cache serves every tenant.
     may_share = session.facts.keeps_none_itself or ask.salt is None
     wants_reuse = body.get("cache_prompt") is not False
@@ -119,6 +122,14 @@ def _ids_for_text(path: str, body: JsonBody, prompt: KvTarget | None) -> dict[st
     if not is_text or prompt is None or not prompt.exact or not prompt.token_ids:
         return {}
     return {"prompt": prompt.token_ids.tolist()}
+
+
+def _text_around(body: JsonBody) -> array[int]:
+    """How the text begins that `/infill` makes a prompt of, as code points."""
+    extra = body.get("input_extra")
+    parts = [each.get("text") for each in extra if isinstance(each, dict)] if isinstance(extra, list) else []
+    text = "".join(each for each in (*parts, body.get("input_prefix")) if isinstance(each, str))
+    return array("i", text[:_TEXT_LOOKED_AT].encode("utf-32-le", "surrogatepass"))
 
 
 def _is_several(body: JsonBody) -> bool:

@@ -188,8 +188,10 @@ class SavedPrefixes:
         bytes_expected: int | None = None,
         keep_s: float = 0.0,
         owner: str | None = None,
+        replaces: bool = True,
     ) -> Saved:
-        """Registers the file that the server saved as `name`, and drops shorter entries that it continues.
+        """Registers the file that the server saved as `name`, and drops the entries with the same tokens. If
+        it `replaces` them, shorter entries that it continues go, too.
 
         An entry that is pinned or in use stays. A file that is not whole, or for which there is no room, is
         removed, and StateFileError raised. The server said how many tokens and bytes to expect. The tenant
@@ -200,17 +202,17 @@ class SavedPrefixes:
             raise ValueError(f"{name!r} is no new name of key {key!r}")
         path, kept_until = self.place.host / name, self._clock() + keep_s if keep_s > 0 else 0.0
         inspect = partial(saved_files.inspect, path, key, salt, tokens_expected, bytes_expected)
-        return await asyncio.shield(self._tasks.start(self._add(path, inspect, kept_until, owner)))
+        return await asyncio.shield(self._tasks.start(self._add(path, inspect, kept_until, owner, replaces)))
 
     async def _add(
-        self, path: Path, inspect: Callable[[], Saved], kept_until: float, owner: str | None
+        self, path: Path, inspect: Callable[[], Saved], kept_until: float, owner: str | None, replaces: bool
     ) -> Saved:
         try:
             saved = await asyncio.to_thread(inspect)
             saved.created = saved.last_used = self._clock()
             saved.kept_until, saved.kept_for = kept_until, owner
             await asyncio.to_thread(saved_files.write_sidecar, path, saved)
-            work = self._take_in(saved)
+            work = self._take_in(saved, replaces)
         except StateFileError:
             self._counts["refused"] += 1
             await self.discard(path.name)
@@ -218,9 +220,13 @@ class SavedPrefixes:
         await _settled(work)
         return saved
 
-    def _take_in(self, saved: Saved) -> list[Work]:
+    def _take_in(self, saved: Saved, replaces: bool) -> list[Work]:
         """Registers a new entry of the host tier; returns the work that makes room for it."""
-        replaced = [old for old in self.entries(saved.key) if self._continues(saved, old)]
+        replaced = [
+            old
+            for old in self.entries(saved.key)
+            if (replaces or old.count == saved.count) and self._continues(saved, old)
+        ]
         victims = self._victims(Tier.HOST, saved.size, replaced)
         if victims is None:
             raise self._no_room(saved)

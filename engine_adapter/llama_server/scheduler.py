@@ -113,6 +113,7 @@ class SlotScheduler:
         self.contents.owners.changes(lease.slot, ask.salt)
         memory = lease.memory.after(lease.shared, len(ask.tokens), self.contents.user_starts(ask))
         self._table.hold(lease.slot, ask.tokens, ask.salt, memory=memory)
+        self._table.made_of(lease.slot, ask.text, ask.salt)
         self._table.serve(lease.slot, ask.session)
         try:
             yield lease
@@ -280,6 +281,7 @@ class SlotScheduler:
             can_save=contents.can_save,
             can_restore=contents.can_restore,
             rules=contents.rules,
+            text=ask.text,
         )
 
     async def _prepared(self, chosen: Plan, ask: Ask) -> SlotLease:
@@ -360,6 +362,7 @@ class SlotScheduler:
             if known or lease.leaves_own:
                 memory = self._memory_after(lease).grown(len(known) + unknown)
                 self.contents.hold(slot, known, lease.ask.salt, unknown=unknown, memory=memory)
+                self._table.made_of(slot.id, lease.ask.text, lease.ask.salt)
                 self.contents.note_saved(slot)
                 self.contents.keep(slot, lease.ask.retention)
                 if lease.answer is not None and lease.answer.finish_reason == "tool_calls":

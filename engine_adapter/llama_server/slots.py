@@ -52,6 +52,8 @@ class Slot:
         session: digest of the content's conversation; None if its client names none.
         is_outdated: that conversation went on in another slot.
         memory: which of the content a prompt can resume. During a request: once its prompt is computed.
+        text: how the text begins that the server made its content of, where the tokens are not known; as code
+            points. `text_salt`: the digest of its cache salt.
     """
 
     id: int
@@ -70,6 +72,8 @@ class Slot:
     session: int | None = None
     is_outdated: bool = False
     memory: SlotMemory = field(default_factory=SlotMemory)
+    text: TokenIds[int] = field(default_factory=lambda: array("i"), repr=False)
+    text_salt: str | None = None
 
     @property
     def length(self) -> int:
@@ -94,6 +98,12 @@ class Slot:
     def shared(self, tokens: TokenIds[int], salt: str | None) -> int:
         """Number of leading tokens of `tokens` known to lie here under `salt`."""
         return common_prefix(self.tokens, tokens) if self.salt == salt else 0
+
+    def likely_shared(self, text: TokenIds[int], salt: str | None) -> int:
+        """Estimated number of tokens that lie here of a prompt that begins with this text under `salt`."""
+        if not self.text or self.text_salt != salt:
+            return 0
+        return self.length * common_prefix(self.text, text) // len(self.text)
 
 
 class SlotTable:
@@ -168,8 +178,9 @@ class SlotTable:
         """Sets the content of a slot; an erased slot has no tokens, known or unknown.
 
         `tokens` is stored without a copy. With `saved` None, the common prefix of old and new content stays
-        saved. A pin ends if some of its tokens go, and retention ends if some of the content goes. With
-        `memory` None, the slot's content stays, or an answer was added to it.
+        saved, if a file can be restored up to there. A pin ends if some of its tokens go, and retention ends
+        if some of the content goes. With `memory` None, the slot's content stays, or an answer was added to
+        it.
         """
         slot = self._slots[slot_id]
         kept = slot.shared(tokens, salt)
@@ -180,10 +191,17 @@ class SlotTable:
             slot.session, slot.is_outdated = None, False
         slot.tokens = tokens
         slot.due_until = NEVER
+        slot.text, slot.text_salt = array("i"), None
         slot.unknown = unknown
         slot.salt = None if slot.is_empty else salt
-        slot.saved = min(min(slot.saved, kept) if saved is None else saved, slot.length)
+        if saved is None:
+            saved = slot.saved if kept >= slot.saved else kept if slot.memory.rules.cuts_files else 0
+        slot.saved = min(saved, slot.length)
         slot.memory = memory or slot.memory.grown(slot.length)
+
+    def made_of(self, slot_id: int, text: TokenIds[int], salt: str | None) -> None:
+        """The server makes the content of the slot of this text: see `Slot.text`."""
+        self._slots[slot_id].text, self._slots[slot_id].text_salt = text, salt
 
     def serve(self, slot_id: int, session: int | None) -> None:
         """A request of a conversation runs on a slot. What other idle slots hold of it is out of date."""

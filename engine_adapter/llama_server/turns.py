@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from array import array
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,6 +32,8 @@ class Ask:
         retention: how long to retain what it leaves; None for no retention.
         is_chat: the server knows where its messages begin.
         session: digest of its conversation; None if its client names none.
+        text: how the text begins that the server makes its prompt of, as code points; empty if `tokens` are
+            known.
     """
 
     tokens: TokenIds[int] = field(repr=False)
@@ -39,6 +42,7 @@ class Ask:
     retention: Retention | None = None
     is_chat: bool = False
     session: int | None = None
+    text: TokenIds[int] = field(default_factory=lambda: array("i"), repr=False)
 
 
 @dataclass(slots=True)

@@ -88,13 +88,19 @@ class KvAdmin:
         going = [node for node in nodes if node.tier is Tier.HOST]
         going.sort(key=lambda node: self.tree.worth(Tier.GPU, node), reverse=True)
         batch = going[:max_blocks]
-        if batch:
-            self.tree.make_room(
-                min(len(batch), self.tree.gpu.free + self.tree.idle),
-                below=self.tree.worth(Tier.GPU, batch[-1]),
-            )
-        moving = batch[: self.tree.gpu.free]
-        self.tree.restore(moving)
+        for node in batch:  # what makes room on the GPU must not push them out of the host tier
+            self.tree.hold(node)
+        try:
+            if batch:
+                self.tree.make_room(
+                    min(len(batch), self.tree.gpu.free + self.tree.idle),
+                    below=self.tree.worth(Tier.GPU, batch[-1]),
+                )
+            moving = batch[: self.tree.gpu.free]
+            self.tree.restore(moving)
+        finally:
+            for node in reversed(batch):
+                self.tree.release(node)
         remaining = len(going) - len(moving)
         no_room = remaining if len(moving) < len(batch) else 0
         return self._result(len(moving), remaining=remaining - no_room, no_room=no_room)

@@ -225,7 +225,8 @@ class KvTree:
     # --- moving ----------------------------------------------------------------------------------
 
     def make_room(self, count: int, below: Value | None = None) -> bool:
-        """Evicts idle leaves with a value under `below` until `count` GPU slots are free.
+        """Evicts idle leaves with a value under `below` until `count` GPU slots are free. With `below`, a
+        retained one stays if the host tier has no room for it.
 
         Evicts nothing if that cannot be enough. Returns whether there is room.
         """
@@ -233,14 +234,19 @@ class KvTree:
             return True
         if self.gpu.free + self.idle < count:
             return False
-        moves = _Moves()
+        moves, staying = _Moves(), list[Node]()
         while self.gpu.free < count:
             victim = self._leaves[Tier.GPU].pop(below)
             if victim is None:
                 break
-            self.totals["evicted"] += 1
             if not self._sink(victim, moves):
+                if below is not None and victim.value() >= below:
+                    staying.append(victim)
+                    continue
                 self._drop(victim, moves)
+            self.totals["evicted"] += 1
+        for node in staying:
+            self._offer(node)
         self._carry_out(moves)
         return self.gpu.free >= count
 

@@ -147,7 +147,7 @@ def _explanation(record: RequestRecord, diagnosis: Diagnosis) -> str:
 def _of_the_known(record: RequestRecord, placement: Placement, diagnosis: Diagnosis) -> str:
     """The explanation for a prompt that an engine computed whole."""
     predicted, reported, total = placement.predicted_tokens, record.reported_tokens, placement.n_tokens
-    engine = _computed_by(record, placement)
+    engine = _computed_by(placement)
     if reported is None:
         return f"{engine} did not report cached tokens; predicted were {predicted} of {total} tokens"
     if reported > predicted and not placement.firm:
@@ -159,10 +159,10 @@ def _of_the_known(record: RequestRecord, placement: Placement, diagnosis: Diagno
     return f"{engine} reused {reported} of {total} tokens, {surplus}; {diagnosis.detail}"
 
 
-def _computed_by(record: RequestRecord, placement: Placement) -> str:
+def _computed_by(placement: Placement) -> str:
     """The engine whose cached tokens count: the one that computed the prompt."""
-    if record.transfer is TransferResult.MOVED:
-        return f"{record.prefilled_by}, which computed the prompt for {placement.engine},"
+    if placement.chosen.prefiller is not None:
+        return f"{placement.chosen.prefiller}, which computed the prompt for {placement.engine},"
     return placement.engine
 
 

@@ -39,8 +39,8 @@ class Warming:
     _operations: Operations
 
     async def warm(self, target: Target, *, everywhere: bool = False) -> Operation:
-        """Starts computing a prefix: on the target's `engine`, on every ready engine of the pool with
-        `everywhere`, else where placement puts it.
+        """Starts computing a prefix: on the target's `engine`, on every ready engine of the pool that
+        computes prompts with `everywhere`, else where placement puts it.
 
         Raises:
             BadRequest, NotFound: the target is no prefix, or is wrong.
@@ -76,16 +76,24 @@ class Warming:
 
     def _choose(self, prefix: Prefix, engine_id: str | None, *, everywhere: bool) -> list[Engine]:
         """The engines that are to compute the prefix."""
-        pool, candidates = prefix.pool, self._flow.candidates(_request(prefix))
+        pool, request = prefix.pool, _request(prefix)
+        computing = pool.computing(request.own_needs)
         if engine_id is not None:
-            candidates = [each for each in candidates if each.engine == engine_id]
-        if not candidates and engine_id is not None:
-            raise NoEngine(f"engine {engine_id!r} takes no requests now")
+            chosen = [engine for engine in computing if engine.id == engine_id]
+            if not chosen and engine_id in pool.engines_for(request.own_needs):
+                named = ", ".join(engine.id for engine in computing)
+                raise BadRequest(
+                    f"engine {engine_id!r} computes no prompts: name one of {named}", param="engine"
+                )
+            if not chosen:
+                raise NoEngine(f"engine {engine_id!r} takes no requests now")
+            return chosen
+        candidates = self._flow.candidates(request)
         if not candidates:
             raise self._flow.fleet.none_ready(pool, prefix.prompt.lora)
         if everywhere:
-            return [pool.engines[each.engine] for each in candidates]
-        return [pool.engines[pool.place(candidates, prefix.chain).engine]]
+            return computing
+        return [pool.engines[pool.place(candidates, prefix.chain).chosen.computed_by]]
 
 
 def _request(prefix: Prefix) -> Ready:

@@ -75,7 +75,7 @@ class Compared(msgspec.Struct, frozen=True, kw_only=True):
         has_fields: the fields of both requests are known.
         difference: the first difference of the fields.
         is_running: it was not finished when the other began.
-        engine: the engine that ran it.
+        engine: the engine that it left its KV on.
         is_candidate: the engine could have taken the other request.
         is_emptied: the engine lost its cache in between.
     """

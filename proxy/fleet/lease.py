@@ -141,11 +141,12 @@ class Lease:
         if self.tell is not None:
             self.telling = self.tell(self.placed.work, part=self.placed.part)
 
-    def computes(self, *, streams: bool) -> None:
+    async def computes(self, *, streams: bool) -> None:
         """A decode leg begins without the prompt's KV: its engine has to compute the prompt itself. Its first
         token will be seen if it `streams`."""
         self.placer.computes(time.monotonic(), self.placed, self.placement.work, streams=streams)
         self.begins()
+        await self.gather()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -160,10 +161,12 @@ class Lease:
     async def gather(self) -> None:
         """Waits if another request is already computing this prefix and the engine would compute it twice.
 
-        If that request fails or takes too long, this one computes the prefix, and later ones may wait for it.
+        Each lease does so before its engine gets the request, whatever its part. A decode leg computes no
+        prompt, so it waits for none. If the other request fails or takes too long, this one computes the
+        prefix, and later ones may wait for it.
         """
         chain, info = self.placed.chain, self.engine.info
-        if chain is None or (info is not None and info.shares_prefill):
+        if chain is None or (info is not None and info.shares_prefill) or self.placed.part is Role.DECODE:
             return
         self.found = self.placement.predicted_tokens // chain.tokens_per_block
         shared = self.placement.chosen.pending_tokens

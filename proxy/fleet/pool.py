@@ -154,6 +154,8 @@ class Pool:
         self.has_roles = any(engine.role is not Role.BOTH for engine in engines)
         self.passes_kv = any(engine.adapter.transfer is not None for engine in engines)
         self.has_halves = any(engine.adapter.rendezvous is not None for engine in engines)
+        halves = [each for each in engines if _way_of(each) is not None] if self.has_halves else ()
+        self.placer.answering = sum(each.role is Role.DECODE for each in halves)
         self.note_contexts()
 
     @property
@@ -336,20 +338,35 @@ class Pool:
         if self.has_halves:
             ways = self._partners(needs, without)
             engines = [each for each in engines if (way := _way_of(each)) is None or _meets(each, way, ways)]
+            if self._home_computes(needs):
+                engines = [each for each in engines if _way_of(each) is not None]
+                needs = replace(needs, home=None)
         if self.has_roles:
             answering = [engine for engine in engines if engine.role is not Role.PREFILL]
             if able := _able_of(answering, needs, without):
                 return able
         return _able_of(engines, needs, without)
 
+    def computing(self, needs: Needs) -> list[Engine]:
+        """The engines that can compute the prompt of a request with these needs, alone or for another one."""
+        alone = [engine for engine in self.engines.values() if _way_of(engine) is None]
+        halves = self._partners(needs, ()).values()
+        return [*_able_of(alone, needs, ()), *(engine for engines in halves for engine in engines)]
+
     def _partners(self, needs: Needs, without: Container[str]) -> dict[str, list[Engine]]:
-        """The engines that can compute a request's prompt for other halves, by their rendezvous."""
+        """The engines that can compute a request's prompt for other halves, by their rendezvous. The home of
+        a request is the half that answers, unless it only computes prompts."""
         partners: dict[str, list[Engine]] = {}
         for engine in self.engines.values():
             if engine.role is Role.PREFILL and (way := _way_of(engine)) is not None:
                 partners.setdefault(way, []).append(engine)
-        needs = replace(needs, home=None)  # that is the engine that answers
+        needs = needs if self._home_computes(needs) else replace(needs, home=None)
         return {way: able for way, engines in partners.items() if (able := _able_of(engines, needs, without))}
+
+    def _home_computes(self, needs: Needs) -> bool:
+        """True if a request's home is a half that computes prompts: any other half may answer then."""
+        home = self.engines.get(needs.home) if needs.home is not None else None
+        return home is not None and home.role is Role.PREFILL and _way_of(home) is not None
 
     def missing_half(self, needs: Needs = ANY) -> Role | None:
         """The half that keeps the pool from serving a request now; None if that is not why it cannot."""

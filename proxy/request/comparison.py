@@ -123,8 +123,8 @@ class Comparison:
                 predicted_tokens=predicted if placement.firm else 0,
                 cut_tokens=placement.cut_tokens,
                 lacks=placement.lacks,
-                holder=holder.engine,
-                held_tokens=holder.cached_tokens if holder.engine != placement.engine else 0,
+                holder=holder.computed_by,
+                held_tokens=holder.cached_tokens if holder.computed_by != record.computed_by else 0,
                 tokens_per_block=self.tokens_per_block(record),
                 compared=self._compared(record, other, like) if other is not None else None,
                 rules=tuple(record.normalised),
@@ -188,8 +188,8 @@ class Comparison:
         return other.tenant == record.tenant and _salt(other) == _salt(record)
 
     def tokens_per_block(self, record: RequestRecord) -> int:
-        """The block size of the engine that served the request: only full blocks are reused."""
-        engine = self._engines.get(record.engine) if record.engine is not None else None
+        """The block size of the engine that computed its prompt: only full blocks are reused."""
+        engine = self._engines.get(record.computed_by) if record.computed_by is not None else None
         own = engine.info.tokens_per_block if engine is not None and engine.info is not None else None
         return own or self._block
 
@@ -202,8 +202,10 @@ class Comparison:
 
     def _compared(self, record: RequestRecord, other: RequestRecord, like: _Likeness) -> Compared:
         (model, lora), (other_model, other_lora) = _namespace(record), _namespace(other)
-        placement = record.placement
-        candidates = {cost.engine for cost in placement.costs} if placement is not None else set()
+        placement, own = record.placement, record.computed_by
+        candidates = {cost.computed_by for cost in placement.costs} if placement is not None else set()
+        # An engine that answers may have got the KV of the one that computed it.
+        left_on = own if own in (other.computed_by, other.engine) else other.computed_by
         return Compared(
             request_id=other.request_id,
             n_tokens=other.n_tokens or 0,
@@ -214,9 +216,9 @@ class Comparison:
             has_fields=like.has_fields,
             difference=like.difference,
             is_running=record.started < _answered(other),
-            engine=other.engine,
-            is_candidate=other.engine in candidates,
-            is_emptied=self._is_emptied(record, other),
+            engine=left_on,
+            is_candidate=left_on in candidates,
+            is_emptied=self._is_emptied(record, other, left_on),
         )
 
     def _difference(self, record: RequestRecord, other: RequestRecord) -> tuple[bool, Difference | None]:
@@ -232,8 +234,8 @@ class Comparison:
         except RecursionError:  # values that are nested hundreds of levels deep
             return False, None
 
-    def _is_emptied(self, record: RequestRecord, other: RequestRecord) -> bool:
-        engine = self._engines.get(other.engine) if other.engine is not None else None
+    def _is_emptied(self, record: RequestRecord, other: RequestRecord, left_on: str | None) -> bool:
+        engine = self._engines.get(left_on) if left_on is not None else None
         if engine is None:
             return False
         is_surprise = (record.reported_tokens or 0) < (record.predicted_tokens or 0)

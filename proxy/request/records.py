@@ -164,6 +164,11 @@ class RequestRecord(RequestFacts, kw_only=True):
         return self.placement.engine if self.placement is not None else None
 
     @property
+    def computed_by(self) -> str | None:
+        """The engine that computed its prompt, or is to: its cached tokens are that one's."""
+        return self.placement.chosen.computed_by if self.placement is not None else None
+
+    @property
     def predicted_tokens(self) -> int | None:
         """Prompt tokens that the engine was expected to reuse."""
         return self.placement.predicted_tokens if self.placement is not None else None

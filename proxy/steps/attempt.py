@@ -181,7 +181,7 @@ class Attempts:
                     record.transfer, prefilled = TransferResult.FAILED, None
         record.legs_s = monotonic() - began
         if prefilled is None:
-            lease.computes(streams=ready.call.streams)
+            await lease.computes(streams=ready.call.streams)
         else:
             if prefilled.is_fetched:
                 _moved(record, prefilled, lease, began + (record.first_leg_s or 0.0))
@@ -327,8 +327,6 @@ class Attempts:
         record.reported_tokens, record.output_tokens = forwarded.cached_tokens, forwarded.output_tokens
         if prefilled is not None:
             record.reported_tokens = prefilled.cached_tokens
-        else:
-            engine.audit.reported(forwarded.cached_tokens or 0)
         check_tokens(ready, engine, hold, record)
         lease.failed = forwarded.error is not None
         if forwarded.status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):

@@ -25,19 +25,21 @@ def check_prediction(
     engine: Engine,
     ready: Ready,
     lease: Lease,
-    record: RequestRecord,
+    record: RequestRecord | None,
     reported: int | None,
 ) -> Unchecked | None:
     """Compares a firm prediction of cached tokens with what the engine reported. Returns why it did not.
 
-    `ingest` audits; it is None when reuse is off. `reported`: None if the engine did not tell.
+    `ingest` audits; it is None when reuse is off. `reported`: None if the engine did not tell. `record`: of
+    the answer that was checked; None for the leg of a request that another engine answers.
     """
     placement = lease.placement
+    engine.audit.reported(reported or 0)
     if ingest is None or reported is None:
         unchecked = Unchecked.REUSE_OFF if ingest is None else Unchecked.NOT_REPORTED
     elif ready.prompt is None:
         unchecked = Unchecked.PROMPT_UNKNOWN
-    elif record.tokens_agree is False:
+    elif record is not None and record.tokens_agree is False:
         unchecked = Unchecked.TOKENS_DIFFER
     elif not placement.firm:
         unchecked = Unchecked.NOT_FIRM
@@ -47,9 +49,18 @@ def check_prediction(
         predicted = placement.predicted_tokens
         ingest.audit(engine, predicted, reported, evicted_since=lease.evicted_since)
         return None
-    if record.error is not None:
+    if record is not None and record.error is not None:
         return Unchecked.FAILED
-    return unchecked if record.runs_prompt else Unchecked.NO_PROMPT
+    return unchecked if record is None or record.runs_prompt else Unchecked.NO_PROMPT
+
+
+def check_leg(
+    ingest: Ingest | None, engine: Engine, ready: Ready, lease: Lease, reported: int | None
+) -> None:
+    """Audits the prediction for an engine that computed the prompt for another one."""
+    unchecked = check_prediction(ingest, engine, ready, lease, None, reported)
+    if unchecked is not None:
+        engine.audit.skip(unchecked)
 
 
 def is_audited(engine: Engine, prompt: Prompt) -> bool:

@@ -38,7 +38,8 @@ from proxy.fleet.engine import Engine
 from proxy.fleet.ingest import Ingest
 from proxy.request.error_table import cause_of
 from proxy.request.retries import REFUSALS
-from proxy.steps.legs import audit_leg, end_now, read_leg, send_leg
+from proxy.steps.checks import check_leg
+from proxy.steps.legs import end_now, read_leg, send_leg
 from proxy.steps.preparation import Ready
 
 log = structlog.get_logger(__name__)
@@ -204,6 +205,7 @@ class FirstLeg:
         ) as lease:
             try:
                 async with limit:
+                    await lease.gather()
                     asked = self.transfer.first_leg(self.body)
                     content, silent = await self._ask(transport, self.engine, asked)
             except TimeoutError:
@@ -214,7 +216,7 @@ class FirstLeg:
             handover = self.transfer.handover(content, asked)
             lease.succeeded = True
             reported = handover.cached_tokens if handover is not None else None
-            audit_leg(self.engine, self.ingest, lease, reported)
+            check_leg(self.ingest, self.engine, ready, lease, reported)
         if handover is None:
             self.engine.keeps_no_kv = True
             log.warning("an engine keeps no KV for others: see its findings", engine=self.engine.id)

@@ -1,5 +1,5 @@
-"""What the legs of a request on a second engine have in common: what an attempt asks of them, how they are
-sent, and how they are audited."""
+"""What the legs of a request on a second engine have in common: what an attempt asks of them, and how they
+are sent."""
 
 from __future__ import annotations
 
@@ -18,10 +18,7 @@ from engine_adapter import (
     JsonBody,
     read_error,
 )
-from proxy.core.audit import Unchecked
 from proxy.fleet.engine import Engine
-from proxy.fleet.ingest import Ingest
-from proxy.fleet.lease import Lease
 from proxy.steps.preparation import Ready
 
 _T = TypeVar("_T")
@@ -77,18 +74,6 @@ async def read_leg(response: IncomingResponse) -> bytes:
         if response.status >= 400:  # noqa: PLR2004 - HTTP
             raise EngineRejected(read_error(content).message, status=response.status)
         return content
-
-
-def audit_leg(engine: Engine, ingest: Ingest | None, lease: Lease, reported: int | None) -> None:
-    """Compares the prediction for the engine that computed the prompt with what that reports."""
-    audit, placement = engine.audit, lease.placement
-    audit.reported(reported or 0)
-    if ingest is None or reported is None:
-        audit.skip(Unchecked.REUSE_OFF if ingest is None else Unchecked.NOT_REPORTED)
-    elif not placement.firm:
-        audit.skip(Unchecked.NOT_FIRM)
-    else:
-        ingest.audit(engine, placement.predicted_tokens, reported, evicted_since=lease.evicted_since)
 
 
 def end_now(limit: asyncio.Timeout) -> None:

@@ -33,7 +33,8 @@ from proxy.core.life import Cause
 from proxy.fleet.engine import Engine
 from proxy.fleet.ingest import Ingest
 from proxy.fleet.lease import Lease
-from proxy.steps.legs import audit_leg, end_now, read_leg, send_leg
+from proxy.steps.checks import check_leg
+from proxy.steps.legs import end_now, read_leg, send_leg
 from proxy.steps.preparation import Ready
 
 log = structlog.get_logger(__name__)
@@ -145,6 +146,7 @@ class PromptHalf:
                 async with lost:
                     if self.lease.is_lost:
                         raise EngineLost(_LOST)
+                    await self.lease.gather()
                     await self.leg(self, _in_one_piece(self.ready))
             except TimeoutError:
                 if not self.lease.is_lost:
@@ -167,7 +169,7 @@ class PromptHalf:
         self.took_s = self.answered - self.lease.started
         self.lease.first_byte(streamed=True)
         self.lease.succeeded = True
-        audit_leg(self.engine, self.ingest, self.lease, cached)
+        check_leg(self.ingest, self.engine, ready, self.lease, cached)
 
 
 def _in_one_piece(ready: Ready) -> Ready:

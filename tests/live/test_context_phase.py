@@ -155,6 +155,25 @@ class TestBothPhases:
                 await world.operate("flush", all=True)
             assert world.fakes["d"].fake.fetched == 0
 
+    async def test_a_prompt_whose_beginning_is_being_computed_waits_for_that(self):
+        async with world_of() as world:
+            for name, pace in (("p", 20.0), ("d", 100.0)):  # seconds, of which twice as many may be waited
+                world.proxy.fleet.pools["tiny"].placer.books[name].rates.pace = pace
+            world.fakes["p"].fake.core.hold()
+            first = asyncio.ensure_future(world.ask(*STREAM))
+            await until(lambda: len(world.sent("p")) == 1)
+            second = asyncio.ensure_future(
+                world.ask(COMPLETIONS, completion(prompt=TEXT + " And then?", stream=True))
+            )
+            await until(lambda: len(world.engine("p").leases) == 2)
+            await asyncio.sleep(0.1)
+            assert len(world.sent("p")) == 1
+            world.fakes["p"].fake.core.release()
+            await asyncio.gather(first, second)
+            reported = [each.reported_tokens for each in world.proxy.flow.requests]
+            assert min(reported) == 0
+            assert max(reported) > 700
+
 
 class TestClients:
     async def test_phases_of_a_client_are_its_own(self):

@@ -20,6 +20,7 @@ from proxy.observe.reasons import Reason, reason_of, why
 from proxy.request.records import RequestRecord
 from proxy.settings import EngineSettings
 from tests.collector import collecting
+from tests.fake_engines import sglang
 from tests.fake_engines.sglang import RunningSglang, running_sglang
 from tests.live.fake_world import FakeWorld, proxy_over, until
 
@@ -228,6 +229,50 @@ class TestPair:
             assert [texts_of(answer) for answer in answers] == [expected] * 4
             assert world.counts() == {"p": 2, "q": 2, "d": 2, "e": 2}
             await until(world.is_idle)
+
+
+class TestWarming:
+    async def warmed(self, world, target) -> dict:
+        body = {"prompt": TEXT} | target
+        answer = await world.client.post(f"{world.url}/admin/v1/warm", json=body | {"wait_s": 10})
+        return answer.json()
+
+    @pytest.mark.parametrize("name", ["p", "q"])
+    async def test_reaches_the_engine_that_is_named(self, name):
+        async with world_of("pqd") as world:
+            done = await self.warmed(world, {"engine": name})
+            assert [(part["engine"], part["state"]) for part in done["engines"]] == [(name, "done")]
+            await world.settle_views()
+            _, record = await world.ask()
+            assert record.prefilled_by == name
+            assert record.reported_tokens > 300
+
+    async def test_reaches_all_that_compute_prompts(self):
+        async with world_of("pqdw") as world:
+            done = await self.warmed(world, {"engines": "all"})
+            assert {part["engine"]: part["state"] for part in done["engines"]} == dict.fromkeys("pqw", "done")
+            assert world.counts()["w"] == 1
+            assert world.counts()["p"] == world.counts()["q"] == 1
+
+    async def test_says_where_the_kv_is_and_where_none_can_be(self):
+        async with world_of() as world:
+            done = await self.warmed(world, {})
+            assert [part["engine"] for part in done["engines"]] == ["p"]
+            refused = await self.warmed(world, {"engine": "d"})
+            assert refused["error"]["message"] == "engine 'd' computes no prompts: name one of p"
+
+
+class TestGathering:
+    async def test_prompts_of_one_beginning_that_come_at_once_compute_it_once(self, monkeypatch):
+        monkeypatch.setattr(sglang, "_PREFILL_S", 0.1)
+        async with world_of() as world:
+            await asyncio.gather(*(world.post("completions", asked(f"{TEXT} And {n}.")) for n in range(6)))
+            await until(lambda: world.is_idle() and len(list(world.proxy.flow.requests)) == 6)
+            records = list(world.proxy.flow.requests)
+            prompt = len(records[0].prompt.token_ids)
+            computed = sum(len(each.prompt.token_ids) - each.reported_tokens for each in records)
+            assert prompt > 300
+            assert computed < prompt + 5 * 40
 
 
 class TestChoice:

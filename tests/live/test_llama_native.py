@@ -302,17 +302,25 @@ _FIM = [f"tokenizer.ggml.fim_{part}_token_id=int:{10 + at}" for at, part in enum
 _FILLS_IN = tuple(word for each in _FIM for word in ("--override-kv", each))
 
 
-def test_a_text_that_is_filled_in_reuses_the_one_before(tmp_path):
-    """kvpin does not know the prompt that the server makes of it, nor its length."""
-    with llama_world(tmp_path, *_FILLS_IN, slots=1) as world:
-        reused = []
-        for prompt in ("", "then"):
-            body = {"input_prefix": STORY, "input_suffix": "", "prompt": prompt, "n_predict": 4}
+@pytest.mark.parametrize("slots", [1, 3])
+def test_a_text_that_is_filled_in_reuses_the_one_before(tmp_path, slots):
+    """kvpin does not know the prompt that the server makes of it, nor its length: it goes by the text."""
+    with llama_world(tmp_path, *_FILLS_IN, slots=slots) as world:
+
+        def reused(prefix, prompt):
+            body = {"input_prefix": prefix, "input_suffix": "", "prompt": prompt, "n_predict": 4}
             path = f"{world.base_url.removesuffix('/v1')}/infill"
             answer = httpx.post(path, json=body, timeout=WAIT_S, trust_env=False).raise_for_status()
-            reused.append(answer.json()["timings"]["cache_n"])
-        assert reused[0] == 0
-        assert reused[1] > STORY.count(" ")
+            return answer.json()["timings"]["cache_n"]
+
+        assert reused(STORY, "") == 0
+        assert reused(STORY, "then") > STORY.count(" ")
+        if slots > 1:
+            other = STORY[::-1]
+            assert reused(other, "") < 8
+            for prompt in ("and", "or"):  # each of two editors has a slot of its own
+                assert reused(STORY, prompt) > STORY.count(" ")
+                assert reused(other, prompt) > STORY.count(" ")
 
 
 def test_no_route_reuses_another_tenants_kv(tmp_path):

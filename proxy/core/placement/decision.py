@@ -146,6 +146,11 @@ class Cost(msgspec.Struct, frozen=True, gc=False):
     pulled_tokens: int = 0
 
     @property
+    def computed_by(self) -> str:
+        """The engine that computes the prompt: the cached tokens are those that it holds."""
+        return self.prefiller or self.engine
+
+    @property
     def first_token_s(self) -> float:
         """Seconds the request itself waits for its first token."""
         computing_s = self.restore_s + self.prefill_s + self.interference_s

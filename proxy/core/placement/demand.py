@@ -96,8 +96,9 @@ class Demand:
         return min(1 / (1 - self._returns[0]), MAX_TURNS)
 
     def utilisation(self, now: float, engines: int, spare: float = 0.0) -> float:
-        """Share of their time that `engines` engines need for the prompts placed lately; MIN_UTILISATION to
-        MAX_UTILISATION. Prompts in queues count: they make work dear before any of it is done.
+        """Share of their time that the `engines` which compute prompts need for those placed lately;
+        MIN_UTILISATION to MAX_UTILISATION. Prompts in queues count: they make work dear before any of it is
+        done.
 
         An engine that is `spare` in a burst (0 to 1, see `spare_of`) brings it down to BURST_UTILISATION."""
         busy = min(max(self._placed.per_s(now) / engines, MIN_UTILISATION), MAX_UTILISATION)

@@ -59,7 +59,8 @@ def _best_pair(decoders: Sequence[Candidate], chain: Chain, outlook: Outlook) ->
     prefill = choose(prefillers, sources, chain, outlook)
     targets = Scores(decoders, chain, outlook)
     costs = [targets.cost(at) for at in range(len(decoders))]
-    at = min(range(len(decoders)), key=lambda each: _order(costs[each], min(map(_wait_s, costs))))
+    least_s = min(map(_wait_s, costs))
+    at = min(range(len(decoders)), key=lambda each: _order(costs[each], least_s))
     first, second = prefill.chosen, costs[at]
 
     def all_costs() -> tuple[Cost, ...]:

@@ -116,7 +116,12 @@ class PlacedRequest:
 
 
 class Placer:
-    """Places the requests of one pool."""
+    """Places the requests of one pool.
+
+    Attributes:
+        answering: engines that compute no prompts, and answer what others have computed: no prefill makes
+            them busy.
+    """
 
     def __init__(self, tokens_per_block: int) -> None:
         self.tokens_per_block = tokens_per_block
@@ -125,6 +130,7 @@ class Placer:
         self.rates = PoolRates()
         self.transfers = Transfers(lambda: self.rates.prefill_tok_s)
         self.books: dict[str, EngineBook] = {}
+        self.answering = 0
         self._turn = 0
         self._sessions: OrderedDict[Hashable, str] = OrderedDict()  # → the engine it was last on
 
@@ -268,7 +274,8 @@ class Placer:
     def outlook(self, now: float, spare: float = 0.0) -> Outlook:
         """The figures for the cost of a placement to other requests now; for `spare` see `spare_of`."""
         demand = self.demand
-        strain = 1 / (1 - demand.utilisation(now, len(self.books), spare))
+        computing = len(self.books) - self.answering
+        strain = 1 / (1 - demand.utilisation(now, computing or 1, spare))
         return Outlook(now, strain, demand.returns, demand.turns, demand.rest_s, demand.answer_s, spare=spare)
 
     # --- requests ----------------------------------------------------------------------------------

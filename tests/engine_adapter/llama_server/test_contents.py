@@ -96,6 +96,23 @@ class TestSave:
         await world.save(lease.slot)
         assert [len(entry.tokens) for entry in world.entries()] == [136]
 
+    @pytest.mark.parametrize("rules", [{"is_recurrent": True}, {"loses_window": True}])
+    async def test_what_cannot_be_cut_stays_beside_its_next_turn(self, world, rules):
+        """A question about the same document restores the first file: the second one is of no use to it."""
+        world.contents.learn(replace(world.facts, memory=MemoryRules(1024, **rules)))
+        lease = await world.ask(prompt_of(1))
+        slot = world.table[lease.slot]
+        assert await world.save(slot.id)
+        longer = slot.tokens + prompt_of(2, 30)
+        assert (await world.ask(longer)).slot == slot.id
+        assert await world.save(slot.id)
+        assert sorted(len(entry.tokens) for entry in world.entries()) == [103, 136]
+        await world.save(slot.id)
+        assert len(world.entries()) == 2, "the same tokens once more"
+        world.contents.hold(slot, longer[:120], None)
+        world.contents.note_saved(slot)
+        assert slot.saved == 103, "the longer file does not bring back a part of itself"
+
     async def test_nothing_to_save_is_nothing_saved(self, world):
         assert not await world.save(0)
         world.contents.mark_unknown(world.table[0], 50)

@@ -108,6 +108,22 @@ def test_a_new_conversation_takes_an_empty_slot():
     assert (choice.slot, choice.regret_s, choice.save_first) == (1, 0.0, False)
 
 
+def test_a_prompt_whose_text_alone_is_known_goes_where_its_beginning_was():
+    text = array("i", b"the ship left the harbour at dawn " * 40)
+    mine = {"unknown": 400, "text": text, "salt": "s", "text_salt": "s"}
+
+    def choose(busy=None, *, text=text, salt="s"):
+        slots = slot(0), slot(1, **mine, operation=busy), slot(2)
+        return plan(array("i"), salt, slots, (), RATES, 0.0, can_save=False, can_restore=False, text=text)
+
+    choice = choose()
+    assert (choice.slot, choice.cached_tokens) == (1, 0), "nothing is predicted for it"
+    assert choose(text=text[:-8] + text[:20]).slot == 1
+    assert choose(text=text[::-1]).slot != 1
+    assert choose(salt="another").slot != 1
+    assert not choose(SlotOperation.SETTLE).is_ready, "it waits for that slot"
+
+
 @pytest.mark.parametrize("saved", [0, 120])
 def test_a_few_shared_tokens_are_no_reason_to_overwrite_a_conversation(saved):
     held, prompt = slot(0, run(120), saved=saved), array("i", [*range(20), *range(900, 1000)])

@@ -109,6 +109,23 @@ def test_restore_evicts_only_what_is_worth_less():
     assert world.run([*A, 1]) == 8
 
 
+@pytest.mark.parametrize(("host", "moved"), [(4, 0), (6, 2)])
+def test_restore_loses_neither_what_it_restores_nor_what_is_kept(host, moved):
+    """A retained block moves to the host tier to make room, if that has room for it."""
+    world, other = World(8, host), list(range(100, 116))
+    world.run(A, priority=1, ttl_s=60.0)
+    world.run(other)
+    world.cache.offload(prefix(other), 10)
+    running = world.sequence(list(range(200, 224)))
+    assert world.begin(running)
+    world.compute(running, 24)
+    result = world.cache.restore(prefix(other), 10)
+    assert (result.moved, result.left["no_room"]) == (moved, 4 - moved)
+    world.end(running)
+    world.check()
+    assert (world.held(other), world.held(A)) == (4, 2)
+
+
 def test_restore_in_slices():
     world = World(8, 8)
     world.run(list(range(20)))

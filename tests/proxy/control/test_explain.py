@@ -49,6 +49,8 @@ async def test_first_time_seen(world, pair):
 )
 async def test_what_the_engine_did_that_was_to_compute_the_prompt(world, pair, transfer, said):
     placement = placed("a", 64, ("a", 0.1, 0))
+    if transfer is TransferResult.MOVED:  # else the placement on one engine counts
+        placement = structs.replace(placement, chosen=structs.replace(placement.chosen, prefiller="p"))
     answer = await explained(world, tokens(64), placement, 0, prefilled_by="p", transfer=transfer)
     reused = "reused 0 of 64 tokens, as predicted; no recent request begins like it"
     assert answer["explanation"] == said.format(reused)

@@ -55,7 +55,7 @@ async def test_one_token_is_asked_of_the_engine_placement_picks(world, servers):
 async def test_it_takes_the_read_paths_own_steps(world, servers):
     flow = WatchedFlow.of(world.flow)
     warming = Warming(flow, world.targets, world.operations)
-    await finished(await warming.warm(Target(token_ids=tokens(48), engine="a")))
+    await finished(await warming.warm(Target(token_ids=tokens(48))))
     assert flow.steps == ["candidates", "run", "candidates"]
 
 

@@ -74,8 +74,23 @@ class TestLease:
             assert engine.underway == []
             with pool.lease(placement, chain, streams=True) as lease:
                 assert engine.underway == [lease]
-            decoding.computes(streams=True)
+            await decoding.computes(streams=True)
             assert engine.underway == [decoding]
+
+    async def test_a_decode_leg_waits_for_no_prompt_until_it_computes_one(self, fleet):
+        add_ready(fleet, "a")
+        pool, chain, leasing = self.lease(fleet)
+        with leasing as first:
+            again = place(pool.candidates(chain), chain)
+            assert again.chosen.pending_tokens == 32
+            with pool.lease(again, chain, streams=True, part=Role.DECODE) as decoding:
+                async with asyncio.timeout(0.005):  # the first one takes 10 ms
+                    await decoding.gather()
+                computing = asyncio.ensure_future(decoding.computes(streams=True))
+                await asyncio.sleep(0)
+                assert not computing.done()
+                first.first_byte(streamed=True)
+                await computing
 
     async def test_a_hold_that_knows_better_refines_its_placement(self, fleet):
         add_ready(fleet, "a")

@@ -105,6 +105,19 @@ class TestHalves:
         assert self.partners(pool, without={"p"}) == {"b": [], "d": ["q"]}
         assert pool.engines_for(Needs()) == {"b", "d"}
 
+    def test_the_pool_is_as_busy_as_those_that_compute_prompts(self, fleet, pool):
+        for _ in range(8):
+            pool.placer.demand.placed(1.0, 0.2)
+        strain = pool.placer.outlook(1.0).strain
+        assert 1.5 < strain < 2
+        for name in "efgh":
+            engine = add_ready(fleet, name, role=Role.DECODE)
+            engine.adapter.rendezvous = BootstrapRoom("nixl", name, 1, 0, 1)
+            fleet.join(engine, engine.info)
+        assert pool.placer.outlook(1.0).strain == strain
+        fleet.leave(fleet.engines["b"])
+        assert pool.placer.outlook(1.0).strain > strain
+
     def test_never_without_one(self, fleet, pool):
         assert self.partners(pool, without={"p", "q"}) == {"b": []}
         assert self.partners(pool, without={"b", "d"}) == {}

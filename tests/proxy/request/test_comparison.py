@@ -151,6 +151,37 @@ class TestWhyItMissed:
         new = world.record("r2", tokens(64), cached=(0, 48))
         assert (await world.comparison.explain(new)).detail.startswith("b holds 48 tokens")
 
+    @staticmethod
+    def in_halves(cached, prefiller="a"):
+        """A placement where `a` or `b` computes the prompt, and `d` answers."""
+        costs = [Cost("d", cached_tokens=n, prefiller=name) for name, n in zip("ab", cached, strict=True)]
+        (chosen,) = [cost for cost in costs if cost.prefiller == prefiller]
+        return Placement(chosen, chosen.cached_tokens, 64, lambda: tuple(costs), "lowest cost")
+
+    async def test_of_halves_the_engine_that_computed_it_is_named(self, world):
+        first = world.record("r1", tokens(64), placement=self.in_halves((0, 0)))
+        evicted = world.record("r2", tokens(64), placement=self.in_halves((48, 0)))
+        diagnosis = await world.comparison.explain(evicted)
+        assert diagnosis.miss is Miss.EVICTED
+        assert "but a evicted or flushed them" in diagnosis.detail
+        elsewhere = world.record("r3", tokens(64), placement=self.in_halves((48, 0), "b"))
+        diagnosis = await world.comparison.explain(elsewhere)
+        assert diagnosis.miss is Miss.ELSEWHERE
+        assert diagnosis.detail.startswith("a holds 48 tokens of it")
+        world.engines["a"].emptied.append(first.started + 5)
+        flushed = await world.comparison.explain(
+            world.record("r4", tokens(64), placement=self.in_halves((0, 0)), started=first.started + 9)
+        )
+        assert flushed.miss is Miss.RESTARTED
+        assert "but a was restarted or flushed" in flushed.detail
+
+    async def test_an_engine_that_got_its_kv_is_named_if_it_lost_that(self, world):
+        world.record("r1", tokens(64), placement=self.in_halves((0, 0)))
+        alone = Placement.of("d", 48, 64, (Cost("d", cached_tokens=48),), "lowest cost")
+        diagnosis = await world.comparison.explain(world.record("r2", tokens(64), placement=alone))
+        assert diagnosis.miss is Miss.EVICTED
+        assert "but d evicted or flushed them" in diagnosis.detail
+
     async def test_its_engine_is_gone(self, world):
         world.record("r1", tokens(64))
         del world.engines["a"]

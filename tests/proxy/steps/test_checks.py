@@ -11,20 +11,46 @@ from proxy.core.placement.decision import Cost, Placement
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.ingest import Ingest
 from proxy.prompt import Prompt
-from proxy.steps.checks import check_prediction, check_tokens
+from proxy.steps.checks import check_leg, check_prediction, check_tokens
 from tests.fakes import add_ready
 
 PROMPT = Prompt(array("i", range(40)))
 
 
-def check(engine, *, ingest, predicted=32, reported=32, **more):
-    """Checks a prediction about which all is well, but for what `more` says."""
+def checked(more, predicted=32):
+    """A request and its lease, about which all is well, but for what is taken from `more`."""
     placement = Placement(Cost("a"), predicted, 40, tuple, "lowest cost", firm=more.pop("firm", True))
     placed = SimpleNamespace(may_be_evicted=more.pop("may_be_evicted", False))
     lease = SimpleNamespace(placement=placement, placed=placed, evicted_since=False)
-    ready = SimpleNamespace(prompt=more.pop("prompt", PROMPT))
+    return SimpleNamespace(prompt=more.pop("prompt", PROMPT)), lease
+
+
+def check(engine, *, ingest, predicted=32, reported=32, **more):
+    """Checks a prediction about which all is well, but for what `more` says."""
+    ready, lease = checked(more, predicted)
     record = SimpleNamespace(**{"tokens_agree": True, "error": None, "runs_prompt": True} | more)
     return check_prediction(ingest, engine, ready, lease, record, reported)
+
+
+class TestLegs:
+    @pytest.mark.parametrize(
+        ("more", "why"),
+        [
+            ({}, None),
+            ({"prompt": None}, Unchecked.PROMPT_UNKNOWN),
+            ({"may_be_evicted": True}, Unchecked.MAY_BE_EVICTED),
+            ({"firm": False}, Unchecked.NOT_FIRM),
+        ],
+    )
+    def test_are_checked_by_the_same_rule(self, more, why):
+        fleet = Fleet()
+        engine = add_ready(fleet, "a")
+        ready, lease = checked(more)
+        check_leg(Ingest(fleet, None), engine, ready, lease, 32)
+        view = engine.audit.view()
+        assert (view.checked, view.exact) == ((1, 1) if why is None else (0, 0))
+        assert view.unchecked == ({} if why is None else {why: 1})
+        assert view.cached_tokens == 32
 
 
 class TestPredictions:

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from proxy.core.index.blocks import Chain
 from proxy.core.index.match import Match
+from proxy.core.placement import halves
 from proxy.core.placement.decision import Candidate, Outlook
 from proxy.core.placement.halves import least_loaded_of, place_halves
 from proxy.core.placement.in_use import InUse
@@ -39,8 +40,8 @@ def pair_of(placement):
 
 def placed(prefillers, decoders, alone=None):
     partners = tuple(prefillers)
-    halves = [engine(name, partners=partners, **more) for name, more in decoders.items()]
-    return place_halves(halves, PROMPT, CALM, alone)
+    answering = [engine(name, partners=partners, **more) for name, more in decoders.items()]
+    return place_halves(answering, PROMPT, CALM, alone)
 
 
 class TestCheapest:
@@ -79,10 +80,17 @@ class TestCheapest:
         assert pair_of(placement) == ("p", "d")
         assert {cost.engine for cost in placement.costs} == {"w", "d"}
 
+    def test_a_choice_among_many_looks_at_each_engine_a_few_times(self, monkeypatch):
+        looks = []
+        wait_s = halves._wait_s
+        monkeypatch.setattr(halves, "_wait_s", lambda cost: looks.append(cost) or wait_s(cost))
+        placed([engine("p")], {f"d{n}": {} for n in range(256)})
+        assert len(looks) <= 3 * 256
+
     def test_engines_meet_only_their_own_partners(self):
         one, other = (engine("p", queue_s=1.0),), (engine("q"),)
-        halves = [engine("d", partners=one), engine("e", partners=other, in_flight=7)]
-        assert pair_of(place_halves(halves, PROMPT, CALM, None)) == ("q", "e")
+        ones = [engine("d", partners=one), engine("e", partners=other, in_flight=7)]
+        assert pair_of(place_halves(ones, PROMPT, CALM, None)) == ("q", "e")
 
     @given(st.lists(st.floats(0, 3), min_size=1, max_size=5), st.lists(st.booleans(), min_size=1, max_size=5))
     def test_no_other_pair_costs_less(self, queues, are_full):
@@ -97,14 +105,14 @@ class TestCheapest:
 class TestLeastLoaded:
     def test_of_each_half(self):
         partners = engine("p", in_flight=2), engine("q", in_flight=1)
-        halves = [engine("d", in_flight=4, partners=partners), engine("e", in_flight=3, partners=partners)]
-        placement = least_loaded_of(halves)
+        ones = [engine("d", in_flight=4, partners=partners), engine("e", in_flight=3, partners=partners)]
+        placement = least_loaded_of(ones)
         assert pair_of(placement) == ("q", "e")
         assert placement.pair.together
         assert {(cost.prefiller, cost.engine) for cost in placement.costs} == {("q", "d"), ("q", "e")}
 
     def test_or_of_those_that_are_whole(self):
-        halves = [engine("d", in_flight=4, partners=(engine("p"),)), engine("w", in_flight=3)]
-        placement = least_loaded_of(halves)
+        ones = [engine("d", in_flight=4, partners=(engine("p"),)), engine("w", in_flight=3)]
+        placement = least_loaded_of(ones)
         assert (pair_of(placement), placement.pair) == ((None, "w"), None)
         assert least_loaded_of([engine("w"), engine("v", in_flight=1)]).engine == "w"
