@@ -25,6 +25,10 @@ _CLIENTS_FAULT = re.compile(r"(image|audio|video) input is not supported")
 _UNPARSED = re.compile(
     r"Failed to parse input at pos|The model produced output that does not match the expected"
 )
+# An error of a chat template, of llama-servers: lines of the template stand before what is wrong. In releases
+# of 2025, they stand behind it.
+_SOURCE, _AFTER_SOURCE, _RAISED = " in source:\n", "\nError: ", "Jinja Exception: "
+_BEFORE_ROW = re.compile(r"([^\n]+?) at row \d+, column \d+:\n")
 # The statuses that errors without one mean by their types: Anthropic's, OpenAI's, vLLM's.
 _STATUSES = {
     "invalid_request_error": 400,
@@ -143,4 +147,12 @@ def _reason(value: object) -> str:
     """The engine's message as text. FastAPI sends a list of fields and faults."""
     if not value:
         return "the engine gave no reason"
-    return value if isinstance(value, str) else msgspec.json.encode(value).decode()
+    text = value if isinstance(value, str) else msgspec.json.encode(value).decode()
+    wrong = None
+    if _SOURCE in text and _AFTER_SOURCE in text:
+        wrong = text.rpartition(_AFTER_SOURCE)[2].removeprefix(_RAISED)
+    elif (found := _BEFORE_ROW.match(text)) is not None:
+        wrong = found[1]
+    return (
+        text if wrong is None else f"the model's chat template refuses the request: {' '.join(wrong.split())}"
+    )

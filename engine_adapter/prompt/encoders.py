@@ -23,6 +23,7 @@ import msgspec
 from typing_extensions import override
 
 from engine_adapter.prompt.cuts import AddedToken, cut_tokens
+from engine_adapter.prompt.llama_cpp_letters import has_new, plain_classes
 from engine_adapter.types import TokenIds
 
 # fastokens encodes in the calling thread. By default it has a helper thread for each other core, with caches
@@ -116,17 +117,22 @@ class FastokensEncoder(Encoder):
     ) -> None:
         """Reads a `tokenizer.json`; raises ValueError for what fastokens does not implement.
 
-        `slower` gives what encodes the rare text that exceeds fastokens' regular expressions. With
+        `slower` gives what encodes the rare text that exceeds fastokens' regular expressions, or has letters
+        that llama.cpp does not know. With
         `split_special_tokens`, special tokens in a text are encoded as text.
         """
         self._slower = slower
         self._split_special_tokens = split_special_tokens
-        self._tokenizer = fastokens.Tokenizer.from_json_str(description)
+        plain = plain_classes(description)
+        self._knows_new = plain == description
+        self._tokenizer = fastokens.Tokenizer.from_json_str(plain)
         added = [] if split_special_tokens else self._tokenizer.added_tokens()
         self.cuts = cut_tokens(msgspec.convert(added, list[AddedToken]))
 
     @override
     def encode(self, text: str, *, add_special_tokens: bool) -> TokenIds[int]:
+        if not self._knows_new and has_new(text):
+            return self._slower().encode(text, add_special_tokens=add_special_tokens)
         try:
             raw, _ = self._tokenizer.encode_batch_flat([text], add_special_tokens, self._split_special_tokens)
         except ValueError:

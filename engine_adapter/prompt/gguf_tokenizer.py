@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from engine_adapter.prompt.llama_cpp_letters import old_classes
+
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _NUMBERS = {
@@ -177,7 +179,7 @@ def _make_bpe(found: Mapping[str, Any], family: _Family) -> Any:  # noqa: ANN401
     bpe = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=family.takes_whole))
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(family.pattern), "isolated"),
+            pre_tokenizers.Split(Regex(old_classes(family.pattern)), "isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )

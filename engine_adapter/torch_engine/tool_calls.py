@@ -16,8 +16,9 @@ import msgspec
 
 from engine_adapter.torch_engine.detokenize import held_back
 
-_BETWEEN = " \t\r\n,;[]"  # what stands between calls, and around a list of them
+_BETWEEN = r"[ \t\r\n,;\[\]]"  # what stands between calls, and around a list of them
 _NAME_FIRST = re.compile(r"([\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*")
+_NOWHERE = -1
 _MOST_NAME = 256  # characters before the arguments, where the name stands there
 _OUTSIDE, _IN_STRING = re.compile(r'["{}\[\]]'), re.compile(r'["\\]')
 
@@ -105,6 +106,9 @@ class MarkedCalls:
         self._held = ""  # text that may be the beginning of a call, or is
         self._inside = False  # `_held` begins after a call's mark
         self._mark = ""  # the mark, until a call came after it
+        self._between = re.compile(
+            f"(?:{re.escape(format_.opens)}|{_BETWEEN})*" if format_.opens else f"{_BETWEEN}*"
+        )
         self._object = _JsonObject()
         self._is_start = True
 
@@ -128,9 +132,10 @@ class MarkedCalls:
         """Gives out the text before a call. Returns whether one begins."""
         held, mark = self._held, self._format.opens
         if self._is_start and self._format.bare and held.lstrip().startswith("{"):
-            self._enter("", held.lstrip())
+            at = held.index("{")
+            self._enter(held[:at], held[at:])
             return True
-        at = held.find(mark)
+        at = held.find(mark) if mark else -1
         if at >= 0:
             texts.append(held[:at].rstrip())
             self._enter(held[len(held[:at].rstrip()) : at] + mark, held[at + len(mark) :])
@@ -149,55 +154,73 @@ class MarkedCalls:
         self._mark, self._held, self._object = mark, rest, _JsonObject()
 
     def _body(self, texts: list[str], calls: list[CallPart], *, is_end: bool) -> bool:
-        """Reads the next call after a mark. Returns whether there is more to read."""
-        closes, stripped = self._format.closes, self._held.lstrip(_BETWEEN)
-        if closes and self._between_calls and stripped.startswith(closes):
-            self._inside, self._held = False, stripped[len(closes) :]
+        """Reads the next call after a mark. Returns whether there is more to read.
+
+        Each decision falls at the first character that allows it, so it is the same however the text arrives.
+        """
+        held, closes = self._held, self._format.closes
+        after = self._between.match(held)
+        begin = after.end() if after is not None else 0
+        if closes and self._between_calls and held.startswith(closes, begin):
+            self._inside, self._held = False, held[begin + len(closes) :]
             return True
-        end = self._object.end(self._held)
-        call = None if end is None else self._call(self._held[:end])
-        if call is not None and (self._names is None or call.name in self._names):
-            if self._most is None or self._made < self._most:
-                call_id = secrets.token_hex(5)[:9] if self._format.short_ids else _call_id()
-                calls.append(CallPart(self._made, call.text, call_id, call.name))
-            self._made += 1
-            self.ends_as = "tool_calls"
-            self._enter("", self._held[end:])
-            return True
-        if end is None and not is_end and self._may_become_call(stripped):
+        at = self._arguments_at(begin)
+        if at == _NOWHERE:
+            return self._leave(texts, begin)
+        end = None if at is None else self._object.end(held)
+        if at is None or end is None:
+            # At the end it is text, unless nothing or half of an end mark follows the last call.
+            if is_end and not (self._between_calls and closes.startswith(held[begin:])):
+                self._leave(texts, len(held))
             return False
-        # It is no call: all of it is text, unless nothing or half of an end mark follows the last call.
-        if not (self._between_calls and closes.startswith(stripped)):
-            texts.append(self._mark + self._held)
-        self._inside, self._mark, self._held = False, "", ""
-        return False
+        call = self._call(begin, at, end)
+        if call is None or (self._names is not None and call.name not in self._names):
+            return self._leave(texts, end)
+        if self._most is None or self._made < self._most:
+            call_id = secrets.token_hex(5)[:9] if self._format.short_ids else _call_id()
+            calls.append(CallPart(self._made, call.text, call_id, call.name))
+        self._made += 1
+        self.ends_as = "tool_calls"
+        self._enter("", held[end:])
+        return True
 
     @property
     def _between_calls(self) -> bool:
         return self._made > 0 and not self._mark
 
-    def _call(self, text: str) -> _Call | None:
-        """The call that ends where `text` does."""
-        begin = text.find("{")
-        before = text[:begin].replace(self._format.opens, "").strip(_BETWEEN)
+    def _arguments_at(self, begin: int) -> int | None:
+        """Where a call's object begins, in what is held from `begin` on; None while more text must tell;
+        `_NOWHERE` if there is no call."""
+        held, marks = self._held, (self._format.opens, self._format.closes)
+        if held.startswith("{", begin):
+            return begin
+        if not self._format.names_first:
+            may_be_mark = any(mark.startswith(held[begin:]) for mark in marks[: 1 + self._between_calls])
+            return None if may_be_mark else _NOWHERE
+        name, brace, _ = held[begin : begin + _MOST_NAME + 1].partition("{")
+        if len(name) > _MOST_NAME or self._format.opens in name:
+            return _NOWHERE
+        return begin + len(name) if brace else None
+
+    def _leave(self, texts: list[str], end: int) -> bool:
+        """There is no call: what is held before `end` is text, and the rest is read anew."""
+        texts.append(self._mark + self._held[:end])
+        self._inside, self._mark, self._held = False, "", self._held[end:]
+        return True
+
+    def _call(self, begin: int, at: int, end: int) -> _Call | None:
+        """The call whose name is at `begin`, or in the object, and whose object is at `at` to `end`."""
+        text = self._held[at:end]
         try:
-            if not before:
-                return _decode_call(text[begin:])
-            named = _NAME_FIRST.fullmatch(text[:begin].rpartition(self._format.opens)[2].strip())
-            if named is None or not self._format.names_first:
+            if at == begin:
+                return _decode_call(text)
+            named = _NAME_FIRST.fullmatch(self._held[begin:at].strip())
+            if named is None:
                 return None
-            msgspec.json.decode(text[begin:])
-            return _Call(named[1], msgspec.Raw(text[begin:].encode()))
+            msgspec.json.decode(text)
+            return _Call(named[1], msgspec.Raw(text.encode()))
         except (msgspec.DecodeError, UnicodeError, RecursionError):
             return None
-
-    def _may_become_call(self, stripped: str) -> bool:
-        """True if more text could make a call of what is held, which has no end yet."""
-        if not stripped or stripped.startswith("{"):
-            return True
-        if self._between_calls and self._format.closes.startswith(stripped):
-            return True
-        return self._format.names_first and len(stripped.partition("{")[0]) <= _MOST_NAME
 
 
 class NamedCall:

@@ -96,8 +96,9 @@ def is_open_to_all(settings: Settings) -> bool:
 
 
 def warnings_of(settings: Settings) -> Iterator[str]:
-    """A sentence for each key that opens nothing, for each engine that several tenants may not use as it is,
-    and for each rule that changes no prompt."""
+    """A sentence for each key that others can read or that opens nothing, for each engine that several
+    tenants may not use as it is, and for each rule that changes no prompt."""
+    yield from settings.exposed_keys
     issued = [key for key in issued_keys(settings) if not key.removed]
     yield from _warnings_of_keys(settings, issued)
     tenants = {*(key.tenant for key in issued), *(entry.tenant_id for entry in settings.api_keys)}

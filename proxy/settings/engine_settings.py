@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import chain, count
+from pathlib import Path
 from typing import Annotated, Any, Self, TypeVar
 
 import msgspec
@@ -60,7 +61,11 @@ def _headers(value: object) -> object:
 
 
 def _words(value: object) -> object:
-    return shlex.split(value) if isinstance(value, str) else value
+    """The words of a command line. A shell expands no `~` within quotes, where such a line mostly stands."""
+    words = shlex.split(value) if isinstance(value, str) else value
+    if not isinstance(words, list | tuple):
+        return words
+    return [str(Path(word).expanduser()) if str(word).startswith("~/") else word for word in words]
 
 
 def _revealed(value: Any) -> Any:  # noqa: ANN401 - of any field

@@ -12,6 +12,8 @@ from contextlib import suppress
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 
+from proxy.settings.exposed_keys import open_to_others
+
 _MAX_LENGTH = 4096
 _KEY_BYTES = 32
 _ROOT = 0
@@ -46,7 +48,7 @@ def _read(path: Path) -> str:
         if found.st_uid not in (os.geteuid(), _ROOT):
             raise ValueError(f"{str(path)!r} belongs to another user, who may read and change it: chown it")
         mode = stat.S_IMODE(found.st_mode)
-        if mode & (stat.S_IRWXO | stat.S_IWGRP):
+        if open_to_others(mode):
             raise ValueError(f"others may read or change {str(path)!r} (mode {mode:o}): chmod 600 it")
         text = file.read(_MAX_LENGTH + 1)
     if len(text) > _MAX_LENGTH:

@@ -17,6 +17,7 @@ from pydantic_settings import SettingsError as SourceError
 from typing_extensions import override
 
 from proxy.settings.engine_settings import EngineSettings, EnginesFile, option_names
+from proxy.settings.exposed_keys import exposed_keys
 from proxy.settings.fields import SettingsError
 from proxy.settings.key_file import key_in
 from proxy.settings.schema import Settings
@@ -85,6 +86,7 @@ def _checked(
         file = settings.admin_key_file
         if file is not None and (makes_key or file.exists()):
             settings = loaded(**given, admin_key=_admin_key_in(file, settings))
+        loaded.exposed_keys = tuple(exposed_keys(given, config, from_file))
     except ValidationError as error:
         wrong = (
             _sentence(each, given, from_file, config)

@@ -9,7 +9,7 @@ import hashlib
 import os
 import socket
 from collections.abc import Iterator
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import (
@@ -239,6 +239,8 @@ class Settings(BaseSettings):
         case_sensitive=False,
         use_attribute_docstrings=True,
     )
+
+    exposed_keys: ClassVar[tuple[str, ...]] = ()
 
     host: Hosts = "127.0.0.1"
     """Where kvpin listens; several addresses with commas between them, e.g. `127.0.0.1,::1`."""

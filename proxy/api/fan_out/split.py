@@ -24,7 +24,7 @@ MAX_PARTS = 65_536
 # Fields for several choices; `n_cmpl` is another name for `n`.
 _CHOICES = frozenset({"n", "n_cmpl", "best_of"})
 
-_NUMBER = b"-0123456789"
+_STARTS = b'"[{'  # of a prompt within a list
 
 
 class OnePrompt(Struct, frozen=True):
@@ -176,47 +176,31 @@ def several_of(
 
 
 def prompts_of(body: JsonBody, *, listed: bool = False) -> list[OnePrompt] | None:
-    """The prompts of a request, undecoded; None for a single one. Looks at each of them.
+    """The prompts of a request, undecoded, embeddings first; None for a single one. Looks at each of them.
 
     Raises:
         BadRequest: there are more than `MAX_PARTS`.
         UnreadableField: they cannot be decoded.
     """
     try:
-        if listed:
-            return _listed_prompts(body)
-        return _prompts(body)
+        fields = [name for name in (_EMBEDS, _PROMPT) if body.gives(name)] if not listed else [_PROMPT]
+        found = [prompt for name in fields for prompt in _prompts_in(body, name)]
     except TooManyItems:
         raise _too_many(f"more than {MAX_PARTS}") from None
+    return found if len(found) > 1 else None
 
 
 def _too_many(asked: str) -> BadRequest:
     return BadRequest(f"the request asks for {asked} answers; the limit is {MAX_PARTS}", param="prompt")
 
 
-def _prompts(body: JsonBody) -> list[OnePrompt] | None:
-    """The prompts of a completion, embeddings first, as in vLLM; None for a single one."""
-    fields = [name for name in (_EMBEDS, _PROMPT) if body.gives(name)]
-    found = [prompt for name in fields for prompt in _prompts_in(body, name)]
-    return found if len(found) > 1 else None
-
-
 def _prompts_in(body: JsonBody, name: str) -> list[OnePrompt]:
-    """The prompts of a list of texts, of lists of token ids, or of embeddings; else the field itself."""
+    """The prompts of a list of texts, lists of token ids and embeddings; else the field itself. A list with a
+    number in it is one prompt."""
     items = body.items(name, MAX_PARTS) or []  # too many are refused, whatever their type
-    is_mixed = len({memoryview(item)[0] for item in items}) > 1
-    if is_mixed or len(items) <= 1:
+    if len(items) <= 1 or any(memoryview(item)[0] not in _STARTS for item in items):
         return [OnePrompt(name)]
     return [OnePrompt(name, item) for item in items]
-
-
-def _listed_prompts(body: JsonBody) -> list[OnePrompt] | None:
-    """The prompts of a route that answers with a list; None for a single one. A list with a number in it is
-    one prompt."""
-    items = body.items(_PROMPT, MAX_PARTS)
-    if items is None or len(items) == 1 or any(memoryview(item)[0] in _NUMBER for item in items):
-        return None
-    return [OnePrompt(_PROMPT, item) for item in items]
 
 
 def _number(body: JsonBody, name: str, default: int) -> int:

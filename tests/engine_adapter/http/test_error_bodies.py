@@ -1,5 +1,6 @@
 import json
 
+import msgspec
 import pytest
 
 from engine_adapter import read_error
@@ -49,3 +50,24 @@ def test_what_is_not_json_is_cut_short():
     assert read_error(b"") == EngineErrorBody("the engine gave no reason")
     assert len(read_error(b"<html>" * 1000).message) == 500
     assert read_error(b"[" * 100_000).message.startswith("[[")
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        (
+            "Unable to generate parser for this template. Automatic parser generation failed: \n-----\n"
+            "While executing CallExpression at line 2, column 19 in source:\n...].content == 'bad' %}\u21b5"
+            "{{ raise_exception('No such role: x...\n         ^\nError: Jinja Exception: No such role: x"
+        ),
+        "No such role: x at row 2, column 3:\n{%- if bad %}\n  {{ raise_exception(m) }}\n  ^\n{% endif %}\n",
+    ],
+)
+def test_an_error_of_a_chat_template_is_one_line(message):
+    """As real llama-servers write it, today and in 2025."""
+    found = read_error(msgspec.json.encode({"error": {"code": 500, "message": message}}))
+    assert found.message == "the model's chat template refuses the request: No such role: x"
+
+
+def test_lines_of_another_error_stay():
+    assert read_error(b'{"error": {"message": "one\\ntwo"}}').message == "one\ntwo"

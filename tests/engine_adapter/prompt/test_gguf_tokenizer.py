@@ -15,7 +15,9 @@ import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tokenizers.pre_tokenizers import ByteLevel
 
+from engine_adapter.prompt.encoders import exact_encoder
 from engine_adapter.prompt.gguf_tokenizer import GgufError, load_gguf_tokenizer, read_metadata
 from scripts.make_gguf import gguf_path
 from tests.llama import running_llama_server
@@ -100,6 +102,45 @@ def test_ids_are_the_servers(family, tmp_path):
                 body = {"content": text, "add_special": special, "parse_special": True}
                 theirs = client.post("/tokenize", json=body).json()["tokens"]
                 assert ours.encode(text, add_special_tokens=special) == theirs, text
+
+
+KINDS = "a1!"  # a letter, a digit, another character: each makes one piece with its kind alone
+CODE_POINTS = (*range(0x80, 0xD800), *range(0xE000, 0x32400), *range(0xE0000, 0xE01F0))
+
+
+def with_first_bytes_merged() -> dict[str, Any]:
+    """Each of `KINDS` makes a token with a first byte behind it: ids tell where pieces end."""
+    metadata = read_metadata(gguf_path("tiny"))
+    to_text = ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str
+    firsts = [to_text(chr(0x40 * first))[0][0][0] for first in range(2, 32)]  # two bytes
+    firsts += [to_text(chr(max(0x1000 * first, 0x800)))[0][0][0] for first in range(16) if first != 13]
+    firsts += [to_text(chr(0x40000 * first or 0x10000))[0][0][0] for first in range(4)]
+    merges = [f"{kind} {first}" for kind in KINDS for first in firsts]
+    kept = len(metadata[f"{KEYS}tokens"]) - len(merges)
+    return {
+        "tokens": [*metadata[f"{KEYS}tokens"][:kept], *(merge.replace(" ", "") for merge in merges)],
+        "merges": [*merges, *metadata[f"{KEYS}merges"][: -len(merges)]],
+    }
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_character_is_of_the_servers_kind(family, tmp_path):
+    path = rewrite(tmp_path / "m.gguf", pre=family, **with_first_bytes_merged())
+    ours = load_gguf_tokenizer(path)
+    fast = exact_encoder(ours)
+    assert fast.name == "fastokens"
+    with (
+        running_llama_server(tmp_path / "log", path, slots=1, ctx=512) as server,
+        httpx.Client(base_url=server.url, trust_env=False, timeout=60) as client,
+    ):
+        for kind in KINDS:
+            for start in range(0, len(CODE_POINTS), 8192):
+                text = " ".join(f"{kind}{chr(point)}" for point in CODE_POINTS[start : start + 8192])
+                theirs = client.post("/tokenize", json={"content": text, "add_special": False}).json()[
+                    "tokens"
+                ]
+                assert ours.encode(text, add_special_tokens=False) == theirs
+                assert list(fast.encode(text, add_special_tokens=False)) == theirs
 
 
 def test_families_cut_differently(tmp_path):

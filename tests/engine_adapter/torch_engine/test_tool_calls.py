@@ -93,6 +93,47 @@ def test_text_without_calls_is_never_changed(text, step):
     assert calls == []
 
 
+BROKEN = '<tool_call>{"x":5}'
+PIECES = [
+    *(HERMES.opens, HERMES.closes, MISTRAL.opens, LLAMA.opens, "<tool_", "</tool", "[TOOL", "<|py", "[ARGS]"),
+    *(
+        '{"name":"f"}',
+        '{"name":"f","arguments":{"a":"}"}}',
+        '{"name":"other"}',
+        '{"name":5}',
+        '{"name"',
+        '"}',
+    ),
+    *("f", "g[CALL_ID]x", "{}", "{", "}", '"', "\\", "[", "]", ",", " ", "\n", "no call", "x" * 130),
+]
+
+
+@pytest.mark.parametrize("format_", [HERMES, MISTRAL, LLAMA])
+@given(pieces=st.lists(st.sampled_from(PIECES), max_size=12), step=st.integers(1, 40))
+def test_how_a_text_arrives_does_not_matter(format_, pieces, step):
+    text = "".join(pieces)
+    assert read(MarkedCalls(format_, names={"f"}), text, step) == read(
+        MarkedCalls(format_, names={"f"}), text, 10**6
+    )
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize(
+    ("format_", "text", "shown", "calls"),
+    [
+        (HERMES, '<tool_call>no {"name":"f"} <tool_call>{"name":"f"}', '<tool_call>no {"name":"f"}', "f"),
+        (HERMES, '<tool_call>{"x":5}</tool_call> <tool_call>{"name":"f"}', f"{BROKEN}</tool_call>", "f"),
+        (HERMES, '<tool_call>{"name":"f"}<tool_call>{"name":"g"}</tool_call>', "", "fg"),
+        (HERMES, '<tool_call>{"name":"f"}</tool_<tool_call>{"name":"g"}', "</tool_", "fg"),
+        (MISTRAL, "[TOOL_CALLS]f{} and [TOOL_CALLS]g{}", " and", "fg"),
+        (LLAMA, ' {"a":1} <|python_tag|>{"name":"f"}', ' {"a":1}', "f"),
+    ],
+)  # fmt: skip
+def test_a_call_after_broken_markup_is_found(format_, text, shown, calls, step):
+    found = read(MarkedCalls(format_), text, step)
+    assert (found[0], "".join(name for name, _ in found[1])) == (shown, calls)
+
+
 def test_ids_are_unique_and_short_where_templates_insist():
     first, second = (MarkedCalls(MISTRAL).push('[TOOL_CALLS]f{"a":1}').calls[0] for _ in range(2))
     assert first.call_id != second.call_id
@@ -160,3 +201,10 @@ def test_the_format_is_found_in_the_chat_template(template, format_):
 def test_a_call_of_a_function_that_was_not_offered_is_text(format_, text, step):
     assert read(MarkedCalls(format_, names={"f"}), text, step) == (text, [], None)
     assert read(MarkedCalls(format_, names={"other", "Ada"}), text, step)[2] == "tool_calls"
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_what_follows_a_broken_list_is_text(step):
+    text = '[{"name":"f","parameters":{}}, no, {"name":"g","parameters":{}}]'
+    found = read(ListedCalls(), text, step)
+    assert found[1:] == ([("f", "{}")], "tool_calls")

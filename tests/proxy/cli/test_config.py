@@ -13,6 +13,7 @@ def check(kvpin, tmp_path):
     def run(text, **options):
         path = tmp_path / "kvpin.toml"
         path.write_text(text)
+        path.chmod(0o600)
         return kvpin("config", "check", "--config", str(path), **options)
 
     return run
@@ -71,6 +72,7 @@ def test_a_file_that_cannot_be_read(kvpin, tmp_path, text, said):
     path = tmp_path / "kvpin.toml"
     if text is not None:
         path.write_text(text)
+        path.chmod(0o600)
     result = kvpin("config", "check", env={"KVPIN_CONFIG": str(path)})
     assert result.exit_code == 2
     assert said in result.stderr

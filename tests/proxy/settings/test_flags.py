@@ -2,6 +2,7 @@ import pytest
 
 from engine_adapter import Role
 from proxy.settings import (
+    ManagedSettings,
     SettingsError,
     is_command_line,
     parse_alias_flags,
@@ -80,6 +81,14 @@ def test_managed_engines():
     assert "hush" not in repr(llama)
     vllm = parse_managed_flag("vllm: vllm serve qwen3 --port {port}", flag="--engine")
     assert vllm.command == ("vllm", "serve", "qwen3", "--port", "{port}")
+
+
+def test_a_tilde_is_the_home_directory(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    flag = parse_managed_flag("llama-server: -m ~/model.gguf --lora '~/a b.gguf' -p ~ x~/y")
+    assert flag.command == ("-m", "/home/me/model.gguf", "--lora", "/home/me/a b.gguf", "-p", "~", "x~/y")
+    listed = ManagedSettings(kind="vllm", command=["~/bin/vllm", "serve", "--port", "{port}"])
+    assert listed.command[0] == "/home/me/bin/vllm"
 
 
 @pytest.mark.parametrize(

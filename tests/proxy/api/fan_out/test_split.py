@@ -93,7 +93,7 @@ def test_a_seed_that_is_none_stays_as_it_is(seed):
     assert bodies(several) == [{"seed": seed}] * 2
 
 
-@pytest.mark.parametrize("prompts", [["a", "b"], [[1, 2], [3]]])
+@pytest.mark.parametrize("prompts", [["a", "b"], [[1, 2], [3]], ["a", [1, 2]], [[1, 2], "a"]])
 def test_choices_are_numbered_prompt_by_prompt(prompts):
     several = split(COMPLETIONS, {"prompt": prompts, "n": 2, "seed": 1})
     assert indices(several) == [(0, 0), (0, 1), (1, 2), (1, 3)]
