@@ -286,6 +286,7 @@ class Flow:
         record.prepared = time.monotonic()
         call = ready.call
         record.prompt, record.chain = ready.prompt, ready.chain
+        record.changed = list(call.changed)
         record.served_as, record.lora = ready.pool.model, ready.lora
         serving.admitted.spend_prompt(prompt_tokens_of(call, record.n_tokens))
         if (translation := ready.translation) is not None:

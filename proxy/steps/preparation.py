@@ -21,7 +21,7 @@ from proxy.errors import MethodNotAllowed
 from proxy.fleet.destinations import Destination, Destinations
 from proxy.fleet.engine import Engine
 from proxy.fleet.pool import Pool
-from proxy.headers import NORMALISED_HEADER
+from proxy.headers import CHANGED_HEADER, NORMALISED_HEADER
 from proxy.prompt import MediaUuids, Prompt, PromptBuilder
 from proxy.request.calls import Call
 from proxy.request.error_table import ANSWERED
@@ -102,8 +102,11 @@ class Ready(Struct, frozen=True):
 
     @property
     def told(self) -> dict[str, str]:
-        """The header that names the rules."""
-        return {NORMALISED_HEADER: ",".join(self.rules)} if self.rules else {}
+        """The headers that name the rules, and what else was changed."""
+        told = {NORMALISED_HEADER: ",".join(self.rules)} if self.rules else {}
+        if changed := self.call.changed:
+            told[CHANGED_HEADER] = ",".join(changed)
+        return told
 
     @property
     def needs(self) -> Needs:
@@ -232,7 +235,8 @@ class Preparation:
         translation = await self._translation(call, to.pool)
         if translation is None:
             return _with_rules(await self._ready(call, to, retention), rules, call)
-        chat = replace(call, path=CHAT_PATH, body=translation.chat)
+        changed = (*call.changed, *translation.changed)
+        chat = replace(call, path=CHAT_PATH, body=translation.chat, changed=changed)
         with translation.wording.errors(*ANSWERED):
             ready = await self._ready(chat, to, retention, counts=translation.counts)
         return _with_rules(replace(ready, translation=translation), rules, call)
