@@ -8,6 +8,7 @@ half_characters.py halves of emojis in JSON
 json_bodies.py     JSON bodies: their shape, and how long their lists may be
 forward.py         sends a request to an engine, streams the answer back
 tenants.py         API key → tenant → cache salt
+broken_calls.py    earlier calls of tools whose arguments no template can read
 answer_headers.py  which of the answer's headers the client gets
 error_table.py     error class → code, status, reason of a refusal
 dialects.py        how each API words an error
