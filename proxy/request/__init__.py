@@ -19,6 +19,7 @@ migration.py       which streams go on on another engine after their engine died
 transcript.py      the part of a stream that its client has
 temporary.py       what is refused when the temporary directory is full
 kept_bodies.py     the last requests' bodies
+kept_reasoning.py  the reasoning of the last answers, for clients that do not send it back
 comparison.py      why a request's cache missed
 diagnostics.py     the reason of a cache miss, as a field of the answer
 cache_usage.py     what the cache got, in the usage of chats
