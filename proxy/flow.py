@@ -55,6 +55,7 @@ from proxy.request.comparison import Comparison
 from proxy.request.diagnostics import APIS, Diagnose, Diagnosed
 from proxy.request.error_table import ANSWERED, refusal_of, status_of
 from proxy.request.gate import Admission
+from proxy.request.kept_reasoning import ReasoningSeen
 from proxy.request.records import RequestLog, RequestRecord
 from proxy.request.retries import final_error
 from proxy.request.tenants import Tenants
@@ -286,6 +287,7 @@ class Flow:
         record.prepared = time.monotonic()
         call = ready.call
         record.prompt, record.chain = ready.prompt, ready.chain
+        record.changed = list(call.changed)
         record.served_as, record.lora = ready.pool.model, ready.lora
         serving.admitted.spend_prompt(prompt_tokens_of(call, record.n_tokens))
         if (translation := ready.translation) is not None:
@@ -299,6 +301,8 @@ class Flow:
             noter = self.preparation.destinations.noter(call, lambda: record.attempts[-1])
             if noter is not None:
                 reply.through(noter)
+        if (keep := ready.keep) is not None:
+            reply.through(lambda client: ReasoningSeen(client, keep))
         return Prepared(can_repeat=call.body is None or isinstance(call.body, JsonBody))
 
     async def prepare(self, call: Call) -> Ready:

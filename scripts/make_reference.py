@@ -11,6 +11,7 @@ from scripts.reference.admin_api import admin_api_page
 from scripts.reference.causes import causes_page
 from scripts.reference.commands import cli_page
 from scripts.reference.errors import errors_page
+from scripts.reference.fates import fates_page
 from scripts.reference.gate import gate_page
 from scripts.reference.headers import headers_page
 from scripts.reference.metrics import metrics_page
@@ -25,6 +26,7 @@ PAGES = {
     "errors.md": errors_page,
     "headers.md": headers_page,
     "causes.md": causes_page,
+    "fates.md": fates_page,
     "gate.md": gate_page,
 }
 

@@ -17,7 +17,7 @@ from typing_extensions import override
 from engine_adapter.body import UNREADABLE, JsonBody, RawFields, decode_object
 from engine_adapter.hold import AnswerReader, Hold
 from engine_adapter.http.sse import END, ENDS, WholeEvents
-from engine_adapter.http.usage import read_usage
+from engine_adapter.http.usage import NULL, choices_of, is_usage_alone, read_usage
 from engine_adapter.types import TokenIds
 
 _ROUTES = ("/v1/chat/completions", "/v1/completions")
@@ -25,13 +25,11 @@ _ROUTES = ("/v1/chat/completions", "/v1/completions")
 # engines put `"usage": null` into every event.
 _USAGE = re.compile(rb'"usage"\s*:\s*\{')
 _USAGE_OR_IDS = re.compile(rb'"(?:usage"\s*:\s*\{|(?:prompt_)?token_ids")')
-NULL = msgspec.Raw(b"null")
 _DETAILS = "prompt_tokens_details"
 # Cached tokens in a usage of the Responses API. Text cannot contain it, likewise.
 _CACHED_INPUT = re.compile(rb'("input_tokens_details"\s*:\s*\{[^{}]*?"cached_tokens"\s*:\s*)\d+')
 # Fields that `return_token_ids` fills, in an answer and in each choice. Without it they are null.
 _IN_ANSWER, _IN_CHOICE = ("prompt_token_ids",), ("prompt_token_ids", "token_ids")
-_decode_choices = msgspec.json.Decoder(list[RawFields]).decode
 _decode_ids = msgspec.json.Decoder(list[int] | None).decode
 
 
@@ -144,13 +142,13 @@ class OpenAIAnswer(AnswerReader):
 
     def _read(self, fields: RawFields) -> bool | None:
         """Reads an event, and takes out of its fields what the client did not ask for. Returns whether they
-        have changed; None if nothing is left. Raises KeyError without choices."""
-        choices = _decode_choices(fields["choices"])
+        have changed; None if nothing is left. Raises one of `UNREADABLE`."""
+        choices = choices_of(fields)
         usage = bytes(fields.get("usage", NULL))
         if usage.startswith(b"{"):
             cached = read_usage(usage).cached_tokens
             self._cached = cached if cached is not None else self._cached
-            if self._hides_usage and not choices:
+            if self._hides_usage and is_usage_alone(fields, choices):
                 return None
             if self.told_cached is not None:
                 fields["usage"] = _with_cached(usage, self.told_cached)
@@ -158,7 +156,7 @@ class OpenAIAnswer(AnswerReader):
             self._prompt = _prompt_in(fields, choices)
         if not self._hides_tokens or not choices:
             return self.told_cached is not None
-        if all(map(_says_nothing, choices)):
+        if all(map(_says_nothing, choices)) and not usage.startswith(b"{"):
             return None
         _hide_tokens(fields, choices)
         return True

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from engine_adapter.body import UNREADABLE
+from engine_adapter.body import UNREADABLE, RawFields, decode_object
 
 
 class TokenUsage(msgspec.Struct, frozen=True):
@@ -53,6 +53,10 @@ _MAX_TOKENS, _LEAST_MS, _MAX_MS = 1 << 31, 1e-3, 1e9
 _decode_answer = msgspec.json.Decoder(_AnswerFields).decode
 _decode_usage = msgspec.json.Decoder(_UsageFields).decode
 _decode_any = msgspec.json.Decoder().decode
+_decode_choices = msgspec.json.Decoder(list[RawFields]).decode
+NULL = msgspec.Raw(b"null")
+SAYS_NOTHING = (NULL, msgspec.Raw(b'""'), msgspec.Raw(b"[]"), msgspec.Raw(b"{}"))
+"""Values of a field that add nothing to an answer."""
 # Finds a usage object, also in a JSON text that was cut off. Generated text cannot contain it: quotes in JSON
 # strings have a backslash.
 USAGE_KEY = b'"usage"'
@@ -88,6 +92,27 @@ def read_streamed_usage(part: bytes) -> TokenUsage:
         if cached is not None and output is not None:
             break
     return _told(TokenUsage(cached, output), _last_timings(part), part)
+
+
+def choices_of(chunk: RawFields) -> list[RawFields]:
+    """The choices of a chunk; none where the engine left the field out, or has null there. Raises one of
+    `UNREADABLE`."""
+    choices = chunk.get("choices", NULL)
+    return [] if choices == NULL else _decode_choices(choices)
+
+
+def is_usage_alone(chunk: RawFields, choices: list[RawFields]) -> bool:
+    """True if a chunk with usage says nothing else: some engines send it with a choice that adds nothing."""
+    return "error" not in chunk and all(map(_adds_nothing, choices))
+
+
+def _adds_nothing(choice: RawFields) -> bool:
+    if "message" in choice:  # of a whole answer
+        return False
+    delta = choice.get("delta", NULL)
+    added = {} if delta == NULL else decode_object(delta)
+    beside = (value for name, value in choice.items() if name not in ("index", "delta"))
+    return all(value in SAYS_NOTHING for value in (*beside, *added.values()))
 
 
 def _last_timings(part: bytes) -> object:

@@ -37,13 +37,14 @@ from proxy.api.websockets import WebSocketClient, check_websocket, with_key
 from proxy.core.life import Cause
 from proxy.errors import BadRequest, BodyTooLarge, MethodNotAllowed, NoEngine, RateLimited
 from proxy.flow import Flow, longer_than_total
-from proxy.headers import REPAIRED_HEADER, REQUEST_ID_HEADER
+from proxy.headers import REQUEST_ID_HEADER
 from proxy.http.exchange import ClientLeft, Exchange
 from proxy.request.answer_headers import with_limits
 from proxy.request.calls import Call, Reply
 from proxy.request.dialects import dialect_of
 from proxy.request.error_table import ANSWERED, cause_of, refusal_of, status_of
 from proxy.request.gate import Admission, Gate
+from proxy.request.half_characters import HALF_CHARACTERS
 from proxy.request.json_bodies import parse
 from proxy.request.known_routes import ALLOW_POST, POST_ONLY
 from proxy.request.packed_bodies import unpacked
@@ -77,7 +78,6 @@ CLEAN_UP_S = 30.0
 _OWN_ID = ContextVar[str](f"{structlog.contextvars.STRUCTLOG_KEY_PREFIX}request")
 _CLIENT_ID = ContextVar[str](f"{structlog.contextvars.STRUCTLOG_KEY_PREFIX}client_request")
 _NO_LIMIT = nullcontext()
-_REPAIRED = (REPAIRED_HEADER.encode(), b"half-characters")
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +173,7 @@ class DataPlane:
                 await self._serve_upload(exchange, reply, call, admitted)
             else:
                 # No name for the call and its body here: the body is freed before the answer ends.
-                await self._work(call(await self._body(exchange, admitted)), exchange, reply, admitted)
+                await self._work(call(*await self._body(exchange, admitted)), exchange, reply, admitted)
 
     def _check_route(self, method: str, path: str) -> None:
         """Checks what may be passed on.
@@ -331,17 +331,30 @@ class DataPlane:
         own_id: str,
         client_id: str | None,
         body: RequestBody,
+        changed: tuple[str, ...] = (),
     ) -> Call:
         """The request, read as far as the flow needs it."""
         headers = exchange.headers
         tenant, models = (key.tenant, key.models) if key is not None else (None, None)
         passed_on, session = passed_on_headers(headers, self.tenants), session_of(tenant, headers, body)
-        return Call(own_id, exchange.method, path, passed_on, body, tenant, client_id, session, models=models)
+        return Call(
+            own_id,
+            exchange.method,
+            path,
+            passed_on,
+            body,
+            tenant,
+            client_id,
+            session,
+            models=models,
+            changed=changed,
+        )
 
-    async def _body(self, exchange: Exchange, admitted: Admission) -> JsonBody | None:
+    async def _body(self, exchange: Exchange, admitted: Admission) -> tuple[JsonBody | None, tuple[str, ...]]:
+        """The body, and what was changed in it."""
         raw = await exchange.read(self.max_body_bytes, admitted.hold)
         if not raw:
-            return None
+            return None, ()
         encoding = exchange.headers.get("content-encoding", "identity")
         if encoding.lower() != "identity":
             raw = await unpacked(raw, encoding, self.max_body_bytes, admitted.hold)
@@ -351,9 +364,7 @@ class DataPlane:
             )
         raw = raw.removeprefix(codecs.BOM_UTF8)
         body = await off_loop(partial(parse, raw, self.shape), ms=len(raw) / JSON_BYTES_PER_MS)
-        if body.raw is not raw:
-            exchange.added = [*exchange.added, _REPAIRED]
-        return body
+        return body, () if body.raw is raw else (HALF_CHARACTERS,)
 
     def _length(self, headers: Headers) -> int | None:
         """The length of the body as its client gave it. Raises BodyTooLarge."""

@@ -119,10 +119,11 @@ async def explain(flow: Flow, record: RequestRecord) -> RequestAnswer:
 
 
 def explanation(record: RequestRecord, diagnosis: Diagnosis) -> str:
-    """Why the request failed, or why the cache missed or hit, in one sentence; and that an engine which was
-    to compute its prompt gave no KV."""
+    """Why the request failed, or why the cache missed or hit, in one sentence; that an engine which was to
+    compute its prompt gave no KV; and what kvpin changed in the request."""
     without = [f"{engine} {_WITHOUT_KV[result]}" for engine, result in record.legs if result in _WITHOUT_KV]
-    return "; ".join([_explanation(record, diagnosis), *without])
+    changed = [f"kvpin left out or changed {', '.join(record.changed)}"] if record.changed else []
+    return "; ".join([_explanation(record, diagnosis), *without, *changed])
 
 
 _WITHOUT_KV = {

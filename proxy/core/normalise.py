@@ -5,6 +5,7 @@
     tools_sorted    sorts the tools by name
     volatile_last   moves lines with times, counters and git's status from the system prompt to the end
     paths           moves lines that name the working directory from the system prompt to the end
+    reasoning_kept  puts back the reasoning of earlier answers: `proxy/request/kept_reasoning.py`
 
 They work on the fields of chats, of Anthropic's messages and of OpenAI's responses, in the client's own form.
 The model reads another prompt than the client sent, so all but the first are chosen by the operator.
@@ -32,6 +33,7 @@ class Rule(StrEnum):
     TOOLS_SORTED = "tools_sorted"
     VOLATILE_LAST = "volatile_last"
     PATHS = "paths"
+    REASONING_KEPT = "reasoning_kept"
 
 
 FIELDS = ("system", "instructions", "tools", "messages", "input")

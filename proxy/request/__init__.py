@@ -8,6 +8,7 @@ half_characters.py halves of emojis in JSON
 json_bodies.py     JSON bodies: their shape, and how long their lists may be
 forward.py         sends a request to an engine, streams the answer back
 tenants.py         API key → tenant → cache salt
+broken_calls.py    earlier calls of tools whose arguments no template can read
 answer_headers.py  which of the answer's headers the client gets
 error_table.py     error class → code, status, reason of a refusal
 dialects.py        how each API words an error
@@ -18,6 +19,7 @@ migration.py       which streams go on on another engine after their engine died
 transcript.py      the part of a stream that its client has
 temporary.py       what is refused when the temporary directory is full
 kept_bodies.py     the last requests' bodies
+kept_reasoning.py  the reasoning of the last answers, for clients that do not send it back
 comparison.py      why a request's cache missed
 diagnostics.py     the reason of a cache miss, as a field of the answer
 cache_usage.py     what the cache got, in the usage of chats

@@ -50,6 +50,7 @@ class Call(msgspec.Struct, frozen=True, dict=True):
         models: the names that it may have as its model; None for all.
         client_id: the client's `x-request-id`, if it sent one; for one of several parts, the id of the whole.
         session: the conversation it belongs to, if it names one.
+        changed: what was changed in its body when it was read, as the client is told of it.
         socket: what the client sends on the WebSocket that the request asks for; None for a plain request.
     """
 
@@ -63,6 +64,7 @@ class Call(msgspec.Struct, frozen=True, dict=True):
     session: Session | None = None
     socket: AsyncIterator[bytes] | None = None
     models: frozenset[str] | None = None
+    changed: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         """Without headers and body, which must not get into logs."""

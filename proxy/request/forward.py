@@ -49,6 +49,7 @@ from engine_adapter.off_loop import MOST_MS, off_loop
 from proxy.errors.codes import Code
 from proxy.headers import NOTE_HEADER, REQUEST_ID_HEADER
 from proxy.request.answer_headers import of_cached, of_json, pairs, passed_on, told_with_error
+from proxy.request.broken_calls import naming_call
 from proxy.request.calls import Call, Reply
 from proxy.request.known_routes import of_lacking
 from proxy.request.migration import ROUTES, Passage
@@ -272,7 +273,8 @@ class Forwarding:
             EngineRejected: another engine may succeed.
         """
         reply = self.reply
-        told, is_unknown = read_error(content), status == HTTPStatus.NOT_FOUND and self.call.native is None
+        told = await naming_call(read_error(content), self.call.body)
+        is_unknown = status == HTTPStatus.NOT_FOUND and self.call.native is None
         hint = of_lacking(self.call.route, told.message) if is_unknown else ""
         error = told.rejection(status, told_with_error(response.headers), hint=hint)
         if self.refuses(error) or reply.started:  # another engine may still go on with a stream

@@ -6,6 +6,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+HALF_CHARACTERS = "half_characters"
+"""The name of this change, as the client is told of it."""
 # Half of a character that UTF-16 writes as two, and the second half behind its `\u`.
 _HALF = re.compile(rb"\\u[dD][89a-fA-F][0-9a-fA-F]{2}")
 _SECOND = re.compile(rb"[dD][c-fC-F][0-9a-fA-F]{2}")

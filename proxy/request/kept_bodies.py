@@ -18,7 +18,7 @@ MOST_BYTES = 1 << 20
 
 
 class Sources:
-    """Request id → body."""
+    """Request id → body. Reasoning is kept in one of its own: key of the answer → reasoning."""
 
     def __init__(self, limit_bytes: int = LIMIT_BYTES) -> None:
         self._limit = limit_bytes

@@ -26,8 +26,9 @@ from engine_adapter import (
     WholeEvents,
     decode_object,
 )
+from engine_adapter.http.usage import NULL
 from proxy.request.calls import Call
-from proxy.request.transcript import NULL, Event, SentStream, Transcript, read_event
+from proxy.request.transcript import Event, SentStream, Transcript, read_event
 
 _NAMES = ("id", "object", "created", "model", "system_fingerprint")
 

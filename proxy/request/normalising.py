@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import structlog
@@ -18,7 +18,9 @@ from engine_adapter.prompt.message_shapes import Shape
 from proxy.core.message_repair import Repair, may_need, repaired
 from proxy.core.normalise import BILLING, FIELDS, Rule, normalised
 from proxy.request.calls import Call
+from proxy.request.kept_reasoning import Keep, KeptReasoning
 from proxy.request.session import Session
+from proxy.request.translate import CHAT_PATH
 
 _log = structlog.get_logger(__name__)
 
@@ -68,9 +70,14 @@ class ChosenRules:
 
 @dataclass(frozen=True, slots=True)
 class Normalising:
-    """The rules of all requests."""
+    """The rules of all requests.
+
+    Attributes:
+        reasoning: that of earlier answers, for those requests with the rule `reasoning_kept`.
+    """
 
     chosen: Sequence[ChosenRules] = ()
+    reasoning: KeptReasoning = field(default_factory=KeptReasoning)
 
     async def apply(
         self, call: Call, model: str, lost: AbstractSet[Shape] = frozenset()
@@ -91,8 +98,8 @@ class Normalising:
             repairs = needed if may_need(body.raw, needed) else repairs
         if not (self.chosen or repairs or route.startswith(_MESSAGES)):
             return call, ()
-        suiting = [entry for entry in self.chosen if entry.suit(call.tenant, (model, call.model))]
-        rules = frozenset[Rule]().union(*(entry.rules for entry in suiting))
+        suiting = self._suiting(call, model)
+        rules = _rules_of(suiting) - {Rule.REASONING_KEPT}
         if route.startswith(_MESSAGES) and _BILLING in body.raw:
             rules |= {Rule.BILLING_LINE}
         if not all(entry.repairs for entry in suiting):
@@ -108,6 +115,24 @@ class Normalising:
         if mended := tuple(each for each in applied if isinstance(each, Repair)):
             _tell(call.session, call.tenant, model, mended)
         return replace(call, body=changed), applied
+
+    async def with_reasoning(self, chat: Call, model: str) -> tuple[Call, Keep | None]:
+        """A chat with the reasoning that its client left out, where that rule was chosen, and what keeps the
+        reasoning of its answer; None if nothing is to be kept."""
+        body = chat.body
+        if chat.route != CHAT_PATH or not isinstance(body, JsonBody):
+            return chat, None
+        if Rule.REASONING_KEPT not in _rules_of(self._suiting(chat, model)):
+            return chat, None
+        whole, keep = await self.reasoning.put_back(body, chat.tenant)
+        return (chat if whole is body else replace(chat, body=whole)), keep
+
+    def _suiting(self, call: Call, model: str) -> list[ChosenRules]:
+        return [entry for entry in self.chosen if entry.suit(call.tenant, (model, call.model))]
+
+
+def _rules_of(chosen: Sequence[ChosenRules]) -> frozenset[Rule]:
+    return frozenset[Rule]().union(*(entry.rules for entry in chosen))
 
 
 @lru_cache(maxsize=4096)

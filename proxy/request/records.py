@@ -46,6 +46,7 @@ class RequestFacts(msgspec.Struct):
         note: what the engine's adapter says about this answer.
         slot: the slot of its last engine that it ran on; None for an engine without slots.
         normalised: the rules that changed its prompt, see docs/normalise.md.
+        changed: what else kvpin changed in it, left out or turned into text, see docs/reference/fates.md.
         queued_s: how long it waited because all engines were busy; None if it did not.
         interrupted: how often an engine died in mid-answer. Without an error, another one went on with it.
         cause: why it ended, see docs/reference/causes.md; None while it runs.
@@ -76,6 +77,7 @@ class RequestFacts(msgspec.Struct):
     note: str = ""
     slot: int | None = None
     normalised: list[str] = []  # each record gets its own
+    changed: list[str] = []  # each record gets its own
     queued_s: float | None = None
     interrupted: int = 0
     cause: Cause | None = None

@@ -19,6 +19,7 @@ from engine_adapter import (
     decode_object,
     read_streamed_error,
 )
+from engine_adapter.http.usage import NULL, SAYS_NOTHING, choices_of
 
 TEXTS = ("content", "reasoning_content", "reasoning", "text")
 """The fields of a choice's delta, or of the choice itself, that hold generated text."""
@@ -32,9 +33,7 @@ _DONE = re.compile(rb"\ndata: ?\[DONE\]\s*$", re.MULTILINE)  # begins with text:
 _LAST_REASONS = 8
 _DATA = b"data: "
 _END = b"\n\ndata: [DONE]\n\n"
-NULL, _FIRST = msgspec.Raw(b"null"), msgspec.Raw(b"0")
-_SAYS_NOTHING = (NULL, msgspec.Raw(b'""'), msgspec.Raw(b"[]"), msgspec.Raw(b"{}"))
-_decode_choices = msgspec.json.Decoder(list[RawFields]).decode
+_FIRST = msgspec.Raw(b"0")
 _decode_text = msgspec.json.Decoder(str).decode
 
 
@@ -56,7 +55,7 @@ class Event(msgspec.Struct):
             return [
                 (name, _decode_text(self.delta[name]))
                 for name in TEXTS
-                if self.delta.get(name, NULL) not in _SAYS_NOTHING
+                if self.delta.get(name, NULL) not in SAYS_NOTHING
             ]
         except UNREADABLE:
             return None
@@ -73,7 +72,7 @@ class Event(msgspec.Struct):
             return "error" not in self.fields
         beside = (*self.choice.items(), *self.delta.items())
         known = ("index", "delta", "role", *TEXTS)
-        return self.is_first and all(name in known or value in _SAYS_NOTHING for name, value in beside)
+        return self.is_first and all(name in known or value in SAYS_NOTHING for name, value in beside)
 
     def encode(self) -> bytes:
         """The event as it goes to the client."""
@@ -113,7 +112,7 @@ def read_event(event: bytes) -> Event | None:
         fields = decode_object(event[start + len(b"data:") :]) if start >= 0 else None
         if fields is None:
             return None
-        choices = _decode_choices(fields.get("choices", b"[]"))
+        choices = choices_of(fields)
         if len(choices) != 1:
             return Event(fields) if not choices else None
         choice = choices[0]

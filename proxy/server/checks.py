@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 from engine_adapter import EngineSpecError, Role, keeps_apart, managed_kind
 from engine_adapter.http.web_pages import is_loopback
 from proxy.core.issued_keys import IssuedKey
+from proxy.core.normalise import Rule
 from proxy.fleet.discovery import finders_of
 from proxy.fleet.state_dir.key_book_file import KeyBookFile
 from proxy.http.tls import server_context
@@ -97,7 +98,7 @@ def is_open_to_all(settings: Settings) -> bool:
 
 def warnings_of(settings: Settings) -> Iterator[str]:
     """A sentence for each key that others can read or that opens nothing, for each engine that several
-    tenants may not use as it is, and for each rule that changes no prompt."""
+    tenants may not use as it is, and for each rule that changes no prompt, or spoils some."""
     yield from settings.exposed_keys
     issued = [key for key in issued_keys(settings) if not key.removed]
     yield from _warnings_of_keys(settings, issued)
@@ -115,6 +116,11 @@ def warnings_of(settings: Settings) -> Iterator[str]:
             yield f"normalise[{number}] is for tenant {entry.tenant!r}: no key is of this tenant"
         if entry.model is not None and names is not None and entry.model not in names:
             yield f"normalise[{number}] is for {entry.model!r}: {_NO_MODEL}"
+        if Rule.REASONING_KEPT in entry.rules and settings.workers > 1:
+            yield (
+                f"normalise[{number}] has {Rule.REASONING_KEPT}: each worker knows only its own answers, so "
+                "a conversation must always reach the same one; set workers = 1"
+            )
 
 
 def _warnings_of_keys(settings: Settings, issued: Iterable[IssuedKey]) -> Iterator[str]:

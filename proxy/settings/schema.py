@@ -151,7 +151,7 @@ class NormaliseSettings(_SettingsPart):
 
     rules: tuple[Rule, ...] = ()
     """The names of [rules](normalise.md): `billing_line`, `date_to_day`, `tools_sorted`, `volatile_last`,
-    `paths`."""
+    `paths`, `reasoning_kept`."""
     tenant: Name | None = None
     """Only for requests of this tenant."""
     model: ModelName | None = None

@@ -15,16 +15,18 @@ from engine_adapter import Capability, JsonBody, RequestBody, Retention, Transfe
 from engine_adapter.off_loop import JSON_BYTES_PER_MS, VALUES_PER_MS, off_loop
 from proxy.core.admission import Needs
 from proxy.core.index.blocks import Chain
+from proxy.core.normalise import Rule
 from proxy.core.placement.decision import Placement
 from proxy.core.retention import may_ask, retention_of
 from proxy.errors import MethodNotAllowed
 from proxy.fleet.destinations import Destination, Destinations
 from proxy.fleet.engine import Engine
 from proxy.fleet.pool import Pool
-from proxy.headers import NORMALISED_HEADER
+from proxy.headers import CHANGED_HEADER, NORMALISED_HEADER
 from proxy.prompt import MediaUuids, Prompt, PromptBuilder
 from proxy.request.calls import Call
 from proxy.request.error_table import ANSWERED
+from proxy.request.kept_reasoning import Keep
 from proxy.request.known_routes import ALLOW_POST
 from proxy.request.normalising import NO_RULES, Change, Normalising
 from proxy.request.retries import PASSED_ON
@@ -67,6 +69,7 @@ class Ready(Struct, frozen=True):
         rules: the rules and repairs that changed its prompt.
         asked: the client's body as these rules changed it, until it is kept; None if none did.
         shares: it runs without its tenant's salt, because the pool's engines share KV between tenants.
+        keep: keeps the reasoning of its answer; None if it is not to be kept.
         kind: the only kind of engine that can serve it, because one of them died in mid-answer; None for any.
     """
 
@@ -79,6 +82,7 @@ class Ready(Struct, frozen=True):
     session: Session | None = None
     retention: Retention | None = None
     translation: Translation | None = None
+    keep: Keep | None = None
     home: str | None = None
     kind: str | None = None
     rules: tuple[Change, ...] = ()
@@ -102,8 +106,11 @@ class Ready(Struct, frozen=True):
 
     @property
     def told(self) -> dict[str, str]:
-        """The header that names the rules."""
-        return {NORMALISED_HEADER: ",".join(self.rules)} if self.rules else {}
+        """The headers that name the rules, and what else was changed."""
+        told = {NORMALISED_HEADER: ",".join(self.rules)} if self.rules else {}
+        if changed := self.call.changed:
+            told[CHANGED_HEADER] = ",".join(changed)
+        return told
 
     @property
     def needs(self) -> Needs:
@@ -227,15 +234,30 @@ class Preparation:
         to = await self.destinations.find(call)
         if call.native is not None:
             to.pool.check_serves(call.native)
+        # Of a chat before the rules: some put at its end what stood elsewhere a turn before.
+        kept, keep = tuple[Change, ...](), None
+        if self.normalising.chosen:
+            call, kept, keep = await self._with_reasoning(call, to.pool)
         call, rules = await self.normalising.apply(call, to.pool.model, to.pool.lost_shapes)
         retention = await self._retention(call, to.pool)
         translation = await self._translation(call, to.pool)
         if translation is None:
-            return _with_rules(await self._ready(call, to, retention), rules, call)
-        chat = replace(call, path=CHAT_PATH, body=translation.chat)
-        with translation.wording.errors(*ANSWERED):
-            ready = await self._ready(chat, to, retention, counts=translation.counts)
-        return _with_rules(replace(ready, translation=translation), rules, call)
+            ready = await self._ready(call, to, retention)
+        else:
+            changed = (*call.changed, *translation.changed)
+            chat = replace(call, path=CHAT_PATH, body=translation.chat, changed=changed)
+            chat, kept, keep = await self._with_reasoning(chat, to.pool)
+            with translation.wording.errors(*ANSWERED):
+                ready = await self._ready(chat, to, retention, counts=translation.counts)
+            ready = replace(ready, translation=translation)
+        ready = ready if keep is None else replace(ready, keep=keep)
+        return _with_rules(ready, (*rules, *kept), call)
+
+    async def _with_reasoning(self, chat: Call, pool: Pool) -> tuple[Call, tuple[Change, ...], Keep | None]:
+        """A chat with the reasoning that its client left out, the rule that did so, and what keeps the
+        reasoning of its answer."""
+        whole, keep = await self.normalising.with_reasoning(chat, pool.model)
+        return whole, (() if whole is chat else (Rule.REASONING_KEPT,)), keep
 
     async def _retention(self, call: Call, pool: Pool) -> Retention | None:
         """How long the client wants its KV kept. Raises BadRequest for a wish that cannot be read."""

@@ -9,6 +9,7 @@ from engine_adapter.http.prepare import ENDS_HERE
 from proxy.headers import (
     ANTHROPICS_ID_HEADER,
     CACHED_HEADER,
+    CHANGED_HEADER,
     COMPARISON_HEADER,
     DEADLINE_HEADERS,
     DROPPED_HEADERS,
@@ -129,6 +130,13 @@ ANSWER_HEADERS = (
         "answers to requests whose prompt kvpin changed",
         "the [rules](normalise.md) that changed it",
         "date_to_day,tools_sorted",
+    ),
+    OfAnswer(
+        (CHANGED_HEADER,),
+        "answers to requests in which kvpin changed something else",
+        "`half_characters`: half of an emoji became U+FFFD; and what a [translation](reference/fates.md) "
+        "left out or turned into text, 16 names at most",
+        "half_characters,tool:web_search",
     ),
     OfAnswer(
         (POLICY_HEADER,),

@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Raw
 
 from engine_adapter import UNREADABLE, RawFields, decode_object
+from engine_adapter.http.usage import choices_of, is_usage_alone
 from proxy.api.fan_out.split import Place, Several
 from proxy.errors import EngineFailed
 from proxy.request.translate.sse import DONE
@@ -112,8 +113,8 @@ class JoinedStream:
             return b""
         try:
             fields = decode_object(data)
-            choices = _decode_choices(fields.get("choices", b"[]"))
-            usage = _usage_in(fields) if not choices else None
+            choices = choices_of(fields)
+            usage = _usage_in(fields) if is_usage_alone(fields, choices) else None
         except UNREADABLE as error:
             raise EngineFailed("an engine's stream has an event that is none of a chat") from error
         if not self._head:
@@ -140,7 +141,7 @@ class JoinedStream:
             return _LAST
         usages = [self._usages[index] for index in sorted(self._usages)]
         total = usage_of(((place, usage) for place, _, usage in usages), cached)
-        return b"data: " + _encode({**usages[0][1], "usage": total}) + b"\n\n" + _LAST
+        return b"data: " + _encode({**usages[0][1], "choices": [], "usage": total}) + b"\n\n" + _LAST
 
 
 def is_error(data: bytes) -> bool:

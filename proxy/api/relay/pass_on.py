@@ -11,6 +11,7 @@ from math import inf
 
 from engine_adapter import EngineUnavailable, HeaderPairs, HttpTransport, JsonBody, OutgoingRequest, Upload
 from proxy.errors import TimeLimit
+from proxy.headers import CHANGED_HEADER
 from proxy.http.exchange import Exchange
 from proxy.request.calls import Call, Reply
 
@@ -33,6 +34,7 @@ _OF_ONE_HOP = frozenset(
 # Headers of an answer that this kvpin writes itself.
 _OWN = frozenset({b"connection", b"date", b"keep-alive", b"trailer", b"transfer-encoding", b"upgrade"})
 _CORS = b"access-control-"
+_CHANGED = CHANGED_HEADER.encode()
 _EVENTS = "text/event-stream"
 
 
@@ -65,7 +67,7 @@ async def pass_on(
             if isinstance(call.body, JsonBody):
                 call.body.forget()
             is_stream = response.headers.get("content-type", "").startswith(_EVENTS)
-            await reply.start(response.status, _kept(response.headers.raw), is_events=is_stream)
+            await reply.start(response.status, _kept(response.headers.raw, call), is_events=is_stream)
             if call.socket is not None:
                 await reply.write(b"")  # the client waits for the head before it sends
             while chunk := await response.receive():
@@ -100,5 +102,7 @@ def _request(socket: str, call: Call, exchange: Exchange) -> OutgoingRequest:
     return OutgoingRequest(exchange.method, url, headers, chunks or body, socket=call.socket, unix=socket)
 
 
-def _kept(headers: HeaderPairs) -> HeaderPairs:
-    return [pair for pair in headers if pair[0] not in _OWN and not pair[0].startswith(_CORS)]
+def _kept(headers: HeaderPairs, call: Call) -> HeaderPairs:
+    """The headers of the other kvpin's answer, and what was changed in the body before it was passed on."""
+    kept = [pair for pair in headers if pair[0] not in _OWN and not pair[0].startswith(_CORS)]
+    return [*kept, (_CHANGED, ",".join(call.changed).encode())] if call.changed else kept

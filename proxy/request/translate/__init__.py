@@ -4,6 +4,7 @@ translation.py        one translated request: the chat, and its answer in the wo
 translated.py         its client: gets the answer to the chat, sends the translated one
 wording.py            errors about the chat, in the client's words
 translations.py       the routes that can be translated
+fates.py              what becomes of each tool, block, item and field
 chats.py              the answers of chats as engines send them
 sse.py                the events of a stream, from its chunks
 messages_api.py       Anthropic's Messages API

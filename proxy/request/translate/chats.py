@@ -121,13 +121,18 @@ class Chat(Struct):
     """A whole answer, or a chunk of one. `timings` and `prompt_progress` are llama-server's, `request_id` is
     that of kvpin's own errors."""
 
-    choices: list[Choice] = []
+    given: list[Choice] | None = msgspec.field(name="choices", default=None)
     model: str | None = None
     usage: ChatUsage | None = None
     error: Error | str | None = None
     request_id: str | None = None
     timings: Raw | UnsetType = UNSET
     prompt_progress: Raw | UnsetType = UNSET
+
+    @property
+    def choices(self) -> list[Choice]:
+        """Its choices. A chunk with usage may have null there."""
+        return self.given or []
 
 
 _decode = msgspec.json.Decoder(Chat).decode

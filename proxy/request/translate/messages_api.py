@@ -7,7 +7,7 @@ import msgspec
 from engine_adapter import JsonBody
 from proxy.errors import BadRequest
 from proxy.request.translate.messages_answer import MessageAnswer
-from proxy.request.translate.messages_request import NAMES, chat_of, read_request
+from proxy.request.translate.messages_request import NAMES, changed_in, chat_of, read_request
 from proxy.request.translate.wording import Wording
 
 _MARK = b'"cache_control"'
@@ -25,8 +25,9 @@ class MessageTranslation(MessageAnswer):
             raise BadRequest("max_tokens is missing", param="max_tokens")
         super().__init__(body.hint("model"), prewarms=request.prewarms, marks=_MARK in body.raw)
         self.counts = counts
-        self.chat, places = chat_of(request, body)
-        self.wording = Wording(NAMES, places)
+        self.chat, places, tools = chat_of(request, body)
+        self.changed = changed_in(request, body)
+        self.wording = Wording(NAMES, places, tools)
 
     def count(self, tokens: int) -> bytes:
         """The answer to a request that counts."""

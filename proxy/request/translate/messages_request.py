@@ -10,15 +10,14 @@ conversation's next turn begins with the same bytes, and its KV is reused.
     text documents, search results    text
     the assistant's last message  is continued, as Anthropic's models do
 
-Fields that only Anthropic's service knows (service_tier, metadata …) are left out, all others are kept. What
-would change the answer and cannot be served is refused.
+What becomes of each type and field: `fates.py`. Fields that it does not name are kept.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 
 import msgspec
 from msgspec import Meta, Raw, Struct
@@ -27,6 +26,17 @@ from engine_adapter import UNREADABLE, JsonBody
 from engine_adapter.options import plain_error
 from proxy.errors import BadRequest
 from proxy.errors.codes import Code
+from proxy.request.translate.fates import (
+    MESSAGE_BLOCKS,
+    MESSAGE_FIELDS,
+    MESSAGE_TOOLS,
+    TOLD,
+    Fate,
+    changed,
+    plain,
+    text_of,
+    told,
+)
 from proxy.request.translate.wording import Names, Place
 
 # --- the fields that are read -------------------------------------------------------------------------
@@ -77,10 +87,6 @@ class _Thinking(Struct, tag="thinking"):
     thinking: str
 
 
-class _RedactedThinking(Struct, tag="redacted_thinking"):
-    pass
-
-
 class _ToolUse(Struct, tag="tool_use"):
     id: str
     name: str
@@ -97,8 +103,32 @@ class _ToolResult(Struct, tag="tool_result"):
     is_error: bool | None = None
 
 
+class _OfService(Struct):
+    """A block of a service: its texts are kept if its row says so."""
+
+    name: Any = None
+    input: Any = None
+    content: Any = None
+
+    @property
+    def text(self) -> str:
+        """What is kept of it."""
+        if MESSAGE_BLOCKS[_kind(self)].fate is not Fate.TEXT:
+            return ""
+        text = text_of({name: getattr(self, name) for name in self.__struct_fields__})
+        return f"\n{text}\n" if text else ""
+
+
 _Shown = _Text | _Image | _Document | _SearchResult | _ToolReference
-_Block = _Shown | _Thinking | _RedactedThinking | _ToolUse | _ToolResult
+if TYPE_CHECKING:
+    _Block = _Shown | _Thinking | _ToolUse | _ToolResult | _OfService
+else:
+    _OF_SERVICE = [
+        msgspec.defstruct(f"_OfService_{kind}", [], bases=(_OfService,), tag=kind)
+        for kind, row in MESSAGE_BLOCKS.items()
+        if row.fate in TOLD and kind != "tool_reference"
+    ]
+    _Block = Union[_Shown, _Thinking, _ToolUse, _ToolResult, *_OF_SERVICE]
 
 
 class _Message(Struct):
@@ -163,24 +193,8 @@ class Request(Struct):
 
 _decode = msgspec.json.Decoder(Request).decode
 # Fields of Anthropic's that a chat does not have.
-_LEFT_OUT = (
-    "cache_control",
-    "container",
-    "context_management",
-    "diagnostics",
-    "inference_geo",
-    "mcp_servers",
-    "metadata",
-    "output_config",
-    "output_format",
-    "service_tier",
-    "speed",
-    "stop_sequences",
-    "system",
-    "thinking",
-    "user_profile_id",
-    "workspace_id",
-)
+_LEFT_OUT = [name for name, row in MESSAGE_FIELDS.items() if row.fate is not Fate.KEPT]
+_REFUSED = [name for name, row in MESSAGE_FIELDS.items() if row.fate is Fate.REFUSED]
 _MISSING = re.compile(r"Object missing required field `(\w+)`")
 _EFFORTS = {"xhigh": "high", "max": "high"}
 NAMES = Names(
@@ -215,7 +229,7 @@ def read_request(body: JsonBody) -> Request:
         raise _invalid(str(error)) from error
     except UNREADABLE as error:
         raise BadRequest(f"the body cannot be read: {error}", code=Code.INVALID_JSON) from error
-    for name in ("container", "mcp_servers"):
+    for name in _REFUSED:
         if getattr(request, name):
             raise BadRequest(
                 f"kvpin cannot serve {name}, which needs Anthropic's own service: leave it out", param=name
@@ -235,8 +249,9 @@ def _invalid(fault: str) -> BadRequest:
     return BadRequest(f"{param}: {reason[:1].lower()}{reason[1:]}", param=param)
 
 
-def chat_of(request: Request, body: JsonBody) -> tuple[JsonBody, Sequence[Place]]:
-    """The chat that is served in place of the request, and where each of its messages comes from.
+def chat_of(request: Request, body: JsonBody) -> tuple[JsonBody, Sequence[Place], Sequence[int]]:
+    """The chat that is served in place of the request, where each of its messages comes from, and the number
+    in the request of each of its tools.
 
     Raises:
         BadRequest: naming a field that cannot be served.
@@ -244,7 +259,8 @@ def chat_of(request: Request, body: JsonBody) -> tuple[JsonBody, Sequence[Place]
     changes: dict[str, Any] = dict.fromkeys(_LEFT_OUT)
     messages = list(_messages(request))
     changes["messages"] = [message for message, _ in messages]
-    changes |= _tool_fields(request)
+    offered = [i for i, tool in enumerate(request.tools or ()) if _is_offered(tool)]
+    changes |= _tool_fields(request, offered)
     if request.prewarms:
         changes["max_tokens"] = 1
     if request.stop_sequences:
@@ -256,15 +272,46 @@ def chat_of(request: Request, body: JsonBody) -> tuple[JsonBody, Sequence[Place]
     if _is_prefill(request.messages[-1]):
         changes |= {"continue_final_message": True, "add_generation_prompt": False}
     chat = body.replace(**changes, **_thinking_fields(request, body), **_output_fields(request))
-    return chat, [place for _, place in messages]
+    return chat, [place for _, place in messages], offered
 
 
-def _tool_fields(request: Request) -> dict[str, Any]:
-    tools = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(request.tools or ())]
+def changed_in(request: Request, body: JsonBody) -> tuple[str, ...]:
+    """What the chat leaves out of the request or has as text, as the client is told of it."""
+    blocks = [
+        block
+        for message in request.messages
+        if isinstance(message.content, list)
+        for block in message.content
+    ]
+    return told(
+        [
+            *changed("tool", MESSAGE_TOOLS, (tool.type or "custom" for tool in request.tools or ())),
+            *changed("block", MESSAGE_BLOCKS, map(_kind, blocks)),
+            *changed("field", MESSAGE_FIELDS, (name for name in _LEFT_OUT if name in body)),
+        ]
+    )
+
+
+def _is_offered(tool: _Tool) -> bool:
+    """True for a tool of the client's own. Those that only a service runs are left out."""
+    row = MESSAGE_TOOLS.get(plain(tool.type or "custom"))
+    return row is not None and row.fate is Fate.KEPT
+
+
+def _tool_fields(request: Request, offered: Sequence[int]) -> dict[str, Any]:
+    given = request.tools or []
+    tools = [_tool(given[index], f"tools[{index}]") for index in offered]
     fields: dict[str, Any] = {"tools": tools or None, "tool_choice": None}
     choice = request.tool_choice
     if choice is None:
         return fields
+    names = {given[index].name for index in offered}
+    if choice.type == "tool" and choice.name not in names:
+        raise BadRequest(
+            f"tool_choice.name: {choice.name!r} is no tool that can be called here: tools that only "
+            "Anthropic's service knows are left out",
+            param="tool_choice.name",
+        )
     if choice.disable_parallel_tool_use:
         fields["parallel_tool_calls"] = False
     if choice.type == "none":
@@ -273,16 +320,12 @@ def _tool_fields(request: Request) -> dict[str, Any]:
         fields["tool_choice"] = "required"  # llama-server does not know the other form
     elif choice.type == "tool":
         fields["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
+    if not tools and given:
+        fields["tool_choice"] = None  # no tool is left to choose
     return fields
 
 
 def _tool(tool: _Tool, path: str) -> dict[str, Any]:
-    if tool.type not in (None, "custom"):
-        raise BadRequest(
-            f"{path}.type: {tool.type!r} works only in Anthropic's service; "
-            "give a tool of your own a name and an input_schema",
-            param=f"{path}.type",
-        )
     if tool.name is None or tool.input_schema is None:
         missing = "name" if tool.name is None else "input_schema"
         raise BadRequest(f"{path}.{missing} is missing", param=f"{path}.{missing}")
@@ -355,6 +398,8 @@ def _user(blocks: list[_Block], place: Place) -> Iterator[tuple[dict[str, Any], 
                 Place(at, f"{at}.content"),
             )
             results += 1
+        elif isinstance(block, _OfService):
+            shown = [_text_part(block.text)] if block.text else []
         elif isinstance(block, _Shown):
             shown = _parts(block, at)
         else:
@@ -373,7 +418,7 @@ def _assistant(blocks: list[_Block], path: str) -> dict[str, Any]:
     texts, thoughts, calls = list[str](), list[str](), list[dict[str, Any]]()
     for index, block in enumerate(blocks):
         match block:
-            case _Text():
+            case _Text() | _OfService():
                 texts.append(block.text)
             case _Thinking():
                 thoughts.append(block.thinking)
@@ -381,8 +426,6 @@ def _assistant(blocks: list[_Block], path: str) -> dict[str, Any]:
                 arguments = msgspec.json.encode(block.input).decode()
                 function = {"name": block.name, "arguments": arguments}
                 calls.append({"id": block.id, "type": "function", "function": function})
-            case _RedactedThinking():
-                pass
             case _:
                 raise _misplaced(block, f"{path}[{index}]", "assistant")
     message: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}
@@ -454,14 +497,19 @@ def _text_part(text: str) -> dict[str, Any]:
 
 
 def _text(block: _Block, path: str) -> str:
-    if not isinstance(block, _Text):
+    if not isinstance(block, _Text | _OfService):
         raise _misplaced(block, path, "system")
     return block.text
 
 
 def _misplaced(block: _Block, path: str, role: str) -> BadRequest:
-    kind = block.__struct_config__.tag
-    return BadRequest(f"{path}.type: a message of the role {role!r} has no {kind!r}", param=f"{path}.type")
+    return BadRequest(
+        f"{path}.type: a message of the role {role!r} has no {_kind(block)!r}", param=f"{path}.type"
+    )
+
+
+def _kind(block: Struct) -> str:
+    return str(block.__struct_config__.tag)
 
 
 def _is_prefill(message: _Message) -> bool:

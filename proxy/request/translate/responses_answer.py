@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Container, Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from msgspec import Raw
@@ -86,16 +86,24 @@ class _Part:
 class _CallItem:
     """A call, while it is written."""
 
-    def __init__(self, call: ToolCall, custom: Container[str]) -> None:
+    def __init__(self, call: ToolCall, tools: Mapping[str, Any]) -> None:
         self.name = call.name
         self.call_id = call.id or f"call_{secrets.token_hex(12)}"
-        self.is_custom = self.name in custom
+        self._tools = tools
+        self.is_custom = tools.get(self.name, {}).get("type") == "custom"
         self.id = f"{'ctc' if self.is_custom else 'fc'}_{secrets.token_hex(16)}"
         self.pieces: list[str] = []
 
+    @property
+    def _named(self) -> dict[str, str]:
+        """The tool's own name, and its namespace if it is in one."""
+        tool = self._tools.get(self.name, {})
+        space = {"namespace": tool["namespace"]} if "namespace" in tool else {}
+        return {"name": tool.get("name", self.name), **space}
+
     def item(self, status: str, *, seals: bool = False) -> Item:  # noqa: ARG002 - reasoning is
         given = "".join(self.pieces)
-        known = {"id": self.id, "status": status, "call_id": self.call_id, "name": self.name}
+        known = {"id": self.id, "status": status, "call_id": self.call_id, **self._named}
         if self.is_custom:
             return {"type": "custom_tool_call", **known, "input": custom_input(given) if given else ""}
         return {"type": "function_call", **known, "arguments": given}
@@ -113,7 +121,7 @@ class _CallItem:
             yield "response.custom_tool_call_input.delta", {"item_id": self.id, "delta": item["input"]}
             yield "response.custom_tool_call_input.done", {"item_id": self.id, "input": item["input"]}
         else:
-            done = {"item_id": self.id, "name": self.name, "arguments": "".join(self.pieces)}
+            done = {"item_id": self.id, "name": self._named["name"], "arguments": "".join(self.pieces)}
             yield "response.function_call_arguments.done", done
         yield "response.output_item.done", {"item": item}
 
@@ -125,9 +133,10 @@ class Output:
         items: those that are complete, in order.
     """
 
-    def __init__(self, custom: Container[str], *, seals: bool) -> None:
-        """`custom`: the names of custom tools. `seals`: reasoning is also given as `encrypted_content`."""
-        self._custom, self._seals = custom, seals
+    def __init__(self, tools: Mapping[str, Any], *, seals: bool) -> None:
+        """`tools`: the client's tools, by the names of their functions. `seals`: reasoning is also given
+        as `encrypted_content`."""
+        self._tools, self._seals = tools, seals
         self._open: dict[str | int, tuple[int, _Part | _CallItem]] = {}
         self._done: dict[int, Item] = {}
 
@@ -161,7 +170,7 @@ class Output:
     def _call(self, index: int, call: ToolCall) -> Iterator[Event]:
         if index not in self._open:
             yield from self._end_text()
-            yield from self._begin(index, _CallItem(call, self._custom))
+            yield from self._begin(index, _CallItem(call, self._tools))
         item = self._open[index][1]
         if isinstance(item, _CallItem):
             item.name = call.name or item.name  # it may grow

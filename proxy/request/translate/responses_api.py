@@ -45,13 +45,14 @@ class ResponseTranslation:
         self.counts = counts
         self.source = asked.source
         self.wording = asked.wording
+        self.changed = asked.changed
         self.predicted = Predicted()
         self._keep = partial(store.put, tenant, self._id)
         self._turn = asked.turn
         self._repeated = asked.repeated
         self._prewarms = asked.prewarms
         self._ttl = asked.ttl
-        self._output = Output(asked.custom, seals=asked.seals)
+        self._output = Output(asked.tools, seals=asked.seals)
         self._model = body.get("model")
         self._usage: ChatUsage | None = None
         self._finish: str | None = None

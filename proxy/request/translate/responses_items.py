@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from proxy.errors import BadRequest
+from proxy.request.translate.fates import RESPONSE_ITEMS, TOLD, Fate, text_of
 from proxy.request.translate.wording import Place
 
 Json = dict[str, Any]
@@ -23,15 +24,7 @@ _REASONING = "kvpin."
 # The argument of the function that stands for a custom tool.
 CUSTOM_ARGUMENT = "input"
 _ROLES = ("user", "assistant", "system", "developer")
-# The types of items that a chat can have.
-_TYPES = (
-    "message",
-    "reasoning",
-    "function_call",
-    "function_call_output",
-    "custom_tool_call",
-    "custom_tool_call_output",
-)
+_RESULTS = ("function_call_output", "custom_tool_call_output")
 _SAID = frozenset({"output_text", "input_text", "text"})
 
 
@@ -47,6 +40,10 @@ class Messages:
         """`instructions` become the system message, which comes first."""
         self.all: list[Json] = [{"role": "system", "content": instructions}] if instructions else []
         self.places = [Place("instructions", "instructions")] * len(self.all)
+        self._told: Json | None = None  # the assistant's message that begins with what a service did
+        # Images of tools' results, and their places: tools' messages have only text.
+        self._shown: list[Json] = []
+        self._shown_at: list[str] = []
 
     def add(self, item: Json, param: str) -> None:
         """Adds an item; `param` is its place in the request.
@@ -54,37 +51,61 @@ class Messages:
         Raises:
             BadRequest: it cannot be served.
         """
-        self._add(item, param)
+        if item.get("type") not in _RESULTS:
+            self.finish()
+        row = RESPONSE_ITEMS.get(str(item.get("type")))
+        if row is None or row.fate not in TOLD:
+            self._add(item, param)
+        elif row.fate is Fate.TEXT and (text := text_of(item)):
+            self._told = self._turn()
+            self._told["content"] = f"{self._told['content'] or ''}\n{text}\n"
         if len(self.places) < len(self.all):
             self.places.append(_place(item, self.all[-1].get("content"), param))
+
+    def finish(self) -> None:
+        """No result follows: the images of tools' results become a message of the user. The user's next item
+        stays apart, so that this message is the same in the next turn."""
+        if self._shown:
+            self.all.append({"role": "user", "content": self._shown})
+            at = self._shown_at
+            self.places.append(Place(at[0], at[0], at))
+            self._shown, self._shown_at = [], []
 
     def _add(self, item: Json, param: str) -> None:
         match item:
             case {"role": "user" | "system" | "developer" as role, "content": str() | list() as content}:
                 self.all.append({"role": role, "content": _asked(content, f"{param}.content")})
             case {"role": "assistant", "content": str() | list() as content}:
-                self._turn("content")["content"] = _said(content, f"{param}.content")
+                joins = self._told is not None and self._told is self.all[-1]
+                turn = self._turn() if joins else self._turn("content")
+                turn["content"] = (turn["content"] or "") + _said(content, f"{param}.content")
+                self._told = None
             case {
                 "type": "function_call",
                 "call_id": str(call_id),
-                "name": str(name),
+                "name": str(),
                 "arguments": str(given),
             }:
-                self._call(call_id, name, given)
+                self._call(call_id, flat_name(item), given)
             case {
                 "type": "custom_tool_call",
                 "call_id": str(call_id),
-                "name": str(name),
+                "name": str(),
                 "input": str(given),
             }:
-                self._call(call_id, name, custom_arguments(given))
+                self._call(call_id, flat_name(item), custom_arguments(given))
             case {
                 "type": "function_call_output" | "custom_tool_call_output",
                 "call_id": str(call_id),
                 "output": str() | list() as output,
             }:
-                content = _asked(output, f"{param}.output")
-                self.all.append({"role": "tool", "content": content, "tool_call_id": call_id})
+                self.all.append(
+                    {
+                        "role": "tool",
+                        "content": self._result(output, f"{param}.output"),
+                        "tool_call_id": call_id,
+                    }
+                )
             case {"type": "reasoning"}:
                 if thought := _thought(item):
                     self._turn("reasoning_content", "content", "tool_calls")["reasoning_content"] = thought
@@ -97,6 +118,17 @@ class Messages:
                 raise BadRequest(
                     f"{param} is no item: it has neither a role with a content nor a type", param=param
                 )
+
+    def _result(self, output: str | list[Any], param: str) -> str:
+        """The text of a tool's result; its images follow in a message of the user."""
+        content = _asked(output, param)
+        if isinstance(content, str):
+            return content
+        for index, part in enumerate(content):
+            if part["type"] != "text":
+                self._shown.append(part)
+                self._shown_at.append(f"{param}[{index}]")
+        return "\n".join(part["text"] for part in content if part["type"] == "text")
 
     def _call(self, call_id: str, name: str, arguments: str) -> None:
         call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
@@ -112,9 +144,15 @@ class Messages:
 
 def _unserved(kind: str) -> str:
     """Why an item is refused, whose type and fields stand for no message of a chat."""
-    if kind in _TYPES:
+    if kind in RESPONSE_ITEMS:
         return f"an item of type {kind!r} with these fields cannot be served"
-    return f"items of type {kind!r} cannot be served; those of {', '.join(_TYPES)} can"
+    return f"items of type {kind!r} are unknown"
+
+
+def flat_name(named: Json) -> str:
+    """The function's name of a tool or a call that may be in a namespace."""
+    name, space = str(named["name"]), named.get("namespace")
+    return f"{space.removesuffix('__')}__{name}" if isinstance(space, str) and space else name
 
 
 def _place(item: Json, content: str | Sequence[Json] | None, param: str) -> Place:

@@ -4,31 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from engine_adapter import JsonBody
 from proxy.errors import BadRequest, NotFound
 from proxy.errors.codes import Code
-from proxy.request.translate.responses_items import CUSTOM_ARGUMENT, Json, Messages, listed
+from proxy.request.translate.fates import (
+    RESPONSE_FIELDS,
+    RESPONSE_ITEMS,
+    RESPONSE_TOOLS,
+    Fate,
+    changed,
+    plain,
+    told,
+)
+from proxy.request.translate.responses_items import CUSTOM_ARGUMENT, Json, Messages, flat_name, listed
 from proxy.request.translate.responses_store import TenantResponses, Turn
 from proxy.request.translate.wording import Names, Wording
 
-# Fields of the API that say nothing to an engine. All others, such as `cache_salt`, stay in the chat.
-_NOT_OF_A_CHAT = (
-    "input", "instructions", "previous_response_id", "max_output_tokens", "text", "reasoning", "include",
-    "store", "background", "background_options", "truncation", "metadata", "client_metadata", "conversation",
-    "prompt", "max_tool_calls", "context_management", "stream_options", "top_logprobs", "tools",
-    "tool_choice", "service_tier", "moderation", "access_programs", "image", "n", "messages",
-)  # fmt: skip
-# Fields that ask for what kvpin cannot do, and why.
-_REFUSED = {
-    "background": "responses are not made in the background: leave out `background`, and stream",
-    "conversation": "there is no Conversations API here: use previous_response_id",
-    "prompt": "there are no prompt templates here: send the prompt itself",
-    "moderation": "nothing is moderated here",
-}
+# Fields of the API that a chat does not have. All others, such as `cache_salt`, stay in the chat.
+_NOT_OF_A_CHAT = [name for name, row in RESPONSE_FIELDS.items() if row.fate is not Fate.KEPT]
+_REFUSED = {name: row.here for name, row in RESPONSE_FIELDS.items() if row.fate is Fate.REFUSED}
 # Fields of its request that a response repeats, each with the value that stands for nothing.
 _REPEATED: Mapping[str, Any] = {
     "instructions": None, "max_output_tokens": None, "max_tool_calls": None, "metadata": {},
@@ -36,6 +34,7 @@ _REPEATED: Mapping[str, Any] = {
     "prompt_cache_retention": None, "safety_identifier": None, "store": True, "temperature": None,
     "tool_choice": "auto", "top_logprobs": 0, "top_p": None, "user": None,
 }  # fmt: skip
+_CALLED = ("function", "custom")
 _PLAIN_TEXT = {"type": "text"}
 _INPUT_OF_A_CUSTOM_TOOL = {
     "type": "object",
@@ -74,7 +73,8 @@ class ResponseRequest:
         turn: its items, which the next turn needs; None if nothing is to be stored.
         repeated: what the response repeats of the request.
         source: the body with the items that it only names; None if it names none.
-        custom: names of custom tools, which the chat offers as functions.
+        tools: the client's tools, by the name of the function that the chat offers for each.
+        changed: what was left out or turned into text, see `Translation`.
         seals: the client wants reasoning as `encrypted_content`, too.
         prewarms: the prompt is only to be computed, and no output is wanted.
         ttl: how long the prompt is to be kept, as the client wrote it.
@@ -85,11 +85,28 @@ class ResponseRequest:
     turn: Turn | None = field(repr=False)
     repeated: Json = field(repr=False)
     source: JsonBody | None = field(repr=False)
-    custom: frozenset[str]
+    tools: Mapping[str, Json] = field(repr=False)
+    changed: tuple[str, ...]
     seals: bool
     prewarms: bool
     ttl: object
     wording: Wording = field(repr=False)
+
+
+class _Tool(NamedTuple):
+    """A tool of a request.
+
+    Attributes:
+        own: the tool, with its namespace if it is in one.
+        number: of its entry in the request's `tools`.
+        path: its place in the request.
+        name: of the function that the chat offers for it; empty for a tool that only OpenAI runs.
+    """
+
+    own: Json
+    number: int
+    path: str
+    name: str = ""
 
 
 def read_request(body: JsonBody, shelf: TenantResponses, response_id: str) -> ResponseRequest:
@@ -111,12 +128,15 @@ def read_request(body: JsonBody, shelf: TenantResponses, response_id: str) -> Re
             messages.add(msgspec.json.decode(stored), "previous_response_id")
     for index, item in enumerate(items):
         messages.add(item, f"input[{index}]")
+    messages.finish()
     include = _of(body, "include", list) or []
-    tools, choice = _tools(body), body.get("tool_choice")
+    given, choice = _of(body, "tools", list) or [], body.get("tool_choice")
+    tools = _tools(given)
+    offered = {tool.name: tool for tool in tools if tool.name}
     text, reasoning = _of(body, "text", dict) or {}, _of(body, "reasoning", dict) or {}
     changes: dict[str, Any] = dict.fromkeys(_NOT_OF_A_CHAT)
     changes["messages"] = messages.all
-    changes |= _choice(choice, tools)
+    changes |= _choice(choice, [tool.own for tool in offered.values()], is_given=bool(given))
     cache_options = _of(body, "prompt_cache_options", dict) or {}
     prewarms = bool(_checked(cache_options.get("prewarm"), "prompt_cache_options.prewarm", bool))
     changes |= _limit(1 if prewarms else body.get("max_output_tokens"))
@@ -131,13 +151,24 @@ def read_request(body: JsonBody, shelf: TenantResponses, response_id: str) -> Re
     return ResponseRequest(
         body.replace(**changes),
         _turn(previous, items, response_id) if stores else None,
-        _repeated(body, tools, text, reasoning),
+        _repeated(body, [tool for tool in given if _is_kept(tool)], text, reasoning),
         body.replace(input=items) if room.has_items else None,
-        frozenset(tool["name"] for tool in tools if tool["type"] == "custom"),
+        {name: tool.own for name, tool in offered.items()},
+        told(
+            [
+                *changed("tool", RESPONSE_TOOLS, (tool.own["type"] for tool in tools)),
+                *changed("item", RESPONSE_ITEMS, (str(item.get("type") or "message") for item in items)),
+                *changed("field", RESPONSE_FIELDS, (name for name in _NOT_OF_A_CHAT if name in body)),
+            ]
+        ),
         _SEALED in include,
         prewarms,
         cache_options.get("ttl"),
-        Wording(_NAMES, messages.places, _numbers(body, changes["tools"])),
+        Wording(
+            _NAMES,
+            messages.places,
+            [offered[tool["function"]["name"]].number for tool in changes["tools"] or ()],
+        ),
     )
 
 
@@ -235,27 +266,41 @@ def _checked(value: Any, name: str, kind: type[Any]) -> Any:  # noqa: ANN401 - J
     return value
 
 
-def _tools(body: JsonBody) -> list[Json]:
-    """The tools that a model here can call. Others, which OpenAI runs itself, are left out: agents offer them
-    with every request."""
-    tools = []
-    for index, tool in enumerate(_of(body, "tools", list) or []):
+def _is_kept(tool: Json) -> bool:
+    row = RESPONSE_TOOLS.get(plain(tool["type"]))
+    return row is not None and row.fate is not Fate.LEFT_OUT
+
+
+def _tools(given: list[Any]) -> list[_Tool]:
+    """The tools of a request, those of a namespace one by one. Raises BadRequest for what is no tool, and for
+    two that a model could not tell apart."""
+    tools, paths = list[_Tool](), dict[str, str]()
+    for number, tool in enumerate(given):
         match tool:
-            case {"type": "function" | "custom", "name": str()}:
-                tools.append(tool)
-            case {"type": str(kind)} if kind not in ("function", "custom"):
-                continue
+            case {"type": "namespace", "name": str(space), "tools": [*inner]}:
+                tools += [
+                    _tool(each, number, f"tools[{number}].tools[{i}]", space) for i, each in enumerate(inner)
+                ]
             case _:
-                param = f"tools[{index}]"
-                raise BadRequest(f"{param} is no tool: it must have a type and a name", param=param)
+                tools.append(_tool(tool, number, f"tools[{number}]"))
+    for tool in tools:
+        if tool.name and (other := paths.setdefault(tool.name, tool.path)) != tool.path:
+            raise BadRequest(
+                f"{tool.path} and {other} are both offered as the function {tool.name!r}: rename one",
+                param=tool.path,
+            )
     return tools
 
 
-def _numbers(body: JsonBody, offered: list[Json] | None) -> list[int]:
-    """The number in the request of each tool that the chat offers: some are left out."""
-    given = reversed(list(enumerate(_of(body, "tools", list) or ())))
-    numbers = {tool["name"]: index for index, tool in given if isinstance(tool.get("name"), str)}
-    return [numbers[tool["function"]["name"]] for tool in offered or ()]
+def _tool(tool: Any, number: int, path: str, space: str | None = None) -> _Tool:  # noqa: ANN401 - JSON
+    match tool:
+        case {"type": "function" | "custom", "name": str(name)} if name:
+            own = tool if space is None else {**tool, "namespace": space}
+            return _Tool(own, number, path, flat_name(own))
+        case {"type": str(kind)} if kind not in (*_CALLED, "namespace"):
+            return _Tool(tool, number, path)
+        case _:
+            raise BadRequest(f"{path} is no tool: it must have a type and a name", param=path)
 
 
 def _limit(tokens: Any) -> dict[str, Any]:  # noqa: ANN401 - JSON
@@ -265,33 +310,43 @@ def _limit(tokens: Any) -> dict[str, Any]:  # noqa: ANN401 - JSON
     return {} if tokens is None else {"max_tokens": tokens}
 
 
-def _choice(choice: Any, tools: list[Json]) -> Json:  # noqa: ANN401 - JSON
-    """The chat's tools, and its choice among them. `auto` is what every engine does without a choice."""
+def _choice(choice: Any, tools: list[Json], *, is_given: bool) -> Json:  # noqa: ANN401 - JSON
+    """The chat's tools, and its choice among them. `auto` is what every engine does without a choice.
+    `is_given`: the request has tools, of which all may be left out."""
     match choice:
         case None | "auto":
             chosen: Any = None
         case "none" | "required":
             chosen = choice
-        case {"type": "function" | "custom", "name": str(name)}:
-            chosen = {"type": "function", "function": {"name": name}}
+        case {"type": "function" | "custom", "name": str()} if flat_name(choice) in map(flat_name, tools):
+            chosen = {"type": "function", "function": {"name": flat_name(choice)}}
         case {"type": "allowed_tools", "mode": "auto" | "required" as mode, "tools": [*allowed]}:
-            names = (tool.get("name") for tool in allowed if isinstance(tool, dict))
-            named = {name for name in names if isinstance(name, str)}
-            tools = [tool for tool in tools if tool["name"] in named]
+            named = [tool for tool in allowed if isinstance(tool, dict) and isinstance(tool.get("name"), str)]
+            spaces = {tool["name"] for tool in named if tool.get("type") == "namespace"}
+            names = {flat_name(tool) for tool in named}
+            tools = [tool for tool in tools if flat_name(tool) in names or tool.get("namespace") in spaces]
             chosen = None if mode == "auto" else mode
         case _:
             raise BadRequest(
-                "tool_choice must be none, auto, required, a function, a custom tool or allowed tools: tools "
-                "that OpenAI runs itself are not served here",
+                "tool_choice must be none, auto, required, allowed tools, or a function or custom tool of "
+                "`tools`: tools that OpenAI runs itself are left out here",
                 param="tool_choice",
             )
+    if is_given and not tools:
+        chosen = None  # no tool is left to choose
     return {"tools": list(map(_function, tools)) or None, "tool_choice": chosen}
 
 
 def _function(tool: Json) -> Json:
     """A tool of a chat, with its fields in the order that all engines keep."""
-    parameters = _INPUT_OF_A_CUSTOM_TOOL if tool["type"] == "custom" else tool.get("parameters")
-    fields = {"name": tool["name"], "description": tool.get("description"), "parameters": parameters}
+    parameters, description = tool.get("parameters"), tool.get("description")
+    if tool["type"] == "custom":
+        parameters = _INPUT_OF_A_CUSTOM_TOOL
+        match tool.get("format"):
+            case {"type": "grammar", "syntax": str(syntax), "definition": str(grammar)}:
+                told = f"The input follows this grammar ({syntax}):\n{grammar}"
+                description = f"{description}\n\n{told}" if isinstance(description, str) else told
+    fields = {"name": flat_name(tool), "description": description, "parameters": parameters}
     strict = {"strict": True} if tool.get("strict") is True else {}
     kept = {name: value for name, value in fields.items() if value is not None}
     return {"type": "function", "function": kept | strict}

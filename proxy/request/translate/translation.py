@@ -33,6 +33,7 @@ class Translation(Protocol):
         counts: the request only asks how long its prompt is, which `count` answers: no engine serves it.
         wording: says errors about the chat in the client's words.
         source: the client's body with the items that it only names; None if it names none.
+        changed: what was left out of the request or turned into text, at most 17 short names.
         predicted: for usage that the client gets before the engine tells it. Set before the answer begins.
     """
 
@@ -40,6 +41,7 @@ class Translation(Protocol):
     wording: Wording
     counts: bool = False
     source: JsonBody | None = None
+    changed: tuple[str, ...] = ()
     predicted: Predicted = Predicted()
 
     def answer(self, content: bytes) -> bytes:

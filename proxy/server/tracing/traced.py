@@ -125,7 +125,7 @@ class TracedDataPlane(DataPlane):
                 if status >= _SERVER_ERROR:
                     _fail(span, str(status))
 
-    async def _body(self, exchange: Exchange, admitted: Admission) -> JsonBody | None:
+    async def _body(self, exchange: Exchange, admitted: Admission) -> tuple[JsonBody | None, tuple[str, ...]]:
         with _span(self.tracer, spans.PARSE):
             return await super()._body(exchange, admitted)
 
@@ -137,12 +137,13 @@ class TracedDataPlane(DataPlane):
         own_id: str,
         client_id: str | None,
         body: RequestBody,
+        changed: tuple[str, ...] = (),
     ) -> Call:
         span = get_current_span()
         span.set_attribute("kvpin.request.id", own_id)
         if key is not None:
             span.set_attribute("kvpin.tenant", key.tenant)
-        return super()._call(exchange, path, key, own_id, client_id, body)
+        return super()._call(exchange, path, key, own_id, client_id, body, changed)
 
 
 @dataclass(frozen=True)

@@ -183,20 +183,44 @@ class TestUsageOfAStream:
         assert answer.feed(DONE) == DONE
 
     def test_a_chunk_that_says_more_passes(self, answer):
-        both = compact(
-            {**CARD, "choices": [{"delta": {}}], "usage": {"prompt_tokens_details": {"cached_tokens": 3}}}
-        )
+        counts = {"prompt_tokens_details": {"cached_tokens": 3}}
+        both = compact({**CARD, "choices": [{"delta": {}, "finish_reason": "stop"}], "usage": counts})
         filtered = compact({**CARD, "choices": [], "prompt_filter_results": [{"usage": {"x": 1}}]})
-        for chunk in (both, filtered):
+        role = compact({**CARD, "choices": [{"delta": {"role": "assistant"}}], "usage": counts})
+        failed = compact({"error": {"message": "no"}, "usage": counts})
+        for chunk in (both, filtered, role, failed):
             assert answer.feed(chunk) == chunk
         assert answer.cached_tokens() == 3
+
+    @pytest.mark.parametrize(
+        "choices",
+        [
+            {"choices": [{"index": 0, "delta": {}}]},
+            {"choices": [{"index": 0, "delta": {"content": ""}, "finish_reason": None}]},
+            {"choices": [{"index": 0, "delta": None}]},
+            {"choices": [{"index": 0, "text": ""}]},
+            {"choices": [{}]},
+            {"choices": None},
+            {},
+        ],
+    )
+    def test_usage_in_other_shapes_is_read_and_held_back(self, answer, choices):
+        usage = compact(
+            {**CARD, **choices, "usage": {**COUNTS, "prompt_tokens_details": {"cached_tokens": 8}}}
+        )
+        assert read(answer, [chat_chunk(text="a"), usage, DONE]) == chat_chunk(text="a") + DONE
+        assert answer.cached_tokens() == 8
+        asked = {"stream_options": {"include_usage": True}}
+        shown = hold_openai(CHAT, body_of(stream=True, **asked), ask_usage=True, ask_tokens=True).answer
+        assert json.loads(read(shown, [usage]).partition(b"data: ")[2])["usage"]
 
     def test_null_usage_in_each_chunk_passes(self, answer):
         chunk = compact({**CARD, "choices": [], "usage": None})
         assert answer.feed(chunk) is chunk
 
     def test_what_the_last_usage_leaves_open_an_earlier_one_says(self, answer):
-        first = compact({**CARD, "choices": [{}], "usage": {"prompt_tokens_details": {"cached_tokens": 3}}})
+        counts = {"prompt_tokens_details": {"cached_tokens": 3}}
+        first = compact({**CARD, "choices": [{"delta": {"content": "a"}}], "usage": counts})
         assert read(answer, [first, compact({"choices": [], "usage": COUNTS})]) == first
         assert answer.cached_tokens() == 3
 
@@ -215,7 +239,6 @@ class TestUsageOfAStream:
         [
             b": ping\n\n",
             b'data: {"usage": {broken\n\n',
-            b'data: {"usage": {"x": 1}}\n\n',
             b"\n\n",
             b"data: x",
         ],

@@ -308,10 +308,10 @@ class TestRefusals:
     async def test_half_a_character_is_repaired_and_told(self, engine, client):
         raw = json.dumps(ASK | {"user": "x"}).replace('"x"', r'"\ud83d"').encode()
         response = await client.post(CHAT, content=raw)
-        assert response.headers["x-kvpin-repaired"] == "half-characters"
+        assert response.headers["x-kvpin-changed"] == "half_characters"
         assert json.loads(engine.seen[0].body)["user"] == "\ufffd"
         whole = await client.post(CHAT, json=ASK | {"user": "😀"})
-        assert "x-kvpin-repaired" not in whole.headers
+        assert "x-kvpin-changed" not in whole.headers
 
     async def test_a_byte_order_mark_is_left_out(self, engine, client):
         plain = json.dumps(ASK).encode()

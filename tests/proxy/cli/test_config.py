@@ -151,6 +151,12 @@ def test_a_port_that_anyone_may_use_is_warned_of(check, host):
     assert check(f'host = "{host}"\n[[api_keys]]\nkey = "one"\n').stderr == ""
 
 
+def test_reasoning_that_each_worker_keeps_for_itself_is_warned_of(check):
+    text = '[[normalise]]\nrules = ["reasoning_kept"]\n'
+    assert check(text).stderr == ""
+    assert "normalise[0] has reasoning_kept: each worker" in check("workers = 2\n" + text).stderr
+
+
 def test_rules_that_change_nothing_are_warned_of(check, tmp_path):
     KeyBookFile(tmp_path).add(
         IssuedKey(f"key-{t}", t, t.encode(), "last", 0.0, removed=float(t == "gone"))

@@ -71,6 +71,13 @@ async def test_it_diverges_and_the_text_shows_where(world, pair):
     assert divergence["other_text"] == decode(other[40:56])
 
 
+async def test_what_was_changed_in_the_request(world, pair):
+    changed = ["half_characters", "tool:web_search"]
+    answer = await explained(world, tokens(64), placed("a", 64, ("a", 0.1, 0)), 0, changed=changed)
+    assert answer["changed"] == changed
+    assert answer["explanation"].endswith("; kvpin left out or changed half_characters, tool:web_search")
+
+
 async def test_within_the_first_block(world, pair):
     world.record("r1", tokens(5) + [5] * 59)
     answer = await explained(world, tokens(64), placed("a", 64, ("a", 0.1, 0)), 0)

@@ -83,3 +83,4 @@ def test_other_events():
     assert read_event(b"event: ping\n\n") is None
     assert read_event(event({"choices": [{}, {}]})) is None
     assert read_event(event({"usage": {}})).choice is None
+    assert read_event(event({"choices": None, "usage": {}})).choice is None

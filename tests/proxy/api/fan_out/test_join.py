@@ -177,6 +177,15 @@ class TestStream:
         assert made["usage"]["prompt_tokens_details"] == {"cached_tokens": 8}
         assert made["usage"]["total_tokens"] == 15
 
+    def test_usage_in_other_shapes_is_held_back_too(self):
+        stream = JoinedStream()
+        blank = [{"index": 0, "delta": {}}]
+        assert self.event(stream, 0, id="a", choices=blank, usage=usage(10, 2, 8)) is None
+        assert self.event(stream, 1, id="b", choices=None, usage=usage(10, 3, 9)) is None
+        made = json.loads(stream.end().split(b"\n\n")[0].removeprefix(b"data: "))
+        assert made["choices"] == []
+        assert made["usage"]["total_tokens"] == 15
+
     def test_without_usage_the_end_is_bare(self):
         assert JoinedStream().end() == b"data: [DONE]\n\n"
 

@@ -16,7 +16,10 @@ PIECE = b"9\r\ndata: {}\n\r\n"
 
 class Client(Nobody):
     def __init__(self):
-        self.got = b""
+        self.got, self.headers = b"", []
+
+    def start(self, status, headers):
+        self.headers = headers
 
     def write(self, chunk):
         self.got += chunk
@@ -37,7 +40,7 @@ async def asked(tmp_path):
             await reader.read()
             writer.close()
 
-        call = Call("r", "GET", "/v1/responses/x", Headers([]), None)
+        call = Call("r", "GET", "/v1/responses/x", Headers([]), None, changed=("half_characters",))
         exchange = SimpleNamespace(method="GET", target=b"/v1/responses/x", headers=Headers([]))
         async with await asyncio.start_unix_server(serve, socket):
             await pass_on(transport, socket, call, exchange, Reply(client), 0.3)
@@ -58,5 +61,6 @@ async def test_one_that_never_answers_is_a_time_limit(asked):
 async def test_a_stream_that_stands_still_breaks_off(asked):
     ask, client = asked
     await ask(HEAD, PIECE, PIECE)
+    assert (b"x-kvpin-changed", b"half_characters") in client.headers
     assert client.got.startswith(b"data: {}\ndata: {}\n")
     assert b'"code":"time_limit"' in client.got

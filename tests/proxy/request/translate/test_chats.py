@@ -26,6 +26,12 @@ def test_the_stop_sequence_may_be_a_token(fields, sequence):
     assert choice.stop_sequence == sequence
 
 
+@pytest.mark.parametrize("choices", ['"choices": null,', ""])
+def test_usage_may_come_without_choices(choices):
+    chunk = read_chat(f'{{{choices} "usage": {{"prompt_tokens": 7}}}}'.encode())
+    assert (chunk.choices, chunk.usage.prompt_tokens) == ([], 7)
+
+
 def test_an_error_is_a_text_or_an_object():
     assert read_chat(b'{"error": "broken"}').error == "broken"
     assert read_chat(b'{"error": {"message": "m", "code": 500}}').error == Error("m", 500)

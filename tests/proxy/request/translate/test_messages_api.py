@@ -27,6 +27,18 @@ async def client(engine):
 
 
 class TestWhole:
+    async def test_what_is_left_out_is_told(self, engine, client):
+        """A conversation that was begun at the service, with a tool that only it has."""
+        searched = {"type": "server_tool_use", "id": "s1", "name": "web_search", "input": {"query": "tides"}}
+        tools = [{"type": "web_search_20250305", "name": "web_search"}, {"name": "tide", "input_schema": {}}]
+        history = [{"role": "assistant", "content": [searched]}, *ASK["messages"]]
+        answer = await client.post(ROUTE, json={**ASK, "messages": history, "tools": tools})
+        assert answer.headers["x-kvpin-changed"] == "tool:web_search,block:server_tool_use"
+        assert client.proxy.last.changed == ["tool:web_search", "block:server_tool_use"]
+        sent = json.loads(engine.seen[0].body)
+        assert [tool["function"]["name"] for tool in sent["tools"]] == ["tide"]
+        assert sent["messages"][0]["content"] == "\nweb_search\ntides\n"
+
     async def test_over_the_wire(self, engine, client):
         answer = await client.post(ROUTE, json=ASK)
         message = answer.json()

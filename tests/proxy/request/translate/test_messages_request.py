@@ -6,7 +6,7 @@ import pytest
 
 from engine_adapter import JsonBody
 from proxy.errors import BadRequest
-from proxy.request.translate.messages_request import chat_of, read_request
+from proxy.request.translate.messages_request import changed_in, chat_of, read_request
 
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
 IMAGE_PART = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
@@ -37,6 +37,13 @@ def translated(messages=("Hi",), **fields):
     messages = [user(each) if isinstance(each, str) else each for each in messages]
     body = JsonBody(json.dumps({"model": "m", "max_tokens": 9, "messages": messages, **fields}).encode())
     return json.loads(chat_of(read_request(body), body)[0].raw)
+
+
+def told(messages=("Hi",), **fields):
+    """What the client is told that became of its request."""
+    messages = [user(each) if isinstance(each, str) else each for each in messages]
+    body = JsonBody(json.dumps({"model": "m", "max_tokens": 9, "messages": messages, **fields}).encode())
+    return changed_in(read_request(body), body)
 
 
 def chat(*messages, **fields):
@@ -182,6 +189,52 @@ class TestTools:
         assert translated(tools=tools, tool_choice=choice) == {**translated(tools=tools), **fields}
 
 
+SEARCH = {"type": "server_tool_use", "id": "s1", "name": "web_search", "input": {"query": "tides"}}
+FOUND = {
+    "type": "web_search_tool_result",
+    "tool_use_id": "s1",
+    "content": [
+        {"type": "web_search_result", "url": "http://t", "title": "Tides", "encrypted_content": "Eo8"}
+    ],
+}
+
+
+class TestOfAService:
+    """What only Anthropic's service runs or reads."""
+
+    def test_tools_are_left_out(self):
+        own = {"name": "n", "input_schema": {}}
+        tools = [
+            {"type": "web_search_20250305", "name": "web_search"},
+            own,
+            {"type": "dream_20990101", "name": "d"},
+        ]
+        assert translated(tools=tools) == translated(tools=[own])
+        assert translated(tools=tools[:1], tool_choice={"type": "any"}) == translated()
+        assert told(tools=tools) == ("tool:web_search", "tool:dream")
+
+    def test_a_history_goes_on_as_text(self):
+        blocks = [text("Let me see."), SEARCH, FOUND, text("High."), {"type": "redacted_thinking"}]
+        (said,) = chat(assistant(blocks))
+        assert said["content"] == "Let me see.\nweb_search\ntides\n\nhttp://t\nTides\nHigh."
+        assert told([assistant(blocks)]) == (
+            "block:server_tool_use",
+            "block:web_search_tool_result",
+            "block:redacted_thinking",
+        )
+
+    def test_a_compaction_and_an_upload(self):
+        assert (
+            chat(assistant([{"type": "compaction", "content": "We spoke."}]), "Hi")[0]["content"]
+            == "\nWe spoke.\n"
+        )
+        assert chat(user([{"type": "container_upload", "file_id": "f"}, text("a")])) == [user("a")]
+
+    def test_fields_are_named(self):
+        assert told(service_tier="auto", system="s", metadata={}) == ("field:service_tier",)
+        assert told() == ()
+
+
 class TestThinking:
     def test_that_of_earlier_turns(self):
         blocks = [
@@ -281,7 +334,14 @@ def test_the_next_turn_begins_with_the_same_messages():
             "messages[0].content[0].source",
             "PDFs",
         ),
-        ({"tools": [{"type": "web_search_20250305", "name": "w"}]}, "tools[0].type", "web_search"),
+        (
+            {
+                "tools": [{"type": "web_search_20250305", "name": "w"}],
+                "tool_choice": {"type": "tool", "name": "w"},
+            },
+            "tool_choice.name",
+            "'w'",
+        ),
         ({"tools": [{"name": "w"}]}, "tools[0].input_schema", "missing"),
         ({"tools": [{"input_schema": {}}]}, "tools[0].name", "missing"),
         ({"tool_choice": {"type": "maybe"}}, "tool_choice.type", "maybe"),

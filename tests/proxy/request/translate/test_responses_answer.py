@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from proxy.errors import EngineFailed
+from proxy.errors import BadRequest, EngineFailed
 from proxy.request.translate.chats import ChatUsage
 from proxy.request.translate.responses_answer import usage_of
 from tests.proxy.request.translate.response_world import (
@@ -255,3 +255,97 @@ def test_a_prewarm_computes_one_token_and_shows_none(streams):
             [],
             0,
         )
+
+
+class TestNamespaces:
+    TOOLS = (
+        {
+            "type": "namespace",
+            "name": "sea",
+            "description": "d",
+            "tools": [TOOL, {"type": "custom", "name": "log"}],
+        },
+        {"type": "web_search"},
+        TOOL,
+    )
+
+    def test_each_tool_is_a_function(self):
+        made = translation(
+            tools=self.TOOLS, tool_choice={"type": "function", "name": "tide", "namespace": "sea"}
+        )
+        chat = json.loads(made.chat.raw)
+        assert [tool["function"]["name"] for tool in chat["tools"]] == ["sea__tide", "sea__log", "tide"]
+        assert chat["tool_choice"]["function"]["name"] == "sea__tide"
+        assert made.changed == ("tool:web_search",)
+        assert made.wording.path("tools[2].function.parameters") == "tools[2].parameters"
+        allowed = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "namespace", "name": "sea"}]}
+        chat = json.loads(translation(tools=self.TOOLS, tool_choice=allowed).chat.raw)
+        assert [tool["function"]["name"] for tool in chat["tools"]] == ["sea__tide", "sea__log"]
+
+    def test_other_tools_of_a_namespace_are_told(self):
+        space = {"type": "namespace", "name": "sea", "tools": [TOOL, {"type": "web_search"}]}
+        made = translation(tools=[space])
+        assert [tool["function"]["name"] for tool in json.loads(made.chat.raw)["tools"]] == ["sea__tide"]
+        assert made.changed == ("tool:web_search",)
+
+    @pytest.mark.parametrize(
+        ("tools", "param"),
+        [
+            ([{"type": "namespace", "name": "sea", "tools": [7]}], "tools[0].tools[0]"),
+            ([{"type": "namespace", "name": "sea", "tools": [{"type": "function"}]}], "tools[0].tools[0]"),
+            ([TOOL, TOOL], "tools[1]"),
+            ([TOOLS[0], TOOL | {"name": "sea__tide"}], "tools[1]"),
+            ([TOOLS[0], TOOLS[0] | {"name": "sea__"}], "tools[1].tools[0]"),
+        ],
+    )
+    def test_tools_that_nobody_can_call_are_refused(self, tools, param):
+        with pytest.raises(BadRequest) as caught:
+            translation(tools=tools)
+        assert caught.value.param == param
+
+    @pytest.mark.parametrize(
+        "choice",
+        [
+            {"type": "web_search"},
+            {"type": "function", "name": "search"},
+            {"type": "function", "name": "log"},  # it is in a namespace
+        ],
+    )
+    def test_the_choice_of_a_tool_that_is_left_out_is_refused(self, choice):
+        with pytest.raises(BadRequest) as caught:
+            translation(tools=self.TOOLS, tool_choice=choice)
+        assert caught.value.param == "tool_choice"
+
+    def test_no_tool_is_left_to_choose(self):
+        chat = json.loads(translation(tools=[{"type": "web_search"}], tool_choice="required").chat.raw)
+        assert "tools" not in chat
+        assert "tool_choice" not in chat
+
+    def test_the_model_is_told_the_grammar_of_a_custom_tool(self):
+        grammar = {"type": "grammar", "syntax": "lark", "definition": "start: WORD"}
+        tools = [
+            {"type": "custom", "name": "a", "description": "Logs.", "format": grammar},
+            {"type": "custom", "name": "b", "format": grammar},
+            {"type": "custom", "name": "c", "format": {"type": "text"}},
+        ]
+        functions = [tool["function"] for tool in json.loads(translation(tools=tools).chat.raw)["tools"]]
+        told = "The input follows this grammar (lark):\nstart: WORD"
+        assert [each.get("description") for each in functions] == [f"Logs.\n\n{told}", told, None]
+
+    def test_calls_have_namespace_and_name_again(self):
+        calls = [
+            {"index": 0, "id": "c1", "function": {"name": "sea__tide", "arguments": "{}"}},
+            {"index": 1, "id": "c2", "function": {"name": "sea__log", "arguments": '{"input":"x"}'}},
+            {"index": 2, "id": "c3", "function": {"name": "tide", "arguments": "{}"}},
+        ]
+        wanted = [
+            ("function_call", "tide", "sea"),
+            ("custom_tool_call", "log", "sea"),
+            ("function_call", "tide", None),
+        ]
+        response = answered(translation(tools=self.TOOLS), tool_calls=calls)
+        assert [(each["type"], each["name"], each.get("namespace")) for each in response["output"]] == wanted
+        events = streamed(translation(tools=self.TOOLS), {"tool_calls": calls})
+        for kind in ("response.output_item.added", "response.output_item.done"):
+            items = [event["item"] for event in events if event["type"] == kind]
+            assert [(each["type"], each["name"], each.get("namespace")) for each in items] == wanted

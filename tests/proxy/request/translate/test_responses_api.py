@@ -56,6 +56,14 @@ class TestState:
         assert plain == {"role": "user", "content": "b"}
         assert translation(store=store, previous_response_id=response["id"]).source is None
 
+    def test_what_is_told_is_about_the_requests_own_items(self):
+        store = ResponseStore()
+        searched = {"type": "web_search_call", "id": "ws", "action": {"query": "tides"}}
+        made = translation(store=store, input=[searched, {"role": "user", "content": "Well?"}])
+        assert made.changed == ("item:web_search_call",)
+        response = answered(made, content="High.")
+        assert translation(store=store, previous_response_id=response["id"]).changed == ()
+
     def test_what_is_not_to_be_stored_is_not(self):
         store = ResponseStore()
         body = JsonBody(b'{"model": "m", "input": "hi", "store": false}')

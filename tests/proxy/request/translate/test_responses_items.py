@@ -14,6 +14,7 @@ THOUGHT = {
     "summary": [],
     "content": [{"type": "reasoning_text", "text": "Hm."}],
 }
+OUTPUT_SAID = {"role": "tool", "content": "4 m", "tool_call_id": "c1"}
 IMAGE = {"type": "input_image", "image_url": "data:,x", "detail": "auto"}
 
 
@@ -21,6 +22,8 @@ def messages_of(*items, instructions=None):
     made = Messages(instructions)
     for index, item in enumerate(items):
         made.add(item, f"input[{index}]")
+    made.finish()
+    assert len(made.places) == len(made.all)
     return made.all
 
 
@@ -127,7 +130,7 @@ def test_a_custom_tool_is_a_function_with_one_argument():
     [
         ({"role": "user"}, "input[0]"),
         ({"role": "sorcerer", "content": "a"}, "input[0].role"),
-        ({"type": "web_search_call", "id": "ws_1"}, "input[0]"),
+        ({"type": "dream_call", "id": "d_1"}, "input[0]"),
         (CALL | {"arguments": {}}, "input[0]"),
         (user([text("a"), {"type": "input_file", "file_id": "f"}]), "input[0].content[1]"),
         (user([{"type": "input_image", "file_id": "f"}]), "input[0].content[0]"),
@@ -144,12 +147,65 @@ def test_what_cannot_be_served_is_named(item, param):
 
 
 def test_a_type_that_is_not_served_is_told_apart_from_wrong_fields():
-    with pytest.raises(
-        BadRequest, match=r"items of type 'additional_tools' cannot be served; those of message,"
-    ):
-        messages_of({"type": "additional_tools", "role": "developer", "tools": []})
+    with pytest.raises(BadRequest, match=r"items of type 'dream_call' are unknown"):
+        messages_of({"type": "dream_call"})
     with pytest.raises(BadRequest, match="an item of type 'function_call' with these fields"):
         messages_of(CALL | {"arguments": {}})
+
+
+SHOWN = {"type": "image_url", "image_url": {"url": "data:,x"}}
+
+
+def test_images_of_results_follow_all_results_of_the_turn():
+    shot = OUTPUT | {"output": [text("4 m"), IMAGE]}
+    after = [{"role": "tool", "content": "4 m", "tool_call_id": "c1"}, OUTPUT_SAID]
+    assert messages_of(shot, OUTPUT) == [*after, user([SHOWN])]
+    assert messages_of(shot, OUTPUT, user("And?"))[2:] == [user([SHOWN]), user("And?")]
+    assert messages_of(shot, OUTPUT, said("High."))[2:] == [
+        user([SHOWN]),
+        {"role": "assistant", "content": "High."},
+    ]
+    assert messages_of(OUTPUT | {"output": [IMAGE]})[0]["content"] == ""
+
+
+def test_places_of_images_and_of_what_follows_them():
+    made = Messages(None)
+    made.add(OUTPUT | {"output": [text("4 m"), IMAGE]}, "input[0]")
+    made.add(user([text("a"), IMAGE]), "input[1]")
+    assert [place.parts for place in made.places[1:]] == [
+        ["input[0].output[1]"],
+        ["input[1].content[0]", "input[1].content[1]"],
+    ]
+
+
+@pytest.mark.parametrize("between", [(said("High."),), (user("Well?"),), (user("a"), said("b")), ()])
+def test_a_growing_talk_keeps_the_messages_of_each_request(between):
+    """Also where a request failed, so that no answer stands between an image and what the user says next."""
+    shot, talk, before = OUTPUT | {"output": [text("4 m"), IMAGE]}, [user("How high?")], []
+    for _ in range(20):
+        for more in ([CALL, shot, OUTPUT], between, [user("And now?")]):
+            talk += more
+            made = messages_of(*talk)
+            assert made[: len(before)] == before
+            before = made
+
+
+def test_what_a_service_did_is_text_of_the_answer():
+    searched = {"type": "web_search_call", "id": "ws", "action": {"type": "search", "query": "tides"}}
+    compacted = {"type": "compaction", "encrypted_content": "x"}
+    history = [user("a"), THOUGHT, searched, compacted, said("High."), user("b")]
+    assert messages_of(*history)[1] == {
+        "role": "assistant",
+        "reasoning_content": "Hm.",
+        "content": "\ntides\nHigh.",
+    }
+    assert messages_of(*history)[:2] == messages_of(*history[:-1])
+
+
+def test_a_call_of_a_namespace_has_the_name_of_its_function():
+    for space in ("mcp__sea", "mcp__sea__"):
+        (made,) = messages_of(CALL | {"namespace": space})
+        assert made["tool_calls"][0]["function"]["name"] == "mcp__sea__tide"
 
 
 def test_listed_items_have_ids_and_parts():

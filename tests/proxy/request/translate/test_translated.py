@@ -18,7 +18,7 @@ ROUTE = "/v1/shouts"
 class Shouting:
     """Turns a shout into a chat, and the chat's answer into a shout."""
 
-    counts, source = False, None
+    counts, source, changed = False, None, ("shout:loud",)
     wording = Wording(Names({"messages": "shout"}, {}, {}))
 
     def __init__(self, body, tenant):
@@ -75,6 +75,18 @@ async def test_the_engine_gets_a_chat_and_the_client_its_own_words(engine, clien
     assert sent.target == CHAT
     assert json.loads(sent.body)["messages"] == [{"role": "user", "content": "hello"}]
     assert client.proxy.last.route == ROUTE
+    assert answer.headers["x-kvpin-changed"] == "shout:loud"
+    assert client.proxy.last.changed == ["shout:loud"]
+
+
+async def test_all_that_was_changed_is_told(engine, client):
+    """Half a character when the body was read, then what the translation changed."""
+    raw = rb'{"shout": "\ud83d", "stream": false}'
+    answer = await client.post(ROUTE, content=raw)
+    assert answer.headers["x-kvpin-changed"] == "half_characters,shout:loud"
+    assert client.proxy.last.changed == ["half_characters", "shout:loud"]
+    plain = await client.post(CHAT, json=ASK)
+    assert "x-kvpin-changed" not in plain.headers
 
 
 async def test_an_engine_that_serves_the_route_gets_it_as_it_is(engine):

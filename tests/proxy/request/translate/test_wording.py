@@ -51,7 +51,7 @@ def of_response(**fields):
         ("messages[2].tool_calls[0].function", "messages[1]", "input[1]"),
         ("messages[3].content", "messages[2].content[0].content", "input[3].output"),
         ("tools[0].function.parameters.type", "tools[0].input_schema.type", "tools[1].parameters.type"),
-        ("tools[7].function", "tools[7]", "tools"),
+        ("tools[7].function", "tools", "tools"),
         ("messages[9]", "messages", "input"),
         ("response_format.json_schema", "output_config.format", "text.format"),
         ("temperature", "temperature", "temperature"),

@@ -1,0 +1,214 @@
+"""Reasoning that clients do not send back: what is put back, for whom, and how much is kept."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from engine_adapter import JsonBody
+from proxy.core.normalise import Rule
+from proxy.request.calls import Nobody
+from proxy.request.kept_reasoning import KeptReasoning, ReasoningSeen
+from proxy.request.normalising import ChosenRules, Normalising
+from proxy.request.tenants import ApiKey, Tenants
+from proxy.request.translate import ResponseStore, translations
+from tests.fakes import ASK, CHAT, INFO, FakeAdapter, client_of, event, proxy_over
+
+USER = {"role": "user", "content": "How high is the water?"}
+CALL = {"id": "c1", "type": "function", "function": {"name": "tide", "arguments": '{"port": "Brest"}'}}
+RESULT = {"role": "tool", "tool_call_id": "c1", "content": "4 m"}
+CALLED = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+SAID = {"role": "assistant", "content": "High."}
+
+
+async def answers(exchange):
+    """Thinks aloud, calls a tool, and then answers."""
+    messages = exchange.json["messages"]
+    thought, made = f"Hm, {len(messages)}.", SAID if messages[-1]["role"] == "tool" else CALLED
+    if not exchange.json.get("stream"):
+        message = {**made, "reasoning_content": thought}
+        choice = {"index": 0, "message": message, "finish_reason": "stop"}
+        await exchange.send({"object": "chat.completion", "choices": [choice]})
+        return
+    deltas = [{"role": "assistant"}, *({"reasoning_content": part} for part in (thought[:2], thought[2:]))]
+    if made is SAID:
+        deltas += [{"content": "Hi"}, {"content": "gh."}]
+    else:
+        function = {"name": "tide", "arguments": ""}
+        deltas.append({"tool_calls": [{**CALL, "index": 0, "function": function}]})
+        deltas += [
+            {"tool_calls": [{"index": 0, "function": {"arguments": part}}]}
+            for part in ('{"port"', ':"Brest"}')
+        ]
+    chunks = [event({"choices": [{"index": 0, "delta": delta, "finish_reason": None}]}) for delta in deltas]
+    last = event({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
+    await exchange.stream(*chunks, last, b"data: [DONE]\n\n")
+
+
+@pytest.fixture
+async def client(engine):
+    engine.script = answers
+    routes = frozenset({"/v1/messages"})
+    adapter = FakeAdapter("a", engine.url, replace(INFO, served_as_chats=routes))
+    rules = Normalising([ChosenRules(frozenset({Rule.REASONING_KEPT, Rule.VOLATILE_LAST}))])
+    proxied = proxy_over(
+        adapter,
+        tenants=Tenants([ApiKey.of(name, name) for name in ("red", "blue")]),
+        normalising=rules,
+        translations=translations(ResponseStore()),
+    )
+    async with proxied as proxy, client_of(proxy) as client:
+        client.proxy, client.engine = proxy, engine
+        yield client
+        await proxy.settled()
+
+
+async def ask(client, *messages, tenant="red", path=CHAT, **fields):
+    body = {**ASK, "messages": list(messages), **fields}
+    answer = await client.post(path, json=body, headers={"authorization": f"Bearer {tenant}"})
+    assert answer.status_code == 200, answer.text
+    return answer
+
+
+def thoughts(client):
+    """The reasoning in the last prompt, by message."""
+    messages = json.loads(client.engine.seen[-1].body)["messages"]
+    return [message.get("reasoning_content") for message in messages]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_it_is_put_back_and_told(client, stream):
+    await ask(client, USER, stream=stream)
+    answer = await ask(client, USER, CALLED, RESULT, stream=stream)
+    assert thoughts(client) == [None, "Hm, 1.", None]
+    assert answer.headers["x-kvpin-normalised"] == "reasoning_kept"
+    assert client.proxy.last.normalised == ["reasoning_kept"]
+    await ask(client, USER, CALLED, RESULT, SAID, USER, stream=stream)
+    assert thoughts(client) == [None, "Hm, 1.", None, "Hm, 3.", None]
+
+
+async def test_other_messages_keep_their_bytes(client):
+    await ask(client, USER)
+    raw = json.dumps({**ASK, "messages": [USER, CALLED]})[:-2] + ', {"role":"user",  "content" :"\\u0041"}]}'
+    await client.post(CHAT, content=raw.encode(), headers={"authorization": "Bearer red"})
+    assert thoughts(client) == [None, "Hm, 1.", None]
+    assert b'{"role":"user",  "content" :"\\u0041"}' in client.engine.seen[-1].body
+
+
+async def test_a_client_may_write_the_same_in_another_form(client):
+    await ask(client, USER)
+    function = {"name": "tide", "arguments": '{"port":"Brest"}'}
+    called = {"role": "assistant", "content": None, "tool_calls": [{**CALL, "function": function}]}
+    parts = {"role": "user", "content": [{"type": "text", "text": USER["content"]}]}
+    await ask(client, parts, called, RESULT)
+    assert thoughts(client)[1] == "Hm, 1."
+
+
+async def test_lines_that_move_to_the_end_do_not_matter(client):
+    for n, minute in enumerate(("01", "02", "03")):
+        system = {"role": "system", "content": f"Be brief.\nCurrent time: 2026-11-29 10:{minute}:00"}
+        turns = [USER, CALLED, RESULT, SAID, USER]
+        system["content"] = "Be brief.\nCurrent time: 2026-11-29 10:01:00"
+        await ask(client, system, *turns[: 2 * n + 1])
+    assert thoughts(client) == [None, None, "Hm, 2.", None, "Hm, 4.", None]
+
+
+async def test_that_of_no_other_conversation_or_tenant(client):
+    await ask(client, USER)
+    for tenant, fields, messages in (
+        ("blue", {}, [USER, CALLED]),
+        ("red", {"cache_salt": "s"}, [USER, CALLED]),
+        ("red", {}, [{"role": "user", "content": "How low?"}, CALLED]),
+        ("red", {}, [USER, SAID]),
+        ("red", {"n": 1}, [USER, {**CALLED, "reasoning": "My own."}]),
+    ):
+        await ask(client, *messages, RESULT, tenant=tenant, **fields)
+        assert set(thoughts(client)) == {None}, messages
+
+
+async def test_messages_that_leave_it_out(client):
+    tool = {"type": "tool_use", "id": "c1", "name": "tide", "input": {"port": "Brest"}}
+    fields = {"path": "/v1/messages", "max_tokens": 9}
+    answer = await ask(client, USER, **fields)
+    assert [block["type"] for block in answer.json()["content"]] == ["thinking", "tool_use"]
+    result = {"type": "tool_result", "tool_use_id": "c1", "content": "4 m"}
+    history = [USER, {"role": "assistant", "content": [tool]}, {"role": "user", "content": [result]}]
+    await ask(client, *history, **fields)
+    assert thoughts(client) == [None, "Hm, 1.", None]
+
+
+async def test_the_same_history_gives_the_same_bytes(client):
+    """Over 20 turns, each prompt begins with the one before, and with what the engine said to it."""
+    talk, before = [USER], []
+    for turn in range(20):
+        await ask(client, *talk, stream=bool(turn % 2))
+        sent = json.loads(client.engine.seen[-1].body)["messages"]
+        assert sent[: len(before)] == before
+        thought, made = f"Hm, {len(talk)}.", SAID if talk[-1] is RESULT else CALLED
+        before = [*sent, {**made, "reasoning_content": thought}]
+        talk += [made, RESULT if made is CALLED else USER]
+
+
+async def test_without_the_rule_nothing_is_put_back(engine):
+    engine.script = answers
+    async with proxy_over(engine) as proxy, client_of(proxy) as client:
+        client.engine = engine
+        await ask(client, USER)
+        await ask(client, USER, CALLED, RESULT)
+        assert set(thoughts(client)) == {None}
+
+
+def body_of(*messages, **fields):
+    return JsonBody(json.dumps({"model": "m", "messages": messages, **fields}).encode())
+
+
+async def kept_after(*chunks, status=200, whole=False, limit=None):
+    """What is put back after an answer to USER that came so."""
+    kept = KeptReasoning() if limit is None else KeptReasoning(limit)
+    _, keep = await kept.put_back(body_of(USER), None)
+    seen = ReasoningSeen(Nobody(), keep)
+    seen.start(status, [])
+    for chunk in () if whole else chunks:
+        seen.write(chunk)
+    seen.finish(chunks[0] if whole else b"")
+    body, _ = await kept.put_back(body_of(USER, SAID), None)
+    return json.loads(body.raw)["messages"][1].get("reasoning_content")
+
+
+DELTA = event({"choices": [{"delta": {"reasoning": "Hm.", "content": "High."}}]})
+END = event({"choices": [{"delta": {}, "finish_reason": "stop"}]})
+
+
+async def test_only_of_a_whole_answer():
+    assert await kept_after(DELTA[:9], DELTA[9:] + END) == "Hm."
+    assert await kept_after(DELTA, END, END) == "Hm."
+    assert await kept_after(DELTA) is None
+    assert await kept_after(DELTA, END, status=500) is None
+    assert await kept_after(DELTA, b"data: {broken\n\n", END) is None
+    assert await kept_after(DELTA, b"data: " + b"x" * (65 << 20), END) is None
+    assert await kept_after(b"<html>", whole=True) is None
+    assert await kept_after(b"", whole=True) is None
+    assert await kept_after(END.replace(b"{}", b'{"content":"High."}')) is None  # it has none
+
+
+async def test_memory_is_bounded_and_what_is_used_stays():
+    kept = KeptReasoning(limit_bytes=30)
+    for at in range(4):
+        _, keep = await kept.put_back(body_of({"role": "user", "content": str(at)}), "red")
+        keep("High.", [], "x" * 10)
+        body, _ = await kept.put_back(body_of({"role": "user", "content": "0"}, SAID), "red")
+        assert b"reasoning_content" in body.raw
+    gone, _ = await kept.put_back(body_of({"role": "user", "content": "1"}, SAID), "red")
+    assert b"reasoning_content" not in gone.raw
+
+
+async def test_odd_chats():
+    kept = KeptReasoning()
+    for messages in (7, "x", [7, {"tool_calls": [7]}], [{"role": "assistant", "tool_calls": {}}]):
+        body = JsonBody(json.dumps({"messages": messages}).encode())
+        assert (await kept.put_back(body, None))[0] is body
+    large = JsonBody(b'{"messages": [{"role": "assistant", "content": [123456789012345678901234567890]}]}')
+    assert (await kept.put_back(large, None))[0] is large
+    broken = JsonBody(b'{"messages": [{"role": "user", "content": [1e999]}]}')
+    assert await kept.put_back(broken, None) == (broken, None)
+    assert (await kept.put_back(body_of(USER, n=2), None))[1] is None
