@@ -48,6 +48,9 @@ _RETRY_S, _MAX_RETRY_S, _ROOM_S = 0.2, 5.0, 60.0
 _NO_ROOM = "limit reached"
 # A model that failed to load is not tried again before: at first, and at the most. It doubles in between.
 _PAUSE_S, _MAX_PAUSE_S = 10.0, 600.0
+# How long a model that is to leave takes no further request, at first and at the most. If its requests take
+# longer, it serves others again for as long, and the next wait is twice as long.
+_DRAIN_S, _MAX_DRAIN_S = 5.0, 60.0
 # The longest that a model which leaves waits for kvpin's own questions to it.
 _QUESTIONS_S = 5.0
 # What a model's card does not show: how the router starts it.
@@ -165,6 +168,7 @@ class Router:
         self._began: dict[str, float] = {}  # loads that kvpin asked for
         self._heard: dict[str, float] = {}  # the last news of models that are loading
         self._leaving: str | None = None  # takes no further request
+        self._drains: dict[str, tuple[float, float]] = {}  # serves until then, and how long the next wait is
         self._ending: str | None = None  # its slots are saved
         self._swap = asyncio.Lock()
         self._changed = asyncio.Event()
@@ -317,7 +321,9 @@ class Router:
     @asynccontextmanager
     async def room_for(self, name: str) -> AsyncIterator[None]:
         """Makes room for a model, which the caller has the router load before the block ends. Raises
-        ModelFailed for a model that has failed lately, and EngineRejected for one that is gone."""
+        ModelFailed for a model that has failed lately, and EngineRejected for one that is gone, or if the
+        other models load or serve for longer than `load_limit_s`."""
+        since = monotonic()
         while True:
             async with self._swap:
                 self._refuse(name)
@@ -325,7 +331,14 @@ class Router:
                     self._used_at[name] = monotonic()
                     yield
                     return
+            self._check_wait(name, since, self.load_limit_s)
             await self._change()
+
+    def _check_wait(self, name: str, since: float, limit_s: float) -> None:
+        """Raises EngineRejected if there has been no room for a model for `limit_s` seconds."""
+        if monotonic() - since > limit_s:
+            full = f"the router has had no room for the model {name!r} for {limit_s:g} s"
+            raise EngineRejected(full, status=HTTPStatus.SERVICE_UNAVAILABLE, type="unavailable_error")
 
     def try_again(self, name: str) -> None:
         """An operator wants a model loaded that may have failed lately."""
@@ -375,9 +388,7 @@ class Router:
                 if self.state(name) in (*_IN_MEMORY, ModelState.LOADING) or await self._load(name, came):
                     return
             refused = refused or monotonic()
-            if monotonic() - refused > _ROOM_S:
-                full = f"the router has had no room for the model {name!r} for {_ROOM_S:g} s"
-                raise EngineRejected(full, status=HTTPStatus.SERVICE_UNAVAILABLE, type="unavailable_error")
+            self._check_wait(name, refused, _ROOM_S)
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _MAX_RETRY_S)
 
@@ -435,23 +446,29 @@ class Router:
                 self._remember(name, why)
 
     async def _make_room(self, name: str) -> bool:
-        """Puts out another model if there is no room. False if none can leave yet: they are loading."""
+        """Puts out another model if there is no room. False if none can leave yet: they load, or serve."""
         others = [other for other in self._models.values() if other.process is not None and other.id != name]
         if self._models[name].process is not None or not self._most or len(others) < self._most:
             return True
         free = [o.id for o in others if o.state is not ModelState.LOADING or not self._requests[o.id]]
-        if free:
-            # Of those that serve nothing, the one that was used least recently.
-            await self._put_out(
-                min(free, key=lambda id_: (self._requests[id_] > 0, self._used_at.get(id_, 0.0)))
-            )
-        return bool(free)
+        # Of those that serve nothing, the one that was used least recently.
+        least = min(
+            free, key=lambda id_: (self._requests[id_] > 0, self._used_at.get(id_, 0.0)), default=None
+        )
+        return least is not None and await self._put_out(least)
 
-    async def _put_out(self, name: str) -> None:
-        """Unloads a model once its requests have ended and its slots are saved."""
+    async def _put_out(self, name: str) -> bool:
+        """Unloads a model once its requests have ended and its slots are saved. False if they take long: one
+        slow stream must not stop all others."""
+        serves_until, wait_s = self._drains.get(name, (0.0, _DRAIN_S))
+        if self._requests[name] and monotonic() < serves_until:
+            return False
         self._leaving = name
         try:
-            await self._until(lambda: not self._requests[name])
+            if not await self._is_drained(name, wait_s):
+                self._drains[name] = monotonic() + wait_s, min(2 * wait_s, _MAX_DRAIN_S)
+                return False
+            self._drains.pop(name, None)
             with suppress(TimeoutError):
                 async with asyncio.timeout(_QUESTIONS_S):
                     await self._until(lambda: not self._users[name])
@@ -465,6 +482,18 @@ class Router:
         finally:
             self._leaving = self._ending = None
             self._wake()
+        return True
+
+    async def _is_drained(self, name: str, within_s: float) -> bool:
+        """Waits until the requests of a model have ended; False if they have not `within_s` seconds."""
+        try:
+            async with asyncio.timeout(within_s) as limit:
+                await self._until(lambda: not self._requests[name])
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            return False
+        return True
 
     async def _until(self, holds: Callable[[], bool]) -> None:
         """Waits until something holds of the models and their users."""

@@ -29,12 +29,19 @@ _RARE = ("room_s", "transfer_s", "stall_s", "again_s")
 _MEANINGS = "others: requests after it wait; later: its next turns wait; regret: KV it evicts"
 _OF_PAIRS = "transfer: KV moves; stall: streams and requests that its prefill delays"
 
+
+def predicted(request: dict[str, Any]) -> str | None:
+    """The prediction for a request, with a mark if it is not firm."""
+    tokens = request["predicted_tokens"]
+    return None if tokens is None else f"{'' if request['is_firm'] is not False else '~'}{tokens}"
+
+
 _REQUESTS: Columns = {
     "request": "request_id",
     "engine": lambda request: _pair(_prefiller(request), request["engine"]),
     "status": "status",
     "tokens": "n_tokens",
-    "predicted": "predicted_tokens",
+    "predicted": predicted,
     "cached": "reported_tokens",
     "first byte": lambda request: _ms(request["first_byte_s"]),
     "took": lambda request: _ms(request["duration_s"]),
@@ -46,6 +53,8 @@ def show_route(route: dict[str, Any]) -> None:
     """Prints where a request would go."""
     out = console()
     out.print(f"would go to {route['engine']}: {route['why']}", markup=False)
+    if route["is_firm"] is False:
+        out.print(f"{route['engine']} may reuse another number of tokens: its prediction is not firm")
     _show_costs(out, route, route["candidates"], route["engine"], route["n_tokens"])
 
 

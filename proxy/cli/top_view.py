@@ -11,6 +11,7 @@ from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.text import Text
 
 from proxy.cli.answer_tables import ready_engines
+from proxy.cli.decisions import predicted
 from proxy.cli.grid import Columns, TerminalTable, of_state
 
 # Seconds that rates are taken over.
@@ -38,7 +39,7 @@ _REQUESTS: Columns = {
     "status": lambda request: request["status"] or "…",
     "tokens": "n_tokens",
     "available": "available_tokens",
-    "predicted": "predicted_tokens",
+    "predicted": predicted,
     "reported": "reported_tokens",
     "first byte": lambda request: _ms(request["first_byte_s"]),
     "why": "why",

@@ -57,6 +57,10 @@ class RouteAnswer(Decision, kw_only=True):
 
     `n_tokens` and `blocks` are null when the prompt is not known here, `lora` when the request names no
     LoRA adapter.
+
+    Attributes:
+        is_firm: false if the engine may reuse another number of tokens than predicted; null when the prompt
+            is not known here.
     """
 
     model: str
@@ -67,6 +71,7 @@ class RouteAnswer(Decision, kw_only=True):
     tokens_per_block: int
     engine: str
     predicted_tokens: int
+    is_firm: bool | None
     candidates: list[CandidateAnswer]
 
 
@@ -104,6 +109,7 @@ async def route(flow: Flow, body: JsonBody) -> RouteAnswer:
         tokens_per_block=pool.tokens_per_block,
         engine=placement.engine,
         predicted_tokens=placement.predicted_tokens,
+        is_firm=placement.firm if chain is not None else None,
         **reasons(placement, reuse=flow.ingest is not None),
         candidates=[_candidate(pool, by_engine[cost.engine], cost) for cost in placement.costs],
     )

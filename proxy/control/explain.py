@@ -28,6 +28,8 @@ class RequestSummary(RequestFacts, kw_only=True):
 
     Attributes:
         session: the conversation that its client named.
+        is_firm: false if the engine may reuse another number of tokens than predicted; null if the prompt is
+            not known.
         miss: why no more of the prompt was reused, in one word; null if the request failed or had none.
         is_miss: tokens could have been reused and were not.
         differs_at: the field, message, part and character that differ first from the earlier request.
@@ -37,6 +39,7 @@ class RequestSummary(RequestFacts, kw_only=True):
     engine: str | None
     n_tokens: int | None
     predicted_tokens: int | None
+    is_firm: bool | None
     expected_first_token_s: float | None
     miss: Miss | None
     is_miss: bool
@@ -98,6 +101,7 @@ async def summarize(flow: Flow, record: RequestRecord) -> RequestSummary:
         engine=record.engine,
         n_tokens=record.n_tokens,
         predicted_tokens=record.predicted_tokens,
+        is_firm=record.is_firm,
         expected_first_token_s=record.expected_first_token_s,
         miss=diagnosis.miss if diagnosis is not None else None,
         is_miss=diagnosis is not None and diagnosis.miss.is_miss,

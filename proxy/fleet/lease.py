@@ -217,10 +217,11 @@ class Lease:
         return self.first_byte_s is not None
 
     def refine(self, hold: Hold) -> Placement:
-        """The placement, with the hold's own prediction of cached tokens if it has one."""
+        """The placement, with the hold's own prediction of cached tokens if it has one. A prediction is not
+        firm while requests in flight may evict what it rests on."""
         if hold.cached_tokens is not None:
             self.placement = replace(self.placement, predicted_tokens=hold.cached_tokens, firm=hold.firm)
-        elif not hold.firm:
+        elif not hold.firm or (self.placed.may_be_evicted and self.placement.predicted_tokens):
             self.placement = replace(self.placement, firm=False)
         return self.placement
 

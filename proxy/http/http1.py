@@ -222,9 +222,10 @@ class Http1Protocol(asyncio.Protocol):
         self._timer = self._loop.call_later(max(self._idle_s - idle_s, LOOK_S), self._watch)
 
     def _end_if_stuck(self) -> None:
-        """Breaks the connection off if its client has read almost nothing since the last check."""
+        """Breaks the connection off if its client has read almost nothing since the last check. If more was
+        written than read since then, that is not known: the next check tells."""
         unsent = self.transport.get_write_buffer_size()
-        if self._unsent is not None and unsent > self._unsent - SEND_BYTES:
+        if self._unsent is not None and self._unsent - SEND_BYTES < unsent <= self._unsent:
             if self._current is not None:
                 self._current.is_slow = True
             self.transport.abort()

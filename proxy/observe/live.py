@@ -105,6 +105,7 @@ class RequestNow(msgspec.Struct, kw_only=True):
         n_tokens: prompt tokens; null where kvpin does not know the prompt, as are the next two.
         available_tokens: the most that any eligible engine held of it.
         predicted_tokens: what its engine should reuse.
+        is_firm: false if it may reuse another number; null where kvpin does not know the prompt.
         reported_tokens: what its engine did reuse.
         expected_first_token_s: from placement.
         first_byte_s: from placement; an answer that is no stream has its first byte last.
@@ -123,6 +124,7 @@ class RequestNow(msgspec.Struct, kw_only=True):
     n_tokens: int | None
     available_tokens: int | None
     predicted_tokens: int | None
+    is_firm: bool | None
     reported_tokens: int | None
     output_tokens: int | None
     expected_first_token_s: float | None
@@ -282,6 +284,7 @@ class Live:
             n_tokens=known.n_tokens if known is not None else None,
             available_tokens=available_tokens(known) if known is not None else None,
             predicted_tokens=known.predicted_tokens if known is not None else None,
+            is_firm=known.firm if known is not None else None,
             reported_tokens=record.reported_tokens,
             output_tokens=record.output_tokens,
             expected_first_token_s=known.chosen.first_token_s if known is not None else None,

@@ -83,7 +83,7 @@ _FAMILIES = {
         "Seconds of prefill that cached tokens saved, by learned rates, less restores", _BY_ENGINE
     ),
     "kvpin_mispredictions_total": _Row(
-        "Requests whose reported cached tokens differ from the prediction", _BY_ENGINE
+        "Requests whose reported cached tokens differ from a firm prediction", _BY_ENGINE
     ),
     "kvpin_tokenisation_checks_total": _Row(
         "Prompts whose tokens an engine reported, by result: same as kvpin's, or different",
@@ -234,7 +234,7 @@ class Metrics:
             "kvpin_predicted_cached_tokens_total": reuse.selected_tokens,
         }
         if record.reported_tokens is not None:
-            missed = record.reported_tokens != placement.predicted_tokens
+            missed = placement.firm and record.reported_tokens != placement.predicted_tokens
             counts |= {
                 "kvpin_cached_tokens_total": reuse.delivered_tokens,
                 "kvpin_saved_prefill_seconds_total": 0,

@@ -130,6 +130,10 @@ class Call(msgspec.Struct, frozen=True, dict=True):
         return isinstance(self.body, JsonBody) and self.body.get("stream") is True
 
 
+# Bytes of a stream that are read from its engine while its client takes no more: about 4,000 tokens.
+READ_AHEAD = 1024 * 1024
+
+
 class Client(Protocol):
     """Where an answer goes."""
 
@@ -199,7 +203,9 @@ class Through:
 class Reply:
     """An answer on its way to the client.
 
-    `write` and `finish` return when the client's socket has room again: a slow client slows its engine down.
+    `write` returns when the client's socket has room again, or less than READ_AHEAD bytes wait for that: so a
+    slow client slows its engine down, but does not hold it after the end of a usual answer. `finish` does not
+    wait: the engine is done.
 
     Attributes:
         dialect: how the client's API words errors.
@@ -217,8 +223,9 @@ class Reply:
     """
 
     __slots__ = (
-        "_client", "_is_over", "_tail", "before", "complete", "completed", "dialect", "events", "has_written",
-        "is_events", "on_begin", "on_end", "on_start", "recorded", "started", "status", "waits",
+        "_ahead", "_client", "_is_over", "_tail", "before", "complete", "completed", "dialect", "events",
+        "has_written", "is_events", "on_begin", "on_end", "on_start", "recorded", "started", "status",
+        "waits",
     )  # fmt: skip
 
     def __init__(self, client: Client, dialect: Dialect = OPENAI) -> None:
@@ -233,6 +240,7 @@ class Reply:
         self.complete = self.recorded = self.is_events = self.waits = False
         self.completed: float | None = None
         self.events = 0
+        self._ahead = 0  # bytes written since the client's socket was full
         self._tail = b"\n"  # the last bytes of the body
 
     def through(self, wrap: Callable[[Client], Client]) -> None:
@@ -263,14 +271,16 @@ class Reply:
                 self._note_end()
         self.events += chunk.count(_EVENT_END) or chunk.count(_EVENT_END_CR)
         self._client.write(chunk)
-        if self._client.is_full:
+        if not self._client.is_full:
+            self._ahead = 0
+            return
+        self._ahead += len(chunk)
+        if self._ahead > READ_AHEAD:
             await self._drain()
 
     async def finish(self, chunk: bytes = b"") -> None:
         """Sends the last body bytes."""
         self.end(chunk)
-        if self._client.is_full:
-            await self._drain()
 
     def end(self, chunk: bytes = b"") -> None:
         """Ends the answer without waiting for the client. An answer that has ended stays as it is."""

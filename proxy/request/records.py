@@ -176,6 +176,12 @@ class RequestRecord(RequestFacts, kw_only=True):
         return self.placement.predicted_tokens if self.placement is not None else None
 
     @property
+    def is_firm(self) -> bool | None:
+        """False if the engine may reuse another number of tokens than predicted; None if the prompt is not
+        known."""
+        return self.placement.firm if self.placement is not None and self.prompt is not None else None
+
+    @property
     def expected_first_token_s(self) -> float | None:
         """Seconds from placement to the first token, as expected; None for an unknown prompt, and for
         a stream that began on another engine than it was placed on last."""

@@ -51,7 +51,14 @@ from proxy.fleet.engine import Engine
 from proxy.fleet.ingest import Ingest
 from proxy.fleet.lease import Lease
 from proxy.fleet.lower_tiers import expect_below, look_below
-from proxy.headers import ENGINE_HEADER, NOTE_HEADER, POLICY_HEADER, PREDICTED_HEADER, RETENTION_HEADER
+from proxy.headers import (
+    ENGINE_HEADER,
+    FIRM_HEADER,
+    NOTE_HEADER,
+    POLICY_HEADER,
+    PREDICTED_HEADER,
+    RETENTION_HEADER,
+)
 from proxy.request.calls import Call, Reply
 from proxy.request.forward import Forwarded, Forwarding
 from proxy.request.migration import MAX_BODIES, Passage, passage_for
@@ -400,6 +407,8 @@ def _headers(call: Call, placement: Placement, hold: Hold, reply: Reply) -> dict
         # A page that an engine answered must not act as kvpin's own page, which may use the admin API.
         POLICY_HEADER: "sandbox",
     }
+    if not placement.firm:
+        headers[FIRM_HEADER] = "not-firm"
     return {**headers, NOTE_HEADER: hold.note} if hold.note else headers
 
 

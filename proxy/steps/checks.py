@@ -6,6 +6,7 @@ import asyncio
 from contextlib import suppress
 
 import structlog
+from msgspec.structs import replace
 
 from engine_adapter import EngineError, Hold, JsonBody
 from proxy.core.audit import Unchecked
@@ -41,10 +42,12 @@ def check_prediction(
         unchecked = Unchecked.PROMPT_UNKNOWN
     elif record is not None and record.tokens_agree is False:
         unchecked = Unchecked.TOKENS_DIFFER
-    elif not placement.firm:
-        unchecked = Unchecked.NOT_FIRM
     elif lease.placed.may_be_evicted and placement.predicted_tokens:
         unchecked = Unchecked.MAY_BE_EVICTED
+        if record is not None and record.placement is not None:
+            record.placement = replace(record.placement, firm=False)
+    elif not placement.firm:
+        unchecked = Unchecked.NOT_FIRM
     else:
         predicted = placement.predicted_tokens
         ingest.audit(engine, predicted, reported, evicted_since=lease.evicted_since)

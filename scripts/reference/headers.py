@@ -14,6 +14,7 @@ from proxy.headers import (
     DEADLINE_HEADERS,
     DROPPED_HEADERS,
     ENGINE_HEADER,
+    FIRM_HEADER,
     FORWARDED_HEADERS,
     FORWARDED_PREFIX,
     KEY_HEADERS,
@@ -105,6 +106,14 @@ ANSWER_HEADERS = (
         "answers of engines",
         "prompt tokens that kvpin predicted to come from cache",
         "2416",
+    ),
+    OfAnswer(
+        (FIRM_HEADER,),
+        "answers of engines, where that prediction is not firm",
+        "`not-firm`: the engine may reuse another number of tokens, and the audit does not count the "
+        "prediction. It rests on what requests in flight have yet to store or may evict, or the engine holds "
+        "KV that it tells nobody of, as a llama-server with its own prompt cache",
+        "not-firm",
     ),
     OfAnswer(
         (CACHED_HEADER,),

@@ -1035,8 +1035,10 @@ class TestHold:
         a.make = lambda body: Hold(body, cached_tokens=32, firm=firm)
         response = await client.post(self.PROMPT, json=self.BODY)
         assert response.headers["x-kvpin-predicted-tokens"] == "32"
+        assert response.headers.get("x-kvpin-prediction") == (None if firm else "not-firm")
         placement = proxy.last.placement
         assert (placement.engine, placement.predicted_tokens, placement.firm) == ("a", 32, firm)
+        assert proxy.last.is_firm is firm
         assert placement.costs[0].cached_tokens == 0, "what it was placed by stays as it was"
         audit = proxy.fleet.engines["a"].audit.view()
         assert (audit.checked, audit.exact) == (int(firm), int(firm))

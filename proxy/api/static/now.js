@@ -3,7 +3,7 @@
 import { html, useEffect, useRef, useState } from "./vendor/htm-preact.js";
 import { EngineActions } from "./actions.js";
 import { live } from "./live.js";
-import { count, Paged, percent, pure, seconds, Share, short, time, whyLink } from "./parts.js";
+import { count, Paged, percent, predicted, pure, seconds, Share, short, time, whyLink } from "./parts.js";
 import { axis, color, plotIn } from "./plots.js";
 import { Slots } from "./slots.js";
 
@@ -135,14 +135,14 @@ const Engines = pure(({ snapshot }) => {
 });
 
 const Row = pure(({ request }) => {
-  const { predicted_tokens: predicted, reported_tokens: reported } = request;
-  const isMissed = request.is_over && reported !== null && predicted !== null && reported < predicted;
+  const { predicted_tokens: expected, reported_tokens: reported, is_firm: isFirm } = request;
+  const isMissed = request.is_over && isFirm && reported !== null && expected !== null && reported < expected;
   return html`<tr class=${request.is_over ? "" : "running"}>
     <td>${time(request.started)}</td>
     <td>${request.engine ?? "none"}</td>
     <td class="number">${count(request.n_tokens)}</td>
     <td class="number spare">${count(request.available_tokens)}</td>
-    <td class="number spare">${count(predicted)}</td>
+    <td class="number spare">${predicted(request)}</td>
     <td class=${`number ${isMissed ? "missed" : ""}`}>${request.is_over ? count(reported) : "…"}</td>
     <td class="number">${request.is_over ? seconds(request.first_byte_s) : "…"}</td>
     <td>${request.status ?? "running"}</td>

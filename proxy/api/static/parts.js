@@ -7,6 +7,8 @@ const SHORT = new Intl.NumberFormat("en", { notation: "compact", maximumSignific
 const WHOLE = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
 
 export const count = (n) => (n === null || n === undefined ? "–" : WHOLE.format(n));
+// A prediction of cached tokens, with a mark if the engine may reuse another number.
+export const predicted = (request) => (request.is_firm === false ? "~" : "") + count(request.predicted_tokens);
 export const short = (n) => (n < 10_000 ? WHOLE.format(n) : SHORT.format(n));
 export const percent = (part, whole) => (whole ? `${((100 * part) / whole).toFixed(part === whole ? 0 : 1)}%` : "–");
 export const time = (at) => new Date(1000 * at).toLocaleTimeString("en-GB");

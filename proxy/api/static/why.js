@@ -2,7 +2,7 @@
 // nearest known one.
 
 import { html, useState } from "./vendor/htm-preact.js";
-import { count, Paged, seconds, Share, time, useAdmin, whyLink } from "./parts.js";
+import { count, Paged, predicted, seconds, Share, time, useAdmin, whyLink } from "./parts.js";
 
 const PAGE = 20;
 const LIMITS = [100, 1000];
@@ -123,7 +123,8 @@ const Request = ({ id }) => {
     <h2>${request.request_id}</h2>
     <p class="lead">${request.explanation}.</p>
     ${request.n_tokens !== null &&
-    html`<${Share} label="predicted" part=${request.predicted_tokens ?? 0} whole=${request.n_tokens} tone="selected" />
+    html`<${Share} label="predicted" part=${request.predicted_tokens ?? 0} whole=${request.n_tokens} tone="selected"
+        text=${request.is_firm === false ? `${predicted(request)}, not firm` : undefined} />
       <${Share} label="reported" part=${request.reported_tokens ?? 0} whole=${request.n_tokens} tone="delivered"
         text=${request.reported_tokens === null ? "not told" : undefined} />
       <p class="note">of ${count(request.n_tokens)} prompt tokens</p>`}
@@ -169,7 +170,7 @@ const List = ({ chosen }) => {
             <td><a href=${whyLink(each.request_id)}>${each.request_id.slice(0, 12)}…</a></td>
             <td>${time(each.started)}</td><td>${each.engine ?? "none"}</td>
             <td class="number">${count(each.n_tokens)}</td>
-            <td class="number spare">${count(each.predicted_tokens)}</td>
+            <td class="number spare">${predicted(each)}</td>
             <td class="number">${count(each.reported_tokens)}</td>
             <td class=${each.is_miss ? "missed" : ""}>${each.error ? `failed (${each.status})` : (each.miss ?? "–")}</td>
           </tr>`,

@@ -182,6 +182,47 @@ async def test_a_model_does_not_leave_before_its_requests_have_ended_and_takes_n
             assert order == ["b", "a"]
 
 
+async def test_a_slow_request_stops_neither_others_of_its_model_nor_a_swap_for_ever(monkeypatch):
+    monkeypatch.setattr(router_module, "_DRAIN_S", 0.1)
+    fake = FakeRouter("a", "b")
+    with served(fake.app) as url:
+        async with World(fake, url) as router:
+            async with router.using("a"):
+                swap = asyncio.create_task(ask(router, "b"))
+                await asyncio.sleep(0.02)
+                assert not router.is_open("a")
+                async with asyncio.timeout(5):
+                    for _ in range(3):
+                        await ask(router, "a")
+                assert not swap.done()
+                assert fake.asked == ["load a"]
+            await swap
+            assert fake.asked == ["load a", "save a", "unload a", "gone a", "load b"]
+
+
+async def test_who_waits_while_all_models_load_waits_not_for_ever():
+    fake = FakeRouter("a", "b")
+    fake.stuck = "a"
+    with served(fake.app) as url:
+        async with World(fake, url, load_s=0.3) as router:
+            loads = asyncio.create_task(ask(router, "a"))
+
+            async def tell() -> None:
+                while True:
+                    await asyncio.sleep(0.05)
+                    fake.told, fake.changes = "a", fake.changes + 1
+
+            tells = asyncio.create_task(tell())
+            await asyncio.sleep(0.1)
+            with pytest.raises(EngineRejected, match=r"no room for the model 'b' for 0\.3 s") as refused:
+                async with asyncio.timeout(5):
+                    await ask(router, "b")
+            assert refused.value.status == 503
+            for task in (loads, tells):
+                task.cancel()
+            await asyncio.wait([loads, tells])
+
+
 async def test_who_leaves_while_it_waits_costs_no_model():
     fake = FakeRouter("a", "b")
     with served(fake.app) as url:

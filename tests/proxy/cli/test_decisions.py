@@ -17,11 +17,12 @@ COSTS = [
     cost("tensorrt_llm-12", prefill_s=1.0, congestion_s=3.0, total_s=4.0, interference_s=0.0042),
 ]
 DECISION = {"rule": "lowest cost", "why": WHY, "utilisation": 0.75, "strain": 4.0}
-ROUTE = DECISION | {"engine": "tensorrt_llm-12", "n_tokens": 4000, "candidates": COSTS}
+ROUTE = DECISION | {"engine": "tensorrt_llm-12", "n_tokens": 4000, "candidates": COSTS, "is_firm": True}
 REQUEST = {
     "request_id": "r[1]", "engine": "tensorrt_llm-12", "status": 200, "error": None, "cause": "answered",
     "n_tokens": 4000,
-    "predicted_tokens": 0, "reported_tokens": 0, "stream": True, "expected_first_token_s": 1.0,
+    "predicted_tokens": 0, "is_firm": True, "reported_tokens": 0, "stream": True,
+    "expected_first_token_s": 1.0,
     "first_byte_s": 1.01, "duration_s": 1.5, "explanation": "why [bold]", "divergence": None,
     "prefilled_by": None, "transfer": None,
     "miss": "input_changed", "differs_at": "messages[1], character 17", "queued_s": None,
@@ -164,6 +165,14 @@ def test_a_row_says_how_long_it_was_queued(capsys):
     output = capsys.readouterr().out
     assert "queued 3.2 s; input_changed" in output
     assert "queued 0.0 s; overloaded: all engines are busy" in output
+
+
+def test_a_prediction_that_is_not_firm_is_marked(capsys):
+    decisions.show_requests([REQUEST | {"predicted_tokens": 2416, "is_firm": False}])
+    assert " ~2416 " in capsys.readouterr().out
+    decisions.show_route(ROUTE | {"is_firm": False})
+    said = "tensorrt_llm-12 may reuse another number of tokens: its prediction is not firm\n"
+    assert said in capsys.readouterr().out
 
 
 def test_a_list_says_where_the_records_of_requests_are_that_were_passed_on(capsys):

@@ -29,7 +29,8 @@ def snapshot(at, requests, engines, **reuse):
 def request(name, **fields):
     return {
         "request_id": name, "started": 0.0, "engine": "e0", "status": None, "n_tokens": 50,
-        "available_tokens": 48, "predicted_tokens": 32, "reported_tokens": None, "first_byte_s": None,
+        "available_tokens": 48, "predicted_tokens": 32, "is_firm": True, "reported_tokens": None,
+        "first_byte_s": None,
         "why": "the only one", **fields,
     }  # fmt: skip
 
@@ -83,6 +84,8 @@ def test_a_request_keeps_its_reason_and_its_place():
     view.take("finished", request("a", status=200, reported_tokens=32, first_byte_s=0.012, why=None))
     lines = drawn(view).splitlines()
     assert " ".join(lines[-2].split()[1:]) == "e0 200 50 48 32 32 12 ms the only one"
+    view.take("finished", request("a", status=200, is_firm=False))
+    assert " ~32 " in drawn(view)
     assert "another" in lines[-1]
     assert " … " in lines[-1]
 

@@ -37,6 +37,15 @@ async def test_it_goes_where_the_prefix_lies_and_says_why(world, pair):
     assert by_engine["b"]["first_token_s"] == by_engine["b"]["prefill_s"]
 
 
+async def test_it_says_if_the_prediction_is_not_firm(world, pair):
+    _, b = pair
+    world.served(b, IDS)
+    assert (await routed(world, body(prompt=IDS)))["is_firm"] is True
+    for engine in world.engines.values():
+        engine.is_proven = False
+    assert (await routed(world, body(prompt=IDS)))["is_firm"] is False
+
+
 async def test_it_takes_the_read_paths_own_steps_and_sends_nothing(world, pair):
     flow = WatchedFlow.of(world.flow)
     await route(flow, body(prompt=IDS))

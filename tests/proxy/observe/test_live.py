@@ -98,6 +98,7 @@ async def test_a_request_is_told_when_it_is_placed_and_when_it_has_ended_without
     assert (first, second) == ("placed", "finished")
     assert placed["why"].startswith("a holds 32 of 40 tokens")
     same = {"request_id": "r", "engine": "a", "n_tokens": 40, "available_tokens": 32, "predicted_tokens": 32}
+    same["is_firm"] = True
     assert placed.items() >= {**same, "reported_tokens": None, "status": None, "reason": "held"}.items()
     assert finished.items() >= {**same, "reported_tokens": 32, "status": 200, "why": None}.items()
     assert finished["first_byte_s"] == 0.25
@@ -116,7 +117,17 @@ async def test_what_is_not_known_of_a_request_is_null(world):
     await viewer.take()
     world.finished(record(placement=None, prompt=None, attempts=[], served_as=None, status=404))
     ((_, finished),) = events(await viewer.take())
-    for name in ("engine", "model", "n_tokens", "predicted_tokens", "available_tokens", "reason", "why"):
+    unknown = (
+        "engine",
+        "model",
+        "n_tokens",
+        "predicted_tokens",
+        "available_tokens",
+        "reason",
+        "why",
+        "is_firm",
+    )
+    for name in unknown:
         assert finished[name] is None
 
 

@@ -1,6 +1,7 @@
 import pytest
 
 from engine_adapter import Headers, JsonBody, Upload
+from proxy.request import calls
 from proxy.request.calls import Call, Nobody, Reply
 
 
@@ -146,13 +147,25 @@ class TestReply:
         assert client.sent == [b"{}", "end"]
         assert reply.complete
 
-    async def test_only_a_full_socket_is_waited_for(self, reply, client):
-        await reply.write(b"1")
+    async def test_only_a_full_socket_is_waited_for_and_not_before_much_is_read_ahead(
+        self, reply, client, monkeypatch
+    ):
+        monkeypatch.setattr(calls, "READ_AHEAD", 10)
+        await reply.write(b"1" * 100)
         assert client.waits == 0
-        for send in (reply.write, reply.finish):
+        for _ in range(2):
             client.is_full = True
-            await send(b"2")
-        assert client.waits == 2
+            await reply.write(b"2" * 10)
+            assert client.waits == 0
+            client.is_full = False
+            await reply.write(b"3")
+        client.is_full = True
+        await reply.write(b"4" * 10)
+        await reply.write(b"5")
+        assert client.waits == 1
+        client.is_full = True
+        await reply.finish(b"6" * 100)
+        assert client.waits == 1, "its engine is done"
 
     async def test_nobody_takes_everything(self):
         reply = Reply(Nobody())

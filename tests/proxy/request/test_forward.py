@@ -11,6 +11,7 @@ import pytest
 from engine_adapter import EngineRejected, EngineUnavailable, Hold
 from engine_adapter.http.openai_answer import OpenAIAnswer
 from proxy.fleet.engine import EngineState
+from proxy.request import calls
 from tests.fakes import (
     ANSWER,
     ASK,
@@ -333,6 +334,30 @@ class TestStreaming:
         engine.script = script
         with pytest.raises(httpx.RemoteProtocolError):
             await client.post("/v1/audio/speech", json={"model": "m"})
+
+    async def test_a_slow_client_does_not_hold_an_engine_that_is_done(self, engine, proxy, monkeypatch):
+        monkeypatch.setattr(calls, "READ_AHEAD", 400 * 65536)
+
+        async def script(exchange):
+            await exchange.start()
+            for _ in range(400):
+                await exchange.chunk(b"x" * 65536)
+            await exchange.end()
+
+        engine.script = script
+        with socket.socket() as slow:
+            slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 8192)
+            slow.setblocking(False)
+            loop = asyncio.get_running_loop()
+            await loop.sock_connect(slow, ("127.0.0.1", httpx.URL(proxy.url).port))
+            await loop.sock_sendall(slow, post(CHAT, json.dumps(STREAM).encode()))
+            await engine.request()
+            async with asyncio.timeout(10):
+                while proxy.fleet.engines["a"].leases:  # noqa: ASYNC110 - nothing tells of it
+                    await asyncio.sleep(0.05)
+            total = 0
+            while total < 400 * 65536:
+                total += len(await loop.sock_recv(slow, 1 << 20)) or pytest.fail(f"ended after {total} bytes")
 
     async def test_a_slow_client_slows_the_engine(self, engine, proxy):
         sent = 0

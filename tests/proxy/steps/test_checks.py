@@ -28,7 +28,9 @@ def checked(more, predicted=32):
 def check(engine, *, ingest, predicted=32, reported=32, **more):
     """Checks a prediction about which all is well, but for what `more` says."""
     ready, lease = checked(more, predicted)
-    record = SimpleNamespace(**{"tokens_agree": True, "error": None, "runs_prompt": True} | more)
+    record = SimpleNamespace(
+        **{"tokens_agree": True, "error": None, "runs_prompt": True, "placement": None} | more
+    )
     return check_prediction(ingest, engine, ready, lease, record, reported)
 
 
@@ -92,6 +94,13 @@ class TestPredictions:
 
     def test_none_is_made_without_reuse(self, engine):
         assert check(engine, ingest=None) is Unchecked.REUSE_OFF
+
+    def test_one_that_may_be_evicted_is_marked_as_not_firm(self, engine, ingest):
+        placement = Placement(Cost("a"), 32, 40, tuple, "lowest cost")
+        record = SimpleNamespace(tokens_agree=True, error=None, runs_prompt=True, placement=placement)
+        ready, lease = checked({"may_be_evicted": True})
+        why = check_prediction(ingest, engine, ready, lease, record, 16)
+        assert (why, record.placement.firm) == (Unchecked.MAY_BE_EVICTED, False)
 
     @pytest.mark.parametrize("more", [{"tokens_agree": None}, {"may_be_evicted": True, "predicted": 0}])
     def test_what_may_be_doubted_and_is_not(self, engine, ingest, more):
