@@ -1,6 +1,8 @@
 """What users install holds all that kvpin needs, and nothing else. scripts/test-packaging installs it."""
 
 import re
+import shutil
+import subprocess
 import tarfile
 import zipfile
 from importlib.metadata import version
@@ -71,3 +73,27 @@ def test_the_newest_release_names_what_it_understands():
     state = encode(SavedState(isolated=False, pins=[], engines=[])).split(maxsplit=2)[1].decode()
     assert f"Exchange between kvpins: version {VERSION[0]}." in said
     assert f"Files of `state_dir`: version {state}." in said
+
+
+@pytest.mark.parametrize(
+    ("words", "extras"),
+    [
+        ([], "engine,examples"),
+        (["--port", "1"], "engine,examples"),
+        (["--managed", "embedded: --model x"], "engine,examples"),
+        (["--engine", "vllm=http://h", "--engine", "embedded"], "engine,examples"),
+        (["--engine", "vllm=http://h", "--config", "kvpin.toml"], "engine,examples"),
+        (["--engine", "llama-server: -m model.gguf -np 4"], "examples"),
+        (["--engine=vllm=http://h", "--port", "1"], "examples"),
+        (["--engines-from", "dns://h:1"], "engine,examples"),
+    ],
+)
+def test_serve_installs_torch_only_for_embedded_engines(tmp_path, words, extras):
+    for name, text in (("scripts/install", "echo $1"), (".venv/bin/kvpin", "echo $*")):
+        file = tmp_path / name
+        file.parent.mkdir(parents=True)
+        file.write_text(f"#!/bin/sh\n{text}\n")
+        file.chmod(0o755)
+    script = shutil.copy(ROOT / "scripts" / "serve", tmp_path / "scripts" / "serve")
+    said = subprocess.run([script, *words], capture_output=True, text=True, check=True).stdout
+    assert said.splitlines() == [extras, " ".join(["serve", *words])]

@@ -9,7 +9,9 @@ to 127.0.0.1 (DNS rebinding) has this server's origin, as its browser sees it. T
 from __future__ import annotations
 
 import ipaddress
+import os
 import re
+import socket
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 
@@ -23,9 +25,13 @@ LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
 # Values of `sec-fetch-site`: a page of this origin, or what a person typed.
 _OF_OWN_PAGES = ("same-origin", "none")
 _TELLING = {b"host": "host", b"origin": "origin", b"sec-fetch-site": "sec-fetch-site"}
+# Kubernetes sets it in each pod. No browser runs there, and services have such names.
+_IN_POD = "KUBERNETES_SERVICE_HOST"
 _PORT = re.compile(r":\d*$")
-# Domains that nobody can own on the internet: RFC 6761, RFC 6762, and ICANN's resolution of 2024-07-29.
-_PRIVATE = (".localhost", ".local", ".internal")
+# Domains that nobody can own on the internet: RFC 6761, and ICANN's resolution of 2024-07-29.
+_PRIVATE = (".localhost", ".internal")
+# Any machine of the network may take a name in it (RFC 6762), or a name without a dot.
+_OF_NETWORK = ".local"
 
 
 def page_asking(pairs: HeaderPairs, scheme: Callable[[], str], here: Callable[[], Address]) -> str | None:
@@ -74,11 +80,19 @@ def is_loopback(address: str) -> bool:
 
 
 def _may_be_a_pages(name: str) -> bool:
-    """True if a web page can have this name: it has a dot, and is neither an address nor private."""
-    if "." not in name or name.endswith(_PRIVATE):
+    """True if a web page can have this name: it is neither an address, nor private, nor this machine's."""
+    if name.endswith(_PRIVATE):
         return False
+    if "." not in name or name.endswith(_OF_NETWORK):
+        return name not in _own_names() and _IN_POD not in os.environ
     try:
         ipaddress.ip_address(name)
     except ValueError:
         return True
     return False
+
+
+@lru_cache(maxsize=1)
+def _own_names() -> tuple[str, str]:
+    name = socket.gethostname().partition(".")[0].lower()
+    return name, name + _OF_NETWORK

@@ -104,6 +104,19 @@ def requests(
         show(kvpin.get("/requests", limit=limit), "decisions.show_list", as_json=as_json)
 
 
+def usage(
+    *,
+    days: Annotated[int, typer.Option(metavar="N", help="How many days to list.")] = 30,
+    kvpin: AdminClient,
+    as_json: JsonOption = False,
+) -> None:
+    """Show what each tenant used of each model, by day.
+
+    Days are those of UTC, the newest first.
+    """
+    show(kvpin.get("/usage", days=days), "answer_tables.show_usage", as_json=as_json)
+
+
 @engines_app.list_command
 def engines(*, kvpin: AdminClient, as_json: JsonOption = False) -> None:
     """List engines, as `kvpin engines` alone does."""

@@ -94,6 +94,24 @@ _PARTS: Columns = {
 }
 
 
+_USE: Columns = {
+    "day": "day",
+    "tenant": lambda row: row["tenant"] or "–",
+    "model": lambda row: row["model"] or "–",
+    "requests": "requests",
+    "failed": "failed",
+    "prompt tokens": "prompt_tokens",
+    "cached": "cached_tokens",
+    "answer tokens": "output_tokens",
+}
+
+
+def show_usage(answer: dict[str, Any]) -> None:
+    """Prints one row per day, tenant and model."""
+    numbers = ("requests", "failed", "prompt tokens", "cached", "answer tokens")
+    TerminalTable.of(answer["usage"], _USE, less=("failed",), numbers=numbers).print(console())
+
+
 def show_engines(answer: dict[str, Any]) -> None:
     """Prints one row per engine, and a line for each that an operator has removed."""
     less, out = ("served", "kind", "view", "in flight", "model"), console()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Any
 
 from rich.console import Console
@@ -29,6 +30,9 @@ _RARE = ("room_s", "transfer_s", "stall_s", "again_s")
 _MEANINGS = "others: requests after it wait; later: its next turns wait; regret: KV it evicts"
 _OF_PAIRS = "transfer: KV moves; stall: streams and requests that its prefill delays"
 
+# A file has room for all columns of a request.
+_LINE_WIDTH = 200
+
 
 def predicted(request: dict[str, Any]) -> str | None:
     """The prediction for a request, with a mark if it is not firm."""
@@ -37,7 +41,11 @@ def predicted(request: dict[str, Any]) -> str | None:
 
 
 _REQUESTS: Columns = {
+    "UTC": lambda request: f"{datetime.fromtimestamp(request['started'], UTC):%H:%M:%S}",
     "request": "request_id",
+    "tenant": lambda request: request["tenant"] or "–",
+    "model": lambda request: request["model"] or "–",
+    "route": "route",
     "engine": lambda request: _pair(_prefiller(request), request["engine"]),
     "status": "status",
     "tokens": "n_tokens",
@@ -69,8 +77,8 @@ def show_list(answer: dict[str, Any]) -> None:
 
 def show_requests(requests: list[dict[str, Any]]) -> None:
     """Prints one row per request."""
-    less = ("predicted", "first byte", "tokens", "took")
-    TerminalTable.of(requests, _REQUESTS, text="why", less=less).print(console())
+    less = ("route", "predicted", "first byte", "tokens", "took", "model", "tenant")
+    TerminalTable.of(requests, _REQUESTS, text="why", less=less).print(console(_LINE_WIDTH))
 
 
 def show_request(request: dict[str, Any]) -> None:

@@ -24,10 +24,10 @@ _CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")
 Columns = Mapping[str, str | Callable[[Any], object]]
 
 
-def console() -> Console:
-    """Standard output."""
+def console(file_width: int = _FILE_WIDTH) -> Console:
+    """Standard output. `file_width`: characters of a line where that is no terminal."""
     made = Console(highlight=False)
-    return made if made.is_terminal else Console(highlight=False, width=_FILE_WIDTH)
+    return made if made.is_terminal else Console(highlight=False, width=file_width)
 
 
 @dataclass(slots=True)

@@ -45,6 +45,7 @@ for _function in (
     admin.route,
     admin.unpin,
     admin.requests,
+    admin.usage,
     doctor.doctor,
     replay.replay,
     advise.advise,

@@ -97,6 +97,16 @@ def merge_requests(answers: Sequence[Json], limit: int) -> Json:
     return {"requests": sorted(requests, key=lambda request: -request["started"])[:limit], "passed_on": {}}
 
 
+def merge_use(answers: Sequence[Json]) -> Json:
+    """`GET /usage`: the workers' counts together."""
+    counts = ("requests", "failed", "prompt_tokens", "cached_tokens", "output_tokens")
+    days: dict[tuple[str, str, str], list[Json]] = {}
+    for row in (row for answer in answers for row in answer["usage"]):
+        days.setdefault((row["day"], row["tenant"] or "", row["model"] or ""), []).append(row)
+    merged = [_merged(days[key], dict.fromkeys(counts, sum)) for key in sorted(days)]
+    return {"usage": sorted(merged, key=lambda row: str(row["day"]), reverse=True)}
+
+
 def merge_operations(answers: Sequence[Json]) -> Json:
     """`GET /operations`: newest first."""
     operations = [operation for answer in answers for operation in answer["operations"]]

@@ -5,6 +5,7 @@ placement/          which engine a request goes to, with the reasons
 peers/              messages between kvpins, and their replay
 admission.py        which requests wait for an engine, and who goes first
 quotas.py           what one tenant may use
+tenant_use.py       what tenants have used, by day
 budget.py           memory that requests share
 breaker.py          whether an engine that fails requests gets more
 retry_budget.py     retries of all requests together

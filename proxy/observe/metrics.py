@@ -11,6 +11,7 @@ from engine_adapter.off_loop import THREADS
 from proxy.core.budget import ByteBudget
 from proxy.core.life import Cause
 from proxy.core.placement.decision import Placement
+from proxy.core.tenant_use import DAY_S, UseBook
 from proxy.fleet.discovery import Source
 from proxy.fleet.fleet import Fleet
 from proxy.observe.gauges import GAUGES, ScrapedState, counters_of, gauges_of
@@ -162,6 +163,7 @@ class Metrics:
         peers: Peers | None = None,
         tenants: int = 0,
         bodies: ByteBudget | None = None,
+        use: UseBook | None = None,
     ) -> None:
         """Args:
         fleet: the engines.
@@ -169,6 +171,7 @@ class Metrics:
         peers: other kvpins; None without an exchange.
         tenants: how many tenants have metrics of their own.
         bodies: memory for requests' bodies.
+        use: counts what tenants use.
         """
         self._fleet, self._peers, self._max_tenants = fleet, peers, tenants
         self._sources = {} if sources is None else sources
@@ -186,6 +189,7 @@ class Metrics:
         self.reuse: dict[str, ReuseCounts] = {}
         self.total_reuse = ReuseCounts()
         self._saved = SavedPrefill(fleet)
+        self._use = UseBook() if use is None else use
 
     def observe(self, record: RequestRecord, trace_id: str | None = None) -> None:
         """Counts one finished request. `trace_id`: of its trace, if it has one."""
@@ -203,7 +207,7 @@ class Metrics:
             )
         if (reason := _refusal(record)) is not None:
             self._count("kvpin_refused_total", reason)
-        self._observe_times(record, model, engine, trace_id)
+        self._count_spent(record, model, engine, trace_id)
         if record.prefilled_by is not None or record.past_legs:
             for prefiller, result in record.legs:
                 self._count("kvpin_transfers_total", model, self._label(prefiller), result)
@@ -272,8 +276,15 @@ class Metrics:
     def _count(self, name: str, *labels: str, by: float = 1) -> None:
         self._counters[name].series[labels].number += by
 
-    def _observe_times(self, record: RequestRecord, model: str, engine: str, trace_id: str | None) -> None:
-        """Counts how long one finished request took, and its parts."""
+    def _count_spent(self, record: RequestRecord, model: str, engine: str, trace_id: str | None) -> None:
+        """Counts what one finished request took: tokens, and time with its parts."""
+        used = self._use[int(record.started // DAY_S), record.tenant or "", model]
+        used.requests += 1
+        used.failed += record.error is not None
+        if record.prompt is not None and record.placement is not None:
+            used.prompt_tokens += len(record.prompt.token_ids)
+        used.cached_tokens += record.reported_tokens or 0
+        used.output_tokens += record.output_tokens or 0
         for name, labels, seconds in (
             ("kvpin_request_duration_seconds", (model, engine), record.duration_s),
             ("kvpin_queued_seconds", (record.served_as or "",), record.queued_s),

@@ -34,6 +34,7 @@ from proxy.api.admin import (
     replay_routes,
     request_routes,
     table_routes,
+    use_routes,
 )
 from proxy.api.auth import AdminGuard, MetricsGuard
 from proxy.api.cors import Cors
@@ -65,6 +66,7 @@ from proxy.core.budget import ByteBudget
 from proxy.core.engine_book import encode_marks
 from proxy.core.issued_keys import KeyBook
 from proxy.core.life import Rules
+from proxy.core.tenant_use import UseBook
 from proxy.fleet.destinations import Destinations
 from proxy.fleet.discovery import finders_of
 from proxy.fleet.fleet import Fleet
@@ -139,7 +141,10 @@ class Proxy:
         self.gate = Gate(self.tenants, ByteBudget(_bodies_bytes(settings)), int(settings.limits.body_bytes))
         self.peers = self._peers()
         self.responses = ResponseStore(self.tenants.names)
-        self.state = StateSaver(settings.state_dir, self.tenants) if settings.state_dir is not None else None
+        self.use = UseBook()
+        self.state = (
+            StateSaver(settings.state_dir, self.tenants, self.use) if settings.state_dir is not None else None
+        )
         memories = self.state.memories if self.state is not None else Memories()
         self.ingest = Ingest(self.fleet, self.tasks, self.tenants.owner, memories) if settings.reuse else None
         self.monitor = Monitor(
@@ -173,6 +178,7 @@ class Proxy:
             self.peers,
             tenants=settings.tenant_metrics,
             bodies=self.gate.bodies,
+            use=self.use,
         )
         self.telemetry = telemetry_module()(self.metrics.render) if settings.otel else None
         self.draining = asyncio.Event()
@@ -475,6 +481,7 @@ def admin_api(proxy: Proxy) -> Mount:
         *key_routes(proxy.keys, proxy.tenants, fleet),
         *kv_routes(kv, warming, pinning, operations),
         *request_routes(flow),
+        *use_routes(proxy.use),
         *prefix_routes(Prefixes(fleet, proxy.prompts)),
         *event_routes(proxy.live),
         *replay_routes(Replays()),

@@ -8,6 +8,7 @@ kv_routes.py       flush, offload, restore, pin, warm
 request_routes.py  the last requests, dry runs, explanations
 prefix_routes.py   the prefix tree
 table_routes.py    prompt tables
+use_routes.py      what tenants have used
 event_routes.py    events for those who watch, as a stream
 replay_routes.py   recorded traffic on simulated engines
 openapi.py         the document of all routes
@@ -25,3 +26,4 @@ from proxy.api.admin.prefix_routes import prefix_routes
 from proxy.api.admin.replay_routes import replay_routes
 from proxy.api.admin.request_routes import request_routes
 from proxy.api.admin.table_routes import table_routes
+from proxy.api.admin.use_routes import use_routes

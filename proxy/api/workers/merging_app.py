@@ -30,6 +30,7 @@ from proxy.control.merged_answers import (
     merge_requests,
     merge_snapshots,
     merge_stats,
+    merge_use,
 )
 from proxy.observe.gauges import of_workers
 from proxy.observe.metric_families import merge_pages
@@ -275,6 +276,7 @@ def _rules(*, shared: bool) -> tuple[_Rule, ...]:
         _Rule("DELETE", f"{_ADMIN}/keys/[^/]+"),
         _Rule("GET", f"{_ADMIN}/requests", _requests),
         _Rule("GET", f"{_ADMIN}/requests/[^/]+", once=True),
+        _Rule("GET", f"{_ADMIN}/usage", _json(merge_use)),
         _Rule("POST", f"{_ADMIN}/(pin|warm|offload|restore)", once=True, nearby=True),
         _Rule("POST", f"{_ADMIN}/flush", _json(merge_operation), nearby=True),
         _Rule("POST", f"{_ADMIN}/unpin", once=True, nearby=True),

@@ -22,6 +22,7 @@ import xxhash
 
 from proxy.core.engine_book import EngineBook, EngineMark
 from proxy.core.pins import Pin, PinBook
+from proxy.core.tenant_use import UseBook
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.recall import EngineMemory, Memories, keep
 from proxy.fleet.state_dir.private_files import (
@@ -33,6 +34,7 @@ from proxy.fleet.state_dir.private_files import (
     write,
 )
 from proxy.fleet.state_dir.table_files import TableFiles
+from proxy.fleet.state_dir.use_file import UseFile
 from proxy.prompt import PromptTables
 from proxy.request.tenants import Tenants
 
@@ -89,7 +91,7 @@ class StateSaver:
         memories: the memories of engines that have not connected since the start.
     """
 
-    def __init__(self, directory: Path, tenants: Tenants) -> None:
+    def __init__(self, directory: Path, tenants: Tenants, use: UseBook) -> None:
         """Reads the snapshot. If it cannot be used, logs a warning and begins without one. Raises
         SettingsError if the directory cannot be written."""
         make_directory(directory)
@@ -101,6 +103,7 @@ class StateSaver:
         self._wanted = asyncio.Event()
         self.memories = Memories(self._before.engines)
         self.tables = TableFiles(directory / "tables")
+        self._use = UseFile(directory, use)
 
     def restore(self, pins: PinBook, tables: PromptTables, book: EngineBook) -> None:
         """Gives back the pins, the prompt tables and the orders about engines. From now on, a change of pins
@@ -128,6 +131,7 @@ class StateSaver:
     async def save(self, fleet: Fleet, pins: PinBook) -> None:
         """Writes the state, if it has changed. Logs a failure."""
         async with self._saving:
+            await self._use.save()
             ahead_s = time.time() - time.monotonic()
             kept = [on_other_clock(pin, ahead_s) for pin in pins.active(time.monotonic())]
             engines = [memory for each in list(fleet.engines) if (memory := await self._memory(fleet, each))]

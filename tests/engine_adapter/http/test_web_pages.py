@@ -1,10 +1,13 @@
 """Which headers a web page of another origin has."""
 
+import socket
+
 import pytest
 
 from engine_adapter import Headers
 from engine_adapter.http.web_pages import is_loopback, page_asking
 
+HOSTNAME = socket.gethostname().partition(".")[0].lower()
 EVIL = "https://evil.example"
 HERE, ELSEWHERE = ("127.0.0.1", 8000), ("10.1.2.3", 8000)
 
@@ -35,7 +38,7 @@ class TestPageAsking:
         assert asking() is None
         assert page_asking([], lambda: "http", lambda: HERE) is None  # HTTP/1.0
 
-    @pytest.mark.parametrize("host", ["localhost:8000", "127.0.0.1:8000", "[::1]:8000", "kvpin"])
+    @pytest.mark.parametrize("host", ["localhost:8000", "127.0.0.1:8000", "[::1]:8000", HOSTNAME])
     def test_nor_is_the_page_of_kvpin_another(self, host):
         assert asking(host, origin=f"http://{host}", sec_fetch_site="same-origin") is None
         assert asking(host, sec_fetch_site="none") is None
@@ -60,11 +63,21 @@ class TestPageAsking:
     @pytest.mark.parametrize(
         "host",
         [
-            *("127.0.0.2:80", "0.0.0.0:8000", "10.1.2.3", "kvpin:8000", "a.localhost"),
-            *("host.docker.internal:8000", "kvpin.llm.svc.cluster.local"),
+            *("127.0.0.2:80", "0.0.0.0:8000", "10.1.2.3", "a.localhost", "host.docker.internal:8000"),
+            *(f"{HOSTNAME}:8000", f"{HOSTNAME}.local", HOSTNAME.upper()),
         ],
     )
-    def test_a_name_that_no_page_of_the_internet_can_have_is_none(self, host):
+    def test_a_name_that_no_page_can_have_is_none(self, host):
+        assert asking(host) is None
+
+    @pytest.mark.parametrize(
+        "host", ["kvpin:8000", "evil.local", f"a.{HOSTNAME}.local:80", "a.b.cluster.local"]
+    )
+    def test_a_name_that_a_neighbour_on_the_network_can_take(self, host, monkeypatch):
+        monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+        assert asking(host) == f"http://{host}"
+        assert asking(host, here=ELSEWHERE) is None
+        monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
         assert asking(host) is None
 
     @pytest.mark.parametrize("here", [ELSEWHERE, None])

@@ -32,7 +32,7 @@ def status(url, method="GET", path="/kv/info", **headers):
     "headers",
     [
         {"origin": "https://evil.example"}, {"origin": "null"}, {"sec_fetch_site": "cross-site"},
-        {"sec_fetch_site": "same-site"}, {"host": "evil.example"},
+        {"sec_fetch_site": "same-site"}, {"host": "evil.example"}, {"host": "engine"},
         {"host": "evil.example:80", "origin": "http://evil.example:80", "sec_fetch_site": "same-origin"},
     ],
 )  # fmt: skip
@@ -41,7 +41,9 @@ def test_no_web_page_is_answered(url, method, path, headers):
 
 
 @pytest.mark.parametrize(("method", "path"), ROUTES)
-@pytest.mark.parametrize("headers", [{}, {"host": "localhost"}, {"host": "engine"}, {"host": "10.1.2.3:80"}])
+@pytest.mark.parametrize(
+    "headers", [{}, {"host": "localhost"}, {"host": "engine.localhost"}, {"host": "10.1.2.3:80"}]
+)
 def test_programs_are(url, method, path, headers):
     assert status(url, method, path, **headers) == LOADING
 

@@ -20,6 +20,14 @@ OPERATION = {
 }
 
 
+def test_the_use_of_tenants(capsys):
+    row = {"day": "2027-01-31", "tenant": None, "model": "m[x]", "requests": 3, "failed": 1}
+    tokens = {"prompt_tokens": 1234567, "cached_tokens": 1000000, "output_tokens": 99}
+    answer_tables.show_usage({"usage": [row | tokens]})
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines[1] == ["2027-01-31", "–", "m[x]", "3", "1", "1234567", "1000000", "99"]
+
+
 def test_engines_that_were_removed_are_listed(capsys):
     named = {
         "engine": "http://gpu1:8000",

@@ -19,6 +19,7 @@ COSTS = [
 DECISION = {"rule": "lowest cost", "why": WHY, "utilisation": 0.75, "strain": 4.0}
 ROUTE = DECISION | {"engine": "tensorrt_llm-12", "n_tokens": 4000, "candidates": COSTS, "is_firm": True}
 REQUEST = {
+    "started": 1_800_000_000.5, "tenant": "acme", "model": "qwen", "route": "/v1/chat/completions",
     "request_id": "r[1]", "engine": "tensorrt_llm-12", "status": 200, "error": None, "cause": "answered",
     "n_tokens": 4000,
     "predicted_tokens": 0, "is_firm": True, "reported_tokens": 0, "stream": True,
@@ -35,7 +36,7 @@ BALANCED = {"rule": "least loaded", "candidates": [cost("e0", in_flight=2), cost
 @pytest.fixture
 def narrow(monkeypatch):
     """A terminal of eighty columns."""
-    monkeypatch.setattr(decisions, "console", lambda: Console(highlight=False, width=80))
+    monkeypatch.setattr(decisions, "console", lambda *_: Console(highlight=False, width=80))
 
 
 def test_every_term_fits_into_eighty_columns(narrow, capsys):
@@ -155,7 +156,7 @@ def test_a_row_says_why_it_missed_or_failed(capsys):
 def test_a_row_says_which_engine_computed_the_prompt_or_did_not(capsys, transfer, engine, why):
     decisions.show_requests([REQUEST | {"engine": "d", "prefilled_by": "p", "transfer": transfer}])
     row = " ".join(capsys.readouterr().out.splitlines()[1].split())
-    assert row.startswith(f"r[1] {engine} 200 ")
+    assert row.startswith(f"08:00:00 r[1] acme qwen /v1/chat/completions {engine} 200 ")
     assert f" ms {why}input_changed" in row
 
 

@@ -8,6 +8,7 @@ from proxy.control.merged_answers import (
     merge_requests,
     merge_snapshots,
     merge_stats,
+    merge_use,
 )
 from proxy.control.stats import stats
 from proxy.core.audit import Unchecked
@@ -54,6 +55,25 @@ def test_of_an_engine_the_worker_tells_that_uses_it():
 def test_requests_are_the_newest_of_all():
     answers = [{"requests": [{"started": 5}, {"started": 2}]}, {"requests": [{"started": 4}]}]
     assert merge_requests(answers, 2) == {"requests": [{"started": 5}, {"started": 4}], "passed_on": {}}
+
+
+def use(day, tenant, requests):
+    row = {"day": day, "tenant": tenant, "model": "m", "requests": requests, "failed": 0}
+    return row | {"prompt_tokens": 2 * requests, "cached_tokens": 0, "output_tokens": 1}
+
+
+def test_the_use_of_all_workers_is_added():
+    answers = [
+        {"usage": [use("2027-01-02", "b", 1), use("2027-01-01", None, 5)]},
+        {"usage": [use("2027-01-02", "a", 1), use("2027-01-02", "b", 2)]},
+    ]
+    assert merge_use(answers) == {
+        "usage": [
+            use("2027-01-02", "a", 1),
+            use("2027-01-02", "b", 3) | {"output_tokens": 2},
+            use("2027-01-01", None, 5),
+        ]
+    }
 
 
 def operation(number, state, *parts):

@@ -6,6 +6,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from proxy.core.placement.decision import Cost, Placement
 from proxy.core.placement.transfers import TransferResult
+from proxy.core.tenant_use import DAY_S, UseBook, Used
 from proxy.fleet.fleet import Fleet
 from proxy.observe.metrics import LEFT, OTHER_TENANTS, Metrics
 from proxy.prompt import Prompt
@@ -86,6 +87,25 @@ def test_an_answer_that_is_no_stream_has_no_first_token(fleet):
     metrics.observe(whole)
     assert value(metrics, "kvpin_time_to_first_token_seconds_count", **LABELS) is None
     assert value(metrics, "kvpin_time_per_output_token_seconds_count", **LABELS) is None
+
+
+def test_the_use_of_each_tenant_is_counted_by_day_and_model(fleet):
+    book = UseBook()
+    metrics = Metrics(fleet, use=book)
+    for tenant, started, fields in (
+        ("acme", 5.0, {}),
+        ("acme", DAY_S - 1.0, {"error": "died"}),
+        ("acme", float(DAY_S), {"lora": "l"}),
+        (None, 5.0, {"placement": None, "reported_tokens": None, "output_tokens": None}),
+    ):
+        each = record(**{"reported_tokens": 16, "output_tokens": 3, **fields})
+        each.tenant, each.started = tenant, started
+        metrics.observe(each)
+    assert book == {
+        (0, "acme", "m"): Used(2, 1, 80, 32, 6),
+        (1, "acme", "l"): Used(1, 0, 40, 16, 3),
+        (0, "", ""): Used(1, 0, 0, 0, 0),
+    }
 
 
 def test_so_many_tenants_have_metrics_of_their_own(fleet):

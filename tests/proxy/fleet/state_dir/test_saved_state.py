@@ -9,6 +9,7 @@ from structlog.testing import capture_logs
 
 from engine_adapter import EventPosition
 from proxy.core.pins import Pin, PinBook
+from proxy.core.tenant_use import UseBook, Used
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.recall import EngineMemory
 from proxy.fleet.salts import KeptSalts
@@ -33,7 +34,8 @@ class World:
     """One kvpin: its engine "a" has learned something if it is connected."""
 
     def __init__(self, directory, *, connected=True):
-        self.keeper = StateSaver(directory, Tenants(()))
+        self.use = UseBook()
+        self.keeper = StateSaver(directory, Tenants(()), self.use)
         self.fleet, self.pins, self.path = Fleet(), PinBook(), directory / FILE
         self.engine = self.fleet.add(FakeAdapter("a"))
         if connected:
@@ -107,6 +109,14 @@ async def test_it_is_saved_now_and_then_and_only_what_has_changed(tmp_path, monk
                 world.pins.add(pin())
     running.cancel()
     assert len(set(written)) == len(written)
+
+
+async def test_the_use_of_tenants_outlives_a_state_that_is_of_no_use(tmp_path):
+    world, key = World(tmp_path), (int(time.time() // DAY_S), "acme", "m")
+    world.use[key].requests += 1
+    await world.save()
+    (tmp_path / FILE).write_bytes(b"?")
+    assert World(tmp_path).use == {key: Used(1)}
 
 
 async def test_a_disk_that_is_full_is_told(tmp_path, monkeypatch):

@@ -1,0 +1,77 @@
+"""What tenants have used: requests and tokens, by day, tenant and model."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from datetime import UTC, datetime
+
+import msgspec
+
+DAY_S = 86_400
+"""Seconds of a day. Days are those of UTC."""
+MOST_DAYS = 400
+"""Days that are kept."""
+# The days that are kept have this many rows; older ones are dropped first.
+_MOST_ROWS = 100_000
+
+UseKey = tuple[int, str, str]
+"""The day's number since 1970, the tenant and the model; "" for none."""
+
+
+class Used(msgspec.Struct, array_like=True):
+    """Requests that have ended, and their tokens.
+
+    Attributes:
+        failed: those of them that ended with an error.
+        prompt_tokens: of prompts whose tokens kvpin knows.
+        cached_tokens: those that engines reported as reused.
+    """
+
+    requests: int = 0
+    failed: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+
+
+class DayUse(msgspec.Struct):
+    """The use of one tenant and one model on one day in UTC, as `2027-01-31`. `tenant` is null where requests
+    need no key, `model` for requests that no engine got."""
+
+    day: str
+    tenant: str | None
+    model: str | None
+    requests: int
+    failed: int
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+
+
+class UseBook(defaultdict[UseKey, Used]):
+    """The use of all tenants. A row that is asked for begins with zeros."""
+
+    def __init__(self, rows: Iterable[tuple[UseKey, Used]] = ()) -> None:
+        """Begins with these rows."""
+        super().__init__(Used, rows)
+
+    def prune(self, now: float) -> None:
+        """Drops days that are too old at `now`, in Unix time, and the oldest of too many rows."""
+        first = int(now // DAY_S) - MOST_DAYS
+        for key in [key for key in self if key[0] <= first] + sorted(self)[:-_MOST_ROWS]:
+            self.pop(key, None)
+
+    def since(self, days: int, now: float) -> list[DayUse]:
+        """The rows of the last `days` days, the newest first, then by tenant and model."""
+        first = int(now // DAY_S) - days
+        rows = sorted((-day, tenant, model) for day, tenant, model in self if day > first)
+        return [
+            DayUse(
+                datetime.fromtimestamp(-day * DAY_S, UTC).date().isoformat(),
+                tenant or None,
+                model or None,
+                *msgspec.structs.astuple(self[-day, tenant, model]),
+            )
+            for day, tenant, model in rows
+        ]

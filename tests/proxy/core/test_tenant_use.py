@@ -1,0 +1,25 @@
+from proxy.core.tenant_use import DAY_S, MOST_DAYS, DayUse, UseBook, Used
+
+NOW = 20_000 * DAY_S + 5.0  # 2024-10-04
+
+
+def test_the_last_days_newest_first():
+    book = UseBook()
+    for day, tenant, model in ((20_000, "b", "m"), (20_000, "a", "m"), (19_999, "", ""), (19_998, "a", "m")):
+        book[day, tenant, model].requests += 1
+    book[20_000, "a", "m"].output_tokens += 7
+    assert book.since(2, NOW) == [
+        DayUse("2024-10-04", "a", "m", 1, 0, 0, 0, 7),
+        DayUse("2024-10-04", "b", "m", 1, 0, 0, 0, 0),
+        DayUse("2024-10-03", None, None, 1, 0, 0, 0, 0),
+    ]
+
+
+def test_old_days_are_dropped_and_the_oldest_of_too_many(monkeypatch):
+    rows = [((day, "t", "m"), Used(1)) for day in (20_000 - MOST_DAYS, 20_001 - MOST_DAYS, 19_000, 20_000)]
+    book = UseBook(rows)
+    book.prune(NOW)
+    assert [day for day, *_ in book] == [20_001 - MOST_DAYS, 20_000]
+    monkeypatch.setattr("proxy.core.tenant_use._MOST_ROWS", 1)
+    book.prune(NOW)
+    assert [day for day, *_ in book] == [20_000]

@@ -1,0 +1,63 @@
+import stat
+import time
+
+import pytest
+from structlog.testing import capture_logs
+
+from proxy.core.tenant_use import DAY_S, UseBook, Used
+from proxy.fleet.state_dir import use_file
+from proxy.fleet.state_dir.use_file import UseFile
+
+TODAY = int(time.time() // DAY_S)
+KEY = (TODAY, "acme", "m")
+
+
+async def test_counts_outlive_a_restart(tmp_path):
+    book = UseBook({KEY: Used(2, 1, 30, 20, 10)}.items())
+    file = UseFile(tmp_path, book)
+    await file.save()
+    assert stat.S_IMODE((tmp_path / "use").stat().st_mode) == 0o600
+    later = UseBook()
+    UseFile(tmp_path, later)
+    later[KEY].requests += 1
+    assert later == {KEY: Used(3, 1, 30, 20, 10)}
+
+
+async def test_only_a_change_is_written_and_old_days_go(tmp_path):
+    book = UseBook({KEY: Used(1), (TODAY - 1000, "acme", "m"): Used(1)}.items())
+    file = UseFile(tmp_path, book)
+    await file.save()
+    assert list(book) == [KEY]
+    (tmp_path / "use").unlink()
+    await file.save()
+    assert not (tmp_path / "use").exists()
+    book[KEY].failed += 1
+    await file.save()
+    assert (tmp_path / "use").exists()
+
+
+@pytest.mark.parametrize("raw", [b"?", b"kvpin-use 2\nx", b""])
+async def test_a_file_that_cannot_be_read_is_one_warning(tmp_path, raw):
+    (tmp_path / "use").write_bytes(raw)
+    book = UseBook()
+    with capture_logs() as logs:
+        file = UseFile(tmp_path, book)
+    assert [each["log_level"] for each in logs] == ["warning"]
+    book[KEY].requests += 1
+    await file.save()
+    UseFile(tmp_path, later := UseBook())
+    assert later == book
+
+
+async def test_a_disk_that_is_full_is_told_and_tried_again(tmp_path, monkeypatch):
+    def full(_path, _data):
+        raise OSError(28, "No space left on device")
+
+    file = UseFile(tmp_path, book := UseBook())
+    book[KEY].requests += 1
+    with monkeypatch.context() as patch, capture_logs() as logs:
+        patch.setattr(use_file, "write", full)
+        await file.save()
+    assert logs[0]["error"] == "No space left on device"
+    await file.save()
+    assert (tmp_path / "use").exists()
