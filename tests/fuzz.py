@@ -4,6 +4,15 @@ import json
 
 from hypothesis import strategies as st
 
+from proxy.request.translate.fates import (
+    MESSAGE_BLOCKS,
+    MESSAGE_FIELDS,
+    MESSAGE_TOOLS,
+    RESPONSE_FIELDS,
+    RESPONSE_ITEMS,
+    RESPONSE_TOOLS,
+)
+
 SCALARS = st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=10)
 JSON = st.recursive(
     SCALARS,
@@ -166,3 +175,146 @@ def requests(draw):
 LAST = b"GET /health/live HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
 STREAMS = st.lists(requests(), min_size=1, max_size=3).map(lambda sent: b"".join([*sent, LAST]))
 """What a client may send on one connection."""
+
+# --- requests of coding agents ---------------------------------------------------------------------------
+
+TEXT = st.sampled_from(["", "Hi", "\ud83d", "é" * 9, '{"a": 1', "x" * 3000]) | st.text(max_size=9)
+IDS = st.sampled_from(["call_1", "call_2", "toolu_3", ""])
+NAMES = st.sampled_from(["read", "write", "mcp__git__log", "", "a b"])
+ARGUMENTS = st.sampled_from(["{}", '{"path": "/x"}', "{", "null", "[1]", '"\\ud83d"', ""])
+
+
+def kinds(*tables):
+    """Types of the current APIs, and versions of them."""
+    names = sorted({name for table in tables for name in table})
+    return st.sampled_from([*names, *(f"{name}_20250305" for name in names), "text", "input_text"])
+
+
+def odd(strategy):
+    """Nearly always `strategy`, else any JSON."""
+    return st.integers(0, 99).flatmap(lambda number: JSON if number == 0 else strategy)
+
+
+PATH = st.just({"path": "/x"})
+SOURCE = st.sampled_from(
+    [
+        {"type": "text", "media_type": "text/plain", "data": "x"},
+        {"type": "url", "url": "https://x/y.png"},
+        {"type": "base64", "media_type": "image/png", "data": "aGk="},
+    ]
+)
+BLOCKS = st.recursive(
+    st.fixed_dictionaries(
+        {
+            "type": kinds(MESSAGE_BLOCKS), "text": odd(TEXT), "id": odd(IDS), "tool_use_id": odd(IDS),
+            "name": odd(NAMES), "input": odd(PATH), "thinking": odd(TEXT), "source": odd(SOURCE),
+            "content": odd(st.just([])), "title": odd(TEXT),
+        },
+        optional={
+            "data": odd(TEXT), "is_error": odd(st.booleans()),
+            "cache_control": odd(st.just({"type": "ephemeral"})), "signature": odd(TEXT),
+        },
+    ),
+    lambda inner: st.fixed_dictionaries(
+        {"type": st.just("tool_result"), "content": st.lists(inner, max_size=2), "tool_use_id": odd(IDS)}
+    ),
+    max_leaves=3,
+)  # fmt: skip
+ALL_ROLES = ["user", "assistant", "system", "developer", "tool"]
+CALLS = st.lists(
+    odd(
+        st.fixed_dictionaries(
+            {
+                "id": odd(IDS),
+                "type": st.just("function"),
+                "function": st.fixed_dictionaries({"name": odd(NAMES), "arguments": odd(ARGUMENTS)}),
+            }
+        )
+    ),
+    max_size=3,
+)
+
+
+def turns(parts, n_roles):
+    """Messages with these parts, of the first roles."""
+    roles = st.sampled_from(ALL_ROLES[:n_roles])
+    return st.lists(
+        odd(
+            st.fixed_dictionaries(
+                {"role": odd(roles), "content": TEXT | st.lists(odd(parts), min_size=1, max_size=3)},
+                optional={
+                    "tool_calls": odd(CALLS), "tool_call_id": odd(IDS), "reasoning_content": odd(TEXT),
+                },
+            )
+        ),
+        min_size=1,
+        max_size=6,
+    )  # fmt: skip
+
+
+TEXTS = st.fixed_dictionaries({"type": st.just("text"), "text": odd(TEXT)})
+ITEMS = st.lists(
+    odd(
+        st.fixed_dictionaries(
+            {
+                "type": kinds(RESPONSE_ITEMS), "role": odd(st.sampled_from(ALL_ROLES[:4])), "id": odd(IDS),
+                "call_id": odd(IDS), "content": TEXT | st.lists(odd(TEXTS), max_size=2), "output": odd(TEXT), "name": odd(NAMES),
+                "arguments": odd(ARGUMENTS), "summary": odd(st.just([])), "input": odd(TEXT),
+            },
+            optional={"namespace": odd(NAMES), "encrypted_content": odd(TEXT), "action": JSON},
+        )
+    ),
+    min_size=1,
+    max_size=6,
+)  # fmt: skip
+TYPES = st.sampled_from(["function", "custom", "x"])
+SCHEMA = st.just({"type": "object", "properties": {"path": {"type": "string"}}})
+TOOLS = st.lists(
+    odd(
+        st.fixed_dictionaries(
+            {
+                "type": kinds(MESSAGE_TOOLS, RESPONSE_TOOLS), "name": odd(NAMES), "input_schema": odd(SCHEMA),
+                "function": odd(st.fixed_dictionaries({"name": odd(NAMES), "parameters": odd(SCHEMA)})),
+                "parameters": odd(SCHEMA), "description": odd(TEXT),
+                "tools": st.lists(st.fixed_dictionaries({"type": TYPES, "name": odd(NAMES)}), max_size=2),
+            }
+        )
+    ),
+    max_size=3,
+)  # fmt: skip
+
+
+def fields_of(table):
+    return st.dictionaries(st.sampled_from(sorted(table)), JSON, max_size=2)
+
+
+MORE = {"tools": odd(TOOLS), "tool_choice": odd(st.just("auto")), "stream": st.booleans(), "user": odd(TEXT)}
+AGENT_FIELDS = {
+    "/v1/chat/completions": (
+        st.fixed_dictionaries({"messages": turns(TEXTS, 5)}, optional=MORE),
+        st.just({}),
+    ),
+    "/v1/messages": (
+        st.fixed_dictionaries(
+            {"messages": turns(BLOCKS, 3), "max_tokens": st.just(1)},
+            optional=MORE | {"system": odd(TEXT | st.lists(odd(BLOCKS), max_size=2))},
+        ),
+        fields_of(MESSAGE_FIELDS),
+    ),
+    "/v1/responses": (
+        st.fixed_dictionaries(
+            {"input": ITEMS | turns(TEXTS, 5)}, optional=MORE | {"instructions": odd(TEXT)}
+        ),
+        fields_of(RESPONSE_FIELDS),
+    ),
+}
+AGENT_FIELDS["/v1/messages/count_tokens"] = AGENT_FIELDS["/v1/messages"]
+
+
+@st.composite
+def agent_requests(draw):
+    """A path, and a body as a coding agent sends it, but for one thing or another."""
+    path = draw(st.sampled_from(sorted(AGENT_FIELDS)))
+    usual, rare = AGENT_FIELDS[path]
+    fields = {"model": "m", **draw(usual), **(draw(rare) if draw(st.integers(0, 3)) == 0 else {})}
+    return path, json.dumps(fields).encode()

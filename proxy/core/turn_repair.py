@@ -165,11 +165,14 @@ def _calls_of(item: Any) -> Iterator[str]:  # noqa: ANN401 - JSON
     """The ids of the calls in a turn."""
     match item:
         case {"tool_calls": [*calls]}:
-            yield from (call["id"] for call in calls if isinstance(call, dict) and "id" in call)
+            ids = [call.get("id") for call in calls if isinstance(call, dict)]
         case {"role": "assistant", "content": [*blocks]}:
-            yield from (block["id"] for block in blocks if _type_of(block) == "tool_use" and "id" in block)
-        case {"type": "function_call", "call_id": str(call)}:
-            yield call
+            ids = [block.get("id") for block in blocks if _type_of(block) == "tool_use"]
+        case {"type": "function_call", "call_id": call}:
+            ids = [call]
+        case _:
+            ids = []
+    return (each for each in ids if isinstance(each, str))
 
 
 def _with_lone_results_as_text(item: Any, known: set[str], before: Sequence[Any]) -> Any:  # noqa: ANN401 - JSON

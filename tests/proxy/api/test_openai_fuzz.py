@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import os
 import re
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -10,28 +12,36 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine_adapter import Capability
+from engine_adapter.prompt.message_shapes import Shape
+from engine_adapter.types import TRANSLATED_ROUTES
 from tests.fakes import (
-    ANSWER,
     ASK,
     CHAT,
     INFO,
     STREAM,
     FakeAdapter,
     FakeEngine,
+    answer,
     client_of,
     connect_to,
     give_prompts,
     prompts_of,
     proxy_over,
 )
-from tests.fuzz import PATHS, STREAMS, bodies
+from tests.fuzz import PATHS, STREAMS, agent_requests, bodies
+from tests.held_loop import watched
 
 
 @pytest.fixture(scope="module")
 def world(tokenizer_dir):
     """An engine, a proxy and a client in a loop of their own, shared by all examples."""
     with asyncio.Runner() as runner:
-        engine = FakeEngine(script=lambda exchange: exchange.send(ANSWER))
+
+        async def script(exchange):
+            engine.seen.clear()
+            await answer(exchange)
+
+        engine = FakeEngine(script=script)
         runner.run(engine.__aenter__())
         running = proxy_over(reuse=True)
         proxy = runner.run(running.__aenter__())
@@ -42,6 +52,7 @@ def world(tokenizer_dir):
             tokenizer=str(tokenizer_dir),
             capabilities=frozenset({Capability.EXTRA_IDS}),
             renders_alike=True,
+            served_as_chats=TRANSLATED_ROUTES,
         )
         proxy.add(FakeAdapter("a", engine.url, info=info))
         give_prompts(proxy.fleet.pools["m"], prompts_of(info))
@@ -88,6 +99,37 @@ def test_any_bytes_on_a_connection_are_answered_or_refused(world):
 
     check()
     assert runner.run(client.post(CHAT, json=ASK)).status_code == 200
+
+
+MOST_AGENTS = int(os.environ.get("KVPIN_AGENT_REQUESTS", "300"))  # `scripts/test-fuzz --agents` sends 50,000
+
+
+def test_any_request_of_an_agent_is_answered_and_holds_up_nobody(world, monkeypatch):
+    runner, proxy, client = world
+    (builder,) = proxy.fleet.pools["m"].renderings
+    counts, longest, lost = Counter(), [0.0], [frozenset(), frozenset(Shape)]
+
+    @settings(
+        max_examples=MOST_AGENTS, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+    )
+    @given(agent_requests(), st.sampled_from(lost))
+    def check(asked, lost):
+        proxy.fleet.pools["m"].lost_shapes = lost
+        builder.forms.lost_shapes = lost
+        runner.run(ask(*asked))
+
+    async def ask(path, body):
+        async with watched() as hold:
+            response = await client.post(path, content=body, headers={"content-type": "application/json"})
+        counts[response.status_code] += 1
+        longest.append(hold.ms)
+        assert response.status_code < 500, (response.status_code, response.text, body)
+        assert proxy.fleet.engines["a"].ledger.in_flight == 0
+
+    check()
+    longest.sort()
+    print(f"{dict(counts)}; holds of the loop: {longest[-1]:.0f} ms, the tenth {longest[-10]:.0f} ms")  # noqa: T201 - with -s
+    builder.forms.lost_shapes = proxy.fleet.pools["m"].lost_shapes = frozenset()
 
 
 async def statuses(proxy, sent):
