@@ -76,6 +76,11 @@ class Residents:
             seen += size if self._holds(last) else 0
         return found
 
+    def has_any(self, hashes: Sequence[BlockHash]) -> bool:
+        """True if a prompt with these blocks continues one of these. What an engine holds of any other prompt
+        is the rest of one whose end it has evicted: that leaves first."""
+        return bool(continued(self._prompts, hashes))
+
     def clear(self) -> None:
         """The engine lost everything."""
         self._prompts.clear()

@@ -35,6 +35,9 @@ from proxy.core.placement.whole_answers import AnswerSample, Report
 MAX_SESSIONS = 50_000
 # Of the prompts that an engine has yet to read, so many are looked at when another one joins them.
 MAX_NEIGHBOURS = 8
+# Blocks that each stream takes while a prompt waits to be read: one that it fills, and one that the engine
+# has not told of. An SGLang tells of an answer's blocks when that has ended.
+STREAM_BLOCKS = 2
 _NO_WORK = Work(0)
 
 
@@ -58,6 +61,7 @@ class EngineBook:
             decisions about pairs ask for it.
         unread: requests that have no first token yet, by their tickets.
         unread_blocks: those of their prompts.
+        in_flight: requests that have not ended, legs included.
     """
 
     engine: str
@@ -76,6 +80,7 @@ class EngineBook:
     counted: int = 0
     unread: dict[int, PlacedRequest] = field(default_factory=dict)
     unread_blocks: int = 0
+    in_flight: int = 0
 
     def forget(self) -> None:
         """The engine lost its KV."""
@@ -299,6 +304,7 @@ class Placer:
         book = self.books[engine]
         self._turn += 1
         book.turn = self._turn
+        book.in_flight += 1
         if session is not None:
             self._note(session, engine)
         if chain is not None and book.in_use is not None:
@@ -327,18 +333,25 @@ class Placer:
 
     def _note_evictions(self, placed: PlacedRequest) -> None:
         """Notes which prompts may lose what they are to reuse. Of those that an engine has yet to read, each
-        may evict it for another, as they may be read in any order."""
-        book = placed.book
+        may evict it for another, as they may be read in any order. Streams need blocks meanwhile, too. If
+        memory is full, a prompt waits until some of them end: then all that is not in use may be evicted."""
+        book, in_use = placed.book, placed.book.in_use
         book.unread[placed.ticket] = placed
         book.unread_blocks += len(placed.hashes)
+        streams = book.in_flight - len(book.unread)
         # What leaves a GPU for a host tier can be reused there.
-        if len(book.unread) == 1 or book.on_gpu is not None:
+        if (len(book.unread) == 1 and not streams) or in_use is None or book.on_gpu is not None:
             return
-        oldest = book.residents.oldest(self._evictions_of(book, book.unread_blocks))
-        for each in islice(reversed(book.unread.values()), MAX_NEIGHBOURS) if oldest else ():
-            if not each.may_be_evicted:
-                evicts = self._evictions_of(book, book.unread_blocks - len(each.hashes))
-                each.may_be_evicted = _goes_on_from(each.hashes, oldest, evicts)
+        is_full = streams and in_use.blocks > in_use.capacity
+        coming = book.unread_blocks + STREAM_BLOCKS * streams + (in_use.capacity if is_full else 0)
+        evicted = self._evictions_of(book, coming)
+        if not evicted:
+            return
+        oldest = book.residents.oldest(evicted)
+        for each in islice(reversed(book.unread.values()), MAX_NEIGHBOURS):
+            if not each.may_be_evicted and (evicts := self._evictions_of(book, coming - len(each.hashes))):
+                is_rest = not book.residents.has_any(each.hashes)
+                each.may_be_evicted = is_rest or _goes_on_from(each.hashes, oldest, evicts)
 
     def _evictions_of(self, book: EngineBook, blocks: int) -> int:
         """The most blocks that an engine evicts to compute prompts of so many blocks."""
@@ -388,6 +401,7 @@ class Placer:
         its answer came whole, the engine's `report` teaches rates."""
         book, chain, size = placed.book, placed.chain, self.tokens_per_block
         self._was_read(placed)
+        book.in_flight -= 1
         book.ledger.end(now, placed.ticket)
         if chain is not None and book.in_use is not None:
             book.in_use.remove(chain.hashes)

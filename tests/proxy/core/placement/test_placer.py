@@ -388,8 +388,32 @@ class TestEvictions:
     def test_what_was_read_evicts_no_more(self, full):
         full.first_token(20.5, begin(full, 20.0, prompt(20, blocks=50), "a"))
         old = begin(full, 21.0, prompt(0), "a")
-        begin(full, 21.0, prompt(21, blocks=10), "a")
+        begin(full, 21.0, prompt(21, blocks=10 - module.STREAM_BLOCKS), "a")
         assert not old.may_be_evicted
+
+    def test_streams_need_more_blocks_while_a_prompt_waits(self, full):
+        serve(full, 15.0, prompt(9), on="a")
+        assert not begin(full, 20.0, prompt(0), "a").may_be_evicted, "alone, it evicts nothing of its own"
+        full.first_token(20.5, begin(full, 20.0, prompt(9, blocks=11), "a"))
+        old, late = (begin(full, 21.0, prompt(name, blocks=12), "a") for name in (1, 8))
+        assert (old.may_be_evicted, late.may_be_evicted) == (True, False)
+
+    def test_the_rest_of_a_prompt_whose_end_was_evicted_leaves_first(self, full):
+        full.index.remove("a", Tier.GPU, prompt(4).hashes[-3:])
+        full.books["a"].residents.lost(19.0, 100, lambda _: 0.0)
+        rest = begin(full, 20.0, prompt(4), "a")
+        assert not rest.may_be_evicted
+        begin(full, 20.0, prompt(20, blocks=14), "a")  # 13 are free
+        assert rest.may_be_evicted
+
+    def test_where_memory_is_full_it_waits_for_streams_and_may_lose_all(self, placer):
+        serve(placer, 0.0, prompt(8), on="a")
+        stream = begin(placer, 20.0, prompt(20, blocks=85), "a")
+        placer.first_token(20.5, stream)
+        assert not begin(placer, 21.0, prompt(8), "a").may_be_evicted
+        serve(placer, 22.0, prompt(9), on="a")
+        assert begin(placer, 23.0, prompt(9), "a").may_be_evicted
+        placer.end(24.0, stream, None)
 
     def test_a_host_tier_keeps_what_they_evict(self):
         placer = Placer(16)
