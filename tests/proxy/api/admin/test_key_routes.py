@@ -177,7 +177,9 @@ async def test_a_new_tenant_with_limits_of_its_own(tmp_path):
         refused = await here.admin("POST", tenant="acme", tokens_per_minute=5)
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tenant")
         assert (await here.admin("POST", tenant="new", concurrent_requests=0)).status_code == 400
-        await here.issue(tenant="new", concurrent_requests=7)  # the newest limits count, and outlive their key
+        await here.issue(
+            tenant="new", concurrent_requests=7
+        )  # the newest limits count, and outlive their key
         await here.admin("DELETE", f"/{first['id']}")
         assert (await here.admin("GET")).json()["keys"][0]["limits"] is None
     book = KeyBook()
