@@ -283,8 +283,9 @@ def keys_add(
     *,
     tenant: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="A tenant of the settings; if they name none, any [default]."),
+        typer.Option(metavar="NAME", help="A known tenant; if the settings name none, any [default]."),
     ] = None,
+    new_tenant: Annotated[bool, typer.Option("--new-tenant", help="The tenant may be a new one.")] = False,
     model: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME", help="A model that the key is for; may be given again [all models]."),
@@ -293,6 +294,11 @@ def keys_add(
         str | None, typer.Option(metavar="TIME", help="When it ends, as 2027-01-31T00:00:00Z [never].")
     ] = None,
     name: Annotated[str, typer.Option(metavar="TEXT", help="What the list shows beside it.")] = "",
+    requests_per_minute: Annotated[
+        int | None, typer.Option(metavar="N", help="Limit of its tenant, which the settings do not name.")
+    ] = None,
+    tokens_per_minute: Annotated[int | None, typer.Option(metavar="N", help="Likewise.")] = None,
+    concurrent_requests: Annotated[int | None, typer.Option(metavar="N", help="Likewise.")] = None,
     kvpin: AdminClient,
     as_json: JsonOption = False,
 ) -> None:
@@ -300,7 +306,16 @@ def keys_add(
 
     Once a key was issued, kvpin serves no request without one.
     """
-    body = {"tenant": tenant, "models": model or None, "expires": expires, "name": name}
+    body = {
+        "tenant": tenant,
+        "new_tenant": new_tenant,
+        "models": model or None,
+        "expires": expires,
+        "name": name,
+        "requests_per_minute": requests_per_minute,
+        "tokens_per_minute": tokens_per_minute,
+        "concurrent_requests": concurrent_requests,
+    }
     added = kvpin.post("/keys", body)
     if as_json:
         print_json(added)

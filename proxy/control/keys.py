@@ -15,6 +15,7 @@ import msgspec
 import structlog
 
 from proxy.core.issued_keys import MAX_KEYS, IssuedKey, KeyBook
+from proxy.core.quotas import TenantLimits
 from proxy.errors import BadRequest, Conflict, NotFound, ProxyError
 from proxy.fleet.engine import EngineState
 from proxy.fleet.fleet import Fleet
@@ -28,6 +29,7 @@ log = structlog.get_logger(__name__)
 KEYS_PATH = "/admin/v1/keys/told"
 # The tenant of keys where neither the settings nor the request name one.
 DEFAULT_TENANT = "default"
+NO_LIMITS = TenantLimits()
 # Every issued key begins so.
 KEY_PREFIX = "kvp-"
 _SECRET_BYTES, _ID_BYTES, _ENDING = 32, 6, 4
@@ -50,7 +52,7 @@ class KeyAnswer(msgspec.Struct, kw_only=True):
     """An issued key without the key itself.
 
     `ending` is its last four characters. Without `models` it is for all models, and without `expires` it does
-    not end.
+    not end. `limits` are those that it gave its tenant.
     """
 
     id: str
@@ -61,6 +63,7 @@ class KeyAnswer(msgspec.Struct, kw_only=True):
     expires: datetime | None
     expired: bool
     created: datetime
+    limits: TenantLimits | None
 
 
 class NewKey(KeyAnswer, kw_only=True):
@@ -100,17 +103,27 @@ class IssuedKeys:
         return [KeyAnswer(**_fields(key)) for key in self._book.issued()]
 
     async def add(
-        self, *, tenant: str | None, name: str, models: tuple[str, ...] | None, expires: datetime | None
+        self,
+        *,
+        tenant: str | None,
+        name: str,
+        models: tuple[str, ...] | None,
+        expires: datetime | None,
+        limits: TenantLimits = NO_LIMITS,
+        new_tenant: bool = False,
     ) -> NewKey:
-        """Issues a key.
+        """Issues a key. With `limits`, its tenant has these from now on; with `new_tenant`, nobody needs to
+        know the tenant.
 
         Raises:
             NotFound: there is no such tenant.
-            BadRequest: no tenant is named, or the key would have ended.
+            BadRequest: no tenant is named, the key would have ended, or the limits are the settings' affair.
             Conflict: there is no `state_dir`, or there are too many keys.
             ProxyError: it cannot be saved.
         """
-        tenant = self._tenant(tenant)
+        tenant = self._tenant(tenant, is_new=new_tenant)
+        if limits != NO_LIMITS and tenant in self._tenants():
+            raise BadRequest(f"the settings name tenant {tenant!r}: set its limits there", param="tenant")
         if expires is not None and expires.timestamp() <= time.time():
             raise BadRequest("expires is in the past", param="expires")
         if len(self._book.issued()) >= MAX_KEYS:
@@ -125,6 +138,7 @@ class IssuedKeys:
             name,
             models,
             min(expires.timestamp(), _LAST) if expires is not None else None,
+            limits=limits if limits != NO_LIMITS else None,
         )
         await self._save([*self._book.entries(), key])
         return NewKey(**_fields(key), key=secret)
@@ -194,16 +208,18 @@ class IssuedKeys:
         self._book.merge(await asyncio.to_thread(file.add, entries))
         self._seen = seen  # if the file has changed, it is read once more
 
-    def _tenant(self, tenant: str | None) -> str:
-        """The tenant of a new key: one of the settings; where these have none, any."""
-        known = self._tenants()
-        if not known:
+    def _tenant(self, tenant: str | None, *, is_new: bool) -> str:
+        """The tenant of a new key: one of the settings or of an issued key, or a new one; where the settings
+        have none, any."""
+        if not self._tenants():
             return tenant or DEFAULT_TENANT
+        known = {*self._tenants(), *(key.tenant for key in self._book.issued())}
         names = ", ".join(sorted(known))
         if tenant is None:
             raise BadRequest(f"tenant is missing; known: {names}", param="tenant")
-        if tenant not in known:
-            raise NotFound(f"there is no tenant {tenant!r} in api_keys; known: {names}", param="tenant")
+        if tenant not in known and not is_new:
+            why = f"there is no tenant {tenant!r}; known: {names}; new_tenant makes a new one"
+            raise NotFound(why, param="tenant")
         return tenant
 
 
@@ -218,6 +234,7 @@ def _fields(key: IssuedKey) -> dict[str, Any]:
         "expires": expires,
         "expired": key.expires is not None and key.expires <= time.time(),
         "created": datetime.fromtimestamp(key.created, UTC).replace(microsecond=0),
+        "limits": key.limits,
     }
 
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from proxy.core.quotas import TenantLimits
+
 # A book holds this many keys, and as many marks of removed ones, the newest.
 MAX_KEYS = 2000
 # Clocks of kvpins may differ by about this much.
@@ -29,6 +31,7 @@ class IssuedKey(msgspec.Struct, frozen=True, array_like=True):
         expires: when it ends, in Unix time; None for never.
         removed: when it was removed, in Unix time; 0 before that. Then it opens nothing any more. Its entry
             stays as a mark: another kvpin may still tell of it.
+        limits: those of its tenant from then on, also once the key is removed; None leaves them as they are.
     """
 
     id: str
@@ -40,6 +43,7 @@ class IssuedKey(msgspec.Struct, frozen=True, array_like=True):
     models: tuple[str, ...] | None = None
     expires: float | None = None
     removed: float = 0.0
+    limits: TenantLimits | None = None
 
 
 class _Told(msgspec.Struct, frozen=True, array_like=True):
@@ -92,6 +96,10 @@ class KeyBook:
     def issued(self) -> list[IssuedKey]:
         """The keys that are not removed, the first issued first."""
         return [entry for entry in self.entries() if not entry.removed]
+
+    def limits(self) -> dict[str, TenantLimits]:
+        """The limits of each tenant that the keys name some for: those of the newest key that does."""
+        return {entry.tenant: entry.limits for entry in self.entries() if entry.limits is not None}
 
     def entries(self) -> list[IssuedKey]:
         """The keys and the marks, the first issued first."""

@@ -69,18 +69,22 @@ class RecordedLine(TraceLine, kw_only=True):
         counted: `output_length` is the number of stream events, because the engine reported no tokens.
         cached_tokens: reused prompt tokens that the engine reported.
         text: the prompt's text as hashes, for `kvpin advise`.
+        tenant: its hash, if the operator wants it.
     """
 
     counted: bool = False
     cached_tokens: int | None = None
     text: TextBlocks | None = None
+    tenant: str | None = None
 
 
 class Hasher:
-    """Hashes prompts and sessions for one recording, with its own key."""
+    """Hashes prompts, sessions and tenants for one recording, with its own key."""
 
-    def __init__(self, secret: str | None = None) -> None:
-        """With a `secret`, equal prompts have equal ids in all recordings that were made with it."""
+    def __init__(self, secret: str | None = None, *, tells_tenants: bool = False) -> None:
+        """With a `secret`, equal prompts have equal ids in all recordings that were made with it. Tenants
+        have an id only with `tells_tenants`."""
+        self._tells_tenants = tells_tenants
         self._key = secrets.token_bytes(blake2b.MAX_KEY_SIZE)
         if secret is not None:
             self._key = blake2b(secret.encode()).digest()
@@ -119,6 +123,12 @@ class Hasher:
         """An id for the conversation; equal names of two tenants get different ids."""
         return self._keyed(msgspec.msgpack.encode(("session", *session))).hexdigest()
 
+    def tenant_id(self, tenant: str | None) -> str | None:
+        """An id for the tenant; None for no tenant, and where nobody wants it."""
+        if tenant is None or not self._tells_tenants:
+            return None
+        return self._keyed(msgspec.msgpack.encode(("tenant", tenant))).hexdigest()
+
     def _keyed(self, data: bytes) -> blake2b:
         return blake2b(data, digest_size=_ID_BYTES, key=self._key)
 
@@ -132,16 +142,19 @@ class Recorder:
         max_bytes: int,
         engines: Callable[[], list[RecordedEngine]] = list,
         secret: str | None = None,
+        *,
+        tells_tenants: bool = False,
     ) -> None:
         """Begins a recording of at most `max_bytes` in a new file: `path`, or `traffic-1.jsonl` if
         `traffic.jsonl` holds another recording. Raises SettingsError if no file can be written there.
 
-        `engines` tells what is known of the engines now. Recordings with the same `secret` can be merged."""
+        `engines` tells what is known of the engines now. Recordings with the same `secret` can be merged.
+        With `tells_tenants`, lines have the hash of their tenant."""
         self.path, self._file = _open_new(path)
         self._max_bytes = max_bytes
         self._began, self._began_at = time.monotonic(), time.time()
         self._engines, self._engines_due = engines, -inf
-        self._hasher = Hasher(secret)
+        self._hasher = Hasher(secret, tells_tenants=tells_tenants)
         self._is_open = True
         self._waiting: list[_Waiting] = []
         self._waiting_tokens = self._unknown = 0
@@ -254,6 +267,7 @@ def line_of(
         cached_tokens=record.reported_tokens,
         ttft_ms=round(first_byte_s * 1000, 1) if first_byte_s is not None else None,
         queued_ms=round(record.queued_s * 1000, 1) if record.queued_s else None,
+        tenant=hasher.tenant_id(record.tenant),
         text=hasher.text(record, prompt, body) if body is not None else None,
     )
 

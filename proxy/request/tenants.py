@@ -92,17 +92,18 @@ class Tenants:
         `limits`: of those tenants that have some.
         """
         self._of_settings = tuple(keys)
-        used = self._quotas
+        self._limits = limits
+        self._follow()
+
+    def _follow(self) -> None:
+        """The keys have changed. Those of the settings and issued ones count alike; if a key is both, the
+        settings say what it is for. Likewise their limits of a tenant."""
+        limits, used = {**self.issued.limits(), **self._limits}, self._quotas
         self._quotas = {
             name: used.get(name) or Quota(each, name, self._changed) for name, each in limits.items()
         }
         for name, each in limits.items():
             self._quotas[name].change(each)
-        self._follow()
-
-    def _follow(self) -> None:
-        """The keys have changed. Those of the settings and issued ones count alike; if a key is both, the
-        settings say what it is for."""
         known = [*map(ApiKey.of_issued, self.issued.issued()), *self._of_settings]
         self.open = not known and not self.issued.has_issued
         self.names = frozenset(key.tenant for key in known)

@@ -196,7 +196,10 @@ class Proxy:
         if settings.record_traffic is None:
             return None
         max_bytes, key = int(settings.record_traffic_bytes), _text(settings.record_traffic_key)
-        return Recorder(settings.record_traffic, max_bytes, self.watch.engines, key)
+        tells_tenants = settings.record_traffic_tenants
+        return Recorder(
+            settings.record_traffic, max_bytes, self.watch.engines, key, tells_tenants=tells_tenants
+        )
 
     def _peers(self) -> Peers | None:
         """The link to other kvpins, None without an exchange. Raises SettingsError if it cannot be used."""

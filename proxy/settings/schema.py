@@ -303,6 +303,8 @@ class Settings(BaseSettings):
     record_traffic_key: Secret | None = None
     """A secret for the hashes, the same for several kvpins: their recordings can be replayed together. By
     default a random one, which the workers of a kvpin share."""
+    record_traffic_tenants: bool = False
+    """Record the tenant of each request, as a hash. With the key, one can test guessed names."""
     trust_media_uuids: bool = False
     """Believe clients' `uuid`s of images, audio and video. Otherwise a `uuid` that returns with other
     content is a 400: [cache identity](cache-identity.md)."""

@@ -166,6 +166,14 @@ async def test_another_question_is_no_miss_and_its_time_is_told_in_parts(opened,
         await expect(parts.get_by_role("img", name=f"{name}: ")).to_be_visible()
 
 
+async def test_the_use_of_tenants_is_listed(opened, kvpin):
+    await ask(kvpin, "Who used what?")
+    await opened.get_by_role("link", name="Use", exact=True).click()
+    row = opened.get_by_role("region", name="Use of tenants").locator("tbody tr").first
+    await expect(row).to_contain_text("kvpin-tiny")
+    await expect(row.locator("td").nth(3)).not_to_have_text("0")
+
+
 async def test_a_miss_is_explained(opened, kvpin):
     await ask(kvpin, f"{DOCUMENT} The first question. {NASTY}")
     other = await ask(kvpin, f"{DOCUMENT} Another one. {NASTY}", stream=True)

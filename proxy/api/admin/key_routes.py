@@ -9,6 +9,7 @@ from starlette.responses import Response
 from proxy.api.admin.endpoint import Endpoint, answer, read_body
 from proxy.api.admin.request_bodies import AddKey
 from proxy.control.keys import IssuedKeys, KeyAnswer, KeyNotes, NewKey, RemovedKey
+from proxy.core.quotas import TenantLimits
 from proxy.fleet.fleet import Fleet
 from proxy.request.tenants import Tenants
 
@@ -36,7 +37,14 @@ def key_routes(keys: IssuedKeys, tenants: Tenants, fleet: Fleet) -> tuple[Endpoi
     async def post_key(request: Request) -> Response:
         body = await read_body(request, AddKey)
         before = notes.before()
-        key = await keys.add(tenant=body.tenant, name=body.name, models=body.models, expires=body.expires)
+        key = await keys.add(
+            tenant=body.tenant,
+            name=body.name,
+            models=body.models,
+            expires=body.expires,
+            limits=TenantLimits(body.requests_per_minute, body.tokens_per_minute, body.concurrent_requests),
+            new_tenant=body.new_tenant,
+        )
         key.notes = notes.since(before, key)
         added = answer(key, 201)
         added.headers["cache-control"] = "no-store"

@@ -74,9 +74,13 @@ class Drain(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     undo: bool = False
 
 
+_Count = Annotated[int, msgspec.Meta(gt=0, lt=2**53)]
+
+
 class AddKey(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """The key to issue: its tenant, the models that it is for (all by default), and when it ends, as
-    `2027-01-31T00:00:00Z`. `name` is for people."""
+    `2027-01-31T00:00:00Z`. `name` is for people. `new_tenant` allows a tenant that nobody knows. The limits
+    are those of the tenant from now on; the settings must not name it."""
 
     tenant: Annotated[str, msgspec.Meta(pattern=TENANT)] | None = None
     name: Annotated[str, msgspec.Meta(max_length=64, pattern=_LINE)] = ""
@@ -88,6 +92,10 @@ class AddKey(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         | None
     ) = None
     expires: Annotated[datetime, msgspec.Meta(tz=True)] | None = None
+    new_tenant: bool = False
+    requests_per_minute: _Count | None = None
+    tokens_per_minute: _Count | None = None
+    concurrent_requests: _Count | None = None
 
 
 class DryRun(msgspec.Struct, kw_only=True):

@@ -7,9 +7,10 @@ import { CacheMap } from "./map.js";
 import { Now } from "./now.js";
 import { Replay } from "./replay.js";
 import { Try } from "./try.js";
+import { Use } from "./use.js";
 import { Why } from "./why.js";
 
-const VIEWS = { now: "Now", map: "Map", why: "Why", try: "Try", replay: "Replay" };
+const VIEWS = { now: "Now", map: "Map", why: "Why", use: "Use", try: "Try", replay: "Replay" };
 const STATES = { open: "● live", connecting: "… connecting", lost: "▲ connection lost", key: "key needed", refused: "✕ refused" };
 
 const address = () => {
@@ -47,6 +48,7 @@ const App = () => {
     if (live.state === "key") return html`<${KeyForm} />`;
     if (live.state === "refused") return html`<p class="problem" role="alert">${live.message}</p>`;
     if (view === "replay") return html`<${Replay} />`;
+    if (view === "use") return html`<${Use} />`;
     if (view === "map") return html`<${CacheMap} under=${id} />`;
     return view === "why" ? html`<${Why} id=${id} />` : html`<${Now} />`;
   };

@@ -129,6 +129,8 @@ const Request = ({ id }) => {
         text=${request.reported_tokens === null ? "not told" : undefined} />
       <p class="note">of ${count(request.n_tokens)} prompt tokens</p>`}
     <dl>
+      <div><dt>tenant</dt><dd>${request.tenant ?? "–"}</dd></div>
+      <div><dt>route</dt><dd>${request.route}</dd></div>
       <div><dt>model</dt><dd>${request.model ?? "–"}</dd></div>
       <div><dt>at</dt><dd>${time(request.started)}</dd></div>
       <div><dt>status</dt><dd>${request.status}</dd></div>

@@ -146,6 +146,16 @@ class TestHasher:
         others = (("t", "c"), ("u", "c"), (None, "c"), ("t", "d"))
         assert len({hasher.session_id(Session(*each)) for each in others}) == 4
 
+    def test_tenants_are_told_as_hashes_and_only_where_that_is_wanted(self):
+        acme = record()
+        acme.tenant = "acme"
+        assert line_of(Hasher(), 0, acme, acme.prompt).tenant is None
+        one, other = (Hasher(secret, tells_tenants=True) for secret in ("s", "t"))
+        told = line_of(one, 0, acme, acme.prompt).tenant
+        assert told == one.tenant_id("acme") != other.tenant_id("acme")
+        assert len({told, one.tenant_id("globex"), one.tenant_id(None)}) == 3
+        assert b"acme" not in msgspec.json.encode(line_of(one, 0, acme, acme.prompt))
+
 
 class TestLine:
     def test_what_replay_reads_and_what_else_is_known(self):

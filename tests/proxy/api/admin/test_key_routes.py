@@ -13,9 +13,11 @@ import pytest
 from structlog.testing import capture_logs
 
 from engine_adapter import HttpTransport
-from proxy.core.issued_keys import MAX_KEYS, IssuedKey
+from proxy.core.issued_keys import MAX_KEYS, IssuedKey, KeyBook
+from proxy.core.quotas import TenantLimits
 from proxy.fleet.state_dir import key_book_file
 from proxy.fleet.state_dir.key_book_file import KeyBookFile
+from proxy.request.tenants import Tenants
 from proxy.server.app import Proxy, build_app
 from proxy.settings import ApiKeySettings, EngineSettings, Settings, SettingsError
 from tests.fakes import FakeEngine, serving
@@ -114,6 +116,7 @@ async def test_a_key_is_told_once_and_nothing_else_ever_has_it(tmp_path):
             abs(time.time() - time.mktime(time.strptime(created, "%Y-%m-%dT%H:%M:%SZ")) + time.timezone) < 60
         )
         assert added == {
+            "limits": None,
             "id": added["id"], "name": "n", "tenant": "default", "ending": secret[-4:], "models": ["m"],
             "expires": LATER, "expired": False,
         }  # fmt: skip
@@ -156,10 +159,35 @@ async def test_keys_of_the_settings_and_issued_ones_count_alike(tmp_path):
         assert [await here.status(key) for key in keys] == [200, 200, 200, 429]  # one tenant, one quota
         unknown = await here.admin("POST", tenant="other")
         assert (unknown.status_code, unknown.json()["error"]["param"]) == (404, "tenant")
-        assert "there is no tenant 'other' in api_keys; known: acme" in unknown.text
+        assert "there is no tenant 'other'; known: acme; new_tenant makes a new one" in unknown.text
         assert "tenant is missing; known: acme" in (await here.admin("POST", name="x")).text
         here.proxy.reload(here.proxy.settings.model_copy(update={"api_keys": ()}))  # all keys of the file go
         assert [await here.status(key) for key in (None, "file-key", added["key"])] == [401, 401, 200]
+
+
+async def test_a_new_tenant_with_limits_of_its_own(tmp_path):
+    named = [ApiKeySettings(key="file-key", tenant="acme")]
+    limits = {"requests_per_minute": None, "tokens_per_minute": None, "concurrent_requests": None}
+    async with kvpin(tmp_path, api_keys=named) as here:
+        first = await here.issue(tenant="new", new_tenant=True, requests_per_minute=3)
+        assert first["limits"] == {**limits, "requests_per_minute": 3}
+        second = await here.issue(tenant="new")
+        quota = here.proxy.tenants.quota("new")
+        assert [quota.enter(0.0) is None for _ in range(4)] == [True, True, True, False]
+        refused = await here.admin("POST", tenant="acme", tokens_per_minute=5)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tenant")
+        assert (await here.admin("POST", tenant="new", concurrent_requests=0)).status_code == 400
+        await here.issue(
+            tenant="new", concurrent_requests=7
+        )  # the newest limits count, and outlive their key
+        await here.admin("DELETE", f"/{first['id']}")
+        assert (await here.admin("GET")).json()["keys"][0]["limits"] is None
+    book = KeyBook()
+    book.merge(KeyBookFile(tmp_path).read())
+    again = Tenants((), issued=book)
+    assert again.quota("new").left(0.0) == []  # no limit for a minute any more
+    assert book.limits() == {"new": TenantLimits(concurrent_requests=7)}
+    assert again.find(second["key"]).tenant == "new"
 
 
 async def test_where_a_key_is_in_both_the_settings_count(tmp_path):
