@@ -61,6 +61,7 @@ from proxy.request.retries import final_error
 from proxy.request.tenants import Tenants
 from proxy.request.translate import CHAT_PATH, Translated, Translation
 from proxy.request.urgency import deadline_of, priority_of, prompt_tokens_of, tokens_of
+from proxy.request.values_back import ValuesBack
 from proxy.steps.attempt import Attempts
 from proxy.steps.preparation import Preparation, Ready
 from proxy.steps.serving import Serving, cause_for
@@ -148,8 +149,9 @@ class Flow:
                 record.answered_s = reply.completed - record.arrived
             admitted.spend(record.output_tokens or reply.events)
             self.requests.add(record)
+            record.headers = call.headers
             self.observe(record)
-            record.chain = None  # the log keeps records for long
+            record.chain = record.headers = None  # the log keeps records for long
 
     async def run(self, ready: Ready, reply: Reply, record: RequestRecord, admitted: Admission) -> None:
         """Runs a request of kvpin's own, which was prepared. It waits for its turn like any other.
@@ -303,6 +305,8 @@ class Flow:
                 reply.through(noter)
         if (keep := ready.keep) is not None:
             reply.through(lambda client: ReasoningSeen(client, keep))
+        if values := ready.values:
+            reply.through(lambda client: ValuesBack(client, values))
         return Prepared(can_repeat=call.body is None or isinstance(call.body, JsonBody))
 
     async def prepare(self, call: Call) -> Ready:

@@ -258,7 +258,8 @@ ITEMS = st.lists(
         st.fixed_dictionaries(
             {
                 "type": kinds(RESPONSE_ITEMS), "role": odd(st.sampled_from(ALL_ROLES[:4])), "id": odd(IDS),
-                "call_id": odd(IDS), "content": TEXT | st.lists(odd(TEXTS), max_size=2), "output": odd(TEXT), "name": odd(NAMES),
+                "call_id": odd(IDS), "content": TEXT | st.lists(odd(TEXTS), max_size=2),
+                "output": odd(TEXT), "name": odd(NAMES),
                 "arguments": odd(ARGUMENTS), "summary": odd(st.just([])), "input": odd(TEXT),
             },
             optional={"namespace": odd(NAMES), "encrypted_content": odd(TEXT), "action": JSON},
