@@ -1,19 +1,21 @@
 """Limits on the texts that a chat template may make: `text.center(10**10)` would fill the machine's memory.
 
 Where one call can make much of little, the length of its result is computed before the call. Where the result
-is at most some times its parts, as for `text + text`, it is looked at after. Long texts also count together:
-a template may double a text, but not many times. Loops and macros count their steps, and have a limit of CPU
-time. templates.py limits the whole text.
+is at most some times its parts, as for `text + text`, it is looked at after. What calls make, and long texts,
+also count together: a template may double a text, but not many times. Loops and macros count their steps, and
+have limits of CPU time and of the memory that fills up meanwhile. templates.py limits the whole text.
 """
 
 from __future__ import annotations
 
 import re
+import resource
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial, wraps
 from itertools import chain, repeat
+from pathlib import Path
 from string import Formatter
 from typing import Any
 
@@ -23,13 +25,17 @@ from jinja2.filters import FILTERS
 from jinja2.nodes import EvalContext
 from jinja2.utils import generate_lorem_ipsum
 
-# The longest text that a call may make, and all long texts of one rendering together, in characters.
+# The longest text that a call may make; all texts of calls, and long texts, of one rendering: in characters.
 MAX_LENGTH = 64 << 20
 MAX_LONG = 512 << 20
 # From this length on, a text is long.
 LONG = 64 << 10
 # The most CPU seconds that one rendering's loops and macros may take: many times those of the longest body.
 MAX_S = 20.0
+# Bytes by which the process may grow while loops and macros run.
+MAX_BYTES = 1 << 30
+# CPU seconds between two looks at that. A usual chat takes less.
+_LOOK_S = 0.01
 # Steps of all threads between two looks at the clock.
 _STEPS = 256
 # Texts that may be put together before their length is looked at.
@@ -39,6 +45,7 @@ MAX_PLACES = 1 << 20
 # Width and precision of a `%` conversion.
 _CONVERSION = re.compile(r"%(?:\([^)]*\))?[-+ #0]*(\*|\d*)(?:\.(\*|\d*))?")
 _ENDLESS = MAX_LENGTH + 1
+_STATM, _PAGE = Path("/proc/self/statm"), resource.getpagesize()
 
 
 class _Made(threading.local):
@@ -47,10 +54,14 @@ class _Made(threading.local):
     Attributes:
         length: the characters of the long texts.
         until: the thread's CPU seconds at which it takes too long; None before the first look at the clock.
+        look: those of the next look at the memory.
+        most: the process's bytes of memory at which it takes too much; None before the first look at those.
     """
 
     length = 0
     until: float | None = None
+    look = 0.0
+    most: int | None = None
 
 
 _made = _Made()
@@ -59,21 +70,36 @@ _made = _Made()
 def begin_rendering() -> None:
     """Nothing was made yet."""
     _made.length = 0
-    _made.until = None
+    _made.until = _made.most = None
 
 
 def _look(_: None) -> Iterator[None]:
     """Steps until the next look; an error where this thread's rendering takes too long."""
     now = time.thread_time()
     if _made.until is None:
-        _made.until = now + MAX_S
-    return _late() if now > _made.until else repeat(None, _STEPS)
+        _made.until, _made.look = now + MAX_S, now + _LOOK_S
+    if now > _made.until:
+        return _failing(f"loop for more than {MAX_S:g} s of CPU time")
+    if now > _made.look:
+        _made.look, taken = now + _LOOK_S, _memory()
+        _made.most = taken + MAX_BYTES if _made.most is None else _made.most
+        if taken > _made.most:
+            return _failing(f"take over {MAX_BYTES >> 30} GiB of memory")
+    return repeat(None, _STEPS)
 
 
-def _late() -> Iterator[None]:
+def _memory() -> int:
+    """The process's bytes of memory; 0 where the system does not tell."""
+    try:
+        return int(_STATM.read_bytes().split()[1]) * _PAGE
+    except OSError:
+        return 0
+
+
+def _failing(what: str) -> Iterator[None]:
     """Raises TemplateRuntimeError. Raised by `_look`, it would end `step` for good."""
     yield from ()
-    raise TemplateRuntimeError(f"a chat template must not loop for more than {MAX_S:g} s of CPU time")
+    raise TemplateRuntimeError(f"a chat template must not {what}")
 
 
 step: Callable[[], None] = partial(next, chain.from_iterable(map(_look, repeat(None))))
@@ -82,14 +108,13 @@ would take a fifth of a template's time."""
 
 
 def check_length(length: int) -> None:
-    """Raises SecurityError for too long a text, or for too many long texts."""
-    if length > LONG:
-        _made.length += length
-        if length > MAX_LENGTH or _made.length > MAX_LONG:
-            raise SecurityError(
-                f"a chat template must not make a text of over {MAX_LENGTH >> 20} Mi characters, or so many "
-                f"long texts that they have over {MAX_LONG >> 20} Mi"
-            )
+    """Raises SecurityError for too long a text, or for too many texts."""
+    _made.length += length
+    if length > MAX_LENGTH or _made.length > MAX_LONG:
+        raise SecurityError(
+            f"a chat template must not make a text of over {MAX_LENGTH >> 20} Mi characters, or so many "
+            f"texts that they have over {MAX_LONG >> 20} Mi"
+        )
 
 
 def checked(made: Any) -> Any:  # noqa: ANN401 - as the template has it

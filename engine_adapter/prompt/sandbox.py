@@ -98,8 +98,12 @@ class Sandbox(ImmutableSandboxedEnvironment):
         if operator == "%":
             if isinstance(left, str):
                 check_length(len(left) + printf_length(left, right))
-        elif _size(operator, left, right) > MAX_PRODUCT:
-            raise SecurityError(f"a chat template must not make anything as long as {operator!r} makes here")
+        else:
+            if (size := _size(operator, left, right)) > MAX_PRODUCT:
+                raise SecurityError(
+                    f"a chat template must not make anything as long as {operator!r} makes here"
+                )
+            check_length(size)
         return super().call_binop(context, operator, left, right)
 
     def getattr(self, obj: Any, attribute: str) -> Any:  # noqa: ANN401 - as the template has it

@@ -3,6 +3,7 @@
 import pytest
 from jinja2.exceptions import SecurityError, TemplateError
 
+from engine_adapter.prompt import bounds
 from engine_adapter.prompt.templates import environment, render_template
 
 MUCH = "10**10"
@@ -95,6 +96,30 @@ def test_nor_is_a_list_or_what_blocks_and_macros_make(start, step):
     bomb = DOUBLED.replace("STEP", "a + a").replace("START", start).replace("SET", step)
     with pytest.raises(SecurityError):
         render_template(bomb, [])
+
+
+@pytest.mark.parametrize(
+    "made", ["map('center', 60000)", "map('replace', '', 'x' * 9999)", "map('indent', 60000, true)"]
+)
+def test_many_texts_below_64_kib_do_not_fill_the_memory(made):
+    with pytest.raises(SecurityError, match="so many texts"):
+        render_template("{{ range(100000) | map('string') | " + made + " | list | length }}", [])
+
+
+@pytest.mark.parametrize("text", ["t + i", "t ~ i", "'%s%s' % (t, i)"])
+def test_nor_do_sums_in_loops(text, monkeypatch):
+    monkeypatch.setattr(bounds, "MAX_BYTES", 64 << 20)
+    loops = "{% for _ in range(1000) %}{% for i in 'abcdefghij' * 50 %}SET{% endfor %}{% endfor %}"
+    bomb = "{% set t = 'x' * 60000 %}{% set ns = namespace(kept=[]) %}" + loops
+    with pytest.raises(TemplateError, match=r"of memory|so many texts"):
+        render_template(bomb.replace("SET", "{% set ns.kept = [ns.kept, " + text + "] %}"), [])
+
+
+def test_where_the_system_does_not_tell_its_memory(monkeypatch, tmp_path):
+    monkeypatch.setattr(bounds, "MAX_BYTES", 0)
+    monkeypatch.setattr(bounds, "_STATM", tmp_path / "none")
+    long = "{% for _ in range(1000) %}{% for i in range(200) %}{% endfor %}{% endfor %}done"
+    assert render_template(long, []) == "done"
 
 
 def test_a_whole_of_few_long_pieces_is_not_made():
