@@ -49,7 +49,8 @@ class ServeFlags:
         "NAME=MODEL", "A further name of a model or LoRA adapter. Repeatable."
     )
     normalise: list[str] | None = option(
-        "RULE", "Change prompts so that more of them is cached: a rule of docs/normalise.md. Repeatable."
+        "RULE",
+        "Change prompts so that more of them is cached: a rule of docs/normalise.md, or agents. Repeatable.",
     )
     default_model: str | None = option("MODEL", "Serves requests for any other model, or for none.")
     cors_origin: list[str] | None = option(

@@ -3,8 +3,10 @@
     billing_line    drops the line x-anthropic-billing-header, with which Claude Code begins its system prompt
     date_to_day     cuts dates with a time of day to the day, in the system prompt
     tools_sorted    sorts the tools by name
-    volatile_last   moves lines with times, counters and git's status from the system prompt to the end
-    paths           moves lines that name the working directory from the system prompt to the end
+    schemas_sorted  sorts the fields of each tool's schema
+    paths, dates,   tell such values of the system prompt and of tools before the first turn, and leave
+    ids             references in their places (`prompt_values.py`)
+    volatile_last   tells times, counts and git's status behind the last message, likewise
     reasoning_kept  puts back the reasoning of earlier answers: `proxy/request/kept_reasoning.py`
 
 They work on the fields of chats, of Anthropic's messages and of OpenAI's responses, in the client's own form.
@@ -17,7 +19,21 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import StrEnum
 from itertools import takewhile
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
+
+import msgspec
+
+from proxy.core.prompt_values import (
+    DATES,
+    HEAD,
+    IDS,
+    ISO_TIME,
+    VOLATILE,
+    WORDY_TIME,
+    Kinds,
+    Paths,
+    References,
+)
 
 Fields = Mapping[str, Any]
 Step = Callable[[Fields], dict[str, Any]]
@@ -34,48 +50,50 @@ class Rule(StrEnum):
     VOLATILE_LAST = "volatile_last"
     PATHS = "paths"
     REASONING_KEPT = "reasoning_kept"
+    SCHEMAS_SORTED = "schemas_sorted"
+    DATES = "dates"
+    IDS = "ids"
 
 
+class Normalised(NamedTuple):
+    """What rules made of a prompt.
+
+    Attributes:
+        changes: the fields that they changed, in their new form.
+        applied: the rules that changed something.
+        told: reference → value, of the values that the prompt tells in another place now.
+    """
+
+    changes: dict[str, Any]
+    applied: tuple[Rule, ...]
+    told: dict[str, str]
+
+
+FINDS_VALUES = frozenset({Rule.PATHS, Rule.DATES, Rule.IDS, Rule.VOLATILE_LAST})
+"""The rules that leave references to values."""
+AGENTS = frozenset(Rule) - {Rule.DATE_TO_DAY, Rule.REASONING_KEPT}
+"""The rules for coding agents: what they say of each session stands behind what is the same in all."""
 FIELDS = ("system", "instructions", "tools", "messages", "input")
 """The fields that rules read and change."""
 BILLING = "x-anthropic-billing-header"
 _BILLING = re.compile(BILLING + r":(?: *\w+=[^;\n]*;)*\s*")
-_TIME = r"\d{2}:\d{2}(?::\d{2}(?:[.,]\d{1,9})?)?(?: ?(?:[AP]M))?(?: ?(?:Z|UTC|GMT|[+-]\d{2}:?\d{2})(?!\w))?"
-# 2026-11-25T23:05:44.1Z, and 2026-11-25 23:05.
-_ISO = re.compile(rf"(?<!\d)(\d{{4}}-\d{{2}}-\d{{2}})(?:T|, | at | ){_TIME}(?![\d:])")
-# Wed, 25 Nov 2026 23:05:44 GMT, and Wed Nov 25 23:05:44 UTC 2026.
-_WORDS = re.compile(
-    r"\b((?:Mon|Tue|Wed|Thu|Fri|Sat|Sun)\w{0,6},? (?:\w{3,9} +\d{1,2}|\d{1,2} \w{3,9})(?:,? \d{4})?)"
-    rf",? {_TIME}(?![\d:])"
-)
-_VOLATILE = re.compile(
-    r"^\W*(?:the )?(?:current|today'?s|local)[ _-]*(?:date|time|day|datetime|timestamp)\b"
-    r"|^\W*(?:date|time|timestamp|now|today)\b[^\n:=]{0,20}[:=]"
-    r"|\d{4}-\d{2}-\d{2}[T ]\d{2}:\d{2}|\b\d{2}:\d{2}:\d{2}\b"
-    r"|\b(?:tokens?|context|usage|budget)\b[^\n]{0,60}\d[^\n]{0,20}\b(?:left|remaining|used)\b"
-    r"|^\W*(?:git status|current branch)\b[^\n:]{0,20}:",
-    re.IGNORECASE,
-)
-# Claude Code ends its system prompt with it.
-_GIT = re.compile(r"^gitStatus:")
-_PATHS = re.compile(
-    r"^\W*(?:primary |current |additional )?(?:working director(?:y|ies)|workspace|cwd|worktree|project root"
-    r"|repository root|repo root)\b[^\n:=]{0,20}[:=]\s*\S*[/\\]",
-    re.IGNORECASE,
-)
-# Rules look at the first characters of a line only. Lines that people write are shorter, and one call of a
-# pattern keeps the interpreter's lock: a chat of 8 MB in one line took 10.8 s.
-HEAD = 512
-"""Characters of each line that rules look at."""
 _SYSTEM_ROLES = ("system", "developer")
+_SCHEMAS = ("parameters", "input_schema")
+_VALUES = "Values in the instructions above:"
 # Items that can hold a further text, and their field with text.
 _ENDS = {"user": "content", "tool": "content", "function_call_output": "output"}
 
 
-def normalised(fields: Fields, rules: Iterable[Rule]) -> tuple[dict[str, Any], tuple[Rule, ...]]:
-    """The fields that these rules change, in their new form, and the rules that changed something."""
-    chosen = frozenset(rules)
-    return changed_by(fields, {rule: step for rule, step in _STEPS.items() if rule in chosen})
+def normalised(fields: Fields, rules: Iterable[Rule]) -> Normalised:
+    """The fields that these rules change."""
+    chosen, told = frozenset(rules), dict[str, str]()
+    changes, applied = changed_by(fields, {rule: step for rule, step in _STEPS.items() if rule in chosen})
+    for place in _PLACES:
+        found = {rule: place.finders[rule]() for rule in place.finders if rule in chosen}
+        if found and (moved := _told({**fields, **changes}, found, place)) is not None:
+            changes, applied = changes | moved.changes, applied + moved.applied
+            told |= moved.told
+    return Normalised(changes, applied, told)
 
 
 def changed_by(fields: Fields, steps: Mapping[_Name, Step]) -> tuple[dict[str, Any], tuple[_Name, ...]]:
@@ -109,7 +127,7 @@ def _to_day(line: str) -> str:
     def to_day(found: re.Match[str]) -> str:
         return found[1] if found.end() < end else found[0]
 
-    return _WORDS.sub(to_day, _ISO.sub(to_day, head)) + rest
+    return WORDY_TIME.sub(to_day, ISO_TIME.sub(to_day, head)) + rest
 
 
 def _with_system(fields: Fields, change: Callable[[str], str]) -> dict[str, Any]:
@@ -153,29 +171,70 @@ def _with_text(part: Any, change: Callable[[str], str]) -> Any:  # noqa: ANN401 
             return part
 
 
-# --- lines that move to the end ------------------------------------------------------------------------
+# --- values that are told in another place -------------------------------------------------------------
 
 
-def _moved(fields: Fields, is_moved: Callable[[str], bool], rest: re.Pattern[str] | None) -> dict[str, Any]:
-    """Moves lines of the system prompt to the end of the prompt. From a line that `rest` matches, all that
-    follows in its text moves."""
-    lines = list[str]()
+class _Place(NamedTuple):
+    """Where a prompt tells values.
 
-    def take(text: str) -> str:
-        kept, all_moves = list[str](), False
-        for line in text.splitlines(keepends=True):
-            all_moves = all_moves or (rest is not None and rest.match(line, 0, HEAD) is not None)
-            (lines if all_moves or is_moved(line) else kept).append(line)
-        return "".join(kept)
+    Attributes:
+        put: gives the conversation with a text there; None if none can stand there.
+        finders: rule → makes what finds its values, anew for each prompt.
+        order: how values of these kinds stand there: what changes least comes first.
+    """
 
-    changes = _with_system(fields, take)
-    if not lines:
-        return {}
-    text = "\n".join(line.rstrip("\r\n") for line in lines)
-    for name in ("messages", "input"):
-        if (ended := _with_end(changes.get(name, fields.get(name)), text)) is not None:
-            return {**changes, name: ended}
-    return {}
+    put: Callable[[Any, str], Any]
+    finders: Mapping[Rule, Callable[[], Kinds]]
+    order: Sequence[str]
+
+
+def _told(fields: Fields, found: Mapping[Rule, Kinds], place: _Place) -> Normalised | None:
+    """The prompt with references in the place of these values, which it tells there; None if it cannot."""
+    references, changes, applied = References(), dict[str, Any](), list[Rule]()
+    for rule, kinds in found.items():
+        known, now = len(references.told), {**fields, **changes}
+
+        def replaced(text: str, kinds: Kinds = kinds) -> str:
+            return references.replaced(text, kinds)
+
+        more = _with_system(now, replaced)
+        if isinstance(tools := now.get("tools"), list):
+            more["tools"] = [_with_descriptions(each, replaced) for each in tools]
+        if len(references.told) > known:
+            changes |= more
+            applied.append(rule)
+    text = "\n".join((_VALUES, *references.lines(place.order)))
+    for name in ("messages", "input") if applied else ():
+        if (items := place.put(changes.get(name, fields.get(name)), text)) is not None:
+            return Normalised({**changes, name: items}, tuple(applied), references.told)
+    return None
+
+
+def _with_descriptions(value: Any, change: Callable[[str], str]) -> Any:  # noqa: ANN401 - JSON
+    """A tool, or a part of one, with each description changed."""
+    match value:
+        case dict():
+            return {
+                name: change(inner)
+                if name == "description" and isinstance(inner, str)
+                else _with_descriptions(inner, change)
+                for name, inner in value.items()
+            }
+        case list():
+            return [_with_descriptions(each, change) for each in value]
+        case _:
+            return value
+
+
+def _with_beginning(items: Any, text: str) -> Any:  # noqa: ANN401 - JSON
+    """The conversation with a text at the beginning of its first turn; None if none can stand there."""
+    if isinstance(items, str):
+        return f"{text}\n\n{items}"
+    if isinstance(items, list):
+        for at, item in enumerate(items):
+            if not is_system(item) and (begun := with_turn_text(item, text, is_first=True)) is not None:
+                return [*items[:at], begun, *items[at + 1 :]]
+    return None
 
 
 def _with_end(items: Any, text: str) -> Any:  # noqa: ANN401 - JSON
@@ -186,6 +245,19 @@ def _with_end(items: Any, text: str) -> Any:  # noqa: ANN401 - JSON
         return None
     ended = with_turn_text(items[-1], text)
     return None if ended is None else [*items[:-1], ended]
+
+
+_PLACES = (
+    # Before the first turn, all prompts of a session are equal up to their last message.
+    _Place(
+        _with_beginning,
+        # A date or an id in a path belongs to the path.
+        {Rule.PATHS: lambda: {"path": (Paths(),)}, Rule.DATES: lambda: DATES, Rule.IDS: lambda: IDS},
+        ("date", "path", "id"),
+    ),
+    # What changes within a session stands behind all that does not.
+    _Place(_with_end, {Rule.VOLATILE_LAST: lambda: VOLATILE}, ("time", "count", "git")),
+)
 
 
 def with_turn_text(item: Any, text: str, *, is_first: bool = False) -> Any:  # noqa: ANN401 - JSON
@@ -232,14 +304,45 @@ def _name(tool: object) -> str:
             return ""
 
 
+def _sorted_schemas(fields: Fields) -> dict[str, Any]:
+    tools = fields.get("tools")
+    if not isinstance(tools, list):
+        return {}
+    by_name = [_with_sorted_schema(each) for each in tools]
+    # Equal objects may have another order.
+    return {"tools": by_name} if msgspec.json.encode(by_name) != msgspec.json.encode(tools) else {}
+
+
+def _with_sorted_schema(tool: Any) -> Any:  # noqa: ANN401 - JSON
+    match tool:
+        case {"function": dict(function)}:
+            return {**tool, "function": _with_sorted_schema(function)}
+        case dict():
+            return {name: _in_order(value) if name in _SCHEMAS else value for name, value in tool.items()}
+        case _:
+            return tool
+
+
+def _in_order(value: Any) -> Any:  # noqa: ANN401 - JSON
+    """A schema with its fields, and the names that it requires, in the order of the alphabet."""
+    match value:
+        case dict():
+            ordered = {name: _in_order(value[name]) for name in sorted(value)}
+            required = ordered.get("required")
+            if isinstance(required, list) and all(isinstance(each, str) for each in required):
+                ordered["required"] = sorted(required)
+            return ordered
+        case list():
+            return [_in_order(each) for each in value]
+        case _:
+            return value
+
+
 _STEPS: Mapping[Rule, Step] = {
     Rule.BILLING_LINE: lambda fields: _with_system(fields, _without_billing),
     Rule.DATE_TO_DAY: lambda fields: _with_system(fields, _to_days),
     Rule.TOOLS_SORTED: _sorted_tools,
-    Rule.VOLATILE_LAST: lambda fields: _moved(
-        fields, lambda line: _VOLATILE.search(line, 0, HEAD) is not None, _GIT
-    ),
-    Rule.PATHS: lambda fields: _moved(fields, lambda line: _PATHS.search(line, 0, HEAD) is not None, None),
+    Rule.SCHEMAS_SORTED: _sorted_schemas,
 }
 
 

@@ -41,7 +41,7 @@ def text_blocks(fields: Fields, keyed: Callable[[], blake2b]) -> TextBlocks:
     ids, ends = _hashed(fields, keyed)
     found = TextBlocks(ids, *ends, {})
     for name, rules in (*((rule.value, (rule,)) for rule in Rule), (ALL, tuple(Rule))):
-        changes, applied = normalised(fields, rules)
+        changes, applied, _ = normalised(fields, rules)
         if applied:
             found.changed[name], _ = _hashed({**fields, **changes}, keyed)
     return found

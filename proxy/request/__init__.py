@@ -24,6 +24,7 @@ comparison.py      why a request's cache missed
 diagnostics.py     the reason of a cache miss, as a field of the answer
 cache_usage.py     what the cache got, in the usage of chats
 normalising.py     which rules change whose prompts
+values_back.py     puts values back where an answer repeats a reference to one
 known_routes.py    routes that take only POST, and what a wrong path means
 translate/         requests of other APIs, served as chats
 stored/            objects that engines keep: whose they are, and which routes reach them

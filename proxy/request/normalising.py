@@ -3,10 +3,11 @@ of `proxy/core/message_repair.py` to those whose messages the model's chat templ
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import NamedTuple
 
 import structlog
 from msgspec.structs import replace
@@ -16,7 +17,8 @@ from engine_adapter.body import UnreadableField
 from engine_adapter.off_loop import JSON_BYTES_PER_MS, VALUES_PER_MS, off_loop
 from engine_adapter.prompt.message_shapes import Shape
 from proxy.core.message_repair import Repair, may_need, repaired
-from proxy.core.normalise import BILLING, FIELDS, Rule, normalised
+from proxy.core.normalise import BILLING, FIELDS, FINDS_VALUES, Rule, normalised
+from proxy.core.prompt_values import has_reference
 from proxy.request.calls import Call
 from proxy.request.kept_reasoning import Keep, KeptReasoning
 from proxy.request.session import Session
@@ -47,6 +49,21 @@ REPAIRS = {
 }
 """What repairs the messages that a template loses."""
 _BILLING = BILLING.encode()
+# Bytes of a body in which values are looked for in about 1 ms.
+_SEARCHED_BYTES_PER_MS = 8 * 1024
+
+
+class Changed(NamedTuple):
+    """A request as rules and repairs made it.
+
+    Attributes:
+        by: what changed it.
+        told: reference → value, of the values that its prompt now tells in another place.
+    """
+
+    call: Call
+    by: tuple[Change, ...]
+    told: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,41 +97,42 @@ class Normalising:
     reasoning: KeptReasoning = field(default_factory=KeptReasoning)
 
     async def apply(
-        self, call: Call, model: str, lost: AbstractSet[Shape] = frozenset()
-    ) -> tuple[Call, tuple[Change, ...]]:
-        """The request with a normalised body, and what changed it.
+        self, call: Call, model: str, lost: AbstractSet[Shape] = frozenset(), *, may_keep: bool = False
+    ) -> Changed | None:
+        """The request with a normalised body, and what changed it; None if it stays as it is.
 
         Args:
             call: the request.
             model: of its pool.
             lost: messages that the chat template of this model refuses or leaves out.
+            may_keep: the engine may keep the answer, and show it again.
         """
         body, route = call.body, call.route
         if not isinstance(body, JsonBody) or route not in ROUTES:
-            return call, ()
+            return None
         repairs = frozenset[Repair]()
         if lost:
             needed = frozenset(REPAIRS[shape] for shape in lost)
             repairs = needed if may_need(body.raw, needed) else repairs
         if not (self.chosen or repairs or route.startswith(_MESSAGES)):
-            return call, ()
+            return None
         suiting = self._suiting(call, model)
         rules = _rules_of(suiting) - {Rule.REASONING_KEPT}
         if route.startswith(_MESSAGES) and _BILLING in body.raw:
             rules |= {Rule.BILLING_LINE}
+        if may_keep and rules & FINDS_VALUES and body.get("store") is not False:
+            rules -= FINDS_VALUES  # the answer that it shows again would have references
         if not all(entry.repairs for entry in suiting):
             repairs = frozenset[Repair]()
         if not (rules or repairs):
-            return call, ()
-        changed, applied = await off_loop(
-            lambda: _applied(body, rules, repairs),
-            ms=2 * len(body.raw) / JSON_BYTES_PER_MS + body.n_values / VALUES_PER_MS,
-        )
-        if not applied:
-            return call, ()
-        if mended := tuple(each for each in applied if isinstance(each, Repair)):
+            return None
+        ms = 2 * len(body.raw) / JSON_BYTES_PER_MS + body.n_values / VALUES_PER_MS
+        if rules & FINDS_VALUES:
+            ms += len(body.raw) / _SEARCHED_BYTES_PER_MS
+        changed = await off_loop(lambda: _applied(call, body, rules, repairs), ms=ms)
+        if changed is not None and (mended := tuple(each for each in changed.by if isinstance(each, Repair))):
             _tell(call.session, call.tenant, model, mended)
-        return replace(call, body=changed), applied
+        return changed
 
     async def with_reasoning(self, chat: Call, model: str) -> tuple[Call, Keep | None]:
         """A chat with the reasoning that its client left out, where that rule was chosen, and what keeps the
@@ -147,15 +165,17 @@ NO_RULES = Normalising()
 
 
 def _applied(
-    body: JsonBody, rules: AbstractSet[Rule], repairs: AbstractSet[Repair]
-) -> tuple[JsonBody, tuple[Change, ...]]:
+    call: Call, body: JsonBody, rules: AbstractSet[Rule], repairs: AbstractSet[Repair]
+) -> Changed | None:
     wanted = ("system",) if rules == {Rule.BILLING_LINE} and not repairs else FIELDS
     try:
         fields = {name: body.view(name) for name in wanted if name in body}
     except UnreadableField:  # whoever reads the request next says so
-        return body, ()
-    changes, applied = normalised(fields, rules)
+        return None
+    if rules & FINDS_VALUES and has_reference(body.raw):
+        rules -= FINDS_VALUES  # an answer that repeats it would get another value
+    changes, applied, told = normalised(fields, rules)
     more, mended = repaired(fields | changes, repairs)
     if not (applied or mended):
-        return body, ()
-    return body.replace(**changes | more), (*applied, *mended)
+        return None
+    return Changed(replace(call, body=body.replace(**changes | more)), (*applied, *mended), told)

@@ -27,7 +27,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from engine_adapter.http.web_pages import is_loopback
 from engine_adapter.shape import MOST_FIELDS, MOST_TEXT, MOST_VALUES
-from proxy.core.normalise import Rule
+from proxy.core.normalise import AGENTS, Rule
 from proxy.core.quotas import TenantLimits
 from proxy.settings.engine_settings import (
     DiscoverySettings,
@@ -67,6 +67,14 @@ def _some(models: tuple[str, ...]) -> tuple[str, ...]:
     if not models:
         raise ValueError("it must not be empty")
     return models
+
+
+def _named_rules(rules: object) -> object:
+    """Names of rules. `agents`, alone or in a list, stands for those for coding agents."""
+    listed = [rules] if isinstance(rules, str) else rules
+    if not isinstance(listed, list | tuple) or "agents" not in listed:
+        return listed
+    return tuple(dict.fromkeys([*(each for each in listed if each != "agents"), *sorted(AGENTS)]))
 
 
 SHORTEST_KEY = 16
@@ -149,9 +157,10 @@ class LimitSettings(_SettingsPart):
 class NormaliseSettings(_SettingsPart):
     """Rules that change prompts, so that more of them equals earlier ones."""
 
-    rules: tuple[Rule, ...] = ()
-    """The names of [rules](normalise.md): `billing_line`, `date_to_day`, `tools_sorted`, `volatile_last`,
-    `paths`, `reasoning_kept`."""
+    rules: Annotated[tuple[Rule, ...], BeforeValidator(_named_rules)] = ()
+    """The names of [rules](normalise.md): `billing_line`, `date_to_day`, `tools_sorted`, `schemas_sorted`,
+    `paths`, `dates`, `ids`, `volatile_last`, `reasoning_kept`; or `agents`, all but `date_to_day` and
+    `reasoning_kept`."""
     tenant: Name | None = None
     """Only for requests of this tenant."""
     model: ModelName | None = None

@@ -68,6 +68,7 @@ class Ready(Struct, frozen=True):
             any.
         rules: the rules and repairs that changed its prompt.
         asked: the client's body as these rules changed it, until it is kept; None if none did.
+        values: reference → value, which the answer may name.
         shares: it runs without its tenant's salt, because the pool's engines share KV between tenants.
         keep: keeps the reasoning of its answer; None if it is not to be kept.
         kind: the only kind of engine that can serve it, because one of them died in mid-answer; None for any.
@@ -87,6 +88,7 @@ class Ready(Struct, frozen=True):
     kind: str | None = None
     rules: tuple[Change, ...] = ()
     asked: RequestBody = None
+    values: Mapping[str, str] = {}
     rendering: PromptBuilder | None = None
     others: tuple[Ready, ...] = ()
     renderings: tuple[PromptBuilder, ...] | None = None
@@ -238,20 +240,27 @@ class Preparation:
         kept, keep = tuple[Change, ...](), None
         if self.normalising.chosen:
             call, kept, keep = await self._with_reasoning(call, to.pool)
-        call, rules = await self.normalising.apply(call, to.pool.model, to.pool.lost_shapes)
+        may_keep = call.route == RESPONSES_PATH and RESPONSES_PATH not in to.pool.served_as_chats
+        changed = await self.normalising.apply(call, to.pool.model, to.pool.lost_shapes, may_keep=may_keep)
+        if changed is not None:
+            call = changed.call
         retention = await self._retention(call, to.pool)
         translation = await self._translation(call, to.pool)
         if translation is None:
             ready = await self._ready(call, to, retention)
         else:
-            changed = (*call.changed, *translation.changed)
-            chat = replace(call, path=CHAT_PATH, body=translation.chat, changed=changed)
+            noted = (*call.changed, *translation.changed)
+            chat = replace(call, path=CHAT_PATH, body=translation.chat, changed=noted)
             chat, kept, keep = await self._with_reasoning(chat, to.pool)
             with translation.wording.errors(*ANSWERED):
                 ready = await self._ready(chat, to, retention, counts=translation.counts)
             ready = replace(ready, translation=translation)
-        ready = ready if keep is None else replace(ready, keep=keep)
-        return _with_rules(ready, (*rules, *kept), call)
+        if keep is not None:
+            ready = replace(ready, keep=keep)
+        if changed is not None:
+            ready = replace(ready, values=changed.told)
+            kept = (*changed.by, *kept)
+        return _with_rules(ready, kept, call)
 
     async def _with_reasoning(self, chat: Call, pool: Pool) -> tuple[Call, tuple[Change, ...], Keep | None]:
         """A chat with the reasoning that its client left out, the rule that did so, and what keeps the

@@ -37,7 +37,7 @@ async def engine():
 async def client(engine, tokenizer_dir):
     """A client of a proxy that follows what its engine holds."""
     adapter = FakeAdapter("a", engine.url, replace(INFO, tokenizer=str(tokenizer_dir), max_model_len=4096))
-    rules = Normalising([ChosenRules(frozenset({Rule.VOLATILE_LAST, Rule.DATE_TO_DAY}))])
+    rules = Normalising([ChosenRules(frozenset(Rule))])
     async with (
         proxy_over(adapter, reuse=True, normalising=rules, max_body_bytes=16 << 20) as proxy,
         client_of(proxy) as client,
@@ -124,6 +124,16 @@ SHAPES = {
 }
 OTHERS = {
     "system": (CHAT, chat(messages=[{"role": "system", "content": LONG}, USER])),
+    "a path of many names": (
+        CHAT,
+        chat(messages=[{"role": "system", "content": "/home" + "/a" * 2_000_000}]),
+    ),
+    "many paths": (CHAT, chat(messages=[{"role": "system", "content": "cwd: /b/c d:/e\n" * 300_000}, USER])),
+    "many digits": (
+        CHAT,
+        chat(messages=[{"role": "system", "content": "11/11/2026-12:00 " * 300_000}, USER]),
+    ),
+    "a schema": (CHAT, chat(tools=[{"name": "f", "parameters": {str(at): 1 for at in range(100_000)}}])),
     "a billing line": (
         "/v1/messages",
         {"max_tokens": 1, "system": BILLING + ":" + "a=;" * 2_000_000, **chat()},

@@ -1,17 +1,17 @@
 """Each rule changes only what its name says."""
 
 import json
-from collections import Counter
 from copy import deepcopy
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.core.normalise import HEAD, Rule, normalised
+from proxy.core.normalise import AGENTS, FINDS_VALUES, Rule, normalised
+from proxy.core.prompt_values import HEAD
 
 CHOSEN = tuple(rule for rule in Rule if rule is not Rule.BILLING_LINE)
-MOVING = (Rule.VOLATILE_LAST, Rule.PATHS)
+TOLD = "Values in the instructions above:\n"
 
 
 def system(text):
@@ -28,8 +28,9 @@ def ask(text, *more):
 
 def changed(fields, *rules):
     before = deepcopy(fields)
-    changes, applied = normalised(fields, rules)
+    changes, applied, told = normalised(fields, rules)
     assert fields == before
+    assert bool(told) <= bool(set(applied) & FINDS_VALUES)
     assert bool(changes) == bool(applied)
     return {**fields, **changes}
 
@@ -84,33 +85,84 @@ def test_tools_are_sorted_by_name():
 
 
 @pytest.mark.parametrize(
-    "line",
+    ("line", "left", "values"),
     [
-        "Current time: 23:05",
-        "- Today's date is Wednesday",
-        "Date: 25.11.2026",
-        "The report of 2026-11-25T23:05",
-        "Context: 40,324 of 71,000 tokens used",
-        "Current branch: main",
+        ("Current time: 23:05", "Current time: [[time 1]]", ["[[time 1]]: 23:05"]),
+        ("- Today's date is Wednesday", "- Today's date is [[time 1]]", ["[[time 1]]: Wednesday"]),
+        ("The report of 2026-11-25T23:05", "The report of [[time 1]]", ["[[time 1]]: 2026-11-25T23:05"]),
+        (
+            "Context: 40,324 of 71,000 tokens used",
+            "Context: [[count 1]] of [[count 2]] tokens used",
+            ["[[count 1]]: 40,324", "[[count 2]]: 71,000"],
+        ),
+        ("Current branch: main", "Current branch: [[git 1]]", ["[[git 1]]: main"]),
     ],
 )
-def test_a_volatile_line_moves_to_the_end(line):
+def test_what_changes_within_a_session_is_told_behind_the_last_message(line, left, values):
     fields = ask(
         f"You are brief.\n{line}\nYou know tides.", {"role": "assistant", "content": "4 m"}, user("And?")
     )
     made = changed(fields, Rule.VOLATILE_LAST)
-    assert made["messages"][0] == system("You are brief.\nYou know tides.")
+    assert made["messages"][0] == system(f"You are brief.\n{left}\nYou know tides.")
     assert made["messages"][1:3] == fields["messages"][1:3]
-    assert made["messages"][3] == user(f"And?\n\n{line}")
+    assert made["messages"][3] == user("And?\n\n" + TOLD + "\n".join(values))
 
 
-@pytest.mark.parametrize(
-    "line", ["Working directory: /home/u/w1", "  - cwd: C:\\work", "Primary working directory: /w/a"]
-)
-def test_the_line_with_the_directory_moves_to_the_end(line):
-    made = changed(ask(f"You are brief.\n{line}"), Rule.PATHS)
-    assert made["messages"] == [system("You are brief.\n"), user(f"Hi\n\n{line}")]
-    assert changed(ask(f"You are brief.\n{line}"), Rule.VOLATILE_LAST) == ask(f"You are brief.\n{line}")
+@pytest.mark.parametrize("line", ["## Current Date", "Time zone: the client's", "Date format: as they like"])
+def test_headings_and_lines_without_a_time_stay(line):
+    assert changed(ask(line), *Rule) == ask(line)
+
+
+def test_what_is_equal_in_a_session_is_told_before_its_first_turn():
+    text = "Today is 2026-11-29 (Sunday).\nThe directory is `/home/u/w1`; /home/u/w1 it is."
+    later = [user("Hi"), {"role": "assistant", "content": "4 m"}, user("And?")]
+    made = changed({"messages": [system(text), *later]}, Rule.PATHS, Rule.DATES)
+    told = f"{TOLD}[[date 1]]: 2026-11-29 (Sunday)\n[[path 1]]: /home/u/w1\n\nHi"
+    assert made["messages"] == [
+        system("Today is [[date 1]].\nThe directory is `[[path 1]]`; [[path 1]] it is."),
+        user(told),
+        *later[1:],
+    ]
+
+
+def test_values_in_the_descriptions_of_tools_are_told():
+    def tool(at):
+        where = {"type": "string", "description": f"below {at}", "default": at}
+        parameters = {"type": "object", "properties": {"where": where, "description": {"type": "string"}}}
+        return {"name": "ls", "description": f"Lists {at}.", "parameters": parameters}
+
+    made = changed({"tools": [tool("/home/u/w1")], "input": "Hi"}, Rule.PATHS)
+    expected = tool("[[path 1]]")
+    expected["parameters"]["properties"]["where"]["default"] = "/home/u/w1"
+    assert made == {"tools": [expected], "input": f"{TOLD}[[path 1]]: /home/u/w1\n\nHi"}
+
+
+def test_the_prompts_of_two_directories_are_equal_up_to_the_values():
+    def prompt(at, day, session):
+        text = f"Be brief.\nYou work in {at} since {day}, as {session}.\nKnow tides."
+        return changed({"messages": [system(text), user("Hi")]}, *AGENTS)["messages"]
+
+    one = prompt("/home/u/w1", "Nov 28, 2026", "0b9d8a52-7c1e-4f0a-9d3e-1f2a3b4c5d6e")
+    other = prompt("/Users/v/w2", "29 November 2026", "1b9d8a52-7c1e-4f0a-9d3e-1f2a3b4c5d6e")
+    assert one[0] == other[0]
+    assert one[1] != other[1]
+
+
+def test_schemas_are_sorted_and_mean_the_same():
+    def tool(*names):
+        inner = {name: {"type": "string", "enum": ["b", "a"]} for name in names}
+        schema = {"required": [*names], "properties": inner, "anyOf": [{"b": 1, "a": 2}]}
+        return {"type": "function", "function": {"name": "f", "parameters": schema}}
+
+    one, other = (changed({"tools": [tool(*names)]}, Rule.SCHEMAS_SORTED) for names in ("ab", "ba"))
+    assert json.dumps(one) == json.dumps(other)
+    assert one["tools"][0]["function"]["parameters"]["properties"]["a"]["enum"] == ["b", "a"]
+    assert list(one["tools"][0]["function"]["parameters"]) == ["anyOf", "properties", "required"]
+    claude = [{"name": "f", "input_schema": {"b": 1, "a": 2}}]
+    assert json.dumps(changed({"tools": claude}, Rule.SCHEMAS_SORTED)["tools"][0]["input_schema"]) == (
+        '{"a": 2, "b": 1}'
+    )
+    assert normalised(one, [Rule.SCHEMAS_SORTED]) == ({}, (), {})
 
 
 def test_rules_look_at_the_heads_of_lines():
@@ -126,33 +178,36 @@ def test_rules_look_at_the_heads_of_lines():
         line = "x" * (HEAD - cut) + " 2026-11-25 23:05:44 and more"
         made = changed(ask(line), Rule.DATE_TO_DAY)["messages"][0]["content"]
         assert made in (line, line.replace(" 23:05:44", ""))
-    line = "x" * HEAD + " 2026-11-25T23:05"
+    line = "Current time: x" + "x" * HEAD + " 9"
     assert changed(ask(line), Rule.VOLATILE_LAST) == ask(line)
 
 
 def test_all_of_gits_status_moves():
     text = "You are brief.\ngitStatus: This is the status.\n\nStatus:\n M a.py\n"
     made = changed(ask(text), Rule.VOLATILE_LAST)
-    assert made["messages"][0] == system("You are brief.\n")
-    assert made["messages"][1]["content"].endswith("\n\nStatus:\n M a.py")
+    assert made["messages"][0] == system("You are brief.\ngitStatus: [[git 1]]")
+    assert made["messages"][1]["content"].endswith(": This is the status.\n\nStatus:\n M a.py")
+
+
+END = f"{TOLD}[[time 1]]: 1"
 
 
 @pytest.mark.parametrize(
     ("fields", "end"),
     [
-        ({"input": "Hi"}, "Hi\n\nDate: 1"),
+        ({"input": "Hi"}, "Hi\n\n" + END),
         (
             {"input": [user([{"type": "input_text", "text": "Hi"}])]},
-            {"type": "input_text", "text": "Date: 1"},
+            {"type": "input_text", "text": END},
         ),
-        ({"messages": [user([{"type": "text", "text": "Hi"}])]}, {"type": "text", "text": "Date: 1"}),
-        ({"input": [{"type": "function_call_output", "call_id": "c", "output": "4"}]}, "4\n\nDate: 1"),
-        ({"messages": [{"role": "tool", "tool_call_id": "c", "content": "4"}]}, "4\n\nDate: 1"),
+        ({"messages": [user([{"type": "text", "text": "Hi"}])]}, {"type": "text", "text": END}),
+        ({"input": [{"type": "function_call_output", "call_id": "c", "output": "4"}]}, "4\n\n" + END),
+        ({"messages": [{"role": "tool", "tool_call_id": "c", "content": "4"}]}, "4\n\n" + END),
     ],
 )
 def test_the_end_of_each_apis_prompt(fields, end):
     made = changed({"instructions": "Be brief.\nDate: 1", **fields}, Rule.VOLATILE_LAST)
-    assert made["instructions"] == "Be brief.\n"
+    assert made["instructions"] == "Be brief.\nDate: [[time 1]]"
     (value,) = (made[name] for name in fields)
     if isinstance(value, list):
         value = value[-1].get("output") or value[-1]["content"]
@@ -163,16 +218,17 @@ def test_the_end_of_each_apis_prompt(fields, end):
     "messages",
     [[], [user(None)], [{"role": "assistant", "content": "The"}], ["Hi"], [{"role": [1]}]],
 )
-def test_lines_stay_where_no_text_can_follow(messages):
-    fields = {"system": "Date: 1", "messages": messages}
-    assert changed(fields, Rule.VOLATILE_LAST) == fields
+def test_values_stay_where_no_text_can_tell_them(messages):
+    fields = {"system": "Date: 1, in /home/u/w1", "messages": messages}
+    assert changed(fields, Rule.VOLATILE_LAST, Rule.PATHS) == fields
 
 
 def test_the_rules_that_changed_something_are_named():
     fields = ask("Now 2026-11-25T23:05:44Z\ncwd: /a")
-    _, applied = normalised(fields, CHOSEN)
-    assert applied == (Rule.DATE_TO_DAY, Rule.PATHS)
-    assert normalised(ask("Be brief."), CHOSEN) == ({}, ())
+    _, applied, told = normalised(fields, CHOSEN)
+    assert applied == (Rule.DATE_TO_DAY, Rule.PATHS, Rule.DATES)
+    assert told == {"[[path 1]]": "/a", "[[date 1]]": "2026-11-25"}
+    assert normalised(ask("Be brief."), CHOSEN) == ({}, (), {})
 
 
 # --- whatever is sent ---------------------------------------------------------------------------------
@@ -182,6 +238,7 @@ LINES = st.sampled_from(
         "You are brief.",
         "Now 2026-11-25T23:05:44Z",
         "cwd: /home/u",
+        "It is /home/u/w1, since 2026-11-25.",
         "Current time: 9",
         "x-anthropic-billing-header: cch=1;",
         "",
@@ -209,25 +266,20 @@ JSON = st.recursive(
 )
 
 
-def lines_of(fields):
-    """How often each line stands anywhere in the prompt; how lines are joined does not count."""
-    found = Counter()
-    for message in [system(fields.get("system") or ""), *fields["messages"]]:
-        content = message["content"]
-        for text in [content] if isinstance(content, str) else [part["text"] for part in content]:
-            found.update(line for line in text.split("\n") if line)
-    return found
-
-
-@given(fields=REQUESTS, rule=st.sampled_from(MOVING))
-def test_moving_loses_no_line_and_touches_only_the_ends(fields, rule):
-    made = changed(fields, rule)
-    assert lines_of(made) == lines_of(fields)
-    assert made.get("tools") == fields.get("tools")
-    head = next(
-        (i for i, each in enumerate(fields["messages"]) if each["role"] not in ("system", "developer")), 0
-    )
-    assert made["messages"][head:-1] == fields["messages"][head:-1]
+@given(fields=REQUESTS, rules=st.sets(st.sampled_from(sorted(FINDS_VALUES))))
+def test_values_put_back_give_the_prompt_that_was_sent(fields, rules):
+    made, applied, told = normalised(fields, rules)
+    assert bool(applied) == bool(told)
+    text = json.dumps({**fields, **made})
+    for reference, value in told.items():
+        assert reference in text
+        text = text.replace(reference, json.dumps(value)[1:-1])
+    heads = json.loads(text)
+    for name in ("system", "tools"):
+        assert heads.get(name) == fields.get(name)
+    for before, after in zip(fields["messages"], heads["messages"], strict=True):
+        if before["role"] in ("system", "developer", "assistant"):
+            assert before == after
 
 
 @given(fields=REQUESTS)

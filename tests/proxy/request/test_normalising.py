@@ -15,11 +15,16 @@ from proxy.request.calls import Call
 from proxy.request.normalising import NO_RULES, ChosenRules, Normalising
 from proxy.request.session import Session
 from proxy.request.tenants import ApiKey, Tenants
-from tests.fakes import ASK, CHAT, INFO, FakeAdapter, client_of, proxy_over
+from tests.fakes import ASK, CHAT, INFO, FakeAdapter, client_of, event, proxy_over
 from tests.kv_world import until
 
 TIMES = ("2026-11-25T23:05:44Z", "2026-11-25T23:06:01Z")
-DATES = Normalising([ChosenRules(frozenset({Rule.DATE_TO_DAY}), tenant="red")])
+DATES = Normalising(
+    [
+        ChosenRules(frozenset({Rule.DATE_TO_DAY}), tenant="red"),
+        ChosenRules(frozenset({Rule.PATHS}), tenant="blue"),
+    ]
+)
 
 
 def asked(at, text="Hi"):
@@ -81,6 +86,74 @@ async def test_the_miss_is_that_of_the_changed_prompt(client):
     assert found.detail.endswith("(the prompt as changed by date_to_day)")
 
 
+def working_in(path, *more):
+    text = f"The current working directory is `{path}`. Be brief."
+    messages = [{"role": "system", "content": text}, {"role": "user", "content": "Hi"}, *more]
+    return {**ASK, "messages": messages}
+
+
+PIECES = ['{"file": "[', "[pa", 'th 1]]/a.py"', "}"]
+
+
+@pytest.mark.parametrize("streams", [True, False])
+async def test_a_path_comes_back_right_where_a_model_repeats_its_reference(engine, client, streams):
+    def choice(arguments, **more):
+        call = {"index": 0, "function": {"arguments": arguments}}
+        return {"index": 0, "finish_reason": None, **more, "delta": {"tool_calls": [call]}}
+
+    async def script(exchange):
+        if streams:
+            chunks = [event({"id": "c", "choices": [choice(piece)]}) for piece in PIECES]
+            end = event({"id": "c", "choices": [{"index": 0, "delta": {}, "finish_reason": "tool_calls"}]})
+            await exchange.stream(*chunks, end, b"data: [DONE]\n\n")
+        else:
+            message = {"content": None, "tool_calls": [{"function": {"arguments": "".join(PIECES)}}]}
+            told = json.dumps({"id": "c", "choices": [{"index": 0, "message": message}]}).encode()
+            await exchange.send(told)
+
+    engine.script = script
+    systems = set()
+    for path in ("/home/me/x", "/home/me/y"):
+        answer = await ask(client, {**working_in(path), "stream": streams}, "blue")
+        assert answer.headers["x-kvpin-normalised"] == "paths"
+        said = [json.loads(line[6:]) for line in answer.text.split("\n") if line.startswith("data: {")]
+        turns = [each["choices"][0]["delta"] for each in said]
+        turns = turns or [each["message"] for each in answer.json()["choices"]]
+        calls = [each["tool_calls"][0]["function"]["arguments"] for each in turns if "tool_calls" in each]
+        assert json.loads("".join(calls)) == {"file": f"{path}/a.py"}
+        system, user = json.loads(engine.seen[-1].body)["messages"]
+        systems.add(system["content"])
+        assert user["content"] == f"Values in the instructions above:\n[[path 1]]: {path}\n\nHi"
+    assert systems == {"The current working directory is `[[path 1]]`. Be brief."}
+
+
+async def test_a_result_of_a_tool_and_an_earlier_answer_stay_as_they_are(engine, client):
+    more = [
+        {"role": "assistant", "content": "It is /home/me/x."},
+        {"role": "tool", "tool_call_id": "c", "content": "/home/me/x/a.py"},
+    ]
+    await ask(client, working_in("/home/me/x", *more), "blue")
+    sent = json.loads(engine.seen[-1].body)["messages"]
+    assert sent[2:] == more
+    await ask(client, working_in("/home/me/x", *more, {"role": "user", "content": "And?"}), "blue")
+    assert json.loads(engine.seen[-1].body)["messages"][:4] == sent
+
+
+@pytest.mark.parametrize(("stored", "rules"), [({}, []), ({"store": False}, ["paths"])])
+async def test_an_answer_that_an_engine_keeps_has_no_reference(client, stored, rules):
+    body = {"model": "m", "instructions": "The directory is /home/me/x.", "input": "Hi", **stored}
+    await ask(client, body, "blue", "/v1/responses")
+    assert client.proxy.last.normalised == rules
+
+
+async def test_no_value_is_replaced_where_a_message_holds_a_reference(engine, client):
+    """An answer that repeats it would get a path that the message does not mean."""
+    body = working_in("/home/me/x", {"role": "user", "content": "What is [[path 1]]?"})
+    answer = await ask(client, body, "blue")
+    assert "x-kvpin-normalised" not in answer.headers
+    assert json.loads(engine.seen[-1].body) == body
+
+
 async def test_another_tenants_prompt_stays(engine, client):
     answer = await ask(client, asked(TIMES[0]), "blue")
     assert "x-kvpin-normalised" not in answer.headers
@@ -103,7 +176,7 @@ async def test_the_billing_line_of_messages_is_always_dropped_and_never_silently
 @pytest.mark.parametrize("raw", [b'{"messages": 1e999}', b'{"messages": [1]}'])
 async def test_a_body_that_cannot_be_read_goes_on_as_it_is(client, raw):
     call = call_with(raw)
-    assert await Normalising([ChosenRules(frozenset(Rule))]).apply(call, "m") == (call, ())
+    assert await Normalising([ChosenRules(frozenset(Rule))]).apply(call, "m") is None
 
 
 def call_with(raw):

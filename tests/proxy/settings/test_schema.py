@@ -5,6 +5,7 @@ from contextlib import nullcontext
 import pytest
 from pydantic import ValidationError
 
+from proxy.core.normalise import AGENTS, Rule
 from proxy.settings import (
     ApiKeySettings,
     EngineSettings,
@@ -24,6 +25,15 @@ def test_defaults_bind_to_this_machine_and_leave_reuse_off():
     assert settings.limits.body_bytes == 64 * 2**20
     assert settings.limits.request_records == 512
     assert settings.trust_media_uuids is False
+
+
+@pytest.mark.parametrize("rules", ["agents", ["agents"], ["agents", "paths"]])
+def test_a_named_set_of_rules(rules):
+    (entry,) = Settings(normalise=[{"rules": rules}]).normalise
+    assert set(entry.rules) == AGENTS
+    assert Settings(normalise=[{"rules": ["paths", "paths"]}]).normalise[0].rules == (Rule.PATHS, Rule.PATHS)
+    with pytest.raises(ValidationError, match="schemas_sorted"):
+        Settings(normalise=[{"rules": "agent"}])
 
 
 def test_two_engines_cannot_have_one_id():

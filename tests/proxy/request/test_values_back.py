@@ -1,0 +1,183 @@
+"""A client never gets a reference: it gets the value."""
+
+import json
+
+import pytest
+
+from proxy.request.values_back import ValuesBack
+
+VALUES = {"[[path 1]]": "/home/me/x", "[[path 2]]": 'C:\\Users\\"me"'}
+TEXT = "Look at [[path 1]]/a.py, [[path 1] and [[path 3]] in [[path 2]]. [["
+BACK = 'Look at /home/me/x/a.py, [[path 1] and [[path 3]] in C:\\Users\\"me". [['
+ARGUMENTS = json.dumps({"path": "[[path 2]]\\a.py", "text": TEXT})
+
+
+class Kept:
+    is_full = False
+
+    def __init__(self):
+        self.body = b""
+
+    def start(self, status, headers):
+        self.headers = dict(headers)
+
+    def write(self, chunk):
+        self.body += chunk
+
+    finish = write
+
+
+def events(body):
+    return [json.loads(line[6:]) for line in body.decode().split("\n") if line.startswith("data: {")]
+
+
+def passed(chunks, kind="text/event-stream"):
+    kept = Kept()
+    back = ValuesBack(kept, VALUES)
+    back.start(200, [(b"content-type", kind.encode()), (b"content-length", b"1")])
+    for chunk in chunks:
+        back.write(chunk)
+    back.finish(b"")
+    assert b"content-length" not in kept.headers
+    return kept.body
+
+
+def stream(*bodies, name=None):
+    head = f"event: {name}\n" if name else ""
+    return [f"{head}data: {json.dumps(each)}\n\n".encode() for each in bodies]
+
+
+def cut(text, size):
+    return [text[at : at + size] for at in range(0, len(text), size)]
+
+
+def choice(delta, index=0, reason=None):
+    return {"id": "c", "choices": [{"index": index, "delta": delta, "finish_reason": reason}]}
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 7, 200])
+@pytest.mark.parametrize("field", ["content", "reasoning_content"])
+def test_texts_of_a_stream(size, field):
+    pieces = [choice({field: piece}) for piece in cut(TEXT, size)]
+    body = passed([*stream(*pieces, choice({}, reason="stop")), b"data: [DONE]\n\n"])
+    deltas = [each["choices"][0] for each in events(body)]
+    assert "".join(each["delta"].get(field, "") for each in deltas) == BACK
+    assert [each["finish_reason"] for each in deltas[:-1]] == [None] * (len(deltas) - 1)
+    assert deltas[-1] == {"index": 0, "delta": {}, "finish_reason": "stop"}
+    assert body.endswith(b"data: [DONE]\n\n")
+
+
+@pytest.mark.parametrize("size", [1, 3, 200])
+def test_arguments_of_calls_in_a_stream_stay_json(size):
+    def call(at, piece, **more):
+        return choice({"tool_calls": [{"index": at, **more, "function": {"arguments": piece}}]})
+
+    calls = [
+        each
+        for at in range(2)
+        for each in (
+            choice(
+                {"tool_calls": [{"index": at, "id": f"c{at}", "function": {"name": "f", "arguments": ""}}]}
+            ),
+            *(call(at, piece) for piece in cut(ARGUMENTS, size)),
+        )
+    ]
+    # Two choices at a time.
+    both = [each for one in calls for each in (one, {"choices": [{**one["choices"][0], "index": 1}]})]
+    got, ids = {}, []
+    for each in events(passed(stream(*both, choice({}, 0, "tool_calls"), choice({}, 1, "tool_calls")))):
+        for told in each["choices"]:
+            for made in told["delta"].get("tool_calls", ()):
+                ids += [made["id"]] if "id" in made else []
+                key = told["index"], made["index"]
+                got[key] = got.get(key, "") + made["function"]["arguments"]
+    assert len(ids) == len(got) == 4
+    for text in got.values():
+        assert json.loads(text) == {"path": 'C:\\Users\\"me"\\a.py', "text": BACK}
+
+
+def test_arguments_as_clients_called_tools_before():
+    pieces = [choice({"function_call": {"arguments": piece}}) for piece in cut(ARGUMENTS, 3)]
+    got = events(passed(stream(*pieces, choice({}, reason="function_call"))))
+    text = "".join(each["choices"][0]["delta"].get("function_call", {}).get("arguments", "") for each in got)
+    assert json.loads(text)["text"] == BACK
+
+
+def test_what_waits_is_told_before_the_call_that_follows():
+    called = {"tool_calls": [{"index": 0, "id": "c", "function": {"name": "f", "arguments": "[["}}]}
+    body = passed(stream(choice({"content": "a [[pa"}), choice(called), choice({}, reason="stop")))
+    texts = [each["choices"][0]["delta"] for each in events(body)]
+    assert [each.get("content") for each in texts] == ["a ", "[[pa", None, None, None]
+    calls = [each["tool_calls"][0] for each in texts if "tool_calls" in each]
+    assert [each["function"] for each in calls] == [{"name": "f", "arguments": ""}, {"arguments": "[["}]
+    assert "id" not in calls[1]
+
+
+def test_a_piece_that_ends_its_text_waits_for_nothing():
+    body = passed(stream(choice({"content": "a [["}, reason="length")))
+    assert [each["choices"][0]["delta"]["content"] for each in events(body)] == ["a [["]
+
+
+@pytest.mark.parametrize("size", [1, 4, 200])
+def test_messages(size):
+    def delta(at, kind, **piece):
+        return {"type": "content_block_delta", "index": at, "delta": {"type": kind, **piece}}
+
+    text = [delta(0, "text_delta", text=piece) for piece in cut(TEXT, size)]
+    call = [delta(1, "input_json_delta", partial_json=piece) for piece in cut(ARGUMENTS, size)]
+    stop = [{"type": "content_block_stop", "index": at} for at in range(2)]
+    told = [*text, {"type": "ping"}, stop[0], *call, stop[1]]
+    if size == 4:
+        told.insert(3, {"type": "ping"})
+    got = events(passed(stream(*told, name="x")))
+    pieces = [each["delta"] for each in got if "delta" in each]
+    assert "".join(each.get("text", "") for each in pieces) == BACK
+    assert json.loads("".join(each.get("partial_json", "") for each in pieces))["text"] == BACK
+    at_stop = got.index(stop[0])
+    assert all(each.get("index") == 1 for each in got[at_stop + 1 :] if each["type"] != "ping")
+
+
+@pytest.mark.parametrize("size", [1, 200])
+def test_responses(size):
+    name = "response.output_text"
+    pieces = [
+        {"type": f"{name}.delta", "item_id": "i", "content_index": 0, "delta": piece}
+        for piece in cut(TEXT, size)
+    ]
+    calls = [
+        {"type": "response.function_call_arguments.delta", "item_id": "j", "delta": piece}
+        for piece in cut(ARGUMENTS, size)
+    ]
+    done = [
+        {"type": f"{name}.done", "item_id": "i", "text": TEXT},
+        {"type": "response.function_call_arguments.done", "item_id": "j", "arguments": ARGUMENTS},
+    ]
+    got = events(passed(stream(*pieces, done[0], *calls, done[1])))
+    assert "".join(each["delta"] for each in got if each["type"] == f"{name}.delta") == BACK
+    arguments = "".join(each["delta"] for each in got if each["type"] == calls[0]["type"])
+    assert json.loads(arguments)["text"] == BACK
+    texts = [each["text"] for each in got if "text" in each]
+    assert texts == [BACK]
+    assert got[-1]["arguments"] == arguments
+
+
+def test_whole_answers():
+    message = {"content": TEXT, "tool_calls": [{"function": {"name": "f", "arguments": ARGUMENTS}}]}
+    told = json.dumps({"choices": [{"message": message}], "n": 1.5}).encode()
+    (got,) = json.loads(passed([told[:20], told[20:]], "application/json"))["choices"]
+    assert got["message"]["content"] == BACK
+    assert json.loads(got["message"]["tool_calls"][0]["function"]["arguments"])["text"] == BACK
+    used = json.dumps({"content": [{"type": "tool_use", "input": {"path": "[[path 2]]"}}]}).encode()
+    assert json.loads(passed([used], "application/json"))["content"][0]["input"]["path"] == 'C:\\Users\\"me"'
+    for other in (b'{"a":  1}', b"no [[json"):
+        assert passed([other], "application/json") == other
+
+
+def test_other_events_keep_their_bytes():
+    chunks = [
+        b": comment\n\n",
+        b'data:  {"choices": [], "usage": {}}\n\n',
+        b"data: [DONE]\n\n",
+        b"data: 1\n\n",
+    ]
+    assert passed([*chunks, b"half"]) == b"".join(chunks) + b"half"
